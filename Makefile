@@ -12,7 +12,7 @@ demo: setup  ## three tenants share two devices; ends by itself
 	$(BIN)/python -m examples.demo
 
 up: setup  ## the same system, kept running until Ctrl-C
-	$(BIN)/python -m app.up
+	$(BIN)/python -m app.local.up
 
 test: setup browser  ## everything the project promises, but what needs a CUDA device (make gpu)
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder \
@@ -23,7 +23,7 @@ check: setup  ## form, types, who imports whom, and that the migrations give the
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m app.embedded sh -c "$(BIN)/alembic upgrade head && $(BIN)/alembic check"
+	$(BIN)/python -m app.local.embedded_servers sh -c "$(BIN)/alembic upgrade head && $(BIN)/alembic check"
 
 bench: setup  ## every benchmark and the long tests; QUICK=--quick for the short form
 	status=0; test -n "$(QUICK)" || $(BIN)/python -m pytest -m long || status=1; \

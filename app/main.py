@@ -20,26 +20,30 @@ from fastapi import FastAPI
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.concurrency import run_in_threadpool
 
-from app import collector, pages, why
-from app.api import audit as audit_routes
-from app.api import auth, meta, openapi, problems, streams
-from app.api import bundles as bundle_routes
-from app.api import checkpoints as checkpoint_routes
-from app.api import datablocks as datablock_routes
-from app.api import devices as device_routes
-from app.api import graphs as graph_routes
+from app import pages
 from app.api import metrics as metric_routes
-from app.api import presets as preset_routes
-from app.api import requests as request_routes
-from app.api import shares as share_routes
-from app.api import simulations as simulation_routes
-from app.api import tasks as task_routes
-from app.api import tenants as tenant_routes
-from app.api import webhooks as webhook_routes
-from app.api.edge import AtOnce, BodyLimit, RequestId
-from app.api.scoped import operation_id
-from app.changes import changes
-from app.db import engine, transaction
+from app.api import openapi, probes, problems
+from app.api.access import auth
+from app.api.access.scoped import operation_id
+from app.api.middleware import AtOnce, BodyLimit, RequestId
+from app.api.routes import audit as audit_routes
+from app.api.routes import bundles as bundle_routes
+from app.api.routes import checkpoints as checkpoint_routes
+from app.api.routes import datablocks as datablock_routes
+from app.api.routes import devices as device_routes
+from app.api.routes import graphs as graph_routes
+from app.api.routes import presets as preset_routes
+from app.api.routes import requests as request_routes
+from app.api.routes import shares as share_routes
+from app.api.routes import simulations as simulation_routes
+from app.api.routes import streams
+from app.api.routes import tasks as task_routes
+from app.api.routes import tenants as tenant_routes
+from app.api.routes import webhooks as webhook_routes
+from app.db import gc_freeze
+from app.db.transactions import engine, transaction
+from app.insight import explain
+from app.messaging.live_updates import changes
 from app.settings import settings
 
 log = logging.getLogger(__name__)
@@ -51,7 +55,7 @@ def create_app() -> FastAPI:
         version="1",
         summary="Many torch jobs of many teams share a few devices, and lose no step.",
         description="Every error is `application/problem+json`; its `type` opens a page.",
-        openapi_tags=meta.TAGS,
+        openapi_tags=probes.TAGS,
         docs_url=None,
         redoc_url=None,
         generate_unique_id_function=operation_id,
@@ -87,7 +91,7 @@ def _routers() -> list[Any]:
         device_routes.router,
         preset_routes.router,
         audit_routes.router,
-        meta.router,
+        probes.router,
         metric_routes.router,
         problems.router,
     ]
@@ -106,7 +110,7 @@ def _body_limit(path: str) -> int:
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    collector.spare()
+    gc_freeze.spare()
     changes.start(engine())
     warming = asyncio.create_task(run_in_threadpool(_warm))
     writing = asyncio.create_task(_write_uses())
@@ -124,7 +128,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 def _warm() -> None:
     try:
         with transaction() as session:
-            why.warm(session)
+            explain.warm(session)
     except SQLAlchemyError as error:
         log.warning("who waits could not be read; the first to ask will wait for it: %s", error)
 

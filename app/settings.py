@@ -16,10 +16,10 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from app.core import grant
-from app.core.fairshare import half_life
-from app.core.layers import Mode
-from app.core.webhook import networks
+from app.core.fairness.fair_tree import half_life
+from app.core.security import grants
+from app.core.security.sandbox_layers import Mode
+from app.core.security.webhook_policy import networks
 from app.home import HOST, PORT, default_home
 
 
@@ -36,7 +36,7 @@ def _issuer(url: str) -> str:
 
 
 def _grants(written: dict[str, str]) -> dict[str, str]:
-    grant.read(written)
+    grants.read(written)
     return written
 
 

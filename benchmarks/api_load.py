@@ -36,11 +36,12 @@ import redis
 from celery import Celery
 from sqlalchemy import make_url, text
 
-from app import db, seed
-from app.bundling import bundle_folder
-from app.client import Client
-from app.embedded import embedded_postgres, embedded_redis, temporary_home
-from app.up import Handle, answers, running
+from app.cli.bundling import bundle_folder
+from app.cli.client import Client
+from app.db import transactions
+from app.local import seed
+from app.local.embedded_servers import embedded_postgres, embedded_redis, temporary_home
+from app.local.up import Handle, answers, running
 from benchmarks import Target, quick, report
 
 CALLERS = 8
@@ -132,7 +133,7 @@ class Service:
 def serving() -> Iterator[Service]:
     """Start the API alone, without island and devices, so that the work stays queued."""
     seed.migrate()
-    with db.transaction() as session:
+    with transactions.transaction() as session:
         keys = seed.seed(session, {}, tenants=True)
         session.execute(text("insert into islands (name) values ('local')"))
         session.execute(text("insert into hosts (name, island) values ('h', 'local')"))
@@ -181,7 +182,7 @@ def described(bundle: str, tasks: int = 1) -> dict[str, Any]:
 
 def fill(statements: str, **given: object) -> None:
     """Insert rows for the member of alpha; the statements name the member by :tenant and :user."""
-    with db.transaction() as session:
+    with transactions.transaction() as session:
         who = session.execute(
             text(
                 "select u.tenant_id as tenant, u.id as user from users u join tenants t"
@@ -191,7 +192,11 @@ def fill(statements: str, **given: object) -> None:
         given |= {"tenant": who.tenant, "user": who.user}
         for statement in statements.split(";\n"):
             session.connection().execute(text(statement), given)
-    with db.engine().connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+    with (
+        transactions.engine()
+        .connect()
+        .execution_options(isolation_level="AUTOCOMMIT") as connection
+    ):
         connection.execute(text("vacuum analyze"))
 
 

@@ -7,8 +7,8 @@ Meanwhile parts get `kill -9`, Redis loses all its data, and a device worker or 
 stopped for longer than its lease and then continued. A fixed seed draws the order and the times.
 
 Afterwards every job must have ended with the parameters and the losses of the same job run alone
-(`workers.job`), no two processes may have run one task at once, the ledger must be equal in all its
-tables, and nothing of the system may be left on the host.
+(`workers.residents.run_alone`), no two processes may have run one task at once, the ledger must be
+equal in all its tables, and nothing of the system may be left on the host.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from typing import Any
 import psutil
 import redis
 
-from app.embedded import socket_folder, temporary_home
-from app.up import running
+from app.local.embedded_servers import socket_folder, temporary_home
+from app.local.up import running
 from benchmarks import Target, quick, report
 from examples.demo import run_python
 from tests.acceptance.conftest import JOBS, SUMS, System
 from tests.acceptance.history import overlaps, runs
 from tests.acceptance.test_up import family
-from workers.cgroups import group_name
+from workers.process.cgroups import group_name
 
 JSON = dict[str, Any]
 
@@ -293,7 +293,7 @@ def _undisturbed(task: JSON) -> tuple[JSON, dict[int, float]]:
     params, preset = json.dumps({**task["params"], "step_s": 0.0}), json.dumps(task["preset"])
     if params + preset not in _alone:
         words = (str(JOBS), ENTRY, "--params", params, "--preset", preset)
-        lines = run_python("-m", "workers.job", *words).splitlines()
+        lines = run_python("-m", "workers.residents.run_alone", *words).splitlines()
         said = [line.split() for line in lines if line.startswith("loss ")]
         losses = {int(step): float(loss) for _, step, loss in said}
         _alone[params + preset] = json.loads(lines[-1])["result"], losses

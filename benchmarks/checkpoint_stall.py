@@ -118,7 +118,7 @@ def median(rows: list[JSON], what: str) -> float:
 
 
 def in_a_process(way: str, size: int, times: int) -> list[JSON]:
-    from workers.sandbox import ENVIRONMENT
+    from workers.process.sandbox import ENVIRONMENT
 
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
         command = [*(sys.executable, "-m", "benchmarks.checkpoint_stall", "--way", way)]
@@ -253,13 +253,13 @@ def with_dcp_async(job: Training, folder: Path) -> tuple[Save, Callable[[], floa
 
 
 def with_ours(job: Training, folder: Path) -> tuple[Save, Callable[[], float]]:
-    from workers import slab
-    from workers.accelerator import Accelerator
-    from workers.capture import Surroundings, capture
-    from workers.layout import Layout
-    from workers.preset import fingerprint
-    from workers.staging import Staging
-    from workers.watch import Watch
+    from workers.capture.capture import Surroundings, capture
+    from workers.hardware.accelerator import Accelerator
+    from workers.hardware.dirty_pages import Watch
+    from workers.hardware.preset import fingerprint
+    from workers.process import slab
+    from workers.process.image_layout import Layout
+    from workers.switching.staging import Staging
 
     fd = slab.made(4 << 30)
     mapped, around, cpu = slab.Slab(fd), Surroundings(), Accelerator("cpu")
@@ -302,11 +302,11 @@ def with_ours(job: Training, folder: Path) -> tuple[Save, Callable[[], float]]:
 
 def write_for(fd: int, folder: Path) -> int:
     """Act as the device worker: write the slab's image to the store whenever a line says so."""
-    from app.core.messages import Launch
-    from app.store import Store
-    from workers import transfer
-    from workers.checkpoint import Known
-    from workers.house import House
+    from app.core.model.messages import Launch
+    from app.storage.store import Store
+    from workers.device import store_io
+    from workers.transfer.checkpoint import Known
+    from workers.transfer.host_context import House
 
     house = House(device="h.0", island="i", store=Store.at(folder / "store"), run=folder / "run")
     known = Known()
@@ -319,7 +319,7 @@ def write_for(fd: int, folder: Path) -> int:
     sys.stdout.flush()
     for line in sys.stdin:
         step, size = map(int, line.split())
-        written = transfer.keep(fd, size, launch, step, known=known, house=house)
+        written = store_io.keep(fd, size, launch, step, known=known, house=house)
         sys.stdout.write(f"{written.new_bytes}\n")
         sys.stdout.flush()
     return 0

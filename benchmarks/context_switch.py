@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 
-from app.core.messages import Paused, Started
+from app.core.model.messages import Paused, Started
 from benchmarks import Target, quick, report
 from tests.workers.conftest import Ground, bundled
 
@@ -223,12 +223,12 @@ def restarted_s(folder: Path, size: int) -> float:
 
 def on_cuda(size: int) -> tuple[list[Target], JSON]:
     """Measure each direction beside a pinned copy of the same bytes, and both at once."""
-    from workers import slab
-    from workers.absence import Absence
-    from workers.accelerator import Accelerator
-    from workers.capture import Surroundings, capture
-    from workers.slab import Slab
-    from workers.staging import Staging
+    from workers.capture.capture import Surroundings, capture
+    from workers.hardware.accelerator import Accelerator
+    from workers.process import slab
+    from workers.process.slab import Slab
+    from workers.switching.offload import Absence
+    from workers.switching.staging import Staging
 
     size, cuda = max(size, 2**30), Accelerator("cuda")
 

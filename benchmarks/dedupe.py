@@ -2,10 +2,11 @@
 
 python -m benchmarks.dedupe [--quick]
 
-Each replica is captured as in a resident (`workers.capture`), laid out in a slab and written with
-the code of a device worker (`workers.checkpoint`), into one store. Stored bytes are the size of all
-files: chunks, manifests and all. Every image is read back and compared. A replica has a tensor and
-random numbers of its own. Parameters and optimizer state are equal on all replicas.
+Each replica is captured as in a resident (`workers.capture.capture`), laid out in a slab and
+written with the code of a device worker (`workers.transfer.checkpoint`), into one store. Stored
+bytes are the size of all files: chunks, manifests and all. Every image is read back and compared. A
+replica has a tensor and random numbers of its own. Parameters and optimizer state are equal on all
+replicas.
 
 The peer is `torch.distributed.checkpoint` (DCP) with real gloo ranks on the same state: its bytes,
 and its two silent losses. Of several tensors that ranks hold under the same key it keeps one: the
@@ -31,16 +32,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from app.core.manifest import About
-from app.places import Folder
-from app.signing import Signer
-from app.store import Store
+from app.core.model.manifest import About
+from app.storage.backend import Folder
+from app.storage.signing import Signer
+from app.storage.store import Store
 from benchmarks import Target, quick, report
-from workers import checkpoint
-from workers.accelerator import Accelerator
-from workers.capture import Surroundings, capture
-from workers.checkpoint import Known, Written
-from workers.layout import Layout, laid_out
+from workers.capture.capture import Surroundings, capture
+from workers.hardware.accelerator import Accelerator
+from workers.process.image_layout import Layout, laid_out
+from workers.transfer import checkpoint
+from workers.transfer.checkpoint import Known, Written
 
 REPLICAS = (2, 4, 8)
 LAYERS, WIDTH = (8, 512) if quick() else (12, 768)  # 307 MB and 1.0 GB with the optimizer's state

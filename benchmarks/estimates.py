@@ -29,7 +29,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from app.core.estimate import (
+from app.core.explanation.estimator import (
     Calibration,
     Curve,
     Estimate,

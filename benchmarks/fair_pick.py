@@ -23,8 +23,8 @@ from collections.abc import Callable
 
 import psycopg
 
-from app.core.fairshare import FairTree, Path, lane
-from app.embedded import embedded_postgres, temporary_home
+from app.core.fairness.fair_tree import FairTree, Path, lane
+from app.local.embedded_servers import embedded_postgres, temporary_home
 from benchmarks import Target, quick, report
 
 ROUNDS = 5

@@ -175,7 +175,7 @@ def absent(name: str) -> str:
 
 @contextlib.contextmanager
 def running(name: str) -> Iterator[Asked]:
-    from workers.sandbox import ENVIRONMENT
+    from workers.process.sandbox import ENVIRONMENT
 
     with contextlib.ExitStack() as stack:
         environment = {**os.environ, **ENVIRONMENT}
@@ -206,7 +206,7 @@ def running(name: str) -> Iterator[Asked]:
 
 @contextlib.contextmanager
 def redis() -> Iterator[str]:
-    from app.embedded import embedded_redis, temporary_home
+    from app.local.embedded_servers import embedded_redis, temporary_home
 
     with temporary_home() as home, embedded_redis(home) as url:
         yield url.replace("unix://", "redis+socket://")  # Celery's form of the address
@@ -250,8 +250,8 @@ class Ours:
 
     def _graph(self, function: str, nodes: int, params: dict[str, Any]) -> Any:
         from benchmarks.peers import dispatch
-        from workers import executor
-        from workers.graph import Loaded
+        from workers.graph.runner import Loaded
+        from workers.residents import executor
 
         chain = [
             {
@@ -292,7 +292,7 @@ WARM, HOPPED = 200, 2000  # nodes that run until both processes are warm, and no
 
 
 def hops(rounds: int) -> Took:
-    from workers.sandbox import ENVIRONMENT
+    from workers.process.sandbox import ENVIRONMENT
 
     command = [sys.executable, "-m", "benchmarks.graph_dispatch", "--hop"]
     environment = {**os.environ, **ENVIRONMENT}
@@ -307,8 +307,8 @@ def hop_us() -> float:
     """Return the microseconds of a node with its predecessor in the other process."""
     import torch
 
-    from workers import turns
-    from workers.ground import Ground, make
+    from workers.ranks import turns
+    from workers.ranks.shared_memory import Ground, make
 
     torch.set_num_threads(1)
     handles = make(2)
@@ -330,11 +330,11 @@ def _run_lane(handles: Any, rank: int) -> float:
     """Run an executor with everything on, from its first node to the end of the graph."""
     import torch
 
-    from app.core.spread import Spread
+    from app.core.placement.executors import Spread
     from benchmarks.overhead import resident
-    from workers import executor
-    from workers.gang import Member
-    from workers.lane import LoadedLane
+    from workers.graph.lane import LoadedLane
+    from workers.residents import executor
+    from workers.residents.coordinator import Member
 
     began_s, ran = 0.0, 0
 

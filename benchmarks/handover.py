@@ -134,7 +134,7 @@ class Asked:
 
 @contextlib.contextmanager
 def running(name: str) -> Iterator[Asked]:
-    from workers.sandbox import ENVIRONMENT
+    from workers.process.sandbox import ENVIRONMENT
 
     if name == OURS:
         command = [sys.executable, "-m", "benchmarks.handover", "--ours"]
@@ -169,10 +169,10 @@ class Ours:
     ways = WAYS
 
     def __init__(self) -> None:
-        from workers import ground, turns
+        from workers.ranks import shared_memory, turns
 
-        handles = ground.make(2)
-        turns.seat_all(ground.Ground(handles), 2)
+        handles = shared_memory.make(2)
+        turns.seat_all(shared_memory.Ground(handles), 2)
         self.reader = os.fork()
         if not self.reader:
             read(passing(handles, 1))
@@ -202,11 +202,11 @@ class Ours:
 
 
 def passing(handles: Any, rank: int) -> Any:
-    from workers.accelerator import Accelerator
-    from workers.capture import Surroundings
-    from workers.ground import Ground
-    from workers.passing import Passing
-    from workers.turns import Turns
+    from workers.capture.capture import Surroundings
+    from workers.graph.shared_blocks import Passing
+    from workers.hardware.accelerator import Accelerator
+    from workers.ranks.shared_memory import Ground
+    from workers.ranks.turns import Turns
 
     mine = Turns(Ground(handles), rank)
     mine.join()

@@ -10,8 +10,8 @@ import time
 
 import psutil
 
-from app.embedded import temporary_home
-from app.up import Handle, running
+from app.local.embedded_servers import temporary_home
+from app.local.up import Handle, running
 from benchmarks import Target, quick, report
 
 SETTLE_S = 5.0

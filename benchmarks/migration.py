@@ -34,10 +34,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from app.bundling import bundle_folder
-from app.client import Client
-from app.embedded import temporary_home
-from app.up import Handle, running
+from app.cli.bundling import bundle_folder
+from app.cli.client import Client
+from app.local.embedded_servers import temporary_home
+from app.local.up import Handle, running
 from benchmarks import Target, quick, report
 
 JSON = dict[str, Any]
@@ -72,7 +72,7 @@ class Job:
 PROBE = """
 import os, sys, time
 from concurrent.futures import ThreadPoolExecutor
-from app.bucket import Bucket
+from app.storage.s3_backend import Bucket
 place, body = Bucket(sys.argv[1]), [os.urandom(4 * 2**20) for _ in range(6)]
 names = [f"incoming/probe-{n}" for n in range(len(body))]
 size = sum(map(len, body))
@@ -345,7 +345,17 @@ def _device(
     own = home / host
     own.mkdir()
     device = f"{host}.0"
-    words = ["-m", "celery", "-A", "workers.device", "worker", "--pool", "threads", "-c", "2"]
+    words = [
+        "-m",
+        "celery",
+        "-A",
+        "workers.device.worker",
+        "worker",
+        "--pool",
+        "threads",
+        "-c",
+        "2",
+    ]
     words += ["-Q", f"device.{device}", "-n", f"{device}@bench", "-l", "WARNING"]
     words += ["--without-gossip", "--without-mingle", "--without-heartbeat"]
     mine = {

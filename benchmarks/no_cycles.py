@@ -20,7 +20,8 @@ on many tasks are *elastic*, on loose islands and on tight ones: they can use mo
 need, and some hold them already. They are another sixth. From BOUND on islands are like these, and
 gangs stay on one of two hosts.
 
-tests/core/test_no_cycles.py runs the same function, `judge(seed)`, for some thousand seeds.
+tests/core/scheduling/test_no_cycles.py runs the same function, `judge(seed)`, for some thousand
+seeds.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from app.core.board import Board, been_away
-from app.core.decide import cycle, decide
-from app.core.fairshare import FIXED_POINT_BITS
-from app.core.island import Decision, Device, Plan, Policy, Snapshot, Task, Tenant, User
-from app.core.lifecycle import Move
+from app.core.fairness.fair_tree import FIXED_POINT_BITS
+from app.core.model.lifecycle import Move
+from app.core.model.snapshot import Decision, Device, Plan, Policy, Snapshot, Task, Tenant, User
+from app.core.scheduling.board import Board, been_away
+from app.core.scheduling.cycle import cycle, decide
 from benchmarks import Target, quick, report
 
 SCENARIOS, QUICK = 1_000_000, 20_000

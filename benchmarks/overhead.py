@@ -67,7 +67,7 @@ def main() -> int:
 
 
 def in_a_process(what: str, *, residents: bool) -> Any:
-    from workers.sandbox import ENVIRONMENT
+    from workers.process.sandbox import ENVIRONMENT
 
     more = dict(ENVIRONMENT)
     if not residents:
@@ -134,7 +134,7 @@ def compare() -> dict[str, Any]:
     from torch.optim import optimizer
 
     work = resident(Job())
-    from workers import executor
+    from workers.residents import executor
 
     hooks = optimizer._global_optimizer_pre_hooks
     ours = dict(hooks)
@@ -183,13 +183,14 @@ def cpu_s(step: Callable[[], object], times: int) -> float:
 
 def resident(job: Job) -> Any:
     """Return a resident on its slot, up to its first step; its supervisor only reads."""
-    from workers import executor, slab
-    from workers.accelerator import Accelerator
-    from workers.capture import Surroundings
-    from workers.executor import Context, Images, Outgoing, Work
-    from workers.slab import Slab
-    from workers.watch import Watch
-    from workers.wire import Trust, TrustSeen, Wire
+    from workers.capture.capture import Surroundings
+    from workers.hardware.accelerator import Accelerator
+    from workers.hardware.dirty_pages import Watch
+    from workers.process import slab
+    from workers.process.slab import Slab
+    from workers.process.wire import Trust, TrustSeen, Wire
+    from workers.residents import executor
+    from workers.residents.executor import Context, Images, Outgoing, Work
 
     ours, theirs = socket.socketpair()
     subprocess.Popen(["cat"], stdin=theirs, stdout=subprocess.DEVNULL)  # ends when we do

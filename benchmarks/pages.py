@@ -22,9 +22,10 @@ from dataclasses import dataclass
 
 from fastapi.routing import APIRoute
 
-from app import db, pages
-from app.api import auth
-from app.embedded import embedded_postgres, embedded_redis, temporary_home
+from app import pages
+from app.api.access import auth
+from app.db import transactions
+from app.local.embedded_servers import embedded_postgres, embedded_redis, temporary_home
 from benchmarks import Target, quick, report
 from benchmarks.api_load import Service, fill, serving
 
@@ -153,7 +154,7 @@ class Reader:
 
 
 def _signed_in(service: Service, tenant: str, role: str) -> Reader:
-    with db.transaction() as session:
+    with transactions.transaction() as session:
         _, cookie = auth.sign_in(session, service.keys[tenant][role])
     return Reader(service.port, cookie)
 

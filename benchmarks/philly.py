@@ -22,10 +22,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from app.core.island import Device, Policy, Tenant
-from app.core.simulate import Costs, Report
-from app.core.trace import Trace, read
-from app.core.what_if import Setup, quantile, run
+from app.core.model.snapshot import Device, Policy, Tenant
+from app.core.simulation.simulator import Costs, Report
+from app.core.simulation.trace import Trace, read
+from app.core.simulation.what_if import Setup, quantile, run
 from benchmarks import Target, quick, report
 
 NAME = "philly_82k_vc.csv.gz"

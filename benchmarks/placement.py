@@ -23,7 +23,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 
-from app.core.placement import (
+from app.core.placement.cost_model import Problem, Timeline
+from app.core.placement.heuristics import RULES, ranks
+from app.core.placement.local_search import Effort
+from app.core.placement.planner import (
     Block,
     Device,
     Graph,
@@ -34,9 +37,6 @@ from app.core.placement import (
     place,
     place_by_rule,
 )
-from app.core.search import Effort
-from app.core.starts import RULES, ranks
-from app.core.timeline import Problem, Timeline
 from benchmarks import Target, quick, report
 
 GRAPHS, QUICK = 1000, 84

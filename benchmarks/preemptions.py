@@ -8,7 +8,7 @@ is paused at random steps (captured, and goes on as the same objects). At other 
 metrics of every step, a hash of all its memory and files, and the next random numbers are compared
 with the same job in a process where nothing of this happened.
 
-tests/workers/test_zoo.py makes a few of the same journeys.
+tests/workers/capture/test_zoo.py makes a few of the same journeys.
 """
 
 from __future__ import annotations

@@ -20,15 +20,17 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import text
 
-from app import db, seed, why
-from app.core.messages import Alive, Finished, ResidentView, Started
-from app.embedded import embedded_postgres, embedded_redis, temporary_home
-from app.follow import Follower
-from app.models import Task
+from app.core.model.messages import Alive, Finished, ResidentView, Started
+from app.db import transactions
+from app.db.models import Task
+from app.insight import explain
+from app.local import seed
+from app.local.embedded_servers import embedded_postgres, embedded_redis, temporary_home
+from app.scheduling.board_follower import Follower
 from benchmarks import Target, quick, report
 
 if TYPE_CHECKING:
-    from workers.island import Scheduler
+    from workers.control.scheduler import Scheduler
 
 ISLAND = "isle"
 TENANTS = 10_000
@@ -70,8 +72,8 @@ def main() -> int:
         _fill(tasks)
         read_s = statistics.median(_read_s() for _ in range(3))
         rounds_took = list(_rounds(rounds))
-        with db.transaction() as session:
-            warm = _timed(lambda: why.warm(session))  # as the API does when it starts
+        with transactions.transaction() as session:
+            warm = _timed(lambda: explain.warm(session))  # as the API does when it starts
         took = {"a round": rounds_took, "an explanation": list(_explains(rounds, tasks))}
     targets = [
         Target(name="the board is read anew", value=round(read_s, 2), unit="s", op="<=", bound=5),
@@ -105,23 +107,27 @@ def _p99(name: str, times: list[Took], bound_ms: float) -> Target:
 
 
 def _fill(tasks: int) -> None:
-    with db.transaction() as session:
+    with transactions.transaction() as session:
         for statement in FILL.strip().format(tenants=TENANTS, tasks=tasks).rstrip(";").split(";\n"):
             session.execute(text(statement.replace(":", r"\:")))
-    with db.engine().connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+    with (
+        transactions.engine()
+        .connect()
+        .execution_options(isolation_level="AUTOCOMMIT") as connection
+    ):
         connection.execute(text("vacuum analyze"))
 
 
 def _read_s() -> float:
-    with db.transaction() as session:
-        now_s = db.now_s(session)
+    with transactions.transaction() as session:
+        now_s = transactions.now_s(session)
         began = time.perf_counter()
         Follower(ISLAND).look(session, now_s=now_s)
         return time.perf_counter() - began
 
 
 def _rounds(rounds: int) -> Iterator[Took]:
-    from workers.island import Scheduler  # reads the settings when it is imported
+    from workers.control.scheduler import Scheduler  # reads the settings when it is imported
 
     scheduler, devices = Scheduler(ISLAND), [_Device(n) for n in range(DEVICES)]
     for device in devices:
@@ -163,7 +169,7 @@ class _Device:
             " join tasks t on t.id = p.task_id and t.seat = p.device_id"
             " where p.device_id = :seat and p.ended_at is null and not p.leaving"
         )
-        with db.transaction() as session:
+        with transactions.transaction() as session:
             return list(session.execute(query, {"seat": self.id}).all())
 
     def _resident(self, task: str, epoch: int) -> ResidentView:
@@ -185,8 +191,8 @@ def _explains(times: int, tasks: int) -> Iterator[Took]:
 
 
 def _explain(id: str) -> None:
-    with db.transaction() as session:
-        why.explain(session, [session.get_one(Task, id)])
+    with transactions.transaction() as session:
+        explain.explain(session, [session.get_one(Task, id)])
 
 
 def _timed(act: Callable[[], None]) -> Took:

@@ -38,7 +38,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import Target, quick, report
-from workers.splice import Host
+from workers.ranks.rank import Host
 
 JSON = dict[str, Any]
 

@@ -22,8 +22,8 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from app.client import Client
-from app.embedded import embedded_postgres, embedded_redis, temporary_home
+from app.cli.client import Client
+from app.local.embedded_servers import embedded_postgres, embedded_redis, temporary_home
 from benchmarks import Target, quick, report
 from benchmarks.api_load import Service, described, p99, serving
 

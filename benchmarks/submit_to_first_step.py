@@ -15,10 +15,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from app.bundling import bundle_folder
-from app.client import Client
-from app.embedded import temporary_home
-from app.up import Handle, running
+from app.cli.bundling import bundle_folder
+from app.cli.client import Client
+from app.local.embedded_servers import temporary_home
+from app.local.up import Handle, running
 from benchmarks import Target, quick, report
 
 BOUND_S = 1.0

@@ -21,8 +21,8 @@ import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 
-from app.core.ticket import TICKETS, UNHELD, UNSYNCHRONISED, Gang, Outcome, Scene, play
 from benchmarks import Target, quick, report
+from tests.oracles.ticket import TICKETS, UNHELD, UNSYNCHRONISED, Gang, Outcome, Scene, play
 
 PLAYED, QUICK = 1_000_000, 20_000
 PEERS_EVERY = 50  # one in this many scenes is played without tickets too

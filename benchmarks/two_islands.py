@@ -37,14 +37,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from app.bundling import bundle_folder
-from app.client import Client
-from app.embedded import temporary_home
-from app.supervisor import Spec, leashed
-from app.up import ROOT, Handle, running
+from app.cli.bundling import bundle_folder
+from app.cli.client import Client
+from app.local.embedded_servers import temporary_home
+from app.local.process_supervisor import Spec, leashed
+from app.local.up import ROOT, Handle, running
 from benchmarks import Target, quick, report
-from workers.cache import Cache, Draft
-from workers.giving import Giver
+from workers.transfer.host_cache import Cache, Draft
+from workers.transfer.peer_blocks import Giver
 
 JSON = dict[str, Any]
 
@@ -367,8 +367,8 @@ def _island(handle: Handle, island: str) -> Iterator[None]:
     device.pop("DATABASE_URL", None)
     scheduler = {**env, "DATABASE_URL": facts["database_url"]}
     workers = [
-        ("workers.island", f"island.{island}", scheduler),
-        ("workers.device", f"device.{island}.0", device),
+        ("workers.control.scheduler", f"island.{island}", scheduler),
+        ("workers.device.worker", f"device.{island}.0", device),
     ]
     for module, queue, given in workers:
         words = ["-m", "celery", "-A", module, "worker", "--pool", "threads", "-c", "2"]

@@ -26,10 +26,10 @@ from typing import Any
 
 from rich.console import Console
 
-from app.bundling import bundle_folder
-from app.client import Client
-from app.embedded import CannotStart, temporary_home
-from app.up import ROOT, Handle, running
+from app.cli.bundling import bundle_folder
+from app.cli.client import Client
+from app.local.embedded_servers import CannotStart, temporary_home
+from app.local.up import ROOT, Handle, running
 from examples import judge
 from examples.judge import Kill, Life, Sample
 from examples.view import ENDED, View, summary, verdicts
@@ -317,7 +317,7 @@ def step_ms(wish: Wish) -> float:
 def alone(folder: str, params: Mapping[str, Any], preset: JSON) -> JSON:
     """Return the result of a job that runs undisturbed in a process of its own."""
     words = (str(folder_of(folder)), "train:Train", "--params", json.dumps(dict(params)))
-    said = run_python("-m", "workers.job", *words, "--preset", json.dumps(preset))
+    said = run_python("-m", "workers.residents.run_alone", *words, "--preset", json.dumps(preset))
     result: JSON = json.loads(said.splitlines()[-1])["result"]
     return result
 
@@ -334,7 +334,7 @@ def on_devices_enough(job: Job) -> JSON:
     )
     steps = ("--steps", str(job.params["steps"]))
     entry = f"examples.{job.folder}.train:Train"
-    said = run_python("-m", "workers.splice", entry, *many, *steps)
+    said = run_python("-m", "workers.ranks.rank", entry, *many, *steps)
     result: JSON = json.loads(said.splitlines()[-job.ranks])["result"]
     return result
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from app.tracing import Block, each, graph, node
+from app.cli.graph_tracing import Block, each, graph, node
 
 JSON = dict[str, Any]
 

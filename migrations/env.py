@@ -4,7 +4,7 @@ from alembic import context
 from sqlalchemy import NullPool, create_engine, text
 from sqlalchemy.dialects.postgresql.base import ischema_names
 
-from app.models import Base, Xid8
+from app.db.models import Base, Xid8
 from app.settings import Settings
 
 LOCK = 0x726F756E  # one migrator at a time, however many processes start at once

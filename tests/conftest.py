@@ -3,7 +3,8 @@
 `DATABASE_URL` and `REDIS_URL` win over embedded servers; on that Postgres a database of its own is
 made for the run and dropped at its end.  Two ways to use it:
 
-* `session` (and all of `app.db`) works in one transaction that is rolled back after the test;
+* `session` (and all of `app.db.transactions`) works in one transaction that is rolled back after
+  the test;
 * `committed` really commits, and empties every table after the test.
 """
 
@@ -26,8 +27,10 @@ from sqlalchemy import Engine, create_engine, text
 from sqlalchemy.engine import make_url
 from sqlalchemy.orm import Session, sessionmaker
 
-from app import db, embedded, outbox
-from app.models import Base
+from app.db import transactions
+from app.db.models import Base
+from app.local import embedded_servers
+from app.messaging import outbox
 from app.settings import settings
 
 ROOT = Path(__file__).parent.parent
@@ -67,9 +70,9 @@ class Servers:
 def servers() -> Iterator[Servers]:
     with contextlib.ExitStack() as stack:
         given = os.environ.get("DATABASE_URL"), os.environ.get("REDIS_URL")
-        home = None if all(given) else stack.enter_context(embedded.temporary_home())
-        postgres_url = given[0] or stack.enter_context(embedded.embedded_postgres(home))
-        redis_url = given[1] or stack.enter_context(embedded.embedded_redis(home))
+        home = None if all(given) else stack.enter_context(embedded_servers.temporary_home())
+        postgres_url = given[0] or stack.enter_context(embedded_servers.embedded_postgres(home))
+        redis_url = given[1] or stack.enter_context(embedded_servers.embedded_redis(home))
         database_url = stack.enter_context(_new_database(postgres_url))
         yield Servers(database_url, redis_url)
 
@@ -98,7 +101,7 @@ def _migrate(url: str) -> None:
 
 @pytest.fixture(scope="session")
 def engine(servers: Servers) -> Iterator[Engine]:
-    engine = create_engine(servers.database_url, json_deserializer=db.read_json)
+    engine = create_engine(servers.database_url, json_deserializer=transactions.read_json)
     yield engine
     engine.dispose()
 
@@ -114,26 +117,29 @@ def environment(servers: Servers, tmp_path: Path) -> Iterator[None]:
     with mock.patch.dict(os.environ, given):
         _forget()
         yield
-        db.engine().dispose()
+        transactions.engine().dispose()
     _forget()
 
 
 def _forget() -> None:
     settings.cache_clear()
-    db.engine.cache_clear()
-    db._sessions.cache_clear()
+    transactions.engine.cache_clear()
+    transactions._sessions.cache_clear()
     outbox.celery.cache_clear()
     outbox.signer.cache_clear()
 
 
 @pytest.fixture
 def session(environment: None, engine: Engine) -> Iterator[Session]:
-    """Everything that uses `app.db` shares this transaction, which is rolled back."""
+    """Everything that uses `app.db.transactions` shares this transaction, which is rolled back."""
     with engine.connect() as connection, connection.begin() as all_of_it:
         sessions = sessionmaker(
             connection, join_transaction_mode="create_savepoint", expire_on_commit=False
         )
-        with mock.patch.object(db, "_sessions", return_value=sessions), sessions() as session:
+        with (
+            mock.patch.object(transactions, "_sessions", return_value=sessions),
+            sessions() as session,
+        ):
             yield session
         all_of_it.rollback()
 

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from app.bucket import Bucket
+from app.storage.s3_backend import Bucket
 
 
 @dataclass

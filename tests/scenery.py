@@ -14,10 +14,10 @@ import uuid_utils
 from sqlalchemy import func, select, text
 from sqlalchemy.orm import Session
 
-from app import ledger
-from app.api import auth
-from app.core.lifecycle import ON_A_DEVICE
-from app.models import Device, Host, Island, Line, Placement, Request, Task, Tenant, User
+from app.api.access import auth
+from app.core.model.lifecycle import ON_A_DEVICE
+from app.db.models import Device, Host, Island, Line, Placement, Request, Task, Tenant, User
+from app.scheduling import ledger
 
 
 class Scenery:

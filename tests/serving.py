@@ -13,9 +13,9 @@ import pytest
 import uvicorn
 
 from app.api.http_protocol import BoundedProtocol
-from app.changes import changes
-from app.db import transaction
+from app.db.transactions import transaction
 from app.main import create_app
+from app.messaging.live_updates import changes
 from tests.app.conftest import World, people
 
 SOON_S = 5.0  # far below the 15 s after which a stream looks by itself

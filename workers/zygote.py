@@ -4,10 +4,10 @@
 
 The supervisor's long-lived thread starts the zygote by exec, and the zygote dies with that thread.
 All processes that it forks die with it; if one survives, the next device worker finds its record
-(`workers.births`) and ends it.  The zygote has one thread, so a fork is safe; a fork takes some
-milliseconds.  If the kernel allows a PID namespace, the resident is process 1 in its own, and all
-processes that it started end with it.  A zygote without root gets a PID namespace only by way of a
-user namespace: then a `keeper` process in between waits for the resident and ends like it.
+(`workers.device.births`) and ends it.  The zygote has one thread, so a fork is safe; a fork takes
+some milliseconds.  If the kernel allows a PID namespace, the resident is process 1 in its own, and
+all processes that it started end with it.  A zygote without root gets a PID namespace only by way
+of a user namespace: then a `keeper` process in between waits for the resident and ends like it.
 
 Messages: `begin` and `spawn` come in; `ready`, `spawned` and `exited` go back.
 """
@@ -27,10 +27,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from workers import births, cgroups, sandbox, volumes
-from workers.sandbox import Room
-from workers.watch import Unwatchable, Watch
-from workers.wire import FDS_PER_RESIDENT, ToSupervisor, Wire
+from workers.device import births
+from workers.hardware.dirty_pages import Unwatchable, Watch
+from workers.process import cgroups, sandbox, volumes
+from workers.process.sandbox import Room
+from workers.process.wire import FDS_PER_RESIDENT, ToSupervisor, Wire
 
 JSON = dict[str, Any]
 
@@ -49,11 +50,11 @@ def main(fd: int, lock_fd: int) -> NoReturn:
     import torch
     import torch._dynamo
 
-    import workers.command
-    import workers.executor
+    import workers.commands.runner
+    import workers.residents.executor
 
-    assert workers.command
-    workers.executor.put_own_modules_last()
+    assert workers.commands.runner
+    workers.residents.executor.put_own_modules_last()
     wire = Wire(socket.socket(fileno=fd))
     _must_have_one_thread()
     records = _ready(wire, torch.__version__)
@@ -243,9 +244,10 @@ def _keep(inner: int, lock_fd: int, tell: int) -> NoReturn:
 
 def _live(room: Room, walls: list[str], fds: list[int], sort: str) -> int:
     """Run the resident's task.  `sort` is "command", or "job" for all code of a bundle."""
-    from workers import command, executor
-    from workers.slab import Slab
-    from workers.wire import TrustSeen
+    from workers.commands import runner
+    from workers.process.slab import Slab
+    from workers.process.wire import TrustSeen
+    from workers.residents import executor
 
     _close_all_but({0, 1, 2, *fds[:3], fds[5]})
     watch = _watch()  # inside the sandbox none can be opened
@@ -262,7 +264,7 @@ def _live(room: Room, walls: list[str], fds: list[int], sort: str) -> int:
     control, bulk = ToSupervisor(socket.socket(fileno=fds[0])), socket.socket(fileno=fds[1])
     trust, slab = TrustSeen(fds[2]), Slab(fds[5])
     if sort == "command":
-        return command.execute(control, bulk, trust, slab)
+        return runner.execute(control, bulk, trust, slab)
     return executor.execute(control, bulk, trust, slab, watch)
 
 

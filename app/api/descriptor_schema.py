@@ -1,7 +1,7 @@
 """The schema of the descriptor for the OpenAPI page.
 
-`core.descriptor` reads and checks descriptors; this module only describes them.  A test compares
-the two: the example is accepted, and every field named here is known there.
+`core.model.descriptor` reads and checks descriptors; this module only describes them.  A test
+compares the two: the example is accepted, and every field named here is known there.
 """
 
 from __future__ import annotations

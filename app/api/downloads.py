@@ -15,7 +15,7 @@ from fastapi.responses import StreamingResponse
 from app.api.problems import declared
 from app.errors import BadRange, Gone, Unavailable
 from app.settings import settings
-from app.store import Damaged, Store
+from app.storage.store import Damaged, Store
 
 BINARY = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 ANSWERS: dict[int | str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""GET /metrics for Prometheus: this process's answers, and the figures of `app.metrics`.
+"""GET /metrics for Prometheus: this process's answers, and the figures of `app.insight.metrics`.
 
 The figures cover all tenants.  So the call needs a key of the root tenant, of any role, or a
 platform admin's key.  (A viewer of the root tenant sees nothing else of other tenants.)
@@ -24,13 +24,13 @@ from prometheus_client.core import Metric
 from prometheus_client.exposition import choose_encoder
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.api import wrong_keys
-from app.api.auth import Authed, Caller
+from app.api.access import wrong_keys
+from app.api.access.auth import Authed, Caller
+from app.api.access.scoped import ScopedRoute, operation_id
 from app.api.problems import declared
-from app.api.scoped import ScopedRoute, operation_id
-from app.db import Db
+from app.db.transactions import Db
 from app.errors import Forbidden
-from app.metrics import figures
+from app.insight.metrics import figures
 
 BOUNDS_S = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0)
 

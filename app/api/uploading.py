@@ -22,11 +22,11 @@ from fastapi import Header, Request
 from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
-from app import uploads
 from app.api.schemas import UploadOut
+from app.data import uploads
+from app.data.uploads import PART_BYTES, Begun, Done, Wanted
 from app.errors import BadInput, Conflict, Unavailable
-from app.places import Bytes
-from app.uploads import PART_BYTES, Begun, Done, Wanted
+from app.storage.backend import Bytes
 
 THREADS = 6  # fewer than the connections that the pool has beyond the gate
 

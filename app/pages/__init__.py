@@ -1,8 +1,8 @@
 """The web pages for tenants: rendered on the server, live, with nothing from another origin.
 
-Their figures are those of `app.reports`, as the API's are.  Their forms call the API's operations,
-so a page allows exactly what its reader's role allows.  Every answer of the service carries the
-policy below, including /docs.
+Their figures are those of `app.insight.reports`, as the API's are.  Their forms call the API's
+operations, so a page allows exactly what its reader's role allows.  Every answer of the service
+carries the policy below, including /docs.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def mount(app: FastAPI) -> None:
 
 def routers() -> list[APIRouter]:
     """Return the routers in matching order: the very last route takes all other addresses."""
-    from app.pages import administering, operating, views, wishing
+    from app.pages import admin_views, operator_views, task_forms, views
 
-    return [wishing.router, administering.router, operating.router, views.router]
+    return [task_forms.router, admin_views.router, operator_views.router, views.router]
 
 
 class ContentPolicy:

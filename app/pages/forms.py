@@ -20,7 +20,7 @@ from fastapi import Form, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import AfterValidator, BaseModel, ValidationError
 
-from app.api.auth import COOKIE, from_our_origin
+from app.api.access.auth import COOKIE, from_our_origin
 from app.errors import BadInput, Forbidden
 
 

@@ -1,4 +1,4 @@
-"""Sign-in, and the pages: each reads values from `app.reports` and renders a template.
+"""Sign-in, and the pages: each reads values from `app.insight.reports` and renders a template.
 
 A page is sent as a whole, or, when htmx requests it after a change, only its live part.  So all
 values on a page come from one transaction.
@@ -26,9 +26,9 @@ from fastapi.templating import Jinja2Templates
 from markupsafe import Markup, escape
 from sqlalchemy.orm import Session
 
-from app import audit, datablocks, people, reports
-from app.api import problems, rates, wrong_keys
-from app.api.auth import (
+from app.api import problems
+from app.api.access import rate_headers, wrong_keys
+from app.api.access.auth import (
     COOKIE,
     Caller,
     call_of,
@@ -39,18 +39,21 @@ from app.api.auth import (
     sign_in_person,
     sign_out,
 )
+from app.api.access.gate import GatedRoute
+from app.api.access.scoped import operation_named
+from app.api.access.visibility import visible_request
 from app.api.event_stream import EventStream
-from app.api.gate import GatedRoute
-from app.api.reach import visible_request
-from app.api.scoped import operation_named
-from app.changes import ALL, changes
 from app.core import units
-from app.core.phase import Phase
-from app.db import Db, transaction
+from app.core.model.phase import Phase
+from app.data import datablocks
+from app.db.transactions import Db, transaction
 from app.errors import AppError, BadInput, Forbidden, NotFound, Unauthenticated, Unavailable
-from app.pages import STATIC, acting, drawing, forms
+from app.identity import audit, directory
+from app.insight import reports
+from app.insight.time_spent import time_spent
+from app.messaging.live_updates import ALL, changes
+from app.pages import STATIC, charts, forms, task_actions
 from app.settings import settings
-from app.timespent import time_spent
 
 HOME = "/ui/"
 OIDC = "/ui/login/oidc"
@@ -69,19 +72,19 @@ router = APIRouter(include_in_schema=False, route_class=GatedRoute)
 templates = Jinja2Templates(directory=Path(__file__).parent / "templates")
 templates.env.trim_blocks = templates.env.lstrip_blocks = True
 templates.env.filters.update(
-    duration=drawing.duration,
-    about=drawing.about,
-    age=drawing.age,
+    duration=charts.duration,
+    about=charts.about,
+    age=charts.age,
     counted=units.counted,
-    sparkline=drawing.sparkline,
-    held=drawing.held,
+    sparkline=charts.sparkline,
+    held=charts.held,
     size=units.size,
-    figure=drawing.figure,
+    figure=charts.figure,
     part=reports.number,
     breakable=lambda code: Markup(str(escape(code)).replace("_", "_<wbr>")),
-    utc=drawing.utc,
-    told_at=lambda written: drawing.utc(datetime.fromisoformat(written)),
-    value=drawing.value,
+    utc=charts.utc,
+    told_at=lambda written: charts.utc(datetime.fromisoformat(written)),
+    value=charts.value,
 )
 
 
@@ -111,7 +114,7 @@ def visitor(
             caller = caller_of_cookie(its, cookie)
     except Unauthenticated as error:
         raise NotSignedIn from error
-    rates.remember(cookie, key_id=caller.key_id, tenant_id=caller.tenant_id)
+    rate_headers.remember(cookie, key_id=caller.key_id, tenant_id=caller.tenant_id)
     audit.begin(session, call_of(request, caller, "page"))
     request.state.caller = caller
     if any(
@@ -128,8 +131,8 @@ Visitor = Annotated[Caller, Depends(visitor, scope="function")]
 def sender(request: Request, caller: Visitor, _: Annotated[None, Depends(forms.check)]) -> Caller:
     """Return the caller that sends a form; the form counts as a change in the rate limits."""
     cookie = request.cookies[COOKIE]
-    if not rates.count_known(request, cookie):
-        rates.count_new(request, cookie, key_id=caller.key_id, tenant_id=caller.tenant_id)
+    if not rate_headers.count_known(request, cookie):
+        rate_headers.count_new(request, cookie, key_id=caller.key_id, tenant_id=caller.tenant_id)
     return caller
 
 
@@ -225,7 +228,7 @@ class SigningIn:
 
 @router.get(OIDC)
 def go_to_provider(request: Request, next: str = HOME) -> Response:
-    provider = people.provider()
+    provider = directory.provider()
     if provider is None:
         raise NotFound("identity provider", "oidc")
     begun = SigningIn(
@@ -235,7 +238,7 @@ def go_to_provider(request: Request, next: str = HOME) -> Response:
         next=_own(next),
     )
     try:
-        door = people.door(
+        door = directory.door(
             provider,
             redirect_uri=_back(request),
             state=begun.state,
@@ -258,7 +261,7 @@ def come_back(
     error: str = "",
     cookie: Annotated[str, Cookie(alias=SIGNING_IN)] = "",
 ) -> Response:
-    provider, begun = people.provider(), SigningIn.opened(cookie)
+    provider, begun = directory.provider(), SigningIn.opened(cookie)
     if provider is None:
         raise NotFound("identity provider", "oidc")
     if begun is None or not hmac.compare_digest(begun.state.encode(), state.encode()):
@@ -267,7 +270,7 @@ def come_back(
         said = f"The identity provider says {error or 'nothing'}."
         return _door(request, begun.next, wrong=said)
     try:
-        person = people.of_sign_in(
+        person = directory.of_sign_in(
             session,
             provider,
             code,
@@ -310,7 +313,7 @@ def _door(request: Request, next: str, wrong: str = "") -> Response:
     return templates.TemplateResponse(
         request,
         "login.html",
-        {"next": _own(next), "wrong": wrong, "provider": people.provider() is not None},
+        {"next": _own(next), "wrong": wrong, "provider": directory.provider() is not None},
         status_code=401 if wrong else 200,
     )
 
@@ -336,11 +339,11 @@ def overview(request: Request, session: Db, caller: Visitor, window: str = "15m"
     mine = next((share for share in shares if share.id == tenant), None)
     below = caller.role == "tenant_admin"
     read = reports.queue(session, tenant, below=below, limit=QUEUE_READ + 1)
-    queue = drawing.by_place(read[:QUEUE_READ])
+    queue = charts.by_place(read[:QUEUE_READ])
     waiting = mine.waiting if mine else sum(s.waiting for s in shares if not s.depth)
     running = reports.running(session, tenant)
     devices = reports.devices(session, tenant, now)
-    window = window if window in drawing.WINDOWS else "15m"
+    window = window if window in charts.WINDOWS else "15m"
     return page(
         request,
         "overview.html",
@@ -348,7 +351,7 @@ def overview(request: Request, session: Db, caller: Visitor, window: str = "15m"
         now=now,
         section="overview",
         verdict=reports.verdict(mine, shares) if mine else reports.verdict_of_all(shares),
-        half_life=drawing.duration(settings().half_life_s) if settings().half_life_s else "",
+        half_life=charts.duration(settings().half_life_s) if settings().half_life_s else "",
         shares=shares if caller.sees_all else [],
         mine=mine,
         rest=reports.others(shares, caller.tenant_id),
@@ -356,14 +359,14 @@ def overview(request: Request, session: Db, caller: Visitor, window: str = "15m"
         queue=queue,
         queue_shown=QUEUE_SHOWN,
         queue_is_longer=len(read) > QUEUE_READ,
-        queued_words=drawing.queued_words(queue, waiting if len(read) > QUEUE_READ else None),
-        next_start=drawing.next_start(queue),
+        queued_words=charts.queued_words(queue, waiting if len(read) > QUEUE_READ else None),
+        next_start=charts.next_start(queue),
         median_wait_s=reports.median_wait_s(session, tenant),
         running=running,
         running_shown=RUNNING_SHOWN,
         paces=reports.paces(session, [task.id for task in running[:RUNNING_SHOWN]]),
         devices=devices,
-        happened=reports.events(session, tenant, without=drawing.ROUTINE, limit=10),
+        happened=reports.events(session, tenant, without=charts.ROUTINE, limit=10),
         **_usage(session, tenant, window, now, devices=len(devices)),
     )
 
@@ -380,7 +383,7 @@ def show_queue(request: Request, session: Db, caller: Visitor, after: str = "") 
         caller,
         now=reports.clock(session),
         section="overview",
-        queue=drawing.by_place(found[:limit]),
+        queue=charts.by_place(found[:limit]),
         after=found[limit - 1].id if len(found) > limit else "",
     )
 
@@ -389,7 +392,7 @@ def _usage(
     session: Db, tenant: str | None, window: str, now: datetime, *, devices: int
 ) -> dict[str, Any]:
     """Return the overview's usage: a chart by user (for all: by tenant), totals, the week."""
-    look = drawing.WINDOWS[window]
+    look = charts.WINDOWS[window]
     by = "user" if tenant else "tenant"
     since, interval_s = now - timedelta(seconds=look.span_s), reports.INTERVALS[look.interval]
     rows = reports.usage(
@@ -405,9 +408,9 @@ def _usage(
     )
     return {
         "window": window,
-        "windows": {name: each.words for name, each in drawing.WINDOWS.items()},
+        "windows": {name: each.words for name, each in charts.WINDOWS.items()},
         "interval_words": look.interval_words,
-        "chart": drawing.usage_chart(
+        "chart": charts.usage_chart(
             rows, by=by, since=since, until=now, interval_s=interval_s, devices=devices
         ),
         "csv": f"/v1/usage?format=csv&group_by=bucket,{by}&interval={look.interval}"
@@ -450,7 +453,7 @@ def show_request(
     assert found is not None
     now = reports.clock(session)
     tasks, stays = reports.tasks(session, id), reports.stays(session, id)
-    acts = acting.choices(session, caller, asked_for)
+    acts = task_actions.choices(session, caller, asked_for)
     log = reports.log_tail(session, id, grep=grep, limit=LOG_SHOWN + 1)
     return page(
         request,
@@ -463,18 +466,18 @@ def show_request(
         acts=acts,
         tasks=tasks,
         spent=time_spent(session, [task.id for task in tasks]),
-        times=drawing.TIMES,
-        breakdown=drawing.breakdown,
-        not_numbers=drawing.not_numbers,
+        times=charts.TIMES,
+        breakdown=charts.breakdown,
+        not_numbers=charts.not_numbers,
         paces=reports.paces(session, [task.id for task in tasks if task.phase == Phase.running]),
         checkpoints=reports.checkpoints(session, id),
-        curves=drawing.curve_charts(reports.curves(session, id)),
+        curves=charts.curve_charts(reports.curves(session, id)),
         stays=stays,
-        line=drawing.time_line(stays, since=found.submitted_at, until=found.ended_at or now),
+        line=charts.time_line(stays, since=found.submitted_at, until=found.ended_at or now),
         grep=grep,
         log=log[-LOG_SHOWN:],
         log_goes_on=len(log) > LOG_SHOWN,
-        happened=drawing.folded(reports.events(session, None, request=id, limit=100)),
+        happened=charts.folded(reports.events(session, None, request=id, limit=100)),
     )
 
 

@@ -4,7 +4,7 @@ import sqlalchemy as sa
 from alembic import op
 from sqlalchemy.dialects import postgresql
 
-from app.models import Xid8
+from app.db.models import Xid8
 
 revision = "0003"
 down_revision = "0002"

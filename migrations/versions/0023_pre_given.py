@@ -3,7 +3,7 @@
 import sqlalchemy as sa
 from alembic import op
 
-from app.models import Xid8
+from app.db.models import Xid8
 
 revision = "0023"
 down_revision = "0022"

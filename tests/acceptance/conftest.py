@@ -14,10 +14,10 @@ import psutil
 import psycopg
 import pytest
 
-from app.bundling import bundle_folder
-from app.client import Client
-from app.embedded import temporary_home
-from app.up import Handle, running
+from app.cli.bundling import bundle_folder
+from app.cli.client import Client
+from app.local.embedded_servers import temporary_home
+from app.local.up import Handle, running
 
 JSON = dict[str, Any]
 

@@ -7,9 +7,9 @@ import contextlib
 import pytest
 from safetensors.torch import load_file
 
-from app.client import Problem
-from app.embedded import temporary_home
-from app.up import running
+from app.cli.client import Problem
+from app.local.embedded_servers import temporary_home
+from app.local.up import running
 from tests.acceptance.conftest import System
 from tests.s3 import serving
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from app.bundling import bundle_folder
+from app.cli.bundling import bundle_folder
 
 pytestmark = pytest.mark.acceptance
 

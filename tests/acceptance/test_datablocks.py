@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from app import cli
-from app.client import Problem
+from app.cli import main
+from app.cli.client import Problem
 from app.settings import settings
 
 pytestmark = pytest.mark.acceptance
@@ -94,7 +94,7 @@ def test_whatever_is_killed_while_tasks_end_each_of_them_publishes_once(system, 
 
 
 def test_an_upload_goes_on_after_the_api_was_killed(system, client, tmp_path, monkeypatch):
-    monkeypatch.setattr("app.client.PART_BYTES", 4 * 2**20)
+    monkeypatch.setattr("app.cli.client.PART_BYTES", 4 * 2**20)
     large = torch.from_numpy(numpy.random.default_rng(4).integers(0, 2**62, 3 * 2**20))
     save_file({"x": large}, tmp_path / "large")
     parts = []
@@ -177,7 +177,7 @@ def test_the_example_by_the_words_of_its_own_file(system, tmp_path, monkeypatch)
         if program == "python":
             subprocess.run([sys.executable, *words], check=True)
         else:
-            result = CliRunner().invoke(cli.app, words)
+            result = CliRunner().invoke(main.app, words)
             assert result.exit_code == 0, result.output
     settings.cache_clear()
     learned, alone = load_file(tmp_path / "model.safetensors"), _alone(tmp_path)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from app import cli
+from app.cli import main
 from app.settings import settings
 
 pytestmark = pytest.mark.acceptance
@@ -53,7 +53,7 @@ def run(system: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     monkeypatch.setenv("ROUNDHOUSE_HOME", str(system.handle.wanted.home))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     settings.cache_clear()
-    yield lambda *words: CliRunner().invoke(cli.app, [str(word) for word in words])
+    yield lambda *words: CliRunner().invoke(main.app, [str(word) for word in words])
     settings.cache_clear()
 
 
@@ -163,7 +163,7 @@ def _works(run: Run, words: list[str]) -> None:
     """Run a command; retry while its task was just preempted or has no checkpoint yet."""
     words += next((more for verb, more in ENDLESS.items() if verb in words), [])
     until_s = time.monotonic() + PATIENCE_S
-    while (result := run(*words)).exit_code in (cli.REFUSED, cli.NOT_FOUND):
+    while (result := run(*words)).exit_code in (main.REFUSED, main.NOT_FOUND):
         assert time.monotonic() < until_s, (words, result.output)
         time.sleep(0.5)
-    assert result.exit_code == cli.OK, (words, result.output)
+    assert result.exit_code == main.OK, (words, result.output)

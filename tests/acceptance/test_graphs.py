@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from app.bundling import bundle_folder
+from app.cli.bundling import bundle_folder
 from examples import programs
 from tests.acceptance.conftest import TenantClient
 from tests.acceptance.history import overlaps, runs

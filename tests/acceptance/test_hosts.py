@@ -10,8 +10,8 @@ import contextlib
 
 import pytest
 
-from app.embedded import temporary_home
-from app.up import running
+from app.local.embedded_servers import temporary_home
+from app.local.up import running
 from tests.acceptance import test_graphs
 from tests.acceptance.conftest import System
 from tests.acceptance.history import overlaps, runs

@@ -15,9 +15,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from app.embedded import temporary_home
-from app.supervisor import Spec, leashed
-from app.up import ROOT, running
+from app.local.embedded_servers import temporary_home
+from app.local.process_supervisor import Spec, leashed
+from app.local.up import ROOT, running
 from tests.acceptance.conftest import System
 from tests.acceptance.history import overlaps, runs
 
@@ -44,7 +44,7 @@ class Processes:
         """Start processes, named "leader", "standby" or "device.N"."""
         for name in names:
             worker, sort = f"{self.island}.{name}", name.partition(".")[0]
-            module = "workers.device" if sort == "device" else "workers.island"
+            module = "workers.device.worker" if sort == "device" else "workers.control.scheduler"
             queue = f"device.{self.device(name)}" if sort == "device" else f"island.{self.island}"
             words = ("-m", "celery", "-A", module, "worker", "--pool", "threads", "-c", "2")
             named = ("-Q", queue, "-n", f"{worker}@test", "--without-gossip", "--without-mingle")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.client import Problem
+from app.cli.client import Problem
 from tests.acceptance.conftest import ENDED
 from tests.acceptance.test_hosts import events, is_right
 from tests.acceptance.test_islands import is_up, two_islands

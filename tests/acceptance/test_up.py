@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from app.client import Client, Problem
-from app.embedded import socket_folder, temporary_home
-from app.up import ROOT, running
+from app.cli.client import Client, Problem
+from app.local.embedded_servers import socket_folder, temporary_home
+from app.local.up import ROOT, running
 
 pytestmark = pytest.mark.acceptance
 
@@ -62,7 +62,7 @@ def test_two_side_by_side_know_nothing_of_each_other(system, home):
 
 def test_a_second_one_on_the_same_home_is_refused_and_told_why(system):
     home = system.handle.wanted.home
-    command = [sys.executable, "-m", "app.up", "--home", str(home)]
+    command = [sys.executable, "-m", "app.local.up", "--home", str(home)]
     second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
     assert second.returncode == 1
     assert f"already runs on {home} (process {system.handle.process.pid})" in second.stderr

@@ -17,10 +17,10 @@ from fastapi.testclient import TestClient
 from sqlalchemy import func, text
 from sqlalchemy.orm import Session
 
-from app.api import auth
-from app.db import transaction
+from app.api.access import auth
+from app.db.models import Base, Device, Host, Island, Tenant, User
+from app.db.transactions import transaction
 from app.main import create_app
-from app.models import Base, Device, Host, Island, Tenant, User
 
 JOB = """
 class Train:

@@ -16,8 +16,9 @@ from typing import Any
 from sqlalchemy import func, text
 from sqlalchemy.orm import Session
 
-from app import audit, webhooks
-from app.api import auth, descriptor_schema
+from app.api import descriptor_schema
+from app.api.access import auth
+from app.api.routes.webhooks import DeliveryOut, WebhookOut
 from app.api.schemas import (
     CheckpointOut,
     DatablockOut,
@@ -32,9 +33,8 @@ from app.api.schemas import (
     UserOut,
     example_of,
 )
-from app.api.webhooks import DeliveryOut, WebhookOut
-from app.core import descriptor as descriptors
-from app.models import (
+from app.core.model import descriptor as descriptors
+from app.db.models import (
     ApiKey,
     Bundle,
     Checkpoint,
@@ -59,6 +59,8 @@ from app.models import (
     User,
     Webhook,
 )
+from app.identity import audit
+from app.messaging import webhooks
 
 TENANT, USER = example_of(TenantOut), example_of(UserOut)
 REQUEST, CHECKPOINT, KEY = example_of(RequestOut), example_of(CheckpointOut), example_of(KeyOut)

@@ -20,9 +20,9 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-from app.core.fairshare import FIXED_POINT_BITS
-from app.core.island import Device, Plan, Policy, Snapshot, Task, Tenant, User
-from app.core.lifecycle import Move
+from app.core.fairness.fair_tree import FIXED_POINT_BITS
+from app.core.model.lifecycle import Move
+from app.core.model.snapshot import Device, Plan, Policy, Snapshot, Task, Tenant, User
 
 NOW_S = 1000.0
 SECOND = 1_000_000  # µs

@@ -1,8 +1,8 @@
 """An island whose graphs share devices, played in simulated time.
 
-Devices give turns by `core.rota` from what the island last told each of them, and tell it what was
-held every BEAT_S, each at its own instants; a pause, a durable image and a launch take their time.
-Between two rounds nothing is decided.  `rules` of every round are looked at.
+Devices give turns by `core.scheduling.turns` from what the island last told each of them, and tell
+it what was held every BEAT_S, each at its own instants; a pause, a durable image and a launch take
+their time.  Between two rounds nothing is decided.  `rules` of every round are looked at.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import random
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 
-from app.core import sharing
-from app.core.board import Board
-from app.core.decide import decide
-from app.core.division import Branch, divide_tree
-from app.core.fairshare import FIXED_POINT_BITS
-from app.core.island import Decision, Device, Plan, Policy, Snapshot, Task, Tenant, User
-from app.core.rota import TURN_US, least_served
+from app.core.fairness.fair_tree import FIXED_POINT_BITS
+from app.core.fairness.water_filling import Branch, divide_tree
+from app.core.model.snapshot import Decision, Device, Plan, Policy, Snapshot, Task, Tenant, User
+from app.core.scheduling import time_sharing
+from app.core.scheduling.board import Board
+from app.core.scheduling.cycle import decide
+from app.core.scheduling.turns import TURN_US, least_served
 
 POLICY = Policy(half_life_s=0.0, sharers_max=4, tier_share={}, slice_min_s=1.0, slice_max_s=1.0)
 BEAT_S = 0.5
@@ -129,7 +129,7 @@ class Shared:
         self.check()
         board = Board.of(self.snapshot(), now_s=self.now_s)
         for device in self.devices:
-            self.rota[device] = sharing.shares(board, device)
+            self.rota[device] = time_sharing.shares(board, device)
 
     def snapshot(self) -> Snapshot:
         return Snapshot(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from app.core.lifecycle import Move
-from app.core.simulate import Report
+from app.core.model.lifecycle import Move
+from app.core.simulation.simulator import Report
 
 
 def stays(report: Report) -> list[tuple[float, float]]:

@@ -18,9 +18,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from examples import programs
-from workers.accelerator import Accelerator
-from workers.executor import Context
-from workers.graph import Loaded
+from workers.graph.runner import Loaded
+from workers.hardware.accelerator import Accelerator
+from workers.residents.executor import Context
 
 OPS = Path(programs.__file__).parent / "graphs"
 

@@ -20,9 +20,12 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from sqlalchemy import URL, Engine, create_engine, func, make_url, text
 from sqlalchemy.orm import Session
 
-from app import datablocks, journal, reports, webhooks
-from app.core.webhook import TYPES
-from app.models import Cycle, Decision, LogLine, Metric, Task, Usage, Webhook
+from app.core.security.webhook_policy import TYPES
+from app.data import datablocks
+from app.db.models import Cycle, Decision, LogLine, Metric, Task, Usage, Webhook
+from app.insight import reports
+from app.messaging import webhooks
+from app.scheduling import journal
 from tests.conftest import Servers
 from tests.scenery import Scenery
 

@@ -10,10 +10,10 @@ import pytest
 from playwright.sync_api import expect
 from sqlalchemy import func
 
-from app import journal
+from app.db.models import LogLine, Placement, Request, Task
 from app.errors import NotFound
-from app.models import LogLine, Placement, Request, Task
-from app.pages import drawing
+from app.pages import charts
+from app.scheduling import journal
 
 pytestmark = pytest.mark.browser
 
@@ -86,7 +86,7 @@ class TestNumbers:
         assert float(row.locator("[data-fair]").get_attribute("data-fair")) == kind["fair"]
         assert int(row.locator("[data-held]").get_attribute("data-held")) == kind["held"]
         assert int(row.locator("[data-waiting]").get_attribute("data-waiting")) == kind["waiting"]
-        said = drawing.held(mine["usage_us"])
+        said = charts.held(mine["usage_us"])
         expect(page.locator("#share-more [data-usage-us]")).to_contain_text(said)
 
     def test_its_queue_is_that_of_the_api(self, visit):

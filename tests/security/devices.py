@@ -6,9 +6,9 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-from app.core.messages import Finished
+from app.core.model.messages import Finished
 from tests.workers.conftest import Ground, bundled
-from workers.heartbeat import now_us
+from workers.device.heartbeat import now_us
 
 HOSTILE = Path(__file__).parent / "bundle"
 

@@ -13,7 +13,7 @@ import sys
 import threading
 from pathlib import Path
 
-from app.core.layers import Mode
+from app.core.security.sandbox_layers import Mode
 from tests.workers.conftest import Ground
 
 

@@ -15,9 +15,9 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from sqlalchemy import event
 
-from app import db
-from app.api.gate import Gate
-from app.api.gate import gate as gate_of_loop
+from app.api.access.gate import Gate
+from app.api.access.gate import gate as gate_of_loop
+from app.db import transactions
 from app.errors import Unavailable
 from app.main import create_app
 from app.settings import settings
@@ -57,7 +57,7 @@ def carried(committed: None) -> list[str]:
     def note(_: Any, cursor: Any, statement: str, *__: Any) -> None:
         said[id(cursor.connection)] = statement
 
-    engine = db.engine()
+    engine = transactions.engine()
     event.listen(engine, "checkout", taken)
     event.listen(engine, "checkin", given_back)
     event.listen(engine, "before_cursor_execute", note)
@@ -66,7 +66,7 @@ def carried(committed: None) -> list[str]:
 
 @pytest.fixture
 def people_there(committed: None) -> World:
-    with db.transaction() as session:
+    with transactions.transaction() as session:
         return people(session)
 
 
@@ -147,7 +147,7 @@ def _status(client: httpx2.Client, path: str) -> int:
 def _wait_until_idle() -> None:
     """Wait until no connection is held: open streams hold none once they have read all there is."""
     until_s = time.monotonic() + 5
-    while (held := db.engine().pool.checkedout()) and time.monotonic() < until_s:
+    while (held := transactions.engine().pool.checkedout()) and time.monotonic() < until_s:
         time.sleep(0.01)
     assert held == 0
 
@@ -156,7 +156,10 @@ def _wait_until_idle() -> None:
 
 
 def test_livez_answers_and_others_are_refused_when_every_connection_is_taken(server: Server):
-    taken = [db.engine().connect() for _ in range(db.POOL_SIZE + db.POOL_EXTRA)]
+    taken = [
+        transactions.engine().connect()
+        for _ in range(transactions.POOL_SIZE + transactions.POOL_EXTRA)
+    ]
     try:
         answers: dict[str, httpx2.Response] = {}
 

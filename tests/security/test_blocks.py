@@ -7,10 +7,10 @@ import socket
 
 import pytest
 
-from app.signing import Signer, block_key
-from tests.workers.test_giving import BODY, OTHER, SHA256, Giving, filled
-from workers import links
-from workers.giving import Giver
+from app.storage.signing import Signer, block_key
+from tests.workers.transfer.test_peer_blocks import BODY, OTHER, SHA256, Giving, filled
+from workers.transfer import peer_auth
+from workers.transfer.peer_blocks import Giver
 
 pytestmark = pytest.mark.security
 
@@ -24,9 +24,9 @@ def desk(tmp_path):
 
 def fetched(place, key, sha256=SHA256):
     """Fetch the block as a device worker does; raises OSError."""
-    with links.at_desk(links.BLOCK, place, key, sha256) as sock:
-        size = int.from_bytes(links.read(sock, 8), "big")
-        return links.read(sock, size)
+    with peer_auth.at_desk(peer_auth.BLOCK, place, key, sha256) as sock:
+        size = int.from_bytes(peer_auth.read(sock, 8), "big")
+        return peer_auth.read(sock, size)
 
 
 def test_whoever_was_told_the_key_gets_it(desk):
@@ -60,13 +60,13 @@ def test_a_handshake_that_was_heard_opens_nothing_again(desk, monkeypatch):
     monkeypatch.setattr(
         socket.socket, "sendall", lambda sock, data: heard.append(data) or sendall(sock, data)
     )
-    with links.at_desk(links.BLOCK, desk.links.place, desk.copy()["key"], SHA256) as sock:
-        assert links.read(sock, 8)
-        ours = [each for each in heard if len(each) in (links._HELLO.size + 32, 32)]
+    with peer_auth.at_desk(peer_auth.BLOCK, desk.links.place, desk.copy()["key"], SHA256) as sock:
+        assert peer_auth.read(sock, 8)
+        ours = [each for each in heard if len(each) in (peer_auth._HELLO.size + 32, 32)]
     hello, proof = ours[0], ours[-1]
     with socket.create_connection(tuple(desk.links.place), timeout=5.0) as again:
         sendall(again, hello)
-        links.read(again, links._CHALLENGE_BYTES + links._PROOF_BYTES)
+        peer_auth.read(again, peer_auth._CHALLENGE_BYTES + peer_auth._PROOF_BYTES)
         sendall(again, proof)
         with pytest.raises(ConnectionResetError):
-            links.read(again, 8)
+            peer_auth.read(again, 8)

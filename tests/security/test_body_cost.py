@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from app.api.edge import strict_json
-from app.core import preset
-from app.core.descriptor import MAX_FAULTS, UNKNOWN_TOLD, BadDescriptor, parse
+from app.api.middleware import strict_json
+from app.core.model import preset
+from app.core.model.descriptor import MAX_FAULTS, UNKNOWN_TOLD, BadDescriptor, parse
 
 pytestmark = pytest.mark.security
 

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from app.secrets import ROLES
+from app.local.container_secrets import ROLES
 from tests.security import compose_in_runc
 from tests.security.compose_in_runc import ROOT, Deployment, deployment, inside, make_root
 
@@ -87,7 +87,7 @@ class Client:
     def call(self, code: str) -> object:
         """Return the value of an expression with the API's client as `c`."""
         program = (
-            "import json, os; from app.client import Client\n"
+            "import json, os; from app.cli.client import Client\n"
             f"with Client({URL!r}, os.environ['ROUNDHOUSE_KEY']) as c: print(json.dumps({code}))"
         )
         done = self.run("-c", program)
@@ -95,7 +95,7 @@ class Client:
         return json.loads(done.stdout)
 
     def cli(self, *words: str) -> str:
-        done = self.run("-m", "app.cli", *words)
+        done = self.run("-m", "app.cli.main", *words)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

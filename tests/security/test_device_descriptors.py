@@ -10,11 +10,11 @@ import sys
 import psutil
 import pytest
 
-from app.core.messages import Failed
+from app.core.model.messages import Failed
 from tests.security.devices import attack, serves
 from tests.workers.conftest import ROOT, Ground, grounds
-from workers import births
-from workers.house import locked
+from workers.device import births
+from workers.transfer.host_context import locked
 
 pytestmark = pytest.mark.security
 

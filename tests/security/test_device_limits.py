@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from app.core.messages import Failed, Finished, Stopped
+from app.core.model.messages import Failed, Finished, Stopped
 from tests.workers.conftest import Ground
-from workers import cgroups
+from workers.process import cgroups
 
 pytestmark = pytest.mark.security
 

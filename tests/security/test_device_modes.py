@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from app import embedded
-from app.core.messages import Finished, Saved
-from app.places import close_to_others
-from app.store import BLOBS, Store
+from app.core.model.messages import Finished, Saved
+from app.local import embedded_servers
+from app.storage.backend import close_to_others
+from app.storage.store import BLOBS, Store
 from tests.workers.conftest import grounds  # noqa: F401  a fixture
 
 pytestmark = pytest.mark.security
@@ -86,9 +86,9 @@ def test_a_home_lets_postgres_pass_and_nobody_else(tmp_path):
     home.mkdir()
     home.chmod(0o711)  # as an earlier version made it
     try:
-        embedded.prepare(home)
+        embedded_servers.prepare(home)
         assert (stat.S_IMODE(home.stat().st_mode), home.stat().st_gid) == (0o710, 65534)
-        assert embedded.closed_to(home, embedded.NOBODY) is None
-        assert embedded.closed_to(home, (200_001, 200_001)) == home
+        assert embedded_servers.closed_to(home, embedded_servers.NOBODY) is None
+        assert embedded_servers.closed_to(home, (200_001, 200_001)) == home
     finally:
         home.rmdir()

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from app.core.messages import Failed, Started, Stopped
+from app.core.model.messages import Failed, Started, Stopped
 from tests.security.devices import attack, hostile_bundle, longest_silence_s, serves
 from tests.workers.conftest import Ground
-from workers.heartbeat import now_us
+from workers.device.heartbeat import now_us
 
 pytestmark = pytest.mark.security
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from app import embedded
-from app.core.layers import LAYERS, missing
+from app.core.security.sandbox_layers import LAYERS, missing
+from app.local import embedded_servers
 from app.settings import Settings
-from workers import sandbox
-from workers.house import House
+from workers.process import sandbox
+from workers.transfer.host_context import House
 
 ROOT = Path(__file__).parent.parent.parent
 REFUSING = (sys.executable, "-m", "tests.security.refusing")
@@ -74,8 +74,17 @@ def test_where_namespaces_are_refused_a_device_that_may_goes_on_and_says_what_is
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["required", "preferred"])
 def test_make_up_where_namespaces_are_refused(tmp_path_factory, mode):
-    with embedded.temporary_home() as home:
-        words = (*REFUSING, sys.executable, "-m", "app.up", "--home", str(home), "--devices", "1")
+    with embedded_servers.temporary_home() as home:
+        words = (
+            *REFUSING,
+            sys.executable,
+            "-m",
+            "app.local.up",
+            "--home",
+            str(home),
+            "--devices",
+            "1",
+        )
         environment = {**os.environ, "ROUNDHOUSE_SANDBOX": mode}
         output = home / "said"
         with output.open("w") as log:

@@ -8,8 +8,8 @@ import psutil
 import pytest
 
 from tests.workers.conftest import Ground
-from workers import hung, watchdog
-from workers.watchdog import Watchdog
+from workers.device import hung, watchdog
+from workers.device.watchdog import Watchdog
 
 pytestmark = pytest.mark.security
 

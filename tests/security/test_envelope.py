@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from app import envelope
-from app.core.messages import Alive, Answer, BadMessage, Cancel, encode
-from app.enrolment import Roster
-from app.envelope import Mail, opened_heartbeat, sealed_heartbeat, sealed_news
-from app.signing import HEARTBEAT, NEWS, BadSignature, Signer, public_key
+from app.core.model.messages import Alive, Answer, BadMessage, Cancel, encode
+from app.identity.enrolment import Roster
+from app.messaging import envelope
+from app.messaging.envelope import Mail, opened_heartbeat, sealed_heartbeat, sealed_news
+from app.storage.signing import HEARTBEAT, NEWS, BadSignature, Signer, public_key
 
 pytestmark = pytest.mark.security
 

@@ -6,9 +6,9 @@ import pytest
 from fastapi.testclient import TestClient
 from sqlalchemy import update
 
-from app.api import auth
-from app.models import Device, Enrolment
-from tests.app.test_roles import ROWS, _settle, _url
+from app.api.access import auth
+from app.db.models import Device, Enrolment
+from tests.app.api.access.test_roles import ROWS, _settle, _url
 
 pytestmark = pytest.mark.security
 

@@ -14,8 +14,7 @@ import psycopg
 import pytest
 import redis
 
-from app import broker
-from app.core.messages import (
+from app.core.model.messages import (
     Alive,
     Answer,
     Cancel,
@@ -25,10 +24,11 @@ from app.core.messages import (
     LogLines,
     encode,
 )
-from app.embedded import temporary_home
-from app.envelope import sealed_heartbeat, sealed_news
-from app.signing import Signer
-from app.up import running
+from app.local.embedded_servers import temporary_home
+from app.local.up import running
+from app.messaging import broker
+from app.messaging.envelope import sealed_heartbeat, sealed_news
+from app.storage.signing import Signer
 from tests.acceptance.conftest import System
 from tests.security.test_garbage import GARBAGE
 

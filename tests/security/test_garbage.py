@@ -15,14 +15,14 @@ from itertools import takewhile
 import pytest
 import redis
 
-from app import broker
+from app.messaging import broker
 
 pytestmark = pytest.mark.security
 
 APP = """
 import os
-from app import broker
-from workers.hints import hears
+from app.messaging import broker
+from workers.process.celery_inbox import hears
 
 celery = broker.make_celery("heard", os.environ["REDIS_URL"])
 

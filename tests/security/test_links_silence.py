@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from tests.workers.test_links import SECRET, Desk, close, once
-from workers import links
-from workers.links import connect
+from tests.workers.transfer.test_peer_auth import SECRET, Desk, close, once
+from workers.transfer import peer_auth
+from workers.transfer.peer_auth import connect
 
 pytestmark = pytest.mark.security
 
@@ -59,7 +59,7 @@ def test_peer_joins_beside_strangers_that_come_without_end(desk):
 
 
 def test_silent_connection_is_closed_at_its_deadline(desk, monkeypatch):
-    monkeypatch.setattr(links, "HANDSHAKE_S", 0.3)
+    monkeypatch.setattr(peer_auth, "HANDSHAKE_S", 0.3)
     with socket.create_connection(desk.links.place) as stranger:
         stranger.settimeout(10)
         stranger.sendall(b"half a hello")

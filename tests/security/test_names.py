@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from app.core.messages import _KINDS, BadMessage, Finished, Launch, decode, encode
-from tests.core.test_messages import sample
+from app.core.model.messages import _KINDS, BadMessage, Finished, Launch, decode, encode
+from tests.core.model.test_messages import sample
 
 pytestmark = pytest.mark.security
 

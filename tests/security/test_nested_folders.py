@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from workers.house import remove_tree, set_aside
+from workers.transfer.host_context import remove_tree, set_aside
 
 pytestmark = pytest.mark.security
 

@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.orm import Session
 
-from app.db import transaction
+from app.db.transactions import transaction
 from tests.app.conftest import app, as_, red, submitted, world
 
 __all__ = ["app", "as_", "red", "submitted", "world"]  # fixtures

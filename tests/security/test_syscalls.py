@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from workers import sandbox
+from workers.process import sandbox
 
 pytestmark = [
     pytest.mark.security,

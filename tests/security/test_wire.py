@@ -14,8 +14,8 @@ import time
 
 import pytest
 
-from workers.resident import kernel_memory
-from workers.wire import (
+from workers.device.resident import kernel_memory
+from workers.process.wire import (
     LIMIT_BYTES,
     TENANT_FRAME_BYTES,
     Garbled,

@@ -7,10 +7,10 @@ import redis
 from fastapi.testclient import TestClient
 from sqlalchemy import func, select
 
-from app import audit, rates
-from app.api import wrong_keys
-from app.api.auth import _check, _random
-from app.models import AuditEvent
+from app.api.access import wrong_keys
+from app.api.access.auth import _check, _random
+from app.db.models import AuditEvent
+from app.identity import audit, rate_limits
 from app.settings import settings
 from tests.app.conftest import problem
 
@@ -19,17 +19,18 @@ LIMIT = 3
 
 @pytest.fixture
 def limited(servers, environment, monkeypatch):
-    monkeypatch.setattr(rates, "TIMEOUT_S", 30.0)  # so that Redis is awaited on a busy machine, too
+    # so that Redis is awaited on a busy machine, too
+    monkeypatch.setattr(rate_limits, "TIMEOUT_S", 30.0)
     monkeypatch.setenv("ROUNDHOUSE_WRONG_KEYS_PER_MIN", str(LIMIT))
     monkeypatch.setattr(wrong_keys, "guard", wrong_keys._Guard())
     monkeypatch.setattr(audit, "_lately", audit._Lately())
     settings.cache_clear()
-    rates._limiter.cache_clear()
+    rate_limits._limiter.cache_clear()
     with redis.Redis.from_url(servers.redis_url) as client:
         for name in client.scan_iter("rate:wrong-keys:*"):
             client.delete(name)
     yield
-    rates._limiter.cache_clear()
+    rate_limits._limiter.cache_clear()
 
 
 def wrong_key() -> str:

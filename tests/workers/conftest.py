@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from app.core.messages import (
+from app.core.model.messages import (
     Alive,
     Answer,
     Cancel,
@@ -35,10 +35,10 @@ from app.core.messages import (
     encode,
     key,
 )
-from app.core.rota import Level, Share, as_json
-from app.store import Store
-from workers.house import House
-from workers.supervisor import Supervisor
+from app.core.scheduling.turns import Level, Share, as_json
+from app.storage.store import Store
+from workers.device.supervisor import Supervisor
+from workers.transfer.host_context import House
 
 ROOT = Path(__file__).parent.parent.parent
 BUNDLE = Path(__file__).parent / "bundle"
@@ -56,7 +56,7 @@ def alone(entry: str, params: dict[str, Any]) -> Any:
     """What the job gives when it runs undisturbed, in a plain process of its own."""
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "workers.job", str(BUNDLE), entry),
+            *(sys.executable, "-m", "workers.residents.run_alone", str(BUNDLE), entry),
             *("--params", json.dumps(params), "--preset", json.dumps(PRESET)),
         ],
         stdout=subprocess.PIPE,

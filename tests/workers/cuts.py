@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from tests.workers.ddp.jobs import Mlp
-from workers import collectives, turns
-from workers.splice import state_hash
-from workers.turns import Turns
+from workers.ranks import process_group, turns
+from workers.ranks.rank import state_hash
+from workers.ranks.turns import Turns
 
 PAUSE_S = 0.0002
 _AT, _ENDED, _LET_GO = range(3)  # words of a row; the last row has the number of cuts let go
@@ -45,7 +45,7 @@ class Notes:
 
 def wander(ctx: Any, *, notes: str, seed: int, steps: int, together: bool) -> dict[str, Any]:
     """Step, alone or `together`; by `seed` (0: nobody) seats and cuts are asked for meanwhile."""
-    own, board = collectives._here.turns, Notes(notes, ctx.world_size)
+    own, board = process_group._here.turns, Notes(notes, ctx.world_size)
     job = Mlp(ctx) if together else None
     with _conductor(own, board, seed if ctx.rank == 0 else 0):
         losses, cuts = [], []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from workers.splice import Host
+from workers.ranks.rank import Host
 
 JSON = dict[str, Any]
 

@@ -136,7 +136,7 @@ def points(seed: int, steps: int, count: int) -> list[int]:
 def main() -> None:
     import torch._dynamo  # noqa: F401  # as in a zygote: it takes a second
 
-    import workers.executor  # noqa: F401
+    import workers.residents.executor  # noqa: F401
 
     for line in sys.stdin:
         read, write = os.pipe()
@@ -179,10 +179,12 @@ def _leg(
     """From the image `before`, or the first step, to step `until`, and into the image `after`."""
     import torch
 
-    from workers import absence, loading, preset
-    from workers.accelerator import Accelerator
-    from workers.capture import Surroundings, capture, rebuilt, return_to
-    from workers.executor import Context, load_entry, seed, take_step
+    from workers.capture import data_loader
+    from workers.capture.capture import Surroundings, capture, rebuilt, return_to
+    from workers.hardware import preset
+    from workers.hardware.accelerator import Accelerator
+    from workers.residents.executor import Context, load_entry, seed, take_step
+    from workers.switching import offload
 
     def captured() -> Any:
         began_s = time.process_time()
@@ -197,9 +199,9 @@ def _leg(
     ctx = Context(device=accelerator.device, rank=0, world_size=1, params=params)
     around = Surroundings(code=ZOO, scratch=Path(scratch), ctx=ctx)
     seed()
-    absence.follow()
+    offload.follow()
     if follow:
-        loading.follow()
+        data_loader.follow()
     entry = load_entry(ZOO, f"{module}:Train")
     done, trace = 0, list[JSON]()
     if before is None:
@@ -235,14 +237,15 @@ class Away:
 
     def __init__(self) -> None:
         from tests.workers.watching import WATCH
-        from workers import absence, slab, staging
-        from workers.absence import Absence
-        from workers.accelerator import Accelerator
-        from workers.staging import Staging
-        from workers.watch import PAGE
+        from workers.hardware.accelerator import Accelerator
+        from workers.hardware.dirty_pages import PAGE
+        from workers.process import slab
+        from workers.switching import offload, staging
+        from workers.switching.offload import Absence
+        from workers.switching.staging import Staging
 
         # These jobs are small.
-        absence.LEAVES_BYTES, staging.WATCHED_BYTES = 64, 2 * PAGE
+        offload.LEAVES_BYTES, staging.WATCHED_BYTES = 64, 2 * PAGE
         held = slab.Slab(slab.made(1 << 28))
         self.staging = Staging(held, WATCH)
         self.absence = Absence(held, Accelerator("cpu"), self.staging.pinned)

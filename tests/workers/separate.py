@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from app.core.messages import Saved
+from app.core.model.messages import Saved
 from tests.workers.conftest import Ground
 
 

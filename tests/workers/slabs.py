@@ -8,7 +8,7 @@ import os
 import random
 from collections.abc import Sequence
 
-from workers.layout import Layout, laid_out
+from workers.process.image_layout import Layout, laid_out
 
 KB, MB = 2**10, 2**20
 

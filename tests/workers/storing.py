@@ -1,4 +1,5 @@
-"""Processes for tests/workers/test_collector.py: one writes checkpoints, one collects.
+"""Processes for tests/workers/transfer/test_garbage_collector.py: one writes checkpoints, one
+collects.
 
     python -m tests.workers.storing write FOLDER GRACE_S SEED
     python -m tests.workers.storing collect FOLDER GRACE_S LISTED
@@ -13,14 +14,14 @@ import sys
 from collections.abc import Collection
 from pathlib import Path
 
-from app.core.manifest import About
-from app.places import Folder
-from app.signing import Signer
-from app.store import Store
-from app.sweeping import Collector
+from app.core.model.manifest import About
+from app.storage.backend import Folder
+from app.storage.garbage_collector import Collector
+from app.storage.signing import Signer
+from app.storage.store import Store
 from tests.workers.slabs import KB, Slab
-from workers import checkpoint
-from workers.checkpoint import Known, TooSlow
+from workers.transfer import checkpoint
+from workers.transfer.checkpoint import Known, TooSlow
 
 STORAGES = [300 * KB] * 6 + [40] * 5
 

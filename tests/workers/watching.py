@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from workers.watch import Unwatchable, Watch
+from workers.hardware.dirty_pages import Unwatchable, Watch
 
 try:
     WATCH: Watch | None = Watch()

@@ -11,7 +11,7 @@ import struct
 import threading
 import time
 
-SLAB_INDEX_BYTES = 24 * 2**20  # as in workers.slab
+SLAB_INDEX_BYTES = 24 * 2**20  # as in workers.process.slab
 INDEX_BYTES = 20 * 2**20
 F_ADD_SEALS, F_SETLEASE, F_NOTIFY, SO_LINGER = 1033, 1024, 1026, 13
 

@@ -9,12 +9,12 @@ import time
 import torch
 import torch.distributed as dist
 
-from workers import collectives
-from workers.ground import DEPTH
+from workers.ranks import process_group
+from workers.ranks.shared_memory import DEPTH
 
 
 def _kill_bridge():
-    os.kill(collectives._here.ground.bridge_process, signal.SIGKILL)
+    os.kill(process_group._here.ground.bridge_process, signal.SIGKILL)
 
 
 def last_rank_kills_its_bridge(ctx):

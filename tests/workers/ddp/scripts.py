@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from workers import collectives, turns
+from workers.ranks import process_group, turns
 
 STEPS = 8
 
@@ -29,7 +29,7 @@ def wishing(ctx, *, wishes=None):
         loss = net(torch.randn(8, 16)).square().mean()
         loss.backward()
         if seats := wishes.get(f"{step}:{ctx.rank}"):
-            turns.wish(collectives._here.ground, seats)
+            turns.wish(process_group._here.ground, seats)
         opt.step()
         opt.zero_grad()
         losses.append(loss.item())

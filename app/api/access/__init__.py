@@ -1,0 +1,1 @@
+"""Says who calls, what they may see, and how much they may ask for at once."""

@@ -1,0 +1,490 @@
+"""Authenticates calls: an API key, a token of the identity provider, or a browser session.
+
+A key is `rh_<id>_<secret><check>`.  The id finds the row.  Only a SHA-256 of the secret is stored;
+as the secret has 256 random bits, a slow hash would add nothing.  The check tells a mistyped key
+from an unknown one without a query.  The tenant always comes from the key, never from the body.
+
+A cookie may read.  It may change something only in a call from a page of our own origin.
+
+`app.api.access.visibility` decides what a caller may see and act on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Annotated, Any
+
+from fastapi import Depends, Request, Security
+from fastapi.security import APIKeyCookie, HTTPAuthorizationCredentials, HTTPBearer
+from sqlalchemy import ColumnElement, bindparam, delete, func, select, update
+from sqlalchemy.orm import Session
+
+from app.api.access import rate_headers, wrong_keys
+from app.api.access.credential_cache import callers
+from app.api.access.gate import in_thread
+from app.api.access.scoped import ScopedRoute, operation_id
+from app.core.security.scopes import allows
+from app.db.models import ROLES, ApiKey, Tenant, User, WebSession
+from app.db.transactions import Db, transaction
+from app.errors import Forbidden, Unauthenticated
+from app.identity import audit, directory
+from app.identity.directory import Person
+from app.settings import settings
+
+COOKIE = rate_headers.SESSION_COOKIE
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+NO_SECRET = ""  # `secret_sha256` of a key without a secret
+USES_EVERY_S = 60.0  # seconds; `last_used_at` is written at most this often
+
+_BASE62 = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+_ID_LENGTH, _SECRET_LENGTH, _CHECK_LENGTH = 8, 43, 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """The user or program that makes a call.
+
+    `scopes` are those to which its key is narrowed, None if it is not; `service`: a program.
+    `in_root`: of the root tenant, which owns no share and so cannot submit work.
+    """
+
+    user_id: str
+    user_name: str
+    tenant_id: str
+    tenant_name: str
+    role: str
+    key_id: str
+    scopes: tuple[str, ...] | None = None
+    service: bool = False
+    in_root: bool = False
+
+    @property
+    def sees_all(self) -> bool:
+        return self.role == "platform_admin"
+
+
+# --- keys ---------------------------------------------------------------------------------------
+
+
+def new_key(
+    session: Session,
+    user_id: str,
+    role: str,
+    name: str,
+    *,
+    scopes: Sequence[str] | None = None,
+    expires_at: datetime | None = None,
+) -> str:
+    """Make a key; returns the token, which cannot be read again."""
+    if role not in ROLES:
+        raise ValueError(f"there is no role {role!r}; roles are {', '.join(ROLES)}")
+    id = _random(_ID_LENGTH)
+    bare = f"rh_{id}_{_random(_SECRET_LENGTH)}"
+    token = bare + _check(bare)
+    session.add(
+        ApiKey(
+            id=id,
+            user_id=user_id,
+            role=role,
+            name=name,
+            scopes=None if scopes is None else list(scopes),
+            secret_sha256=_sha256(token),
+            expires_at=expires_at,
+        )
+    )
+    session.flush()
+    return token
+
+
+def id_of(token: str) -> str | None:
+    """Return the public part of a token, or None if the token is mistyped or not one of ours."""
+    parts = token.split("_")
+    if len(parts) != 3 or parts[0] != "rh" or len(parts[1]) != _ID_LENGTH or not token.isascii():
+        return None
+    bare, check = token[:-_CHECK_LENGTH], token[-_CHECK_LENGTH:]
+    return parts[1] if hmac.compare_digest(check, _check(bare)) else None
+
+
+def caller_of_key(session: Session, token: str) -> Caller:
+    """Return the caller to whom a valid key belongs.
+
+    Raises Unauthenticated, with the same words for a wrong, an expired and a revoked key.
+    """
+    id = id_of(token)
+    if id is None:
+        raise Unauthenticated("this is not an API key: mistyped, or cut short?")
+    row = session.execute(_OF_KEY, {"id": id}).one_or_none()
+    if row is None or not hmac.compare_digest(row.secret_sha256, _sha256(token)):
+        raise Unauthenticated("this API key is unknown, expired or revoked")
+    return _used(row)
+
+
+def owner_of_key(session: Session, token: str) -> Caller | None:
+    """Return the owner of the key that the token names, even if the token does not authenticate."""
+    id = id_of(token)
+    if id is None:
+        return None
+    query = _owners(ApiKey.id == id)
+    row = session.execute(query).one_or_none()
+    return _caller(row) if row else None
+
+
+def _callers(*which: ColumnElement[bool]) -> Any:
+    return _owners(*which).where(
+        ApiKey.revoked_at.is_(None), func.coalesce(ApiKey.expires_at > func.now(), True)
+    )
+
+
+def _owners(*which: ColumnElement[bool]) -> Any:
+    return (
+        select(
+            ApiKey.id,
+            ApiKey.role,
+            ApiKey.scopes,
+            ApiKey.secret_sha256,
+            User.service,
+            User.id.label("user_id"),
+            User.name.label("user_name"),
+            Tenant.id.label("tenant_id"),
+            Tenant.name.label("tenant_name"),
+            Tenant.parent_id,
+        )
+        .join(User, User.id == ApiKey.user_id)
+        .join(Tenant, Tenant.id == User.tenant_id)
+        .where(*which)
+    )
+
+
+# Prepared once, because every call runs one of them and building costs more than running it.
+_OF_KEY = _callers(ApiKey.id == bindparam("id"))
+_OF_COOKIE = _callers(
+    ApiKey.id
+    == select(WebSession.key_id)
+    .where(WebSession.token_sha256 == bindparam("sha256"), WebSession.expires_at > func.now())
+    .scalar_subquery()
+)
+
+
+def _used(row: Any) -> Caller:
+    uses.note(row.id)
+    return _caller(row)
+
+
+def _caller(row: Any) -> Caller:
+    return Caller(
+        user_id=row.user_id,
+        user_name=row.user_name,
+        tenant_id=row.tenant_id,
+        tenant_name=row.tenant_name,
+        role=row.role,
+        key_id=row.id,
+        scopes=None if row.scopes is None else tuple(row.scopes),
+        service=row.service,
+        in_root=row.parent_id is None,
+    )
+
+
+def _random(length: int) -> str:
+    return "".join(secrets.choice(_BASE62) for _ in range(length))
+
+
+def _check(bare: str) -> str:
+    number, digits = zlib.crc32(bare.encode()), []
+    for _ in range(_CHECK_LENGTH):
+        number, digit = divmod(number, len(_BASE62))
+        digits.append(_BASE62[digit])
+    return "".join(digits)
+
+
+def _sha256(token: str) -> str:
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+# --- people whom the identity provider names ----------------------------------------------------
+
+
+def caller_of_token(session: Session, token: str) -> Caller:
+    """Return the caller of an identity provider's token.
+
+    Raises Unauthenticated, Forbidden or Unavailable.
+    """
+    provider = directory.provider()
+    if provider is None:
+        raise Unauthenticated("this is not an API key, and tokens are not taken here")
+    person = directory.of_token(session, provider, token)
+    # All tokens of a person count as one key.
+    return _caller_of(person, key_id=f"oidc-{person.user_id}")
+
+
+def _caller_of(person: Person, *, key_id: str) -> Caller:
+    return Caller(key_id=key_id, **asdict(person))
+
+
+def sign_in_person(session: Session, person: Person) -> tuple[Caller, str]:
+    """Open a browser session for a person who has just signed in; returns (caller, cookie value).
+
+    The session belongs to a key without a secret, so it is listed and can be revoked like a key.
+    """
+    ends = _session_ends()
+    key = session.scalar(
+        select(ApiKey)
+        .where(ApiKey.user_id == person.user_id, ApiKey.secret_sha256 == NO_SECRET)
+        .where(ApiKey.role == person.role, ApiKey.revoked_at.is_(None))
+        .order_by(ApiKey.id)
+        .limit(1)
+        .with_for_update()
+    )
+    if key is None:
+        key = ApiKey(
+            id=_random(_ID_LENGTH),
+            user_id=person.user_id,
+            role=person.role,
+            name="browsers, signed in with OIDC",
+            secret_sha256=NO_SECRET,
+        )
+        session.add(key)
+    key.expires_at = ends
+    session.flush()
+    return _caller_of(person, key_id=key.id), _new_cookie(session, key.id, ends)
+
+
+# --- signed-in browsers -------------------------------------------------------------------------
+
+
+def sign_in(session: Session, token: str) -> tuple[Caller, str]:
+    """Open a browser session for a key: returns (caller, cookie value); raises Unauthenticated."""
+    caller = caller_of_key(session, token)
+    if caller.service or caller.scopes is not None:
+        # The pages show all that a role may see, and a program reads no pages.
+        raise Unauthenticated("this key is for programs: it has scopes, or is a service account's")
+    return caller, _new_cookie(session, caller.key_id, _session_ends())
+
+
+def _session_ends() -> datetime:
+    return datetime.now(UTC) + timedelta(seconds=settings().web_session_s)
+
+
+def _new_cookie(session: Session, key_id: str, ends: datetime) -> str:
+    cookie = secrets.token_urlsafe(32)
+    session.add(WebSession(token_sha256=_sha256(cookie), key_id=key_id, expires_at=ends))
+    return cookie
+
+
+def sign_out(session: Session, cookie: str) -> None:
+    session.execute(delete(WebSession).where(WebSession.token_sha256 == _sha256(cookie)))
+
+
+def caller_of_cookie(session: Session, cookie: str) -> Caller:
+    """Return the caller of a browser session.
+
+    Raises Unauthenticated; a revoked key ends its browser sessions.
+    """
+    row = session.execute(_OF_COOKIE, {"sha256": _sha256(cookie)}).one_or_none()
+    if row is None:
+        raise Unauthenticated("you are not signed in any more")
+    return _used(row)
+
+
+def from_our_origin(request: Request) -> bool:
+    """True if the browser reports that one of our own pages made this call."""
+    if site := request.headers.get("sec-fetch-site"):
+        return site == "same-origin"
+    host = request.headers.get("host")
+    return request.headers.get("origin") in {f"http://{host}", f"https://{host}"}
+
+
+# --- dependencies -------------------------------------------------------------------------------
+
+_bearer = HTTPBearer(
+    auto_error=False,
+    scheme_name="key",
+    description="An API key: `rh_…`, made with POST /v1/keys; or a token of the identity provider.",
+)
+_cookie = APIKeyCookie(
+    name=COOKIE, auto_error=False, scheme_name="session", description="A signed-in browser."
+)
+
+
+async def identified(request: Request) -> Caller:
+    """Return the caller; looked up at most once per call."""
+    known: Caller | None = getattr(request.state, "caller", None)
+    if known is None:
+        known = request.state.caller = await _identified(request)
+    return known
+
+
+async def _identified(request: Request) -> Caller:
+    if (bearer := await _bearer(request)) is not None:
+        token = bearer.credentials
+        caller = _known(token)
+        if caller is None or not rate_headers.count_held(request, token):
+            caller = await _in_turn(request, token, _of_bearer)
+        return caller
+    cookie = await _cookie(request)
+    if cookie is None or "authorization" in request.headers:
+        raise Unauthenticated("send an API key: Authorization: Bearer rh_…")
+    caller = await _in_turn(request, cookie, caller_of_cookie)
+    if request.method not in SAFE_METHODS and not from_our_origin(request):
+        raise Forbidden("with a cookie, only the pages of this service may change something")
+    return caller
+
+
+async def authenticated(
+    request: Request,
+    session: Db,
+    bearer: Annotated[HTTPAuthorizationCredentials | None, Security(_bearer)],
+    cookie: Annotated[str | None, Security(_cookie)],
+) -> Caller:
+    """Return the caller, after a check of the scope.
+
+    `bearer` and `cookie` are only there for the OpenAPI document.
+    """
+    caller = await identified(request)
+    _check_scope(caller, request.scope["route"])
+    audit.begin(session, call_of(request, caller, operation_id(request.scope["route"])))
+    return caller
+
+
+def _known(token: str) -> Caller | None:
+    """Return a recently seen caller without a query, or None."""
+    if (caller := callers.get(token)) is not None:
+        uses.note(caller.key_id)
+    return caller
+
+
+def _of_bearer(session: Session, token: str) -> Caller:
+    if _looks_like_jwt(token):
+        return caller_of_token(session, token)
+    if (caller := _known(token)) is not None:
+        return caller
+    round = callers.round
+    caller = caller_of_key(session, token)
+    callers.keep(token, caller, round)
+    return caller
+
+
+def _looks_like_jwt(token: str) -> bool:
+    return token.count(".") == 2 and not token.startswith("rh_")
+
+
+LookUp = Callable[[Session, str], Caller]
+
+
+async def _in_turn(request: Request, credential: str, look_up: LookUp) -> Caller:
+    return await in_thread(rate_headers.whose(request), _counted, request, credential, look_up)
+
+
+def _counted(request: Request, credential: str, look_up: LookUp) -> Caller:
+    counted = rate_headers.count_known(request, credential)  # no database connection is held yet
+    if not counted:
+        wrong_keys.check_address(request)
+    try:
+        with transaction() as session:
+            caller = look_up(session, credential)
+    except Unauthenticated:
+        with transaction() as session:
+            count_wrong_key(session, request, credential, "authenticate")
+        raise
+    if not counted:
+        rate_headers.count_new(
+            request, credential, key_id=caller.key_id, tenant_id=caller.tenant_id
+        )
+    return caller
+
+
+def count_wrong_key(session: Session, request: Request, token: str, operation: str) -> None:
+    """Count and record a credential that did not authenticate."""
+    owner = owner_of_key(session, token)
+    if owner is not None:
+        call = call_of(request, owner, operation)
+    else:
+        address = wrong_keys.address_of(request)
+        call = audit.Call(operation=operation, user="", address=address)
+    wrong_keys.count_wrong_key(session, request, call)
+
+
+def _check_scope(caller: Caller, route: ScopedRoute) -> None:
+    needed = route.needs_scope
+    if needed is not None and not allows(caller.scopes, needed):
+        has = ", ".join(caller.scopes or ())
+        raise Forbidden(f"this needs a key with the scope {needed}; this one has {has}")
+
+
+def call_of(request: Request, caller: Caller, operation: str) -> audit.Call:
+    """Describe the call for the audit log.
+
+    Behind a proxy that uvicorn trusts, the address is the client's.
+    """
+    return audit.Call(
+        operation=operation,
+        user=caller.user_name,
+        user_id=caller.user_id,
+        tenant_id=caller.tenant_id,
+        key_id=caller.key_id,
+        address=request.client.host if request.client else "",
+        request_id=str(getattr(request.state, "request_id", "")),
+    )
+
+
+Authed = Annotated[Caller, Depends(authenticated, scope="function")]
+
+
+def check_role(caller: Caller, *roles: str) -> None:
+    if caller.role not in roles:
+        raise Forbidden(f"this needs a key with the role {' or '.join(roles)}, not {caller.role}")
+
+
+def require(*roles: str) -> Any:
+    """Return a dependency that gives the caller; it raises Forbidden without one of these roles."""
+
+    async def allowed(caller: Authed) -> Caller:
+        check_role(caller, *roles)
+        return caller
+
+    return Depends(allowed, scope="function")
+
+
+PlatformAdmin = Annotated[Caller, require("platform_admin")]
+AnyAdmin = Annotated[Caller, require("platform_admin", "tenant_admin")]
+Submitter = Annotated[Caller, require("platform_admin", "tenant_admin", "member")]
+
+
+# --- when a key was last used -------------------------------------------------------------------
+
+
+class Uses:
+    """Collects which keys were used, so that a call need not write a row."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._at: dict[str, datetime] = {}
+
+    def note(self, key_id: str) -> None:
+        with self._lock:
+            self._at[key_id] = datetime.now(UTC)
+
+    def write(self, session: Session) -> None:
+        rows = self._taken()
+        if rows:
+            used = update(ApiKey).where(ApiKey.id == bindparam("key"))
+            session.connection().execute(used.values(last_used_at=bindparam("at")), rows)
+
+    def _taken(self) -> list[dict[str, Any]]:
+        with self._lock:
+            at, self._at = self._at, {}
+        return [{"key": key, "at": at[key]} for key in sorted(at)]
+
+
+uses = Uses()
+
+
+def write_uses() -> None:
+    with transaction() as session:
+        uses.write(session)

@@ -1,0 +1,94 @@
+"""Caches callers whose keys were valid a moment ago, so that frequent callers need no query.
+
+Changes of keys, users and tenants that this process commits count at once.  Changes committed by
+other processes, expired keys, and changes committed past the ORM count KNOWN_S later at most.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import event
+from sqlalchemy.orm import Mapper, ORMExecuteState, Session, object_session
+
+from app.db.models import ApiKey, Base, Tenant, User
+
+if TYPE_CHECKING:
+    from app.api.access.auth import Caller
+
+KNOWN_S = 1.0
+KEPT = 10_000
+
+_TELLING: tuple[type[Base], ...] = (ApiKey, User, Tenant)
+_CHANGED = "callers"  # key in `session.info`: the session changed rows of _TELLING
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    caller: Caller
+    until_s: float  # seconds of the monotonic clock
+
+
+class Callers:
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._of: OrderedDict[bytes, _Known] = OrderedDict()
+        self.round = 0  # grows whenever the cache is emptied
+
+    def get(self, token: str) -> Caller | None:
+        with self._lock:
+            known = self._of.get(_hash(token))
+        return known.caller if known is not None and time.monotonic() < known.until_s else None
+
+    def keep(self, token: str, caller: Caller, round: int) -> None:
+        """Keep a caller looked up in `round`; ignored if the cache was emptied since."""
+        known = _Known(caller, time.monotonic() + KNOWN_S)
+        with self._lock:
+            if round == self.round:
+                self._of[_hash(token)] = known
+                self._of.move_to_end(_hash(token))
+                if len(self._of) > KEPT:
+                    self._of.popitem(last=False)
+
+    def forget(self) -> None:
+        with self._lock:
+            self.round += 1
+            self._of.clear()
+
+
+def _hash(token: str) -> bytes:
+    return hashlib.sha256(token.encode()).digest()
+
+
+callers = Callers()
+
+
+# --- invalidation -------------------------------------------------------------------------------
+
+
+def _row_changed(mapper: Mapper[Any], connection: Any, row: Base) -> None:
+    if (session := object_session(row)) is not None:
+        session.info[_CHANGED] = True
+
+
+for _model in _TELLING:
+    event.listen(_model, "after_update", _row_changed)
+    event.listen(_model, "after_delete", _row_changed)
+
+
+@event.listens_for(Session, "do_orm_execute")
+def _rows_changed(state: ORMExecuteState) -> None:
+    mapper = None if state.is_select else state.bind_mapper
+    if mapper is not None and mapper.class_ in _TELLING:
+        state.session.info[_CHANGED] = True
+
+
+@event.listens_for(Session, "after_commit")
+def _committed(session: Session) -> None:
+    if session.info.pop(_CHANGED, False):
+        callers.forget()

@@ -1,0 +1,43 @@
+"""Routes that know their operation id and the scope that a key needs for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi.routing import APIRoute
+
+from app.api.access.gate import GatedRoute
+from app.core.security.scopes import AREAS
+
+
+def operation_id(route: APIRoute) -> str:
+    return operation_named(route.name)
+
+
+def operation_named(name: str) -> str:
+    """Convert a function's name to an operation id: `cancel_task` becomes cancelTask."""
+    first, *rest = name.split("_")
+    return first + "".join(word.capitalize() for word in rest)
+
+
+class ScopedRoute(GatedRoute):
+    """A route with `needs_scope`, the scope that a key needs for it; None: any key will do."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.needs_scope = _scope(self)
+        self.openapi_extra = {**(self.openapi_extra or {}), "x-scope": self.needs_scope}
+
+
+#: Any caller may ask for its own identity.  The routes in _LOOKING only read, though they take a
+#: body.
+_OF_ANYBODY = frozenset({"get_me"})
+_LOOKING = frozenset({"validate_request", "simulate"})
+
+
+def _scope(route: APIRoute) -> str | None:
+    if route.name in _OF_ANYBODY:
+        return None
+    [tag] = route.tags
+    looks = route.name in _LOOKING or bool(route.methods & {"GET", "HEAD"})
+    return f"{AREAS[str(tag)]}:{'read' if looks else 'write'}"

@@ -1,0 +1,74 @@
+"""Decides what a caller may see and act on.
+
+A platform admin sees everything, a tenant admin what belongs to the own tenant and to tenants below
+it, other users what belongs to their tenant.  Everything else is reported as not found, so that ids
+of other tenants stay unknown.  A member acts on their own requests, a tenant admin on all requests
+in view, a viewer on none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import ColumnElement, select, true
+from sqlalchemy.orm import InstrumentedAttribute, Session
+
+from app.api.access.auth import Caller
+from app.db import tenant_tree
+from app.db.models import Request, Task
+from app.errors import Forbidden, NotFound
+from app.identity import audit
+
+
+def of_caller(caller: Caller, tenant_id: InstrumentedAttribute[Any]) -> ColumnElement[bool]:
+    """Return a condition: the row belongs to a tenant that the caller sees."""
+    if caller.sees_all:
+        return true()
+    if caller.role == "tenant_admin":
+        return tenant_tree.within(tenant_id, caller.tenant_id)
+    return tenant_id == caller.tenant_id
+
+
+def visible_request(session: Session, caller: Caller, id: str) -> Request:
+    query = select(Request).where(Request.id == id, of_caller(caller, Request.tenant_id))
+    found = session.scalar(query)
+    if found is None:
+        raise NotFound("request", id)
+    audit.looked(session, found)
+    return found
+
+
+def visible_task(session: Session, caller: Caller, id: str) -> Task:
+    query = select(Task).where(Task.id == id, of_caller(caller, Task.tenant_id))
+    found = session.scalar(query)
+    if found is None:
+        raise NotFound("task", id)
+    audit.looked(session, found)
+    return found
+
+
+def request_to_act_on(session: Session, caller: Caller, id: str) -> Request:
+    found = visible_request(session, caller, id)
+    _check_may_act(caller, found)
+    audit.asked(session, found)
+    return found
+
+
+def task_to_act_on(session: Session, caller: Caller, id: str) -> Task:
+    found = visible_task(session, caller, id)
+    _check_may_act(caller, found)
+    audit.asked(session, found)
+    return found
+
+
+def may_act(caller: Caller, found: Request | Task) -> bool:
+    """True if the caller may act on a request or task that the caller sees."""
+    if caller.role in ("platform_admin", "tenant_admin"):
+        return True
+    return caller.role == "member" and found.user_id == caller.user_id
+
+
+def _check_may_act(caller: Caller, found: Request | Task) -> None:
+    if may_act(caller, found):
+        return
+    raise Forbidden(f"only its owner or an administrator may do that, not a {caller.role}")

@@ -1,0 +1,336 @@
+"""Checks every call before a router sees it: a request id, a limit on the body, strict parsing.
+
+JSON is parsed more strictly than by Python's `json`: a repeated key, NaN, an infinite number, a NUL
+and half a surrogate pair are rejected, because Postgres or the next reader would understand
+something else.  A query parameter that a route does not know is an error, because a typo in a
+filter must not list everything.  So is a parameter given twice where the last would silently win.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import Any
+from urllib.parse import unquote_to_bytes
+
+import uuid_utils
+from fastapi import APIRouter, Depends, Request
+from fastapi._compat import ModelField, field_annotation_is_sequence
+from fastapi.dependencies.models import Dependant
+from fastapi.dependencies.utils import get_flat_params
+from fastapi.params import Query
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from app.api import problems
+from app.api.access import auth, rate_headers
+from app.api.access.scoped import ScopedRoute
+from app.core.model.descriptor import Fault
+from app.errors import BadInput, TooLarge, TooManyCalls, WrongMediaType
+from app.settings import settings
+
+DRAINED_BYTES = 64 * 2**20  # of a body that is too large: bytes still read, and discarded
+LARGE_BYTES = 2**16  # a larger body is parsed off the event loop
+DIGITS = 1000  # most digits of a whole number, because parsing very many takes long
+DEPTH = 32  # levels of nesting in a JSON body
+
+_ONCE = ("Authorization", "Idempotency-Key", "Content-Range", "If-Match", "Last-Event-ID")
+_GOOD_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "same-origin"}
+
+
+class RequestId:
+    """Gives every call an id: the caller's `X-Request-ID` if it is well formed, else a new one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        given = Headers(scope=scope).get("x-request-id", "")
+        id = given if _GOOD_ID.fullmatch(given) else uuid_utils.uuid7().hex
+        scope.setdefault("state", {})["request_id"] = id
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers["X-Request-ID"] = id
+                headers.update(scope["state"].get("rate_headers", {}))
+                for name, value in _HEADERS.items():
+                    headers.setdefault(name, value)
+                if scope["path"].startswith("/v1/"):
+                    headers.setdefault("Cache-Control", "no-store")
+            await send(message)
+
+        await self.app(scope, receive, send_with_id)
+
+
+class AtOnce:
+    """Rejects, at little cost, calls of a key with `settings().key_calls_max` calls in progress.
+
+    Streams and waits count while they last.  Calls with unknown keys count by their address.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+        self._of: Counter[str] = Counter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] == "/livez":
+            return await self.app(scope, receive, send)
+        whose = rate_headers.whose_key(Request(scope))
+        if self._of[whose] >= settings().key_calls_max:
+            error = TooManyCalls(
+                f"{self._of[whose]} calls of this key are under way: wait for some"
+            )
+            return await problems.of_error(Request(scope), error)(scope, receive, send)
+        self._of[whose] += 1
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self._of[whose] -= 1
+            if not self._of[whose]:
+                del self._of[whose]
+
+
+class BodyTooLarge(HTTPException):
+    """The body is too large.  An HTTPException, because FastAPI answers others with 400."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(413, f"the body is larger than {limit_bytes} bytes")
+
+
+class BodyLimit:
+    """Rejects bodies above `limit_of(path)` bytes, by their announced or their real length.
+
+    The rest of the body is still read and discarded, up to DRAINED_BYTES, because many clients read
+    the answer only after they have sent everything.
+    """
+
+    def __init__(self, app: ASGIApp, limit_of: Callable[[str], int]) -> None:
+        self.app, self.limit_of = app, limit_of
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        limit, headers = self.limit_of(scope["path"]), Headers(scope=scope)
+        announced = headers.get("content-length", "")
+        if announced.isdecimal() and int(announced) > limit:
+            if "expect" not in headers:
+                await _drain(receive)
+            error = TooLarge(f"the body has {announced} bytes, the limit is {limit}")
+            return await problems.of_error(Request(scope), error)(scope, receive, send)
+        await self.app(scope, _limited(receive, limit), send)
+
+
+def _limited(receive: Receive, limit: int) -> Receive:
+    size = 0
+
+    async def receive_limited() -> Message:
+        nonlocal size
+        message = await receive()
+        size += len(message.get("body", b""))
+        if size > limit:
+            if message.get("more_body", False):
+                await _drain(receive)
+            raise BodyTooLarge(limit)
+        return message
+
+    return receive_limited
+
+
+async def _drain(receive: Receive) -> None:
+    left, more = DRAINED_BYTES, True
+    while more and left > 0:
+        message = await receive()
+        left -= len(message.get("body", b""))
+        more = message["type"] == "http.request" and message.get("more_body", False)
+
+
+# --- routers -----------------------------------------------------------------------------
+
+
+def v1_router(tag: str, *statuses: int) -> APIRouter:
+    """Return a router under /v1 that parses strictly; `statuses` are its possible problems."""
+    return APIRouter(
+        prefix="/v1",
+        tags=[tag],
+        route_class=StrictRoute,
+        dependencies=[Depends(known_parameters)],
+        responses=problems.declared(401, 422, 429, 503, *statuses),
+    )
+
+
+# --- strict reading -----------------------------------------------------------------------------
+
+
+class StrictRequest(Request):
+    async def json(self) -> Any:
+        if not hasattr(self, "_json"):
+            body = await self.body()
+            large = len(body) > LARGE_BYTES
+            self._json = await run_in_threadpool(strict_json, body) if large else strict_json(body)
+        return self._json
+
+
+class StrictRoute(ScopedRoute):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.needs_caller = auth.authenticated in _calls_of(self.dependant)
+        if self.body_field is not None:
+            self.responses = {**self.responses, **problems.declared(415)}
+
+    @cached_property
+    def query_parameters(self) -> dict[str, ModelField]:
+        """The query parameters by the name that a caller gives them."""
+        fields = get_flat_params(self.dependant)
+        return {field.alias: field for field in fields if isinstance(field.field_info, Query)}
+
+    def get_route_handler(self) -> Callable[..., Any]:
+        handle, takes_json = super().get_route_handler(), self.body_field is not None
+
+        async def handle_strictly(request: Request) -> Any:
+            _check_given_once(request.headers)
+            if takes_json:
+                _check_media_type(request.headers)
+            if self.needs_caller:  # before the body is read
+                await auth.identified(request)
+            return await handle(StrictRequest(request.scope, request.receive))
+
+        return handle_strictly
+
+
+def _calls_of(dependant: Dependant) -> Iterator[object]:
+    for each in dependant.dependencies:
+        yield each.call
+        yield from _calls_of(each)
+
+
+def _check_given_once(headers: Headers) -> None:
+    """Reject repeated headers: a proxy may have read the last one where we would read the first."""
+    for name in _ONCE:
+        if len(headers.getlist(name)) > 1:
+            raise BadInput.at(f"{name}:", "this header came twice; give it once", "given-twice")
+
+
+def _check_media_type(headers: Headers) -> None:
+    """Reject other types than JSON: a form of another origin could send them without preflight."""
+    has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+    packed = headers.get("content-encoding", "identity").strip().lower()
+    if has_body and packed != "identity":
+        raise WrongMediaType(f"the body came packed ({packed:.40}); send it as it is")
+    given = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if has_body and given != "application/json":
+        raise WrongMediaType(
+            f"the body came as {given or 'no type at all'}; send Content-Type: application/json"
+        )
+
+
+def strict_json(body: bytes) -> Any:
+    """Parse JSON strictly; raises json.JSONDecodeError, which FastAPI makes a validation error."""
+    try:
+        value = json.loads(
+            body.decode("utf-8"),
+            object_pairs_hook=_no_doubles,
+            parse_constant=_no_constant,
+            parse_float=_finite,
+            parse_int=_whole,
+        )
+        _plain(value, DEPTH)
+    except json.JSONDecodeError:
+        raise
+    except RecursionError:
+        raise json.JSONDecodeError("nested too deeply", "", 0) from None
+    except ValueError as error:  # includes UnicodeDecodeError
+        raise json.JSONDecodeError(str(error), "", 0) from error
+    return value
+
+
+def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        times = Counter(name for name, _ in pairs)
+        twice = next(name for name, count in times.items() if count > 1)
+        raise ValueError(f"the key {twice[:80]!r} comes twice")
+    return found
+
+
+def _no_constant(word: str) -> Any:
+    raise ValueError(f"{word} is not JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"the number {text[:20]} is too large")
+    return number
+
+
+def _whole(text: str) -> int:
+    if len(text) > DIGITS:
+        raise ValueError(f"the number {text[:20]}… has more than {DIGITS} digits")
+    return int(text)
+
+
+def _plain(value: Any, depth: int) -> None:
+    if isinstance(value, str):
+        if "\x00" in value:
+            raise ValueError("a string holds a NUL")
+        if not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
+            raise ValueError("a string holds half a surrogate pair")
+    elif isinstance(value, dict | list):
+        if depth == 0:
+            raise ValueError(f"nested deeper than {DEPTH} levels")
+        for item in value:
+            _plain(item, depth - 1)
+        for item in value.values() if isinstance(value, dict) else ():
+            _plain(item, depth - 1)
+
+
+async def known_parameters(request: Request) -> None:
+    """Reject query parameters that are unknown, repeated without being lists, or contain a NUL.
+
+    A dependency of routes.
+    """
+    known = request.scope["route"].query_parameters
+    given = request.query_params.multi_items()
+    times = Counter(name for name, _ in given)
+    faults = [
+        Fault(f"?{name}", _unknown(name, set(known)), "unknown-parameter")
+        for name in sorted(times.keys() - known.keys())
+    ]
+    faults += [
+        Fault(f"?{name}", f"came {times[name]} times; give it once", "given-twice")
+        for name, field in known.items()
+        if times[name] > 1 and not field_annotation_is_sequence(field.field_info.annotation)
+    ]
+    pointed = [(f"?{name}", value) for name, value in given]
+    pointed += [(f"{{{name}}}", value) for name, value in request.path_params.items()]
+    faults += [
+        Fault(where, "holds a NUL", "text") for where, value in pointed if "\x00" in str(value)
+    ]
+    faults += _not_text(request.scope["query_string"])
+    if faults:
+        raise BadInput(faults[0].detail, errors=tuple(faults))
+
+
+def _not_text(query: bytes) -> Iterator[Fault]:
+    """Yield faults for parameters that are not UTF-8, which would be read as something else."""
+    for part in query.split(b"&"):
+        try:
+            unquote_to_bytes(part).decode()
+        except UnicodeDecodeError:
+            name = unquote_to_bytes(part.partition(b"=")[0]).decode(errors="replace")
+            yield Fault(f"?{name}", "is not UTF-8", "text")
+
+
+def _unknown(name: str, known: set[str]) -> str:
+    there = f"it knows {', '.join(sorted(known))}" if known else "it takes none"
+    return f"there is no query parameter {name!r} here; {there}"

@@ -1,0 +1,1 @@
+"""Holds the operations under /v1, a file for each kind of thing."""

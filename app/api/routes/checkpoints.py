@@ -1,0 +1,116 @@
+"""Checkpoints: lists the tensors in a checkpoint, and exports them as a safetensors file."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import Query
+from fastapi.responses import StreamingResponse
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from app.api.access.auth import Authed, Caller
+from app.api.access.visibility import of_caller
+from app.api.middleware import v1_router
+from app.api.problems import declared
+from app.api.schemas import CheckpointOut, Page, TensorOut
+from app.core.model.manifest import Manifest
+from app.core.model.tensor_file import SAID
+from app.db.models import Checkpoint
+from app.db.transactions import Db
+from app.errors import BadInput, Gone, NotFound, Unavailable
+from app.identity import audit
+from app.settings import settings
+from app.storage.store import Damaged, Store
+from app.storage.tensor_export import Export, Unsayable
+
+router = v1_router("checkpoints", 404)
+
+Names = Annotated[list[str] | None, Query(description="only these; else all of them")]
+_FILE = {
+    "description": "one safetensors file",
+    "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+}
+
+
+@router.get("/checkpoints/{id}", response_model=CheckpointOut, summary="Show a checkpoint")
+def get_checkpoint(id: str, caller: Authed, session: Db) -> Checkpoint:
+    """Shows when it was made, at which step, how large it is, and which host signed it."""
+    return _visible(session, caller, id)
+
+
+@router.get(
+    "/checkpoints/{id}/tensors",
+    response_model=Page[TensorOut],
+    summary="The tensors in it, by name",
+    responses=declared(410, 503),
+)
+def list_tensors(id: str, caller: Authed, session: Db) -> dict[str, Any]:
+    """Lists all tensors of the job, by attribute, without unpickling the checkpoint."""
+    manifest = _manifest(_visible(session, caller, id))
+    tensors = [
+        {
+            "name": tensor.name,
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "size_bytes": tensor.size,
+            "exported": tensor.dtype in SAID,
+        }
+        for tensor in manifest.ranks[0].tensors
+    ]
+    return {"items": tensors, "next_cursor": None}
+
+
+@router.get(
+    "/checkpoints/{id}/safetensors",
+    response_class=StreamingResponse,
+    summary="Its tensors, as a safetensors file",
+    responses={200: _FILE, **declared(410, 503)},
+)
+def export_checkpoint(
+    id: str, caller: Authed, session: Db, names: Names = None
+) -> StreamingResponse:
+    """Writes every tensor separately and contiguous, even if tensors shared memory.
+
+    Tensors of types that safetensors does not have are left out, and named in the file's metadata.
+    If a chunk turns out to be damaged during the download, the answer ends before its
+    `Content-Length`.
+    """
+    checkpoint = _visible(session, caller, id)
+    chunks = _store().chunks(checkpoint.tenant_id)
+    try:
+        export = Export(_manifest(checkpoint), chunks, names=names)
+    except Unsayable as error:
+        raise BadInput.at("?names", str(error), "unknown-tensor") from error
+    headers = {
+        "Content-Length": str(export.size),
+        "Content-Disposition": f'attachment; filename="{checkpoint.id}.safetensors"',
+        "ETag": f'"{checkpoint.sha256}"',
+    }
+    return StreamingResponse(
+        export.pieces(), media_type="application/octet-stream", headers=headers
+    )
+
+
+def _visible(session: Session, caller: Caller, id: str) -> Checkpoint:
+    query = select(Checkpoint).where(Checkpoint.id == id, of_caller(caller, Checkpoint.tenant_id))
+    found = session.scalar(query)
+    if found is None:
+        raise NotFound("checkpoint", id)
+    audit.looked(session, found)
+    return found
+
+
+def _manifest(checkpoint: Checkpoint) -> Manifest:
+    if checkpoint.deleted_at is not None:
+        raise Gone("it is beyond what its task keeps (`checkpoint.keep`) and is being deleted")
+    try:
+        return _store().manifest(checkpoint.tenant_id, checkpoint.sha256, key=checkpoint.key)
+    except Damaged as error:
+        raise Gone(str(error)) from error
+    except OSError as error:
+        raise Unavailable(str(error)) from error
+
+
+def _store() -> Store:
+    return Store.at(settings().store_address)

@@ -1,0 +1,81 @@
+"""Presets: the parameters configured on a device of one kind for tasks of one type."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import Path
+from sqlalchemy import func, select, text
+
+from app.api.access.auth import Authed, PlatformAdmin
+from app.api.middleware import v1_router
+from app.api.problems import declared
+from app.api.schemas import Page, PresetIn, PresetOut
+from app.core.model import preset
+from app.db.models import Preset
+from app.db.transactions import Db
+from app.errors import BadInput, NotFound
+
+router = v1_router("presets")
+
+TaskType = Annotated[
+    str,
+    Path(
+        pattern=r"^([a-z0-9][a-z0-9._-]{0,62}|\*)$",
+        description="the `type` of tasks; `*` is for all types without one of their own",
+    ),
+]
+Kind = Annotated[str, Path(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$", description="device kind")]
+
+
+@router.get("/presets", response_model=Page[PresetOut], summary="List presets")
+def list_presets(caller: Authed, session: Db) -> dict[str, Any]:
+    """Lists all presets; there are few."""
+    query = select(Preset).order_by(Preset.task_type, Preset.kind)
+    return {"items": list(session.scalars(query)), "next_cursor": None}
+
+
+@router.get(
+    "/presets/{task_type}/{kind}",
+    response_model=PresetOut,
+    summary="Show a preset",
+    responses=declared(404),
+)
+def get_preset(task_type: TaskType, kind: Kind, caller: Authed, session: Db) -> Preset:
+    """Shows the parameters set on a device of that kind before such a task runs."""
+    found = session.get(Preset, (task_type, kind))
+    if found is None:
+        raise NotFound("preset", f"{task_type}/{kind}")
+    return found
+
+
+@router.put(
+    "/presets/{task_type}/{kind}",
+    response_model=PresetOut,
+    summary="Set a preset",
+    responses=declared(403),
+)
+def put_preset(
+    task_type: TaskType, kind: Kind, body: PresetIn, caller: PlatformAdmin, session: Db
+) -> Preset:
+    """Applies from the next launch on.  If a device does not take a value, the task fails.
+
+    The failure's detail shows the difference.
+    """
+    if kind not in preset.KINDS:
+        known = ", ".join(preset.KINDS)
+        raise BadInput.at("{kind}", f"there is no device kind {kind!r}; known: {known}", "unknown")
+    if faults := preset.check(body.params, kind=kind):
+        raise BadInput(f"{faults[0].pointer}: {faults[0].detail}", errors=faults)
+    # One writer at a time, so that the audit log records the state before each change; readers go
+    # on.
+    session.execute(text("lock table presets in share row exclusive mode"))
+    row = session.get(Preset, (task_type, kind))
+    if row is None:
+        row = Preset(task_type=task_type, kind=kind, params=body.params)
+        session.add(row)
+    else:
+        row.params, row.version, row.updated_at = body.params, row.version + 1, func.now()
+    session.flush()
+    session.refresh(row)
+    return row

@@ -1,0 +1,374 @@
+"""Tasks: their state, why they wait, what they did; pause, resume, save, move, resize, cancel."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, get_args
+
+from fastapi import Body, Path, Query, Response
+from fastapi.responses import StreamingResponse
+from sqlalchemy import bindparam, select
+from sqlalchemy.orm import Session, aliased
+
+from app.api import downloads
+from app.api.access.auth import Authed
+from app.api.access.visibility import of_caller, task_to_act_on, visible_task
+from app.api.cursors import Paged, PagedBy200
+from app.api.downloads import Download
+from app.api.middleware import v1_router
+from app.api.problems import declared
+from app.api.schemas import (
+    CheckpointOut,
+    Explained,
+    MetricOut,
+    MigrateIn,
+    Page,
+    PhaseWord,
+    PlacementOut,
+    ResizeIn,
+    TaskOut,
+    TaskState,
+)
+from app.core.model import dependencies, migration
+from app.core.model.messages import ARTIFACTS
+from app.core.model.migration import ANYWHERE
+from app.core.model.phase import task_phase
+from app.db.models import Checkpoint, Device, Host, Metric, Need, Placement, Task
+from app.db.transactions import Db
+from app.errors import BadInput, Conflict, NotFound
+from app.insight import explain, phases
+from app.insight.time_spent import time_spent
+from app.intake import actions
+from app.scheduling import guest_placements
+
+router = v1_router("tasks", 404)
+
+AskedPhases = Annotated[
+    str | None, Query(description="one or several, with commas: queued, paused, preempted …")
+]
+
+
+@router.get("/tasks", response_model=Page[TaskOut], summary="List tasks, newest first")
+def list_tasks(
+    paging: Paged,
+    caller: Authed,
+    session: Db,
+    state: Annotated[str | None, Query(description="one or several, with commas")] = None,
+    phase: AskedPhases = None,
+    request_id: str | None = None,
+) -> dict[str, Any]:
+    """Lists the tasks of the tenants that you see; every filter narrows the list."""
+    query = select(Task).where(of_caller(caller, Task.tenant_id))
+    if states := words_in(state, TaskState, "state"):
+        query = query.where(Task.state.in_(states))
+    if asked := words_in(phase, PhaseWord, "phase"):
+        query = query.where(phases.TASK_PHASE.in_(asked))
+    if request_id is not None:
+        query = query.where(Task.request_id == request_id)
+    found = paging.read(session, query, by=Task.id, newest_first=True)
+    return found.page(task_outs(session, found.rows))
+
+
+def words_in(text: str | None, known: Any, name: str) -> list[str]:
+    """Return the words between commas; raises BadInput at ?`name` for an unknown word."""
+    words = [word.strip() for word in (text or "").split(",") if word.strip()]
+    if unknown := [word for word in words if word not in get_args(known)]:
+        listed = ", ".join(get_args(known))
+        raise BadInput.at(f"?{name}", f"must be one of {listed}; got {unknown[0]!r:.80}", name)
+    return words
+
+
+@router.get("/tasks/{id}", response_model=TaskOut, summary="Show a task")
+def get_task(id: str, caller: Authed, session: Db) -> TaskOut:
+    """Shows the task's state, what it asked for, and how it ended."""
+    return task_outs(session, [visible_task(session, caller, id)])[0]
+
+
+OutputName = Annotated[
+    str, Path(pattern=r"^([A-Za-z_][A-Za-z0-9_]{0,62}|artifacts\.zip)$", examples=[ARTIFACTS])
+]
+
+
+@router.get(
+    "/tasks/{id}/outputs/{name}",
+    response_class=StreamingResponse,
+    summary="Download an output, or its artifacts",
+    responses={**downloads.ANSWERS, **declared(409)},
+)
+def get_output(id: str, name: OutputName, caller: Authed, session: Db, asked: Download) -> Response:
+    """Sends a published output as the file of tensors that became a datablock.  `artifacts.zip`
+    holds the files that a command left in the folder `artifacts` of its working folder.
+
+    Other outputs are stored as they lay in memory, for other tasks: to get a file, publish the
+    output.
+    """
+    task = visible_task(session, caller, id)
+    kept = task.outputs.get(name)
+    if kept is None:
+        raise NotFound("output", name)
+    if name != ARTIFACTS and "format" not in kept:
+        told = f"{name} is kept as it lay in memory, for tasks to take; publish it to have a file"
+        raise Conflict(told)
+    filename = f"{task.name}-{name}" + ("" if name == ARTIFACTS else f".{kept['format']}")
+    headers = downloads.headers_of(kept["sha256"], filename)
+    return downloads.answer(kept["sha256"], kept["size_bytes"], headers, asked)
+
+
+@router.get("/tasks/{id}/explain", response_model=Explained, summary="Why does it wait?")
+def explain_task(id: str, caller: Authed, session: Db) -> dict[str, Any]:
+    """Shows all reasons why the task waits, which to end first, its place, when it is expected to
+    start, and how it spent its time so far.
+    """
+    task = visible_task(session, caller, id)
+    told = explain.explain(session, [task])[id]
+    return {
+        "task_id": task.id,
+        "state": task.state,
+        "phase": phases.of_task(task),
+        "place": told.place,
+        "message": told.reasons[0]["message"] if told.reasons else _does_not_wait(session, task),
+        "reasons": told.reasons,
+        "nearest": told.nearest,
+        "starts_at": told.estimate.starts_at if told.estimate else None,
+        "estimate": told.estimate,
+        "no_estimate": told.no_estimate,
+        "time": time_spent(session, [id])[id],
+    }
+
+
+def _does_not_wait(session: Session, task: Task) -> str:
+    where = f" on {task.seat}" if task.seat else ""
+    told = f"{task.state.capitalize()}{where}{_moves(task)}."
+    return f"{told} {explain.breadth(session, task)}".rstrip()
+
+
+def _moves(task: Task) -> str:
+    if task.moving is not None:
+        return f"; {migration.told(migration.from_json(task.moving))}"
+    if task.move_to is None:
+        return ""
+    to = "another device" if task.move_to == ANYWHERE else task.move_to
+    return f"; it moves to {to} when that is free"
+
+
+# --- history ------------------------------------------------------------------------------------
+
+
+@router.get("/tasks/{id}/metrics", response_model=Page[MetricOut], summary="Metrics of a task")
+def list_metrics(id: str, paging: PagedBy200, caller: Authed, session: Db) -> dict[str, Any]:
+    """Lists samples of the metrics, by step."""
+    task = visible_task(session, caller, id)
+    query = select(Metric).where(Metric.task_id == task.id)
+    return paging.read(session, query, by=Metric.step).page()
+
+
+@router.get(
+    "/tasks/{id}/checkpoints",
+    response_model=Page[CheckpointOut],
+    summary="Its durable images, newest first",
+)
+def list_checkpoints(id: str, paging: Paged, caller: Authed, session: Db) -> dict[str, Any]:
+    """Lists the checkpoints that the task keeps, and those that are damaged or being deleted."""
+    task = visible_task(session, caller, id)
+    query = select(Checkpoint).where(Checkpoint.task_id == task.id)
+    return paging.read(session, query, by=Checkpoint.id, newest_first=True).page()
+
+
+@router.get(
+    "/tasks/{id}/placements",
+    response_model=Page[PlacementOut],
+    summary="Where it ran, newest first",
+)
+def list_placements(id: str, paging: Paged, caller: Authed, session: Db) -> dict[str, Any]:
+    """Lists one entry per launch, and one per borrowed device; the held time is charged."""
+    task = visible_task(session, caller, id)
+    query = select(Placement).where(Placement.task_id == task.id)
+    return paging.read(session, query, by=Placement.id, newest_first=True).page()
+
+
+# --- requested actions --------------------------------------------------------------------------
+
+
+def _after(session: Session, task: Task) -> TaskOut:
+    session.flush()
+    session.refresh(task)
+    return task_outs(session, [task])[0]
+
+
+@router.post(
+    "/tasks/{id}/pause",
+    status_code=202,
+    response_model=TaskOut,
+    summary="Pause it at its next safe point",
+    responses=declared(403, 409),
+)
+def pause_task(id: str, caller: Authed, session: Db) -> TaskOut:
+    """Pauses the task without losing a step; others may use its device until it is resumed."""
+    task = task_to_act_on(session, caller, id)
+    actions.pause_task(session, task, by=caller.user_name, as_admin=caller.sees_all)
+    return _after(session, task)
+
+
+@router.post(
+    "/tasks/{id}/resume",
+    status_code=202,
+    response_model=TaskOut,
+    summary="Let it go on",
+    responses=declared(403, 409),
+)
+def resume_task(id: str, caller: Authed, session: Db) -> TaskOut:
+    """Queues the task again; it continues after the step at which it was paused."""
+    task = task_to_act_on(session, caller, id)
+    actions.resume_task(session, task, by=caller.user_name, as_admin=caller.sees_all)
+    return _after(session, task)
+
+
+@router.post(
+    "/tasks/{id}/checkpoint",
+    status_code=202,
+    response_model=TaskOut,
+    summary="Write a durable image at its next safe point",
+    responses=declared(403, 409),
+)
+def checkpoint_task(id: str, caller: Authed, session: Db) -> TaskOut:
+    """Saves a checkpoint; the task continues to run."""
+    task = task_to_act_on(session, caller, id)
+    actions.save_task(session, task, by=caller.user_name)
+    return _after(session, task)
+
+
+@router.post(
+    "/tasks/{id}/migrate",
+    status_code=202,
+    response_model=TaskOut,
+    summary="Move it to another device while it runs",
+    responses=declared(403, 409, 422),
+)
+def migrate_task(
+    id: str, caller: Authed, session: Db, body: Annotated[MigrateIn, Body()] = MigrateIn()
+) -> TaskOut:
+    """Copies the task while it runs, stops it for the last difference, and resumes it there.
+
+    No step is lost.  If the move fails at any point, the task stays in its state and on its device,
+    and its events say why.
+    """
+    task = task_to_act_on(session, caller, id)
+    if body.to is not None:
+        _must_fit(session, task, body.to)
+    actions.move_task(session, task, body.to or ANYWHERE, by=caller.user_name)
+    return _after(session, task)
+
+
+@router.post(
+    "/tasks/{id}/resize",
+    status_code=202,
+    response_model=TaskOut,
+    summary="Let it hold fewer devices, or more",
+    responses=declared(403, 409, 422),
+)
+def resize_task(id: str, body: ResizeIn, caller: Authed, session: Db) -> TaskOut:
+    """Changes the number of devices; the number of ranks stays, and they take turns on the devices.
+
+    The task returns surplus devices at its next safe point, and takes more when no other task could
+    use them.  The result has the same bits, whatever devices the task had and when.
+    """
+    task = task_to_act_on(session, caller, id)
+    actions.resize_task(session, task, body.devices_max, by=caller.user_name)
+    return _after(session, task)
+
+
+def _must_fit(session: Session, task: Task, to: str) -> None:
+    """Raises BadInput at /to if the task can never run on that device."""
+    device = session.get(Device, to)
+    if device is None:
+        raise BadInput.at("/to", f"there is no device {to!r:.80}", "unknown")
+    if device.island != task.island:
+        raise BadInput.at("/to", f"{to} belongs to island {device.island}", "island")
+    if device.kind != task.kind:
+        raise BadInput.at("/to", f"{to} is a {device.kind} device; it needs {task.kind}", "kind")
+    if device.memory_bytes < task.memory_bytes:
+        told = f"{to} has {device.memory_bytes} bytes; it needs {task.memory_bytes}"
+        raise BadInput.at("/to", told, "memory")
+    if device.cordoned or session.get_one(Host, device.host).cordoned:
+        raise BadInput.at("/to", f"{to} takes no new work: it is cordoned", "cordoned")
+    if task.seat == to:
+        raise BadInput.at("/to", f"it is on {to} already", "there")
+
+
+@router.post(
+    "/tasks/{id}/cancel",
+    status_code=202,
+    response_model=TaskOut,
+    summary="Cancel it",
+    responses=declared(403),
+)
+def cancel_task(id: str, caller: Authed, session: Db) -> TaskOut:
+    """Cancels the task; tasks that need it fail.
+
+    To cancel it twice, or after its end, is no error.
+    """
+    task = task_to_act_on(session, caller, id)
+    actions.cancel_task(session, task, by=caller.user_name)
+    return _after(session, task)
+
+
+# --- rows to answers ----------------------------------------------------------------------------
+
+
+def task_outs(session: Session, tasks: Sequence[Task]) -> list[TaskOut]:
+    needs = _needs(session, [task.id for task in tasks])
+    lent = guest_placements.guests(
+        session, [task.id for task in tasks if task.resized_at is not None]
+    )
+    return [_task_out(task, needs[task.id], lent[task.id]) for task in tasks]
+
+
+def new_task_out(
+    request: Mapping[str, Any], task: Mapping[str, Any], needs: Iterable[dependencies.Need]
+) -> dict[str, Any]:
+    """Return the answer for a task that is being written; fields not given have their defaults."""
+    return {
+        **task,
+        "request_id": request["id"],
+        "tenant_id": request["tenant_id"],
+        "tier": request["tier"],
+        "state": "blocked",
+        "phase": task_phase(
+            "blocked", hold=task["hold"], begun=False, retries=False, has_image=False
+        ),
+        "submitted_at": request["submitted_at"],
+        "needs": [{"task": n.task, "port": n.port, "output": n.output} for n in needs],
+        "inputs": task["descriptor"]["inputs"],
+        "publish": task["descriptor"]["publish"],
+    }
+
+
+_NEEDED = aliased(Task)
+_NEEDS = (
+    select(Need.task_id, _NEEDED.name, Need.port, Need.output)
+    .join(_NEEDED, _NEEDED.id == Need.needs_id)
+    .where(Need.task_id.in_(bindparam("ids", expanding=True)))
+    .order_by(_NEEDED.ordinal, Need.port)
+)
+
+
+def _needs(session: Session, ids: list[str]) -> dict[str, list[dict[str, str]]]:
+    found: dict[str, list[dict[str, str]]] = defaultdict(list)
+    for task_id, name, port, output in session.execute(_NEEDS, {"ids": ids}):
+        found[task_id].append({"task": name, "port": port, "output": output})
+    return found
+
+
+def _task_out(task: Task, needs: list[dict[str, str]], lent: list[Placement]) -> TaskOut:
+    shown = {name: getattr(task, name) for name in TaskOut.model_fields if hasattr(task, name)}
+    shown |= {
+        "phase": phases.of_task(task),
+        "needs": needs,
+        "inputs": task.descriptor.get("inputs") or {},
+        "publish": task.descriptor.get("publish") or {},
+        "lent": [guest.device_id for guest in lent],
+        "cancel_asked": task.cancel_asked_at is not None,
+        "held_us": task.total_held_us + task.held_us,
+    }
+    return TaskOut.model_validate(shown)

@@ -1,0 +1,620 @@
+"""Tenants, users and keys: the tree with its shares and quotas, its users, and their keys.
+
+Every change of the tree holds `tenant_tree.lock`, so checks of the tree still hold at the commit.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from typing import Annotated, Any
+
+import uuid_utils
+from fastapi import Body, Response
+from sqlalchemy import exists, func, select
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
+
+from app.api.access.auth import NO_SECRET, AnyAdmin, Authed, Caller, check_role, id_of, new_key
+from app.api.access.visibility import of_caller
+from app.api.cursors import Paged
+from app.api.middleware import v1_router
+from app.api.problems import declared
+from app.api.schemas import (
+    KIND,
+    KeyIn,
+    KeyMade,
+    KeyOut,
+    MeOut,
+    Page,
+    RotateKeyIn,
+    TenantIn,
+    TenantOut,
+    TenantPatch,
+    UserIn,
+    UserOut,
+    UserPatch,
+)
+from app.api.versions import IfMatch, check_version, etag
+from app.core.model.descriptor import Fault, escaped
+from app.core.security.scopes import Scopes, within
+from app.db import tenant_tree, transactions
+from app.db.models import ROLES, ApiKey, Island, Request, Tenant, User, Webhook
+from app.db.transactions import Db, after_commit
+from app.errors import BadInput, Conflict, Forbidden, NotFound
+from app.messaging import outbox
+
+tenants = v1_router("tenants")
+users = v1_router("users and keys")
+
+
+# --- tenants ------------------------------------------------------------------------------------
+
+
+@tenants.post(
+    "/tenants",
+    status_code=201,
+    response_model=TenantOut,
+    summary="Make a tenant",
+    responses=declared(403, 409),
+)
+def create_tenant(
+    body: TenantIn, response: Response, caller: AnyAdmin, session: Db
+) -> dict[str, Any]:
+    """Makes a tenant, which shares busy devices by its weight with the siblings that want some.
+
+    A tenant admin makes tenants below the own one, and divides its guarantee among them.
+    """
+    tenant_tree.lock(session)
+    before = _promised(session, caller) if body.guarantee else {}
+    parent = _parent(session, caller, body.parent_id)
+    tenant = Tenant(
+        id=_new_id("ten"),
+        name=body.name,
+        parent_id=parent.id,
+        weight_milli=round(body.weight * 1000),
+        guarantee=body.guarantee,
+        limit=body.limit,
+        max_running=body.max_running,
+        max_queued=body.max_queued,
+        tier=body.tier,
+    )
+    _check_quota(tenant, "guarantee")
+    _add(session, tenant, f"right below {parent.name} there is a tenant {body.name!r} already")
+    if body.guarantee:
+        _check_promises(session, caller, tenant, before, "guarantee")
+    response.headers["Location"] = f"/v1/tenants/{tenant.id}"
+    return _tenant_out(session, response, tenant)
+
+
+@tenants.get("/tenants", response_model=Page[TenantOut], summary="List tenants")
+def list_tenants(
+    paging: Paged, caller: Authed, session: Db, parent_id: str | None = None
+) -> dict[str, Any]:
+    """Lists tenants.  A platform admin sees all of them, a tenant admin the own one and those below
+    it, other users their own.  With `parent_id` only the children of that tenant are listed.
+    """
+    query = select(Tenant).where(of_caller(caller, Tenant.id))
+    if parent_id is not None:
+        query = query.where(Tenant.parent_id == parent_id)
+    found = paging.read(session, query, by=Tenant.id)
+    return found.page([_shown(tenant) for tenant in found.rows])
+
+
+@tenants.get(
+    "/tenants/{id}", response_model=TenantOut, summary="Show a tenant", responses=declared(404)
+)
+def get_tenant(id: str, response: Response, caller: Authed, session: Db) -> dict[str, Any]:
+    """Shows the tenant's share and quota, and its `ETag` for a change."""
+    return _tenant_out(session, response, _visible_tenant(session, caller, id))
+
+
+@tenants.patch(
+    "/tenants/{id}",
+    response_model=TenantOut,
+    summary="Change a tenant: its name, place, weight or quota",
+    responses=declared(403, 404, 409, 412, 428),
+)
+def change_tenant(
+    id: str,
+    body: TenantPatch,
+    response: Response,
+    caller: Authed,
+    session: Db,
+    if_match: IfMatch = None,
+) -> dict[str, Any]:
+    """Needs the tenant's `ETag` as `If-Match`.  The change counts from the next decision on.
+
+    A tenant admin may change the tenants below the own one, but not the own one.
+    """
+    tenant = _tenant_to_change(session, caller, id)
+    tenant_tree.lock(session)
+    promised = body.guarantee is not None or body.parent_id is not None
+    before = _promised(session, caller) if promised else {}
+    session.refresh(tenant, with_for_update=True)
+    check_version(if_match, tenant.version)
+    if body.parent_id is not None:
+        tenant.parent_id = _new_parent(session, caller, tenant, body.parent_id)
+    _take_over(tenant, body)
+    _check_quota(tenant, "limit" if body.guarantee is None else "guarantee")
+    tenant.version += 1
+    _flush(session, f"where it would be there is a tenant {tenant.name!r} already")
+    if promised:
+        changed = "parent_id" if body.guarantee is None else "guarantee"
+        _check_promises(session, caller, tenant, before, changed)
+    _tell_islands(session)
+    return _tenant_out(session, response, tenant)
+
+
+def _take_over(tenant: Tenant, body: TenantPatch) -> None:
+    """Copy the given fields; null removes a limit on numbers of tasks, and is ignored elsewhere."""
+    if body.weight is not None:
+        tenant.weight_milli = round(body.weight * 1000)
+    for name in ("name", "guarantee", "limit", "tier"):
+        if (given := getattr(body, name)) is not None:
+            setattr(tenant, name, given)
+    for name in {"max_running", "max_queued"} & body.model_fields_set:
+        setattr(tenant, name, getattr(body, name))
+
+
+@tenants.delete(
+    "/tenants/{id}",
+    status_code=204,
+    summary="Delete a tenant that nothing belongs to",
+    responses=declared(403, 404, 409),
+)
+def delete_tenant(id: str, caller: Authed, session: Db) -> None:
+    """Deletes an empty tenant.  A tenant with users, requests or tenants below it stays, because
+    its usage is part of the accounts.  A tenant with webhooks stays until these are deleted.
+    """
+    tenant = _tenant_to_change(session, caller, id)
+    tenant_tree.lock(session)
+    if there := _belongings(session, tenant):
+        raise Conflict(f"{tenant.name} has {' and '.join(there)}; only an empty tenant can go")
+    session.delete(tenant)
+    _flush(session, f"{tenant.name} was given something to keep meanwhile")
+    _tell_islands(session)
+
+
+def _belongings(session: Session, tenant: Tenant) -> list[str]:
+    owned = {
+        "users": User.tenant_id == tenant.id,
+        "requests": Request.tenant_id == tenant.id,
+        "tenants below it": Tenant.parent_id == tenant.id,
+        "webhooks": Webhook.tenant_id == tenant.id,
+    }
+    found = session.execute(select(*(exists().where(which) for which in owned.values()))).one()
+    return [what for what, there in zip(owned, found, strict=True) if there]
+
+
+def _visible_tenant(session: Session, caller: Caller, id: str) -> Tenant:
+    tenant = session.scalar(select(Tenant).where(Tenant.id == id, of_caller(caller, Tenant.id)))
+    if tenant is None:
+        raise NotFound("tenant", id)
+    return tenant
+
+
+def _tenant_to_change(session: Session, caller: Caller, id: str) -> Tenant:
+    tenant = _visible_tenant(session, caller, id)
+    check_role(caller, "platform_admin", "tenant_admin")
+    if id == caller.tenant_id and not caller.sees_all:
+        told = "a tenant_admin changes the tenants below the own one"
+        raise Forbidden(f"{told}; {tenant.name} itself is changed by a platform_admin")
+    return tenant
+
+
+def _parent(session: Session, caller: Caller, id: str | None) -> Tenant:
+    if id is None and not caller.sees_all:
+        id = caller.tenant_id
+    which = Tenant.parent_id.is_(None) if id is None else Tenant.id == id
+    query = select(Tenant).where(which, of_caller(caller, Tenant.id))
+    parent = session.scalar(query.order_by(Tenant.created_at).limit(1))
+    if parent is None:
+        raise BadInput.at("/parent_id", f"there is no tenant with id {id}", "unknown-tenant")
+    return parent
+
+
+def _new_parent(session: Session, caller: Caller, tenant: Tenant, id: str) -> str:
+    """Return the new parent's id; raises BadInput if the tree would get a cycle."""
+    if tenant.parent_id is None:
+        raise BadInput.at("/parent_id", "the root of the tree has no parent", "cycle")
+    parent = _parent(session, caller, id)
+    if tenant.id in (above.id for above in tenant_tree.path(session, parent.id)):
+        raise BadInput.at("/parent_id", "a tenant cannot lie below itself", "cycle")
+    return parent.id
+
+
+def _tell_islands(session: Session) -> None:
+    """Wake the islands: a new weight or quota may let waiting tasks start."""
+    for name in session.scalars(select(Island.name)):
+        after_commit(session, partial(outbox.nudge_island, name))
+
+
+def _tenant_out(session: Session, response: Response, tenant: Tenant) -> dict[str, Any]:
+    session.refresh(tenant)
+    response.headers["ETag"] = etag(tenant.version)
+    return _shown(tenant)
+
+
+def _shown(tenant: Tenant) -> dict[str, Any]:
+    shown = {name: getattr(tenant, name, None) for name in TenantOut.model_fields}
+    return {**shown, "weight": tenant.weight_milli / 1000}
+
+
+# --- quotas (rule F4) ---------------------------------------------------------------------------
+
+
+def _check_quota(tenant: Tenant, changed: str) -> None:
+    """Raises BadInput with all faults of guarantee and limit; pointers name the field `changed`."""
+    faults = [*_bad_kinds(tenant)] or [*_above_limit(tenant, changed)]
+    if faults:
+        raise BadInput(f"{faults[0].pointer}: {faults[0].detail}", errors=tuple(faults))
+
+
+def _bad_kinds(tenant: Tenant) -> Iterator[Fault]:
+    """Yield faults for names that are not valid device kinds; the devices need not exist."""
+    for name, given in (("guarantee", tenant.guarantee), ("limit", tenant.limit)):
+        for kind in given:
+            if re.fullmatch(KIND, kind) or (name, kind) == ("limit", tenant_tree.ALL):
+                continue
+            told = "a device kind is 1 to 63 of a-z, 0-9, '.', '_' and '-', such as cuda"
+            if kind == tenant_tree.ALL:
+                told = "a guarantee is of devices of one kind; only a limit may be of all together"
+            yield Fault(f"/{name}/{escaped(kind)}", told, "kind")
+
+
+def _above_limit(tenant: Tenant, changed: str) -> Iterator[Fault]:
+    def told(devices: int, what: str, most: int) -> str:
+        return f"{devices} {what} are guaranteed, and the limit is {most}; a limit is never less"
+
+    for kind, devices in tenant.guarantee.items():
+        if devices > (most := tenant.limit.get(kind, devices)):
+            detail = told(devices, f"{kind} devices", most)
+            yield Fault(f"/{changed}/{escaped(kind)}", detail, "above-limit")
+    in_all = sum(tenant.guarantee.values())
+    if in_all > (most := tenant.limit.get(tenant_tree.ALL, in_all)):
+        pointer = f"/limit/{tenant_tree.ALL}" if changed == "limit" else "/guarantee"
+        yield Fault(pointer, told(in_all, "devices in all", most), "above-limit")
+
+
+def _promised(session: Session, caller: Caller) -> tenant_tree.Devices:
+    """Return the guarantees that a tenant admin may divide; a platform admin has no limit."""
+    return {} if caller.sees_all else tenant_tree.Promises(session).counts(caller.tenant_id)
+
+
+def _check_promises(
+    session: Session, caller: Caller, tenant: Tenant, before: tenant_tree.Devices, changed: str
+) -> None:
+    """Raises BadInput if a tenant's children are now promised more than the tenant has.
+
+    For a tenant admin, tenants above the own one are not mentioned, and their promises may not
+    grow.
+    """
+    promises = tenant_tree.Promises(session)
+    top = None if caller.sees_all else caller.tenant_id
+    broken = promises.broken(tenant.id, up_to=top)
+    faults = [_broken(promise, tenant, changed) for promise in broken]
+    if not caller.sees_all:
+        faults += _more(caller, before, promises.counts(caller.tenant_id), changed)
+    if faults:
+        raise BadInput(f"{faults[0].pointer}: {faults[0].detail}", errors=tuple(faults))
+
+
+def _more(
+    caller: Caller, before: tenant_tree.Devices, now: tenant_tree.Devices, changed: str
+) -> Iterator[Fault]:
+    for kind, devices in now.items():
+        if devices > (had := before.get(kind, 0)):
+            told = f"{caller.tenant_name} is guaranteed {had} {kind} devices in all"
+            detail = f"{told}, and this would make it {devices}; ask a platform_admin"
+            yield Fault(_at(changed, kind), detail, "promised")
+
+
+def _broken(promise: tenant_tree.Promise, tenant: Tenant, changed: str) -> Fault:
+    has, kind = f"{promise.tenant} is guaranteed {promise.own}", f"{promise.kind} devices"
+    detail = f"{has} {kind}, and the tenants below it {promise.below} together"
+    to_do = "promise those less" if promise.tenant == tenant.name else "raise that, or promise less"
+    return Fault(_at(changed, promise.kind), f"{detail}; {to_do}", "promised")
+
+
+def _at(changed: str, kind: str) -> str:
+    return f"/guarantee/{escaped(kind)}" if changed == "guarantee" else f"/{changed}"
+
+
+# --- users --------------------------------------------------------------------------------------
+
+
+@users.post(
+    "/users",
+    status_code=201,
+    response_model=UserOut,
+    summary="Make a user",
+    responses=declared(403, 409),
+)
+def create_user(body: UserIn, response: Response, caller: AnyAdmin, session: Db) -> dict[str, Any]:
+    """Makes a user.  A tenant admin makes users of the own tenant and of tenants below it.  With
+    `service` the user is a program: it has keys, but no person signs in as it.
+    """
+    tenant_id = body.tenant_id or caller.tenant_id
+    seen = of_caller(caller, Tenant.id)
+    if session.scalar(select(Tenant.id).where(Tenant.id == tenant_id, seen)) is None:
+        raise BadInput.at("/tenant_id", f"there is no tenant with id {tenant_id}", "unknown-tenant")
+    weight_milli = round(body.weight * 1000)
+    user = User(
+        id=_new_id("usr"),
+        tenant_id=tenant_id,
+        name=body.name,
+        weight_milli=weight_milli,
+        service=body.service,
+    )
+    _add(session, user, f"the tenant has a user named {body.name!r} already")
+    response.headers["Location"] = f"/v1/users/{user.id}"
+    return _user_out(session, response, user)
+
+
+@users.get("/users", response_model=Page[UserOut], summary="List users", responses=declared(403))
+def list_users(
+    paging: Paged,
+    caller: AnyAdmin,
+    session: Db,
+    tenant_id: str | None = None,
+    service: bool | None = None,
+) -> dict[str, Any]:
+    """Lists users.  A platform admin sees all of them, a tenant admin those of the own tenant and
+    of tenants below it.  `service` selects only service accounts, or only people.
+    """
+    query = select(User).where(of_caller(caller, User.tenant_id))
+    if service is not None:
+        query = query.where(User.service == service)
+    if tenant_id is not None:
+        query = query.where(User.tenant_id == tenant_id)
+    found = paging.read(session, query, by=User.id)
+    return found.page([_user_shown(user) for user in found.rows])
+
+
+@users.get(
+    "/users/{id}", response_model=UserOut, summary="Show a user", responses=declared(403, 404)
+)
+def get_user(id: str, response: Response, caller: Authed, session: Db) -> dict[str, Any]:
+    """Shows your own user, or as an admin any user that you see."""
+    user = _visible_user(session, caller, id)
+    if user is None:
+        raise NotFound("user", id)
+    if user.id != caller.user_id:
+        check_role(caller, "platform_admin", "tenant_admin")
+    return _user_out(session, response, user)
+
+
+@users.patch(
+    "/users/{id}",
+    response_model=UserOut,
+    summary="Change a user's name or weight",
+    responses=declared(403, 404, 409, 412, 428),
+)
+def change_user(
+    id: str,
+    body: UserPatch,
+    response: Response,
+    caller: Authed,
+    session: Db,
+    if_match: IfMatch = None,
+) -> dict[str, Any]:
+    """Needs the user's `ETag` as `If-Match`.  A new weight counts from the next decision on."""
+    user = _visible_user(session, caller, id)
+    if user is None:
+        raise NotFound("user", id)
+    check_role(caller, "platform_admin", "tenant_admin")
+    session.refresh(user, with_for_update=True)
+    check_version(if_match, user.version)
+    if body.name is not None:
+        user.name = body.name
+    if body.weight is not None:
+        user.weight_milli = round(body.weight * 1000)
+    user.version += 1
+    _flush(session, f"the tenant has a user named {body.name!r} already")
+    _tell_islands(session)
+    return _user_out(session, response, user)
+
+
+@users.get("/me", response_model=MeOut, summary="Who am I?")
+def get_me(caller: Authed) -> dict[str, Any]:
+    """Shows the user, the tenant and the role of the key that you sent."""
+    return {
+        "user_id": caller.user_id,
+        "user": caller.user_name,
+        "tenant_id": caller.tenant_id,
+        "tenant": caller.tenant_name,
+        "role": caller.role,
+        "scopes": caller.scopes and list(caller.scopes),
+        "key_id": caller.key_id,
+    }
+
+
+def _visible_user(session: Session, caller: Caller, id: str) -> User | None:
+    query = select(User).where(User.id == id, of_caller(caller, User.tenant_id))
+    return session.scalar(query)
+
+
+def _user_out(session: Session, response: Response, user: User) -> dict[str, Any]:
+    session.refresh(user)
+    response.headers["ETag"] = etag(user.version)
+    return _user_shown(user)
+
+
+def _user_shown(user: User) -> dict[str, Any]:
+    shown = {name: getattr(user, name, None) for name in UserOut.model_fields}
+    return {**shown, "weight": user.weight_milli / 1000}
+
+
+# --- keys ---------------------------------------------------------------------------------------
+
+
+@users.post(
+    "/keys",
+    status_code=201,
+    response_model=KeyMade,
+    summary="Make an API key",
+    responses=declared(403),
+)
+def create_key(body: KeyIn, response: Response, caller: AnyAdmin, session: Db) -> dict[str, Any]:
+    """Makes a key, which only this answer ever shows.  Only a platform admin makes keys of platform
+    admins.  `scopes` narrow what the key's role may do.  A key with scopes makes only keys that may
+    do no more than itself.
+    """
+    if body.role == "platform_admin" and not caller.sees_all:
+        raise Forbidden("only a platform_admin makes keys with the role platform_admin")
+    if _visible_user(session, caller, body.user_id) is None:
+        raise BadInput.at("/user_id", f"there is no user with id {body.user_id}", "unknown-user")
+    _check_within(caller, body.scopes)
+    expires_at = _future(body.expires_at)
+    scopes = None if body.scopes is None else sorted(set(body.scopes))
+    token = new_key(
+        session, body.user_id, body.role, body.name, scopes=scopes, expires_at=expires_at
+    )
+    return _key_made(session, response, caller, token)
+
+
+def _check_within(caller: Caller, scopes: Scopes) -> None:
+    if not within(scopes, caller.scopes):
+        has = ", ".join(caller.scopes or ())
+        raise Forbidden(f"a key that is narrowed to {has} gives nobody one that may do more")
+
+
+def _key_made(session: Session, response: Response, caller: Caller, token: str) -> dict[str, Any]:
+    id = str(id_of(token))
+    response.headers["Location"] = f"/v1/keys/{id}"
+    row = session.execute(_keys(caller).where(ApiKey.id == id)).one()
+    return {**_key_out(row), "key": token}
+
+
+def _future(at: datetime | None) -> datetime | None:
+    if at is not None and at <= datetime.now(UTC):
+        raise BadInput.at("/expires_at", "lies in the past", "range")
+    return at
+
+
+@users.get("/keys", response_model=Page[KeyOut], summary="List API keys", responses=declared(403))
+def list_keys(
+    paging: Paged, caller: AnyAdmin, session: Db, user_id: str | None = None
+) -> dict[str, Any]:
+    """Lists keys, including revoked and expired ones, without the keys themselves."""
+    query = _keys(caller)
+    if user_id is not None:
+        query = query.where(ApiKey.user_id == user_id)
+    found = paging.read(session, query, by=ApiKey.id)
+    return found.page([_key_out(row) for row in found.rows])
+
+
+@users.post(
+    "/keys/{id}/rotate",
+    status_code=201,
+    response_model=KeyMade,
+    summary="Give a key a successor",
+    responses=declared(403, 404, 409),
+)
+def rotate_key(
+    id: str,
+    response: Response,
+    caller: Authed,
+    session: Db,
+    body: Annotated[RotateKeyIn, Body()] = RotateKeyIn(),
+) -> dict[str, Any]:
+    """Makes a new key for the same user with the same role, scopes and name; only this answer ever
+    shows it.  The old key stays valid for `overlap_s` at most.  All users may rotate their own
+    keys, but no key that may do more than the one that they use for it.
+    """
+    old = _key_to_change(session, caller, id)
+    _check_rotatable(session, caller, old)
+    now = transactions.now(session)
+    lives = None if old.expires_at is None else old.expires_at - old.created_at
+    expires_at = _future(body.expires_at) or (None if lives is None else now + lives)
+    token = new_key(
+        session, old.user_id, old.role, old.name, scopes=old.scopes, expires_at=expires_at
+    )
+    ends = now + timedelta(seconds=body.overlap_s)
+    old.expires_at = ends if old.expires_at is None else min(old.expires_at, ends)
+    old.replaced_by = id_of(token)
+    session.flush()
+    return _key_made(session, response, caller, token)
+
+
+def _check_rotatable(session: Session, caller: Caller, key: ApiKey) -> None:
+    """Raises Forbidden or Conflict; the key must be locked."""
+    if ROLES.index(key.role) < ROLES.index(caller.role):
+        raise Forbidden(f"a {caller.role} rotates no key with the role {key.role}")
+    _check_within(caller, key.scopes)
+    if key.secret_sha256 == NO_SECRET:
+        raise Conflict("it stands for browsers, and is no key that anybody has")
+    if key.replaced_by is not None:
+        raise Conflict(f"it was rotated before; its successor is {key.replaced_by}")
+    if key.revoked_at is not None or (
+        key.expires_at and key.expires_at <= transactions.now(session)
+    ):
+        raise Conflict("it opens nothing any more; make a new key")
+
+
+@users.delete(
+    "/keys/{id}",
+    response_model=KeyOut,
+    summary="Revoke an API key",
+    responses=declared(403, 404),
+)
+def revoke_key(id: str, caller: Authed, session: Db) -> dict[str, Any]:
+    """Ends the key's validity at once, and signs out browsers that signed in with it.  To revoke it
+    twice is no error.  All users may revoke their own keys.
+    """
+    key = _key_to_change(session, caller, id)
+    if key.revoked_at is None:
+        key.revoked_at = func.now()
+        session.flush()
+        session.refresh(key)
+    return _key_out(session.execute(_keys(caller).where(ApiKey.id == id)).one())
+
+
+def _key_to_change(session: Session, caller: Caller, id: str) -> ApiKey:
+    """Return the key, with its row locked.  Raises NotFound or Forbidden."""
+    row = session.execute(
+        _keys(caller).where(ApiKey.id == id).with_for_update(of=ApiKey)
+    ).one_or_none()
+    if row is None:
+        raise NotFound("key", id)
+    key: ApiKey = row.ApiKey
+    if key.user_id != caller.user_id:
+        check_role(caller, "platform_admin", "tenant_admin")
+    if key.role == "platform_admin" and not caller.sees_all:
+        raise Forbidden("only a platform_admin changes keys with the role platform_admin")
+    return key
+
+
+def _keys(caller: Caller) -> Any:
+    return (
+        select(ApiKey, User.tenant_id)
+        .join(User, User.id == ApiKey.user_id)
+        .where(of_caller(caller, User.tenant_id))
+    )
+
+
+def _key_out(row: Any) -> dict[str, Any]:
+    shown = {name: getattr(row.ApiKey, name, None) for name in KeyOut.model_fields}
+    return {**shown, "tenant_id": row.tenant_id}
+
+
+# --- shared -------------------------------------------------------------------------------------
+
+
+def _new_id(kind: str) -> str:
+    return f"{kind}_{uuid_utils.uuid7().hex}"
+
+
+def _add(session: Session, row: Tenant | User, taken: str) -> None:
+    session.add(row)
+    _flush(session, taken)
+
+
+def _flush(session: Session, taken: str) -> None:
+    try:
+        session.flush()
+    except IntegrityError as error:
+        raise Conflict(taken) from error

@@ -1,0 +1,1 @@
+"""Implements the `roundhouse` command, from HTTP to the words that it prints."""

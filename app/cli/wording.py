@@ -1,0 +1,784 @@
+"""The output of the `roundhouse` command: which facts of an answer are shown, and how.
+
+There is one function or list of columns for each kind of answer.  Nothing is asked or printed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from operator import itemgetter
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from app.cli.tables import (
+    JSON,
+    Column,
+    ago,
+    cell,
+    clock,
+    facts,
+    seconds,
+    short,
+    size,
+    state,
+    table,
+    words,
+)
+from app.core.units import counted
+
+if TYPE_CHECKING:  # these imports would slow down every command
+    from app.cli.bundling import Bundle
+    from app.cli.client import Problem, Unreachable
+
+ENDED = frozenset({"done", "failed", "cancelled"})
+_IGNORE_FILE = ".roundhouseignore"
+
+# --- requests -------------------------------------------------------------------------------------
+
+REQUESTS = [
+    Column("NAME", lambda r: r["name"]),
+    Column("ID", lambda r: short(r["id"]), whole=True),
+    Column("STATE", lambda r: state(r["phase"]), whole=True),
+    Column("TENANT", lambda r: r["tenant"]),
+    Column("USER", lambda r: r["user"]),
+    Column("TASKS", lambda r: _counted(r["task_phases"])),
+    Column("SUBMITTED", lambda r: ago(r["submitted_at"]), whole=True),
+    Column("FULL ID", lambda r: r["id"], whole=True, wide=True),
+]
+
+VALIDATED = [
+    Column("TASK", lambda t: t["name"]),
+    Column("TYPE", lambda t: t["type"]),
+    Column("DEVICE", lambda t: t["kind"]),
+    Column("NEEDS", lambda t: ", ".join(need["task"] for need in t["needs"])),
+]
+
+
+def validated(checked: JSON) -> RenderableType:
+    notes = [words(f"Note: {note}") for note in checked["notes"]]
+    return Group(table(checked["tasks"], VALIDATED), *notes)
+
+
+def accepted(request: JSON) -> Text:
+    """Say that the request was submitted, and name the next commands."""
+    text = words(f"Submitted {request['name']} ({short(request['id'])}): {request['phase']}.")
+    for note in request["notes"]:
+        text.append(f"\nNote: {note}")
+    for verb, use in (("watch  ", "what happens to it"), ("logs -f", "what it prints")):
+        text.append(f"\n  roundhouse {verb} {request['name']:<24}  {use}")
+    return text
+
+
+def ended(request: JSON) -> RenderableType:
+    held = sum(map(_device_us, request["tasks"]))
+    pauses = sum(task["pauses"] for task in request["tasks"])
+    lost = sum(task["lost_steps"] for task in request["tasks"])
+    counts = f"{counted(pauses, 'pause')}, {counted(lost, 'lost step')}"
+    told = Text.assemble(
+        words(f"{request['name']}: "),
+        state(request["phase"]),
+        f", {seconds(held)} of device time, {counts}.",
+    )
+    failed = [task for task in request["tasks"] if task["state"] == "failed"]
+    return Group(told, *_results(request["tasks"]), *map(failure, failed))
+
+
+def _device_us(task: JSON) -> int:
+    """The time on the task's slot and on devices lent to it, in microseconds."""
+    return int(task["held_us"] + task["guest_held_us"])
+
+
+def request(value: JSON) -> RenderableType:
+    head = facts(
+        [
+            ("request", value["id"]),
+            ("name", value["name"]),
+            ("state", state(value["phase"])),
+            ("owner", f"{value['user']} of {value['tenant']}"),
+            ("tier", value["tier"]),
+            ("priority", value["priority"] or None),
+            ("labels", value["labels"]),
+            ("bundle", value["bundle"]),
+            ("submitted", ago(value["submitted_at"])),
+            ("ended", ago(value["ended_at"])),
+        ]
+    )
+    tasks = value["tasks"]
+    failures = [failure(task) for task in tasks if task["state"] == "failed"]
+    return Group(head, Text(), table(tasks, TASKS), *_results(tasks), *failures)
+
+
+def _results(tasks: Iterable[JSON]) -> list[Text]:
+    """Return one line for each result, since a result may be far wider than a column."""
+    return [
+        Text.assemble("\n", words(f"Result of {task['name']}: ", "dim"), cell(task["result"]))
+        for task in tasks
+        if task["result"]
+    ]
+
+
+def _checkpoint_state(checkpoint: JSON) -> str:
+    if checkpoint["damaged_at"]:
+        return "damaged"
+    return "being deleted" if checkpoint["deleted_at"] else "kept"
+
+
+def asked(verb: str, given: str, now: JSON) -> Text:
+    """Say what `pause`, `resume` or `cancel` of `given` has done, and what happens next."""
+    given = called(given)
+    if now["state"] in ENDED:
+        return words(f"{given}: already {now['state']}; nothing changed.")
+    tasks = [task for task in now.get("tasks", [now]) if task["state"] not in ENDED]
+    on_devices = [task for task in tasks if task["seat"]]
+    if verb == "resume":
+        return words(f"{given}: resumed. `roundhouse why {given}` says when it runs.")
+    if verb == "pause":
+        told, next_ = "paused.", f"`roundhouse resume {given}` lets it go on."
+        if on_devices:
+            told = f"pause requested{_at_step(on_devices)}."
+            next_ = f"It stops at its next safe point and frees its device. {next_}"
+        return words(f"{given}: {told} {next_}")
+    if on_devices:
+        return words(
+            f"{given}: cancel requested{_at_step(on_devices)}. It ends at its next safe point."
+        )
+    return words(f"{given}: cancel requested. It ends before it runs again.")
+
+
+def called(given: str) -> str:
+    """Shorten what was given for use in a sentence; the result can be typed again."""
+    return short(given) if given.startswith("req_") else given
+
+
+def _at_step(tasks: Sequence[JSON]) -> str:
+    return f" at step {tasks[0]['step']:,}" if len(tasks) == 1 and tasks[0]["step"] else ""
+
+
+def moving(given: str, now: JSON, *, is_busy: bool) -> Text:
+    """Say what `migrate` of one task has done; `is_busy` means that its new device is not free."""
+    to = where_to(now)
+    if to is None:
+        return words(f"{now['name']}: on {now['seat'] or 'no device'} as before; nothing changed.")
+    when = f" when {to} is free" if is_busy else ""
+    told = f"{now['name']}: moves to {to}{when}; it runs until then."
+    return words(f"{told} `roundhouse watch {given}` shows the move.")
+
+
+def resized(given: str, before: JSON, now: JSON) -> Text:
+    """Say what `resize` changed in one task, and what the task holds at this moment."""
+    was, most = before["devices_max"], now["devices_max"]
+    held = len(now["lent"]) + (1 if now["seat"] else 0)
+    bound = f"{now['name']}: at most {counted(most, 'device')}"
+    changed = f"{bound} (before: {was})" if was != most else f"{bound}, as before"
+    next_ = "; its next step begins with fewer" if held > most else ""
+    shown = f" `roundhouse show {given}` shows what it holds." if held != most else ""
+    return words(f"{changed}. It holds {counted(held, 'device')} now{next_}.{shown}")
+
+
+def saving(given: str, now: JSON) -> Text:
+    told = f"{now['name']}: checkpoint requested{_at_step([now])}."
+    return words(f"{told} `roundhouse checkpoints {given}` shows it when it is durable.")
+
+
+def _counted(states: JSON) -> str:
+    if sum(states.values()) == 1:
+        return "1"
+    return ", ".join(f"{count} {name}" for name, count in states.items())
+
+
+# --- tasks ----------------------------------------------------------------------------------------
+
+TASKS = [
+    Column("TASK", lambda t: t["name"]),
+    Column("STATE", lambda t: _task_state(t)),
+    Column("DEVICE", lambda t: _seats(t) or (t["image_on"] and f"({t['image_on']})")),
+    Column("STEP", lambda t: t["step"] or None, right=True),
+    Column("HELD", lambda t: seconds(_device_us(t)), right=True),
+    Column("PAUSES", lambda t: t["pauses"], right=True),
+    Column("LOST", lambda t: t["lost_steps"], right=True),
+    Column("METRICS", lambda t: t["metrics"]),
+    Column("ID", lambda t: t["id"], whole=True, wide=True),
+]
+
+OUTPUTS = [
+    Column("TASK", lambda o: o["task"]),
+    Column("OUTPUT", lambda o: o["name"]),
+    Column("SIZE", lambda o: size(o["size_bytes"]), right=True),
+    Column("FILE", lambda o: o["file"] or "none: publish it to get a file"),
+    Column("DATABLOCK", lambda o: o["datablock"]),
+]
+
+
+def outputs(tasks: Iterable[JSON]) -> list[JSON]:
+    """List outputs, each with the name of the `file` that it is downloaded as; None if it has no
+    format.
+    """
+    return [
+        {
+            "task": task["name"],
+            "task_id": task["id"],
+            "name": name,
+            "size_bytes": kept["size_bytes"],
+            "file": _file_name(f"{task['name']}-{name}", kept.get("format")),
+            "datablock": kept.get("datablock"),
+        }
+        for task in tasks
+        for name, kept in sorted(task["outputs"].items())
+    ]
+
+
+def no_outputs(value: JSON) -> Text:
+    """Say that a request or task has no outputs."""
+    text = words(f"{value['name']} ({value['phase']}) has no outputs or artifacts.")
+    return text.append(
+        "\n  A task gives what its descriptor names in `outputs`; a command, what it leaves in its"
+        " folder artifacts."
+    )
+
+
+def _file_name(name: str, format: str | None) -> str | None:
+    # imported here because it is slow and seldom needed
+    from app.core.model.messages import ARTIFACTS
+
+    if name.endswith(f"-{ARTIFACTS}"):
+        return name
+    return f"{name}.{format}" if format else None
+
+
+CHECKPOINTS = [
+    Column("ID", lambda c: c["id"], whole=True),
+    Column("TASK", lambda c: c["task"]),
+    Column("STEP", lambda c: c["step"], right=True),
+    Column("SIZE", lambda c: size(c["size_bytes"]), right=True),
+    Column("WRITTEN", lambda c: ago(c["created_at"]), whole=True),
+    Column("STATE", lambda c: _checkpoint_state(c)),
+    Column("NEW", lambda c: size(c["new_bytes"]), right=True, wide=True),
+    Column("HOST", lambda c: c["host"], wide=True),
+]
+
+DATABLOCKS = [
+    Column("DATABLOCK", lambda b: f"{b['name']}@{b['version']}"),
+    Column("SIZE", lambda b: size(b["size_bytes"]), right=True),
+    Column("TENSORS", lambda b: _tensors(b)),
+    Column("USED BY", lambda b: b["holders"] and counted(b["holders"], "task")),
+    Column("FROM", lambda b: "a task" if b["task_id"] else "an upload"),
+    Column("CREATED", lambda b: ago(b["created_at"]), whole=True),
+    Column("TASK", lambda b: b["task_id"], whole=True, wide=True),
+]
+
+
+def datablock(value: JSON) -> RenderableType:
+    return facts(
+        [
+            ("datablock", f"{value['name']}@{value['version']}"),
+            ("size", size(value["size_bytes"])),
+            ("sha256", value["sha256"]),
+            ("format", value["format"]),
+            ("tensors", _tensors(value)),
+        ]
+    )
+
+
+def _tensors(value: JSON) -> str:
+    """The first three tensors, and the number of further ones."""
+    told = [f"{t['name']} {t['dtype']}{t['shape']}".strip() for t in value["tensors"][:3]]
+    more = value["tensor_count"] - len(told)
+    return ", ".join([*told, *([f"{more} more"] if more else [])])
+
+
+PLACEMENTS = [
+    Column("EPOCH", lambda p: p["epoch"], right=True),
+    Column("DEVICE", lambda p: p["device_id"]),
+    Column("STARTED", lambda p: clock(p["launched_at"])),
+    Column("HELD", lambda p: seconds(p["held_us"]), right=True),
+    Column("STEPS", lambda p: _steps(p)),
+    Column("INPUTS", lambda p: size(p["input_bytes"]), right=True),
+    Column("FETCHED", lambda p: size(p["fetched_bytes"]), right=True),
+    Column("END", lambda p: p["end"] or "holds it now"),
+]
+
+
+def _seats(task: JSON) -> str:
+    """All devices that the task holds, its home device first."""
+    return ", ".join([task["seat"], *task["lent"]]) if task["seat"] else ""
+
+
+def task(value: JSON, stays: Sequence[JSON]) -> RenderableType:
+    head = facts(
+        [
+            ("task", value["id"]),
+            ("of", value["request_id"]),
+            ("name", value["name"]),
+            ("state", _task_state(value)),
+            ("device", _seats(value)),
+            ("moves to", where_to(value)),
+            ("state saved on", value["image_on"]),
+            ("inputs", value["inputs"]),
+            ("publishes", value["publish"]),
+            ("needs", [need["task"] for need in value["needs"]] or None),
+            ("step", value["step"]),
+            ("held", seconds(_device_us(value))),
+            ("pauses", value["pauses"]),
+            ("steps lost", value["lost_steps"]),
+            ("metrics", value["metrics"]),
+            ("result", value["result"]),
+            ("outputs", ", ".join(value["outputs"])),
+            ("can be", ", ".join(value["capabilities"])),
+            ("preset", value["preset"]),
+        ]
+    )
+    parts: list[RenderableType] = [head]
+    if stays:
+        parts += [Text(), table(stays, PLACEMENTS)]
+    if value["cause"]:
+        parts.append(failure(value))
+    return Group(*parts)
+
+
+def failure(task: JSON) -> Text:
+    """Say why the task's last attempt failed, with the traceback of the job."""
+    text = Text("\n").append_text(
+        words(f"{task['name']}: {task['cause']}: {task['message']}", "red")
+    )
+    told = (task["message"] or "").splitlines()
+    for line in (task["detail"] or "").splitlines():
+        if line in told:
+            continue  # the last line of a traceback is the message
+        text.append("\n  ").append_text(words(line))
+    return text
+
+
+def _task_state(task: JSON) -> Text:
+    """The state, and the actions that were requested and are not done yet."""
+    told = state(task["phase"])
+    if task["state"] in ENDED:
+        return told
+    if task["cancel_asked"]:
+        told.append(", cancel requested")
+    elif task["hold"] and task["phase"] != "paused":
+        told.append(", pause requested")
+    if (to := where_to(task)) is not None:
+        told.append(f", moves to {to}")
+    return told
+
+
+def where_to(task: JSON) -> str | None:
+    to = task.get("move_to")
+    return "any other device" if to == "*" else to
+
+
+def _steps(stay: JSON) -> str:
+    if stay["first_step"] is None:
+        return ""
+    return f"{stay['first_step']} to {stay['last_step']}"
+
+
+# --- why ------------------------------------------------------------------------------------------
+
+_WHAT_TO_DO = {
+    "wait": "Clears when",
+    "change_request": "You can change that: it clears when",
+    "ask_admin": "Ask an administrator: it clears when",
+}
+
+
+def explained(tasks: Iterable[JSON], failed: Iterable[JSON], given: str) -> RenderableType:
+    """Explain why tasks wait or failed; `given` is the name that the user typed."""
+    return Group(*(_explained(task, given) for task in tasks), *(_cause(task) for task in failed))
+
+
+def waits(told: JSON) -> Text:
+    """The first reason of one explanation, in one line."""
+    place = f", place {told['place']} in the queue" if told["place"] else ""
+    return words(f"{told['task']}: {told['phase']}{place}. {told['message']}", "dim")
+
+
+def silent(value: JSON) -> Text:
+    """Say that a request or task has ended and printed nothing."""
+    tasks = value.get("tasks", [value])
+    text = words(f"{value['name']} ({value['phase']}) printed nothing.")
+    if failed := [task for task in tasks if task["state"] == "failed"]:
+        return text.append(" ").append_text(_cause(failed[0], of=value["id"]))
+    return text.append(f"  roundhouse show {value['id']}")
+
+
+def quiet(value: JSON) -> Text:
+    """Say that a request or task has printed nothing so far."""
+    text = words(f"{value['name']} ({value['phase']}) has printed nothing yet.")
+    return text.append(f"  roundhouse why {value['id']}")
+
+
+def _cause(task: JSON, of: str = "") -> Text:
+    first = (task["message"] or "").partition("\n")[0]
+    text = words(f"{task['name']}: {task['cause']}: {first}", "red")
+    return text.append(f"  roundhouse show {of or task['id']}", "default")
+
+
+def _explained(task: JSON, given: str) -> Text:
+    place = f", place {task['place']} in the queue" if task["place"] else ""
+    text = Text.assemble(words(task["task"], "bold"), ": ", state(task["phase"]), place)
+    if not task["reasons"]:
+        text.append("\n  ").append_text(words(task["message"]))
+        return text.append("\n  ").append_text(_time_spent(task["time"]))
+    for reason in task["reasons"]:
+        text.append("\n  ").append_text(words(reason["message"]))
+        text.append("\n    ").append_text(words(_next(reason, given)))
+        text.append_text(words(f"  [{reason['code']}]", "dim"))
+    if len(task["reasons"]) > 1 and task["nearest"]:
+        text.append("\n  ").append_text(
+            words(f"Most likely next: {task['nearest']['message']}", "bold")
+        )
+    text.append("\n  ").append_text(words(_starts(task), "bold"))
+    return text.append("\n  ").append_text(_time_spent(task["time"]))
+
+
+_SPENT = {
+    "waited_s": "queued",
+    "switched_s": "starting",
+    "moved_s": "migrating",
+    "computed_s": "running",
+    "staged_s": "saving state",
+}
+
+
+def _time_spent(time: JSON) -> Text:
+    """The time spent in each phase, in one line, the longest first."""
+    parts = sorted(time.items(), key=lambda part: -part[1])
+    told = [f"{_SPENT[name]} {seconds(part_s * 1e6)}" for name, part_s in parts if part_s >= 0.05]
+    return words(f"Time so far: {', '.join(told) or 'none'}.", "dim")
+
+
+def _starts(task: JSON) -> str:
+    """Say when the task is expected to start, or why that is not known."""
+    if task["estimate"] is None:
+        unknown = task["no_estimate"]
+        return f"Start time unknown. {unknown['message']}" if unknown else "Starts soon."
+    p10, p50, p90 = (seconds(round(1e6 * task["estimate"][f"p{n}_s"])) for n in (10, 50, 90))
+    if task["estimate"]["p90_s"] < 1.0:
+        return "Expected to start within a second."
+    return f"Expected to start in {p50} (80 % of such tasks: {p10} to {p90})."
+
+
+def _next(reason: JSON, given: str) -> str:
+    if reason["code"] == "HELD_BY_USER":
+        return f"Run `roundhouse resume {given}`."
+    what = _WHAT_TO_DO.get(reason["next_action"], reason["next_action"])
+    return f"{what} {reason['unblocked_by']}." if reason["unblocked_by"] else ""
+
+
+# --- events and logs ------------------------------------------------------------------------------
+
+
+def event(value: JSON) -> Text:
+    name = value["data"].get("task", "")
+    head = words(f"{clock(value['at'])}  {name:12}  ", "dim")
+    return head.append_text(words(value["message"]))
+
+
+def log_line(value: JSON) -> Text:
+    """A log line as it was printed, so that a script can read it again."""
+    return Text(value["text"])
+
+
+# --- shares and devices ---------------------------------------------------------------------------
+
+DEVICES = [
+    Column("DEVICE", lambda d: d["id"]),
+    Column("KIND", lambda d: d["kind"]),
+    Column("STATE", lambda d: _device_state(d)),
+    Column("TASK", lambda d: d["task"]),
+    Column("THREADS", lambda d: d["threads"], right=True),
+    Column("MEMORY", lambda d: size(d["memory_bytes"]), right=True),
+    Column("COST", lambda d: d["cost"], right=True),
+    Column("LAST SEEN", lambda d: ago(d["seen_at"]), whole=True),
+    Column("TASK ID", lambda d: d["task_id"], whole=True, wide=True),
+]
+
+ENROLMENTS = [
+    Column("DEVICE", lambda e: e["device_id"], whole=True),
+    Column("STATE", lambda e: "revoked" if e["revoked_at"] else "enrolled"),
+    Column("BY", lambda e: e["enrolled_by"]),
+    Column("KEY", lambda e: e["key"]),
+    Column("SINCE", lambda e: ago(e["revoked_at"] or e["enrolled_at"])),
+]
+
+_SHARES = [
+    Column("TENANT", lambda t: "  " * t["depth"] + t["tenant"]),
+    Column("WEIGHT", lambda t: t["weight"], right=True),
+    Column("SHARE", lambda t: f"{t['share']:.0%}", right=True),
+    Column("GUARANTEE", lambda t: t["guarantee"] or None, right=True),
+    Column("ENTITLED", lambda t: t["fair"], right=True),
+    Column("IN USE", lambda t: t["held"], right=True),
+    Column("QUEUED", lambda t: t["waiting"], right=True),
+    Column("USAGE", lambda t: seconds(t["usage_us"]), right=True),
+    Column("ABOVE GUARANTEE", lambda t: t["borrowed"] or None, right=True, wide=True),
+]
+
+
+def shares(value: JSON) -> RenderableType:
+    tenants = value["tenants"] + ([value["others"]] if value["others"] else [])
+    return Group(words(value["verdict"]), Text(), table(tenants, _SHARES), Text())
+
+
+def named_devices(devices: Iterable[JSON], named: Mapping[str, str]) -> list[JSON]:
+    """Add to each device the name of its `task`, as far as it is known here."""
+    return [{**device, "task": _on_device(device, named)} for device in devices]
+
+
+def _on_device(device: JSON, named: Mapping[str, str]) -> str:
+    if device["task_id"]:
+        return named.get(device["task_id"]) or str(device["task_id"])
+    return "(other tenant)" if device["busy"] else "free"
+
+
+def standing(
+    fair: JSON, devices: Sequence[JSON], running: Sequence[JSON], named: Mapping[str, str]
+) -> RenderableType:
+    """Show the shares, the devices and the running requests at one moment."""
+    on_devices = table(named_devices(devices, named), DEVICES)
+    none = "Nothing of yours is running."
+    return Group(shares(fair), on_devices, Text(), table(running, REQUESTS, empty=none))
+
+
+def served(verb: str, devices: Sequence[JSON], named: Mapping[str, str]) -> RenderableType:
+    """Say what `drain` or `undrain` changed, and what happens next."""
+    many, busy = counted(len(devices), "device"), sum(device["busy"] for device in devices)
+    told = f"{many} {'takes' if len(devices) == 1 else 'take'} work again."
+    if verb == "drain":
+        told = f"{many} drained: no new work starts there."
+        if busy:
+            told += (
+                " What runs there moves to free devices, or is paused until one is free; no step"
+                " is lost. `roundhouse devices` shows when they are empty."
+            )
+    return Group(words(told), Text(), table(named_devices(devices, named), DEVICES))
+
+
+PRESETS = [
+    Column("TYPE", lambda p: p["task_type"]),
+    Column("KIND", lambda p: p["kind"]),
+    Column("PARAMETERS", lambda p: ", ".join(f"{k}={v}" for k, v in p["params"].items())),
+    Column("VERSION", lambda p: p["version"], right=True),
+]
+
+CHECKS = [
+    Column("CHECK", lambda c: c["check"]),
+    Column("", lambda c: state("ok" if c["ok"] else "failed")),
+    Column("", lambda c: c["detail"]),
+]
+
+
+def usage_columns(groups: Sequence[str]) -> list[Column]:
+    columns = [Column(name.upper(), itemgetter(name)) for name in groups]
+    return [
+        *columns,
+        Column("HELD", lambda row: seconds(row["held_us"]), right=True),
+        Column("CHARGED", lambda row: seconds(row["charged_us"]), right=True),
+    ]
+
+
+def _device_state(device: JSON) -> Text:
+    if not device["up"]:
+        return state("down")
+    return state("cordoned") if device["cordoned"] else words("up")
+
+
+WEBHOOKS = [
+    Column("ID", lambda w: w["id"], whole=True),
+    Column("URL", lambda w: w["url"] or "(those that requests name)"),
+    Column("EVENTS", lambda w: ", ".join(event.removeprefix("request.") for event in w["events"])),
+    Column("STATE", lambda w: "answered 410" if w["disabled_at"] else "on"),
+]
+
+DELIVERIES = [
+    Column("ID", lambda d: d["id"], whole=True),
+    Column("TYPE", lambda d: d["type"]),
+    Column("STATE", lambda d: d["state"]),
+    Column("TRIES", lambda d: len(d["attempts"]), right=True),
+    Column("LAST", lambda d: _last_attempt(d)),
+    Column("NEXT", lambda d: clock(d["due_at"]), whole=True, wide=True),
+    Column("REQUEST", lambda d: d["request_id"], whole=True, wide=True),
+]
+
+
+def _last_attempt(delivery: JSON) -> str:
+    if not delivery["attempts"]:
+        return ""
+    last = delivery["attempts"][-1]
+    return last["error"] or f"{last['status']} {ago(last['at'])}"
+
+
+def webhook(value: JSON) -> RenderableType:
+    return facts(
+        [
+            ("webhook", value["id"]),
+            ("URL", value["url"]),
+            ("signing secret", value["secret"]),
+            ("", "Copy the signing secret now: it is not shown again."),
+        ]
+    )
+
+
+KEYS = [
+    Column("ID", lambda k: k["id"], whole=True),
+    Column("NAME", lambda k: k["name"]),
+    Column("USER", lambda k: k["user"]),
+    Column("ROLE", lambda k: k["role"]),
+    Column("SCOPES", lambda k: "all" if k["scopes"] is None else ", ".join(k["scopes"])),
+    Column("STATE", lambda k: _key_state(k)),
+    Column("USED", lambda k: ago(k["last_used_at"])),
+    Column("USER ID", lambda k: k["user_id"], whole=True, wide=True),
+]
+
+USERS = [
+    Column("NAME", lambda u: u["name"]),
+    Column("TENANT", lambda u: u["tenant"]),
+    Column("WEIGHT", lambda u: u["weight"], right=True),
+    Column("IS", lambda u: "a program" if u["service"] else "a person"),
+    Column("CREATED", lambda u: ago(u["created_at"]), whole=True),
+    Column("ID", lambda u: short(u["id"]), whole=True),
+    Column("FULL ID", lambda u: u["id"], whole=True, wide=True),
+]
+
+ACCOUNTS = [column for column in USERS if column.heading not in ("IS", "WEIGHT")]
+
+
+def _key_state(key: JSON) -> str:
+    if key["revoked_at"]:
+        return "revoked"
+    if not key["expires_at"]:
+        return "active"
+    over = datetime.fromisoformat(key["expires_at"]) <= datetime.now(UTC)
+    return "expired" if over else f"until {key['expires_at']}"
+
+
+def key(value: JSON) -> RenderableType:
+    return facts(
+        [
+            ("key", value["key"]),
+            ("role", value["role"]),
+            ("scopes", value["scopes"]),
+            ("expires", value["expires_at"]),
+            ("", "Copy it now: it is not shown again."),
+        ]
+    )
+
+
+TENANTS = [
+    Column("TENANT", lambda t: "  " * t["depth"] + t["name"]),
+    Column("WEIGHT", lambda t: t["weight"], right=True),
+    Column("GUARANTEE", lambda t: t["guarantee"] or None),
+    Column("LIMIT", lambda t: t["limit"] or None),
+    Column("RUN MAX", lambda t: t["max_running"], right=True),
+    Column("QUEUE MAX", lambda t: t["max_queued"], right=True),
+    Column("MAX TIER", lambda t: t["tier"]),
+    Column("ID", lambda t: t["id"], whole=True, wide=True),
+]
+
+
+def as_tree(tenants: Sequence[JSON]) -> list[JSON]:
+    """Sort tenants by name, each after its parent, and add the `depth`."""
+    seen = {tenant["id"] for tenant in tenants}
+    below: dict[str | None, list[JSON]] = {}
+    for tenant in sorted(tenants, key=itemgetter("name"), reverse=True):
+        parent = tenant["parent_id"] if tenant["parent_id"] in seen else None
+        below.setdefault(parent, []).append(tenant)
+    found = []
+    open_ = [{**tenant, "depth": 0} for tenant in below.get(None, [])]
+    while open_:
+        found.append(open_.pop())
+        children, depth = below.get(found[-1]["id"], []), found[-1]["depth"] + 1
+        open_ += [{**tenant, "depth": depth} for tenant in children]
+    return found
+
+
+def tenant(value: JSON) -> RenderableType:
+    return facts(
+        [
+            ("tenant", value["id"]),
+            ("name", value["name"]),
+            ("parent", value["parent_id"]),
+            ("weight", value["weight"]),
+            ("guarantee", value["guarantee"]),
+            ("limit", value["limit"]),
+            ("max running tasks", value["max_running"]),
+            ("max queued tasks", value["max_queued"]),
+            ("max tier", value["tier"]),
+        ]
+    )
+
+
+def user(value: JSON) -> RenderableType:
+    names = ("id", "name", "tenant_id", "weight")
+    return facts([(name.removesuffix("_id"), value[name]) for name in names])
+
+
+def me(value: JSON) -> list[tuple[str, object]]:
+    return [("user", value["user"]), ("tenant", value["tenant"]), ("role", value["role"])]
+
+
+# --- bundles and errors ---------------------------------------------------------------------------
+
+
+def bundle(code: Bundle) -> Text:
+    many = counted(len(code.files), "file")
+    text = words(f"bundle {code.folder}: {many}, {size(len(code.body))}, {code.sha256[:12]}…")
+    if code.withheld:
+        some = ", ".join(code.withheld[:5]) + (", ..." if len(code.withheld) > 5 else "")
+        told = (
+            f"not sent, as it may hold secrets: {some}"
+            f" (a line !{code.withheld[0]} in {_IGNORE_FILE} sends it)"
+        )
+        text.append("\n  ").append_text(words(told, "yellow"))
+    return text
+
+
+def unparsed(found: JSON) -> Text:
+    """List the Python files in the bundle that do not parse, if there are any."""
+    text = Text("  sent")
+    for name, why in found.get("unparsed", {}).items():
+        text.append("\n  ").append_text(words(f"{name} does not parse: {why}", "yellow"))
+    return text
+
+
+def too_large(code: Bundle) -> Text:
+    text = Text("  The biggest of its files:")
+    for name, held in code.biggest():
+        text.append("\n    ").append_text(words(f"{size(held):>10}  {name}"))
+    return text.append(f"\n  Name what the job does not need in {_IGNORE_FILE}.")
+
+
+def problem(error: Problem) -> Text:
+    """Show the title, the detail, each pointer, and the next action."""
+    text = words(error.title, "bold red")
+    if not error.errors and error.detail != error.title:  # the errors say more than the detail
+        text.append("\n  ").append_text(words(error.detail))
+    for entry in error.errors:
+        where = entry.get("pointer") or "(the whole)"
+        text.append("\n  ").append_text(words(f"{where}: ", "bold"))
+        text.append_text(words(str(entry.get("detail", ""))))
+    if action := _ACTIONS.get(error.type):
+        text.append(f"\n  {action}")
+    return text
+
+
+_ACTIONS = {
+    "validation-error": "Nothing was changed.",
+    "unsatisfiable": "roundhouse devices shows what there is.",
+    "queue-full": "roundhouse ps lists what waits.",
+    "idempotency-key-reused": "Take another --idempotency-key for another request.",
+    "unauthenticated": "roundhouse login, or set ROUNDHOUSE_KEY.",
+    "insufficient-scope": "roundhouse whoami shows your role.",
+    "not-found": "roundhouse ps -a lists what is yours.",
+    "unavailable": "Nothing is lost; try again in a moment.",
+    "internal": "An administrator finds the cause in the log of the API.",
+}
+
+
+def unreachable(error: Unreachable) -> Text:
+    text = words(f"{error.url} does not answer", "bold red")
+    text.append("\n  ").append_text(words(f"{error.cause or type(error.cause).__name__}"))
+    return text.append("\n  Is it running (make up)?  Is the address right (roundhouse whoami)?")

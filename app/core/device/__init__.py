@@ -1,0 +1,1 @@
+"""Decides what a device worker does, without a device."""

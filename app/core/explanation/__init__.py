@@ -1,0 +1,1 @@
+"""Puts reasons into words, and estimates when a waiting task starts."""

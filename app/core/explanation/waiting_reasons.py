@@ -1,0 +1,577 @@
+"""Rule F10: give every waiting task all reasons why it waits, each with what would end it.
+
+`core.scheduling.blockers` finds what stands in the way; this module writes the sentences.  They
+contain numbers, but nothing that counts down, so that a page does not flicker.  Other tenants
+appear only as "others", and tenants above the task's own as "a tenant above yours": no user learns
+their names.
+
+A reason says twice what would end it: in words, and as a `Change` that a program can apply.  The
+change is the smallest one that ends this reason; other reasons may remain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from app.core.model.snapshot import Change, Reason, Task, Terms
+from app.core.units import counted
+
+#: Every code, with the next action: "wait", "change_request" or "ask_admin".  The codes are in the
+#: order in which the reasons have to end (`nearest`).
+CODES = {
+    "HELD_BY_ADMIN": "ask_admin",
+    "HELD_BY_USER": "change_request",
+    "DEPENDENCY": "wait",
+    "NOT_BEFORE": "wait",
+    "TICKETS": "wait",
+    "GANG_WANTS_NONE": "wait",
+    "RETRY_BACKOFF": "wait",
+    "NOT_LOOKED_AT": "wait",
+    "NO_SCHEDULER": "ask_admin",
+    "NO_DEVICE_UP": "ask_admin",
+    "DEVICE_DRAINED": "ask_admin",
+    "TOO_FEW_DEVICES": "ask_admin",
+    "TENANT_LIMIT": "ask_admin",
+    "TENANT_RUNNING_LIMIT": "ask_admin",
+    "FROZEN_ON_DEVICE": "wait",
+    "IMAGE_BEING_SAVED": "wait",
+    "MOVING": "wait",
+    "GANG_NEEDS_MORE_DEVICES": "wait",
+    "DEVICES_KEPT_FOR_A_GANG": "wait",
+    "TENANT_OVER_FAIR_SHARE": "wait",
+    "USER_OVER_FAIR_SHARE": "wait",
+    "HIGHER_PRIORITY_AHEAD": "wait",
+    "EARLIER_TASK_AHEAD": "wait",
+    "GUARANTEED_TO_OTHERS": "wait",
+    "HOLDERS_PROTECTED": "wait",
+    "TIER_SHED": "ask_admin",
+    "WAITING_FOR_DEVICE": "wait",
+    "DEVICE_FREE": "wait",
+}
+
+#: The actions that a `Change` may ask for.
+ACTIONS = {
+    "release": "somebody who may lets it go",
+    "wait_for_tasks": "the tasks in `value` are done",
+    "wait_for_tickets": "its gang has tickets on the islands in `value`",
+    "wait_until": "it is `value`, seconds since 1970",
+    "wait_for_round": "the island's scheduler makes its next round",
+    "start_scheduler": "an island scheduler leads the island `of`",
+    "bring_up_device": "a device of kind `of` comes up",
+    "uncordon": "a device of kind `of` takes work again",
+    "open_devices": "`value` more devices of kind `of` take work",
+    "set_devices_min": "the request asks for `value` devices at least",
+    "raise_limit": "the tenant's limit for kind `of` becomes `value`",
+    "raise_limit_above": "that of a tenant above it rises by `value`",
+    "raise_max_running": "the tenant's max_running becomes `value`",
+    "raise_max_running_above": "that of a tenant above it rises by `value`",
+    "wait_for_its_device": "the device `of`, where its processes are, is free",
+    "wait_for_image": "its image is saved, or the device `of` is free",
+    "wait_for_move": "the last of it has been copied to the device `of`",
+    "free_devices": "`value` more devices of kind `of` become free",
+    "wait_for_gang": "the gang has started",
+    "wait_for_usage": "others use `value` device-seconds per weight more, or one's own fade",
+    "set_priority": "the request gets the priority `value`",
+    "wait_for_own": "one's own tasks on devices end",
+}
+
+START = frozenset(
+    {
+        "HELD_BY_ADMIN", "HELD_BY_USER", "DEPENDENCY", "NOT_BEFORE", "TICKETS", "GANG_WANTS_NONE",
+        "RETRY_BACKOFF",
+    }
+)  # fmt: skip
+#: Reasons that do not end when others release devices: while one lasts, no estimate is made.
+CLOSED = (START - {"NOT_BEFORE", "RETRY_BACKOFF"}) | {
+    "NOT_LOOKED_AT",
+    "NO_SCHEDULER",
+    "NO_DEVICE_UP",
+    "DEVICE_DRAINED",
+    "TOO_FEW_DEVICES",
+    "TENANT_LIMIT",
+    "TENANT_RUNNING_LIMIT",
+}
+
+PRIORITY_MAX = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """Usage of two sides, in device-seconds per weight; `mine_s` includes the next turn."""
+
+    mine_s: float
+    theirs_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shut:
+    """A tenant at its limit: it holds `held` of `limit` devices of `kind`.
+
+    The kind "*" stands for devices of all kinds, "" for running tasks.  `above` is 0 for the task's
+    own tenant, 1 for the tenant above, and so on.
+    """
+
+    above: int
+    kind: str
+    held: int
+    limit: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Obstacles:
+    """The obstacles between an eligible task and the devices, as found by
+    `core.scheduling.blockers`.
+
+    `devices` counts the known devices of the task's kind with enough memory.  `up` counts how many
+    of them are up, and `open` how many also accept work.  `busy` counts open devices that are held
+    or promised.  `turn_s` is the least length of a turn.  With a `host`, all counts are for that
+    host: a one-host gang finds its devices there first.
+
+    `tenant` and `user` are set if a holder there does not give way.  `own` counts devices held by
+    the same user's tasks of the same or a higher priority.  `free` devices, and devices `lent` to
+    tasks that hold more than they need, are too few for a gang, or `kept` for a gang that waited
+    longer, or about to be assigned (`offered`).  Of the better served holders, `guaranteed` hold no
+    more than their guarantee, and `protected` must not be paused now.  `shed` means that the
+    promise of the task's own tier cannot be kept.
+    """
+
+    devices: int
+    up: int
+    open: int
+    busy: int
+    turn_s: float
+    free: int = 0
+    lent: int = 0
+    kept: bool = False
+    offered: bool = False
+    shut: tuple[Shut, ...] = ()
+    host: str | None = None
+    pinned_to: str | None = None
+    pin_is_free: bool = False
+    tenant: Standing | None = None
+    user: Standing | None = None
+    own: int = 0
+    own_soon: int = 0  # own tasks on devices that give way after their minute (F8)
+    minute_s: float = 0.0  # that minute, in s; a slice may be longer
+    guaranteed: int = 0
+    protected: int = 0
+    shed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ahead:
+    """The number of waiting tasks of the same kind that go before a task, by reason."""
+
+    tenants: int = 0  # of less served tenants
+    users: int = 0  # of less served users of the same tenant
+    higher: int = 0  # of the same user, with higher priority
+    earlier: int = 0  # of the same user and priority, but older
+    highest: int | None = None  # the highest priority among them
+
+    @property
+    def all(self) -> int:
+        return self.tenants + self.users + self.higher + self.earlier
+
+
+def nearest(reasons: Sequence[Reason]) -> Reason | None:
+    """Return the reason to end first: changes for later reasons do not help before it ends."""
+    order = {code: place for place, code in enumerate(CODES)}
+    return min(reasons, key=lambda reason: order[reason.code], default=None)
+
+
+# --- start conditions ---------------------------------------------------------------------------
+
+
+def unmet(task: Task, *, now_s: float) -> tuple[Reason, ...]:
+    """Return why the task may not start yet; empty if all its start conditions hold."""
+    return tuple(_unmet(task, now_s))
+
+
+def _unmet(task: Task, now_s: float) -> Iterator[Reason]:
+    conditions = task.conditions
+    release = Change(action="release")
+    if conditions.hold == "user":
+        told = "Paused by a user."
+        yield _reason("HELD_BY_USER", told, "it is resumed", release)
+    elif conditions.hold:
+        told = "Paused by an administrator."
+        yield _reason("HELD_BY_ADMIN", told, "an administrator resumes it", release)
+    if conditions.waits_for:
+        names = ", ".join(conditions.waits_for[:5])
+        more = len(conditions.waits_for) - 5
+        told = f"Needs {names}{f' and {more} more' if more > 0 else ''} to be done first."
+        first = f"{conditions.waits_for[0]} is done"
+        change = Change(action="wait_for_tasks", value=conditions.waits_for)
+        yield _reason("DEPENDENCY", told, first, change)
+    if conditions.not_before_s is not None and conditions.not_before_s > now_s:
+        yield _at(
+            "NOT_BEFORE",
+            f"Not to start before {clock(conditions.not_before_s)}.",
+            conditions.not_before_s,
+        )
+    yield from _by_terms(conditions.terms)
+
+
+def _by_terms(terms: Terms) -> Iterator[Reason]:
+    if terms.tickets:
+        names = " and ".join(terms.tickets)
+        told = (
+            "Its gang spans islands and takes devices in the order of their names: first it needs"
+        )
+        change = Change(action="wait_for_tickets", value=terms.tickets)
+        yield _reason("TICKETS", f"{told} those on {names}.", f"{names}: its turn comes", change)
+    if terms.idle:
+        told = (
+            "It keeps devices for its gang, which needs none now: it runs, is paused or has ended."
+        )
+        change = Change(action="wait_for_gang")
+        yield _reason("GANG_WANTS_NONE", told, "its gang waits for devices again", change)
+
+
+def start(task: Task, *, now_s: float) -> tuple[Reason, ...]:
+    """Return everything that must come true before the task may start at all."""
+    return unmet(task, now_s=now_s) + backoff(task, now_s=now_s)
+
+
+def backoff(task: Task, *, now_s: float) -> tuple[Reason, ...]:
+    """Return why a failed task is not tried again yet."""
+    if task.retry_at_s <= now_s:
+        return ()
+    told = (
+        f"Attempt {task.attempts} of {task.retry_max + 1} failed; the next starts "
+        f"at {clock(task.retry_at_s)}."
+    )
+    return (_at("RETRY_BACKOFF", told, task.retry_at_s),)
+
+
+def _at(code: str, told: str, at_s: float) -> Reason:
+    return _reason(code, told, f"it is {clock(at_s)}", Change(action="wait_until", value=at_s))
+
+
+# --- the island ---------------------------------------------------------------------------------
+
+
+def not_looked_at() -> Reason:
+    """Return the reason of a task that just arrived, or that has just met its conditions."""
+    return _reason(
+        "NOT_LOOKED_AT",
+        "Not scheduled yet.",
+        "the scheduler makes its next round",
+        Change(action="wait_for_round"),
+    )
+
+
+def no_scheduler(island: str) -> Reason:
+    return _reason(
+        "NO_SCHEDULER",
+        f"No scheduler runs on the island {island}, so nothing starts there.",
+        f"a scheduler of {island} runs",
+        Change(action="start_scheduler", of=island),
+    )
+
+
+# --- devices ------------------------------------------------------------------------------------
+
+
+def waiting(task: Task, obstacles: Obstacles, ahead: Ahead) -> tuple[Reason, ...]:
+    """Return why a task that could start does not: devices first, then what goes before it."""
+    if task.stops and task.moves_to:
+        return (_moving(task),)
+    return (
+        *_devices(task, obstacles),
+        *_limits(task, obstacles),
+        *_fairness(obstacles, ahead),
+        *_own(task, obstacles, ahead),
+        *_promises(task, obstacles),
+    )
+
+
+def _moving(task: Task) -> Reason:
+    to = task.moves_to
+    told = f"Migrating: it is paused until the last of its state has been copied to {to}."
+    change = Change(action="wait_for_move", of=to or "")
+    return _reason("MOVING", told, f"it starts on {to}", change)
+
+
+def _frozen(device: str) -> Reason:
+    told = (
+        f"Its processes are frozen in the memory of {device} and go on only there. A move would be"
+        " a restart from the files in its working folder; it is made only if that device is lost,"
+        " drained, or needs its memory for others."
+    )
+    change = Change(action="wait_for_its_device", of=device)
+    return _reason("FROZEN_ON_DEVICE", told, f"{device} is free", change)
+
+
+def _devices(task: Task, seen: Obstacles) -> Iterator[Reason]:
+    what = _what(task)
+    if seen.up == 0:
+        told = f"No {what} is up (known: {seen.devices})."
+        change = Change(action="bring_up_device", value=task.memory_bytes, of=task.kind)
+        yield _reason("NO_DEVICE_UP", told, f"a {what} comes up", change)
+    elif seen.open == 0:
+        told = f"Every {what} that is up is drained ({seen.up} of {seen.up})."
+        change = Change(action="uncordon", of=task.kind)
+        yield _reason("DEVICE_DRAINED", told, f"a {what} takes work again", change)
+    if seen.pinned_to is not None and task.restarts and task.saved:
+        if not seen.pin_is_free:
+            yield _frozen(seen.pinned_to)
+    elif seen.pinned_to is not None:
+        told = (
+            f"Its state is in the memory of {seen.pinned_to} and is not saved yet: "
+            "it resumes there, or anywhere once it is saved."
+        )
+        until = f"its state is saved, or {seen.pinned_to} is free"
+        change = Change(action="wait_for_image", of=seen.pinned_to)
+        yield _reason("IMAGE_BEING_SAVED", told, until, change)
+    yield from _gang(task, seen)
+    if seen.kept:
+        told = "Devices are free, but reserved for a task of several devices that waited longer."
+        change = Change(action="wait_for_gang")
+        yield _reason("DEVICES_KEPT_FOR_A_GANG", told, "that task has started", change)
+    if seen.offered:
+        free = f"{seen.free} of {seen.open} {_plural(what, seen.open)}"
+        them = "it" if seen.free + seen.lent == 1 else "them"
+        told = (
+            f"{free} {_is(seen.free)} free{_lent(seen)}: "
+            f"the scheduler assigns {them} in its next round."
+        )
+        until = "the scheduler makes its next round"
+        yield _reason("DEVICE_FREE", told, until, Change(action="wait_for_round"))
+    elif seen.open and seen.busy:
+        taken = f"{seen.busy} of {seen.open} {_plural(what, seen.open)} in use"
+        told = f"{taken}; a time slice lasts at least {rounded(seen.turn_s)} s."
+        more = max(1, task.width - seen.free - seen.lent)
+        change = Change(action="free_devices", value=more, of=task.kind)
+        yield _reason("WAITING_FOR_DEVICE", told, f"a {what} becomes free", change)
+
+
+def _gang(task: Task, seen: Obstacles) -> Iterator[Reason]:
+    what, once = _what(task), f"of {seen.host} at once" if seen.host else "at once"
+    if 0 < seen.open < task.width:
+        there = f"{seen.open} {_plural(what, seen.open)} take{'s' if seen.open == 1 else ''} work"
+        told = f"Needs {task.width} devices {once}; {there}."
+        until = f"{task.width} of them take work, or it asks for devices: min {seen.open}"
+        change = Change(action="set_devices_min", value=seen.open, of=task.kind)
+        yield _reason("TOO_FEW_DEVICES", told, until, change)
+    elif task.width > 1 and (have := seen.free + seen.lent) < task.width and seen.open:
+        free = f"{seen.free} of {seen.open} are free{_lent(seen)}"
+        told = f"Needs {task.width} devices {once}; {free}."
+        until = f"{task.width} are free, or give way"
+        change = Change(action="free_devices", value=task.width - have, of=task.kind)
+        if have:
+            until += f"; or it asks for devices: min {have} instead of {task.width}"
+            change = Change(action="set_devices_min", value=have, of=task.kind)
+        yield _reason("GANG_NEEDS_MORE_DEVICES", told, until, change)
+
+
+def _lent(seen: Obstacles) -> str:
+    if not seen.lent:
+        return ""
+    return f", and {seen.lent} more can be had from tasks that hold more than they need"
+
+
+def breadth(task: Task) -> str:
+    """Say what an elastic task holds and how much of it is lent; "" for other tasks."""
+    if not task.elastic or not task.seats:
+        return ""
+    held, most = len(task.seats), task.width_max
+    if held == task.width:
+        return (
+            f"It holds the {held} that it needs, and uses up to {most} while nobody asks for them."
+        )
+    lent = f"{held - task.width} of them until somebody asks for them"
+    return f"It holds {held} of the {most} devices that it can use, {lent}: it needs {task.width}."
+
+
+def company(task: Task, others: int) -> str:
+    """Say with how many others a task takes turns on its device; "" if it has the device alone."""
+    if not task.shares or not task.seats or not others:
+        return ""
+    graphs = "another graph" if others == 1 else f"{others} other graphs"
+    return (
+        f"It shares {task.seat} with {graphs}: they take turns of some milliseconds there, the "
+        "least served first, and each is charged for its own."
+    )
+
+
+def _limits(task: Task, seen: Obstacles) -> Iterator[Reason]:
+    for shut in seen.shut:
+        if shut.kind:
+            yield _limit(task, shut)
+        else:
+            yield _running(shut)
+
+
+def _limit(task: Task, shut: Shut) -> Reason:
+    of = "devices" if shut.kind == "*" else f"{shut.kind} devices"
+    needed = shut.held + task.width
+    if shut.above:
+        told = f"A tenant above yours is at its limit of {of}."
+        change = Change(action="raise_limit_above", value=needed - shut.limit, of=shut.kind)
+        until = "tasks of it end, or its limit is raised"
+        return _reason("TENANT_LIMIT", told, until, change)
+    change = Change(action="raise_limit", value=needed, of=shut.kind)
+    if task.width > shut.limit:
+        told = f"Needs {task.width} {of}; your tenant's limit is {shut.limit}."
+        return _reason("TENANT_LIMIT", told, f"the limit is raised to {needed}", change)
+    told = f"Your tenant uses {shut.held} of its limit of {shut.limit} {of}."
+    until = f"one of its tasks ends, or the limit is raised to {needed}"
+    return _reason("TENANT_LIMIT", told, until, change)
+
+
+def _running(shut: Shut) -> Reason:
+    more = shut.held + 1
+    if shut.above:
+        told = "A tenant above yours is at its limit of running tasks."
+        change = Change(action="raise_max_running_above", value=more - shut.limit)
+        until = "one of them ends, or the limit is raised"
+        return _reason("TENANT_RUNNING_LIMIT", told, until, change)
+    told = f"Your tenant runs {shut.held} of at most {counted(shut.limit, 'task')}."
+    change = Change(action="raise_max_running", value=more)
+    until = f"one of them ends, or max_running is raised to {more}"
+    return _reason("TENANT_RUNNING_LIMIT", told, until, change)
+
+
+# --- other tasks --------------------------------------------------------------------------------
+
+
+def _fairness(seen: Obstacles, ahead: Ahead) -> Iterator[Reason]:
+    for code, who, standing, others in (
+        ("TENANT_OVER_FAIR_SHARE", "Your tenant", seen.tenant, ahead.tenants),
+        ("USER_OVER_FAIR_SHARE", "You", seen.user, ahead.users),
+    ):
+        told, more_s = [], 0.0
+        if standing is not None:
+            has = "has used more than its" if who == "Your tenant" else "have used more than your"
+            told.append(f"{who} {has} share recently ({_compared(standing)}).")
+            more_s = bound(max(0.0, standing.mine_s - standing.theirs_s))
+        if others:
+            whose = "tenants" if who == "Your tenant" else "users of your tenant"
+            go = f"of {whose} with less recent usage {_go(others)} first"
+            told.append(f"{counted(others, 'task')} {go}.")
+        if told:
+            change = Change(action="wait_for_usage", value=more_s)
+            yield _reason(code, " ".join(told), "others use more, or your usage decays", change)
+
+
+def _compared(standing: Standing) -> str:
+    """Say how much both sides used, or a bound on the difference if both would read the same."""
+    mine, theirs = rounded(standing.mine_s), rounded(standing.theirs_s)
+    if mine != theirs:
+        return f"{mine} vs {theirs} device-seconds per weight"
+    more = f"{bound(standing.mine_s - standing.theirs_s):g}"
+    return f"up to {more} device-seconds per weight more than those who run"
+
+
+def _own(task: Task, seen: Obstacles, ahead: Ahead) -> Iterator[Reason]:
+    if ahead.higher:
+        told = f"{ahead.higher} of your own tasks with higher priority {_go(ahead.higher)} first."
+        until = "those tasks have started, or you change a priority"
+        change = Change(action="set_priority", value=_above(task, ahead.highest))
+        yield _reason("HIGHER_PRIORITY_AHEAD", told, until, change)
+    if ahead.earlier or seen.own or seen.own_soon:
+        said = []
+        if seen.own:
+            more = f"{seen.own} of your own tasks with equal or higher priority are running."
+            one = "One of your own tasks with equal or higher priority is running."
+            said.append(one if seen.own == 1 else more)
+        if seen.own_soon:
+            which = "One of your own tasks is running; it gives"
+            if seen.own_soon > 1:
+                which = f"{seen.own_soon} of your own tasks are running; they give"
+            after = f"after {rounded(seen.minute_s)} s of running"
+            said.append(f"{which} way to this one {after}.")
+        if ahead.earlier:
+            was = "was" if ahead.earlier == 1 else "were"
+            said.append(f"{ahead.earlier} of your own tasks {was} submitted earlier.")
+        change = Change(action="set_priority", value=_above(task, None))
+        if not ahead.earlier:
+            change = Change(action="wait_for_own", value=seen.own + seen.own_soon)
+        yield _reason(
+            "EARLIER_TASK_AHEAD",
+            " ".join(said),
+            "those tasks finish, or you change a priority",
+            change,
+        )
+
+
+def _above(task: Task, other: int | None) -> int:
+    """Return a priority that puts the task before those ahead of it, up to the maximum."""
+    return min(PRIORITY_MAX, (task.priority if other is None else other) + 1)
+
+
+def _promises(task: Task, seen: Obstacles) -> Iterator[Reason]:
+    """Rules F4, F7 and F9: yield promises to others, and promises to the task that fail."""
+    if seen.guaranteed:
+        holds = f"{seen.guaranteed} {_plural(_what(task), seen.guaranteed)}"
+        told = f"{holds} {_is(seen.guaranteed)} guaranteed to others who use them."
+        until, change = "those tasks finish", Change(action="free_devices", value=1, of=task.kind)
+        yield _reason("GUARANTEED_TO_OTHERS", told, until, change)
+    if seen.protected:
+        holds = f"{seen.protected} {_plural(_what(task), seen.protected)}"
+        told = (
+            f"{holds} {_is(seen.protected)} held by tasks that may not be preempted now: "
+            "their tier promises it, or they waited too long before."
+        )
+        until, change = "those tasks finish", Change(action="free_devices", value=1, of=task.kind)
+        yield _reason("HOLDERS_PROTECTED", told, until, change)
+    if seen.shed:
+        what = _plural(_what(task), 2)
+        told = f"Too few {what} are open for what the tier {task.tier} promises."
+        until, change = (
+            "more devices are open",
+            Change(action="open_devices", value=1, of=task.kind),
+        )
+        yield _reason("TIER_SHED", told, until, change)
+
+
+# --- words --------------------------------------------------------------------------------------
+
+
+def _reason(code: str, message: str, unblocked_by: str, change: Change) -> Reason:
+    return Reason(
+        code=code,
+        message=message,
+        next_action=CODES[code],
+        unblocked_by=unblocked_by,
+        change=change,
+    )
+
+
+def _what(task: Task) -> str:
+    if task.memory_bytes == 0:
+        return f"{task.kind} device"
+    return f"{task.kind} device with {task.memory_bytes / 1e9:g} GB"
+
+
+def _plural(what: str, n: int) -> str:
+    head, *rest = what.split(" with ")
+    return " with ".join([head if n == 1 else f"{head}s", *rest])
+
+
+def _is(n: int) -> str:
+    return "is" if n == 1 else "are"
+
+
+def _go(n: int) -> str:
+    return "goes" if n == 1 else "go"
+
+
+def rounded(seconds: float) -> str:
+    """Return the number with two digits: enough to compare, and it does not change every second."""
+    return f"{float(f'{seconds:.2g}'):g}"
+
+
+def bound(seconds: float) -> float:
+    """Return the next of 1, 2, 5, 10, 20, 50, ...: a shrinking number then reads the same."""
+    scale = 1.0
+    while seconds > 5 * scale:
+        scale *= 10
+    return next(step * scale for step in (1, 2, 5) if seconds <= step * scale)
+
+
+def clock(at_s: float) -> str:
+    return datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

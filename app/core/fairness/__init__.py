@@ -1,0 +1,1 @@
+"""Computes who goes next and who should hold how much."""

@@ -1,0 +1,902 @@
+"""Fair order: the least served tenant, in it the least served user, then priority, then age.
+
+Three things always hold.
+
+* Usage fades lazily (rule F2).  A charge made at time t is stored as charge * 2^((t - T0) / H) and
+  never touched again.  The common factor 2^-((now - T0) / H) turns the sum into today's usage.  The
+  factor is the same for all branches, so waiting never changes the *order*, and the order is kept
+  without the factor.
+* Order is exact (rule F3).  Faded usage is an integer in units of 2^-40 µs.  A score is an integer
+  that orders exactly as usage / weight does; no float is ever compared.  True ties go to the
+  oldest.
+* A pick costs O(depth * log fan-out): every branch of the tree keeps a heap of its own children.
+
+`app.scheduling.ledger` does what rule F1 says (what is charged); `core.scheduling.board` adds what
+running tasks owe meanwhile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from heapq import heapify, heappop, heappush, heappushpop
+from itertools import chain
+from types import MappingProxyType
+from typing import Any, Generic, TypeVar
+
+# --- usage that fades (rule F2) -----------------------------------------------------------------
+
+FIXED_POINT_BITS = 40
+SHORTEST_HALF_LIFE_S = 1.0
+LONGEST_HALF_LIFE_S = 100 * 366 * 86400.0  # 100 years; up to this a float can count microseconds
+
+
+def half_life(half_life_s: float) -> float:
+    """Return the half-life if usage can fade by it; raises ValueError if not."""
+    if half_life_s and not SHORTEST_HALF_LIFE_S <= half_life_s <= LONGEST_HALF_LIFE_S:
+        raise ValueError(
+            f"a half-life is 0 (usage never fades), or from {SHORTEST_HALF_LIFE_S:g} s "
+            f"to {LONGEST_HALF_LIFE_S:.0f} s (100 years), and not {half_life_s:g} s"
+        )
+    return half_life_s
+
+
+def faded(charge_us: int, *, at_s: float, since_s: float, half_life_s: float) -> int:
+    """Return `charge_us`, made at `at_s`, as it is added to a sum that starts at T0 = `since_s`.
+
+    The result is linear in the charge for `at_s >= since_s`.  A half-life of 0 means that usage
+    never fades.
+    """
+    growth, doublings = _growth(at_s - since_s, half_life_s)
+    return _shifted(charge_us * growth, doublings)
+
+
+def unheard_us(*, now_s: float, heard_s: float, lease_ends_s: float, lease_s: float) -> int:
+    """Return how long a device, if it is lost now, was held after its last heartbeat, in µs (F1).
+
+    The device was held until its lease ended, at most `lease_s` after the heartbeat, or until
+    `now_s`, when another process speaks for the device.
+    """
+    until_s = min(now_s, lease_ends_s, heard_s + lease_s)
+    return max(0, round((until_s - heard_s) * 1e6))
+
+
+def usage_us(faded: int, *, now_s: float, since_s: float, half_life_s: float) -> int:
+    """Return the decayed device-microseconds that a faded sum stands for now; for display."""
+    growth, doublings = _growth(now_s - since_s, half_life_s)
+    numerator = faded << max(0, -doublings)
+    denominator = growth << max(0, doublings)
+    return (2 * numerator + denominator) // (2 * denominator)
+
+
+def rebase(faded: int, halvings: int) -> int:
+    """Return the same sum for a T0 that is `halvings` half-lives later; sums keep their order."""
+    return _shifted(faded, -halvings)
+
+
+def _growth(elapsed_s: float, half_life_s: float) -> tuple[int, int]:
+    """Return 2^(elapsed / half-life) as (mantissa in units of 2^-40, whole doublings)."""
+    if half_life_s <= 0:
+        return 1 << FIXED_POINT_BITS, 0
+    half_lives = elapsed_s / half_life_s
+    doublings = math.floor(half_lives)
+    return round(math.ldexp(2.0 ** (half_lives - doublings), FIXED_POINT_BITS)), doublings
+
+
+def _integral(elapsed_s: float, half_life_s: float) -> int:
+    """Return the integral of 2^(t / half-life) up to `elapsed_s`, in µs and units of 2^-40.
+
+    The integral only grows.  One device used from a to b adds integral(b) - integral(a) of faded
+    usage.
+    """
+    if half_life_s <= 0:
+        return round(elapsed_s * 1e6) << FIXED_POINT_BITS
+    half_lives = elapsed_s / half_life_s
+    doublings = math.floor(half_lives)
+    mean_us = half_life_s * 1e6 / math.log(2)
+    return _shifted(
+        round(math.ldexp(mean_us * 2.0 ** (half_lives - doublings), FIXED_POINT_BITS)), doublings
+    )
+
+
+def _shifted(value: int, bits: int) -> int:
+    return value << bits if bits >= 0 else value >> -bits
+
+
+# --- scores that compare exactly (rule F3) ------------------------------------------------------
+
+_SCORE_BITS = 128  # twice the bits of a weight
+
+
+def score(faded: int, weight: int) -> int:
+    """Return an integer that orders exactly as `faded / weight` does, for weights below 2^64.
+
+    Two different fractions a/v and b/w differ by at least 1/(v*w).  Times 2^128 they differ by more
+    than 1, so rounding down neither swaps them nor makes them equal.  Equal fractions stay equal.
+    """
+    return (faded << _SCORE_BITS) // weight
+
+
+def unscored(score: int, weight: int) -> int:
+    """Return the faded usage that gives this score to a branch of `weight`; for display."""
+    return (score * weight) >> _SCORE_BITS
+
+
+# --- the tree -----------------------------------------------------------------------------------
+
+Item = TypeVar("Item")
+Path = tuple[str, ...]
+
+ALL = "*"  # key of a limit on devices of all kinds together
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lane:
+    """A queue class: all tasks that need the same, so that the same devices suit each of them.
+
+    The need is `width` devices of `kind` with `memory_bytes` each.  `pin` is the only suitable
+    device.  `host` is the only suitable host; "" in a queue stands for any one host.  `fresh` tasks
+    have held devices for less than a minute and have queues of their own (rule F8).  `lane` makes
+    the objects, so that equal ones are identical and hash fast.
+    """
+
+    kind: str
+    width: int = 1
+    memory_bytes: int = 0
+    pin: str | None = None
+    host: str | None = None
+    fresh: bool = False
+
+
+def lane(
+    kind: str,
+    width: int = 1,
+    memory_bytes: int = 0,
+    pin: str | None = None,
+    host: str | None = None,
+    fresh: bool = False,
+) -> Lane:
+    # the cache needs one form of the arguments
+    return _lane(kind, width, memory_bytes, pin, host, fresh)
+
+
+def on_host(here: Lane, host: str) -> Lane:
+    return _lane(here.kind, here.width, here.memory_bytes, here.pin, host, here.fresh)
+
+
+def unpinned(here: Lane) -> Lane:
+    return _lane(here.kind, here.width, here.memory_bytes, None, here.host, here.fresh)
+
+
+def both_of(here: Lane) -> tuple[Lane, Lane]:
+    """Return the lane of fresh tasks and the lane of the other tasks with the same need."""
+    shape = (here.kind, here.width, here.memory_bytes, here.pin, here.host)
+    return _lane(*shape, True), _lane(*shape, False)
+
+
+_lane = cache(Lane)
+
+
+_NO_LIFTS: Mapping[str, int] = {}
+_NOTHING: Mapping[str, int] = {}
+_UNTIL_IT_CHANGES = 1 << 62  # a tick that never comes: the score is valid until a change
+_RIGHT = -1  # marks a key that was checked, in place of its index in the heap
+_SLACK = 16  # stale entries that are kept in a heap of any size
+
+
+class _Account:
+    """The fields of a branch that a charge touches, kept together in memory."""
+
+    __slots__ = ("changed", "faded", "rate", "scored", "scored_at", "weight")
+
+    def __init__(self) -> None:
+        self.weight, self.faded, self.rate = 1, 0, 0
+        self.scored, self.scored_at = 0, -1
+        self.changed = 0  # tree version at which this branch, or one below it, last changed in rank
+
+
+class Branch(_Account):
+    """A tenant or a user: its usage, what it holds, and a queue for each lane with waiting tasks.
+
+    The usage now is `faded + rate * (the tree's integral - since)`: what was booked, plus what
+    running tasks add continuously.  After a change of weight, guarantee or limits, set `scored_at =
+    -1` and call `refresh`.  `lifts` are idle-credit floors by kind of device: faded usage that
+    counts in comparisons only, for the time in which the branch was away
+    (`core.scheduling.idle_credit`).
+    """
+
+    __slots__ = (
+        "children", "depth", "grown", "guarantee", "held", "inner", "lifts", "limit", "lines",
+        "most_running", "name", "parent", "path", "running", "since", "top",
+    )  # fmt: skip
+
+    def __init__(self, path: Path, parent: Branch | None) -> None:
+        super().__init__()
+        self.path, self.parent, self.depth = path, parent, len(path)
+        self.name = path[-1] if path else ""
+        self.top: Branch = self if parent is None or parent.parent is None else parent.top
+        self.since = 0  # the tree's integral up to which the usage of running tasks is booked
+        self.guarantee: Mapping[str, int] = {}
+        self.limit: Mapping[str, int] = {}
+        self.most_running: int | None = None
+        # devices that running tasks need, by kind, and in total under ALL
+        self.held: Counter[str] = Counter()
+        # devices held beyond the need, by kind and under ALL; lent until others need them
+        self.grown: Mapping[str, int] = _NOTHING
+        self.running = 0  # number of tasks on devices
+        self.inner = False  # True: holds branches; False: holds items
+        self.children = 0
+        self.lifts: Mapping[str, int] = _NO_LIFTS
+        self.lines: dict[Lane, _Line] = {}
+
+    def room(self, lane: Lane) -> bool:
+        """Rule F4: True if one more task of this lane stays within the branch's limits."""
+        if self.most_running is not None and self.running >= self.most_running:
+            return False
+        limit = self.limit
+        if not limit:
+            return True
+        held, width = self.held, lane.width
+        return all(held[k] + width <= limit[k] for k in (lane.kind, ALL) if k in limit)
+
+    def borrows(self, lane: Lane) -> bool:
+        """Rule F4: True if one more task of this lane exceeds the branch's guarantee."""
+        guarantee = self.guarantee
+        return not guarantee or self.held[lane.kind] + lane.width > guarantee.get(lane.kind, 0)
+
+    def in_line(self, kind: str) -> bool:
+        """True if a task below the branch waits for a device of this kind."""
+        return any(lane.kind == kind for lane in self.lines)
+
+
+class _Line:
+    """The queue of one branch and one lane; it exists while something waits in it.
+
+    Entries are items, as (-priority, 0, submitted, id, serial, item, line), or the lines of
+    children, as (borrows, score, submission time of its first item, line).  The lowest entry is the
+    `head`; the others are in the `heap`, but items that arrived in order are in the `queue`.  An
+    item's entry is stale once the item no longer waits; the head is never stale.  For a child line,
+    all entries but its `entry` are stale.
+    """
+
+    __slots__ = (
+        "above", "below", "branch", "entry", "head", "heap", "inner", "lane", "lift", "queue",
+        "right", "stale",
+    )  # fmt: skip
+
+    def __init__(self, branch: Branch, lane: Lane, above: _Line | None) -> None:
+        self.branch, self.lane, self.above = branch, lane, above
+        self.inner = branch.inner
+        self.lift = branch.lifts.get(lane.kind, 0)
+        self.below = 0  # number of child lines or of waiting items
+        self.stale = 0  # number of stale entries of items
+        # this line's entry in the line above; None while the branch has no room
+        self.entry: Any = None
+        self.right = -1  # tree version at which `entry` was last known to be right; -1: unknown
+        self.head: Any = None
+        self.heap: list[Any] | None = None  # None until it is needed, to touch less memory
+        self.queue: deque[Any] | None = None
+
+    def __lt__(self, other: _Line) -> bool:
+        """Order entries that are equal in all fields before the line, by the branch's name.
+
+        Two lanes of one branch are equally good.
+        """
+        return self.branch.name < other.branch.name
+
+    def push(self, entry: Any) -> None:
+        """Insert an entry at its place in the order."""
+        if self.head is None:
+            self.head = entry
+            return
+        if entry < self.head:
+            self.head, entry = entry, self.head
+        if self.heap is None:
+            self.heap = []
+        heappush(self.heap, entry)
+
+    def append(self, entry: Any) -> None:
+        """Insert an item's entry; faster than `push`, because most items are last in order."""
+        last = self.queue[-1] if self.queue else self.head
+        if last is None or entry < last:
+            self.push(entry)
+        elif self.queue is None:
+            self.queue = deque((entry,))
+        else:
+            self.queue.append(entry)
+
+    def behead(self) -> None:
+        """Replace the head by the next entry, stale or not."""
+        queue, heap = self.queue, self.heap
+        if queue and not (heap and heap[0] < queue[0]):
+            self.head = queue.popleft()
+        else:
+            self.head = heappop(heap) if heap else None
+
+    def replace_head(self, entry: Any) -> None:
+        heap = self.heap
+        self.head = heappushpop(heap, entry) if heap else entry
+
+    def keep(self, current: Callable[[Any], bool]) -> None:
+        """Remove the stale entries; the head is never stale."""
+        self.stale = 0
+        if self.heap:
+            self.heap = [entry for entry in self.heap if current(entry)]
+            heapify(self.heap)
+        if self.queue:
+            self.queue = deque(entry for entry in self.queue if current(entry))
+
+
+class FairTree(Generic[Item]):
+    """Items in lanes under a tree of branches; `first` picks by rules F3 and F4.
+
+    A path names a branch from the top: ("tenant", "tenant below", "user").  A branch holds branches
+    or items, never both.  Only siblings with work in an open lane, and with room for it, are
+    compared.  A sibling that would stay within its guarantee goes first; then the lower score, the
+    older first item, and the name decide.
+
+    A key in a heap may be too low, because usage and holdings grow meanwhile; it is never too high.
+    So an entry that reaches the top is checked again if it changed, and put back where it belongs.
+    A change that may lower a key corrects the key at once, from the bottom up.
+    """
+
+    def __init__(self, *, half_life_s: float = 0.0, since_s: float = 0.0) -> None:
+        self._half_life_s, self._since_s = half_life(half_life_s), since_s
+        self.root = Branch((), None)
+        self.root.inner = True
+        self.branches: dict[Path, Branch] = {(): self.root}
+        self._where: dict[str, Any] = {}  # item's id -> its entry
+        # the lines that led to the last `first` when several lanes were open
+        self._led: list[_Line] = []
+        self._led_at = -1  # the version at which `_led` was set
+        self._serial = 0  # makes all entries of items different
+        # grows with every change that may affect ranks; `changed`, `right` refer to it
+        self.version = 0
+        self._tick = 0  # grows with every call of `at`
+        self._ticked = 0  # the version at the last tick
+        # Branches that began or ceased to wait for a kind of device since the last look.
+        self.came: dict[tuple[Branch, str], None] = {}
+        self.left: dict[tuple[Branch, str], None] = {}
+        self.at(since_s)
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+    def __contains__(self, id: str) -> bool:
+        return id in self._where
+
+    @property
+    def lanes(self) -> Collection[Lane]:
+        """The lanes in which anything waits; a live view."""
+        return self.root.lines.keys()
+
+    # --- time ---
+
+    def at(self, now_s: float) -> None:
+        """Advance the tree to `now_s`: branches that hold devices have used more."""
+        self.now_s = now_s
+        elapsed_s = now_s - self._since_s
+        self._mantissa, self._doublings = _growth(elapsed_s, self._half_life_s)
+        self._integral = _integral(elapsed_s, self._half_life_s)
+        self._tick += 1
+        self.version += 1
+        self._ticked = self.version
+
+    @property
+    def moved(self) -> int:
+        """A counter that grows with every change but the passing of time."""
+        return self.version - self._tick
+
+    def faded(self, charge_us: int) -> int:
+        """Return a charge made now, as it is added to a sum."""
+        grown, doublings = charge_us * self._mantissa, self._doublings
+        return grown << doublings if doublings >= 0 else grown >> -doublings
+
+    # --- branches ---
+
+    def add(
+        self,
+        path: Path,
+        *,
+        weight: int = 1,
+        faded: int = 0,
+        guarantee: Mapping[str, int] = MappingProxyType({}),
+        limit: Mapping[str, int] = MappingProxyType({}),
+        most_running: int | None = None,
+    ) -> Branch:
+        """Add a branch with its usage so far; the parent must exist and hold no items.
+
+        `guarantee` and `limit` are devices by kind; a limit may also cover all kinds, under `ALL`.
+        """
+        if weight <= 0:
+            raise ValueError(f"{'/'.join(path)}: weight {weight} is not above 0")
+        parent = self.branches[path[:-1]]
+        parent.inner = True
+        parent.children += 1
+        branch = self.branches[path] = Branch(path, parent)
+        branch.weight, branch.faded, branch.since = weight, faded, self._integral
+        branch.guarantee, branch.limit, branch.most_running = guarantee, limit, most_running
+        return branch
+
+    def usage(self, branch: Branch) -> int:
+        """Return the branch's faded usage now, with what running tasks have added."""
+        if not branch.rate:
+            return branch.faded
+        return branch.faded + branch.rate * (self._integral - branch.since)
+
+    def score(self, branch: Branch, extra: int = 0, *, kind: str = "") -> int:
+        """Return how well served the branch is, or would be with `extra` usage; lower goes first.
+
+        In a comparison about devices of a `kind` the branch's idle-credit floor counts.
+        """
+        if branch.lifts:
+            extra += branch.lifts.get(kind, 0)
+        if extra:
+            return score(self.usage(branch) + extra, branch.weight)
+        if branch.scored_at < self._tick:
+            branch.scored = (self.usage(branch) << _SCORE_BITS) // branch.weight
+            branch.scored_at = self._tick if branch.rate else _UNTIL_IT_CHANGES
+        return branch.scored
+
+    def lift(self, branch: Branch, kind: str, faded: int) -> None:
+        """Set the idle-credit floor of a branch for a kind; it must not be lower than before."""
+        branch.lifts = {**branch.lifts, kind: faded}
+        for lane, line in branch.lines.items():
+            if lane.kind == kind:
+                line.lift = faded
+        self.version = version = self.version + 1
+        above: Branch | None = branch
+        while above is not None:
+            above.changed = version
+            above = above.parent
+
+    def who_waits(self, branch: Branch, kind: str) -> Iterator[Branch]:
+        """Yield the children that wait for devices of a kind and have room, once for each lane."""
+        for lane, line in branch.lines.items():
+            if lane.kind == kind and line.inner and line.head is not None:
+                entries = chain((line.head,), line.heap or ())
+                yield from (entry[3].branch for entry in entries if _stands(entry))
+
+    def overtakes_s(self, one: Branch, other: Branch, fee_us: int, *, kind: str = "") -> float:
+        """Return when `one` scores higher than `other` with a charge of `fee_us`; now or later.
+
+        Usage grows with q = 2^(t / half-life), and so does the fee.  The scores cross where q - 1 =
+        (other's + fee - one's) / (how much faster one's grows).  Infinity if they never cross.
+        """
+        own, others = (
+            self._now_us(self.usage(branch) + branch.lifts.get(kind, 0)) for branch in (one, other)
+        )
+        behind = (others + fee_us) * one.weight - own * other.weight
+        faster = one.rate * other.weight - other.rate * one.weight
+        if behind < 0:
+            return self.now_s
+        if self._half_life_s <= 0:
+            return self.now_s + behind / faster / 1e6 if faster > 0 else math.inf
+        mean_us = self._half_life_s * 1e6 / math.log(2)
+        faster_each_q = mean_us * faster - fee_us * one.weight
+        if faster_each_q <= 0:
+            return math.inf
+        return self.now_s + self._half_life_s * math.log1p(behind / faster_each_q) / math.log(2)
+
+    def accrued_s(self, faded: int) -> float:
+        """Return when a branch that runs at cost 1 will have used `faded` more."""
+        if self._half_life_s <= 0:
+            return self.now_s + faded / (1 << FIXED_POINT_BITS) / 1e6
+        mean_us = self._half_life_s * 1e6 / math.log(2)
+        growth = self._now_us(faded) / mean_us
+        return self.now_s + self._half_life_s * math.log1p(growth) / math.log(2)
+
+    def _now_us(self, faded: int) -> float:
+        """Return the decayed device-microseconds of a faded sum now; 0 if all is faded.
+
+        Both integers may be far larger than any float; their quotient is not.
+        """
+        return (faded << max(0, -self._doublings)) / (self._mantissa << max(0, self._doublings))
+
+    def charge(self, branch: Branch, faded: int) -> None:
+        """Book usage to the branch and those above it; a negative charge is a refund."""
+        if not faded:
+            return
+        self.version = version = self.version + 1
+        above: Branch | None = branch
+        while above is not None:
+            above.faded += faded
+            above.scored_at = -1
+            above.changed = version
+            above = above.parent
+        if faded < 0:
+            self.refresh(branch)
+
+    def accrue(self, branch: Branch, rate: int, *, from_s: float | None = None) -> None:
+        """Change by `rate`, in µs per µs, what the branch uses, from now on or since `from_s`."""
+        missed = 0
+        if from_s is not None and from_s < self.now_s:
+            then = _integral(from_s - self._since_s, self._half_life_s)
+            missed = rate * (self._integral - then)
+        self.version = version = self.version + 1
+        above: Branch | None = branch
+        while above is not None:
+            above.faded = self.usage(above) + missed
+            above.since = self._integral
+            above.rate += rate
+            above.scored_at = -1
+            above.changed = version
+            above = above.parent
+        if missed < 0:
+            self.refresh(branch)
+
+    def hold(self, branch: Branch, lane: Lane, sign: int = 1) -> None:
+        """Count the devices that a lane needs as held; with `sign` -1, as released."""
+        self.version += 1
+        above: Branch | None = branch
+        narrow = False
+        while above is not None:
+            above.held[lane.kind] += sign * lane.width
+            above.held[ALL] += sign * lane.width
+            above.running += sign
+            narrow |= bool(above.guarantee or above.limit or above.most_running is not None)
+            above = above.parent
+        if narrow:
+            self.refresh(branch)
+
+    def grow(self, branch: Branch, kind: str, devices: int) -> None:
+        """Count devices held beyond the need; no order and no room depends on them."""
+        self.version += 1
+        above: Branch | None = branch
+        while above is not None:
+            grown = Counter(above.grown)
+            grown[kind] += devices
+            grown[ALL] += devices
+            above.grown = +grown
+            above = above.parent
+
+    def refresh(self, branch: Branch) -> None:
+        """Update the keys of a branch and those above it after a change that may lower them."""
+        self.version = version = self.version + 1
+        below = branch
+        while below.parent is not None:
+            below.changed = version
+            for line in below.lines.values():
+                self._place(line)
+            below = below.parent
+
+    # --- items ---
+
+    def push(
+        self,
+        path: Path,
+        item: Item,
+        *,
+        lane: Lane,
+        id: str,
+        priority: int,
+        submitted_s: float,
+        returns: bool = False,
+    ) -> None:
+        """Let an item wait at the end of a path; it must not wait yet.
+
+        `returns` says that the item was preempted: its branches never stopped waiting.
+        """
+        line = self._line(self.branches[path], lane, returns)
+        self._serial += 1
+        entry = (-priority, 0, submitted_s, id, self._serial, item, line)
+        line.append(entry)
+        line.below += 1
+        self._where[id] = entry
+        if line.head is entry:
+            self.version += 1
+            self._settle(line)
+
+    def drop(self, id: str) -> Item | None:
+        """Remove a waiting item and return it; None if it does not wait."""
+        entry = self._where.get(id)
+        if entry is None:
+            return None
+        line: _Line = entry[6]
+        self.version += 1
+        del self._where[id]
+        line.below -= 1
+        if not line.below:
+            self._unlink(line)
+        elif line.head is entry:
+            self._behead(line)
+            if line.head[2] < entry[2]:
+                self._settle(line)
+            else:
+                self._doubt(line)
+        else:
+            line.stale += 1
+            if line.stale > line.below + _SLACK:
+                line.keep(self._waits)
+        item: Item = entry[5]
+        return item
+
+    def take(self, id: str, faded: int) -> Item | None:
+        """`drop` an item and `charge` its branch in one step; None if it does not wait.
+
+        If the item was first, its branches are put where they now belong, so that the next `first`
+        finds its pick on top.
+        """
+        entry = self._where.pop(id, None)
+        if entry is None:
+            return None
+        line: _Line = entry[6]
+        queue = line.queue
+        if faded > 0 and line.head is entry and queue and not (line.heap or line.stale):
+            line.below -= 1
+            line.head = queue.popleft()
+            self._charge_first(line, faded)
+        else:
+            self._where[id] = entry
+            self.charge(line.branch, faded)
+            self.drop(id)
+        item: Item = entry[5]
+        return item
+
+    def first(self, lanes: Collection[Lane]) -> tuple[Branch, Lane, Item] | None:
+        """Return the item that goes next among those waiting in these lanes; it keeps its place."""
+        return self.first_below(self.root, lanes)
+
+    def first_below(
+        self, branch: Branch, lanes: Collection[Lane]
+    ) -> tuple[Branch, Lane, Item] | None:
+        """Return the item that goes next below a branch; the branch itself may be at its limits.
+
+        A branch that goes first by its guarantee does so only with lanes that keep it within the
+        guarantee.
+        """
+        lines = branch.lines
+        if len(lines) == 1:
+            (line,) = lines.values()
+            return self._first_in(line) if line.lane in lanes else None
+        found = [lines.get(lane) for lane in lanes]
+        open_ = [line for line in found if line is not None and self._top(line) is not None]
+        self._led, self._led_at = (led := list[_Line]()), self.version
+        while len(open_) > 1:
+            best = min(line.head for line in open_)
+            if not branch.inner:
+                return branch, best[6].lane, best[5]
+            led.append(best[3])
+            branch = best[3].branch
+            open_ = self._open_below(branch, open_, borrows=best[0])
+        return self._first_in(open_[0]) if open_ else None
+
+    def led(self) -> list[Item]:
+        """Return for each branch above the last `first` the item that made the branch go first.
+
+        The item may differ from the one picked, and be in another lane.
+        """
+        return [self._head(line) for line in self._led] if self._led_at == self.version else []
+
+    def _head(self, line: _Line) -> Item:
+        while line.inner:
+            line = line.head[3]
+        item: Item = line.head[5]
+        return item
+
+    def _first_in(self, line: _Line) -> tuple[Branch, Lane, Item] | None:
+        """Return the first item below a line; if its head is right, all heads below are right."""
+        if self._top(line) is None:
+            return None
+        while line.inner:
+            line = line.head[3]
+        return line.branch, line.lane, line.head[5]
+
+    def _open_below(self, branch: Branch, above: list[_Line], *, borrows: bool) -> list[_Line]:
+        """Return the lines of a branch that may go first, among the lanes of the lines above."""
+        narrow = branch.guarantee or branch.limit or branch.most_running is not None
+        open_ = []
+        for wide in above:
+            line, lane = branch.lines.get(wide.lane), wide.lane
+            if line is None:
+                continue
+            if narrow and not (branch.room(lane) and branch.borrows(lane) == borrows):
+                continue
+            if self._top(line) is not None:
+                open_.append(line)
+        return open_
+
+    def heads(self, branch: Branch, lane: Lane) -> Iterator[tuple[Branch, Lane, Item]]:
+        """Yield the items that may become first below a branch by the mere passing of time.
+
+        They are the first item of each child with growing usage, and the first item of the least
+        served of the other children, as the order of those does not change.  The first of all comes
+        first.
+        """
+        line = branch.lines.get(lane)
+        if line is None or not line.inner or self._top(line) is None:
+            return
+        heap = line.heap or []
+        # (key, index in the heap or _RIGHT)
+        frontier = [(line.head, _RIGHT), *((entry, 0) for entry in heap[:1])]
+        heapify(frontier)
+        while frontier:
+            entry, at = heappop(frontier)
+            child: _Line = entry[3]
+            if at == _RIGHT:
+                while child.inner:
+                    child = child.head[3]
+                yield child.branch, child.lane, child.head[5]
+                if not entry[3].branch.rate:
+                    return
+                continue
+            for below in (2 * at + 1, 2 * at + 2):
+                if below < len(heap):
+                    heappush(frontier, (heap[below], below))
+            if child.entry is entry and (key := self._key(child)) is not None:
+                heappush(frontier, (key, _RIGHT))
+
+    def lowest(self, branch: Branch, lane: Lane) -> list[tuple[bool, int, Branch]]:
+        """Return the lowest key as `keys` does, and a second key that may be too low.
+
+        No other child has a key below the second.
+        """
+        line = branch.lines.get(lane)
+        if line is None or not line.inner or self._top(line) is None:
+            return []
+        entries = (line.head, line.heap[0]) if line.heap else (line.head,)
+        return [(entry[0], entry[1], entry[3].branch) for entry in entries]
+
+    def keys(self, branch: Branch, lane: Lane) -> Iterator[tuple[bool, int, Branch]]:
+        """Yield (does it borrow, its score, itself) for each waiting child with room."""
+        line = branch.lines.get(lane)
+        if line is None or not line.inner or line.head is None:
+            return
+        for entry in (line.head, *(line.heap or ())):
+            child: _Line = entry[3]
+            if child.entry is entry and (key := self._key(child)) is not None:
+                yield key[0], key[1], child.branch
+
+    def _line(self, branch: Branch, lane: Lane, returns: bool) -> _Line:
+        line = branch.lines.get(lane)
+        if line is None:
+            above = None if branch.parent is None else self._line(branch.parent, lane, returns)
+            if not branch.in_line(lane.kind):
+                self._come(branch, lane.kind, returns)
+            line = branch.lines[lane] = _Line(branch, lane, above)
+            if above is not None:
+                above.below += 1
+        return line
+
+    def _come(self, branch: Branch, kind: str, returns: bool) -> None:
+        if (branch, kind) in self.left:
+            del self.left[branch, kind]
+        elif not returns:
+            self.came[branch, kind] = None
+
+    def _gone(self, branch: Branch, kind: str) -> None:
+        if (branch, kind) in self.came:
+            del self.came[branch, kind]
+        else:
+            self.left[branch, kind] = None
+
+    def _behead(self, line: _Line) -> None:
+        """Remove the first item, which the line no longer counts, and stale entries behind it."""
+        line.behead()
+        while line.stale and not self._waits(line.head):
+            line.stale -= 1
+            line.behead()
+
+    def _waits(self, entry: Any) -> bool:
+        return self._where.get(entry[3]) is entry
+
+    # --- keys ---
+
+    def _charge_first(self, line: _Line, faded: int) -> None:
+        """Charge the branches from a line up, and set new keys where they are first.
+
+        Every score grows, so no key becomes lower, and branches with running tasks may be left as
+        they are.  A charge does not touch the rest of a key.
+        """
+        self.version = version = self.version + 1
+        head, above = line.head, line.above
+        while above is not None:
+            branch, entry = line.branch, line.entry
+            branch.faded = used = branch.faded + faded
+            if head is None or entry is not above.head or branch.rate:
+                branch.scored_at, head = -1, None
+            elif above.below == 1:
+                branch.scored_at = -1  # without siblings the key may be left too low
+            else:
+                branch.scored = key = (used << _SCORE_BITS) // branch.weight
+                if line.lift:
+                    key = ((used + line.lift) << _SCORE_BITS) // branch.weight
+                line.entry = entry = (entry[0], key, head[2], line)
+                line.right = version
+                heap = above.heap
+                above.head = head = heappushpop(heap, entry) if heap else entry
+                if head is not entry and above.above is not None:
+                    head = self._top(above)
+            branch.changed = version
+            line, above = above, above.above
+        root = line.branch
+        root.faded += faded
+        root.changed = version
+        root.scored_at = -1
+
+    def _settle(self, line: _Line) -> None:
+        """Correct the keys of a line that has a new first entry, and of the lines above."""
+        above: _Line | None = line
+        while above is not None:
+            self._place(above)
+            above = above.above
+
+    def _doubt(self, line: _Line) -> None:
+        """Note that the keys of a line and of those above may have grown."""
+        above: _Line | None = line
+        while above is not None:
+            above.right = -1
+            above = above.above
+
+    def _unlink(self, line: _Line) -> None:
+        """Remove an empty line, and lines above that are empty without it."""
+        above: _Line | None = line
+        while above is not None:
+            branch = above.branch
+            del branch.lines[above.lane]
+            if not branch.in_line(above.lane.kind):
+                self._gone(branch, above.lane.kind)
+            above.entry = None
+            above = above.above
+            if above is not None:
+                above.below -= 1
+                if above.below:
+                    self._settle(above)
+                    return
+
+    def _place(self, line: _Line) -> None:
+        """Correct a line's key in the heap above, if the key became lower or is on top there."""
+        above, old = line.above, line.entry
+        if above is None:
+            return
+        new = self._key(line)
+        line.right = self.version
+        if new is None:
+            line.entry, line.right = None, -1
+        elif old is not None and above.head is old:
+            line.entry = new
+            above.replace_head(new)
+        elif old is None or new < old:
+            line.entry = new
+            above.push(new)
+            if above.heap and len(above.heap) > 2 * above.below + _SLACK:
+                self._top(above)
+                above.keep(_stands)
+        else:
+            line.right = -1  # the entry is too low; it is corrected when it comes to the top
+
+    def _key(self, line: _Line) -> Any:
+        """Return a line's entry as it is now; None if the branch has no room."""
+        top, branch, lane = self._top(line), line.branch, line.lane
+        if top is None or not branch.room(lane):
+            return None
+        return branch.borrows(lane), self.score(branch, kind=lane.kind), top[2], line
+
+    def _top(self, line: _Line) -> Any:
+        """Return the corrected head of a line; None if there is none."""
+        entry = line.head
+        while entry is not None and line.inner:
+            child: _Line = entry[3]
+            branch, right = child.branch, child.right
+            if child.entry is not entry:
+                line.behead()
+            elif right >= branch.changed and (right >= self._ticked or not branch.rate):
+                return entry
+            else:
+                child.entry = key = self._key(child)
+                if key is None:
+                    child.right = -1
+                    line.behead()
+                else:
+                    child.right = self.version
+                    line.replace_head(key)
+            entry = line.head
+        return entry
+
+
+def _stands(entry: Any) -> bool:
+    """True if the entry of a line is not stale."""
+    return entry[3].entry is entry

@@ -1,0 +1,379 @@
+"""The states of a datablock's copies, as one table: "a STATE copy that sees MOVE becomes ...".
+
+A datablock is immutable: a new version is another datablock.  A copy is one place where it lies: a
+device's memory, a host's memory, a disk, the store.  Two rules hold between its copies.  At most
+one is `exclusive`, and then none is `shared`.  While the block is needed, a whole copy lies
+somewhere or the tasks that made it can run again.  Only the methods of `Datablock` move copies, and
+they keep the first rule; `check` reports breaches of both.
+
+A block has one count of references for all copies: readers that have not run yet, and holders of
+its name.  At zero, all of its copies may go.
+
+This module also computes which copies give way when memory is short, which tasks must run again
+when copies are lost, and planned bytes against moved ones.  It moves nothing; `workers` do that.
+
+`python -m app.core.model.datablock` prints the table, for docs/graphs.md.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+
+class State(StrEnum):
+    absent = "absent"
+    in_flight = "in_flight"  # memory is reserved; the block is on its way, or being computed
+    exclusive = "exclusive"  # whole, and the only whole copy
+    shared = "shared"  # whole, as are other copies
+    spilled = "spilled"  # moved to a slower place, to come back here
+    invalid = "invalid"  # the memory is held, but no longer contains this block
+    lost = "lost"  # the place died, and the copy with it
+
+
+class Move(StrEnum):
+    """A change of one copy."""
+
+    Expect = "Expect"
+    Made = "Made"
+    Arrived = "Arrived"
+    Joined = "Joined"
+    Alone = "Alone"
+    Spill = "Spill"
+    Overwrite = "Overwrite"
+    Drop = "Drop"
+    Fail = "Fail"
+    Lose = "Lose"
+
+
+# Made and Arrived both end a transfer: Made as the only whole copy, Arrived as one of several.
+# Joined and Alone follow from changes of other copies.  Overwrite hands a copy's memory to the
+# block that an in-out port writes.
+COPY: dict[str, dict[str, str]] = {
+    "absent": {"Expect": "in_flight"},
+    "in_flight": {"Made": "exclusive", "Arrived": "shared", "Fail": "absent", "Lose": "lost"},
+    "exclusive": {
+        "Joined": "shared",
+        "Overwrite": "invalid",
+        "Drop": "absent",
+        "Lose": "lost",
+    },
+    "shared": {
+        "Alone": "exclusive",
+        "Spill": "spilled",
+        "Overwrite": "invalid",
+        "Drop": "absent",
+        "Lose": "lost",
+    },
+    "spilled": {"Expect": "in_flight", "Drop": "absent", "Lose": "lost"},
+    "invalid": {"Expect": "in_flight", "Drop": "absent", "Lose": "lost"},
+    "lost": {"Expect": "in_flight", "Drop": "absent"},
+}
+
+WHOLE = frozenset({State.exclusive, State.shared})
+HOLDS_MEMORY = WHOLE | {State.in_flight, State.invalid}
+
+
+class IllegalMove(Exception):
+    """The copy's state does not allow the move."""
+
+    def __init__(self, block: str, place: str, state: str, move: str) -> None:
+        self.block, self.place, self.state, self.move = block, place, state, move
+        expected = ", ".join(COPY[state]) or "nothing more"
+        super().__init__(
+            f"the copy of {block} on {place} is {state}, got {move}, expected {expected}"
+        )
+
+
+class StillNeeded(Exception):
+    """The last whole copy of a block was to be dropped while the block is still needed."""
+
+    def __init__(self, block: str, place: str, refs: int) -> None:
+        self.block, self.place, self.refs = block, place, refs
+        super().__init__(
+            f"{place} holds the last whole copy of {block}, which {refs} still need: "
+            "spill it, or release it first"
+        )
+
+
+class Gone(Exception):
+    """A block is needed, no whole copy of it is left, and no task of the graph makes it."""
+
+    def __init__(self, block: str) -> None:
+        self.block = block
+        super().__init__(f"no copy of {block} is left and nothing can make it again: upload it")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Datablock:
+    """One datablock: its size, its reference count, and the state of its copy at each place.
+
+    `refs` counts readers that have not run and holders of its name.  A place that is not in
+    `copies` has no copy.  `recipe`: tasks can make the block again.
+    """
+
+    id: str
+    bytes: int
+    refs: int = 0
+    recipe: bool = False
+    copies: Mapping[str, State] = field(default_factory=dict)
+
+    def state(self, place: str) -> State:
+        return self.copies.get(place, State.absent)
+
+    @property
+    def whole(self) -> tuple[str, ...]:
+        """The places from which the block can be read, by name."""
+        return tuple(sorted(place for place, state in self.copies.items() if state in WHOLE))
+
+    @property
+    def free(self) -> bool:
+        """True if no reader or holder is left, so that all copies may go."""
+        return self.refs == 0
+
+    def held_bytes(self, place: str) -> int:
+        return self.bytes if self.state(place) in HOLDS_MEMORY else 0
+
+    def took(self, more: int = 1) -> Datablock:
+        """Count `more` readers or holders."""
+        return replace(self, refs=self.refs + more)
+
+    def released(self, fewer: int = 1) -> Datablock:
+        """Count off `fewer` readers or holders; raises ValueError if there are fewer than that."""
+        if fewer > self.refs:
+            raise ValueError(f"{self.id} is needed by {self.refs}, {fewer} cannot let go of it")
+        return replace(self, refs=self.refs - fewer)
+
+    def expect(self, place: str) -> Datablock:
+        """Record that memory at `place` is reserved and the bytes are requested."""
+        return self._moved(place, Move.Expect)
+
+    def landed(self, place: str) -> Datablock:
+        """Record that the bytes are whole at `place`; an `exclusive` copy becomes `shared`."""
+        others = self.whole
+        if not others:
+            return self._moved(place, Move.Made)
+        return self._moved(place, Move.Arrived)._follow(others, State.exclusive, Move.Joined)
+
+    def failed(self, place: str) -> Datablock:
+        """Record that the transfer to `place` was given up."""
+        return self._moved(place, Move.Fail)
+
+    def spilled(self, place: str) -> Datablock:
+        """Move the copy at `place` to a slower place, to come back; another must be whole."""
+        return self._moved(place, Move.Spill)._settled()
+
+    def dropped(self, place: str) -> Datablock:
+        """Free the copy at `place`; raises StillNeeded for the last whole copy if needed."""
+        if self.refs and self.whole == (place,):
+            raise StillNeeded(self.id, place, self.refs)
+        return self._moved(place, Move.Drop)._settled()
+
+    def overwritten(self, place: str) -> Datablock:
+        """Give the memory of the copy at `place` to the next version that an in-out port writes.
+
+        The port's own read is one of `refs`.  If others need the only whole copy, this raises
+        StillNeeded: the block must be copied instead.
+        """
+        if self.refs > 1 and self.whole == (place,):
+            raise StillNeeded(self.id, place, self.refs - 1)
+        return self._moved(place, Move.Overwrite)._settled()
+
+    def lost(self, places: Iterable[str]) -> Datablock:
+        """Record that these places died, with their copies."""
+        block = self
+        for place in sorted(set(places) & set(self.copies)):
+            if "Lose" in COPY[block.state(place)]:
+                block = block._moved(place, Move.Lose)
+        return block._settled()
+
+    def _settled(self) -> Datablock:
+        """Adjust the other copies after one went.
+
+        A single whole copy becomes exclusive.  Without any whole copy, spilled copies are dropped.
+        """
+        if not self.whole:
+            return self._follow(self.copies, State.spilled, Move.Drop)
+        return self._follow(self.whole, State.shared, Move.Alone) if len(self.whole) == 1 else self
+
+    def _follow(self, places: Iterable[str], state: State, move: Move) -> Datablock:
+        block = self
+        for place in places:
+            if block.state(place) == state:
+                block = block._moved(place, move)
+        return block
+
+    def _moved(self, place: str, move: Move) -> Datablock:
+        state = self.state(place)
+        if move not in COPY[state]:
+            raise IllegalMove(self.id, place, state, move)
+        copies = {**self.copies, place: State(COPY[state][move])}
+        if copies[place] == State.absent:
+            del copies[place]
+        return replace(self, copies=copies)
+
+
+def check(block: Datablock) -> tuple[str, ...]:
+    """Report, in sentences, which rules the copies of a block break; empty if none."""
+    states = Counter(block.copies.values())
+    faults = []
+    if states[State.exclusive] > 1 or (states[State.exclusive] and states[State.shared]):
+        faults.append(f"{block.id} has an only copy beside others: {dict(block.copies)}")
+    if states[State.shared] == 1:
+        faults.append(f"{block.id} has one shared copy alone: {dict(block.copies)}")
+    readable = block.whole or states[State.in_flight] or block.recipe
+    if block.refs and not readable:
+        faults.append(f"{block.refs} need {block.id}, which lies nowhere and cannot be made")
+    if states[State.spilled] and not block.whole:
+        faults.append(f"{block.id} was put aside, and is nowhere")
+    return tuple(faults)
+
+
+# --- eviction -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A copy that may give way at a place.
+
+    `next_use` is the position in the plan of the next task that reads the block here; None if no
+    task does.  `clean`: the block is whole elsewhere too, or not needed, so dropping the copy loses
+    nothing.
+    """
+
+    block: str
+    bytes: int
+    next_use: int | None
+    clean: bool
+
+
+def victims(held: Iterable[Held], need_bytes: int) -> tuple[Held, ...]:
+    """Return the copies to drop, in order, to free `need_bytes`; all of them if that is too little.
+
+    The order follows the known plan (Belady 1966): copies never used here again go first, then
+    those used farthest in the future.  Among equals clean copies go first, then large ones.  Copies
+    that turn out not to be needed for the sum stay.
+    """
+    chosen, freed = list[Held](), 0
+    for copy in sorted(held, key=_farthest):
+        if freed >= need_bytes:
+            break
+        chosen.append(copy)
+        freed += copy.bytes
+    for copy in reversed(chosen[:-1]):
+        if freed - copy.bytes >= need_bytes:
+            chosen.remove(copy)
+            freed -= copy.bytes
+    return tuple(chosen)
+
+
+def _farthest(copy: Held) -> tuple[int, int, bool, int, str]:
+    never = copy.next_use is None
+    return (not never, -(copy.next_use or 0), not copy.clean, -copy.bytes, copy.block)
+
+
+# --- what must run again ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cone:
+    """Tasks that must run again, in a possible order, and the blocks that they make anew."""
+
+    tasks: tuple[str, ...] = ()
+    blocks: frozenset[str] = frozenset()
+
+
+def cone(
+    wanted: Iterable[str],
+    *,
+    whole: frozenset[str],
+    maker: Mapping[str, str],
+    reads: Mapping[str, tuple[str, ...]],
+) -> Cone:
+    """Return the smallest set of finished tasks that makes the wanted blocks whole again.
+
+    `whole` are the blocks that lie somewhere, `maker` the task that wrote each block, `reads` the
+    blocks that each task reads.  The set is the smallest because a block has one maker, so each
+    task in it has to run.  Raises Gone for a block that no task makes.
+    """
+    blocks, again, entered = set[str](), list[str](), set[str]()
+    todo = [(block, False) for block in sorted(set(wanted) - whole, reverse=True)]
+    while todo:  # depth first: a task follows the makers of what it reads
+        block, met = todo.pop()
+        if met:
+            again.append(maker[block])
+            continue
+        blocks.add(block)
+        if block not in maker:
+            raise Gone(block)
+        if maker[block] in entered:
+            continue
+        entered.add(maker[block])
+        todo.append((block, True))
+        needed = reads[maker[block]]
+        todo += [(other, False) for other in reversed(needed) if other not in whole]
+    return Cone(tasks=tuple(again), blocks=frozenset(blocks))
+
+
+# --- planned against moved ----------------------------------------------------------------------
+
+Way = tuple[str, str, str]  # block, from, to
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """Bytes by way (block, from, to): as planned, and as measured when they were moved.
+
+    A tenant is charged `moved_bytes`.  In a run without losses both tables are equal.
+    """
+
+    planned: Mapping[Way, int] = field(default_factory=dict)
+    moved: Mapping[Way, int] = field(default_factory=dict)
+
+    @property
+    def planned_bytes(self) -> int:
+        return sum(self.planned.values())
+
+    @property
+    def moved_bytes(self) -> int:
+        return sum(self.moved.values())
+
+    def counting(self, moved: Iterable[tuple[Way, int]]) -> Account:
+        """Add bytes that were moved now; a way may occur several times."""
+        count = Counter(self.moved)
+        for way, bytes_ in moved:
+            count[way] += bytes_
+        return replace(self, moved=dict(count))
+
+    def differences(self) -> tuple[str, ...]:
+        """Return a sentence for each way whose moved bytes differ from the planned ones."""
+        ways = sorted({*self.planned, *self.moved})
+        pairs = ((way, self.planned.get(way, 0), self.moved.get(way, 0)) for way in ways)
+        return tuple(
+            f"{block} from {source} to {target}: {planned} bytes planned, {moved} moved"
+            for (block, source, target), planned, moved in pairs
+            if planned != moved
+        )
+
+
+def account(planned: Iterable[tuple[Way, int]]) -> Account:
+    """Return an account of the planned bytes, with nothing moved yet."""
+    count = Counter[Way]()
+    for way, bytes_ in planned:
+        count[way] += bytes_
+    return Account(planned=dict(count))
+
+
+def table() -> str:
+    """Return the table as Markdown, one row per state, one column per move."""
+    rows = [["state", *Move], ["---"] * (len(Move) + 1)]
+    rows += [[state, *(COPY[state].get(move, "·") for move in Move)] for state in State]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+if __name__ == "__main__":
+    import sys
+
+    sys.stdout.write(table() + "\n")

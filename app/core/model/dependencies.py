@@ -1,0 +1,214 @@
+"""The tasks of a request as a graph: checks it, orders it, and tells if it can ever run here.
+
+Nodes are tasks.  An edge is a start condition: `after` (order only) or an input (order and data).
+This module knows no time and no devices at work; `core.scheduling.cycle` finds out when an edge is
+met.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from app.core.model.descriptor import Descriptor, Fault, TaskDescriptor, near_name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """One edge into a task: the task starts when `task` is done; `port` takes its `output`.
+
+    `port` and `output` are "" for an edge of `after`.  The task need not wait for an input that may
+    come `late`: a leg of a graph may already run when the input arrives.
+    """
+
+    task: str
+    port: str = ""
+    output: str = ""
+    late: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Alike:
+    """A number of devices of one host with equal memory."""
+
+    island: str
+    host: str
+    memory_bytes: int
+    devices: int
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """The devices of one kind in a deployment, or in one of its islands."""
+
+    alike: tuple[Alike, ...]
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of the largest device, in bytes; 0 if there is none."""
+        return max((some.memory_bytes for some in self.alike), default=0)
+
+    def by_island(self, memory_bytes: int) -> Counter[str]:
+        """Count the devices with at least `memory_bytes`, per island."""
+        return self._counted(memory_bytes, lambda some: some.island)
+
+    def together(self, memory_bytes: int) -> int:
+        """Return the most devices with at least `memory_bytes` that lie on one host."""
+        return max(self._counted(memory_bytes, lambda some: some.host).values(), default=0)
+
+    def _counted(self, memory_bytes: int, by: Callable[[Alike], str]) -> Counter[str]:
+        found = Counter[str]()
+        for some in self.alike:
+            if some.memory_bytes >= memory_bytes:
+                found[by(some)] += some.devices
+        return found
+
+
+def needs(descriptor: Descriptor) -> dict[str, tuple[Need, ...]]:
+    """Return the edges into each task, those of `after` first; datablocks make no edges."""
+    return {task.name: tuple(need for _, need in _edges(task)) for task in descriptor.tasks}
+
+
+def order(descriptor: Descriptor) -> tuple[str, ...]:
+    """Return the tasks in an order in which each follows what it needs, without tasks in cycles.
+
+    Tasks that may go in any order stand as written.
+    """
+    waits = {
+        name: {need.task for need in edges if not need.late}
+        for name, edges in needs(descriptor).items()
+    }
+    wanted_by: dict[str, list[str]] = {name: [] for name in waits}
+    for name, needed in waits.items():
+        for other in needed:
+            wanted_by.setdefault(other, []).append(name)
+    ready = [name for name in waits if not waits[name]]
+    for name in ready:  # grows during the iteration
+        for follower in wanted_by[name]:
+            waits[follower].discard(name)
+            if not waits[follower]:
+                ready.append(follower)
+    return tuple(ready)
+
+
+# --- soundness ----------------------------------------------------------------------------------
+
+
+def check(descriptor: Descriptor) -> tuple[Fault, ...]:
+    """Report unknown tasks and outputs, or else a cycle; empty if the graph is sound."""
+    tasks = {task.name: task for task in descriptor.tasks}
+    faults = [fault for n, task in enumerate(descriptor.tasks) for fault in _loose(n, task, tasks)]
+    return tuple(faults) or tuple(_cycle(descriptor))
+
+
+def _edges(task: TaskDescriptor) -> Iterator[tuple[str, Need]]:
+    """Yield (pointer below the task, edge)."""
+    for n, name in enumerate(task.start.after):
+        yield f"start/after/{n}", Need(task=name)
+    late = (task.run.part or {}).get("late", ())
+    for port, source in task.inputs.items():
+        if source.kind == "task":
+            need = Need(task=source.name, port=port, output=source.output, late=port in late)
+            yield f"inputs/{port}", need
+
+
+def _loose(n: int, task: TaskDescriptor, tasks: Mapping[str, TaskDescriptor]) -> Iterator[Fault]:
+    """Yield faults for edges of the n-th task that lead to no task or output."""
+    for where, need in _edges(task):
+        pointer = f"/tasks/{n}/{where}"
+        if need.task == task.name:
+            yield Fault(pointer, f"{task.name!r} needs itself", "cycle")
+        elif need.task not in tasks:
+            hint = _hint(need.task, tasks)
+            yield Fault(pointer, f"this request has no task {need.task!r}{hint}", "unknown-task")
+        elif need.port and need.output not in tasks[need.task].outputs:
+            hint = _hint(need.output, tasks[need.task].outputs)
+            told = f"task {need.task!r} does not name {need.output!r} in its outputs{hint}"
+            yield Fault(pointer, told, "unknown-output")
+
+
+def _hint(word: str, known: Mapping[str, object] | tuple[str, ...]) -> str:
+    near = near_name(word, known)
+    return f"; did you mean {near!r}?" if near else ""
+
+
+def _cycle(descriptor: Descriptor) -> Iterator[Fault]:
+    """Yield a fault that names one cycle, if there is any.
+
+    It is found by walking back along needs that `order` leaves out.
+    """
+    sound = set(order(descriptor))
+    edges = needs(descriptor)
+    stuck = [task.name for task in descriptor.tasks if task.name not in sound]
+    if not stuck:
+        return
+    path = [stuck[0]]
+    while path[-1] not in path[:-1]:
+        waits = (need.task for need in edges[path[-1]] if not need.late)
+        path.append(next(task for task in waits if task not in sound))
+    ring = path[path.index(path[-1]) :]
+    n = next(n for n, task in enumerate(descriptor.tasks) if task.name == ring[0])
+    yield Fault(f"/tasks/{n}", f"a cycle of needs: {' needs '.join(ring)}", "cycle")
+
+
+# --- feasibility --------------------------------------------------------------------------------
+
+RANKS_ON_A_DEVICE = 64
+PARTING = ("job", "graph")  # what may run on several devices
+
+
+def unsatisfiable(descriptor: Descriptor, kinds: Mapping[str, Offer]) -> tuple[Fault, ...]:
+    """Report what can never run in a deployment that offers `kinds`, and what is not built yet."""
+    return tuple(
+        Fault(f"/tasks/{n}/{where}", told, "unsatisfiable")
+        for n, task in enumerate(descriptor.tasks)
+        for where, told in (*_too_much(task, kinds), *_not_yet(task))
+    )
+
+
+def _too_much(task: TaskDescriptor, kinds: Mapping[str, Offer]) -> Iterator[tuple[str, str]]:
+    wanted = task.devices
+    offer = kinds.get(wanted.kind)
+    if offer is None:
+        known = f"there is: {', '.join(sorted(kinds))}" if kinds else "none at all has joined yet"
+        yield "devices/kind", f"there is no device of kind {wanted.kind!r} here; {known}"
+        return
+    if wanted.memory_bytes > offer.memory_bytes:
+        told = f"the largest {wanted.kind} device has {offer.memory_bytes} bytes"
+        yield "devices/memory_bytes", f"{wanted.memory_bytes} bytes are wanted, {told}"
+    else:
+        yield from _too_many(task, offer)
+
+
+def _too_many(task: TaskDescriptor, offer: Offer) -> Iterator[tuple[str, str]]:
+    """Yield a fault if there are too few of the devices that have enough memory."""
+    wanted = task.devices
+    devices = offer.by_island(wanted.memory_bytes)
+    spans = task.islands if task.run.kind == "job" else 1
+    if wanted.min > (most := sum(n for _, n in devices.most_common(spans))):
+        where = "here" if len(devices) == 1 else f"on the largest {_islands(spans)}"
+        told = f"there are {most} {wanted.kind} devices {where}, {wanted.min} are wanted"
+        yield "devices/min", told
+    elif wanted.min > (most := offer.together(wanted.memory_bytes)) and not wanted.across_hosts:
+        told = f"they are to lie on one host, and none has more than {most}"
+        if task.run.kind in PARTING:
+            told += "; with `across_hosts: true` they may lie on several"
+        yield "devices/min", f"{wanted.min} {wanted.kind} devices are wanted; {told}"
+
+
+def _islands(n: int) -> str:
+    return "island" if n == 1 else f"{n} islands"
+
+
+def _not_yet(task: TaskDescriptor) -> Iterator[tuple[str, str]]:
+    if task.devices.across_hosts and task.run.kind not in PARTING:
+        told = f"a {task.run.kind} stays on one host; only jobs and graphs may lie on several"
+        yield "devices/across_hosts", told
+    if task.world_size > RANKS_ON_A_DEVICE:
+        yield "world_size", f"{RANKS_ON_A_DEVICE} ranks at most take turns on one device"
+    if task.world_size > 1 and task.devices.kind != "cpu":
+        yield "world_size", "several ranks take turns on devices of kind 'cpu' only, so far"
+    if task.devices.max > 1 and task.run.kind not in PARTING:
+        told = "the number of devices changes between steps; only jobs and graphs have steps; set 1"
+        yield "devices/max", told

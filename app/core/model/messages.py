@@ -1,0 +1,476 @@
+"""Messages between an island and its devices: orders down, heartbeats up, answers down.
+
+Messages are hints; Postgres is the truth.  Any message may be lost, repeated or late.  Three things
+make that harmless:
+
+* Every order and event carries `(task, epoch, seq)`; a stale or repeated one changes nothing.
+* A heartbeat (`Alive`) is the *whole* truth of a device: every resident it holds, and every event
+  and log line that is not acknowledged yet.  A lost heartbeat only delays these to the next one.
+* The `Answer` to a heartbeat says until when the device may go on (its lease), which events
+  arrived, and which of the named residents belong to an older epoch and must be dropped.
+
+A resident may take the slot only after an answer to a heartbeat *that named it* said "keep", or
+while its Launch is so fresh that the answer could only be "keep".  It steps only until the lease of
+the last answer ends.  So an order that arrives late, or at a device that the island has given up,
+runs nothing: the answer to the first heartbeat that names its resident says "drop".
+(tests/app/scheduling/test_protocol.py finds two devices that run one task if this rule is left
+out.)
+
+All messages are JSON.  `encode` and `decode` are exact inverses.  `decode` rejects names that are
+not well formed, so no later code has to check a name again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from functools import cache
+from typing import Any
+
+from app.core.model import wellformed
+from app.core.model.wellformed import BadMessage
+
+JSON = dict[str, Any]
+
+
+# --- orders, down to one device -----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """`seq` numbers the orders of one epoch of one task from 1; handling one twice is harmless."""
+
+    task: str
+    epoch: int
+    seq: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch(Order):
+    """Give this task the slot: at once if the device is free, else after the paused task has left.
+
+    `images` are checkpoints to resume from, newest first, as `{"sha256", "step", "key"}`.  `key` is
+    the public key of the host that signed the checkpoint.  A device that still holds a paused
+    resident of this task at the newest step resumes from the resident instead.  A device that kept
+    a newer image of the epoch before, of which the island had not heard, resumes from that image.
+
+    `budget_us` is what is left of `max_duration_s`, measured in time on the slot.  Outputs in
+    `publish` are stored as files of tensors (`core.model.tensor_file`), the other outputs as
+    images.
+
+    `seats` counts the gang's slots on each of its hosts, the coordinator host's first.  `host` is
+    the number of this device's host in that list.  On hosts other than the coordinator host the
+    device runs remote ranks and reports nothing of them: the coordinator host does.  `links` is
+    {"secret"}, and for remote ranks also {"home": [address, port]}, with which they join the gang
+    (`workers.transfer.peer_auth`).
+
+    `surely_until_us` is a time of the device's clock, valid for the process `incarnation` only.
+    Until then the island cannot have given the task to another device.  So the order alone gives
+    the task the slot, without waiting for an answer.
+
+    If `beside` is set, other tasks stay on the device, and all of them take turns (`Answer.rota`).
+
+    Inputs that may come late (`core.placement.legs.late`) and do not exist yet are left out.  An
+    input without a `format` is an image; `datablock` is "NAME@VERSION".  Its `copies` are device
+    workers that may still have it: {"place": [address, port], "key"}
+    (`workers.transfer.peer_blocks`).
+    """
+
+    tenant: str
+    run: JSON  # {"job": "module:Class"}, {"function": "module:name"} or {"graph": "sha256:…"}
+    bundle: str  # sha256 of the uploaded code
+    params: JSON
+    inputs: JSON  # port -> {"sha256", "size_bytes", "format"?, "datablock"?, "copies"?}, see above
+    outputs: list[str]
+    world_size: int
+    preset: JSON
+    images: list[JSON]
+    budget_us: int
+    checkpoint_every_s: float
+    memory_bytes: int
+    publish: list[str] = field(default_factory=list)
+    seats: list[int] = field(default_factory=lambda: [1])
+    host: int = 0
+    links: JSON = field(default_factory=dict)
+    incarnation: str = ""
+    surely_until_us: int = 0
+    beside: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pause(Order):
+    """Stop at the next safe point, stage the image in host memory, release the slot.
+
+    If a `successor` is named, the device first lets that task prepare beside this one, so that the
+    slot is empty between them for a short time only.
+    """
+
+    successor: str = ""  # a task that is launched on this device, or ""
+    moves: bool = False  # the task continues on another device, which waits for its image
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Save(Order):
+    """Write a durable checkpoint at the next safe point and continue."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resize(Order):
+    """Let the ranks take turns on `seats` slots, as in a Launch, from the next safe point on.
+
+    The slots are the present one and others that are reserved for the ranks.
+    """
+
+    seats: list[int]
+    links: JSON = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancel(Order):
+    """End at the next safe point, or by force after the grace period; keep nothing."""
+
+
+# --- events, up to the island -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """`seq` numbers the events of one epoch of one task from 1, without gaps.
+
+    `held_us` is how long this epoch has held its slot so far, by the device's own clock.  For
+    `staged_us` of that time the job stood still while its state was copied.
+    """
+
+    task: str
+    epoch: int
+    seq: int
+    step: int
+    held_us: int
+    staged_us: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started(Event):
+    """The job is on the device, with its preset applied and read back; it resumes after `step`."""
+
+    preset: JSON
+    capabilities: list[str]
+    resumed: str  # "fresh", "resident" (never left the device), "image"; "folder" for a command
+    # time that the slot stood empty for the task after the task could have taken it
+    switch_us: int = 0
+    input_bytes: int = 0  # bytes of all inputs
+    fetched_bytes: int = 0  # bytes of the inputs that were read from the store
+    ways: JSON = field(default_factory=dict)  # port -> one of WAYS, by which its input came
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved(Event):
+    """A checkpoint at `step` is durable in the store, which grew by `new_bytes`."""
+
+    sha256: str
+    size_bytes: int
+    took_us: int
+    new_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored(Event):
+    """One output of a leg is durable in the store; `kept` has the form of an output in Finished.
+
+    The leg continues to run.  Tasks that wait for this output only may start.
+    """
+
+    output: str
+    kept: JSON
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Came(Event):
+    """An input that came late has arrived, by one of WAYS."""
+
+    port: str
+    way: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resized(Event):
+    """The ranks are on `seats` slots now; the slots that they left are free.
+
+    If a host could not be reached, `seats` is not what was ordered: then the ranks stay where they
+    were.
+    """
+
+    seats: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paused(Event):
+    """The slot is free; the image at `step` lies in the host memory of this device.
+
+    A leg of a graph leaves its slot by itself when an input that it `lacks` does not arrive.
+    """
+
+    lacks: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished(Event):
+    """The task is done.
+
+    `outputs` is name -> {"sha256", "size_bytes"}, with TensorFile.summary for published outputs.  A
+    command adds ARTIFACTS, if it left any.  `passed` are the copies of blocks between the executors
+    of a graph: {"block", "source", "target", "bytes"}.  `took_ms` is how long each node took, or
+    each of its shards, in the last launch.  `made_bytes` is how large the blocks made in that
+    launch were, with a list counted as a whole.
+    """
+
+    result: JSON
+    outputs: JSON
+    passed: list[JSON] = field(default_factory=list)
+    took_ms: JSON = field(default_factory=dict)
+    made_bytes: JSON = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed(Event):
+    """`cause` is one of CAUSES; `detail` is for the owner: a traceback, a path, a difference.
+
+    `outputs` are the ARTIFACTS of a command that failed by itself, if it left any.
+    """
+
+    cause: str
+    message: str
+    detail: str = ""
+    outputs: JSON = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stopped(Event):
+    """Cancelled as ordered; nothing of the task is left on the device."""
+
+
+#: The files that a command left in its folder `artifacts`; no declared output can have this name.
+ARTIFACTS = "artifacts.zip"
+
+#: The way of an input to its task: already on the host, given by another host, or from the store.
+WAYS = ("here", "host", "store")
+
+#: Cause of a failed attempt -> whether another attempt may help (if `retry.max` permits one).
+CAUSES = {
+    "exception": True,  # the tenant's code raised
+    "exit": True,  # the process ended without a message: killed, out of memory, os._exit
+    "max_duration": False,  # the task held its slot for max_duration_s
+    "uncapturable": False,  # the state cannot be captured, so the task could never be paused
+    "preset": False,  # the device did not take the preset
+    "bundle": False,  # the code could not be loaded
+    "image": True,  # the checkpoint could not be restored; an older one is tried
+    "host": True,  # another host of the gang was lost: retried without using up an attempt
+    "store": True,  # the store did not answer: retried without using up an attempt
+}
+
+
+# --- the heartbeat and its answer ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResidentView:
+    """One job as the device sees it.
+
+    `state` is seating (does not hold the slot yet), running, pausing, paused, stopping or ended.
+    `level` is where the job's memory lies (`workers.device.memory_tiers`).  `on_device_bytes` is
+    the device memory charged to the job, `host_bytes` the host memory of its images.  `lacks` are
+    inputs: the missing input for which the job stands still and whose place the device does not
+    know yet, and the inputs that came straight and are not confirmed yet.  `points` are the metrics
+    of steps before `step`.
+    """
+
+    task: str
+    epoch: int
+    state: str
+    step: int
+    held_us: int
+    order_seq: int  # the highest order of this epoch that the device has handled
+    memory_bytes: int
+    staged_us: int = 0
+    level: str = "device"
+    on_device_bytes: int = 0
+    host_bytes: int = 0
+    lacks: list[str] = field(default_factory=list)
+    metrics: JSON = field(default_factory=dict)
+    points: list[list[Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogLines:
+    """Lines `first`, `first + 1`, ... that this epoch printed; each line is `[stream, text]`."""
+
+    task: str
+    epoch: int
+    first: int
+    lines: list[list[str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alive:
+    """All that a device holds, at this instant of its own monotonic clock.
+
+    `incarnation` names the device worker's process and sorts after those of all processes before
+    it.  `facts` describe the device: host, island, kind, threads, memory_bytes, sandbox, torch.
+    `ahead` are the images of expected tasks that are here: {"task", "sha256", "bytes", "us"};
+    `bytes` had to be fetched for the image, which took `us`.  Other hosts reach the device worker
+    at `links`, [address, port].  `secret` opens the blocks that it gives
+    (`workers.transfer.peer_blocks`).  `hung` are [task, epoch] with which the process before was
+    busy when its supervisor hung (`workers.device.hung`).
+    """
+
+    device: str
+    incarnation: str
+    sent_us: int
+    facts: JSON
+    residents: list[ResidentView]
+    events: list[Event]
+    logs: list[LogLines]
+    ahead: list[JSON] = field(default_factory=list)
+    links: list[Any] = field(default_factory=list)
+    secret: str = ""
+    hung: list[Any] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """A late input of a task is durable now; `source` describes it as a Launch would.
+
+    The message is sent as soon as the input is recorded, and in answers as long as the task lacks
+    it.
+    """
+
+    task: str
+    epoch: int
+    port: str
+    source: JSON
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """Names outputs of a running leg that running legs on other hosts lack.
+
+    The device worker sends such an output straight to those hosts when it is made, before it is
+    durable (`workers.transfer.peer_blocks`).  `takers` are [{"output", "task", "epoch", "port",
+    "place", "key"}].  The message is sent once, when the maker or the taker starts.  If it is lost,
+    the taker gets the block when the block is recorded.
+    """
+
+    task: str
+    epoch: int
+    takers: list[JSON]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """Acknowledges the heartbeat of `sent_us`; the device may go on until `sent_us + lease_us`.
+
+    `heard` maps "task/epoch" to the last event seq recorded; `logged` to the next line expected.
+    Of the residents that the heartbeat named, those in `keep` are known to be here and may have the
+    slot; those in `drop` belong to an older epoch, or are not wanted.
+
+    `expect` are all tasks that are being moved here, and the next legs of graphs that run here.
+    Each says what can be fetched already: {"task", "epoch", "tenant", "bundle", "inputs", "image"},
+    with image and inputs as in a Launch.  The device may keep nothing else ahead.  `next` are those
+    of `keep` that wait for a device, in the order in which they are expected to get one.
+
+    `rota` are the shares of the tasks that take turns on the device (`core.scheduling.turns`), if
+    there are several; None means unchanged.  `given` are inputs that residents lack and can have
+    now.  `wanted` is true if a waiting task could use the device, as far as is known.  `peers` are
+    the public keys of the other islands, which may send orders here too, because a gang may span
+    islands.
+    """
+
+    device: str
+    incarnation: str
+    sent_us: int
+    lease_us: int
+    heard: dict[str, int]
+    logged: dict[str, int]
+    keep: list[list[Any]]  # [task, epoch]
+    drop: list[list[Any]]
+    expect: list[JSON] = field(default_factory=list)
+    next: list[str] = field(default_factory=list)  # tasks
+    rota: list[JSON] | None = None
+    given: list[Given] = field(default_factory=list)
+    wanted: bool = True
+    peers: list[str] = field(default_factory=list)
+
+
+def key(task: str, epoch: int) -> str:
+    """Return the key by which `heard` and `logged` name one epoch of one task."""
+    return f"{task}/{epoch}"
+
+
+# --- to JSON and back ---------------------------------------------------------------------------
+
+_KINDS: dict[str, type] = {
+    kind.__name__: kind
+    for kind in (
+        Launch, Pause, Save, Resize, Cancel,
+        Started, Saved, Stored, Came, Resized, Paused, Finished, Failed, Stopped,
+        ResidentView, LogLines, Alive, Given, Wanted, Answer,
+    )
+}  # fmt: skip
+
+
+def encode(message: Any) -> JSON:
+    """Return a message as JSON, with its kind under "is".
+
+    Fields at their default are omitted, so that workers of an older version can read the message.
+    """
+    body = asdict(message)
+    for f in fields(message):
+        value = getattr(message, f.name)
+        as_ever = f.default if f.default_factory is MISSING else f.default_factory()
+        if value == as_ever:
+            del body[f.name]
+        elif isinstance(value, list) and value and is_dataclass(value[0]):
+            body[f.name] = [encode(item) for item in value]
+    return {"is": type(message).__name__, **body}
+
+
+def decode(body: JSON) -> Any:
+    """Return the message from which `encode` made `body`; raises BadMessage for anything else.
+
+    Every name in the message is safe to use as a path or a key (`core.model.wellformed`).
+    """
+    named = body.get("is") if isinstance(body, dict) else body
+    kind = _KINDS.get(named) if isinstance(named, str) else None
+    if kind is None:
+        raise BadMessage(f"unknown message {named!r:.100}")
+    values = {name: value for name, value in body.items() if name != "is"}
+    if unknown := values.keys() - _types(kind).keys():
+        raise BadMessage(f"{kind.__name__} has no {', '.join(sorted(unknown))[:100]}")
+    wellformed.check(kind.__name__, _types(kind), values)
+    values = {name: _decode_value(kind, name, value) for name, value in values.items()}
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise BadMessage(str(error)) from error
+
+
+@cache
+def _types(kind: type) -> dict[str, str]:
+    return {field.name: str(field.type) for field in fields(kind)}
+
+
+def _decode_value(kind: type, name: str, value: Any) -> Any:
+    inner = _INNER.get(_types(kind)[name])
+    if inner is None:
+        return value
+    messages = [decode(item) for item in value]
+    for message in messages:
+        if not isinstance(message, inner):
+            raise BadMessage(f"{kind.__name__}.{name} holds a {type(message).__name__}")
+    return messages
+
+
+#: The types of fields that hold other messages.
+_INNER: dict[str, type] = {
+    f"list[{each.__name__}]": each for each in (Event, ResidentView, LogLines, Given)
+}

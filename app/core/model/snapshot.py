@@ -1,0 +1,340 @@
+"""A snapshot of one island at one instant, and the plan decided from it.
+
+`app.scheduling.snapshot_reader` builds the snapshot from rows, `core.scheduling.cycle` turns it
+into a Plan, and `app.scheduling.journal` writes the plan to the database.  All values are frozen.
+Times ending in `_s` are seconds of the database's clock since 1970; charges are integer
+micro-device-seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
+
+TIER_SHARE = {"premium": 0.95, "standard": 0.70, "basic": 0.0}
+TIER_WINDOW_S = 3600.0
+TIERS = ("basic", "standard", "premium")  # a shortage sheds the first tier first
+
+
+#: Tasks that may go before a gang that does not fit: none, tasks that do not delay it, or any.
+BACKFILLS = ("strict", "easy", "greedy")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """The numbers of the rules F1-F10 that a deployment may set."""
+
+    half_life_s: float = 7 * 86400.0  # s; 0: usage never fades
+    since_s: float = 0.0  # T0 of the lazy decay (`core.fairness.fair_tree`), as in the ledger
+    # F3: s of its fair share; the most that a returning branch is ahead
+    idle_credit_s: float = 3 * 86400.0
+    slice_min_s: float = 1.0
+    slice_max_s: float = 60.0
+    # F8: s; a task that held devices for less, or for no full slice, is fresh
+    fresh_s: float = 60.0
+    switch_share: float = 0.02  # F8: largest part of a slice that switching may cost
+    lost_grace_s: float = 0.0  # s after its lease before a device counts as lost
+    turns: bool = True  # F5, F6, F8: may a task be paused for another?
+    backfill: str = "easy"  # F7: one of BACKFILLS
+    # s (at least a turn) after being seated or resized before a task grows
+    grow_after_s: float = 60.0
+    # most graphs that take turns on one device (`core.scheduling.time_sharing`)
+    sharers_max: int = 0
+    # do coordinator hosts lead the ranks of their tasks (`core.scheduling.elastic`)?
+    homebound: bool = False
+    patience_s: float = 36000.0  # F7: s after which a waiting gang goes before all others
+    wide_share: float = 0.02  # F7: part of a kind; gangs that need less wait longer
+    aged_share: float = 0.5  # F7: largest part of devices for gangs that lost patience
+    tier_share: Mapping[str, float] = field(default_factory=lambda: dict(TIER_SHARE))
+    # F9: s; in every such window a task gets the share of its tier
+    tier_window_s: float = TIER_WINDOW_S
+
+
+def _check_above_0(id: str, word: str, number: int) -> None:
+    """Raise ValueError unless above 0: usage of cost 0 never counts, a score divides by weight."""
+    if number <= 0:
+        raise ValueError(f"{id}: {word} {number} is not above 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tenant:
+    """A node of the tree; `parent` is None at the top.  Its usage is the usage of its users.
+
+    `guarantee` and `limit` (rule F4) are devices by kind; a limit may also cover all kinds
+    together, under "*".  `most_running` bounds the tasks on devices of the tenant and all tenants
+    below it.
+    """
+
+    id: str
+    name: str
+    weight: int  # in thousandths: 1.0 is 1000
+    parent: str | None = None
+    guarantee: Mapping[str, int] = field(default_factory=dict)
+    limit: Mapping[str, int] = field(default_factory=dict)
+    most_running: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_above_0(self.id, "weight", self.weight)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class User:
+    """A user; `faded_us` is the lazily decayed usage S of `core.fairness.fair_tree` (rule F2)."""
+
+    id: str
+    tenant: str
+    faded_us: int = 0
+    weight: int = 1000
+
+    def __post_init__(self) -> None:
+        _check_above_0(self.id, "weight", self.weight)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lift:
+    """The idle-credit floor of a tenant or user: usage assumed for the time it was away.
+
+    `faded_us` is like a user's, but in thousandths of cost.  The floor counts only in comparisons
+    about devices of this kind on this island, and is no part of the usage
+    (`core.scheduling.idle_credit`).
+    """
+
+    tenant: str
+    user: str = ""  # "" means the tenant itself
+    kind: str
+    faded_us: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """A device; it takes new work while it is `up`, its lease lasts and it is not `cordoned`."""
+
+    id: str
+    host: str
+    kind: str  # "cpu", "cuda", ...
+    up: bool = True
+    cordoned: bool = False
+    memory_bytes: int = 0
+    cost: int = 1000  # thousandths: the cost of a second of this kind
+    lease_until_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_above_0(self.id, "cost", self.cost)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """The demands that a multi-island gang and its tickets make on each other
+    (`core.scheduling.island_gangs`).
+
+    `tickets` are the islands on which tickets must be held before the gang may be seated.  The gang
+    of an `idle` ticket wants none now.  A task with `lets_go` must release its devices.  A ticket
+    leaves because its gang is "over" or because it is to go "back"; a gang leaves because the
+    island of that name wants its devices back.
+    """
+
+    tickets: tuple[str, ...] = ()
+    idle: bool = False
+    lets_go: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conditions:
+    """The start conditions of a task, as they are now."""
+
+    waits_for: tuple[str, ...] = ()  # tasks named by `after` or by an input, not yet done
+    broken: tuple[str, ...] = ()  # tasks of `waits_for` that failed or were cancelled
+    not_before_s: float | None = None
+    hold: str = ""  # "": not held; "user" or "admin": held by; holding a running task pauses it
+    terms: Terms = field(default_factory=Terms)
+
+
+RESTARTS = "restart"  # capability of tasks that can't move: on another device they restart
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A task as the island sees it.
+
+    `seats` are the devices that the task holds or is about to hold.  `image_on` is the device with
+    the task's paused image in its host's memory.  `saved` says that this image is durable, so that
+    any device may take it.  `away` are the intervals (from, to) of the last hour in which the task
+    waited after it had started (rule F9), without a wait that still lasts.  A `movable` task has a
+    state that can be captured.  `moves_to` is the device kept for the task while it is moved there
+    ("": requested, not begun).  The task `stops` when only the last difference is left to copy.
+
+    An elastic task needs `width` devices and can use `width_max`, all on one host unless it may
+    live `across_hosts`.  A gang with `one_host` waits until one host has so many free devices.
+    Devices beyond `width` are lent to the task and count as free for waiting tasks
+    (`core.scheduling.elastic`).  While the task is made smaller it still holds the devices that it
+    `leaves`.  `accrued_us` and `held_us` count from the last resize, if there was one.
+
+    A multi-island gang and each of its tickets name the `gang`.  A `ticket` keeps devices for the
+    gang and runs nothing.
+
+    A `graph` of one executor can take turns with others on a device.  If the graph `shares` one, or
+    did so in this epoch, it is charged for the use that the device reports, and only once the
+    device reports it.
+    """
+
+    id: str
+    request: str
+    tenant: str
+    user: str
+    state: str
+    epoch: int
+    kind: str  # kind of device that the task needs
+    memory_bytes: int = 0
+    width: int = 1  # devices needed at once
+    width_max: int = 0  # devices that the task can use at most; 0: no more than `width`
+    across_hosts: bool = False
+    one_host: bool = False
+    tier: str = "standard"
+    priority: int = 0
+    submitted_s: float = 0.0
+    conditions: Conditions = field(default_factory=Conditions)
+    waiting_since_s: float | None = None  # None: since the task was submitted
+    waited_s: float = 0.0  # s in earlier waits
+    expected_s: float | None = None  # s that the task is expected to run on; None if unknown
+    away: tuple[tuple[float, float], ...] = ()
+    movable: bool = False
+    moves_to: str | None = None
+    stops: bool = False
+    seats: tuple[str, ...] = ()
+    leaves: tuple[str, ...] = ()
+    launched_s: float = 0.0  # when the Launch order was written
+    started_s: float | None = None  # when the device reported that the task runs
+    # since when it is charged for what it holds now; None: since its launch
+    resized_s: float | None = None
+    accrued_us: int = 0  # device time of this epoch not yet charged to the tenant
+    held_us: int = 0  # device time of this epoch, in total
+    had_us: int = 0  # device time of earlier epochs, in total
+    image_on: str | None = None
+    saved: bool = True
+    restarts: bool = False  # a command: resumes only on its device, and restarts elsewhere
+    switch_us: int = 0  # cost of the last switch to this task
+    graph: bool = False
+    gang: str = ""
+    ticket: bool = False
+    shares: bool = False
+    # thousandths per second in this epoch, if charged by memory (`core.fairness.dominant_resource`)
+    cost: int = 0
+    cancel_asked: bool = False
+    attempts: int = 0
+    retry_max: int = 0
+    retry_at_s: float = 0.0
+
+    @property
+    def seat(self) -> str | None:
+        """The first of the task's devices."""
+        return self.seats[0] if self.seats else None
+
+    @property
+    def elastic(self) -> bool:
+        return self.width_max > self.width or len(self.holds) > self.width
+
+    @property
+    def holds(self) -> tuple[str, ...]:
+        """All devices that the task is charged for."""
+        return self.seats + self.leaves if self.leaves else self.seats
+
+    @property
+    def held_since_s(self) -> float | None:
+        """Time since which the task holds exactly these devices; None if it does not run yet."""
+        return self.started_s if self.resized_s is None else self.resized_s
+
+
+_FIELDS = tuple(field_.name for field_ in fields(Task))
+_VALUES = attrgetter(*_FIELDS)
+_SETTERS = {name: getattr(Task, name).__set__ for name in _FIELDS}
+
+
+def changed(task: Task, **after: object) -> Task:
+    """Like `dataclasses.replace` at half the cost: every move of every task makes a copy."""
+    new: Task = object.__new__(Task)
+    for set_, value in zip(_SETTERS.values(), _VALUES(task), strict=True):
+        set_(new, value)
+    for name, value in after.items():
+        _SETTERS[name](new, value)
+    return new
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    island: str
+    policy: Policy
+    tenants: Mapping[str, Tenant]
+    users: Mapping[str, User]
+    devices: Mapping[str, Device]
+    tasks: Mapping[str, Task]
+    lifts: tuple[Lift, ...] = ()
+
+
+# --- the plan -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """A move of a task.
+
+    `move` is a move of `core.model.lifecycle`.  `devices` are the devices that a Launch takes, or
+    all that the task has after a Splice.  `rule` cites F1-F10 or another named rule; `because` is
+    one sentence for the task's owner.  `against` is the task that gains or gives, if there is one.
+    `cost` is the cost of a second of a launched task, in thousandths, if that differs from the cost
+    of its devices.  A launched task that `shares` takes turns with the tasks on its device.
+    """
+
+    task: str
+    move: str
+    rule: str
+    because: str
+    devices: tuple[str, ...] = ()
+    against: str | None = None
+    cost: int = 0
+    shares: bool = False
+
+    @property
+    def device(self) -> str | None:
+        """The first of the devices."""
+        return self.devices[0] if self.devices else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A change that would end a reason, as an action of `core.explanation.waiting_reasons` with its
+    extent."""
+
+    action: str
+    value: int | float | str | tuple[str, ...] | None = None
+    of: str = ""  # the kind of device, or the task or device that is meant
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reason:
+    """A reason why a task waits (rule F10): a stable code, a sentence, what unblocks it."""
+
+    code: str
+    message: str
+    next_action: str  # "wait", "change_request", "ask_admin"
+    unblocked_by: str = ""
+    change: Change
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Decisions in the order in which they were made, and reasons for every task that still waits.
+
+    `places` holds each waiting task's place in the island's order, from 1.  Nothing changes by the
+    mere passing of time before `look_again_s`.  The plan was made at `now_s`; `before` holds the
+    moved tasks as they were then.  `lifts` are the new idle-credit floors; each replaces an older
+    floor of the same tenant or user and kind.
+    """
+
+    decisions: tuple[Decision, ...] = ()
+    reasons: Mapping[str, tuple[Reason, ...]] = field(default_factory=dict)
+    places: Mapping[str, int] = field(default_factory=dict)
+    look_again_s: float | None = None
+    now_s: float = 0.0
+    before: Mapping[str, Task] = field(default_factory=dict, compare=False)
+    lifts: tuple[Lift, ...] = ()

@@ -1,0 +1,1 @@
+"""Plans which island and which device runs which part of a graph."""

@@ -1,0 +1,256 @@
+"""Decides which island runs which partition of a workload.
+
+Islands are places with lanes, and the workload is placed on them like a graph on devices
+(`app.core.placement.planner`): the fewest bytes between islands, at a makespan of at most 1.05
+times the best one known.  A block that several islands hold or need crosses once to each of them:
+this is the cut of its hypergraph.  A tenant counts on as many devices of an island as its fair
+share there, and waits for the work that others have queued before.
+
+A request of a single task is a graph with one node.  When an island dies, its nodes are assigned
+again, with the nodes that must run again because their blocks died with it; all others stay.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from app.core.model.datablock import cone
+from app.core.placement.cost_model import Option, Problem, Timeline, option
+from app.core.placement.heuristics import Found, listed
+from app.core.placement.local_search import Effort, solve
+from app.core.placement.planner import (
+    Graph,
+    Link,
+    Node,
+    Topology,
+    Unplaceable,
+    check,
+    problem_of,
+    remaining,
+    ways_between,
+)
+
+EFFORT = Effort(guard=1050)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """An island's capacity of one device kind.
+
+    `devices` limits the width of a gang.  `share` is how many of them the tenant may count on, at
+    least one.  `memory_bytes` is that of the largest device; None: unknown.  The devices become
+    free `busy_ns` from now.
+    """
+
+    devices: int
+    share: int = 1
+    memory_bytes: int | None = None
+    presets: frozenset[str] | None = None
+    busy_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Island:
+    """An island with its capacity by kind; blocks on its devices and hosts (`places`) lie on it."""
+
+    id: str
+    rooms: Mapping[str, Room]
+    places: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crossing:
+    block: str
+    source: str
+    target: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Portions:
+    """The island of each node; `portions` lists each island's nodes in the order of the plan."""
+
+    seats: Mapping[str, str]
+    portions: Mapping[str, tuple[str, ...]]
+    crossings: tuple[Crossing, ...]
+    makespan_ns: int
+    least_makespan_ns: int
+    exact: bool
+    again: tuple[str, ...] = field(default=())  # nodes that had ended, and must run again
+
+    @property
+    def bytes(self) -> int:
+        return sum(crossing.bytes for crossing in self.crossings)
+
+
+def apportion(
+    graph: Graph, islands: Iterable[Island], links: Iterable[Link], effort: Effort = EFFORT
+) -> Portions:
+    """Assign an island to every node; raises Unplaceable.
+
+    `links` are between islands, one each way.
+    """
+    return _assign(graph, tuple(islands), tuple(links), {}, effort)
+
+
+def reassign(
+    graph: Graph,
+    islands: Iterable[Island],
+    links: Iterable[Link],
+    *,
+    before: Mapping[str, str],
+    done: Iterable[str],
+    at: Mapping[str, tuple[str, ...]],
+    effort: Effort = EFFORT,
+) -> Portions:
+    """Assign again after an island died; `islands` are those that live.
+
+    `before` is the island of each node so far, `done` are the nodes that have ended, and `at` the
+    living places of each whole block.  Nodes on living islands stay there.  Raises datablock.Gone
+    if a needed block cannot be made again.
+    """
+    living, ended = tuple(islands), set(done)
+    again = _again(graph, ended, frozenset(block for block, places in at.items() if places))
+    left = remaining(graph, ended - set(again), at)
+    alive = {island.id for island in living}
+    stay = {id: island for id, island in before.items() if island in alive and id not in ended}
+    return replace(_assign(left, living, tuple(links), stay, effort), again=again)
+
+
+def _again(graph: Graph, ended: set[str], whole: frozenset[str]) -> tuple[str, ...]:
+    """Return ended nodes whose blocks are needed and exist nowhere any more."""
+    maker = {block: node.id for node in graph.nodes for block in node.writes}
+    wanted = {block for node in graph.nodes if node.id not in ended for block in node.reads}
+    wanted |= {block.id for block in graph.blocks if block.to or block.keep}
+    lost = {
+        block for block in wanted - whole if maker.get(block, "") in ended or block not in maker
+    }
+    reads = {node.id: node.reads for node in graph.nodes}
+    return cone(sorted(lost), whole=whole, maker=maker, reads=reads).tasks
+
+
+def _assign(
+    graph: Graph,
+    islands: tuple[Island, ...],
+    links: tuple[Link, ...],
+    stay: Mapping[str, str],
+    effort: Effort,
+) -> Portions:
+    graph = _from_above(graph, islands)
+    place = {island.id: n for n, island in enumerate(islands)}
+    check(graph, place)
+    line = {
+        (n, kind): number
+        for number, (n, kind) in enumerate(
+            (n, kind) for n, island in enumerate(islands) for kind in sorted(island.rooms)
+        )
+    }
+    speeds, ways = ways_between(Topology(devices=(), links=links), place)
+    problem = problem_of(
+        graph,
+        [_options(node, graph, islands, line, stay.get(node.id)) for node in graph.nodes],
+        place=place,
+        lanes=[
+            (islands[n].rooms[kind].busy_ns,) * max(1, islands[n].rooms[kind].share)
+            for n, kind in line
+        ],
+        links=speeds,
+        ways=ways,
+        host=list(range(len(islands))),
+    )
+    return _named(graph, islands, problem, _found(problem, effort))
+
+
+def _found(problem: Problem, effort: Effort) -> Found:
+    """Solve the problem; without any choice, as on a single island, there is nothing to search."""
+    if any(len(options) > 1 for options in problem.options):
+        return solve(problem, effort)
+    found = listed(problem, 1)
+    return replace(found, least_makespan_ns=found.makespan_ns, exact=True)
+
+
+def _from_above(graph: Graph, islands: tuple[Island, ...]) -> Graph:
+    """Return the graph with its blocks on islands instead of devices and hosts."""
+    island = {place: one.id for one in islands for place in (*one.places, one.id)}
+
+    def up(places: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(island.get(place, place) for place in places))
+
+    blocks = tuple(replace(one, at=up(one.at), to=up(one.to)) for one in graph.blocks)
+    return replace(graph, blocks=blocks)
+
+
+def _options(
+    node: Node,
+    graph: Graph,
+    islands: tuple[Island, ...],
+    line: Mapping[tuple[int, str], int],
+    stays: str | None,
+) -> tuple[Option, ...]:
+    size = {one.id: one.bytes for one in graph.blocks}
+    need = sum(size[id] for id in {*node.reads, *node.writes}) + node.memory_bytes
+    able, refused = list[Option](), list[str]()
+    for (n, kind), number in line.items():
+        room = islands[n].rooms[kind]
+        why = _refused(node, islands[n], kind, need)
+        if why is None and stays in (None, islands[n].id):
+            able.append(_lanes(node, n, number, room, kind))
+        elif why is not None:
+            refused.append(f"{kind} of island {islands[n].id}: {why}")
+    if not able:
+        raise Unplaceable(f"node {node.id}", "; ".join(refused) or "there is no island")
+    return tuple(able)
+
+
+def _lanes(node: Node, place: int, line: int, room: Room, kind: str) -> Option:
+    """Return the node's option; a gang wider than the share takes all of it, for longer."""
+    lanes = max(1, min(node.width, room.share))
+    return option((place,), (line,), -(-node.time_ns[kind] * node.width // lanes), lanes)
+
+
+def _refused(node: Node, island: Island, kind: str, need: int) -> str | None:
+    room = island.rooms[kind]
+    if kind not in node.time_ns:
+        return "not of a kind that can run it"
+    if node.width > room.devices:
+        return f"{room.devices} devices, {node.width} are wanted"
+    if node.devices and not island.places & {*node.devices}:
+        return "not among the devices that it names"
+    if node.preset and room.presets is not None and node.preset not in room.presets:
+        return f"no preset {node.preset}"
+    if room.memory_bytes is not None and need > room.memory_bytes:
+        return f"{room.memory_bytes} bytes of memory for {need}"
+    return None
+
+
+def _named(graph: Graph, islands: tuple[Island, ...], problem: Problem, found: Found) -> Portions:
+    line = Timeline(problem)
+    line.trips = []
+    line.run(found.order, found.seats)
+    seats = {
+        node.id: islands[problem.options[n][found.seats[n]].places[0]].id
+        for n, node in enumerate(graph.nodes)
+    }
+    portions = defaultdict[str, list[str]](list)
+    for task in found.order:
+        if task < len(graph.nodes):
+            id = graph.nodes[task].id
+            portions[seats[id]].append(id)
+    return Portions(
+        seats=seats,
+        portions={island: tuple(nodes) for island, nodes in portions.items()},
+        crossings=tuple(
+            Crossing(
+                block=graph.blocks[trip.block].id,
+                source=islands[trip.source].id,
+                target=islands[trip.to].id,
+                bytes=trip.bytes,
+            )
+            for trip in line.trips
+        ),
+        makespan_ns=found.makespan_ns,
+        least_makespan_ns=found.least_makespan_ns,
+        exact=found.exact,
+    )

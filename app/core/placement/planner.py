@@ -1,0 +1,591 @@
+"""Plans which device runs which node of a graph, and in what order, so that few bytes are copied.
+
+`place` plans ahead.  Of all placements whose makespan is at most 1.03 times the best one known, it
+chooses the one that copies the fewest bytes to and from devices and between hosts.  Small graphs
+are searched exhaustively, large ones locally (`app.core.placement.local_search`).  To stay within
+each device's memory, blocks are evicted by the known plan; the bytes that this moves are counted.
+
+Invariants: the plan's order is one total order.  Each device runs its nodes, and each link carries
+its transfers, in that order.  The bytes of the plan are the sum of its transfers.  The same input
+gives the same plan.
+
+Times are nanoseconds from now, sizes bytes.  This module knows no requests or rows; `graph_of`
+converts a request's descriptor to a graph.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
+from itertools import combinations
+
+from app.core.model.descriptor import Descriptor
+from app.core.placement.cost_model import Hop, Option, Problem, Timeline, Trip, option
+from app.core.placement.exact import unavoidable
+from app.core.placement.heuristics import RULES, Found, starts
+from app.core.placement.local_search import Effort, Search, solve
+
+MAX_COMBINATIONS = 64  # device sets of one gang; above, only neighbours are combined
+TYPICAL_BYTES = 1 << 20  # size of copy by which routes with equally many hops are compared
+
+
+# --- the values ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """A datablock of a graph: `at` are the places where it lies now, none if a node writes it.
+
+    `to` are places where it must lie at the end.  `keep`: it is needed after the graph, in any
+    place.  Places are ids of devices and hosts.
+    """
+
+    id: str
+    bytes: int
+    at: tuple[str, ...] = ()
+    to: tuple[str, ...] = ()
+    keep: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """An accelerator task of a graph.
+
+    `time_ns` is its measured or expected time by device kind; it can run on those kinds only.  If
+    `devices` is not empty, it can run on those only.  It needs `width` devices of one kind at once,
+    each with all that it reads and `memory_bytes` of workspace, and leaves what it writes on all of
+    them.  `replaces` maps a written block to a read block whose memory it takes over, if no other
+    node needs the latter (an in-out port).  Nodes in `after` must end first but pass no data.
+    """
+
+    id: str
+    time_ns: Mapping[str, int]
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    replaces: Mapping[str, str] = field(default_factory=dict)
+    after: tuple[str, ...] = ()
+    memory_bytes: int = 0
+    width: int = 1
+    preset: str = ""
+    devices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Graph:
+    nodes: tuple[Node, ...]
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """A device that takes work in `busy_ns` from now.
+
+    `presets` are those that the device can be given; None means any.  `memory_bytes` None means no
+    known limit.
+    """
+
+    id: str
+    host: str
+    kind: str
+    memory_bytes: int | None = None
+    presets: frozenset[str] | None = None
+    busy_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """One direction between two places: a device and its host, two hosts, or two devices."""
+
+    source: str
+    target: str
+    bytes_per_s: int
+    latency_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """Devices and links.  Copies travel over links, through hosts if needed, and stay there."""
+
+    devices: tuple[Device, ...]
+    links: tuple[Link, ...]
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The devices as given, then the hosts by name."""
+        hosts = {device.host for device in self.devices}
+        for link in self.links:
+            hosts.update((link.source, link.target))
+        devices = [device.id for device in self.devices]
+        return (*devices, *sorted(hosts - set(devices)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """One copy over one link, for `node` ("" at the end of the graph).
+
+    `spill`: the copy frees memory for the node, or returns a block that was evicted.
+    """
+
+    block: str
+    source: str
+    target: str
+    bytes: int
+    start_ns: int
+    end_ns: int
+    node: str
+    spill: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leave:
+    """A copy that is removed from a device to free memory for `node`, while still needed."""
+
+    block: str
+    device: str
+    node: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """A plan: the devices of each node, one order for all, and every copy made or evicted.
+
+    Copies that are no longer needed are not listed: they are freed when their last reader has
+    ended.  `peak_bytes` is the most memory reserved at once on each device, in the plan's order.
+    `least_makespan_ns` is the best makespan that the search saw.  `least_bytes` is a lower bound
+    for all placements.  `exact`: in this order no placement within the guard moves fewer bytes.
+    """
+
+    seats: Mapping[str, tuple[str, ...]]
+    order: tuple[str, ...]
+    transfers: tuple[Transfer, ...]
+    leaves: tuple[Leave, ...]
+    starts_ns: Mapping[str, int]
+    ends_ns: Mapping[str, int]
+    makespan_ns: int
+    bytes: int
+    spilled_bytes: int
+    peak_bytes: Mapping[str, int]
+    least_makespan_ns: int
+    least_bytes: int
+    exact: bool
+
+    def order_of(self, device: str) -> tuple[str, ...]:
+        """Return the nodes that the device runs, in order."""
+        return tuple(node for node in self.order if device in self.seats[node])
+
+
+class Unplaceable(ValueError):
+    """A graph that cannot be placed: which node or block, and why."""
+
+    def __init__(self, what: str, why: str) -> None:
+        self.what, self.why = what, why
+        super().__init__(f"{what}: {why}")
+
+
+# --- the functions ------------------------------------------------------------------------------
+
+
+def place(graph: Graph, topology: Topology, effort: Effort | None = None) -> Placement:
+    """Return the plan with the fewest bytes within the guard; raises Unplaceable."""
+    effort = effort or Effort()
+    numbers = Numbers(graph, topology)
+    problem = numbers.problem
+    found = solve(problem, effort)
+    if _overflows(numbers, found):
+        search = Search(problem, effort, numbers.budget)
+        for start in (found, *starts(problem)):
+            search.offer(start)
+        least = unavoidable(problem, found.order)[0]
+        found = replace(search.shake(search.descend()), least_bytes=least)
+    return numbers.placement(found)
+
+
+def place_by_rule(graph: Graph, topology: Topology, rule: str) -> Placement:
+    """Return the plan of a simple rule of `heuristics.RULES`, to compare with; raises
+    Unplaceable."""
+    numbers = Numbers(graph, topology)
+    found = RULES[rule](numbers.problem)
+    return numbers.placement(replace(found, least_makespan_ns=found.makespan_ns))
+
+
+def place_so(
+    graph: Graph, topology: Topology, seats: Mapping[str, tuple[str, ...]], order: Iterable[str]
+) -> Placement:
+    """Return the plan with these devices and this order; raises Unplaceable if impossible."""
+    numbers = Numbers(graph, topology)
+    found = numbers.found(seats, tuple(order))
+    return numbers.placement(replace(found, least_makespan_ns=found.makespan_ns))
+
+
+def remaining(graph: Graph, done: Iterable[str], at: Mapping[str, tuple[str, ...]]) -> Graph:
+    """Return what is left when the nodes `done` have ended and whole copies lie `at` those places.
+
+    If copies were lost, first take the nodes of `datablock.cone` out of `done`.
+    """
+    ended = set(done)
+    nodes = tuple(
+        replace(node, after=tuple(other for other in node.after if other not in ended))
+        for node in graph.nodes
+        if node.id not in ended
+    )
+    made = {block for node in nodes for block in node.writes}
+    wanted = {block for node in nodes for block in node.reads} | made
+    blocks = tuple(
+        replace(block, at=() if block.id in made else tuple(at.get(block.id, ())))
+        for block in graph.blocks
+        if block.id in wanted or block.to or block.keep
+    )
+    return Graph(nodes=nodes, blocks=blocks)
+
+
+def graph_of(
+    descriptor: Descriptor,
+    *,
+    time_ns: Mapping[str, Mapping[str, int]],
+    bytes_: Mapping[str, int],
+    at: Mapping[str, tuple[str, ...]],
+) -> Graph:
+    """Convert a request's tasks to a graph.
+
+    The block of a task's output is called "TASK.OUTPUT", a named datablock by its name.  `time_ns`
+    are measured or expected times by task and kind, `bytes_` the size of every block, `at` the
+    places of named datablocks.  Outputs that no task reads are kept.
+    """
+    nodes, read = list[Node](), set[str]()
+    for task in descriptor.tasks:
+        reads = tuple(dict.fromkeys(source.block for source in task.inputs.values()))
+        writes = tuple(f"{task.name}.{output}" for output in task.outputs)
+        ports = sum(bytes_[block] for block in (*reads, *writes))
+        read.update(reads)
+        nodes.append(
+            Node(
+                id=task.name,
+                time_ns={task.devices.kind: time_ns[task.name][task.devices.kind]},
+                reads=reads,
+                writes=writes,
+                after=task.start.after,
+                memory_bytes=max(0, task.devices.memory_bytes - ports),
+                width=task.devices.min,
+                preset=task.type,
+            )
+        )
+    blocks = [
+        Block(id=id, bytes=bytes_[id], at=at.get(id, ()), keep=id not in read)
+        for id in dict.fromkeys(block for node in nodes for block in (*node.reads, *node.writes))
+    ]
+    return Graph(nodes=tuple(nodes), blocks=tuple(blocks))
+
+
+# --- numbers and back ---------------------------------------------------------------------------
+
+
+def _overflows(numbers: Numbers, found: Found) -> bool:
+    line = numbers.followed(found, budgeted=False)
+    return any(
+        bound is not None and peak > bound
+        for peak, bound in zip(line.peak, numbers.budget, strict=True)
+    )
+
+
+class Numbers:
+    """Converts a graph on a topology to a numbered problem, and results back to names."""
+
+    def __init__(self, graph: Graph, topology: Topology) -> None:
+        self.graph, self.topology = graph, topology
+        self.places = topology.places
+        place = {id: n for n, id in enumerate(self.places)}
+        check(graph, place)
+        self.budget: list[int | None] = [d.memory_bytes for d in topology.devices]
+        self.budget += [None] * (len(self.places) - len(self.budget))
+        links, ways = ways_between(topology, place)
+        options = [_options(node, graph, topology) for node in graph.nodes]
+        host = [place[d.host] for d in topology.devices]
+        self.problem = problem_of(
+            graph,
+            options,
+            place=place,
+            lanes=[(device.busy_ns,) for device in topology.devices],
+            links=links,
+            ways=ways,
+            host=[*host, *range(len(host), len(self.places))],
+        )
+
+    def followed(self, found: Found, *, budgeted: bool) -> Timeline:
+        """Place all tasks again, with memory tracked and transfers recorded."""
+        nothing: list[int | None] = [None] * len(self.budget)
+        line = Timeline(
+            self.problem,
+            budget=self.budget if budgeted else nothing,
+            seats=found.seats,
+            order=found.order,
+        )
+        line.trips = []
+        line.run(found.order, found.seats)
+        return line
+
+    def found(self, seats: Mapping[str, tuple[str, ...]], order: tuple[str, ...]) -> Found:
+        number = {node.id: n for n, node in enumerate(self.graph.nodes)}
+        place = {id: n for n, id in enumerate(self.places)}
+        chosen = [0] * self.problem.tasks
+        for id, devices in seats.items():
+            wanted = tuple(sorted(place[device] for device in devices))
+            choices = [one.places for one in self.problem.options[number[id]]]
+            if wanted not in choices:
+                raise Unplaceable(f"node {id}", f"it cannot sit on {', '.join(devices)}")
+            chosen[number[id]] = choices.index(wanted)
+        whole = [number[id] for id in order]
+        # tasks that deliver blocks to their last places
+        whole += range(len(number), self.problem.tasks)
+        line = Timeline(self.problem)
+        line.run(whole, chosen)
+        return Found(
+            seats=tuple(chosen),
+            order=tuple(whole),
+            makespan_ns=line.makespan_ns,
+            bytes=line.bytes,
+            least_bytes=unavoidable(self.problem, whole)[0],
+        )
+
+    def placement(self, found: Found) -> Placement:
+        line = self.followed(found, budgeted=_overflows(self, found))
+        nodes, problem = self.graph.nodes, self.problem
+        order = [task for task in found.order if task < len(nodes)]
+        devices = range(len(self.topology.devices))
+        return Placement(
+            seats={
+                node.id: tuple(self.places[p] for p in problem.options[n][found.seats[n]].places)
+                for n, node in enumerate(nodes)
+            },
+            order=tuple(nodes[task].id for task in order),
+            transfers=tuple(self._transfer(trip) for trip in line.trips or ()),
+            leaves=tuple(
+                Leave(
+                    block=self.graph.blocks[block].id,
+                    device=self.places[at],
+                    node=nodes[task].id,
+                )
+                for block, at, task in line.leaves
+            ),
+            starts_ns={nodes[task].id: line.begin[task] for task in order},
+            ends_ns={nodes[task].id: line.end[task] for task in order},
+            makespan_ns=line.makespan_ns,
+            bytes=line.bytes,
+            spilled_bytes=line.spilled_bytes,
+            peak_bytes={self.places[n]: line.peak[n] for n in devices},
+            least_makespan_ns=found.least_makespan_ns,
+            least_bytes=found.least_bytes,
+            exact=found.exact,
+        )
+
+    def _transfer(self, trip: Trip) -> Transfer:
+        nodes = self.graph.nodes
+        return Transfer(
+            block=self.graph.blocks[trip.block].id,
+            source=self.places[trip.source],
+            target=self.places[trip.to],
+            bytes=trip.bytes,
+            start_ns=trip.start_ns,
+            end_ns=trip.end_ns,
+            node=nodes[trip.task].id if trip.task < len(nodes) else "",
+            spill=trip.spill,
+        )
+
+
+def problem_of(
+    graph: Graph,
+    options: list[tuple[Option, ...]],
+    *,
+    place: Mapping[str, int],
+    lanes: list[tuple[int, ...]],
+    links: list[tuple[int, int]],
+    ways: list[list[tuple[Hop, ...]]],
+    host: list[int],
+) -> Problem:
+    """Return the problem of a checked graph.
+
+    A block that must lie at a place in the end is read there by a task that takes no time.
+    """
+    block = {one.id: n for n, one in enumerate(graph.blocks)}
+    number = {one.id: n for n, one in enumerate(graph.nodes)}
+    maker = {id: node.id for node in graph.nodes for id in node.writes}
+    reads = [tuple(block[id] for id in dict.fromkeys(node.reads)) for node in graph.nodes]
+    writes = [tuple(block[id] for id in node.writes) for node in graph.nodes]
+    after = [
+        {*(number[other] for other in node.after)}
+        | {number[maker[id]] for id in node.reads if id in maker}
+        for node in graph.nodes
+    ]
+    options = list(options)
+    for one in graph.blocks:
+        for at in one.to:
+            options.append((option((place[at],), (), 0),))
+            reads.append((block[one.id],))
+            writes.append(())
+            after.append({number[maker[one.id]]} if one.id in maker else set())
+    more = len(options) - len(graph.nodes)
+    return Problem(
+        options=options,
+        reads=reads,
+        writes=writes,
+        after=[tuple(sorted(before)) for before in after],
+        replaces=[
+            {block[new]: block[old] for new, old in node.replaces.items()} for node in graph.nodes
+        ]
+        + [{}] * more,
+        workspace=[node.memory_bytes for node in graph.nodes] + [0] * more,
+        size=[one.bytes for one in graph.blocks],
+        at=[sum(1 << place[at] for at in one.at) for one in graph.blocks],
+        kept=[one.keep for one in graph.blocks],
+        lanes=lanes,
+        links=links,
+        ways=ways,
+        places=len(place),
+        host=host,
+    )
+
+
+def check(graph: Graph, places: Mapping[str, int]) -> None:
+    """Raises Unplaceable if the graph is not valid: repeated or unknown names, or a cycle."""
+    _named_once("node", [node.id for node in graph.nodes], "two nodes have this name")
+    _named_once("datablock", [one.id for one in graph.blocks], "two datablocks have this name")
+    written = [id for node in graph.nodes for id in node.writes]
+    _named_once("datablock", written, "two nodes write it, or one does twice")
+    nodes, blocks = {node.id for node in graph.nodes}, {one.id for one in graph.blocks}
+    for node in graph.nodes:
+        _check_node(node, nodes, blocks)
+    for one in graph.blocks:
+        _check_block(one, set(written), places)
+    _acyclic(graph)
+
+
+def _named_once(what: str, names: list[str], why: str) -> None:
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise Unplaceable(f"{what} {name}", why)
+
+
+def _check_node(node: Node, nodes: set[str], blocks: set[str]) -> None:
+    def fault(why: str) -> Unplaceable:
+        return Unplaceable(f"node {node.id}", why)
+
+    for id in sorted({*node.reads, *node.writes} - blocks):
+        raise fault(f"the graph has no datablock {id}")
+    for id in sorted(set(node.after) - nodes):
+        raise fault(f"the graph has no node {id}")
+    if set(node.replaces) - set(node.writes) or set(node.replaces.values()) - set(node.reads):
+        raise fault("it replaces what it does not read and write")
+    if node.width < 1 or node.memory_bytes < 0 or min(node.time_ns.values(), default=0) < 0:
+        raise fault("its width, memory or time is below what can be")
+
+
+def _check_block(one: Block, written: set[str], places: Mapping[str, int]) -> None:
+    if bool(one.at) == (one.id in written):
+        why = (
+            "it lies somewhere and a node writes it" if one.at else "nowhere, and no node writes it"
+        )
+        raise Unplaceable(f"datablock {one.id}", why)
+    for at in sorted({*one.at, *one.to} - set(places)):
+        raise Unplaceable(f"datablock {one.id}", f"there is no place {at}")
+    if one.bytes < 0:
+        raise Unplaceable(f"datablock {one.id}", "its size is negative")
+
+
+def _acyclic(graph: Graph) -> None:
+    maker = {id: node.id for node in graph.nodes for id in node.writes}
+    waits = {
+        node.id: {*node.after, *(maker[id] for id in node.reads if id in maker)}
+        for node in graph.nodes
+    }
+    followers = defaultdict[str, list[str]](list)
+    for id, others in waits.items():
+        for other in others:
+            followers[other].append(id)
+    left = {id: len(others) for id, others in waits.items()}
+    ready = [id for id, count in left.items() if not count]
+    for id in ready:  # grows during the iteration
+        for other in followers[id]:
+            left[other] -= 1
+            if not left[other]:
+                ready.append(other)
+    for id in sorted(set(waits) - set(ready)):
+        raise Unplaceable(f"node {id}", "it needs itself, by a cycle of needs")
+
+
+def _options(node: Node, graph: Graph, topology: Topology) -> tuple[Option, ...]:
+    """Return the devices, or gangs of devices of one kind, that can run the node."""
+    size = {one.id: one.bytes for one in graph.blocks}
+    need = sum(size[id] for id in {*node.reads, *node.writes}) + node.memory_bytes
+    able, kinds = list[Option](), defaultdict[str, list[int]](list)
+    for n, device in enumerate(topology.devices):
+        if _refused(node, device, need) is None:
+            kinds[device.kind].append(n)
+    for kind, places in kinds.items():
+        able += [
+            option(gang, gang, node.time_ns[kind])
+            for gang in _gangs(places, node.width, lambda n: topology.devices[n].host)
+        ]
+    if not able:
+        told = [f"{d.id} {_refused(node, d, need)}" for d in topology.devices]
+        told = [one for one in told if not one.endswith("None")]
+        why = "; ".join(told) or "there are no devices"
+        raise Unplaceable(f"node {node.id}", f"{node.width} devices are wanted, and {why}")
+    return tuple(able)
+
+
+def _refused(node: Node, device: Device, need: int) -> str | None:
+    if device.kind not in node.time_ns:
+        return f"is of kind {device.kind}"
+    if node.devices and device.id not in node.devices:
+        return "is not among those that it names"
+    if node.preset and device.presets is not None and node.preset not in device.presets:
+        return f"cannot be given the preset {node.preset}"
+    if device.memory_bytes is not None and need > device.memory_bytes:
+        return f"has {device.memory_bytes} bytes of memory for {need}"
+    return None
+
+
+def _gangs(places: list[int], width: int, host: Callable[[int], str]) -> list[tuple[int, ...]]:
+    """Return sets of `width` places: all if they are few, else neighbours, host by host."""
+    total, n = 1, len(places)
+    for k in range(width):
+        total = total * (n - k) // (k + 1)
+    if total <= MAX_COMBINATIONS:
+        return list(combinations(places, width))
+    near = sorted(places, key=lambda p: (host(p), p))
+    windows = [tuple(sorted((near + near)[k : k + width])) for k in range(n)]
+    return list(dict.fromkeys(windows))
+
+
+def ways_between(
+    topology: Topology, place: Mapping[str, int]
+) -> tuple[list[tuple[int, int]], list[list[tuple[Hop, ...]]]]:
+    """Return the links, and the route from each place to each other: fewest hops, then fastest.
+
+    Routes pass through hosts only.
+    """
+    devices = {device.id for device in topology.devices}
+    out = defaultdict[int, list[tuple[int, int, int]]](list)
+    links = [(link.latency_ns, link.bytes_per_s) for link in topology.links]
+    for n, link in enumerate(topology.links):
+        took = link.latency_ns + TYPICAL_BYTES * 10**9 // link.bytes_per_s
+        out[place[link.source]].append((n, place[link.target], took))
+    names = list(place)
+    ways = []
+    for source in range(len(names)):
+        found: dict[int, tuple[Hop, ...]] = {}
+        todo: list[tuple[int, int, int, tuple[Hop, ...]]] = [(0, 0, source, ())]
+        while todo:
+            hops, took, at, way = heappop(todo)
+            if at in found:
+                continue
+            found[at] = way
+            if at != source and names[at] in devices:
+                continue
+            for n, to, more in out[at]:
+                heappush(todo, (hops + 1, took + more, to, (*way, Hop(n, to))))
+        for to in set(range(len(names))) - set(found):
+            raise Unplaceable(f"place {names[to]}", f"no links lead there from {names[source]}")
+        ways.append([found[to] for to in range(len(names))])
+    return links, ways

@@ -1,0 +1,380 @@
+"""Find on the board what keeps a waiting task off the devices; `core.explanation.waiting_reasons`
+puts it into words.
+
+`line` yields all waiting tasks in the order in which they would be picked if one device after
+another became free.  It empties the board's queues, so it needs a board of its own.  `obstacles`
+looks at one task and changes nothing.  `place` gives the same place as `line` without picking
+tasks: it needs only the number of tasks that wait below each branch (`Party`).  So it can answer
+for one task in a million, in O(depth * fan-out).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from functools import cmp_to_key
+from typing import Any, NamedTuple
+
+from app.core.explanation import waiting_reasons
+from app.core.explanation.waiting_reasons import Ahead, Obstacles, Shut, Standing
+from app.core.fairness.fair_tree import ALL, Branch, Lane, Path, lane, unscored, usage_us
+from app.core.model.snapshot import Reason, Task
+from app.core.scheduling import elastic
+from app.core.scheduling.board import MILLI, Board, Stay, fresh_us, slice_us
+from app.core.scheduling.preemption import above, below, goes_before, sides
+
+
+def line(board: Board) -> Iterator[tuple[Task, tuple[Reason, ...]]]:
+    """Yield each waiting task with the reasons why it waits, first to last; empties the queues."""
+    seen: dict[tuple[Lane, Branch, int, str], Obstacles] = {}
+    waiting = [task for task in board.tasks.values() if task.id in board.tree]
+    for task in waiting:
+        if alike(board, task) not in seen:
+            seen[alike(board, task)] = obstacles(board, task)
+    order = _order(board)
+    for task, before in _ahead(order):
+        yield task, waiting_reasons.waiting(task, seen[alike(board, task)], before)
+
+
+def alike(board: Board, task: Task) -> tuple[Lane, Branch, int, str]:
+    """Key of tasks with the same obstacles, except for what time does to each task."""
+    shed = task.id if task.epoch else ""
+    return board.lane_in_line(task), board.leaf(task), task.priority, shed
+
+
+def _order(board: Board) -> list[Task]:
+    """Return the waiting tasks as they would be picked; tasks shut out by a limit come last."""
+    order, tree = list[Task](), board.tree
+    while (found := tree.first(tree.lanes)) is not None:
+        leaf, lane, task = found
+        tree.drop(task.id)
+        tree.charge(leaf, tree.faded(slice_us(board.policy, task) * board.rate(lane)))
+        order.append(task)
+    shut_out = [task for task in board.tasks.values() if task.id in tree]
+    return order + sorted(shut_out, key=lambda task: (task.submitted_s, task.id))
+
+
+def _ahead(order: list[Task]) -> Iterator[tuple[Task, Ahead]]:
+    """Yield each waiting task with the number of earlier tasks that want the same kind."""
+    count: Counter[tuple[object, ...]] = Counter()
+    for task in order:
+        groups: list[tuple[object, ...]] = [
+            (task.kind,),
+            (task.kind, task.tenant),
+            (task.kind, task.tenant, task.user),
+            (task.kind, task.tenant, task.user, task.priority),
+        ]
+        everyone, tenant, user, equal = (count[group] for group in groups)
+        ahead = Ahead(
+            tenants=everyone - tenant, users=tenant - user, higher=user - equal, earlier=equal
+        )
+        yield task, ahead
+        count.update(groups)
+
+
+# --- obstacles ------------------------------------------------------------------------------------
+
+
+def obstacles(board: Board, task: Task, *, gangs: bool | None = None) -> Obstacles:
+    """Return what keeps a waiting task off the devices.
+
+    `gangs`: does any gang wait for this kind?  Without it, the board's queues are searched.
+    """
+    host = board.lane(task).host
+    fitting = [
+        device
+        for device in board.devices.values()
+        if device.kind == task.kind and device.memory_bytes >= task.memory_bytes
+        if not host or device.host == host
+    ]
+    open_ = [device.id for device in fitting if board.open(device)]
+    holders = {id: board.on(id) for id in open_}
+    busy = [board.stays[found[0]] for found in holders.values() if found]
+    kept_for = sum(not holders[id] and id in board.kept_for for id in open_)
+    free, shut = len(open_) - len(busy) - kept_for, tuple(_shut(board, task))
+    pin = board.pin(task)
+    lent = sum(offer.suits for offer in elastic.offers(board, task))
+    could = free + lent >= task.width and not shut and pin is None
+    pin_is_free = pin in holders and not holders[pin] and pin not in board.kept_for
+    kept = could and (_gangs(board, task.kind) if gangs is None else gangs)
+    return Obstacles(
+        devices=len(fitting),
+        up=sum(board.alive(device.id) for device in fitting),
+        open=len(open_),
+        busy=len(busy),
+        free=free,
+        lent=lent,
+        kept=kept,
+        offered=(could and not kept) or (pin_is_free and not shut),
+        shut=shut,
+        turn_s=slice_us(board.policy, task) / 1e6,
+        host=host,
+        pinned_to=pin,
+        pin_is_free=pin_is_free,
+        shed=_shed(board, task),
+        **_holders(board, task, busy),
+    )
+
+
+class _Held(NamedTuple):
+    """Why a holder does not give way; all false if it gives way once its turn is over."""
+
+    served: bool  # the holder is not better served
+    guaranteed: bool  # better served, but holds no more than its guarantee
+    protected: bool  # would give way, but must not be paused now
+    soon: bool = False  # equally urgent, of the same user: gives way after its minute (F8)
+
+
+def _holders(board: Board, task: Task, busy: list[Stay]) -> dict[str, Any]:
+    leaf = board.leaf(task)
+    seen = [(stay, _why_held(board, stay, task)) for stay in busy]
+    staying = [stay for stay, why in seen if why.served]
+    theirs = [stay for stay in staying if stay.task.tenant != task.tenant]
+    others = [stay for stay in staying if stay.task.tenant == task.tenant and stay.leaf is not leaf]
+    return {
+        "tenant": _standing(board, task, theirs),
+        "user": _standing(board, task, others),
+        "own": sum(stay.leaf is leaf for stay in staying),
+        "own_soon": sum(why.soon for _, why in seen),
+        "minute_s": fresh_us(board.policy, task) / 1e6,
+        "guaranteed": sum(why.guaranteed for _, why in seen),
+        "protected": sum(why.protected for _, why in seen),
+    }
+
+
+def _gangs(board: Board, kind: str) -> bool:
+    return any(here.kind == kind and here.width > 1 for here in board.tree.lanes)
+
+
+def _shut(board: Board, task: Task) -> Iterator[Shut]:
+    """Yield each limit above the task that it would exceed (rule F4)."""
+    for up, branch in enumerate(above(board.leaf(task).parent or board.tree.root)):
+        for kind in (task.kind, ALL):
+            limit = branch.limit.get(kind)
+            if limit is not None and branch.held[kind] + task.width > limit:
+                yield Shut(above=up, kind=kind, held=branch.held[kind], limit=limit)
+        most = branch.most_running
+        if most is not None and branch.running >= most:
+            yield Shut(above=up, kind="", held=branch.running, limit=most)
+
+
+def _why_held(board: Board, stay: Stay, task: Task) -> _Held:
+    """Apply rules F4 to F7 and F9 as `core.scheduling.preemption` does once the holder's turn is
+    over."""
+    if not board.policy.turns:
+        return _Held(True, False, False)
+    mine, theirs = sides(board.leaf(task), stay.leaf)
+    if mine is theirs:
+        soon = stay.task.priority == task.priority and goes_before(board, task, stay.task)
+        return _Held(stay.task.priority >= task.priority and not soon, False, False, soon)
+    lent = all(_lent(branch, task.kind) for branch in below(stay.leaf, theirs))
+    owed = not mine.borrows(board.lane_in_line(task))
+    score, kind = board.tree.score, task.kind
+    better = score(theirs, kind=kind) > score(mine, _fee(board, stay, task), kind=kind)
+    if (owed and (lent or better)) or (lent and better):
+        return _Held(False, False, _protected(board, stay, task))
+    return _Held(not better, better, False)
+
+
+def _lent(branch: Branch, kind: str) -> bool:
+    """True if the branch holds more than its guarantee."""
+    return not branch.guarantee or branch.held[kind] > branch.guarantee.get(kind, 0)
+
+
+def _protected(board: Board, stay: Stay, task: Task) -> bool:
+    if board.protected(stay.task):
+        return True
+    held = stay.task
+    if not board.policy.tier_share.get(held.tier) or held.tier not in board.honoured(held.kind):
+        return False
+    away_s = (slice_us(board.policy, task) + held.switch_us) / 1e6
+    return board.slack_s(held) < away_s
+
+
+def _shed(board: Board, task: Task) -> bool:
+    """Rule F9: True if the task is due but its tier's promise cannot be kept."""
+    due = task.epoch > 0 and board.policy.turns and board.slack_ends_s(task) <= board.now_s
+    return due and task.tier not in board.honoured(task.kind)
+
+
+def _fee(board: Board, stay: Stay, task: Task) -> int:
+    turn_us = slice_us(board.policy, task)
+    return board.tree.faded(turn_us * board.rate_of(stay.task) // len(stay.devices) * task.width)
+
+
+def _standing(board: Board, task: Task, staying: list[Stay]) -> Standing | None:
+    """Compare the task's side with the best served of the stays; None without stays."""
+    if not staying:
+        return None
+    leaf, score, kind = board.leaf(task), board.tree.score, task.kind
+    best = max(staying, key=lambda stay: (score(sides(leaf, stay.leaf)[1], kind=kind), stay.id))
+    mine, theirs = sides(leaf, best.leaf)
+    return Standing(
+        mine_s=seconds(board, score(mine, _fee(board, best, task), kind=kind)),
+        theirs_s=seconds(board, score(theirs, kind=kind)),
+    )
+
+
+def seconds(board: Board, score: int) -> float:
+    """Return a score as device-seconds for a weight of 1.0."""
+    used_us = usage_us(
+        unscored(score, 1000),
+        now_s=board.now_s,
+        since_s=board.policy.since_s,
+        half_life_s=board.policy.half_life_s,
+    )
+    return used_us / MILLI / 1e6
+
+
+# --- places ---------------------------------------------------------------------------------------
+
+
+class Party(NamedTuple):
+    """A branch that waits for one kind of device, as seen beside its siblings.
+
+    `faded` is its usage with its idle-credit floor.  `fee` is what each of its tasks is charged for
+    a turn (faded too, at least 1).  `waiting` counts its waiting tasks.  `borrows`: would one more
+    task exceed the branch's guarantee?
+    """
+
+    name: str
+    faded: int
+    weight: int
+    fee: int
+    waiting: int
+    borrows: bool = True
+
+
+def is_wanted(board: Board, device: str) -> bool:
+    """True if a task waits for such a device, or is shut out by a limit above its holder."""
+    known, holder = board.devices.get(device), board.stays.get(board.seated.get(device, ""))
+    if known is None or board.tree.root.in_line(known.kind):
+        return True
+    branch = None if holder is None else holder.leaf
+    while branch is not None:
+        if not all(branch.room(lane) for lane in branch.lines):
+            return True
+        branch = branch.parent
+    return False
+
+
+def soonest_first(board: Board, ids: Iterable[str]) -> list[str]:
+    """Return the waiting ones of these few tasks, as they would be picked if no others waited.
+
+    Turns that tasks before them will be charged do not count; call again after each pick.
+    """
+    waiting = [board.tasks[id] for id in ids if id in board.tree and id in board.tasks]
+
+    def compared(one: Task, other: Task) -> int:
+        mine, theirs = sides(board.leaf(one), board.leaf(other))
+        if mine is theirs:
+            return -1 if _in_leaf(one) < _in_leaf(other) else 1
+        return -1 if _of_branch(board, mine, one) < _of_branch(board, theirs, other) else 1
+
+    return [task.id for task in sorted(waiting, key=cmp_to_key(compared))]
+
+
+def _in_leaf(task: Task) -> tuple[int, float, str]:
+    return -task.priority, task.submitted_s, task.id
+
+
+def _of_branch(board: Board, branch: Branch, task: Task) -> tuple[bool, int, str]:
+    """Sort key: a branch that stays within its guarantee first, then the least served."""
+    borrows = branch.borrows(board.lane_in_line(task))
+    return borrows, board.tree.score(branch, kind=task.kind), branch.name
+
+
+Crowd = tuple[list[Party], list[int]]
+"""Parties, and how many of each; two lists, as ten thousand pairs would wake the collector."""
+
+
+def before(me: Party, k: int, others: Iterable[Party]) -> Crowd:
+    """Count how many tasks of each sibling go before the k-th task of mine (from 0), where any do.
+
+    The j-th pick of a branch finds it at the level (faded + j * fee) / weight, and picks are made
+    in the order of levels.  So the function counts, in integers, the picks below my level.  At
+    equal levels the lower name goes first (`FairTree` takes the older task, which is not known
+    here).
+    """
+    mine, level, weight, borrow = me.name, me.faded + k * me.fee, me.weight, me.borrows
+    who, counts = list[Party](), list[int]()
+    for other in others:
+        name, faded, their_weight, fee, waiting, borrows = other
+        if borrows is borrow:
+            lead = level * their_weight - faded * weight
+            if lead < 0 or other is me:
+                continue
+            count, rest = divmod(lead, weight * fee)
+            if rest or name < mine:
+                count += 1
+            if count:
+                who.append(other)
+                counts.append(count if count < waiting else waiting)
+        elif borrow:
+            who.append(other)
+            counts.append(waiting)
+    return who, counts
+
+
+def place(board: Board, task: Task) -> tuple[int, Ahead]:
+    """Return the task's place, from 1, among all that wait for its kind, and what is before it.
+
+    Guarantees and limits count as they are now.  The place is exact if a turn costs every task the
+    same; otherwise the mean of a branch is used.  `app.insight.explain` does the same from counts
+    in rows.
+    """
+    in_line = [other for other in board.tasks.values() if other.id in board.tree]
+    crowd = _Crowd(board, [other for other in in_line if other.kind == task.kind])
+    leaf = board.leaf(task)
+    mine = [other for other in in_line if board.leaf(other) is leaf and other.kind == task.kind]
+    higher = sum(other.priority > task.priority for other in mine)
+    key = (task.submitted_s, task.id)
+    earlier = sum(
+        other.priority == task.priority and (other.submitted_s, other.id) < key for other in mine
+    )
+    counts, k = Counter[bool](), higher + earlier
+    for up, branch in enumerate(above(leaf)):
+        if branch.parent is not None:
+            more = sum(before(crowd.party(branch), k, crowd.siblings(branch))[1])
+            counts[up > 0] += more
+            k += more
+    return k + 1, Ahead(tenants=counts[True], users=counts[False], higher=higher, earlier=earlier)
+
+
+class _Crowd:
+    """The number of tasks that wait below each branch of a board, for one kind."""
+
+    def __init__(self, board: Board, tasks: Iterable[Task]) -> None:
+        self.board = board
+        self.lanes: dict[Path, Counter[Lane]] = defaultdict(Counter)
+        for task in tasks:
+            for branch in above(board.leaf(task)):
+                self.lanes[branch.path][board.lane_in_line(task)] += 1
+
+    def siblings(self, branch: Branch) -> Iterator[Party]:
+        branches = self.board.tree.branches
+        for path, lanes in self.lanes.items():
+            beside = path and path[:-1] == branch.path[:-1] and path != branch.path
+            if beside and any(branches[path].room(here) for here in lanes):
+                yield self.party(branches[path])
+
+    def party(self, branch: Branch) -> Party:
+        lanes, board = self.lanes[branch.path], self.board
+        waiting, kind = lanes.total(), next(iter(lanes)).kind
+        widths = sum(here.width * count for here, count in lanes.items())
+        return Party(
+            branch.name,
+            board.tree.usage(branch) + branch.lifts.get(kind, 0),
+            branch.weight,
+            fee(board, kind, widths, waiting),
+            waiting,
+            all(branch.borrows(here) for here in lanes),
+        )
+
+
+def fee(board: Board, kind: str, widths: int, waiting: int) -> int:
+    """Return the turn's charge for one of `waiting` tasks that need `widths` devices together."""
+    policy = board.policy
+    turn_us = int(1e6 * min(policy.slice_min_s, policy.slice_max_s))  # as if switching cost nothing
+    turn = board.tree.faded(turn_us * board.rate(lane(kind)))
+    return max(1, turn * widths // max(1, waiting))

@@ -1,0 +1,1284 @@
+"""Index of an island's snapshot for scheduling decisions, updated change by change.
+
+`core.scheduling.cycle` works on a Board.  `Board.of(snapshot)` builds one from a whole snapshot.
+`set_task` and the other setters apply one change in O(log n), so a scheduling round costs what
+changed and not what waits.  Both ways lead to the same board and to the same decisions (tested).
+
+The board holds the tenant tree with its waiting tasks by `lane` (`core.fairness.fair_tree`), the
+free devices, the stays of tasks on devices, and the instants at which time alone changes something.
+Usage is counted in micro-device-seconds times thousandths of cost.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Mapping
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import islice
+from operator import itemgetter
+
+from app.core.fairness.dominant_resource import dominant_cost
+from app.core.fairness.fair_tree import Branch, FairTree, Lane, Path, both_of, lane, on_host
+from app.core.model.lifecycle import ENDED, ON_A_DEVICE, State
+from app.core.model.snapshot import (
+    TIERS,
+    Device,
+    Lift,
+    Policy,
+    Snapshot,
+    Task,
+    Tenant,
+    User,
+    changed,
+)
+
+HOLDS_A_SEAT = frozenset({State.starting, State.running, State.splicing})
+LEAVES_A_SEAT = frozenset({State.pausing, State.stopping})
+
+MILLI = 1000  # thousandths in a cost of 1
+NEVER = math.inf
+
+
+@dataclass(slots=True, eq=False)
+class Stay:
+    """A task's stay on the devices that it holds.
+
+    A stay is charged one full turn when the task is launched, and continuously after that turn.
+    After the turn the stay is `ripe` (preemptible).  `rate` is the cost of one second, in
+    thousandths.  `lane` is what the task needs; the task may hold more devices than that.
+    """
+
+    task: Task
+    leaf: Branch
+    lane: Lane
+    devices: tuple[str, ...]
+    rate: int
+    turn_us: int
+    ripe: bool = False
+    leaving: bool = False
+    expected: tuple[float, str, int] | None = None  # the entry of this stay in `Pool.ends`
+    leaves: tuple[str, ...] = ()  # devices that the task will release because it shrinks
+
+    @property
+    def id(self) -> str:
+        return self.task.id
+
+    @property
+    def grown(self) -> int:
+        """The number of devices that the task holds beyond its need."""
+        return len(self.devices) - self.lane.width if self.task.elastic else 0
+
+
+@dataclass(slots=True)
+class Service:
+    """The level at which children of a branch are served with one kind of device
+    (`core.scheduling.idle_credit`).
+
+    `level` is a score and never falls.  `weight` is the total weight of the children that waited
+    for or held such devices when the level was last measured.  `came` is the total weight of the
+    children that arrived since.  The level is measured again from `again_s` on.
+    """
+
+    level: int = 0
+    weight: int = 0
+    came: int = 0
+    again_s: float = -math.inf
+
+
+@dataclass(slots=True)
+class Pool:
+    """The devices of one kind, and which of them can be assigned now.
+
+    A device with a leaving task counts as free, unless another task was already launched on it.
+    `ends` lists when stays are expected to end: (time, task, devices).
+    """
+
+    kind: str
+    # device that accepts work -> memory in bytes
+    open: dict[str, int] = field(default_factory=dict)
+    # free device -> is its last task still leaving?
+    free: dict[str, bool] = field(default_factory=dict)
+    heaps: dict[tuple[bool, int], list[str]] = field(default_factory=dict)
+    counts: Counter[int] = field(default_factory=Counter)  # memory -> number of free devices
+    sizes: Counter[int] = field(default_factory=Counter)  # memory -> number of open devices
+    ends: list[tuple[float, str, int]] = field(default_factory=list)
+    known: int = 0  # number of devices, open or not
+    hosts: dict[str, str] = field(default_factory=dict)  # device, open or not -> host
+    grown: int = 0  # devices that tasks hold beyond their need
+    # cost in thousandths -> number of open devices
+    costs: Counter[int] = field(default_factory=Counter)
+
+    def add(self, id: str, *, leaving: bool) -> None:
+        memory = self.open[id]
+        if id not in self.free:
+            self.counts[memory] += 1
+        self.free[id] = leaving
+        heappush(self.heaps.setdefault((leaving, memory), []), id)
+
+    def remove(self, id: str) -> None:
+        if self.free.pop(id, None) is not None:
+            self.counts[self.open[id]] -= 1
+
+    def fitting(self, lane: Lane) -> int:
+        """Count the free devices with enough memory, on the host if the lane names one."""
+        if lane.host is not None:
+            return sum(self.suits(id, lane) for id in self.free)
+        if not lane.memory_bytes:
+            return len(self.free)
+        return sum(n for memory, n in self.counts.items() if memory >= lane.memory_bytes)
+
+    @property
+    def whole(self) -> bool:
+        """True if every known device accepts work."""
+        return len(self.open) == self.known
+
+    def size(self, lane: Lane | None = None) -> int:
+        """Count the devices that accept work, free or not, and suit the lane's memory and host."""
+        if lane is not None and lane.host is not None:
+            return sum(self.suits(id, lane) for id in self.open)
+        if lane is None or not lane.memory_bytes:
+            return len(self.open)
+        return sum(n for memory, n in self.sizes.items() if memory >= lane.memory_bytes)
+
+    @property
+    def all_cost(self) -> int:
+        """The cost of one second on all devices that accept work, in thousandths."""
+        return sum(cost * n for cost, n in self.costs.items())
+
+    @property
+    def all_memory_bytes(self) -> int:
+        """The memory of all devices that accept work; 0 if one of them doesn't report it."""
+        if self.sizes[0]:
+            return 0
+        return sum(memory * n for memory, n in self.sizes.items())
+
+    def by_host(self, ids: Iterable[str], memory_bytes: int) -> Counter[str]:
+        """Count by host the given devices that accept work and have at least `memory_bytes`."""
+        fits = (id for id in ids if self.open.get(id, -1) >= memory_bytes)
+        return Counter(self.hosts[id] for id in fits)
+
+    def home(self, width: int, memory_bytes: int, lent: Iterable[tuple[int, Iterable[str]]]) -> str:
+        """Return the host where `width` devices are likely to be free first; "" without devices.
+
+        Hosts with enough devices come first.  Among them a host where enough are free is preferred,
+        then the host with the most devices that are free or `lent`, the most free ones, and the
+        most devices.  Each entry of `lent` is (how many can be returned, the devices to choose
+        from).
+        """
+        size = self.by_host(self.open, memory_bytes)
+        free = self.by_host(self.free, memory_bytes)
+        could = free.copy()
+        for most, devices in lent:
+            for host, n in self.by_host(devices, memory_bytes).items():
+                could[host] += min(most, n)
+
+        def place(host: str) -> tuple[int, bool, int, int, int, str]:
+            enough, has = min(size[host], width), min(free[host], width)
+            return -enough, has < width, -min(could[host], width), -has, -size[host], host
+
+        return min(size, key=place, default="")
+
+    def suits(self, id: str, lane: Lane) -> bool:
+        fits = self.open.get(id, -1) >= lane.memory_bytes and lane.pin in (None, id)
+        return fits and lane.host in (None, self.hosts[id])
+
+    def best(self, lane: Lane, image_on: str | None, pinned: Iterable[str]) -> list[str]:
+        """Choose the devices for a task of this lane; an empty list if too few are free.
+
+        Empty devices come before devices that a task is still leaving.  After that the order is:
+        the device that holds the task's image; devices to which no waiting task is pinned; the
+        smallest memory.
+        """
+        if lane.pin is not None:
+            return [lane.pin] if self.suits(lane.pin, lane) and lane.pin in self.free else []
+        if self.fitting(lane) < lane.width:
+            return []
+        if lane.width == 1 and image_on is not None and self._first_choice(image_on, lane):
+            return [image_on]
+        free = self._in_order(lane, frozenset(pinned))
+        chosen = list(islice(free, lane.width))
+        free.close()
+        return chosen
+
+    def _first_choice(self, id: str, lane: Lane) -> bool:
+        """True if the device is free, and it is empty or no other free device is."""
+        leaving = self.free.get(id)
+        if leaving is None or not self.suits(id, lane):
+            return False
+        return not leaving or all(self.free.values())
+
+    def _in_order(self, lane: Lane, pinned: frozenset[str]) -> Generator[str, None, None]:
+        """Yield the free devices that suit the lane, best first."""
+        for leaving in (False, True):
+            yield from self._free(leaving, lane, lambda id: id not in pinned)
+            if pinned:
+                yield from self._free(leaving, lane, lambda id: id in pinned)
+
+    def _free(
+        self, leaving: bool, lane: Lane, wanted: Callable[[str], bool]
+    ) -> Generator[str, None, None]:
+        """Yield free devices by memory, then by id; stale heap entries are dropped on the way."""
+        for memory in sorted(m for gone, m in self.heaps if gone == leaving):
+            if memory < lane.memory_bytes:
+                continue
+            heap = self.heaps[leaving, memory]
+            seen: list[str] = []
+            try:
+                while heap:
+                    id = heappop(heap)
+                    if self.free.get(id) is not leaving or (seen and seen[-1] == id):
+                        continue
+                    seen.append(id)
+                    if wanted(id) and lane.host in (None, self.hosts[id]):
+                        yield id
+            finally:
+                for id in seen:
+                    heappush(heap, id)
+
+
+class Board:
+    """The state of an island now.  `devices` are all known ones; `tasks` have not ended."""
+
+    def __init__(self, policy: Policy, *, now_s: float) -> None:
+        self.policy, self.now_s = policy, now_s
+        self.tree: FairTree[Task] = FairTree(half_life_s=policy.half_life_s, since_s=policy.since_s)
+        self.tree.at(now_s)
+        self.tenants: dict[str, Tenant] = {}
+        self.users: dict[str, User] = {}
+        self.devices: dict[str, Device] = {}
+        self.tasks: dict[str, Task] = {}
+        self.stays: dict[str, Stay] = {}
+        self.pools: dict[str, Pool] = {}
+        self.seated: dict[str, str] = {}  # device -> the task that holds it or was assigned to it
+        self.leaving: dict[str, str] = {}  # device -> the task that is leaving it
+        self.beside: dict[str, dict[str, None]] = {}  # device -> tasks co-located with the holder
+        self.graphs: dict[str, Stay] = {}  # stays of graphs; some may share their devices
+        self.ripe: dict[Branch, dict[str, Stay]] = {}
+        self.settled: dict[Branch, dict[str, Stay]] = {}  # preemptible stays past `fresh_s`
+        self.news: set[str] = set()  # tasks to look at in the next cycle
+        self.leases_due_s = NEVER
+        self.guarantees = False  # does any branch have a guarantee?
+        self.heaviest = 1  # the largest weight that any tenant has had
+        # (kind, tier) -> waiting tasks that ran before and have a promised share (F9)
+        self._behind: dict[tuple[str, str], dict[str, None]] = {}
+        self._promise_due_s = NEVER  # when the next task of `_behind` becomes urgent
+        # (parent branch, kind) -> devices guaranteed to its children, in total
+        self.promised: Counter[tuple[Path, str]] = Counter()
+        # Queues of which only the beginning is loaded -> the key of the last loaded task.
+        self.longer: dict[tuple[Branch, Lane], tuple[int, float, str]] = {}
+        # queues of `longer` without loaded tasks left
+        self.short: set[tuple[Branch, Lane]] = set()
+        self.elastic: dict[str, Stay] = {}  # elastic stays that are not leaving
+        self.grown = 0  # devices that elastic stays hold beyond their need
+        # Waiting tasks of the last round for which other tasks were held back.
+        self.in_the_way: set[str] = set()
+        # Tasks that went first in the last round -> the tasks that made them first or kept them
+        # from a device (`core.scheduling.record`).
+        self.tried: dict[str, tuple[str, ...]] = {}
+        self.goes_on = False  # did a queue run out, so that the next round continues the last?
+        self.astray = False  # may a task be on a device that is lost or unknown?
+        # (`tree.moved`, time): while `moved` is the same, no task gains before that time
+        self.quiet = (-1, -math.inf)
+        self.services: dict[tuple[Branch, str], Service] = {}
+        # (tenant, user, kind) -> idle-credit floor
+        self.lifts: dict[tuple[str, str, str], Lift] = {}
+        # the floors that are new since the last plan
+        self.lifted: dict[tuple[str, str, str], Lift] = {}
+        # (branch, kind) of tasks that left devices by ending since the last admission
+        self.ended: dict[tuple[Branch, str], None] = {}
+        # Entries that joined or left a queue since the last plan that is known to be committed.
+        self.new: dict[tuple[Branch, str], None] = {}
+        self.gone: dict[tuple[Branch, str], None] = {}
+        self._paths: dict[str, Path] = {}
+        self._ripening: list[tuple[float, str, int]] = []
+        self._settling: list[tuple[float, str, int]] = []
+        self._siblings: dict[str, dict[str, None]] = {}  # request -> its tasks that have not ended
+        self._holding: Counter[str] = Counter()  # request -> how many of its tasks are on devices
+        self._wake: list[tuple[float, str]] = []
+        # kind -> top branch -> devices of preemptible stays
+        self._ripe_tops: dict[str, Counter[Branch]] = {}
+        # kind -> (tree version, result of `ripe_tops`)
+        self._tops: dict[str, tuple[int, list[tuple[int, Branch]]]] = {}
+        self.priorities: Counter[int] = Counter()  # priority -> number of tasks that have not ended
+        # (kind, tier) -> devices needed by tasks that have started once (F9)
+        self.started: Counter[tuple[str, str]] = Counter()
+        self._aging: list[tuple[float, str, int]] = []
+        self._due: dict[str, float] = {}  # urgent task -> when it became urgent
+        self.aged: Counter[str] = Counter()  # kind -> devices held by gangs that lost patience
+        self._pinned: dict[str, set[str]] = {}  # device -> waiting tasks that may be pinned to it
+        self.sought: dict[str, str] = {}  # task -> the host on which room for it is tried just now
+        self.kept_for: dict[str, str] = {}  # device -> the task that is being moved to it
+        # tasks of `kept_for` that wait to be launched on their new device
+        self.landing: dict[str, None] = {}
+
+    @classmethod
+    def of(cls, snapshot: Snapshot, *, now_s: float) -> Board:
+        board = cls(snapshot.policy, now_s=now_s)
+        for tenant in snapshot.tenants.values():
+            board.tenants[tenant.id] = tenant
+        for tenant in snapshot.tenants.values():
+            board._plant(tenant)
+        for id in sorted(snapshot.users):
+            board.set_user(snapshot.users[id])
+        for lift in snapshot.lifts:
+            board.set_lift(lift)
+        for id in sorted(snapshot.devices):
+            board.set_device(snapshot.devices[id])
+        for id in sorted(snapshot.tasks):
+            board.set_task(snapshot.tasks[id])
+        board.tree.came.clear()  # these branches did not arrive: they were in the snapshot
+        return board
+
+    # --- time ---
+
+    def at(self, now_s: float) -> None:
+        """Advance the board to `now_s`: turns end and time conditions become true."""
+        self.now_s = now_s
+        self.tree.at(now_s)
+        while self._ripening and self._ripening[0][0] <= now_s:
+            _, id, epoch = heappop(self._ripening)
+            stay = self.stays.get(id)
+            if stay is not None and stay.task.epoch == epoch:
+                self._ripen(stay, late=True)
+        while self._settling and self._settling[0][0] <= now_s:
+            _, id, epoch = heappop(self._settling)
+            stay = self.stays.get(id)
+            if stay is not None and stay.task.epoch == epoch and stay.ripe:
+                self._set_settled(stay)
+        while self._wake and self._wake[0][0] <= now_s:
+            _, id = heappop(self._wake)
+            if id in self.tasks:
+                self.set_task(self.tasks[id])
+
+    def next_s(self) -> float:
+        """Return when time alone next changes the board; NEVER if nothing will.
+
+        The result is later than now, except before a round (`cycle`) has looked at the board.
+        """
+        at_s = min(self.leases_due_s, self._promise_due_s)
+        if self._ripening:
+            at_s = min(at_s, self._ripening[0][0])
+        if self._settling:
+            at_s = min(at_s, self._settling[0][0])
+        if self._wake:
+            at_s = min(at_s, self._wake[0][0])
+        return min(at_s, self._aging[0][0]) if self._aging else at_s
+
+    def written_down(self) -> None:
+        """Forget which queue entries were new or gone: all decisions so far are committed."""
+        self.new.clear()
+        self.gone.clear()
+
+    # --- tenants and users ---
+
+    def path_of(self, tenant: str) -> Path:
+        """Return the tenant's path from the top of the tree."""
+        if tenant not in self._paths:
+            parent = self.tenants[tenant].parent
+            above = self.path_of(parent) if parent is not None else ()
+            self._paths[tenant] = (*above, tenant)
+        return self._paths[tenant]
+
+    def set_tenant(self, tenant: Tenant) -> None:
+        """Add a tenant, or change the values of a tenant that keeps its place in the tree."""
+        self.tenants[tenant.id] = tenant
+        branch = self._plant(tenant)
+        self._promise(branch, branch.guarantee, -1)
+        self._promise(branch, tenant.guarantee, 1)
+        branch.weight, branch.guarantee = tenant.weight, tenant.guarantee
+        branch.limit, branch.most_running = tenant.limit, tenant.most_running
+        branch.scored_at = -1
+        self.tree.refresh(branch)
+
+    def _plant(self, tenant: Tenant) -> Branch:
+        path = self.path_of(tenant.id)
+        self.guarantees |= bool(tenant.guarantee)
+        self.heaviest = max(self.heaviest, tenant.weight)
+        if path in self.tree.branches:
+            return self.tree.branches[path]
+        if tenant.parent is not None:
+            self._plant(self.tenants[tenant.parent])
+        branch = self.tree.add(
+            path,
+            weight=tenant.weight,
+            guarantee=tenant.guarantee,
+            limit=tenant.limit,
+            most_running=tenant.most_running,
+        )
+        self._promise(branch, tenant.guarantee, 1)
+        return branch
+
+    def _promise(self, branch: Branch, guarantee: Mapping[str, int], sign: int) -> None:
+        for kind, devices in guarantee.items():
+            self.promised[branch.path[:-1], kind] += sign * devices
+
+    def set_user(self, user: User) -> None:
+        """Set a user's usage to what the ledger has booked plus what the user's stays still owe."""
+        old = self.users.get(user.id)
+        self.users[user.id] = user
+        path = (*self.path_of(user.tenant), user.id)
+        leaf = self.tree.branches.get(path) or self.tree.add(path, weight=user.weight)
+        if leaf.weight != user.weight:
+            leaf.weight, leaf.scored_at = user.weight, -1
+            self.tree.refresh(leaf)
+        if old is None or old.faded_us != user.faded_us:
+            self._settle(leaf, user)
+
+    def set_lift(self, lift: Lift) -> None:
+        """Set the idle-credit floor of a tenant or user; it never falls."""
+        path = self.path_of(lift.tenant)
+        branch = self.tree.branches.get((*path, lift.user) if lift.user else path)
+        if branch is not None:
+            self.lifts[lift.tenant, lift.user, lift.kind] = lift
+            self.tree.lift(branch, lift.kind, lift.faded_us)
+
+    def _settle(self, leaf: Branch, user: User) -> None:
+        owed = sum(self._owes(stay) for stay in self.stays.values() if stay.leaf is leaf)
+        right = user.faded_us * MILLI + self.tree.faded(owed)
+        self.tree.charge(leaf, right - self.tree.usage(leaf))
+
+    def leaf(self, task: Task) -> Branch:
+        return self.tree.branches[(*self.path_of(task.tenant), task.user)]
+
+    # --- devices ---
+
+    def alive(self, id: str | None) -> bool:
+        """True if the device is known and up, and its lease has not ended."""
+        device = self.devices.get(id or "")
+        return device is not None and device.up and device.lease_until_s > self.now_s
+
+    def open(self, device: Device) -> bool:
+        """True if the device may be given new work."""
+        return not device.cordoned and self.alive(device.id)
+
+    def set_device(self, device: Device) -> None:
+        old = self.devices.get(device.id)
+        self.devices[device.id] = device
+        lasts_s = device.lease_until_s
+        if lasts_s + self.policy.lost_grace_s > self.now_s:
+            due_s = lasts_s if lasts_s > self.now_s else lasts_s + self.policy.lost_grace_s
+            self.leases_due_s = min(self.leases_due_s, due_s)
+        elif self.on(device.id):
+            self.astray = True  # the next round looks for tasks lost with this device
+        if old is not None and old.cordoned != device.cordoned:
+            self.news.update(self.on(device.id))
+        self.tree.version += 1  # a waiting task may find a device now
+        self._offer(device, old)
+
+    def _offer(self, device: Device, old: Device | None) -> None:
+        """Make the device assignable if it accepts work, otherwise not."""
+        pool = self.pools.setdefault(device.kind, Pool(device.kind))
+        pool.known += old is None
+        pool.hosts[device.id] = device.host
+        was_open, is_open = device.id in pool.open, self.open(device)
+        pool.remove(device.id)
+        if was_open and old is not None:
+            pool.sizes[pool.open.pop(device.id)] -= 1
+            pool.costs -= Counter([old.cost])
+        if is_open:
+            pool.open[device.id] = device.memory_bytes
+            pool.sizes[device.memory_bytes] += 1
+            pool.costs[device.cost] += 1
+            self._give(pool, device.id)
+        if was_open != is_open:
+            for id in sorted(self._pinned.get(device.id, ())):
+                self.set_task(self.tasks[id])
+            if device.id in self.kept_for:
+                self.set_task(self.tasks[self.kept_for[device.id]])
+
+    def _give(self, pool: Pool, id: str) -> None:
+        """Make a device assignable if it is open, not held, and not kept for a moving task."""
+        if id in pool.open and id not in self.seated and id not in self.kept_for:
+            pool.add(id, leaving=id in self.leaving)
+
+    def _keep_for(self, task: Task) -> None:
+        """Keep the device that a moving task goes to, so that no other task gets it."""
+        to = task.moves_to if task.state != State.blocked and task.state not in ENDED else None
+        before = next((id for id, who in self.kept_for.items() if who == task.id), None)
+        if before is not None and before != to:
+            del self.kept_for[before]
+            self._give(self.pools[self.devices[before].kind], before)
+            self.tree.version += 1
+        if to and to in self.devices and to not in self.kept_for:
+            self.kept_for[to] = task.id
+            self.pools[self.devices[to].kind].remove(to)
+
+    def _lands(self, task: Task) -> bool:
+        """True if the task waits for exactly the device that it is being moved to."""
+        to = task.moves_to
+        if not task.stops or to is None or self.kept_for.get(to) != task.id:
+            return False
+        return self.open(self.devices[to])
+
+    def on(self, device: str) -> list[str]:
+        """Return the tasks on a device: holder, co-located tasks, and the task that is leaving."""
+        found = (self.seated.get(device), *self.beside.get(device, ()), self.leaving.get(device))
+        return [id for id in found if id is not None]
+
+    def group(self, device: str) -> list[Stay]:
+        """Return the stays that hold a device together and take turns on it."""
+        holder = self.seated.get(device)
+        if holder is None:
+            return []
+        return [self.stays[id] for id in (holder, *self.beside.get(device, ())) if id in self.stays]
+
+    def look_at_leases(self) -> list[str]:
+        """Return the tasks on lost devices; close free devices if their lease has ended."""
+        lost = [
+            stay.id
+            for stay in self.stays.values()
+            if any(self.is_lost(device) for device in stay.task.holds)
+        ]
+        self.astray = False
+        if self.now_s >= self.leases_due_s:
+            self.leases_due_s = NEVER
+            for device in list(self.devices.values()):
+                self.set_device(device)
+        return sorted(lost)
+
+    def is_lost(self, id: str) -> bool:
+        """True if the device is unknown, or its lease and grace time have ended."""
+        device = self.devices.get(id)
+        return device is None or device.lease_until_s + self.policy.lost_grace_s <= self.now_s
+
+    # --- tasks ---
+
+    def set_task(self, task: Task) -> None:
+        """Add or update a task."""
+        id = task.id
+        if task.state in ENDED:
+            self.drop_task(id)
+            return
+        self._count(self.tasks.get(id), -1)
+        self._count(task, 1)
+        self.tasks[id] = task
+        self._siblings.setdefault(task.request, {})[id] = None
+        self.landing.pop(id, None)
+        if task.moves_to is not None or self.kept_for:
+            self._keep_for(task)
+        stay, returns = self.stays.get(id), False
+        if stay is not None and not _same_stay(stay, task):
+            if task.elastic and _same_epoch(stay, task):
+                self._resize(stay, task)
+            else:
+                self._let_go(stay)
+                stay, returns = None, True
+        if task.state in ON_A_DEVICE:
+            self._stay(task, stay)
+        else:
+            self._line_up(task, returns=returns)
+        if task.state != State.waiting or task.cancel_asked or _conditional(task):
+            self.news.add(id)
+        if task.state == State.waiting and self._lands(task):
+            self.landing[id] = None
+
+    def drop_task(self, id: str) -> None:
+        """Remove a task that ended or belongs to another island now."""
+        gone = self.tasks.pop(id, None)
+        self._count(gone, -1)
+        self.landing.pop(id, None)
+        if gone is not None and self.kept_for:
+            self._keep_for(changed(gone, moves_to=None))
+        self.news.discard(id)
+        self.unline(id)
+        if id in self.stays:
+            stay = self.stays[id]
+            self._let_go(stay)
+            self.ended[stay.leaf, stay.lane.kind] = None
+        if gone is not None:
+            siblings = self._siblings[gone.request]
+            siblings.pop(id, None)
+            if not siblings:
+                del self._siblings[gone.request]
+
+    def _count(self, task: Task | None, change: int) -> None:
+        if task is None:
+            return
+        self.priorities[task.priority] += change
+        if not self.priorities[task.priority]:
+            del self.priorities[task.priority]
+        if task.epoch:
+            self.started[task.kind, task.tier] += change * task.width
+
+    def pin(self, task: Task) -> str | None:
+        """Return the only device that the task can resume on; None if any device will do.
+
+        If that device is lost, the task resumes from its last checkpoint on any device.  A task
+        that would restart from the beginning elsewhere stays pinned even with a checkpoint, unless
+        its device is drained.
+        """
+        on = task.image_on
+        if on is None or not self.alive(on):
+            return None
+        stays = task.restarts and not self.devices[on].cordoned
+        return on if stays or not task.saved else None
+
+    def lane_in_line(self, task: Task) -> Lane:
+        """Return the lane in which the task waits, before a host is chosen for it."""
+        host, fresh = "" if task.one_host else None, self.is_fresh(task)
+        return lane(task.kind, task.width, task.memory_bytes, self.pin(task), host, fresh)
+
+    def is_fresh(self, task: Task) -> bool:
+        """Rule F8: True if the task has held devices for less than a minute (and a slice).
+
+        A task is not fresh while another task of its request is on a device, so that many equal
+        tasks finish one after the other.  A task of a multi-island gang is never fresh: its tickets
+        decide.
+        """
+        if not self.policy.turns or task.gang:
+            return False
+        if task.had_us and task.had_us >= fresh_us(self.policy, task):
+            return False
+        return self._holding[task.request] <= (task.id in self.stays)
+
+    def _count_holding(self, request: str, change: int) -> None:
+        """Count the request's tasks on devices; requeue its other tasks if freshness changes."""
+        before = self._holding[request]
+        self._holding[request] += change
+        if not self._holding[request]:
+            del self._holding[request]
+        if before and self._holding[request]:
+            return
+        for id in list(self._siblings.get(request, ())):
+            if id in self.tree:
+                self._line_up(self.tasks[id], returns=True)
+
+    def lane(self, task: Task) -> Lane:
+        """Return what the task needs, with the host that is chosen as things are now."""
+        here = self.lane_in_line(task)
+        if task.id in self.sought:
+            return on_host(here, self.sought[task.id])
+        return self.bound(here)
+
+    def others(self, task: Task) -> list[str]:
+        """Return the hosts with enough devices for a one-host task, except the one `lane` chose."""
+        pool = self.pools.get(task.kind)
+        if pool is None or not task.one_host:
+            return []
+        size, first = pool.by_host(pool.open, task.memory_bytes), self.lane(task).host
+        return sorted(host for host, n in size.items() if n >= task.width and host != first)
+
+    def bound(self, here: Lane) -> Lane:
+        """Add to a one-host lane the host where its devices are likely to be free first."""
+        pool = self.pools.get(here.kind)
+        if here.host is None or pool is None:
+            return here
+        return on_host(here, pool.home(here.width, here.memory_bytes, self._lent()))
+
+    def _lent(self) -> list[tuple[int, tuple[str, ...]]]:
+        """Return for each task that holds more than it needs: the devices it can return.
+
+        Only running tasks count, if all their branches hold more than their guarantees.
+        """
+        stays = [
+            stay
+            for stay in (self.elastic.values() if self.grown else ())
+            if stay.grown and stay.task.state == State.running and _is_lent(stay)
+        ]
+        return [(stay.grown, stay.devices[self.policy.homebound :]) for stay in stays]
+
+    def _line_up(self, task: Task, *, returns: bool) -> None:
+        self.unline(task.id)
+        if task.image_on is not None and (task.restarts or not task.saved):
+            self._pinned.setdefault(task.image_on, set()).add(task.id)
+        if task.retry_at_s > self.now_s:
+            heappush(self._wake, (task.retry_at_s, task.id))
+        elif task.state == State.waiting and not self._is_away(task):
+            self.tree.push(
+                (*self.path_of(task.tenant), task.user),
+                task,
+                lane=self.lane_in_line(task),
+                id=task.id,
+                priority=task.priority,
+                submitted_s=task.submitted_s,
+                returns=returns,
+            )
+            self._watch_age(task)
+        not_before_s = task.conditions.not_before_s
+        if not_before_s is not None and not_before_s > self.now_s:
+            heappush(self._wake, (not_before_s, task.id))
+
+    def _is_away(self, task: Task) -> bool:
+        """True if the task isn't queued now: it moves, isn't loaded, or has no durable image.
+
+        Only a gang has to wait for a durable image.
+        """
+        is_kept = task.width == 1 or self.pin(task) is None
+        return not is_kept or self.beyond(task) or self._lands(task)
+
+    def beyond(self, task: Task) -> bool:
+        """True if the task comes after the loaded part of its queue."""
+        if not self.longer:
+            return False
+        end = self.longer.get((self.leaf(task), alike(task)))
+        return end is not None and place_in_line(task) > end
+
+    def unline(self, id: str) -> None:
+        task = self.tree.drop(id)
+        if task is None:
+            return
+        if task.epoch:
+            self._behind.get((task.kind, task.tier), {}).pop(id, None)
+        if task.image_on in self._pinned:
+            self._pinned[task.image_on].discard(id)
+        if self.longer:
+            leaf, here = self.leaf(task), alike(task)
+            lanes = (*both_of(here), *both_of(on_host(here, "")))
+            if (leaf, here) in self.longer and self.tree.first_below(leaf, lanes) is None:
+                self.short.add((leaf, here))
+
+    def pinned(self) -> list[str]:
+        """Return the devices to which a waiting task is pinned."""
+        return [lane.pin for lane in self.tree.lanes if lane.pin is not None]
+
+    def looked_at(self, task: Task, *others: Task) -> None:
+        """Note that a task went first in this round, and the tasks that led to it or blocked it."""
+        self.tried[task.id] = self.tried.get(task.id, ()) + tuple(other.id for other in others)
+
+    def pinned_to(self, device: str) -> list[str]:
+        """Return the waiting tasks that can resume only on this device."""
+        ids = sorted(id for id in self._pinned.get(device, ()) if id in self.tree)
+        return [id for id in ids if self.pin(self.tasks[id]) == device]
+
+    def rate(self, lane: Lane) -> int:
+        """Return the highest cost of one second on a lane's devices, in thousandths."""
+        pool = self.pools.get(lane.kind)
+        cost = max(pool.costs, default=MILLI) if pool is not None else MILLI
+        return self._dominant(lane, cost * lane.width)
+
+    def rate_of(self, task: Task) -> int:
+        """Return the cost of one second of the task on its devices, in thousandths."""
+        return task.cost or self._cost_of(task.holds)
+
+    def cost(self, task: Task, devices: Iterable[str]) -> int:
+        """Return the task's cost of one second on these devices if charged by memory; else 0."""
+        if not task.memory_bytes:
+            return 0
+        held = tuple(devices)
+        of_devices = self._cost_of(held)
+        cost = self._dominant(lane(task.kind, len(held), task.memory_bytes), of_devices)
+        return cost if cost > of_devices else 0
+
+    def _cost_of(self, devices: Iterable[str]) -> int:
+        return sum(self.devices[id].cost for id in devices if id in self.devices)
+
+    def _dominant(self, lane: Lane, cost: int) -> int:
+        pool = self.pools.get(lane.kind)
+        if not lane.memory_bytes or pool is None:
+            return cost
+        return dominant_cost(
+            cost,
+            lane.memory_bytes * lane.width,
+            all_cost=pool.all_cost,
+            all_memory_bytes=pool.all_memory_bytes,
+        )[0]
+
+    # --- urgency (rules F7 and F9) ---
+
+    def _watch_age(self, task: Task) -> None:
+        if not self.policy.turns and task.width == 1:
+            return
+        due_s = self.patience_ends_s(task)
+        if due_s <= self.now_s:  # the patience is over already, so no timer is needed
+            self._due[task.id] = min(due_s, self._due.get(task.id, NEVER))
+        elif due_s < NEVER:
+            heappush(self._aging, (due_s, task.id, task.epoch))
+        if task.epoch and self.policy.tier_share.get(task.tier):
+            self._behind.setdefault((task.kind, task.tier), {})[task.id] = None
+
+    def urgent(self) -> list[Task]:
+        """Return the waiting tasks that must go before all others now, longest due first."""
+        while self._aging and self._aging[0][0] <= self.now_s:
+            due_s, id, epoch = heappop(self._aging)
+            task = self.tasks.get(id)
+            if task is not None and task.epoch == epoch and id in self.tree:
+                self._due[id] = min(due_s, self._due.get(id, NEVER))
+        for id in [id for id in self._due if id not in self.tree]:
+            del self._due[id]
+        due = self._due | self._promises_due()
+        return [self.tasks[id] for id in sorted(due, key=lambda id: (due[id], id))]
+
+    def _promises_due(self) -> dict[str, float]:
+        """Rule F9: return the tasks that must go first by their tier's promise, and since when.
+
+        Only tiers with promises that can all be kept count.  So there are fewer such tasks than
+        devices.
+        """
+        self._promise_due_s, found = NEVER, {}
+        for (kind, tier), ids in self._behind.items():
+            if not ids or tier not in self.honoured(kind):
+                continue
+            for id in ids:
+                due_s = self.slack_ends_s(self.tasks[id])
+                if due_s <= self.now_s:
+                    found[id] = due_s
+                else:
+                    self._promise_due_s = min(self._promise_due_s, due_s)
+        return found
+
+    def honoured(self, kind: str) -> tuple[str, ...]:
+        """Rule F9: return the tiers with promises that fit the devices; the lowest are shed."""
+        share, pool = self.policy.tier_share, self.pools.get(kind)
+        left = float(pool.size()) if pool is not None else 0.0
+        kept = []
+        for tier in reversed(TIERS):
+            left -= share.get(tier, 0.0) * self.started[kind, tier]
+            if left < 0 or not share.get(tier):
+                break
+            kept.append(tier)
+        return tuple(kept)
+
+    def lead_s(self, task: Task) -> float:
+        """Rule F9: return how early a task is urgent, since a turn and a switch may come first."""
+        burst_s, _ = self._bucket(task)
+        return min(self.policy.slice_max_s, burst_s / 4)
+
+    def _bucket(self, task: Task) -> tuple[float, float]:
+        """Rule F9: return (seconds that a task may wait at once, more of every second).
+
+        Both together are the waiting time that a window allows.  If there are at least as many
+        devices as tasks with a promise, a task may use all of it at once.  If there are fewer
+        devices, the tasks need a part p of it for taking turns among themselves: if all had already
+        waited that long for other tasks, their promises could not be kept.
+        """
+        share, window_s = self.policy.tier_share.get(task.tier, 0.0), self.policy.tier_window_s
+        pool, may_s = self.pools.get(task.kind), (1.0 - share) * window_s
+        counts = [(self.started[task.kind, tier], tier) for tier in self.honoured(task.kind)]
+        too_many = sum(count for count, _ in counts) - (pool.size() if pool is not None else 0)
+        part = 0.0
+        if too_many > 0:
+            away = sum(count * (1.0 - self.policy.tier_share[tier]) for count, tier in counts)
+            part = min(1.0, too_many / away)
+        burst_s = may_s * max((1.0 - part) ** 2, LEAST_BURST)
+        return burst_s, (may_s - burst_s) / window_s
+
+    def patience_s(self, task: Task) -> float:
+        """Rule F7: return how long a gang waits in total before it goes before all others, in s.
+
+        Narrower gangs wait longer, because a few devices often become free together.  A task with
+        one device is no gang and has no patience: NEVER.
+        """
+        pool = self.pools.get(task.kind)
+        if task.width == 1 or pool is None:
+            return NEVER
+        wide = self.policy.wide_share * len(pool.open)
+        return self.policy.patience_s * max(1.0, wide / task.width)
+
+    def patience_ends_s(self, task: Task) -> float:
+        since_s = task.submitted_s if task.waiting_since_s is None else task.waiting_since_s
+        waited_s = task.waited_s if self._ages(task) else 0.0
+        return since_s + max(0.0, self.patience_s(task) - waited_s)
+
+    def protected(self, task: Task) -> bool:
+        """Rule F7: True if a wide gang has waited out its patience once: it is not preempted."""
+        return self._ages(task) and task.waited_s >= self.patience_s(task)
+
+    def _ages(self, task: Task) -> bool:
+        """True if the gang's waits are added up; if not, its patience starts again after each turn.
+
+        Waits are not added up for narrow gangs, which may be many, nor for a gang that alone
+        exceeds the share of devices that such gangs may hold.
+        """
+        return self.patience_s(task) <= self.policy.patience_s and not self._too_wide(task)
+
+    def _too_wide(self, task: Task) -> bool:
+        pool = self.pools.get(task.kind)
+        return pool is not None and task.width > self.policy.aged_share * pool.size()
+
+    def may_age(self, task: Task) -> bool:
+        """Rule F7: True if gangs with ended patience stay within their share with this task."""
+        pool = self.pools.get(task.kind)
+        if pool is None or not self._ages(task):
+            return pool is not None
+        return self.aged[task.kind] + task.width <= self.policy.aged_share * pool.size()
+
+    def slack_s(self, task: Task, *, at_s: float | None = None) -> float:
+        """Rule F9: return how much longer the task may wait at once and keep its share in every
+        window.
+        """
+        at_s = self.now_s if at_s is None else at_s
+        burst_s, rate = self._bucket(task)
+        waits = not task.seats and task.waiting_since_s is not None
+        away = [*task.away, (task.waiting_since_s or 0.0, at_s)] if waits else task.away
+        since_s, total_s, used_s = at_s - self.policy.tier_window_s, 0.0, 0.0
+        for from_s, to_s in reversed(away):
+            if to_s <= since_s:
+                break
+            begin_s = max(from_s, since_s)
+            total_s += to_s - begin_s
+            used_s = max(used_s, total_s - rate * (at_s - begin_s))
+        return burst_s - used_s
+
+    def slack_ends_s(self, task: Task) -> float:
+        """Rule F9: return when a waiting task must go first, early enough to be seated in time."""
+        if task.epoch == 0 or not self.policy.tier_share.get(task.tier):
+            return NEVER
+        since_s = self.now_s if task.waiting_since_s is None else task.waiting_since_s
+        left_s = self.slack_s(task, at_s=since_s) - self.lead_s(task)
+        return since_s + max(0.0, left_s) / (1.0 - self._bucket(task)[1])
+
+    # --- stays ---
+
+    def _stay(self, task: Task, stay: Stay | None) -> None:
+        self.unline(task.id)
+        known = stay is not None
+        if stay is None:
+            stay = self._seat(task)
+        self._measure_turn(stay, task)
+        if task.graph:
+            self.tree.version += 1  # other graphs may join it now
+        if task.width_max:
+            self.tree.version += 1  # the task may have become resizable
+            if task.elastic and stay.id not in self.elastic and not stay.leaving:
+                self._count_grown(stay)  # the task was told that it may hold more
+            if stay.expected is not None:
+                self._expect(stay)
+        if task.state in LEAVES_A_SEAT and not stay.leaving:
+            self._leave(stay)
+        elif task.started_s is not None and not stay.ripe and not stay.leaving:
+            if ripe_s(stay) <= self.now_s:
+                self._ripen(stay, late=known)
+            else:
+                heappush(self._ripening, (ripe_s(stay), task.id, task.epoch))
+
+    def _measure_turn(self, stay: Stay, task: Task) -> None:
+        """Adjust the turn's length once the switching cost is known."""
+        turn_us = slice_us(self.policy, task)
+        if stay.ripe or stay.leaving or turn_us == stay.turn_us:
+            stay.task = task
+            return
+        owed = self._owes(stay)
+        stay.task, stay.turn_us = task, turn_us
+        self.tree.charge(stay.leaf, self.tree.faded(self._owes(stay) - owed))
+
+    def _seat(self, task: Task) -> Stay:
+        """Rule F1: let a task hold its devices and charge it a full turn at once."""
+        leaf, here = self.leaf(task), both_of(self.lane_in_line(task))[1]
+        # a shared device reports what the task used
+        rate = 0 if task.shares else self.rate_of(task)
+        stay = Stay(task, leaf, here, task.seats, rate, slice_us(self.policy, task))
+        self.stays[task.id] = stay
+        self._count_holding(task.request, 1)
+        if task.graph:
+            self.graphs[task.id] = stay
+        if task.width_max and task.elastic:
+            self._count_grown(stay)
+            self._give_back(stay, task.leaves)
+        pool = self.pools.setdefault(task.kind, Pool(task.kind))
+        for id in task.seats:
+            self.astray |= self.is_lost(id)
+            if task.shares and self.seated.get(id) is not None:
+                self.beside.setdefault(id, {})[task.id] = None
+            elif task.state in HOLDS_A_SEAT or id not in self.seated:
+                self.seated[id] = task.id  # until the task is seen to leave
+                pool.remove(id)
+        self.tree.hold(leaf, here)
+        if self.protected(task):
+            self.aged[task.kind] += task.width
+        self.tree.charge(leaf, self.tree.faded(self._owes(stay)))
+        self._expect(stay)
+        return stay
+
+    def _resize(self, stay: Stay, task: Task) -> None:
+        """Apply a change of the task's devices and charge for the new set from now on."""
+        had, rate, was_ripe, pool = {*stay.task.holds}, stay.rate, stay.ripe, self.pools[task.kind]
+        self._unripe(stay)
+        self._count_grown(stay, -1)
+        stay.task, stay.devices = task, task.seats
+        stay.rate = task.cost or self._cost_of(task.holds)
+        for id in task.seats:
+            if id not in had:
+                self.astray |= self.is_lost(id)
+                self.seated[id] = task.id
+                pool.remove(id)
+        for id in had.difference(task.holds):
+            for held in (self.seated, self.leaving):
+                if held.get(id) == stay.id:
+                    del held[id]
+            self._give(pool, id)
+        if not stay.leaving:
+            self._count_grown(stay)
+        self._give_back(stay, task.leaves)
+        if was_ripe:
+            self._set_ripe(stay)
+            self.tree.accrue(stay.leaf, stay.rate - rate)
+
+    def _give_back(self, stay: Stay, devices: tuple[str, ...]) -> None:
+        """Offer the devices that the task will release, so that others can be launched on them."""
+        stay.leaves = devices
+        for id in devices:
+            if self.seated.get(id) == stay.id:
+                del self.seated[id]
+            self.leaving[id] = stay.id
+            self._give(self.pools[stay.lane.kind], id)
+
+    def _count_grown(self, stay: Stay, sign: int = 1) -> None:
+        if sign > 0:
+            self.elastic[stay.id] = stay
+        elif self.elastic.pop(stay.id, None) is None:
+            return  # the task is leaving: its extra devices no longer count
+        if stay.grown:
+            self.grown += sign * stay.grown
+            self.pools[stay.lane.kind].grown += sign * stay.grown
+            self.tree.grow(stay.leaf, stay.lane.kind, sign * stay.grown)
+        self.tree.version += 1
+
+    def _leave(self, stay: Stay) -> None:
+        """Mark a stay as leaving, so that other tasks can be launched on its devices."""
+        if not stay.ripe:
+            self._true_up(stay)
+            self.tree.accrue(stay.leaf, stay.rate)
+        self._unripe(stay)
+        if self.elastic:
+            self._count_grown(stay, -1)
+        stay.leaving = True
+        self.tree.hold(stay.leaf, stay.lane, -1)
+        pool = self.pools[stay.task.kind]
+        self._unexpect(pool, stay)
+        for id in stay.devices:
+            self._leave_seat(id, stay)
+            self.leaving[id] = stay.id
+            self._give(pool, id)
+
+    def _leave_seat(self, device: str, stay: Stay) -> None:
+        """Release a device; the next of the co-located tasks becomes its holder."""
+        others = self.beside.get(device)
+        if others is not None:
+            others.pop(stay.id, None)
+        if self.seated.get(device) == stay.id:
+            del self.seated[device]
+            if others:
+                self.seated[device] = next(iter(others))
+                del others[self.seated[device]]
+        if others is not None and not others:
+            del self.beside[device]
+
+    def _let_go(self, stay: Stay) -> None:
+        """Remove a stay: the task has left its devices."""
+        del self.stays[stay.id]
+        self._count_holding(stay.task.request, -1)
+        self.graphs.pop(stay.id, None)
+        if stay.leaving or stay.ripe:
+            self.tree.accrue(stay.leaf, -stay.rate)
+        else:
+            self._true_up(stay)
+        self._unripe(stay)
+        pool = self.pools[stay.task.kind]
+        if self.protected(stay.task):
+            self.aged[stay.task.kind] -= stay.lane.width
+        if not stay.leaving:
+            if self.elastic:
+                self._count_grown(stay, -1)
+            self.tree.hold(stay.leaf, stay.lane, -1)
+            self._unexpect(pool, stay)
+        self.tree.refresh(stay.leaf)
+        for id in stay.devices + stay.leaves:
+            self._leave_seat(id, stay)
+            if self.leaving.get(id) == stay.id:
+                del self.leaving[id]
+            self._give(pool, id)
+
+    def _ripen(self, stay: Stay, *, late: bool) -> None:
+        """End a stay's turn: the stay is preemptible now and charged continuously."""
+        if stay.ripe or stay.leaving:
+            return
+        self._set_ripe(stay)
+        self.tree.accrue(stay.leaf, stay.rate, from_s=ripe_s(stay) if late else None)
+
+    def _set_ripe(self, stay: Stay) -> None:
+        stay.ripe = True
+        self.ripe.setdefault(stay.leaf, {})[stay.id] = stay
+        self._ripe_tops.setdefault(stay.lane.kind, Counter())[stay.leaf.top] += len(stay.devices)
+        at_s = settled_s(self.policy, stay)
+        if at_s <= self.now_s:
+            self._set_settled(stay)
+        else:
+            heappush(self._settling, (at_s, stay.id, stay.task.epoch))
+
+    def _set_settled(self, stay: Stay) -> None:
+        self.settled.setdefault(stay.leaf, {})[stay.id] = stay
+        self.tree.version += 1  # a task of the same user may replace it now
+
+    def ripe_tops(self, kind: str) -> list[tuple[int, Branch]]:
+        """Return (score, branch) of top branches with preemptible stays, best served first."""
+        tree = self.tree
+        known = self._tops.get(kind)
+        if known is None or known[0] != tree.version:
+            tops = [(tree.score(top, kind=kind), top) for top in self._ripe_tops.get(kind, ())]
+            tops.sort(key=itemgetter(0), reverse=True)
+            known = self._tops[kind] = (tree.version, tops)
+        return known[1]
+
+    def better_served(self, kind: str, score: int, top: Branch) -> int:
+        """Count the devices of preemptible stays in other top branches that score above `score`."""
+        counts = self._ripe_tops[kind]
+        return sum(
+            counts[other]
+            for theirs, other in self.ripe_tops(kind)
+            if theirs > score and other is not top
+        )
+
+    def best_served(self, kind: str, top: Branch) -> int | None:
+        """Return the highest score of another top branch with preemptible stays, or None."""
+        for score, other in self.ripe_tops(kind):
+            if other is not top:
+                return score
+        return None
+
+    def _unripe(self, stay: Stay) -> None:
+        mine = self.ripe.get(stay.leaf)
+        if mine is None or stay.id not in mine:
+            return
+        del mine[stay.id]
+        if not mine:
+            del self.ripe[stay.leaf]
+        settled = self.settled.get(stay.leaf)
+        if settled is not None and settled.pop(stay.id, None) is not None and not settled:
+            del self.settled[stay.leaf]
+        tops = self._ripe_tops[stay.lane.kind]
+        tops[stay.leaf.top] -= len(stay.devices)
+        if not tops[stay.leaf.top]:
+            del tops[stay.leaf.top]
+            self._tops.pop(stay.lane.kind, None)
+
+    def _true_up(self, stay: Stay) -> None:
+        """Give back the part of a turn that a stay does not use because it ends early."""
+        unused_us = self._owes(stay) - stay.rate * self.unbooked_us(stay.task)
+        self.tree.charge(stay.leaf, -self.tree.faded(max(0, unused_us)))
+
+    def unbooked_us(self, task: Task) -> int:
+        """Return what the task has held in this epoch and the ledger has not booked, in µs."""
+        if task.started_s is None or task.shares:
+            return 0
+        since_s = task.started_s if task.resized_s is None else task.resized_s
+        booked_us = task.held_us - task.accrued_us
+        return max(0, round((self.now_s - since_s) * 1e6) - booked_us)
+
+    def _owes(self, stay: Stay) -> int:
+        """Return what a stay owes, at least a full turn: device-µs times thousandths of cost."""
+        unbooked_us = self.unbooked_us(stay.task)
+        # a resized task had its turn before it was resized
+        if not stay.leaving and stay.task.resized_s is None:
+            booked_us = stay.task.held_us - stay.task.accrued_us
+            unbooked_us = max(unbooked_us, stay.turn_us - booked_us)
+        return unbooked_us * stay.rate
+
+    def _end(self, stay: Stay) -> tuple[float, str, int]:
+        return self.end_s(stay), stay.id, len(stay.devices) - stay.grown
+
+    def end_s(self, stay: Stay) -> float:
+        """Return when the stay is expected to end; NEVER if unknown."""
+        task = stay.task
+        since_s = task.launched_s if task.started_s is None else task.started_s
+        return since_s + (NEVER if task.expected_s is None else task.expected_s)
+
+    def _expect(self, stay: Stay) -> None:
+        pool = self.pools[stay.lane.kind]
+        self._unexpect(pool, stay)
+        if stay.task.expected_s is not None:
+            stay.expected = self._end(stay)
+            insort(pool.ends, stay.expected)
+
+    def _unexpect(self, pool: Pool, stay: Stay) -> None:
+        if stay.expected is not None:
+            del pool.ends[bisect_left(pool.ends, stay.expected)]
+            stay.expected = None
+
+
+AWAY_PARTS = 64  # the number of parts in which a window is remembered
+# of the waiting time that a window allows: the least at once, so that turns can end
+LEAST_BURST = 1 / 16
+
+
+def been_away(
+    away: tuple[tuple[float, float], ...], from_s: float, to_s: float, *, window_s: float
+) -> tuple[tuple[float, float], ...]:
+    """Return `Task.away` with one more interval, without intervals that left the window (rule F9).
+
+    Intervals that end in the same part of a window are merged at the end of both.  The remembered
+    time is therefore never too short, and at most one part too long.
+    """
+    lasting = [(a, b) for a, b in away if b > to_s - window_s]
+    part_s = window_s / AWAY_PARTS
+    if lasting and lasting[-1][1] // part_s == to_s // part_s:
+        before_from_s, before_to_s = lasting.pop()
+        from_s -= before_to_s - before_from_s
+    return (*lasting, (from_s, to_s))
+
+
+def alike(task: Task) -> Lane:
+    """Return the task's lane without pin, host and freshness."""
+    return lane(task.kind, task.width, task.memory_bytes)
+
+
+def _is_lent(stay: Stay) -> bool:
+    """True if the stay's branches all hold more than their guarantee."""
+    branch, kind = stay.leaf, stay.lane.kind
+    while branch.parent is not None:
+        holds = branch.held[kind] + branch.grown.get(kind, 0)
+        if branch.guarantee and holds <= branch.guarantee.get(kind, 0):
+            return False
+        branch = branch.parent
+    return True
+
+
+def place_in_line(task: Task) -> tuple[int, float, str]:
+    """Sort key of one user's tasks (rule F3); lower goes first."""
+    return -task.priority, task.submitted_s, task.id
+
+
+def _same_epoch(stay: Stay, task: Task) -> bool:
+    return task.state in ON_A_DEVICE and stay.task.epoch == task.epoch
+
+
+def _same_stay(stay: Stay, task: Task) -> bool:
+    same = stay.devices == task.seats and stay.leaves == task.leaves
+    return same and stay.task.shares == task.shares and _same_epoch(stay, task)
+
+
+def ripe_s(stay: Stay) -> float:
+    """Return when the stay's turn is over; a resized task had its turn before it was resized."""
+    started_s = stay.task.started_s
+    if stay.task.resized_s is not None:
+        return stay.task.resized_s
+    return NEVER if started_s is None else started_s + stay.turn_us / 1e6
+
+
+def fresh_us(policy: Policy, task: Task) -> int:
+    """Rule F8: how long a task goes before its user's other tasks of equal urgency, in µs."""
+    return max(int(1e6 * policy.fresh_s), slice_us(policy, task))
+
+
+def settled_s(policy: Policy, stay: Stay) -> float:
+    """Return when the stay has held its devices long enough to yield to its own user's tasks."""
+    started_s = stay.task.started_s
+    if started_s is None:
+        return NEVER
+    return max(ripe_s(stay), started_s + max(policy.fresh_s, stay.turn_us / 1e6))
+
+
+def _conditional(task: Task) -> bool:
+    conditions = task.conditions
+    return bool(
+        conditions.waits_for
+        or conditions.broken
+        or conditions.hold
+        or conditions.not_before_s is not None
+        or task.gang
+    )
+
+
+def slice_us(policy: Policy, *tasks: Task) -> int:
+    """Rule F8: return the length of a turn, so that switching costs at most `switch_share` of it.
+
+    A ticket's turn has the maximum length: its gang can start only after tasks on other islands
+    have had their turns.
+    """
+    if any(task.ticket for task in tasks):
+        return int(1e6 * policy.slice_max_s)
+    switch_us = tasks[0].switch_us if len(tasks) == 1 else max(task.switch_us for task in tasks)
+    turn_s = switch_us / 1e6 / policy.switch_share
+    return int(1e6 * min(max(turn_s, policy.slice_min_s), policy.slice_max_s))

@@ -1,0 +1,779 @@
+"""Run a scheduling round of an island: look at the board, decide, and say why.
+
+`decide` is pure: the same snapshot at the same instant gives the same plan, in whatever order its
+mappings were filled.  `cycle` runs the same round on a board that is kept up to date; its cost
+depends on what changes and not on what waits.  The steps are numbered and always run in this order.
+docs/fair_share.md defines rules F1 to F10.  `core.fairness.fair_tree` computes usage and order,
+`core.scheduling.preemption` chooses victims, `core.explanation.waiting_reasons` gives reasons.
+
+Two guarantees always hold (tested with random islands).  No task is paused for another task before
+one full slice.  No device stays free while a waiting task could run on it, unless the device is
+kept for a gang.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from app.core.explanation import waiting_reasons
+from app.core.fairness.fair_tree import Branch, Lane, both_of
+from app.core.model import lifecycle
+from app.core.model.lifecycle import NOT_STARTED, ON_A_DEVICE, Move, State
+from app.core.model.snapshot import Decision, Lift, Plan, Snapshot, Task, changed
+from app.core.scheduling import blockers, elastic, idle_credit, preemption, regroup, time_sharing
+from app.core.scheduling.board import NEVER, Board, slice_us
+from app.core.scheduling.island_gangs import OVER
+from app.core.units import counted
+
+BACKFILL_DEPTH = 16  # most tasks considered behind a gang for which devices are kept
+
+Found = tuple[Branch, Lane, Task]
+
+
+def decide(snapshot: Snapshot, *, now_s: float) -> Plan:
+    """Return what to do now, in order, and why the other tasks wait.
+
+    The idle-credit floors of the snapshot are used as they are.
+    """
+    board = Board.of(snapshot, now_s=now_s)
+    plan = cycle(board, lift=False)
+    reasons = {task.id: waiting_reasons.start(task, now_s=now_s) for task in _not_started(board)}
+    places = {}
+    for place, (task, said) in enumerate(blockers.line(board), start=1):
+        places[task.id] = place
+        reasons[task.id] += said
+    return replace(plan, reasons=reasons, places=places)
+
+
+def cycle(board: Board, *, lift: bool = True) -> Plan:
+    """Run one round at the board's time; afterwards the board shows the decisions as done."""
+    paper = _Paper(board)
+    if not board.goes_on:
+        board.in_the_way, board.tried = set(), {}
+    # 1.  Mark tasks as lost if the lease of a device has ended.
+    _count_the_lost(paper)
+    # 2.  End tasks that were cancelled while they held no device, and tasks that can never start.
+    # 3.  Unlock tasks if all start conditions hold; lock tasks with unmet conditions.
+    # 4.  Carry out requested actions for tasks on devices; empty the devices that are drained.
+    _look_at_news(paper)
+    # Launch moving tasks that can start now on their new devices.
+    _land(paper)
+    # Pause tasks that may no longer share a device.
+    _part(paper)
+    # Raise new arrivals to the idle-credit floor.
+    if lift:
+        idle_credit.welcome(board)
+    if _nothing_moved(paper):
+        return Plan(look_again_s=_look_again_s(board, {}, NEVER), now_s=board.now_s)
+    # 5.  Seat the tasks that must not wait longer.
+    urgent = _seat_urgent(paper)
+    # Launch graphs that can take turns with running graphs.
+    kept = dict(urgent)
+    _share(paper, kept)
+    # 6.  Launch the least served tasks on free devices, or
+    # 7. in the place of tasks that had more.
+    _seat(paper, kept)
+    # 8.  Let tasks of one branch take turns.
+    _take_turns(paper)
+    # Victims released more than was needed: others may use it, or a limit has room again.
+    while paper.left_over:
+        paper.left_over = False
+        _seat(paper, kept)
+        _take_turns(paper)
+    # All devices that could be taken are taken now: launch graphs beside others.
+    _share(paper, kept)
+    # 9.  Give what no waiting task could take to sharing graphs or to elastic tasks.
+    moves = bool(board.beside) and not board.short and _regroup(paper, kept)
+    if moves:
+        _share(paper, kept)
+    if board.elastic and not board.short and not moves:
+        _grow(paper, kept)
+    board.goes_on = bool(board.short)
+    seen = not board.short and not board.longer  # are all waiting tasks loaded?
+    if seen and not paper.decisions and not kept and not urgent and paper.again_s == NEVER:
+        until_s = preemption.nobody_gains_until_s(board)
+        if board.elastic:
+            until_s = min(until_s, elastic.next_growth_s(board))
+        board.quiet = (board.tree.moved, until_s)
+    return Plan(
+        decisions=tuple(paper.decisions),
+        before=paper.before,
+        look_again_s=_look_again_s(board, urgent, paper.again_s),
+        now_s=board.now_s,
+        lifts=_taken(board.lifted),
+    )
+
+
+def _nothing_moved(paper: _Paper) -> bool:
+    """True if only time has passed since a round without effect, and not enough to change that.
+
+    A task that arrived meanwhile is queued behind tasks that found no device.
+    """
+    board = paper.board
+    moved, until_s = board.quiet
+    if moved != board.tree.moved or board.now_s >= until_s or paper.decisions or board.lifted:
+        return False
+    return not board.urgent()
+
+
+def _taken(lifted: dict[tuple[str, str, str], Lift]) -> tuple[Lift, ...]:
+    found = tuple(lifted[key] for key in sorted(lifted))
+    lifted.clear()
+    return found
+
+
+class _Paper:
+    """The decisions of one round, before they are committed."""
+
+    def __init__(self, board: Board) -> None:
+        self.board = board
+        self.decisions: list[Decision] = []
+        self.before: dict[str, Task] = {}  # the moved tasks as they were before the round
+        self.again_s = NEVER  # when a task that could not be seated must be looked at again
+        self.left_over = False  # did victims hold more than the launched task took?
+
+    def move(
+        self,
+        task: Task,
+        move: Move,
+        rule: str,
+        because: str,
+        *,
+        devices: tuple[str, ...] = (),
+        against: str | None = None,
+        cost: int = 0,
+        shares: bool | None = None,
+        **after: object,
+    ) -> None:
+        """Add a decision and apply it to the board; raises IllegalMove if the state forbids it."""
+        state = lifecycle.after(task.id, task.state, move)
+        self.before.setdefault(task.id, task)
+        self.decisions.append(
+            Decision(
+                task=task.id,
+                move=move,
+                rule=rule,
+                because=because,
+                devices=devices,
+                against=against,
+                cost=cost,
+                shares=bool(shares),
+            )
+        )
+        if shares is not None:
+            after["shares"] = shares
+        if move == Move.Launch or after.get("resized_s") is not None:
+            after["cost"] = cost
+        self.board.set_task(changed(task, state=state, **after))
+
+
+# --- 1. lost ------------------------------------------------------------------------------------
+
+
+def _count_the_lost(paper: _Paper) -> None:
+    board = paper.board
+    if board.now_s < board.leases_due_s and not board.astray:
+        return
+    later = False
+    for id in board.look_at_leases():
+        task = board.tasks[id]
+        lost = [id for id in task.holds if board.is_lost(id)]
+        because = f"{' and '.join(lost)} was not heard of until its lease ended"
+        if _goes_on_without(paper, task, lost, "lease", because):
+            later |= task.state != State.running
+            continue
+        paper.move(
+            task,
+            Move.Lost,
+            "lease",
+            f"{because}.",
+            seats=(),
+            leaves=(),
+            resized_s=None,
+            image_on=None,
+            saved=True,
+            had_us=task.had_us + task.held_us,
+            held_us=0,
+            accrued_us=0,
+            started_s=None,
+        )
+    board.astray |= later
+
+
+# --- 2. to 4. changed tasks ---------------------------------------------------------------------
+
+
+def _look_at_news(paper: _Paper) -> None:
+    """Look once at each changed task; it is looked at again only after it changes again."""
+    board = paper.board
+    news, board.news = sorted(board.news), set()
+    for steps in (_end, _unlock_or_lock, _obey):
+        for id in news:
+            if id in board.tasks:
+                steps(paper, board.tasks[id])
+    board.news = set()
+
+
+def _end(paper: _Paper, task: Task) -> None:
+    if task.state not in NOT_STARTED:
+        return
+    broken = task.conditions.broken
+    if task.cancel_asked:
+        paper.move(task, Move.Cancel, "cancel", "It was cancelled while it held no device.")
+    elif task.conditions.terms.lets_go:
+        paper.move(task, Move.Cancel, "tickets", "Its gang has ended.")
+    elif broken:
+        because = f"It needs {', '.join(broken)}, which did not succeed."
+        paper.move(task, Move.GaveUp, "needs", because)
+
+
+def _unlock_or_lock(paper: _Paper, task: Task) -> None:
+    if task.state not in NOT_STARTED:
+        return
+    unmet = waiting_reasons.unmet(task, now_s=paper.board.now_s)
+    if task.state == State.blocked and not unmet:
+        paper.move(task, Move.Unlocked, "start", "All its start conditions hold.")
+    elif task.state == State.waiting and unmet:
+        paper.move(task, Move.Locked, "start", unmet[0].message)
+
+
+def _obey(paper: _Paper, task: Task) -> None:
+    if task.state not in ON_A_DEVICE or task.state == State.stopping:
+        return
+    if task.ticket:
+        _keep_for_its_gang(paper, task)
+    elif task.cancel_asked:
+        held = task.holds
+        because = "It was cancelled."
+        paper.move(task, Move.Cancel, "cancel", because, devices=held, seats=held, leaves=())
+    elif task.state == State.running:  # in any other state, pause the task once it runs
+        _obey_while_it_runs(paper, task)
+
+
+def _obey_while_it_runs(paper: _Paper, task: Task) -> None:
+    drained = _drained(paper, task)
+    if task.conditions.hold:
+        because = "Pausing, as a user asked. Resume it to let it go on."
+        paper.move(task, Move.Pause, "hold", because, devices=task.seats)
+    elif island := task.conditions.terms.lets_go:
+        because = f"Preempted: its gang spans islands, and {island} needs its devices."
+        paper.move(task, Move.Pause, "tickets", because, devices=task.seats)
+    elif task.moves_to is not None:
+        if len(task.seats) > task.width:
+            because = "Migrating: it keeps only the devices that it needs."
+            _make_smaller(paper, task, task.seats[: task.width], "move", because)
+        elif task.stops:
+            because = f"Migrating to {task.moves_to}: only its last changes are left to copy."
+            paper.move(task, Move.Pause, "move", because, devices=task.seats)
+    elif drained:
+        _drain(paper, task, drained)
+    elif len(task.seats) > (most := max(task.width, task.width_max)):
+        because = f"Reduced to {counted(most, 'device')}, as was asked."
+        _make_smaller(paper, task, task.seats[:most], "wish", because)
+
+
+def _keep_for_its_gang(paper: _Paper, ticket: Task) -> None:
+    """Release a ticket's devices once its gang has no ranks there.
+
+    Until then the gang is asked for the devices by pausing it.
+    """
+    why = ticket.conditions.terms.lets_go
+    nothing: dict[str, Any] = dict(
+        seats=(), leaves=(), resized_s=None, held_us=0, accrued_us=0, started_s=None
+    )
+    if why == OVER:
+        paper.move(ticket, Move.Finished, "tickets", "Its gang has ended.", **nothing)
+    elif why:
+        because = "Its gang does not use these devices now."
+        paper.move(ticket, Move.Paused, "tickets", because, **nothing)
+        _unlock_or_lock(paper, paper.board.tasks[ticket.id])
+    elif ticket.state == State.running and ticket.conditions.hold:
+        because = "Pausing with its gang, as a user asked."
+        paper.move(ticket, Move.Pause, "hold", because, devices=ticket.seats)
+    elif ticket.state == State.running and _drained(paper, ticket):
+        because = "Preempted: one of its devices is drained."
+        paper.move(ticket, Move.Pause, "drain", because, devices=ticket.seats)
+
+
+def _drained(paper: _Paper, task: Task) -> list[str]:
+    devices = paper.board.devices
+    return [id for id in task.seats if devices[id].cordoned]
+
+
+def _drain(paper: _Paper, task: Task, drained: list[str]) -> None:
+    because = f"{drained[0]} is being drained"
+    if not _goes_on_without(paper, task, drained, "drain", because):
+        because = f"{because}; it resumes elsewhere."
+        paper.move(task, Move.Pause, "drain", because, devices=task.seats)
+
+
+def _goes_on_without(paper: _Paper, task: Task, gone: list[str], rule: str, because: str) -> bool:
+    """Let an elastic task continue on its other devices; False if they are too few.
+
+    While the task is resized or leaves, its coordinator host has to finish first; the caller then
+    looks at the task again.
+    """
+    left = tuple(id for id in task.seats if id not in gone)
+    homeless = paper.board.policy.homebound and task.seat in gone
+    if not task.elastic or len(left) < task.width or homeless:
+        return False
+    if task.state != State.running:
+        return True
+    if rule == "lease" and paper.board.policy.homebound and not _are_near(paper.board, task, gone):
+        return False  # ranks have died with the lost devices
+    _make_smaller(paper, task, left, rule, f"{because}; it goes on with fewer devices.")
+    return True
+
+
+def _are_near(board: Board, task: Task, devices: list[str]) -> bool:
+    """True if the devices are on the task's coordinator host, where its ranks run."""
+    home = board.devices[task.seats[0]].host
+    return all(board.devices[id].host == home for id in devices)
+
+
+def _make_smaller(
+    paper: _Paper,
+    task: Task,
+    seats: tuple[str, ...],
+    rule: str,
+    because: str,
+    against: str | None = None,
+) -> None:
+    paper.move(
+        task,
+        Move.Splice,
+        rule,
+        because,
+        devices=seats,
+        against=against,
+        cost=paper.board.cost(task, seats),
+        seats=seats,
+        leaves=tuple(id for id in task.seats if id not in seats),
+    )
+
+
+def _land(paper: _Paper) -> None:
+    """Launch moving tasks on their new devices once the image is durable, or lost.
+
+    They held a device until now, so they are not queued; limits still apply.
+    """
+    board = paper.board
+    for id in sorted(board.landing):
+        task = board.tasks[id]
+        to = str(task.moves_to)
+        here = board.pin(task) is not None or to in board.seated or task.retry_at_s > board.now_s
+        if here or preemption.shut_by(board, task) is not None:
+            continue
+        because = f"Migrating to {to}: all of its state has been copied there."
+        _launch(paper, task, (to,), "move", because, against=None)
+
+
+# --- 5. urgent ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Rule F7: devices of one kind that suit the `lane` of a gang and are kept for the gang.
+
+    Enough devices are expected by `at_s`; `spare` more will be free by then.
+    """
+
+    gang: str
+    lane: Lane
+    at_s: float
+    spare: int
+
+
+def _seat_urgent(paper: _Paper) -> dict[str, _Kept]:
+    """Rules F7, F9: seat the tasks that waited too long; keep devices for the others."""
+    board = paper.board
+    kept: dict[str, _Kept] = {}
+    for task in board.urgent():
+        rule = _urgent_by(board, task)
+        if rule is None or task.kind in kept:
+            continue
+        shut = preemption.shut_by(board, task)
+        if shut is None and _launch_free(paper, task, rule):
+            continue
+        if not _make_room(paper, task, rule) and shut is None:
+            keeper = _keep(board, task, turns=True)
+            if keeper.at_s < NEVER:
+                kept[task.kind] = keeper
+                board.in_the_way.add(task.id)
+            else:  # protection of running tasks ends some time
+                later_s = max(slice_us(board.policy, task) / 1e6, preemption.RESOLUTION_S)
+                paper.again_s = min(paper.again_s, board.now_s + later_s)
+    return kept
+
+
+def _urgent_by(board: Board, task: Task) -> str | None:
+    """Return the rule by which a task goes before all others; None if that cannot be kept now."""
+    if board.patience_ends_s(task) <= board.now_s and board.may_age(task):
+        return "F7"
+    promised = board.slack_ends_s(task) <= board.now_s
+    return "F9" if promised and task.tier in board.honoured(task.kind) else None
+
+
+def _keep(board: Board, task: Task, *, turns: bool) -> _Kept:
+    """Return when enough devices are expected: when tasks end, or with `turns` when turns end."""
+    pool, lane = board.pools[task.kind], board.lane(task)
+    have = pool.fitting(lane)
+    have += sum(offer.suits for offer in elastic.offers(board, task, urgent=turns))
+    ends = preemption.turns_end(board, task) if turns else pool.ends
+    for at_s, id, devices in ends:
+        if lane.host is not None and not turns:
+            stay = board.stays[id]  # extra devices are counted above
+            devices = max(0, sum(pool.suits(one, lane) for one in stay.devices) - stay.grown)
+        have += devices
+        if have >= lane.width:
+            return _Kept(task.id, lane, max(at_s, board.now_s), have - lane.width)
+    return _Kept(task.id, lane, NEVER, 0)
+
+
+# --- graphs that share a device -----------------------------------------------------------------
+
+
+def _part(paper: _Paper) -> None:
+    because = "Preempted: its device can no longer be shared. Resumes automatically."
+    for stay in time_sharing.who_parts(paper.board) if paper.board.beside else ():
+        paper.move(stay.task, Move.Pause, "share", because, devices=stay.devices)
+
+
+def _share(paper: _Paper, kept: dict[str, _Kept]) -> None:
+    """Launch graphs beside running graphs; on a full device one of those makes room."""
+    board = paper.board
+    for kind in [here.kind for here in time_sharing.places(board) if here.kind not in kept]:
+        while (join := _who_joins(board, kind)) is not None:
+            _join(paper, join)
+
+
+def _who_joins(board: Board, kind: str) -> time_sharing.Join | None:
+    here = next((here for here in time_sharing.places(board) if here.kind == kind), None)
+    return None if here is None else time_sharing.who_joins(here)
+
+
+def _join(paper: _Paper, join: time_sharing.Join) -> None:
+    task, device = join.task, join.device
+    for stay in paper.board.group(device):
+        if not stay.task.shares:
+            told = "Shares its device with another graph from now on."
+            paper.move(stay.task, Move.Share, "share", told, shares=True)
+    for gone in join.gone:
+        told = "Preempted: graphs with less usage share its device. Resumes automatically."
+        paper.move(gone.task, Move.Pause, "share", told, devices=(device,), against=task.id)
+    because = "Started: shares a device with other graphs, in turns of milliseconds."
+    against = join.gone[0].id if join.gone else None
+    _launch(paper, task, (device,), "share", because, against=against, shares=True)
+
+
+def _regroup(paper: _Paper, kept: dict[str, _Kept]) -> bool:
+    """Pause graphs that share so that they can move to other devices; False if none moves."""
+    moves = False
+    for here in time_sharing.places(paper.board):
+        found = None if here.kind in kept else regroup.who_moves(here)
+        if found is not None:
+            stay, because = found
+            paper.move(stay.task, Move.Pause, "regroup", because, devices=stay.devices)
+            moves = True
+    return moves
+
+
+# --- 6. launch ----------------------------------------------------------------------------------
+
+
+def _seat(paper: _Paper, kept: dict[str, _Kept]) -> None:
+    """Launch tasks, least served first; a task without a device closes its lane for the round."""
+    board, tree = paper.board, paper.board.tree
+    open_, aside = _lanes(board, kept), list[Task]()
+    while not board.short and (found := tree.first(open_)) is not None:
+        _, lane, task = found
+        board.looked_at(task, *tree.led())
+        keeper = kept.get(task.kind)
+        taken = 0 if keeper is None else _takes(board, task, lane, keeper)
+        if keeper is not None and taken > keeper.spare:
+            if len(aside) < BACKFILL_DEPTH and lane.width <= _free(board, lane):
+                tree.drop(task.id)
+                aside.append(task)
+                board.in_the_way.add(task.id)
+            else:
+                del open_[lane]
+        elif _launch_free(paper, task, "F3"):
+            if keeper is not None:
+                kept[task.kind] = replace(keeper, spare=keeper.spare - taken)
+        elif keeper is not None or not _make_room(paper, task, "F5/F6/F8"):
+            del open_[lane]
+            _find_no_seat(board, kept, open_, task)
+    for task in aside:
+        board.set_task(task)
+
+
+def _lanes(board: Board, kept: dict[str, _Kept]) -> dict[Lane, None]:
+    """Return the lanes in which a task could get a free device or replace a task that had more."""
+    lanes, policy = board.tree.lanes, board.policy
+    if not policy.turns or policy.backfill == "strict":
+        return {lane: None for lane in lanes if not _nothing_free(board, lane)}
+    free = dict.fromkeys(lane for lane in lanes if _free(board, lane) >= lane.width)
+    gain = [
+        lane
+        for lane in lanes
+        if lane not in free and board.ripe and lane.kind not in kept and _could_gain(board, lane)
+    ]
+    return _with_twins(free) | dict.fromkeys(gain)
+
+
+def _with_twins(lanes: Iterable[Lane]) -> dict[Lane, None]:
+    """Add to each lane its counterpart (fresh or not): a launch may move siblings there (F8)."""
+    return {twin: None for lane in lanes for twin in both_of(lane)}
+
+
+def _could_gain(board: Board, lane: Lane) -> bool:
+    """True if the first task of a lane may be able to replace another task."""
+    found = board.tree.first((lane,))
+    if found is None:
+        return False
+    board.looked_at(found[2])
+    return not preemption.hopeless(board, found[2])
+
+
+def _find_no_seat(
+    board: Board, kept: dict[str, _Kept], open_: dict[Lane, None], task: Task
+) -> None:
+    """Keep devices for the first task that does not fit, or close the lanes behind it."""
+    backfill = board.policy.backfill
+    # With turns a gang makes room for itself, at the latest when its patience ends.
+    easy = backfill == "easy" and not board.policy.turns
+    if task.width > 1 and easy and task.kind not in kept:
+        kept[task.kind] = _keep(board, task, turns=False)
+        board.in_the_way.add(task.id)
+    for lane in [lane for lane in open_ if lane.kind == task.kind]:
+        hopeless = _nothing_free(board, lane) and preemption.nobody_can_gain(board, task)
+        if backfill == "strict" or hopeless:
+            del open_[lane]
+            board.in_the_way.add(task.id)
+
+
+def _nothing_free(board: Board, lane: Lane) -> bool:
+    pool = board.pools.get(lane.kind)
+    return pool is None or not (pool.free or pool.grown)
+
+
+def _free(board: Board, lane: Lane) -> int:
+    """Count the devices that suit a lane at most, including extra devices of elastic tasks."""
+    pool = board.pools.get(lane.kind)
+    return 0 if pool is None else pool.fitting(board.bound(lane)) + pool.grown
+
+
+def _takes(board: Board, task: Task, lane: Lane, kept: _Kept) -> int:
+    """Rule F7, EASY: count the devices, suitable for the gang, that the task holds too long."""
+    ends_s = NEVER if task.expected_s is None else board.now_s + task.expected_s
+    if ends_s <= kept.at_s:
+        return 0
+    pool = board.pools.get(lane.kind)
+    if pool is None or not (kept.lane.memory_bytes or kept.lane.host):
+        return lane.width
+    devices = pool.best(board.lane(task), task.image_on, board.pinned())
+    return sum(pool.suits(id, kept.lane) for id in devices) if devices else lane.width
+
+
+def _launch_free(paper: _Paper, task: Task, rule: str) -> bool:
+    """Launch a task on free devices or on extra devices of elastic tasks; False if too few."""
+    board = paper.board
+    pool = board.pools.get(task.kind)
+    if pool is None:
+        return False
+    against, lane = None, board.lane(task)
+    if board.grown:
+        offered = elastic.offers(board, task, urgent=rule != "F3")
+        back = elastic.given_back(board, task, offered)
+        if back is None:
+            return False
+        _give_back(paper, back, task, rule)
+        against = back[0].stay.id if back else None
+    devices = pool.best(lane, task.image_on, board.pinned())
+    if not devices:
+        return False
+    because = {
+        "F3": "Started: a device was free and this task was next.",
+        "F7": "Started: it had waited too long for several devices at once.",
+        "F9": "Started: its tier promises it this part of the hour.",
+    }[rule]
+    if against is not None and rule == "F3":
+        because = "Started: another task gave back a device that it did not need."
+    _launch(paper, task, tuple(devices), rule, because, against=against)
+    return True
+
+
+def _launch(
+    paper: _Paper,
+    task: Task,
+    devices: tuple[str, ...],
+    rule: str,
+    because: str,
+    *,
+    against: str | None,
+    shares: bool = False,
+) -> None:
+    board = paper.board
+    cost = board.cost(task, devices)
+    since_s = task.submitted_s if task.waiting_since_s is None else task.waiting_since_s
+    paper.move(
+        task,
+        Move.Launch,
+        rule,
+        because,
+        devices=devices,
+        against=against,
+        cost=cost,
+        shares=shares,
+        seats=devices,
+        epoch=task.epoch + 1,
+        launched_s=board.now_s,
+        started_s=None,
+        resized_s=None,
+        held_us=0,
+        accrued_us=0,
+        waited_s=task.waited_s + max(0.0, board.now_s - since_s),
+    )
+
+
+# --- 7. make room -------------------------------------------------------------------------------
+
+
+def _make_room(paper: _Paper, task: Task, rule: str, *, within: Branch | None = None) -> bool:
+    """Launch a task in the place of tasks that had more or borrowed; False if too few give way.
+
+    For a one-host task every host with enough devices is tried.
+    """
+    if _make_room_there(paper, task, rule, within):
+        return True
+    board = paper.board
+    for host in board.others(task) if board.policy.turns else ():
+        board.sought[task.id] = host
+        has_room = _make_room_there(paper, task, rule, within)
+        del board.sought[task.id]
+        if has_room:
+            return True
+    return False
+
+
+def _make_room_there(paper: _Paper, task: Task, rule: str, within: Branch | None) -> bool:
+    board = paper.board
+    if not board.policy.turns:
+        return False
+    if task.graph and rule not in ("F7", "F9") and time_sharing.has_a_place(board, task):
+        return False
+    lane = board.lane(task)  # without victims the task would find its devices on this host
+    urgent = rule in ("F7", "F9")
+    offered = elastic.offers(board, task, urgent=urgent) if board.grown else []
+    counts = Counter(offer.stay.id for offer in offered if offer.suits) if offered else {}
+    victims = preemption.victims(board, task, within=within, urgent=urgent, offered=counts)
+    if victims is None:
+        return False
+    if board.grown:
+        back = elastic.given_back(board, task, offered, [victim.stay for victim in victims])
+        if back is None:
+            return False
+        _give_back(paper, back, task, rule)
+    given = sum(victim.stay.lane.width + victim.stay.grown for victim in victims)
+    paper.left_over |= given > task.width or len(victims) > 1
+    for victim in victims:
+        told = "Preempted: time slice over. Resumes automatically."
+        if victim.rule == "F5":
+            told = "Preempted: borrowed device returned to its guaranteed owner."
+        stay = victim.stay
+        paper.move(
+            stay.task,
+            Move.Pause,
+            victim.rule if rule.startswith("F5") else rule,
+            told,
+            devices=stay.devices,
+            against=task.id,
+        )
+    pool = board.pools[task.kind]
+    devices = pool.best(lane, task.image_on, board.pinned())
+    first = victims[0]
+    because = {
+        "F5": "Started: got back a device that its tenant is guaranteed.",
+        "F7": "Started: it had waited too long for several devices at once.",
+        "F9": "Started: its tier promises it this part of the hour.",
+    }.get(
+        first.rule if rule.startswith("F5") else rule,
+        "Started: replaced a task whose time slice was over.",
+    )
+    chosen = first.rule if rule.startswith("F5") else rule
+    _launch(paper, task, tuple(devices), chosen, because, against=first.stay.id)
+    return True
+
+
+def _give_back(paper: _Paper, back: list[elastic.Resize], task: Task, rule: str) -> None:
+    """Rules F5, F6: shrink elastic tasks first, because that is the cheapest way to make room."""
+    told = "Gave devices that it can do without to tasks that need them."
+    for resize in back:
+        paper.left_over = True  # a device may suit another task, or a limit may have room
+        by = rule if rule in ("F7", "F9") else "F5" if resize.lent else "F6/F8"
+        _make_smaller(paper, resize.stay.task, resize.devices, by, told, task.id)
+
+
+def _take_turns(paper: _Paper) -> None:
+    """Rules F6 and F8 below the top: let tasks of one branch replace each other.
+
+    This step gives the turns that no other branch could take.
+    """
+    board = paper.board
+    if not board.policy.turns or not board.tree.lanes:
+        return
+    for branch in preemption.shared(board):
+        open_ = _with_twins(board.tree.lanes)
+        while open_ and branch.lines:
+            found = board.tree.first_below(branch, open_)
+            if found is None:
+                break
+            _, lane, task = found
+            board.looked_at(task, *board.tree.led())
+            if not _make_room(paper, task, "F5/F6/F8", within=branch):
+                del open_[lane]
+
+
+# --- 9. grow ------------------------------------------------------------------------------------
+
+
+def _grow(paper: _Paper, kept: dict[str, _Kept]) -> None:
+    """Give elastic tasks more devices; they are charged from now on, ready or not."""
+    board = paper.board
+    told = "Nobody waits who could take these devices: it uses them until somebody does."
+    for resize in elastic.growth(board, kept):
+        task = resize.stay.task
+        cost = board.cost(task, resize.devices)
+        paper.move(
+            task,
+            Move.Splice,
+            "grow",
+            told,
+            devices=resize.devices,
+            cost=cost,
+            seats=resize.devices,
+            resized_s=board.now_s,
+            held_us=0,
+            accrued_us=0,
+        )
+
+
+# --- when to look again -------------------------------------------------------------------------
+
+
+def _look_again_s(board: Board, urgent: dict[str, _Kept], again_s: float) -> float | None:
+    """Return the first time at which the passing of time may change something; None if never."""
+    later = (kept.at_s for kept in urgent.values() if kept.at_s > board.now_s)
+    at_s = min(board.next_s(), again_s, *later)
+    if board.elastic:
+        at_s = min(at_s, elastic.next_growth_s(board))
+    if board.policy.turns and board.tree.lanes and board.ripe:
+        at_s = min(at_s, preemption.next_turn_s(board))
+    return at_s if at_s < NEVER else None
+
+
+def _not_started(board: Board) -> list[Task]:
+    return [task for task in board.tasks.values() if task.state in NOT_STARTED]

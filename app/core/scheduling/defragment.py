@@ -1,0 +1,80 @@
+"""Choose moves that bring large free devices together for a gang.
+
+A gang may be spread over any devices of a kind, so only memory matters: tasks that would fit on a
+free small device may hold large ones.  Among the gangs that find too few large devices, the first
+is considered.  If moves would let it start, all moves that it needs are made; otherwise none.
+
+Three things always hold.  No task is moved before a full slice.  No task is moved while another
+move of the kind is under way.  No task is moved to a device on which it does not fit.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from app.core.fairness.fair_tree import Lane
+from app.core.model.lifecycle import State
+from app.core.model.snapshot import Task
+from app.core.scheduling import preemption
+from app.core.scheduling.board import Board, Pool, Stay
+
+LANES = 64  # most lanes that are looked at; there may be as many as sizes of tasks
+
+
+def moves(board: Board) -> list[tuple[str, str]]:
+    """Return the tasks to move, each with the free device that it moves to."""
+    busy = {board.devices[id].kind for id in board.kept_for}
+    found: list[tuple[str, str]] = []
+    for kind in sorted(board.pools.keys() - busy):
+        pool = board.pools[kind]
+        task = _first_without_room(board, pool) if pool.free else None
+        if task is not None and preemption.shut_by(board, task) is None:
+            found += _for(board, pool, board.lane(task))
+    return found
+
+
+def _first_without_room(board: Board, pool: Pool) -> Task | None:
+    """Return the first waiting task with too few large free devices but enough free ones in all."""
+    lanes = (
+        lane
+        for lane in board.tree.lanes
+        if lane.kind == pool.kind
+        and lane.pin is None
+        and lane.host is None
+        and pool.fitting(lane) < lane.width <= len(pool.free)
+    )
+    found = board.tree.first(dict.fromkeys(islice(lanes, LANES)))
+    return None if found is None else found[2]
+
+
+def _for(board: Board, pool: Pool, lane: Lane) -> list[tuple[str, str]]:
+    lacking = lane.width - pool.fitting(lane)
+    small = sorted(
+        (pool.open[id], id)
+        for id, leaving in pool.free.items()
+        if not leaving and pool.open[id] < lane.memory_bytes
+    )
+    found: list[tuple[str, str]] = []
+    for stay in _movable(board, lane):
+        to = next((id for memory, id in small if memory >= stay.task.memory_bytes), None)
+        if to is not None and len(found) < lacking:
+            found.append((stay.id, to))
+            small = [(memory, id) for memory, id in small if id != to]
+    return found if len(found) == lacking else []
+
+
+def _movable(board: Board, lane: Lane) -> list[Stay]:
+    """Return the stays that can leave a device on which the lane fits, smallest first."""
+    found = [
+        stay
+        for stay in board.stays.values()
+        if stay.lane.kind == lane.kind
+        and stay.ripe
+        and not stay.leaving
+        and len(stay.devices) == 1
+        and stay.task.state == State.running
+        and stay.task.movable
+        and stay.task.moves_to is None
+        and board.pools[lane.kind].suits(stay.devices[0], lane)
+    ]
+    return sorted(found, key=lambda stay: (stay.task.memory_bytes, stay.id))

@@ -1,0 +1,180 @@
+"""Bound idle credit: a branch that returns is ahead of the others only by a limited amount.
+
+Usage fades (rule F2), so a branch that was away for long returns with little usage, and would go
+first until it has caught up.  As in start-time fair queueing, a branch that begins to wait for a
+kind of device therefore begins at the level of service of its siblings there, less a credit:
+
+    lift = max(lift, (level - credit / weight of all that want them) * weight - usage)
+
+* The level is the lowest score of the siblings that wait and have room.  If none waits, it is the
+  highest score of the siblings that hold such devices.  The level is remembered and never falls.
+  So branches that arrive one after another begin at one level, and waiting until the others are
+  done gains nothing.
+* The credit is what the whole kind delivers in `Policy.idle_credit_s`, divided by weight.  So
+  however many branches return at once, together they keep the others waiting no longer than that.
+* A branch that stays in line gets no new lift, and a lift falls only by fading: leaving and
+  returning gains nothing.  A new branch begins like a returning one.
+
+A lift, the idle-credit floor, is faded usage like any other, so waiting never changes an order.  It
+counts only in comparisons about that kind on that island, and the ledger does not know it.  Levels
+are whole numbers per weight: two branches that begin at one level have equal scores, whatever their
+weights.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from app.core.fairness.fair_tree import Branch, Path, unscored
+from app.core.model.snapshot import Lift
+from app.core.scheduling.board import MILLI, Board, Service
+from app.core.scheduling.preemption import above
+
+FORGOTTEN_S = 60.0  # s after which the memory of an earlier board is not used
+
+Seat = tuple[Branch, str]  # a branch, and the kind of device that it waits for
+
+
+def welcome(board: Board) -> None:
+    """Give branches that began to wait their idle-credit floors; new ones go to `board.lifted`."""
+    tree = board.tree
+    board.gone.update(tree.left)
+    tree.left.clear()
+    came, ended = list(tree.came), board.ended
+    if not came and not ended:
+        return
+    tree.came.clear()
+    board.ended = {}
+    board.new.update(dict.fromkeys(came))
+    new: dict[Seat, dict[Branch, None]] = defaultdict(dict)
+    for branch, kind in came:
+        if branch.parent is not None:
+            new[branch.parent, kind][branch] = None
+    for leaf, kind in ended:
+        _see_off(board, leaf, kind, new)
+    for (parent, kind), branches in new.items():
+        floor = _floor(board, parent, kind, branches)
+        for branch in branches:
+            _lift(board, branch, kind, floor)
+
+
+def _lift(board: Board, branch: Branch, kind: str, floor: int) -> None:
+    lift_us = floor * branch.weight - board.tree.usage(branch)
+    if lift_us <= branch.lifts.get(kind, 0):
+        return
+    tenant, user = (branch.name, "") if branch.inner else branch.path[-2:]
+    lift = Lift(tenant=tenant, user=user, kind=kind, faded_us=lift_us)
+    board.set_lift(lift)
+    board.lifted[tenant, user, kind] = lift
+
+
+def _floor(board: Board, parent: Branch, kind: str, new: Collection[Branch]) -> int:
+    """Return the level at which new arrivals begin, as faded usage for a weight of 1."""
+    service = board.services.setdefault((parent, kind), Service())
+    if board.now_s >= service.again_s or service.came >= service.weight:
+        _look(board, parent, kind, service, new)
+    service.came += sum(branch.weight for branch in new)
+    weight = service.weight + service.came
+    pool = board.pools.get(kind)
+    each_s = pool.all_cost if pool is not None else MILLI
+    credit = board.tree.faded(round(board.policy.idle_credit_s * 1e6) * each_s)
+    return unscored(service.level, 1) - credit // weight
+
+
+def _look(
+    board: Board, parent: Branch, kind: str, service: Service, new: Collection[Branch]
+) -> None:
+    """Measure how well served the siblings are.
+
+    A measurement is valid for a slice, in which no branch gains much, or until as much weight has
+    arrived as was there.  So the cost per arrival is a few steps, however many siblings there are.
+    """
+    waiting = set(board.tree.who_waits(parent, kind)).difference(new)
+    holding = _who_holds(board, parent, kind).difference(new)
+    if waiting:
+        seen = min(board.tree.score(branch, kind=kind) for branch in waiting)
+    else:
+        seen = max((board.tree.score(branch, kind=kind) for branch in holding), default=0)
+    service.level = max(service.level, seen)
+    service.weight, service.came = sum(branch.weight for branch in waiting | holding), 0
+    service.again_s = board.now_s + board.policy.slice_max_s
+
+
+def _who_holds(board: Board, parent: Branch, kind: str) -> set[Branch]:
+    """Return the children of a branch that hold devices of a kind."""
+    found = set[Branch]()
+    for stay in board.stays.values():
+        branch = stay.leaf
+        if stay.lane.kind != kind or branch.path[: parent.depth] != parent.path:
+            continue
+        while branch.parent is not parent and branch.parent is not None:
+            branch = branch.parent
+        found.add(branch)
+    return found
+
+
+def _see_off(board: Board, leaf: Branch, kind: str, new: Mapping[Seat, Collection[Branch]]) -> None:
+    """Keep the level of a branch that neither holds nor wants devices now, for new arrivals."""
+    branch = leaf
+    while branch.parent is not None and not branch.held[kind] and not branch.in_line(kind):
+        parent = branch.parent
+        came = new.get((parent, kind), ())
+        if all(other in came for other in board.tree.who_waits(parent, kind)):
+            service = board.services.setdefault((parent, kind), Service())
+            service.level = max(service.level, board.tree.score(branch, kind=kind))
+        branch = parent
+
+
+# --- memory for a new board -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Facts that the next board needs of this one: waiting branches, and how well they were served.
+
+    A branch that held devices counts as in line, since it may have been preempted meanwhile.  A
+    round that was not committed has set no floors, so its new arrivals are new again.
+    """
+
+    in_line: frozenset[tuple[Path, str]]
+    services: Mapping[tuple[Path, str], Service]
+    since_s: float
+    at_s: float
+
+    @classmethod
+    def of(cls, board: Board) -> Memory:
+        tree = board.tree
+        here = {(b, lane.kind) for b in tree.branches.values() for lane in b.lines}
+        here |= {(b, stay.lane.kind) for stay in board.stays.values() for b in above(stay.leaf)}
+        known = (here | board.gone.keys() | tree.left.keys()) - board.new.keys() - tree.came.keys()
+        return cls(
+            in_line=frozenset((branch.path, kind) for branch, kind in known),
+            services={(branch.path, kind): it for (branch, kind), it in board.services.items()},
+            since_s=board.policy.since_s,
+            at_s=board.now_s,
+        )
+
+
+def recall(board: Board, memory: Memory | None) -> None:
+    """Treat only branches as new arrivals on a new board that were not in line on the old one.
+
+    Without a memory, or with an old one, no branch is new: the scheduler just began to lead its
+    island.
+    """
+    tree = board.tree
+    if memory is None or board.now_s - memory.at_s > FORGOTTEN_S:
+        tree.came.clear()
+        return
+    tree.came = {
+        (branch, kind): None
+        for branch, kind in tree.came
+        if (branch.path, kind) not in memory.in_line
+    }
+    if memory.since_s == board.policy.since_s:
+        board.services = {
+            (tree.branches[path], kind): service
+            for (path, kind), service in memory.services.items()
+            if path in tree.branches
+        }

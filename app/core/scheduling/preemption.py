@@ -1,0 +1,674 @@
+"""Choose the tasks that give way to a waiting task without a free device (rules F4 to F6, F9).
+
+Two tasks are compared where their branches part.  The compared sides are two siblings: `mine`,
+above the waiting task, and `theirs`, above the running task.
+
+* F5: if `mine` stays within its guarantee with the devices that it gains, `theirs` gives back what
+  it borrowed.
+* F6, F8: otherwise `theirs` gives way if it is strictly better served than `mine` will be once the
+  next turn is charged.  Devices within a guarantee are taken only for a branch within its own.
+* F4: if a limit leaves no room for the task, only tasks below that limit give way, and so many that
+  the limit is kept.  F7, F9: for a task that waited too long, victims need not be better served;
+  all other conditions hold.
+* F8: among equally urgent tasks of one user, a task that has held its devices for a minute (and a
+  slice) gives way to a fresh task (`Board.is_fresh`) and to an older one.  These are two levels of
+  foreground-background scheduling, as in Tiresias (NSDI 2019), with first come, first served in
+  each level: a short task does not wait for a long one, and many long tasks do not all end late.
+* No task gives way before a full slice, nor while its tier (F9) or patience (F7) protects it.  No
+  task is paused if elastic tasks hold enough devices beyond their need (`core.scheduling.elastic`).
+
+Why there is no cycle: a victim must have held its devices for a full slice since its last launch.
+So at one instant no task is paused twice, and between two pauses of one task a slice passes.  There
+would be no cycle even if a slice took no time; such cycles would show as needless turns.  Without
+guarantees, a task's place is the scores of its branches from the top down, then its priority, its
+freshness, and its age.  (A launch can make the task's siblings less fresh, and makes none fresher.)
+A pause removes tasks for one with a place before all of theirs.  So of two sets of running tasks,
+the later set always has the first task that the other set lacks.
+
+A guarantee puts "does it borrow?" before each score, and the answer depends on what runs.  Three
+more rules keep F5 and F6 from undoing each other.  A gang of which only a part is lent is given
+back whole to a branch within its guarantee, but stays against one that is only less served.  No
+branch comes by F6 to hold more on loan (such a gang counted whole) while a sibling that goes before
+it waits in vain or was just told to pause.  F5 does not take a task that would at once be owed its
+place again as the less served (`who_comes_back`): what a pause leaves over may be lent to the
+branch that gained, which does not make all that this branch holds a loan.
+
+As few tasks as possible are chosen: none of the victims can be left out.  The order is: lent
+devices, if the waiting task is owed them; basic tasks, then standard ones; the most over-served
+branches; the lowest priority; the latest start.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+
+from app.core.fairness.fair_tree import ALL, Branch, Lane, unscored
+from app.core.fairness.fair_tree import score as scored
+from app.core.model.lifecycle import State
+from app.core.model.snapshot import TIERS, Task
+from app.core.scheduling.board import NEVER, Board, Stay, place_in_line, ripe_s, slice_us
+
+RESOLUTION_S = 0.001  # of the computed instants
+NOT_TO_BE_HAD = 1 << 30  # more devices than exist
+NOTHING: Mapping[str, int] = {}
+# with more pairs of a waiting task and a running leaf, no instant is computed
+LOOK_AHEAD_PAIRS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Victim:
+    """A stay that is paused, and the rule that allows it: "F5" or "F6/F8"."""
+
+    stay: Stay
+    rule: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """A leaf with preemptible (`ripe`) stays, compared with the waiting task."""
+
+    leaf: Branch
+    theirs: Branch
+    owed: bool  # is the waiting task's side within its guarantee?
+    better: bool  # is `theirs` better served, even after the next turn?
+    scores: tuple[int, int]  # of `theirs`, and of the leaf
+
+
+def victims(
+    board: Board,
+    task: Task,
+    *,
+    within: Branch | None = None,
+    urgent: bool = False,
+    offered: Mapping[str, int] = NOTHING,
+) -> list[Victim] | None:
+    """Return the stays that give way to `task`; None if they are too few.
+
+    `within` restricts the victims to one branch.  For an `urgent` task (F7, F9) victims need not be
+    better served.  If a limit (F4) leaves no room, only stays below the limit give way, and enough
+    of them to keep it.  `offered` counts by task the suitable extra devices that elastic tasks give
+    back (`core.scheduling.elastic`); these are used before any pause.
+    """
+    if not board.ripe or (within is None and not urgent and hopeless(board, task)):
+        return None
+    shut = shut_by(board, task)
+    if shut is not None and (within is None or shut.depth > within.depth):
+        within = shut
+    claim = _Claim(board, task, urgent=urgent, offered=offered)
+    if claim.need <= 0 and claim.over <= 0:
+        return None  # there is room: the task waits for another reason
+    sides = [side for leaf in board.ripe if (side := claim.side(leaf, within)) is not None]
+    if not sides or not claim.enough(sides):
+        return None
+    near = claim.where_its_image_lies(sides)
+    if near is not None:
+        return near
+    found = claim.fewest(claim.chosen(sides))
+    while back := claim.who_comes_back(found):
+        claim.spared |= back
+        found = claim.fewest(claim.chosen(sides))
+    if not found or claim.outgrows(found):
+        return None
+    return found
+
+
+def hopeless(board: Board, task: Task) -> bool:
+    """Quick check: True if no other top branch is better served and none owes the task a device.
+
+    Tasks below the task's own top branch are considered when that branch's turns are taken.
+    """
+    leaf, lane, kind = board.leaf(task), board.lane_in_line(task), task.kind
+    top = leaf.top
+    if not top.borrows(lane):
+        return False
+    best = board.best_served(kind, top)
+    if best is None:
+        return top.children <= 1 and len(board.priorities) <= 1 and leaf not in board.settled
+    if best <= board.tree.score(top, kind=kind):
+        return True
+    fee = board.tree.faded(slice_us(board.policy, task) * board.rate(lane))
+    score = board.tree.score(top, fee, kind=kind)
+    if best <= score:
+        return True
+    if len(board.priorities) > 1 or any(branch.children > 1 for branch in below(leaf, top)):
+        return False  # tasks of the same top branch may give way
+    if leaf in board.settled:
+        return False
+    pool = board.pools.get(kind)
+    free = len(pool.free) + pool.grown if pool is not None else 0
+    return free + board.better_served(kind, score, top) < lane.width
+
+
+def nobody_can_gain(board: Board, head: Task) -> bool:
+    """True if no stay gives way to `head`, the least served task, and so to none of the others."""
+    top = board.leaf(head).top
+    if board.guarantees or not board.ripe:
+        return not board.ripe
+    best = board.best_served(head.kind, top)
+    return best is None or best <= board.tree.score(top, kind=head.kind)
+
+
+class _Claim:
+    """A waiting task and the devices that it needs from others."""
+
+    def __init__(
+        self, board: Board, task: Task, *, urgent: bool, offered: Mapping[str, int] = NOTHING
+    ) -> None:
+        self.board, self.task, self.urgent, self.offered = board, task, urgent, offered
+        self.lane, self.leaf = board.lane(task), board.leaf(task)
+        self.pool = board.pools.get(task.kind)
+        self.need = self.over = 0  # devices needed; devices to be released to keep the limits
+        if self.pool is not None and self.pool.size(self.lane) >= self.lane.width:
+            self.need = max(0, self.lane.width - self._free() - sum(offered.values()))
+            self.over = _over(self.leaf, self.lane)
+        self.turn_us = slice_us(board.policy, task)
+        self.rate = board.rate(self.lane)
+        self.taken: Counter[Branch] = Counter()
+        self.spared: set[str] = set()  # stays that would at once take back what they gave
+        self.fee = board.tree.faded(self.turn_us * self.rate)
+        self._kept_tiers: tuple[str, ...] | None = None
+
+    def _free(self) -> int:
+        assert self.pool is not None
+        if self.lane.pin is not None:
+            return int(self.lane.pin in self.pool.free)
+        return self.pool.fitting(self.lane)
+
+    def side(self, leaf: Branch, within: Branch | None) -> _Side | None:
+        """Compare a leaf with the waiting task; None if no stay of the leaf gives way."""
+        if within is not None and leaf.path[: within.depth] != within.path:
+            return None
+        tree = self.board.tree
+        mine, theirs = sides(self.leaf, leaf)
+        kind = self.lane.kind
+        scores = (tree.score(theirs, kind=kind), tree.score(leaf, kind=kind))
+        if mine is theirs:
+            below_own = self.urgent or self._below_own(leaf)
+            return _Side(leaf, leaf, False, True, scores) if below_own else None
+        borrowed = self._all_lent(leaf, theirs)
+        owed = not mine.borrows(self.lane)
+        better = self.urgent or scores[0] > tree.score(mine, self.fee, kind=kind)
+        if (owed and (borrowed or better)) or (borrowed and better):
+            return _Side(leaf, theirs, owed, better, scores)
+        return None
+
+    def _all_lent(self, leaf: Branch, theirs: Branch, width: int = 1) -> bool:
+        return all(self._lent(branch, width) for branch in below(leaf, theirs))
+
+    def _below_own(self, leaf: Branch) -> bool:
+        return any(self._outranks(stay) for stay in self.board.ripe[leaf].values())
+
+    def _outranks(self, stay: Stay) -> bool:
+        """True if the waiting task goes before a running one of the same user."""
+        if stay.task.priority != self.task.priority:
+            return stay.task.priority < self.task.priority
+        settled = stay.id in self.board.settled.get(stay.leaf, ())
+        return settled and goes_before(self.board, self.task, stay.task)
+
+    def _lent(self, branch: Branch, width: int) -> bool:
+        """True if the branch, less what was taken, has `width` devices beyond its guarantee."""
+        kind = self.lane.kind
+        if not branch.guarantee:
+            return True
+        return branch.held[kind] - self.taken[branch] - width >= branch.guarantee.get(kind, 0)
+
+    def enough(self, sides: list[_Side]) -> bool:
+        """Quick check: could the preemptible stays of these sides give enough devices?"""
+        ripe = self.board.ripe
+        have = sum(len(stay.devices) for side in sides for stay in ripe[side.leaf].values())
+        return have >= max(self.need, self.over)
+
+    def where_its_image_lies(self, sides: list[_Side]) -> list[Victim] | None:
+        """Return the victims on the device that holds the task's image: then nothing is moved."""
+        on = self.task.image_on
+        if on is None or self.lane.width > 1 or self.over > 1:
+            return None
+        stay = self.board.stays.get(self.board.seated.get(on, ""))
+        for side in sides:
+            if stay is not None and stay.leaf is side.leaf and self._may_ask(stay, side):
+                rule = self._rule(side, stay)
+                return None if rule is None else self._with_all_beside(Victim(stay, rule))
+        return None
+
+    def chosen(self, sides: list[_Side]) -> list[Victim]:
+        """Return enough victims, in the order in which they are taken; an empty list if too few."""
+        sides.sort(key=lambda side: (side.scores, side.leaf.path), reverse=True)
+        need, over, chosen = self.need, self.over, dict[str, Victim]()
+        self.taken.clear()
+        # Lent devices come back before a branch gives way within its guarantee.
+        rules = ("F5", "F6/F8") if any(side.owed for side in sides) else ("F6/F8",)
+        for by, tier in product(rules, TIERS):
+            for side in sides:
+                for stay in self._in_order(side, tier):
+                    gain = self.gain(stay)
+                    if stay.id in chosen or not ((need > 0 and gain) or over > 0):
+                        continue
+                    if self._rule(side, stay) == by:
+                        all_beside = self._with_all_beside(Victim(stay, by))
+                        if all_beside is None:
+                            continue
+                        chosen |= {victim.stay.id: victim for victim in all_beside}
+                        need, over = need - gain, over - stay.lane.width
+                        self._take(stay, side)
+                if need <= 0 and over <= 0:
+                    return list(chosen.values())
+        return []
+
+    def _in_order(self, side: _Side, tier: str) -> list[Stay]:
+        stays = [
+            stay
+            for stay in self.board.ripe[side.leaf].values()
+            if stay.task.tier == tier and self._may_ask(stay, side)
+        ]
+        stays.sort(
+            key=lambda stay: (
+                stay.task.priority,
+                -(stay.task.started_s or 0.0),
+                stay.id,
+            )
+        )
+        return stays
+
+    def _may_ask(self, stay: Stay, side: _Side) -> bool:
+        if not stay.ripe or stay.task.kind != self.task.kind:
+            return False
+        if self.over <= 0 and self.gain(stay) == 0:
+            return False
+        if stay.id in self.spared:
+            return False
+        if side.leaf is self.leaf and not self.urgent and not self._outranks(stay):
+            return False
+        if self.turn_us > stay.turn_us and self.held_us(stay) < self.turn_us:
+            return False
+        return stay.task.state == State.running and not self._protected(stay)
+
+    def gives_way(self, stay: Stay) -> bool:
+        """True if the stay gives way after its turn and after those taken so far; take it then."""
+        side = self.side(stay.leaf, None)
+        if side is None or self._protected(stay) or self._rule(side, stay) is None:
+            return False
+        self._take(stay, side)
+        return True
+
+    def turn_over_s(self, stay: Stay) -> float:
+        """Return when the stay has held its devices for as long as the waiting task's turn."""
+        started_s = stay.task.started_s
+        return NEVER if started_s is None else started_s + self.turn_us / 1e6
+
+    def held_us(self, stay: Stay) -> float:
+        return (self.board.now_s - (stay.task.started_s or self.board.now_s)) * 1e6
+
+    def _protected(self, stay: Stay) -> bool:
+        task = stay.task
+        if self.board.protected(task):
+            return True
+        if not self.board.policy.tier_share.get(task.tier):
+            return False
+        if self._kept_tiers is None:
+            self._kept_tiers = self.board.honoured(task.kind)
+        if task.tier not in self._kept_tiers:
+            return False
+        left_s = self.board.slack_s(task) - (self.turn_us + task.switch_us) / 1e6
+        if not self.urgent:
+            # With no more slack the stay would be urgent at once.
+            return left_s <= self.board.lead_s(task) + RESOLUTION_S
+        promised = self.task.epoch and self.board.policy.tier_share.get(self.task.tier)
+        # Of two tasks behind their promises, the task that would be further behind continues.
+        return left_s <= (self.board.slack_s(self.task) if promised else 0.0)
+
+    def _rule(self, side: _Side, stay: Stay) -> str | None:
+        """Return the rule by which the stay gives way after those taken so far, or None.
+
+        A gang that is lent in part is given back whole, but only to a branch within its guarantee.
+        If more devices are guaranteed than exist, only better served branches give back such a
+        gang.
+        """
+        if side.leaf is self.leaf:
+            return "F6/F8"
+        whole = self._all_lent(side.leaf, side.theirs, stay.lane.width)
+        if side.owed and (whole or self._all_lent(side.leaf, side.theirs)):
+            return "F5" if whole or side.better or self._guarantees_fit(side.theirs) else None
+        return "F6/F8" if side.better and (side.owed or whole) else None
+
+    def _guarantees_fit(self, side: Branch) -> bool:
+        """True if all guarantees at the branch's level fit into the devices."""
+        promised = self.board.promised[_parent(side).path, self.lane.kind]
+        return self.pool is not None and promised <= self.pool.size()
+
+    def _take(self, stay: Stay, side: _Side) -> None:
+        for branch in below(stay.leaf, side.theirs):
+            self.taken[branch] += stay.lane.width
+
+    def gain(self, stay: Stay) -> int:
+        """Count the suitable devices that pausing the stay yields, beyond those offered anyway."""
+        gain = self._gain(stay)
+        return gain - self.offered.get(stay.id, 0) if self.offered else gain
+
+    def _gain(self, stay: Stay) -> int:
+        assert self.pool is not None
+        lane = self.lane
+        anywhere = lane.pin is None and lane.host is None
+        if anywhere and not lane.memory_bytes and self.pool.whole:
+            return len(stay.devices)
+        return sum(self.pool.suits(id, lane) for id in stay.devices)
+
+    def fewest(self, chosen: list[Victim]) -> list[Victim]:
+        """Drop the victims that are not needed after all, last chosen first."""
+        groups = dict[tuple[str, ...], list[Victim]]()  # the stays that share a device count once
+        for victim in chosen:
+            groups.setdefault(victim.stay.devices, []).append(victim)
+        firsts = [group[0].stay for group in groups.values()]
+        surplus = sum(self.gain(stay) for stay in firsts) - self.need
+        room = sum(stay.lane.width for stay in firsts) - self.over
+        for stay in reversed(firsts):
+            gain, width = self.gain(stay), stay.lane.width
+            if gain <= surplus and (width <= room or self.over <= 0):
+                surplus, room = surplus - gain, room - width
+                del groups[stay.devices]
+        return [victim for group in groups.values() for victim in group]
+
+    def who_comes_back(self, found: list[Victim]) -> set[str]:
+        """Return the victims by F5 that would at once be owed their devices back.
+
+        A gang that is lent in part may leave its branch below the branch's guarantee.  If that
+        branch is then the less served one, a narrower task of it would at once get its place back.
+        If enough is lent without such a gang, it would already have been left out.
+        """
+        if self.urgent or len(found) < 2:
+            return set()
+        tree, kind, back = self.board.tree, self.lane.kind, set[str]()
+        for victim in found:
+            stay, (mine, theirs) = victim.stay, sides(self.leaf, victim.stay.leaf)
+            if victim.rule != "F5" or not theirs.guarantee:
+                continue
+            given = sum(v.stay.lane.width for v in found if theirs in above(v.stay.leaf))
+            rest = theirs.held[kind] - given
+            if rest + stay.lane.width <= theirs.guarantee.get(kind, 0):
+                fee = tree.faded(stay.turn_us * self.board.rate(stay.lane))
+                if tree.score(mine, self.fee, kind=kind) > tree.score(theirs, fee, kind=kind):
+                    back.add(stay.id)
+        return back
+
+    def _with_all_beside(self, first: Victim) -> list[Victim] | None:
+        """Add all stays that share a device with a victim; None if one of them does not give way.
+
+        A device is free only when all stays that share it have gone.
+        """
+        found = [first]
+        beside = self.board.beside.keys() & {*first.stay.devices}
+        for stay in (stay for device in beside for stay in self.board.group(device)):
+            if stay is not first.stay:
+                side = self.side(stay.leaf, None) if stay.ripe else None
+                rule = None if side is None else self._rule(side, stay)
+                if side is None or rule is None or not self._may_ask(stay, side):
+                    return None
+                found.append(Victim(stay, rule))
+        return found
+
+    def outgrows(self, found: list[Victim]) -> bool:
+        """True if a branch would borrow more although a sibling that goes before it waits in vain.
+
+        That sibling was tried before without success; it would at once claim what was gained.
+        """
+        by_f5 = all(victim.rule == "F5" for victim in found)
+        if not self.board.guarantees or self.urgent or by_f5:
+            return False
+        return any(
+            branch.guarantee and self._lends_more(branch, found) and self._first_beside(branch)
+            for branch in above(self.leaf)
+        )
+
+    def _lends_more(self, branch: Branch, found: list[Victim]) -> bool:
+        """True if the branch would hold more on loan; a gang lent in part counts whole."""
+        own, held = branch.guarantee.get(self.lane.kind, 0), branch.held[self.lane.kind]
+        rest = held - sum(v.stay.lane.width for v in found if branch in above(v.stay.leaf))
+        with_it = rest + self.lane.width
+        return with_it > own and with_it - min(rest, own) > max(0, held - own)
+
+    def _first_beside(self, branch: Branch) -> bool:
+        """True if a sibling goes before this borrowing branch and waits, or was told to pause.
+
+        A stay that was told to pause for a turn within its own branch waits a moment later.
+        """
+        tree, kind, parent = self.board.tree, self.lane.kind, _parent(branch)
+        pool, last = self.board.pools[kind], (True, tree.score(branch, kind=kind))
+        lanes = [
+            lane
+            for lane in tree.lanes
+            if lane.kind == kind and pool.size(self.board.bound(lane)) >= lane.width
+        ]
+        for borrows, score, side in self._on_their_way_out(branch):
+            if (borrows, score) < last and side is not branch:
+                return True
+        for lane in lanes:
+            for borrows, score, side in tree.keys(parent, lane):
+                if (borrows, score) < last and side is not branch:
+                    first = tree.first_below(side, (lane,))
+                    if first is not None:
+                        self.board.looked_at(self.task, first[2])
+                    return True
+        return False
+
+    def _on_their_way_out(self, branch: Branch) -> Iterator[tuple[bool, int, Branch]]:
+        """Yield, like `FairTree.keys`, siblings of a branch with pausing tasks."""
+        for id in sorted(set(self.board.leaving.values())):
+            stay = self.board.stays[id]
+            task, lane = stay.task, stay.lane
+            _, side = sides(branch, stay.leaf)
+            if task.state != State.pausing or side.parent is not branch.parent:
+                continue
+            if lane.kind == self.lane.kind and all(b.room(lane) for b in below(stay.leaf, side)):
+                yield side.borrows(lane), self.board.tree.score(side, kind=lane.kind), side
+
+
+def turns_end(board: Board, task: Task) -> list[tuple[float, str, int]]:
+    """Return when stays end, or when they may give way to an urgent task; like `Pool.ends`.
+
+    Stays that may not give way even then count only at their own end.  Otherwise devices would be
+    kept for ever in vain.
+    """
+    claim, found = _Claim(board, task, urgent=True), list[tuple[float, str, int]]()
+    stays = [s for s in board.stays.values() if s.task.kind == task.kind and not s.leaving]
+    turns = sorted((max(ripe_s(stay), claim.turn_over_s(stay)), stay.id) for stay in stays)
+    for over_s, id in turns:
+        stay = board.stays[id]
+        at_s = board.end_s(stay)
+        if over_s < at_s and claim.gives_way(stay):
+            at_s = over_s
+        found.append((at_s, id, max(0, claim.gain(stay) - stay.grown)))
+    return sorted(_last_beside(board, found))
+
+
+def _last_beside(
+    board: Board, ends: list[tuple[float, str, int]]
+) -> Iterator[tuple[float, str, int]]:
+    """Yield for each shared device only the last end, which frees it."""
+    last = dict[tuple[str, ...], tuple[float, str, int]]()
+    for end in sorted(ends):
+        last[board.stays[end[1]].devices] = end
+    yield from last.values()
+
+
+def shut_by(board: Board, task: Task) -> Branch | None:
+    """Return the lowest branch above a task with limits that leave no room for it, or None."""
+    leaf, lane = board.leaf(task), board.lane_in_line(task)
+    return next((branch for branch in above(leaf) if not branch.room(lane)), None)
+
+
+def _over(leaf: Branch, lane: Lane) -> int:
+    """Return how many devices tasks below the leaf's limits must release to keep them (F4)."""
+    over = 0
+    for branch in above(leaf):
+        if branch.room(lane):
+            continue
+        most = branch.most_running
+        if most is not None and branch.running > most - (most == 0):
+            # replacing one task by another does not help: the limit was lowered
+            return NOT_TO_BE_HAD
+        for kind in (lane.kind, ALL):
+            over = max(over, branch.held[kind] + lane.width - branch.limit.get(kind, NOT_TO_BE_HAD))
+        over = max(over, 1)
+    return over
+
+
+def above(leaf: Branch) -> Iterator[Branch]:
+    """Yield the branches from a leaf up to the root, both included."""
+    branch: Branch | None = leaf
+    while branch is not None:
+        yield branch
+        branch = branch.parent
+
+
+def goes_before(board: Board, task: Task, settled: Task) -> bool:
+    """Rule F8: True if a waiting task goes before an equally urgent settled task of the same user.
+
+    A fresh task does; otherwise the older task goes first.
+    """
+    return board.is_fresh(task) or place_in_line(task) < place_in_line(settled)
+
+
+def sides(mine: Branch, theirs: Branch) -> tuple[Branch, Branch]:
+    """Return the two siblings at which two leaves part; the same branch twice for one leaf."""
+    while mine.depth > theirs.depth:
+        mine = _parent(mine)
+    while theirs.depth > mine.depth:
+        theirs = _parent(theirs)
+    while mine is not theirs and mine.parent is not theirs.parent:
+        mine, theirs = _parent(mine), _parent(theirs)
+    return mine, theirs
+
+
+def _parent(branch: Branch) -> Branch:
+    assert branch.parent is not None
+    return branch.parent
+
+
+def below(leaf: Branch, top: Branch) -> Iterator[Branch]:
+    """Yield the branches from a leaf up to `top`, both included."""
+    yield leaf
+    while leaf is not top:
+        leaf = _parent(leaf)
+        yield leaf
+
+
+# --- when a task may gain -----------------------------------------------------------------------
+
+
+def next_turn_s(board: Board) -> float:
+    """Return when time may first let a waiting task replace a preemptible stay, or NEVER.
+
+    Scores cross because running tasks use more.  With too many pairs to compute, the result is the
+    next step of an eighth of the shortest slice at which a task may gain.
+    """
+    claims, most = list[tuple[Task, Branch]](), LOOK_AHEAD_PAIRS / len(board.ripe)
+    if most < 2:
+        return _look_s(board)
+    for node in (board.tree.root, *shared(board)):
+        for lane in board.tree.lanes:
+            claims += [(found[2], node) for found in board.tree.heads(node, lane)]
+            if len(claims) > most:
+                return _look_s(board)
+    instants = (
+        _turn_s(board, _Claim(board, task, urgent=False), leaf)
+        for task, node in claims
+        for leaf in board.ripe
+        if leaf.path[: node.depth] == node.path
+    )
+    return min((at_s for at_s in instants if at_s > board.now_s), default=NEVER)
+
+
+def _look_s(board: Board) -> float:
+    """Return the first eighth of the shortest slice from now at which a task may gain."""
+    step_s = max(board.policy.slice_min_s / 8, RESOLUTION_S)
+    moved, until_s = board.quiet
+    if moved == board.tree.moved and until_s == NEVER:
+        return NEVER
+    if moved != board.tree.moved or until_s <= board.now_s + step_s:
+        return board.now_s + step_s
+    return board.now_s + step_s * math.ceil((until_s - board.now_s) / step_s)
+
+
+def nobody_gains_until_s(board: Board) -> float:
+    """Return when a waiting task may first replace another if only time passes; never too late.
+
+    The result is now if that is unknown: the scores at the top decide alone only if there are no
+    guarantees and no turns are taken below the top.
+    """
+    tree = board.tree
+    if board.guarantees or shared(board):
+        return board.now_s
+    least = math.inf
+    for kind in {lane.kind for lane in tree.lanes}:
+        ripe = board.ripe_tops(kind)
+        claims = _claims(board, kind) if ripe else []
+        for score, top in ripe:
+            lowest = min((claim for claim, mine in claims if mine is not top), default=None)
+            if lowest is not None and lowest < score:
+                return board.now_s
+            if lowest is not None and top.rate:  # otherwise the device reports new usage later
+                least = min(least, unscored(lowest - score, top.weight) // top.rate)
+    return tree.accrued_s(int(least)) if least < math.inf else NEVER
+
+
+def _claims(board: Board, kind: str) -> list[tuple[int, Branch]]:
+    """Return the lowest scores that waiting top branches can have after the shortest turn.
+
+    The two lowest scores of each lane stand for all; a turn weighs least on the heaviest branch.
+    """
+    tree, found = board.tree, list[tuple[int, Branch]]()
+    for lane in tree.lanes:
+        if lane.kind == kind:
+            turn_us = int(1e6 * min(board.policy.slice_min_s, board.policy.slice_max_s))
+            fee = tree.faded(turn_us * board.rate(lane))
+            for _, score, top in tree.lowest(tree.root, lane):
+                found.append((score + scored(fee, board.heaviest), top))
+    return found
+
+
+def shared(board: Board) -> list[Branch]:
+    """Return the branches below the root where some tasks had a full turn and others wait.
+
+    The deepest branches come first.
+    """
+    found: dict[Branch, None] = {}
+    for leaf in board.ripe:
+        if leaf.lines and (len(board.priorities) > 1 or _own_turn(board, leaf)):
+            found[leaf] = None
+        above = leaf.parent
+        while above is not None and above.parent is not None:
+            if above.lines and above.children > 1:
+                found[above] = None
+            above = above.parent
+    return sorted(found, key=lambda branch: (-branch.depth, branch.path))
+
+
+def _own_turn(board: Board, leaf: Branch) -> bool:
+    """True if a user's waiting task may go before one of the user's settled tasks (F8)."""
+    settled = board.settled.get(leaf)
+    if settled is None:
+        return False
+    if any(lane.fresh for lane in leaf.lines):
+        return True
+    youngest_s = max(stay.task.submitted_s for stay in settled.values())
+    return any(line.head[2] <= youngest_s for line in leaf.lines.values())
+
+
+def _turn_s(board: Board, claim: _Claim, leaf: Branch) -> float:
+    """Return when a claim may take a leaf's stays, as far as scores and slices decide."""
+    mine, theirs = sides(claim.leaf, leaf)
+    if mine is theirs:
+        crossing_s = board.now_s
+    else:
+        tree, kind = board.tree, claim.lane.kind
+        crossing_s = tree.overtakes_s(theirs, mine, claim.turn_us * claim.rate, kind=kind)
+        if tree.score(theirs, kind=kind) <= tree.score(mine, claim.fee, kind=kind):
+            crossing_s += RESOLUTION_S / 2  # the score must be higher, not equal
+    slices_s = (
+        (stay.task.started_s or 0.0) + max(claim.turn_us, stay.turn_us) / 1e6
+        for stay in board.ripe[leaf].values()
+    )
+    return max(crossing_s, min(slices_s))

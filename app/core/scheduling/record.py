@@ -1,0 +1,258 @@
+"""Turn a snapshot into JSON, reduced to what one round's decisions need to be made again.
+
+`seen_by` reduces a board to what mattered: tasks that were moved or held devices, the tasks they
+were compared with, their users and tenants, and all devices of their kinds.  Waiting tasks that
+were not picked stay only if they changed something: a task tried without success before others of
+its lane; a task for which devices were kept; a task that stood before a branch about to borrow; a
+task pinned to one device.  The rest counts only in sums: the usage of the users, the guarantees of
+the tenants, and the devices promised in part to started tasks.  `decide` makes the same decisions
+from the reduced snapshot (tested).  Fields at their default are omitted too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
+from typing import Any
+
+from app.core.fairness.fair_tree import Lane, Path, both_of
+from app.core.model.lifecycle import State
+from app.core.model.snapshot import (
+    Conditions,
+    Device,
+    Lift,
+    Plan,
+    Policy,
+    Snapshot,
+    Task,
+    Tenant,
+    Terms,
+    User,
+    changed,
+)
+from app.core.scheduling.board import MILLI, Board
+
+JSON = dict[str, Any]
+
+
+def seen_by(board: Board, plan: Plan, before: Mapping[str, Task], *, island: str) -> Snapshot:
+    """Return what the round saw that made `plan`; `before` has the moved tasks as they were."""
+    moved = [before[decision.task] for decision in plan.decisions if decision.task in before]
+    held = [before.get(id, stay.task) for id, stay in board.stays.items()]
+    on_the_way = [board.tasks[id] for id in board.kept_for.values()]  # devices are kept for them
+    waited = _waited(board, moved)
+    tasks = {task.id: task for task in (*waited, *on_the_way, *held, *moved)}
+    users = {task.user: board.users[task.user] for task in tasks.values()}
+    kinds = {task.kind for task in tasks.values()}
+    tenants = _with_those_above(board.tenants, {task.tenant for task in tasks.values()})
+    users |= {user.id: user for user in _others(board, tenants, users)}
+    tenants |= {tenant.id: tenant for tenant in _guaranteed(board, tenants, kinds)}
+    tasks |= {task.id: task for task in _in_sums(board, tasks)}
+    return Snapshot(
+        island=island,
+        policy=board.policy,
+        tenants=tenants,
+        users=users,
+        devices={d.id: d for d in board.devices.values() if d.kind in kinds},
+        tasks=tasks,
+        lifts=tuple(_lifts(board, tenants, users, kinds)),
+    )
+
+
+def _waited(board: Board, moved: Iterable[Task]) -> list[Task]:
+    """Return the tasks that waited, were not picked, and changed what others got."""
+    tasks, tried = board.tasks, defaultdict[Lane, list[str]](list)
+    for id in board.tried.keys() & tasks.keys():
+        tried[_need(board, tasks[id])].append(id)
+    ids = (board.in_the_way | set(_pinned(board))) & tasks.keys()
+    found, new = dict[str, Task](), [*moved, *(tasks[id] for id in ids)]
+    while new:
+        task = new.pop()
+        if task.id not in found:
+            found[task.id] = task
+            # A task that went first in its lane and failed closed the lane to the tasks behind it.
+            others = (*tried.pop(_need(board, task), ()), *board.tried.get(task.id, ()))
+            new += [tasks[id] for id in others if id in tasks]
+    return [found[id] for id in sorted(found)]
+
+
+def _need(board: Board, task: Task) -> Lane:
+    """Return the task's lane without its freshness, which the round may have changed (F8)."""
+    return both_of(board.lane_in_line(task))[1]
+
+
+def _pinned(board: Board) -> Iterator[str]:
+    """Yield one pinned task for each device to which tasks are pinned: others avoid the device."""
+    for here in board.tree.lanes:
+        if here.pin is not None:
+            yield from board.pinned_to(here.pin)[:1]
+
+
+def _guaranteed(
+    board: Board, tenants: Mapping[str, Tenant], kinds: Iterable[str]
+) -> Iterator[Tenant]:
+    """Yield tenants that stand for all omitted siblings, with their guarantees in total."""
+    kept = Counter[tuple[Path, str]]()
+    for tenant in tenants.values():
+        for kind in kinds:
+            kept[board.path_of(tenant.id)[:-1], kind] += tenant.guarantee.get(kind, 0)
+    left = defaultdict[Path, dict[str, int]](dict)
+    for (above, kind), devices in kept.items():
+        if board.promised[above, kind] > devices:
+            left[above][kind] = board.promised[above, kind] - devices
+    for above, guarantee in left.items():
+        parent = above[-1] if above else None
+        id = f"tenants beside those of {parent or 'the island'}"
+        yield Tenant(id=id, name=id, weight=1, parent=parent, guarantee=guarantee)
+
+
+def _in_sums(board: Board, tasks: Mapping[str, Task]) -> Iterator[Task]:
+    """Yield held tasks that stand for the sums of all omitted tasks.
+
+    Rule F9: whether the promises to all started tasks of a tier can be kept decides which tasks are
+    protected.  Another task shows that there is more than one priority, if there is.
+    """
+    left = Counter(board.started)
+    for id in tasks.keys() & board.tasks.keys():
+        now = board.tasks[id]
+        if now.epoch:
+            left[now.kind, now.tier] -= now.width
+    kinds = {task.kind: task for task in tasks.values()}
+    for (kind, tier), width in sorted(left.items()):
+        if width > 0 and kind in kinds and board.policy.tier_share.get(tier):
+            id = f"others of {tier} on {kind}"
+            yield _held(id, kinds[kind], epoch=1, tier=tier, width=width)
+    priorities = {task.priority for task in tasks.values()}
+    others = board.priorities.keys() - priorities
+    if len(priorities) == 1 and others:
+        like = next(iter(kinds.values()))
+        yield _held("others of another priority", like, epoch=0, priority=min(others))
+
+
+def _held(id: str, like: Task, **after: object) -> Task:
+    held = Task(
+        id=id,
+        request="",
+        tenant=like.tenant,
+        user=like.user,
+        state=State.blocked,
+        epoch=0,
+        kind=like.kind,
+        priority=like.priority,
+        conditions=Conditions(hold="admin"),
+    )
+    return changed(held, **after)
+
+
+def _others(board: Board, tenants: Iterable[str], users: Mapping[str, User]) -> Iterator[User]:
+    """Yield a user in place of all omitted users below a tenant, with their usage in total.
+
+    Omitted users hold no device, so their usage did not change in the round.
+    """
+    branches = board.tree.branches
+    kept: dict[Path, set[Path]] = {}
+    for user in users.values():
+        path = (*board.path_of(user.tenant), user.id)
+        for depth in range(1, len(path)):
+            kept.setdefault(path[:depth], set()).add(path[: depth + 1])
+    for id in tenants:
+        branch = branches[board.path_of(id)]
+        below = kept.get(branch.path, ())
+        if branch.children > len(below):
+            left = board.tree.usage(branch) - sum(board.tree.usage(branches[one]) for one in below)
+            yield User(id=f"others of {id}", tenant=id, faded_us=left // MILLI)
+
+
+def _lifts(
+    board: Board, tenants: Iterable[str], users: Mapping[str, User], kinds: Iterable[str]
+) -> Iterator[Lift]:
+    whose = [(id, "") for id in tenants] + [(user.tenant, user.id) for user in users.values()]
+    for key in sorted((*who, kind) for who in whose for kind in kinds):
+        if key in board.lifts:
+            yield board.lifts[key]
+
+
+def _with_those_above(tenants: Mapping[str, Tenant], ids: Iterable[str]) -> dict[str, Tenant]:
+    found: dict[str, Tenant] = {}
+    for id in sorted(ids):
+        above: str | None = id
+        while above is not None and above not in found:
+            found[above] = tenants[above]
+            above = tenants[above].parent
+    return found
+
+
+def as_json(snapshot: Snapshot) -> JSON:
+    return {
+        "island": snapshot.island,
+        "policy": _plain(snapshot.policy),
+        **{
+            name: [_plain(getattr(snapshot, name)[id]) for id in sorted(getattr(snapshot, name))]
+            for name in _KINDS
+        },
+        "lifts": [_plain(lift) for lift in snapshot.lifts],
+    }
+
+
+def from_json(body: JSON) -> Snapshot:
+    """Return the snapshot of such JSON; raises KeyError or TypeError if it is none."""
+    parts: dict[str, Any] = {
+        name: {item["id"]: _value(kind, item) for item in body[name]}
+        for name, kind in _KINDS.items()
+    }
+    parts["lifts"] = tuple(_value(Lift, item) for item in body.get("lifts", ()))
+    return Snapshot(island=body["island"], policy=_value(Policy, body["policy"]), **parts)
+
+
+_KINDS: dict[str, type] = {"tenants": Tenant, "users": User, "devices": Device, "tasks": Task}
+
+
+def _plain(value: Any) -> Any:
+    """Return a value for JSON; numbers beyond 2^53 become text, or readers would round them."""
+    if is_dataclass(value) and not isinstance(value, type):
+        named = ((name, getattr(value, name), usual) for name, usual in _defaults(type(value)))
+        return {name: _plain(v) for name, v, usual in named if v != usual}
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    if isinstance(value, int) and abs(value) > 2**53:
+        return str(value)
+    return value
+
+
+@cache
+def _defaults(kind: type) -> tuple[tuple[str, Any], ...]:
+    """Return the names of the fields, each with its default."""
+    return tuple((f.name, _default(f)) for f in fields(kind))
+
+
+def _default(field: Any) -> Any:
+    if field.default is not MISSING:
+        return field.default
+    return field.default_factory() if field.default_factory is not MISSING else MISSING
+
+
+def _value(kind: type, item: JSON) -> Any:
+    values = dict(item)
+    for name in ("faded_us",):
+        if name in values:
+            values[name] = int(values[name])
+    if "conditions" in values:
+        conditions: JSON = values["conditions"]
+        as_tuples = _with_tuples(conditions)
+        if "terms" in as_tuples:
+            as_tuples["terms"] = Terms(**_with_tuples(as_tuples["terms"]))
+        values["conditions"] = Conditions(**as_tuples)
+    for name in ("seats", "leaves"):
+        if name in values:
+            values[name] = tuple(values[name])
+    if "away" in values:
+        values["away"] = tuple((a, b) for a, b in values["away"])
+    return kind(**values)
+
+
+def _with_tuples(values: JSON) -> JSON:
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}

@@ -1,0 +1,188 @@
+"""Graphs that share devices move from one to another: who, and why just there.
+
+The devices of a kind give turns each for itself.  A user with graphs on several makes those even,
+but where nobody has any, those on one may come to be served less than those on another: of weights
+1, 2, 4 and 8 the first two have more on one device than the others on theirs.  Then one moves from
+those who are behind to those who are ahead, has turns there until it has caught up, and leaves the
+others more.  One moves to a device that is free and that nobody waits for, too; and one lets go of
+its turns to have a device for itself that is due to it before who holds it (F6).
+
+To move is to be paused, with its image saved at once, and to wait: where it goes on
+`core.scheduling.time_sharing` finds out, which would send anybody there.
+
+What always holds: nobody moves before a full slice, so of no task is asked twice within one; nobody
+leaves a device alone; one of a kind moves at a time; and nobody moves while somebody waits who goes
+before it.  At one instant whoever moves is ripe and is so no more, so there is no cycle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+from app.core.fairness.fair_tree import Branch
+from app.core.scheduling.board import Stay
+from app.core.scheduling.preemption import sides
+from app.core.scheduling.time_sharing import (
+    APART_US,
+    EVEN_US,
+    Join,
+    Places,
+    above_both,
+    all_run,
+    has_others,
+    in_line,
+    join,
+    may_not_be_passed,
+    of_user,
+    takes_from,
+    who_wait,
+    would_give_way,
+)
+
+CATCH_UP = Fraction(3, 4)  # of what is due to others: who have so little soon are level with them
+
+FREE = "A device is free: it goes on there, and leaves its turns here to the others."
+AHEAD = "Those on another device have had more: it goes on there, and takes turns with them."
+HELD = "Who holds another device has had more: it goes on there when that one has let go."
+
+
+@dataclass(frozen=True, slots=True)
+class _Mover:
+    """One of those on a device who could leave it; an `heir` leaves no turns to others."""
+
+    stay: Stay
+    device: str
+    heir: bool
+
+    @property
+    def leaf(self) -> Branch:
+        return self.stay.leaf
+
+
+def who_moves(here: Places) -> tuple[Stay, str] | None:
+    """Who is to be paused, to go on on another device of the kind, and why."""
+    movers = list(_movers(here)) if _is_calm(here) else []
+    if not movers:
+        return None
+    if not here.board.tree.root.in_line(here.kind):
+        mover = _to_free(here, movers)
+        if mover is not None:
+            return mover.stay, FREE
+    first = may_not_be_passed(here)
+    movers = [m for m in movers if not any(_goes_before(here, leaf, m.leaf) for leaf in first)]
+    mover = _to_others(here, movers)
+    if mover is not None:
+        return mover.stay, AHEAD
+    mover = next((one for one in movers if _takes(here, one)), None)
+    return None if mover is None else (mover.stay, HELD)
+
+
+def _is_calm(here: Places) -> bool:
+    """Is nobody on the way from one device to another, or might be?"""
+    graphs = (stay for stay in here.board.graphs.values() if stay.lane.kind == here.kind)
+    if any(stay.leaving for stay in graphs):
+        return False
+    return not any(task.graph and lane.pin is not None for _, lane, task in who_wait(here))
+
+
+def _movers(here: Places) -> Iterator[_Mover]:
+    """Of each user on a device the last in its line, if no more is to be had there for it."""
+    for device in here.devices:
+        group = here.groups[device]
+        if len(group) < 2 or not all_run(group):
+            continue
+        for leaf in dict.fromkeys(stay.leaf for stay in sorted(group, key=in_line)):
+            own = of_user(leaf, group)
+            if own[-1].ripe and (
+                own[-1] not in here.in_turn(group) or _is_level(here, leaf, group)
+            ):
+                yield _Mover(own[-1], device, len(own) > 1)
+
+
+def _is_level(here: Places, leaf: Branch, group: list[Stay]) -> bool:
+    """Else the turns there are its own, until it has caught up."""
+    return all(
+        here.apart(leaf, stay.leaf) <= here.usage(stay.lane, EVEN_US)
+        for stay in group
+        if stay.leaf is not leaf
+    )
+
+
+def _goes_before(here: Places, leaf: Branch, other: Branch) -> bool:
+    mine, theirs = sides(leaf, other)
+    score = here.board.tree.score
+    return mine is not theirs and score(mine, kind=here.kind) <= score(theirs, kind=here.kind)
+
+
+def _to_free(here: Places, movers: list[_Mover]) -> _Mover | None:
+    """Heirs first, who had no turns; then one of those to whom most is due, for half of it."""
+    free = [id for id, leaving in here.pool.free.items() if not leaving]
+
+    def rank(mover: _Mover) -> tuple[bool, Fraction, Fraction, tuple[int, float, str]]:
+        load = here.load(mover.device)
+        return not mover.heir, -load, abs(load - 2 * _takes_along(here, mover)), in_line(mover.stay)
+
+    fit = [m for m in movers if any(here.pool.suits(id, m.stay.lane) for id in free)]
+    return min(fit, key=rank, default=None)
+
+
+def _takes_along(here: Places, mover: _Mover) -> Fraction:
+    return here.due(mover.leaf) / here.spread(mover.leaf)
+
+
+def _to_others(here: Places, movers: list[_Mover]) -> _Mover | None:
+    """From those who are behind, and stay so, to those who are ahead; what is due on both devices
+    then differs least.
+    """
+    pairs = [
+        (abs(_difference(here, mover, device)), in_line(mover.stay), device, mover)
+        for mover in movers
+        for device in here.devices
+        if device != mover.device and _may_move(here, mover, device)
+    ]
+    return min(pairs, key=lambda pair: pair[:3])[3] if pairs else None
+
+
+def _may_move(here: Places, mover: _Mover, device: str) -> bool:
+    group, stay = here.groups[device], mover.stay
+    if here.is_level(mover.leaf, device, APART_US):
+        return False
+    if any(other.leaf is mover.leaf for other in group) or not all_run(group):
+        return False
+    if here.load(mover.device) < CATCH_UP * here.load(device):
+        return False
+    if not any(_is_worth_it(here, mover, other.leaf, group) for other in here.in_turn(group)):
+        return False
+    return isinstance(join(here, mover.leaf, stay.lane, stay.task, device), Join)
+
+
+def _is_worth_it(here: Places, mover: _Mover, other: Branch, there: list[Stay]) -> bool:
+    """Is one of those there ahead, and more to be had beside it?
+
+    Not where a branch above both has turns beside others here and there: it has as many on either.
+    """
+    over, group = above_both(mover.leaf, other), here.groups[mover.device]
+    if here.apart(mover.leaf, other) <= here.usage(mover.stay.lane, APART_US):
+        return False
+    if mover.stay not in here.in_turn(group):
+        return True
+    return not (has_others(group, over) and has_others(there, over))
+
+
+def _difference(here: Places, mover: _Mover, device: str) -> Fraction:
+    """Between what is due on both devices when it has moved; an heir's user then is on both."""
+    due, spread = here.due(mover.leaf), here.spread(mover.leaf)
+    each = due / (spread + mover.heir)
+    left = here.load(mover.device) - due / spread + (each if mover.heir else 0)
+    return left - (here.load(device) + each)
+
+
+def _takes(here: Places, mover: _Mover) -> bool:
+    stay, leaf = mover.stay, mover.leaf
+    if not would_give_way(here, leaf, stay.task):
+        return False
+    found = (join(here, leaf, stay.lane, stay.task, device) for device in here.devices)
+    near = [one.device for one in found if isinstance(one, Join)]
+    return takes_from(here, leaf, stay.lane, stay.task, [*near, mover.device])

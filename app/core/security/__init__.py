@@ -1,0 +1,1 @@
+"""Says what keys, people, hosts and addresses are allowed."""

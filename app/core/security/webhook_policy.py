@@ -1,0 +1,160 @@
+"""The decisions about webhooks: message bodies, retries, and which addresses may be called.
+
+Format and times follow Standard Webhooks (https://www.standardwebhooks.com), version 1.  A message
+keeps its id whenever it is sent again.  Only an answer of 2xx accepts it; 410 asks for no more
+messages.  Signing and sending are elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+from typing import Any
+from urllib.parse import urlsplit
+
+from app.core.model.descriptor import ENDS
+
+TYPES = tuple(f"request.{end}" for end in ENDS)
+TEST = "webhook.test"
+
+#: seconds before each attempt; after the last one a message is given up (three days and a bit)
+WAITS_S = (0, 5, 300, 1800, 7200, 18_000, 36_000, 50_400, 72_000, 86_400)
+JITTER = 0.2  # largest part of each wait that is added at random, so that retries spread out
+
+URL_LENGTH = 2000
+MESSAGE_LENGTH = 500  # characters of a failed task's message
+
+Address = IPv4Address | IPv6Address
+Network = IPv4Network | IPv6Network
+
+
+# --- the message body ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskEnd:
+    name: str
+    state: str
+    cause: str | None
+    message: str | None
+
+
+def message(type_: str, at: datetime, data: Mapping[str, Any]) -> str:
+    """Return the message body, with exactly the characters that are signed and sent each time."""
+    body = {"type": type_, "timestamp": at.isoformat(), "data": data}
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":"))
+
+
+def of_tasks(ends: Sequence[TaskEnd]) -> dict[str, Any]:
+    """Count the tasks per end state, and describe the first failure."""
+    found: dict[str, Any] = {"tasks": dict(Counter(end.state for end in ends)), "failure": None}
+    for end in ends:
+        if end.state == "failed":
+            said = (end.message or "")[:MESSAGE_LENGTH]
+            found["failure"] = {"task": end.name, "cause": end.cause, "message": said}
+            break
+    return found
+
+
+def wants(notify: Mapping[str, Any] | None, state: str) -> bool:
+    """True if a request's `notify`, as it was submitted, asks for this end."""
+    return notify is not None and state in (notify.get("on") or ENDS)
+
+
+# --- retries ------------------------------------------------------------------------------------
+
+Verdict = StrEnum("Verdict", ["delivered", "again", "unwanted"])
+
+
+def verdict(status: int | None) -> Verdict:
+    """Judge an answer by its status; None means no answer.  A redirect is not followed."""
+    if status is not None and 200 <= status < 300:
+        return Verdict.delivered
+    return Verdict.unwanted if status == 410 else Verdict.again
+
+
+def wait_s(tries: int, luck: float) -> float | None:
+    """Return the seconds to wait after `tries` attempts, or None to give up.
+
+    `luck` is a random number from [0, 1).
+    """
+    if tries >= len(WAITS_S):
+        return None
+    return WAITS_S[tries] * (1 + JITTER * luck)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """An attempt's answer; `status` is None if there was none, and `error` says why."""
+
+    status: int | None
+    error: str
+    took_us: int
+
+
+# --- which addresses may be called --------------------------------------------------------------
+
+#: Public addresses that are never called.  An address in the first four stands for another one that
+#: the check would not see; the other two belong to servers of the clouds themselves.
+_NEVER = tuple(
+    ip_network(one)
+    for one in (
+        "64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32",
+        "192.0.0.0/24", "168.63.129.16/32",
+    )
+)  # fmt: skip
+
+
+def networks(listed: str) -> tuple[Network, ...]:
+    """Parse networks between commas; raises ValueError."""
+    return tuple(ip_network(one.strip()) for one in listed.split(",") if one.strip())
+
+
+def may_call(address: Address, allowed: Iterable[Network] = ()) -> bool:
+    """True if the address is public, or in a network that the deployment allows."""
+    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    if any(address in network for network in allowed):
+        return True
+    if any(address in network for network in _NEVER):
+        return False
+    # is_global includes multicast, for example
+    return address.is_global and not (address.is_multicast or address.is_reserved)
+
+
+def refusal(url: str, allowed: Iterable[Network] = ()) -> str | None:
+    """Return what is wrong with a URL as written; the addresses of its host are checked later."""
+    if len(url) > URL_LENGTH or not url.isascii() or not url.isprintable() or " " in url:
+        return f"an address has at most {URL_LENGTH} characters of ASCII, and no spaces"
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except ValueError as error:
+        return f"this is no address: {error}"
+    if parts.scheme not in ("http", "https") or not host:
+        return "give an address with http:// or https:// and a host"
+    if "@" in parts.netloc:
+        return "leave name and password out; receivers trust the signature"
+    if "#" in url:
+        return "a fragment (#) is never sent; leave it out"
+    literal = _literal(host)
+    if literal is not None and not may_call(literal, allowed):
+        return f"{host} is not a public address, and this deployment does not allow its network"
+    return None
+
+
+def _literal(host: str) -> Address | None:
+    if host == "localhost" or host.endswith(".localhost"):
+        return ip_address("127.0.0.1")
+    with suppress(ValueError):
+        return ip_address(host)
+    with suppress(OSError):
+        return ip_address(socket.inet_aton(host))  # also accepts 2130706433, 0x7f.1 and 127.1
+    return None

@@ -1,0 +1,737 @@
+"""Simulate an island: a virtual clock and imaginary devices around the real `cycle`.
+
+Imaginary devices obey like real ones.  A Launch prepares a task and seats it when its devices are
+free.  A Pause releases the devices at the next safe point and then saves the image.  Time jumps
+from one event to the next, so an hour of an island takes a moment.  Equal input gives an equal
+report.
+
+With `checked` every step is checked: a broken invariant raises Broken, with the latest decisions.
+The updated board must also make the same decisions as a board built anew.  Without `checked`, a
+step costs what changes in it, so years of a cluster take seconds.
+
+Devices stay up here, and no task is cancelled or held: the tests of `decide` cover lost devices and
+requested actions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+
+from app.core.fairness.fair_tree import faded, rebase
+from app.core.model import lifecycle
+from app.core.model.lifecycle import NOT_STARTED, ON_A_DEVICE, Move, State
+from app.core.model.snapshot import (
+    Conditions,
+    Decision,
+    Device,
+    Plan,
+    Policy,
+    Snapshot,
+    Task,
+    Tenant,
+    User,
+    changed,
+)
+from app.core.scheduling.board import HOLDS_A_SEAT, Board, been_away, slice_us
+from app.core.scheduling.cycle import cycle, decide
+from app.core.scheduling.preemption import shut_by
+from app.core.simulation.meter import Interval, Meter
+
+STORY_LINES = 20  # lines of the timeline that Broken shows
+# most rounds at one instant, or in a row that ask for another round at once
+STANDSTILL_ROUNDS = 100
+TOLD_TASKS = 5  # tasks that are named when the clock stands still
+# T0 moves on after so many half-lives, so that numbers do not grow with the time replayed
+REBASE_HALF_LIVES = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """A task that arrives at `at_s` and needs `width` devices for `work_s` seconds.
+
+    With `width_max` the task is elastic: it needs at least `width` devices and can use `width_max`.
+    On k of them it steps at k / `width_max` of the speed; `work_s` is for all of them.
+    `expected_s` is what the scheduler believes of the work beforehand; None if unknown.  `owner` is
+    the name under which the report counts the task, if that is not its tenant.
+    """
+
+    at_s: float
+    task: str
+    tenant: str
+    user: str
+    work_s: float
+    width: int = 1
+    width_max: int = 0
+    kind: str = "cpu"
+    memory_bytes: int = 0
+    priority: int = 0
+    tier: str = "standard"
+    after: tuple[str, ...] = ()
+    expected_s: float | None = None
+    owner: str | None = None
+
+    @property
+    def counted_for(self) -> tuple[str, str]:
+        """(owner, kind of device)"""
+        return self.owner or self.tenant, self.kind
+
+    @property
+    def ranks(self) -> int:
+        """The number of devices at which the task is fastest."""
+        return max(self.width, self.width_max)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """The times that imaginary devices take for each action, in seconds.
+
+    `start_s` is the time to prepare a task while its devices may still be held.  `pause_s` is the
+    time to the next safe point; after it the devices stay held for `image_s`.  A paused task takes
+    `resume_s` on its devices before it steps again.  `save_s` makes its image durable.  A resize
+    waits for a safe point too, and then stops the task for `resize_s` on all devices of before and
+    after.  Without `resize_s` that time is (`image_s` + `resume_s`) / 2.
+    """
+
+    start_s: float = 0.0
+    pause_s: float = 0.0
+    image_s: float = 0.0
+    resume_s: float = 0.0
+    save_s: float = 0.0
+    resize_s: float | None = None
+
+    @property
+    def resizing_s(self) -> float:
+        return (self.image_s + self.resume_s) / 2 if self.resize_s is None else self.resize_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """A decision, and when it was made."""
+
+    at_s: float
+    decision: Decision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """The result of a simulation.
+
+    `device_s` is what each owner held.  `waits_s` is the time from a task's arrival to its first
+    start.  `lost_s` is all the time between arrival and end in which a task did not step: waits,
+    pauses, switches, and what an elastic task lost by having fewer devices than it can use.
+    `resizes` counts how often a task was made larger or smaller.  `finished` maps each finished
+    task to its end.  The clock stopped at `until_s`.  `timeline` is empty unless it was kept.
+    `intervals` say what was held and wanted over time.
+    """
+
+    device_s: Mapping[str, float]
+    waits_s: Mapping[str, float]
+    lost_s: Mapping[str, float]
+    pauses: Mapping[str, int]
+    resizes: Mapping[str, int]
+    finished: Mapping[str, float]
+    timeline: tuple[Line, ...]
+    until_s: float
+    intervals: tuple[Interval, ...] = ()
+
+
+class Broken(Exception):
+    """An invariant does not hold; the message has what, when, and the decisions before it."""
+
+    def __init__(self, what: str, *, at_s: float, timeline: Iterable[Line]) -> None:
+        self.what, self.at_s = what, at_s
+        told = [f"at {at_s:.6f} s: {what}"]
+        for line in list(timeline)[-STORY_LINES:]:
+            made = line.decision
+            told.append(f"{line.at_s:.6f} {made.move} {made.task} {' '.join(made.devices)}")
+        super().__init__("\n".join(told))
+
+
+class Stopped(Exception):
+    """`go_on` returned False at `at_s` of the simulated clock, with `done` tasks finished."""
+
+    def __init__(self, *, at_s: float, done: int) -> None:
+        self.at_s, self.done = at_s, done
+        super().__init__(f"stopped at {at_s:.0f} s with {done} tasks done")
+
+
+def simulate(
+    arrivals: Iterable[Arrival],
+    devices: Iterable[Device],
+    tenants: Iterable[Tenant],
+    policy: Policy,
+    *,
+    costs: Costs | None = None,
+    until_s: float = math.inf,
+    checked: bool = True,
+    keep_timeline: bool = True,
+    users: Iterable[User] = (),
+    go_on: Callable[[], bool] = lambda: True,
+) -> Report:
+    """Run an island from 0 s until all tasks are done or `until_s` is reached.
+
+    `users` need only hold users with a weight other than 1.  `go_on` is called in each round.
+    Raises Broken if an invariant does not hold, and Stopped if `go_on` returns False.
+    """
+    world = World(arrivals, devices, tenants, policy, costs or Costs(), users=users)
+    world.keep_timeline = checked or keep_timeline
+    rounds_at_us, rounds, at_once = -1, 0, 0
+    while (at_us := world.next_us()) is not None and at_us <= until_s * 1e6:
+        world.advance(at_us)
+        rounds = rounds + 1 if at_us == rounds_at_us else 1
+        rounds_at_us = at_us
+        if not go_on():
+            raise Stopped(at_s=world.now_s, done=world.done)
+        seen = world.snapshot() if checked else None
+        plan = cycle(world.board)
+        at_once = at_once + 1 if is_hurried(plan) else 0
+        if max(rounds, at_once) > STANDSTILL_ROUNDS:
+            raise Broken(_standstill(world), at_s=world.now_s, timeline=world.timeline)
+        world.obey(plan)
+        if seen is not None:
+            check(world, replace(seen, lifts=tuple(world.board.lifts.values())), plan)
+    if math.isfinite(until_s):
+        world.advance(_us(until_s))
+    return world.report()
+
+
+def is_hurried(plan: Plan) -> bool:
+    """True if a plan asks for another round no later than its own time; no plan should."""
+    return plan.look_again_s is not None and plan.look_again_s <= plan.now_s
+
+
+def _standstill(world: World) -> str:
+    """Name the waiting tasks, beginning with the ones looked at just now."""
+    board = world.board
+    waiting = [task.id for task in board.tasks.values() if task.state == State.waiting]
+    looked_at = sorted((board.tried.keys() | board.in_the_way).intersection(waiting))
+    named = looked_at + [id for id in sorted(waiting) if id not in looked_at]
+    more = f" and {len(named) - TOLD_TASKS} more" if len(named) > TOLD_TASKS else ""
+    told = ", ".join(named[:TOLD_TASKS]) + more if named else "none"
+    return f"the clock stands still; tasks that wait: {told}"
+
+
+# --- the world ----------------------------------------------------------------------------------
+
+
+#: A future report of a device: (time in µs, order, a Move or "Saved" or "ready", task, epoch).  The
+#: report counts only if the epoch still holds then.
+_Event = tuple[int, int, str, str, int]
+
+
+@dataclass(slots=True)
+class _Run:
+    """Facts about a task beyond what the island sees.
+
+    Work is in device-microseconds, so it is a whole number on any number of devices.
+    """
+
+    arrival: Arrival
+    left_us: int
+    speed: int = 0  # devices on which the task steps, in this stay
+    steps_from_us: int = 0  # when the task begins to step, in this stay
+    safe_us: float = math.inf  # when it stops stepping, if it was told to pause or to be resized
+    ends_us: int = -1  # when it will be done, as things are
+    first_us: int | None = None
+    finished_us: int | None = None
+    pauses: int = 0
+    resizes: int = 0
+    cost: int = 0  # cost of a second once it has been made smaller
+    ready: bool = False
+
+    def step(self, until_us: int) -> None:
+        """Count the work done until `until_us`."""
+        stepped_us = max(0, until_us - self.steps_from_us) * self.speed
+        self.left_us -= min(stepped_us, self.left_us)
+
+
+class World:
+    """Devices, tasks and the clock.  The island's beliefs always match this world."""
+
+    def __init__(
+        self,
+        arrivals: Iterable[Arrival],
+        devices: Iterable[Device],
+        tenants: Iterable[Tenant],
+        policy: Policy,
+        costs: Costs,
+        *,
+        users: Iterable[User] = (),
+    ) -> None:
+        self.policy, self.costs = policy, costs
+        self.arrivals = sorted(arrivals, key=lambda arrival: (arrival.at_s, arrival.task))
+        self._comes_us = [_us(arrival.at_s) for arrival in self.arrivals]
+        self.tenants = {tenant.id: tenant for tenant in tenants}
+        self.users = {a.user: User(id=a.user, tenant=a.tenant) for a in self.arrivals}
+        self.users |= {user.id: user for user in users if user.id in self.users}
+        self.devices = {d.id: replace(d, lease_until_s=math.inf) for d in devices}
+        self._faded = {id: user.faded_us for id, user in self.users.items()}
+        self.board = Board.of(self._seen({}), now_s=0.0)
+        self.now_us = 0
+        self.timeline: list[Line] = []
+        self.keep_timeline = True
+        self.done = 0
+        self.seated: dict[str, str] = {}  # device -> the task that holds it
+        self.runs: dict[str, _Run] = {}
+        self._events: list[_Event] = []
+        self._seq = 0
+        self._came = 0
+        self._look_again_us: int | None = None
+        self._freed_us: dict[str, int] = {}
+        self._device_us: Counter[str] = Counter()
+        self._meter = Meter()
+        self._resized = False  # was any task ever resized?
+        self._waited_for: dict[str, list[str]] = {}
+
+    @property
+    def now_s(self) -> float:
+        return self.now_us / 1e6
+
+    @property
+    def tasks(self) -> dict[str, Task]:
+        return self.board.tasks
+
+    # --- time passes ---
+
+    def next_us(self) -> int | None:
+        """Return when something happens next; None if nothing ever will."""
+        while self._resized and self._events and self._outdated(self._events[0]):
+            heappop(self._events)
+        at_us = self._look_again_us if self.tasks else None
+        if self._events and (at_us is None or self._events[0][0] < at_us):
+            at_us = self._events[0][0]
+        if self._came < len(self.arrivals):
+            comes_us = self._comes_us[self._came]
+            at_us = comes_us if at_us is None else min(at_us, comes_us)
+        return at_us
+
+    def advance(self, at_us: int) -> None:
+        """Process everything that happens until `at_us`."""
+        while self._events and self._events[0][0] <= at_us:
+            event = heappop(self._events)
+            self._let_it_be(event[0])
+            self._happen(event)
+        self._let_it_be(at_us)
+        while self._came < len(self.arrivals) and self._comes_us[self._came] <= at_us:
+            self._arrive(self.arrivals[self._came])
+            self._came += 1
+
+    def _let_it_be(self, at_us: int) -> None:
+        if at_us != self.now_us:
+            self._rebase(at_us / 1e6)
+            self.now_us = at_us
+            self.board.at(self.now_s)
+
+    def _rebase(self, at_s: float) -> None:
+        """Move T0 on by whole half-lives before `at_s`, as an island's ledger does."""
+        since_s, half_life_s = self.policy.since_s, self.policy.half_life_s
+        halvings = int((at_s - since_s) // half_life_s) if half_life_s else 0
+        if halvings < REBASE_HALF_LIVES:
+            return
+        self._faded = {id: rebase(sum_, halvings) for id, sum_ in self._faded.items()}
+        lifts = tuple(
+            replace(lift, faded_us=rebase(lift.faded_us, halvings))
+            for lift in self.board.lifts.values()
+        )
+        self.policy = replace(self.policy, since_s=since_s + halvings * half_life_s)
+        self.board = Board.of(replace(self.snapshot(), lifts=lifts), now_s=self.now_s)
+
+    def _arrive(self, arrival: Arrival) -> None:
+        self.runs[arrival.task] = _Run(arrival, _us(arrival.work_s) * arrival.ranks)
+        self._meter.want(self.now_us, arrival.counted_for, arrival.width)
+        waits_for = tuple(id for id in arrival.after if not self._finished(id))
+        for id in waits_for:
+            self._waited_for.setdefault(id, []).append(arrival.task)
+        self.board.set_task(
+            Task(
+                id=arrival.task,
+                request=arrival.task,
+                tenant=arrival.tenant,
+                user=arrival.user,
+                state=State.blocked if waits_for else State.waiting,
+                epoch=0,
+                kind=arrival.kind,
+                width=arrival.width,
+                width_max=arrival.width_max,
+                memory_bytes=arrival.memory_bytes,
+                priority=arrival.priority,
+                tier=arrival.tier,
+                submitted_s=arrival.at_s,
+                expected_s=_slowed(arrival.expected_s, arrival, arrival.width),
+                conditions=Conditions(waits_for=waits_for) if waits_for else _FREE,
+            )
+        )
+
+    def _finished(self, id: str) -> bool:
+        run = self.runs.get(id)
+        return run is not None and run.finished_us is not None
+
+    # --- devices say what came true ---
+
+    def _happen(self, event: _Event) -> None:
+        _, _, says, id, epoch = event
+        task = self.tasks.get(id)
+        if task is None or task.epoch != epoch:
+            return
+        if says == "Saved":
+            self.board.set_task(changed(task, saved=True))
+        elif says == "ready":
+            self.runs[id].ready = True
+            self._take_seats(task)
+        elif says == Move.Spliced:
+            self._spliced(task)
+        elif self._resized and self._outdated(event):
+            return
+        elif says == Move.Finished and self.now_us > self.runs[id].safe_us:
+            return  # the image is being made: the task does not step
+        elif task.state in ON_A_DEVICE:
+            self._let_go(task, says)
+
+    def _outdated(self, event: _Event) -> bool:
+        """True if the event ends a task that was resized meanwhile and ends at another time."""
+        run = self.runs[event[3]]
+        return event[2] == Move.Finished and run.resizes > 0 and event[0] != run.ends_us
+
+    def _take_seats(self, task: Task) -> None:
+        """Let a task that is ready take its devices once all are free."""
+        run = self.runs[task.id]
+        if not run.ready or any(device in self.seated for device in task.seats):
+            return
+        run.ready = False
+        for device in task.seats:
+            self.seated[device] = task.id
+        freed_us = max(self._freed_us.get(device, 0) for device in task.seats)
+        empty_us = self.now_us - max(freed_us, _us(task.launched_s))
+        resume_us = _us(self.costs.resume_s) if task.epoch > 1 else 0
+        switch_us = empty_us + resume_us + _us(self.costs.image_s)
+        if run.first_us is None:
+            run.first_us = self.now_us
+        run.steps_from_us, run.safe_us = self.now_us + resume_us, math.inf
+        run.speed = len(task.seats)
+        started = changed(
+            task,
+            state=lifecycle.after(task.id, task.state, Move.Started),
+            started_s=self.now_s,
+            switch_us=switch_us if task.epoch > 1 else 0,  # a first start is no switch
+            image_on=None,
+        )
+        self.board.set_task(started)
+        self._meter.hold(self.now_us, run.arrival.counted_for, len(task.seats))
+        self._will_end(started, resume_us)
+
+    def _will_end(self, task: Task, in_us: int) -> None:
+        """Let the task step on all its devices after `in_us`; it is done when no work is left."""
+        run = self.runs[task.id]
+        lasts_us = in_us + -(-run.left_us // run.speed)
+        run.ends_us = self.now_us + lasts_us
+        self._say(Move.Finished, task, lasts_us)
+
+    def _let_go(self, task: Task, says: str) -> None:
+        run = self.runs[task.id]
+        paused = says == Move.Paused
+        run.step(self.now_us - (_us(self.costs.image_s) if paused else 0))
+        self._charge(task)
+        if paused:
+            self._park(task)
+        else:
+            self._finish(task)
+        self._free(task.holds)
+
+    def _free(self, devices: Iterable[str]) -> None:
+        """Release devices, so that tasks that wait for them may take them."""
+        for device in devices:
+            del self.seated[device]
+            self._freed_us[device] = self.now_us
+        for device in devices:
+            follower = self.board.seated.get(device)
+            if follower is not None:
+                self._take_seats(self.tasks[follower])
+
+    def _park(self, task: Task) -> None:
+        if task.elastic and len(task.seats) > task.width:
+            wanted = self.runs[task.id].arrival.counted_for
+            self._meter.want(self.now_us, wanted, task.width - len(task.seats))
+        waiting = changed(
+            task,
+            state=lifecycle.after(task.id, task.state, Move.Paused),
+            seats=(),
+            leaves=(),
+            resized_s=None,
+            started_s=None,
+            waiting_since_s=self.now_s,
+            had_us=task.had_us + self.now_us - _us(task.started_s or 0.0),
+            image_on=task.seat if len(task.seats) == 1 else None,
+            saved=not self.costs.save_s or len(task.seats) > 1,
+            expected_s=_left_s(task, self.runs[task.id], task.width),
+        )
+        self.board.set_task(waiting)
+        if not waiting.saved:
+            self._say("Saved", waiting, _us(self.costs.save_s))
+
+    def _splice(self, before: Task, task: Task, cost: int) -> None:
+        """Let the task come to a safe point and continue with other devices after the move."""
+        run, more = self.runs[task.id], len(task.seats) - len(before.seats)
+        run.resizes += 1
+        self._resized = True
+        run.safe_us, run.cost = self.now_us + _us(self.costs.pause_s), cost
+        if more > 0:  # the new devices are held from now on
+            self._charge(before)
+            for device in task.seats[-more:]:
+                self.seated[device] = task.id
+            self._meter.hold(self.now_us, run.arrival.counted_for, len(task.seats))
+            self._meter.want(self.now_us, run.arrival.counted_for, more)
+        self._say(Move.Spliced, task, _us(self.costs.pause_s) + _us(self.costs.resizing_s))
+
+    def _spliced(self, task: Task) -> None:
+        run, left = self.runs[task.id], task.leaves
+        run.step(int(run.safe_us))
+        run.steps_from_us, run.safe_us, run.speed = self.now_us, math.inf, len(task.seats)
+        after: dict[str, object] = {}
+        if left:
+            self._charge(task)
+            self._meter.hold(self.now_us, run.arrival.counted_for, len(task.seats))
+            self._meter.want(self.now_us, run.arrival.counted_for, -len(left))
+            after = {"leaves": (), "resized_s": self.now_s, "held_us": 0, "accrued_us": 0}
+            after["cost"] = run.cost
+        left_s = _left_s(task, run, len(task.seats))
+        if left_s is not None:
+            after["expected_s"] = self.now_s - (task.started_s or 0.0) + left_s
+        state = lifecycle.after(task.id, task.state, Move.Spliced)
+        resized = changed(task, state=state, **after)
+        self.board.set_task(resized)
+        self._will_end(resized, 0)
+        self._free(left)
+
+    def _charge(self, task: Task) -> None:
+        """Book what the task has held since it was seated or resized."""
+        counted_for, held_us = self.runs[task.id].arrival.counted_for, self._held_us(task)
+        self._device_us[counted_for[0]] += held_us * len(task.holds)
+        self._meter.hold(self.now_us, counted_for, -len(task.holds))
+        cost = task.cost or sum(self.devices[device].cost for device in task.holds)
+        self._faded[task.user] += faded(
+            held_us * cost // 1000,
+            at_s=self.now_s,
+            since_s=self.policy.since_s,
+            half_life_s=self.policy.half_life_s,
+        )
+
+    def _finish(self, done: Task) -> None:
+        run = self.runs[done.id]
+        run.finished_us = self.now_us
+        self.done += 1
+        wanted = max(done.width, len(done.holds)) if done.elastic else done.width
+        self._meter.want(self.now_us, run.arrival.counted_for, -wanted)
+        self.board.drop_task(done.id)
+        for id in self._waited_for.pop(done.id, ()):
+            task = self.tasks[id]
+            left = tuple(needed for needed in task.conditions.waits_for if needed != done.id)
+            self.board.set_task(changed(task, conditions=Conditions(waits_for=left)))
+
+    def _say(self, says: str, task: Task, in_us: int) -> None:
+        self._seq += 1
+        event = (self.now_us + max(0, in_us), self._seq, says, task.id, task.epoch)
+        heappush(self._events, event)
+
+    # --- what the island sees, and does ---
+
+    def snapshot(self) -> Snapshot:
+        """Return what a ledger and heartbeats would show: nothing that runs is booked yet."""
+        return self._seen({id: self._measured(task) for id, task in self.tasks.items()})
+
+    def _seen(self, tasks: Mapping[str, Task]) -> Snapshot:
+        return Snapshot(
+            island="imaginary",
+            policy=self.policy,
+            tenants=dict(self.tenants),
+            users={id: replace(u, faded_us=self._faded[id]) for id, u in self.users.items()},
+            devices=dict(self.devices),
+            tasks=tasks,
+        )
+
+    def _measured(self, task: Task) -> Task:
+        if task.started_s is None:
+            return task
+        held_us = self._held_us(task)
+        return changed(task, held_us=held_us, accrued_us=held_us)
+
+    def _held_us(self, task: Task) -> int:
+        """Return how long the task has held exactly these devices, in µs."""
+        return self.now_us - _us(task.held_since_s or 0.0)
+
+    def obey(self, plan: Plan) -> None:
+        """Let the devices begin what the plan orders; the board already contains the plan."""
+        for decision in plan.decisions:
+            if self.keep_timeline:
+                self.timeline.append(Line(at_s=self.now_s, decision=decision))
+            if decision.move == Move.Launch:
+                self._launch(self.tasks[decision.task])
+            elif decision.move == Move.Pause:
+                self._pause(self.tasks[decision.task])
+            elif decision.move == Move.Splice:
+                before = plan.before[decision.task]
+                self._splice(before, self.tasks[decision.task], decision.cost)
+        # A task that took its devices just now changes what happens next.
+        again_s = min(
+            self.board.next_s(), math.inf if plan.look_again_s is None else plan.look_again_s
+        )
+        finite = math.isfinite(again_s)
+        self._look_again_us = max(math.ceil(again_s * 1e6), self.now_us + 1) if finite else None
+
+    def _launch(self, task: Task) -> None:
+        if task.waiting_since_s is not None:
+            window_s = self.policy.tier_window_s
+            away = been_away(task.away, task.waiting_since_s, self.now_s, window_s=window_s)
+            task = changed(task, away=away)
+            self.board.set_task(task)
+        resident = task.image_on is not None and task.image_on == task.seat
+        prepared_us = 0 if resident else _us(self.costs.start_s)
+        if prepared_us:
+            self._say("ready", task, prepared_us)
+        else:
+            self.runs[task.id].ready = True
+            self._take_seats(task)
+
+    def _pause(self, task: Task) -> None:
+        run, comes_us = self.runs[task.id], _us(self.costs.pause_s)
+        run.pauses += 1
+        run.safe_us = self.now_us + comes_us
+        self._say(Move.Paused, task, comes_us + _us(self.costs.image_s))
+
+    def report(self) -> Report:
+        device_us = self._device_us.copy()
+        for task in self.tasks.values():
+            if task.started_s is not None:
+                owner, _ = self.runs[task.id].arrival.counted_for
+                device_us[owner] += self._held_us(task) * len(task.holds)
+        ran = [run for run in self.runs.values() if run.first_us is not None]
+        done = [run for run in ran if run.finished_us is not None]
+        return Report(
+            device_s={id: device_us[id] / 1e6 for id in {**self.tenants, **device_us}},
+            waits_s={r.arrival.task: _since(r.arrival, r.first_us) for r in ran},
+            lost_s={r.arrival.task: _lost_s(r) for r in done},
+            pauses={id: run.pauses for id, run in self.runs.items() if run.pauses},
+            resizes={id: run.resizes for id, run in self.runs.items() if run.resizes},
+            finished={r.arrival.task: (r.finished_us or 0) / 1e6 for r in done},
+            timeline=tuple(self.timeline),
+            until_s=self.now_s,
+            intervals=self._meter.intervals(self.now_us),
+        )
+
+
+_FREE = Conditions()
+
+
+def _left_s(task: Task, run: _Run, devices: int) -> float | None:
+    """Return how much of the expected work is left, in s on so many devices; always more than 0."""
+    arrival = run.arrival
+    if task.expected_s is None:
+        return None
+    stepped_s = arrival.work_s - run.left_us / arrival.ranks / 1e6
+    return _slowed(max(1.0, (arrival.expected_s or 0.0) - stepped_s), arrival, devices)
+
+
+def _slowed(seconds: float | None, arrival: Arrival, devices: int) -> float | None:
+    """Return how long work takes on fewer devices than the task can use."""
+    if seconds is None or devices == arrival.ranks:
+        return seconds
+    return seconds * arrival.ranks / devices
+
+
+def _since(arrival: Arrival, at_us: int | None) -> float:
+    return ((at_us or 0) - _us(arrival.at_s)) / 1e6
+
+
+def _lost_s(run: _Run) -> float:
+    return _since(run.arrival, run.finished_us) - run.arrival.work_s
+
+
+def _us(seconds: float) -> int:
+    return round(seconds * 1e6)
+
+
+# --- invariants ---------------------------------------------------------------------------------
+
+
+def check(world: World, seen: Snapshot, plan: Plan) -> None:
+    """Check the world after it obeyed a plan made of the snapshot `seen`; raises Broken."""
+    anew = decide(seen, now_s=world.now_s)
+    for what in (
+        *_hurried(plan),
+        *_doubled(world),
+        *_idle(world),
+        *_hasty(seen, plan),
+        *_missized(world),
+        *_unexplained(seen, anew),
+        *_different(seen, plan, anew),
+    ):
+        raise Broken(what, at_s=world.now_s, timeline=world.timeline)
+
+
+def _hurried(plan: Plan) -> Iterable[str]:
+    """A next round must be later than the round that asks for it."""
+    if is_hurried(plan):
+        yield f"the round at {plan.now_s} s is to be made again at {plan.look_again_s} s"
+
+
+def _doubled(world: World) -> Iterable[str]:
+    """A device must be held by one task at a time."""
+    promised = (task for task in world.tasks.values() if task.state in HOLDS_A_SEAT)
+    held = Counter(device for task in promised for device in task.seats)
+    return [f"{n} tasks were promised {device}" for device, n in held.items() if n > 1]
+
+
+def _idle(world: World) -> Iterable[str]:
+    """No device may be free while a task that could run on it waits, if no gang waits."""
+    held = {d for task in world.tasks.values() if task.state in ON_A_DEVICE for d in task.holds}
+    waiting = [task for task in world.tasks.values() if task.state == State.waiting]
+    for task in waiting:
+        gangs = any(other.kind == task.kind and other.width > 1 for other in waiting)
+        if gangs or shut_by(world.board, task) is not None:
+            continue
+        pin = None if task.saved else task.image_on
+        for device in world.devices.values():
+            could = device.kind == task.kind and device.memory_bytes >= task.memory_bytes
+            if could and device.id not in held and not device.cordoned and pin in (None, device.id):
+                yield f"{device.id} is free and {task.id} waits"
+
+
+def _hasty(seen: Snapshot, plan: Plan) -> Iterable[str]:
+    """No task may be paused for another before one full slice."""
+    for decision in plan.decisions:
+        if decision.move == Move.Pause and decision.against is not None:
+            victim, task = seen.tasks[decision.task], seen.tasks[decision.against]
+            held_us = victim.held_us
+            if victim.resized_s is not None:
+                held_us += _us(victim.resized_s) - _us(victim.started_s or 0.0)
+            if held_us < slice_us(seen.policy, victim, task):
+                yield f"{victim.id} was paused after {held_us} µs"
+
+
+def _missized(world: World) -> Iterable[str]:
+    """A task on devices must have at least what it needs and at most what it can use."""
+    for task in world.tasks.values():
+        most = max(task.width, task.width_max)
+        if task.seats and not task.width <= len(task.seats) <= most:
+            yield f"{task.id} is on {task.seats}, and not on {task.width} to {most}"
+
+
+def _unexplained(seen: Snapshot, anew: Plan) -> Iterable[str]:
+    """Every task that still waits must have a reason."""
+    moved = {decision.task for decision in anew.decisions if decision.move == Move.Launch}
+    for task in seen.tasks.values():
+        if task.state in NOT_STARTED and task.id not in moved and not anew.reasons.get(task.id):
+            yield f"{task.id} is {task.state} and not told why"
+
+
+def _different(seen: Snapshot, plan: Plan, anew: Plan) -> Iterable[str]:
+    """The updated board must decide like a board built anew.
+
+    This is checked only if usage never fades: this ledger books a stay when it ends, the board all
+    along.
+    """
+    if seen.policy.half_life_s == 0 and plan.decisions != anew.decisions:
+        yield f"kept up to date it decides {plan.decisions}, made anew {anew.decisions}"

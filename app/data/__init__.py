@@ -1,0 +1,1 @@
+"""Takes in what tenants bring: datablocks, bundles of code, and graphs."""

@@ -1,0 +1,328 @@
+"""Uploaded code: inspected without running or unpacking it, and stored under its SHA-256.
+
+A bundle is a zip, a tar or a tar.gz of plain files.  It is refused, naming the member, if a member
+could end up outside its folder, is not a plain file, or collides with another name.  It is also
+refused if it unpacks to more than the limits, which count bytes as they are read and trust no
+header.
+
+Entry points are found by parsing.  A top-level class with a `step` method (its own, or inherited
+from a class in the bundle) can be a job; a top-level function can be a graph node.
+"""
+
+from __future__ import annotations
+
+import ast
+import gzip
+import struct
+import tarfile
+import unicodedata
+import warnings
+import zipfile
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+
+from app.core.model.signature import Signature, of_class
+from app.errors import BadInput
+
+MAX_FILES = 2000
+MAX_UNPACKED_BYTES = 64 * 2**20
+MAX_RATIO = 100  # unpacked size over packed size, beyond the first MiB
+MAX_DEPTH = 16
+MAX_NAME_BYTES = 255  # of each part of a path
+MAX_SOURCE_BYTES = 2**18  # a larger .py file is stored, but not searched for entry points
+MAX_SOURCES_BYTES = 2**23  # of all parsed files; files nearest to the top are parsed first
+_MAX_DIRECTORY_BYTES = MAX_FILES * 1024
+_PIECE = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """The result of an inspection.  `unparsed` are the .py files that Python cannot parse, with the
+    reason.
+
+    `signatures` are the arguments with which job classes can be constructed, as far as the source
+    shows them.
+    """
+
+    files: int
+    unpacked_bytes: int
+    entry_points: dict[str, str]
+    unparsed: dict[str, str]
+    signatures: dict[str, Signature]
+
+
+def inspect(path: Path) -> Contents:
+    """Inspect a bundle.  Raises BadInput, which names the member at fault."""
+    size = path.stat().st_size
+    look = _Look(limit=min(MAX_UNPACKED_BYTES, MAX_RATIO * size + 2**20))
+    with path.open("rb") as file:
+        head = file.read(4)
+        file.seek(0)
+        try:
+            if head[:2] == b"PK":
+                _read_zip(file, size, look)
+            else:
+                _read_tar(file, look, zipped=head[:2] == b"\x1f\x8b")
+        except (zipfile.BadZipFile, tarfile.TarError, EOFError, OSError, zlib.error) as error:
+            raise _refused("", f"not a whole zip, tar or tar.gz: {error}", "archive") from error
+        except (NotImplementedError, RuntimeError, UnicodeError, ValueError, struct.error) as error:
+            raise _refused("", f"this archive cannot be read: {error}", "archive") from error
+    if not look.files:
+        raise _refused("", "there is no file in it", "empty")
+    entry_points, unparsed, signatures = _entry_points(look.sources)
+    return Contents(
+        files=len(look.files),
+        unpacked_bytes=look.unpacked_bytes,
+        entry_points=entry_points,
+        unparsed=unparsed,
+        signatures=signatures,
+    )
+
+
+def _refused(member: str, detail: str, code: str) -> BadInput:
+    shown = member.encode("utf-8", "backslashreplace").decode().replace("\x00", "\\x00")[:300]
+    pointer = "/" + shown.replace("~", "~0").replace("/", "~1") if shown else ""
+    return BadInput.at(pointer, f"{shown}: {detail}" if shown else detail, code)
+
+
+# --- the members --------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Look:
+    """The members seen so far.  `files` and `folders` hold case-folded paths."""
+
+    limit: int
+    unpacked_bytes: int = 0
+    files: set[str] = field(default_factory=set)
+    folders: set[str] = field(default_factory=set)
+    sources: dict[str, bytes] = field(default_factory=dict)
+
+    def folder(self, name: str) -> None:
+        folded = _checked(name.rstrip("/")).casefold()
+        self._claim(name, folded)
+        self.folders.add(folded)
+
+    def file(self, name: str, body: IO[bytes]) -> None:
+        folded = _checked(name).casefold()
+        if folded in self.files or folded in self.folders:
+            raise _refused(name, "this name (or one that differs in case only) is twice", "twice")
+        self._claim(name, folded)
+        self.files.add(folded)
+        if len(self.files) > MAX_FILES:
+            raise _refused(name, f"more than {MAX_FILES} files", "too-many")
+        kept = self._read(name, body, keep=name.endswith(".py"))
+        if name.endswith(".py") and len(kept) <= MAX_SOURCE_BYTES:
+            self.sources[name] = kept
+
+    def _claim(self, name: str, folded: str) -> None:
+        for parent in PurePosixPath(folded).parents:
+            if str(parent) in self.files:
+                raise _refused(name, f"{parent} is a file, and a folder here", "twice")
+            self.folders.add(str(parent))
+        if folded in self.files:
+            raise _refused(name, "is a file, and a folder here", "twice")
+        if len(self.folders) > MAX_FILES * MAX_DEPTH:
+            raise _refused(name, "too many folders", "too-many")
+
+    def _read(self, name: str, body: IO[bytes], *, keep: bool) -> bytes:
+        pieces = []
+        while piece := body.read(_PIECE):
+            self.unpacked_bytes += len(piece)
+            if self.unpacked_bytes > self.limit:
+                raise _refused(name, f"unpacks to more than {self.limit} bytes", "too-large")
+            if keep:
+                pieces.append(piece)
+        return b"".join(pieces)
+
+
+def _checked(name: str) -> str:
+    """Return the name if it is one place inside the bundle on every system; raises BadInput."""
+    if "\x00" in name or "\\" in name or any(unicodedata.category(c) in "Cc Cs" for c in name):
+        raise _refused(name, "a backslash or a control character in the name", "name")
+    parts = name.split("/")
+    if name.startswith("/") or ":" in parts[0]:
+        raise _refused(name, "an absolute path", "escapes")
+    if ".." in parts:
+        raise _refused(name, "climbs out of its folder", "escapes")
+    if "" in parts or "." in parts:
+        raise _refused(name, "an empty part, or `.`, in the path", "name")
+    if len(parts) > MAX_DEPTH or any(len(part.encode()) > MAX_NAME_BYTES for part in parts):
+        raise _refused(name, f"too long, or deeper than {MAX_DEPTH} folders", "name")
+    return unicodedata.normalize("NFC", name)
+
+
+# --- zip ----------------------------------------------------------------------------------------
+
+
+def _read_zip(file: IO[bytes], size: int, look: _Look) -> None:
+    _check_directory(file, size)
+    with zipfile.ZipFile(file) as archive:
+        for entry in archive.infolist():
+            name = entry.orig_filename
+            mode = entry.external_attr >> 16
+            kind = mode & 0o170000
+            if entry.flag_bits & 0x1:
+                raise _refused(name, "is encrypted", "encrypted")
+            if kind == 0o040000 or name.endswith("/"):
+                look.folder(name)
+            elif kind not in (0, 0o100000):
+                raise _refused(name, "is a link or a device, not a plain file", "not-a-file")
+            else:
+                _checked(name)
+                with archive.open(entry) as body:
+                    look.file(name, body)
+
+
+def _check_directory(file: IO[bytes], size: int) -> None:
+    """Limit the list of members, because zipfile reads all of it into memory."""
+    file.seek(max(0, size - 22 - 0xFFFF))
+    tail = file.read()
+    at = tail.rfind(b"PK\x05\x06")
+    if at < 0 or len(tail) - at < 22:
+        raise _refused("", "the zip file is cut off at its end", "archive")
+    entries, directory_bytes = struct.unpack_from("<HI", tail, at + 10)
+    if entries > 2 * MAX_FILES or directory_bytes > _MAX_DIRECTORY_BYTES:
+        raise _refused("", f"more than {MAX_FILES} files, or its list is too long", "too-many")
+    file.seek(0)
+
+
+# --- tar ----------------------------------------------------------------------------------------
+
+
+class _Bounded:
+    """A stream that fails after `limit` bytes, because tar headers name sizes of their own."""
+
+    def __init__(self, source: IO[bytes], limit: int) -> None:
+        self._source, self._left = source, limit
+
+    def read(self, size: int) -> bytes:
+        piece = self._source.read(size)
+        self._left -= len(piece)
+        if self._left < 0:
+            raise _refused("", "unpacks to more than the limit", "too-large")
+        return piece
+
+
+def _read_tar(file: IO[bytes], look: _Look, *, zipped: bool) -> None:
+    source: Any = gzip.GzipFile(fileobj=file) if zipped else file
+    headers = 1024 * (2 * MAX_FILES) + 2**20
+    bounded: Any = _Bounded(source, look.limit + headers)
+    with tarfile.open(fileobj=bounded, mode="r|") as archive:
+        for member in archive:
+            if member.isdir():
+                if member.name not in (".", ""):
+                    look.folder(member.name.removeprefix("./"))
+            elif not member.isreg() or member.issparse():
+                raise _refused(member.name, "is a link or a device, not a file", "not-a-file")
+            else:
+                name = member.name.removeprefix("./")
+                _checked(name)
+                body = archive.extractfile(member)
+                assert body is not None, "a regular member has a body"
+                look.file(name, body)
+
+
+# --- entry points -------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Outline:
+    """The classes and functions of one module; each is "module:Name".
+
+    `derived` are (from, to) pairs along which a `step` is inherited: from a base to its class, and
+    from a class to the name under which it is imported.
+    """
+
+    classes: set[str] = field(default_factory=set)
+    steps: set[str] = field(default_factory=set)
+    functions: set[str] = field(default_factory=set)
+    derived: list[tuple[str, str]] = field(default_factory=list)
+    signatures: dict[str, Signature] = field(default_factory=dict)
+
+
+def _entry_points(
+    sources: dict[str, bytes],
+) -> tuple[dict[str, str], dict[str, str], dict[str, Signature]]:
+    outlines, unparsed, left = [], {}, MAX_SOURCES_BYTES
+    for name in sorted(sources, key=lambda name: (name.count("/"), name)):
+        module = _module_name(name)
+        left -= len(sources[name])
+        if module is None or left < 0:
+            continue
+        try:
+            outlines.append(_outline(module, sources[name], file=name))
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            unparsed[name] = f"{type(error).__name__}: {error}"
+    found = {name: "class" for name in _with_step(outlines)}
+    found |= {name: "function" for outline in outlines for name in outline.functions}
+    seen = {name: told for outline in outlines for name, told in outline.signatures.items()}
+    return dict(sorted(found.items())), unparsed, seen
+
+
+def _module_name(path: str) -> str | None:
+    parts = path.removesuffix(".py").split("/")
+    if parts[-1] == "__init__" and len(parts) > 1:
+        parts.pop()
+    return ".".join(parts) if all(part.isidentifier() for part in parts) else None
+
+
+def _outline(module: str, source: bytes, *, file: str) -> _Outline:
+    package = file.endswith("__init__.py")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # warnings about tenants' code are not for our log
+        tree = ast.parse(source)
+    outline = _Outline()
+    known: dict[str, str] = {}
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom):
+            for alias, origin in _imported(module, node, package=package).items():
+                known[alias] = f"{module}:{alias}"
+                outline.derived.append((origin, known[alias]))
+        elif isinstance(node, ast.FunctionDef):
+            outline.functions.add(f"{module}:{node.name}")
+        elif isinstance(node, ast.ClassDef):
+            known[node.name] = f"{module}:{node.name}"
+            _add_class(outline, node, known, file)
+        elif not isinstance(node, ast.Import | ast.Expr):
+            # Other top-level statements may rebind the name of a class.
+            for part in ast.walk(node):
+                if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
+                    outline.signatures.pop(f"{module}:{part.id}", None)
+    return outline
+
+
+def _add_class(outline: _Outline, node: ast.ClassDef, known: dict[str, str], file: str) -> None:
+    name = known[node.name]
+    outline.classes.add(name)
+    outline.signatures.pop(name, None)
+    if (signature := of_class(node, file)) is not None:
+        outline.signatures[name] = signature
+    if any(isinstance(part, ast.FunctionDef) and part.name == "step" for part in node.body):
+        outline.steps.add(name)
+    bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
+    outline.derived += [(known[base], name) for base in bases if base in known]
+
+
+def _imported(module: str, node: ast.ImportFrom, *, package: bool) -> dict[str, str]:
+    above = module.split(".") if package else module.split(".")[:-1]
+    above = above[: len(above) - node.level + 1] if node.level else []
+    source = ".".join([*above, *([node.module] if node.module else [])])
+    return {alias.asname or alias.name: f"{source}:{alias.name}" for alias in node.names}
+
+
+def _with_step(outlines: list[_Outline]) -> set[str]:
+    """Return the classes with a `step` of their own, and the classes that inherit one."""
+    heirs: dict[str, list[str]] = {}
+    for outline in outlines:
+        for base, name in outline.derived:
+            heirs.setdefault(base, []).append(name)
+    found = {name for outline in outlines for name in outline.steps}
+    open_ = list(found)
+    while open_:
+        fresh = set(heirs.get(open_.pop(), ())) - found
+        found |= fresh
+        open_ += fresh
+    return found & {name for outline in outlines for name in outline.classes}

@@ -1,0 +1,148 @@
+"""The sorts of uploads: datablocks, which are tensors, and bundles, which are code."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from sqlalchemy import select
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.orm import Session
+
+from app.core.model import tensor_file
+from app.core.model.messages import JSON
+from app.core.model.tensor_file import HEAD_BYTES, BadTensorFile, TensorFile
+from app.data import bundles, datablocks
+from app.data.uploads import Done, Wanted
+from app.db.models import Bundle, Datablock
+from app.errors import BadInput
+from app.settings import settings
+from app.storage.backend import Bytes
+from app.storage.store import OtherBytes, Store
+
+
+class Tensors:
+    """Uploads that become the next version of a datablock, or match the newest one."""
+
+    @property
+    def limit_bytes(self) -> int:
+        return settings().datablock_limit_bytes
+
+    def known(self, session: Session, wanted: Wanted) -> Done | None:
+        """Return the newest version of the name if it has these bytes.
+
+        Otherwise create a new version at once, if the tenant has the bytes under any name.
+        """
+        datablocks.shelve(session, [wanted.tenant_id])
+        mine = (Datablock.tenant_id == wanted.tenant_id, Datablock.deleted_at.is_(None))
+        newest = select(Datablock).where(*mine, Datablock.name == wanted.name)
+        row = session.scalars(newest.order_by(Datablock.version.desc()).limit(1)).first()
+        if row is not None and row.sha256 == wanted.sha256:
+            return Done(row=row, is_new=False)
+        # The lock prevents its deletion before our row exists, so the bytes always have a name.
+        same = select(Datablock).where(*mine, Datablock.sha256 == wanted.sha256)
+        row = session.scalars(same.limit(1).with_for_update(read=True)).first()
+        if row is None:
+            return None
+        return self._made(session, wanted, row.size_bytes, datablocks.summary_of(row))
+
+    def check_room(self, session: Session, wanted: Wanted) -> None:
+        datablocks.check_room(session, wanted.tenant_id, wanted.size_bytes)
+
+    def look_at_head(self, wanted: Wanted, head: bytes) -> None:
+        if len(head) >= min(HEAD_BYTES, wanted.size_bytes):
+            _described(head, wanted.size_bytes)
+
+    def store(self, wanted: Wanted, pieces: Iterable[Bytes]) -> JSON:
+        head = bytearray()
+
+        def seen() -> Iterator[Bytes]:
+            for piece in pieces:
+                head.extend(piece[: HEAD_BYTES - len(head)])
+                yield piece
+            _described(bytes(head), wanted.size_bytes)  # checked before the blob gets its name
+
+        try:
+            Store.at(settings().store_address).put(seen(), promised=wanted.sha256)
+        except OtherBytes as error:
+            raise _other_bytes(wanted, error.found, "?sha256") from error
+        return _described(bytes(head), wanted.size_bytes).summary()
+
+    def made(self, session: Session, wanted: Wanted, summary: JSON) -> Done:
+        return self._made(session, wanted, wanted.size_bytes, summary)
+
+    @staticmethod
+    def _made(session: Session, wanted: Wanted, size_bytes: int, summary: JSON) -> Done:
+        new = datablocks.New(
+            tenant_id=wanted.tenant_id,
+            user_id=wanted.user_id,
+            name=wanted.name,
+            sha256=wanted.sha256,
+            size_bytes=size_bytes,
+            summary=summary,
+        )
+        return Done(row=datablocks.added(session, new), is_new=True)
+
+
+def _described(head: bytes, size_bytes: int) -> TensorFile:
+    try:
+        return tensor_file.read(head, size_bytes)
+    except BadTensorFile as error:
+        told = f"unsupported file; a datablock must be .safetensors or .npy: {error}"
+        raise BadInput.at("", told, "format") from error
+
+
+class Code:
+    """Uploads that become a bundle; a tenant has each bundle once, under its SHA-256."""
+
+    @property
+    def limit_bytes(self) -> int:
+        return settings().bundle_limit_bytes
+
+    def known(self, session: Session, wanted: Wanted) -> Done | None:
+        row = session.get(Bundle, (wanted.tenant_id, wanted.sha256))
+        return None if row is None else Done(row=row, is_new=False)
+
+    def check_room(self, session: Session, wanted: Wanted) -> None:
+        """There is no quota for code."""
+
+    def look_at_head(self, wanted: Wanted, head: bytes) -> None:
+        """An archive can only be inspected as a whole."""
+
+    def store(self, wanted: Wanted, pieces: Iterable[Bytes]) -> JSON:
+        store, digest = Store.at(settings().store_address), hashlib.sha256()
+        with tempfile.NamedTemporaryFile(prefix="roundhouse-bundle-") as file:
+            for piece in pieces:
+                digest.update(piece)
+                file.write(piece)
+            file.flush()
+            if digest.hexdigest() != wanted.sha256:
+                raise _other_bytes(wanted, digest.hexdigest(), "{sha256}")
+            contents = bundles.inspect(Path(file.name))
+            if not store.has(wanted.sha256):
+                store.put_file(Path(file.name))
+        return asdict(contents)
+
+    def made(self, session: Session, wanted: Wanted, summary: JSON) -> Done:
+        values = {
+            "tenant_id": wanted.tenant_id,
+            "sha256": wanted.sha256,
+            "size_bytes": wanted.size_bytes,
+            "entry_points": summary["entry_points"],
+            "signatures": summary["signatures"],
+        }
+        row = insert(Bundle).values(values).on_conflict_do_nothing().returning(Bundle.sha256)
+        is_new = session.execute(row).one_or_none() is not None
+        made = session.get_one(Bundle, (wanted.tenant_id, wanted.sha256))
+        return Done(row=made, is_new=is_new, summary=summary)
+
+
+def _other_bytes(wanted: Wanted, found: str, pointer: str) -> BadInput:
+    told = f"the bytes sent hash to {found}, not to the {wanted.sha256} that was said"
+    return BadInput.at(pointer, told, "digest")
+
+
+TENSORS, CODE = Tensors(), Code()

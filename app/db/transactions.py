@@ -1,0 +1,168 @@
+"""The database engine and its transactions.
+
+The API uses `get_session`: one transaction per request, committed before the response is sent, by
+`released`, in the thread that worked in it (`app.api.access.gate`).  Loops use `transaction()`.
+All sessions are synchronous.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from functools import lru_cache
+from typing import Annotated, Any
+
+import psycopg
+from anyio import CancelScope
+from fastapi import Depends
+from sqlalchemy import Engine, create_engine, event, text
+from sqlalchemy.exc import InvalidatePoolError
+from sqlalchemy.orm import Session, sessionmaker
+from starlette.concurrency import run_in_threadpool
+
+from app.settings import settings
+
+POOL_SIZE = 16  # connections that a process keeps open
+POOL_EXTRA = 8  # further temporary connections: for uploads, checks and loops besides API calls
+POOL_WAIT_S = 2.0  # time to wait for a free connection
+CONNECT_S = 5  # time for Postgres to accept a new connection
+LONGEST_DIGITS = 4000  # longest integer that is parsed as a number
+
+
+@lru_cache
+def engine() -> Engine:
+    """The database engine of this process."""
+    url = settings().database_url.get_secret_value()
+    if not url:
+        raise RuntimeError("DATABASE_URL is not set; `make up` starts an embedded Postgres")
+    engine = create_engine(
+        url,
+        pool_size=POOL_SIZE,
+        max_overflow=POOL_EXTRA,
+        pool_timeout=POOL_WAIT_S,
+        connect_args={"connect_timeout": CONNECT_S},
+        json_deserializer=read_json,
+    )
+
+    @event.listens_for(engine, "checkout")
+    def check_alive(connection: Any, *_: Any) -> None:
+        """Detect connections that a restart of Postgres has closed.
+
+        A live connection has nothing to read while it is idle, so most connections are not pinged;
+        a ping costs as much as a small statement.
+        """
+        try:
+            if _has_news(connection):
+                engine.dialect.do_ping(connection)
+        except psycopg.Error as error:
+            raise InvalidatePoolError from error
+
+    return engine
+
+
+def read_json(text: str | bytes) -> Any:
+    """Parse a JSON column.
+
+    Postgres stores integers of any length, but Python parses none of more than 4300 digits.  Such a
+    number, which can only be a tenant's, becomes a text.
+    """
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        raise
+    except ValueError:
+        return json.loads(text, parse_int=_int_or_text)
+
+
+def _int_or_text(digits: str) -> int | str:
+    long = len(digits) > LONGEST_DIGITS
+    return f"{digits[:20]}… ({len(digits)} digits)" if long else int(digits)
+
+
+def _has_news(connection: Any) -> bool:
+    news = select.poll()
+    news.register(connection.fileno(), select.POLLIN)
+    return bool(news.poll(0))
+
+
+@lru_cache
+def _sessions() -> sessionmaker[Session]:
+    return sessionmaker(engine(), expire_on_commit=False)
+
+
+@contextmanager
+def transaction() -> Iterator[Session]:
+    """Yield a session; commit at the end, roll back on any error."""
+    with _sessions()() as session:
+        yield session
+        commit(session)
+
+
+def commit(session: Session) -> None:
+    """Commit, then call what was registered with `after_commit`."""
+    session.commit()
+    for act in session.info.pop("after_commit", ()):
+        act()
+
+
+def after_commit(session: Session, act: Callable[[], None]) -> None:
+    """Call `act` after the transaction is committed, but not if it is rolled back."""
+    session.info.setdefault("after_commit", []).append(act)
+
+
+def is_awaited(session: Session) -> bool:
+    """True if something is to be done after the commit."""
+    return bool(session.info.get("after_commit"))
+
+
+@contextmanager
+def released(session: Session) -> Iterator[Session]:
+    """Commit at the end, roll back on any error, and return the connection to the pool."""
+    try:
+        yield session
+        commit(session)
+    finally:
+        session.close()
+
+
+async def get_session() -> AsyncIterator[Session]:
+    """Yield a session without a connection; an endpoint works in it with `released`."""
+    session = _sessions()()
+    try:
+        yield session
+        if session.in_transaction():
+            raise RuntimeError("an endpoint left its transaction open: it must use `released`")
+    finally:
+        if session.in_transaction():
+            with CancelScope(shield=True):
+                await run_in_threadpool(session.close)
+
+
+# scope="function": a transaction left open is detected before the response is sent.
+Db = Annotated[Session, Depends(get_session, scope="function")]
+
+
+def now_s(session: Session) -> float:
+    """The database's time at the start of this transaction, in seconds: the only clock for
+    leases.
+    """
+    transaction = session.get_transaction()
+    known = session.info.get("now_s")
+    if transaction is None or known is None or known[0] is not transaction:
+        at_s = float(session.scalar(text("select extract(epoch from now())")))
+        it_is(session, at_s)
+        return at_s
+    return float(known[1])
+
+
+def it_is(session: Session, now_s: float) -> None:
+    """Keep the `now()` of a statement of this transaction, so that it is not queried again."""
+    session.info["now_s"] = (session.get_transaction(), now_s)
+
+
+def now(session: Session) -> datetime:
+    """The same time as a datetime, equal to SQL's `now()` to the microsecond."""
+    return datetime.fromtimestamp(now_s(session), UTC)

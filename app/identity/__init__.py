@@ -1,0 +1,1 @@
+"""Says who comes in, what they did, and how often they may call."""

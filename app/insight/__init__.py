@@ -1,0 +1,1 @@
+"""Tells why tasks wait, when they start, and everything else in numbers."""

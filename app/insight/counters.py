@@ -1,0 +1,86 @@
+"""Counters of an island's schedulers, for monitoring: sums that only grow, in the island's row.
+
+Prometheus asks another process than the scheduler, and table rows are deleted, so the scheduler
+keeps sums.  It counts every event that it writes and every round that it leads.  The row, which it
+has locked anyway, is written once a second.  A scheduler that dies loses the counts of its last
+second.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import Counter
+from typing import Any
+
+from sqlalchemy import event
+from sqlalchemy.orm import Session, object_session
+
+from app.db.models import Event, Island, Placement
+from app.db.transactions import after_commit, now
+
+WRITTEN_EVERY_S = 1.0
+ROUND_BOUNDS_S = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
+
+# The keys of a tally.  The first three are prefixes, followed by a place in ROUND_BOUNDS_S, by the
+# type of an event, and by one of core.model.messages.WAYS.
+ROUNDS, TOLD, CAME = "rounds.", "told.", "came."
+ROUNDS_US, SWITCHES, SWITCH_US = "rounds_us", "switches", "switch_us"
+
+
+class Tally:
+    """The counts of one scheduler since it last wrote them."""
+
+    def __init__(self) -> None:
+        self._new: Counter[str] = Counter()
+        self._due_s = 0.0  # by the monotonic clock
+
+    def round(self, took_s: float) -> None:
+        """Count a led round.  Rounds longer than all bounds go into the place after the
+        last bound.
+        """
+        self._new[f"{ROUNDS}{bisect_left(ROUND_BOUNDS_S, took_s)}"] += 1
+        self._new[ROUNDS_US] += round(took_s * 1e6)
+
+    def write(self, session: Session, row: Island, *, leads: bool) -> None:
+        """Write the counts at the end of a round; events of this round count after the commit.
+
+        Only the leader updates `tallied_at`, which shows that all is well.
+        """
+        session.flush()
+        told = session.info.pop("told", Counter())
+        after_commit(session, lambda: self._new.update(told))
+        if time.monotonic() < self._due_s:
+            return
+        written = Counter(self._new)
+        row.tally = dict(Counter(row.tally) + written)
+        if leads:
+            row.tallied_at = now(session)
+        after_commit(session, lambda: self._written(written))
+
+    def _written(self, written: Counter[str]) -> None:
+        self._new.subtract(written)
+        self._due_s = time.monotonic() + WRITTEN_EVERY_S
+
+
+@event.listens_for(Event, "after_insert")
+def _told(mapper: Any, connection: Any, row: Event) -> None:
+    if (told := _new(row)) is None:
+        return
+    told[f"{TOLD}{row.type}"] += 1
+    if switch_us := (row.data or {}).get("switch_us"):
+        told[SWITCHES] += 1
+        told[SWITCH_US] += switch_us
+
+
+@event.listens_for(Placement.ways, "set")
+def _came(row: Placement, ways: dict[str, str], before: Any, initiator: Any) -> None:
+    known = before if isinstance(before, dict) else {}
+    if (told := _new(row)) is not None:
+        told.update(f"{CAME}{way}" for port, way in ways.items() if port not in known)
+
+
+def _new(row: Any) -> Counter[str] | None:
+    """The counts that this transaction has noted."""
+    session = object_session(row)
+    return None if session is None else session.info.setdefault("told", Counter())

@@ -1,0 +1,347 @@
+"""Forecast when a waiting task will have its next turn: `core.explanation.estimator`, fed from rows
+(rule F10).
+
+Run times of tasks are learned from tasks that ended in the last 30 days.  Errors of earlier answers
+are learned from tasks that have started since this process gave the answers.  The scene is the
+island's board: the tasks on devices, and how many tasks of each tenant go before the task
+(`core.scheduling.blockers.before`).  If many do, a sample of them is simulated, each for several,
+and the wait is multiplied by the same number.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import bisect_left
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from itertools import accumulate
+from typing import Any
+
+from sqlalchemy import Row, func, select
+from sqlalchemy.orm import Session
+
+from app.core.explanation import estimator
+from app.core.explanation.estimator import (
+    Calibration,
+    Estimate,
+    Held,
+    History,
+    Line,
+    Queued,
+    Scene,
+    Unknown,
+)
+from app.core.fairness import fair_tree
+from app.core.fairness.fair_tree import Branch
+from app.core.model.snapshot import Task
+from app.core.scheduling import blockers
+from app.core.scheduling.blockers import Crowd
+from app.core.scheduling.board import Board, slice_us
+from app.db.models import Placement
+from app.db.models import Task as TaskRow
+from app.scheduling import gang_tickets
+
+LEARNED_S = 60.0  # age at which a history is read again
+HISTORY = timedelta(days=30)
+PLACEMENTS = 20_000  # newest placements in which to look for tasks that ended
+TOLD = 2000  # answers remembered until their tasks have started
+EVENTS = 600  # tasks looked at in the simulations for one answer: some 2 ms
+PLAYED = 100  # largest number of tasks ahead that are simulated
+TURNS = 25  # largest number of turns in which a tenant that keeps a device is simulated
+PARTS = 8  # largest number of turns in which a task of usual length is simulated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """The expected time of a task's next turn: 80 % of such tasks start within the interval."""
+
+    p10_s: float
+    p50_s: float
+    p90_s: float
+    starts_at: datetime  # the median
+    earliest_at: datetime
+    latest_at: datetime
+
+
+# --- what has been learned ------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Learned:
+    """Run times of tasks, and the errors of earlier answers."""
+
+    read_s: float = 0.0
+    history: History = field(default_factory=History)
+    calibration: Calibration = field(default_factory=Calibration)
+    told: OrderedDict[str, tuple[Estimate, float]] = field(default_factory=OrderedDict)
+
+    def refreshed(self, session: Session) -> Learned:
+        now_s = time.monotonic()
+        if not self.read_s or now_s - self.read_s >= LEARNED_S:
+            self.read_s, self.history = now_s, _history(session)
+            self._calibrate(session)
+        return self
+
+    def expected_s(self, row: Any) -> float | None:
+        """Return how long such a task will still run on the number of devices that it needs."""
+        return self.history.expected_remaining_s(_who(row))
+
+    def usual_s(self, tenant: str, width: int) -> float | None:
+        """Return how long the tenant's tasks of this width run."""
+        return self.history.expected_remaining_s(((tenant, width), (tenant,), ()))
+
+    def remember(self, task: str, told: Estimate, at_s: float) -> None:
+        """Remember the first answer only, so that it does not matter how often users ask."""
+        self.told.setdefault(task, (told, at_s))
+        if len(self.told) > TOLD:
+            self.told.popitem(last=False)
+
+    def _calibrate(self, session: Session) -> None:
+        if not self.told:
+            return
+        query = select(Placement.task_id, func.max(Placement.launched_at))
+        mine = query.where(Placement.task_id == func.any(list(self.told)))
+        for id, launched_at in session.execute(mine.group_by(Placement.task_id)):
+            told, at_s = self.told[id]
+            if launched_at.timestamp() > at_s:
+                self.calibration.learn(told, launched_at.timestamp() - at_s)
+                del self.told[id]
+
+
+def _history(session: Session) -> History:
+    """Build the history from the newest placements that ended a task, the oldest first."""
+    columns = (Placement.task_id, Placement.end, Placement.ended_at)
+    newest = (
+        select(*columns)
+        .where(~Placement.guest)
+        .order_by(Placement.id.desc())
+        .limit(PLACEMENTS)
+        .subquery()
+    )
+    query = (
+        select(
+            TaskRow.tenant_id,
+            TaskRow.user_id,
+            TaskRow.name,
+            TaskRow.devices_min,
+            TaskRow.total_held_us,
+            TaskRow.guest_held_us,
+            TaskRow.held_us,
+        )
+        .join(newest, newest.c.task_id == TaskRow.id)
+        .where(
+            newest.c.end.in_(("finished", "failed")),
+            ~gang_tickets.IS_TICKET,
+            newest.c.ended_at > func.now() - HISTORY,
+            TaskRow.state.in_(("done", "failed")),
+        )
+        .order_by(newest.c.ended_at)
+    )
+    history = History()
+    for row in session.execute(query):
+        history.add(_who(row), _worked_s(row, row.held_us))
+    return history
+
+
+def _worked_s(row: Any, held_us: int) -> float:
+    """Return how long the task has run, or would have run on no more devices than it needs.
+
+    The speed is taken to grow in proportion to the devices; what ranks lose by communication is
+    unknown.
+    """
+    return (row.total_held_us + held_us + row.guest_held_us) / 1e6 / row.devices_min  # type: ignore[no-any-return]
+
+
+def _who(row: Any) -> estimator.Who:
+    tenant, width = row.tenant_id, row.devices_min
+    return (tenant, row.user_id, row.name, width), (tenant, width), (tenant,), ()
+
+
+# --- the scene ------------------------------------------------------------------------------------
+
+
+def start(
+    board: Board,
+    task: Task,
+    *,
+    asked: Row[Any],
+    on_devices: Sequence[Row[Any]],
+    own: int,
+    crowd: Crowd,
+    unit: int,
+    learned: Learned,
+) -> Start | Unknown:
+    """Forecast the start of a task behind `own` tasks of its top-level tenant, and those of the
+    `crowd`.
+
+    `asked` and `on_devices` are rows of tasks; `unit` is the charge for one device for one turn.
+    """
+    stretch = max(1, math.ceil((own + sum(crowd[1])) / PLAYED))
+    before = own // stretch
+    me = _queued(asked)
+    lines = dict(_lines(board, crowd, stretch=stretch, unit=unit))
+    lines |= _of_holders(board, task.kind, lines)
+    mine = _line(board.leaf(task).top, board, task.kind, stretch)
+    lines[board.leaf(task).top.name] = replace(
+        mine, tasks=[Queued(who=me.who[1:], width=task.width)] * before + [me]
+    )
+    usual_s = learned.history.expected_remaining_s(me.who) or 0.0
+    found = estimator.starts_in(
+        _scene(board, task, lines, on_devices, usual_s=usual_s),
+        board.leaf(task).top.name,
+        before,
+        learned.history,
+        calibration=learned.calibration,
+        events=EVENTS,
+    )
+    if isinstance(found, Unknown):
+        return found
+    told = _stretched(found, stretch)
+    learned.remember(task.id, told, board.now_s)
+    return _start(told, board.now_s, not_before_s=task.retry_at_s)
+
+
+def _queued(row: Row[Any]) -> Queued:
+    return Queued(
+        who=_who(row),
+        width=row.devices_min,
+        elapsed_s=_worked_s(row, row.held_us),
+        max_duration_s=row.max_duration_s,
+    )
+
+
+def _of_holders(board: Board, kind: str, known: Mapping[str, Line]) -> dict[str, Line]:
+    """Return lines for tenants that only hold devices: they wait again when their turn is over."""
+    tops = {stay.leaf.top: None for stay in board.stays.values()}
+    return {top.name: _line(top, board, kind) for top in tops if top.name not in known}
+
+
+def _line(top: Branch, board: Board, kind: str, stretch: int = 1) -> Line:
+    score_s = blockers.seconds(board, board.tree.score(top, kind=kind))
+    return Line(score_s=score_s, tasks=(), weight=top.weight / 1000 / stretch)
+
+
+def _scene(
+    board: Board,
+    task: Task,
+    lines: dict[str, Line],
+    on_devices: Sequence[Row[Any]],
+    *,
+    usual_s: float,
+) -> Scene:
+    slice_s = _slice_s(board, task, lines, usual_s=usual_s)
+    pool = board.pools.get(task.kind)
+    return Scene(
+        free=pool.fitting(board.lane(task)) if pool is not None else 0,
+        held=list(_held(board, task, on_devices, slice_s=slice_s)),
+        lines=lines,
+        slice_s=slice_s,
+        goes_on_first=True,
+        half_life_s=board.policy.half_life_s,
+    )
+
+
+def _lines(board: Board, crowd: Crowd, *, stretch: int, unit: int) -> Iterator[tuple[str, Line]]:
+    """Yield lines with one of every `stretch` tasks, which advances its tenant as far as all of
+    them would.
+    """
+    ends = list(accumulate(crowd[1]))
+    last = ends[-1] if ends else 0
+    chosen = Counter(bisect_left(ends, at) for at in range(stretch, last + 1, stretch))
+    for at, count in chosen.items():
+        party = crowd[0][at]
+        task = Queued(who=((party.name,), ()), width=max(1, round(party.fee / unit)))
+        score_s = blockers.seconds(board, fair_tree.score(party.faded, party.weight))
+        weight = party.weight / 1000 / stretch
+        yield party.name, Line(score_s=score_s, tasks=[task] * count, weight=weight)
+
+
+def _held(board: Board, task: Task, rows: Sequence[Row[Any]], *, slice_s: float) -> Iterator[Held]:
+    """Yield the tasks on devices.  What is left of a real turn is left of the simulated
+    turn too.
+    """
+    by_id = {row.id: row for row in rows}
+    turn_s = slice_us(board.policy, task) / 1e6
+    beside = {id for others in board.beside.values() for id in others}  # simulate a device once
+    for stay in board.stays.values():
+        holder = stay.task
+        if holder.kind != task.kind or stay.leaving or stay.id in beside:
+            continue
+        row = by_id[stay.id]
+        since_s = board.now_s if holder.started_s is None else holder.started_s
+        left_s = max(0.0, turn_s - (board.now_s - since_s))
+        speed = len(stay.devices) / holder.width
+        worked_s = _worked_s(row, holder.held_us)
+        yield Held(
+            tenant=stay.leaf.top.name,
+            who=_who(row),
+            width=len(stay.devices),
+            elapsed_s=worked_s,
+            turn_s=0.0 if slice_s == math.inf else slice_s - left_s,
+            max_duration_s=_most_s(row, holder.held_us, worked_s, speed),
+            speed=speed,
+        )
+
+
+def _most_s(row: Any, held_us: int, worked_s: float, speed: float) -> float | None:
+    """Return how long the task can work in all before it has held its home for `max_duration_s`."""
+    if row.max_duration_s is None:
+        return None
+    left_s = row.max_duration_s - (row.total_held_us - row.unheard_us + held_us) / 1e6
+    return worked_s + max(0.0, left_s) * speed
+
+
+def _slice_s(board: Board, task: Task, lines: dict[str, Line], *, usual_s: float) -> float:
+    """Return the length of a simulated turn; infinite if all take part under one top-level tenant.
+
+    It is longer than a real turn if a tenant keeps a device for many turns, because the scores
+    cross late or because tasks run for long.  Then the order matters, not the single turn.
+    """
+    mine = board.leaf(task).top
+    if not board.policy.turns or len(lines) == 1:
+        return math.inf
+    turn_s = slice_us(board.policy, task) / 1e6
+    goal_s = lines[mine.name].score_s + turn_s * task.width * 1000 / mine.weight
+    widths = Counter[str]()
+    for stay in board.stays.values():
+        if stay.task.kind == task.kind and stay.leaf.top is not mine:
+            widths[stay.leaf.top.name] += len(stay.devices)
+    keeps_s = [
+        (goal_s - lines[name].score_s) * lines[name].weight / width
+        for name, width in widths.items()
+    ]
+    return max(turn_s, usual_s / PARTS, max(keeps_s, default=0.0) / TURNS)
+
+
+def _stretched(found: Estimate, stretch: int) -> Estimate:
+    return replace(
+        found,
+        p10_s=found.p10_s * stretch,
+        p50_s=found.p50_s * stretch,
+        p90_s=found.p90_s * stretch,
+        model_s=found.model_s * stretch,
+    )
+
+
+def _start(told: Estimate, now_s: float, *, not_before_s: float) -> Start:
+    """Build the answer.  `not_before_s` is the earliest time of the next attempt; 0 if there is
+    none.
+    """
+    p10_s, p50_s, p90_s = (
+        max(part, not_before_s - now_s) for part in (told.p10_s, told.p50_s, told.p90_s)
+    )
+    return Start(
+        p10_s=p10_s,
+        p50_s=p50_s,
+        p90_s=p90_s,
+        starts_at=_at(now_s + p50_s),
+        earliest_at=_at(now_s + p10_s),
+        latest_at=_at(now_s + p90_s),
+    )
+
+
+def _at(at_s: float) -> datetime:
+    return datetime.fromtimestamp(at_s, UTC)

@@ -1,0 +1,365 @@
+"""Prometheus metrics of queue, shares, devices, islands and checkpoints, read from rows.
+
+Schedulers and devices are other processes, on other hosts, so all figures come from Postgres, and
+every API process reports the same: take their maximum, not their sum.  Figures of a single API
+process are in `app.api.metrics`.
+
+A scrape reads sums that exist anyway: `lines` instead of waiting tasks, open placements, tallies.
+The number of series is the number of tenants times device kinds, for at most `metrics_tenants_max`
+tenants.  No series is by user, request or task.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from datetime import datetime, timedelta
+from typing import Any
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from sqlalchemy import and_, case, func, select, text
+from sqlalchemy.orm import Session
+
+from app.db.models import AuditEvent, Checkpoint, Delivery, Device, Host, Island, Order
+from app.insight import reports
+from app.insight.counters import CAME, ROUND_BOUNDS_S, ROUNDS, ROUNDS_US, SWITCH_US, SWITCHES, TOLD
+from app.insight.reports import TenantShare
+from app.settings import settings
+
+KEPT_S = 5.0  # minimum age at which figures are read again
+MOST_OF_A_CORE = 0.1  # part of a core that reading may take; slow reads are repeated less often
+TIME_LIMIT_MS = 10_000
+RECENT = timedelta(minutes=10)  # rows of checkpoints are kept at least this long
+QUANTILES = (0.5, 0.95, 1.0)
+US = 1e-6
+
+
+class Figures:
+    """The newest figures, read again if they are too old; one thread reads, others wait.
+
+    Shares are exact, so those of ten thousand tenants with work take seconds.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._found: list[Metric] = []
+        self._until_s = 0.0  # by the monotonic clock
+
+    def newest(self, session: Session) -> list[Metric]:
+        with self._lock:
+            if (began_s := time.monotonic()) >= self._until_s:
+                self._found = read(session)
+                took_s = time.monotonic() - began_s
+                self._until_s = began_s + max(KEPT_S, took_s / MOST_OF_A_CORE)
+            return self._found
+
+    def forget(self) -> None:
+        self._until_s = 0.0
+
+
+figures = Figures()
+
+
+def read(session: Session) -> list[Metric]:
+    began_s = time.monotonic()
+    session.execute(text(f"set local statement_timeout = {TIME_LIMIT_MS}"))
+    now = reports.clock(session)
+    found = [
+        *_tenants(session, now),
+        *_devices(session, now),
+        *_islands(session, now),
+        *_checkpoints(session, now),
+        _audit(session),
+        _messages(session),
+    ]
+    took = _gauge("roundhouse_reading_seconds", "how long it took to read these figures")
+    took.add_metric([], time.monotonic() - began_s)
+    return [*found, took]
+
+
+def _gauge(name: str, told: str, *labels: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(name, told, labels=labels)
+
+
+def _counter(name: str, told: str, *labels: str) -> CounterMetricFamily:
+    return CounterMetricFamily(name, told, labels=labels)
+
+
+# --- tenants ------------------------------------------------------------------------------------
+
+_BY_KIND: dict[str, tuple[str, Callable[[reports.KindShare], float | None]]] = {
+    "waiting_tasks": ("tasks that could start at once", lambda kind: kind.waiting),
+    "held_devices": ("devices under its tasks", lambda kind: kind.held),
+    "fair_devices": ("what it should hold now, among those with work", lambda kind: kind.fair),
+    "guaranteed_devices": ("what it has whenever it wants it", lambda kind: kind.guarantee),
+    "limit_devices": ("what it never holds more of, if there is a limit", lambda kind: kind.limit),
+    "borrowed_devices": ("held beyond its guarantee", lambda kind: kind.borrowed),
+}
+_IN_ALL: dict[str, tuple[Callable[..., Any], str, Callable[[TenantShare], float]]] = {
+    "usage_seconds": (
+        GaugeMetricFamily,
+        "faded usage, device-seconds times cost",
+        lambda share: share.usage_us * US,
+    ),
+    "score_seconds": (
+        GaugeMetricFamily,
+        "usage over weight: among siblings the lower goes first",
+        lambda share: share.score * US,
+    ),
+    "charged_seconds": (
+        CounterMetricFamily,
+        "all it was ever charged, device-seconds times cost",
+        lambda share: share.total_us * US,
+    ),
+}
+
+
+def _tenants(session: Session, now: datetime) -> Iterator[Metric]:
+    shares = list(_told_apart(reports.fair_share(session, now)))
+    told = _told_of(shares)
+    yield from _by_kind(told)
+    yield from _in_all(told)
+    yield from _waiting(shares, told, _up_the_tree(shares, _waits(session)))
+    left_out = _gauge("roundhouse_tenants_left_out", "beyond ROUNDHOUSE_METRICS_TENANTS_MAX")
+    left_out.add_metric([], len(shares) - len(told))
+    yield left_out
+
+
+def _told_apart(shares: list[TenantShare]) -> Iterator[TenantShare]:
+    """Name each tenant by its path, "vision/faces".
+
+    Names are unique among siblings only, and two series with equal labels would invalidate the
+    scrape.
+    """
+    paths: dict[str | None, str] = {}
+    for share in shares:  # parents come first
+        name = share.tenant.replace("\\", "\\\\").replace("/", "\\/")
+        above = paths.get(share.parent_id)
+        paths[share.id] = name if above is None else f"{above}/{name}"
+        yield replace(share, tenant=paths[share.id])
+
+
+def _told_of(shares: list[TenantShare]) -> list[TenantShare]:
+    """Return all tenants, or the ones with the most devices and waiting tasks, then the
+    most usage.
+    """
+    most = settings().metrics_tenants_max
+    busy = sorted(shares, key=lambda share: (-share.held - share.waiting, -share.usage_us))
+    return busy[:most]
+
+
+def _by_kind(told: list[TenantShare]) -> Iterator[Metric]:
+    for name, (what, of_kind) in _BY_KIND.items():
+        family = _gauge(f"roundhouse_tenant_{name}", _below(what), "tenant", "level", "kind")
+        for share in told:
+            for kind in share.kinds:
+                if (value := of_kind(kind)) is not None:
+                    family.add_metric([*_who(share), kind.kind], value)
+        yield family
+
+
+def _in_all(told: list[TenantShare]) -> Iterator[Metric]:
+    for name, (made, what, of_share) in _IN_ALL.items():
+        family = made(f"roundhouse_tenant_{name}", _below(what), labels=["tenant", "level"])
+        for share in told:
+            family.add_metric(_who(share), of_share(share))
+        yield family
+
+
+def _below(what: str) -> str:
+    return f"{what}; those below it included"
+
+
+def _who(share: TenantShare) -> list[str]:
+    return [share.tenant, str(share.depth)]
+
+
+Waits = Mapping[tuple[str, str], float]
+
+
+def _waiting(shares: list[TenantShare], told: list[TenantShare], waits: Waits) -> Iterator[Metric]:
+    heads = _gauge(
+        "roundhouse_tenant_head_wait_seconds",
+        _below("how long the first of a line has waited, in the line where that is longest"),
+        *("tenant", "level", "kind"),
+    )
+    for share in told:
+        for kind in share.kinds:
+            if (wait_s := waits.get((share.id, kind.kind))) is not None:
+                heads.add_metric([*_who(share), kind.kind], wait_s)
+    yield heads
+    tasks = _gauge("roundhouse_waiting_tasks", "tasks that could start at once", "kind")
+    longest = _gauge("roundhouse_head_wait_seconds", "the same, of all tenants", "kind")
+    tops = [share for share in shares if not share.depth]
+    for name in [kind.kind for kind in tops[0].kinds] if tops else ():
+        waiting = (kind.waiting for top in tops for kind in top.kinds if kind.kind == name)
+        tasks.add_metric([name], sum(waiting))
+        longest.add_metric([name], max(waits.get((top.id, name), 0.0) for top in tops))
+    yield from (tasks, longest)
+
+
+# Reads only the first task of each line, with the index that launches use.
+_WAITS = text(
+    """
+    select l.tenant_id, l.kind, max(extract(epoch from now() - first.since))::float8
+    from lines l cross join lateral (
+        select coalesce(t.waiting_since, t.submitted_at) as since from tasks t
+        where t.island = l.island and t.user_id = l.user_id and t.kind = l.kind
+          and t.memory_bytes = l.memory_bytes and t.devices_min = l.width and t.state = 'waiting'
+        order by t.priority desc, t.submitted_at, t.id limit 1
+    ) first
+    where l.waiting > 0
+    group by 1, 2
+    """
+)
+
+
+def _waits(session: Session) -> dict[tuple[str, str], float]:
+    return {(tenant, kind): wait_s for tenant, kind, wait_s in session.execute(_WAITS)}
+
+
+def _up_the_tree(shares: Iterable[TenantShare], waits: Waits) -> Waits:
+    """Take over the waits of lower tenants: a tenant waits as long as any tenant below it.
+
+    Lower tenants come after higher ones in `shares`.
+    """
+    found = defaultdict(float, waits)
+    for share in reversed(list(shares)):
+        for kind in share.kinds:
+            mine, above = (share.id, kind.kind), (share.parent_id or "", kind.kind)
+            if mine in found:
+                found[above] = max(found[above], found[mine])
+    return dict(found)
+
+
+# --- devices and islands ------------------------------------------------------------------------
+
+
+def _devices(session: Session, now: datetime) -> Iterator[Metric]:
+    up = func.coalesce(Device.lease_until > now, False)
+    state = case((~up, "down"), (Device.cordoned | Host.cordoned, "cordoned"), else_="up")
+    query = (
+        select(Device.island, Device.kind, state, func.count())
+        .join(Host, Host.name == Device.host)
+        .group_by(Device.island, Device.kind, state)
+    )
+    counted = {(island, kind, is_): n for island, kind, is_, n in session.execute(query)}
+    devices = _gauge(
+        "roundhouse_devices", "devices; up: heard of and not cordoned", "island", "kind", "state"
+    )
+    for island, kind in sorted({(island, kind) for island, kind, _ in counted}):
+        for is_ in ("up", "cordoned", "down"):
+            devices.add_metric([island, kind, is_], counted.get((island, kind, is_), 0))
+    yield devices
+    ages = _gauge(
+        "roundhouse_heartbeat_age_seconds",
+        "since the last heartbeat of the device that is silent longest, of those not down",
+        "island",
+    )
+    age_s = func.extract("epoch", now - func.min(Device.seen_at))
+    for island, seconds in session.execute(
+        select(Device.island, age_s).where(up, Device.seen_at.is_not(None)).group_by(Device.island)
+    ):
+        ages.add_metric([island], max(0.0, float(seconds)))
+    yield ages
+
+
+def _islands(session: Session, now: datetime) -> Iterator[Metric]:
+    led = _gauge("roundhouse_island_led", "1 if a scheduler leads the island", "island")
+    age = _gauge(
+        "roundhouse_island_round_age_seconds",
+        "how long ago the leading scheduler last wrote down that it had made a round",
+        "island",
+    )
+    rounds = HistogramMetricFamily(
+        "roundhouse_island_round_seconds", "rounds of the leading scheduler", labels=["island"]
+    )
+    events = _counter("roundhouse_task_events", "what happened to tasks", "island", "event")
+    came = _counter("roundhouse_inputs", "inputs of tasks, by the way they came", "island", "way")
+    switches = _counter("roundhouse_switches", "starts of tasks on a device", "island")
+    switching = _counter(
+        "roundhouse_switch_seconds",
+        "so long seats stood empty before that, once they could be taken",
+        "island",
+    )
+    for row in session.scalars(select(Island).order_by(Island.name)):
+        led.add_metric([row.name], row.leader_until is not None and row.leader_until > now)
+        if row.tallied_at is not None:
+            age.add_metric([row.name], max(0.0, (now - row.tallied_at).total_seconds()))
+        rounds.add_metric([row.name], _buckets(row.tally), row.tally.get(ROUNDS_US, 0) * US)
+        switches.add_metric([row.name], row.tally.get(SWITCHES, 0))
+        switching.add_metric([row.name], row.tally.get(SWITCH_US, 0) * US)
+        for key, count in sorted(row.tally.items()):
+            if key.startswith(TOLD):
+                events.add_metric([row.name, key.removeprefix(TOLD)], count)
+            elif key.startswith(CAME):
+                came.add_metric([row.name, key.removeprefix(CAME)], count)
+    yield from (led, age, rounds, events, came, switches, switching, _unanswered(session))
+
+
+def _buckets(tallied: Mapping[str, int]) -> list[tuple[str, float]]:
+    found, sum_ = [], 0
+    for place, bound in enumerate((*map(str, ROUND_BOUNDS_S), "+Inf")):
+        sum_ += tallied.get(f"{ROUNDS}{place}", 0)
+        found.append((bound, float(sum_)))
+    return found
+
+
+def _unanswered(session: Session) -> Metric:
+    orders = _gauge(
+        "roundhouse_orders_unanswered", "orders that a device has not taken in yet", "island"
+    )
+    query = (
+        select(Device.island, func.count(Order.id))
+        .outerjoin(Order, and_(Order.device_id == Device.id, Order.answered_at.is_(None)))
+        .group_by(Device.island)
+    )
+    for island, count in session.execute(query):
+        orders.add_metric([island], count)
+    return orders
+
+
+# --- checkpoints, the audit log, and messages to webhooks ---------------------------------------
+
+
+def _checkpoints(session: Session, now: datetime) -> Iterator[Metric]:
+    """Return figures of the last ten minutes, since rows are not kept longer; ids begin with the
+    time.
+    """
+    since = f"ckp_{int((now - RECENT).timestamp() * 1000):012x}"
+    took_us = func.percentile_cont(list(QUANTILES)).within_group(Checkpoint.took_us)
+    size, new = func.sum(Checkpoint.size_bytes), func.sum(Checkpoint.new_bytes)
+    query = select(func.count(), size, new, took_us).where(Checkpoint.id >= since)
+    count, whole, fresh, times_us = session.execute(query).one()
+    made = _gauge("roundhouse_recent_checkpoints", "checkpoints of the last ten minutes")
+    made.add_metric([], count)
+    sizes = _gauge(
+        "roundhouse_recent_checkpoint_bytes", "their sizes; new: what the store grew by", "part"
+    )
+    sizes.add_metric(["whole"], float(whole or 0))
+    sizes.add_metric(["new"], float(fresh or 0))
+    times = _gauge("roundhouse_recent_checkpoint_seconds", "how long they took", "quantile")
+    for quantile, us in zip(QUANTILES, times_us or (), strict=False):
+        times.add_metric([str(quantile)], us * US)
+    yield from (made, sizes, times)
+
+
+def _audit(session: Session) -> Metric:
+    events = _counter("roundhouse_audit_events", "records of the audit log; they never get fewer")
+    events.add_metric([], session.scalar(select(func.coalesce(func.max(AuditEvent.id), 0))) or 0)
+    return events
+
+
+def _messages(session: Session) -> Metric:
+    due = _gauge("roundhouse_webhook_messages_due", "to be sent now; a few, while control works")
+    late = select(func.count()).where(Delivery.state == "pending", Delivery.due_at <= func.now())
+    due.add_metric([], session.scalar(late) or 0)
+    return due

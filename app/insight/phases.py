@@ -1,0 +1,59 @@
+"""The phase of tasks and requests (`core.model.phase`), from rows and in SQL."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from sqlalchemy import ColumnElement, and_, case, literal, or_, select
+
+from app.core.model.lifecycle import ENDED, NOT_STARTED
+from app.core.model.phase import MOST_ADVANCED, OF_STATE, Phase, task_phase
+from app.db.models import Request, Task
+
+
+def of_task(task: Task) -> Phase:
+    return task_phase(
+        task.state,
+        hold=task.hold,
+        begun=task.first_started_at is not None,
+        retries=task.retry_at is not None,
+        has_image=task.image_on is not None,
+    )
+
+
+_OF_STATE = {state.value: phase.value for state, phase in OF_STATE.items()}
+
+#: The result of `of_task`, as a column.
+TASK_PHASE: ColumnElement[str] = case(
+    (Task.state.not_in(NOT_STARTED), case(_OF_STATE, value=Task.state)),
+    (Task.hold != "", Phase.paused.value),
+    (
+        and_(
+            Task.first_started_at.is_not(None),
+            or_(Task.image_on.is_not(None), Task.retry_at.is_(None)),
+        ),
+        Phase.preempted.value,
+    ),
+    else_=literal(Phase.queued.value),
+)
+
+#: Excludes tickets, which keep devices for a gang: the gang itself decides the request's phase.
+IS_NO_TICKET: ColumnElement[bool] = or_(Task.gang_id.is_(None), Task.gang_id == Task.id)
+
+
+def is_in(phases: Collection[str]) -> ColumnElement[bool]:
+    """Condition on requests: the request is in one of these phases."""
+    ends = [phase for phase in phases if phase in ENDED]
+    live = [_leads(phase) for phase in MOST_ADVANCED if phase in phases]
+    return or_(Request.state.in_(ends), *live)
+
+
+def _leads(phase: Phase) -> ColumnElement[bool]:
+    """Condition: no task of the request is further than this phase, and at least one is in it."""
+    further = [each.value for each in MOST_ADVANCED[: MOST_ADVANCED.index(phase)]]
+    live = select(Task.request_id).where(Task.state.not_in(ENDED), IS_NO_TICKET)
+    return and_(
+        Request.state.not_in(ENDED),
+        Request.id.in_(live.where(TASK_PHASE.in_([phase.value]))),
+        Request.id.not_in(live.where(TASK_PHASE.in_(further))),
+    )

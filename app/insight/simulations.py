@@ -1,0 +1,346 @@
+"""Simulations: replay an island's history, or invented arrivals, with other settings.
+
+History is every task that held a device and ended within the window.  Each arrives when it was
+submitted, needs as many devices for as long as it held them, and waits for the same tasks.  The
+history is replayed twice by the scheduler's own code: with the island as it is, and with the
+changes.  Neither run knows usage from before the window, and neither uses cordoned devices.
+
+Nothing is written.  A replay is limited in arrivals and in time, and a process runs one at a time.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
+from statistics import median
+from threading import Lock
+from typing import Any
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from app.core.model.descriptor import escaped
+from app.core.model.lifecycle import ENDED
+from app.core.model.snapshot import Device, Policy, Snapshot, Tenant
+from app.core.simulation.simulator import Arrival, Costs, Stopped
+from app.core.simulation.what_if import Setup, run
+from app.db.models import Island, Need, Task
+from app.errors import BadInput, Conflict
+from app.scheduling import ledger, snapshot_reader
+
+MOST_ARRIVALS = 20_000
+MOST_DEVICES = 10_000
+BUDGET_S = 20.0  # for both replays together
+WINDOW = timedelta(days=7)
+
+_one_at_a_time = Lock()
+
+ByTenant = Mapping[str, Mapping[str, int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhatIf:
+    """The changes to try; None or an empty mapping means no change.  Tenants by name, devices by
+    kind.
+    """
+
+    policy: str = "fair"
+    devices: Mapping[str, int] | None = None
+    weights: Mapping[str, float] = field(default_factory=dict)
+    guarantees: ByTenant = field(default_factory=dict)
+    limits: ByTenant = field(default_factory=dict)
+    half_life_s: float | None = None
+    slice_min_s: float | None = None
+    slice_max_s: float | None = None
+    grow_after_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """An invented arrival; `tenant` is a name, known or new.
+
+    It needs `width` devices and can use `width_max`; `work_s` is its time on `width_max` devices
+    (on `width` if it cannot grow).
+    """
+
+    at_s: float
+    tenant: str
+    work_s: float
+    user: str = "all"
+    width: int = 1
+    width_max: int = 0
+    kind: str = "cpu"
+    memory_bytes: int = 0
+    priority: int = 0
+    tier: str = "standard"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """The input of a replay: the island and the arrivals.  `left_out` tasks ended without a
+    device.
+    """
+
+    as_is: Snapshot
+    arrivals: Sequence[Arrival]
+    resume_s: float = 0.0
+    left_out: int = 0
+
+
+def _still(session: Session, island: str) -> Snapshot:
+    """Return the island without its tasks; raises BadInput if there is none."""
+    if session.get(Island, island) is None:
+        known = ", ".join(sorted(session.scalars(select(Island.name)))) or "none"
+        raise BadInput.at("/island", f"there is no island {island!r}; there are {known}")
+    return Snapshot(
+        island=island,
+        policy=snapshot_reader.policy(ledger.base(session)),
+        users=snapshot_reader.users(session),
+        tenants=_told_apart(snapshot_reader.tenants(session)),
+        devices=snapshot_reader.devices(session, island),
+        tasks={},
+    )
+
+
+def _told_apart(tenants: Mapping[str, Tenant]) -> dict[str, Tenant]:
+    """Add the id to the name of each tenant that shares its name with others."""
+    times = Counter(tenant.name for tenant in tenants.values())
+    return {
+        id: replace(tenant, name=f"{tenant.name} ({id})") if times[tenant.name] > 1 else tenant
+        for id, tenant in tenants.items()
+    }
+
+
+# --- arrivals -----------------------------------------------------------------------------------
+
+
+def of_history(
+    session: Session,
+    island: str,
+    *,
+    since: datetime | None,
+    until: datetime | None,
+    durations_known: bool,
+) -> tuple[Scene, datetime, datetime]:
+    """Read the tasks that ended on an island from `since` up to, not including, `until`; default:
+    the last week.
+
+    Raises BadInput for an unknown island, an empty window, or too many tasks in it.
+    """
+    as_is = _still(session, island)
+    until = until or session.scalar(select(func.now()))
+    assert until is not None
+    since = since or until - WINDOW
+    if since >= until:
+        raise BadInput.at("/since", "must be before `until`", "order")
+    rows = _ended(session, island, since, until)
+    ran = [row for row in rows if row.total_held_us > 0]
+    needs = _needs(session, {row.id for row in ran})
+    began_s = min((_arrived_s(row) for row in ran), default=0.0)
+    switches = [row.switch_us / 1e6 for row in ran if row.pauses and row.switch_us]
+    scene = Scene(
+        as_is=as_is,
+        arrivals=[
+            _arrival(row, began_s, needs.get(row.id, ()), known=durations_known) for row in ran
+        ],
+        resume_s=median(switches) if switches else 0.0,
+        left_out=len(rows) - len(ran),
+    )
+    return scene, since, until
+
+
+_COLUMNS = (
+    Task.id, Task.tenant_id, Task.user_id, Task.kind, Task.devices_min, Task.memory_bytes,
+    Task.priority, Task.tier, Task.submitted_at, Task.not_before, Task.total_held_us, Task.pauses,
+    Task.switch_us,
+)  # fmt: skip
+
+
+def _ended(session: Session, island: str, since: datetime, until: datetime) -> list[Any]:
+    query = (
+        select(*_COLUMNS)
+        .where(Task.island == island, Task.state.in_(ENDED))
+        .where(Task.ended_at >= since, Task.ended_at < until)
+        .order_by(Task.ended_at.desc(), Task.id)
+        .limit(MOST_ARRIVALS + 1)
+    )
+    rows = list(session.execute(query))
+    if len(rows) > MOST_ARRIVALS:
+        told = f"more than {MOST_ARRIVALS} tasks ended in that time; ask for a shorter one"
+        raise BadInput.at("/since", told, "too-many")
+    return rows
+
+
+def _needs(session: Session, ids: set[str]) -> dict[str, tuple[str, ...]]:
+    """Return by task which of the other given tasks it needed."""
+    found: dict[str, dict[str, None]] = defaultdict(dict)
+    for task_id, needs_id in session.execute(
+        select(Need.task_id, Need.needs_id)
+        .where(Need.task_id.in_(ids), ~Need.late)
+        .order_by(Need.needs_id)
+    ):
+        if needs_id in ids:
+            found[task_id][needs_id] = None
+    return {task_id: tuple(needed) for task_id, needed in found.items()}
+
+
+def _arrived_s(row: Any) -> float:
+    at: datetime = max(filter(None, (row.submitted_at, row.not_before)))
+    return at.timestamp()
+
+
+def _arrival(row: Any, began_s: float, after: tuple[str, ...], *, known: bool) -> Arrival:
+    work_s = row.total_held_us / 1e6
+    return Arrival(
+        at_s=_arrived_s(row) - began_s,
+        task=row.id,
+        tenant=row.tenant_id,
+        user=row.user_id,
+        work_s=work_s,
+        width=row.devices_min,
+        kind=row.kind,
+        memory_bytes=row.memory_bytes,
+        priority=row.priority,
+        tier=row.tier,
+        after=after,
+        expected_s=work_s if known else None,
+    )
+
+
+def of_made(session: Session, island: str, made: Sequence[Made], *, durations_known: bool) -> Scene:
+    """Place invented arrivals on the island as it is; new names are tenants of weight 1."""
+    as_is = _still(session, island)
+    ids = {tenant.name: tenant.id for tenant in as_is.tenants.values()}
+    strangers = {one.tenant: f"new {one.tenant}" for one in made if one.tenant not in ids}
+    new = {id: Tenant(id=id, name=name, weight=1000) for name, id in strangers.items()}
+    ids |= strangers
+    arrivals = [
+        Arrival(
+            at_s=one.at_s,
+            task=f"a{n:05}",
+            tenant=ids[one.tenant],
+            user=f"{ids[one.tenant]}/{one.user}",
+            work_s=one.work_s,
+            width=one.width,
+            width_max=one.width_max if one.width_max > one.width else 0,
+            kind=one.kind,
+            memory_bytes=one.memory_bytes,
+            priority=one.priority,
+            tier=one.tier,
+            expected_s=one.work_s if durations_known else None,
+        )
+        for n, one in enumerate(made)
+    ]
+    return Scene(as_is=replace(as_is, tenants={**as_is.tenants, **new}), arrivals=arrivals)
+
+
+# --- what if ------------------------------------------------------------------------------------
+
+
+def compare(scene: Scene, what_if: WhatIf, costs: Costs) -> list[dict[str, Any]]:
+    """Return the reports of both replays, with `run` "as is" and "what if".
+
+    Raises BadInput for unknown names, or if it takes too long; Conflict while another simulation
+    runs.
+    """
+    as_is = _setup(scene, costs)
+    changed = _changed(as_is, what_if)
+    if not _one_at_a_time.acquire(blocking=False):
+        raise Conflict("another simulation is being made here; try again when it is done")
+    try:
+        ends_at_s = time.monotonic() + BUDGET_S
+        return [
+            {"run": name, **_within(setup, ends_at_s)}
+            for name, setup in (("as is", as_is), ("what if", changed))
+        ]
+    finally:
+        _one_at_a_time.release()
+
+
+def _within(setup: Setup, ends_at_s: float) -> dict[str, Any]:
+    try:
+        return run(setup, go_on=lambda: time.monotonic() < ends_at_s)[1]
+    except Stopped as stopped:
+        told = (
+            f"not done within {BUDGET_S:.0f} s, {stopped.done} of {len(setup.arrivals)} tasks "
+            "ended; ask for a shorter window, fewer arrivals or a larger slice_min_s"
+        )
+        raise BadInput.at("", told, "too-long") from None
+
+
+def _setup(scene: Scene, costs: Costs) -> Setup:
+    as_is = scene.as_is
+    return Setup(
+        arrivals=scene.arrivals,
+        devices=[replace(d, up=True) for d in as_is.devices.values() if not d.cordoned],
+        tenants=list(as_is.tenants.values()),
+        users=[replace(user, faded_us=0) for user in as_is.users.values()],
+        policy=replace(as_is.policy, since_s=0.0),  # its clock begins with the first arrival
+        costs=costs,
+    )
+
+
+def _changed(as_is: Setup, what_if: WhatIf) -> Setup:
+    devices = as_is.devices
+    if what_if.devices is not None:
+        devices = _imagined(as_is.devices, what_if.devices)
+    return replace(
+        as_is,
+        devices=devices,
+        tenants=_tenants(as_is.tenants, what_if),
+        policy=_policy(as_is.policy, what_if),
+        named=what_if.policy,
+    )
+
+
+def _policy(policy: Policy, what_if: WhatIf) -> Policy:
+    numbers = {
+        name: value
+        for name in ("half_life_s", "slice_min_s", "slice_max_s", "grow_after_s")
+        if (value := getattr(what_if, name)) is not None
+    }
+    changed = replace(policy, **numbers)
+    if changed.slice_min_s > changed.slice_max_s:
+        told = f"is above slice_max_s, which is {changed.slice_max_s:g}"
+        raise BadInput.at("/slice_min_s", told, "order")
+    return changed
+
+
+def _imagined(devices: Sequence[Device], counts: Mapping[str, int]) -> list[Device]:
+    """Return that many devices of each kind, each like the largest existing device of its kind."""
+    if sum(counts.values()) > MOST_DEVICES:
+        raise BadInput.at("/devices", f"more than {MOST_DEVICES} devices", "too-many")
+    found = []
+    for kind, count in counts.items():
+        models = [device for device in devices if device.kind == kind]
+        any_ = Device(id="", host="imaginary", kind=kind, memory_bytes=1 << 60)
+        model = max(models, key=lambda device: device.memory_bytes, default=any_)
+        found += [replace(model, id=f"{kind}.{n:05}") for n in range(count)]
+    return found
+
+
+def _tenants(tenants: Sequence[Tenant], what_if: WhatIf) -> list[Tenant]:
+    names = {tenant.name for tenant in tenants}
+    for where in ("weights", "guarantees", "limits"):
+        for name in getattr(what_if, where):
+            if name not in names:
+                told = f"there is no tenant {name!r}"
+                raise BadInput.at(f"/{where}/{escaped(name)}", told, "unknown")
+    return [_tenant(tenant, what_if) for tenant in tenants]
+
+
+def _tenant(tenant: Tenant, what_if: WhatIf) -> Tenant:
+    name = tenant.name
+    weight = what_if.weights.get(name, tenant.weight / 1000)
+    guarantee = what_if.guarantees.get(name, tenant.guarantee)
+    limit = what_if.limits.get(name, tenant.limit)
+    for kind, devices in guarantee.items():
+        if devices > limit.get(kind, math.inf):
+            where = "limits" if name in what_if.limits else "guarantees"
+            told = f"the guarantee of {devices} is above the limit of {limit[kind]}"
+            raise BadInput.at(f"/{where}/{escaped(name)}/{escaped(kind)}", told, "order")
+    return replace(tenant, weight=round(weight * 1000), guarantee=guarantee, limit=limit)

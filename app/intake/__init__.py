@@ -1,0 +1,1 @@
+"""Turns requests into rows, and notes what people ask for afterwards."""

@@ -1,0 +1,283 @@
+"""Actions that users request after they submitted: cancel, hold, release, save, move, resize,
+priority.
+
+An action is written and answered at once; the island carries it out and writes the state.  A
+repeated request changes nothing more.  Each request that changes something leaves an event with the
+name of the user.  After the commit, the open streams and the island are notified (or control, if
+the task has no island yet); both notifications may be lost.
+
+What has ended does not change: to cancel it is no error, any other action is a Conflict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from app.core.model.lifecycle import ENDED, ON_A_DEVICE, State
+from app.core.model.migration import ANYWHERE, MOVABLE
+from app.core.units import counted
+from app.db.models import Event, Request, Task
+from app.db.transactions import after_commit
+from app.errors import BadInput, Conflict, Forbidden
+from app.messaging import outbox
+from app.messaging.live_updates import changes
+from app.scheduling import gang_tickets
+
+ADMIN_HOLD, USER_HOLD = "admin", "user"
+
+
+# --- about a request ----------------------------------------------------------------------------
+
+
+def cancel_request(session: Session, request: Request, *, by: str) -> None:
+    if _each(session, request, _wish_cancel):
+        _tell(session, request, None, "request.cancel_asked", f"Cancel requested by {by}.")
+
+
+def hold_request(session: Session, request: Request, *, by: str, as_admin: bool) -> None:
+    _check_live(request)
+    hold = ADMIN_HOLD if as_admin else USER_HOLD
+    if _each(session, request, lambda task: _wish_hold(task, hold)):
+        _tell(session, request, None, "request.hold_asked", f"Paused by {by}.")
+
+
+def release_request(session: Session, request: Request, *, by: str, as_admin: bool) -> None:
+    _check_live(request)
+    if _each(session, request, lambda task: _wish_release(task, as_admin)):
+        _tell(session, request, None, "request.release_asked", f"Resumed by {by}.")
+
+
+def change_request(
+    session: Session,
+    request: Request,
+    *,
+    priority: int | None,
+    labels: dict[str, str] | None,
+    by: str,
+) -> None:
+    """Change priority or labels.  Raises Conflict if the priority of an ended request is to
+    change.
+    """
+    if priority is not None and priority != request.priority:
+        if request.state in ENDED:
+            raise Conflict(f"it is {request.state}, so its priority means nothing any more")
+        _each(session, request, lambda task: _set(task, "priority", priority))
+        request.priority = priority
+        told = f"Priority set to {priority} by {by}."
+        _tell(session, request, None, "request.priority_set", told)
+    if labels is not None:
+        request.labels = labels
+
+
+# --- about a task -------------------------------------------------------------------------------
+
+
+def cancel_task(session: Session, task: Task, *, by: str) -> None:
+    """Ask to cancel the task.  Raises Conflict for a ticket, which ends with its gang."""
+    if gang_tickets.is_ticket(task):
+        raise Conflict(f"it keeps seats for the task {task.gang_id}, and ends with that: cancel it")
+    if _one(session, task, _wish_cancel):
+        _tell(session, task, task, "task.cancel_asked", f"Cancel requested by {by}.")
+
+
+def pause_task(session: Session, task: Task, *, by: str, as_admin: bool) -> None:
+    _check_live(task)
+    hold = ADMIN_HOLD if as_admin else USER_HOLD
+    if _one(session, task, lambda task: _wish_hold(task, hold)):
+        _tell(session, task, task, "task.hold_asked", f"Pause requested by {by}.")
+
+
+def resume_task(session: Session, task: Task, *, by: str, as_admin: bool) -> None:
+    _check_live(task)
+    if _one(session, task, lambda task: _wish_release(task, as_admin)):
+        _tell(session, task, task, "task.release_asked", f"Resumed by {by}.")
+
+
+def save_task(session: Session, task: Task, *, by: str) -> None:
+    """Ask for a checkpoint.  Raises Conflict unless the task is on a device."""
+    _check_live(task)
+    if task.state not in ON_A_DEVICE:
+        raise Conflict(f"it is {task.state}; only a task on a device has a new state to save")
+    if gang_tickets.is_ticket(task):
+        raise Conflict(f"it keeps seats for the task {task.gang_id}, and has no state of its own")
+    if _one(session, task, lambda one: one is task and _set(task, "save_asked", True)):
+        _tell(session, task, task, "task.save_asked", f"Checkpoint requested by {by}.")
+
+
+def move_task(session: Session, task: Task, to: str, *, by: str) -> None:
+    """Ask for a move to the device `to`, or to ANYWHERE else.  Raises Conflict if the task cannot
+    be moved.
+    """
+    _check_live(task)
+    if task.state not in ON_A_DEVICE or task.state == State.stopping:
+        raise Conflict(f"it is {task.state}; only a task on a device can be moved")
+    if task.devices_min > 1 or task.gang_id:
+        raise Conflict("it needs several devices at once, and only one can be moved")
+    if task.state == State.running and MOVABLE not in task.capabilities:
+        raise Conflict("its state cannot be captured, so it cannot be moved")
+    if _one(session, task, lambda task: _wish_move(task, to)):
+        where = "any other device" if to == ANYWHERE else to
+        _tell(session, task, task, "task.move_asked", f"Move to {where} requested by {by}.")
+
+
+def resize_task(session: Session, task: Task, most: int, *, by: str) -> None:
+    """Limit the task to `most` devices.  Raises Conflict if it has no ranks that can share them."""
+    _check_live(task)
+    ranks = task.descriptor["world_size"]
+    if ranks == 1:
+        raise Conflict("it has one rank, which sits on one device; see `world_size`")
+    if "job" not in task.descriptor["run"]:
+        raise Conflict("the number of devices changes between steps, and only a job has steps")
+    if task.gang_id:
+        raise Conflict("its gang spans islands, and keeps the seats that it has there")
+    if not task.devices_min <= most <= ranks:
+        told = f"its {ranks} ranks take {task.devices_min} to {ranks} devices, not {most}"
+        raise BadInput.at("/devices_max", told, "range")
+    if _one(session, task, lambda task: _set(task, "devices_max", most)):
+        told = f"Limited to {counted(most, 'device')} by {by}."
+        _tell(session, task, task, "task.resize_asked", told)
+
+
+def empty_devices(session: Session, devices: Iterable[str], *, by: str) -> None:
+    """Ask to move the tasks on these devices elsewhere.  The island pauses tasks that cannot be
+    moved.
+    """
+    on_them = Task.seat.in_(list(devices)) & Task.state.in_([State.starting, State.running])
+    alone = (Task.devices_min == 1, Task.gang_id.is_(None))
+    query = select(Task).where(on_them, *alone).order_by(Task.id)
+    fresh = query.with_for_update().execution_options(populate_existing=True)
+    for task in session.scalars(fresh).all():
+        if _wish(session, [task], lambda task: _wish_move(task, ANYWHERE)):
+            told = f"{by} drains {task.seat}: it moves to another device if one is free."
+            _tell(session, task, task, "task.move_asked", told, drains=task.seat)
+
+
+def leave_devices(session: Session, devices: Iterable[str], *, by: str) -> None:
+    """Withdraw the moves that `empty_devices` asked for, because the devices take work again.
+
+    Tasks that are being copied already still move.
+    """
+    wished = Task.seat.in_(list(devices)) & (Task.move_to == ANYWHERE) & Task.moving.is_(None)
+    query = select(Task).where(wished).order_by(Task.id)
+    fresh = query.with_for_update().execution_options(populate_existing=True)
+    for task in session.scalars(fresh).all():
+        if _drained(session, task) and _wish(session, [task], _wish_stay):
+            told = f"{by} lets {task.seat} take work again: it stays there."
+            _tell(session, task, task, "task.move_withdrawn", told)
+
+
+def _drained(session: Session, task: Task) -> bool:
+    """True if the task's last move was asked for because its device is drained."""
+    asked = select(Event.data).where(
+        Event.request_id == task.request_id,
+        Event.task_id == task.id,
+        Event.type == "task.move_asked",
+    )
+    last = session.scalar(asked.order_by(Event.id.desc()).limit(1)) or {}
+    return bool(last.get("drains") == task.seat)
+
+
+def _wish_stay(task: Task) -> bool:
+    task.move_to = task.move_asked_at = None
+    return True
+
+
+def _wish_move(task: Task, to: str) -> bool:
+    if task.move_to == to or (to == ANYWHERE and task.move_to is not None):
+        return False
+    task.move_to, task.move_asked_at = to, func.now()
+    return True
+
+
+def _check_live(wished_of: Request | Task) -> None:
+    if wished_of.state in ENDED:
+        raise Conflict(f"it is already {wished_of.state}; nothing changed")
+
+
+# --- writing an action --------------------------------------------------------------------------
+
+Wish = Callable[[Task], bool]
+
+
+def _each(session: Session, request: Request, wish: Wish) -> bool:
+    """Apply the action to all tasks that have not ended, locked by id, as the island locks them."""
+    query = select(Task).where(Task.request_id == request.id, Task.state.not_in(ENDED))
+    locked = query.order_by(Task.id).with_for_update()
+    fresh = locked.execution_options(populate_existing=True)
+    return _wish(session, session.scalars(fresh), wish)
+
+
+def _one(session: Session, task: Task, wish: Wish) -> bool:
+    """Apply the action to the task; for a gang that spans islands, to its tickets too."""
+    which = Task.gang_id == task.id if task.gang_id == task.id else Task.id == task.id
+    query = select(Task).where(which, Task.state.not_in(ENDED)).order_by(Task.id)
+    fresh = query.with_for_update().execution_options(populate_existing=True)
+    return _wish(session, session.scalars(fresh), wish)
+
+
+def _wish(session: Session, tasks: Iterable[Task], wish: Wish) -> bool:
+    changed = [task for task in tasks if wish(task)]
+    for task in changed:
+        if task.gang_id:
+            gang_tickets.nudge_others(session, task)
+    for island in sorted({task.island or "" for task in changed}):
+        after_commit(session, lambda island=island: _nudge(island))  # type: ignore[misc]
+    return bool(changed)
+
+
+def _wish_cancel(task: Task) -> bool:
+    if task.cancel_asked_at is not None:
+        return False
+    task.cancel_asked_at = func.now()
+    return True
+
+
+def _wish_hold(task: Task, hold: str) -> bool:
+    return task.hold != ADMIN_HOLD and _set(task, "hold", hold)
+
+
+def _wish_release(task: Task, as_admin: bool) -> bool:
+    if task.hold == ADMIN_HOLD and not as_admin:
+        raise Forbidden("an administrator of the platform holds it, and only they release it")
+    return _set(task, "hold", "")
+
+
+def _set(task: Task, wish: str, value: Any) -> bool:
+    if getattr(task, wish) == value:
+        return False
+    setattr(task, wish, value)
+    return True
+
+
+def _nudge(island: str) -> None:
+    if island:
+        outbox.nudge_island(island)
+    else:
+        outbox.nudge_control()
+
+
+def _tell(
+    session: Session,
+    about: Request | Task,
+    task: Task | None,
+    type_: str,
+    message: str,
+    **data: Any,
+) -> None:
+    tenant_id = about.tenant_id
+    request_id = about.request_id if isinstance(about, Task) else about.id
+    session.add(
+        Event(
+            tenant_id=tenant_id,
+            request_id=request_id,
+            task_id=task.id if task else None,
+            type=type_,
+            message=message,
+            data={"task": task.name, **data} if task else data,
+        )
+    )
+    after_commit(session, lambda: changes.tell(tenant_id, request_id))

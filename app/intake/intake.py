@@ -1,0 +1,670 @@
+"""Accept requests: check each as a whole, then write its rows in the caller's transaction.
+
+What is accepted is durable when the API answers.  An `Idempotency-Key` is a row of the same
+transaction.  So a second call with the same key waits for the first one and gets its answer.  Every
+task starts `blocked` and without an island; control assigns it, and the island does the rest.
+
+A request beyond its tenant's share is queued, not refused.  Refused are: a tier that the tenant may
+not ask for; tasks beyond a bound on the number of waiting tasks; a publication beyond a bound on
+the bytes of datablocks.  An administrator sets those bounds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from difflib import get_close_matches
+from itertools import chain
+from typing import Any
+
+import uuid_utils
+from sqlalchemy import func, select, text
+from sqlalchemy.orm import Session
+
+from app.core.model import dependencies, signature
+from app.core.model import descriptor as descriptors
+from app.core.model.descriptor import (
+    TIERS,
+    BadDescriptor,
+    Descriptor,
+    Fault,
+    Source,
+    TaskDescriptor,
+    escaped,
+    near_name,
+)
+from app.core.model.messages import JSON
+from app.core.model.signature import Signature
+from app.core.security import webhook_policy
+from app.core.security.webhook_policy import networks
+from app.data import datablocks, graphs
+from app.data.graphs import Sent
+from app.db import tenant_tree
+from app.db.models import Checkpoint, Datablock, Idempotency, Task, Tenant
+from app.db.transactions import after_commit
+from app.errors import AppError, BadInput, KeyReused, QueueFull, Unsatisfiable
+from app.messaging import outbox, webhooks
+from app.messaging.live_updates import changes
+from app.scheduling import gang_tickets
+from app.settings import settings
+
+LISTED = 10  # entry points that a message names
+_SORT_OF = {"job": "class", "function": "function"}
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The tenant and user that a request belongs to."""
+
+    tenant_id: str
+    user_id: str
+    user_name: str
+
+
+# --- the basis of the checks ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Once:
+    """A call that is to take effect once; a call without a key takes effect each time."""
+
+    key: str | None
+    route: str
+    body: JSON
+
+    @property
+    def body_sha256(self) -> str:
+        return hashlib.sha256(json.dumps(self.body, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """The facts of the database for a request; `now` is when the transaction began.
+
+    `path` is the request's tenant and all tenants above it.  `entry_points` are those of its
+    bundle, None if the tenant has no such bundle; `signatures` are those of the classes in the
+    bundle.  `offers` are the devices by kind, whether up at this moment or not.  `is_first` is True
+    unless an earlier call had the same Idempotency-Key.  `preset_types` are the task types that
+    have a preset of their own.
+    """
+
+    now: datetime
+    path: Sequence[tenant_tree.OnPath]
+    entry_points: Mapping[str, str] | None
+    signatures: Mapping[str, JSON]
+    offers: Mapping[str, dependencies.Offer]
+    is_first: bool
+    preset_types: Sequence[str]
+
+
+# A single statement, because a round trip costs more than the reads.
+_GROUND = text(
+    f"""
+    with recursive {tenant_tree.WAY},
+    once as (
+        insert into idempotency (user_id, key, route, body_sha256)
+        select :user, cast(:key as text), cast(:route as text), cast(:body_sha256 as text)
+        where cast(:key as text) is not null
+        on conflict do nothing returning 1
+    ),
+    alike as (
+        select kind, island, host, memory_bytes, count(*) as devices
+        from devices group by kind, island, host, memory_bytes
+    )
+    select now(),
+        (select json_agg(json_build_array(id, name, tier, max_queued) order by up) from way),
+        (select entry_points from bundles where tenant_id = :id and sha256 = :bundle),
+        (select signatures from bundles where tenant_id = :id and sha256 = :bundle),
+        (select json_agg(json_build_array(kind, island, host, memory_bytes, devices)) from alike),
+        cast(:key as text) is null or exists (select from once),
+        (select json_agg(distinct task_type) from presets)
+    """
+)
+
+
+def ground(session: Session, owner: Owner, once: Once) -> Ground:
+    """Read the `Ground` of a call; waits for another call with the same key that is under way."""
+    bundle = once.body.get("bundle")
+    given = {
+        "id": owner.tenant_id,
+        "user": owner.user_id,
+        "key": once.key,
+        "route": once.route,
+        "body_sha256": once.body_sha256 if once.key is not None else None,
+        "bundle": bundle.removeprefix("sha256:") if isinstance(bundle, str) else "",
+    }
+    now, path, entry_points, signatures, alike, is_first, types = session.execute(
+        _GROUND, given
+    ).one()
+    return Ground(
+        now=now,
+        path=[tenant_tree.OnPath(*row) for row in path],
+        entry_points=entry_points,
+        signatures=signatures or {},
+        offers=_offers(alike or ()),
+        is_first=is_first,
+        preset_types=types or (),
+    )
+
+
+def _offers(rows: Sequence[Sequence[Any]]) -> dict[str, dependencies.Offer]:
+    by_kind = defaultdict[str, list[dependencies.Alike]](list)
+    for kind, *alike in rows:
+        by_kind[kind].append(dependencies.Alike(*alike))
+    return {kind: dependencies.Offer(tuple(found)) for kind, found in by_kind.items()}
+
+
+# --- checking -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A descriptor that could run here.
+
+    `begun` are the checkpoints that tasks start from, and `graphs` the graphs that they run; both
+    by the task's name.  `taken` are the datablocks that the inputs refer to.  `notes` point out
+    what is allowed but looks like a mistake.
+    """
+
+    descriptor: Descriptor
+    begun: Mapping[str, Checkpoint]
+    graphs: Mapping[str, Sent]
+    taken: Mapping[Source, Datablock]
+    notes: Sequence[str] = ()
+
+    def shown(self) -> JSON:
+        """Return the request with every default filled in."""
+        needs = dependencies.needs(self.descriptor)
+        tasks = [
+            {
+                "name": task.name,
+                "type": task.type,
+                "kind": task.devices.kind,
+                "needs": [
+                    {"task": n.task, "port": n.port, "output": n.output} for n in needs[task.name]
+                ],
+                "descriptor": descriptors.as_json(task),
+            }
+            for task in self.descriptor.tasks
+        ]
+        name, tier = self.descriptor.name or "", self.descriptor.tier
+        return {"name": name, "tier": tier, "tasks": tasks, "notes": [*self.notes]}
+
+
+def checked(session: Session, owner: Owner, body: JSON, ground: Ground) -> Checked:
+    """Check a request.  Raises BadInput or Unsatisfiable with all faults, not only the first."""
+    try:
+        descriptor = descriptors.parse(body)
+    except BadDescriptor as error:
+        raise _refused(BadInput, error.faults) from error
+    if body.get("tier") is None:
+        descriptor = replace(descriptor, tier=_lower(descriptor.tier, _best_tier(ground.path)))
+    sent, faults = graphs.of_tasks(session, owner.tenant_id, descriptor)
+    faults += [
+        *dependencies.check(descriptor),
+        *_entry_faults(descriptor, ground.entry_points, sent),
+    ]
+    faults += _params_faults(descriptor, ground.signatures)
+    begun = _begun(session, owner, descriptor)
+    descriptor, more = _continued(session, descriptor, begun)
+    descriptor, taken, unknown = _taken(session, owner, descriptor)
+    more += [*unknown, *_tier_faults(descriptor.tier, ground.path), *_notify_faults(descriptor)]
+    if faults := [*faults, *more]:
+        raise _refused(BadInput, faults)
+    never = dependencies.unsatisfiable(descriptor, ground.offers)
+    if faults := [*never, *graphs.too_large(descriptor, sent, ground.offers)]:
+        raise _refused(Unsatisfiable, faults)
+    descriptor, uncut = graphs.cut(session, graphs.named(descriptor, sent), sent)
+    if uncut:
+        raise _refused(BadInput, uncut)
+    return Checked(descriptor, begun, sent, taken, _notes(descriptor, ground.preset_types))
+
+
+def _notes(descriptor: Descriptor, preset_types: Sequence[str]) -> list[str]:
+    """Return a sentence for each unknown task type with a name close to a type that has a
+    preset.
+    """
+    known = [name for name in preset_types if name != "*"]
+    unknown = {task.type for task in descriptor.tasks} - {*known, "default"}
+    near = ((name, near_name(name, known)) for name in sorted(unknown))
+    return [
+        f"No preset has the type {name!r}, so the device's default preset is used. "
+        f"Did you mean {meant!r}?"
+        for name, meant in near
+        if meant
+    ]
+
+
+def _best_tier(path: Sequence[tenant_tree.OnPath]) -> str:
+    """Return the best tier that a tenant may ask for: the lowest of its own and of those
+    above it.
+    """
+    return max((tenant.tier for tenant in path), key=TIERS.index)
+
+
+def _lower(tier: str, other: str) -> str:
+    return max(tier, other, key=TIERS.index)
+
+
+def _tier_faults(tier: str, path: Sequence[tenant_tree.OnPath]) -> list[Fault]:
+    best = _best_tier(path)
+    if _lower(tier, best) == tier:
+        return []
+    allowed = " or ".join(TIERS[TIERS.index(best) :])
+    told = f"requests of {path[0].name} may ask for {allowed}, not for {tier}"
+    return [Fault("/tier", f"{told}; ask an administrator", "tier")]
+
+
+def _notify_faults(descriptor: Descriptor) -> Iterator[Fault]:
+    if descriptor.notify is not None:
+        told = webhook_policy.refusal(
+            descriptor.notify.webhook, networks(settings().webhook_networks)
+        )
+        if told is not None:
+            yield Fault("/notify/webhook", told, "address")
+
+
+def _refused(kind: type[AppError], faults: Sequence[Fault]) -> AppError:
+    more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+    first = f"{faults[0].pointer or 'the body'}: {faults[0].detail}"
+    return kind(first + more, errors=tuple(faults))
+
+
+def _entry_faults(
+    descriptor: Descriptor, entry_points: Mapping[str, str] | None, sent: Mapping[str, Sent]
+) -> list[Fault]:
+    """Return faults for entry points that `run` names but the bundle does not contain."""
+    if descriptor.bundle is None:
+        return []
+    if entry_points is None:
+        sha256 = descriptor.bundle.removeprefix("sha256:")
+        told = f"your tenant has no such bundle; upload it with PUT /v1/bundles/{sha256}"
+        return [Fault("/bundle", told, "unknown-bundle")]
+    found = (_entry_fault(n, task, entry_points) for n, task in enumerate(descriptor.tasks))
+    of_nodes = (
+        graphs.unknown_functions(one, entry_points, _listed(entry_points, "function"))
+        for one in sent.values()
+    )
+    return [*(fault for fault in found if fault is not None), *chain.from_iterable(of_nodes)]
+
+
+def _entry_fault(n: int, task: TaskDescriptor, entry_points: Mapping[str, str]) -> Fault | None:
+    wanted = _SORT_OF.get(task.run.kind)
+    if wanted is None:
+        return None
+    pointer = f"/tasks/{n}/run/{task.run.kind}"
+    sort = entry_points.get(task.run.entry)
+    if sort == wanted:
+        return None
+    if sort is not None:
+        told = f"{task.run.entry} is a {sort}, and a {task.run.kind} must be a {wanted}"
+        return Fault(pointer, told, "unknown-entry-point")
+    told = f"the bundle has no {wanted} {task.run.entry}; it has: "
+    told += _listed(entry_points, wanted, task.run.entry)
+    return Fault(pointer, told, "unknown-entry-point")
+
+
+def _params_faults(descriptor: Descriptor, signatures: Mapping[str, JSON]) -> Iterator[Fault]:
+    """Yield faults for parameters that the class of a new job does not take, or lacks."""
+    for n, task in enumerate(descriptor.tasks):
+        found = signatures.get(task.run.entry)
+        if found is None or task.run.kind != "job" or task.from_checkpoint is not None:
+            continue
+        known = Signature(**{**found, "takes": tuple(found["takes"])})
+        for word, told in signature.faults(task.run.entry, known, task.params):
+            pointer = f"/tasks/{n}/params/{escaped(word)}" if word else f"/tasks/{n}/params"
+            yield Fault(pointer, told, "parameter")
+
+
+def _listed(entry_points: Mapping[str, str], wanted: str, named: str = "") -> str:
+    """List the names; of more than ten, the ten closest to `named` and the number of
+    further ones.
+    """
+    there = sorted(name for name, sort in entry_points.items() if sort == wanted)
+    if not there:
+        return "none (a job is a top-level class with a step method)"
+    compared = there[: descriptors.MAX_COMPARED]
+    close = get_close_matches(named, compared, LISTED, 0.0) if len(there) > LISTED else there
+    more = len(there) - len(close)
+    return ", ".join(close) + (f" and {more} more" if more else "")
+
+
+def _begun(session: Session, owner: Owner, descriptor: Descriptor) -> dict[str, Checkpoint]:
+    """Return the checkpoints that tasks start from, if they are this tenant's and still exist."""
+    wanted = {t.from_checkpoint for t in descriptor.tasks if t.from_checkpoint is not None}
+    if not wanted:
+        return {}
+    query = select(Checkpoint).where(
+        Checkpoint.id.in_(wanted),
+        Checkpoint.tenant_id == owner.tenant_id,
+        Checkpoint.damaged_at.is_(None),
+        Checkpoint.deleted_at.is_(None),
+    )
+    by_id = {row.id: row for row in session.scalars(query)}
+    named = ((task.name, by_id.get(task.from_checkpoint or "")) for task in descriptor.tasks)
+    return {name: row for name, row in named if row is not None}
+
+
+def _continued(
+    session: Session, descriptor: Descriptor, begun: Mapping[str, Checkpoint]
+) -> tuple[Descriptor, list[Fault]]:
+    """Give tasks that start from a checkpoint the parameters and datablocks of the checkpoint's
+    job.
+
+    The image may refer to those datablocks.
+    """
+    faults: list[Fault] = []
+    tasks = []
+    for n, task in enumerate(descriptor.tasks):
+        if task.from_checkpoint is not None and task.name in begun:
+            before = session.get_one(Task, begun[task.name].task_id).descriptor
+            lent = _datablocks_of(before)
+            faults += _fork_faults(f"/tasks/{n}", task, before, lent)
+            task = replace(task, params=before["params"], inputs={**task.inputs, **lent})
+        elif task.from_checkpoint is not None:
+            told = "your tenant has no such checkpoint (any more)"
+            faults.append(Fault(f"/tasks/{n}/from_checkpoint", told, "unknown-checkpoint"))
+        tasks.append(task)
+    return replace(descriptor, tasks=tuple(tasks)), faults
+
+
+def _datablocks_of(before: JSON) -> dict[str, Source]:
+    said = before.get("inputs") or {}
+    sources = {port: descriptors.source_of(source) for port, source in said.items()}
+    return {port: it for port, it in sources.items() if it is not None and it.kind == "datablock"}
+
+
+def _fork_faults(
+    pointer: str, task: TaskDescriptor, before: JSON, lent: Mapping[str, Source]
+) -> Iterator[Fault]:
+    """Return faults for settings that differ from those with which the checkpoint's objects were
+    made.
+    """
+    if task.run.kind == "job" and task.run.entry != before["run"].get("job"):
+        told = f"the checkpoint is one of {before['run'].get('job')}"
+        yield Fault(f"{pointer}/run/job", told, "another-job")
+    if task.params and dict(task.params) != before["params"]:
+        told = (
+            "its job was made with other parameters, and goes on with those: leave them out, or"
+            " change what they set in the job's own code"
+        )
+        yield Fault(f"{pointer}/params", told, "other-parameters")
+    for port, source in lent.items():
+        if task.inputs.get(port, source) != source:
+            told = f"its job was made with datablock:{source.block} here: leave it out, or say so"
+            yield Fault(f"{pointer}/inputs/{escaped(port)}", told, "other-input")
+    if task.world_size != before["world_size"]:
+        told = f"the checkpoint has {before['world_size']} ranks"
+        yield Fault(f"{pointer}/world_size", told, "other-ranks")
+
+
+def _taken(
+    session: Session, owner: Owner, descriptor: Descriptor
+) -> tuple[Descriptor, dict[Source, Datablock], list[Fault]]:
+    """Resolve the versions of datablocks.  Returns the descriptor, those versions, and faults for
+    unknown ones.
+
+    The versions cannot be deleted before it is recorded that they are needed.
+    """
+    wanted = {
+        source
+        for task in descriptor.tasks
+        for source in task.inputs.values()
+        if source.kind == "datablock"
+    }
+    found = datablocks.found(session, owner.tenant_id, wanted, keep=True)
+    faults = [
+        Fault(
+            f"/tasks/{n}/inputs/{escaped(port)}",
+            datablocks.missing(session, owner.tenant_id, source),
+            "unknown-datablock",
+        )
+        for n, task in enumerate(descriptor.tasks)
+        for port, source in task.inputs.items()
+        if source in wanted - found.keys()
+    ]
+    exact = {source: replace(source, version=row.version) for source, row in found.items()}
+    tasks = tuple(
+        replace(task, inputs={p: exact.get(source, source) for p, source in task.inputs.items()})
+        for task in descriptor.tasks
+    )
+    taken = {exact[source]: row for source, row in found.items()}
+    return replace(descriptor, tasks=tasks), taken, faults
+
+
+# --- writing ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A request that is to be written: the values of its row and of its tasks' rows.
+
+    Values that are equal in every new row are left out.  `needs` is by the task's name.
+    """
+
+    owner: Owner
+    request: dict[str, Any]
+    tasks: Sequence[dict[str, Any]]
+    needs: Mapping[str, Sequence[dependencies.Need]]
+    found: Checked
+
+
+def accept(session: Session, owner: Owner, body: JSON, ground: Ground) -> Accepted:
+    """Check a request and build its rows.  Raises BadInput, Unsatisfiable, QueueFull or
+    QuotaExceeded.
+    """
+    found = checked(session, owner, body, ground)
+    descriptor = found.descriptor
+    _check_room(session, ground.path, len(descriptor.tasks))
+    if any(task.publish for task in descriptor.tasks):
+        datablocks.check_room(session, owner.tenant_id, 0)
+    request = _request(owner, descriptor, body, ground.now)
+    tasks = [
+        _task(task, ordinal, found.begun.get(task.name))
+        for ordinal, task in enumerate(descriptor.tasks)
+    ]
+    ordinals = {task.name: n for n, task in enumerate(descriptor.tasks)}
+    needs = {
+        name: sorted(needed, key=lambda n: (ordinals[n.task], n.port))
+        for name, needed in dependencies.needs(descriptor).items()
+    }
+    return Accepted(owner, request, tasks, needs, found)
+
+
+# Writes all rows of a request in one statement.  They are passed as JSON, so that the number of
+# rows does not change the statement.
+_WRITE = text(
+    """
+    with request as (
+        insert into requests
+            (id, tenant_id, user_id, name, tier, priority, labels, descriptor, submitted_at)
+        values (:id, :tenant, :user, :name, :tier, :priority, cast(:labels as jsonb),
+            cast(:descriptor as jsonb), :at)
+    ),
+    task as (
+        insert into tasks
+            (id, request_id, tenant_id, user_id, ordinal, name, type, kind, descriptor,
+             memory_bytes, devices_min, devices_max, across_hosts, tier, priority, hold,
+             not_before, retry_max, step, submitted_at)
+        select t.id, :id, :tenant, :user, t.ordinal, t.name, t.type, t.kind, t.descriptor,
+            t.memory_bytes, t.devices_min, t.devices_max, t.across_hosts, :tier, :priority, t.hold,
+            t.not_before, t.retry_max, t.step, :at
+        from json_to_recordset(cast(:tasks as json)) as t
+            (id text, ordinal int, name text, type text, kind text, descriptor jsonb,
+             memory_bytes bigint, devices_min int, devices_max int, across_hosts bool, hold text,
+             not_before timestamptz, retry_max int, step bigint)
+    ),
+    need as (
+        insert into needs (task_id, needs_id, port, output, late)
+        select n.task_id, n.needs_id, n.port, n.output, n.late
+        from json_to_recordset(cast(:needs as json)) as n
+            (task_id text, needs_id text, port text, output text, late bool)
+    ),
+    once as (
+        update idempotency
+        set status = :status, response = cast(:answer as jsonb), location = :location
+        where user_id = :user and key = cast(:key as text)
+    )
+    insert into events (tenant_id, request_id, type, message)
+    values (:tenant, :id, 'request.submitted', :told)
+    """
+)
+
+
+def write(session: Session, accepted: Accepted, once: Once, answer: Answer) -> None:
+    """Write what was accepted, and the answer to the call; control is nudged after the commit."""
+    owner, request, found = accepted.owner, accepted.request, accepted.found
+    graphs.keep(session, owner.tenant_id, found.graphs.values())
+    if found.descriptor.notify is not None:
+        webhooks.expect_addresses(session, owner.tenant_id)
+    ids = {task["name"]: task["id"] for task in accepted.tasks}
+    needs = [
+        {
+            "task_id": ids[name],
+            "needs_id": ids[n.task],
+            "port": n.port,
+            "output": n.output,
+            "late": n.late,
+        }
+        for name, needed in accepted.needs.items()
+        for n in needed
+    ]
+    n = len(ids)
+    given = {
+        "id": request["id"],
+        "tenant": owner.tenant_id,
+        "user": owner.user_id,
+        "name": request["name"],
+        "tier": request["tier"],
+        "priority": request["priority"],
+        "labels": json.dumps(request["labels"]),
+        "descriptor": json.dumps(request["descriptor"]),
+        "at": request["submitted_at"],
+        "tasks": json.dumps(accepted.tasks),
+        "needs": json.dumps(needs),
+        "key": once.key,
+        "status": answer.status,
+        "answer": answer.body if once.key is not None else None,
+        "location": answer.location,
+        "told": f"{owner.user_name} submitted {request['name']}: {n} task{'s' * (n > 1)}.",
+    }
+    session.execute(_WRITE, given)
+    session.add_all(_copied(row, ids[name]) for name, row in found.begun.items())
+    for task in found.descriptor.tasks:
+        taken = {port: found.taken.get(source) for port, source in task.inputs.items()}
+        datablocks.use(session, ids[task.name], {p: row for p, row in taken.items() if row})
+    after_commit(session, outbox.nudge_control)
+    after_commit(session, lambda: changes.tell(owner.tenant_id, request["id"]))
+
+
+def _check_room(session: Session, path: Sequence[tenant_tree.OnPath], wanted: int) -> None:
+    """Raise QueueFull if `wanted` more tasks exceed the bound of the tenant or of one above it.
+
+    Bounded tenants are locked until the commit, always in the order of their ids.  So of two
+    requests for the last place, the second counts the first.  Without a bound there is no lock.
+    """
+    bounded = [tenant.id for tenant in path if tenant.max_queued is not None]
+    if not bounded:
+        return
+    columns = (Tenant.id, Tenant.name, Tenant.max_queued)
+    locked = select(*columns).where(Tenant.id.in_(bounded)).order_by(Tenant.id)
+    for id, name, most in session.execute(locked.with_for_update(key_share=True)).all():
+        queued = _queued(session, id)
+        if most is not None and queued + wanted > most:
+            raise QueueFull(_no_room(name, queued, wanted, most))
+
+
+def _queued(session: Session, tenant_id: str) -> int:
+    waits = (Task.state.in_(("blocked", "waiting")), ~gang_tickets.IS_TICKET)
+    which = (tenant_tree.within(Task.tenant_id, tenant_id), *waits)
+    return session.scalar(select(func.count()).select_from(Task).where(*which)) or 0
+
+
+def _no_room(name: str, queued: int, wanted: int, most: int) -> str:
+    told = f"{name} has {queued} tasks waiting, of at most {most}; this request has {wanted}"
+    if wanted > most:
+        return f"{told}, which never fit: split it, or have max_queued raised"
+    return f"{told}: cancel some, wait until some have started, or have max_queued raised"
+
+
+def _request(owner: Owner, descriptor: Descriptor, body: JSON, now: datetime) -> dict[str, Any]:
+    """Return the values of the request's row."""
+    id = _new_id("req")
+    return dict(
+        id=id,
+        tenant_id=owner.tenant_id,
+        user_id=owner.user_id,
+        name=descriptor.name or f"{descriptor.tasks[0].name}-{id[-6:]}",
+        tier=descriptor.tier,
+        priority=descriptor.priority,
+        labels=dict(descriptor.labels),
+        descriptor=body,
+        submitted_at=now,
+    )
+
+
+def _copied(begun: Checkpoint, task_id: str) -> Checkpoint:
+    """The new task's own first checkpoint: its bytes stay, whatever becomes of the other task."""
+    return Checkpoint(
+        id=_new_id("ckp"),
+        task_id=task_id,
+        tenant_id=begun.tenant_id,
+        epoch=0,
+        step=begun.step,
+        sha256=begun.sha256,
+        size_bytes=begun.size_bytes,
+        took_us=begun.took_us,
+        host=begun.host,
+        key=begun.key,
+    )
+
+
+def _task(task: TaskDescriptor, ordinal: int, begun: Checkpoint | None) -> dict[str, Any]:
+    """Return the values of a task's row that are not its request's."""
+    descriptor = descriptors.as_json(task)
+    return dict(
+        id=_new_id("tsk"),
+        ordinal=ordinal,
+        name=task.name,
+        type=task.type,
+        kind=task.devices.kind,
+        descriptor=descriptor,
+        memory_bytes=task.devices.memory_bytes,
+        devices_min=task.devices.min,
+        devices_max=task.devices.max,
+        across_hosts=task.devices.across_hosts,
+        hold="user" if task.start.hold else "",
+        not_before=descriptor["start"]["not_before"],
+        retry_max=task.retry_max,
+        step=0 if begun is None else begun.step,
+    )
+
+
+def _new_id(kind: str) -> str:
+    return f"{kind}_{uuid_utils.uuid7().hex}"
+
+
+# --- once only ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The response to a call; `body` is JSON."""
+
+    status: int
+    body: str
+    location: str
+
+
+def replay(session: Session, owner: Owner, once: Once) -> Answer:
+    """Return the answer that the first call with this key got; raises KeyReused."""
+    before = session.get_one(Idempotency, (owner.user_id, once.key), populate_existing=True)
+    if (before.route, before.body_sha256) != (once.route, once.body_sha256):
+        told = "this Idempotency-Key came with another body before; take a new key for new work"
+        raise KeyReused.at("Idempotency-Key:", told, "reused")
+    assert before.status is not None, "a key is committed together with its answer"
+    return Answer(before.status, json.dumps(before.response), before.location or "")

@@ -1,0 +1,1 @@
+"""Starts the whole system on one machine, and prepares what it starts with."""

@@ -1,0 +1,1 @@
+"""Sends what was committed: nudges, signed orders, news for streams, webhooks."""

@@ -1,0 +1,227 @@
+"""Celery over Redis, as wake-up transport and process host; its messages contain no work.
+
+Here are the names of queues and messages, and the settings that all processes share.  A bare client
+made by `make_celery` can send to workers that it does not import.
+
+A message carries one text, which `app.messaging.envelope` signs and opens; a nudge carries none.
+Anyone with write access to Redis can put anything into a queue.  So `Channel` checks the size and
+the form of what it reads before anything parses it, and discards what is no message for this
+process.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import time
+from typing import Any
+
+from celery import Celery
+from kombu import serialization
+from kombu.transport import TRANSPORT_ALIASES
+from kombu.transport import redis as over_redis
+from redis.exceptions import ResponseError
+
+log = logging.getLogger(__name__)
+
+CONTROL_QUEUE = "control"
+
+CONTROL_NUDGE = "control.nudge"  # something was submitted or asked for
+ISLAND_NUDGE = "island.nudge"  # look again
+ISLAND_ALIVE = "island.alive"  # a heartbeat
+DEVICE_NEWS = "device.news"  # an answer, orders
+
+CONTENT_TYPE = "application/x-roundhouse"
+MESSAGE_LIMIT_BYTES = 32 * 2**20
+WRAPPING_LIMIT_BYTES = 8 * 2**10  # size limit of a message without its text
+BRACKETS_LIMIT = 32  # brackets in a message without its text: bounds depth and number of objects
+COMPLAIN_EVERY_S = 10.0
+
+#: Names of the messages that this process accepts.
+HEARD: set[str] = set()
+
+
+def island_queue(island: str) -> str:
+    return f"island.{island}"
+
+
+def device_queue(device: str) -> str:
+    return f"device.{device}"
+
+
+def make_celery(name: str, redis_url: str, tls: dict[str, Any] | None = None) -> Celery:
+    """Create a Celery client; `tls` says how to verify a `rediss://` server, and our own
+    certificate.
+    """
+    celery = Celery(name, broker=_broker_url(redis_url))
+    celery.conf.update(
+        accept_content=[CONTENT_TYPE],
+        task_serializer="roundhouse",
+        task_ignore_result=True,
+        task_publish_retry=False,  # a hint that cannot be sent is sent again by its owner
+        task_default_queue="unused",
+        task_create_missing_queues=True,
+        worker_prefetch_multiplier=1,
+        worker_send_task_events=False,
+        worker_enable_remote_control=False,
+        worker_hijack_root_logger=False,
+        broker_connection_retry_on_startup=True,
+        broker_connection_max_retries=None,
+        broker_pool_limit=4,
+        broker_transport_options=_transport(redis_url),
+        broker_use_ssl=tls or False,
+    )
+    return celery
+
+
+def send(celery: Celery, name: str, queue: str, text: str = "", *, expires_s: float = 30.0) -> None:
+    """Publish one hint; raises kombu.exceptions.OperationalError if Redis does not take it."""
+    # Do not repeat the body in the headers, where it is never read.
+    shown = {"argsrepr": "", "kwargsrepr": ""}
+    args = (text,) if text else ()
+    celery.send_task(name, args=args, queue=queue, expires=expires_s, ignore_result=True, **shown)
+
+
+def _broker_url(redis_url: str) -> str:
+    """Rewrite the URL's scheme to name our transport, which is Redis with checks on reading."""
+    scheme, _, place = redis_url.partition("://")
+    return f"roundhouse+socket://{place}" if scheme == "unix" else f"roundhouse://{place}"
+
+
+def _transport(redis_url: str) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "visibility_timeout": 60,
+        "health_check_interval": 5,
+        "socket_timeout": 10,
+        "socket_connect_timeout": 3,
+    }
+    if not redis_url.startswith("unix://"):
+        options["socket_keepalive"] = True
+    return options
+
+
+# --- serialization --------------------------------------------------------------------------------
+
+
+def _written(body: tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]) -> str:
+    """Serialize Celery's arguments of a message: its text, or nothing."""
+    return body[0][0] if body[0] else ""
+
+
+def _read(text: str | bytes) -> tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]:
+    text = text if isinstance(text, str) else text.decode()
+    return (text,) if text else (), {}, {}
+
+
+serialization.register("roundhouse", _written, _read, CONTENT_TYPE, "utf-8")
+
+
+# --- checks on reading ----------------------------------------------------------------------------
+
+
+class NotAMessage(Exception):
+    """An item in a queue that is no message of ours."""
+
+
+class Complaint:
+    """Logs an event that may occur very often: at once, and later now and then with a count."""
+
+    def __init__(self, logger: logging.Logger, words: str) -> None:
+        self._log, self._words = logger, words
+        self._left_out, self._next_s = 0, 0.0
+
+    def say(self, why: object, *, exc_info: bool = False) -> None:
+        now_s = time.monotonic()
+        if now_s < self._next_s:
+            self._left_out += 1
+            return
+        more = f"; and {self._left_out} times before" if self._left_out else ""
+        self._log.warning("%s: %s%s", self._words, str(why)[:300], more, exc_info=exc_info)
+        self._left_out, self._next_s = 0, now_s + COMPLAIN_EVERY_S
+
+
+class Channel(over_redis.Channel):
+    """Reads from Redis; discards what is no message, so that the worker goes on."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._complaint = Complaint(
+            log, "thrown away: somebody put into a queue what is no message"
+        )
+        super().__init__(*args, **kwargs)
+
+    def _create_client(self, asynchronous: bool = False) -> Any:
+        client = super()._create_client(asynchronous)
+        client.set_response_callback("BRPOP", checked)
+        return client
+
+    def _brpop_read(self, **options: Any) -> Any:
+        try:
+            return super()._brpop_read(**options)
+        except NotAMessage as error:
+            self._complaint.say(error)
+        except ResponseError as error:
+            if not str(error).startswith("WRONGTYPE"):
+                raise
+            self._complaint.say(error)
+            self._remove_what_is_no_queue()
+        return True
+
+    def _remove_what_is_no_queue(self) -> None:
+        """Delete keys of other types that were put in a queue's place, so that the queue works
+        again.
+        """
+        with self.conn_or_acquire() as client:
+            for queue in self.active_queues:
+                for step in self.priority_steps:
+                    key = self._q_for_pri(queue, step)
+                    if client.type(key) not in (b"list", b"none"):
+                        client.delete(key)
+
+
+class Transport(over_redis.Transport):
+    Channel = Channel
+
+
+TRANSPORT_ALIASES["roundhouse"] = f"{__name__}:Transport"
+
+
+def checked(reply: Any, **_: Any) -> tuple[bytes, bytes] | None:
+    """Return the reply of BRPOP if it is a message for us; raises NotAMessage.
+
+    Time and memory are bounded by the bytes that are there already.
+    """
+    if not reply:
+        return None
+    queue, item = reply
+    if len(item) > MESSAGE_LIMIT_BYTES:
+        raise NotAMessage(f"{len(item)} bytes")
+    if item.count(b"[") + item.count(b"{") > BRACKETS_LIMIT:
+        raise NotAMessage(f"JSON of more than {BRACKETS_LIMIT} lists and objects")
+    try:
+        message = json.loads(item.decode())
+        text_bytes = len(message["body"])
+        base64.b64decode(message["body"], validate=True).decode()
+        _check(message)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise NotAMessage(f"{item[:60]!r}: {error!r:.100}") from error
+    if len(item) - text_bytes > WRAPPING_LIMIT_BYTES:
+        raise NotAMessage(f"{len(item) - text_bytes} bytes of headers")
+    return queue, item
+
+
+def _check(message: dict[str, Any]) -> None:
+    """Raise ValueError, TypeError, KeyError or AttributeError for what none of our
+    processes sends.
+    """
+    headers, properties = message["headers"], message["properties"]
+    kind = message["content-type"], message["content-encoding"], properties["body_encoding"]
+    if kind != (CONTENT_TYPE, "utf-8", "base64") or headers.get("compression"):
+        raise ValueError(f"it is written as {kind}")
+    if headers["task"] not in HEARD:
+        raise ValueError(f"nobody hears {headers['task']!r} here")
+    if not isinstance(headers.get("expires"), str | None):
+        raise ValueError("its headers are of other types")
+    if not isinstance(properties["delivery_tag"], str):
+        raise ValueError("its tag is no text")
+    properties["delivery_info"].items()

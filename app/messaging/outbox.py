@@ -1,0 +1,160 @@
+"""Send what was committed: nudges to workers, orders to devices.
+
+Messages to devices are signed with the key of this island, once for each message.
+
+Nothing here decides or changes a state.  A message may be lost: orders stay in the table until the
+device shows that it has received them, and are sent again after `order_resend_s`; a lost nudge only
+delays the work until the next tick.  Nothing is sent inside a transaction, and the API never waits
+for Redis.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any
+
+from celery import Celery
+from kombu.exceptions import OperationalError
+from redis.exceptions import RedisError
+from sqlalchemy import Select, func, or_, select, update
+from sqlalchemy.orm import Session
+
+from app.core.model.messages import JSON, Answer, encode
+from app.db.models import Order
+from app.messaging import broker
+from app.messaging.envelope import sealed_news
+from app.settings import settings
+from app.storage.signing import Signer
+
+log = logging.getLogger(__name__)
+
+
+@lru_cache
+def celery() -> Celery:
+    """A bare client: it sends by name and imports no worker."""
+    ours = settings()
+    return broker.make_celery("roundhouse", ours.redis_url.get_secret_value(), ours.redis_tls)
+
+
+@lru_cache
+def signer() -> Signer:
+    """The key of this island, which only its own processes can read; the public key lies beside it.
+
+    The key is created if it does not exist.
+    """
+    file = settings().island_key_file
+    made = Signer.at(file)
+    made.publish(file.with_suffix(".pub"))
+    return made
+
+
+class Nudger(threading.Thread):
+    """Publishes one nudge for any number of requested actions, outside the calls that requested
+    them.
+    """
+
+    def __init__(self, name: str, queue: str) -> None:
+        super().__init__(name=f"nudge {queue}", daemon=True)
+        self.message, self.queue = name, queue
+        self.wanted = threading.Event()
+
+    def run(self) -> None:
+        while True:
+            self.wanted.wait()
+            self.wanted.clear()
+            hint(self.message, self.queue)
+
+
+@lru_cache
+def _nudger(message: str, queue: str) -> Nudger:
+    nudger = Nudger(message, queue)
+    nudger.start()
+    return nudger
+
+
+def nudge_control() -> None:
+    """Tell control that something was submitted or asked for; returns at once."""
+    _nudger(broker.CONTROL_NUDGE, broker.CONTROL_QUEUE).wanted.set()
+
+
+def nudge_island(island: str) -> None:
+    """Tell an island to look again; returns at once."""
+    _nudger(broker.ISLAND_NUDGE, broker.island_queue(island)).wanted.set()
+
+
+def hint(message: str, queue: str, text: str = "") -> bool:
+    """Publish one message; False if Redis did not take it, which only delays its effect."""
+    try:
+        broker.send(celery(), message, queue, text)
+    except (OperationalError, OSError, RedisError) as error:
+        log.warning("could not send %s to %s: %s", message, queue, error)
+        return False
+    return True
+
+
+def tell(device: str, message: Any) -> None:
+    """Send one message to a device.  It may be lost, because answers repeat its content."""
+    _send_news(device, [encode(message)])
+
+
+def _send_news(device: str, bodies: Sequence[JSON]) -> bool:
+    text = sealed_news(signer(), device, bodies)
+    return hint(broker.DEVICE_NEWS, broker.device_queue(device), text)
+
+
+def reachable() -> bool:
+    """True if Redis answers.  If not, silence of devices means nothing."""
+    try:
+        with celery().connection_for_write() as connection:
+            connection.ensure_connection(max_retries=1, timeout=1)
+    except (OperationalError, OSError):
+        return False
+    return True
+
+
+def take_unsent(
+    session: Session, live: Sequence[str] | Select[tuple[str]], *, resend_s: float
+) -> list[Order]:
+    """Take the orders of `live` devices that were never sent, or long ago without an answer; in
+    order.
+
+    They count as sent from the end of this transaction, which is before they are sent: if the
+    process dies in between, they are sent again later.  Orders that another island has locked (a
+    gang spans both islands) are left to it.
+    """
+    stale = func.now() - func.make_interval(0, 0, 0, 0, 0, 0, resend_s)
+    due = or_(Order.sent_at.is_(None), Order.sent_at < stale)
+    mine = select(Order.id).where(Order.answered_at.is_(None), Order.device_id.in_(live), due)
+    free = mine.order_by(Order.id).with_for_update(skip_locked=True)
+    sent = {"sent_at": func.now(), "sends": Order.sends + 1}
+    taken = update(Order).where(Order.id.in_(free)).values(sent).returning(Order)
+    fresh = {"synchronize_session": False, "populate_existing": True}
+    return sorted(session.scalars(taken.execution_options(**fresh)), key=lambda order: order.id)
+
+
+def send(answers: Iterable[Answer], orders: Sequence[Order]) -> list[int]:
+    """Publish one message to each device: its answer, then its orders.
+
+    Returns the ids of the orders that Redis did not take.  Call it outside any transaction.
+    """
+    news = defaultdict[str, list[JSON]](list)
+    for answer in answers:
+        news[answer.device].append(encode(answer))
+    for order in orders:
+        news[order.device_id].append(order.body)
+    unsent = dict(news)
+    for device, bodies in news.items():
+        if not _send_news(device, bodies):
+            break  # each of the rest would run into the same timeout
+        del unsent[device]
+    return [order.id for order in orders if order.device_id in unsent]
+
+
+def mark_unsent(session: Session, ids: list[int]) -> None:
+    """Make orders that Redis did not take due again in the next round."""
+    values = {"sent_at": None, "sends": Order.sends - 1}
+    session.execute(update(Order).where(Order.id.in_(ids)).values(values))

@@ -1,0 +1,262 @@
+"""Webhooks: messages about ends of requests, kept until they are delivered or given up.
+
+A message is written by `announce` in the transaction that ends the request, so it exists if and
+only if the request has ended.  Control takes it (`take`), sends it outside any transaction, and
+records the result (`record`).  The sender that takes a message has a lease on it.  If the sender
+dies, the next one sends the message again with the same id: at-least-once delivery.
+
+A webhook without an address of its own stands for the addresses that requests of its tenant name in
+`notify`; they share its secret.
+"""
+
+from __future__ import annotations
+
+import base64
+import random
+import secrets
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import uuid_utils
+from sqlalchemy import func, select, text
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.orm import Session
+from standardwebhooks import Webhook as Signer
+
+from app.core.security import webhook_policy
+from app.core.security.webhook_policy import Answer, TaskEnd, Verdict
+from app.db import transactions
+from app.db.models import Delivery, Task, Webhook
+
+SECRET_BYTES = 32
+ATTEMPTS_KEPT = 30  # newest attempts that are recorded for a message
+PER_TENANT = 4  # messages of a tenant that are sent at the same time
+RESOLVING_S = 30.0  # time for the resolution of a name, in addition to the time of a call
+
+
+def new_id(kind: str) -> str:
+    return f"{kind}_{uuid_utils.uuid7().hex}"
+
+
+def new_secret() -> str:
+    return f"whsec_{base64.b64encode(secrets.token_bytes(SECRET_BYTES)).decode()}"
+
+
+# --- writing messages ---------------------------------------------------------------------------
+
+
+def expect_addresses(session: Session, tenant_id: str) -> None:
+    """Ensure that the tenant has a secret to sign with, because a request names an address.
+
+    The row is not inserted as an object: the audit log records objects, and a submit must not take
+    its lock.
+    """
+    row = {"id": new_id("whk"), "tenant_id": tenant_id, "secret": new_secret()}
+    session.execute(insert(Webhook).values(row).on_conflict_do_nothing())
+
+
+_TOLD = text(
+    """
+    select w.id as webhook_id, w.url, w.events, r.tenant_id, r.id, r.name, r.state, r.labels,
+        r.submitted_at, r.ended_at, r.descriptor -> 'notify' as notify
+    from requests r join webhooks w on w.tenant_id = r.tenant_id and w.disabled_at is null
+    where r.id = any(:ids) order by r.id, w.id for key share of w
+    """
+)
+
+
+def announce(session: Session, ended: Sequence[str]) -> None:
+    """Write a message to each address that wants the end of one of these requests."""
+    rows = [row for row in session.execute(_TOLD, {"ids": list(ended)}) if _wanted(row)]
+    if not rows:
+        return
+    ends = _ends(session, {row.id for row in rows})
+    session.add_all(
+        Delivery(
+            id=new_id("msg"),
+            webhook_id=row.webhook_id,
+            tenant_id=row.tenant_id,
+            request_id=row.id,
+            url=row.url or row.notify["webhook"],
+            type=f"request.{row.state}",
+            body=webhook_policy.message(
+                f"request.{row.state}", row.ended_at, _data(row, ends[row.id])
+            ),
+        )
+        for row in rows
+    )
+
+
+def _wanted(row: Any) -> bool:
+    if row.url is None:
+        return webhook_policy.wants(row.notify, row.state)
+    return f"request.{row.state}" in row.events
+
+
+def _ends(session: Session, ids: set[str]) -> dict[str, list[TaskEnd]]:
+    query = select(Task.request_id, Task.name, Task.state, Task.cause, Task.message)
+    found = defaultdict(list)
+    for id, *end in session.execute(query.where(Task.request_id.in_(ids)).order_by(Task.ordinal)):
+        name, state, cause, message = end
+        found[id].append(TaskEnd(name=name, state=state, cause=cause, message=message))
+    return found
+
+
+def _data(row: Any, ends: Sequence[TaskEnd]) -> dict[str, Any]:
+    return {
+        "id": row.id,
+        "name": row.name,
+        "state": row.state,
+        "tenant_id": row.tenant_id,
+        "labels": row.labels,
+        "submitted_at": row.submitted_at.isoformat(),
+        "ended_at": row.ended_at.isoformat(),
+        **webhook_policy.of_tasks(ends),
+    }
+
+
+def try_out(session: Session, hook: Webhook) -> Delivery:
+    """Write a test message."""
+    body = webhook_policy.message(
+        webhook_policy.TEST, transactions.now(session), {"webhook_id": hook.id}
+    )
+    whose = {"webhook_id": hook.id, "tenant_id": hook.tenant_id, "url": hook.url}
+    delivery = Delivery(id=new_id("msg"), type=webhook_policy.TEST, body=body, **whose)
+    session.add(delivery)
+    session.flush()
+    return delivery
+
+
+# --- sending messages ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """A message to send at once; `attempt` fences the record of the result."""
+
+    id: str
+    attempt: int
+    at: datetime
+    url: str
+    body: str
+    secrets: tuple[str, ...]
+
+
+# Looks at the first few messages of each webhook, so a long queue of one costs the others nothing.
+# The tenant with the fewest messages under way comes first.
+_TAKE = text(
+    """
+    with held as (
+        select tenant_id, count(*) as n from deliveries
+        where state = 'pending' and taken_until > now() group by tenant_id
+    ), due as (
+        select d.id, d.due_at, coalesce(h.n, 0)
+            + row_number() over (partition by w.tenant_id order by d.due_at, d.id) as nth
+        from webhooks w left join held h on h.tenant_id = w.tenant_id cross join lateral (
+            select id, due_at from deliveries
+            where webhook_id = w.id and state = 'pending' and due_at <= now()
+                and coalesce(taken_until <= now(), true)
+            order by due_at, id limit :per_tenant
+        ) d
+    ), mine as (
+        select id from deliveries
+        where id in (
+            select id from due where nth <= :per_tenant order by nth, due_at, id limit :most
+        ) and state = 'pending' and coalesce(taken_until <= now(), true)
+        for update skip locked
+    )
+    update deliveries d
+    set attempt = d.attempt + 1, taken_until = now() + make_interval(secs => :lease_s)
+    from mine, webhooks w where d.id = mine.id and w.id = d.webhook_id
+    returning d.id, d.attempt, now() as at, d.url, d.body, w.secret,
+        case when w.old_secret_until > now() then w.old_secret end as old_secret
+    """
+)
+
+
+def take(session: Session, most: int, *, call_s: float) -> list[Taken]:
+    """Take up to `most` messages that are due; they are leased for as long as a call can last."""
+    given = {"most": most, "per_tenant": PER_TENANT, "lease_s": call_s + RESOLVING_S}
+    return [
+        Taken(
+            id=row.id,
+            attempt=row.attempt,
+            at=row.at,
+            url=row.url,
+            body=row.body,
+            secrets=tuple(one for one in (row.secret, row.old_secret) if one is not None),
+        )
+        for row in session.execute(_TAKE, given)
+    ]
+
+
+def headers(taken: Taken) -> dict[str, str]:
+    """Return the HTTP headers of a message.  While a secret is rotated, there is a signature by
+    each of the two.
+    """
+    at = taken.at.astimezone(UTC)
+    signed = [Signer(secret).sign(taken.id, at, taken.body) for secret in taken.secrets]
+    return {
+        "Content-Type": "application/json",
+        "User-Agent": "roundhouse-webhooks/1",
+        "webhook-id": taken.id,
+        "webhook-timestamp": str(int(at.timestamp())),
+        "webhook-signature": " ".join(signed),
+    }
+
+
+def record(session: Session, taken: Taken, answer: Answer) -> None:
+    """Record the result of an attempt, unless another sender has taken the message over
+    meanwhile.
+    """
+    same = select(Delivery).where(Delivery.id == taken.id, Delivery.attempt == taken.attempt)
+    fresh = same.with_for_update().execution_options(populate_existing=True)
+    delivery = session.scalar(fresh)
+    if delivery is None:
+        return
+    now = transactions.now(session)
+    tried = {
+        "at": now.isoformat(),
+        "status": answer.status,
+        "error": answer.error,
+        "took_us": answer.took_us,
+    }
+    delivery.attempts = [*delivery.attempts, tried][-ATTEMPTS_KEPT:]
+    delivery.taken_until = None
+    found = webhook_policy.verdict(answer.status)
+    wait_s = webhook_policy.wait_s(delivery.attempt - delivery.round_from, random.random())
+    if found == Verdict.delivered:
+        delivery.state, delivery.ended_at = "delivered", now
+    elif found == Verdict.unwanted:
+        delivery.state, delivery.ended_at = "given_up", now
+        _disable(session, session.get_one(Webhook, delivery.webhook_id), now)
+    elif wait_s is None:
+        delivery.state, delivery.ended_at = "given_up", now
+    else:
+        delivery.due_at = now + timedelta(seconds=wait_s)
+
+
+def _disable(session: Session, hook: Webhook, now: datetime) -> None:
+    """Disable a webhook after its receiver refused further messages.
+
+    If a request named the address, the answer says nothing about other addresses, so nothing is
+    done.
+    """
+    if hook.url is None:
+        return
+    hook.disabled_at = hook.disabled_at or now
+    waiting = Delivery.__table__.update().where(
+        Delivery.webhook_id == hook.id, Delivery.state == "pending"
+    )
+    session.execute(waiting.values(state="given_up", ended_at=now))
+
+
+def send_again(session: Session, delivery: Delivery) -> None:
+    """Send the same message again, at once, and keep the record of its earlier attempts."""
+    delivery.state, delivery.ended_at = "pending", None
+    delivery.round_from, delivery.due_at = delivery.attempt, func.now()
+    session.flush()
+    session.refresh(delivery)

@@ -1,0 +1,352 @@
+"""Converts values for templates and charts: to words, columns, lengths.  All functions are pure."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from itertools import groupby
+from typing import Any
+
+from app.core import units
+from app.insight.forecast import Start
+from app.insight.reports import Curve, Happened, Queued, Stay, UsageRow
+from app.insight.time_spent import TimeSpent
+
+COLOURS = 8  # distinguishable series; roundhouse.css names the colours
+
+
+# --- words --------------------------------------------------------------------------------------
+
+
+def duration(span: timedelta | float) -> str:
+    return units.duration(span.total_seconds() if isinstance(span, timedelta) else span)
+
+
+def about(seconds: float) -> str:
+    """Format a duration that is only roughly known, in whole seconds."""
+    return f"{seconds:.0f} s" if seconds < 59.5 else units.duration(max(seconds, 60.0))
+
+
+def age(span: timedelta) -> str:
+    return units.age(span.total_seconds())
+
+
+def held(us: float) -> str:
+    """Format micro-device-seconds as a duration."""
+    return units.duration(us / 1e6)
+
+
+def figure(value: Any) -> str:
+    """Format a tenant's metric: a number with four digits, anything else cut short."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return str(value)[:40]
+
+
+def value(given: Any) -> str:
+    """Format a changed value as the audit log keeps it."""
+    if given is None or given in ([], {}, ""):
+        return "nothing"
+    return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+
+
+def utc(at: datetime) -> str:
+    return at.astimezone(UTC).strftime("%d %b %H:%M:%S UTC")
+
+
+# --- usage over time ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """The period of a chart, and its interval, a key of `app.insight.reports.INTERVALS`."""
+
+    words: str
+    span_s: int
+    interval: str
+    interval_words: str
+
+
+WINDOWS = {
+    "15m": Window(words="15 minutes", span_s=900, interval="10s", interval_words="10 seconds"),
+    "1h": Window(words="hour", span_s=3600, interval="1m", interval_words="a minute"),
+    "24h": Window(words="day", span_s=86400, interval="10m", interval_words="10 minutes"),
+    "7d": Window(words="week", span_s=7 * 86400, interval="1h", interval_words="an hour"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Total:
+    name: str
+    held_us: int
+    charged_us: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageChart:
+    """Mean number of devices held in each whole interval, one column per name, most used first."""
+
+    by: str
+    names: tuple[str, ...]
+    totals: tuple[Total, ...]
+    rows: tuple[tuple[datetime, tuple[float, ...]], ...]
+
+    def colour(self, name: str) -> int:
+        return self.names.index(name) % COLOURS
+
+
+REST = "all others"
+
+
+def usage_chart(
+    rows: Sequence[UsageRow],
+    *,
+    by: str,
+    since: datetime,
+    until: datetime,
+    interval_s: int,
+    devices: int,
+) -> UsageChart:
+    """Build the chart of usage rows that are grouped by bucket and `by`.
+
+    The open interval is left out of the columns, where it would look like a fall, but not out of
+    the totals.  A device reports usage a moment after it held the slot.  So usage beyond what all
+    `devices` can give in an interval belongs to the interval before.
+    """
+    sums: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for row in rows:
+        sums[getattr(row, by)][0] += row.held_us
+        sums[getattr(row, by)][1] += row.charged_us
+    ranked = sorted(sums, key=lambda name: (-sums[name][1], name))
+    shown = ranked if len(ranked) <= COLOURS else [*ranked[: COLOURS - 1], REST]
+    column = {name: shown.index(name) if name in shown else COLOURS - 1 for name in ranked}
+    cells: dict[int, list[float]] = defaultdict(lambda: [0.0] * len(shown))
+    totals = [[0, 0] for _ in shown]
+    for row in rows:
+        assert row.bucket is not None
+        place = column[getattr(row, by)]
+        cells[int(row.bucket.timestamp())][place] += row.held_us / 1e6 / interval_s
+        totals[place][0] += row.held_us
+        totals[place][1] += row.charged_us
+    first, last = (int(at.timestamp()) // interval_s * interval_s for at in (since, until))
+    _carry_back(cells, range(last, first - 1, -interval_s), devices)
+    return UsageChart(
+        by=by,
+        names=tuple(shown),
+        totals=tuple(
+            Total(name=name, held_us=held_us, charged_us=charged_us)
+            for name, (held_us, charged_us) in zip(shown, totals, strict=True)
+        ),
+        rows=tuple(
+            (datetime.fromtimestamp(at, UTC), tuple(cells[at]))
+            for at in range(first, last, interval_s)
+        ),
+    )
+
+
+def _carry_back(cells: dict[int, list[float]], latest_first: range, devices: int) -> None:
+    """Move what exceeds `devices` in an interval to the one before, in proportion."""
+    for at in latest_first:
+        whole = sum(cells[at])
+        if whole <= devices:
+            continue
+        before = cells[at + latest_first.step]
+        for place, value in enumerate(cells[at]):
+            kept = value * devices / whole
+            before[place] += value - kept
+            cells[at][place] = kept
+
+
+# --- progress and metrics -----------------------------------------------------------------------
+
+
+def not_numbers(metrics: dict[str, Any]) -> list[str]:
+    """Return the metrics reported as "nan", "inf" or "-inf", as a diverged loss is."""
+    return [name for name, told in metrics.items() if told in ("nan", "inf", "-inf")]
+
+
+def sparkline(values: Sequence[float], *, width: int = 80, height: int = 20) -> str:
+    """Return the points of an SVG polyline; empty for fewer than two values."""
+    if len(values) < 2:
+        return ""
+    low, high = min(values), max(values)
+    spread = (high - low) or 1.0
+    step = width / (len(values) - 1)
+    return " ".join(
+        f"{n * step:.1f},{height - 1 - (value - low) / spread * (height - 2):.1f}"
+        for n, value in enumerate(values)
+    )
+
+
+def queued_words(queue: Sequence[Queued], waiting: int | None) -> str:
+    """Return a text like "11 queued, 1 preempted, 1 paused".
+
+    `waiting` is the number of all waiting tasks if `queue` is only a part of them, else None.
+    """
+    if waiting is not None:
+        return f"{waiting:,} queued"
+    counts = Counter(item.phase for item in queue)
+    words = [f"{counts['queued']} queued"]
+    words += [f"{counts[phase]} {phase}" for phase in ("preempted", "paused") if counts[phase]]
+    return ", ".join(words)
+
+
+def next_start(queue: Sequence[Queued]) -> Start | None:
+    """Return the estimate of the task that is expected to start first."""
+    estimates = [item.estimate for item in queue if item.estimate is not None]
+    return min(estimates, key=lambda estimate: estimate.p50_s, default=None)
+
+
+def by_place(queue: Sequence[Queued]) -> list[Queued]:
+    """Sort by expected start; tasks without a place come last, the oldest first."""
+    return sorted(queue, key=lambda item: (item.place is None, item.place or 0, item.id))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurveChart:
+    """The values of one metric in several tasks, by step; None where a task has no value."""
+
+    name: str
+    tasks: tuple[str, ...]
+    rows: tuple[tuple[int, tuple[float | None, ...]], ...]
+
+
+def curve_charts(curves: Sequence[Curve], *, most: int = 24) -> list[CurveChart]:
+    by_name: dict[str, list[Curve]] = defaultdict(list)
+    for curve in curves:
+        by_name[curve.name].append(curve)
+    return [_curve_chart(name, lines) for name, lines in list(by_name.items())[:most]]
+
+
+def _curve_chart(name: str, lines: Sequence[Curve]) -> CurveChart:
+    values = [dict(line.points) for line in lines]
+    steps = sorted(set().union(*values))
+    return CurveChart(
+        name=name,
+        tasks=tuple(line.task for line in lines),
+        rows=tuple((step, tuple(value.get(step) for value in values)) for step in steps),
+    )
+
+
+# --- placements ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A stay on a device as a bar: `x` and `width` in percent of the line."""
+
+    x: float
+    width: float
+    colour: int
+    words: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lane:
+    task: str
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeLine:
+    since: datetime
+    until: datetime
+    devices: tuple[str, ...]
+    lanes: tuple[Lane, ...]
+
+
+def time_line(stays: Sequence[Stay], *, since: datetime, until: datetime) -> TimeLine:
+    """Build the chart: one lane per task, a second one for borrowed devices, one bar per stay.
+
+    Colours are by device.  The axis begins at the request's submission (`since`), and ends at its
+    end or now (`until`).
+    """
+    devices = tuple(sorted({stay.device for stay in stays}))
+    lanes: dict[str, list[Part]] = defaultdict(list)
+    for stay in stays:
+        lane = f"{stay.task}, lent" if stay.guest else stay.task
+        lanes[lane].append(_part(stay, since, until, devices))
+    return TimeLine(
+        since=since,
+        until=until,
+        devices=devices,
+        lanes=tuple(Lane(task=task, parts=tuple(parts)) for task, parts in lanes.items()),
+    )
+
+
+def _part(stay: Stay, since: datetime, until: datetime, devices: Sequence[str]) -> Part:
+    whole_s = max((until - since).total_seconds(), 1e-3)
+    begun, ended = stay.started_at or stay.launched_at, stay.ended_at or until
+    x = 100 * (begun - since).total_seconds() / whole_s
+    width = 100 * (ended - begun).total_seconds() / whole_s
+    return Part(
+        x=round(x, 3),
+        width=round(max(width, 0.2), 3),
+        colour=devices.index(stay.device) % COLOURS,
+        words=f"{stay.device}, start {stay.epoch}, {duration(ended - begun)}, "
+        f"{stay.end or 'still there'}",
+    )
+
+
+# --- time breakdown -----------------------------------------------------------------------------
+
+#: The fields of `TimeSpent` in the words and the order of the page.
+TIMES = {
+    "waited_s": "Queued",
+    "switched_s": "Starting",
+    "moved_s": "Migrating",
+    "computed_s": "Running",
+    "staged_s": "Saving state",
+}
+
+
+def breakdown(spent: TimeSpent) -> list[tuple[float, float]]:
+    """Return, for each of `TIMES`, its seconds and its percentage of the whole."""
+    seconds = [getattr(spent, name) for name in TIMES]
+    whole_s = max(sum(seconds), 1e-6)
+    return [(part_s, 100 * part_s / whole_s) for part_s in seconds]
+
+
+# --- events -------------------------------------------------------------------------------------
+
+#: Events that repeat in every slice of a task: interesting one by one, but not by the hundred.
+TURN = frozenset({"task.launched", "task.started", "task.pausing", "task.paused", "task.saved"})
+#: Events that need no action; they are shown on the page of their request only.
+ROUTINE = TURN | {"request.submitted"}
+FOLDED_ABOVE = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turns:
+    """More than `FOLDED_ABOVE` events in a row of one task's slices, shown as one line."""
+
+    at: datetime
+    task: str | None
+    message: str
+    turns: tuple[Happened, ...]
+
+
+def folded(happened: Sequence[Happened]) -> list[Happened | Turns]:
+    """Return the events in order, with long runs of one task's slices folded."""
+    told: list[Happened | Turns] = []
+    for (_, is_turn), run in groupby(happened, key=lambda one: (one.task_id, one.type in TURN)):
+        events = tuple(run)
+        if is_turn and len(events) > FOLDED_ABOVE:
+            told.append(_turns(events))
+        else:
+            told.extend(events)
+    return told
+
+
+def _turns(events: tuple[Happened, ...]) -> Turns:
+    kinds = [event.type for event in events]
+    count = max(kinds.count("task.launched"), kinds.count("task.started"), 1)
+    return Turns(
+        at=events[0].at,
+        task=events[0].task,
+        message=f"{count} turn{'' if count == 1 else 's'}: paused and resumed",
+        turns=events,
+    )

@@ -1,0 +1,99 @@
+"""The actions that a request and its tasks allow now, so that a page offers exactly those.
+
+This module decides only what is shown: `app.intake.actions` decides again when an action is
+requested.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from app.api.access.auth import Caller
+from app.api.access.visibility import may_act
+from app.core.model.lifecycle import ENDED, ON_A_DEVICE, State
+from app.core.model.migration import MOVABLE
+from app.db.models import Request, Task
+from app.intake.actions import ADMIN_HOLD
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfTask:
+    """The actions on a task.
+
+    `asked` are requested actions that are still in progress, in words.  `widths` are the numbers of
+    devices that the task may be given; empty if it has no ranks to share them.
+    """
+
+    asked: tuple[str, ...] = ()
+    cancel: bool = False
+    pause: bool = False
+    resume: bool = False
+    save: bool = False
+    move: bool = False
+    widths: Sequence[int] = ()
+    devices_max: int = 1
+
+    @property
+    def any(self) -> bool:
+        return self.cancel or self.pause or self.resume or self.save or self.move
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """The actions on a request; none if the reader may not act, or if all tasks have ended."""
+
+    cancel: bool = False
+    hold: bool = False
+    release: bool = False
+    of_task: defaultdict[str, OfTask]
+
+
+def choices(session: Session, caller: Caller, request: Request) -> Choices:
+    query = select(Task).where(Task.request_id == request.id, Task.state.not_in(ENDED))
+    live = session.scalars(query).all()
+    if not may_act(caller, request):
+        asked = {task.id: OfTask(asked=_asked(task)) for task in live}
+        return Choices(of_task=defaultdict(OfTask, asked))
+    held = [task.hold for task in live]
+    return Choices(
+        cancel=any(task.cancel_asked_at is None for task in live),
+        hold="" in held,
+        release=any(held) and (caller.sees_all or ADMIN_HOLD not in held),
+        of_task=defaultdict(OfTask, {task.id: _of_task(task, caller.sees_all) for task in live}),
+    )
+
+
+def _of_task(task: Task, as_admin: bool) -> OfTask:
+    sits = task.state in ON_A_DEVICE and task.state != State.stopping
+    movable = task.state != State.running or MOVABLE in task.capabilities
+    return OfTask(
+        asked=_asked(task),
+        cancel=task.cancel_asked_at is None,
+        pause=not task.hold,
+        resume=bool(task.hold) and (as_admin or task.hold != ADMIN_HOLD),
+        save=sits and not task.save_asked,
+        move=sits and movable and task.devices_min == 1 and task.move_to is None,
+        widths=_widths(task),
+        devices_max=task.devices_max,
+    )
+
+
+def _widths(task: Task) -> Sequence[int]:
+    ranks = task.descriptor.get("world_size", 1)
+    if ranks == 1 or "job" not in task.descriptor["run"]:
+        return ()
+    return range(task.devices_min, ranks + 1)
+
+
+def _asked(task: Task) -> tuple[str, ...]:
+    asked = {
+        "cancelling": task.cancel_asked_at is not None,
+        "saving a checkpoint": task.save_asked,
+        "moving": task.move_to is not None,
+    }
+    return tuple(words for words, is_so in asked.items() if is_so)

@@ -1,0 +1,1 @@
+"""Turns rows into what an island decides from, and its decisions into rows."""

@@ -1,0 +1,427 @@
+"""Keep an island's board up to date with the rows: read once in full, then only the changes.
+
+Every row that matters for decisions carries the id of the transaction that wrote it last; a trigger
+sets it.  A change that was not visible at the last look was written by a transaction that had not
+ended then.  So reading again all rows from the oldest such transaction on misses nothing.  One
+statement asks which tables have such rows; a look that finds no changes costs only that statement.
+
+Of each line (the waiting tasks of one user that need the same) only the beginning is read, and more
+when it runs out.  So the cost of a board depends on what may be picked, not on what waits.  If a
+transaction fails after the board was changed, the board is discarded and read anew (`forget`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from sqlalchemy import (
+    ColumnElement,
+    Row,
+    Select,
+    and_,
+    cast,
+    func,
+    literal,
+    or_,
+    select,
+    text,
+    tuple_,
+)
+from sqlalchemy.orm import Session, aliased
+
+from app.core.fairness.fair_tree import Branch, Lane, lane
+from app.core.model.lifecycle import ENDED, State
+from app.core.model.snapshot import Plan, Task
+from app.core.scheduling.board import Board, alike, place_in_line
+from app.core.scheduling.cycle import cycle
+from app.core.scheduling.idle_credit import Memory, recall
+from app.db.models import Account, Device, Host, Need, User, Xid8
+from app.db.models import Line as LineRow
+from app.db.models import Task as TaskRow
+from app.scheduling import snapshot_reader
+
+BEGINNING = 4  # tasks of every line that are read at first
+MORE = 32  # tasks that are read when a line runs out
+AT_ONCE = 1000  # changed tasks read in one round; the next round reads the rest
+STARTABLE = 500  # startable blocked tasks read in one round; the next round reads the rest
+
+Line = tuple[Branch, Lane]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class News:
+    """The changes to read: which tables have changed, and which tasks have become due.
+
+    `horizon` is the oldest transaction that may still write more.  `abroad` means tasks of other
+    islands that have ended and that tasks here may wait for.  `given` means durable outputs of
+    tasks, of any island, that still run.  `gangs` means members of gangs that span islands.  `due`
+    means blocked tasks that have reached their start time; `next_due_s` is the next such time.
+    `saves` means checkpoints that users asked for, and `moves` means moves that are under way or
+    asked for.
+    """
+
+    horizon: int
+    tenants: bool
+    devices: bool
+    tasks: bool
+    abroad: bool
+    given: bool
+    gangs: bool
+    users: bool
+    due: bool
+    saves: bool
+    moves: bool
+    next_due_s: float | None
+
+
+@dataclass(slots=True)
+class Follower:
+    """The board of one island, and how far it has been read.
+
+    `since` is the oldest transaction with changes that may still be unread.  `after` is the
+    position from which a look that was cut short continues.
+    """
+
+    island: str
+    board: Board | None = None
+    since: int = 0
+    after: tuple[int, str] | None = None
+    locked: bool = True  # True if there may be startable blocked tasks that were not read
+    blocked: set[str] = field(default_factory=set)  # blocked tasks read since the last round
+    behind: bool = False  # True if there are changes that were not read yet
+    news: News | None = None  # result of the last look
+    memory: Memory | None = None  # what is remembered of the previous board
+
+    def forget(self) -> None:
+        """Discard the board, because what it holds may not have been written."""
+        if self.board is not None:
+            self.memory, self.board = Memory.of(self.board), None
+
+    def look(self, session: Session, *, now_s: float) -> Board:
+        """Return the board after reading what has changed.
+
+        A look reads at most `AT_ONCE` changed tasks; the next look reads the rest.  The caller must
+        have written the decisions of the last look.
+        """
+        self.news = self._ask(session, now_s)
+        if self.board is not None:
+            self.board.written_down()
+            if not self._catch_up(session, self.board, self.news, now_s):
+                self.forget()
+        if self.board is None:
+            self.board = self._read(session, self.news, now_s)
+        return self.board
+
+    def look_at_devices(self, session: Session) -> None:
+        """Read again the devices that have changed since the last look."""
+        if self.board is not None:
+            self._devices(session, self.board)
+
+    def cycle(self, session: Session, board: Board) -> Plan:
+        """Run one round of `core.scheduling.cycle`; reads more of a line whenever the line runs
+        out."""
+        plan = cycle(board)
+        while board.short:
+            self._lengthen(session, board)
+            more = cycle(board)
+            plan = replace(
+                more,
+                decisions=(*plan.decisions, *more.decisions),
+                before={**more.before, **plan.before},
+                lifts=(*plan.lifts, *more.lifts),
+            )
+        for id in self.blocked & board.tasks.keys():
+            task = board.tasks[id]
+            if task.state == State.blocked or (task.state == State.waiting and board.beyond(task)):
+                board.drop_task(id)  # it is read again when something about it changes
+        self.blocked.clear()
+        due_s = self.news.next_due_s if self.news is not None else None
+        if due_s is None:
+            return plan
+        return replace(plan, look_again_s=min(plan.look_again_s or due_s, due_s))
+
+    # --- all at once ---
+
+    def _read(self, session: Session, news: News, now_s: float) -> Board:
+        self.since, self.after, self.behind = news.horizon, None, False
+        self.locked = True
+        board = Board.of(
+            snapshot_reader.without_line(session, self.island, now_s=now_s), now_s=now_s
+        )
+        self._take_in(session, board, self._beginnings())
+        if news.moves:
+            self._take_in(session, board, self._moving())
+        self._mark_longer(session, board)
+        self._unlock(session, board)
+        self._take_in(session, board, self._members())
+        recall(board, self.memory)
+        return board
+
+    def _unlock(self, session: Session, board: Board) -> None:
+        found = self._take_in(session, board, self._startable(board.now_s))
+        self.locked = len(found) == STARTABLE
+
+    def _beginnings(self) -> Select[Any]:
+        line = (
+            self._line(LineRow.user_id, LineRow.kind, LineRow.memory_bytes, LineRow.width)
+            .limit(BEGINNING)
+            .lateral("line")
+        )
+        return (
+            select(*line.c)
+            .select_from(LineRow)
+            .join(line, text("true"))
+            .where(LineRow.island == self.island, LineRow.waiting > 0)
+        )
+
+    def _moving(self) -> Select[Any]:
+        """Select the tasks that are between two devices in a move, wherever in their lines they
+        stand.
+        """
+        return snapshot_reader.tasks().where(
+            TaskRow.island == self.island, TaskRow.move_to.is_not(None), TaskRow.state == "waiting"
+        )
+
+    def _mark_longer(self, session: Session, board: Board) -> None:
+        """Mark the lines in which more tasks wait than were read."""
+        read: dict[tuple[str, Lane], list[Task]] = {}
+        for task in board.tasks.values():
+            if task.state == State.waiting:
+                read.setdefault((task.user, alike(task)), []).append(task)
+        shape = (LineRow.user_id, LineRow.kind, LineRow.width, LineRow.memory_bytes)
+        query = select(*shape, LineRow.waiting).where(
+            LineRow.island == self.island, LineRow.waiting >= BEGINNING
+        )
+        for user, kind, width, memory_bytes, waiting in session.execute(query):
+            mine = read.get((user, lane(kind, width, memory_bytes)), [])
+            if mine and waiting > len(mine):
+                last = max(mine, key=place_in_line)
+                board.longer[board.leaf(last), alike(last)] = place_in_line(last)
+
+    # --- what changed ---
+
+    def _ask(self, session: Session, now_s: float) -> News:
+        values = {"island": self.island, "since": str(self.since), "now_s": now_s}
+        row = session.execute(_NEWS, values).one()._asdict()
+        due_s = row.pop("next_due_s")
+        horizon = int(row.pop("horizon"))
+        return News(horizon=horizon, next_due_s=None if due_s is None else float(due_s), **row)
+
+    def _catch_up(self, session: Session, board: Board, news: News, now_s: float) -> bool:
+        """Read the changes.  False if the shape of the tree has changed: then all must be read
+        anew.
+        """
+        board.at(now_s)
+        if news.tenants and not self._tenants(session, board):
+            return False
+        if news.devices:
+            self._devices(session, board)
+        cut_short = self.after is not None
+        changed = self._take_in(session, board, self._changed()) if news.tasks or cut_short else ()
+        ended = [row.id for row in changed if row.is_needed and row.state in ENDED]
+        self._changed_around(session, board, news, ended)
+        if self.locked:
+            self._unlock(session, board)
+        elif news.due:
+            self._take_in(session, board, self._due(now_s))
+            self._take_in(session, board, self._members())
+        if news.users:
+            self._users(session, board)
+        self.behind = len(changed) == AT_ONCE
+        if self.behind:
+            self.after = (changed[-1].txid, changed[-1].id)
+        else:
+            self.since, self.after = news.horizon, None
+        return True
+
+    def _changed_around(self, session: Session, board: Board, news: News, ended: list[str]) -> None:
+        """Read tasks that have not changed themselves, but wait for something that has."""
+        if news.abroad:
+            ended = [*ended, *session.scalars(self._ended_abroad())]
+        if ended:
+            self._take_in(session, board, self._dependents(Need.needs_id == func.any(ended)))
+        if news.given:
+            self._take_in(session, board, self._dependents(Need.given >= _xid(self.since)))
+        if news.gangs:
+            self._take_in(session, board, self._of_gangs())
+
+    def _changed(self) -> Select[Any]:
+        needed = select(Need.task_id).where(Need.needs_id == TaskRow.id).exists()
+        query = snapshot_reader.tasks(TaskRow.txid, needed.label("is_needed")).where(
+            TaskRow.island == self.island, TaskRow.txid >= _xid(self.since)
+        )
+        if self.after is not None:
+            txid, id = self.after
+            query = query.where(tuple_(TaskRow.txid, TaskRow.id) > tuple_(_xid(txid), literal(id)))
+        return query.order_by(TaskRow.txid, TaskRow.id).limit(AT_ONCE)
+
+    def _ended_abroad(self) -> Select[tuple[str]]:
+        return select(TaskRow.id).where(
+            TaskRow.abroad, TaskRow.state.in_(ENDED), TaskRow.txid >= _xid(self.since)
+        )
+
+    def _members(self) -> Select[Any]:
+        """Select blocked members of gangs that span islands; they may stay blocked after their
+        start time.
+        """
+        mine = (TaskRow.island == self.island, TaskRow.gang_id.is_not(None))
+        return snapshot_reader.tasks().where(*mine, TaskRow.state == "blocked")
+
+    def _startable(self, now_s: float) -> Select[Any]:
+        """Select blocked tasks that can start now, or never; but no members of gangs."""
+        needed = aliased(TaskRow)
+        needs = select(Need.task_id).join(needed, needed.id == Need.needs_id)
+        mine = Need.task_id == TaskRow.id
+        lacking = (needed.state != "done", Need.given.is_(None), ~Need.late)
+        open_ = needs.where(mine, *lacking).exists()
+        broken = needs.where(mine, needed.state.in_(("failed", "cancelled"))).exists()
+        time_has_come = or_(
+            TaskRow.not_before.is_(None), TaskRow.not_before <= func.to_timestamp(now_s)
+        )
+        free = and_(TaskRow.hold == "", ~open_, time_has_come)
+        return (
+            snapshot_reader.tasks()
+            .where(TaskRow.island == self.island, TaskRow.state == "blocked")
+            .where(TaskRow.gang_id.is_(None))
+            .where(or_(free, broken, TaskRow.cancel_asked_at.is_not(None)))
+            .order_by(TaskRow.id)
+            .limit(STARTABLE)
+        )
+
+    def _due(self, now_s: float) -> Select[Any]:
+        """Select the startable tasks that waited for their start time."""
+        return self._startable(now_s).where(TaskRow.not_before <= func.to_timestamp(now_s))
+
+    def _dependents(self, which: ColumnElement[bool]) -> Select[Any]:
+        ids = select(Need.task_id).where(which)
+        return snapshot_reader.tasks().where(
+            TaskRow.id.in_(ids), TaskRow.island == self.island, TaskRow.state.not_in(ENDED)
+        )
+
+    def _of_gangs(self) -> Select[Any]:
+        """Select the tasks here of gangs in which any member, on any island, has changed."""
+        other = aliased(TaskRow)
+        changed = select(other.gang_id).where(
+            other.gang_id.is_not(None), other.txid >= _xid(self.since)
+        )
+        return snapshot_reader.tasks().where(
+            TaskRow.gang_id.in_(changed),
+            TaskRow.island == self.island,
+            TaskRow.state.not_in(ENDED),
+        )
+
+    def _tenants(self, session: Session, board: Board) -> bool:
+        for tenant in snapshot_reader.tenants(session).values():
+            old = board.tenants.get(tenant.id)
+            if old is not None and old.parent != tenant.parent:
+                return False
+            if old != tenant:
+                board.set_tenant(tenant)
+        return True
+
+    def _users(self, session: Session, board: Board) -> None:
+        """Read users after the tasks: what the ledger has booked is not owed any more."""
+        since = _xid(self.since)
+        moved = select(User.id).where(User.txid >= since)
+        booked = select(Account.user_id).where(Account.txid >= since)
+        for user in snapshot_reader.users(session, User.id.in_(moved.union(booked))).values():
+            board.set_user(user)
+
+    def _devices(self, session: Session, board: Board) -> None:
+        since = _xid(self.since)
+        fresh = or_(Device.txid >= since, Host.txid >= since)
+        for device in snapshot_reader.devices(session, self.island, fresh).values():
+            board.set_device(device)
+
+    # --- tasks ---
+
+    def _take_in(self, session: Session, board: Board, query: Select[Any]) -> Sequence[Row[Any]]:
+        """Put tasks on the board as their rows are; tasks beyond the part of a line that was read
+        are left out.
+        """
+        rows = session.execute(query).all()
+        for task in snapshot_reader.tasks_of(session, rows, now_s=board.now_s).values():
+            if task.state == State.blocked:
+                self.blocked.add(task.id)
+            beyond = task.state == State.waiting and task.user in board.users
+            ends = task.stops or task.cancel_asked or task.conditions.terms.lets_go
+            if beyond and not ends and board.beyond(task):
+                board.drop_task(task.id)
+            elif task.user in board.users:
+                board.set_task(task)
+            else:
+                board.set_user(snapshot_reader.users(session, User.id == task.user)[task.user])
+                board.set_task(task)
+        return rows
+
+    def _lengthen(self, session: Session, board: Board) -> None:
+        """Read more of the lines that ran out."""
+        for line in sorted(board.short, key=lambda line: line[0].path):
+            end = board.longer.pop(line)
+            rows = self._take_in(session, board, self._beyond(line, end))
+            if len(rows) == MORE:
+                read = [board.tasks[row.id] for row in rows]
+                board.longer[line] = max(place_in_line(task) for task in read)
+        board.short.clear()
+
+    def _beyond(self, line: Line, end: tuple[int, float, str]) -> Select[Any]:
+        (leaf, here), (urgency, submitted_s, id) = line, end
+        read = tuple_(func.to_timestamp(submitted_s), literal(id))
+        later = tuple_(TaskRow.submitted_at, TaskRow.id) > read
+        beyond = or_(TaskRow.priority < -urgency, later)
+        line_of = self._line(leaf.name, here.kind, here.memory_bytes, here.width)
+        return line_of.where(TaskRow.priority <= -urgency, beyond).limit(MORE)
+
+    def _line(self, user: Any, kind: Any, memory_bytes: Any, width: Any) -> Select[Any]:
+        """Select the tasks that wait in a line, in the order of rule F3; arguments are values or
+        columns.
+        """
+        return (
+            snapshot_reader.tasks()
+            .where(
+                TaskRow.island == self.island,
+                TaskRow.state == "waiting",
+                TaskRow.user_id == user,
+                TaskRow.kind == kind,
+                TaskRow.memory_bytes == memory_bytes,
+                TaskRow.devices_min == width,
+            )
+            .order_by(TaskRow.priority.desc(), TaskRow.submitted_at, TaskRow.id)
+        )
+
+
+def _xid(txid: int) -> ColumnElement[int]:
+    return cast(str(txid), Xid8)
+
+
+# Compares the newest row of each table, by its index: an `exists` could read many rows.
+_NEWS = text(
+    """
+    select pg_snapshot_xmin(pg_current_snapshot())::text as horizon,
+        coalesce((select txid from tenants order by txid desc limit 1) >= since, false) as tenants,
+        coalesce((select txid from devices order by txid desc limit 1) >= since, false)
+            or coalesce((select txid from hosts order by txid desc limit 1) >= since, false)
+            as devices,
+        coalesce((select txid from tasks where island = :island order by txid desc limit 1)
+            >= since, false) as tasks,
+        coalesce((select txid from tasks where abroad and state in ('done', 'failed', 'cancelled')
+            order by txid desc limit 1) >= since, false) as abroad,
+        coalesce((select given from needs where given is not null
+            order by given desc limit 1) >= since, false) as given,
+        coalesce((select txid from tasks where gang_id is not null
+            order by txid desc limit 1) >= since, false) as gangs,
+        coalesce((select txid from users order by txid desc limit 1) >= since, false)
+            or coalesce((select txid from accounts order by txid desc limit 1) >= since, false)
+            as users,
+        coalesce((select min(not_before) from tasks where island = :island
+            and state = 'blocked') <= to_timestamp(:now_s), false) as due,
+        exists (select from tasks where save_asked and state = 'running' and island = :island)
+            as saves,
+        exists (select from tasks where move_to is not null and island = :island) as moves,
+        (select extract(epoch from min(not_before)) from tasks where island = :island
+            and state = 'blocked' and not_before > to_timestamp(:now_s)) as next_due_s
+    from cast(:since as xid8) as since
+    """
+)

@@ -1,0 +1,114 @@
+"""Devices that a task holds beyond its home device: rows of `placements` that are its *guests*.
+
+The task's ranks are coordinated at its home device (`workers.residents.coordinator`).  On the
+home's host, the other ranks are processes of the home.  The device workers of the guests there are
+not involved: only these rows say that their slots are taken.  On each other host, the device worker
+of one guest runs the remote ranks (`workers.residents.remote_ranks`) and gets orders of its own.  A
+guest is charged for the time that the home held its slot meanwhile, so only the home's clock is
+read.  A guest has started when the home reports it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+
+from sqlalchemy import ColumnElement, or_, select
+from sqlalchemy.orm import InstrumentedAttribute, Session
+
+from app.db import transactions
+from app.db.models import Device, Placement, Task
+from app.scheduling import gang_tickets, ledger
+
+
+def guests(session: Session, tasks: Collection[str]) -> dict[str, list[Placement]]:
+    """Return the placements of guests that have not ended, by task, in the order in which they were
+    lent.
+    """
+    found = defaultdict[str, list[Placement]](list)
+    if not tasks:
+        return found
+    lent = Placement.guest & Placement.ended_at.is_(None)
+    query = select(Placement).where(lent, Placement.task_id.in_(list(tasks)))
+    for guest in session.scalars(query.order_by(Placement.id)):
+        if guest.ended_at is None:  # it may have ended in this transaction
+            found[guest.task_id].append(guest)
+    return found
+
+
+def of_task(session: Session, task: Task) -> Sequence[Placement]:
+    """Return the task's guests; no query if it had none in this epoch."""
+    return guests(session, [task.id])[task.id] if task.resized_at is not None else ()
+
+
+def is_lent(device: ColumnElement[str] | InstrumentedAttribute[str]) -> ColumnElement[bool]:
+    """Condition: a guest holds the device in the given column, or the device is kept for a gang."""
+    lent = or_(Placement.guest, gang_tickets.is_of_ticket())
+    there = (Placement.device_id == device, Placement.ended_at.is_(None), lent)
+    return select(Placement.id).where(*there).exists()
+
+
+def lend(session: Session, task: Task, devices: Sequence[Device], cost_milli: int) -> None:
+    """Lend these devices to the task from now on; a second of all of them costs `cost_milli`."""
+    whole, more = divmod(max(0, cost_milli), len(devices))
+    for n, device in enumerate(devices):
+        guest = Placement(
+            task_id=task.id,
+            epoch=task.epoch,
+            device_id=device.id,
+            tenant_id=task.tenant_id,
+            user_id=task.user_id,
+            kind=device.kind,
+            cost_milli=whole + (n < more),
+            incarnation=device.incarnation,
+            launched_at=transactions.now(session),
+            guest=True,
+        )
+        session.add(guest)
+
+
+def seated(session: Session, lent: Iterable[Placement]) -> None:
+    """Record that ranks now run on these devices."""
+    for guest in lent:
+        guest.started_at = guest.started_at or transactions.now(session)
+
+
+def by_host(devices: Iterable[Device]) -> list[list[Device]]:
+    """Group a task's devices by host: the home's host first, then each other host."""
+    found = dict[str, list[Device]]()
+    for device in devices:
+        found.setdefault(device.host, []).append(device)
+    return list(found.values())
+
+
+def charge(session: Session, task: Task, lent: Iterable[Placement], held_us: int) -> None:
+    """Charge guests for `held_us` more of the home's slot, but never for time before they were
+    lent.
+    """
+    for guest in lent:
+        before_us = guest.held_us
+        ledger.note(session, guest, held_us_with(session, guest, held_us))
+        task.guest_held_us += guest.held_us - before_us
+
+
+def held_us_with(session: Session, guest: Placement, more_us: int) -> int:
+    """Return how long a guest has held its device if the home has held its own for
+    `more_us` more.
+    """
+    since_us = round((transactions.now(session) - guest.launched_at).total_seconds() * 1e6)
+    return min(guest.held_us + more_us, since_us)
+
+
+def cost(session: Session, placements: Iterable[Placement]) -> int:
+    """Return what a second of these placements costs, in thousandths; 0 if it is the cost of their
+    devices.
+    """
+    held = list(placements)
+    of_devices = sum(session.get_one(Device, each.device_id).cost_milli for each in held)
+    charged = sum(each.cost_milli for each in held)
+    return charged if charged != of_devices else 0
+
+
+def end(session: Session, lent: Iterable[Placement], how: str) -> None:
+    for guest in lent:
+        guest.ended_at, guest.end = transactions.now(session), how

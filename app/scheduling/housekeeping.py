@@ -1,0 +1,242 @@
+"""Chores that keep tables and the store small.  Each may run twice, or not at all, without harm."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+from sqlalchemy import Text, column, delete, exists, func, or_, select, text, true, update
+from sqlalchemy.dialects.postgresql import JSONB, insert
+from sqlalchemy.orm import Session, aliased
+
+from app.core.model.lifecycle import ENDED
+from app.data import datablocks
+from app.db.models import (
+    Bundle,
+    Checkpoint,
+    Cycle,
+    Datablock,
+    DatablockPlace,
+    Delivery,
+    Graph,
+    Idempotency,
+    Need,
+    Order,
+    Task,
+    Upload,
+    UploadPart,
+    Usage,
+    WebSession,
+)
+from app.db.transactions import engine, transaction
+from app.settings import settings
+from app.storage.garbage_collector import Collector, Swept, condemned
+from app.storage.store import UPLOADS, Store, blob, manifest
+
+FINE_USAGE_KEPT = text("interval '2 days'")
+DECISIONS_KEPT = text("interval '7 days'")
+ANSWERED_ORDERS_KEPT = text("interval '1 hour'")
+DELIVERIES_KEPT = text("interval '30 days'")
+IDEMPOTENCY_KEPT = text("interval '1 day'")
+ENDED_CHECKPOINTS_KEPT = text("interval '1 day'")
+MARKED_CHECKPOINTS_KEPT = text("interval '10 minutes'")
+DELETED_DATABLOCKS_KEPT = text("interval '10 minutes'")
+PLACES_KEPT = text("interval '7 days'")  # hosts have dropped data that was unused for so long
+UNFINISHED_UPLOADS_KEPT = text("interval '1 day'")
+HOUR_S = 3600
+SWEEPING = 0x526F756E64  # key of the advisory lock that lets one collector run at a time
+
+
+def tidy(session: Session) -> list[str]:
+    """Run all chores in one transaction; return the names in the store that no row refers
+    to now.
+    """
+    session.execute(
+        delete(Idempotency).where(Idempotency.created_at < func.now() - IDEMPOTENCY_KEPT)
+    )
+    session.execute(delete(Order).where(Order.answered_at < func.now() - ANSWERED_ORDERS_KEPT))
+    session.execute(delete(Cycle).where(Cycle.at < func.now() - DECISIONS_KEPT))
+    session.execute(delete(Delivery).where(Delivery.ended_at < func.now() - DELIVERIES_KEPT))
+    session.execute(delete(DatablockPlace).where(DatablockPlace.seen_at < func.now() - PLACES_KEPT))
+    session.execute(delete(WebSession).where(WebSession.expires_at < func.now()))
+    roll_up(session)
+    prune_checkpoints(session)
+    return [
+        *forget_checkpoints(session),
+        *forget_uploads(session),
+        *forget_datablocks(session),
+    ]
+
+
+def roll_up(session: Session) -> None:
+    """Merge old fine buckets into hours; the sums do not change."""
+    old = delete(Usage).where(
+        Usage.bucket_s < HOUR_S,
+        Usage.bucket < func.date_trunc("hour", func.now() - FINE_USAGE_KEPT),
+    )
+    gone = old.returning(Usage).cte("gone")
+    hour = func.date_trunc("hour", gone.c.bucket)
+    keys = (hour, gone.c.tenant_id, gone.c.user_id, gone.c.kind)
+    sums = select(*keys, HOUR_S, func.sum(gone.c.held_us), func.sum(gone.c.charged_us)).group_by(
+        *keys
+    )
+    columns = ["bucket", "tenant_id", "user_id", "kind", "bucket_s", "held_us", "charged_us"]
+    row = insert(Usage).from_select(columns, sums)
+    grown = {
+        "held_us": Usage.held_us + row.excluded.held_us,
+        "charged_us": Usage.charged_us + row.excluded.charged_us,
+    }
+    session.execute(row.on_conflict_do_update(constraint="pk_usage", set_=grown))
+
+
+def prune_checkpoints(session: Session) -> None:
+    """Mark checkpoints for deletion: beyond `checkpoint.keep` of a live task, and all of old ended
+    tasks.
+
+    The checkpoint that a task began from (epoch 0) stays as long as the task lives, because the
+    task has no other beginning.
+    """
+    age = func.row_number().over(
+        partition_by=Checkpoint.task_id,
+        order_by=(Checkpoint.step.desc(), Checkpoint.created_at.desc()),
+    )
+    good = Checkpoint.damaged_at.is_(None)
+    ranked = (
+        select(Checkpoint.id, age.label("age"), Checkpoint.task_id)
+        .where(Checkpoint.deleted_at.is_(None), good, Checkpoint.epoch > 0)
+        .subquery()
+    )
+    keep = Task.descriptor["checkpoint"]["keep"].as_integer()
+    surplus = select(ranked.c.id).join(Task, Task.id == ranked.c.task_id).where(ranked.c.age > keep)
+    left_over = (
+        select(Checkpoint.id)
+        .join(Task, Task.id == Checkpoint.task_id)
+        .where(Task.state.in_(ENDED), Task.ended_at < func.now() - ENDED_CHECKPOINTS_KEPT)
+    )
+    of_no_use = or_(
+        Checkpoint.id.in_(surplus),
+        Checkpoint.id.in_(left_over),
+        Checkpoint.damaged_at < func.now() - ENDED_CHECKPOINTS_KEPT,
+    )
+    marked = update(Checkpoint).where(Checkpoint.deleted_at.is_(None), of_no_use)
+    session.execute(
+        marked.values(deleted_at=func.now()).execution_options(synchronize_session=False)
+    )
+
+
+def forget_checkpoints(session: Session) -> list[str]:
+    """Delete the rows that were marked a while ago; return the names that nothing refers to now.
+
+    The delay is needed because an order that offers the checkpoint may be on its way.
+    """
+    old = delete(Checkpoint).where(Checkpoint.deleted_at < func.now() - MARKED_CHECKPOINTS_KEPT)
+    gone = session.execute(old.returning(Checkpoint.tenant_id, Checkpoint.sha256)).all()
+    names = [name for tenant, sha256 in gone for name in (manifest(tenant, sha256), blob(sha256))]
+    return sorted(set(names) - named(session, names))
+
+
+def forget_uploads(session: Session) -> list[str]:
+    """Delete uploads that were not continued for long; return the names of their parts."""
+    old = select(Upload.id).where(Upload.touched_at < func.now() - UNFINISHED_UPLOADS_KEPT)
+    ids = session.scalars(old.with_for_update(skip_locked=True)).all()
+    parts = session.scalars(select(UploadPart.place).where(UploadPart.upload_id.in_(ids))).all()
+    session.execute(delete(Upload).where(Upload.id.in_(ids)))
+    return list(parts)
+
+
+def forget_datablocks(session: Session) -> list[str]:
+    """Free the bytes of deleted versions that are not needed any more; return their names.
+
+    The delay is needed because a user may be downloading one.
+    """
+    gone = update(Datablock).where(
+        Datablock.deleted_at < func.now() - DELETED_DATABLOCKS_KEPT,
+        Datablock.freed_at.is_(None),
+        ~datablocks.is_needed(),
+    )
+    freed = gone.values(freed_at=func.now()).returning(Datablock.id, Datablock.sha256)
+    sums = {id: sha256 for id, sha256 in session.execute(freed)}
+    session.execute(delete(DatablockPlace).where(DatablockPlace.datablock_id.in_(sums)))
+    names = {blob(sha256) for sha256 in sums.values()}
+    return sorted(names - named(session, names))
+
+
+def free(names: Iterable[str]) -> None:
+    """Condemn names that no row refers to; called after the commit.  They are collected later."""
+    store = Store.at(settings().store_address)
+    for name in names:
+        condemned(store, name)
+
+
+def named(session: Session, names: Collection[str]) -> set[str]:
+    """Return the given names of blobs, manifests and parts of uploads that a row refers to.
+
+    The same bytes may be another checkpoint, an output, a bundle, a graph or a datablock.
+    """
+    if not names:
+        return set()  # saves a scan of every output of every task
+    parts = [name for name in names if name.startswith(f"{UPLOADS}/")]
+    found = set(session.scalars(select(UploadPart.place).where(UploadPart.place.in_(parts))))
+    digests = {name.rpartition("/")[2] for name in names}
+    rows = select(Checkpoint.tenant_id, Checkpoint.sha256).where(Checkpoint.sha256.in_(digests))
+    found |= {name(*row) for row in session.execute(rows) for name in (manifest, _blob)}
+    bundles = session.scalars(select(Bundle.sha256).where(Bundle.sha256.in_(digests)))
+    graphs = session.scalars(select(Graph.sha256).where(Graph.sha256.in_(digests)))
+    kept = select(Datablock.sha256).where(Datablock.sha256.in_(digests), datablocks.is_kept())
+    blobs = (*bundles, *graphs, *session.scalars(kept), *_outputs(session, digests))
+    found |= {blob(sha256) for sha256 in blobs}
+    return found & set(names)
+
+
+def _outputs(session: Session, digests: Collection[str]) -> Sequence[str]:
+    """Return the given hashes that are an output of a task.
+
+    A published output is kept as a datablock instead, and as long as a task is to take it.
+    """
+    columns = (column("key", Text), column("value", JSONB))
+    output = func.jsonb_each(Task.outputs).table_valued(*columns).lateral()
+    digest, taker = output.c.value["sha256"].astext, aliased(Task)
+    is_wanted = exists().where(
+        Need.needs_id == Task.id,
+        Need.output == output.c.key,
+        taker.id == Need.task_id,
+        taker.state.not_in(ENDED),
+    )
+    is_only_an_output = output.c.value["datablock"].astext.is_(None)
+    query = select(digest).select_from(Task).join(output, true())
+    return session.scalars(query.where(digest.in_(digests), is_only_an_output | is_wanted)).all()
+
+
+def _blob(tenant: str, sha256: str) -> str:
+    return blob(sha256)
+
+
+# --- the store ----------------------------------------------------------------------------------
+
+
+class Sweeper:
+    """The garbage collector, fed from rows; of all that run, only one works at a time."""
+
+    def __init__(self) -> None:
+        self.collector = Collector(Store.at(settings().store_address), self._named)
+
+    def sweep(self) -> Swept | None:
+        """Run one sweep; None if another collector, on any host, is sweeping."""
+        with engine().connect().execution_options(isolation_level="AUTOCOMMIT") as held:
+            if not held.scalar(select(func.pg_try_advisory_lock(SWEEPING))):
+                return None
+            try:
+                return self.collector.sweep()
+            finally:
+                held.execute(select(func.pg_advisory_unlock(SWEEPING)))
+
+    def _named(self, names: Collection[str]) -> set[str]:
+        found: set[str] = set()
+        with transaction() as session:
+            for some in _batches(sorted(names)):
+                found |= named(session, some)
+        return found
+
+
+def _batches(names: Sequence[str]) -> Iterator[Sequence[str]]:
+    for start in range(0, len(names), 1000):
+        yield names[start : start + 1000]

@@ -1,0 +1,265 @@
+"""Build Launch orders: the task's descriptor with everything that it refers to looked up.
+
+Task descriptors (US20170329632A1): the preset parameters of the task's type are looked up here, at
+the moment of the launch.  They are configured on the device that will run the task.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from sqlalchemy import and_, func, or_, select
+from sqlalchemy.orm import Session, aliased
+
+from app.core.model import migration, preset
+from app.core.model.messages import JSON, Wanted
+from app.core.model.migration import Moving
+from app.data import datablocks
+from app.db.models import (
+    Checkpoint,
+    Datablock,
+    DatablockUse,
+    Device,
+    Need,
+    Placement,
+    Preset,
+    Request,
+    Task,
+)
+from app.settings import settings
+from app.storage.signing import block_key, input_name
+
+IMAGES_OFFERED = 3
+RESENDS_SURE = 10  # resends during which no Launch counts as lost (`journal.LAUNCHES_UNSEEN`)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shelf:
+    """Everything that the launches of one plan refer to, by task; presets by kind of device."""
+
+    bundles: Mapping[str, str] = field(default_factory=dict)
+    presets: Mapping[str, Mapping[str, JSON]] = field(default_factory=dict)
+    inputs: Mapping[str, JSON] = field(default_factory=dict)
+    images: Mapping[str, list[JSON]] = field(default_factory=dict)
+
+    def body(self, task: Task, device: Device) -> JSON:
+        """Return the fields of `core.model.messages.Launch` beyond (task, epoch, seq)."""
+        wanted = task.descriptor
+        return {
+            "tenant": task.tenant_id,
+            "run": wanted["run"],
+            "bundle": self.bundles[task.id],  # "" for a command without a bundle
+            "params": wanted.get("params", {}),
+            "inputs": self.inputs.get(task.id, {}),
+            "outputs": list(wanted.get("outputs", [])),
+            "publish": sorted(wanted.get("publish") or {}),
+            "world_size": wanted.get("world_size", 1),
+            "preset": self._preset(task.type, device),
+            "images": self.images.get(task.id, []),
+            "budget_us": max(
+                0, int(wanted["max_duration_s"] * 1e6) - task.total_held_us + task.unheard_us
+            ),
+            "checkpoint_every_s": float(wanted["checkpoint"]["every_s"]),
+            "memory_bytes": task.memory_bytes,
+            "incarnation": device.incarnation,
+            "surely_until_us": device.heard_us + int(_sure_s() * 1e6),
+        }
+
+    def _preset(self, task_type: str, device: Device) -> JSON:
+        """The parameters for this type of task on this kind of device; those of "*" if there are
+        none.
+        """
+        by_type = self.presets.get(device.kind, {})
+        chosen = by_type.get(task_type, by_type.get("*", {}))
+        return {**preset.defaults(device.kind, threads=device.threads), **chosen}
+
+
+def look_up(session: Session, launches: Sequence[tuple[Task, Device]]) -> Shelf:
+    """Read what the launches of these tasks, each on its device, refer to."""
+    if not launches:
+        return Shelf()
+    ids = [task.id for task, _ in launches]
+    kinds = sorted({device.kind for _, device in launches})
+    return Shelf(
+        bundles=_bundles(session, ids),
+        presets=_presets(session, kinds),
+        inputs=inputs(session, [task for task, _ in launches]),
+        images=_images(session, [task.id for task, _ in launches if _may_have_images(task)]),
+    )
+
+
+def wanted(session: Session, task_id: str) -> list[tuple[str, Wanted]]:
+    """Return which running graph tasks are to send blocks directly to which others.
+
+    Only pairs that include the task `task_id`, which has just started, are looked up.  Each result
+    has the device to be told.  Blocks are not sent between hosts that share a disk.
+    """
+    maker, taker = aliased(Task), aliased(Task)
+    makes, takes = aliased(Device), aliased(Device)
+    query = (
+        select(
+            *(Need.port, Need.output, maker, taker),
+            makes.facts["key"].is_distinct_from(takes.facts["key"]),
+            datablocks.reach(takes),
+        )
+        .join(maker, maker.id == Need.needs_id)
+        .join(taker, taker.id == Need.task_id)
+        .join(makes, makes.id == maker.seat)
+        .join(takes, takes.id == taker.seat)
+        .where(or_(maker.id == task_id, taker.id == task_id))
+        .where(Need.late, Need.given.is_(None), maker.state == "running", taker.state == "running")
+    )
+    found = defaultdict[tuple[str, str, int], list[JSON]](list)
+    for port, output, by, to, is_apart, there in session.execute(query):
+        if is_apart and there["links"] and there["secret"]:
+            key = block_key(there["secret"], input_name(to.id, to.epoch, port))
+            taker_of = {"output": output, "task": to.id, "epoch": to.epoch, "port": port}
+            found[str(by.seat), by.id, by.epoch].append(
+                {**taker_of, "place": there["links"], "key": key}
+            )
+    return [
+        (seat, Wanted(task=id, epoch=epoch, takers=takers))
+        for (seat, id, epoch), takers in found.items()
+    ]
+
+
+def ahead(session: Session, tasks: Sequence[Task]) -> list[JSON]:
+    """Return what devices can prefetch for tasks before their launch: the inputs that exist
+    so far.
+    """
+    if not tasks:
+        return []
+    bundles = _bundles(session, [task.id for task in tasks])
+    taken = inputs(session, tasks)
+    return [
+        {
+            "task": task.id,
+            "epoch": task.epoch,
+            "tenant": task.tenant_id,
+            "bundle": bundles[task.id],
+            "inputs": list(taken.get(task.id, {}).values()),
+            "image": _newest(migration.from_json(task.moving)) if task.moving else None,
+        }
+        for task in tasks
+    ]
+
+
+def _newest(moving: Moving) -> JSON | None:
+    if not moving.rounds:
+        return None
+    newest = moving.rounds[-1]
+    return {"sha256": newest.sha256, "step": newest.step, "key": newest.key}
+
+
+def _sure_s() -> float:
+    """Return for how long after a device's last heartbeat its launches cannot move elsewhere, in
+    seconds.
+
+    By the device's own clock, its lease does not end earlier, and no Launch is counted as lost
+    earlier.
+    """
+    lease_s = settings().lease_s - settings().lease_margin_s
+    return min(lease_s, RESENDS_SURE * settings().order_resend_s)
+
+
+def _bundles(session: Session, ids: Sequence[str]) -> dict[str, str]:
+    digest = Request.descriptor["bundle"].astext
+    query = select(Task.id, digest).join(Request, Request.id == Task.request_id)
+    found = session.execute(query.where(Task.id.in_(ids)))
+    return {id: (named or "").removeprefix("sha256:") for id, named in found}
+
+
+def _presets(session: Session, kinds: Sequence[str]) -> dict[str, dict[str, JSON]]:
+    found: dict[str, dict[str, JSON]] = defaultdict(dict)
+    for row in session.scalars(select(Preset).where(Preset.kind.in_(kinds))):
+        found[row.kind][row.task_type] = row.params
+    return found
+
+
+def inputs(session: Session, tasks: Sequence[Task]) -> dict[str, JSON]:
+    """Return, by task and port, the inputs that exist so far, in the form that a Launch has."""
+    found: dict[str, JSON] = defaultdict(dict)
+    if not (takers := [task.id for task in tasks if task.descriptor.get("inputs")]):
+        return found
+    query = (
+        select(Need.task_id, Need.port, Need.output, Task.outputs, datablocks.reach(Device))
+        .join(Task, Task.id == Need.needs_id)
+        .outerjoin(Placement, and_(*_MADE_THERE))
+        .outerjoin(Device, and_(Device.id == Placement.device_id, _IS_UP))
+        .where(Need.task_id.in_(takers), Need.port != "")
+    )
+    for id, port, output, outputs, maker in session.execute(query):
+        if output not in outputs:
+            continue  # its maker has not run yet, or the input comes late
+        found[id][port] = source(outputs[output], maker)
+    if takers := [task.id for task in tasks if datablocks.are_taken_by(task)]:
+        uses = (
+            select(DatablockUse.task_id, DatablockUse.port, Datablock)
+            .join(Datablock, Datablock.id == DatablockUse.datablock_id)
+            .where(DatablockUse.task_id.in_(takers))
+        )
+        rows = session.execute(uses).all()
+        near = datablocks.places(session, {row.id for _, _, row in rows})
+        for id, port, row in rows:
+            copies = [copy for how in near[row.id] for copy in _copies(how, row.sha256)]
+            found[id][port] = {**datablocks.as_input(row), "copies": copies}
+    return found
+
+
+_MADE_THERE = (
+    Placement.task_id == Task.id,
+    Placement.epoch == Task.epoch,
+    ~Placement.guest,
+)
+_IS_UP = Device.lease_until > func.now()
+
+
+def source(kept: JSON, maker: JSON) -> JSON:
+    """An output in the form of an input; `maker` is how to reach the device worker that made it."""
+    said = {name: kept[name] for name in _OF_AN_OUTPUT & kept.keys()}
+    return {**said, "copies": _copies(maker, kept["sha256"])}
+
+
+def _copies(maker: JSON, sha256: str) -> list[JSON]:
+    """Return where a copy may still lie: at the device worker that made or fetched the bytes.
+
+    The worker's secret is known to its island only; the task gets no more than the key of this
+    block.
+    """
+    if not (maker["links"] and maker["secret"]):
+        return []  # the worker is down, or of an older version
+    return [{"place": maker["links"], "key": block_key(maker["secret"], sha256)}]
+
+
+# The name of a datablock that the output was published as is left out, so that the input stays an
+# edge.  Images may refer to datablocks that a task declares: a task that starts from the image
+# elsewhere has those, but it has none of the first task's edges.
+_OF_AN_OUTPUT = {"sha256", "size_bytes", "format"}
+
+
+def _may_have_images(task: Task) -> bool:
+    """True if the task was launched before, or starts from a checkpoint of another task."""
+    return task.epoch > 0 or task.descriptor.get("from_checkpoint") is not None
+
+
+def _images(session: Session, ids: Sequence[str]) -> dict[str, list[JSON]]:
+    """Return the newest checkpoints of each task."""
+    if not ids:
+        return {}
+    query = (
+        select(Checkpoint.task_id, Checkpoint.sha256, Checkpoint.step, Checkpoint.key)
+        .where(
+            Checkpoint.task_id.in_(ids),
+            # The checkpoint that a task began from is offered even if it is damaged: the task must
+            # not start from the beginning instead.
+            or_(Checkpoint.damaged_at.is_(None), Checkpoint.epoch == 0),
+            Checkpoint.deleted_at.is_(None),
+        )
+        .order_by(Checkpoint.step.desc(), Checkpoint.created_at.desc())
+    )
+    found: dict[str, list[JSON]] = defaultdict(list)
+    for id, sha256, step, key in session.execute(query):
+        found[id].append({"sha256": sha256, "step": step, "key": key})
+    return {id: images[:IMAGES_OFFERED] for id, images in found.items()}

@@ -1,0 +1,196 @@
+"""The ledger turns what devices measured into charges of tenants.  It is the only writer of usage.
+
+A charge is the growth of a placement's `held_us`, times the device's cost.  Placement, account and
+bucket are written in one transaction (`note`, `book`), so the three sums agree to the microsecond
+at any instant: sum(placements.charged_us) = sum(usage.charged_us) = sum(accounts.total_us).
+
+Rules F1 and F2.  A running task is charged at every heartbeat; decay is lazy
+(`core.fairness.fair_tree`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import UTC, datetime
+
+from sqlalchemy import Table, select
+from sqlalchemy.dialects.postgresql import Insert, insert
+from sqlalchemy.orm import Session
+
+from app.core.fairness import fair_tree
+from app.core.model.snapshot import Lift
+from app.db import transactions
+from app.db.models import Account, Base, LedgerBase, Placement, Usage
+from app.db.models import Lift as LiftRow
+from app.settings import settings
+
+REBASE_HALF_LIVES = 200  # far below the number at which fixed-point sums overflow their column
+
+
+def base(session: Session) -> LedgerBase:
+    """Return the ledger's T0 and half-life; created at first use, rebased and re-read after a
+    change.
+    """
+    row = session.info.get("ledger") or session.get(LedgerBase, 1)
+    if row is None:
+        values = {
+            "id": 1,
+            "half_life_s": settings().half_life_s,
+            "since_s": transactions.now_s(session),
+        }
+        session.execute(insert(LedgerBase).values(values).on_conflict_do_nothing())
+        row = session.get_one(LedgerBase, 1)
+    if row.half_life_s != settings().half_life_s:
+        _change_half_life(session, row, settings().half_life_s)
+    _rebase(session, row)
+    session.info["ledger"] = row  # a session keeps only weak references to its rows
+    return row
+
+
+def it_is(session: Session, row: LedgerBase | None) -> None:
+    """Keep a row that another statement of this transaction read, so that it is not read again."""
+    if row is not None:
+        session.info["ledger"] = row
+
+
+def charge(session: Session, placement: Placement, held_us: int) -> int:
+    """Call `note` and `book`; returns the charge."""
+    charged = note(session, placement, held_us)
+    book(session)
+    return charged
+
+
+NOTED = "booked"  # key in `session.info` of the notes: (user, tenant, kind) -> sums
+
+
+def note(session: Session, placement: Placement, held_us: int) -> int:
+    """Add what the placement held since the last call to its row and to the notes of this
+    transaction.
+
+    Returns the charge in micro-device-seconds.  `book` writes all notes into buckets and accounts.
+    """
+    if held_us <= placement.held_us:
+        return 0  # a late or repeated report, charged before
+    held = held_us - placement.held_us
+    charged = held_us * placement.cost_milli // 1000 - placement.charged_us
+    placement.held_us, placement.charged_us = held_us, placement.charged_us + charged
+    noted = session.info.setdefault(NOTED, {})
+    key = (placement.user_id, placement.tenant_id, placement.kind)
+    old = noted.get(key, (0, 0, 0))
+    noted[key] = old[0] + held, old[1] + charged, old[2] + _faded(session, charged)
+    return charged
+
+
+def _faded(session: Session, charged_us: int) -> int:
+    since = base(session)
+    return fair_tree.faded(
+        charged_us,
+        at_s=transactions.now_s(session),
+        since_s=since.since_s,
+        half_life_s=since.half_life_s,
+    )
+
+
+def book(session: Session) -> None:
+    """Write all notes: one row for each account and bucket, however many charges there were."""
+    noted = session.info.pop(NOTED, None)
+    if not noted:
+        return
+    bucket_s = settings().usage_bucket_s
+    begins_s = int(transactions.now_s(session)) // bucket_s * bucket_s
+    bucket = {"bucket": datetime.fromtimestamp(begins_s, UTC), "bucket_s": bucket_s}
+    buckets, accounts = [], dict[tuple[str, str], list[int]]()
+    for (user, tenant, kind), (held, charged, faded) in sorted(noted.items()):
+        owner = {"user_id": user, "tenant_id": tenant}
+        buckets.append({**bucket, **owner, "kind": kind, "held_us": held, "charged_us": charged})
+        account = accounts.setdefault((user, tenant), [0, 0])
+        account[0] += faded
+        account[1] += charged
+    session.connection().execute(_BUCKET, buckets)
+    sums = [
+        {"user_id": user, "tenant_id": tenant, "faded": faded, "total_us": total}
+        for (user, tenant), (faded, total) in accounts.items()
+    ]
+    session.connection().execute(_ACCOUNT, sums)
+
+
+def _grow(table: Table, *columns: str) -> Insert:
+    """Build a statement that adds to a row, or inserts it."""
+    row = insert(table)
+    grown = {name: table.c[name] + row.excluded[name] for name in columns}
+    return row.on_conflict_do_update(index_elements=table.primary_key, set_=grown)
+
+
+def _raise_to(table: Table, column: str) -> Insert:
+    """Build a statement that sets one column of a row, or inserts it."""
+    row = insert(table)
+    raised = {column: row.excluded[column]}
+    return row.on_conflict_do_update(index_elements=table.primary_key, set_=raised)
+
+
+_LIFT = _raise_to(Base.metadata.tables["lifts"], "faded")
+_BUCKET = _grow(Base.metadata.tables["usage"], "held_us", "charged_us")
+_ACCOUNT = _grow(Base.metadata.tables["accounts"], "faded", "total_us")
+
+
+def lift(session: Session, island: str, lifts: Iterable[Lift]) -> None:
+    """Store the idle-credit floors that `core.scheduling.idle_credit` decided; they are charged to
+    no account."""
+    newest = {(lift.tenant, lift.user, lift.kind): lift.faded_us for lift in lifts}
+    rows = [
+        {"island": island, "tenant_id": tenant, "user_id": user, "kind": kind, "faded": faded}
+        for (tenant, user, kind), faded in newest.items()
+    ]
+    session.connection().execute(_LIFT, rows)
+
+
+def _rebase(session: Session, row: LedgerBase) -> None:
+    """Move T0 forward by whole half-lives before the numbers grow too long; the order does not
+    change.
+    """
+    if not row.half_life_s:
+        return
+    halvings = int((transactions.now_s(session) - row.since_s) // row.half_life_s)
+    if halvings < REBASE_HALF_LIVES:
+        return
+    session.refresh(row, with_for_update=True)  # another island may have done it meanwhile
+    halvings = int((transactions.now_s(session) - row.since_s) // row.half_life_s)
+    if halvings < REBASE_HALF_LIVES:
+        return
+    for account in session.scalars(select(Account).with_for_update()):
+        account.faded = fair_tree.rebase(int(account.faded), halvings)
+    for lift in session.scalars(select(LiftRow).with_for_update()):
+        lift.faded = fair_tree.rebase(int(lift.faded), halvings)
+    row.since_s += halvings * row.half_life_s
+
+
+def _change_half_life(session: Session, row: LedgerBase, half_life_s: float) -> None:
+    """Rebuild the sums from the buckets, because another half-life means other sums.
+
+    An idle-credit floor has no buckets: what is left of it now decays with the new half-life.
+    """
+    now_s, was_s, was_half_life_s = transactions.now_s(session), row.since_s, row.half_life_s
+    for lift in session.scalars(select(LiftRow).with_for_update()):
+        left_us = fair_tree.usage_us(
+            int(lift.faded), now_s=now_s, since_s=was_s, half_life_s=was_half_life_s
+        )
+        lift.faded = left_us << fair_tree.FIXED_POINT_BITS
+    row.half_life_s, row.since_s = half_life_s, now_s
+    rebuild(session)
+
+
+def rebuild(session: Session) -> None:
+    """Recompute every account from the usage rows, each bucket charged at its start."""
+    row = session.get_one(LedgerBase, 1)
+    accounts = {account.user_id: account for account in session.scalars(select(Account))}
+    for account in accounts.values():
+        account.faded, account.total_us = 0, 0
+    for usage in session.scalars(select(Usage)):
+        account = accounts[usage.user_id]
+        account.total_us += usage.charged_us
+        account.faded = int(account.faded) + fair_tree.faded(
+            usage.charged_us,
+            at_s=usage.bucket.timestamp(),
+            since_s=row.since_s,
+            half_life_s=row.half_life_s,
+        )

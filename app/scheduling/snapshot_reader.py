@@ -1,0 +1,335 @@
+"""Read rows into values of `core.model.snapshot`: the only reader for scheduling.
+
+Rows are read in the island's transaction, after the island's row was locked.  So nothing that only
+the island writes can change between the read and the write of the plan.  `load` reads all that is
+alive; `app.scheduling.board_follower` reads what changed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import ColumnElement, Row, Select, Text, and_, cast, func, select
+from sqlalchemy.orm import Session, aliased
+
+from app.core.model.lifecycle import ENDED, ON_A_DEVICE
+from app.core.model.migration import MOVABLE
+from app.core.model.snapshot import (
+    RESTARTS,
+    Conditions,
+    Device,
+    Lift,
+    Policy,
+    Snapshot,
+    Task,
+    Tenant,
+    Terms,
+    User,
+)
+from app.core.scheduling.board import LEAVES_A_SEAT
+from app.db.models import Account, Host, LedgerBase, Need, Placement
+from app.db.models import Device as DeviceRow
+from app.db.models import Lift as LiftRow
+from app.db.models import Task as TaskRow
+from app.db.models import Tenant as TenantRow
+from app.db.models import User as UserRow
+from app.scheduling import gang_tickets, guest_placements, ledger
+from app.settings import settings
+
+_BROKEN = ("failed", "cancelled")
+
+
+def load(session: Session, island: str, *, now_s: float) -> Snapshot:
+    """Read all that is alive on an island.  For tests and what-ifs only, since a million tasks may
+    wait.
+    """
+    rows = session.execute(tasks().where(TaskRow.island == island, TaskRow.state.not_in(ENDED)))
+    return _snapshot(session, island, rows.all(), now_s=now_s)
+
+
+def without_line(session: Session, island: str, *, now_s: float) -> Snapshot:
+    """Read all that is alive, without the tasks that wait or are blocked."""
+    on_a_device = tasks().where(TaskRow.island == island, TaskRow.state.in_(ON_A_DEVICE))
+    return _snapshot(session, island, session.execute(on_a_device).all(), now_s=now_s)
+
+
+def _snapshot(session: Session, island: str, rows: Sequence[Row[Any]], *, now_s: float) -> Snapshot:
+    return Snapshot(
+        island=island,
+        policy=policy(ledger.base(session)),
+        users=users(session),
+        tenants=tenants(session),
+        devices=devices(session, island),
+        tasks=tasks_of(session, rows, now_s=now_s),
+        lifts=lifts(session, island),
+    )
+
+
+def policy(base: LedgerBase) -> Policy:
+    return Policy(
+        half_life_s=base.half_life_s,
+        since_s=base.since_s,
+        idle_credit_s=settings().idle_credit_s,
+        slice_min_s=settings().slice_min_s,
+        slice_max_s=settings().slice_max_s,
+        grow_after_s=settings().grow_after_s,
+        sharers_max=settings().sharers_max,
+        homebound=True,
+    )
+
+
+def users(session: Session, where: ColumnElement[bool] | None = None) -> dict[str, User]:
+    query = select(UserRow.id, UserRow.tenant_id, UserRow.weight_milli, Account.faded)
+    query = query.outerjoin(Account, Account.user_id == UserRow.id)
+    rows = session.execute(query if where is None else query.where(where))
+    return {
+        id: User(id=id, tenant=tenant_id, weight=weight, faded_us=int(faded or 0))
+        for id, tenant_id, weight, faded in rows
+    }
+
+
+def lifts(session: Session, island: str) -> tuple[Lift, ...]:
+    query = select(LiftRow.tenant_id, LiftRow.user_id, LiftRow.kind, LiftRow.faded)
+    return tuple(
+        Lift(tenant=tenant, user=user, kind=kind, faded_us=int(faded))
+        for tenant, user, kind, faded in session.execute(query.where(LiftRow.island == island))
+    )
+
+
+def tenants(session: Session) -> dict[str, Tenant]:
+    """Read the tenants.  The root stands beside its children: it owns no share, but its users may
+    ask for devices.
+    """
+    rows = session.scalars(select(TenantRow)).all()
+    root = {row.id for row in rows if row.parent_id is None}
+    return {
+        row.id: Tenant(
+            id=row.id,
+            name=row.name,
+            weight=row.weight_milli,
+            parent=None if row.parent_id in root else row.parent_id,
+            guarantee=row.guarantee,
+            limit=row.limit,
+            most_running=row.max_running,
+        )
+        for row in rows
+    }
+
+
+def devices(
+    session: Session, island: str, where: ColumnElement[bool] | None = None
+) -> dict[str, Device]:
+    query = (
+        select(*_DEVICE, Host.cordoned.label("drained"))
+        .join(Host, Host.name == DeviceRow.host)
+        .where(DeviceRow.island == island)
+    )
+    rows = session.execute(query if where is None else query.where(where))
+    return {row.id: _device(row) for row in rows}
+
+
+_DEVICE = (
+    DeviceRow.id, DeviceRow.host, DeviceRow.kind, DeviceRow.lease_until, DeviceRow.cordoned,
+    DeviceRow.memory_bytes, DeviceRow.cost_milli,
+)  # fmt: skip
+
+
+def _device(row: Row[Any]) -> Device:
+    return Device(
+        id=row.id,
+        host=row.host,
+        kind=row.kind,
+        up=row.lease_until is not None,
+        cordoned=row.cordoned or row.drained,
+        memory_bytes=row.memory_bytes,
+        cost=row.cost_milli,
+        lease_until_s=_seconds(row.lease_until) or 0.0,
+    )
+
+
+_COLUMNS = (
+    TaskRow.id, TaskRow.request_id, TaskRow.tenant_id, TaskRow.user_id, TaskRow.state,
+    TaskRow.epoch, TaskRow.kind, TaskRow.memory_bytes, TaskRow.priority, TaskRow.submitted_at,
+    TaskRow.hold, TaskRow.not_before, TaskRow.seat, TaskRow.launched_at, TaskRow.started_at,
+    TaskRow.resized_at, TaskRow.held_us, TaskRow.total_held_us,
+    TaskRow.image_on, TaskRow.saved, TaskRow.switch_us, TaskRow.cancel_asked_at,
+    TaskRow.attempts, TaskRow.retry_max, TaskRow.retry_at, TaskRow.tier, TaskRow.devices_min,
+    TaskRow.devices_max, TaskRow.across_hosts, TaskRow.island,
+    TaskRow.waiting_since, TaskRow.waited_us, TaskRow.cost_milli, TaskRow.move_to, TaskRow.moving,
+    cast(TaskRow.away, Text).label("away"), TaskRow.capabilities, TaskRow.shares, TaskRow.gang_id,
+    and_(
+        TaskRow.descriptor["run"].has_key("graph"),
+        func.coalesce(TaskRow.descriptor["world_size"].as_integer(), 1) == 1,
+    ).label("graph"),
+)  # fmt: skip
+
+
+_TASKS = select(*_COLUMNS)  # built once, because every round uses it
+
+
+def tasks(*more: Any) -> Select[Any]:
+    """Select the columns that `tasks_of` needs of each task, and `more` columns."""
+    return _TASKS.add_columns(*more)
+
+
+def tasks_of(session: Session, rows: Sequence[Row[Any]], *, now_s: float) -> dict[str, Task]:
+    """Turn rows of `tasks` into values, with what blocked tasks wait for."""
+    blocked = [row.id for row in rows if row.state == "blocked"]
+    waits_for, broken = _needs(session, blocked)
+    splicing = _splicing(session, rows)
+    spread = [row.id for row in rows if row.resized_at is not None]
+    guests = guest_placements.guests(session, spread)
+    terms = gang_tickets.terms(session, rows)
+    return {
+        row.id: _task(
+            row,
+            waits_for.get(row.id, ()),
+            broken.get(row.id, ()),
+            elastic=(row.island, row.kind) in splicing,
+            guests=guests.get(row.id, ()),
+            terms=terms.get(row.id, gang_tickets.NO_TERMS),
+            now_s=now_s,
+        )
+        for row in rows
+    }
+
+
+def _splicing(session: Session, rows: Sequence[Row[Any]]) -> frozenset[tuple[str, str]]:
+    """Return each (island, kind) in which every device's facts say that ranks can share it
+    ("splice").
+
+    Only this decides whether tasks are elastic, that is, may get more devices than they need.
+    """
+    if all(row.devices_max <= row.devices_min and row.resized_at is None for row in rows):
+        return frozenset()
+    can = func.coalesce(DeviceRow.facts["splice"].astext == "true", False)
+    query = select(DeviceRow.island, DeviceRow.kind).group_by(DeviceRow.island, DeviceRow.kind)
+    return frozenset(
+        (island, kind) for island, kind in session.execute(query.having(func.bool_and(can)))
+    )
+
+
+def _task(
+    row: Row[Any],
+    waits_for: Sequence[str],
+    broken: Sequence[str],
+    *,
+    elastic: bool,
+    guests: Sequence[Placement],
+    terms: Terms,
+    now_s: float,
+) -> Task:
+    started_s = _seconds(row.started_at) if row.state in ON_A_DEVICE else None
+    resized_s = None if started_s is None else _seconds(row.resized_at)
+    accrued_us = held_us = 0
+    if started_s is not None:
+        # The next heartbeat charges what the task has held since the last one.
+        if not row.shares:
+            accrued_us = max(0, int((now_s - started_s) * 1e6) - row.held_us)
+        held_us = row.held_us + accrued_us
+    if resized_s is not None:
+        held_us = min(held_us, max(0, int((now_s - resized_s) * 1e6)))
+        accrued_us = min(held_us, accrued_us)
+    lets_go = row.state in LEAVES_A_SEAT  # it releases all its devices at once
+    seats = [each.device_id for each in guests if lets_go or not each.leaving]
+    leaves = [each.device_id for each in guests if each.device_id not in seats]
+    return Task(
+        id=row.id,
+        request=row.request_id,
+        tenant=row.tenant_id,
+        user=row.user_id,
+        state=row.state,
+        epoch=row.epoch,
+        kind=row.kind,
+        memory_bytes=row.memory_bytes,
+        priority=row.priority,
+        submitted_s=_seconds(row.submitted_at) or 0.0,
+        conditions=_conditions(row, waits_for, broken, terms),
+        waiting_since_s=_seconds(row.waiting_since),
+        waited_s=row.waited_us / 1e6,
+        away=() if row.away == "[]" else tuple(tuple(one) for one in json.loads(row.away)),
+        width=row.devices_min,
+        width_max=row.devices_max if elastic else 0,
+        across_hosts=row.across_hosts,
+        one_host=row.devices_min > 1 and not row.across_hosts,
+        tier=row.tier,
+        movable=MOVABLE in row.capabilities,
+        moves_to=_moves_to(row),
+        stops=row.moving is not None and row.moving["stopping"],
+        seats=(row.seat, *seats) if row.seat is not None else (),
+        leaves=tuple(leaves),
+        launched_s=_seconds(row.launched_at) or 0.0,
+        started_s=started_s,
+        resized_s=resized_s,
+        accrued_us=accrued_us,
+        held_us=held_us,
+        had_us=row.total_held_us,
+        image_on=row.image_on,
+        saved=row.saved,
+        restarts=RESTARTS in row.capabilities,
+        switch_us=row.switch_us,
+        graph=row.graph,
+        gang=row.gang_id or "",
+        ticket=gang_tickets.is_ticket(row),
+        shares=row.shares,
+        cost=row.cost_milli,
+        cancel_asked=row.cancel_asked_at is not None,
+        attempts=row.attempts,
+        retry_max=row.retry_max,
+        retry_at_s=_seconds(row.retry_at) or 0.0,
+    )
+
+
+def _moves_to(row: Row[Any]) -> str | None:
+    if row.move_to is None:
+        return None
+    return row.moving["to"] if row.moving is not None else ""
+
+
+_FREE = Conditions()
+
+
+def _conditions(
+    row: Row[Any], waits_for: Sequence[str], broken: Sequence[str], terms: Terms
+) -> Conditions:
+    if not (waits_for or broken or row.hold or row.not_before or row.gang_id):
+        return _FREE
+    return Conditions(
+        waits_for=tuple(waits_for),
+        broken=tuple(broken),
+        not_before_s=_seconds(row.not_before),
+        hold=row.hold,
+        terms=terms,
+    )
+
+
+def _needs(
+    session: Session, blocked: Sequence[str]
+) -> tuple[Mapping[str, list[str]], Mapping[str, list[str]]]:
+    """Return by task the tasks that it waits for, and those of them that failed or were
+    cancelled.
+    """
+    waits_for: dict[str, list[str]] = defaultdict(list)
+    broken: dict[str, list[str]] = defaultdict(list)
+    if not blocked:
+        return waits_for, broken
+    needed = aliased(TaskRow)
+    query = (
+        select(Need.task_id, needed.id, needed.state)
+        .join(needed, needed.id == Need.needs_id)
+        .where(Need.task_id == func.any(list(blocked)), needed.state != "done")
+        .where((Need.given.is_(None) & ~Need.late) | needed.state.in_(_BROKEN))
+        .group_by(Need.task_id, needed.id, needed.state)
+        .order_by(Need.task_id, func.min(needed.ordinal))
+    )
+    for task_id, needs_id, state in session.execute(query):
+        (broken if state in _BROKEN else waits_for)[task_id].append(needs_id)
+    return waits_for, broken
+
+
+def _seconds(at: datetime | None) -> float | None:
+    return at.timestamp() if at is not None else None

@@ -1,0 +1,154 @@
+"""Moves under way: begin each move that was asked for, and continue it from stage to stage.
+
+The island calls this in its round, before it decides: `advance` looks at every task that is to be
+moved and does what `core.model.migration` says, in the rows.  Pauses and launches are ordinary
+decisions; `core.scheduling.cycle` makes them when it sees how far a move is.
+
+Nothing here waits, and all state is in the rows, so the next leader of the island continues from
+there.  A move that cannot continue is abandoned, and its task keeps its state and its place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from app.core.fairness.fair_tree import lane
+from app.core.model import migration
+from app.core.model.lifecycle import ON_A_DEVICE, State
+from app.core.model.migration import ANYWHERE, MOVABLE, Act, Moving, Scene
+from app.core.scheduling import defragment
+from app.core.scheduling.board import Board
+from app.db import transactions
+from app.db.models import Task
+from app.scheduling import journal
+from app.settings import settings
+
+POLICY = migration.Policy()
+
+
+def advance(session: Session, board: Board, *, island: str) -> bool:
+    """Continue every move of an island as far as it can go; False if nothing was written."""
+    wished = select(Task).where(Task.move_to.is_not(None), Task.island == island)
+    free = wished.order_by(Task.id).with_for_update(key_share=True, skip_locked=True)
+    changed = False
+    taken: set[str] = set()
+    for task in session.scalars(free.execution_options(populate_existing=True)).all():
+        changed |= _go_on(session, board, task, taken)
+    session.flush()
+    return changed
+
+
+def _go_on(session: Session, board: Board, task: Task, taken: set[str]) -> bool:
+    moving = migration.from_json(task.moving) if task.moving is not None else None
+    if moving is None or moving.to != task.move_to:
+        return _begin(session, board, task, taken)
+    scene = Scene(
+        state=task.state,
+        epoch=task.epoch,
+        seat=task.seat,
+        open=_is_open(board, moving.to),
+        now_s=board.now_s,
+    )
+    match migration.next_act(moving, scene, POLICY):
+        case migration.Next(Act.off, because):
+            journal.break_off(session, task, because)
+        case migration.Next(Act.copy):
+            journal.order_round(session, task, moving)
+        case migration.Next(Act.stop, _, until_s):
+            stopping = replace(moving, stopping=True, until_s=until_s)
+            task.moving = migration.as_json(stopping)
+        case _:
+            return False
+    return True
+
+
+def _is_open(board: Board, id: str) -> bool:
+    return id in board.devices and board.open(board.devices[id])
+
+
+def make_fit(session: Session, board: Board) -> None:
+    """Ask for moves of tasks that hold a large device, need a small one, and block a
+    waiting task.
+    """
+    for id, to in defragment.moves(board):
+        query = select(Task).where(Task.id == id).with_for_update(key_share=True, skip_locked=True)
+        task = session.scalar(query.execution_options(populate_existing=True))
+        if task is None or task.move_to is not None or _asked_lately(board, task):
+            continue
+        task.move_to, task.move_asked_at = to, transactions.now(session)
+        told = f"It is to move to {to}: a task waits that needs as large a device as {task.seat}."
+        journal.tell(session, task, "task.move_asked", told, to=to)
+
+
+def _asked_lately(board: Board, task: Task) -> bool:
+    """True if a move of the task was asked for within the deadline: a failed move is not tried at
+    once.
+    """
+    at = task.move_asked_at
+    return at is not None and board.now_s < at.timestamp() + settings().move_deadline_s
+
+
+# --- where to -------------------------------------------------------------------------------------
+
+
+def _begin(session: Session, board: Board, task: Task, taken: set[str]) -> bool:
+    """Reserve the target device if it is free; else wait for it until the deadline."""
+    if task.moving is not None:  # the target was changed while the move was under way
+        task.moving = None
+        return True
+    if (because := _why_not(board, task)) is not None:
+        journal.break_off(session, task, because)
+        return True
+    to = _free(board, task, taken) if task.state == State.running else None
+    if to is None:
+        return False
+    taken.add(to)
+    moving = Moving(
+        to=to,
+        source=str(task.seat),
+        epoch=task.epoch,
+        until_s=board.now_s + settings().move_deadline_s,
+    )
+    task.move_to, task.moving = to, migration.as_json(moving)
+    told = f"It moves from {task.seat} to {to}, and is copied there while it runs."
+    journal.tell(session, task, "task.moving", told, to=to, source=task.seat)
+    return True
+
+
+def _why_not(board: Board, task: Task) -> str | None:
+    """Say why the move is impossible, now and later; None if it may be possible."""
+    asked_at, to = task.move_asked_at, str(task.move_to)
+    if task.state not in ON_A_DEVICE or task.state == State.stopping:
+        return "it holds no device any more"
+    if task.seat == to:
+        return "it is there already"
+    if task.state == State.running and MOVABLE not in task.capabilities:
+        return "its state cannot be captured"
+    if to != ANYWHERE and not _is_open(board, to):
+        return f"{to} takes no work"
+    if asked_at is not None and board.now_s >= asked_at.timestamp() + settings().move_deadline_s:
+        return "no device was free for it in time"
+    drained = board.devices.get(task.seat or "")
+    if to == ANYWHERE and drained is not None and drained.cordoned and task.state == State.running:
+        return None if _free(board, task, set()) else "no other device is free for it"
+    return None
+
+
+def _free(board: Board, task: Task, taken: Any) -> str | None:
+    """Return the target device if it is free and empty; if any device will do, the best one."""
+    pool = board.pools.get(task.kind)
+    if pool is None:
+        return None
+    here = lane(task.kind, 1, task.memory_bytes)
+    if task.move_to != ANYWHERE:
+        to = str(task.move_to)
+        fits = pool.suits(to, here) and pool.free.get(to) is False
+        return to if fits and to not in taken else None
+    empty = [id for id, leaving in pool.free.items() if not leaving and id not in taken]
+    fitting = [id for id in empty if pool.suits(id, here)]
+    waited_for = set(board.pinned())
+    return min(fitting, key=lambda id: (id in waited_for, pool.open[id], id), default=None)

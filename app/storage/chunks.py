@@ -1,0 +1,169 @@
+"""Chunks: pieces of images, stored by the BLAKE3 hash of their bytes, separately for each tenant.
+
+Tenants never share a chunk, so no tenant can find out what another one has stored.  The last byte
+of a stored chunk names its encoding: plain, or zstd if a sample showed that compression pays.  The
+address is the hash of the plain bytes, whatever the encoding.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import zstandard
+from blake3 import blake3
+
+from app.storage.backend import Batch, Bytes, Missing, Place
+
+PLAIN, ZSTD = b"\x00", b"\x01"
+SAMPLE_BYTES = 16 * 2**10  # from the beginning, the middle and the end
+PAYS = 0.75  # compressed over plain size of a sample, below which the chunk is compressed
+_TENANT = re.compile(r"[A-Za-z0-9_-]{1,100}")
+
+CHUNKS = "chunks"
+CONDEMNED = "condemned"  # prefix of names that are to be deleted (`app.storage.garbage_collector`)
+DAMAGED = "damaged"  # prefix of chunks that were found to be damaged
+
+
+class Damaged(Exception):
+    """Bytes in the store do not match their name, or are missing.
+
+    `what` names them, like "chunk ab12cd34ef56..."; `found` says what was found instead.
+    """
+
+    def __init__(self, what: str, found: str) -> None:
+        self.what, self.found = what, found
+        super().__init__(f"{what} in the store is damaged: {found}")
+
+
+def fetched(place: Place, name: str) -> bytes:
+    """Return the bytes under a name, even if it is condemned; raises Missing.
+
+    A reader that began before the name was condemned must not notice it.  The name may also be
+    moved back during this call, so the first place is tried once more at the end.
+    """
+    for where in (name, f"{CONDEMNED}/{name}"):
+        try:
+            return place.get(where)
+        except Missing:
+            continue
+    return place.get(name)
+
+
+class Chunks:
+    """The chunks of one tenant."""
+
+    def __init__(self, place: Place, tenant: str) -> None:
+        if not _TENANT.fullmatch(tenant):
+            raise ValueError(f"{tenant!r:.120} is no tenant's id")
+        self.place = place
+        self.folder = f"{CHUNKS}/{tenant}"
+
+    def name(self, address: str) -> str:
+        return f"{self.folder}/{address[:2]}/{address}"
+
+    def has(self, address: str) -> bool:
+        """True if the chunk is stored.  False if it is condemned: then it must be put again."""
+        return self.place.size(self.name(address)) is not None
+
+    def get(self, address: str, size: int) -> Bytes:
+        """Return the chunk's bytes, checked; `size` is the promised number.  Raises Damaged."""
+        what = f"chunk {address[:16]}…"
+        try:
+            body = unpacked(fetched(self.place, self.name(address)), size)
+        except Missing:
+            raise Damaged(what, "it is not there") from None
+        except ValueError as error:
+            raise Damaged(what, str(error)) from error
+        if (digest := blake3(body).hexdigest()) != address:
+            raise Damaged(what, f"its bytes hash to {digest[:16]}…")
+        return body
+
+    def set_aside(self, address: str) -> None:
+        """Move a damaged chunk away, where it can be examined for a while."""
+        name = self.name(address)
+        with suppress(Missing):
+            self.place.move(name, f"{DAMAGED}/{name}")
+
+    @contextmanager
+    def writing(self) -> Iterator[Writing]:
+        with self.place.batch() as batch:
+            yield Writing(self, batch)
+
+
+class Writing:
+    """Chunks written together; usable from several threads.  `new_bytes` is the growth of the
+    store.
+    """
+
+    def __init__(self, chunks: Chunks, batch: Batch) -> None:
+        self.chunks, self.batch = chunks, batch
+        self.new_bytes = 0
+        self._claimed: set[str] = set()
+        self._lock = threading.Lock()
+
+    def put(self, address: str, body: Bytes) -> None:
+        """Store the bytes unless they are there; they have their name after `settle`."""
+        with self._lock:
+            if address in self._claimed:
+                return
+            self._claimed.add(address)
+        if self.chunks.has(address):
+            return
+        packed = packed_up(body)
+        self.batch.put(self.chunks.name(address), packed)
+        with self._lock:
+            self.new_bytes += sum(len(piece) for piece in packed)
+
+    def settle(self) -> None:
+        self.batch.settle()
+
+
+# --- encodings ----------------------------------------------------------------------------------
+
+
+def packed_up(body: Bytes) -> tuple[Bytes, ...]:
+    """Return the pieces to write: the bytes, plain or compressed, then the byte of the encoding."""
+    if _pays(memoryview(body)):
+        small = zstandard.ZstdCompressor(level=1).compress(body)
+        if len(small) < len(body):
+            return small, ZSTD
+    return body, PLAIN
+
+
+def unpacked(packed: bytes, size: int) -> Bytes:
+    """Return the bytes that `packed_up` was given; raises ValueError.
+
+    It never produces more than `size` bytes, whatever the compressed data claims.
+    """
+    codec = packed[-1:]
+    rest: Bytes = memoryview(packed)[:-1]
+    if codec == ZSTD:
+        rest = _decompressed(rest, size)
+    elif codec != PLAIN:
+        told = f"of its {len(packed)} bytes the last, {codec!r}, is no way of writing one"
+        raise ValueError(told)
+    if len(rest) != size:
+        raise ValueError(f"it has {len(rest)} bytes, and {size} were promised")
+    return rest
+
+
+def _decompressed(packed: Bytes, size: int) -> bytes:
+    try:
+        if (says := zstandard.frame_content_size(packed)) != size:
+            raise ValueError(f"it says that it has {says} bytes, and {size} were promised")
+        return zstandard.ZstdDecompressor().decompress(packed, max_output_size=size)
+    except zstandard.ZstdError as error:
+        raise ValueError(f"it cannot be decompressed: {error}") from error
+
+
+def _pays(body: memoryview) -> bool:
+    """True if compression pays for a sample: floats of a trained model hardly shrink, zeros and
+    counts do.
+    """
+    middle = max(0, len(body) // 2 - SAMPLE_BYTES // 2)
+    starts = {0, middle, max(0, len(body) - SAMPLE_BYTES)}
+    sample = b"".join(body[at : at + SAMPLE_BYTES] for at in sorted(starts))
+    return len(zstandard.ZstdCompressor(level=1).compress(sample)) < PAYS * len(sample)

@@ -1,0 +1,378 @@
+"""What a key of one tenant learns of another tenant's things: nothing, by any operation.
+
+Made from the OpenAPI document, so an operation or a parameter that is new is tried, or fails here
+until it is said what it names.  Of the things of the tenant vision (`documented`) everything is put
+wherever something can be named, by people of blue: the answer must be the one for a thing that does
+not exist, letter by letter.  Whatever lists, streams or shows must not hold anything of vision's.
+
+Who may do what within a tenant is the table of test_roles.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+from fastapi.testclient import TestClient
+from sqlalchemy import delete
+
+from app import pages
+from app.api.access import auth
+from app.db.models import Event, Request, Webhook
+from app.main import app as service
+from app.messaging.live_updates import changes
+from tests.app.conftest import BUNDLE, descriptor, sha256
+from tests.app.documented import (
+    CHECKPOINT,
+    CHILD,
+    DATABLOCK,
+    DECISION,
+    DELIVERY,
+    KEY,
+    REQUEST,
+    TASK,
+    TENANT,
+    USER,
+    WAITING_REQUEST,
+    WAITING_TASK,
+    WEBHOOK,
+    documented,
+)
+
+BUNDLE_OF_VISION = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
+IDS = [
+    REQUEST["id"], TASK["id"], WAITING_REQUEST, WAITING_TASK, TENANT["id"], CHILD, USER["id"],
+    KEY["id"], CHECKPOINT["id"], BUNDLE_OF_VISION, str(DECISION), WEBHOOK["id"], DELIVERY["id"],
+    DATABLOCK["name"],
+]  # fmt: skip
+#: nothing of this is ever in an answer to blue, unless blue said it first
+MARKS = [
+    *IDS,
+    "7" * 32,
+    "6" * 32,
+    "vision",
+    "secret of",
+    "secret-of",
+    "secret_of",
+    "secret.invalid",
+]
+
+#: everybody sees them: devices are what tenants share
+SHARED = ("/v1/devices", "/v1/enrolments", "/v1/hosts", "/v1/islands", "/v1/presets")
+#: parameters that name nothing of anybody's
+HARMLESS = {
+    "limit", "tail", "wait", "format", "interval", "group_by", "since", "until", "submitted_after",
+    "state", "phase", "kind", "island", "if-match", "operation", "action", "target_kind", "service",
+    "latest", "range", "if-range", "if-none-match", "content-range", "grep",
+}  # fmt: skip
+#: parts of a path that only have a meaning below the thing before them
+WITHIN = {("GET /v1/tasks/{id}/outputs/{name}", "name")}
+#: the others, and what of vision's they could name
+NAMES = {
+    "tenant_id": [TENANT["id"], CHILD],
+    "parent_id": [TENANT["id"]],
+    "user_id": [USER["id"]],
+    "request_id": [REQUEST["id"], WAITING_REQUEST],
+    "id_ends": [REQUEST["id"][-8:]],
+    "task": [TASK["id"], "secret-of-vision"],
+    "name": ["secret of vision", DATABLOCK["name"]],
+    "sha256": [DATABLOCK["sha256"]],
+    "label": ["secret:of vision"],
+    "names": ["secret"],
+    "key_id": [KEY["id"]],
+    "target_id": [TENANT["id"]],
+    "known": [f"1:{'0' * 64}"],
+}
+#: what a reader goes on after; `CURSORS` tests them
+CURSORS = {"cursor", "Last-Event-ID"}
+
+OPERATIONS = {
+    f"{method.upper()} {path}": operation
+    for path, methods in service.openapi()["paths"].items()
+    for method, operation in methods.items()
+    if path.startswith("/v1/")
+}
+SAME_ID = {"X-Request-ID": "an-id"}  # of every call, so that answers can be compared
+PEOPLE = ("blue.tenant_admin", "blue.member", "blue.viewer")
+
+
+@pytest.fixture
+def vision(world, session) -> dict[str, str]:
+    return documented(session)
+
+
+@pytest.fixture
+def own(as_, vision, session) -> dict[str, str]:
+    """What blue has of its own, by the collection it is in; its request has ended.
+
+    The events are deleted: those of a transaction that is still open make a stream wait for them.
+    """
+    client = as_("blue.member")
+    client.put(f"/v1/bundles/{sha256(BUNDLE)}", content=BUNDLE)
+    submitted = client.post("/v1/requests", json=descriptor()).json()
+    session.get_one(Request, submitted["id"]).state = "done"
+    session.execute(delete(Event).where(Event.tenant_id == "ten_blue"))
+    session.add(Webhook(id="whk_blue", tenant_id="ten_blue", url="https://blue.invalid", secret=""))
+    session.commit()
+    return {
+        "requests": submitted["id"],
+        "tasks": submitted["tasks"][0]["id"],
+        "tenants": "ten_blue",
+        "users": "usr_blue.member",
+        "webhooks": "whk_blue",
+        "datablocks": "its-own",
+    }
+
+
+# --- asking -------------------------------------------------------------------------------------
+
+
+def ask(client: TestClient, name: str, path: str, **given: Any) -> tuple[int, str, str]:
+    """Status, kind and text of an answer, without the request's own id; streams end at once."""
+    method = name.split()[0]
+    body = OPERATIONS[name].get("requestBody", {}).get("content", {})
+    if "application/json" in body and "json" not in given:
+        given["json"] = _example(body["application/json"])
+    answer = client.request(method, path, headers=SAME_ID | given.pop("headers", {}), **given)
+    return answer.status_code, answer.headers.get("content-type", ""), answer.text
+
+
+def _example(media: Any) -> Any:
+    schema = media["schema"]
+    if "$ref" in schema:
+        name = schema["$ref"].rsplit("/", 1)[1]
+        schema = service.openapi()["components"]["schemas"][name]
+    return media.get("example") or schema["examples"][0]
+
+
+def missing(id: str) -> str:
+    """As long and of the same make, but of nothing."""
+    changed = id[:-1] + ("8" if id[-1] != "8" else "9")
+    return changed if id.isdecimal() else changed[:-3] + "fff"
+
+
+def same(answer: tuple[int, str, str], id: str, other: tuple[int, str, str], absent: str) -> None:
+    told, untold = (
+        (*answer[:2], answer[2].replace(id, "ID")),
+        (*other[:2], other[2].replace(absent, "ID")),
+    )
+    assert told == untold
+
+
+def innocent(text: str, said: str = "") -> None:
+    found = [mark for mark in MARKS if mark in text and mark not in said]
+    assert not found, f"{found} in {text[:2000]}"
+
+
+def named_in_paths() -> Iterator[tuple[str, str]]:
+    """Operations at the address of one thing that belongs to somebody, and that thing of vision."""
+    for name, operation in OPERATIONS.items():
+        path = name.split()[1]
+        for parameter in operation.get("parameters", ()):
+            if parameter["in"] != "path" or (name, parameter["name"]) in WITHIN:
+                continue
+            if not path.startswith(SHARED):
+                yield name, str(parameter["example"])
+
+
+# --- the tests ----------------------------------------------------------------------------------
+
+
+def test_of_every_parameter_it_is_known_what_it_names():
+    names = {
+        (parameter["in"], parameter["name"])
+        for operation in OPERATIONS.values()
+        for parameter in operation.get("parameters", ())
+    }
+    named = {name for where, name in names if where != "path"}
+    assert named == HARMLESS | NAMES.keys() | CURSORS | {"idempotency-key"}
+
+
+@pytest.mark.parametrize(("name", "id"), [*named_in_paths()])
+def test_a_path(name, id, as_, vision, rows):
+    assert id in IDS, "an example that is not of vision"
+    path = name.split()[1]
+    before = rows()
+    for who in PEOPLE:
+        with mock.patch.object(changes, "closing", True):
+            found, absent = (ask(as_(who), name, _filled(path, one)) for one in (id, missing(id)))
+        same(found, id, absent, missing(id))
+        innocent(found[2], said=id)
+        assert found[0] in (404, 403, 422), found
+    if not name.startswith("PUT"):  # a bundle's address is that of its bytes, whoever sends them
+        assert rows() == before
+
+
+def _filled(path: str, id: str) -> str:
+    before, _, rest = path.partition("{")
+    return before + id + rest.partition("}")[2]
+
+
+LISTS = [name for name in OPERATIONS if name.startswith("GET ") and "{" not in name]
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_what_lists_or_sums_up(name, as_, vision):
+    for who in PEOPLE:
+        status, _, text = ask(as_(who), name, name.split()[1])
+        assert status in (200, 403)
+        innocent(text)
+
+
+def filters() -> Iterator[tuple[str, str, str]]:
+    for name, operation in OPERATIONS.items():
+        for parameter in operation.get("parameters", ()):
+            for value in NAMES.get(parameter["name"], ()):
+                if parameter["in"] == "query" and not name.split()[1].startswith("/v1/checkpoints"):
+                    yield name, parameter["name"], value
+
+
+@pytest.mark.parametrize(("name", "parameter", "value"), [*filters()])
+def test_a_filter(name, parameter, value, as_, own):
+    path = _of_own(name.split()[1], own)
+    for who in PEOPLE:
+        found, absent = (
+            ask(as_(who), name, path, params={parameter: one}) for one in (value, missing(value))
+        )
+        same(found, value, absent, missing(value))
+        innocent(found[2], said=value)
+
+
+def _of_own(path: str, own: dict[str, str]) -> str:
+    return _filled(path, own[path.split("/")[2]]) if "{" in path else path
+
+
+def readers() -> Iterator[tuple[str, str, str]]:
+    for name, operation in OPERATIONS.items():
+        for parameter in operation.get("parameters", ()):
+            if parameter["name"] in CURSORS and not name.split()[1].startswith(SHARED):
+                yield name, parameter["in"], parameter["name"]
+
+
+@pytest.mark.parametrize(("name", "where", "parameter"), [*readers()])
+def test_a_cursor(name, where, parameter, app, as_, own, vision):
+    """That vision got, in the hands of blue."""
+    path = name.split()[1]
+    of_vision = TestClient(app, headers={"Authorization": f"Bearer {vision['tenant_admin']}"})
+    listed = _filled(path, _example_of_path(name)).removesuffix("/stream")
+    cursor = of_vision.get(listed, params={"limit": 1}).json()["next_cursor"]
+    assert cursor, f"vision has not two of what {listed} lists"
+    given = (
+        {"params": {parameter: cursor}} if where == "query" else {"headers": {parameter: cursor}}
+    )
+    for who in PEOPLE:
+        status, _, text = ask(as_(who), name, _of_own(path, own), **given)
+        assert status in (200, 403, 422)
+        innocent(text)
+
+
+def _example_of_path(name: str) -> str:
+    parameters = OPERATIONS[name].get("parameters", ())
+    return next((str(p["example"]) for p in parameters if p["in"] == "path"), "")
+
+
+def bodies() -> Iterator[tuple[str, str]]:
+    for name, operation in OPERATIONS.items():
+        media = operation.get("requestBody", {}).get("content", {}).get("application/json")
+        if media is not None and "{" not in name:
+            text = json.dumps({**_example(media), **MORE.get(name, {})})
+            yield from ((name, id) for id in IDS if id in text)
+
+
+#: fields that the examples leave out
+MORE: dict[str, Any] = {
+    "POST /v1/tenants": {"name": "new", "parent_id": TENANT["id"]},
+    "POST /v1/users": {"name": "new", "tenant_id": TENANT["id"]},
+    "POST /v1/webhooks": {"tenant_id": TENANT["id"]},
+}
+
+
+@pytest.mark.parametrize(("name", "id"), [*bodies()])
+def test_a_body(name, id, as_, own):
+    media = OPERATIONS[name]["requestBody"]["content"]["application/json"]
+    text = json.dumps({**_example(media), **MORE.get(name, {})})
+    for who in PEOPLE:
+        found, absent = (
+            ask(as_(who), name, name.split()[1], json=json.loads(text.replace(id, one)))
+            for one in (id, missing(id))
+        )
+        same(found, id, absent, missing(id))
+        innocent(found[2], said=text)
+        assert found[0] in (403, 422), found
+
+
+def test_a_checkpoint_in_a_descriptor(as_, own):
+    id = CHECKPOINT["id"]
+    tasks = [{"name": "t", "run": {"job": "train:Train"}, "from_checkpoint": id}]
+    text = json.dumps(descriptor(tasks=tasks))
+    for name in ("POST /v1/requests", "POST /v1/requests:validate"):
+        found, absent = (
+            ask(as_("blue.member"), name, name.split()[1], json=json.loads(text.replace(id, one)))
+            for one in (id, missing(id))
+        )
+        assert found[0] == 422
+        same(found, id, absent, missing(id))
+
+
+def test_an_idempotency_key(app, as_, own, vision):
+    """The same key of another tenant's member neither replays nor collides."""
+    taking = [n for n, o in OPERATIONS.items() if _has(o, "idempotency-key")]
+    assert taking == ["POST /v1/requests"]
+    answer = as_("blue.member").post(
+        "/v1/requests", json=descriptor(), headers={"Idempotency-Key": "a-key"}
+    )
+    assert answer.status_code == 202, answer.text
+    assert "idempotency-replayed" not in answer.headers
+    innocent(answer.text)
+
+
+def _has(operation: Any, parameter: str) -> bool:
+    return any(each["name"] == parameter for each in operation.get("parameters", ()))
+
+
+# --- the pages ----------------------------------------------------------------------------------
+
+PAGES = {route.path for router in pages.routers() for route in router.routes}
+#: addresses of the pages with what could name something of vision's: {} is its request
+ADDRESSES = {
+    "/": ["/"],
+    "/ui/": ["/ui/"],
+    "/ui/login": ["/ui/login"],
+    "/ui/login/oidc": [],  # it leads to the identity provider
+    "/ui/login/oidc/callback": ["/ui/login/oidc/callback?state={}"],
+    "/ui/logout": [],  # it only signs out
+    "/ui/datablocks": ["/ui/datablocks", "/ui/datablocks?before=blk_{}"],
+    "/ui/queue": ["/ui/queue"],
+    "/ui/requests": ["/ui/requests", "/ui/requests?before={}", "/ui/requests?state=running"],
+    "/ui/requests/{id}": ["/ui/requests/{}"],
+    "/ui/members": ["/ui/members", "/ui/members?cursor={}"],
+    "/ui/members/{id}": ["/ui/members/{}"],
+    "/ui/webhooks": ["/ui/webhooks"],
+    "/ui/webhooks/{id}": ["/ui/webhooks/{}"],
+    "/ui/audit": ["/ui/audit", "/ui/audit?target_id={}", "/ui/audit?user_id={}"],
+    "/ui/devices": ["/ui/devices"],
+    "/ui/decisions": ["/ui/decisions", "/ui/decisions?cursor={}"],
+    "/ui/stream": ["/ui/stream", "/ui/stream?request={}"],
+    "/ui/{rest:path}": ["/ui/{}", "/ui/requests/{}/more"],
+}
+
+
+def test_of_every_page_it_is_known_what_it_could_show():
+    assert ADDRESSES.keys() == PAGES
+
+
+@pytest.mark.parametrize("address", [one for many in ADDRESSES.values() for one in many])
+def test_a_page(address, app, world, vision, session):
+    id = REQUEST["id"]
+    for who in PEOPLE:
+        _, cookie = auth.sign_in(session, world.keys[who])
+        session.commit()
+        visitor = TestClient(app, headers=SAME_ID, cookies={auth.COOKIE: cookie})
+        with mock.patch.object(changes, "closing", True):
+            found, absent = (visitor.get(address.format(one)) for one in (id, missing(id)))
+        assert found.status_code == absent.status_code
+        assert found.text.replace(id, "ID") == absent.text.replace(missing(id), "ID")
+        innocent(found.text, said=address.format(id))

@@ -1,0 +1,272 @@
+"""Checkpoints at the edge: their tensors as a file, and runs that begin from one."""
+
+from __future__ import annotations
+
+import os
+import struct
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load
+from sqlalchemy import select
+
+from app.core.model.manifest import About
+from app.db.models import Checkpoint, Device, Task
+from app.scheduling import launch_order
+from app.settings import settings
+from app.storage.signing import Signer
+from app.storage.store import Store, manifest
+from app.storage.tensor_export import gathered
+from tests.app.conftest import descriptor, problem
+from tests.workers.slabs import Slab
+from workers.transfer import checkpoint
+from workers.transfer.checkpoint import Known
+
+torch.manual_seed(3)
+BASE = torch.randn(700, 900)
+WIDE = torch.randn(1100, 1024).to(torch.bfloat16)  # 2.25 MB
+TENSORS: dict[str, torch.Tensor] = {
+    "base": BASE,
+    "base.t": BASE.t(),
+    "base.corner": BASE[10:20, ::7],
+    "base.row": BASE[3],
+    "base.spread": BASE[:5, :1].expand(5, 4),
+    "wide": WIDE,
+    "wide.t": WIDE.t(),
+    "wide.permuted": WIDE.view(11, 100, 1024).permute(2, 0, 1),
+    "flag": torch.rand(7, 3) > 0.5,
+    "step": torch.tensor(4),
+    "empty": torch.empty(0, 3),
+    "half": torch.randn(9).half(),
+    "double": torch.randn(2, 3, 4, dtype=torch.float64).transpose(0, 2),
+    "bytes": torch.arange(256).to(torch.uint8)[::3],
+    "short": torch.arange(9).to(torch.int16),
+    "f8": torch.randn(8).to(torch.float8_e4m3fn),
+    "f8b": torch.randn(8).to(torch.float8_e5m2),
+    "wave": torch.randn(6, dtype=torch.complex64)[::2],
+    "odd": torch.randn(3, dtype=torch.complex128),
+}
+
+
+def raw(storage: torch.UntypedStorage) -> bytes:
+    """`bytes(storage)` would go through it element by element."""
+    whole = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
+    return whole.numpy().tobytes()
+
+
+def slab_of(tensors: dict[str, torch.Tensor]) -> tuple[Slab, dict[str, list[Any]]]:
+    """Each storage once, as a capture lays them out, and the table of where tensors lie."""
+    storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
+    table: dict[str, list[Any]] = {}
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage()
+        number, _ = storages.setdefault(storage._cdata, (len(storages), storage))
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        shape, stride = list(tensor.shape), list(tensor.stride())
+        table[name] = [number, dtype, shape, stride, tensor.storage_offset()]
+    slab = Slab([storage.nbytes() for _, storage in storages.values()])
+    for number, storage in storages.values():
+        slab.fill(number, raw(storage))
+    return slab, table
+
+
+@pytest.fixture
+def signer(tmp_path) -> Signer:
+    return Signer.at(tmp_path / "key")
+
+
+@pytest.fixture
+def store() -> Store:
+    return Store.at(settings().store_address)
+
+
+@pytest.fixture
+def task(session, submitted) -> Task:
+    return session.scalars(select(Task).where(Task.request_id == submitted["id"])).one()
+
+
+@pytest.fixture
+def saved(session, task, signer, store) -> Checkpoint:
+    """A checkpoint of red's task at step 40, with TENSORS in it."""
+    slab, table = slab_of(TENSORS)
+    about = About(tenant=task.tenant_id, task=task.id, epoch=1, step=40)
+    written = checkpoint.write(
+        slab.fd, slab.layout, about, tensors=table, store=store, signer=signer, known=Known()
+    )
+    row = Checkpoint(
+        id=f"ckp_{1:032x}", task_id=task.id, tenant_id=task.tenant_id, epoch=1, step=40,
+        sha256=written.sha256, size_bytes=written.size_bytes, new_bytes=written.new_bytes,
+        took_us=7, host="h", key=signer.public,
+    )  # fmt: skip
+    session.add(row)
+    session.commit()
+    return row
+
+
+def same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Bit for bit."""
+    there, here = found.contiguous(), wanted.contiguous()
+    equal = there.dtype == here.dtype and there.shape == here.shape
+    return equal and raw(there.clone().untyped_storage()) == raw(here.clone().untyped_storage())
+
+
+class TestShow:
+    def test_a_list_says_what_it_added_and_who_signed_it(self, as_, task, saved, signer):
+        answer = as_("red.viewer").get(f"/v1/tasks/{task.id}/checkpoints")
+        (listed,) = answer.json()["items"]
+        assert (listed["host"], listed["key"]) == ("h", signer.public)
+        assert listed["new_bytes"] == saved.new_bytes
+        assert as_("red.viewer").get(f"/v1/checkpoints/{saved.id}").json() == listed
+
+    def test_its_tensors_are_listed(self, red, saved):
+        items = red.get(f"/v1/checkpoints/{saved.id}/tensors").json()["items"]
+        assert [item["name"] for item in items] == sorted(TENSORS)
+        by_name = {item["name"]: item for item in items}
+        assert by_name["base.t"]["shape"] == [900, 700]
+        assert by_name["wide"]["size_bytes"] == 1100 * 1024 * 2
+        assert by_name["odd"]["exported"] is False
+
+    @pytest.mark.parametrize("path", ["", "/tensors", "/safetensors"])
+    def test_another_tenant_learns_nothing(self, as_, saved, path):
+        problem(as_("blue.tenant_admin").get(f"/v1/checkpoints/{saved.id}{path}"), 404, "not-found")
+        problem(as_("").get(f"/v1/checkpoints/{saved.id}{path}"), 401, "unauthenticated")
+
+
+class TestExport:
+    def test_every_tensor_comes_out_bit_for_bit(self, red, saved):
+        answer = red.get(f"/v1/checkpoints/{saved.id}/safetensors")
+        assert answer.status_code == 200
+        assert int(answer.headers["content-length"]) == len(answer.content)
+        found = load(answer.content)
+        assert found.keys() == TENSORS.keys() - {"odd"}
+        assert [name for name in found if not same(found[name], TENSORS[name])] == []
+        (length,) = struct.unpack("<Q", answer.content[:8])
+        assert b'"roundhouse.left_out":"odd"' in answer.content[: 8 + length]
+
+    def test_some_by_name(self, red, saved):
+        names = {"names": ["base.corner", "step"]}
+        answer = red.get(f"/v1/checkpoints/{saved.id}/safetensors", params=names)
+        found = load(answer.content)
+        assert found.keys() == {"base.corner", "step"}
+        assert same(found["base.corner"], TENSORS["base.corner"])
+
+    @pytest.mark.parametrize("name", ["nobody", "odd"])
+    def test_a_name_that_cannot_be_exported_is_refused(self, red, saved, name):
+        path = f"/v1/checkpoints/{saved.id}/safetensors"
+        problem(red.get(path, params={"names": name}), 422, "validation-error", "?names")
+
+    def test_a_lost_manifest_is_named(self, red, saved, store):
+        store.place.delete(manifest(saved.tenant_id, saved.sha256))
+        told = problem(red.get(f"/v1/checkpoints/{saved.id}/safetensors"), 410, "gone")
+        assert "manifest" in told["detail"]
+
+    def test_a_signature_of_nobody_we_know_is_named(self, session, red, saved):
+        saved.key = "ab" * 32
+        session.commit()
+        told = problem(red.get(f"/v1/checkpoints/{saved.id}/tensors"), 410, "gone")
+        assert "not signed by" in told["detail"]
+
+
+@given(st.data())
+def test_any_strided_view_is_gathered_as_torch_does(data):
+    """Against torch's own copy of the same view."""
+    dtype = data.draw(st.sampled_from([torch.uint8, torch.int16, torch.float32, torch.int64]))
+    shape = data.draw(st.lists(st.integers(1, 5), max_size=4))
+    stride = [data.draw(st.integers(0, 9)) for _ in shape]
+    reach = sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1
+    lying = torch.arange(reach).to(dtype)
+    wanted = lying.as_strided(shape, stride).contiguous().clone()
+    body = raw(lying.untyped_storage())
+    found = b"".join(gathered(memoryview(body), lying.element_size(), shape, stride))
+    assert found == raw(wanted.untyped_storage())
+
+
+def test_a_row_longer_than_a_block_is_gathered_in_pieces():
+    row = bytes(range(250)) * 2000  # 500,000 bytes, of which every second one
+    pieces = list(gathered(memoryview(row), 1, [250_000], [2]))
+    assert b"".join(pieces) == row[::2]
+    assert max(len(piece) for piece in pieces) == 2**17
+    assert sum(len(piece) for piece in gathered(memoryview(b"x"), 1, [10**6], [0])) == 10**6
+
+
+class TestFork:
+    """`from_checkpoint`: a task of its own that goes on from another one's checkpoint."""
+
+    def fork(self, client, saved, **more):
+        body = descriptor()
+        body["tasks"][0] |= {"from_checkpoint": saved.id, **more}
+        return client.post("/v1/requests", json=body)
+
+    def forked(self, session, answer) -> Task:
+        assert answer.status_code == 202, answer.text
+        query = select(Task).where(Task.request_id == answer.json()["id"])
+        return session.scalars(query).one()
+
+    def test_it_has_a_checkpoint_of_its_own_from_the_start(self, session, red, task, saved):
+        task.descriptor = {**task.descriptor, "params": {"steps": 50}}
+        session.commit()
+        new = self.forked(session, self.fork(red, saved))
+        assert new.step == 40
+        assert new.descriptor["params"] == {"steps": 50}
+        row = session.scalars(select(Checkpoint).where(Checkpoint.task_id == new.id)).one()
+        assert row.id != saved.id
+        assert (row.epoch, row.step, row.new_bytes) == (0, 40, 0)
+        assert (row.sha256, row.key) == (saved.sha256, saved.key)
+
+    def test_its_first_launch_names_that_image_and_its_key(self, session, red, saved):
+        new = self.forked(session, self.fork(red, saved))
+        device = session.get_one(Device, "h.0")
+        wanted = [{"sha256": saved.sha256, "step": 40, "key": saved.key}]
+        assert launch_order.look_up(session, [(new, device)]).body(new, device)["images"] == wanted
+        # A damaged one too: it fails by name, and does not quietly begin anew.
+        row = session.scalars(select(Checkpoint).where(Checkpoint.task_id == new.id)).one()
+        row.damaged_at = row.created_at
+        session.commit()
+        assert launch_order.look_up(session, [(new, device)]).body(new, device)["images"] == wanted
+
+    def test_the_same_parameters_may_be_given_and_others_are_refused(
+        self, session, red, task, saved
+    ):
+        task.descriptor = {**task.descriptor, "params": {"steps": 50}}
+        session.commit()
+        self.forked(session, self.fork(red, saved, params={"steps": 50}))
+        answer = self.fork(red, saved, params={"steps": 51})
+        problem(answer, 422, "validation-error", "/tasks/0/params")
+
+    def test_another_job_is_refused(self, session, red, task, saved):
+        task.descriptor = {**task.descriptor, "run": {"job": "train:Other"}}
+        session.commit()
+        problem(self.fork(red, saved), 422, "validation-error", "/tasks/0/run/job")
+
+    def test_a_function_does_not_go_on_from_one(self, red, saved):
+        answer = self.fork(red, saved, run={"function": "train:encode"})
+        problem(answer, 422, "validation-error", "/tasks/0/from_checkpoint")
+
+    def test_another_tenant_s_checkpoint_is_unknown(self, session, as_, red, saved):
+        saved.tenant_id = "ten_blue"
+        session.commit()
+        pointer = "/tasks/0/from_checkpoint"
+        told = problem(self.fork(red, saved), 422, "validation-error", pointer)
+        assert "no such checkpoint" in str(told["errors"])
+
+    @pytest.mark.parametrize("column", ["damaged_at", "deleted_at"])
+    def test_one_that_is_not_to_be_had_any_more_is_unknown(self, session, red, saved, column):
+        setattr(saved, column, saved.created_at)
+        session.commit()
+        problem(self.fork(red, saved), 422, "validation-error", "/tasks/0/from_checkpoint")
+
+    def test_no_id_at_all_is_refused(self, red):
+        body = descriptor()
+        body["tasks"][0]["from_checkpoint"] = "the last one"
+        answer = red.post("/v1/requests", json=body)
+        problem(answer, 422, "validation-error", "/tasks/0/from_checkpoint")
+
+
+def test_a_bundle_and_a_checkpoint_need_no_folder_when_the_store_is_a_bucket(monkeypatch):
+    """Only which place it is; what it does there is tests/workers/transfer/test_checkpoint.py."""
+    monkeypatch.setitem(os.environ, "AWS_REGION", "us-east-1")
+    assert str(Store.at("s3://bucket/prefix").place) == "s3://bucket/prefix"
+    assert str(Store.at("/some/folder").place) == "/some/folder"

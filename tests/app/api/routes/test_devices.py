@@ -1,0 +1,158 @@
+"""/v1/islands, /hosts, /devices and /presets; who may is in test_roles.py."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+from sqlalchemy import func, select, update
+from sqlalchemy.exc import IntegrityError
+
+from app.db.models import Device, Host, Island, Placement, Preset
+from tests.app.conftest import problem
+
+
+@pytest.fixture
+def root(as_):
+    return as_("root")
+
+
+class TestIslands:
+    def test_one_is_led_while_its_leaders_lease_lasts(self, as_, session):
+        viewer = as_("red.viewer")
+        assert not viewer.get("/v1/islands/isle").json()["led"]
+        lease = func.now() + timedelta(seconds=5)
+        session.execute(update(Island).values(leader="me", leader_until=lease, term=3))
+        session.commit()
+        body = {"name": "isle", "leader": "me", "led": True, "term": 3, "devices": 2}
+        body["key"] = None
+        assert viewer.get("/v1/islands/isle").json() == body
+        assert viewer.get("/v1/islands").json()["items"] == [body]
+
+    def test_another_is_not_found(self, as_):
+        problem(as_("red.viewer").get("/v1/islands/x"), 404, "not-found")
+
+
+@pytest.mark.parametrize("column", ["cost_milli", "memory_bytes"])
+def test_a_device_row_with_what_the_api_forbids_is_refused(as_, session, column):
+    with pytest.raises(IntegrityError, match=f"ck_devices_{column}"):
+        session.execute(update(Device).where(Device.id == "h.0").values({column: -1}))
+
+
+class TestHosts:
+    def test_it_counts_what_is_up(self, as_, session):
+        session.execute(update(Device).where(Device.id == "h.1").values(lease_until=None))
+        session.commit()
+        body = as_("red.viewer").get("/v1/hosts/h").json()
+        assert body == {"name": "h", "island": "isle", "cordoned": False, "devices": 2, "up": 1}
+        assert as_("red.viewer").get("/v1/hosts").json()["items"] == [body]
+
+    def test_drain_and_uncordon(self, root, session):
+        for _ in range(2):
+            assert root.post("/v1/hosts/h/drain").json()["cordoned"]
+        assert root.get("/v1/devices/h.0").json()["cordoned"]
+        assert session.scalar(select(Host.cordoned))
+        for _ in range(2):
+            assert not root.post("/v1/hosts/h/uncordon").json()["cordoned"]
+
+    def test_another_is_not_found(self, root):
+        problem(root.post("/v1/hosts/x/drain"), 404, "not-found")
+
+
+class TestDevices:
+    def seat(self, session, submitted):
+        session.add(
+            Placement(
+                task_id=submitted["tasks"][0]["id"],
+                epoch=1,
+                device_id="h.0",
+                tenant_id="ten_red",
+                user_id="usr_red.member",
+                kind="cpu",
+                cost_milli=1000,
+                incarnation="i",
+            )
+        )
+        session.commit()
+
+    def test_who_sits_on_it_is_told_to_those_who_may_see_the_task(self, as_, session, submitted):
+        self.seat(session, submitted)
+
+        def seen(who):
+            body = as_(who).get("/v1/devices/h.0").json()
+            return body["busy"], body["task_id"]
+
+        task_id = submitted["tasks"][0]["id"]
+        assert seen("red.viewer") == seen("root") == (True, task_id)
+        assert seen("blue.tenant_admin") == (True, None)
+        assert not as_("root").get("/v1/devices/h.1").json()["busy"]
+
+    def test_list_by_kind_and_island_page_by_page(self, as_):
+        viewer = as_("red.viewer")
+        first = viewer.get("/v1/devices?limit=1")
+        second = viewer.get(first.links["next"]["url"]).json()
+        ids = [item["id"] for item in [*first.json()["items"], *second["items"]]]
+        assert ids == ["h.0", "h.1"]
+        assert viewer.get("/v1/devices?kind=cuda").json()["items"] == []
+        assert len(viewer.get("/v1/devices?island=isle").json()["items"]) == 2
+
+    def test_cost_is_changed_for_the_version_that_was_read(self, root, session, rows):
+        etag = root.get("/v1/devices/h.0").headers["etag"]
+        before = rows()
+        problem(root.patch("/v1/devices/h.0", json={"cost": 2}), 428, "precondition-required")
+        for cost in (0, "2", None):
+            answer = root.patch("/v1/devices/h.0", json={"cost": cost}, headers={"If-Match": etag})
+            problem(answer, 422, "validation-error", "/cost")
+        assert rows() == before
+        answer = root.patch("/v1/devices/h.0", json={"cost": 2}, headers={"If-Match": etag})
+        assert (answer.json()["cost"], answer.headers["etag"]) == (2.0, '"2"')
+        again = root.patch("/v1/devices/h.0", json={"cost": 3}, headers={"If-Match": etag})
+        problem(again, 412, "precondition-failed")
+        assert session.get_one(Device, "h.0").cost_milli == 2000
+
+    def test_cordon_and_uncordon(self, root):
+        for _ in range(2):
+            assert root.post("/v1/devices/h.0/cordon").json()["cordoned"]
+        assert not root.get("/v1/devices/h.1").json()["cordoned"]
+        for _ in range(2):
+            body = root.post("/v1/devices/h.0/uncordon").json()
+        assert (body["cordoned"], body["version"]) == (False, 3)
+
+    @pytest.mark.parametrize("path", ["x", "x/cordon", "x/uncordon"])
+    def test_another_is_not_found(self, path, root):
+        method = "GET" if path == "x" else "POST"
+        problem(root.request(method, f"/v1/devices/{path}"), 404, "not-found")
+
+
+class TestPresets:
+    URL = "/v1/presets/train/cpu"
+
+    def test_put_get_and_put_again(self, root, as_):
+        for version in (1, 2):
+            body = root.put(self.URL, json={"params": {"threads": version}}).json()
+            assert (body["params"], body["version"]) == ({"threads": version}, version)
+        assert as_("red.viewer").get(self.URL).json() == body
+        assert as_("red.viewer").get("/v1/presets").json()["items"] == [body]
+
+    def test_there_may_be_one_for_all_types(self, root):
+        assert root.put("/v1/presets/*/cpu", json={"params": {}}).json()["task_type"] == "*"
+
+    @pytest.mark.parametrize(
+        ("params", "pointer"),
+        [
+            ({"therads": 1}, "/params/therads"),
+            ({"threads": "1"}, "/params/threads"),
+            ({"threads": 0}, "/params/threads"),
+            ({"cudnn_benchmark": True}, "/params/cudnn_benchmark"),
+            ("x", "/params"),
+        ],
+    )
+    def test_only_what_is_on_the_list_can_be_set(self, params, pointer, root, session, rows):
+        before = rows()
+        answer = root.put(self.URL, json={"params": params})
+        problem(answer, 422, "validation-error", pointer)
+        assert rows() == before
+
+    def test_another_is_not_found(self, root, session):
+        problem(root.get(self.URL), 404, "not-found")
+        assert session.get(Preset, ("train", "cpu")) is None

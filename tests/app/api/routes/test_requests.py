@@ -1,0 +1,454 @@
+"""/v1/requests against real Postgres: what is accepted, shown, listed, changed.
+
+Who may is in test_roles.py, what is refused in test_bad_input.py.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+
+import pytest
+from sqlalchemy import func, select, text, update
+
+from app.db.models import Bundle, Event, Idempotency, Need, Preset, Request, Task, Tenant
+from app.db.transactions import transaction
+from app.errors import QueueFull
+from app.intake import intake
+from tests.app.conftest import BUNDLE, descriptor, people, problem, sha256
+
+
+def count(session, table):
+    return session.scalar(select(func.count()).select_from(table))
+
+
+def event_types(session):
+    return list(session.scalars(select(Event.type).order_by(Event.id)))
+
+
+class TestSubmit:
+    def test_a_request_is_accepted_with_all_its_tasks(self, red):
+        answer = red.post("/v1/requests", json=descriptor(name="first", priority=3))
+        assert answer.status_code == 202, answer.text
+        body = answer.json()
+        assert answer.headers["location"] == f"/v1/requests/{body['id']}"
+        assert (body["name"], body["state"], body["priority"]) == ("first", "queued", 3)
+        assert (body["tenant"], body["user"]) == ("red", "red.member")
+        assert [(task["name"], task["state"], task["island"]) for task in body["tasks"]] == [
+            ("train", "blocked", None)
+        ]
+        assert red.get(answer.headers["location"]).json() == body
+
+    def test_rows_are_tasks_needs_and_one_event(self, red, session):
+        tasks = [
+            {"name": "prep", "run": {"function": "train:encode"}, "outputs": ["h"]},
+            {
+                "name": "train",
+                "type": "training",
+                "run": {"job": "train:Train"},
+                "params": {"steps": 5},
+                "inputs": {"x": "prep.h"},
+                "start": {"after": ["prep"], "hold": True, "not_before": "2030-01-01T00:00:00Z"},
+                "devices": {"memory_bytes": 1024},
+                "retry": {"max": 2},
+            },
+        ]
+        body = red.post("/v1/requests", json=descriptor(tasks=tasks, priority=-5)).json()
+        prep, train = session.scalars(select(Task).order_by(Task.ordinal))
+        assert (prep.ordinal, train.ordinal, train.type, train.kind) == (0, 1, "training", "cpu")
+        assert (train.memory_bytes, train.retry_max, train.priority) == (1024, 2, -5)
+        assert (train.hold, train.not_before) == ("user", datetime(2030, 1, 1, tzinfo=UTC))
+        assert train.descriptor["max_duration_s"] == 86400.0
+        needs = session.scalars(select(Need).order_by(Need.port)).all()
+        assert [(n.task_id, n.needs_id, n.port, n.output) for n in needs] == [
+            (train.id, prep.id, "", ""),
+            (train.id, prep.id, "x", "h"),
+        ]
+        assert body["tasks"][1]["needs"] == [
+            {"task": "prep", "port": "", "output": ""},
+            {"task": "prep", "port": "x", "output": "h"},
+        ]
+        assert event_types(session) == ["request.submitted"]
+        assert red.get(f"/v1/requests/{body['id']}").json() == body  # it was not read back
+
+    def test_one_without_a_name_is_called_after_its_first_task(self, submitted):
+        assert submitted["name"] == f"train-{submitted['id'][-6:]}"
+
+    def test_the_root_tenant_owns_no_share_and_is_told_so(self, as_):
+        answer = as_("root").post("/v1/requests", json=descriptor())
+        assert "owns no share" in problem(answer, 403, "insufficient-scope")["detail"]
+
+
+class TestTier:
+    def tier_of(self, session, tenant_id, tier):
+        session.get_one(Tenant, tenant_id).tier = tier
+        session.flush()
+
+    def test_tier_and_devices_are_written_to_the_tasks(self, red, session):
+        self.tier_of(session, "ten_red", "premium")
+        body = red.post("/v1/requests", json=descriptor(tier="premium")).json()
+        task = session.scalars(select(Task)).one()
+        assert (task.tier, task.devices_min, task.devices_max) == ("premium", 1, 1)
+        shown = body["tasks"][0]
+        assert (shown["tier"], shown["devices_min"], shown["devices_max"]) == ("premium", 1, 1)
+
+    @pytest.mark.parametrize("route", ["/v1/requests", "/v1/requests:validate"])
+    def test_a_better_one_than_the_tenants_is_refused(self, route, red, session, rows):
+        self.tier_of(session, "ten_red", "standard")
+        before = rows()
+        answer = red.post(route, json=descriptor(tier="premium"))
+        found = problem(answer, 422, "validation-error", "/tier")
+        assert "requests of red may ask for standard or basic, not for premium" in found["detail"]
+        assert rows() == before
+        assert red.post(route, json=descriptor(tier="standard")).is_success
+
+    def test_the_least_on_the_way_to_the_root_counts(self, red, session):
+        self.tier_of(session, "ten_root", "basic")
+        answer = red.post("/v1/requests", json=descriptor(tier="standard"))
+        found = problem(answer, 422, "validation-error", "/tier")
+        assert "may ask for basic, not" in found["detail"]
+
+    def test_who_asks_for_none_gets_standard_or_the_best_there_is(self, red, session):
+        assert red.post("/v1/requests", json=descriptor()).json()["tier"] == "standard"
+        self.tier_of(session, "ten_red", "basic")
+        assert red.post("/v1/requests:validate", json=descriptor()).json()["tier"] == "basic"
+        body = red.post("/v1/requests", json=descriptor(tier=None)).json()
+        assert (body["tier"], body["tasks"][0]["tier"]) == ("basic", "basic")
+
+
+class TestTypeWithoutPreset:
+    """A type may be any name; one that is spelled like a preset's type is told, not refused."""
+
+    @pytest.fixture(autouse=True)
+    def preset(self, session):
+        session.add(Preset(task_type="train", kind="cpu", params={}))
+        session.flush()
+
+    @pytest.mark.parametrize(
+        ("task_type", "meant"), [("trian", "train"), ("train", None), ("evaluate", None)]
+    )
+    def test_type_that_is_nearly_a_known_one_is_noted(self, task_type, meant, red):
+        body = descriptor()
+        body["tasks"][0]["type"] = task_type
+        for route, status in (("/v1/requests:validate", 200), ("/v1/requests", 202)):
+            answer = red.post(route, json=body)
+            assert answer.status_code == status
+            notes = answer.json()["notes"]
+            assert [meant] * len(notes) == [note.split("'")[-2] for note in notes]
+            assert bool(notes) == bool(meant)
+
+
+class TestMaxQueued:
+    def bound(self, session, tenant_id, most):
+        session.get_one(Tenant, tenant_id).max_queued = most
+        session.flush()
+
+    def test_one_more_than_may_wait_is_refused_with_the_numbers(self, red, session, rows):
+        self.bound(session, "ten_red", 2)
+        for _ in range(2):
+            assert red.post("/v1/requests", json=descriptor()).status_code == 202
+        before = rows()
+        answer = red.post("/v1/requests", json=descriptor(), headers={"Idempotency-Key": "k"})
+        found = problem(answer, 409, "queue-full")
+        assert "red has 2 tasks waiting, of at most 2; this request has 1" in found["detail"]
+        assert rows() == before
+
+    def test_what_runs_or_has_ended_takes_no_place(self, red, session):
+        self.bound(session, "ten_red", 1)
+        for state in ("running", "done", "cancelled"):
+            assert red.post("/v1/requests", json=descriptor()).status_code == 202
+            session.execute(update(Task).values(state=state))
+        assert red.post("/v1/requests", json=descriptor()).status_code == 202
+        session.execute(update(Task).values(state="waiting"))
+        problem(red.post("/v1/requests", json=descriptor()), 409, "queue-full")
+
+    def test_a_bound_above_counts_the_whole_subtree(self, red, as_, session):
+        session.get_one(Tenant, "ten_blue").parent_id = "ten_red"
+        self.bound(session, "ten_red", 1)
+        blue = as_("blue.member")
+        blue.put(f"/v1/bundles/{sha256(BUNDLE)}", content=BUNDLE)
+        assert blue.post("/v1/requests", json=descriptor()).status_code == 202
+        for client in (red, blue):
+            found = problem(client.post("/v1/requests", json=descriptor()), 409, "queue-full")
+            assert "red has 1 tasks waiting" in found["detail"]
+
+    def test_a_request_that_never_fits_is_told_to_be_split(self, red, session):
+        self.bound(session, "ten_red", 1)
+        tasks = [{"name": name, "run": {"job": "train:Train"}} for name in ("a", "b")]
+        answer = red.post("/v1/requests", json=descriptor(tasks=tasks))
+        assert "split it" in problem(answer, 409, "queue-full")["detail"]
+
+    def test_of_two_at_once_only_one_gets_the_last_place(self, committed):
+        """1. The first has passed the check and is not committed.  2. The second comes and waits
+        for it.  3. The first commits.  4. The second sees that the place is taken.
+        """
+        owner = intake.Owner("ten_red", "usr_red.member", "red.member")
+        with transaction() as session:
+            people(session)
+            session.add(_bundle())
+            session.get_one(Tenant, "ten_red").max_queued = 1
+        with ThreadPoolExecutor() as threads:
+            with transaction() as first:
+                _taken_in(first, owner)
+                second = threads.submit(_submit, owner)
+                _until_somebody_waits_for(first)
+                assert not second.done()
+            with pytest.raises(QueueFull):
+                second.result(timeout=30)
+        with transaction() as session:
+            assert count(session, Task) == 1
+
+
+def _bundle():
+    return Bundle(
+        tenant_id="ten_red",
+        sha256=sha256(BUNDLE),
+        size_bytes=len(BUNDLE),
+        entry_points={"train:Train": "class"},
+    )
+
+
+def _submit(owner):
+    with transaction() as session:
+        _taken_in(session, owner)
+
+
+def _taken_in(session, owner):
+    once = intake.Once(None, "", descriptor())
+    ground = intake.ground(session, owner, once)
+    accepted = intake.accept(session, owner, once.body, ground)
+    intake.write(session, accepted, once, intake.Answer(202, "{}", ""))
+
+
+def _until_somebody_waits_for(session):
+    """For the transaction of this session to end."""
+    waiting = text(
+        "select count(*) from pg_locks"
+        " where not granted and transactionid = pg_current_xact_id()::xid"
+    )
+    deadline_s = time.monotonic() + 30
+    while not session.scalar(waiting):
+        assert time.monotonic() < deadline_s, "nobody waits"
+        time.sleep(0.01)
+
+
+class TestIdempotencyKey:
+    HEADERS = {"Idempotency-Key": "a-1"}
+
+    def test_the_same_key_and_body_give_the_first_answer_again(self, red, session):
+        first = red.post("/v1/requests", json=descriptor(), headers=self.HEADERS)
+        again = red.post("/v1/requests", json=descriptor(), headers=self.HEADERS)
+        assert (again.status_code, again.json()) == (202, first.json())
+        assert again.headers["location"] == first.headers["location"]
+        assert again.headers["idempotency-replayed"] == "true"
+        assert "idempotency-replayed" not in first.headers
+        assert count(session, Request) == count(session, Task) == count(session, Idempotency) == 1
+
+    def test_the_first_answer_is_given_again_however_it_stands_by_then(self, red, session):
+        first = red.post("/v1/requests", json=descriptor(), headers=self.HEADERS)
+        red.post(f"/v1/requests/{first.json()['id']}/hold")
+        again = red.post("/v1/requests", json=descriptor(), headers=self.HEADERS)
+        assert again.json() == first.json()
+
+    def test_the_same_key_with_another_body_is_refused(self, red, rows):
+        red.post("/v1/requests", json=descriptor(), headers=self.HEADERS)
+        before = rows()
+        answer = red.post("/v1/requests", json=descriptor(priority=1), headers=self.HEADERS)
+        problem(answer, 422, "idempotency-key-reused", "Idempotency-Key:")
+        assert rows() == before
+
+    def test_a_refused_request_does_not_use_the_key_up(self, red):
+        bad = red.post("/v1/requests", json=descriptor(priority=999), headers=self.HEADERS)
+        problem(bad, 422, "validation-error")
+        assert red.post("/v1/requests", json=descriptor(), headers=self.HEADERS).is_success
+
+    def test_keys_of_two_users_have_nothing_to_do_with_each_other(self, red, as_, session):
+        red.post("/v1/requests", json=descriptor(), headers=self.HEADERS)
+        other = as_("red.other").post("/v1/requests", json=descriptor(), headers=self.HEADERS)
+        assert "idempotency-replayed" not in other.headers
+        assert count(session, Request) == 2
+
+    def test_without_a_key_each_call_submits(self, red, session):
+        for _ in range(2):
+            red.post("/v1/requests", json=descriptor())
+        assert count(session, Request) == 2
+
+
+class TestValidate:
+    def test_it_shows_the_tasks_with_every_default_and_writes_nothing(self, red, rows):
+        before = rows()
+        body = red.post("/v1/requests:validate", json=descriptor(name="x")).json()
+        assert body["name"] == "x"
+        assert body["tasks"][0]["kind"] == "cpu"
+        assert body["tasks"][0]["descriptor"]["checkpoint"] == {"every_s": 60.0, "keep": 3}
+        assert rows() == before
+
+
+class TestList:
+    @pytest.fixture
+    def ids(self, red):
+        """Newest first."""
+        made = [red.post("/v1/requests", json=descriptor(name=f"n{n}")).json() for n in range(5)]
+        return [body["id"] for body in reversed(made)]
+
+    def listed(self, client, **params):
+        return [item["id"] for item in client.get("/v1/requests", params=params).json()["items"]]
+
+    def test_newest_first(self, red, ids):
+        assert self.listed(red) == ids
+
+    def test_page_by_page_each_is_seen_once(self, red, ids):
+        seen, url = [], "/v1/requests?limit=2&state=queued"
+        while url:
+            answer = red.get(url)
+            seen += [item["id"] for item in answer.json()["items"]]
+            url = answer.links.get("next", {}).get("url")
+            assert bool(url) == (answer.json()["next_cursor"] is not None)
+        assert seen == ids
+
+    def test_what_comes_meanwhile_does_not_shift_the_next_page(self, red, ids):
+        first = red.get("/v1/requests?limit=2").json()
+        red.post("/v1/requests", json=descriptor())
+        assert self.listed(red, limit=2, cursor=first["next_cursor"]) == ids[2:4]
+
+    def test_by_state(self, red, ids, session):
+        session.execute(update(Request).where(Request.id == ids[0]).values(state="done"))
+        session.commit()
+        assert self.listed(red, state="done") == ids[:1]
+        assert self.listed(red, state="done,queued") == ids
+        assert self.listed(red, state="failed") == []
+
+    def test_by_label_and_name(self, red, ids):
+        red.patch(f"/v1/requests/{ids[1]}", json={"labels": {"exp": "a", "who": "me"}})
+        red.patch(f"/v1/requests/{ids[2]}", json={"labels": {"exp": "a"}})
+        assert self.listed(red, label="exp:a") == ids[1:3]
+        assert self.listed(red, label=["exp:a", "who:me"]) == ids[1:2]
+        assert self.listed(red, name="n4") == ids[:1]
+
+    def test_by_time(self, red, ids, session):
+        old = datetime(2020, 1, 1, tzinfo=UTC)
+        session.execute(update(Request).where(Request.id == ids[4]).values(submitted_at=old))
+        session.commit()
+        assert self.listed(red, submitted_after="2020-01-01T00:00:01Z") == ids[:4]
+
+    def test_of_other_tenants_nothing_is_listed(self, as_, ids):
+        assert self.listed(as_("blue.tenant_admin")) == []
+        assert self.listed(as_("blue.tenant_admin"), tenant_id="ten_red") == []
+        assert self.listed(as_("root"), tenant_id="ten_red") == ids
+
+
+class TestChange:
+    def test_priority_reaches_the_tasks_and_leaves_one_event(self, red, submitted, session):
+        for _ in range(2):  # the second changes nothing more
+            body = red.patch(f"/v1/requests/{submitted['id']}", json={"priority": 7}).json()
+        assert body["priority"] == 7
+        assert session.scalar(select(Task.priority)) == 7
+        assert event_types(session) == ["request.submitted", "request.priority_set"]
+
+    def test_what_has_ended_keeps_its_priority_but_takes_labels(self, red, submitted, session):
+        session.execute(update(Request).values(state="done"))
+        session.commit()
+        url = f"/v1/requests/{submitted['id']}"
+        problem(red.patch(url, json={"priority": 7}), 409, "conflict-state")
+        assert red.patch(url, json={"labels": {"good": "yes"}}).json()["labels"] == {"good": "yes"}
+
+    @pytest.mark.parametrize(
+        ("body", "pointer"),
+        [
+            ({"priority": 101}, "/priority"),
+            ({"priority": "7"}, "/priority"),
+            ({"state": "done"}, "/state"),
+            ({"labels": {"a": 1}}, "/labels/a"),
+        ],
+    )
+    def test_nothing_else_can_be_changed(self, body, pointer, red, submitted, rows):
+        before = rows()
+        answer = red.patch(f"/v1/requests/{submitted['id']}", json=body)
+        problem(answer, 422, "validation-error", pointer)
+        assert rows() == before
+
+
+class TestWishes:
+    def test_cancel_is_a_wish_and_the_state_stays_the_islands(self, red, submitted, session):
+        url = f"/v1/requests/{submitted['id']}/cancel"
+        body = red.post(url).json()
+        assert (body["state"], body["tasks"][0]["state"]) == ("queued", "blocked")
+        assert body["tasks"][0]["cancel_asked"]
+        asked_at = session.scalar(select(Task.cancel_asked_at))
+        assert red.post(url).status_code == 202
+        assert session.scalar(select(Task.cancel_asked_at)) == asked_at
+        assert event_types(session) == ["request.submitted", "request.cancel_asked"]
+
+    def test_cancelling_what_has_ended_changes_nothing(self, red, submitted, session, rows):
+        session.execute(update(Task).values(state="done"))
+        session.commit()
+        before = rows()
+        assert red.post(f"/v1/requests/{submitted['id']}/cancel").status_code == 202
+        assert rows() == before
+
+    def test_hold_and_release(self, red, submitted, session):
+        url = f"/v1/requests/{submitted['id']}"
+        for _ in range(2):
+            assert red.post(f"{url}/hold").json()["tasks"][0]["hold"] == "user"
+        for _ in range(2):
+            assert red.post(f"{url}/release").json()["tasks"][0]["hold"] == ""
+        asked = ["request.hold_asked", "request.release_asked"]
+        assert event_types(session) == ["request.submitted", *asked]
+
+    def test_what_a_platform_admin_holds_only_they_release(self, red, as_, submitted):
+        url = f"/v1/requests/{submitted['id']}"
+        assert as_("root").post(f"{url}/hold").json()["tasks"][0]["hold"] == "admin"
+        problem(red.post(f"{url}/release"), 403, "insufficient-scope")
+        assert red.post(f"{url}/hold").json()["tasks"][0]["hold"] == "admin"
+        assert as_("root").post(f"{url}/release").json()["tasks"][0]["hold"] == ""
+
+    @pytest.mark.parametrize("wish", ["hold", "release"])
+    def test_what_has_ended_cannot_be_wished_back(self, wish, red, submitted, session, rows):
+        session.execute(update(Task).values(state="done"))
+        session.execute(update(Request).values(state="done"))
+        session.commit()
+        before = rows()
+        answer = red.post(f"/v1/requests/{submitted['id']}/{wish}")
+        said = problem(answer, 409, "conflict-state")["detail"]
+        assert said == "it is already done; nothing changed"
+        assert rows() == before
+
+    def test_a_request_is_held_if_all_that_has_not_ended_is(self, red, session):
+        tasks = [{"name": name, "run": {"job": "train:Train"}} for name in ("a", "b", "c")]
+        first = red.post("/v1/requests", json=descriptor(tasks=tasks)).json()
+        ended, held, _ = (task["id"] for task in first["tasks"])
+        session.execute(update(Task).where(Task.id == ended).values(state="done"))
+        session.execute(update(Task).where(Task.id == held).values(hold="user"))
+        session.commit()
+        url = f"/v1/requests/{first['id']}"
+        assert red.get(url).json()["hold"] == ""
+        assert red.post(f"{url}/hold").json()["hold"] == "user"
+        held = red.get(url).json()
+        assert held["task_states"] == {"blocked": 2, "done": 1}
+        assert (held["phase"], held["task_phases"]) == ("paused", {"paused": 2, "done": 1})
+
+    def test_requests_are_found_by_phase(self, red, session):
+        running, paused, preempted, queued = (
+            red.post("/v1/requests", json=descriptor()).json()["id"] for _ in range(4)
+        )
+        stand = {
+            running: {"state": "running"},
+            paused: {"state": "blocked", "hold": "user", "first_started_at": func.now()},
+            preempted: {"state": "waiting", "first_started_at": func.now()},
+        }
+        for id, values in stand.items():
+            session.execute(update(Task).where(Task.request_id == id).values(**values))
+            session.execute(update(Request).where(Request.id == id).values(state="running"))
+        session.commit()
+        for phase, id in {
+            "running": running,
+            "paused": paused,
+            "preempted": preempted,
+            "queued": queued,
+        }.items():
+            (found,) = red.get(f"/v1/requests?phase={phase}").json()["items"]
+            assert (found["id"], found["phase"]) == (id, phase)
+        both = red.get("/v1/requests?phase=paused,done,running").json()["items"]
+        assert [found["id"] for found in both] == [paused, running]
+        problem(red.get("/v1/requests?phase=held"), 422, "validation-error", "?phase")

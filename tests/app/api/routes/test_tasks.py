@@ -1,0 +1,208 @@
+"""/v1/tasks against real Postgres; who may is in test_roles.py."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import pytest
+from sqlalchemy import select, update
+
+from app.db.models import Checkpoint, Event, Metric, Placement, Task
+from app.settings import settings
+from app.storage.store import Store
+from tests.app.conftest import descriptor, problem
+
+
+@pytest.fixture
+def url(submitted):
+    return f"/v1/tasks/{submitted['tasks'][0]['id']}"
+
+
+def set_task(session, **values):
+    session.execute(update(Task).values(**values))
+    session.commit()
+
+
+class TestShow:
+    def test_it_is_the_task_of_its_request(self, red, submitted, url):
+        assert red.get(url).json() == submitted["tasks"][0]
+
+    def test_what_it_held_counts_all_epochs(self, red, url, session):
+        set_task(session, total_held_us=5_000_000, held_us=250_000)
+        assert red.get(url).json()["held_us"] == 5_250_000
+
+    def test_a_failed_one_shows_its_traceback(self, red, url, session):
+        set_task(session, state="failed", cause="exception", message="KeyError", detail="Trace…")
+        body = red.get(url).json()
+        assert (body["cause"], body["message"], body["detail"]) == (
+            "exception",
+            "KeyError",
+            "Trace…",
+        )
+
+
+class TestOutputs:
+    BODY = b"PK not really"
+
+    @pytest.fixture
+    def kept(self, session, url):
+        sha256, size = Store.at(settings().store_address).put([self.BODY])
+        kept = {"sha256": sha256, "size_bytes": size}
+        given = {"artifacts.zip": kept, "opaque": kept, "model": {**kept, "format": "npy"}}
+        set_task(session, outputs=given)
+        return kept
+
+    def test_artifacts_and_what_was_published_are_files(self, red, url, kept):
+        for name, file in (("artifacts.zip", "artifacts.zip"), ("model", "model.npy")):
+            answer = red.get(f"{url}/outputs/{name}")
+            assert answer.content == self.BODY
+            assert answer.headers["etag"] == f'"{kept["sha256"]}"'
+            assert answer.headers["content-disposition"].endswith(f'train-{file}"')
+        part = red.get(f"{url}/outputs/model", headers={"Range": "bytes=3-5"})
+        assert (part.status_code, part.content) == (206, b"not")
+        behind = {"Range": "bytes=99-"}
+        problem(red.get(f"{url}/outputs/model", headers=behind), 416, "range-not-satisfiable")
+
+    def test_what_lay_in_memory_is_no_file(self, red, url, kept):
+        found = problem(red.get(f"{url}/outputs/opaque"), 409, "conflict-state")
+        assert "publish it" in found["detail"]
+        problem(red.get(f"{url}/outputs/other"), 404, "not-found")
+
+
+class TestList:
+    def test_by_request_and_state_page_by_page(self, red, submitted, session):
+        red.post("/v1/requests", json=descriptor())
+        every = red.get("/v1/tasks").json()["items"]
+        assert len(every) == 2
+        mine = red.get("/v1/tasks", params={"request_id": submitted["id"]}).json()["items"]
+        assert mine == submitted["tasks"]
+        assert red.get("/v1/tasks?state=running").json()["items"] == []
+        first = red.get("/v1/tasks?state=blocked,waiting&limit=1")
+        second = red.get(first.links["next"]["url"]).json()
+        assert [*first.json()["items"], *second["items"]] == every
+        problem(red.get("/v1/tasks?state=sleeping"), 422, "validation-error", "?state")
+
+    def test_by_phase(self, red, submitted, session):
+        ids = [task["id"] for task in submitted["tasks"]]
+        found = red.get("/v1/tasks?phase=queued,running").json()["items"]
+        assert [task["id"] for task in found] == ids
+        set_task(session, hold="user")
+        assert red.get("/v1/tasks?phase=queued").json()["items"] == []
+        (found,) = red.get("/v1/tasks?phase=paused").json()["items"]
+        assert (found["state"], found["phase"]) == ("blocked", "paused")
+        problem(red.get("/v1/tasks?phase=waiting"), 422, "validation-error", "?phase")
+
+
+class TestExplain:
+    def test_it_gives_every_reason_the_first_as_the_message(self, red, url, session):
+        set_task(session, island="isle", state="waiting", hold="user")
+        body = red.get(f"{url}/explain").json()
+        codes = [reason["code"] for reason in body["reasons"]]
+        assert codes == ["NO_SCHEDULER", "HELD_BY_USER", "DEVICE_FREE"]
+        assert body["message"] == body["reasons"][0]["message"]
+        assert body["nearest"] == {
+            "code": "HELD_BY_USER", "message": "it is resumed.",
+            "action": "release", "value": None, "of": "",
+        }  # fmt: skip
+        assert (body["place"], body["estimate"], body["starts_at"]) == (1, None, None)
+        assert body["no_estimate"]["code"] == "BLOCKED"
+
+    def test_one_that_nobody_has_looked_at_says_so(self, red, url):
+        body = red.get(f"{url}/explain").json()
+        assert [reason["code"] for reason in body["reasons"]] == ["NOT_LOOKED_AT"]
+        assert body["message"] == body["reasons"][0]["message"]
+
+    def test_one_that_runs_has_no_reason_to_wait(self, red, url, session):
+        set_task(session, state="running", seat="h.0")
+        body = red.get(f"{url}/explain").json()
+        assert (body["reasons"], body["nearest"], body["no_estimate"]) == ([], None, None)
+        assert body["message"] == "Running on h.0."
+
+    def test_it_tells_where_the_time_went(self, red, url):
+        time = red.get(f"{url}/explain").json()["time"]
+        assert time.keys() == {"waited_s", "switched_s", "moved_s", "computed_s", "staged_s"}
+        assert time["waited_s"] == sum(time.values()) >= 0
+
+
+class TestHistory:
+    def test_metrics_by_step_page_by_page(self, red, url, session):
+        id = url.rsplit("/", 1)[1]
+        session.add_all(Metric(task_id=id, step=n, values={"loss": 1 / n}) for n in (1, 9, 100))
+        session.commit()
+        first = red.get(f"{url}/metrics?limit=2")
+        second = red.get(first.links["next"]["url"]).json()
+        items = [*first.json()["items"], *second["items"]]
+        assert [(item["step"], item["values"]["loss"]) for item in items] == [
+            (1, 1.0),
+            (9, 1 / 9),
+            (100, 0.01),
+        ]
+
+    def test_checkpoints_newest_first(self, red, url, session):
+        id = url.rsplit("/", 1)[1]
+        for n in (1, 2):
+            values = {"epoch": 1, "sha256": f"{n}", "size_bytes": 10, "took_us": 5}
+            session.add(
+                Checkpoint(id=f"ckp_{n}", task_id=id, tenant_id="ten_red", step=n, **values)
+            )
+        session.commit()
+        items = red.get(f"{url}/checkpoints").json()["items"]
+        assert [(item["id"], item["step"]) for item in items] == [("ckp_2", 2), ("ckp_1", 1)]
+
+    def test_placements_newest_first(self, red, url, session):
+        id = url.rsplit("/", 1)[1]
+        for epoch in (1, 2):
+            ended = {"ended_at": datetime.now(UTC), "end": "paused"} if epoch == 1 else {}
+            session.add(
+                Placement(
+                    task_id=id,
+                    epoch=epoch,
+                    device_id="h.0",
+                    tenant_id="ten_red",
+                    user_id="usr_red.member",
+                    kind="cpu",
+                    cost_milli=1000,
+                    incarnation="i",
+                    held_us=epoch * 10,
+                    **ended,
+                )
+            )
+        session.commit()
+        items = red.get(f"{url}/placements").json()["items"]
+        assert [(item["epoch"], item["end"], item["held_us"]) for item in items] == [
+            (2, None, 20),
+            (1, "paused", 10),
+        ]
+
+
+class TestWishes:
+    def test_pause_and_resume_are_holds(self, red, url, session):
+        set_task(session, state="running", seat="h.0")
+        for _ in range(2):
+            answer = red.post(f"{url}/pause")
+            assert (answer.status_code, answer.json()["hold"]) == (202, "user")
+            assert answer.json()["state"] == "running"
+        for _ in range(2):
+            assert red.post(f"{url}/resume").json()["hold"] == ""
+        types = session.scalars(select(Event.type).order_by(Event.id)).all()
+        assert types == ["request.submitted", "task.hold_asked", "task.release_asked"]
+
+    def test_cancel_twice_asks_once(self, red, url, session):
+        for _ in range(2):
+            answer = red.post(f"{url}/cancel")
+            assert (answer.status_code, answer.json()["cancel_asked"]) == (202, True)
+        types = session.scalars(select(Event.type).order_by(Event.id)).all()
+        assert types == ["request.submitted", "task.cancel_asked"]
+
+    def test_a_checkpoint_is_asked_of_what_sits_on_a_device(self, red, url, session):
+        problem(red.post(f"{url}/checkpoint"), 409, "conflict-state")
+        set_task(session, state="running", seat="h.0")
+        assert red.post(f"{url}/checkpoint").status_code == 202
+        assert session.scalar(select(Task.save_asked))
+
+    @pytest.mark.parametrize("wish", ["pause", "resume", "checkpoint"])
+    def test_what_has_ended_cannot_be_wished_back(self, wish, red, url, session, rows):
+        set_task(session, state="done")
+        before = rows()
+        problem(red.post(f"{url}/{wish}"), 409, "conflict-state")
+        assert rows() == before

@@ -1,0 +1,176 @@
+"""What every call meets: problems for everything, ids, the meta pages."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+
+import pytest
+from fastapi.testclient import TestClient
+from sqlalchemy import func, update
+from sqlalchemy.exc import OperationalError
+
+from app.api import descriptor_schema, probes
+from app.api.problems import MEANINGS, _all_errors
+from app.core.model import descriptor as descriptors
+from app.db.models import Device, Island
+from app.db.transactions import get_session
+from app.main import create_app
+from tests.app.conftest import problem
+
+
+class TestProblems:
+    def test_an_unknown_address_is_one(self, as_):
+        for path in ("/v1/nothing", "/nothing"):
+            problem(as_("").get(path), 404, "not-found")
+
+    def test_an_unknown_method_is_one(self, as_):
+        answer = as_("").delete("/v1/me")
+        problem(answer, 405, "method-not-allowed")
+        assert answer.headers["allow"] == "GET"
+
+    def test_the_methods_that_an_address_knows_are_all_told(self, as_):
+        """Also where a route of its own answers each."""
+        answer = as_("").put("/v1/tenants/ten_red")
+        assert answer.headers["allow"] == "DELETE, GET, PATCH"
+
+    def test_a_mistake_of_ours_is_one_and_tells_nothing(self, world):
+        app = create_app()
+        app.add_api_route("/fails", lambda: 1 / 0)
+        answer = TestClient(app, raise_server_exceptions=False).get("/fails")
+        problem(answer, 500, "internal")
+        assert "division" not in answer.text
+
+    def test_a_database_that_does_not_answer_is_one(self, world):
+        def away():
+            raise OperationalError("select 1", {}, Exception("connection refused"))
+
+        app = create_app()
+        app.dependency_overrides[get_session] = away
+        answer = TestClient(app).get(
+            "/v1/me", headers={"Authorization": f"Bearer {world.keys['root']}"}
+        )
+        problem(answer, 503, "unavailable")
+        assert int(answer.headers["retry-after"]) > 0
+
+    @pytest.mark.parametrize("type_", MEANINGS)
+    def test_its_type_opens_a_page(self, type_, as_):
+        answer = as_("").get(f"/problems/{type_}")
+        assert answer.status_code == 200
+        assert answer.headers["content-type"].startswith("text/html")
+        assert "What to do" in answer.text
+        assert type_ in as_("").get("/problems").text
+
+    def test_every_error_has_a_page(self):
+        assert {kind.type for kind in _all_errors()} <= set(MEANINGS)
+
+    def test_an_unknown_page_is_not_found(self, as_):
+        problem(as_("").get("/problems/x"), 404, "not-found")
+
+
+class TestRequestId:
+    def test_a_decent_one_is_taken_over(self, as_):
+        answer = as_("").get("/v1/me", headers={"X-Request-ID": "abc-1.2_3"})
+        assert answer.json()["request_id"] == answer.headers["x-request-id"] == "abc-1.2_3"
+
+    @pytest.mark.parametrize("given", ["", "a b", "x" * 65, '"><script>'])
+    def test_another_is_replaced(self, given, as_):
+        answer = as_("").get("/livez", headers={"X-Request-ID": given})
+        assert re.fullmatch("[0-9a-f]{32}", answer.headers["x-request-id"])
+
+
+class TestMeta:
+    def test_alive_asks_nothing(self, as_):
+        assert as_("").get("/livez").json() == {"status": "alive"}
+
+    def test_ready_when_all_is_there(self, as_, session):
+        answer = as_("").get("/readyz")
+        assert (answer.status_code, answer.json()["checks"]["islands"]["ok"]) == (503, False)
+        lease = func.now() + timedelta(seconds=5)
+        session.execute(update(Island).values(leader="me", leader_until=lease))
+        session.commit()
+        answer = as_("").get("/readyz")
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["ready"]
+        assert set(answer.json()["checks"]) == {
+            "postgres", "schema", "islands", "devices", "sandbox", "redis",
+        }  # fmt: skip
+
+    def test_not_ready_without_a_device(self, as_, session):
+        session.execute(update(Device).values(lease_until=func.now() - timedelta(seconds=1)))
+        session.commit()
+        answer = as_("").get("/readyz")
+        assert answer.status_code == 503
+        assert answer.json()["checks"]["devices"] == {"ok": False, "detail": "0 of 2 are up"}
+
+    def test_docs_load_nothing_from_elsewhere(self, as_):
+        page = as_("").get("/docs")
+        links = re.findall(r'(?:src|href)="([^"]+)"', page.text)
+        files = [link for link in links if link.startswith("/")]
+        assert len(files) == 4
+        assert all(link.startswith(("/", "data:")) for link in links)
+        for file in files:
+            assert as_("").get(file).status_code == 200, file
+
+
+class TestParameters:
+    def test_an_unknown_one_is_refused(self, as_):
+        found = problem(as_("root").get("/v1/me?nmae=x"), 422, "validation-error", "?nmae")
+        assert "it takes none" in found["detail"]
+
+    def test_one_that_comes_twice_is_refused_where_the_last_would_win(self, as_):
+        answer = as_("root").get("/v1/requests?limit=5&limit=7")
+        found = problem(answer, 422, "validation-error", "?limit")
+        assert found["detail"] == "came 2 times; give it once"
+
+    def test_a_list_may_come_as_often_as_one_likes(self, as_):
+        assert as_("root").get("/v1/requests?label=a:1&label=b:2").status_code == 200
+
+    @pytest.mark.parametrize("given", ["2026", "0.5", "1e3", "yesterday"])
+    def test_a_time_is_never_a_number(self, given, as_):
+        """2026 would be half an hour after the beginning of 1970."""
+        for query in ("requests?submitted_after", "usage?until"):
+            answer = as_("root").get(f"/v1/{query}={given}")
+            problem(answer, 422, "validation-error", f"?{query.partition('?')[2]}")
+
+    def test_a_time_without_a_zone_is_utc(self, as_):
+        answer = as_("root").get("/v1/usage?until=2026-11-21T12:00:00&since=2026-11-21")
+        assert answer.json()["until"] == "2026-11-21T12:00:00Z"
+        assert answer.json()["since"] == "2026-11-21T00:00:00Z"
+
+
+class TestDescriptorSchema:
+    def test_its_example_is_a_descriptor(self):
+        descriptors.parse(descriptor_schema.EXAMPLE)
+
+    def test_every_field_named_in_it_is_known_and_every_known_one_is_named(self):
+        """The parser lists the fields that it knows, when it sees one that it does not."""
+        for path in ((), ("notify",), ("tasks",), *(("tasks", key) for key in TASK_OBJECTS)):
+            assert _named(path) == _known(path), path
+
+
+TASK_OBJECTS = ("run", "start", "devices", "checkpoint", "retry")
+
+
+def _named(path):
+    schema = descriptor_schema.SCHEMA
+    for key in path:
+        schema = schema["properties"][key]
+        schema = schema.get("items", schema)
+        if "$ref" in schema:
+            schema = descriptor_schema.COMPONENTS[schema["$ref"].rpartition("/")[2]]
+    return set(schema["properties"])
+
+
+def _known(path):
+    there = {"\x7f": 1, **({"command": ["x"]} if path[-1:] == ("run",) else {})}
+    for key in reversed(path):
+        there = {key: [there] if key == "tasks" else there}
+    with pytest.raises(descriptors.BadDescriptor) as refused:
+        descriptors.parse(there)
+    told = next(f.detail for f in refused.value.faults if f.code == "unknown-field")
+    return set(told.partition("known: ")[2].split(", "))
+
+
+def test_the_migrations_that_ready_looks_at_are_there():
+    assert probes._head()

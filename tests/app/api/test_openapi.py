@@ -1,0 +1,156 @@
+"""The OpenAPI document: it is committed, breaks no client, and says all of every operation."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import jsonschema_rs
+import pytest
+
+from app.local import openapi_contract
+
+REF = "#/components/schemas/"
+
+
+@pytest.fixture(scope="module")
+def document() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(openapi_contract.current())
+    return found
+
+
+@pytest.fixture(scope="module")
+def operations(document):
+    return {
+        f"{method.upper()} {path}": operation
+        for path, methods in document["paths"].items()
+        for method, operation in methods.items()
+    }
+
+
+class TestCommitted:
+    def test_no_client_of_the_committed_document_stumbles(self):
+        assert openapi_contract.breaks() == []
+
+    def test_it_is_that_of_the_code(self):
+        told = "docs/openapi.json is old: python -m app.local.openapi_contract"
+        assert openapi_contract.PLACE.read_text(encoding="utf-8") == openapi_contract.current(), (
+            told
+        )
+
+    def test_the_command_writes_it(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(openapi_contract, "PLACE", tmp_path / "openapi.json")
+        assert openapi_contract.main([]) == 0
+        assert openapi_contract.PLACE.read_text(encoding="utf-8") == openapi_contract.current()
+
+    def test_the_command_refuses_to_break_clients_unless_told_to(
+        self, tmp_path, monkeypatch, document, capsys
+    ):
+        promised = {**document, "paths": {**document["paths"], "/v1/gone": {"get": {}}}}
+        monkeypatch.setattr(openapi_contract, "PLACE", tmp_path / "openapi.json")
+        openapi_contract.PLACE.write_text(json.dumps(promised))
+        assert openapi_contract.main([]) == 1
+        assert "GET /v1/gone: it is gone" in capsys.readouterr().err
+        assert json.loads(openapi_contract.PLACE.read_text()) == promised
+        assert openapi_contract.main(["--break"]) == 0
+        assert openapi_contract.PLACE.read_text(encoding="utf-8") == openapi_contract.current()
+
+
+class TestOperations:
+    def test_each_says_what_it_is(self, operations, document):
+        tags = [tag["name"] for tag in document["tags"]]
+        for name, operation in operations.items():
+            assert len(operation["tags"]) == 1, name
+            assert operation["tags"][0] in tags, name
+            assert operation["summary"], name
+            assert operation["description"], name
+
+    def test_each_has_a_name_of_its_own(self, operations):
+        ids = [operation["operationId"] for operation in operations.values()]
+        assert len(set(ids)) == len(ids)
+        assert all(re.fullmatch("[a-z][A-Za-z]+", id) for id in ids)
+
+    def test_each_declares_its_problems_and_that_they_are_problems(self, operations):
+        for name, operation in operations.items():
+            if "/v1/" not in name:
+                continue
+            assert {"401", "422", "503"} <= set(operation["responses"]), name
+            for status, answer in operation["responses"].items():
+                if int(status) >= 400:
+                    assert list(answer["content"]) == ["application/problem+json"], name
+                    assert answer["description"], name
+
+    def test_what_takes_json_declares_that_it_takes_nothing_else(self, operations):
+        for name, operation in operations.items():
+            content = operation.get("requestBody", {}).get("content", {})
+            assert ("415" in operation["responses"]) == ("application/json" in content), name
+
+    def test_a_bundle_can_be_sent_by_a_generated_client(self, operations):
+        """Generators know application/octet-stream, and none of the types of archives."""
+        content = operations["PUT /v1/bundles/{sha256}"]["requestBody"]["content"]
+        assert next(iter(content)) == "application/octet-stream"
+
+    def test_the_schema_of_a_graph_is_written_once(self, document):
+        nodes = [path for path, schema in _schemas(document) if "inout" in schema]
+        assert nodes == ["/components/schemas/GraphNode/properties"]
+
+    def test_a_default_fits_its_schema(self, document):
+        for path, schema in _schemas(document):
+            if "default" in schema and "$ref" not in schema:
+                check = jsonschema_rs.validator_for(
+                    {**schema, "components": document["components"]}
+                )
+                assert check.is_valid(schema["default"]), path
+
+    def test_fastapis_own_errors_are_not_in_it(self, document):
+        assert "HTTPValidationError" not in json.dumps(document)
+
+
+def _schemas(value, path=""):
+    """Everything in the document that is an object, with the path to it."""
+    if isinstance(value, dict):
+        yield path, value
+        for name, inner in value.items():
+            yield from _schemas(inner, f"{path}/{name}")
+    elif isinstance(value, list):
+        for n, inner in enumerate(value):
+            yield from _schemas(inner, f"{path}/{n}")
+
+
+class TestExamples:
+    def test_every_part_of_a_path_has_one(self, operations):
+        for name, operation in operations.items():
+            for parameter in operation.get("parameters", ()):
+                if parameter["in"] == "path":
+                    assert parameter["example"], name
+
+    def test_everything_taken_and_everything_given_has_one(self, operations, document):
+        for name, operation in operations.items():
+            for what, kind, media in _bodies(operation):
+                if media.get("schema", {}).get("format") != "binary":
+                    assert _example(media, document), f"{name}: {what}, {kind}"
+
+    def test_they_fit_their_schemas(self, document, operations):
+        for name, operation in operations.items():
+            for what, kind, media in _bodies(operation):
+                if "json" in kind:
+                    schema = {**media["schema"], "components": document["components"]}
+                    check = jsonschema_rs.validator_for(schema)
+                    faults = [str(f) for f in check.iter_errors(_example(media, document))]
+                    assert not faults, f"{name}: {what}"
+
+
+def _bodies(operation):
+    taken = operation.get("requestBody", {}).get("content", {})
+    yield from (("the body", kind, media) for kind, media in taken.items())
+    for status, answer in operation["responses"].items():
+        given = answer.get("content", {})
+        yield from ((f"the {status} answer", kind, media) for kind, media in given.items())
+
+
+def _example(media, document):
+    schema = media.get("schema", {})
+    if "$ref" in schema:
+        schema = document["components"]["schemas"][schema["$ref"].removeprefix(REF)]
+    return media.get("example") or next(iter(schema.get("examples", ())), None)

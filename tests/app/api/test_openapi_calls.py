@@ -1,0 +1,218 @@
+"""The whole OpenAPI document is called, by schemathesis, as each role and as nobody.
+
+Whatever is sent, no answer is a 5xx, none differs from what the document declares (status, content
+type, headers, schema), what breaks the document is refused, and no operation forgets to ask who
+calls.  The world holds the very things that the document's examples name, so calls get through.
+
+The same run says the same: seeds are fixed, nothing is timed, and the quick run learns nothing from
+answers.  All of a run is one transaction, rolled back at its end.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import schemathesis
+from fastapi import FastAPI
+from schemathesis import engine
+from schemathesis.engine import events
+from sqlalchemy import func, update
+from sqlalchemy.orm import Session
+
+from app.api.access import auth
+from app.db.models import ApiKey, Island
+from app.messaging.live_updates import changes
+from app.settings import settings
+from tests.app.conftest import World
+from tests.app.documented import USER, documented
+
+#: A third of all that covers the document falls to these: not in `make test`.  The first reads the
+#: body of POST /v1/requests.
+SLOW = ("POST /v1/requests:validate", "POST /v1/simulations")
+
+NOTHING_LEARNED = {"responses": False}
+QUICK: dict[str, Any] = {
+    "seed": 7,
+    "suppress-health-check": ["all"],
+    "analysis": {"constants": {"enabled": False}},
+    "generation": {
+        "deterministic": True,
+        "database": "none",
+        "max-examples": 2,
+        "no-shrink": True,
+        "with-security-parameters": False,
+    },
+    "phases": {
+        "examples": {"extra-data-sources": NOTHING_LEARNED},
+        "coverage": {"extra-data-sources": NOTHING_LEARNED},
+        "fuzzing": {
+            "extra-data-sources": NOTHING_LEARNED,
+            "error-feedback": {"enabled": False},
+        },
+        "stateful": {"max-steps": 3},
+    },
+    "operations": [
+        {"include-name": name, "phases": {"coverage": {"enabled": False}}} for name in SLOW
+    ],
+    # A cursor, or the name of something that is not there, fits the schema and is still refused.
+    "checks": {
+        "positive_data_acceptance": {"enabled": False},
+        "negative_data_rejection": {"expected-statuses": ["4xx"]},
+    },
+}
+FEW: dict[str, Any] = {**QUICK, "phases": {**QUICK["phases"], "coverage": {"enabled": False}}}
+MANY = {
+    **QUICK,
+    "generation": {**QUICK["generation"], "max-examples": 20},
+    "phases": {},
+    "operations": [],
+}
+
+schemathesis.serializer("application/zip", "application/x-tar", "application/gzip")(
+    lambda ctx, value: value
+)
+
+
+@dataclass
+class Found:
+    """What a run saw: failures as text, and the statuses of each operation."""
+
+    failures: dict[tuple[str, ...], str] = field(default_factory=dict)
+    statuses: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
+
+    def done(self) -> set[str]:
+        return {name for name, got in self.statuses.items() if any(s // 100 == 2 for s in got)}
+
+    def told(self) -> str:
+        return "\n\n".join(f"{', '.join(where)}\n{told}" for where, told in self.failures.items())
+
+
+def called(app: FastAPI, key: str, config: dict[str, Any]) -> Found:
+    """Run all phases of schemathesis against `app`, in this process."""
+    if key:
+        config = {**config, "headers": {"Authorization": f"Bearer {key}"}}
+    read = schemathesis.Config.from_dict(config)
+    schema = schemathesis.openapi.from_dict(app.openapi(), config=read)
+    schema.app = _without_lifespan(app)
+    found = Found()
+    with mock.patch.object(changes, "closing", True):  # streams end, and nobody waits
+        for event in engine.from_schema(schema).execute():
+            _note(found, event)
+    return found
+
+
+def _without_lifespan(app: FastAPI) -> Any:
+    async def served(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            raise NotImplementedError("its tasks belong to a server, not to a test")
+        await app(scope, receive, send)
+
+    return served
+
+
+def _note(found: Found, event: Any) -> None:
+    assert not isinstance(event, events.FatalError), event.exception
+    if isinstance(event, events.NonFatalError):
+        found.failures[event.label, "error"] = str(event.value)
+    if not isinstance(event, events.ScenarioFinished):
+        return
+    record = event.recorder
+    for id, interaction in record.interactions.items():
+        if interaction.response is not None:
+            label = record.cases[id].value.operation.label
+            found.statuses[label].add(interaction.response.status_code)
+    for checks in record.checks.values():
+        for check in checks:
+            if check.failure_info is not None:
+                told = check.failure_info.failure
+                where = (told.operation, check.name, told.title)
+                found.failures.setdefault(
+                    where, f"{told.message}\n{check.failure_info.code_sample}"
+                )
+
+
+# --- the world ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def keys(
+    world: World, session: Session, environment: None, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, str]:
+    """A key of each role, and one that is none any more.
+
+    The engine tries hundreds of wrong keys; how they are slowed is in tests/security.
+    """
+    monkeypatch.setenv("ROUNDHOUSE_WRONG_KEYS_PER_MIN", "0")
+    settings.cache_clear()
+    keys = {"platform_admin": world.keys["root"], **documented(session)}
+    lease = {"leader": "a test", "leader_until": func.now() + timedelta(hours=1)}
+    session.execute(update(Island).values(**lease))  # so the service is ready
+    keys["revoked"] = auth.new_key(session, USER["id"], "member", "an old one")
+    session.execute(update(ApiKey).where(ApiKey.name == "an old one").values(revoked_at=func.now()))
+    session.commit()
+    return keys
+
+
+# --- as each role -------------------------------------------------------------------------------
+
+OPEN = {"GET /livez", "GET /readyz"}  # these ask nobody
+#: Only who belongs to a tenant that owns a share, and has uploaded its code, can do these.
+OWNERS = {
+    "POST /v1/requests",
+    "POST /v1/requests:validate",
+    "GET /v1/bundles/{sha256}",
+    "HEAD /v1/bundles/{sha256}",
+    "GET /v1/graphs/{sha256}",
+    "HEAD /v1/datablocks/{name}",
+}
+#: What succeeds for nobody here, and where it does.
+ELSEWHERE = {
+    "GET /v1/checkpoints/{id}/tensors",  # its bytes are lost: test_checkpoints.py has real ones
+    "GET /v1/checkpoints/{id}/safetensors",
+    "PUT /v1/bundles/{sha256}",  # the bytes of a SHA-256 cannot be made up: test_bundles.py
+    "PUT /v1/graphs/{sha256}",  # nor a graph: test_graphs.py
+    "PUT /v1/datablocks/{name}",  # nor those of a datablock: test_datablocks.py
+    "GET /v1/datablocks/{name}",  # its bytes are lost
+    "GET /v1/tasks/{id}/outputs/{name}",  # it still runs: test_tasks.py
+    "DELETE /v1/datablocks/{name}",  # it is deleted by NAME@VERSION
+    "DELETE /v1/tenants/{id}",  # things belong to it: test_tenants.py
+    "PATCH /v1/devices/{id}",  # it was changed by a cordon before: test_devices.py
+}
+
+
+@pytest.mark.parametrize("role", ["platform_admin", "tenant_admin", "member", "viewer"])
+def test_every_answer_to_a_role_is_as_documented(role, app, keys):
+    found = called(app, keys[role], QUICK if role == "tenant_admin" else FEW)
+    assert not found.failures, found.told()
+    everything = _operations(app)
+    assert set(found.statuses) == everything
+    due = {"platform_admin": everything - ELSEWHERE - OWNERS, "tenant_admin": OWNERS}
+    assert due.get(role, set()) - found.done() == set()
+
+
+@pytest.mark.parametrize("who", ["nobody", "revoked"])
+def test_a_call_without_a_good_key_is_refused(who, app, keys):
+    found = called(app, keys.get(who, ""), FEW)
+    assert not found.failures, found.told()
+    for name in _operations(app) - OPEN:
+        assert found.statuses[name] <= {401, 405, 415, 422}, name
+        assert 401 in found.statuses[name], name
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "role", ["platform_admin", "tenant_admin", "member", "viewer", "revoked", "nobody"]
+)
+def test_many_calls_are_answered_as_documented(role, app, keys):
+    found = called(app, keys.get(role, ""), MANY)
+    assert not found.failures, found.told()
+
+
+def _operations(app: FastAPI) -> set[str]:
+    paths = app.openapi()["paths"].items()
+    return {f"{method.upper()} {path}" for path, methods in paths for method in methods}

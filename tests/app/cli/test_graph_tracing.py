@@ -1,0 +1,110 @@
+"""Graphs written down by calling: what comes out is what a request takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from app.cli.graph_tracing import NotTraced, each, graph, node
+from app.core.model import task_graph
+from app.core.model.descriptor import BadDescriptor
+from app.data import graphs
+
+
+def encode(ctx, x, w, *, width=64):
+    raise AssertionError("nothing is run")
+
+
+split = node("ops:split", "parts", "rest")
+enc = node(encode, "h")
+vote = node("ops:vote", "y")
+
+
+def test_calls_become_nodes_blocks_become_edges_and_the_rest_parameters():
+    with graph() as g:
+        raw = g.input("raw", "float32", ["B", 4])
+        parts, rest = split(raw=raw, count=3)
+        h = enc(each(parts), rest, width=32)
+        g.output(y=vote(xs=[h, rest]))
+    assert g.json() == {
+        "nodes": [
+            {
+                "name": "split",
+                "function": "ops:split",
+                "inputs": {"raw": "input:raw"},
+                "outputs": ["parts", "rest"],
+                "params": {"count": 3},
+            },
+            {
+                "name": "encode",
+                "function": f"{__name__}:encode",
+                "inputs": {"x": "split.parts", "w": "split.rest"},
+                "outputs": ["h"],
+                "params": {"width": 32},
+                "map": ["x"],
+            },
+            {
+                "name": "vote",
+                "function": "ops:vote",
+                "inputs": {"xs": ["encode.h", "split.rest"]},
+                "outputs": ["y"],
+            },
+        ],
+        "outputs": {"y": "vote.y"},
+        "tensors": {"raw": {"dtype": "float32", "shape": ["B", 4]}},
+    }
+
+
+def test_nodes_of_one_function_get_numbers_and_may_be_named():
+    with graph() as g:
+        vote(xs=vote(xs=g.input("x")))
+        vote.named("last")(xs=g.input("x"))
+        vote.named("vote-2")(xs=g.input("x"))
+    assert [n["name"] for n in g.nodes] == ["vote", "vote-2", "last", "vote-2-2"]
+
+
+def test_a_graph_that_is_called_is_a_part_of_the_one_around_it():
+    with graph("twice") as inner:
+        inner.output(y=vote(xs=vote(xs=inner.input("x"))))
+    with graph() as g:
+        first = inner(x=g.input("raw"))
+        g.output(y=inner(x=first))
+    found = task_graph.parse(g.json())
+    assert [n.name for n in found.nodes] == [
+        "twice/vote", "twice/vote-2", "twice-2/vote", "twice-2/vote-2"
+    ]  # fmt: skip
+    assert found.nodes[2].reads == ("twice/vote-2.y",)
+
+
+def test_what_a_node_may_have_beside_is_written_down():
+    grow = node("ops:grow", "state", inout=["state"], draws=False)
+    with graph(memory_bytes=1000) as g:
+        g.output(state=grow(state=g.input("s")))
+    (found,) = task_graph.parse(g.json()).nodes
+    assert (found.inout, found.draws) == (("state",), False)
+    assert task_graph.parse(g.json()).memory_bytes == 1000
+
+
+def test_its_name_is_that_of_the_service():
+    with graph() as g:
+        g.output(y=vote(xs=g.input("x")))
+    assert graphs.read(g.json()).sha256 == g.sha256
+
+
+def test_what_cannot_be_written_down_says_why():
+    with pytest.raises(NotTraced, match="outside of a graph"):
+        vote(xs=1)
+    with graph() as other:
+        foreign = vote(xs=other.input("x"))
+    with graph() as g:
+        with pytest.raises(NotTraced, match="'xs' is given a block of another graph"):
+            vote(xs=foreign)
+        with pytest.raises(NotTraced, match="name each argument"):
+            vote(g.input("x"))
+        with pytest.raises(NotTraced, match=r"encode is given 4 arguments .* it has x, w, width"):
+            enc(1, 2, 3, 4)
+        with pytest.raises(NotTraced, match="encode is given x twice"):
+            enc(g.input("x"), x=1)
+        with pytest.raises(NotTraced, match="called inside itself"):
+            g()
+    with pytest.raises(BadDescriptor):
+        g.json()  # no outputs, no nodes

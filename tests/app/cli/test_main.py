@@ -1,0 +1,1259 @@
+"""The command against the real API and a real Postgres; the test plays island and device."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy
+import psycopg
+import pytest
+import yaml
+from safetensors import safe_open
+from safetensors.numpy import save, save_file
+from typer.testing import CliRunner, Result
+
+from app.cli import main
+from app.cli.client import Client
+from app.core.model.manifest import About
+from app.local.embedded_servers import embedded_postgres, temporary_home
+from app.settings import settings
+from app.storage.signing import Signer
+from app.storage.store import Store
+from tests.workers.slabs import Slab
+from workers.transfer import checkpoint
+from workers.transfer.checkpoint import Known
+
+ROOT = Path(__file__).parents[3]
+
+JOB = """
+class Train:
+    def __init__(self, ctx, *, steps=10): ...
+    def step(self, ctx): ...
+
+def tokenize(ctx): ...
+"""
+
+
+class Service:
+    """An API process on a database of its own; `sql` is the hand of island and device."""
+
+    def __init__(self, home: Path, database_url: str) -> None:
+        self.home, self.port = home, _free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.env = {
+            **os.environ,
+            "DATABASE_URL": database_url,
+            "REDIS_URL": f"unix://{home}/nobody-listens.sock",
+            "ROUNDHOUSE_HOME": str(home),
+            "ROUNDHOUSE_PORT": str(self.port),
+            "ROUNDHOUSE_BUNDLE_LIMIT_BYTES": "200000",
+        }
+        words = ("-m", "app.local.seed", "--tenants", str(home / "keys.json"))
+        subprocess.run([sys.executable, *words], env=self.env, cwd=ROOT, check=True)
+        self.keys = json.loads((home / "keys.json").read_text())
+        self.postgres = psycopg.connect(
+            database_url.replace("postgresql+psycopg", "postgresql"), autocommit=True
+        )
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        words = ("-m", "uvicorn", "app.main:app", "--port", str(self.port), "--log-level", "error")
+        self.process = subprocess.Popen([sys.executable, *words], env=self.env, cwd=ROOT)
+        _until(self._answers, "the API answers")
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def sql(self, statement: str, *values: Any) -> list[tuple[Any, ...]]:
+        cursor = self.postgres.execute(statement, values)
+        return cursor.fetchall() if cursor.description else []
+
+    def add_device(self) -> None:
+        self.sql(
+            "insert into islands (name, leader, leader_until)"
+            " values ('local', 'a test', now() + interval '1 day')"
+        )
+        self.sql("insert into hosts (name, island) values ('local', 'local')")
+        self.sql(
+            "insert into devices (id, host, island, kind, memory_bytes, seen_at, lease_until)"
+            " values ('local.0', 'local', 'local', 'cpu', 4e9, now(), now() + interval '1 day')"
+        )
+
+    def task_of(self, request_id: str) -> str:
+        [(task_id,)] = self.sql("select id from tasks where request_id = %s", request_id)
+        return str(task_id)
+
+    def waits(self, request_id: str, *, hold: str = "") -> None:
+        self.sql(
+            "update tasks set state = 'waiting', island = 'local', hold = %s where request_id = %s",
+            *(hold, request_id),
+        )
+
+    def says(self, request_id: str, type_: str, message: str) -> None:
+        self.sql(
+            "insert into events (tenant_id, request_id, type, message, data)"
+            """ select tenant_id, id, %s, %s, '{"task": "train"}' from requests where id = %s""",
+            type_,
+            message,
+            request_id,
+        )
+        self._notify(request_id)
+
+    def prints(self, request_id: str, *lines: str) -> None:
+        task_id = self.task_of(request_id)
+        for text in lines:
+            self.sql(
+                "insert into logs (task_id, epoch, line, stream, text)"
+                " select %s, 1, count(*), 'stdout', %s from logs where task_id = %s",
+                task_id,
+                text,
+                task_id,
+            )
+        self._notify(request_id)
+
+    def ends(self, request_id: str, state: str, **task: Any) -> None:
+        sets = "".join(f", {name} = %s" for name in task)
+        where = "where request_id = %s"
+        self.sql(f"update tasks set state = %s{sets} {where}", state, *task.values(), request_id)
+        self.sql(
+            "update requests set state = %s, ended_at = now() where id = %s", state, request_id
+        )
+        self._notify(request_id)
+
+    def _notify(self, request_id: str) -> None:
+        self.sql("select pg_notify('roundhouse', tenant_id || ' ' || id) from requests"
+                 " where id = %s", request_id)  # fmt: skip
+
+    def _answers(self) -> bool:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
+        try:
+            connection.request("GET", "/livez")
+            return connection.getresponse().status == 200
+        except OSError:
+            return False
+        finally:
+            connection.close()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def _until(holds: Callable[[], Any], what: str, timeout_s: float = 30.0) -> Any:
+    until_s = time.monotonic() + timeout_s
+    while not (found := holds()):
+        assert time.monotonic() < until_s, f"waited {timeout_s} s in vain until {what}"
+        time.sleep(0.05)
+    return found
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Service]:
+    with temporary_home() as home, embedded_postgres(home) as url:
+        service = Service(home, url)
+        service.start()
+        service.add_device()
+        try:
+            yield service
+        finally:
+            service.kill()
+            service.postgres.close()
+
+
+@pytest.fixture
+def run(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Result]]:
+    """Runs the command as a member of alpha, in an empty folder."""
+    monkeypatch.delenv("ROUNDHOUSE_KEY", raising=False)
+    monkeypatch.setenv("ROUNDHOUSE_URL", service.url)
+    monkeypatch.setenv("ROUNDHOUSE_HOME", str(service.home))
+    monkeypatch.setenv("ROUNDHOUSE_PORT", str(service.port))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.chdir(tmp_path)
+    settings.cache_clear()
+    yield lambda *words, **how: CliRunner().invoke(main.app, [str(w) for w in words], **how)
+    settings.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def operations() -> list[tuple[str, re.Pattern[str], set[str]]]:
+    """Of docs/openapi.json: (method, its path, names of its query parameters)."""
+    document = json.loads((ROOT / "docs" / "openapi.json").read_text())
+    return [
+        (
+            method.upper(),
+            re.compile(re.sub(r"\\\{\w+\\\}", "[^/]+", re.escape(path))),
+            {each["name"] for each in operation.get("parameters", ()) if each["in"] == "query"},
+        )
+        for path, methods in document["paths"].items()
+        for method, operation in methods.items()
+    ]
+
+
+@pytest.fixture(autouse=True)
+def every_call_is_one_that_the_document_declares(
+    operations: list[tuple[str, re.Pattern[str], set[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = httpx2.Client.send
+
+    def checked(client: httpx2.Client, request: httpx2.Request, **how: Any) -> httpx2.Response:
+        [names] = [
+            names
+            for method, path, names in operations
+            if method == request.method and path.fullmatch(request.url.path)
+        ]
+        assert set(request.url.params.keys()) <= names, str(request.url)
+        return send(client, request, **how)
+
+    monkeypatch.setattr(httpx2.Client, "send", checked)
+
+
+@pytest.fixture
+def code(tmp_path: Path) -> Path:
+    folder = tmp_path / "code"
+    folder.mkdir()
+    (folder / "train.py").write_text(JOB)
+    return folder
+
+
+@pytest.fixture
+def submitted(run: Callable[..., Result], code: Path) -> str:
+    """The id of a request with one task, which waits."""
+    result = run("submit", "--job", "train:Train", "--bundle", code, "-o", "json")
+    assert result.exit_code == 0, result.output
+    return str(json.loads(result.stdout)["id"])
+
+
+# --- who one is ---
+
+
+class TestLogin:
+    def test_after_make_up_one_is_somebody_without_asking(self, run):
+        result = run("whoami")
+        assert result.exit_code == 0
+        assert "member" in result.stdout
+        assert "alpha" in result.stdout
+
+    def test_a_login_is_checked_and_then_kept(self, run, service):
+        wrong = run("login", "--url", service.url, "--key", "rh_nonsense")
+        assert (wrong.exit_code, wrong.stdout) == (3, "")
+        key = service.keys["beta"]["viewer"]
+        result = run("login", "--url", service.url, input=f"{key}\n")
+        assert result.exit_code == 0, result.output
+        assert key not in result.output
+        assert "viewer of beta" in result.stderr
+        assert json.loads(run("whoami", "-o", "json").stdout)["tenant"] == "beta"
+
+    def test_no_key_at_all_is_told_with_what_to_do(self, run, monkeypatch):
+        monkeypatch.setenv("ROUNDHOUSE_URL", "https://elsewhere.example")
+        result = run("ps")
+        assert result.exit_code == 3
+        assert "roundhouse login" in result.stderr
+
+    def test_what_is_no_address_is_a_mistake_of_usage(self, run, monkeypatch):
+        monkeypatch.setenv("ROUNDHOUSE_URL", "notaurl")
+        for words in (("ps",), ("login", "--key", "rh_x")):
+            result = run(*words)
+            assert result.exit_code == 2, result.output
+            assert "'notaurl' is no address" in result.stderr
+
+    def test_a_service_that_is_not_there_is_told_in_words(self, run, monkeypatch):
+        monkeypatch.setenv("ROUNDHOUSE_URL", f"http://127.0.0.1:{_free_port()}")
+        monkeypatch.setenv("ROUNDHOUSE_KEY", "rh_x")
+        monkeypatch.setattr("app.cli.client.FIRST_PAUSE_S", 100.0)  # more than its patience
+        result = run("ps")
+        assert result.exit_code == 6
+        assert "does not answer" in result.stderr
+        assert "Traceback" not in result.output
+
+
+# --- submitting ---
+
+
+class TestSubmit:
+    def test_one_job_of_a_folder(self, run, code, service):
+        (code / "train.py").write_text(JOB.replace("*, steps=10", "**params"))
+        result = run(
+            *("submit", "--job", "train:Train", "--bundle", code, "--name", "mine"),
+            *("-p", "steps=200", "-p", "lr=1e-3", "-p", "opt=adamw", "-o", "yaml"),
+        )
+        assert result.exit_code == 0, result.output
+        request = yaml.safe_load(result.stdout)
+        assert (request["name"], request["state"]) == ("mine", "queued")
+        [(params,)] = service.sql(
+            "select descriptor->'params' from tasks where request_id = %s", request["id"]
+        )
+        assert params == {"steps": 200, "lr": 0.001, "opt": "adamw"}
+
+    def test_a_folder_and_what_runs_in_it(self, run, code, service):
+        said = {
+            ("--job", "train:Train", "-p", "lr=1"): {"job": "train:Train"},
+            ("--ranks", 2, "--", "python", "-u", "train.py", "--lr", "0.1"): {
+                "command": ["python", "-u", "train.py", "--lr", "0.1"]
+            },
+        }
+        (code / "train.py").write_text(JOB.replace("steps=10", "lr"))
+        for words, wanted in said.items():
+            result = run("submit", code, "-o", "json", *words)
+            assert result.exit_code == 0, result.output
+            [(found,)] = service.sql(
+                "select descriptor->'run' from tasks where request_id = %s",
+                json.loads(result.stdout)["id"],
+            )
+            assert found == wanted
+
+    def test_a_script_runs_in_its_folder_with_the_arguments_behind_the_dashes(
+        self, run, code, service, tmp_path, monkeypatch
+    ):
+        (code / "main.py").write_text("print('hello')\n")
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        for words, wanted in (
+            (("--name", "a", "../code/main.py"), ["python", "main.py"]),
+            (("../code/main.py", "--", "--epochs", "2"), ["python", "main.py", "--epochs", "2"]),
+        ):
+            result = run("submit", "-o", "json", *words)
+            assert result.exit_code == 0, result.output
+            [(found,)] = service.sql(
+                "select descriptor->'run'->'command' from tasks where request_id = %s",
+                json.loads(result.stdout)["id"],
+            )
+            assert found == wanted
+
+    def test_options_on_the_wrong_side_of_the_dashes_are_told(self, run, code):
+        (code / "main.py").write_text("print('hello')\n")
+        before = run("submit", "code/main.py", "--epochs", "2")
+        assert before.exit_code == 2, before.output
+        said = " ".join(before.stderr.replace("│", "").split())
+        assert "stand behind --, as in `roundhouse submit train.py -- --epochs 2`" in said
+        behind = run("submit", "code/main.py", "--", "--watch")
+        assert "--watch stands behind --, so it goes to the script" in behind.stderr
+
+    def test_what_may_be_secret_stays_here_and_is_told(self, run, code):
+        (code / ".env").write_text("TOKEN=1\n")
+        result = run("submit", code, "--job", "train:Train")
+        assert result.exit_code == 0, result.output
+        assert "not sent, as it may hold secrets: .env" in result.stderr
+        assert "1 file" in result.stderr
+
+    def test_a_file_whose_bundle_lies_beside_it_wherever_one_stands(
+        self, run, code, tmp_path, monkeypatch
+    ):
+        descriptor = {
+            "name": "two",
+            "bundle": "./code",
+            "tasks": [
+                {"name": "prep", "run": {"function": "train:tokenize"}, "outputs": ["tokens"]},
+                {
+                    "name": "train",
+                    "run": {"job": "train:Train"},
+                    "inputs": {"tokens": "prep.tokens"},
+                },
+            ],
+        }
+        (tmp_path / "two.yaml").write_text(yaml.safe_dump(descriptor))
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        result = run("submit", "../two.yaml", "-o", "json")
+        assert result.exit_code == 0, result.output
+        request = json.loads(result.stdout)
+        assert request["bundle"].startswith("sha256:")
+        assert [need["task"] for need in request["tasks"][1]["needs"]] == ["prep"]
+        explained = run("why", "two")
+        assert "train: queued" in explained.stdout
+
+    def test_a_folder_with_its_descriptor_is_code_and_request_in_one(self, run, code):
+        (code / "roundhouse.yaml").write_text(
+            "name: whole\ntasks: [{name: t, run: {job: 'train:Train'}}]\n"
+        )
+        result = run("submit", code)
+        assert result.exit_code == 0, result.output
+        assert re.match(r"Submitted whole \([0-9a-f]{8}\): queued\.", result.stdout)
+        assert "2 files" in result.stderr
+
+    def test_the_same_code_is_sent_once(self, run, code):
+        (code / "unique.py").write_text(f"# {time.time_ns()}\n")
+        words = ("submit", "--job", "train:Train", "--bundle", code)
+        assert "sent" in run(*words).stderr
+        assert "has it already" in run(*words).stderr
+
+    def test_code_that_is_too_large_is_told_with_its_biggest_files(self, run, code):
+        (code / "weights.bin").write_bytes(os.urandom(300_000))
+        result = run("submit", "--job", "train:Train", "--bundle", code)
+        assert result.exit_code == 4, result.output
+        assert "the limit is 200000" in result.stderr
+        assert "weights.bin" in result.stderr
+        assert ".roundhouseignore" in result.stderr
+
+    def test_the_same_key_is_the_same_request(self, run, code):
+        words = ("submit", "--job", "train:Train", "--bundle", code, "-o", "json")
+        first, again, other = (
+            json.loads(run(*words, "--idempotency-key", key).stdout)["id"]
+            for key in ("k1", "k1", "k2")
+        )
+        assert first == again != other
+
+    def test_checking_submits_nothing(self, run, code, service):
+        before = service.sql("select count(*) from requests")
+        result = run("submit", "--job", "train:Train", "--bundle", code, "--check")
+        assert result.exit_code == 0, result.output
+        assert "train" in result.stdout
+        assert service.sql("select count(*) from requests") == before
+
+    def test_python_that_does_not_parse_is_told(self, run, code):
+        (code / "other.py").write_text(f"def ({time.time_ns()}:\n")
+        result = run("submit", "--job", "train:Train", "--bundle", code)
+        assert result.exit_code == 0, result.output
+        assert "other.py does not parse" in result.stderr
+
+    @pytest.mark.parametrize(
+        ("words", "code_", "said"),
+        [
+            (("--job", "train:Trian"), 2, "/tasks/0/run/job: "),
+            (("--job", "train:Train", "-p", "steps"), 2, "is not name=value"),
+            (("--job", "train:Train", "-p", "stepz=3"), 2, "did you mean 'steps'?"),
+            (("--job", "train:Train", "-p", "stepz=3"), 2, "(train.py, line 3)"),
+            ((), 2, "say what to submit"),
+            (("code/train.py", "--job", "a:B"), 2, "either --job or a command"),
+            ((".", "--job", "a:B"), 2, "the code is either"),
+            ((".", "--job", "a:B", "--", "python", "x.py"), 2, "either --job or a command"),
+            (("code",), 2, "--job module:Class"),
+            (("nowhere.yaml",), 2, "there is no file or folder nowhere.yaml"),
+            (("--job", "train:Train", "--bundle", "nowhere"), 2, "no such folder"),
+            (("--job", "train:Train", "--name", "Not A Name"), 2, "/name: "),
+            (("python", "code/train.py"), 2, "there is no file or folder python; to run a command"),
+        ],
+    )
+    def test_what_is_wrong_with_it_is_told_with_its_place(self, run, code, words, code_, said):
+        bundle = () if "--bundle" in words else ("--bundle", code)
+        result = run("submit", *words, *bundle)
+        assert result.exit_code == code_, result.output
+        assert said in result.stderr
+        assert result.stdout == ""
+
+    def test_what_can_never_run_here_is_refused(self, run, code, tmp_path):
+        task = {"name": "t", "run": {"job": "train:Train"}, "devices": {"kind": "tpu"}}
+        (tmp_path / "r.json").write_text(json.dumps({"bundle": "code", "tasks": [task]}))
+        result = run("submit", "r.json")
+        assert result.exit_code == 4, result.output
+        assert "/tasks/0/devices/kind" in result.stderr
+        assert "roundhouse devices" in result.stderr
+
+    def test_a_viewer_may_not_submit(self, run, code):
+        result = run("--as", "alpha:viewer", "submit", "--job", "train:Train", "--bundle", code)
+        assert result.exit_code == 3, result.output
+
+
+# --- looking ---
+
+
+class TestLooking:
+    def test_ps_lists_what_is_live_and_with_a_what_has_ended(self, run, service, submitted):
+        assert submitted[-8:] in run("ps").stdout
+        assert submitted not in run("ps").stdout
+        assert submitted in run("ps", "-o", "wide").stdout
+        service.ends(submitted, "done")
+        assert submitted[-8:] not in run("ps").stdout
+        assert submitted[-8:] in run("ps", "-a").stdout
+
+    def test_a_request_and_a_task_are_shown(self, run, service, submitted):
+        shown = run("show", submitted)
+        assert shown.exit_code == 0, shown.output
+        task = service.task_of(submitted)
+        assert task in run("show", submitted, "-o", "wide").stdout
+        assert submitted in run("show", task).stdout
+        assert json.loads(run("show", task, "-o", "json").stdout)["placements"] == []
+
+    def test_the_end_of_an_id_is_as_good_as_the_id(self, run, service, submitted):
+        task = service.task_of(submitted)
+        for given in (submitted[-8:], submitted[-12:]):
+            assert json.loads(run("show", given, "-o", "json").stdout)["id"] == submitted
+        named = f"{submitted[-8:]}/train"
+        assert json.loads(run("show", named, "-o", "json").stdout)["id"] == task
+        missing = run("show", f"{submitted[-8:]}/trian")
+        assert missing.exit_code == 5, missing.output
+        assert "no task 'trian'; it has train" in missing.stderr
+
+    def test_the_end_of_an_id_that_is_not_the_only_one_is_refused(self, run, service, submitted):
+        twin = f"req_{'0' * 24}{submitted[-8:]}"
+        columns = "tenant_id, user_id, name, labels, descriptor"
+        service.sql(
+            f"insert into requests (id, {columns})"
+            f" select %s, {columns} from requests where id = %s",
+            *(twin, submitted),
+        )
+        result = run("show", submitted[-8:])
+        assert result.exit_code == 2, result.output
+        assert twin in result.stderr.replace("\n", "").replace("│", "").replace(" ", "")
+        assert json.loads(run("show", submitted[-9:], "-o", "json").stdout)["id"] == submitted
+
+    def test_a_failure_is_shown_with_the_traceback_of_the_job(self, run, service, submitted):
+        service.ends(
+            submitted,
+            "failed",
+            cause="exception",
+            message="ValueError: [red]no[/red] \x1b[2Jdata",
+            detail='Traceback ...\n  File "train.py", line 3',
+        )
+        shown = run("show", submitted).stdout
+        assert "train: exception: ValueError: [red]no[/red] data" in shown
+        assert '  File "train.py", line 3' in shown
+
+    def test_a_result_is_shown_below_the_table(self, run, service, submitted):
+        service.ends(submitted, "done", metrics='{"loss": 0.5}', result='{"words": "so many"}')
+        shown = run("show", submitted).stdout.splitlines()
+        [row] = [line for line in shown if line.startswith("train ")]
+        assert "loss=0.5" in row
+        assert "so many" not in row
+        assert "Result of train: words=so many" in run("show", submitted).stdout
+
+    def test_one_that_failed_silently_is_told_with_its_cause(self, run, service, submitted):
+        service.ends(submitted, "failed", cause="exception", message="KeyError: 'x'\nmore")
+        for verb in ("logs", "why"):
+            for id in (submitted, service.task_of(submitted)):
+                result = run(verb, id)
+                assert result.exit_code == 0, result.output
+                [line] = [line for line in result.output.splitlines() if "KeyError" in line]
+                assert "exception: KeyError: 'x'  roundhouse show " in line
+
+    def test_the_state_is_the_word_of_the_api(self, run, service, submitted):
+        def shown():
+            [row] = [line for line in run("ps").stdout.splitlines() if submitted[-8:] in line]
+            [fact] = [
+                x for x in run("show", submitted).stdout.splitlines() if x.startswith("state")
+            ]
+            return row.split()[2], fact.split()[1]
+
+        began = "update tasks set state = %s, hold = %s, first_started_at = now()"
+        for state, hold, told in (
+            ("running", "", "running"),
+            ("waiting", "", "preempted"),
+            ("blocked", "user", "paused"),
+        ):
+            service.sql(f"{began} where request_id = %s", state, hold, submitted)
+            assert shown() == (told, told)
+        assert json.loads(run("show", submitted, "-o", "json").stdout)["phase"] == "paused"
+
+    def test_why_tells_every_reason_its_place_and_what_to_do(self, run, service, submitted):
+        service.waits(submitted, hold="user")
+        told = run("why", submitted)
+        assert told.exit_code == 0, told.output
+        for said in (
+            "place 1 in the queue",
+            "Paused by a user. Run `roundhouse resume ",
+            "1 of 1 cpu device is free",
+            "Clears when the scheduler makes its next round. [DEVICE_FREE]",
+            "Most likely next: it is resumed.",
+            "Start time unknown. First: it is resumed.",
+        ):
+            assert said in " ".join(told.stdout.split()), said
+        [as_json] = json.loads(run("why", service.task_of(submitted), "-o", "json").stdout)
+        assert [reason["code"] for reason in as_json["reasons"]] == ["HELD_BY_USER", "DEVICE_FREE"]
+        assert as_json["nearest"]["action"] == "release"
+
+    def test_devices_and_usage(self, run):
+        assert "local.0" in run("devices").stdout
+        told = run("usage", "--by", "kind")
+        assert told.exit_code == 0, told.output
+        assert told.stdout.split() == ["KIND", "HELD", "CHARGED"]
+        assert run("usage", "--by", "colour").exit_code == 2
+
+    def test_share_says_what_the_api_says(self, run):
+        fair = json.loads(run("share", "-o", "json").stdout)
+        assert [tenant["tenant"] for tenant in fair["tenants"]] == ["alpha"]
+        assert fair["verdict"] in run("share").stdout
+
+    def test_a_shell_can_complete_the_verbs(self):
+        words = {"COMP_WORDS": "roundhouse wat", "COMP_CWORD": "1"}
+        asked = {**os.environ, **words, "_ROUNDHOUSE_COMPLETE": "complete_bash"}
+        command = Path(sys.executable).with_name("roundhouse")
+        said = subprocess.run([command], env=asked, capture_output=True, text=True, check=True)
+        assert said.stdout.split() == ["watch"]
+
+    @pytest.mark.parametrize("verb", ["show", "why", "logs", "cancel", "pause", "resume"])
+    @pytest.mark.parametrize("id", ["nobodys", "req_00", "tsk_00"])
+    def test_what_is_not_there_is_not_found(self, run, verb, id):
+        result = run(verb, id)
+        assert result.exit_code == 5, result.output
+        assert "Not found" in result.stderr
+
+    def test_another_tenants_request_is_not_found(self, run, submitted):
+        assert run("--as", "beta", "show", submitted).exit_code == 5
+        assert run("--as", "platform", "show", submitted).exit_code == 0
+
+
+# --- logs and events ---
+
+
+class TestFollowing:
+    def test_logs_are_printed_as_they_were_and_nothing_else(self, run, service, submitted):
+        lines = [f"step {n}: [bold]loss[/bold] {n / 7:.3f} " + "x" * 300 for n in range(300)]
+        service.prints(submitted, *lines)
+        assert run("logs", submitted).stdout.splitlines() == lines
+        assert run("logs", service.task_of(submitted)).stdout.splitlines() == lines
+        as_json = [json.loads(line) for line in run("logs", submitted, "-o", "json").stdout.splitlines()]  # fmt: skip  # noqa: E501
+        assert [line["text"] for line in as_json] == lines
+
+    def test_logs_can_be_searched_and_begun_at_their_end(self, run, service, submitted):
+        service.prints(submitted, *(f"step {n}" for n in range(300)))
+        assert run("logs", submitted, "--grep", "p 29").stdout.splitlines() == [
+            f"step {n}" for n in (29, *range(290, 300))
+        ]
+        last = [f"step {n}" for n in range(60, 300)]
+        assert run("logs", "--tail", 240, submitted).stdout.splitlines() == last
+        service.ends(submitted, "done")
+        told = run("logs", "-f", "-g", "p 29", "-n", 2, service.task_of(submitted))
+        assert told.stdout.splitlines() == ["step 298", "step 299"]
+
+    def test_what_has_printed_nothing_yet_is_told_so(self, run, submitted):
+        told = run("logs", submitted)
+        assert (told.exit_code, told.stdout) == (0, "")
+        assert "printed nothing yet.  roundhouse why " in told.stderr
+
+    def test_logs_f_ends_when_the_request_has_ended(self, run, service, submitted):
+        def play() -> None:
+            for n in range(3):
+                time.sleep(0.1)
+                service.prints(submitted, f"line {n}")
+            service.ends(submitted, "done")
+
+        playing = threading.Thread(target=play)
+        playing.start()
+        result = run("logs", "-f", submitted)
+        playing.join()
+        assert result.exit_code == 0, result.output
+        assert result.stdout.splitlines() == ["line 0", "line 1", "line 2"]
+
+    def test_a_stream_goes_on_over_the_death_of_the_api(self, service, submitted):
+        seen: list[str] = []
+
+        def follow() -> None:
+            with Client(service.url, service.keys["alpha"]["member"], patience_s=30.0) as client:
+                for event in client.stream(f"/v1/requests/{submitted}/logs"):
+                    seen.append(event.data.get("text", event.type))
+
+        following = threading.Thread(target=follow)
+        following.start()
+        service.prints(submitted, "before", "just before")
+        _until(lambda: len(seen) == 2, "two lines came")
+        service.kill()
+        service.prints(submitted, "nobody heard this")
+        service.start()
+        service.prints(submitted, "after")
+        service.ends(submitted, "done")
+        following.join(timeout=30)
+        assert seen == ["before", "just before", "nobody heard this", "after", "end"]
+
+    @pytest.mark.parametrize(("state", "code_"), [("done", 0), ("failed", 1), ("cancelled", 1)])
+    def test_watching_tells_events_and_ends_like_the_request(
+        self, run, service, code, state, code_
+    ):
+        name = f"watched-{state}-{time.time_ns()}"
+
+        def play() -> None:
+            found = "select id from requests where name = %s"
+            [(id,)] = _until(lambda: service.sql(found, name), "it is submitted")
+            service.says(id, "task.started", "Started on local.0.")
+            service.says(id, "task.paused", "Paused after step 7 on local.0; no step is lost.")
+            service.ends(id, state, pauses=1, total_held_us=2_000_000, guest_held_us=500_000)
+
+        playing = threading.Thread(target=play)
+        playing.start()
+        result = run("submit", "--job", "train:Train", "--bundle", code, "--name", name, "--watch")
+        playing.join()
+        assert result.exit_code == code_, result.output
+        assert "Started on local.0." in result.stdout
+        assert "Paused after step 7" in result.stdout
+        assert f"{name}: {state}, 2.5 s of device time, 1 pause, 0 lost steps." in result.stderr
+        [(request,)] = service.sql("select id from requests where name = %s", name)
+        for id in (request, service.task_of(request)):
+            again = run("watch", id)
+            assert (again.exit_code, again.stdout) == (code_, result.stdout)
+
+    def test_watching_tells_why_it_waits_once_and_again_when_that_changes(
+        self, run, service, code, monkeypatch
+    ):
+        monkeypatch.setattr(main, "SILENT_S", 0.1)
+        name = f"waits-{time.time_ns()}"
+
+        def play() -> None:
+            found = "select id from requests where name = %s"
+            [(id,)] = _until(lambda: service.sql(found, name), "it is submitted")
+            for hold in ("user", ""):
+                service.waits(id, hold=hold)
+                time.sleep(1.0)
+            service.ends(id, "done")
+
+        playing = threading.Thread(target=play)
+        playing.start()
+        result = run("submit", "--job", "train:Train", "--bundle", code, "--name", name, "--watch")
+        playing.join()
+        assert result.exit_code == 0, result.output
+        told = [line for line in result.stderr.splitlines() if line.startswith("train: ")]
+        if "Not scheduled yet" in told[0]:
+            del told[0]  # we were slower than the watcher: it was true for a moment
+        assert told == [
+            "train: paused, place 1 in the queue. Paused by a user.",
+            "train: queued, place 1 in the queue. 1 of 1 cpu device is free: "
+            "the scheduler assigns it in its next round.",
+        ]
+
+
+# --- wishes ---
+
+
+class TestWishes:
+    def test_pause_resume_and_cancel_by_request_and_by_task(self, run, service, submitted):
+        task = service.task_of(submitted)
+        for id in (submitted, task):
+            assert "paused." in run("pause", id).stdout
+            assert service.sql("select hold from tasks where id = %s", task) == [("user",)]
+            assert run("resume", id).exit_code == 0
+            assert service.sql("select hold from tasks where id = %s", task) == [("",)]
+        assert "cancel" in run("cancel", submitted).stdout
+        assert run("cancel", task).exit_code == 0
+
+    def test_of_several_all_are_tried_and_the_first_problem_counts(self, run, service, submitted):
+        result = run("pause", "req_00", submitted, "-o", "json")
+        assert result.exit_code == 5
+        assert "req_00: Not found" in result.stderr
+        assert [request["id"] for request in json.loads(result.stdout)] == [submitted]
+
+    def test_what_its_state_does_not_allow_is_refused(self, run, service, submitted):
+        service.ends(submitted, "done")
+        for verb in ("pause", "resume"):
+            for id in (submitted, service.task_of(submitted)):
+                result = run(verb, id)
+                assert result.exit_code == 4, result.output
+                assert "it is already done; nothing changed" in result.stderr
+
+    def test_cancelling_what_has_ended_is_no_error_and_told(self, run, service, submitted):
+        service.ends(submitted, "done")
+        for id in (submitted, service.task_of(submitted)):
+            result = run("cancel", id)
+            assert result.exit_code == 0, result.output
+            assert "already done; nothing changed" in result.stdout
+
+    # --- tenants and users ---
+
+    def test_how_many_devices_the_ranks_may_hold(self, run, code, submitted):
+        words = ("submit", "--job", "train:Train", "--bundle", code, "-o", "json")
+        result = run(*words, "--ranks", "4", "--name", "many")
+        assert result.exit_code == 0, result.output
+        [task] = json.loads(result.stdout)["tasks"]
+        assert task["devices_max"] == 4
+        resized = run("resize", "many", "2", "-o", "json")
+        assert [each["devices_max"] for each in json.loads(resized.stdout)] == [2]
+        told = run("resize", "many/train", "1")
+        assert told.stdout.startswith(
+            "train: at most 1 device (before: 2). It holds 0 devices now."
+        )
+        too_many = run("resize", task["id"], "5")
+        assert too_many.exit_code == 2
+        assert "its 4 ranks take 1 to 4 devices, not 5" in too_many.stderr
+        assert "it has one rank" in run("resize", submitted, "2").stderr
+
+    def test_a_checkpoint_is_asked_for_while_it_runs(self, run, service, submitted):
+        refused = run("checkpoint", submitted)
+        assert refused.exit_code == 4, refused.output
+        sql = "update tasks set state = 'running', capabilities = '[\"save\"]' where id = %s"
+        service.sql(sql, service.task_of(submitted))
+        service.sql("update tasks set step = 4210 where request_id = %s", submitted)
+        asked = run("checkpoint", submitted)
+        assert asked.exit_code == 0, asked.output
+        assert asked.stdout == (
+            "train: checkpoint requested at step 4,210."
+            f" `roundhouse checkpoints {submitted[-8:]}` shows it when it is durable.\n"
+        )
+        [(wished,)] = service.sql("select save_asked from tasks where request_id = %s", submitted)
+        assert wished
+
+    def test_a_move_to_a_device_that_is_not_free_says_that_it_waits(self, run, service, submitted):
+        sql = "update tasks set state = 'running', seat = 'local.0', capabilities = '[\"move\"]'"
+        service.sql(f"{sql}, island = 'local' where request_id = %s", submitted)
+        service.sql(
+            "insert into devices (id, host, island, kind, memory_bytes, seen_at, lease_until)"
+            " values ('local.1', 'local', 'local', 'cpu', 4e9, now(), now() + interval '1 day')"
+            " on conflict do nothing"
+        )
+        try:
+            asked = run("migrate", submitted, "--to", "local.1")
+            assert asked.exit_code == 0, asked.output
+            assert "train: moves to local.1; it runs until then." in asked.stdout
+        finally:
+            service.ends(submitted, "done", seat=None, move_to=None)
+            service.sql("delete from devices where id = 'local.1'")
+
+    def test_what_was_asked_is_told(self, run, service, submitted):
+        task = service.task_of(submitted)
+        service.sql("update tasks set move_to = 'local.1' where id = %s", task)
+        assert "moves to local.1" in run("show", submitted).stdout
+
+    def test_ranks_are_for_a_job_without_a_file(self, run, code):
+        assert run("submit", code, "--ranks", "2").exit_code == 2
+
+
+def test_a_call_imports_only_what_it_needs():
+    """Each of these takes as long to import as the rest of a call."""
+    ours = "app.settings app.core.simulation.simulator app.core.model.messages"
+    slow = f"{ours} app.core.model.descriptor yaml rich.live"
+    told = f"import sys, app.cli.main; print(*(set('{slow}'.split()) & set(sys.modules)))"
+    found = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == []
+
+
+class TestOperating:
+    def test_top_prints_who_has_what_once_where_nobody_watches(self, run, service, submitted):
+        result = run("top")
+        assert result.exit_code == 0
+        for told in ("WEIGHT", "alpha", "local.0"):
+            assert told in result.stdout
+        now = yaml.safe_load(run("top", "-o", "yaml").stdout)
+        assert [device["id"] for device in now["devices"]] == ["local.0"]
+
+    def test_what_is_drained_takes_no_work_until_it_is_let(self, run):
+        for place in ("local.0", "local"):
+            drained = json.loads(run("--as", "platform", "drain", place, "-o", "json").stdout)
+            assert [(d["id"], d["cordoned"]) for d in drained] == [("local.0", True)]
+            back = json.loads(run("--as", "platform", "undrain", place, "-o", "json").stdout)
+            assert [(d["id"], d["cordoned"]) for d in back] == [("local.0", False)]
+
+    def test_only_an_admin_drains_and_only_what_there_is(self, run):
+        assert run("drain", "local").exit_code == main.NO_ACCESS
+        assert run("--as", "platform", "drain", "gone").exit_code == main.NOT_FOUND
+
+    def test_a_device_is_enrolled_with_its_hosts_key_listed_and_revoked(self, run):
+        key = run("device", "key").stdout.strip()
+        assert key == run("device", "key").stdout.strip()
+        admin = ("--as", "platform", "device")
+        assert run("device", "enrol", "gpu7.0", "--key", key).exit_code == main.NO_ACCESS
+        made = run(*admin, "enrol", "gpu7.0", "gpu7.1", "--key", key, "-o", "json")
+        assert [each["key"] for each in json.loads(made.stdout)] == [key, key]
+        assert run(*admin, "enrol", "gpu7.0", "--key", "0" * 64).exit_code == main.REFUSED
+        assert run(*admin, "enrol", "gpu7.0", "--key", "7").exit_code == main.USAGE
+        assert run(*admin, "revoke", "gpu7.0").exit_code == 0
+        found = json.loads(run(*admin, "list", "-o", "json").stdout)
+        assert [each["revoked_at"] is None for each in found] == [False, True]
+        assert "KEY" in run(*admin, "list").stdout
+        assert run(*admin, "island-key").exit_code == main.NOT_FOUND, "its scheduler never ran"
+
+    def test_presets_are_listed(self, run):
+        assert "No presets" in run("presets").stdout
+
+    def test_the_doctor_tells_what_is_well_and_what_is_not(self, run):
+        result = run("doctor", "-o", "json")
+        found = {check["check"]: check for check in json.loads(result.stdout)}
+        assert found["service"]["ok"]
+        assert "member of alpha" in found["key"]["detail"]
+        assert found["postgres"]["ok"]
+        assert not found["redis"]["ok"]  # there is none here
+        assert result.exit_code == main.NO_ANSWER
+
+    def test_the_doctor_knows_a_key_that_is_not_ours(self, run, monkeypatch):
+        monkeypatch.setenv("ROUNDHOUSE_KEY", "rh_aaaaaaaa_" + "a" * 49)
+        found = {check["check"]: check for check in json.loads(run("doctor", "-o", "json").stdout)}
+        assert not found["key"]["ok"]
+        assert "ROUNDHOUSE_KEY" in found["key"]["detail"]
+
+
+class TestTenants:
+    def test_users_are_listed_people_and_programs(self, run):
+        assert run("--as", "alpha:tenant_admin", "account", "add", "nightly").exit_code == 0
+        told = run("--as", "alpha:tenant_admin", "users").stdout
+        [row] = [line for line in told.splitlines() if "nightly" in line]
+        assert "a program" in row
+        assert "a person" in told
+
+    def test_they_are_listed_as_a_tree_and_each_sees_its_own(self, run):
+        lines = run("--as", "platform", "tenants").stdout.splitlines()
+        assert lines[0].split()[:2] == ["TENANT", "WEIGHT"]
+        assert [line.rstrip().split("  ")[0] or line.split()[0] for line in lines[1:]] == [
+            "platform",
+            "alpha",
+            "beta",
+            "gamma",
+        ]
+        assert lines[2].startswith("  alpha")
+        assert [item["name"] for item in json.loads(run("tenants", "-o", "json").stdout)] == [
+            "alpha"
+        ]
+
+    def test_tenants_and_users_are_made(self, run, service):
+        words = ("tenant", "delta", "--new", "--under", "gamma", "--weight", "2", "-o", "json")
+        made = run("--as", "platform", *words, "--guarantee", "cpu=1")
+        assert made.exit_code == 0, made.output
+        tenant = json.loads(made.stdout)
+        assert (tenant["weight"], tenant["guarantee"]) == (2.0, {"cpu": 1})
+        assert (
+            tenant["parent_id"] == service.sql("select id from tenants where name = 'gamma'")[0][0]
+        )
+        twice = run("--as", "platform", "tenant", "delta", "--new", "--under", "gamma")
+        assert twice.exit_code == 4, twice.output
+        with Client(service.url, service.keys["platform"]["platform_admin"]) as client:
+            client.delete(f"/v1/tenants/{tenant['id']}")
+        who = ("--as", "alpha:tenant_admin", "user", "grace")
+        assert run(*who, "--new", "--weight", "3").exit_code == 0
+        assert json.loads(run(*who, "-o", "json").stdout)["weight"] == 3.0
+        for option in ("--under", "--tenant"):
+            verb = "tenant" if option == "--under" else "user"
+            assert run("--as", "platform", verb, "alpha", option, "gamma").exit_code == 2
+
+    def test_what_is_given_is_changed_and_the_rest_stays(self, run):
+        def tenant(*words):
+            result = run("--as", "platform", "tenant", "gamma", *words, "-o", "json")
+            assert result.exit_code == 0, result.output
+            return json.loads(result.stdout)
+
+        before = tenant()
+        words = ("--guarantee", "cpu=1", "--limit", "cpu=2", "--limit", "*=8", "--max-queued", "9")
+        changed = tenant("--weight", "3", "--tier", "standard", *words)
+        assert changed == before | {
+            "weight": 3.0,
+            "tier": "standard",
+            "guarantee": {"cpu": 1},
+            "limit": {"cpu": 2, "*": 8},
+            "max_queued": 9,
+            "version": before["version"] + 1,
+        }
+        again = tenant("--limit", "cpu=none", "--limit", "cuda=4", "--max-queued", "none")
+        assert (again["limit"], again["max_queued"]) == ({"*": 8, "cuda": 4}, None)
+        assert again["guarantee"] == {"cpu": 1}
+        assert tenant()["version"] == before["version"] + 2
+        shown = run("--as", "platform", "tenant", "gamma").stdout
+        for said in ("gamma", "cpu=1", "*=8, cuda=4", "standard"):
+            assert said in shown
+
+    @pytest.mark.parametrize(
+        ("words", "code_", "said"),
+        [
+            (("tenant", "nobody"), 5, "no tenant that you see is called 'nobody'"),
+            (("tenant", "alpha", "--limit", "8"), 2, "KIND=DEVICES"),
+            (("tenant", "alpha", "--max-running", "many"), 2, "a number, or none"),
+            (("tenant", "alpha", "--guarantee", "*=1"), 2, "/guarantee/*"),
+        ],
+    )
+    def test_what_is_wrong_with_it_is_told(self, run, words, code_, said):
+        result = run("--as", "platform", *words)
+        assert result.exit_code == code_, result.output
+        assert said in result.stderr
+
+    def test_only_an_admin_changes_one(self, run):
+        result = run("tenant", "alpha", "--weight", "9")
+        assert result.exit_code == 3, result.output
+        assert run("tenant", "alpha").exit_code == 0
+
+    def test_users_share_by_weight(self, run):
+        words = ("--as", "alpha:tenant_admin", "user", "member")
+        assert json.loads(run(*words, "-o", "json").stdout)["weight"] == 1.0
+        changed = run(*words, "--weight", "2.5")
+        assert changed.exit_code == 0, changed.output
+        assert "2.5" in changed.stdout
+        assert json.loads(run(*words, "-o", "json").stdout)["weight"] == 2.5
+
+    def test_a_full_queue_refuses_and_is_told_with_what_to_do(self, run, submitted, code):
+        run("--as", "platform", "tenant", "alpha", "--max-queued", "0")
+        try:
+            result = run("submit", "--job", "train:Train", "--bundle", code)
+            assert result.exit_code == 4, result.output
+            assert "roundhouse ps" in result.stderr
+        finally:
+            run("--as", "platform", "tenant", "alpha", "--max-queued", "none")
+
+
+# --- what if --------------------------------------------------------------------------------------
+
+
+class TestSimulate:
+    def test_history_is_replayed_by_the_service_and_told_side_by_side(
+        self, run, service, submitted, tmp_path
+    ):
+        service.ends(submitted, "done", total_held_us=90_000_000)
+        service.sql("update tasks set island = 'local', ended_at = now() where request_id = %s",
+                    submitted)  # fmt: skip
+        words = ("--as", "platform", "simulate", "history", "-d", "cpu=3", "--weights", "alpha=2")
+        value = json.loads(run(*words, "-o", "json").stdout)
+        as_is, what_if = value["runs"]
+        assert value["jobs"] >= 1
+        assert (as_is["devices"], what_if["devices"]) == ({"cpu": 1}, {"cpu": 3})
+        assert {t["tenant"]: t["weight"] for t in what_if["tenants"]} == {"alpha": 2.0}
+        drawn = run(*words, "--plot", tmp_path / "history.svg")
+        assert "what if, by tenant" in drawn.stdout
+        assert (tmp_path / "history.svg").read_text().startswith("<svg ")
+
+    def test_only_a_platform_admin_may_replay_history(self, run):
+        assert run("simulate", "history").exit_code == 3
+
+
+# --- checkpoints ---
+
+
+class TestCheckpoints:
+    @pytest.fixture
+    def saved(self, service: Service, submitted: str, tmp_path: Path) -> tuple[str, str]:
+        """(task, checkpoint): two tensors over one storage, at step 12."""
+        task_id = service.task_of(submitted)
+        [(tenant,)] = service.sql("select tenant_id from tasks where id = %s", task_id)
+        slab, signer = Slab([24]), Signer.at(tmp_path / "key")
+        slab.fill(0, bytes(range(24)))
+        table = {"model.w": [0, "uint8", [2, 12], [12, 1], 0], "tail": [0, "int16", [2], [3], 8]}
+        written = checkpoint.write(
+            slab.fd, slab.layout, About(tenant=tenant, task=task_id, epoch=1, step=12),
+            tensors=table, store=Store.at(service.home / "store"), signer=signer, known=Known(),
+        )  # fmt: skip
+        id = f"ckp_{task_id[4:]}"
+        service.sql(
+            "insert into checkpoints (id, task_id, tenant_id, epoch, step, sha256, size_bytes,"
+            " took_us, host, key) values (%s, %s, %s, 1, 12, %s, 3024, 1, 'local', %s)",
+            *(id, task_id, tenant, written.sha256, signer.public),
+        )
+        return task_id, id
+
+    def test_they_are_listed_and_exported(self, run, saved, tmp_path):
+        task_id, id = saved
+        request = json.loads(run("show", task_id, "-o", "json").stdout)["request_id"]
+        for given in (task_id, request, f"{request[-8:]}/train"):
+            listed = run("checkpoints", given)
+            assert listed.exit_code == 0, listed.output
+            assert (id in listed.stdout, "kept" in listed.stdout) == (True, True)
+        assert run("export", request[-8:], "newest.safetensors").exit_code == 0
+        assert (tmp_path / "newest.safetensors").exists()
+        exported = run("export", id, "model.safetensors")
+        assert exported.exit_code == 0, exported.output
+        with safe_open(tmp_path / "model.safetensors", "np") as file:
+            assert sorted(file.keys()) == ["model.w", "tail"]
+            assert file.get_tensor("model.w").tolist() == [[*range(12)], [*range(12, 24)]]
+            # Elements 8 and 11 of two bytes each, the low one first.
+            assert file.get_tensor("tail").tolist() == [16 + 17 * 256, 22 + 23 * 256]
+
+    def test_one_tensor_by_name_and_none_that_is_not_there(self, run, saved, tmp_path):
+        _, id = saved
+        assert run("export", id, "one.safetensors", "--name", "tail").exit_code == 0
+        with safe_open(tmp_path / "one.safetensors", "np") as file:
+            assert list(file.keys()) == ["tail"]
+        refused = run("export", id, "none.safetensors", "--name", "head")
+        assert refused.exit_code == 2
+        assert "head: the checkpoint has no tensor of this name" in refused.stderr
+        assert not (tmp_path / "none.safetensors").exists()
+
+    def test_of_a_stranger_there_is_nothing(self, run, saved):
+        assert run("--as", "beta", "checkpoints", saved[0]).exit_code == 5
+        assert run("--as", "beta", "export", saved[1], "x").exit_code == 5
+
+
+class TestKeys:
+    def test_an_account_gets_a_key_that_is_rotated_and_revoked(self, run):
+        def said(*words):
+            result = run("--as", "platform", *words, "-o", "json")
+            assert result.exit_code == 0, result.output
+            return json.loads(result.stdout)
+
+        [account] = said("account", "add", "ci", "--tenant", "gamma")
+        assert account["service"]
+        assert account in said("account", "list")
+        words = ("--name", "pipeline", "--scope", "work:write", "--expires", "2099-01-01T00:00:00Z")
+        made = said("key", "add", "ci", *words)
+        assert (made["user_id"], made["scopes"]) == (account["id"], ["work:write"])
+        rotated = said("key", "rotate", made["id"], "--overlap-s", "60")
+        assert rotated["key"] != made["key"]
+        assert run("--as", "platform", "key", "revoke", rotated["id"]).exit_code == 0
+        shown = run("--as", "platform", "key", "list").stdout
+        for word in ("work:write", "revoked", "until 20", "all"):
+            assert word in shown
+
+    def test_a_key_is_called_like_its_user_unless_it_is_named(self, run):
+        words = ("--as", "platform", "user", "ada", "--new", "--tenant", "gamma")
+        assert run(*words).exit_code == 0
+        made = json.loads(run("--as", "platform", "key", "add", "ada", "-o", "json").stdout)
+        assert made["name"] == "ada"
+        assert "ada" in run("--as", "platform", "key", "list").stdout
+
+    def test_everybody_may_rotate_their_own(self, run):
+        me = json.loads(run("--as", "beta", "whoami", "-o", "json").stdout)
+        result = run("--as", "beta", "key", "rotate", me["key_id"])
+        assert result.exit_code == 0, result.output
+        assert "rh_" in result.stdout
+
+
+class TestWebhooks:
+    @pytest.fixture
+    def admin(self, run):
+        def said(*words):
+            result = run("--as", "platform", "webhook", *words, "-o", "json")
+            assert result.exit_code == 0, result.output
+            return json.loads(result.stdout)
+
+        return said
+
+    def test_from_the_first_to_the_last(self, run, admin):
+        made = admin("add", "https://hooks.example.org/", "--on", "failed")
+        assert made["events"] == ["request.failed"]
+        rotated = admin("rotate", made["id"], "--overlap-s", "60")
+        assert rotated["secret"].startswith("whsec_")
+        assert rotated["secret"] != made["secret"]
+        [sent] = admin("test", made["id"])
+        assert admin("deliveries", made["id"]) == [sent]
+        assert admin("redeliver", sent["id"])[0]["id"] == sent["id"]
+        shown = run("--as", "platform", "webhook", "list").stdout
+        assert made["id"] in shown.replace("\n", "")
+        assert run("--as", "platform", "webhook", "delete", made["id"]).exit_code == 0
+        assert made["id"] not in [each["id"] for each in admin("list")]
+
+    def test_who_may_not_is_told(self, run):
+        result = run("webhook", "add", "https://hooks.example.org/")
+        assert result.exit_code == 3
+        assert "tenant_admin" in result.stderr
+
+
+# --- datablocks ---
+
+
+class TestOutputs:
+    def test_they_are_listed_and_what_is_a_file_is_downloaded(self, run, service, submitted):
+        assert "has no outputs or artifacts" in run("outputs", submitted).stderr
+        nothing = run("outputs", submitted, "--to", "nothing")
+        assert (nothing.exit_code, nothing.stdout) == (5, "")
+        assert not Path("nothing").exists()
+        sha256, size = Store.at(service.home / "store").put([os.urandom(3000)])
+        kept = {"sha256": sha256, "size_bytes": size}
+        named = {**kept, "format": "npy", "datablock": "m@1"}
+        given = {"artifacts.zip": kept, "model": named, "state": kept}
+        service.ends(submitted, "done", outputs=json.dumps(given))
+        listed = run("outputs", submitted)
+        assert listed.exit_code == 0, listed.output
+        assert "publish it to get a file" in listed.stdout
+        for id in (submitted, service.task_of(submitted)):
+            told = run("outputs", id, "--to", "got", "-o", "json")
+            assert [each["file"] for each in json.loads(told.stdout)] == [
+                *("train-artifacts.zip", "train-model.npy", None)
+            ]
+        assert {file.name for file in Path("got").iterdir()} == {
+            *("train-artifacts.zip", "train-model.npy")
+        }
+        assert hashlib.sha256(Path("got/train-model.npy").read_bytes()).hexdigest() == sha256
+        Path("taken").touch()
+        assert run("outputs", submitted, "--to", "taken").exit_code == 2
+
+
+class TestDatablocks:
+    @pytest.fixture
+    def file(self, tmp_path):
+        """A file of tensors, another one in each test."""
+        path = tmp_path / "corpus.safetensors"
+        save_file({"x": numpy.random.default_rng().random(1000)}, path)
+        return path
+
+    def test_up_listed_and_down_again(self, run, file, tmp_path):
+        sent = run("cp", file, "datablock:there-and-back")
+        assert sent.exit_code == 0, sent.output
+        assert "there-and-back@1" in sent.stdout
+        size = file.stat().st_size
+        assert f"{size} of {size} bytes were sent." in sent.stderr
+        again = run("cp", file, "datablock:there-and-back", "-o", "json")
+        assert json.loads(again.stdout)["version"] == 1
+        assert f"0 of {size} bytes were sent." in again.stderr
+        listed = run("datablocks")
+        assert "there-and-back@1" in listed.stdout
+        assert "x float64[1000]" in listed.stdout
+        back = run("cp", "datablock:there-and-back@1", "back")
+        assert back.exit_code == 0, back.output
+        assert "there-and-back@1" in back.stderr
+        assert (tmp_path / "back").read_bytes() == file.read_bytes()
+
+    def test_who_sends_all_of_it_at_once_hears_the_same_answer(self, service):
+        """As curl does, which does not ask before; what is there already is not waited for."""
+        body = save({"x": numpy.random.default_rng().random(2 * 10**6)})
+        headers = {"Authorization": f"Bearer {service.keys['alpha']['member']}"}
+        digest = hashlib.sha256(body).hexdigest()
+        with httpx2.Client(base_url=service.url, headers=headers, timeout=60) as client:
+            answers = [
+                client.put("/v1/datablocks/at-once", params={"sha256": digest}, content=body)
+                for _ in range(3)
+            ]
+        assert [answer.status_code for answer in answers] == [201, 200, 200]
+        assert {answer.json()["version"] for answer in answers} == {1}
+
+    def test_versions_of_one_name_are_listed_when_it_is_named(self, run, file):
+        for _ in range(2):
+            save_file({"x": numpy.random.default_rng().random(9)}, file)
+            run("cp", file, "datablock:twice")
+        assert "twice@1" not in run("datablocks").stdout
+        assert "twice@1" in run("datablocks", "twice").stdout
+        assert "twice@1" in run("datablocks", "--all").stdout
+
+    def test_what_was_sent_before_the_service_was_killed_is_not_sent_again(
+        self, run, file, service, monkeypatch
+    ):
+        monkeypatch.setattr("app.cli.client.PART_BYTES", 1000)
+        whole, parts = file.stat().st_size, []
+
+        def three(size):
+            parts.append(size)
+            if len(parts) == 3:
+                raise KeyboardInterrupt
+
+        keys = service.keys["alpha"]["member"]
+        with Client(service.url, keys) as client, pytest.raises(KeyboardInterrupt):
+            client.put_datablock("broken", file, sent=three)
+        service.kill()
+        service.start()
+        sent = run("cp", file, "datablock:broken")
+        assert sent.exit_code == 0, sent.output
+        assert f"{whole - 3000} of {whole} bytes were sent." in sent.stderr
+        run("cp", "datablock:broken", "back")
+        assert Path("back").read_bytes() == file.read_bytes()
+
+    def test_a_download_goes_on_with_what_is_there(self, run, file, tmp_path):
+        run("cp", file, "datablock:half")
+        body = file.read_bytes()
+        draft = tmp_path / f".back.{hashlib.sha256(body).hexdigest()[:16]}.part"
+        draft.write_bytes(body[:5000])
+        assert run("cp", "datablock:half", "back").exit_code == 0
+        assert (tmp_path / "back").read_bytes() == body
+        assert not draft.exists()
+        draft.write_bytes(b"damage" + body[6:5000])
+        damaged = run("cp", "datablock:half", "other")
+        assert damaged.exit_code == 0  # it is kept for the file of that name only
+        draft.rename(tmp_path / draft.name.replace("back", "third"))
+        damaged = run("cp", "datablock:half", "third")
+        assert damaged.exit_code == 6
+        assert "hash to" in damaged.stderr
+        assert not (tmp_path / "third").exists()
+        assert run("cp", "datablock:half", "third").exit_code == 0
+
+    @pytest.mark.parametrize(
+        ("words", "code", "told"),
+        [
+            (("file", "other"), 2, "one of the two is datablock:NAME"),
+            (("datablock:a", "datablock:b"), 2, "one of the two is datablock:NAME"),
+            (("nowhere", "datablock:a"), 2, "nowhere cannot be read"),
+            (("datablock:nothing", "x"), 5, "no datablock with id nothing"),
+            (("cli.txt", "datablock:a"), 2, "must be .safetensors or .npy"),
+        ],
+    )
+    def test_what_is_wrong_is_told(self, words, code, told, run, tmp_path):
+        (tmp_path / "cli.txt").write_text("hello, this is no tensor at all")
+        result = run("cp", *words)
+        assert result.exit_code == code, result.output
+        assert told in result.stderr
+
+    def test_of_another_tenant_there_is_none(self, run, file):
+        run("cp", file, "datablock:mine")
+        assert run("--as", "beta", "cp", "datablock:mine", "x").exit_code == 5
+        assert "mine@1" not in run("--as", "beta", "datablocks", "--all").stdout

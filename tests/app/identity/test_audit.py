@@ -1,0 +1,491 @@
+"""The audit log: what is written down, who reads it, and that nothing of it can be changed."""
+
+from __future__ import annotations
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from fastapi.testclient import TestClient
+from sqlalchemy import insert, select, text
+from sqlalchemy.exc import IntegrityError
+
+from app.api.access import auth
+from app.core.security.hash_chain import Known
+from app.db.models import AuditEvent, Base, Device, Preset, Request, Task, Tenant
+from app.db.transactions import transaction
+from app.identity import audit
+from app.local import seed
+from tests.app.api.access.test_roles import BODIES, ROWS, WHO
+from tests.app.api.access.test_roles import _settle as settle
+from tests.app.api.access.test_roles import _url as url_of
+from tests.app.conftest import BUNDLE, descriptor, people, problem, sha256
+from tests.scenery import until_somebody_waits
+
+APP = Path(audit.__file__).parents[1]
+ANY = {"If-Match": "*"}
+
+
+@pytest.fixture
+def root(as_):
+    return as_("root")
+
+
+@pytest.fixture
+def log(root):
+    """What the platform admin sees, oldest first; each a dictionary."""
+    return lambda **wanted: root.get("/v1/audit-events", params=wanted).json()["items"][::-1]
+
+
+def changes(client, path, **body):
+    answer = client.patch(path, json=body, headers=ANY)
+    assert answer.is_success, answer.text
+
+
+class TestWhatIsWritten:
+    def test_who_what_on_what_from_where_to_where_and_when(self, root, log, world):
+        answer = root.patch(
+            "/v1/tenants/ten_red",
+            json={"weight": 2.5, "limit": {"cpu": 4}, "name": "red"},
+            headers={**ANY, "X-Request-ID": "call-7"},
+        )
+        assert answer.is_success
+        [found] = log()
+        assert found.pop("at")
+        assert re.fullmatch(r"[0-9a-f]{64}", found.pop("hash"))
+        assert found == {
+            "id": 1,
+            "tenant_id": "ten_red",
+            "user_id": "usr_root",
+            "user": "root",
+            "key_id": auth.id_of(world.keys["root"]),
+            "address": "testclient",
+            "request_id": "call-7",
+            "operation": "changeTenant",
+            "action": "changed",
+            "target_kind": "tenant",
+            "target_id": "ten_red",
+            "before": {"weight_milli": 1000, "limit": {}},
+            "after": {"weight_milli": 2500, "limit": {"cpu": 4}},
+        }
+
+    # operation, who, call, target, whose affair, before, after (a part of it)
+    CALLS = [
+        ("createTenant", "root", ("post", "/v1/tenants", {"name": "green"}),
+            ("tenant", "made"), "ten_root", {}, {"name": "green", "weight_milli": 1000}),
+        ("createUser", "red.tenant_admin", ("post", "/v1/users", {"name": "ada"}),
+            ("user", "made"), "ten_red", {}, {"name": "ada", "tenant_id": "ten_red"}),
+        ("changeUser", "red.tenant_admin", ("patch", "/v1/users/usr_red.member", {"weight": 3.0}),
+            ("user", "changed"), "ten_red", {"weight_milli": 1000}, {"weight_milli": 3000}),
+        ("createKey", "red.tenant_admin",
+            ("post", "/v1/keys", {"user_id": "usr_red.member", "role": "viewer", "name": "k"}),
+            ("key", "made"), "ten_red", {}, {"role": "viewer", "user_id": "usr_red.member"}),
+        ("revokeKey", "red.tenant_admin", ("delete", "/v1/keys/{key}", None),
+            ("key", "changed"), "ten_red", {"revoked_at": None}, {}),
+        ("changeDevice", "root", ("patch", "/v1/devices/h.0", {"cost": 2.0}),
+            ("device", "changed"), None, {"cost_milli": 1000}, {"cost_milli": 2000}),
+        ("cordonDevice", "root", ("post", "/v1/devices/h.0/cordon", None),
+            ("device", "changed"), None, {"cordoned": False}, {"cordoned": True}),
+        ("drainHost", "root", ("post", "/v1/hosts/h/drain", None),
+            ("host", "changed"), None, {"cordoned": False}, {"cordoned": True}),
+        ("putPreset", "root", ("put", "/v1/presets/train/cpu", {"params": {"threads": 1}}),
+            ("preset", "made"), None, {}, {"params": {"threads": 1}}),
+    ]  # fmt: skip
+
+    @pytest.mark.parametrize("row", CALLS, ids=lambda row: row[0])
+    def test_every_administrative_operation(self, row, as_, log, world):
+        operation, who, (method, path, body), (kind, action), tenant, before, after = row
+        path = path.format(key=auth.id_of(world.keys["red.member"]))
+        answer = as_(who).request(method, path, json=body, headers=ANY)
+        assert answer.is_success, answer.text
+        [found] = log()
+        assert (found["operation"], found["user"]) == (operation, who)
+        assert (found["target_kind"], found["action"]) == (kind, action)
+        assert (found["tenant_id"], found["before"]) == (tenant, before)
+        assert found["after"].items() >= after.items()
+        assert "secret" not in str(found)
+
+    def test_a_tenant_that_is_removed_and_a_preset_that_changes(self, root, log):
+        made = root.post("/v1/tenants", json={"name": "green"}).json()
+        root.delete(f"/v1/tenants/{made['id']}")
+        for threads in (1, 2):
+            root.put("/v1/presets/train/cpu", json={"params": {"threads": threads}})
+        _, removed, _, changed = log()
+        assert (removed["operation"], removed["action"]) == ("deleteTenant", "removed")
+        assert (removed["before"]["name"], removed["after"]) == ("green", {})
+        assert (removed["target_id"], removed["tenant_id"]) == (made["id"], "ten_root")
+        assert changed["target_id"] == "train/cpu"
+        assert changed["before"] == {"params": {"threads": 1}}
+        assert changed["after"] == {"params": {"threads": 2}}
+
+    def test_what_is_refused_or_changes_nothing_leaves_nothing(self, root, as_, log):
+        problem(
+            root.patch("/v1/tenants/ten_red", json={"weight": 2.0}), 428, "precondition-required"
+        )
+        problem(root.post("/v1/tenants", json={"name": "red"}), 409, "conflict-state")
+        answer = as_("red.member").post("/v1/tenants", json={"name": "x"})
+        problem(answer, 403, "insufficient-scope")
+        root.post("/v1/devices/h.0/uncordon")
+        assert log() == []
+
+    def test_of_ones_own_work_nothing_is_written(self, red, submitted, log):
+        url = f"/v1/requests/{submitted['id']}"
+        for call in ("hold", "release", "cancel"):
+            assert red.post(f"{url}/{call}").is_success
+        assert red.get(url).is_success
+        assert log() == []
+
+    def test_what_others_ask_of_a_request_or_a_task(self, submitted, as_, log):
+        admin, task = as_("red.tenant_admin"), submitted["tasks"][0]["id"]
+        admin.patch(f"/v1/requests/{submitted['id']}", json={"priority": 7})
+        admin.post(f"/v1/tasks/{task}/pause")
+        admin.post(f"/v1/requests/{submitted['id']}/cancel")
+        priority, pause, cancel = log()
+        assert priority["operation"] == "changeRequest"
+        assert (priority["before"], priority["after"]) == ({"priority": 0}, {"priority": 7})
+        assert (pause["target_kind"], pause["target_id"]) == ("task", task)
+        assert (pause["before"], pause["after"]) == ({"hold": ""}, {"hold": "user"})
+        assert (cancel["operation"], cancel["action"]) == ("cancelRequest", "asked")
+        assert {found["tenant_id"] for found in (priority, pause, cancel)} == {"ten_red"}
+
+    def test_a_read_of_another_tenants_things_once_an_hour(self, submitted, root, as_, log):
+        url = f"/v1/requests/{submitted['id']}"
+        for _ in range(3):
+            root.get(url)
+        root.get(f"{url}/logs")
+        root.get("/v1/requests")
+        as_("red.tenant_admin").get(url)
+        found = [(one["operation"], one["action"], one["target_id"]) for one in log()]
+        assert found == [("getRequest", "read", submitted["id"]),
+                         ("listLogs", "read", submitted["id"])]  # fmt: skip
+
+    def test_who_reads_and_asks_in_one_call_asks(self, submitted, root, log):
+        root.post(f"/v1/requests/{submitted['id']}/hold")
+        assert [(one["operation"], one["action"]) for one in log()] == [("holdRequest", "asked")]
+
+    def test_sign_ins_and_keys_that_open_nothing_any_more(self, app, world, root, log):
+        browser = TestClient(app, follow_redirects=False, base_url="http://here")
+        ours = {"Sec-Fetch-Site": "same-origin"}
+        key, id = world.keys["red.member"], auth.id_of(world.keys["red.member"])
+        assert browser.post("/ui/login", data={"key": key}, headers=ours).status_code == 303
+        root.delete(f"/v1/keys/{id}")
+        for bad in (key, "rh_nonsense", "", key):
+            answer = browser.post("/ui/login", data={"key": bad}, headers=ours)
+            assert answer.status_code == 401
+        found = [(one["operation"], one["action"], one["user"]) for one in log()]
+        assert found == [
+            ("signIn", "made", "red.member"),
+            ("revokeKey", "changed", "root"),
+            ("signIn", "refused", "red.member"),
+            ("signIn", "refused", ""),  # the two that name no key, once for their address
+        ]
+        assert log()[0]["target_id"] == id
+
+    def test_a_page_of_another_tenant(self, app, world, submitted, log):
+        browser = TestClient(app, follow_redirects=False)
+        browser.post(
+            "/ui/login", data={"key": world.keys["root"]}, headers={"Sec-Fetch-Site": "same-origin"}
+        )
+        for _ in range(2):
+            assert browser.get(f"/ui/requests/{submitted['id']}").status_code == 200
+        read = log(action="read")
+        assert [(one["operation"], one["target_id"]) for one in read] == [("page", submitted["id"])]
+
+    def test_the_first_keys(self, session, as_):
+        with transaction() as its:
+            audit.begin(its, audit.Call(operation="seed", user="app.local.seed"))
+            seed.seed(its, {}, tenants=False)
+        made = session.scalars(select(AuditEvent).order_by(AuditEvent.id)).all()
+        assert [row.target_kind for row in made] == ["user", "key"]
+        assert {row.user for row in made} == {"app.local.seed"}
+
+
+# What a member may do with work of their own, and what changes nothing.
+NOT_WRITTEN = {
+    "POST /v1/requests", "POST /v1/requests:validate", "PUT /v1/bundles/{sha}",
+    "POST /v1/simulations", "PUT /v1/graphs/{graph}", "PUT /v1/datablocks/{blk}",
+}  # fmt: skip
+ROWS_WRITTEN = {**dict.fromkeys(NOT_WRITTEN, 0), "POST /v1/keys/{key}/rotate": 2}  # old and new
+ALLOWED = [row for row in ROWS if any(status < "3" for status in row[2:])]
+CHANGES = [row for row in ALLOWED if row[0] not in ("GET", "HEAD")]
+
+
+@pytest.mark.parametrize("row", CHANGES, ids=lambda row: f"{row[0]} {row[1]}")
+def test_no_operation_is_forgotten(row, as_, world, submitted, session, log, root):
+    """Every operation that changes something, by an administrator for whom it is not their own."""
+    method, path, *_ = row
+    settle(session, submitted, ended=False)
+    if path.endswith("/uncordon"):
+        root.post(path.replace("uncordon", "drain" if "hosts" in path else "cordon"))
+    may = [who for who, status in zip(WHO, row[2:], strict=True) if status < "3"]
+    who = "red.tenant_admin" if "red.tenant_admin" in may else "root"
+    known = len(log())
+    answer = as_(who).request(
+        method, url_of(path, submitted, world), **BODIES.get(f"{method} {path}", {})
+    )
+    assert answer.is_success, answer.text
+    written = [one for one in log()[known:] if one["user"] == who and one["action"] != "read"]
+    assert len(written) == ROWS_WRITTEN.get(f"{method} {path}", 1)
+
+
+def test_every_column_that_an_administrator_sets_is_watched():
+    """A new column of these tables is either watched or named here."""
+    others = {
+        "id", "created_at", "version", "txid", "updated_at", "task_type", "kind", "island", "host",
+        "secret_sha256", "last_used_at", "threads", "memory_bytes", "incarnation", "heard_us",
+        "lease_until", "seen_at", "facts", "secret", "old_secret", "old_secret_until",
+        "links", "enrolled_at",
+    }  # fmt: skip
+    for model, watched in audit.WATCHED.items():
+        names = {column.key for column in model.__table__.columns}
+        key = {column.key for column in model.__table__.primary_key}
+        assert names - others - key == set(watched), model
+
+
+def test_nobody_changes_these_tables_behind_its_back():
+    names = "|".join(model.__name__ for model in audit.WATCHED)
+    bare = re.compile(rf"\b(?:insert|update|delete)\((?:{names})\)")
+    files = [*(APP / "api").rglob("*.py"), *(APP / "pages").glob("*.py"), APP / "intake/actions.py"]
+    found = {(file.name, hit) for file in files for hit in bare.findall(file.read_text())}
+    assert found == {("auth.py", "update(ApiKey)")}  # when it was last used
+
+
+class TestWhoReadsIt:
+    def test_a_tenant_admin_what_concerns_its_tenant_and_those_below(self, root, as_):
+        admin = as_("red.tenant_admin")
+        changes(root, "/v1/tenants/ten_red", weight=2.0)
+        changes(root, "/v1/tenants/ten_blue", weight=2.0)
+        changes(root, "/v1/devices/h.0", cost=2.0)
+        rose = admin.post("/v1/tenants", json={"name": "rose"}).json()["id"]
+        changes(root, f"/v1/tenants/{rose}", weight=2.0)
+        found = admin.get("/v1/audit-events").json()["items"]
+        assert [(one["operation"], one["target_id"]) for one in found] == [
+            ("changeTenant", rose),
+            ("createTenant", rose),
+            ("changeTenant", "ten_red"),
+        ]
+        assert as_("blue.tenant_admin").get("/v1/audit-events").json()["items"][0]["id"] == 2
+
+    def test_that_one_from_above_read_it_is_told_to_those_below(self, as_, app):
+        admin = as_("red.tenant_admin")
+        rose = admin.post("/v1/tenants", json={"name": "rose"}).json()["id"]
+        below = {}
+        for role in ("member", "tenant_admin"):
+            user = admin.post("/v1/users", json={"name": role, "tenant_id": rose}).json()
+            body = {"user_id": user["id"], "role": role, "name": "k"}
+            key = admin.post("/v1/keys", json=body).json()["key"]
+            below[role] = TestClient(app, headers={"Authorization": f"Bearer {key}"})
+        below["member"].put(f"/v1/bundles/{sha256(BUNDLE)}", content=BUNDLE)
+        made = below["member"].post("/v1/requests", json=descriptor()).json()
+        admin.get(f"/v1/requests/{made['id']}")
+        [read] = below["tenant_admin"].get("/v1/audit-events?action=read").json()["items"]
+        assert (read["user"], read["target_id"]) == ("red.tenant_admin", made["id"])
+        assert (read["key_id"], read["address"]) == (None, None)
+
+    def test_who_is_of_elsewhere_is_named_without_key_and_address(self, root, as_, world):
+        admin = as_("red.tenant_admin")
+        changes(root, "/v1/tenants/ten_red", weight=2.0)
+        changes(admin, "/v1/users/usr_red.member", weight=2.0)
+        mine, roots = admin.get("/v1/audit-events").json()["items"]
+        assert (roots["user"], roots["key_id"], roots["address"]) == ("root", None, None)
+        assert (mine["key_id"], mine["address"]) == (
+            auth.id_of(world.keys["red.tenant_admin"]),
+            "testclient",
+        )
+        asked = {"key_id": auth.id_of(world.keys["root"])}
+        assert admin.get("/v1/audit-events", params=asked).json()["items"] == []
+
+    def test_where_a_tenant_came_from_is_not_told_to_those_it_came_to(self, root, as_):
+        made = root.post("/v1/tenants", json={"name": "pink", "parent_id": "ten_blue"}).json()["id"]
+        changes(root, f"/v1/tenants/{made}", parent_id="ten_red")
+        told = as_("red.tenant_admin").get("/v1/audit-events").text
+        assert "ten_red" in told
+        assert "ten_blue" not in told
+        moved = root.get("/v1/audit-events", params={"operation": "changeTenant"}).json()["items"]
+        assert moved[0]["before"] == {"parent_id": "ten_blue"}
+
+    def test_filters_and_pages(self, root, log):
+        for weight in (2.0, 3.0, 4.0):
+            changes(root, "/v1/tenants/ten_red", weight=weight)
+        changes(root, "/v1/devices/h.0", cost=2.0)
+        first = root.get("/v1/audit-events?limit=3")
+        second = root.get(first.links["next"]["url"]).json()
+        ids = [one["id"] for one in [*first.json()["items"], *second["items"]]]
+        assert ids == [4, 3, 2, 1]
+        assert [one["id"] for one in log(target_kind="device")] == [4]
+        assert [one["id"] for one in log(tenant_id="ten_red", action="changed")] == [1, 2, 3]
+        assert [one["id"] for one in log(operation="changeDevice", user_id="usr_root")] == [4]
+        assert log(since=log()[1]["at"], until=log()[3]["at"], target_id="ten_red") == log()[1:3]
+        problem(root.get("/v1/audit-events?action=x"), 422, "validation-error", "?action")
+
+
+# --- nothing of it can be changed ---------------------------------------------------------------
+
+
+@pytest.fixture
+def three(root, session):
+    for weight in (2.0, 3.0, 4.0):
+        changes(root, "/v1/tenants/ten_red", weight=weight)
+    return session
+
+
+def verification(root, known=None):
+    answer = root.get("/v1/audit-events/verification", params={"known": known} if known else {})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+class TestTheDatabaseRefuses:
+    @pytest.mark.parametrize(
+        "statement",
+        [
+            "update audit_events set address = 'x' where id = 1",
+            "update audit_events set address = address where false",
+            "delete from audit_events where id = 3",
+            "truncate audit_events",
+        ],
+    )
+    def test_every_change(self, three, statement):
+        with pytest.raises(IntegrityError, match="audit_events is append-only"):
+            three.execute(text(statement))
+
+    def test_a_fork(self, three):
+        row = three.execute(select(AuditEvent.__table__).where(AuditEvent.id == 2)).mappings().one()
+        with pytest.raises(IntegrityError, match="uq_audit_events_previous"):
+            three.execute(insert(AuditEvent), [{**row, "id": 4}])
+
+
+class TestVerification:
+    def test_all_is_well(self, root, three):
+        found = verification(root)
+        assert (found["intact"], found["checked"], found["broken"]) == (True, 3, None)
+        assert found["known"] == f"3:{found['head']['hash']}"
+        changes(root, "/v1/tenants/ten_red", weight=5.0)
+        assert verification(root, found["known"])["checked"] == 1
+
+    def test_an_empty_log_is_whole(self, root):
+        none = {"intact": True, "checked": 0, "head": None, "known": None, "broken": None}
+        assert verification(root) == none
+
+    @pytest.mark.parametrize("column", [c.key for c in AuditEvent.__table__.columns])
+    def test_whatever_is_changed_in_a_row_names_it(self, root, three, column):
+        value = {"id": "9", "at": "at + interval '1 microsecond'", "before": """'{"name": "x"}'""",
+                 "after": "'{}'", "action": "'made'"}.get(column, "'tampered'")  # fmt: skip
+        self.tamper(three, f"""update audit_events set "{column}" = {value} where id = 2""")
+        found = verification(root)
+        assert found["intact"] is False
+        assert found["broken"]["id"] == (1 if column == "previous" else 2)
+        assert "record 2" in found["broken"]["detail"]
+
+    def test_a_row_taken_out_is_named(self, root, three):
+        self.tamper(three, "delete from audit_events where id = 2")
+        assert verification(root)["broken"]["detail"] == "record 2 is missing; record 3 follows"
+
+    def test_what_is_cut_off_is_found_by_what_was_kept(self, root, three):
+        known = verification(root)["known"]
+        self.tamper(three, "delete from audit_events where id = 3")
+        assert verification(root)["intact"] is True
+        assert verification(root, known)["broken"]["id"] == 3
+
+    def test_known_is_what_an_earlier_one_said(self, root):
+        for known in ("1", "0:" + "0" * 64, "1:xyz"):
+            answer = root.get("/v1/audit-events/verification", params={"known": known})
+            problem(answer, 422, "validation-error", "?known")
+
+    @staticmethod
+    def tamper(session, statement):
+        """As somebody who owns the table could."""
+        session.execute(text("alter table audit_events disable trigger stay"))
+        session.execute(text(statement))
+        session.execute(text("alter table audit_events enable trigger stay"))
+
+
+@pytest.mark.parametrize("number", [0.1, 1e22, 5e-324, 2**70, -0.0])
+def test_numbers_are_read_as_they_were_written(session, number):
+    """A `jsonb` would make 1e22 a whole number, and the hash another."""
+    with transaction() as its:
+        audit.begin(its, audit.Call(operation="seed", user="app.local.seed"))
+        its.add(Preset(task_type="t", kind="cpu", params={"x": number, "é": "\u2028"}))
+    assert audit.verified(session, Known()).broken is None
+
+
+# --- several at once ----------------------------------------------------------------------------
+
+
+def test_many_at_once_make_one_chain(committed, app):
+    """Eight administrators change things of their own; their calls meet at the end of the chain."""
+    with transaction() as session:
+        key = people(session).keys["root"]
+    root = TestClient(app, headers={"Authorization": f"Bearer {key}"})
+
+    def rename(n):
+        made = root.post("/v1/tenants", json={"name": f"t{n}"}).json()["id"]
+        for weight in (2.0, 3.0, 4.0):
+            changes(root, f"/v1/tenants/{made}", weight=weight)
+            changes(root, f"/v1/devices/h.{n % 2}", cost=weight + n)
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(rename, range(8)))
+    found = verification(root)
+    assert (found["intact"], found["checked"]) == (True, 8 * 7)
+    last = {}
+    for one in everything(root):  # what each one found is what the one before it left
+        target = (one["target_kind"], one["target_id"])
+        if one["action"] == "changed":
+            assert one["before"].items() <= last[target].items() if target in last else True
+        last[target] = one["after"]
+
+
+def everything(client):
+    items, url = [], "/v1/audit-events?limit=200"
+    while url:
+        answer = client.get(url)
+        items += answer.json()["items"]
+        url = answer.links.get("next", {}).get("url")
+    return items[::-1]
+
+
+def test_who_submits_work_does_not_wait_for_it(committed, app):
+    """1. Somebody has written into the log and does not commit.  2. A member submits, and is done.
+    3. An administrator's change waits.  4. The first one ends, and so does the change.
+    """
+    with transaction() as session:
+        keys = people(session).keys
+
+    def client(name):
+        return TestClient(app, headers={"Authorization": f"Bearer {keys[name]}"})
+
+    member, root = client("red.member"), client("root")
+    call = audit.Call(operation="seed", user="app.local.seed")
+    with ThreadPoolExecutor() as threads:
+        with transaction() as first:
+            audit.append(first, call, "made", target=("key", "k"), tenant_id=None)
+            member.put(f"/v1/bundles/{sha256(BUNDLE)}", content=BUNDLE)
+            assert member.post("/v1/requests", json=descriptor()).status_code == 202
+            change = threads.submit(changes, root, "/v1/devices/h.0", cost=3.0)
+            until_somebody_waits(first)
+            assert not change.done()
+        change.result(timeout=30)
+    assert [one["operation"] for one in everything(root)] == ["seed", "changeDevice"]
+
+
+def test_who_changes_and_fails_at_the_end_has_written_nothing(committed, app):
+    with transaction() as session:
+        people(session)
+    with pytest.raises(IntegrityError):
+        change_and_fail()
+    with transaction() as session:
+        assert session.scalars(select(AuditEvent)).all() == []
+
+
+def change_and_fail():
+    with transaction() as session:
+        audit.begin(session, audit.Call(operation="seed", user="app.local.seed"))
+        session.get_one(Device, "h.0").cost_milli = 5
+        session.flush()
+        session.get_one(Tenant, "ten_red").weight_milli = -1
+
+
+def test_every_table_that_is_named_is_one():
+    assert {*audit.WATCHED, Request, Task} <= {mapper.class_ for mapper in Base.registry.mappers}

@@ -1,0 +1,448 @@
+"""Why a task waits, on real rows; each reason is ended by the change that it names (rule F10)."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from sqlalchemy import func, select, text
+
+from app.core.explanation import waiting_reasons
+from app.core.model.migration import Moving, as_json
+from app.db.models import Account, Island, Need, Placement, Task
+from app.insight import explain
+from tests.scenery import Scenery
+
+SECOND = 10**6
+
+
+@pytest.fixture
+def scenery(session):
+    return Scenery(session)
+
+
+@pytest.fixture
+def told(session):
+    """Reasons by code."""
+
+    def told(task):
+        session.flush()
+        session.expire_all()
+        found = explain.explain(session, [session.get_one(Task, task.id)])[task.id]
+        return {reason["code"]: reason for reason in found.reasons}
+
+    return told
+
+
+def change(reasons, code):
+    found = reasons[code]["change"]
+    assert found["action"] in waiting_reasons.ACTIONS
+    assert reasons[code]["unblocked_by"]
+    return found
+
+
+class Scene:
+    """A waiting task with one reason to look at, and how to make the change that it names."""
+
+    def __init__(self, session, scenery):
+        self.session, self.scenery = session, scenery
+        self.a, self.b = scenery.tenant("a"), scenery.tenant("b")
+        self.d0 = scenery.device("d0", memory_bytes=8 * 10**9)
+
+    def use(self, tenant, seconds):
+        """Booked long ago by someone who is not there any more."""
+        user = self.scenery.user(f"old {next(self.scenery.numbers)}", tenant)
+        faded = int(seconds * SECOND) << 40
+        self.scenery.add(Account(user_id=user.id, tenant_id=tenant.id, faded=faded))
+
+    def held(self, tenant, device="d0", *, for_s=30.0, **more):
+        started = func.now() - timedelta(seconds=for_s)
+        return self.scenery.task(tenant, "running", seat=device, started_at=started, **more)
+
+    def let_go(self, task):
+        ended = {"ended_at": datetime.now(UTC), "end": "finished"}
+        placement = self.session.scalars(
+            select(Placement).where(Placement.task_id == task.id)
+        ).one()
+        for name, value in ended.items():
+            setattr(placement, name, value)
+        self.scenery.move(task, "done", seat=None)
+
+    # Each returns the task, and what makes the change.
+
+    def held_by_user(self):
+        task = self.scenery.task(self.a, "blocked", hold="user")
+        return task, lambda _: setattr(task, "hold", "")
+
+    def held_by_admin(self):
+        task = self.scenery.task(self.a, "blocked", hold="admin")
+        return task, lambda _: setattr(task, "hold", "")
+
+    def dependency(self):
+        first = self.scenery.task(self.a)
+        task = self.scenery.task(self.a, "blocked")
+        self.scenery.add(Need(task_id=task.id, needs_id=first.id))
+
+        def do(change):
+            assert change["value"] == [first.id]
+            self.scenery.move(first, "done")
+
+        return task, do
+
+    def not_before(self):
+        at = datetime.now(UTC) + timedelta(hours=1)
+        task = self.scenery.task(self.a, "blocked", not_before=at)
+
+        def do(change):
+            assert change["value"] == pytest.approx(at.timestamp(), abs=1e-3)
+            task.not_before = at - timedelta(hours=2)  # as if it were that late
+
+        return task, do
+
+    def gang_that_spans(self):
+        """Its home is isle; its ticket is on another island."""
+        self.scenery.add(Island(name="east"))
+        gang = self.scenery.task(self.a, "blocked")
+        gang.gang_id = gang.id
+        ticket = self.scenery.task(self.a, "blocked", gang_id=gang.id)
+        ticket.island = "east"
+        return gang, ticket
+
+    def tickets(self):
+        gang, ticket = self.gang_that_spans()
+
+        def do(change):
+            assert change["value"] == ["east"]
+            ticket.state, ticket.good_for = "running", gang.epoch + 1
+
+        return gang, do
+
+    def gang_wants_none(self):
+        gang, ticket = self.gang_that_spans()
+        gang.hold = "user"
+        return ticket, lambda _: setattr(gang, "hold", "")
+
+    def retry_backoff(self):
+        at = datetime.now(UTC) + timedelta(hours=1)
+        task = self.scenery.task(self.a, retry_at=at, attempts=1, retry_max=2)
+
+        def do(change):
+            assert change["value"] == pytest.approx(at.timestamp(), abs=1e-3)
+            task.retry_at = at - timedelta(hours=2)
+
+        return task, do
+
+    def not_looked_at(self):
+        task = self.scenery.task(self.a, "blocked")
+        return task, lambda _: self.scenery.move(task, "waiting")
+
+    def no_scheduler(self):
+        island = self.session.get_one(Island, "isle")
+        island.leader_until = datetime.now(UTC) - timedelta(minutes=1)
+        task = self.scenery.task(self.a)
+        later = datetime.now(UTC) + timedelta(hours=1)
+        return task, lambda _: setattr(island, "leader_until", later)
+
+    def no_device_up(self):
+        task = self.scenery.task(self.a, kind="cuda")
+        return task, lambda change: self.scenery.device("g0", kind=change["of"])
+
+    def device_drained(self):
+        self.d0.cordoned = True
+        return self.scenery.task(self.a), lambda _: setattr(self.d0, "cordoned", False)
+
+    def too_few_devices(self):
+        task = self.scenery.task(self.a, devices_min=4, devices_max=4)
+        return task, lambda change: self.ask_for(task, change["value"])
+
+    def gang_needs_more_devices(self):
+        self.scenery.device("d1"), self.scenery.device("d2")
+        self.held(self.b)
+        task = self.scenery.task(self.a, devices_min=3, devices_max=3)
+        return task, lambda change: self.ask_for(task, change["value"])
+
+    def ask_for(self, task, devices):
+        self.scenery.line(task, -1)
+        task.devices_min = devices
+        self.session.flush()
+        self.scenery.line(task, 1)
+
+    def devices_kept_for_a_gang(self):
+        self.scenery.device("d1")
+        self.held(self.b)
+        gang = self.scenery.task(self.b, devices_min=2, devices_max=2)
+        return self.scenery.task(self.a), lambda _: self.scenery.move(gang, "done")
+
+    def frozen_on_device(self):
+        self.scenery.device("d1")
+        held = self.held(self.b, device="d0")
+        can = ["pause", "restart"]
+        task = self.scenery.task(self.a, epoch=1, image_on="d0", saved=True, capabilities=can)
+
+        def do(change):
+            assert change["of"] == "d0"
+            self.let_go(held)
+
+        return task, do
+
+    def moving(self):
+        self.scenery.device("d1")
+        moving = Moving(to="d1", source="d0", epoch=1, until_s=2e9, stopping=True)
+        on_the_way = {"move_to": "d1", "moving": as_json(moving)}
+        task = self.scenery.task(self.a, epoch=1, image_on="d0", **on_the_way)
+
+        def do(change):
+            assert change["of"] == "d1"
+            task.move_to = task.moving = None
+            self.scenery.move(task, "starting", seat="d1")
+
+        return task, do
+
+    def image_being_saved(self):
+        task = self.scenery.task(self.a, epoch=1, image_on="d0", saved=False)
+        return task, lambda _: setattr(task, "saved", True)
+
+    def tenant_limit(self):
+        self.scenery.device("d1")
+        self.a.limit = {"cpu": 1}
+        self.held(self.a)
+
+        def do(change):
+            assert change["action"] == "raise_limit"
+            self.a.limit = {change["of"]: change["value"]}
+
+        return self.scenery.task(self.a), do
+
+    def tenant_running_limit(self):
+        self.scenery.device("d1")
+        self.a.max_running = 1
+        self.held(self.a)
+        return self.scenery.task(self.a), lambda c: setattr(self.a, "max_running", c["value"])
+
+    def tenant_over_fair_share(self):
+        self.use(self.a, 100)
+        self.held(self.b)
+        return self.scenery.task(self.a), lambda change: self.use(self.b, change["value"])
+
+    def user_over_fair_share(self):
+        other = self.scenery.user("other", self.a)
+        held = self.held(self.a, user=other)
+        task = self.scenery.task(self.a)
+        self.scenery.add(
+            Account(user_id=task.user_id, tenant_id=self.a.id, faded=100 * SECOND << 40)
+        )
+
+        def do(change):
+            faded = int(change["value"] * SECOND) << 40
+            self.scenery.add(Account(user_id=held.user_id, tenant_id=self.a.id, faded=faded))
+
+        return task, do
+
+    def higher_priority_ahead(self):
+        self.held(self.a)
+        self.scenery.task(self.a, priority=7)
+        task = self.scenery.task(self.a)
+        return task, lambda change: setattr(task, "priority", change["value"])
+
+    def earlier_task_ahead(self):
+        self.held(self.b)
+        self.scenery.task(self.a)
+        task = self.scenery.task(self.a)
+        return task, lambda change: setattr(task, "priority", change["value"])
+
+    def guaranteed_to_others(self):
+        self.b.guarantee = {"cpu": 1}
+        self.use(self.b, 1000)
+        held = self.held(self.b)
+        return self.scenery.task(self.a), lambda _: self.let_go(held)
+
+    def holders_protected(self):
+        self.use(self.b, 1000)
+        away = datetime.now(UTC).timestamp()
+        held = self.held(self.b, tier="premium", away=[[away - 1200, away - 100]])
+        return self.scenery.task(self.a), lambda _: self.let_go(held)
+
+    def tier_shed(self):
+        for _ in range(2):
+            self.scenery.task(self.b, epoch=1, image_on="d0", tier="premium")
+        long_ago = func.now() - timedelta(hours=2)
+        task = self.scenery.task(self.a, epoch=1, image_on="d0", waiting_since=long_ago)
+
+        def do(change):
+            for n in range(5):  # one alone would not be enough: it says at least how much more
+                self.scenery.device(f"more{n}", kind=change["of"])
+
+        return task, do
+
+    def waiting_for_device(self):
+        held = self.held(self.b)
+        return self.scenery.task(self.a), lambda _: self.let_go(held)
+
+    def device_free(self):
+        task = self.scenery.task(self.a)
+        return task, lambda _: self.scenery.move(task, "done")
+
+
+@pytest.mark.parametrize("code", waiting_reasons.CODES)
+def test_the_change_that_a_reason_names_ends_it(session, scenery, told, code):
+    task, do = getattr(Scene(session, scenery), code.lower())()
+    reasons = told(task)
+    assert code in reasons, reasons
+    do(change(reasons, code))
+    assert code not in told(task)
+
+
+def test_every_code_and_every_action_stands_in_the_docs():
+    page = (Path(__file__).parents[3] / "docs" / "fair_share.md").read_text()
+    section = page.partition("## Why am I waiting?")[2].partition("\n## ")[0]
+    documented = set(re.findall(r"`([A-Z_]{6,})`", section))
+    assert documented - {"NO_HISTORY", "BLOCKED", "TOO_WIDE"} == set(waiting_reasons.CODES)
+    actions = set(re.findall(r"`([a-z]+(?:_[a-z]+)*)`", section))
+    assert set(waiting_reasons.ACTIONS) <= actions
+
+
+class TestLimits:
+    def test_of_a_tenant_above_only_that_it_is_one_is_told(self, session, scenery, told):
+        lab = scenery.tenant("lab", limit={"*": 2})
+        mine, other = (
+            scenery.tenant("mine", parent_id=lab.id),
+            scenery.tenant("x", parent_id=lab.id),
+        )
+        for n in range(4):
+            scenery.device(f"d{n}")
+        scenery.task(other, "running", seat="d0")
+        scenery.task(other, "running", seat="d1")
+        task = scenery.task(mine)
+        reason = told(task)["TENANT_LIMIT"]
+        assert reason["message"] == "A tenant above yours is at its limit of devices."
+        assert reason["change"] == {"action": "raise_limit_above", "value": 1, "of": "*"}
+        lab.limit = {"*": 3}
+        assert "TENANT_LIMIT" not in told(task)
+
+    def test_every_level_that_is_full_says_so(self, session, scenery, told):
+        lab = scenery.tenant("lab", limit={"cpu": 1}, max_running=1)
+        mine = scenery.tenant("mine", parent_id=lab.id, limit={"cpu": 1})
+        scenery.device("d0")
+        scenery.task(mine, "running", seat="d0")
+        found = explain.explain(session, [task := scenery.task(mine)])[task.id]
+        limits = [reason["code"] for reason in found.reasons if "LIMIT" in reason["code"]]
+        assert limits == ["TENANT_LIMIT", "TENANT_LIMIT", "TENANT_RUNNING_LIMIT"]
+        assert found.nearest["message"] == "one of its tasks ends, or the limit is raised to 2."
+        assert (found.estimate, found.no_estimate["code"]) == (None, "BLOCKED")
+
+
+class TestPlace:
+    def test_it_counts_everybody_who_goes_first(self, session, scenery):
+        a, b = scenery.tenant("a"), scenery.tenant("b", 2000)
+        scenery.device("d0")
+        scenery.charge(scenery.task(a, "running", seat="d0"), 10**6)
+        ann = scenery.user("ann", a)
+        for _ in range(5):
+            scenery.task(b)
+        first = scenery.task(a, user=ann)
+        tasks = [scenery.task(a) for _ in range(2)]
+        # a has used 1 s and is charged 1 s more for what it holds: 2, 3, 4 with each turn.  b goes
+        # at 0, 0.5, 1, 1.5 and, with an equal score but a later name, at 2.  In a, ann goes first.
+        places = explain.explain(session, [first, *tasks])
+        assert [places[task.id].place for task in (first, *tasks)] == [5, 7, 8]
+
+    def test_kinds_of_devices_have_lines_of_their_own(self, session, scenery):
+        a = scenery.tenant("a")
+        scenery.task(a), scenery.task(a, kind="cuda")
+        task = scenery.task(a, kind="cuda")
+        assert explain.explain(session, [task])[task.id].place == 2
+
+    def test_what_all_others_of_a_tenant_used_counts(self, session, scenery, told):
+        scene = Scene(session, scenery)
+        scene.held(scene.b)
+        task = scenery.task(scene.a)
+        assert "TENANT_OVER_FAIR_SHARE" not in told(task)
+        scene.use(scene.a, 500)
+        assert "TENANT_OVER_FAIR_SHARE" in told(task)
+
+    def test_a_tenant_that_moves_in_the_tree_is_followed(self, session, scenery):
+        a, b = scenery.tenant("a"), scenery.tenant("b")
+        kept = explain._Kept()
+        task = scenery.task(b)
+        kept.picture(session, "isle", know={b.id})
+        b.parent_id = a.id
+        session.flush()
+        kept.pictures.clear()
+        picture = kept.picture(session, "isle", know={b.id})
+        assert list(kept.path(b.id)) == [b.id, a.id]
+        assert picture.line.waiting["cpu"] == {a.id: 1, b.id: 1}
+        assert task.tenant_id == b.id
+
+
+class TestEstimate:
+    def ended(self, scenery, tenant, held_s):
+        task = scenery.task(tenant, "done", total_held_us=int(held_s * SECOND))
+        task.seat = "d0"
+        ended = {"ended_at": datetime.now(UTC), "end": "finished"}
+        scenery.seat(task, **ended)
+
+    def test_without_a_history_there_is_none_and_it_says_so(self, session, scenery):
+        a = scenery.tenant("a")
+        scenery.device("d0")
+        scenery.task(a, "running", seat="d0")
+        found = explain.explain(session, [task := scenery.task(a)])[task.id]
+        assert found.estimate is None
+        assert found.no_estimate == {
+            "code": "NO_HISTORY",
+            "message": "No task has ended here yet to learn from.",
+        }
+
+    def test_with_one_it_is_an_interval_around_the_middle(self, session, scenery):
+        a = scenery.tenant("a")
+        scenery.device("d0")
+        for _ in range(30):
+            self.ended(scenery, a, 100)
+        running = scenery.task(
+            a, "running", seat="d0", started_at=datetime.now(UTC) - timedelta(seconds=40)
+        )
+        [first, second] = [scenery.task(a) for _ in range(2)]
+        found = explain.explain(session, [first, second])
+        one, two = found[first.id].estimate, found[second.id].estimate
+        assert one.p10_s < one.p50_s < one.p90_s
+        assert one.earliest_at < one.starts_at < one.latest_at
+        # All tasks run for 100 s, within a bin of the history: the first goes after the 60 s that
+        # are left of the one that runs, and the second a task later.
+        assert 45 < one.p50_s < 75
+        assert 140 < two.p50_s < 180
+        assert running.seat == "d0"
+
+    def test_who_used_less_does_not_wait_for_others_to_end(self, session, scenery):
+        a, b = scenery.tenant("a"), scenery.tenant("b")
+        scenery.device("d0")
+        for _ in range(30):
+            self.ended(scenery, a, 100)
+        started_at = datetime.now(UTC) - timedelta(seconds=40)
+        scenery.task(a, "running", seat="d0", started_at=started_at)
+        own, other = scenery.task(a), scenery.task(b)
+        found = explain.explain(session, [own, other])
+        assert (found[own.id].place, found[other.id].place) == (2, 1)
+        assert found[other.id].estimate.p90_s < 5  # its turn is over
+        assert found[own.id].estimate.p50_s > 60
+
+
+def test_a_whole_page_is_told_on_one_board(session, scenery):
+    a = scenery.tenant("a")
+    scenery.device("d0")
+    tasks = [scenery.task(a, priority=n % 2) for n in range(20)]
+    found = explain.explain(session, tasks)
+    order = sorted(tasks, key=lambda task: (-task.priority, task.submitted_at, task.id))
+    assert [found[task.id].place for task in order] == list(range(1, 21))
+
+
+def test_others_are_counted_and_not_read(session, scenery):
+    """The counts come from `lines`: a million of another tenant need no rows."""
+    a, b = scenery.tenant("a"), scenery.tenant("b")
+    task = scenery.task(a)
+    scenery.task(b)
+    session.execute(text("update lines set waiting = 1000000 where tenant_id = :b"), {"b": b.id})
+    # a has used 1,000 s, and b, who used nothing, is charged 1 s for each turn: 0, 1, ... 999.
+    session.add(Account(user_id=task.user_id, tenant_id=a.id, faded=1000 * SECOND << 40))
+    session.flush()
+    assert explain.explain(session, [task])[task.id].place in (1001, 1002)  # b may tie at 1,000

@@ -1,0 +1,409 @@
+"""The forms of the pages, as any browser sends them: whose they are, what they do, what is told."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+from sqlalchemy import select, update
+from sqlalchemy.orm import Session
+
+from app.api.access import auth
+from app.db.models import AuditEvent, Cycle, Decision, Delivery, Task
+from app.db.transactions import transaction
+from app.pages import forms
+from tests.app.conftest import descriptor
+
+TOLD = '<div id="told" role="status">'
+OURS = {"Sec-Fetch-Site": "same-origin"}
+
+
+class Browser:
+    """Signed in as somebody; without script unless a call says `hx`."""
+
+    def __init__(self, client: TestClient, cookie: str) -> None:
+        self.client, self.cookie = client, cookie
+
+    def look(self, path: str) -> Any:
+        return self.client.get(path)
+
+    def send(self, path: str, *, hx: bool = False, headers: Any = OURS, **fields: Any) -> Any:
+        given = {"token": forms.token(self.cookie), **fields}
+        asked_by = {"HX-Request": "true"} if hx else {}
+        return self.client.post(path, data=given, headers={**headers, **asked_by})
+
+    def told(self, path: str) -> str:
+        """What the next page tells above itself."""
+        return words_of(self.look(path), TOLD)
+
+
+def words_of(answer: Any, element: str) -> str:
+    inner = answer.text.partition(element)[2].partition("</div>")[0]
+    return " ".join(html.unescape(re.sub("<[^>]+>", " ", inner)).split())
+
+
+@pytest.fixture
+def browse(app: Any, world: Any, session: Session) -> Callable[[str], Browser]:
+    def signed_in(who: str) -> Browser:
+        with transaction() as its:
+            _, cookie = auth.sign_in(its, world.keys[who])
+        cookies = {auth.COOKIE: cookie}
+        return Browser(TestClient(app, follow_redirects=False, cookies=cookies), cookie)
+
+    return signed_in
+
+
+@pytest.fixture
+def page(submitted: dict[str, Any]) -> str:
+    return f"/ui/requests/{submitted['id']}"
+
+
+@pytest.fixture
+def task(session: Session, submitted: dict[str, Any]) -> Task:
+    found = session.get_one(Task, submitted["tasks"][0]["id"])
+    return found
+
+
+class TestWhoseFormItIs:
+    def test_without_the_sessions_token_nothing_is_done(self, browse, page, task, session):
+        member = browse("red.member")
+        for token in ("", "0" * 64, forms.token("another session")):
+            assert member.send(page, do="cancel", token=token).status_code == 403
+        session.refresh(task)
+        assert task.cancel_asked_at is None
+
+    def test_a_page_of_another_site_sends_none(self, browse, page, task, session):
+        elsewhere = {"Sec-Fetch-Site": "cross-site"}
+        assert browse("red.member").send(page, do="cancel", headers=elsewhere).status_code == 403
+        session.refresh(task)
+        assert task.cancel_asked_at is None
+
+    def test_who_is_not_signed_in_is_led_to_the_door(self, app, page):
+        answer = TestClient(app, follow_redirects=False).post(page, data={"do": "cancel"})
+        assert (answer.status_code, answer.headers["location"][:9]) == (303, "/ui/login")
+
+    def test_the_token_on_the_page_is_the_sessions(self, browse, page):
+        member = browse("red.member")
+        tokens = set(re.findall(r'name="token" value="(\w+)"', member.look(page).text))
+        assert tokens == {forms.token(member.cookie)}
+
+    def test_nobody_else_puts_words_above_a_page(self, browse, page):
+        member = browse("red.member")
+        for sealed in ("", "x", "x.!", forms.sealed("another session", "Send us your key.")):
+            member.client.cookies.set(forms.TOLD, sealed)
+            assert member.told(page) == ""
+
+
+class TestWishes:
+    @pytest.mark.parametrize(
+        ("do", "field", "value", "words"),
+        [
+            ("hold", "hold", "user", "Pausing"),
+            ("cancel", "cancel_asked", True, "Cancelling"),
+        ],
+    )
+    def test_of_a_request(self, browse, page, submitted, red, do, field, value, words):
+        member = browse("red.member")
+        answer = member.send(page, do=do)
+        assert (answer.status_code, answer.headers["location"]) == (303, page)
+        assert words in member.told(page)
+        assert member.told(page) == ""  # once
+        [told] = red.get(f"/v1/requests/{submitted['id']}").json()["tasks"]
+        assert told[field] == value
+
+    def test_of_a_task(self, browse, page, task, session):
+        member = browse("red.member")
+        for do, hold in (("pause", "user"), ("resume", "")):
+            member.send(page, do=do, task=task.id)
+            session.refresh(task)
+            assert task.hold == hold
+        assert "train resumed" in member.told(page)
+
+    def test_with_htmx_the_answer_is_the_page_with_the_words(self, browse, page, task):
+        answer = browse("red.member").send(page, hx=True, do="pause", task=task.id)
+        assert answer.status_code == 200
+        assert "<html" not in answer.text
+        said = words_of(answer, '<div id="told" hx-swap-oob="innerHTML">')
+        assert said.startswith("Pausing train at its next safe point")
+        assert 'value="release"' in answer.text
+
+    def test_a_refusal_is_a_page_and_with_htmx_words_above_it(self, browse, page, task, session):
+        session.execute(update(Task).values(hold="admin"))
+        member = browse("red.member")
+        answer = member.send(page, do="resume", task=task.id)
+        assert answer.status_code == 403
+        assert "An administrator of the platform holds it" in answer.text
+        assert f'href="{page}"' in answer.text
+        answer = member.send(page, hx=True, do="resume", task=task.id)
+        assert (answer.status_code, answer.headers["hx-retarget"]) == (403, "#told")
+        assert "<main" not in answer.text
+
+    def test_the_width_of_a_gang(self, browse, red, session):
+        run = {"job": "train:Train"}
+        gang = {"name": "wide", "run": run, "world_size": 2, "devices": {"min": 1, "max": 2}}
+        made = red.post("/v1/requests", json=descriptor(tasks=[gang])).json()
+        task = session.get_one(Task, made["tasks"][0]["id"])
+        page, member = f"/ui/requests/{made['id']}", browse("red.member")
+        assert "Devices at most" in member.look(page).text
+        assert member.send(page, do="resize", task=task.id, devices_max="1").status_code == 303
+        session.refresh(task)
+        assert task.devices_max == 1
+        for bad in ("", "0", "3", "-1", "two", "²", "9" * 5000):
+            answer = member.send(page, do="resize", task=task.id, devices_max=bad)
+            assert answer.status_code == 422, bad
+            assert "/devices_max" in answer.text or "2 ranks take" in answer.text
+
+    @pytest.mark.parametrize("do", ["", "explode", "pause"])
+    def test_an_unknown_wish_of_a_request(self, browse, page, do):
+        assert browse("red.member").send(page, do=do).status_code == 422
+
+    def test_a_task_of_another_request_is_not_found(self, browse, page, red):
+        other = red.post("/v1/requests", json=descriptor()).json()["tasks"][0]["id"]
+        assert browse("red.member").send(page, do="cancel", task=other).status_code == 404
+
+    def test_what_has_ended(self, browse, page, task, session):
+        session.execute(update(Task).values(state="done"))
+        answer = browse("red.member").send(page, do="cancel", task=task.id)
+        assert answer.status_code == 303
+        assert '<button name="do"' not in browse("red.member").look(page).text
+        assert browse("red.member").send(page, do="pause", task=task.id).status_code == 409
+
+
+class TestWhoMay:
+    @pytest.mark.parametrize("who", ["red.viewer", "red.other"])
+    def test_who_may_not_act_sees_no_button_and_is_refused(self, browse, page, task, session, who):
+        looker = browse(who)
+        shown = looker.look(page)
+        assert shown.status_code == 200
+        assert 'name="do"' not in shown.text
+        for fields in ({"do": "cancel"}, {"do": "pause", "task": task.id}):
+            assert looker.send(page, **fields).status_code == 403
+        session.refresh(task)
+        assert (task.cancel_asked_at, task.hold) == (None, "")
+
+    @pytest.mark.parametrize("who", ["blue.member", "blue.tenant_admin"])
+    def test_a_stranger_finds_nothing(self, browse, page, task, who):
+        for fields in ({"do": "cancel"}, {"do": "pause", "task": task.id}):
+            assert browse(who).send(page, **fields).status_code == 404
+
+    def test_what_an_administrator_asks_is_in_the_audit_log(self, browse, page, task, session):
+        browse("red.tenant_admin").send(page, do="cancel")
+        browse("root").send(page, do="pause", task=task.id)
+        rows = session.scalars(select(AuditEvent).order_by(AuditEvent.id))
+        found = [(row.user, row.operation, row.action, row.target_kind) for row in rows]
+        assert ("red.tenant_admin", "cancelRequest", "asked", "request") in found
+        assert ("root", "pauseTask", "asked", "task") in found
+
+
+class TestMembersAndKeys:
+    def test_a_member_is_added_and_given_a_key_that_is_shown_once(self, browse, app, world):
+        admin = browse("red.tenant_admin")
+        added = admin.send("/ui/members", name="ada")
+        page = added.headers["location"]
+        assert admin.told(page).startswith("ada added")
+        made = admin.send(page, do="make", name="laptop", role="member", days="90")
+        [key] = re.findall(r"rh_\w+", words_of(made, TOLD))
+        assert (made.status_code, made.headers["cache-control"]) == (200, "no-store")
+        assert key not in admin.look(page).text
+        me = TestClient(app).get("/v1/me", headers={"Authorization": f"Bearer {key}"}).json()
+        assert (me["user"], me["role"], me["scopes"]) == ("ada", "member", None)
+
+    def test_a_service_account_with_scopes(self, browse, app, as_):
+        admin = browse("red.tenant_admin")
+        page = admin.send("/ui/members", name="bot", service="yes").headers["location"]
+        scopes = ["usage:read", "work:read"]
+        made = admin.send(page, do="make", name="ci", role="viewer", scopes=scopes)
+        [key] = re.findall(r"rh_\w+", words_of(made, TOLD))
+        me = TestClient(app).get("/v1/me", headers={"Authorization": f"Bearer {key}"}).json()
+        assert me["scopes"] == scopes
+        bots = as_("red.tenant_admin").get("/v1/users", params={"service": True}).json()["items"]
+        assert [bot["name"] for bot in bots] == ["bot"]
+
+    def test_rotating_leaves_the_old_key_for_a_while_and_revoking_does_not(
+        self, browse, app, world, as_
+    ):
+        admin, page = browse("red.tenant_admin"), "/ui/members/usr_red.member"
+        old = world.keys["red.member"]
+        id = auth.id_of(old)
+        made = admin.send(page, do="rotate", key=id, overlap_s="3600")
+        [new] = re.findall(r"rh_\w+", words_of(made, TOLD))
+        for key in (old, new):
+            opened = TestClient(app).get("/v1/me", headers={"Authorization": f"Bearer {key}"})
+            assert opened.status_code == 200
+        assert f"replaced by {auth.id_of(new)}" in admin.look(page).text
+        assert admin.send(page, do="rotate", key=id).status_code == 409
+        assert admin.send(page, do="revoke", key=id).status_code == 303
+        assert "revoked" in admin.told(page)
+        assert as_("red.member").get("/v1/me").status_code == 401
+
+    def test_what_does_not_fit(self, browse):
+        admin, page = browse("red.tenant_admin"), "/ui/members/usr_red.member"
+        bad = (
+            {"do": "make", "name": "", "role": "member"},
+            {"do": "make", "name": "x", "role": "emperor"},
+            {"do": "make", "name": "x", "role": "member", "scopes": ["everything"]},
+            {"do": "make", "name": "x", "role": "member", "days": "1e9"},
+            {"do": "make", "name": "x\0", "role": "member"},
+            {"do": "rotate", "key": "x", "overlap_s": "-1"},
+            {"do": "rotate", "key": "\0", "overlap_s": "1"},
+            {"do": "explode"},
+        )
+        for fields in bad:
+            answer = admin.send(page, **fields)
+            assert answer.status_code == 422, fields
+            assert "text/html" in answer.headers["content-type"]
+        answer = admin.send(page, do="make", name="x", role="platform_admin")
+        assert answer.status_code == 403
+        assert admin.send(page, do="revoke", key="nobody").status_code == 404
+        assert admin.send("/ui/members", name="red.member").status_code == 409
+        for address in ("/ui/members?cursor=x", "/ui/audit?since=x", "/ui/audit?target_id=%00"):
+            assert admin.look(address).status_code == 422, address
+
+
+class TestWebhooks:
+    def test_one_is_registered_tested_and_deleted(self, browse, as_):
+        admin = browse("red.tenant_admin")
+        made = admin.send(
+            "/ui/webhooks", url="https://hooks.example.org/a", events=["request.done"]
+        )
+        assert "whsec_" in words_of(made, TOLD)
+        assert "whsec_" not in admin.look("/ui/webhooks").text
+        [hook] = as_("red.tenant_admin").get("/v1/webhooks").json()["items"]
+        page = f"/ui/webhooks/{hook['id']}"
+        assert admin.send(page, do="test").status_code == 303
+        shown = admin.look(page).text
+        assert "webhook.test" in shown
+        assert "none yet" in shown
+        rotated = admin.send(page, do="rotate", overlap_s="3600")
+        assert "whsec_" in words_of(rotated, TOLD)
+        deleted = admin.send(page, do="delete")
+        assert deleted.headers["location"] == "/ui/webhooks"
+        assert "are deleted" in admin.told("/ui/webhooks")
+        assert admin.look(page).status_code == 404
+
+    def test_what_was_given_up_is_shown_with_its_attempts_and_sent_again(
+        self, browse, as_, session
+    ):
+        admin, api = browse("red.tenant_admin"), as_("red.tenant_admin")
+        hook = api.post("/v1/webhooks", json={"url": "https://hooks.example.org/a"}).json()
+        sent = api.post(f"/v1/webhooks/{hook['id']}/test").json()["id"]
+        tried = {"at": "2026-11-21T12:00:00+00:00", "status": 503, "error": "", "took_us": 41_000}
+        session.execute(update(Delivery).values(state="given_up", attempts=[tried], attempt=1))
+        page = f"/ui/webhooks/{hook['id']}"
+        assert "21 Nov 12:00:00 UTC: 503" in admin.look(page).text
+        assert admin.send(page, do="send", delivery=sent).status_code == 303
+        assert api.get(f"/v1/deliveries/{sent}").json()["state"] == "pending"
+        assert "Nothing is given up." in admin.look(f"{page}?state=given_up").text
+
+    def test_an_inner_address_is_refused(self, browse):
+        answer = browse("red.tenant_admin").send(
+            "/ui/webhooks", url="http://127.0.0.1/", events=["request.done"]
+        )
+        assert answer.status_code == 422
+        assert "Back to the page" in answer.text
+
+
+class TestAuditLog:
+    def test_it_shows_what_forms_did_and_is_narrowed(self, browse, world):
+        admin = browse("red.tenant_admin")
+        admin.send("/ui/members", name="ada")
+        admin.send("/ui/webhooks", url="https://hooks.example.org/a", events=["request.done"])
+        shown = admin.look("/ui/audit").text
+        assert "createUser" in shown
+        assert "createWebhook" in shown
+        narrowed = admin.look("/ui/audit?target_kind=user").text
+        assert "createUser" in narrowed
+        assert "createWebhook" not in narrowed
+        for empty in ("action=read", "operation=nothing", "until=2020-01-01", "target_id=x"):
+            assert "No entry matches." in admin.look(f"/ui/audit?{empty}").text
+
+    def test_older_records_are_behind_a_link(self, browse, as_):
+        api, admin = as_("red.tenant_admin"), browse("red.tenant_admin")
+        for n in range(52):
+            assert api.post("/v1/users", json={"name": f"u{n}"}).status_code == 201
+        first = admin.look("/ui/audit?action=made").text
+        [link] = re.findall(r'<a href="([^"]*cursor=[^"]*)">More', first)
+        second = admin.look(f"/ui/audit{html.unescape(link)}").text
+        ids = [re.findall(r'<tr id="(audit-\d+)"', page) for page in (first, second)]
+        assert len(ids[0]) == 50
+        assert len(ids[1]) >= 2
+        assert not set(ids[0]) & set(ids[1])
+
+
+ADMINS_PAGES = ("/ui/members", "/ui/members/usr_red.member", "/ui/webhooks", "/ui/audit")
+
+
+class TestWhoAdministers:
+    @pytest.mark.parametrize("who", ["red.member", "red.viewer"])
+    def test_others_are_shown_no_way_there_and_are_refused(self, browse, who):
+        other = browse(who)
+        home = other.look("/ui/").text
+        for page in ADMINS_PAGES:
+            assert f'href="{page}"' not in home
+            answer = other.look(page)
+            assert answer.status_code == 403
+            assert "text/html" in answer.headers["content-type"]
+            if page != "/ui/audit":
+                assert other.send(page, do="make", name="x", role="member").status_code == 403
+
+    def test_another_tenants_are_not_there(self, browse, as_):
+        hook = as_("red.tenant_admin").post(
+            "/v1/webhooks", json={"url": "https://hooks.example.org/a"}
+        )
+        stranger = browse("blue.tenant_admin")
+        for page in ("/ui/members/usr_red.member", f"/ui/webhooks/{hook.json()['id']}"):
+            assert stranger.look(page).status_code == 404
+            for do in ("make", "rotate", "delete"):
+                assert stranger.send(page, do=do, name="x", role="member").status_code in (404, 422)
+        for page in ADMINS_PAGES:
+            shown = stranger.look(page).text.replace("usr_red.member", "")
+            assert not re.search(r"\bred\b", shown), page
+
+    def test_a_platform_admin_sees_all_and_chooses_a_tenant(self, browse, as_):
+        root = browse("root")
+        for name in ("red.member", "blue.member", 'value="ten_blue"'):
+            assert name in root.look("/ui/members").text
+        added = root.send("/ui/members", name="eve", tenant_id="ten_blue")
+        assert "blue" in root.look(added.headers["location"]).text
+
+
+class TestOperating:
+    def test_a_platform_admin_drains_a_host_and_a_device(self, browse, as_):
+        root, page, api = browse("root"), "/ui/devices", as_("root")
+        for do, of, words in (("cordon", "h.1", "takes no new work"), ("drain", "h", "is drained")):
+            assert root.send(page, do=do, of=of).status_code == 303
+            assert words in root.told(page)
+        assert api.get("/v1/devices/h.1").json()["cordoned"]
+        for do, of in (("uncordon", "h.1"), ("open", "h")):
+            assert root.send(page, do=do, of=of).status_code == 303
+        assert not api.get("/v1/devices/h.1").json()["cordoned"]
+        log = api.get("/v1/audit-events").json()["items"]
+        operations = [one["operation"] for one in log if one["user"] == "root"]
+        assert operations[:4] == ["uncordonHost", "uncordonDevice", "drainHost", "cordonDevice"]
+
+    def test_what_is_not_there(self, browse):
+        for fields, status in (({"do": "cordon", "of": "x"}, 404), ({"do": "x", "of": "h.1"}, 422)):
+            assert browse("root").send("/ui/devices", **fields).status_code == status
+
+    @pytest.mark.parametrize("who", ["red.tenant_admin", "red.member"])
+    def test_nobody_else_does(self, browse, as_, who):
+        other = browse(who)
+        assert 'href="/ui/devices"' not in other.look("/ui/").text
+        assert other.look("/ui/devices").status_code == 403
+        assert other.send("/ui/devices", do="cordon", of="h.1").status_code == 403
+        assert not as_("root").get("/v1/devices/h.1").json()["cordoned"]
+
+    def test_decisions_are_shown_to_those_who_see_the_task(self, browse, session, task):
+        session.add(Cycle(id=1, island="isle", now_s=0.0, snapshot={}))
+        session.flush()
+        what = {"move": "launch", "rule": "F3", "because": "because it was next"}
+        session.add(Decision(cycle_id=1, tenant_id="ten_red", task_id=task.id, **what))
+        session.flush()
+        assert "because it was next" in browse("red.viewer").look("/ui/decisions").text
+        assert "because it was next" in browse("root").look("/ui/decisions").text
+        shown = browse("blue.tenant_admin").look("/ui/decisions").text
+        assert "No decisions yet." in shown

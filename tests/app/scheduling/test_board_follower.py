@@ -1,0 +1,431 @@
+"""A board that follows the rows is the board that is made of all of them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from sqlalchemy import func, select, text
+
+from app.core.fairness import fair_tree
+from app.core.model.snapshot import Decision, Plan
+from app.core.scheduling.board import Board
+from app.core.scheduling.cycle import cycle
+from app.core.scheduling.record import as_json, from_json, seen_by
+from app.db import transactions
+from app.db.models import (
+    Account,
+    Device,
+    Host,
+    Island,
+    Lift,
+    Line,
+    Need,
+    Placement,
+    Request,
+    Task,
+    Tenant,
+    Usage,
+    User,
+)
+from app.insight import reports
+from app.scheduling import board_follower, journal, ledger, snapshot_reader
+from app.scheduling.board_follower import BEGINNING, MORE, Follower
+
+DESCRIPTOR = {
+    "run": {"job": "train:Train"},
+    "max_duration_s": 100.0,
+    "checkpoint": {"every_s": 60.0, "keep": 3},
+}
+
+
+@pytest.fixture
+def isle(session):
+    """Two tenants below the root, three users, three devices."""
+    session.add(Island(name="isle"))
+    session.add(Tenant(id="root", name="platform"))
+    session.flush()
+    session.add_all([Tenant(id=f"ten_{x}", name=x, parent_id="root") for x in "ab"])
+    session.add(Host(name="h", island="isle"))
+    session.flush()
+    for user, tenant in (("a1", "a"), ("a2", "a"), ("b1", "b")):
+        session.add(User(id=user, tenant_id=f"ten_{tenant}", name=user))
+    for n in range(3):
+        session.add(Device(id=f"h.{n}", host="h", island="isle", kind="cpu"))
+    session.flush()
+    session.execute(text("update devices set lease_until = now() + interval '1 day'"))
+    return Follower("isle")
+
+
+def add(session, name, user, *, state="blocked", **more):
+    tenant = session.get_one(User, user).tenant_id
+    request = Request(
+        id=f"req_{name}",
+        tenant_id=tenant,
+        user_id=user,
+        name=name,
+        descriptor={"bundle": "sha256:" + "0" * 64},
+    )
+    session.add(request)
+    session.flush()
+    task = Task(
+        id=f"tsk_{name}",
+        request_id=request.id,
+        tenant_id=tenant,
+        user_id=user,
+        island="isle",
+        ordinal=0,
+        name=name,
+        type="train",
+        kind="cpu",
+        state=state,
+        descriptor=DESCRIPTOR,
+        **more,
+    )
+    session.add(task)
+    session.flush()
+    return task
+
+
+def forget(session):
+    """What SQL changed behind the session's back is read again."""
+    session.flush()
+    session.expire_all()
+
+
+def a_round(session, follower):
+    """One round as the island makes it; returns the decisions."""
+    forget(session)
+    now_s = transactions.now_s(session)
+    board = follower.look(session, now_s=now_s)
+    plan = follower.cycle(session, board)
+    assert journal.store(session, plan)
+    journal.settle(session)
+    return [(decision.task, str(decision.move)) for decision in plan.decisions]
+
+
+def of_all(session):
+    """What a board made of all rows decides."""
+    forget(session)
+    now_s = transactions.now_s(session)
+    plan = cycle(Board.of(snapshot_reader.load(session, "isle", now_s=now_s), now_s=now_s))
+    return [(decision.task, str(decision.move)) for decision in plan.decisions]
+
+
+class TestFollowing:
+    def test_the_first_look_reads_what_runs_waits_and_may_start(self, session, isle):
+        for n in range(5):
+            add(session, f"t{n}", "a1")
+        expected = of_all(session)
+        assert len(expected) == 5 + 3  # five are unlocked, three find a device
+        assert a_round(session, isle) == expected
+
+    def test_later_looks_read_what_changed(self, session, isle):
+        a_round(session, isle)
+        add(session, "new", "b1")
+        assert a_round(session, isle) == [("tsk_new", "Unlocked"), ("tsk_new", "Launch")]
+        assert a_round(session, isle) == []
+
+    def test_a_wish_is_seen(self, session, isle):
+        task = add(session, "t", "a1")
+        a_round(session, isle)
+        task.cancel_asked_at = text("now()")
+        assert a_round(session, isle) == [("tsk_t", "Cancel")]
+
+    def test_a_task_that_needed_another_starts_when_that_is_done(self, session, isle):
+        first, second = add(session, "first", "a1"), add(session, "second", "a1")
+        session.add(Need(task_id=second.id, needs_id=first.id))
+        a_round(session, isle)
+        assert a_round(session, isle) == []
+        session.execute(text("update placements set ended_at = now(), \"end\" = 'finished'"))
+        session.execute(text("update tasks set state = 'done', seat = null where name = 'first'"))
+        assert a_round(session, isle) == [("tsk_second", "Unlocked"), ("tsk_second", "Launch")]
+
+    def test_a_task_whose_time_comes_is_unlocked(self, session, isle):
+        task = add(session, "t", "a1")
+        session.execute(text("update tasks set not_before = now() + interval '1 hour'"))
+        assert a_round(session, isle) == []
+        session.execute(
+            text("update tasks set not_before = now() - interval '1 s', txid = '3'::xid8")
+        )
+        assert a_round(session, isle) == [(task.id, "Unlocked"), (task.id, "Launch")]
+
+    def test_a_weight_and_a_cordon_are_seen(self, session, isle):
+        a_round(session, isle)
+        session.get_one(Tenant, "ten_b").weight_milli = 5000
+        session.get_one(Device, "h.0").cordoned = True
+        a_round(session, isle)
+        assert isle.board.tenants["ten_b"].weight == 5000
+        assert isle.board.devices["h.0"].cordoned
+
+    def test_a_tenant_that_moves_in_the_tree_lets_all_be_read_anew(self, session, isle):
+        a_round(session, isle)
+        session.get_one(Tenant, "ten_b").parent_id = "ten_a"
+        before = isle.board
+        a_round(session, isle)
+        assert isle.board is not before
+        assert isle.board.path_of("ten_b") == ("ten_a", "ten_b")
+
+
+class TestLongLines:
+    def test_only_the_beginning_of_a_line_is_read(self, session, isle):
+        for n in range(30):
+            add(session, f"t{n:03}", "a1", priority=n % 3)
+        a_round(session, isle)
+        isle.forget()
+        a_round(session, isle)
+        waiting = [task for task in isle.board.tasks.values() if task.state == "waiting"]
+        assert len(waiting) == BEGINNING
+        assert {task.priority for task in waiting} == {2}
+
+    def test_a_line_is_read_on_when_it_runs_out(self, session, isle):
+        names = [add(session, f"t{n:03}", "a1").id for n in range(BEGINNING + 2 * MORE + 3)]
+        a_round(session, isle)
+        isle.forget()
+        launched = []
+        while True:
+            session.execute(text("update placements set ended_at = now()"))
+            session.execute(
+                text("update tasks set state = 'done', seat = null where state = 'starting'")
+            )
+            decided = [task for task, move in a_round(session, isle) if move == "Launch"]
+            if not decided:
+                break
+            launched += decided
+        assert launched == names[3:]
+
+    def test_who_comes_before_the_end_of_what_was_read_is_let_in(self, session, isle):
+        for n in range(3 * BEGINNING):
+            add(session, f"t{n:03}", "a1")
+        a_round(session, isle)
+        isle.forget()
+        a_round(session, isle)
+        late, urgent = add(session, "z_late", "a1"), add(session, "urgent", "a1", priority=9)
+        a_round(session, isle)
+        assert urgent.id in isle.board.tasks
+        assert late.id not in isle.board.tasks
+
+    def test_the_lines_are_counted(self, session, isle):
+        for n in range(7):
+            add(session, f"t{n}", "a1")
+        a_round(session, isle)
+        assert session.scalars(select(Line.waiting)).all() == [4]
+
+
+class TestCommitted:
+    """With transactions that really commit, or do so late."""
+
+    @pytest.fixture
+    def world(self, committed):
+        with transactions.transaction() as session:
+            session.add_all([Island(name="isle"), Tenant(id="ten_a", name="a")])
+            session.flush()
+            session.add(User(id="a1", tenant_id="ten_a", name="ann"))
+            session.flush()
+            for n in range(20):
+                add(session, f"t{n:02}", "a1")
+        return Follower("isle")
+
+    def look(self, follower):
+        """The tasks whose rows were read."""
+        with transactions.transaction() as session:
+            board = follower.look(session, now_s=transactions.now_s(session))
+            read = set(follower.blocked)
+            plan = follower.cycle(session, board)
+            assert journal.store(session, plan)
+            journal.settle(session)
+        return read
+
+    def test_only_what_changed_is_read_again(self, world):
+        assert len(self.look(world)) == 20
+        self.look(world)  # what the first round itself wrote
+        assert self.look(world) == set()
+        with transactions.transaction() as session:
+            add(session, "new", "a1")
+        assert self.look(world) == {"tsk_new"}
+
+    def test_what_commits_after_the_next_has_been_read_is_not_missed(self, world):
+        self.look(world)
+        with transactions.transaction() as slow:
+            add(slow, "slow", "a1")
+            with transactions.transaction() as quick:
+                add(quick, "quick", "a1")
+            assert self.look(world) == {"tsk_quick"}
+        assert self.look(world) == {"tsk_slow"}
+
+
+class TestRecord:
+    def test_what_a_round_saw_gives_its_decisions_again(self, session, isle):
+        for n in range(9):
+            add(session, f"t{n}", ("a1", "a2", "b1")[n % 3], priority=n % 2)
+        forget(session)
+        board = isle.look(session, now_s=transactions.now_s(session))
+        plan = isle.cycle(session, board)
+        seen = from_json(as_json(seen_by(board, plan, plan.before, island="isle")))
+        again = cycle(Board.of(seen, now_s=plan.now_s))
+        assert again.decisions == plan.decisions
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_happens_the_two_boards_decide_alike(session, isle, seed, monkeypatch):
+    """Tasks come, end, are held and released, change their urgency; devices close and open."""
+    monkeypatch.setattr(board_follower, "BEGINNING", 3)
+    monkeypatch.setattr(board_follower, "MORE", 2)
+    dice = random.Random(seed)
+    for n in range(40):
+        for _ in range(dice.randrange(3)):
+            name = f"t{n}_{dice.randrange(10**6)}"
+            add(session, name, dice.choice(["a1", "a2", "b1"]), priority=dice.randrange(2))
+        _disturb(session, dice)
+        expected = of_all(session)
+        assert a_round(session, isle) == expected
+
+
+def _disturb(session, dice):
+    tasks = session.scalars(select(Task).where(Task.state.not_in(("done", "cancelled"))))
+    for task in tasks.all():
+        if task.state == "starting" and dice.random() < 0.5:
+            decision = Decision(task=task.id, move="Lost", rule="test", because="for the test")
+            journal.store(session, Plan(decisions=(decision,)))
+        elif dice.random() < 0.05:
+            task.hold = dice.choice(["", "user"])
+        elif dice.random() < 0.05:
+            task.priority = dice.randrange(3)
+    device = session.get_one(Device, f"h.{dice.randrange(3)}")
+    device.cordoned = dice.random() < 0.2
+    journal.settle(session)
+
+
+class TestIdleCredit:
+    """Tenant b worked for ages, and has more in line; a was away, and comes back."""
+
+    LEVEL_S = 10_000_000
+
+    @pytest.fixture
+    def busy(self, session, isle):
+        base = ledger.base(session)
+        now_s = transactions.now_s(session)
+        used = fair_tree.faded(
+            self.LEVEL_S * 1_000_000,
+            at_s=now_s,
+            since_s=base.since_s,
+            half_life_s=base.half_life_s,
+        )
+        session.add(
+            Account(user_id="b1", tenant_id="ten_b", faded=used, total_us=self.LEVEL_S * 10**6)
+        )
+        for n in range(5):
+            add(session, f"b{n}", "b1")
+        assert len(self.a_round(session, isle).decisions) == 5 + 3
+        return isle
+
+    @staticmethod
+    def a_round(session, follower, *, stored=True):
+        forget(session)
+        board = follower.look(session, now_s=transactions.now_s(session))
+        plan = follower.cycle(session, board)
+        if stored:
+            seen = seen_by(board, plan, plan.before, island="isle")
+            assert journal.store(session, plan, seen=seen)
+            journal.settle(session)
+        else:
+            follower.forget()
+        return plan
+
+    @staticmethod
+    def rows(session):
+        return {
+            (row.tenant_id, row.user_id, row.kind): int(row.faded)
+            for row in session.scalars(select(Lift))
+        }
+
+    def test_a_lift_is_written_with_its_plan_and_charged_to_nobody(self, session, busy):
+        sums = session.execute(text("select sum(faded), sum(total_us) from accounts")).one()
+        add(session, "a", "a1")
+        plan = self.a_round(session, busy)
+        (lift,) = plan.lifts
+        assert self.rows(session) == {("ten_a", "", "cpu"): lift.faded_us}
+        # Three devices for three days, of which a half is a's; its level is b's.
+        us = fair_tree.usage_us(
+            lift.faded_us // 1000,
+            now_s=transactions.now_s(session),
+            since_s=ledger.base(session).since_s,
+            half_life_s=ledger.base(session).half_life_s,
+        )
+        assert us / 1e6 == pytest.approx(self.LEVEL_S - 3 * 3 * 86_400 / 2, abs=10)
+        after = session.execute(text("select sum(faded), sum(total_us) from accounts")).one()
+        assert after == sums
+
+    def test_the_next_board_has_it(self, session, busy):
+        add(session, "a", "a1")
+        (lift,) = self.a_round(session, busy).lifts
+        busy.forget()
+        assert self.a_round(session, busy).lifts == ()
+        assert busy.board.tree.branches[("ten_a",)].lifts == {"cpu": lift.faded_us}
+
+    def test_a_plan_that_was_not_written_down_lifts_nobody_and_the_next_one_does(
+        self, session, busy
+    ):
+        add(session, "a", "a1")
+        lost = self.a_round(session, busy, stored=False)
+        assert self.rows(session) == {}
+        plan = self.a_round(session, busy)
+        assert [lift.tenant for lift in plan.lifts] == ["ten_a"]
+        assert len(lost.lifts) == 1
+
+    def test_who_comes_while_a_board_is_made_anew_is_new_all_the_same(self, session, busy):
+        self.a_round(session, busy)
+        busy.forget()
+        add(session, "a", "a1")
+        assert [lift.tenant for lift in self.a_round(session, busy).lifts] == ["ten_a"]
+
+    def test_another_half_life_leaves_what_a_lift_stands_for_now(self, session, busy, monkeypatch):
+        add(session, "a", "a1")
+        self.a_round(session, busy)
+        (before,) = self.rows(session).values()
+        base = ledger.base(session)
+        left_us = fair_tree.usage_us(
+            before,
+            now_s=transactions.now_s(session),
+            since_s=base.since_s,
+            half_life_s=base.half_life_s,
+        )
+        changed = ledger.settings().model_copy(update={"half_life_s": 3600.0})
+        monkeypatch.setattr(ledger, "settings", lambda: changed)
+        ledger.base(session)
+        session.flush()
+        session.expire_all()
+        (after,) = self.rows(session).values()
+        assert after == left_us << fair_tree.FIXED_POINT_BITS
+
+
+class TestMemory:
+    def test_a_task_that_reserves_most_of_the_memory_is_charged_by_it(self, session, isle):
+        gb = 10**9
+        for n, memory_gb in enumerate((80, 8, 8)):
+            session.get_one(Device, f"h.{n}").memory_bytes = memory_gb * gb
+        add(session, "large", "a1", memory_bytes=80 * gb)
+        add(session, "small", "a1", memory_bytes=8 * gb)
+        a_round(session, isle)
+        rows = session.execute(
+            select(Placement.task_id, Placement.cost_milli, Task.cost_milli)
+            .join(Task, Task.id == Placement.task_id)
+            .order_by(Placement.task_id)
+        )
+        # 80 of 96 GB are 5/6 of what three devices cost; 8 of 96 GB are less than one of three.
+        assert rows.all() == [("tsk_large", 2500, 2500), ("tsk_small", 1000, 0)]
+        forget(session)
+        anew = snapshot_reader.load(session, "isle", now_s=transactions.now_s(session))
+        assert {task.id: task.cost for task in anew.tasks.values()} == {
+            "tsk_large": 2500,
+            "tsk_small": 0,
+        }
+        placement = session.scalars(select(Placement).where(Placement.cost_milli == 2500)).one()
+        assert ledger.charge(session, placement, 1_000_001) == 2_500_002
+        sums = [
+            session.scalar(select(func.sum(column)))
+            for column in (Placement.charged_us, Usage.charged_us, Account.total_us)
+        ]
+        assert sums == [2_500_002] * 3
+        share, _ = reports.fair_share(session, reports.clock(session))
+        assert [(kind.held, kind.by_memory) for kind in share.kinds] == [(2, 1)]

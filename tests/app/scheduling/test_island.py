@@ -1,0 +1,548 @@
+"""The scheduler's round against real Postgres: who leads, what is recorded, what is sent."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import threading
+from collections import Counter
+
+import pytest
+from sqlalchemy import select, text, update
+from sqlalchemy.event import listen, remove
+
+from app.core.model.messages import Alive, Finished, ResidentView, Started, decode
+from app.core.model.snapshot import Decision, Plan
+from app.db import transactions
+from app.db.models import (
+    Account,
+    Device,
+    Island,
+    Need,
+    Order,
+    Placement,
+    Request,
+    Task,
+    Tenant,
+    Usage,
+    User,
+)
+from app.intake import actions
+from app.messaging import outbox
+from app.scheduling import journal
+from app.scheduling.board_follower import Follower
+from app.settings import settings
+from workers.control.scheduler import Scheduler
+
+FACTS = {"host": "h", "island": "isle", "kind": "cpu", "threads": 1, "memory_bytes": 2**30}
+DESCRIPTOR = {
+    "run": {"job": "train:Train"},
+    "max_duration_s": 100.0,
+    "checkpoint": {"every_s": 60.0, "keep": 3},
+}
+clock_us = itertools.count(1)
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """What is published: (message, queue, body).  The channel itself is Celery's and Redis'."""
+    published = []
+
+    def hint(message, queue, text=""):
+        bodies = json.loads(text.split("\n", 2)[2])["news"] if text else []
+        published.append((message, queue, *bodies))
+        return True
+
+    monkeypatch.setattr(outbox, "hint", hint)
+    return published
+
+
+@pytest.fixture
+def isle(session, sent):
+    """Two tenants' worth of rows on an island without devices."""
+    session.add_all([Island(name="isle"), Tenant(id="ten_a", name="a")])
+    session.flush()
+    session.add(User(id="usr_a", tenant_id="ten_a", name="ann"))
+    session.flush()
+    return Scheduler("isle")
+
+
+def add_task(session, name, *, island="isle", state="blocked", **more):
+    owner = {"tenant_id": "ten_a", "user_id": "usr_a"}
+    bundle = {"bundle": "sha256:" + "0" * 64}
+    request = more.pop("request", f"req_{name}")
+    if session.get(Request, request) is None:
+        session.add(Request(id=request, name=name, descriptor=bundle, **owner))
+        session.flush()
+    session.add(
+        Task(
+            id=f"tsk_{name}",
+            request_id=request,
+            island=island,
+            ordinal=0,
+            name=name,
+            type="train",
+            state=state,
+            **{"kind": "cpu", "descriptor": DESCRIPTOR, **owner, **more},
+        )
+    )
+    session.flush()
+    return session.get_one(Task, f"tsk_{name}")
+
+
+def alive(device="h.0", *, residents=(), events=(), incarnation="p1", **facts):
+    return Alive(
+        device=device,
+        incarnation=incarnation,
+        sent_us=next(clock_us),
+        facts={**FACTS, **facts},
+        residents=list(residents),
+        events=list(events),
+        logs=[],
+    )
+
+
+def view(task, state="running", *, epoch=1, step=0, order_seq=1):
+    return ResidentView(
+        task=task,
+        epoch=epoch,
+        state=state,
+        step=step,
+        held_us=0,
+        order_seq=order_seq,
+        memory_bytes=0,
+    )
+
+
+def started(task, *, epoch=1):
+    return Started(
+        task=task,
+        epoch=epoch,
+        seq=1,
+        step=0,
+        held_us=0,
+        preset={},
+        capabilities=[],
+        resumed="fresh",
+    )
+
+
+def hear(scheduler, *alives):
+    for message in alives:
+        scheduler.hear(message)
+    scheduler.nudge()
+    scheduler.look()
+
+
+def state(session, name):
+    session.expire_all()
+    return session.get_one(Task, f"tsk_{name}").state
+
+
+def news(sent):
+    told = [(queue, bodies) for message, queue, *bodies in sent if message == "device.news"]
+    return [(queue, body) for queue, bodies in told for body in bodies]
+
+
+def orders(sent):
+    return [body["is"] for _, body in news(sent) if body["is"] != "Answer"]
+
+
+def answers(sent):
+    return [(queue, body) for queue, body in news(sent) if body["is"] == "Answer"]
+
+
+def pass_time(session, table, column, seconds):
+    """As if `seconds` had passed: `now()` stands still inside a test."""
+    earlier = f"update {table} set {column} = {column} - interval '{seconds} s'"
+    session.execute(text(earlier))
+    session.expire_all()
+
+
+def leases_end(session):
+    pass_time(session, "devices", "lease_until", 3600)
+
+
+@pytest.fixture
+def running(session, isle, sent):
+    """The task t runs on h.0 in epoch 1."""
+    add_task(session, "t")
+    hear(isle, alive())
+    hear(isle, alive(residents=[view("tsk_t")], events=[started("tsk_t")]))
+    assert state(session, "t") == "running"
+    sent.clear()
+    return isle
+
+
+class TestRound:
+    def test_one_heartbeat_of_an_idle_device_brings_the_launch_and_an_answer(
+        self, session, isle, sent
+    ):
+        add_task(session, "t")
+        hear(isle, alive())
+        assert state(session, "t") == "starting"
+        assert (orders(sent), len(answers(sent))) == (["Launch"], 1)
+        assert [body["is"] for _, body in news(sent)] == ["Answer", "Launch"]
+        assert len(sent) == 1
+
+    def test_orders_are_sent_again_until_the_device_shows_them(self, session, isle, sent):
+        add_task(session, "t")
+        hear(isle, alive())
+        hear(isle)
+        assert orders(sent) == ["Launch"], "not before order_resend_s"
+        pass_time(session, "orders", "sent_at", settings().order_resend_s + 1)
+        isle.resend_s = 0.0  # that time is over by its clock, too
+        hear(isle)
+        assert orders(sent) == ["Launch", "Launch"]
+        hear(isle, alive(residents=[view("tsk_t", "seating")]))
+        pass_time(session, "orders", "sent_at", 3600)
+        isle.resend_s = 0.0
+        hear(isle)
+        assert orders(sent) == ["Launch", "Launch"]
+        assert session.scalars(select(Order.sends)).all() == [2]
+
+    def test_an_order_that_redis_did_not_take_is_sent_in_the_next_round(
+        self, session, isle, sent, monkeypatch
+    ):
+        add_task(session, "t")
+        with monkeypatch.context() as away:
+            away.setattr(outbox, "hint", lambda *_: False)
+            hear(isle, alive())
+        assert (state(session, "t"), orders(sent)) == ("starting", [])
+        hear(isle)
+        assert orders(sent) == ["Launch"]
+
+    def test_a_bad_heartbeat_spoils_no_other(self, session, isle, sent):
+        bad = alive("h.9", threads="many")
+        hear(isle, bad, alive("h.0"))
+        assert [queue for queue, _ in answers(sent)] == ["device.h.0"]
+        assert session.scalars(select(Device.id)).all() == ["h.0"]
+
+    @pytest.mark.parametrize(
+        "bad",
+        [
+            {"is": "Started", "preset": {}, "capabilities": [], "resumed": "fresh"},  # once more
+            {"is": "Finished", "result": {"said": "\x00"}, "outputs": {}},  # Postgres takes no NUL
+        ],
+    )
+    def test_an_event_that_makes_no_sense_ends_its_own_task_only(self, session, running, sent, bad):
+        event = decode({"task": "tsk_t", "epoch": 1, "seq": 2, "step": 7, "held_us": 5, **bad})
+        hear(running, alive("h.0", residents=[view("tsk_t")], events=[event]), alive("h.1"))
+        assert [queue for queue, _ in answers(sent)] == ["device.h.0", "device.h.1"]
+        assert state(session, "t") == "failed"
+        failed = session.get_one(Task, "tsk_t")
+        assert (failed.cause, failed.event_seq, failed.total_held_us) == ("exit", 2, 5)
+        assert session.scalars(select(Account.total_us)).all() == [5]
+        assert session.scalars(select(Usage.held_us)).all() == [5]
+
+    def test_of_many_heartbeats_of_one_process_the_newest_is_taken(self, session, isle, sent):
+        first, second, third = alive(threads=1), alive(threads=2), alive(threads=3)
+        hear(isle, first, third, second)
+        assert [body["sent_us"] for _, body in answers(sent)] == [third.sent_us]
+        assert session.get_one(Device, "h.0").threads == 3
+
+    def test_heartbeats_are_kept_while_the_database_is_away(self, session, isle, monkeypatch):
+        with monkeypatch.context() as away:
+            away.setattr(transactions, "_sessions", lambda: 1 / 0)
+            for _ in range(50):
+                isle.hear(alive())
+                with pytest.raises(ZeroDivisionError):
+                    isle.look()
+        assert isle.inbox.qsize() == 1, "only the newest is of use"
+        hear(isle)
+        assert session.scalars(select(Device.id)).all() == ["h.0"]
+
+    def test_a_plan_that_cannot_be_made_does_not_silence_the_devices(
+        self, session, running, sent, monkeypatch
+    ):
+        add_task(
+            session, "poison", descriptor={}
+        )  # it cannot be launched: nothing says what to run
+        hear(running, alive("h.1"))
+        assert [queue for queue, _ in answers(sent)] == ["device.h.1"]
+        hear(running, alive("h.0", residents=[view("tsk_t", step=5)]))
+        assert session.get_one(Task, "tsk_t").step == 5
+
+    def test_a_plan_to_be_made_again_in_the_past_is_logged_and_waited_for(
+        self, session, isle, sent, monkeypatch, caplog
+    ):
+        def plan(follower, session, board):
+            return Plan(now_s=board.now_s, look_again_s=board.now_s - 1)
+
+        monkeypatch.setattr(Follower, "cycle", plan)
+        isle.hear(alive())
+        wait_s = isle.look()
+        assert 0.9 * settings().tick_s < wait_s <= settings().tick_s
+        assert "asked to be made again" in caplog.text
+
+    def test_what_never_can_start_ends_its_request(self, session, isle, sent):
+        add_task(session, "first", state="failed", request="req_r")
+        add_task(session, "second", request="req_r")
+        add_task(session, "third", request="req_r")
+        session.add_all(
+            [
+                Need(task_id="tsk_second", needs_id="tsk_first"),
+                Need(task_id="tsk_third", needs_id="tsk_second"),
+            ]
+        )
+        session.flush()
+        hear(isle)
+        hear(isle)
+        assert (state(session, "second"), state(session, "third")) == ("failed", "failed")
+        assert session.get_one(Request, "req_r").state == "failed"
+
+    def test_a_hold_while_it_starts_pauses_it_once_it_runs(self, session, isle, sent):
+        task = add_task(session, "t")
+        hear(isle, alive())
+        task.hold = "user"
+        session.flush()
+        hear(isle, alive(residents=[view("tsk_t", "seating")]))
+        assert state(session, "t") == "starting"
+        hear(isle, alive(residents=[view("tsk_t")], events=[started("tsk_t")]))
+        assert (state(session, "t"), orders(sent)) == ("pausing", ["Launch", "Pause"])
+
+    def test_a_checkpoint_is_ordered_by_the_island_on_which_the_task_runs(
+        self, session, running, sent
+    ):
+        session.get_one(Task, "tsk_t").save_asked = True
+        session.flush()
+        hear(Scheduler("other"))
+        assert orders(sent) == []
+        hear(running)
+        assert orders(sent) == ["Save"]
+        assert session.scalars(select(Task.save_asked)).all() == [False]
+
+    def test_a_round_in_which_nothing_happens_writes_nothing(self, session, running, sent):
+        add_task(session, "waits")
+        hear(running)
+        before = _versions(session)
+        hear(running)
+        assert _versions(session) == before
+
+
+def _versions(session):
+    """Which version of each row there is: changes with every write to it."""
+    tables = ("tasks", "devices", "islands", "placements", "orders", "requests", "accounts")
+    return {
+        table: session.execute(text(f"select ctid::text, xmin::text from {table}")).all()
+        for table in tables
+    }
+
+
+class TestLeader:
+    def test_a_second_scheduler_stands_by_and_takes_over_when_the_lease_ends(
+        self, session, isle, sent
+    ):
+        hear(isle, alive())
+        other = Scheduler("isle")
+        add_task(session, "t")
+        hear(other)
+        assert state(session, "t") == "blocked"
+        pass_time(session, "islands", "leader_until", settings().leader_s + 1)
+        hear(other)
+        island = session.get_one(Island, "isle")
+        assert (state(session, "t"), island.leader, island.term) == ("starting", other.me, 2)
+
+    def test_who_leaves_lets_the_other_lead_at_once(self, session, isle):
+        hear(isle)
+        isle.leave()
+        other = Scheduler("isle")
+        hear(other)
+        session.expire_all()
+        assert session.get_one(Island, "isle").leader == other.me
+
+    def test_who_stands_by_records_and_answers_heartbeats_too(self, session, isle, sent):
+        hear(isle)
+        hear(Scheduler("isle"), alive())
+        assert len(answers(sent)) == 1
+
+    def test_a_new_leader_gives_devices_one_lease_to_be_heard(self, session, running):
+        leases_end(session)
+        pass_time(session, "islands", "leader_until", 60)
+        hear(Scheduler("isle"))
+        assert state(session, "t") == "running"
+
+    def test_a_leader_that_was_itself_away_gives_it_too(self, session, running):
+        """Stopped for a minute, and the first round comes before the waiting heartbeats."""
+        leases_end(session)
+        pass_time(session, "islands", "leader_until", 60)
+        hear(running)
+        assert state(session, "t") == "running"
+
+    def test_a_lease_that_is_still_long_is_not_renewed(self, session, isle):
+        hear(isle)
+        before = session.execute(text("select ctid::text from islands")).all()
+        hear(isle)
+        assert session.execute(text("select ctid::text from islands")).all() == before
+
+
+class TestSilence:
+    @pytest.fixture
+    def redis(self, monkeypatch, tmp_path, servers):
+        """Point the island to a Redis that is not there, or back to the real one."""
+
+        def switch(*, away):
+            url = f"unix://{tmp_path}/nobody.sock" if away else servers.redis_url
+            monkeypatch.setitem(os.environ, "REDIS_URL", url)
+            settings.cache_clear()
+            outbox.celery.cache_clear()
+
+        return switch
+
+    def test_a_device_that_falls_silent_alone_is_lost(self, session, running):
+        leases_end(session)
+        hear(running)
+        assert state(session, "t") == "waiting"
+
+    def test_what_is_lost_there_is_charged_until_the_lease_ended(self, session, running):
+        leases_end(session)
+        pass_time(session, "devices", "seen_at", 3600)
+        hear(running)
+        (lost,) = session.scalars(select(Placement))
+        held_us = settings().lease_s * 1e6
+        assert (lost.end, lost.held_us, lost.charged_us) == ("lost", held_us, held_us)
+        for sum_ in (Usage.charged_us, Account.total_us, Task.total_held_us, Task.unheard_us):
+            assert session.scalars(select(sum_)).one() == held_us
+        hear(running)
+        assert session.scalars(select(Usage.charged_us)).one() == held_us
+
+    def test_while_redis_is_away_silence_says_nothing(self, session, running, redis):
+        redis(away=True)
+        for _ in range(3):
+            leases_end(session)
+            hear(running)
+            assert state(session, "t") == "running"
+
+    def test_after_redis_is_back_devices_get_one_lease_to_be_heard(self, session, running, redis):
+        redis(away=True)
+        leases_end(session)
+        hear(running)
+        redis(away=False)
+        leases_end(session)  # before the first heartbeat came through
+        hear(running)
+        assert state(session, "t") == "running"
+        running.deaf_until_s = 0.0  # two leases later
+        leases_end(session)
+        hear(running)
+        assert state(session, "t") == "waiting"
+
+
+# --- several connections ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def statements(committed):
+    """What the scheduler says to Postgres, begin and commit apart."""
+    said = []
+
+    def note(connection, cursor, statement, *_):
+        said.append(" ".join(statement.split()))
+
+    listen(transactions.engine(), "before_cursor_execute", note)
+    yield said
+    remove(transactions.engine(), "before_cursor_execute", note)
+
+
+class TestCost:
+    """Statements are what a round costs: each that comes back is paid by every island, for ever."""
+
+    def test_an_idle_tick_says_two_things_however_many_wait(self, shared, statements):
+        with transactions.transaction() as session:
+            for n in range(20):
+                add_task(session, f"w{n:02}")
+        isle = Scheduler("isle")
+        with transactions.transaction() as session:
+            session.execute(update(Island).values(leader=isle.me))
+        for _ in range(4):
+            hear(isle)
+        statements.clear()
+        hear(isle)
+        assert [said.split()[0] for said in statements] == ["SELECT", "select"]
+        isle.resend_s = 0.0  # now and then a third: which orders are due again?
+        hear(isle)
+        assert [said.split()[0] for said in statements][2:] == ["SELECT", "select", "UPDATE"]
+
+    def test_a_round_writes_each_row_of_a_task_once(self, shared, statements):
+        """One task is done, and the next one is launched."""
+        isle = Scheduler("isle")
+        with transactions.transaction() as session:
+            add_task(session, "next")
+            session.execute(update(Island).values(leader=isle.me))
+        hear(isle)
+        done = Finished(task="tsk_a", epoch=1, seq=2, step=9, held_us=7_000, result={}, outputs={})
+        statements.clear()
+        hear(isle, alive(shared["tsk_a"], residents=[view("tsk_a")], events=[done]))
+        written = Counter(
+            " ".join(said.split()[:3]) for said in statements if said.startswith("UPDATE tasks")
+        )
+        assert written == {"UPDATE tasks SET": 2}, "one that ended, one that starts"
+        assert not [said for said in statements if said.startswith("SAVEPOINT")]
+        with transactions.transaction() as session:
+            found = dict(session.execute(select(Task.name, Task.state)).all())
+        assert (found["a"], found["next"]) == ("done", "starting")
+
+
+@pytest.fixture
+def shared(committed, sent):
+    """The tasks a and b of one request run on an island with two devices; where each of them is."""
+    with transactions.transaction() as session:
+        session.add_all([Island(name="isle"), Tenant(id="ten_a", name="a")])
+        session.flush()
+        session.add(User(id="usr_a", tenant_id="ten_a", name="ann"))
+        session.flush()
+        add_task(session, "a", request="req_r")
+        add_task(session, "b", request="req_r")
+    isle = Scheduler("isle")
+    hear(isle, alive("h.0"), alive("h.1"))
+    with transactions.transaction() as session:
+        seats = {seat: id for seat, id in session.execute(select(Task.seat, Task.id))}
+    both = [alive(d, residents=[view(t)], events=[started(t)]) for d, t in sorted(seats.items())]
+    hear(isle, *both)
+    return {task: device for device, task in seats.items()}
+
+
+class TestRowLocks:
+    def test_a_wish_about_a_whole_request_and_a_round_never_wait_for_each_other_in_a_ring(
+        self, shared
+    ):
+        with transactions.transaction() as island, transactions.transaction() as api:
+            # As a round of two heartbeats, b's first; then the wish, which gets a or waits for it.
+            b, a = (alive(shared[t], residents=[view(t, step=9)]) for t in ("tsk_b", "tsk_a"))
+            journal.lock(island, [b, a])
+            wished = threading.Thread(target=_cancel_all, args=(api,))
+            journal.record(island, b)
+            wished.start()
+            wished.join(0.3)  # it stands and waits for what the island has locked
+            assert wished.is_alive()
+            journal.record(island, a)
+            island.commit()
+            wished.join(5)
+            assert not wished.is_alive()
+
+    def test_a_plan_does_not_wait_for_a_wish_that_is_being_written(self, shared):
+        with transactions.transaction() as api:
+            api.execute(select(Task).where(Task.id == "tsk_a").with_for_update()).all()
+            pause = Decision(task="tsk_a", move="Pause", rule="F3", because="for the test")
+            with transactions.transaction() as island:
+                island.execute(text("set local lock_timeout = '1s'"))
+                assert not journal.store(island, Plan(decisions=(pause,)))
+                island.rollback()
+        with transactions.transaction() as island:
+            assert journal.store(island, Plan(decisions=(pause,)))
+
+
+def _cancel_all(session):
+    request = session.get_one(Request, "req_r")
+    actions.cancel_request(session, request, by="ann")
+
+
+def test_what_it_told_and_how_long_its_rounds_took_is_counted(session, isle):
+    add_task(session, "a")
+    hear(isle, alive())
+    isle.tally._due_s = 0.0  # a second later
+    hear(isle, alive())
+    tally = session.scalars(select(Island.tally)).one()
+    assert tally["told.task.launched"] == 1
+    assert sum(count for key, count in tally.items() if key.startswith("rounds.")) == 1
+    assert tally["rounds_us"] > 0

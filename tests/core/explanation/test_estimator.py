@@ -1,0 +1,377 @@
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.core.explanation.estimator import (
+    BINS,
+    STARTS,
+    STEP,
+    Calibration,
+    Curve,
+    Estimate,
+    Held,
+    History,
+    Line,
+    Queued,
+    Scene,
+    Unknown,
+    starts_in,
+)
+
+A_BIN = math.exp(STEP)  # the largest ratio of two runtimes that one bin holds
+
+
+class Sure:
+    """Runtimes that are known: the only key of a task is its runtime in seconds."""
+
+    def curve(self, who):
+        return Certain(who[-1])
+
+    def known(self, who):
+        return 0.0
+
+
+class Certain(Curve):
+    def __init__(self, runtime_s):
+        super().__init__([])
+        self.runtime_s = runtime_s
+
+    def draw(self, elapsed_s, share):
+        return max(elapsed_s, self.runtime_s)
+
+
+# --- runtimes -----------------------------------------------------------------------------------
+
+
+def test_nothing_is_said_of_runtimes_before_one_has_ended():
+    assert History().remaining((("a",), ())) is None
+    assert History().expected_remaining_s(((),), max_duration_s=60) is None
+
+
+def test_quantiles_of_many_equal_runtimes_lie_in_their_bin():
+    history = History()
+    for _ in range(500):
+        history.add((("a",), ()), 600)
+    for seconds in history.remaining((("a",), ())):
+        assert 600 / A_BIN <= seconds <= 600 * A_BIN
+
+
+def test_quantiles_are_those_of_the_distribution_that_was_fed():
+    # Log normal with median e^7 s and deviation 1.5: its 10th percentile is e^(7 - 1.2816 * 1.5).
+    history, chance = History(), random.Random(3)
+    for _ in range(20_000):
+        history.add(((),), chance.lognormvariate(7, 1.5))
+    for seconds, log in zip(history.remaining(((),)), (5.078, 7.0, 8.922), strict=True):
+        assert math.log(seconds) == pytest.approx(log, abs=0.15)
+
+
+def test_a_task_that_has_run_long_is_compared_with_those_that_ran_longer():
+    # Half end at 100 s and half at 10,000 s.  Who has run 1,000 s is one of the latter.
+    history = History()
+    for _ in range(400):
+        history.add(((),), 100)
+        history.add(((),), 10_000)
+    (left_s,) = history.remaining(((),), elapsed_s=1000, quantiles=(0.5,))
+    assert 10_000 / A_BIN - 1000 <= left_s <= 10_000 * A_BIN - 1000
+
+
+def test_who_has_outlasted_all_is_expected_to_run_about_as_long_again():
+    # A Pareto tail with index 1: half of those who ran e seconds run e seconds more.
+    history = History()
+    for _ in range(100):
+        history.add(((),), 10)
+    left_s = history.expected_remaining_s(((),), elapsed_s=3600)
+    assert 3600 / A_BIN <= left_s <= 3600 * A_BIN
+
+
+def test_the_descriptors_end_caps_every_quantile():
+    history = History()
+    for _ in range(100):
+        history.add(((),), 10_000)
+    assert history.remaining(((),), elapsed_s=50, max_duration_s=60) == (10, 10, 10)
+    assert history.remaining(((),), elapsed_s=70, max_duration_s=60) == (0, 0, 0)
+
+
+def test_an_unknown_key_is_like_the_next_wider_one():
+    history = History()
+    for _ in range(50):
+        history.add((("a",), ()), 30)
+        history.add((("b",), ()), 9000)
+    assert history.remaining((("a", "new"), ("a",), ())) == history.remaining((("a",), ()))
+
+
+def test_a_key_with_few_samples_lies_between_its_own_and_the_wider_ones():
+    history = History()
+    for _ in range(300):
+        history.add((("a", "old"), ("a",), ()), 10_000)
+    wide_s = history.expected_remaining_s((("a",), ()))
+    middles = []
+    for _ in range(40):
+        history.add((("a", "new"), ("a",), ()), 100)
+        middles.append(history.expected_remaining_s((("a", "new"), ("a",), ())))
+    assert middles[0] == pytest.approx(wide_s, rel=0.5)
+    assert 100 / A_BIN <= middles[-1] <= 100 * A_BIN
+
+
+def test_old_runtimes_fade():
+    history = History()
+    for runtime_s in [10] * 1000 + [5000] * 200:
+        history.add((("a", 1), ("a",), ()), runtime_s)
+    assert history.expected_remaining_s((("a", 1), ("a",), ())) >= 5000 / A_BIN
+
+
+def test_weights_that_have_grown_for_years_are_scaled_back():
+    # A specific key remembers 100: 230 doublings of its unit per 16,000 runtimes, past 1e100 twice.
+    history = History()
+    for runtime_s in [10] * 40_000 + [5000] * 2_000:
+        history.add((1, 2, 3, 4), runtime_s)
+    assert 5000 / A_BIN <= history.expected_remaining_s((1, 2, 3, 4)) <= 5000 * A_BIN
+
+
+def test_the_keys_that_ended_longest_ago_are_forgotten_first():
+    history = History(keys_max=3)
+    for name in "abc":
+        history.add(((name,), ()), 60)
+    assert [history.known(((name,), ())) for name in "abc"] == [0, 1, 1]
+    assert history.known(((),)) == pytest.approx(3, abs=0.01)
+
+
+def test_a_task_without_keys_is_refused():
+    with pytest.raises(ValueError, match="at least one key"):
+        History().add((), 60)
+
+
+@given(
+    runtimes=st.lists(st.floats(0, 1e9), min_size=1, max_size=50),
+    elapsed_s=st.floats(0, 1e9),
+)
+def test_quantiles_are_in_order_and_never_negative(runtimes, elapsed_s):
+    history = History()
+    for runtime_s in runtimes:
+        history.add((("a",), ()), runtime_s)
+    shares = (0.01, 0.1, 0.5, 0.9, 0.99)
+    left = history.remaining((("a",), ()), elapsed_s=elapsed_s, quantiles=shares)
+    assert list(left) == sorted(left)
+    assert all(0 <= seconds <= math.exp(BINS * STEP) for seconds in left)
+
+
+# --- when it starts -----------------------------------------------------------------------------
+
+
+def held(tenant, width, runtime_s, elapsed_s=0.0, **more):
+    return Held(tenant=tenant, width=width, who=(runtime_s,), elapsed_s=elapsed_s, **more)
+
+
+def queued(width, runtime_s, **more):
+    return Queued(width=width, who=(runtime_s,), **more)
+
+
+def line(score_s, *tasks, **more):
+    return Line(score_s=score_s, tasks=tasks, **more)
+
+
+def wait_s(scene, tenant="a", place=0):
+    return starts_in(scene, tenant, place, Sure()).model_s
+
+
+def test_the_next_in_line_starts_when_a_device_is_let_go():
+    scene = Scene(
+        free=0, held=[held("b", 1, 100, 40), held("b", 1, 500)], lines={"a": line(0, queued(1, 9))}
+    )
+    assert wait_s(scene) == 60
+
+
+def test_who_holds_more_than_it_needs_lets_go_of_all_the_sooner():
+    # 60 s are left of it on one device, so 20 on three; with two of three it needs, 40.
+    lines = {"a": line(0, queued(3, 9))}
+    for speed, left_s in ((3.0, 20), (1.5, 40)):
+        scene = Scene(free=0, held=[held("b", 3, 100, 40, speed=speed)], lines=lines)
+        assert wait_s(scene) == pytest.approx(left_s)
+
+
+def test_a_line_moves_on_as_devices_are_let_go():
+    # One device, free at 10 s; then two of 20 s each go before the third.
+    scene = Scene(free=0, held=[held("b", 1, 10)], lines={"a": line(0, *[queued(1, 20)] * 3)})
+    assert [wait_s(scene, place=place) for place in range(3)] == [10, 30, 50]
+
+
+def test_the_less_served_tenant_goes_first_until_it_has_used_as_much():
+    # b has used 50 s less: it starts tasks of 30 s at 10 s and 40 s, and then has 60 > 50.
+    lines = {"a": line(50, queued(1, 5)), "b": line(0, *[queued(1, 30)] * 9)}
+    assert wait_s(Scene(free=0, held=[held("b", 1, 10)], lines=lines)) == 70
+
+
+def test_usage_counts_for_more_when_that_of_today_has_faded():
+    # After 10 s half is left: 30 s used then are worth 60 s of today, more than the 50 of a.
+    lines = {"a": line(50, queued(1, 5)), "b": line(0, *[queued(1, 30)] * 9)}
+    scene = Scene(free=0, held=[held("b", 1, 10)], lines=lines, half_life_s=10)
+    assert wait_s(scene) == 40
+
+
+def test_usage_that_fades_at_once_breaks_nothing():
+    scene = Scene(free=1, held=[], lines={"a": line(0, *[queued(1, 1e6)] * 9)}, half_life_s=1)
+    assert wait_s(scene, place=8) == 8e6
+
+
+def test_a_heavier_tenant_is_charged_less_for_the_same_time():
+    # Weight 2 halves the charge: after three starts b has 45 < 50, after four 60.
+    lines = {"a": line(50, queued(1, 5)), "b": line(0, *[queued(1, 30)] * 9, weight=2.0)}
+    assert wait_s(Scene(free=0, held=[held("b", 1, 10)], lines=lines)) == 130
+
+
+def test_a_gang_gets_its_devices_when_enough_are_free_together():
+    running = [held("b", 1, 100), held("b", 1, 200), held("b", 1, 300)]
+    assert wait_s(Scene(free=0, held=running, lines={"a": line(0, queued(2, 9))})) == 200
+
+
+def test_behind_a_gang_starts_at_once_who_is_done_before_the_gang_could_start():
+    # The gang of 2 can start at 100 s.  On the free device 90 s fit before that, 110 s do not.
+    for runtime_s, expected_s in ((90, 0), (110, 150)):
+        lines = {"a": line(9, queued(1, runtime_s)), "b": line(0, queued(2, 50))}
+        assert wait_s(Scene(free=1, held=[held("b", 1, 100)], lines=lines)) == expected_s
+
+
+def test_what_never_fits_holds_up_nobody():
+    lines = {"a": line(9, queued(5, 1), queued(1, 9)), "b": line(0, queued(2, 9))}
+    assert wait_s(Scene(free=0, held=[held("b", 1, 100)], lines=lines), place=1) == 100
+
+
+def test_with_slices_a_running_task_lets_go_at_the_end_of_its_turn():
+    scene = Scene(
+        free=0,
+        held=[held("b", 1, 100_000, 500, turn_s=20)],
+        lines={"a": line(0, queued(1, 9)), "b": line(10)},
+        slice_s=60,
+    )
+    assert wait_s(scene) == 40
+
+
+def test_with_slices_everybody_has_a_first_turn_within_a_round():
+    # Ten tenants with equal scores and endless tasks on one device: nine turns of 60 s at most.
+    lines = {f"t{n}": line(0, queued(1, 1e6)) for n in range(10)}
+    waits = [wait_s(Scene(free=1, held=[], lines=lines, slice_s=60), f"t{n}") for n in range(10)]
+    assert waits == [60 * n for n in range(10)]
+
+
+def test_who_ran_before_has_less_left_to_run():
+    tasks = [queued(1, 100, elapsed_s=70), queued(1, 1)]
+    assert wait_s(Scene(free=1, held=[], lines={"a": line(0, *tasks)}), place=1) == 30
+
+
+def test_a_descriptors_end_shortens_the_wait_of_the_next():
+    tasks = [queued(1, 100, max_duration_s=25), queued(1, 1)]
+    assert wait_s(Scene(free=1, held=[], lines={"a": line(0, *tasks)}), place=1) == 25
+
+
+def test_a_line_too_long_to_be_played_goes_on_at_its_speed():
+    tasks = [queued(1, 10)] * (2 * STARTS)
+    scene = Scene(free=1, held=[], lines={"a": line(0, *tasks)})
+    assert wait_s(scene, place=2 * STARTS - 1) == pytest.approx(20 * STARTS, rel=0.01)
+
+
+def test_a_score_too_far_off_to_be_played_is_reached_at_the_speed_so_far():
+    # b starts tasks of 10 s until it has used 15 s for each of STARTS.
+    lines = {"a": line(15 * STARTS, queued(1, 1)), "b": line(0, *[queued(1, 10)] * (2 * STARTS))}
+    scene = Scene(free=1, held=[], lines=lines)
+    assert wait_s(scene) == pytest.approx(15 * STARTS, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("task", "blocked_by", "code"),
+    [
+        (queued(1, 9), "it is held", "BLOCKED"),
+        (queued(3, 9), None, "TOO_WIDE"),
+    ],
+)
+def test_what_cannot_be_known_is_told_with_its_reason(task, blocked_by, code):
+    scene = Scene(free=1, held=[held("b", 1, 100)], lines={"a": line(0, task)})
+    told = starts_in(scene, "a", 0, Sure(), blocked_by=blocked_by)
+    assert isinstance(told, Unknown)
+    assert told.code == code
+
+
+def test_without_any_history_nothing_is_told():
+    scene = Scene(free=0, held=[held("b", 1, 100)], lines={"a": line(0, queued(1, 9))})
+    told = starts_in(scene, "a", 0, History())
+    assert isinstance(told, Unknown)
+    assert told.code == "NO_HISTORY"
+
+
+def test_equal_scenes_have_equal_answers_with_the_percentiles_in_order():
+    history, chance = History(), random.Random(5)
+    for _ in range(300):
+        history.add((("a", 1), ("a",), ()), chance.lognormvariate(7, 2))
+    who = (("a", 1), ("a",), ())
+    scene = Scene(
+        free=0,
+        held=[Held(tenant="a", who=who, width=1, elapsed_s=60.0 * n) for n in range(20)],
+        lines={"a": Line(score_s=0, tasks=[Queued(who=who, width=1)] * 30)},
+    )
+    told = starts_in(scene, "a", 29, history)
+    assert told == starts_in(scene, "a", 29, history)
+    assert 0 < told.p10_s < told.p50_s < told.p90_s
+
+
+# --- what came true -----------------------------------------------------------------------------
+
+
+def told(model_s, spread=0.5):
+    away = math.exp(1.2816 * spread)
+    return Estimate(
+        p10_s=model_s / away,
+        p50_s=model_s,
+        p90_s=model_s * away,
+        model_s=model_s,
+        model_spread=spread,
+    )
+
+
+def test_a_model_that_is_always_wrong_by_the_same_factor_is_corrected_by_it():
+    calibration, chance = Calibration(), random.Random(2)
+    for _ in range(200):
+        model_s = chance.uniform(100, 10_000)
+        said = calibration.corrected(told(model_s))
+        calibration.learn(said, model_s * 3 * chance.lognormvariate(0, 0.1))
+    assert calibration.corrected(told(1000)).p50_s == pytest.approx(3000, rel=0.1)
+
+
+@pytest.mark.parametrize("true_spread", [0.1, 0.5, 2.0])
+def test_the_interval_comes_to_hold_four_of_five_however_wrong_the_models_spread_is(true_spread):
+    calibration, chance, hits = Calibration(), random.Random(4), 0
+    for n in range(3000):
+        said = calibration.corrected(told(1000))
+        waited_s = 1000 * chance.lognormvariate(0.5, true_spread)
+        calibration.learn(said, waited_s)
+        hits += n >= 1000 and said.p10_s <= waited_s <= said.p90_s
+    assert 0.77 <= hits / 2000 <= 0.83
+
+
+def test_the_interval_follows_when_the_errors_change():
+    calibration, chance, hits = Calibration(), random.Random(4), 0
+    for n in range(4000):
+        said = calibration.corrected(told(1000))
+        waited_s = 1000 * chance.lognormvariate(2.0 if n // 500 % 2 else -2.0, 0.5)
+        calibration.learn(said, waited_s)
+        hits += said.p10_s <= waited_s <= said.p90_s
+    assert 0.75 <= hits / 4000 <= 0.85
+
+
+def test_answers_of_one_length_speak_for_themselves_once_there_are_enough():
+    calibration = Calibration()
+    for _ in range(100):
+        calibration.learn(told(100), 100)
+    for _ in range(29):
+        calibration.learn(told(10_000), 100_000)
+    assert calibration.corrected(told(10_000)).p50_s == pytest.approx(10_000)
+    calibration.learn(told(10_000), 100_000)
+    assert calibration.corrected(told(10_000)).p50_s == pytest.approx(100_000)
+    assert calibration.corrected(told(100)).p50_s == pytest.approx(100)
+
+
+def test_before_it_has_learned_a_calibration_changes_nothing():
+    assert Calibration().corrected(told(100)) == told(100)

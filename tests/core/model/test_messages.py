@@ -1,0 +1,157 @@
+"""What is sent is what arrives; anything else is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import MISSING, fields
+from typing import Any
+
+import pytest
+
+from app.core.model import messages
+from app.core.model.messages import (
+    _KINDS,
+    Alive,
+    Answer,
+    BadMessage,
+    LogLines,
+    Paused,
+    decode,
+    encode,
+    key,
+)
+
+SAMPLES: dict[str, Any] = {
+    "str": "x",
+    "int": 7,
+    "bool": True,
+    "float": 1.5,
+    "JSON": {"a": [1, None, {"is": "not a message"}]},
+    "list[str]": ["x", "y"],
+    "list[int]": [2, 1],
+    "list[JSON]": [{"sha256": "0", "step": 3}],
+    "list[JSON] | None": [{"task": "t", "held_us": 3}],
+    "list[Any]": [["t", 1]],
+    "list[list[Any]]": [["t", 1]],
+    "list[list[str]]": [["stdout", "hello\nagain"]],
+    "dict[str, int]": {"t/1": 4},
+}
+
+HASH = "0f" * 32
+BLOCK = {"sha256": HASH, "size_bytes": 3}
+
+#: Where a name or a hash has a form of its own.
+NAMED: dict[str, Any] = {
+    "points": [[3, {"loss": 0.5}]],
+    "run": {"job": "train:Train"},
+    "bundle": HASH,
+    "inputs": {"x": {**BLOCK, "copies": [{"place": ["10.0.0.1", 9], "key": HASH}]}},
+    "images": [{"sha256": HASH, "step": 3, "key": HASH}],
+    "sha256": HASH,
+    "kept": BLOCK,
+    "source": BLOCK,
+    "takers": [
+        {
+            **{"output": "x", "task": "t", "epoch": 1, "port": "p"},
+            **{"place": ["10.0.0.1", 9], "key": HASH},
+        }
+    ],
+    "expect": [
+        {
+            **{"task": "t", "epoch": 1, "tenant": "ten", "bundle": "", "inputs": [BLOCK]},
+            "image": None,
+        }
+    ],
+    "ahead": [{"task": "t", "sha256": HASH, "bytes": 1, "us": 2}],
+    "peers": [HASH],
+    "secret": HASH,
+    "facts": {"host": "h", "island": "local", "kind": "cpu", "key": HASH},
+    "preset": {"threads": 1, "flush_denormal": False},
+    "Finished.outputs": {"x": BLOCK, "artifacts.zip": BLOCK},
+    "Failed.outputs": {"artifacts.zip": BLOCK},
+    "Launch.links": {"secret": HASH, "home": ["10.0.0.1", 9]},
+    "Resize.links": {"secret": HASH},
+    "Alive.links": ["10.0.0.1", 9],
+}
+
+
+def sample(kind: type) -> Any:
+    """A message of this kind, every field filled."""
+    values: dict[str, Any] = {}
+    for field in fields(kind):
+        named = f"{kind.__name__}.{field.name}"
+        inner = str(field.type).removeprefix("list[").removesuffix("]")
+        if named in NAMED or field.name in NAMED:
+            values[field.name] = NAMED.get(named, NAMED.get(field.name))
+        elif inner == "Event":
+            values[field.name] = [sample(messages.Paused), sample(messages.Started)]
+        elif inner in _KINDS:
+            values[field.name] = [sample(_KINDS[inner])]
+        else:
+            values[field.name] = SAMPLES[str(field.type)]
+    return kind(**values)
+
+
+@pytest.mark.parametrize("kind", _KINDS.values(), ids=_KINDS)
+def test_every_message_survives_the_journey_as_json(kind: type) -> None:
+    message = sample(kind)
+    assert decode(json.loads(json.dumps(encode(message)))) == message
+
+
+def test_every_kind_of_message_can_be_decoded() -> None:
+    for base in (messages.Order, messages.Event):
+        names = {kind.__name__ for kind in base.__subclasses__()}
+        assert names
+        assert names <= set(_KINDS)
+
+
+def test_a_worker_of_an_older_version_reads_what_says_nothing_new() -> None:
+    answer = Answer(
+        device="h.0", incarnation="i", sent_us=1, lease_us=2, heard={}, logged={}, keep=[], drop=[]
+    )
+    assert not encode(answer).keys() & {"expect", "next", "rota", "given", "wanted"}
+
+
+def test_an_empty_heartbeat_survives_too() -> None:
+    alive = Alive(
+        device="h.0", incarnation="i", sent_us=1, facts={}, residents=[], events=[], logs=[]
+    )
+    assert decode(encode(alive)) == alive
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ({}, "unknown message None"),
+        ({"is": "Promote"}, "unknown message 'Promote'"),
+        ({"is": "Order", "task": "t", "epoch": 1, "seq": 1}, "unknown message 'Order'"),
+        ({"is": "Pause", "task": "t", "epoch": 1}, "seq"),
+        ({"is": "Pause", "task": "t", "epoch": 1, "seq": 1, "now": True}, "Pause has no now"),
+    ],
+)
+def test_what_is_no_message_is_refused(body: dict[str, Any], told: str) -> None:
+    with pytest.raises(BadMessage, match=told):
+        decode(body)
+
+
+def test_a_broken_message_inside_another_is_refused() -> None:
+    body = encode(sample(Alive))
+    body["events"][0]["surprise"] = 1
+    with pytest.raises(BadMessage, match="Paused has no surprise"):
+        decode(body)
+
+
+def test_every_order_and_event_can_be_fenced() -> None:
+    for kind in (*messages.Order.__subclasses__(), *messages.Event.__subclasses__()):
+        required = {field.name for field in fields(kind) if field.default is MISSING}
+        assert {"task", "epoch", "seq"} <= required
+
+
+def test_a_key_names_one_epoch_of_one_task() -> None:
+    event = Paused(task="tsk_1", epoch=2, seq=3, step=4, held_us=5)
+    assert key(event.task, event.epoch) == "tsk_1/2"
+
+
+def test_a_log_line_may_say_what_looks_like_a_message() -> None:
+    logs = LogLines(task="t", epoch=1, first=0, lines=[["stdout", '{"is": "Alive"}']])
+    assert decode(encode(logs)) == logs

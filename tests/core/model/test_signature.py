@@ -1,0 +1,12 @@
+"""What a class of a bundle can be called with: what is told when parameters do not fit."""
+
+from __future__ import annotations
+
+from app.core.model.signature import LISTED, Signature, faults
+
+
+def test_a_flood_of_unknown_parameters_is_counted_not_listed() -> None:
+    known = Signature(takes=("lr", "steps"), needs=(), place="train.py, line 1")
+    found = list(faults("train:Train", known, {f"p{n}": 1 for n in range(LISTED + 5)}))
+    assert len(found) == LISTED + 1
+    assert found[-1] == ("", "train:Train does not take 5 more of these parameters")

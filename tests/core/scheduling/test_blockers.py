@@ -1,0 +1,175 @@
+"""The place of one in line without picking anybody, and the reasons that go with it (rule F10)."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from app.core.explanation import waiting_reasons
+from app.core.fairness.fair_tree import FIXED_POINT_BITS
+from app.core.model.snapshot import Device, Policy, Snapshot, Task, Tenant, User
+from app.core.scheduling import blockers
+from app.core.scheduling.blockers import Party, before
+from app.core.scheduling.board import Board
+from tests.core.pictures import NOW_S, island
+
+SECOND = 10**6 << FIXED_POINT_BITS
+
+
+def board(drawn: Snapshot) -> Board:
+    return Board.of(drawn, now_s=NOW_S)
+
+
+def tree_of(chance: random.Random, *, tied: bool = False) -> Snapshot:
+    """A random tree of tenants, users in any of them, tasks of one shape; no device is up."""
+    tenants = {}
+    for n in range(chance.randint(1, 6)):
+        parent = chance.choice([None, *tenants])
+        weight = 1000 if tied else chance.randint(1, 4) * 500 + chance.randint(0, 9)
+        guarantee = {"cpu": chance.choice([0, 0, 1])}
+        tenants[f"t{n}"] = Tenant(
+            id=f"t{n}", name=f"t{n}", weight=weight, parent=parent, guarantee=guarantee
+        )
+    users = {
+        f"u{n}": User(
+            id=f"u{n}",
+            tenant=chance.choice(list(tenants)),
+            faded_us=0 if tied else chance.randint(0, 10**7) << FIXED_POINT_BITS,
+            weight=1000 if tied else chance.choice([500, 1000, 1700]),
+        )
+        for n in range(chance.randint(1, 8))
+    }
+    tasks = {
+        f"k{n}": Task(
+            id=f"k{n}", request="r", tenant=users[user].tenant, user=user, state="waiting",
+            epoch=0, kind="cpu", priority=chance.choice([0, 0, 1]), submitted_s=chance.random(),
+        )
+        for n in range(chance.randint(1, 25))
+        for user in [chance.choice(list(users))]
+    }  # fmt: skip
+    device = Device(id="d0", host="h", kind="cpu", lease_until_s=NOW_S + 10)
+    return Snapshot(
+        island="drawn",
+        policy=Policy(half_life_s=0.0),
+        tenants=tenants,
+        users=users,
+        devices={"d0": device},
+        tasks=tasks,
+    )
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_a_place_is_the_one_that_picking_one_by_one_gives(seed: int) -> None:
+    drawn = tree_of(random.Random(seed))
+    told = {task.id: blockers.place(board(drawn), task)[0] for task in drawn.tasks.values()}
+    picked = [task.id for task, _ in blockers.line(board(drawn))]
+    assert sorted(told, key=told.__getitem__) == picked
+    assert sorted(told.values()) == list(range(1, len(picked) + 1))
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_nobody_shares_a_place_even_where_all_are_served_alike(seed: int) -> None:
+    drawn = tree_of(random.Random(seed), tied=True)
+    told = [blockers.place(board(drawn), task)[0] for task in drawn.tasks.values()]
+    assert sorted(told) == list(range(1, len(told) + 1))
+
+
+def test_who_is_before_it_is_counted_by_kind_of_party() -> None:
+    drawn = island(
+        "z'",
+        queue="a a a2 b b b c",
+        used={"a": 0.1, "a2": 0.05, "b": 0, "c": 99, "z": 100},
+        tasks={"a.2": {"priority": 1}},
+    )
+    # By tenant: b 0, a 0.15, b 1, a 1.15, b 2, ...; in a: its user a2 first, then a, urgent first.
+    place, ahead = blockers.place(board(drawn), drawn.tasks["a"])
+    assert place == 6
+    assert (ahead.tenants, ahead.users, ahead.higher, ahead.earlier) == (3, 1, 1, 0)
+
+
+def test_a_tenant_within_its_guarantee_goes_before_all_who_borrow() -> None:
+    drawn = island("z'", queue="a b", used={"a": 50, "b": 0, "z": 100})
+    owed = replace(drawn.tenants["a"], guarantee={"cpu": 1})
+    drawn = replace(drawn, tenants={**drawn.tenants, "a": owed})
+    assert blockers.place(board(drawn), drawn.tasks["a"])[0] == 1
+    assert blockers.place(board(drawn), drawn.tasks["b"])[0] == 2
+
+
+def test_levels_count_as_the_formula_says() -> None:
+    me = Party("m", faded=10, weight=2, fee=4, waiting=9)
+    # My 2nd task stands at (10 + 1 * 4) / 2 = 7.
+    others = [
+        Party("a", faded=0, weight=1, fee=3, waiting=9),  # 0 3 6 | 9: three
+        Party("b", faded=0, weight=1, fee=3, waiting=2),  # only two wait
+        Party("l", faded=7, weight=1, fee=1, waiting=9),  # 7 is equal, and l is before m: one
+        Party("z", faded=7, weight=1, fee=1, waiting=9),  # equal, but z is behind
+        Party("y", faded=8, weight=1, fee=1, waiting=9),
+        Party("g", faded=99, weight=1, fee=1, waiting=5, borrows=False),  # all within a guarantee
+    ]
+    who, counts = before(me, 1, others)
+    assert [other.name for other in who] == ["a", "b", "l", "g"]
+    assert counts == [3, 2, 1, 5]
+
+
+def test_the_nearest_change_is_that_of_the_first_reason_to_fall() -> None:
+    task = Task(
+        id="a", request="r", tenant="t", user="u", state="waiting", epoch=0, kind="cpu", width=4
+    )
+    seen = waiting_reasons.Obstacles(devices=2, up=2, open=2, busy=1, free=1, turn_s=1.0)
+    reasons = waiting_reasons.waiting(task, seen, waiting_reasons.Ahead(earlier=3))
+    assert [reason.code for reason in reasons] == [
+        "TOO_FEW_DEVICES",
+        "WAITING_FOR_DEVICE",
+        "EARLIER_TASK_AHEAD",
+    ]
+    first = waiting_reasons.nearest(reasons)
+    assert first is reasons[0]
+    assert (first.change.action, first.change.value) == ("set_devices_min", 2)
+    assert waiting_reasons.nearest([]) is None
+
+
+def test_every_code_has_a_rank_and_says_whose_move_it_is() -> None:
+    assert waiting_reasons.CODES.keys() >= waiting_reasons.START
+    assert waiting_reasons.CODES.keys() >= waiting_reasons.CLOSED
+    assert set(waiting_reasons.CODES.values()) == {"wait", "change_request", "ask_admin"}
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_first_of_a_few_is_the_one_that_is_picked_first(seed):
+    drawn = board(tree_of(random.Random(seed)))
+    few = random.Random(seed).sample(sorted(drawn.tasks), k=min(4, len(drawn.tasks)))
+    order = blockers.soonest_first(drawn, few)
+    assert sorted(order) == sorted(few)
+    alone = board(tree_of(random.Random(seed)))
+    for id in set(alone.tasks) - set(few):
+        alone.tree.drop(id)
+    found = alone.tree.first(alone.tree.lanes)
+    assert found is not None
+    assert order[0] == found[2].id
+
+
+def test_who_does_not_wait_is_in_no_order():
+    drawn = board(tree_of(random.Random(0)))
+    assert blockers.soonest_first(drawn, ["nobody"]) == []
+
+
+def test_a_device_is_wanted_while_somebody_is_in_line_for_its_kind() -> None:
+    chance = random.Random(7)
+    drawn = board(tree_of(chance))
+    assert blockers.is_wanted(drawn, "d0")
+    assert blockers.is_wanted(drawn, "unknown")
+    for id in list(drawn.tasks):
+        drawn.drop_task(id)
+    assert not blockers.is_wanted(drawn, "d0")
+
+
+@pytest.mark.parametrize(("limit", "is_wanted"), [({}, False), ({"*": 1}, True), ({"*": 2}, False)])
+def test_a_device_is_wanted_by_who_may_have_no_other_beside_it(
+    limit: dict[str, int], is_wanted: bool
+) -> None:
+    drawn = island("a .", queue="a", tasks={"a.2": {"kind": "gpu"}})
+    drawn.devices["d1"] = replace(drawn.devices["d1"], kind="gpu")
+    drawn.tenants["a"] = replace(drawn.tenants["a"], limit=limit)
+    assert blockers.is_wanted(board(drawn), "d0") is is_wanted

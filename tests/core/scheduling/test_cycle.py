@@ -1,0 +1,410 @@
+"""`decide` on drawn islands: one rule at a time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from app.core.explanation.waiting_reasons import bound
+from app.core.model.snapshot import Conditions, Plan, Policy, Snapshot, Task
+from app.core.scheduling.board import slice_us
+from app.core.scheduling.cycle import decide
+from tests.core.pictures import NOW_S, SECOND, codes, island, moves, seats
+
+
+def plan(snapshot: Snapshot) -> Plan:
+    return decide(snapshot, now_s=NOW_S)
+
+
+def with_device(snapshot: Snapshot, id: str, **changes: object) -> Snapshot:
+    devices = {**snapshot.devices, id: replace(snapshot.devices[id], **changes)}
+    return replace(snapshot, devices=devices)
+
+
+# --- F3: who goes next --------------------------------------------------------------------------
+
+
+def test_a_free_device_goes_to_the_tenant_who_used_least() -> None:
+    assert seats(plan(island(".", queue="a b", used={"a": 2, "b": 1}))) == "d0: b"
+
+
+def test_usage_counts_by_weight() -> None:
+    drawn = island(".", queue="a b", used={"a": 3, "b": 2}, weights={"a": 2})
+    assert seats(plan(drawn)) == "d0: a"  # 3/2 < 2/1
+
+
+def test_a_tie_goes_to_the_oldest() -> None:
+    assert seats(plan(island(".", queue="b a"))) == "d0: b"
+
+
+def test_inside_a_tenant_the_user_who_used_least_goes_first() -> None:
+    assert seats(plan(island(".", queue="a1 a2", used={"a1": 2, "a2": 1}))) == "d0: a2"
+
+
+def test_of_one_user_priority_goes_before_age() -> None:
+    urgent = {"a.2": {"priority": 5}}
+    assert seats(plan(island(".", queue="a a", tasks=urgent))) == "d0: a.2"
+
+
+def test_what_was_just_given_counts_for_the_next_pick() -> None:
+    # a is ahead by half a slice; after one launch it owes a whole one, so b comes second.
+    assert seats(plan(island(". .", queue="a a b", used={"b": 0.5}))) == "d0: a  d1: b"
+
+
+def test_what_runs_is_charged_although_the_ledger_has_not_booked_it() -> None:
+    drawn = island("a' .", queue="a b", used={"b": 0.9})
+    # a holds 0.5 s and owes the full slice of 1 s; b has used 0.9.
+    assert seats(plan(drawn)) == "d1: b"
+
+
+def test_who_waits_in_vain_for_one_kind_keeps_nobody_from_a_turn_on_another() -> None:
+    cuda = {"kind": "cuda"}
+    drawn = island(
+        "a1 b",
+        queue="a2 c",
+        used={"a1": 0, "a2": 200, "b": 9000, "c": 1000},
+        tasks={"b": cuda, "c": cuda},
+    )
+    # On cpu a2 waits for a1 of its own tenant, who had less; c has had less than b on cuda.
+    assert seats(plan(with_device(drawn, "d1", kind="cuda"))) == "d1: b>c"
+
+
+# --- where --------------------------------------------------------------------------------------
+
+
+def test_an_image_is_gone_on_from_where_it_lies() -> None:
+    image = {"a": {"image_on": "d1"}}
+    assert seats(plan(island(". .", queue="a", tasks=image))) == "d1: a"
+
+
+def test_an_image_that_is_not_durable_waits_for_its_device() -> None:
+    image = {"a": {"image_on": "d0", "saved": False}}
+    drawn = island("b' .", queue="a", tasks=image)
+    assert seats(plan(drawn)) == ""
+    assert "IMAGE_BEING_SAVED" in codes(plan(drawn), "a")
+
+
+def test_a_frozen_command_waits_for_its_device_although_its_folder_is_durable() -> None:
+    frozen = {"a": {"image_on": "d0", "saved": True, "restarts": True}}
+    drawn = island("b' .", queue="a", tasks=frozen)
+    assert seats(plan(drawn)) == ""
+    assert "FROZEN_ON_DEVICE" in codes(plan(drawn), "a")
+
+
+def test_a_frozen_command_begins_again_elsewhere_if_its_device_is_drained_or_lost() -> None:
+    frozen = {"a": {"image_on": "d0", "saved": True, "restarts": True}}
+    drained = with_device(island(". .", queue="a", tasks=frozen), "d0", cordoned=True)
+    assert seats(plan(drained)) == "d1: a"
+    assert seats(plan(island("x .", queue="a", tasks=frozen))) == "d1: a"
+
+
+def test_a_frozen_command_whose_folder_is_not_kept_yet_stays_even_while_drained() -> None:
+    frozen = {"a": {"image_on": "d0", "saved": False, "restarts": True}}
+    drained = with_device(island(". .", queue="a", tasks=frozen), "d0", cordoned=True)
+    assert seats(plan(drained)) == ""
+
+
+def test_an_image_that_is_lost_with_its_device_does_not_hold_its_task_back() -> None:
+    image = {"a": {"image_on": "d0", "saved": False}}
+    assert seats(plan(island("x .", queue="a", tasks=image))) == "d1: a"
+
+
+def test_who_may_go_anywhere_leaves_a_device_to_who_may_not() -> None:
+    image = {"b": {"image_on": "d0", "saved": False}}
+    assert seats(plan(island(". .", queue="a b", tasks=image))) == "d0: b  d1: a"
+
+
+def test_a_seat_that_is_being_vacated_is_given_away_once() -> None:
+    assert seats(plan(island("a/", queue="b c"))) == "d0: b"
+    starting = {"b": {"seats": ("d0",)}}
+    assert seats(plan(island("a/ b*", queue="c", tasks=starting))) == "d1: c"
+
+
+def test_an_empty_device_is_taken_before_one_being_vacated() -> None:
+    assert seats(plan(island("a/ .", queue="b"))) == "d1: b"
+
+
+@pytest.mark.parametrize("cell", ["x", "#"])
+def test_a_device_that_is_down_or_cordoned_gets_nothing(cell: str) -> None:
+    assert seats(plan(island(cell, queue="a"))) == ""
+
+
+def test_a_device_whose_lease_ended_gets_nothing() -> None:
+    drawn = with_device(island(".", queue="a"), "d0", lease_until_s=NOW_S)
+    assert seats(plan(drawn)) == ""
+    assert codes(plan(drawn), "a") == ["NO_DEVICE_UP"]
+
+
+def test_kind_and_memory_must_fit_and_the_next_who_fits_goes_on() -> None:
+    wants = {"a": {"memory_bytes": 9_000_000_000}, "b": {"kind": "cuda"}}
+    assert seats(plan(island(".", queue="a b c", tasks=wants))) == "d0: c"
+
+
+# --- F6, F8: taking turns -----------------------------------------------------------------------
+
+
+def test_who_had_more_gives_way_after_a_full_slice() -> None:
+    assert seats(plan(island("a", queue="b"))) == "d0: a>b"
+
+
+def test_nobody_gives_way_before_a_full_slice() -> None:
+    assert seats(plan(island("a'", queue="b", used={"a": 100}))) == ""
+
+
+@pytest.mark.parametrize(
+    ("used_by_b", "drawn"),
+    [
+        (8.9, "d0: a>b"),  # a has held 10 s: 10 > 8.9 + 1
+        (9.0, ""),  # 10 > 9 + 1 does not hold: an equal stays
+        (9.1, ""),
+    ],
+)
+def test_who_gives_way_must_still_be_better_served_after_the_change(
+    used_by_b: float, drawn: str
+) -> None:
+    assert seats(plan(island("a", queue="b", used={"b": used_by_b}))) == drawn
+
+
+def test_the_most_over_served_gives_way() -> None:
+    assert seats(plan(island("a b", queue="c", used={"b": 5}))) == "d1: b>c"
+
+
+def test_who_waits_takes_its_turn_where_its_image_lies() -> None:
+    image = {"c": {"image_on": "d0"}}
+    assert seats(plan(island("a b", queue="c", used={"b": 5}, tasks=image))) == "d0: a>c"
+
+
+def test_users_of_a_tenant_take_turns_by_their_own_usage() -> None:
+    assert seats(plan(island("a1", queue="a2"))) == "d0: a1>a2"
+    assert seats(plan(island("a1", queue="a2", used={"a2": 9.5}))) == ""
+
+
+def test_tasks_of_one_user_give_way_only_to_a_higher_priority() -> None:
+    assert seats(plan(island("a", queue="a"))) == ""
+    assert seats(plan(island("a", queue="a", tasks={"a.2": {"priority": 1}}))) == "d0: a>a.2"
+
+
+def test_two_turns_in_one_round_leave_nobody_worse_served_than_who_gained() -> None:
+    # c gains one device; a second one would make it better served than b.
+    drawn = island("a b", queue="c c", used={"a": 20, "c": 8.5})
+    assert seats(plan(drawn)) == "d0: a>c"  # c: 9.5, then 10.5 > 10
+
+
+def test_the_pause_is_decided_before_the_launch_that_needs_it() -> None:
+    assert moves(plan(island("a", queue="b"))) == [("a", "Pause"), ("b", "Launch")]
+
+
+def test_a_free_device_is_taken_rather_than_a_held_one() -> None:
+    assert seats(plan(island("a .", queue="b"))) == "d1: b"
+
+
+@pytest.mark.parametrize(
+    ("switch_us", "expected_s"),
+    [
+        (0, 1.0),  # never below slice_min_s
+        (100_000, 5.0),  # 0.1 s / 2 %
+        (10_000_000, 60.0),  # never above slice_max_s
+    ],
+)
+def test_a_slice_is_so_long_that_switching_costs_its_share(
+    switch_us: int, expected_s: float
+) -> None:
+    task = island("", queue="a").tasks["a"]
+    costly = replace(task, switch_us=switch_us)
+    assert slice_us(Policy(), task, costly) == int(expected_s * SECOND)
+
+
+# --- wishes -------------------------------------------------------------------------------------
+
+
+def held(task: Task) -> dict[str, object]:
+    return {"conditions": replace(task.conditions, hold="user")}
+
+
+def test_a_cancelled_task_that_waits_ends_at_once() -> None:
+    drawn = island(".", queue="a", tasks={"a": {"cancel_asked": True}})
+    assert moves(plan(drawn)) == [("a", "Cancel")]
+
+
+@pytest.mark.parametrize("cell", ["a", "a*", "a/"])
+def test_a_cancelled_task_on_a_device_is_told_to_stop_and_its_seat_passed_on(cell: str) -> None:
+    drawn = island(cell, queue="b", tasks={"a": {"cancel_asked": True}})
+    assert moves(plan(drawn)) == [("a", "Cancel"), ("b", "Launch")]
+
+
+def test_a_task_is_told_to_stop_only_once() -> None:
+    drawn = island("a!", tasks={"a": {"cancel_asked": True}})
+    assert moves(plan(drawn)) == []
+
+
+def test_holding_pauses_a_running_task_and_locks_a_waiting_one() -> None:
+    hold = {"conditions": Conditions(hold="user")}
+    running = island("a .", tasks={"a": hold})
+    assert moves(plan(running)) == [("a", "Pause")]
+    waiting = island(".", queue="a", tasks={"a": hold})
+    assert moves(plan(waiting)) == [("a", "Locked")]
+    assert codes(plan(waiting), "a") == ["HELD_BY_USER"]
+
+
+def test_a_starting_task_is_held_once_it_runs() -> None:
+    assert moves(plan(island("a*", tasks={"a": {"conditions": Conditions(hold="user")}}))) == []
+
+
+def test_a_drained_device_is_emptied() -> None:
+    decided = plan(island("a#", queue="b"))
+    assert [(d.task, d.move, d.rule) for d in decided.decisions] == [("a", "Pause", "drain")]
+    assert codes(decided, "b") == ["DEVICE_DRAINED"]
+
+
+# --- start conditions ---------------------------------------------------------------------------
+
+BLOCKED = {"state": "blocked"}
+
+
+@pytest.mark.parametrize(
+    ("conditions", "moves_", "codes_"),
+    [
+        (Conditions(), [("a", "Unlocked"), ("a", "Launch")], None),
+        (Conditions(waits_for=("z",)), [], ["DEPENDENCY"]),
+        (Conditions(not_before_s=NOW_S + 1), [], ["NOT_BEFORE"]),
+        (Conditions(not_before_s=NOW_S), [("a", "Unlocked"), ("a", "Launch")], None),
+        (Conditions(hold="admin"), [], ["HELD_BY_ADMIN"]),
+        (
+            Conditions(waits_for=("z",), not_before_s=NOW_S + 1, hold="user"),
+            [],
+            ["HELD_BY_USER", "DEPENDENCY", "NOT_BEFORE"],
+        ),
+        (Conditions(waits_for=("y",), broken=("z",)), [("a", "GaveUp")], None),
+    ],
+)
+def test_a_task_starts_when_all_its_conditions_hold(
+    conditions: Conditions, moves_: list[tuple[str, str]], codes_: list[str] | None
+) -> None:
+    drawn = island(".", queue="a", tasks={"a": {**BLOCKED, "conditions": conditions}})
+    decided = plan(drawn)
+    assert moves(decided) == moves_
+    assert decided.reasons == {} if codes_ is None else codes(decided, "a") == codes_
+
+
+def test_a_task_that_failed_waits_for_its_next_attempt() -> None:
+    drawn = island(".", queue="a", tasks={"a": {"retry_at_s": NOW_S + 4, "attempts": 1}})
+    decided = plan(drawn)
+    assert moves(decided) == []
+    assert codes(decided, "a") == ["RETRY_BACKOFF"]
+    assert decided.look_again_s == NOW_S + 4
+
+
+def test_a_condition_that_is_met_by_time_says_when_to_look_again() -> None:
+    later = {**BLOCKED, "conditions": Conditions(not_before_s=NOW_S + 3)}
+    assert plan(island(".", queue="a", tasks={"a": later})).look_again_s == NOW_S + 3
+
+
+# --- lost ---------------------------------------------------------------------------------------
+
+
+def test_what_lay_on_a_device_whose_lease_ended_is_lost_and_goes_on_elsewhere() -> None:
+    drawn = with_device(island("a ."), "d0", lease_until_s=NOW_S)
+    assert moves(plan(drawn)) == [("a", "Lost"), ("a", "Launch")]
+    assert seats(plan(drawn)) == "d1: a"
+
+
+def test_a_lost_device_is_waited_for_as_long_as_the_policy_says() -> None:
+    patient = Policy(half_life_s=0, lost_grace_s=5)
+    drawn = with_device(island("a", policy=patient), "d0", lease_until_s=NOW_S - 4)
+    assert moves(plan(drawn)) == []
+    assert plan(drawn).look_again_s == NOW_S + 1
+
+
+@pytest.mark.parametrize("cell", ["a*", "a", "a/", "a!"])
+def test_a_task_is_lost_whatever_it_did(cell: str) -> None:
+    drawn = with_device(island(cell), "d0", lease_until_s=0.0)
+    assert moves(plan(drawn))[0] == ("a", "Lost")
+
+
+def test_a_cancelled_task_that_is_lost_is_not_launched_again() -> None:
+    drawn = with_device(island("a .", tasks={"a": {"cancel_asked": True}}), "d0", lease_until_s=0.0)
+    assert moves(plan(drawn)) == [("a", "Lost"), ("a", "Cancel")]
+
+
+def test_a_task_on_a_device_that_nobody_knows_is_lost() -> None:
+    assert moves(plan(island("a", tasks={"a": {"seats": ("gone",)}})))[0] == ("a", "Lost")
+
+
+# --- F10: explain -------------------------------------------------------------------------------
+
+
+def test_places_follow_the_order_of_picks() -> None:
+    decided = plan(island("z'", queue="a a b c", used={"c": 1.5}))
+    # a 0, b 0 -> a (older), then b 0, then a 1, then c 1.5
+    assert decided.places == {"a": 1, "b": 2, "a.2": 3, "c": 4}
+
+
+def test_a_tenant_that_had_more_is_told_so_without_naming_the_others() -> None:
+    decided = plan(island("b", queue="a a", used={"a": 50}))
+    assert codes(decided, "a") == ["WAITING_FOR_DEVICE", "TENANT_OVER_FAIR_SHARE"]
+    told = decided.reasons["a"][1].message
+    assert told == (
+        "Your tenant has used more than its share recently (51 vs 10 device-seconds per weight)."
+    )
+    assert codes(decided, "a.2") == [
+        "WAITING_FOR_DEVICE",
+        "TENANT_OVER_FAIR_SHARE",
+        "EARLIER_TASK_AHEAD",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("used", "more"), [(838, "1"), (838.5, "1"), (839.5, "2"), (843, "5"), (843.5, "10")]
+)
+def test_two_sides_that_read_the_same_are_told_by_their_difference(used: float, more: str) -> None:
+    told = plan(island("b", queue="a", used={"a": used, "b": 829})).reasons["a"][1].message
+    assert told == (
+        "Your tenant has used more than its share recently "
+        f"(up to {more} device-seconds per weight more than those who run)."
+    )
+
+
+def test_a_bound_is_a_round_number_no_smaller() -> None:
+    assert [bound(s) for s in (0, 1, 1.1, 4, 6, 12, 50, 51, 700)] == [
+        1, 1, 2, 5, 10, 20, 50, 100, 1000
+    ]  # fmt: skip
+
+
+def test_a_user_is_told_of_users_and_priorities_before_it() -> None:
+    urgent = {"a": {"priority": 1}}
+    decided = plan(island("z'", queue="a a a2", used={"a1": 3, "z": 100}, tasks=urgent))
+    assert codes(decided, "a.2") == [
+        "WAITING_FOR_DEVICE",
+        "USER_OVER_FAIR_SHARE",
+        "HIGHER_PRIORITY_AHEAD",
+    ]
+
+
+@pytest.mark.parametrize("cells", ["", "x", "x x"])
+def test_a_kind_of_which_no_device_is_up_is_told(cells: str) -> None:
+    assert codes(plan(island(cells, queue="a")), "a") == ["NO_DEVICE_UP"]
+
+
+def test_reasons_do_not_change_while_nothing_does() -> None:
+    drawn = island("a' b'", queue="c d", used={"c": 30, "d": 40})
+    now, later = plan(drawn), decide(drawn, now_s=NOW_S + 0.2)
+    assert now.reasons == later.reasons
+
+
+# --- when to look again -------------------------------------------------------------------------
+
+
+def test_the_end_of_a_slice_says_when_to_look_again() -> None:
+    decided = plan(island("a'", queue="b", used={"a": 100}))
+    assert decided.look_again_s == pytest.approx(NOW_S + 0.5, abs=0.002)
+
+
+def test_the_crossing_of_two_scores_says_when_to_look_again() -> None:
+    decided = plan(island("a", queue="b", used={"b": 12}))
+    # a has 10 s and gains one each second; b would have 13 with its turn.
+    assert decided.look_again_s == pytest.approx(NOW_S + 3, abs=0.002)
+
+
+def test_an_island_where_nothing_waits_looks_again_when_a_lease_ends() -> None:
+    assert plan(island("a")).look_again_s == NOW_S + 10

@@ -1,0 +1,129 @@
+"""What is decided about a driver: played, as its documentation says it answers; real on `gpu`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from workers.commands import cuda_checkpoint
+from workers.commands.cuda_checkpoint import CHECKPOINTED, FAILED, LOCKED, RUNNING, Devices, NotDone
+
+ALLOWED = {  # call -> (from which state, to which), as the driver's manual says
+    "lock": (RUNNING, LOCKED),
+    "checkpoint": (LOCKED, CHECKPOINTED),
+    "restore": (CHECKPOINTED, LOCKED),
+    "unlock": (LOCKED, RUNNING),
+}
+
+
+class Played:
+    """A driver of so many processes; `refuses` and `hangs` name (call, process)."""
+
+    def __init__(self, pids, *, refuses=(), hangs=()):
+        self.states = dict.fromkeys(pids, RUNNING)
+        self.refuses, self.hangs, self.calls = refuses, hangs, []
+
+    def state(self, pid):
+        return self.states[pid]
+
+    def lock(self, pid, timeout_ms):
+        assert timeout_ms == 10_000
+        self.do("lock", pid)
+
+    def checkpoint(self, pid):
+        self.do("checkpoint", pid)
+
+    def restore(self, pid):
+        self.do("restore", pid)
+
+    def unlock(self, pid):
+        self.do("unlock", pid)
+
+    def do(self, what, pid):
+        self.calls.append((what, pid))
+        if (what, pid) in self.hangs:
+            time.sleep(5)
+        before, after = ALLOWED[what]
+        if (what, pid) in self.refuses or self.states[pid] != before:
+            raise NotDone("the driver says CUDA_ERROR_ILLEGAL_STATE")
+        self.states[pid] = after
+
+
+def devices(driver, **more):
+    return Devices(driver=driver, is_of=lambda pid: pid in driver.states, **more)
+
+
+def test_all_are_locked_before_any_leaves_and_restored_before_any_goes_on():
+    driver = Played([7, 8])
+    held = devices(driver)
+    held.leave([6, 7, 8])
+    assert driver.states == {7: CHECKPOINTED, 8: CHECKPOINTED}
+    held.come_back()
+    assert driver.states == {7: RUNNING, 8: RUNNING}
+    assert [what for what, _ in driver.calls] == [
+        *("lock", "lock", "checkpoint", "checkpoint"),
+        *("restore", "restore", "unlock", "unlock"),
+    ]
+    held.come_back()  # nobody is away any more
+    assert len(driver.calls) == 8
+
+
+def test_who_cannot_be_locked_leaves_nobody_locked():
+    driver = Played([7, 8], refuses=[("lock", 8)])
+    with pytest.raises(NotDone, match="lock of process 8: the driver says"):
+        devices(driver).leave([7, 8])
+    assert driver.states == {7: RUNNING, 8: RUNNING}
+
+
+def test_a_process_that_failed_before_is_not_touched():
+    driver = Played([7])
+    driver.states[7] = FAILED
+    with pytest.raises(NotDone, match="process 7 is failed by the driver"):
+        devices(driver).leave([7])
+    assert driver.calls == []
+
+
+def test_a_call_that_does_not_come_back_is_given_up(monkeypatch):
+    monkeypatch.setattr(cuda_checkpoint, "MOVE_WITHIN_S", 0.2)
+    began_s = time.monotonic()
+    with pytest.raises(NotDone, match=r"checkpoint of process 7 was not done within 0\.2 s"):
+        devices(Played([7], hangs=[("checkpoint", 7)])).leave([7])
+    assert time.monotonic() - began_s < 2
+
+
+def test_a_call_that_outlasts_the_lease_is_given_up():
+    held = devices(Played([7], hangs=[("lock", 7)]), may_go_on=lambda: False)
+    with pytest.raises(NotDone, match="outlasted the device's lease"):
+        held.leave([7])
+
+
+def test_without_a_driver_nothing_leaves_and_that_is_known_before():
+    held = Devices.found("cpu")
+    assert not held.can_leave
+    held.leave([1])
+    held.come_back()
+
+
+@pytest.mark.gpu
+def test_the_drivers_own_word_and_a_real_process():
+    """Is it permitted here at all?  A process of its own goes off the device, and back."""
+    held = Devices.found("cuda")
+    if not held.can_leave:
+        pytest.skip("the driver has no checkpoint API, or does not let us use it")
+    said = (
+        "import torch; x = torch.arange(2**26, device='cuda'); print('up', flush=True);"
+        " input(); print(int(x.sum()), flush=True)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", said], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "up\n"
+        held.leave([process.pid])
+        assert held.away == [process.pid]
+        held.come_back()
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert int(process.stdout.readline()) == 2**25 * (2**26 - 1)

@@ -1,0 +1,117 @@
+"""When a device reports, and how long it trusts itself."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import pytest
+
+from app.core.model.messages import Alive, Answer
+from workers.device.heartbeat import CHATTER_S, SOON_S, Lease, Pulse, Rhythm
+
+ALIVE = Alive(device="h.0", incarnation="1", sent_us=0, facts={}, residents=[], events=[], logs=[])
+
+
+def answer(sent_us: int) -> Answer:
+    return Answer(
+        device="h.0",
+        incarnation="1",
+        sent_us=sent_us,
+        lease_us=10_000_000,
+        heard={},
+        logged={},
+        keep=[],
+        drop=[],
+    )
+
+
+def test_trust_counts_from_when_the_report_was_sent_and_never_shrinks():
+    lease = Lease().after(answer(5_000_000), margin_us=3_000_000)
+    assert (lease.trusted_until_us, lease.ends_us) == (12_000_000, 15_000_000)
+    assert lease.after(answer(4_000_000), margin_us=3_000_000) is lease  # a late answer
+
+
+@pytest.mark.parametrize(
+    ("happened", "chatter", "answered_us", "due_us"),
+    [
+        (False, False, 10_000_000, 12_000_000),  # the beat
+        (True, False, 0, 0),  # at once
+        (False, True, 10_000_000, 10_000_000 + int(CHATTER_S * 1e6)),  # soon
+        (False, True, 9_000_000, 12_000_000),  # nobody heard the last one: no more before the beat
+    ],
+)
+def test_when_the_next_report_is_due(happened, chatter, answered_us, due_us):
+    rhythm = Rhythm(2_000_000)
+    rhythm.reported(10_000_000)
+    rhythm.happened, rhythm.chatter = happened, chatter
+    assert rhythm.due_us(answered_us) == due_us
+
+
+def test_what_more_follows_at_once_is_told_together():
+    rhythm = Rhythm(2_000_000)
+    rhythm.reported(10_000_000)
+    rhythm.soon(10_200_000)
+    rhythm.soon(10_250_000)  # it does not put off what waits
+    assert rhythm.due_us(10_000_000) == 10_200_000 + int(SOON_S * 1e6)
+    rhythm.happened = True
+    assert rhythm.due_us(10_000_000) == 0
+    rhythm.reported(10_260_000)
+    assert rhythm.due_us(10_000_000) == 12_260_000
+
+
+class Line:
+    """A transport that can be down, and that blocks until it is let go."""
+
+    def __init__(self) -> None:
+        self.sent: list[Alive] = []
+        self.is_down = False
+        self.open = threading.Event()
+        self.open.set()
+
+    def send(self, alive: Alive) -> None:
+        self.open.wait(5)
+        if self.is_down:
+            raise ConnectionError("no line")
+        self.sent.append(alive)
+
+
+@pytest.fixture
+def line():
+    return Line()
+
+
+@pytest.fixture
+def pulse(line):
+    pulse = Pulse(line, clock_us=lambda: 77)
+    pulse.start()
+    yield pulse
+    pulse.end()
+    pulse.join(5)
+    assert not pulse.is_alive()
+
+
+def test_a_report_is_stamped_when_it_is_sent(pulse, line):
+    pulse.say(ALIVE)
+    assert pulse.flush(5)
+    assert line.sent == [replace(ALIVE, sent_us=77)]
+
+
+def test_while_the_line_is_slow_only_the_newest_is_kept(pulse, line):
+    line.open.clear()
+    for number in range(5):
+        pulse.say(replace(ALIVE, incarnation=str(number)))
+    line.open.set()
+    assert pulse.flush(5)
+    assert line.sent[-1].incarnation == "4"
+    assert len(line.sent) <= 2
+
+
+def test_a_line_that_is_down_is_tried_again(pulse, line):
+    line.is_down = True
+    pulse.say(ALIVE)
+    assert pulse.flush(5)
+    line.is_down = False
+    pulse.say(ALIVE)
+    assert pulse.flush(5)
+    assert len(line.sent) == 1

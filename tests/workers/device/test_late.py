@@ -1,0 +1,252 @@
+"""What comes late: a leg of a graph that begins before all that it takes is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from app.core.model.messages import Came, Failed, Finished, Given, Paused, Started, Stopped, Stored
+from tests.workers.conftest import Ground
+from tests.workers.graph.test_runner import body, launched, node, paused_and_saved, ran
+
+WHOLE = body(
+    node("start", "start", params={"seed": 3}),
+    node("noisy", "draw", "x=start.y"),
+    node("own", "start", params={"seed": 4}),
+    node("drawn", "draw", "x=own.y"),
+    node("told", "said", "x=noisy.y"),
+    node("again", "draw", "x=told.y"),
+    node("one", "listed", "x=again.y"),
+    node("two", "listed", "x=drawn.y"),
+    one="one.y",
+    two="two.y",
+)
+MAKER = {"nodes": ["start", "noisy"], "takes": {}, "gives": {"b0": "noisy.y"}, "after_ms": {}}
+TAKER = {
+    "nodes": ["own", "drawn", "told", "again", "one", "two"],
+    "takes": {"b0": "noisy.y"},
+    "gives": {"one": "one.y", "two": "two.y"},
+    "after_ms": {},
+    "late": ["b0"],
+}
+
+
+def leg(ground: Ground, task: str, part: dict[str, Any], **more: Any) -> None:
+    launched(ground, task, WHOLE, part=part, **more)
+
+
+@pytest.fixture
+def ground(grounds: Callable[..., Ground]) -> Ground:
+    """Whose patience does not end before a slow test has given what it lacks."""
+    return grounds(patience_s=30.0)
+
+
+@pytest.fixture
+def block(ground: Ground) -> dict[str, Any]:
+    """What `noisy` makes, durable."""
+    leg(ground, "maker", MAKER, outputs=["b0"])
+    kept: dict[str, Any] = ground.event(Finished, "maker").outputs["b0"]
+    return kept
+
+
+def give(ground: Ground, block: dict[str, Any], *, epoch: int = 1, task: str = "t1") -> None:
+    ground.supervisor.receive(Given(task=task, epoch=epoch, port="b0", source=block))
+
+
+def is_right(ground: Ground, *, epoch: int = 1) -> bool:
+    return bool(ground.event(Finished, "t1", epoch).result == ran(WHOLE))
+
+
+def was_told(ground: Ground, block: dict[str, Any], *, epoch: int = 1) -> bool:
+    """How it came: when it started, if it was there by then."""
+    started = ground.event(Started, "t1", epoch)
+    told = len(ground.all(Came, "t1", epoch)), started.ways, started.input_bytes
+    return told in [(0, {"b0": "here"}, block["size_bytes"]), (1, {}, 0)]
+
+
+def asks(ground: Ground) -> bool:
+    return any(view.lacks == ["b0"] for view in ground.reports[-1].residents)
+
+
+def test_it_goes_on_when_the_block_has_come(ground: Ground, block: dict[str, Any]) -> None:
+    leg(ground, "t1", TAKER)
+    assert ground.event(Started, "t1").ways == {}
+    give(ground, block)
+    assert is_right(ground)
+    came = ground.event(Came, "t1")
+    assert (came.port, came.way, came.size_bytes) == ("b0", "here", block["size_bytes"])
+
+
+def test_it_may_be_given_before_there_is_a_process(ground: Ground, block: dict[str, Any]) -> None:
+    leg(ground, "t1", TAKER)
+    for _ in range(3):  # said more than once
+        give(ground, block)
+    assert is_right(ground)
+    assert was_told(ground, block)
+
+
+def test_what_is_there_at_its_launch_is_an_input_like_others(
+    ground: Ground, block: dict[str, Any]
+) -> None:
+    leg(ground, "t1", TAKER, inputs={"b0": block})
+    assert ground.event(Started, "t1").ways == {"b0": "here"}
+    assert is_right(ground)
+    assert not ground.all(Came, "t1")
+
+
+def test_it_asks_for_what_it_was_not_told_of(ground: Ground, block: dict[str, Any]) -> None:
+    leg(ground, "t1", TAKER)
+    ground.until(lambda: asks(ground))
+    give(ground, block)
+    assert is_right(ground)
+
+
+def test_it_leaves_its_seat_when_it_has_waited_too_long(grounds: Callable[..., Ground]) -> None:
+    ground = grounds(patience_s=0.2)
+    leg(ground, "maker", MAKER, outputs=["b0"])
+    block = ground.event(Finished, "maker").outputs["b0"]
+    leg(ground, "t1", TAKER)
+    assert ground.event(Paused, "t1").lacks == "b0"
+    ground.launch("t2", "nodes:start", outputs=["y"])
+    ground.event(Finished, "t2")
+    leg(ground, "t1", TAKER, epoch=2, inputs={"b0": block})
+    assert ground.event(Started, "t1", 2).resumed == "resident"
+    assert is_right(ground, epoch=2)
+    assert was_told(ground, block, epoch=2)
+
+
+def test_it_stays_for_longer_while_nobody_else_wants_the_device(
+    grounds: Callable[..., Ground],
+) -> None:
+    ground = grounds(patience_s=0.2, at_rest_s=30.0)
+    ground.wanted = False
+    leg(ground, "maker", MAKER, outputs=["b0"])
+    block = ground.event(Finished, "maker").outputs["b0"]
+    leg(ground, "t1", TAKER)
+    ground.until(lambda: asks(ground))
+    asked_us = ground.reports[-1].sent_us
+    ground.until(lambda: ground.reports[-1].sent_us > asked_us + 1_000_000)
+    assert not ground.all(Paused, "t1")
+    give(ground, block)
+    assert is_right(ground)
+
+
+def test_it_leaves_for_who_comes_to_its_device(grounds: Callable[..., Ground]) -> None:
+    ground = grounds(patience_s=0.2, at_rest_s=30.0)
+    ground.wanted = False
+    leg(ground, "t1", TAKER)
+    ground.until(lambda: asks(ground))
+    ground.launch("t2", "nodes:start", outputs=["y"])
+    assert ground.event(Paused, "t1").lacks == "b0"
+    ground.event(Finished, "t2")
+
+
+def test_it_leaves_when_somebody_is_in_line(grounds: Callable[..., Ground]) -> None:
+    ground = grounds(patience_s=0.2, at_rest_s=30.0)
+    ground.wanted = False
+    leg(ground, "t1", TAKER)
+    ground.until(lambda: asks(ground))
+    asked_us = ground.reports[-1].sent_us
+    ground.until(lambda: ground.reports[-1].sent_us > asked_us + 400_000)
+    assert not ground.all(Paused, "t1")
+    ground.wanted = True
+    assert ground.event(Paused, "t1").lacks == "b0"
+
+
+def test_its_image_says_what_it_lacks(ground: Ground, block: dict[str, Any]) -> None:
+    leg(ground, "t1", TAKER)
+    ground.event(Started, "t1")
+    images = paused_and_saved(ground, "t1", 1)
+    ground.drop = [["t1", 1]]
+    ground.until(lambda: ground.view("t1") is None)
+    leg(ground, "t1", TAKER, epoch=2, images=images, inputs={"b0": block})
+    assert ground.event(Started, "t1", 2).resumed == "image"
+    assert is_right(ground, epoch=2)
+
+
+def test_it_can_lack_it_still_after_a_pause(ground: Ground, block: dict[str, Any]) -> None:
+    leg(ground, "t1", TAKER)
+    ground.event(Started, "t1")
+    images = paused_and_saved(ground, "t1", 1)
+    leg(ground, "t1", TAKER, epoch=2, images=images)
+    ground.event(Started, "t1", 2)
+    give(ground, block, epoch=1)  # of before its pause: stale
+    give(ground, block, epoch=2)
+    assert is_right(ground, epoch=2)
+    assert ground.event(Came, "t1", 2).epoch == 2
+
+
+def test_who_waits_can_be_cancelled(ground: Ground) -> None:
+    leg(ground, "t1", TAKER)
+    ground.event(Started, "t1")
+    ground.cancel("t1")
+    ground.event(Stopped, "t1")
+
+
+def test_what_cannot_be_had_is_no_fault_of_its_own(ground: Ground, block: dict[str, Any]) -> None:
+    leg(ground, "t1", TAKER)
+    give(ground, {**block, "sha256": "0" * 64})
+    failed = ground.event(Failed, "t1")
+    assert failed.cause == "store"
+    assert "b0" in failed.message
+    ground.until(lambda: not ground.supervisor.residents)
+    assert len(ground.all(Failed, "t1")) == 1
+    leg(ground, "t1", TAKER, epoch=2)
+    give(ground, block, epoch=2)
+    assert is_right(ground, epoch=2)
+
+
+def test_what_it_made_is_given_again_after_a_restore(ground: Ground, block: dict[str, Any]) -> None:
+    """Whoever made its image may have ended before it was durable."""
+    early = {**TAKER, "gives": {**TAKER["gives"], "b1": "drawn.y"}, "after_ms": {"b1": 1.0}}
+    leg(ground, "t1", early, outputs=["b1"])
+    first = ground.event(Stored, "t1").kept
+    images = paused_and_saved(ground, "t1", 1)
+    ground.drop = [["t1", 1]]
+    ground.until(lambda: ground.view("t1") is None)
+    leg(ground, "t1", early, epoch=2, images=images, outputs=["b1"])
+    assert ground.event(Stored, "t1", 2).kept == first  # though nothing can run before b0 is there
+    give(ground, block, epoch=2)
+    assert ground.event(Finished, "t1", 2).result == ran(WHOLE)
+
+
+LARGE = body(
+    node("start", "start", params={"seed": 3}),
+    node("noisy", "draw", "x=start.y"),
+    node("big", "start", params={"seed": 4, "size": 2 << 18}),
+    node("read", "lying", "x=big.y gate=noisy.y"),
+    big="big.y",
+    read="read.y",
+)
+GIVER = {
+    "nodes": ["big", "read"],
+    "takes": {"b0": "noisy.y"},
+    "gives": {"b1": "big.y", "read": "read.y"},
+    "after_ms": {"b1": 1.0},
+    "late": ["b0"],
+}
+
+
+def test_what_it_gave_lies_in_a_file_when_it_is_durable(
+    ground: Ground, block: dict[str, Any]
+) -> None:
+    """Else a leg would take new memory for each block that it gives; images are the same."""
+    launched(ground, "t1", LARGE, part=GIVER, outputs=["b1"])
+    first = ground.event(Stored, "t1").kept
+    images = paused_and_saved(ground, "t1", 1)
+    launched(ground, "t1", LARGE, 2, part=GIVER, outputs=["b1"], inputs={"b0": block})
+    ended = ground.event(Finished, "t1", 2)
+    assert ended.result == {"read": [True, 4.0 * (2 << 18)]}
+    assert ended.outputs["b1"] == first
+    launched(ground, "t1", LARGE, 3, part=GIVER, outputs=["b1"], images=images)
+    assert ground.event(Started, "t1", 3).resumed == "image"
+    assert ground.event(Stored, "t1", 3).kept == first
+    give(ground, block, epoch=3)
+    assert ground.event(Finished, "t1", 3).result == ended.result
+
+
+def test_only_what_may_come_late_can_be_lacking(ground: Ground) -> None:
+    leg(ground, "t1", {**TAKER, "late": []})
+    assert "b0" in ground.event(Failed, "t1").message

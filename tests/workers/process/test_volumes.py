@@ -1,0 +1,81 @@
+"""A scratch folder of fixed size, on this host's own kernel."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from workers.process import volumes
+
+
+@pytest.fixture
+def template(tmp_path: Path) -> Path:
+    path = tmp_path / "template"
+    why = volumes.make_template(path, volumes.LEAST_BYTES) or volumes.try_out(path, os.geteuid())
+    if why:
+        pytest.skip(f"no file system can be mounted here: {why}")
+    return path
+
+
+def test_a_volume_is_empty_and_belongs_to_its_user(template):
+    mount = volumes.mounted(template, 4711)
+    root = f"/proc/self/fd/{mount}"
+    assert os.listdir(root) == []
+    assert (os.stat(root).st_uid, os.stat(root).st_mode & 0o777) == (4711, 0o700)
+    os.close(mount)
+
+
+def test_what_one_volume_holds_is_not_in_the_next(template):
+    first, second = (volumes.mounted(template, 0) for _ in range(2))
+    Path(f"/proc/self/fd/{first}/file").write_text("mine")
+    assert os.listdir(f"/proc/self/fd/{second}") == []
+    for mount in (first, second):
+        os.close(mount)
+
+
+def test_a_volume_that_is_full_has_no_space_and_gives_all_back(template):
+    """No file has a name there, and its loop device is free again."""
+    mount = volumes.mounted(template, 0)
+    assert _looped(template.parent)
+    with pytest.raises(OSError, match="No space left on device"):
+        _fill(Path(f"/proc/self/fd/{mount}/full"))
+    assert os.listdir(template.parent) == [template.name]
+    os.close(mount)
+    deadline_s = time.monotonic() + 10
+    while _looped(template.parent):
+        assert time.monotonic() < deadline_s, "its loop device is still in use"
+        time.sleep(0.01)
+
+
+def _fill(path: Path) -> None:
+    with path.open("wb", buffering=0) as file:
+        while True:
+            file.write(b"1" * 2**20)
+
+
+def _looped(folder: Path) -> list[str]:
+    """Loop devices over a file in this folder."""
+    found = []
+    for backing in Path("/sys/block").glob("loop*/loop/backing_file"):
+        with suppress(OSError):  # it may go at any moment
+            found += [line for line in [backing.read_text()] if line.startswith(f"{folder}/")]
+    return found
+
+
+def test_a_volume_larger_than_the_disk_is_refused(template):
+    with template.open("rb+") as file:
+        free = os.statvfs(template.parent)
+        file.truncate(2 * free.f_blocks * free.f_frsize)
+    with pytest.raises(OSError, match="reserving disk"):
+        volumes.mounted(template, 0)
+
+
+def test_the_usual_size_is_a_part_of_what_is_free(tmp_path):
+    free = os.statvfs(tmp_path)
+    size = volumes.usual_bytes(tmp_path)
+    assert volumes.LEAST_BYTES <= size <= volumes.LARGEST_BYTES
+    assert size <= max(volumes.LEAST_BYTES, free.f_bavail * free.f_frsize // 15)

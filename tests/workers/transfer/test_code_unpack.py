@@ -1,0 +1,73 @@
+"""Bundles are not believed: what must not be unpacked leaves no trace."""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+import zipfile
+
+import pytest
+
+from workers.transfer import code_unpack
+from workers.transfer.code_unpack import BadBundle, unpacked
+
+
+def zipped(path, names, *, mode=0o100644, text="x"):
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in names:
+            entry = zipfile.ZipInfo(name)
+            entry.external_attr = mode << 16
+            archive.writestr(entry, text)
+    return path
+
+
+def tarred(path, *entries):
+    with tarfile.open(path, "w") as archive:
+        for name, kind in entries:
+            entry = tarfile.TarInfo(name)
+            entry.type, entry.linkname = kind, "/etc/passwd"
+            entry.size = 1 if kind == tarfile.REGTYPE else 0
+            archive.addfile(entry, io.BytesIO(b"x") if entry.size else None)
+    return path
+
+
+def test_a_zip_and_a_tar_become_the_same_read_only_folder(tmp_path):
+    a = unpacked(zipped(tmp_path / "a.zip", ["m.py", "p/q.py"]), tmp_path / "a")
+    b = unpacked(
+        tarred(tmp_path / "b.tar", ("p", tarfile.DIRTYPE), ("m.py", b"0"), ("p/q.py", b"0")),
+        tmp_path / "b",
+    )
+    for folder in (a, b):
+        assert (folder / "p" / "q.py").read_text() == "x"
+        assert os.stat(folder / "m.py").st_mode & 0o777 == 0o444
+
+
+@pytest.mark.parametrize(
+    "names",
+    [["../up"], ["/abs"], ["a/../../up"], ["a\\b"], ["a.py", "A.py"], ["d/" * 20 + "deep"]],
+)
+def test_names_that_leave_the_folder_or_meet_another_are_refused(tmp_path, names):
+    with pytest.raises(BadBundle):
+        unpacked(zipped(tmp_path / "a.zip", names), tmp_path / "out" / "a")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_links_and_devices_are_refused(tmp_path):
+    for number, kind in enumerate((tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE)):
+        with pytest.raises(BadBundle, match="only plain files"):
+            unpacked(tarred(tmp_path / f"{number}.tar", ("a", kind)), tmp_path / "out" / "a")
+    with pytest.raises(BadBundle, match="only plain files"):
+        unpacked(zipped(tmp_path / "a.zip", ["a"], mode=0o120777), tmp_path / "out" / "a")
+
+
+def test_a_bomb_is_stopped_by_the_bytes_that_come_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(code_unpack, "TOTAL_LIMIT_BYTES", 10_000)
+    with pytest.raises(BadBundle, match="more than 10000 bytes"):
+        unpacked(zipped(tmp_path / "a.zip", ["a", "b"], text="x" * 6_000), tmp_path / "out" / "a")
+
+
+def test_what_is_no_archive_is_refused(tmp_path):
+    (tmp_path / "a").write_bytes(b"hello" * 1000)
+    with pytest.raises(BadBundle, match="neither"):
+        unpacked(tmp_path / "a", tmp_path / "out" / "a")

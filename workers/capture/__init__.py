@@ -1,0 +1,1 @@
+"""Captures the whole object graph of a job as bytes, and makes it again."""

@@ -1,0 +1,406 @@
+"""Capture a job's whole object graph as bytes beside its storages, and restore it.
+
+`capture` is called at a safe point. It pickles the graph and lists the storages to which the graph
+refers; their bytes stay where they are (`context_switch` moves them). `rebuilt` makes equal objects
+around storages that are already filled.
+
+Invariants:
+* two objects that share memory before a restore share it after (`tensors`);
+* the state of the random number generators of torch, numpy and Python belongs to the graph;
+* objects of the process are found or made again in the next process (`process_handles`), and the
+  files of the working folder belong to the job (`job_files`);
+* data lent to a job (datablocks) is referred to by name, as long as it was never written to;
+* what cannot be captured (a generator, a socket, a live autograd graph, ...) is refused with its
+  path, and nothing is captured in part.
+
+State outside the job's object (module globals, class attributes) is not captured.
+
+A graph is two pickles: the world, and a header. The header is read first, because it describes what
+must be set up before objects are made. The last eight bytes say where the header begins.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import pickle
+import random
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import cloudpickle
+import numpy
+import torch
+from torch.nn.utils import parametrize
+from torch.utils.hooks import RemovableHandle
+
+from workers.capture import data_loader, job_files, process_handles, tensors
+from workers.capture.paths import Refused, Uncapturable, find, named
+from workers.capture.rebuild import Loading, Name, Surroundings, current, known, rebuilding
+from workers.hardware.accelerator import Accelerator
+
+__all__ = ["Captured", "Surroundings", "Uncapturable", "capture", "rebuilt", "return_to"]
+
+NAMES_LIMIT = 10_000
+_TRAILER_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """A captured job: `graph` is the pickled object graph, which refers to `storages` by number.
+
+    `tensors` lists the tensors and arrays by name, so that they can be read without unpickling:
+    name -> [storage, dtype, shape, stride, offset], the last two in elements.
+    """
+
+    graph: memoryview
+    storages: list[torch.UntypedStorage]
+    tensors: dict[str, list[Any]] = field(default_factory=dict)
+
+
+# --- to bytes ------------------------------------------------------------------------------------
+
+
+def capture(
+    job: object,
+    *,
+    around: Surroundings,
+    accelerator: Accelerator,
+    root: str = "job",
+    whole: bool = True,
+) -> Captured:
+    """Capture `job`, and the random state with which it goes on; raises Uncapturable.
+
+    If `whole` is false, `job` is a value that goes to another task: it has no working folder,
+    process groups or random state.
+    """
+    world = {"job": job, **(_world(accelerator) if whole else {})}
+    graph, pickler = _pickled(world, around, root, whole=whole)
+    if pickler.weak:
+        # Pickle the targets of weak references first, so that each is known when a reference is
+        # met.
+        _must_be_held(pickler, job, root)
+        targets = [target for _, target in pickler.weak]
+        graph, pickler = _pickled(
+            {"targets": targets, **world}, around, root, whole=whole, weakly=True
+        )
+    return Captured(graph=graph, storages=pickler.storages, tensors=_table(job, root, pickler))
+
+
+def _world(accelerator: Accelerator) -> dict[str, Any]:
+    """Return the process state with which a job goes on, beside its own objects."""
+    return {
+        "torch": torch.get_rng_state(),
+        "accelerator": accelerator.random_state(),
+        "random": random.getstate(),
+        "numpy": numpy.random.get_state(),
+        "default_dtype": torch.get_default_dtype(),
+        "default_device": str(torch.get_default_device()),
+        "gradients": torch.is_grad_enabled(),
+    }
+
+
+def _pickled(
+    world: dict[str, Any], around: Surroundings, root: str, *, whole: bool, weakly: bool = False
+) -> tuple[memoryview, Capture]:
+    out = io.BytesIO()
+    pickler, job = Capture(out, around, weakly=weakly), world["job"]
+    try:
+        _dump(pickler, world)
+        pickler.must_not_overlap()
+        files = job_files.listing(pickler) if whole else None
+    except Refused as refused:
+        place = refused.obj if isinstance(refused.obj, str) else find(job, refused.obj, root=root)
+        raise Uncapturable(place, refused.what, refused.advice) from None
+    except Broken as broken:
+        what = type(pickler.last).__name__
+        place = find(job, pickler.last, root=root)
+        raise Uncapturable(place, what, f"{_advice(what)} ({broken})") from broken.__cause__
+    begins = out.tell()
+    header = {
+        "hooks": RemovableHandle.next_id,
+        "shared": [n for n, storage in enumerate(pickler.storages) if storage.is_shared()],
+        "groups": process_handles.groups() if whole else [],
+        "files": files,
+        "lent": pickler.lent,
+    }
+    pickle.dump(header, out, protocol=5)
+    out.write(begins.to_bytes(_TRAILER_BYTES, "big"))
+    return out.getbuffer(), pickler
+
+
+class Broken(Exception):
+    """Something in the graph does not pickle, for any reason."""
+
+
+def _dump(pickler: Capture, world: dict[str, Any]) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # from itertools, since Python 3.12
+            pickler.dump(world)
+    except Refused:
+        raise
+    except Exception as error:  # any exception of a tenant's __reduce__ or __getstate__
+        raise Broken(str(error)) from error
+
+
+def _must_be_held(pickler: Capture, job: object, root: str) -> None:
+    """Refuse targets that only a weak reference reaches: they would be gone after a restore."""
+    reached = pickler.memo.copy()
+    for reference, target in pickler.weak:
+        if id(target) not in reached:
+            what = f"a weak reference to a {type(target).__name__} that the job does not hold"
+            raise Uncapturable(find(job, reference, root=root), what, "Keep the object itself.")
+
+
+def _table(job: object, root: str, pickler: Capture) -> dict[str, list[Any]]:
+    rows, table = pickler.rows, dict[str, list[Any]]()
+    for name, part in itertools.islice(named(job, root=root), NAMES_LIMIT):
+        if (row := rows.get(id(part))) is not None and row[0] >= 0:
+            number, dtype, shape, stride, offset = row
+            said = str(dtype).removeprefix("torch.")
+            table[name] = [number, said, shape, stride, offset]
+    return table
+
+
+Reducer = Callable[["Capture", Any], Any]
+
+
+class Capture(cloudpickle.Pickler):
+    """Pickles a graph without the bytes of storages, which are in `storages`, by number.
+
+    `weakly`: True keeps weak references; False only records them in `weak`.
+    """
+
+    def __init__(self, out: io.BytesIO, around: Surroundings, *, weakly: bool = False) -> None:
+        super().__init__(out, protocol=5)
+        self.around, self.weakly = around, weakly
+        self.numbers: dict[tuple[int, int], int] = {}
+        self.storages: list[torch.UntypedStorage] = []
+        self.lent: list[Name] = []  # have the numbers -1, -2, ...; no image holds them
+        self.rows: dict[int, tensors.Row] = {}  # id -> location of a tensor or an array
+        self.weak: list[tuple[object, object]] = []
+        self.last: object = None
+        self.mapped: set[str] = set()  # paths of files that are changed through a memory map
+        self.stateful: dict[int, Any] = {}  # id of an iterator -> its StatefulDataLoader
+        self.unhooked: dict[tuple[str, ...], tuple[str, ...]] = {}
+        self._names = {id(obj): name for name, obj in _named_here(around).items()}
+        self._reducers: dict[type, Reducer | None] = {}
+
+    def reducer_override(self, obj: Any) -> Any:
+        self.last = obj
+        if (name := self._names.get(id(obj))) is not None:
+            return whats_named, (name,)
+        kind = type(obj)
+        try:
+            reduce = self._reducers[kind]
+        except KeyError:
+            reduce = self._reducers[kind] = _reducer_of(kind)
+        return NotImplemented if reduce is None else reduce(self, obj)
+
+    def as_cloudpickle_does(self, obj: Any) -> Any:
+        return super().reducer_override(obj)
+
+    def number(self, storage: torch.UntypedStorage) -> int:
+        """Return a storage's number.
+
+        Storages are equal by address and size, empty ones by identity.
+        """
+        size = storage.nbytes()
+        key = (storage.data_ptr(), size) if size else (-storage._cdata, 0)
+        number = self.numbers.get(key)
+        if number is None:
+            number = self.numbers[key] = self._new_number(storage)
+        return number
+
+    def _new_number(self, storage: torch.UntypedStorage) -> int:
+        if (name := self.around.lent.name_of(storage)) is not None:
+            self.lent.append(name)
+            return -len(self.lent)
+        self.storages.append(storage)
+        return len(self.storages) - 1
+
+    def must_not_overlap(self) -> None:
+        """Refuse two storages over the same memory, which a restore would separate."""
+        for (before, size), later in itertools.pairwise(sorted(self.numbers)):
+            if before + size > later[0] and size:
+                raise Refused(
+                    self.storages[self.numbers[later]],
+                    "memory that a tensor and a part of a numpy array share",
+                    "Make the tensor from the whole array, or copy the part.",
+                )
+
+
+def _reducer_of(kind: type) -> Reducer | None:
+    """Return the reducer of the first listed class that matches.
+
+    Returns None where pickle needs no help.
+    """
+    if kind in (torch.Tensor, torch.nn.Parameter):
+        return tensors.reduce_plain
+    for cls, reduce in _REDUCERS:
+        if issubclass(kind, cls):
+            return reduce
+    return None
+
+
+_HOOK_TABLES = frozenset(
+    name for name, table in vars(torch.nn.Module()).items() if type(table) is OrderedDict
+)
+
+
+def _reduce_module(capture: Capture, module: torch.nn.Module) -> Any:
+    """Reduce a module; of its many tables of hooks only those with content are written."""
+    cls = type(module)
+    if parametrize.is_parametrized(module) and cls.__module__ == parametrize.__name__:
+        names = tuple(module.parametrizations)  # type: ignore[arg-type]
+        return make_parametrized, (cls.__mro__[1], names), vars(module), None, None, set_module
+    state = vars(module)
+    if cls.__module__ == "torch._dynamo.eval_frame":  # torch's own way loses the hooks
+        hooks = {name: state[name] for name in _HOOK_TABLES if state.get(name)}
+        return cls, (module._orig_mod, module.dynamo_ctx), hooks, None, None, set_module
+    if cls.__getstate__ is not torch.nn.Module.__getstate__ or _reduces_itself(cls):
+        return NotImplemented
+    empty = tuple([name for name in _HOOK_TABLES if not state.get(name, True)])
+    empty = capture.unhooked.setdefault(empty, empty)  # so that each combination is pickled once
+    held = {name: part for name, part in state.items() if name not in _HOOK_TABLES or part}
+    return make_module, (cls, empty), held
+
+
+def _reduce_optimizer(capture: Capture, optimizer: torch.optim.Optimizer) -> Any:
+    cls = type(optimizer)
+    if cls.__getstate__ is not torch.optim.Optimizer.__getstate__ or _reduces_itself(cls):
+        return NotImplemented
+    # The stock state leaves out hooks and other attributes of the instance.
+    state = dict(vars(optimizer))
+    if scheduled := hasattr(state.get("step"), "_wrapped_by_lr_sched"):
+        del state["step"]
+    return make_optimizer, (cls, scheduled), state
+
+
+def _reduces_itself(cls: type) -> bool:
+    return cls.__reduce_ex__ is not object.__reduce_ex__ or cls.__reduce__ is not object.__reduce__
+
+
+def _reduce_generator(capture: Capture, generator: torch.Generator) -> Any:
+    return make_generator, (str(generator.device), generator.get_state())
+
+
+_REDUCERS: tuple[tuple[Any, Reducer], ...] = (
+    (torch.Tensor, tensors.reduce_subclass),
+    (torch.UntypedStorage, tensors.reduce_storage),
+    (torch.storage.TypedStorage, tensors.reduce_typed_storage),
+    *job_files.REDUCERS,
+    (numpy.ndarray, tensors.reduce_array),
+    (torch.Generator, _reduce_generator),
+    *data_loader.REDUCERS,
+    *process_handles.REDUCERS,
+    (torch.nn.Module, _reduce_module),
+    (torch.optim.Optimizer, _reduce_optimizer),
+    (type, Capture.as_cloudpickle_does),
+)
+
+_ADVICE = {
+    "generator": "Write it as a class with __next__ that keeps its own position.",
+    "coroutine": "Await it before step returns.",
+    "socket": "Open and close it within step.",
+    "reader": "Keep the rows that were read, or split the lines yourself.",
+    "_SingleProcessDataLoaderIter": "Make the DataLoader's iterator in __init__ or in step.",
+    "_MultiProcessingDataLoaderIter": "Make the DataLoader's iterator in __init__ or in step.",
+    "RecursiveScriptModule": "Keep the plain module; script it where it is used.",
+}
+
+
+def _advice(what: str) -> str:
+    kept_out = "Keep it out of the job's attributes: make it where it is used."
+    return _ADVICE.get(what, kept_out)
+
+
+def _named_here(around: Surroundings) -> dict[str, object]:
+    """Return the objects that images refer to by name: surroundings and random generators."""
+    on_cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+    return {
+        **around.named,
+        "torch.default_generator": torch.default_generator,
+        "random": random._inst,
+        "numpy.random": numpy.random.mtrand._rand,
+        **{f"torch.cuda.default_generators.{n}": it for n, it in enumerate(on_cuda)},
+    }
+
+
+# --- and back -------------------------------------------------------------------------------------
+
+
+def rebuilt(
+    graph: memoryview, storages: list[torch.UntypedStorage], *, around: Surroundings
+) -> dict[str, Any]:
+    """Restore what was captured around `storages`: the job under "job", and the random states.
+
+    The working folder's files are written first. Call it only inside the tenant's sandbox:
+    unpickling runs code.
+    """
+    begins = int.from_bytes(graph[-_TRAILER_BYTES:], "big")
+    header = pickle.loads(graph[begins:])
+    RemovableHandle.next_id = max(RemovableHandle.next_id, header["hooks"])
+    for number in header["shared"]:
+        storages[number].share_memory_()
+    if header["files"] is not None:
+        job_files.restore(header["files"], storages, around)
+    process_handles.restore_groups(header["groups"])
+    lent = [around.lent.storage(name) for name in reversed(header.get("lent", ()))]
+    with rebuilding(Loading([*storages, *lent], _named_here(around), around)):
+        world: dict[str, Any] = pickle.loads(graph[:begins])
+    return world
+
+
+def return_to(world: dict[str, Any], accelerator: Accelerator) -> None:
+    """Give this process the random states and the defaults of `world`."""
+    torch.set_default_dtype(world["default_dtype"])
+    if str(torch.get_default_device()) != world["default_device"]:
+        torch.set_default_device(world["default_device"])
+    torch.set_grad_enabled(world["gradients"])
+    numpy.random.set_state(world["numpy"])
+    random.setstate(world["random"])
+    accelerator.set_random_state(world["accelerator"])
+    torch.set_rng_state(world["torch"])
+
+
+@known
+def whats_named(name: str) -> object:
+    return current().named[name]
+
+
+@known
+def make_module(cls: Any, empty: tuple[str, ...]) -> object:
+    module = object.__new__(cls)  # FSDP's classes have a __new__ that would build a new module
+    vars(module).update((name, OrderedDict()) for name in empty)
+    return module
+
+
+@known
+def make_parametrized(cls: Any, names: tuple[str, ...]) -> object:
+    """Make a module with a class of its own that has a property for each computed parameter."""
+    module = object.__new__(cls)
+    parametrize._inject_new_class(module)
+    for name in names:
+        parametrize._inject_property(module, name)
+    return module
+
+
+@known
+def set_module(module: torch.nn.Module, state: dict[str, Any]) -> None:
+    vars(module).update(state)
+
+
+@known
+def make_optimizer(cls: Any, scheduled: bool) -> object:
+    optimizer = cls.__new__(cls)
+    return process_handles.with_counted_steps(optimizer) if scheduled else optimizer
+
+
+@known
+def make_generator(device: str, state: torch.Tensor) -> torch.Generator:
+    return torch.Generator(device).set_state(state)

@@ -1,0 +1,1 @@
+"""Runs unmodified programs, freezes them, and keeps their working folder."""

@@ -1,0 +1,221 @@
+"""Gives a command its inputs as files, and reads its outputs and its progress.
+
+Inputs lie in the folder ROUNDHOUSE_INPUTS:
+* PORT: the bytes of a file that another command made;
+* PORT.pt: a value from a job or a function, for `torch.load`;
+* PORT.safetensors or PORT.npy: a datablock, or an output published as one.
+
+An output NAME is the file NAME, or NAME with any extension, in the working folder; a task that
+takes it as an input gets its bytes.  A published output is safetensors or npy.  The files below the
+folder `artifacts` are stored too, as a zip.  Progress is lines of JSON, each an object, written to
+ROUNDHOUSE_METRICS.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import traceback
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from app.core.model import tensor_file
+from app.core.model.tensor_file import HEAD_BYTES, BadTensorFile
+from workers.capture.capture import Surroundings
+from workers.hardware.accelerator import Accelerator
+from workers.residents.executor import Ending, metrics_of
+from workers.switching import context_switch
+from workers.switching import image_file as images
+from workers.switching.image_file import Image
+
+JSON = dict[str, Any]
+
+LINE_LIMIT_BYTES = 64 * 1024
+_PIECE = 1 << 20
+
+
+# --- inputs ---------------------------------------------------------------------------------------
+
+
+def bring_in(inputs: Mapping[str, JSON], take: Callable[[], int], folder: Path) -> None:
+    """Write the inputs into the new `folder`; `take` returns each open file.  Raises Ending."""
+    folder.mkdir()
+    for port, source in sorted(inputs.items()):
+        fd = take()
+        try:
+            if source["format"]:
+                _copy(fd, folder / f"{port}.{source['format']}")
+            else:
+                _unpickle(images.load(fd), port, folder)
+        finally:
+            os.close(fd)
+
+
+def _copy(fd: int, path: Path) -> None:
+    """Copy a file, so that writes of the command reach no other task."""
+    with os.fdopen(os.dup(fd), "rb") as file, path.open("xb") as copy:
+        shutil.copyfileobj(file, copy, _PIECE)
+
+
+def _unpickle(image: Image, port: str, folder: Path) -> None:
+    """Unpickle an image and write its value, in a child process, as that runs tenant code."""
+    read, write = os.pipe2(os.O_CLOEXEC)
+    if not (child := os.fork()):
+        os.close(read)
+        _lay_down(image, folder / port, write)
+    os.close(write)
+    with os.fdopen(read, "rb") as said:
+        wrong = said.read().decode("utf-8", "replace")
+    _, status = os.waitpid(child, 0)
+    if status:
+        last = wrong.strip().rpartition("\n")[2] or f"its process ended with {status}"
+        told = f"The input {port!r} could not be loaded: {last}"
+        raise Ending("failed", cause="exception", message=told[:2000], detail=wrong[-60_000:])
+
+
+def _lay_down(image: Image, path: Path, write: int) -> None:
+    status = 1
+    os.closerange(3, write)  # closes our sockets
+    os.closerange(write + 1, 1 << 16)
+    try:
+        value = context_switch.value(image, around=Surroundings(), accelerator=Accelerator("cpu"))
+        if isinstance(value, bytes):
+            path.write_bytes(value)
+        else:
+            import torch
+
+            torch.save(value, path.with_name(f"{path.name}.pt"))
+        status = 0
+    except BaseException:
+        os.write(write, traceback.format_exc().encode()[-60_000:])
+    finally:
+        os._exit(status)
+
+
+# --- outputs --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file in the working folder, unchanged."""
+
+    path: Path
+    size_bytes: int
+
+    def pieces(self) -> Iterator[bytes]:
+        with _opened(self.path) as file:
+            while piece := file.read(_PIECE):
+                yield piece
+
+
+def output_of(name: str, folder: Path, *, step: int, publish: bool) -> Image | File:
+    """Return the output of this name from the working folder; raises Ending."""
+    found = [path for path in folder.iterdir() if _is_called(path, name)]
+    if len(found) != 1:
+        there = ", ".join(sorted(path.name for path in found)) or "none"
+        told = (
+            f"the output {name!r} is the file {name} or {name}.* in the working folder, and"
+            f" exactly one is wanted; there is: {there}"
+        )
+        raise Ending("failed", cause="exception", message=told, detail="")
+    try:
+        if publish:
+            return _tensors(found[0])
+        with _opened(found[0]) as file:
+            body = file.read()
+    except OSError as error:
+        told = f"the output {name!r} cannot be read: {error}"
+        raise Ending("failed", cause="exception", message=told, detail="") from error
+    around, accelerator = Surroundings(), Accelerator("cpu")
+    return context_switch.stage(body, step=step, around=around, accelerator=accelerator, root=name)
+
+
+def _tensors(path: Path) -> File:
+    with _opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        try:
+            tensor_file.read(file.read(HEAD_BYTES), size)
+        except BadTensorFile as error:
+            told = f"{path.name} is to be published, but is not a safetensors or npy file: {error}"
+            raise Ending("failed", cause="exception", message=told, detail="") from error
+    return File(path, size)
+
+
+def artifacts_of(folder: Path, zipped: Path) -> File | None:
+    """Zip the plain files below `artifacts` in the working folder into the new file `zipped`.
+
+    None if there are no such files; raises OSError.
+    """
+    found = sorted(_plain_files(folder / "artifacts"))
+    if not found:
+        return None
+    how = {"compression": zipfile.ZIP_DEFLATED, "compresslevel": 1, "strict_timestamps": False}
+    with zipfile.ZipFile(zipped, "x", **how) as archive:  # type: ignore[arg-type]
+        for path in found:
+            name = str(path.relative_to(folder / "artifacts"))
+            archive.write(path, name.encode("utf-8", "backslashreplace").decode())
+    return File(zipped, zipped.stat().st_size)
+
+
+def _plain_files(folder: Path) -> Iterator[Path]:
+    if folder.is_symlink():
+        return
+    for parent, _, names in os.walk(folder):
+        for path in (Path(parent, name) for name in names):
+            if path.is_file() and not path.is_symlink():
+                yield path
+
+
+def _opened(path: Path) -> IO[bytes]:
+    return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb")
+
+
+def _is_called(path: Path, name: str) -> bool:
+    return path.name == name or (path.name.startswith(f"{name}.") and path.is_file())
+
+
+# --- progress -------------------------------------------------------------------------------------
+
+
+class Progress:
+    """A named pipe to which the command writes lines; `metrics` is the content of the last line."""
+
+    def __init__(self, path: Path, complain: Callable[[str], None]) -> None:
+        os.mkfifo(path, 0o600)
+        # O_RDWR, so that reads never see the end of file
+        self.fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        self.metrics: JSON = {}
+        self.is_new = False
+        self._rest = b""
+        self._complain, self._has_complained = complain, False
+
+    def read(self) -> int:
+        """Read what was written; return the number of lines of progress."""
+        data = b""
+        with suppress(BlockingIOError):
+            data = os.read(self.fd, 1 << 16)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > LINE_LIMIT_BYTES:
+            lines, self._rest = [*lines, self._rest], b""
+        good = [said for line in lines if line.strip() and (said := self._said(line)) is not None]
+        if good:
+            self.metrics, self.is_new = good[-1], True
+        return len(good)
+
+    def _said(self, line: bytes) -> JSON | None:
+        try:
+            body = json.loads(line)
+        except (ValueError, RecursionError):
+            body = None
+        if isinstance(body, dict):
+            return metrics_of(body)
+        if not self._has_complained:
+            self._has_complained = True
+            told = f"a line in ROUNDHOUSE_METRICS is no JSON object: {line[:100]!r}"
+            self._complain(f"{told}; such lines are left out")
+        return None

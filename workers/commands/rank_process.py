@@ -1,0 +1,119 @@
+"""Joins a process of a command to its gang when it asks for its process group
+(`workers.commands.site`).
+
+    script -> init_process_group(...) -> here: joined to the gang -> the group is ours
+
+From then on the process takes turns with the other ranks, as a rank of a job does; before that it
+runs like any process.  The first process of a rank that asks becomes the rank.  Further processes
+that the script starts, and a script that makes a world of another size, get torch's own group.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from workers.commands.ranks import GANG
+from workers.ranks import process_group, turns
+from workers.ranks.rank import Rank
+from workers.ranks.shared_memory import LAND_BYTES, Ground, Handles
+from workers.ranks.turns import State
+
+# Ranks that wait for each other, or for a dead rank, are detected without a deadline.  A deadline
+# would also expire while all ranks are frozen.
+DEADLINE_S = 365 * 86400.0
+GO_FIRST_S = 10.0  # limit of the wait of a rank that ends because of others, until they have ended
+
+_rank: Rank | None = None
+_begun = 1  # default groups made so far
+
+
+def init_process_group(
+    stock: Callable[..., None], arguments: tuple[Any, ...], named: dict[str, Any]
+) -> None:
+    """Replace torch's function, which is `stock`: any requested backend becomes `splice`."""
+    global _rank
+    is_our_own = process_group.BACKEND in (*arguments[:1], named.get("backend"))
+    if not is_our_own and _rank is None:
+        _rank = _joined(named.get("world_size", -1))
+    if is_our_own or _rank is None:
+        stock(*arguments, **named)
+    elif not dist.is_initialized():
+        _begin_again(_rank)
+
+
+def _joined(world_size: int) -> Rank | None:
+    """Return this process as its rank, on its first turn; None if it is no rank.
+
+    Raises RuntimeError if it cannot become one.
+    """
+    told = json.loads(os.environ[GANG])
+    number = told.pop("rank")
+    handles = Handles(**{**told, "bells": tuple(told["bells"])})
+    if world_size not in (-1, handles.ranks):
+        return None
+    if not _is_open(handles):
+        raise RuntimeError(
+            f"rank {number} cannot reach the others: what started this process closed the"
+            " descriptors that it was given; name the script itself in `command`"
+        )
+    if turns.state(Ground(handles), number) != State.NEW:
+        return None
+    rank = Rank(handles, number, timeout_s=DEADLINE_S)
+    rank.begin()
+    atexit.register(_leave, rank, os.getpid())
+    sys.excepthook = partial(_tell, sys.excepthook, rank)
+    return rank
+
+
+def _begin_again(rank: Rank) -> None:
+    """Make a default group after one was destroyed; all ranks take part, as its name is reused."""
+    global _begun
+    _begun += 1
+    store = process_group.SharedStore(rank.turns, rank.timeout_s)
+    if store.add(f"ranks that begin group {_begun}", 1) == rank.turns.ground.ranks:
+        store.set(f"all begin group {_begun}", b"")
+    store.wait([f"all begin group {_begun}"])
+    process_group.start(rank.turns, rank.timeout_s)
+
+
+def _is_open(handles: Handles) -> bool:
+    """True if these descriptors are still open as they were at the start of the process."""
+    try:
+        return os.fstat(handles.land).st_size == LAND_BYTES
+    except OSError:
+        return False
+
+
+def _leave(rank: Rank, pid: int) -> None:
+    """End this process's rank; called when the process ends for any reason."""
+    if os.getpid() == pid:
+        _let_others_go_first(rank)
+        rank.turns.finish()
+
+
+def _tell(stock: Callable[..., None], rank: Rank, *exception: Any) -> None:
+    _let_others_go_first(rank)
+    stock(*exception)
+
+
+def _let_others_go_first(rank: Rank) -> None:
+    """Wait for the ranks that ended first, if this rank ends because of them.
+
+    So the failure of the first rank is reported.
+    """
+    ground, until_s = rank.turns.ground, time.monotonic() + GO_FIRST_S
+    if not rank.turns.words[turns.FAILED]:
+        return
+    others = [other for other in range(ground.ranks) if other != rank.number]
+    for other in (each for each in others if turns.state(ground, each) == State.DONE):
+        while not ground.is_dead(other) and time.monotonic() < until_s:
+            ground.sleep(rank.number, 0.01)

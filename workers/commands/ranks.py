@@ -1,0 +1,90 @@
+"""Manages a command's ranks for its stub: their environment and the number of their slots.
+
+A rank is a process of the command, so the stub cannot trust it: the ranks can write to the shared
+memory (`workers.ranks.shared_memory`).  So the stub never waits for the lock there, which a rank
+might hold for ever or while frozen.  It uses no data from there but the number of slots.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from dataclasses import asdict
+from pathlib import Path
+
+from workers.ranks import shared_memory, turns
+from workers.ranks.shared_memory import Ground
+
+GANG = "ROUNDHOUSE_GANG"  # environment variable of a rank: `Handles` and "rank", as JSON
+SITE = Path(__file__).parent / "site"  # part of the PYTHONPATH of its ranks
+LOOK_S = 0.05  # interval of looks whether the number of slots has changed
+
+
+class Gang:
+    """The ranks of one start of the command."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.handles = shared_memory.make(ranks)
+        self.is_told = True  # False until the wanted number of slots is reached and reported
+        self._wanted = 1
+        self._board = Ground(self.handles)
+        self._port = _free_port()
+        turns.seat_all(self._board, 1)
+
+    @property
+    def fds(self) -> tuple[int, ...]:
+        """The descriptors that its ranks inherit."""
+        handles = self.handles
+        return (handles.board, handles.land, handles.lock, *handles.bells)
+
+    # --- slots ---
+
+    def want(self, seats: int, *, tell: bool) -> None:
+        """Request a number of slots; it takes effect when all ranks meet in a collective."""
+        self._wanted, self.is_told = seats, not tell
+
+    def has_resized(self) -> int:
+        """Return the new number of slots, once, when the ranks have adopted it; else 0."""
+        words, seats = self._board.words, turns.seats(self._board)
+        # The word is written in one store, with or without the lock, and again until it takes
+        # effect.  Never 0: a rank that has just seen a request would then find none.
+        if words[turns.WISH] != self._wanted and (words[turns.WISH] or seats != self._wanted):
+            words[turns.WISH] = self._wanted
+        if self.is_told or seats != self._wanted:
+            return 0
+        self.is_told = True
+        return self._wanted
+
+    # --- the environment of a rank ---
+
+    def environment(self, rank: int, restarts: int) -> dict[str, str]:
+        """Return a rank's environment: torchrun's variables, and how it finds the other ranks."""
+        given = os.environ.get("PYTHONPATH")
+        gang = {**asdict(self.handles), "rank": rank}
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "GROUP_RANK": "0",
+            "ROLE_RANK": str(rank),
+            "ROLE_NAME": "default",
+            "WORLD_SIZE": str(self.ranks),
+            "LOCAL_WORLD_SIZE": str(self.ranks),
+            "GROUP_WORLD_SIZE": "1",
+            "ROLE_WORLD_SIZE": str(self.ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._port),
+            "TORCHELASTIC_RUN_ID": "roundhouse",
+            "TORCHELASTIC_RESTART_COUNT": str(restarts),
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
+            GANG: json.dumps(gang),
+            "PYTHONPATH": os.pathsep.join([str(SITE), *([given] if given else [])]),
+        }
+
+
+def _free_port() -> int:
+    """Return a free port for torch's own means; a sandbox has its own loopback."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])

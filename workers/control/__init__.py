@@ -1,0 +1,1 @@
+"""Runs the Celery workers that know the database: control and island schedulers."""

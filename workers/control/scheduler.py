@@ -1,0 +1,380 @@
+"""Runs one island's scheduler: read the state, decide, write the plan, send orders.
+
+    celery -A workers.control.scheduler worker --pool threads -Q island.<name>
+
+If several such workers run, one leads by a lease in the island's row and the others are standbys.
+Every round locks that row first, so two schedulers never write at once, even if both believe to
+lead.  All of them sign with the island's one key.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+import uuid
+from dataclasses import replace
+from datetime import timedelta
+
+from sqlalchemy import ColumnElement, Select, bindparam, func, select, true, update
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.exc import InterfaceError, OperationalError
+from sqlalchemy.orm import Session
+
+from app.core.model.messages import Alive, Answer, BadMessage
+from app.core.model.snapshot import Plan
+from app.core.scheduling import record
+from app.core.scheduling.blockers import is_wanted, soonest_first
+from app.core.scheduling.board import Board
+from app.core.scheduling.time_sharing import shares
+from app.core.scheduling.turns import as_json
+from app.db import gc_freeze, transactions
+from app.db.models import Device, Island, LedgerBase, Order, Placement, Task
+from app.identity.enrolment import Roster
+from app.insight.counters import Tally
+from app.messaging import broker, outbox
+from app.messaging.envelope import opened_heartbeat
+from app.scheduling import journal, ledger, task_migration
+from app.scheduling.board_follower import Follower
+from app.settings import settings
+from app.storage.signing import BadSignature
+from workers.control.loop import Loop, keep
+from workers.process.celery_inbox import hears
+
+log = logging.getLogger(__name__)
+
+BUSY_S = 0.05  # retry after this, while a requested action is being written
+TOLD_TASKS = 5  # limit of tasks named in the log if a round asks for a time in the past
+RESEND_LOOKS = 4  # looks for orders to resend, per resend interval
+
+celery = broker.make_celery("island", settings().redis_url.get_secret_value(), settings().redis_tls)
+
+
+class Scheduler(Loop):
+    """Schedules `island`; `inbox` holds the heartbeats received since the last round."""
+
+    def __init__(self, island: str) -> None:
+        super().__init__(f"island {island}")
+        self.island, self.me = island, uuid.uuid4().hex
+        self.inbox: queue.SimpleQueue[Alive] = queue.SimpleQueue()
+        self.roster = Roster(island)
+        # device -> incarnation and time of its newest heartbeat
+        self.spoken: dict[str, tuple[str, int]] = {}
+        self.nudged = threading.Event()
+        self.follower = Follower(island)
+        self.tally, self.leads = Tally(), False
+        self.began_s = 0.0  # start of this round's transaction, by the monotonic clock
+        self.due_s = 0.0  # when time alone may change the plan, by the monotonic clock
+        self.resend_s = 0.0  # when to look for orders to resend, by the monotonic clock
+        self.deaf_until_s = 0.0  # until when silence proves nothing, by the monotonic clock
+
+    def receive(self, text: str) -> None:
+        """Queue a heartbeat that came over Redis; raises BadSignature or BadMessage if it is
+        invalid.
+
+        The thread that reads from Redis calls it.
+        """
+        alive = opened_heartbeat(text, hosts=self.roster.hosts)
+        if objection := self.roster.objection(alive):
+            raise BadSignature(objection)
+        sent = alive.incarnation, alive.sent_us
+        if sent > self.spoken.get(alive.device, ("", 0)):
+            self.spoken[alive.device] = sent
+            self.hear(alive)
+
+    def hear(self, alive: Alive) -> None:
+        self.inbox.put(alive)
+        self.wake.set()
+
+    def nudge(self) -> None:
+        self.nudged.set()
+        self.wake.set()
+
+    def look(self) -> float:
+        began_s, heard = time.monotonic(), self._heard()
+        look_now = self.nudged.is_set() or time.monotonic() >= self.due_s
+        self.nudged.clear()
+        try:
+            answers, due = self._written_down(heard, look_now)
+        except BaseException:
+            self._not_written_down(heard)
+            raise
+        # 4. Send only what is committed.
+        self._send(answers, due)
+        if self.leads:
+            self.tally.round(time.monotonic() - began_s)
+        return max(0.0, self.due_s - time.monotonic())
+
+    def _written_down(self, heard: list[Alive], look_now: bool) -> tuple[list[Answer], list[Order]]:
+        """Run one round.  If it fails, run it again carefully.
+
+        The careful round handles the heartbeat of each device and the plan in savepoints of their
+        own, so that a fault in one does not spoil the rest.
+        """
+        try:
+            return self._round_in_one_transaction(heard, look_now, careful=False)
+        except (OperationalError, InterfaceError):
+            raise  # the database is away
+        except Exception as error:
+            log.warning("island %s: a round is made again, with care: %r", self.island, error)
+            self.follower.forget()
+        return self._round_in_one_transaction(heard, look_now, careful=True)
+
+    def _round_in_one_transaction(
+        self, heard: list[Alive], look_now: bool, *, careful: bool
+    ) -> tuple[list[Answer], list[Order]]:
+        with transactions.transaction() as session:
+            # 1. Let only one scheduler write at a time.
+            row, due = self._begin(session), list[Order]()
+            self.roster.read(session)
+            # 2. Record the reports of devices.
+            recorded = journal.record_all(session, heard, careful=careful) if heard else []
+            changed = look_now or any(changed for _, changed in recorded)
+            # actions that wait for the commit need not wait for the plan
+            if changed and transactions.is_awaited(session):
+                due = self._settled(session)
+                transactions.commit(session)
+                session.expunge_all()
+                row = self._begin(session)
+            # 3. The leader also plans, if anything changed.
+            if changed:
+                plan = self._plan if careful else self._cycle
+                again_s = plan(session) if self.leads else settings().tick_s
+                self.due_s = time.monotonic() + again_s
+            due += self._settled(session)
+            self.tally.write(session, row, leads=self.leads)
+            return [self._with_order(answer) for answer, _ in recorded], due
+
+    def _begin(self, session: Session) -> Island:
+        """Lock the island's row until the commit, and find out whether this scheduler leads."""
+        row, left_s = self._row(session)
+        _check_key(row)
+        self.began_s = time.monotonic()
+        self.leads = self._lead(session, row, left_s)
+        if not self.leads:
+            self.follower.forget()
+        return row
+
+    def _settled(self, session: Session) -> list[Order]:
+        """Write everything that this commit makes true; return the orders to send after it."""
+        journal.settle(session)
+        return self._due(session)
+
+    def _due(self, session: Session) -> list[Order]:
+        """Return orders to send: the new ones and, now and then, old unanswered ones."""
+        new, resend_s = journal.ordered(session), settings().order_resend_s
+        if time.monotonic() < self.resend_s:
+            return new
+        self.resend_s = time.monotonic() + resend_s / RESEND_LOOKS
+        return [*outbox.take_unsent(session, _live(self.island), resend_s=resend_s), *new]
+
+    def _with_order(self, answer: Answer) -> Answer:
+        """Add to an answer what the plan knows: peers, order of slots, shares, and whether others
+        wait.
+
+        A device obeys the islands that its own island names as peers.  If its memory is short, the
+        task last in `next` leaves first.  Tasks that share it take turns by `rota`, the least
+        served first.  If no task wants such a device, a task that waits for an input may keep its
+        slot.
+        """
+        board, answer = self.follower.board, replace(answer, peers=self.roster.peers)
+        if board is None:
+            return answer
+        rota = [as_json(share) for share in shares(board, answer.device)]
+        soonest = soonest_first(board, [task for task, _ in answer.keep])
+        return replace(answer, next=soonest, rota=rota, wanted=is_wanted(board, answer.device))
+
+    def _not_written_down(self, heard: list[Alive]) -> None:
+        for alive in heard:
+            self.inbox.put(alive)
+        self.follower.forget()
+        self.nudged.set()
+
+    def leave(self) -> None:
+        """Give up the lease, so that a standby takes over at once."""
+        with transactions.transaction() as session:
+            row, _ = self._row(session)
+            if row.leader == self.me:
+                row.leader_until = func.now()
+
+    def _heard(self) -> list[Alive]:
+        """Return the newest heartbeat of every device process, which replaces all earlier ones."""
+        newest: dict[tuple[str, str], Alive] = {}
+        while not self.inbox.empty():
+            alive = self.inbox.get()
+            process = (alive.device, alive.incarnation)
+            if process not in newest or newest[process].sent_us < alive.sent_us:
+                newest[process] = alive
+        return [newest[process] for process in sorted(newest)]
+
+    def _row(self, session: Session) -> tuple[Island, float]:
+        """Return the island's row, locked, and the seconds left of its leader's lease."""
+        found = session.execute(_ROW, {"island": self.island}).one_or_none()
+        if found is None:
+            session.execute(insert(Island).values(name=self.island).on_conflict_do_nothing())
+            found = session.execute(_ROW, {"island": self.island}).one()
+        transactions.it_is(session, float(found[2]))
+        ledger.it_is(session, found[3])
+        return found[0], float(found[1])
+
+    def _lead(self, session: Session, row: Island, left_s: float) -> bool:
+        """Take or renew the lease; False while another scheduler holds it.
+
+        If our own lease has ended, heartbeats were missed and control may have given our tasks
+        away: start again from the database.
+        """
+        if left_s > 0 and row.leader != self.me:
+            return False
+        if left_s <= 0:
+            log.warning("%s leads island %s", self.me[:8], self.island)
+            row.leader, row.term, row.leading_since = self.me, row.term + 1, func.now()
+            self.follower.forget()
+            _spare_leases(session, self.island)
+        if left_s < settings().leader_s / 2:
+            row.leader_until = func.now() + timedelta(seconds=settings().leader_s)
+        return True
+
+    def _plan(self, session: Session) -> float:
+        """Plan in a savepoint: if the plan fails, the recorded reports of devices remain."""
+        try:
+            with session.begin_nested():
+                return self._cycle(session)
+        except (OperationalError, InterfaceError):
+            raise
+        except Exception:
+            log.exception("island %s could not make its plan", self.island)
+            self.follower.forget()
+            return settings().tick_s
+
+    def _cycle(self, session: Session) -> float:
+        journal.write_down(session)
+        # The transaction's clock stands still; add the time passed, to see turns that ended
+        # meanwhile.
+        now_s = transactions.now_s(session) + time.monotonic() - self.began_s
+        known, board = self.follower.board, self.follower.look(session, now_s=now_s)
+        if board is not known:
+            gc_freeze.spare_anew()
+        moves = self.follower.news is not None and self.follower.news.moves
+        if moves and task_migration.advance(session, board, island=self.island):
+            board = self.follower.look(session, now_s=now_s)
+        self._spare_the_silent(session, board)
+        plan = self.follower.cycle(session, board)
+        seen = None
+        if plan.decisions or plan.lifts:
+            seen = record.seen_by(board, plan, plan.before, island=self.island)
+        if not journal.store(session, plan, seen=seen):
+            self.follower.forget()
+            return BUSY_S
+        if self.follower.news is not None and self.follower.news.saves:
+            journal.order_saves(session, self.island)
+        task_migration.make_fit(session, board)
+        if self.follower.behind:
+            return 0.0
+        return self._wait_s(plan, board, now_s=now_s)
+
+    def _wait_s(self, plan: Plan, board: Board, *, now_s: float) -> float:
+        """Return the seconds until the next round, if nothing wakes the scheduler.
+
+        A plan that asks for a time in the past is a fault of the scheduler.  It must not keep the
+        scheduler busy for ever.
+        """
+        if plan.look_again_s is None:
+            return settings().tick_s
+        if plan.look_again_s <= now_s:
+            waiting = sorted(board.tried.keys() | board.in_the_way)[:TOLD_TASKS]
+            log.error(
+                "island %s: the round at %.6f s asked to be made again at %.6f s; tasks: %s",
+                self.island,
+                now_s,
+                plan.look_again_s,
+                ", ".join(waiting) or "none",
+            )
+            return settings().tick_s
+        return min(settings().tick_s, plan.look_again_s - now_s)
+
+    def _spare_the_silent(self, session: Session, board: Board) -> None:
+        """Extend the leases of silent devices while Redis is away, and for one lease afterwards."""
+        if all(board.alive(id) for id in (*board.seated, *board.leaving)):
+            return
+        if not outbox.reachable():
+            # Until the leases given now have ended and were given once more.
+            self.deaf_until_s = time.monotonic() + 2 * settings().lease_s
+        if time.monotonic() < self.deaf_until_s:
+            _spare_leases(session, self.island)
+            self.follower.look_at_devices(session)
+
+    def _send(self, answers: list[Answer], due: list[Order]) -> None:
+        if unsent := outbox.send(answers, due):
+            self.resend_s = 0.0
+            with transactions.transaction() as session:
+                outbox.mark_unsent(session, unsent)
+
+
+def _check_key(row: Island) -> None:
+    """Record our key at first use; raise RuntimeError if the island has another key.
+
+    Devices obey only the one key of an island that they were told.
+    """
+    ours = outbox.signer().public
+    row.key = row.key or ours
+    if row.key != ours:
+        raise RuntimeError(
+            f"island {row.name} signs with the key {row.key[:16]}…, and "
+            f"{settings().island_key_file} holds {ours[:16]}…: copy the file from where the island "
+            "runs, or run `python -m app.local.seed --island` here to give the island this key"
+        )
+
+
+_LEFT_S = func.coalesce(func.extract("epoch", Island.leader_until - func.now()), 0)
+
+# The island's row, locked; seconds left of its leader's lease; the time; the ledger's row.
+_ROW = (
+    select(Island, _LEFT_S, func.extract("epoch", func.now()), LedgerBase)
+    .outerjoin(LedgerBase, true())
+    .where(Island.name == bindparam("island"))
+    .with_for_update(key_share=True, of=Island)
+)
+
+
+def _spare_leases(session: Session, island: str) -> None:
+    """Extend the leases of devices with tasks by one lease, as no heartbeat could arrive.
+
+    Without this, a pause of the control plane or of Redis would count every running task as lost.
+    A device that gets no answer stops by itself, so nothing runs twice meanwhile.
+    """
+    until = func.now() + timedelta(seconds=settings().lease_s)
+    parked = select(Task.id).where(Task.image_on == Device.id, ~Task.saved)
+    spared = update(Device).where(Device.island == island, _seats_somebody() | parked.exists())
+    session.execute(spared.values(lease_until=func.greatest(Device.lease_until, until)))
+
+
+def _seats_somebody() -> ColumnElement[bool]:
+    open_ = select(Placement.id).where(
+        Placement.device_id == Device.id, Placement.ended_at.is_(None)
+    )
+    return open_.exists()
+
+
+def _live(island: str) -> Select[tuple[str]]:
+    return select(Device.id).where(Device.island == island, Device.lease_until > func.now())
+
+
+scheduler = Scheduler(settings().island)
+keep(celery, scheduler)
+
+
+@hears(celery, broker.ISLAND_NUDGE)
+def nudge() -> None:
+    scheduler.nudge()
+
+
+not_heard = broker.Complaint(log, "a heartbeat does not count")
+
+
+@hears(celery, broker.ISLAND_ALIVE)
+def alive(text: str) -> None:
+    try:
+        scheduler.receive(text)
+    except (BadSignature, BadMessage) as error:
+        not_heard.say(error)

@@ -1,0 +1,1 @@
+"""Supervises one device: who holds it, and every process that lives there."""

@@ -1,0 +1,153 @@
+"""Sends the heartbeats of a device: each report has its whole state, each answer extends its lease.
+
+A `Pulse` is a thread that sends the newest report it was given.  Sending may block while Redis is
+away, and the supervisor must not block.  A report that could not be sent is discarded: the next
+report has all of its content.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from app.core.model.messages import Alive, Answer
+
+log = logging.getLogger(__name__)
+
+LOGS_LIMIT_BYTES = 64 * 1024  # limit of log lines in one report
+SOON_S = 0.1  # wait this long, so that events of the same moment share a report
+CHATTER_S = 0.5  # log lines, metrics and progress are reported at most this often
+
+
+def now_us() -> int:
+    """Return the device's clock: monotonic, and the same for all processes of a host."""
+    return time.monotonic_ns() // 1000
+
+
+class Transport(Protocol):
+    def send(self, alive: Alive) -> None:
+        """Publish one report; any exception means that it was not sent."""
+
+
+# --- the lease ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """The time limits within which the device may act on its own.
+
+    A step may begin until `trusted_until_us`.  From `ends_us` the island may give the work away.
+    Both count from the *sending* of the answered report, so they hold however long the messages
+    took.
+    """
+
+    trusted_until_us: int = 0
+    ends_us: int = 0
+    answered_us: int = 0  # send time of the newest answered report
+
+    def after(self, answer: Answer, *, margin_us: int) -> Lease:
+        if answer.sent_us < self.answered_us:
+            return self
+        ends_us = answer.sent_us + answer.lease_us
+        return Lease(
+            trusted_until_us=ends_us - margin_us, ends_us=ends_us, answered_us=answer.sent_us
+        )
+
+
+# --- when to report -------------------------------------------------------------------------------
+
+
+class Rhythm:
+    """Decides when the next report is due: at once after an event, later after chatter, else every
+    `beat_us`.
+
+    Chatter (log lines, metrics, progress) waits for the answer to the previous report, so that a
+    talkative job never piles up reports for an unreachable island.
+    """
+
+    def __init__(self, beat_us: int) -> None:
+        self.beat_us = beat_us
+        self.sent_us = -beat_us
+        self.happened = False
+        self.chatter = False
+        self.soon_us: int | None = None
+
+    def soon(self, now_us: int) -> None:
+        """Make a report due within SOON_S, for an event that is not urgent and that others
+        follow.
+        """
+        if self.soon_us is None:
+            self.soon_us = now_us + int(SOON_S * 1e6)
+
+    def due_us(self, answered_us: int) -> int:
+        if self.happened:
+            return 0
+        due_us = self.sent_us + self.beat_us
+        if self.chatter and answered_us >= self.sent_us:
+            due_us = self.sent_us + int(CHATTER_S * 1e6)
+        return due_us if self.soon_us is None else min(due_us, self.soon_us)
+
+    def reported(self, now_us: int) -> None:
+        self.sent_us, self.happened, self.chatter = now_us, False, False
+        self.soon_us = None
+
+
+class Pulse(threading.Thread):
+    def __init__(self, transport: Transport, *, clock_us: Callable[[], int] = now_us) -> None:
+        super().__init__(name="pulse", daemon=True)
+        self.transport, self.clock_us = transport, clock_us
+        self._newest: Alive | None = None
+        self._changed = threading.Condition()
+        self._sending = False
+        self._ended = False
+        self._failing = False
+
+    def say(self, alive: Alive) -> None:
+        """Send this report as soon as possible, in place of any report not sent yet."""
+        with self._changed:
+            self._newest = alive
+            self._changed.notify_all()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until the last report was sent or given up; False after `timeout_s`."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self._newest is None and not self._sending, timeout_s
+            )
+
+    def end(self) -> None:
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def run(self) -> None:
+        while (alive := self._take()) is not None:
+            self._send(alive)
+            with self._changed:
+                self._sending = False
+                self._changed.notify_all()
+
+    def _take(self) -> Alive | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._newest is not None or self._ended)
+            alive, self._newest = self._newest, None
+            self._sending = alive is not None
+            return alive
+
+    def _send(self, alive: Alive) -> None:
+        # The lease counts from this time, so it is taken before anything can delay the message.
+        stamped = replace(alive, sent_us=self.clock_us())
+        try:
+            self.transport.send(stamped)
+        except Exception as error:
+            if not self._failing:
+                log.warning("no report reaches the island: %s; trying at every beat", error)
+            self._failing = True
+            return
+        if self._failing:
+            log.warning("reports reach the island again")
+        self._failing = False

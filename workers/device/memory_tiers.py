@@ -1,0 +1,251 @@
+"""Decides where the state of each resident lies: on the device, in host memory, or in the store.
+
+    device   its memory is on the device; in the slot it may step at once
+    leaving  its storages are being released; their bytes are in its slab or on their way there
+    host     the process and its objects live; their bytes are in its slab
+    coming   its storages return, as far as memory is granted
+    store    its process has ended; its image is durable, and a Launch starts from the image
+
+Two budgets limit residents: `memory_bytes` on the device, `host_memory_bytes` for their slabs.  On
+a CPU device both are memory of the same machine, but they are counted apart: the bytes of a slab
+are never device memory.
+
+The resident needed last leaves first.  Free memory goes to one returning resident at a time, so
+that two of them never wait for each other.  No state is lost for the sake of memory: a process is
+ended only when its image is durable.
+
+This module has the supervisor's side and imports no torch; `offload` has the resident's side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from workers.device.heartbeat import now_us
+from workers.device.resident import Nonsense, Resident, number
+from workers.transfer.host_context import House
+
+JSON = dict[str, Any]
+
+GRANT_BYTES = 16 * 2**20  # least grant, unless less is wanted
+LEAVE_US = 10_000_000  # limit to release memory; then the resident is ended if its image is durable
+
+
+class Residency:
+    """Manages all residents of a device and their memory.  It runs in the supervisor's thread.
+
+    `end` ends a process.  `held_ahead` returns the bytes in slabs of residents that have no process
+    yet.  `lacks` is "bytes" or "places" while a task needs memory or a process that no paused
+    resident can give up.  `expected` are tasks in the order in which the island will give them the
+    slot.
+    """
+
+    def __init__(
+        self,
+        house: House,
+        residents: dict[int, Resident],
+        end: Callable[[Resident], None],
+        held_ahead: Callable[[], int],
+    ) -> None:
+        self.house, self.residents, self.end = house, residents, end
+        self.held_ahead = held_ahead
+        self.expected: list[str] = []
+        self.lacks = ""
+
+    # --- accounting ---
+
+    @property
+    def living(self) -> list[Resident]:
+        return [r for r in self.residents.values() if not r.doom]
+
+    @property
+    def free_bytes(self) -> int:
+        """The free device memory; negative if a resident grew."""
+        return self.house.memory_bytes - sum(r.on_device_bytes for r in self.living)
+
+    @property
+    def free_host_bytes(self) -> int:
+        in_slabs = sum(r.host_bytes for r in self.living) + self.held_ahead()
+        return self.house.host_memory_bytes - in_slabs
+
+    def by_tenant(self) -> JSON:
+        """Return tenant -> [bytes on the device, bytes in host memory] of all living residents."""
+        held: JSON = {}
+        for resident in self.living:
+            pair = held.setdefault(resident.stay.launch.tenant, [0, 0])
+            pair[0] += resident.on_device_bytes
+            pair[1] += resident.host_bytes
+        return held
+
+    # --- free memory ---
+
+    def look(self, now_us: int) -> bool:
+        """Keep to the budgets and bring back wanted residents; True if all of them are here."""
+        self.lacks = ""
+        for resident in self.living:
+            if resident.level == "leaving" and now_us >= resident.leave_by_us:
+                self._did_not_leave(resident, now_us)
+            elif resident.level == "coming" and resident.stay.state == "paused":
+                self.begin_to_evict(resident, now_us)  # its return was called off
+        wanted = [r for r in self.living if r.stay.state == "seating" and r.level != "device"]
+        if not wanted:
+            self._make_room(0, now_us, places=0)
+            return True
+        self._let_come(min(wanted, key=lambda r: r.stay.arrived_us), now_us)
+        return False
+
+    def has_room(self, bytes_wanted: int, now_us: int) -> bool:
+        """True if one more process fits; otherwise begin to make room, if a resident can."""
+        self.lacks, there = self._make_room(bytes_wanted, now_us, places=1)
+        return there
+
+    def _make_room(
+        self, wanted: int, now_us: int, *, places: int, coming: Resident | None = None
+    ) -> tuple[str, bool]:
+        """Return what is lacking that no resident can give up, and whether there is room now."""
+        while self.living and not self._has_places(places):
+            if not self._end_one(self.living):
+                return "places", False
+        while self.free_bytes < wanted:
+            if self._end_one(r for r in self.living if r.lingers):
+                continue
+            leaving = [r for r in self.living if r.level == "leaving"]
+            if leaving and self.free_bytes + sum(r.on_device_bytes for r in leaving) >= wanted:
+                return "", False
+            if self._evict_one(now_us):
+                continue
+            if leaving:
+                return "", False
+            if not self._end_for_bytes(wanted):
+                others = [r for r in self.living if r is not coming and r.level != "host"]
+                # A resident alone on the device may try; this code does not decide whether it fits.
+                return ("bytes", False) if others else ("", True)
+        return "", True
+
+    def _has_places(self, places: int) -> bool:
+        fits = len(self.living) + places <= self.house.residents_max
+        return fits and self.free_host_bytes >= 0
+
+    def _evict_one(self, now_us: int) -> bool:
+        """Have the paused resident needed last release device memory; False if there is none."""
+        paused = [r for r in self.living if r.stay.state == "paused" and r.level == "device"]
+        fitting = (r for r in paused if r.may_leave and self._fits_host(r))
+        for resident in self.needed_last_first(fitting):
+            self.begin_to_evict(resident, now_us)
+            return True
+        return False
+
+    def begin_to_evict(self, resident: Resident, now_us: int) -> None:
+        resident.send("leave", turn=self._leaves(resident, now_us))
+
+    def with_pause(self, resident: Resident, now_us: int) -> JSON:
+        """Return extra fields of a pause: release memory at once, if a task waits for memory."""
+        if self.lacks != "bytes" or not resident.may_leave or not self._fits_host(resident):
+            return {}
+        return {"leave": True, "turn": self._leaves(resident, now_us)}
+
+    def _leaves(self, resident: Resident, now_us: int) -> int:
+        resident.level, resident.leave_by_us = "leaving", now_us + LEAVE_US
+        resident.turn += 1
+        return resident.turn
+
+    def _fits_host(self, resident: Resident) -> bool:
+        return resident.memory_bytes - resident.slab_bytes <= self.free_host_bytes
+
+    def _end_for_bytes(self, wanted: int) -> bool:
+        """End a resident, if ending all that may end would free `wanted` bytes."""
+        holding = [r for r in self.living if r.on_device_bytes]
+        gained = sum(r.on_device_bytes for r in holding if _may_end(r))
+        return self.free_bytes + gained >= wanted and self._end_one(holding)
+
+    def _end_one(self, among: Iterable[Resident]) -> bool:
+        """End the resident needed last among those with a durable image; False if there is none."""
+        for resident in self.needed_last_first(filter(_may_end, among)):
+            self.end(resident)
+            return True
+        return False
+
+    def _did_not_leave(self, resident: Resident, now_us: int) -> None:
+        if resident.stay.state == "pausing":  # its step is not over
+            resident.leave_by_us = now_us + LEAVE_US
+            return
+        resident.level, resident.may_leave = "device", False
+        if _may_end(resident):
+            self.end(resident)
+
+    # --- return to the device ---
+
+    def _let_come(self, resident: Resident, now_us: int) -> None:
+        if resident.level == "leaving":
+            return  # it reports when it is done
+        lacking = resident.lacking_bytes
+        self.lacks, there = self._make_room(lacking, now_us, places=0, coming=resident)
+        granted = lacking if there else min(lacking, max(0, self.free_bytes))
+        # Once all is back, growth to its declared memory is granted in one piece: it takes nothing
+        # before.
+        least = min(lacking, GRANT_BYTES) if resident.away_bytes else lacking
+        if granted < least or (not lacking and resident.level == "coming"):
+            return
+        resident.level = "coming"
+        resident.granted_bytes += granted
+        resident.turn += 1
+        resident.send("return", bytes=granted, turn=resident.turn)
+
+    def heard(self, resident: Resident, message: JSON) -> None:
+        """Process an `away` message: bytes off the device; `settled` if the last order is done."""
+        away_bytes, turn = number(message, "bytes"), number(message, "turn")
+        house = self.house
+        told = number(message, "memory_bytes")
+        memory_bytes = resident.bounded_memory(told, house.memory_bytes, house.kind, now_us())
+        if turn > resident.turn:
+            raise Nonsense("it says what is away without being asked")
+        if turn < resident.turn:
+            return  # a newer order is under way, which it answers too
+        resident.measure()
+        if away_bytes > resident.slab_bytes:
+            raise Nonsense("more is away than lies in its slab")
+        resident.away_bytes = away_bytes
+        if message.get("settled") is True:
+            resident.level = _level_of(resident, memory_bytes)
+            resident.granted_bytes, resident.memory_bytes = 0, memory_bytes
+
+    # --- the order of eviction ---
+
+    def needed_last_first(self, paused: Iterable[Resident]) -> list[Resident]:
+        """Sort paused residents: needed last first.
+
+        The island's expected order counts first, then the time at which each resident is expected
+        back.  Lingering processes are needed last.  Tasks that share a device take turns: each
+        returns about as long after its pause as it did before.  The resident paused first has
+        waited longest and returns first, so the one paused last leaves first.  A cache would evict
+        the least recently used instead.
+        """
+        place = {task: number for number, task in enumerate(self.expected)}
+        known = [r.absent_us for r in self.living if r.absent_us]
+        usual_us = sum(known) // len(known) if known else 0
+
+        def need(resident: Resident) -> tuple[bool, int, int]:
+            back_us = resident.paused_us + (resident.absent_us or usual_us)
+            return resident.lingers, place.get(resident.task, len(place)), back_us
+
+        return sorted(paused, key=need, reverse=True)
+
+
+def _level_of(resident: Resident, memory_bytes: int) -> str:
+    """Return the level of a resident that did what it was told and has `memory_bytes` on the
+    device.
+
+    A resident that took back all its memory is still coming until its growth to its declared memory
+    is granted too.
+    """
+    if resident.away_bytes or resident.level == "leaving":
+        return "host"
+    may_grow = memory_bytes < resident.stay.launch.memory_bytes and resident.lacking_bytes > 0
+    return "coming" if resident.level == "coming" and may_grow else "device"
+
+
+def _may_end(resident: Resident) -> bool:
+    off = resident.stay.state == "paused" or resident.lingers
+    told = not (resident.is_saving or resident.stay.unsure)
+    return off and not resident.doom and resident.is_durable and told

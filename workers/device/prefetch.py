@@ -1,0 +1,243 @@
+"""Prefetches code, inputs and images for tasks that are expected here, before their launch.
+
+While a part of a graph runs here, the inputs of the next part are fetched as they are made
+elsewhere.
+
+While a task is being moved here, its image is fetched in rounds; each round writes only changed
+chunks.  When the task stops, its last image is fetched while it is still being written
+(`checkpoint.follow`).  The Launch then takes over the slab and fetches what is missing.
+
+Prefetched data was verified when it came, and no process has the slab until a resident is born with
+it.  Prefetching is only an optimization: what is lost here is fetched again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from app.core.model.messages import Launch
+from app.storage.store import Damaged
+from workers.device import store_io
+from workers.device.store_io import Fetched, NotFetched
+from workers.process import slab
+from workers.transfer import checkpoint
+from workers.transfer.checkpoint import Found
+from workers.transfer.host_context import House
+
+log = logging.getLogger(__name__)
+
+JSON = dict[str, Any]
+
+AGAIN_S = 2.0  # until the retry of a failed fetch
+REMEMBERED = 10_000  # limit of prefetched inputs with a remembered way
+LOOK_S = 0.05  # interval of looks into the store for an image being written
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ahead:
+    """A prefetched image in `slab`; `fetched_us` is how long the fetch took."""
+
+    slab: int
+    found: Found
+    fetched_us: int
+
+
+class Coming(threading.Thread):
+    """Prefetches one task.  Only this thread touches the slab until the thread has ended."""
+
+    def __init__(
+        self, entry: JSON, house: House, came: dict[str, str], happened: Callable[[], None]
+    ) -> None:
+        """Start the thread; `came` receives, by SHA-256, the ways of the inputs that it fetches."""
+        super().__init__(name=f"ahead {entry['task']}", daemon=True)
+        self.entry, self.house, self.came, self.happened = entry, house, came, happened
+        self.ahead: Ahead | None = None
+        self._told = threading.Event()  # there is new work, or no more work
+        self._over = self._unwanted = self._followed = False
+        self.start()
+
+    # --- from the supervisor's thread ---
+
+    def go_on(self, entry: JSON) -> None:
+        if entry != self.entry:
+            self.entry = entry
+            self._told.set()
+
+    def drop(self) -> None:
+        """Give up: the task does not come here; free the data as soon as possible."""
+        self._unwanted = self._over = True
+        self._told.set()
+
+    def taken(self) -> Ahead | None:
+        """Hand the slab over, as the task is launched here; waits for a fetch in progress."""
+        self._over = True
+        self._told.set()
+        self.join()
+        return self.ahead
+
+    # --- this thread ---
+
+    def run(self) -> None:
+        while not self._over:
+            try:
+                self._work()
+            except (NotFetched, Damaged, OSError) as error:
+                log.warning("%s: not fetched yet: %s", self.name, error)
+                self._wait(AGAIN_S)
+            except Exception:
+                log.exception("%s: failed; it is fetched when it is launched", self.name)
+                break
+        if self._unwanted and self.ahead is not None:
+            os.close(self.ahead.slab)
+
+    def _work(self) -> None:
+        """Do the next possible step, or wait until there is one."""
+        self._told.clear()
+        entry, image = self.entry, self.entry["image"]
+        if image is None:
+            self._get_ready(entry)
+            self._wait(None)
+        elif self._followed:
+            self._wait(None)
+        elif self.ahead is None or self.ahead.found.sha256 != image["sha256"]:
+            self._fetch(entry)
+        elif self.house.store.place.is_near:
+            self._wait(None)  # a near store is fast, and shows an image only when it is complete
+        else:
+            self._follow(entry)
+
+    def _wait(self, seconds: float | None) -> None:
+        if not self._over:
+            self._told.wait(seconds)
+
+    def _get_ready(self, entry: JSON) -> None:
+        """Fetch its code and its inputs to the disk of this host."""
+        store_io.unpack(entry["bundle"], self.house)
+        for source in entry["inputs"]:
+            if source["size_bytes"] <= self.house.cache.limit_bytes:
+                fd, way = store_io.opened(source, self.house, {})
+                os.close(fd)
+                if way != "here":
+                    self.came[source["sha256"]] = way
+
+    def _fetch(self, entry: JSON) -> None:
+        self._get_ready(entry)
+        image = entry["image"]
+
+        def fetched(held: int, before: Found | None) -> Found:
+            return store_io.fill(
+                held, image, tenant=entry["tenant"], store=self.house.store, before=before
+            )
+
+        self._replace(fetched)
+
+    def _follow(self, entry: JSON) -> None:
+        """Wait for the image of the task's pause, and fetch it while it is being written."""
+
+        def look_again() -> bool:
+            self._told.wait(LOOK_S)
+            return not self._told.is_set()
+
+        def followed(held: int, before: Found | None) -> Found | None:
+            assert before is not None
+            return checkpoint.follow(
+                checkpoint.draft(entry["task"], entry["epoch"]),
+                into=held,
+                tenant=entry["tenant"],
+                key=entry["image"]["key"],
+                store=self.house.store,
+                before=before,
+                wait=look_again,
+            )
+
+        self._followed = self._replace(followed)
+
+    def _replace(self, by: Callable[[int, Found | None], Found | None]) -> bool:
+        """Read another image over the present one; if that fails no image remains."""
+        began_s, before = time.monotonic(), self.ahead
+        held = slab.made(self.house.host_memory_bytes) if before is None else before.slab
+        try:
+            came = by(held, None if before is None else before.found)
+        except BaseException:
+            self.ahead = None
+            os.close(held)
+            raise
+        if came is None:
+            return False
+        took_us = int((time.monotonic() - began_s) * 1e6)
+        self.ahead = Ahead(slab=held, found=came, fetched_us=took_us)
+        self.happened()
+        return True
+
+
+def fetch(
+    launch: Launch, house: House, came: dict[str, str], taken: Callable[[], Ahead | None]
+) -> Fetched:
+    """Fetch all that a launch names; of its image only the part that was not prefetched."""
+    here = taken()
+    if here is not None and not launch.images:
+        os.close(here.slab)
+        here = None
+    if here is None:
+        return store_io.fetch(launch, house, came)
+    return store_io.fetch(launch, house, came, held=here.slab, before=here.found)
+
+
+class Lookout:
+    """Prefetches all tasks that are expected here.  Only the supervisor's thread uses it."""
+
+    def __init__(self, house: House, happened: Callable[[], None]) -> None:
+        """Set up; `happened` is called from other threads when an image has come."""
+        self.house, self.happened = house, happened
+        self.coming: dict[str, Coming] = {}
+        self.came: dict[str, str] = {}  # inputs that no launch has taken yet: SHA-256 -> way
+
+    @property
+    def held_bytes(self) -> int:
+        """The host memory of all prefetched images."""
+        found = [coming.ahead for coming in self.coming.values()]
+        return sum(ahead.found.layout.end for ahead in found if ahead is not None)
+
+    def expect(self, entries: Iterable[JSON], *, here: Iterable[str]) -> None:
+        """Prefetch exactly these tasks; tasks that are already `here` need nothing."""
+        launched = set(here)
+        while len(self.came) > REMEMBERED:
+            del self.came[next(iter(self.came))]
+        wanted = {entry["task"]: entry for entry in entries if entry["task"] not in launched}
+        for task in self.coming.keys() - wanted.keys():
+            self.coming.pop(task).drop()
+        for task, entry in wanted.items():
+            if task in self.coming:
+                self.coming[task].go_on(entry)
+            else:
+                self.coming[task] = Coming(entry, self.house, self.came, self.happened)
+
+    def launched(self, task: str) -> Callable[[], Ahead | None]:
+        """Return a function that hands over a task's prefetched image and may wait for it."""
+        coming = self.coming.pop(task, None)
+        return (lambda: None) if coming is None else coming.taken
+
+    def view(self) -> list[JSON]:
+        """Return the prefetched images in the form of `Alive.ahead`."""
+        held = [(task, coming.ahead) for task, coming in self.coming.items()]
+        return [
+            {
+                "task": task,
+                "sha256": ahead.found.sha256,
+                "bytes": ahead.found.fetched_bytes,
+                "us": ahead.fetched_us,
+            }
+            for task, ahead in held
+            if ahead is not None
+        ]
+
+    def close(self) -> None:
+        for coming in self.coming.values():
+            coming.drop()
+        self.coming.clear()

@@ -1,0 +1,96 @@
+"""Runs the Celery worker of one device.  It hosts the supervisor, and its messages only wake it.
+
+    celery -A workers.device.worker worker --pool threads -c 2 -Q device.<id>
+
+Orders and answers that the island signed go into the supervisor's inbox
+(`workers.device.supervisor`).  Nothing else happens in this module.  The device's reports go up
+with the signature of its host.  This module imports no torch and opens no database.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from celery import bootsteps
+
+from app.core.model.messages import Alive, BadMessage
+from app.messaging import broker
+from app.messaging.envelope import Mail, sealed_heartbeat
+from app.settings import settings
+from app.storage.signing import BadSignature, Signer, public_key
+from workers.device.supervisor import Supervisor
+from workers.process.celery_inbox import hears
+from workers.transfer.host_context import CannotServe, House
+
+log = logging.getLogger(__name__)
+
+celery = broker.make_celery("device", settings().redis_url.get_secret_value(), settings().redis_tls)
+
+
+class ToIsland:
+    """Sends reports to the island's queue, signed, as hints that may be lost."""
+
+    def __init__(self, island: str, signer: Signer) -> None:
+        self.queue, self.signer = broker.island_queue(island), signer
+
+    def send(self, alive: Alive) -> None:
+        text = sealed_heartbeat(self.signer, alive)
+        broker.send(celery, broker.ISLAND_ALIVE, self.queue, text)
+
+
+class Serve(bootsteps.StartStopStep):
+    """Starts and stops the supervisor with the worker, so that it outlives any loss of Redis."""
+
+    requires = {"celery.worker.components:Pool"}
+    supervisor: Supervisor | None = None
+    mail: Mail | None = None
+
+    def start(self, parent: Any) -> None:
+        house = House.of(settings())
+        if not house.device:
+            raise RuntimeError("ROUNDHOUSE_DEVICE is not set: which device does this worker serve?")
+        Serve.mail = Mail(house.device, _island_key())
+        to_island = ToIsland(house.island, house.signer)
+        Serve.supervisor = Supervisor(house, to_island, on_fatal=_end_worker)
+        Serve.supervisor.start()
+
+    def stop(self, parent: Any) -> None:
+        if Serve.supervisor is not None:
+            Serve.supervisor.stop()
+
+    def terminate(self, parent: Any) -> None:
+        self.stop(parent)
+
+
+def _island_key() -> str:
+    """Return the public key of the island.  Without it the device obeys no orders."""
+    try:
+        return public_key(settings().its_island_key)
+    except ValueError as error:
+        raise CannotServe(
+            f"the public key of island {settings().island} is not known: {error}; set "
+            "ROUNDHOUSE_ISLAND_PUBLIC_KEY to what `roundhouse device island-key` prints"
+        ) from error
+
+
+def _end_worker() -> None:
+    os._exit(1)  # the worker's service manager starts it again; no state is worth keeping
+
+
+celery.steps["worker"].add(Serve)
+refused = broker.Complaint(log, "a message is not obeyed")
+
+
+@hears(celery, broker.DEVICE_NEWS)
+def news(text: str) -> None:
+    if Serve.mail is None or Serve.supervisor is None:
+        return
+    try:
+        messages = Serve.mail.opened(text)
+    except (BadSignature, BadMessage) as error:
+        refused.say(error)
+        return
+    for message in messages:
+        Serve.supervisor.receive(message)

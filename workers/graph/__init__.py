@@ -1,0 +1,1 @@
+"""Runs the nodes of a graph, on one executor or several."""

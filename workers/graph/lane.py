@@ -1,0 +1,386 @@
+"""The plan of one executor in a graph over several: its own nodes, in the common order.
+
+The executors are the ranks of a gang, in processes of their own, and each knows the whole plan
+(`app.core.placement.executors`). So nothing is asked between two nodes. An executor runs its nodes
+strictly in order, waits until the blocks that they read are posted, and posts blocks that others
+read (`shared_blocks`).
+
+*The image* of an executor holds the blocks that it made and that an executor still needs. Blocks of
+other executors are not in it: their makers post them again. So all executors may be stopped
+anywhere, each before any of its nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from app.core.model.task_graph import INPUT, TaskGraph, Unit
+from app.core.placement.executors import EVERYBODY, Spread, Stop, lanes, part
+from workers.capture.capture import Surroundings
+from workers.graph import runner
+from workers.graph.remote_blocks import Carried
+from workers.graph.runner import Call, GraphJob, Loaded, items_of, memory_of
+from workers.graph.shared_blocks import Held, Passing
+from workers.hardware.accelerator import Accelerator
+from workers.ranks.turns import Turns
+
+JSON = dict[str, Any]
+
+
+class LoadedLane(Loaded):
+    """A graph and its functions, ready for one executor to begin or to go on."""
+
+    def __init__(
+        self,
+        body: JSON | TaskGraph,
+        find: Callable[[str], Callable[..., Any]],
+        accelerator: Accelerator,
+        *,
+        spread: Spread,
+        turns: Turns,
+        around: Surroundings,
+        **memory: int,
+    ) -> None:
+        """Load the plan; `memory` are the limits that `Loaded` takes, for each executor."""
+        self.turns, self.around, self.accelerator = turns, around, accelerator
+        super().__init__(body, find, accelerator, **memory)
+        self.lay(spread)
+
+    def lay(self, spread: Spread) -> None:
+        """Set the order of the nodes and the executor of each."""
+        self.spread = spread
+        self.order(spread.order)
+        self.lane = lanes(self.graph, spread, self.program)[self.turns.rank]
+        units = self.program.units
+        self.maker = {n: spread.seats[unit.name] for unit in units for _, n in unit.outputs}
+        self.calls = [self._call(stop) for stop in self.lane.stops]
+
+    def _call(self, stop: Stop) -> LaneCall:
+        unit = replace(self.program.units[stop.at], frees=stop.frees)
+        return LaneCall(unit, self.functions[unit.function], stop, self.maker)
+
+    def begin(self, inputs: JSON) -> LaneJob:
+        blocks = {f"{INPUT}{port}": inputs.pop(port) for port in self.ports}
+        return LaneJob(self, {"blocks": blocks})
+
+    def go_on(self, state: JSON) -> LaneJob:
+        before = Spread(**state["spread"])
+        if before != self.spread:  # another version computed another plan
+            self.lay(before)
+        return LaneJob(self, state)
+
+
+class LaneCall(Call):
+    """A call with inputs of other executors: `whole` are ports with a block that another executor
+    made.
+
+    `others` are the remaining ports with one block that are not mapped.
+    """
+
+    __slots__ = ("others", "whole")
+
+    def __init__(
+        self, unit: Unit, function: Callable[..., Any], stop: Stop, maker: Mapping[int, int]
+    ) -> None:
+        super().__init__(unit, function)
+        taken = {n: (n, whose) for n, whose in stop.takes if maker.get(n) == whose}
+        self.only_here -= {n for n, _ in stop.takes}
+        takes = [(port, n) for port, n in self.takes if port not in self.map]
+        self.whole = [(port, taken[n]) for port, n in takes if n in taken]
+        self.others = [(port, n) for port, n in takes if n not in taken]
+
+
+class LaneJob(GraphJob):
+    """The progress of one executor: `done` stops of its plan are over.
+
+    `held` are blocks that were made here or given to the task, and are still read here. `taken` are
+    blocks of other executors. `totals` are the lengths of lists of which a part is here.
+    """
+
+    def __init__(self, loaded: LoadedLane, state: JSON) -> None:
+        super().__init__(loaded, state)
+        self.spread, self.lane, self.maker = loaded.spread, loaded.lane, loaded.maker
+        self.me, self.end = loaded.lane.executor, len(self.program.units)
+        self.total = state.get("total", 0)
+        self.totals: dict[int, int] = dict(state.get("totals", {}))
+        self.held = {n for n, name in enumerate(self.program.blocks) if name in state["blocks"]}
+        self.taken: dict[Held, Any] = {}
+        # what its last node made, to be weighed later
+        self.unweighed: tuple[Call, JSON, float] | None = None
+        # the result with which a node of this executor finished the graph early
+        self.result: JSON | None = None
+        passing = Carried if loaded.turns.ground.is_bridged else Passing
+        self.passing = passing(
+            loaded.turns, len(self.program.blocks) + 1, loaded.around, loaded.accelerator
+        )
+        self._set_first()
+        if "spread" in state:
+            self.passing.passed_bytes = dict(state["passed"])
+            self._post_again(state["result"])
+
+    def _post_again(self, result: JSON | None) -> None:
+        """Post this executor's blocks again after a restore, and drop unneeded blocks."""
+        over = self.lane.stops[: self.done]
+        for n in (n for stop in over for n in stop.gives if n in self.held):
+            self.blocks[n] = self.passing.post(n, self.blocks[n], self.lane.readers[n])
+        for held in (held for stop in over for held in stop.drops):
+            self._let_go(held)
+        if result is not None:
+            self._finish_early(result, self._next_at())
+
+    def state(self) -> JSON:
+        count = len(self.program.blocks)
+        self.passing.reclaim()
+        given = {n: value for n, value in self.passing.values().items() if n < count}
+        return {
+            "spread": asdict(self.spread),
+            "total": self.total,
+            "totals": self.totals,
+            "result": self.result,
+            "passed": self.passing.passed_bytes,
+            **self._state(given | {n: self.blocks[n] for n in self.held}),
+        }
+
+    def passed(self) -> list[list[Any]]:
+        """Return the blocks taken from other executors: [block, executor, bytes]."""
+        names, taken = self.program.blocks, self.passing.passed_bytes
+        return [[names[n], e, size] for (n, e), size in taken.items() if n < len(names)]
+
+    # --- where it is ---
+
+    def _next_at(self) -> int:
+        stops = self.lane.stops
+        return stops[self.done].at if self.done < len(stops) else self.end
+
+    @property
+    def _is_at_end(self) -> bool:
+        """True if no node of this executor will run any more."""
+        if self.result is not None or self._next_at() == self.end:
+            return True
+        early = self.passing.early
+        return early is not None and self._next_at() > early[0]
+
+    # --- before a step ---
+
+    def await_next(self) -> bool:
+        """Wait until the next node can run; False if all executors must stop before that."""
+        passing = self.passing
+        while not self._is_ready():
+            if passing.turns.is_called():
+                return False
+            self._wait(passing.early)
+        return True
+
+    def _wait(self, early: Held | None) -> None:
+        """Wait until the next node may be ready, or the graph ended earlier than `early`."""
+        if self._is_at_end:
+            self.passing.tell_passed(self.end if self.result is not None else self._next_at())
+        self.passing.wait(
+            self._missing(),
+            lambda: self._is_ready() or self.passing.early != early,
+            self._waits_for(),
+        )
+
+    def _is_ready(self) -> bool:
+        if self.passing.is_over:
+            return True
+        if not self._is_at_end:
+            return self._missing() is None
+        early = self.passing.early
+        if self.me or not self.passing.all_passed(self.end - 1 if early is None else early[0]):
+            return False
+        return self._missing_at_end() is None
+
+    def _missing(self) -> Held | None:
+        """Return a block that the next node reads and that has not been posted, if any."""
+        if self._is_at_end:
+            return self._missing_at_end()
+        takes = self.lane.stops[self.done].takes
+        return next(
+            (h for h in takes if h not in self.taken and not self.passing.is_there(h)), None
+        )
+
+    def _missing_at_end(self) -> Held | None:
+        """Return an output that the first executor lacks.
+
+        Remote blocks may arrive after all nodes have run.
+        """
+        if self.me:
+            return None
+        early = self.passing.early
+        takes = self.lane.takes if early is None else ((len(self.program.blocks), early[1]),)
+        return next((h for h in takes if not self.passing.is_there(h)), None)
+
+    def _comes_soon(self) -> bool:
+        """Poll for the next node's blocks for a moment, which is faster than sleeping; True if they
+        come.
+
+        The random numbers of the next node are prepared first.
+        """
+        stop, call, passing = self.lane.stops[self.done], self.calls[self.done], self.passing
+        if call.seed is not None and not call.map:
+            self.chance.seed_ahead(call.function, call.seed)
+        for held in stop.takes:
+            if not (passing.is_there(held) or passing.is_soon(held)):
+                self.chance.forget()
+                return False
+        return True
+
+    def _waits_for(self) -> str:
+        missing = self._missing()
+        if missing is None:
+            return "the end of the graph"
+        return f"{self.program.blocks[missing[0]]} of executor {missing[1]}"
+
+    # --- a step ---
+
+    def step(self, ctx: Any) -> None:
+        """Run nodes until BURST_S has passed or a node has to wait, at least one."""
+        if self.passing.is_over or self._is_at_end:
+            self._end(ctx)
+            return
+        until_s = runner._clock() + runner.BURST_S
+        while self._one(ctx, until_s) and self._goes_on(ctx, until_s):
+            if self._is_at_end or not self._comes_soon():
+                break
+        if ctx.result is not None:
+            result, ctx.result = ctx.result, None
+            self._finish_early(result, self.lane.stops[self.done].at)
+
+    def _one(self, ctx: Any, until_s: float) -> bool:
+        """Run the next node, or shards of it; True if the node is over."""
+        stop, call = self.lane.stops[self.done], self.calls[self.done]
+        for held in stop.takes:
+            if held not in self.taken:
+                self.taken[held] = self.passing.take(held)
+        if not self._node(ctx, call, until_s):
+            return False
+        if ctx.result is None:
+            self._did(stop, call)
+        if self.unweighed is not None:
+            super()._weigh(*self.unweighed)
+            self.unweighed = None
+        return ctx.result is None
+
+    def _run(self, ctx: Any, call: Call) -> None:
+        if not call.is_plain or self.room is not None:
+            super()._run(ctx, call)
+            return
+        given = self._filled(call, call.given.copy())
+        self._plain(ctx, call, self.done, given, runner._clock())
+
+    def _did(self, stop: Stop, call: Call) -> None:
+        for n in stop.gives:  # first of all, because other executors wait
+            self.blocks[n] = self.passing.post(n, self.blocks[n], self.lane.readers[n])
+        for _, n in call.gives:
+            self.held.add(n)
+        self.held.difference_update(stop.frees)
+        for held in stop.drops:
+            self._let_go(held)
+        self.done += 1
+
+    def _let_go(self, held: Held) -> None:
+        """Drop a block of another executor, or an own block that others may still need."""
+        n, whose = held
+        if whose == self.me:
+            self.held.discard(n)
+            self.blocks[n] = None
+        self.taken.pop(held, None)
+        if whose != self.me or n in self.passing.posted:
+            self.passing.drop(held)
+
+    def _finish_early(self, result: JSON, at: int) -> None:
+        self.result = result
+        self.passing.post(len(self.program.blocks), result, (0,))
+        self.passing.end_early(at)
+
+    def _end(self, ctx: Any) -> None:
+        """Finish: the first executor returns the outputs; the others have nothing more to do."""
+        if self.me:
+            ctx.finish({})
+            return
+        early = self.passing.early
+        if early is not None:
+            ctx.finish(self.passing.take((len(self.program.blocks), early[1])))
+        else:
+            self.taken |= {h: self.passing.take(h) for h in self.lane.takes if h not in self.taken}
+            ctx.finish({port: self._value(n) for port, n in self.program.outputs.items()})
+        self.passing.end()
+
+    # --- values ---
+
+    def _value(self, n: int) -> Any:
+        """Return a whole block, no matter which executors made it."""
+        maker = self.maker.get(n, self.me)
+        if maker != EVERYBODY:
+            return self.blocks[n] if maker == self.me else self.taken[n, maker]
+        parts = (
+            self.blocks[n] if e == self.me else self.taken[n, e]
+            for e in range(self.spread.executors)
+        )
+        return [item for each in parts for item in each]
+
+    def _weigh(self, call: Call, returned: JSON, took_s: float) -> None:
+        """Postpone weighing, because other executors wait for the blocks."""
+        self.unweighed = call, returned, took_s
+
+    def _given(self, call: Call) -> JSON:
+        """Return the inputs in the order in which a single executor gives them.
+
+        Mapped lists come later.
+        """
+        return self._filled(call, dict.fromkeys(port for port, _ in (*call.takes, *call.lists)))
+
+    def _filled(self, call: Call, given: JSON) -> JSON:
+        """Fill in all that the node reads except the lists that it maps over."""
+        for port, held in call.whole:
+            given[port] = self.taken[held]
+        for port, n in call.others:
+            given[port] = self._value(n)
+        for port, many in call.lists:
+            if port not in call.map:
+                given[port] = [self._value(n) for n in many]
+        return given
+
+    def _open(self, call: Call) -> None:
+        super()._open(call)
+        self._set_first()
+        lists = {n for port, n in call.takes if port in call.map}
+        self.held -= lists & call.only_here
+        self.held.update(n for _, n in call.gives)
+        self.totals |= dict.fromkeys((n for _, n in call.gives), self.total)
+
+    def _set_first(self) -> None:
+        self.first = part(self.total, self.me, self.spread.executors).start
+
+    def _mapped(self, call: Call) -> dict[str, tuple[list[Any], int]]:
+        """Return the items of this executor's part.
+
+        Items of a list that shards made are already here.
+        """
+        taken = {n for n, _ in self.lane.stops[self.done].takes}
+        found = dict[str, tuple[list[Any], int]]()
+        for port, n in call.takes:
+            if port in call.map and n in self.totals and n not in taken:
+                found[port] = list(self.blocks[n]), self.totals[n]
+            elif port in call.map:
+                items = items_of(port, self._value(n))
+                found[port] = [items[i] for i in self._part(len(items))], len(items)
+        for port, many in call.lists:
+            if port in call.map:
+                found[port] = [self._value(many[i]) for i in self._part(len(many))], len(many)
+        return found
+
+    def _part(self, total: int) -> range:
+        return part(total, self.me, self.spread.executors)
+
+    def _in_all(self, here: int) -> int:
+        return self.total
+
+    def _is_shared(self, n: int) -> bool:
+        """True also if the block is in the shared heap, where others may read it."""
+        return any(
+            map(self.passing.ground.is_land, memory_of(self.blocks[n]))
+        ) or super()._is_shared(n)

@@ -1,0 +1,1 @@
+"""Configures torch and its devices, and sees which memory was written to."""

@@ -1,0 +1,1 @@
+"""Starts, bounds and connects the processes of a device host."""

@@ -1,0 +1,67 @@
+"""Handles Celery messages as hints: in the thread that reads them, and without acknowledgement.
+
+A hint only puts something into an inbox, so it needs neither Celery's pool nor the request object
+that Celery makes for a task.  Its owner sends a lost hint again, so Redis need not keep it until it
+was handled: that takes one Redis call for each hint instead of four.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+import celery
+from celery import Celery
+from celery.signals import celeryd_after_setup
+
+from app.messaging import broker
+
+log = logging.getLogger(__name__)
+
+
+class Hint(celery.Task):
+    Strategy = f"{__name__}:passed_on"
+
+
+def hears(app: Celery, name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator for a quick function that gets all hints of this name, in the reading
+    thread.
+
+    It is called with the text of the message, or without arguments if the message has none.  Its
+    errors are logged now and then, as no code could handle them.
+    """
+    broker.HEARD.add(name)
+
+    def mark(function: Callable[..., None]) -> Callable[..., None]:
+        app.task(function, name=name, base=Hint)
+        return function
+
+    return mark
+
+
+def passed_on(task: celery.Task, app: Celery, consumer: object) -> Callable[..., None]:
+    """Return the handler of a task's messages, as Celery's `Strategy`."""
+
+    complaint = broker.Complaint(log, f"{task.name} was not heard")
+
+    def pass_on(message: Any, *_: object) -> None:
+        try:
+            if not _is_stale(message.headers.get("expires")):
+                # Kombu returns an empty body unparsed; a nudge has no arguments.
+                task.run(*(message.payload[0] if message.payload else ()))
+        except Exception as error:
+            complaint.say(repr(error), exc_info=True)
+
+    return pass_on
+
+
+def _is_stale(expires: str | None) -> bool:
+    return expires is not None and datetime.fromisoformat(expires) < datetime.now(UTC)
+
+
+@celeryd_after_setup.connect
+def _acknowledge_nothing(instance: Any, **_: object) -> None:
+    for queue in instance.app.amqp.queues.consume_from.values():
+        queue.no_ack = True

@@ -1,0 +1,545 @@
+"""Run N ranks of a job on M slots: one rank's life, and a gang on one host from start to end.
+
+    python -m workers.ranks.rank MODULE:CLASS --ranks 4 --seats 1 --steps 20 --resize 5:2,9:4
+
+`live` runs inside a rank's process: it joins the gang, builds the job, and steps it. The number of
+slots may change at the boundary between two steps. `run` forks the ranks of a gang from a process
+that has imported torch, as a zygote does, waits for them, and returns the outcome of each. Nothing
+here knows the scheduler: the process that hosts a gang calls `turns.wish` to resize it.
+
+A job is a class with `step(ctx)`, an ordinary one that finds its default process group ready, or a
+function `main(ctx)` that calls collectives itself and has no steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import gc
+import hashlib
+import importlib
+import json
+import os
+import random
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+
+from workers.ranks import host_bridge, process_group, turns
+from workers.ranks.rendezvous import Exchange
+from workers.ranks.replica_dedup import Squash
+from workers.ranks.shared_memory import Ground, Handles, close, make
+from workers.ranks.swap import Stow
+from workers.ranks.turns import GangFailed, Turns
+
+JSON = dict[str, Any]
+
+SEED = 0
+TIMEOUT_S = 60.0
+BRIDGE_ENDS_S = 30.0  # seconds that a bridge may take to end after the ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gang:
+    """The description of a gang to run.
+
+    `entry` is "module:name". `resize` maps a step to the number of slots from that step on; step 0
+    stands for the first opportunity. `hosts` gives the number of slots on each host, if there are
+    several: each simulated host is a shared memory arena on this machine, connected as real hosts
+    are.
+    """
+
+    entry: str
+    ranks: int
+    seats: int
+    steps: int = 0
+    resize: dict[int, int] = field(default_factory=dict)
+    params: JSON = field(default_factory=dict)
+    squash: bool = True
+    swap: bool = False
+    timeout_s: float = TIMEOUT_S
+    slice_s: float = 1.0
+    measure_from: int = 1  # step from which processor time counts
+    hosts: tuple[int, ...] = ()
+    path: str = ""  # a folder to add to the module search path
+    # rendezvous file; if set, run stock gloo over it instead of turns, to compare with
+    peers: str = ""
+
+
+class Context:
+    """The `ctx` that tenant code gets."""
+
+    def __init__(self, gang: Gang, rank: int) -> None:
+        self.device = torch.device("cpu")
+        self.rank, self.world_size = rank, gang.ranks
+        self.params, self.inputs = gang.params, {}  # type: ignore[var-annotated]
+        self.step = 0
+        self.result: JSON | None = None
+        self.logged: JSON = {}
+
+    def finish(self, result: JSON | None = None) -> None:
+        self.result = result or {}
+
+    def log(self, **metrics: Any) -> None:
+        self.logged.update(metrics)
+
+
+class Rank:
+    """A rank in its process; holds its turns, exchange, squashing and offload."""
+
+    def __init__(
+        self,
+        handles: Handles,
+        rank: int,
+        *,
+        squash: bool = True,
+        swap: bool = False,
+        slice_s: float = 1.0,
+        timeout_s: float = TIMEOUT_S,
+        device: torch.device | None = None,
+        apart: bool = False,
+    ) -> None:
+        self.stow = Stow(device or torch.device("cpu")) if swap else None
+        leave = self.stow.leave if self.stow else None
+        enter = self.stow.enter if self.stow else None
+        self.turns = Turns(
+            Ground(handles), rank, slice_s=slice_s, leave=leave, enter=enter, apart=apart
+        )
+        self.exchange = Exchange(self.turns, timeout_s=timeout_s)
+        self.squash = Squash(self.exchange) if squash else None
+        self.timeout_s = timeout_s
+
+    def begin(self) -> None:
+        """Install the process group, and wait for the first turn."""
+        process_group.install(self.exchange)
+        if self.squash is not None:
+            self.squash.install()
+        self.turns.join()
+        process_group.start(self.turns, self.timeout_s)
+
+    @property
+    def number(self) -> int:
+        return self.turns.rank
+
+    def boundary(self, step: int, seats: int | None = None) -> None:
+        """Stop before step `step` where due.
+
+        Request `seats` slots from there on, if all ranks say so.
+        """
+        if self.stow is not None:
+            self.stow.look(step)
+        words = self.turns.words
+        if seats not in (None, words[turns.SEATS], words[turns.WISH]):
+            turns.wish(self.turns.ground, seats)
+        self.turns.boundary(step, self.timeout_s)
+
+    def end(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self.turns.finish()
+
+    def accounts(self) -> JSON:
+        squash, stow, words = self.squash, self.stow, self.turns.words
+        return {
+            "turns": words[self.turns.me + turns.TURNS],
+            "log": [asdict(turn) for turn in self.turns.log],
+            "events": squash.events if squash else [],
+            "updates": squash.updates if squash else 0,
+            "spared": squash.spared if squash else 0,
+            "common_bytes": squash.common_bytes() if squash else 0,
+            "out_bytes": stow.out_bytes if stow else 0,
+            "in_bytes": stow.in_bytes if stow else 0,
+            "last_bytes": stow.last_bytes if stow else 0,
+            "largest_bytes": stow.largest_bytes if stow else 0,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Stock:
+    """A rank of the same gang under stock gloo, without slots, to compare with."""
+
+    gang: Gang
+    number: int
+
+    def begin(self) -> None:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{self.gang.peers}",
+            rank=self.number,
+            world_size=self.gang.ranks,
+        )
+
+    def boundary(self, step: int, seats: int | None = None) -> None:
+        pass
+
+    def end(self) -> None:
+        """Wait for all ranks.
+
+        The process then exits at once: gloo may hang when its peer ends first.
+        """
+        dist.barrier()
+
+    def accounts(self) -> JSON:
+        return {}
+
+
+# --- one rank's life ------------------------------------------------------------------------------
+
+
+def live(gang: Gang, rank: Rank | Stock) -> JSON:
+    """Build the job, step it to its end, and return this rank's report."""
+    ctx = Context(gang, rank.number)
+    _seed()
+    rank.begin()
+    if gang.path:
+        sys.path.insert(0, gang.path)
+    module, _, name = gang.entry.partition(":")
+    entry = getattr(importlib.import_module(module), name)
+    told: JSON = {"losses": []}
+    if isinstance(entry, type):
+        job = entry(ctx, **gang.params)
+        told |= _stepped(gang, rank, job, ctx, told["losses"])
+        told |= {"hash": state_hash(job), "result": ctx.result}
+    else:
+        told["losses"].append(_shown(entry(ctx, **gang.params)))
+    rank.end()
+    return told | rank.accounts()
+
+
+def _stepped(
+    gang: Gang, rank: Rank | Stock, job: Any, ctx: Context, losses: list[Any]
+) -> dict[str, float]:
+    begun = time.process_time(), time.monotonic()
+    while ctx.result is None and ctx.step < gang.steps:
+        step = ctx.step + 1
+        rank.boundary(step, gang.resize.get(step))
+        if step == gang.measure_from:
+            begun = time.process_time(), time.monotonic()
+        ctx.step = step
+        losses.append(_shown(job.step(ctx)))
+    return {"cpu_s": time.process_time() - begun[0], "steps_s": time.monotonic() - begun[1]}
+
+
+def _shown(returned: Any) -> Any:
+    if isinstance(returned, dict):
+        return {str(key): _shown(value) for key, value in returned.items()}
+    if isinstance(returned, torch.Tensor):
+        return returned.tolist()
+    return returned if isinstance(returned, int | float | str | list | None) else str(returned)
+
+
+def _seed() -> None:
+    torch.manual_seed(SEED)
+    numpy.random.seed(SEED)
+    random.seed(SEED)
+
+
+def state_hash(job: Any) -> str:
+    """Return the SHA-256 of a job's modules and optimizers, and of this process's random state."""
+    digest = hashlib.sha256()
+    for name, value in sorted(vars(job).items()):
+        state = getattr(value, "state_dict", None)
+        if callable(state) and not isinstance(value, type):
+            digest.update(name.encode())
+            _add(digest, state())
+    digest.update(bytes(torch.get_rng_state().numpy()))
+    return digest.hexdigest()
+
+
+def _add(digest: Any, value: Any) -> None:
+    if isinstance(value, dict):
+        for key in value:
+            digest.update(str(key).encode())
+            _add(digest, value[key])
+    elif isinstance(value, list | tuple):
+        for part in value:
+            _add(digest, part)
+    elif isinstance(value, torch.Tensor):
+        local = value.to_local() if hasattr(value, "to_local") else value
+        digest.update(local.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    else:
+        digest.update(repr(value).encode())
+
+
+# --- a gang on this host --------------------------------------------------------------------------
+
+
+def run(gang: Gang) -> list[JSON]:
+    """Fork the ranks from this process, which should have one thread, and wait for all.
+
+    A rank's report has "error" if the rank failed, and "killed" if it was killed. No child process
+    is left behind.
+    """
+    grounds = [Ground(handles) for handles in _handles(gang)]
+    for ground in grounds:
+        turns.seat_all(ground, sum(gang.hosts) or gang.seats)
+        if 0 in gang.resize:
+            turns.wish(ground, gang.resize[0])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    children: dict[int, _Child] = {}
+    bridges: list[int] = []
+    try:
+        for rank in range(gang.ranks):
+            ground = next(ground for ground in grounds if ground.is_here(rank))
+            pid, read = _fork(gang, ground.handles, rank)
+            children[pid] = _Child(rank, read, ground)
+        bridges = _bridged(grounds) if gang.hosts else []
+        stories = _told_by(children)
+        _must_end(bridges)
+        return stories
+    finally:
+        for pid in (*children, *bridges):
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+        for handles in [ground.handles for ground in grounds]:
+            close(handles)
+
+
+def _handles(gang: Gang) -> list[Handles]:
+    """Create the shared memory of each host and return the handles."""
+    if not gang.hosts:
+        return [make(gang.ranks)]
+    hosts = turns.hosts_of(gang.ranks, gang.hosts)
+    return [make(gang.ranks, hosts, host) for host in range(len(gang.hosts))]
+
+
+@dataclass(frozen=True, slots=True)
+class _Child:
+    """A rank's process, as its parent knows it."""
+
+    rank: int
+    read: int  # file descriptor from which its report is read
+    ground: Ground
+
+
+def _fork(gang: Gang, handles: Handles, rank: int) -> tuple[int, int]:
+    """Fork a rank; returns its process id and the file descriptor of its report."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.close(read)
+        status = 1
+        try:
+            status = _child(gang, handles, rank, write)
+        finally:
+            os._exit(status)
+    os.close(write)
+    return pid, read
+
+
+def _child(gang: Gang, handles: Handles, rank: int, write: int) -> int:
+    _die_with_parent()
+    torch.set_num_threads(1)
+    gc.enable()
+    try:
+        own = Stock(gang, rank) if gang.peers else _ready(gang, handles, rank)
+        told = live(gang, own)
+    except BaseException as error:
+        told = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+        if not isinstance(error, GangFailed):
+            turns.fail(Ground(handles), f"rank {rank} failed: {told['error']}")
+    with os.fdopen(write, "w") as pipe:
+        json.dump(told, pipe)
+    return 1 if "error" in told else 0
+
+
+def _die_with_parent() -> None:
+    """Have the kernel kill this process when its parent dies, even if it is stopped."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def _ready(gang: Gang, handles: Handles, rank: int) -> Rank:
+    return Rank(
+        handles,
+        rank,
+        squash=gang.squash,
+        swap=gang.swap,
+        slice_s=gang.slice_s,
+        timeout_s=gang.timeout_s,
+    )
+
+
+def _told_by(children: dict[int, _Child]) -> list[JSON]:
+    stories: dict[int, JSON] = {}
+    for pid, text in _until_all_ended(children):
+        child = children[pid]
+        _, status = os.waitpid(pid, 0)
+        code = os.waitstatus_to_exitcode(status)
+        stories[child.rank] = json.loads(text) if text else {"killed": code}
+        if not text:
+            turns.fail(child.ground, f"rank {child.rank} has died (exit status {code})")
+    return [stories[rank] for rank in sorted(stories)]
+
+
+def _until_all_ended(children: dict[int, _Child]) -> Iterator[tuple[int, str]]:
+    texts = {child.read: (pid, bytearray()) for pid, child in children.items()}
+    while texts:
+        readable, _, _ = select.select(list(texts), [], [])
+        for read in readable:
+            pid, text = texts[read]
+            piece = os.read(read, 1 << 16)
+            text += piece
+            if not piece:
+                os.close(read)
+                del texts[read]
+                yield pid, text.decode()
+
+
+def _bridged(grounds: list[Ground]) -> list[int]:
+    """Fork a bridge process for each host; returns the process ids.
+
+    The ranks exist already, so they hold no end of a link.
+    """
+    links: list[dict[int, socket.socket]] = [{} for _ in grounds]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        for host in range(1, len(grounds)):
+            links[host][host_bridge.HOME] = socket.create_connection(server.getsockname())
+            links[host_bridge.HOME][host] = server.accept()[0]
+    pids = []
+    for ground, own in zip(grounds, links, strict=True):
+        pid = os.fork()
+        if not pid:
+            status = 1
+            try:
+                _die_with_parent()
+                for others in links:
+                    for sock in others.values() if others is not own else ():
+                        sock.close()
+                status = host_bridge.main(ground, own)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        pids.append(pid)
+    for own in links:
+        for sock in own.values():
+            sock.close()
+    return pids
+
+
+def _must_end(bridges: list[int]) -> None:
+    """Require that the bridges end after the ranks.
+
+    A bridge that stays would keep a host's memory for ever.
+    """
+    for pid in bridges:
+        pidfd = os.pidfd_open(pid)
+        ended, _, _ = select.select([pidfd], [], [], BRIDGE_ENDS_S)
+        os.close(pidfd)
+        if not ended:
+            raise RuntimeError(f"a bridge has not ended within {BRIDGE_ENDS_S:.0f} s")
+
+
+# --- a host of gangs ------------------------------------------------------------------------------
+
+
+def serve(warm: Iterable[str]) -> None:
+    """Run the gangs that arrive as lines of JSON; each answer is one line.
+
+    One process, which has imported the modules `warm`, forks all ranks.
+    """
+    _die_with_parent()
+    for module in warm:
+        importlib.import_module(module)
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what jobs print must not mix with the answers
+    gc.freeze()
+    for line in sys.stdin:
+        asked = json.loads(line)
+        resize = {int(step): seats for step, seats in asked.pop("resize", {}).items()}
+        asked["hosts"] = tuple(asked.get("hosts", ()))
+        answers.write(json.dumps(run(Gang(**asked, resize=resize))) + "\n")
+
+
+class Host:
+    """The client of `serve`: a warm process, started once, that runs gangs."""
+
+    def __init__(
+        self, *, before: tuple[str, ...] = (), warm: tuple[str, ...] = (), **environment: str
+    ) -> None:
+        """Start the process.
+
+        `before` is a command to run it under, like taskset, `warm` lists modules to import first.
+        """
+        self.process = subprocess.Popen(
+            [
+                *(*before, sys.executable, "-W", "ignore", "-m", "workers.ranks.rank", "--serve"),
+                *(f"--warm={module}" for module in warm),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **environment},
+            start_new_session=True,  # so that all its processes can be stopped as one group
+        )
+
+    def run(self, entry: str, *, peers: bool = False, **gang: Any) -> list[JSON]:
+        """Run a gang and return each rank's report.
+
+        With `peers` it runs under stock gloo and without slots.
+        """
+        ask, answers = self.process.stdin, self.process.stdout
+        assert ask is not None
+        assert answers is not None
+        with tempfile.TemporaryDirectory() as folder:
+            place = f"{folder}/peers" if peers else ""
+            ask.write(json.dumps({"entry": entry, "seats": 1, **gang, "peers": place}) + "\n")
+            ask.flush()
+            stories: list[JSON] = json.loads(answers.readline())
+        return stories
+
+    def close(self) -> None:
+        self.process.communicate(timeout=30)
+
+
+def parse_resize(text: str) -> dict[int, int]:
+    """Parse "5:2,9:4" as {5: 2, 9: 4}."""
+    return {int(step): int(seats) for step, seats in (p.split(":") for p in text.split(",") if p)}
+
+
+def parse_hosts(text: str) -> tuple[int, ...]:
+    """Parse "2,1": two of the slots on the first host, one on the second."""
+    return tuple(int(seats) for seats in text.split(","))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m workers.ranks.rank", description=__doc__)
+    parser.add_argument("entry", nargs="?", help="module:Class, or module:function")
+    parser.add_argument("--serve", action="store_true", help="read gangs from stdin")
+    parser.add_argument("--warm", action="append", default=[], help="a module to import first")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--seats", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--resize", type=parse_resize, default={}, help="step:seats,...")
+    parser.add_argument("--hosts", type=parse_hosts, default=(), help="seats of each, like 2,1")
+    parser.add_argument("--params", type=json.loads, default={}, help="as JSON")
+    parser.add_argument("--swap", action="store_true", help="device memory to the host at a switch")
+    parser.add_argument("--no-squash", dest="squash", action="store_false")
+    arguments = vars(parser.parse_args())
+    warm = arguments.pop("warm")
+    if arguments.pop("serve"):
+        serve(warm)
+        return 0
+    stories = run(Gang(path=os.getcwd(), **arguments))
+    for rank, story in enumerate(stories):
+        sys.stdout.write(json.dumps({"rank": rank, **story}) + "\n")
+    return int(any("error" in story or "killed" in story for story in stories))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,559 @@
+"""A gang: N ranks behind one resident, as a conductor process and a process for each rank.
+
+    supervisor  <- wire ->  conductor (the resident)  <- wires ->  rank 0 ... rank N-1
+
+For its supervisor a gang is a resident like any other. The conductor forwards orders to the ranks,
+and reports once when all ranks have reported; it runs no tenant code. A rank is an `executor` with
+the same stages. Its default process group exists before its code is loaded. The ranks take turns
+(`workers.ranks.turns`) on the resident's slot and on the further slots of this host that the gang
+holds.  The scheduler decides which devices these are.
+
+*The cut.* Before ranks that step get an order, all are stopped before the same step: the first rank
+to see the call picks a step that none has begun, and each rank stops there. So an image shows all
+ranks after the same step, and no collective is in flight. The job's log names ranks that are late.
+
+*The image.* Each rank stages into its own part of the slab. For the supervisor the parts are one
+image: its graph says how many storages belong to which rank, and each rank's graph is a storage.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from app.core.model.task_graph import worth_telling
+from workers.process import sandbox
+from workers.process.image_layout import Extent, Layout
+from workers.process.slab import INDEX_LIMIT_BYTES, Slab
+from workers.process.wire import Wire, pair
+from workers.ranks import turns
+from workers.ranks.rank import Rank
+from workers.ranks.shared_memory import Ground, Handles
+
+if TYPE_CHECKING:
+    from workers.residents.executor import Work
+
+JSON = dict[str, Any]
+
+HEAD_BYTES = 2**20  # at the start of the slab: the table of how many storages each rank has
+COLLECTIVE_S = 1800.0  # as long as torch waits for a collective
+LATE_S = 30.0  # after a call to a cut, until the log names late ranks
+LOOK_S = 0.05
+#: Reports that the gang makes only when all ranks have made them; for images, in one round.
+TOGETHER = ("prepared", "paused", "saving")
+
+
+# --- a rank's side --------------------------------------------------------------------------------
+
+
+class Member:
+    """A rank's hold on its gang, in its own process.
+
+    `collective` is False for ranks that are the executors of a graph: they have no process group.
+    """
+
+    def __init__(self, handles: Handles, rank: int, *, collective: bool = True) -> None:
+        timeout_s = COLLECTIVE_S if collective else math.inf  # one node may take hours
+        self.rank = Rank(
+            handles, rank, timeout_s=timeout_s, squash=collective, apart=not collective
+        )
+        self.collective = collective
+        self._is_away = False
+
+    def begin(self) -> None:
+        """Wait for the first turn; afterwards the default process group exists."""
+        if self.collective:
+            self.rank.begin()
+        else:
+            self.rank.turns.join()
+
+    def end(self) -> None:
+        self.rank.end()
+
+    @contextmanager
+    def away(self, text: str) -> Iterator[None]:
+        """Let the others run while this rank waits for an order; such waits may be nested."""
+        if self._is_away:
+            yield
+            return
+        with self.rank.turns.away(text):
+            self._is_away = True
+            try:
+                yield
+            finally:
+                self._is_away = False
+
+    @contextmanager
+    def between(self, step: int, at_cut: Callable[[], None]) -> Iterator[None]:
+        """The safe point before step `step`; if a cut lies there, give the turn away and run
+        `at_cut`.
+
+        `at_cut` returns once the ranks know why all of them stand there.
+        """
+        self.rank.boundary(step)
+        own = self.rank.turns
+        if not own.is_cut(step):
+            yield
+            return
+        cut = own.cut
+        with self.away(f"the cut before step {step}"):
+            at_cut()
+            own.leave_cut(cut)
+            yield
+
+
+# --- where a rank's image lies --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """The part of the slab into which a rank stages; its index lies behind its image."""
+
+    start: int
+    limit_bytes: int
+    index_bytes: int
+
+    @staticmethod
+    def of(rank: int, ranks: int, limit_bytes: int) -> Region:
+        whole = (limit_bytes - HEAD_BYTES) // ranks // mmap.PAGESIZE * mmap.PAGESIZE
+        index = min(INDEX_LIMIT_BYTES, whole // 8) // mmap.PAGESIZE * mmap.PAGESIZE
+        return Region(HEAD_BYTES + rank * whole, whole - index, index)
+
+    def slab(self, fd: int) -> Slab:
+        return Slab(fd, self.start, self.limit_bytes, self.index_bytes)
+
+
+def joined(slab: Slab, indices: list[JSON], regions: list[Region]) -> JSON:
+    """Join the images of all ranks under one index.
+
+    Write each rank's storage count into the slab.
+    """
+    extents: list[JSON] = []
+    tensors: JSON = {}
+    counts = []
+    for rank, (index, region) in enumerate(zip(indices, regions, strict=True)):
+        layout = index["layout"]
+        for name, (storage, *rest) in index["tensors"].items():
+            shown = name if rank == 0 else f"rank{rank}.{name}"
+            tensors[shown] = [len(extents) + 1 + storage, *rest]
+        parts = [layout["graph"], *layout["storages"]]
+        extents += [{**part, "offset": part["offset"] + region.start} for part in parts]
+        counts.append(len(parts))
+    graph = json.dumps({"extents": counts}).encode()
+    slab.view(0, len(graph))[:] = graph
+    layout = {"graph": asdict(Extent(offset=0, size=len(graph))), "storages": extents}
+    return {"layout": layout, "fingerprint": indices[0]["fingerprint"], "tensors": tensors}
+
+
+def parted(slab: Slab, layout: Layout, rank: int) -> Layout:
+    """Return the layout of one rank's image within a gang's image."""
+    graph = slab.view(layout.graph.offset, layout.graph.size)
+    counts = json.loads(bytes(graph))["extents"]
+    begin = sum(counts[:rank])
+    own, *storages = layout.storages[begin : begin + counts[rank]]
+    return replace(layout, graph=own, storages=tuple(storages))
+
+
+# --- the conductor --------------------------------------------------------------------------------
+
+
+@dataclass
+class RankProcess:
+    """A rank as its conductor knows it. A rank of another host has no process here."""
+
+    number: int
+    pid: int
+    pidfd: int
+    wire: Wire
+    region: Region
+    part: Slab  # the slab at `region`
+    # reports of TOGETHER that the gang has not made yet
+    said: dict[str, JSON] = field(default_factory=dict)
+    progress: JSON = field(default_factory=dict)
+    last: JSON | None = None  # how the rank ended: its finished, failed or stopped message
+    is_still: bool = False
+    is_gone: bool = False
+
+
+def fork(
+    work: Work,
+    live: Callable[[Work], int],
+    handles: Handles,
+    rank: int,
+    region: Region,
+    not_theirs: tuple[int, ...] = (),
+) -> RankProcess:
+    """Fork a rank. `not_theirs`: descriptors of ours that no rank may hold."""
+    wire, theirs = pair()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if not pid:
+        status = 1
+        try:
+            sandbox.die_with_parent()
+            wire.close()
+            work.wire.close()
+            for fd in not_theirs:
+                os.close(fd)
+            _become(work, theirs, handles, rank, region)
+            status = live(work)
+        except BaseException:
+            traceback.print_exc()  # goes to the job's log
+        finally:
+            os._exit(status)
+    theirs.close()
+    return RankProcess(rank, pid, os.pidfd_open(pid), wire, region, region.slab(work.slab.fd))
+
+
+def _become(work: Work, sock: socket.socket, handles: Handles, rank: int, region: Region) -> None:
+    """Turn this process into a rank, with its own wire and its own part of the slab."""
+    work.wire, work.watch = Wire(sock), None
+    # The conductor's mapping is not inherited here; the caller `execute` keeps that Slab object
+    # until this process ends. Dropping the object would unmap whatever lies at its addresses here.
+    work.whole, work.slab = Slab(work.slab.fd), region.slab(work.slab.fd)
+    work.spec = {**work.spec, "rank": rank, "checkpoint_every_s": 0.0}
+    if rank:
+        work.spec["outputs"] = []
+    work.member = Member(handles, rank, collective=not work.is_graph)
+
+
+class Conductor:
+    """The process that forwards orders to the ranks of a gang and reports for them."""
+
+    board: Ground
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        self.ranks: list[RankProcess] = []
+        self.here: list[RankProcess] = []  # the ranks of this host
+        # orders for ranks that step, by name; forwarded when all stand at a cut
+        self.asked: dict[str, JSON] = {}
+        self.asked_s = 0.0
+        self.wished = 0  # requested number of slots that is not reported yet as reached; 0 if none
+        self.is_seated = False
+        self.is_saving = False  # from the order until the image is kept
+        self.saved_step = -1
+        self.index_bytes = 0  # bytes of the index of the image of `saved_step`
+        self.save_again = False  # True if another image was ordered while one was being kept
+        # number of image attempts; reports of a cancelled attempt have another number
+        self.round = 0
+        self.is_still = False
+        self.saved_s = time.monotonic()
+        self.poll = select.poll()
+        self.poll.register(work.wire.fileno(), select.POLLIN)
+
+    def take_up(self, board: Ground, ranks: list[RankProcess]) -> None:
+        """Adopt these ranks as the gang."""
+        self.board, self.ranks, self.round = board, ranks, 0
+        self.here = [rank for rank in ranks if rank.pid]
+        for rank in self.here:
+            for fd in (rank.wire.fileno(), rank.pidfd):
+                self.poll.register(fd, select.POLLIN)
+
+    def run(self) -> int:
+        while True:
+            self.poll.poll(self.look_in_ms())
+            for message in self.work.wire.receive():
+                self.order(message)
+            if self.work.wire.closed:
+                return 1
+            self.hear_all()
+            if (last := self.last_word()) is not None:
+                self.work.say(last.pop("is"), **last)
+                return 0
+            self.keep_time()
+
+    def hear_all(self) -> None:
+        for rank in self.here:
+            self._hear(rank)
+
+    def end_all(self) -> None:
+        for rank in self.here:
+            if not rank.is_gone:
+                with suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(rank.pidfd, signal.SIGKILL)
+
+    # --- orders ---
+
+    def order(self, message: JSON) -> None:
+        match message["is"]:
+            case "kept" if message["what"] != "image":
+                self.tell(message, self.ranks[:1])
+            case "leave" | "return":
+                self._stay(message)
+            case "save" if self.is_seated and self.is_saving:
+                self.save_again = True
+            case "pause" | "save" | "cancel" if self.is_seated:
+                self.ask(message)
+            case "resize":
+                (self.wished,) = message["seats"]
+                turns.wish(self.board, self.wished)
+            case "go":
+                self.go(message["seats"])
+            case "kept":
+                self.tell(message, self.ranks)
+                self.is_saving = False
+                if self.save_again and self.is_seated:
+                    self.save_again = False
+                    self.ask({"is": "save"})
+            case _:
+                self.tell(message, self.ranks)
+
+    def go(self, seats: list[int]) -> None:
+        """Let the ranks run on these slots, which replace all that the gang held before."""
+        self.is_seated, self.wished = True, 0
+        if not self.board.is_bridged:
+            turns.reseat(self.board, seats[0])
+        self.tell({"is": "go"}, self.ranks)
+        # some ranks have begun the image of the pause, and others never will
+        if not self.is_saving:
+            self._call_off_image()
+
+    def ask(self, message: JSON) -> None:
+        """Keep an order for ranks that step until they stand at a cut, and call them to one."""
+        if message.get("leave"):
+            self._stay(message)
+            message = {"is": "pause"}
+        if not self.asked:
+            turns.call_to_cut(self.board)
+            self.asked_s = time.monotonic()
+        self.asked[message["is"]] = message
+
+    def _stay(self, message: JSON) -> None:
+        """Answer an offload order: the memory of a gang is not offloaded."""
+        said = {"bytes": 0, "settled": True, "memory_bytes": self._memory_bytes()}
+        self.work.say("away", turn=message["turn"], **said)
+
+    def tell(self, message: JSON, ranks: list[RankProcess]) -> None:
+        for rank in ranks:
+            with suppress(OSError):  # the rank is ending; its exit is noticed elsewhere
+                rank.wire.send(message)
+
+    # --- what ranks say ---
+
+    def _hear(self, rank: RankProcess) -> None:
+        for message in rank.wire.receive():
+            self.take(rank, message)
+        if not rank.is_gone and select.select([rank.pidfd], [], [], 0)[0]:
+            for message in rank.wire.receive():
+                self.take(rank, message)
+            self.poll.unregister(rank.pidfd)
+            _, status = os.waitpid(rank.pid, 0)
+            rank.is_gone = True
+            rank.last = rank.last or unsaid(rank.number, os.waitstatus_to_exitcode(status))
+        if rank.wire.closed and rank.wire.fileno() >= 0:
+            self.poll.unregister(rank.wire.fileno())
+            rank.wire.close()
+
+    def take(self, rank: RankProcess, message: JSON) -> None:
+        word = message["is"]
+        if word in ("failed", "finished", "stopped"):
+            rank.last = message
+            self._look_at_cut()
+        elif word == "at_cut":
+            rank.said[word] = message
+            self._look_at_cut()
+        elif word == "progress":
+            rank.progress = message
+            if rank.number == 0 or self.work.is_graph:
+                self._say_progress()
+        elif word == "saving" and message["what"] != "image":
+            self.work.say("saving", **_without_head(message))
+        elif word == "spoiled":
+            self.is_saving, self.saved_step = False, -1
+            self._call_off_image()
+            if self.is_seated:
+                self.ask({"is": "save"})
+        elif word in ("still", "moving"):
+            rank.is_still = word == "still"
+            self._look_whether_still()
+        elif word in TOGETHER and message.get("round") in (None, self.round):
+            rank.said[word] = message
+            self._look_whether_together(word)
+
+    def _look_whether_together(self, word: str) -> None:
+        if self._have_all(word):
+            self.together(word, [rank.said.pop(word) for rank in self.ranks])
+
+    def together(self, word: str, said: list[JSON]) -> None:
+        """Report for the gang what all ranks have reported."""
+        match word:
+            case "prepared":
+                capabilities = max((each["capabilities"] for each in said), key=_inexact)
+                first = {**said[0], "capabilities": capabilities}
+                self.work.say("prepared", **_without_head(first), step=_same_step(said))
+            case "paused":
+                self.is_seated = False
+                has_state = all(each["has_state"] for each in said)
+                self.work.say("paused", has_state=has_state, step=_same_step(said))
+            case "saving":
+                self.write_index(said)
+                about = {"at_step": self.saved_step, "index_bytes": self.index_bytes}
+                self.work.say("saving", what="image", **about)
+
+    def _have_all(self, word: str) -> bool:
+        return all(word in rank.said for rank in self.ranks)
+
+    def _call_off_image(self) -> None:
+        """Discard the parts of an unfinished image; they are useless unless all parts exist."""
+        self.round += 1
+        for rank in self.ranks:
+            rank.said.pop("saving", None)
+        self.tell({"is": "call_off", "round": self.round}, self.ranks)
+
+    def _look_at_cut(self) -> None:
+        """Forward the kept orders once all ranks stand before the same step, and let the ranks go
+        on.
+
+        Once a rank has finished there is no step after which all ranks stand: it is too late to
+        pause or save them.
+        """
+        here = [rank for rank in self.ranks if rank.last is None]
+        if not here or any("at_cut" not in rank.said for rank in here):
+            return
+        turns.end_cut(self.board)
+        stand = [rank.said.pop("at_cut")["ran"] for rank in here]
+        step = sum(stand) if self.work.is_graph else stand[0]
+        asked, self.asked = self.asked, {}
+        if len(here) < len(self.ranks):
+            asked = {word: message for word, message in asked.items() if word == "cancel"}
+        self.at_cut(step, asked, here)
+        self.tell({"is": "on", "step": step}, here)
+
+    def at_cut(self, step: int, asked: dict[str, JSON], here: list[RankProcess]) -> None:
+        """Forward these orders to ranks that stand after step `step`."""
+        for message in asked.values():
+            self.tell(message, here)
+        self.is_saving |= "save" in asked and step != self.saved_step
+
+    def write_index(self, said: list[JSON]) -> None:
+        """Write the index of the image from the ranks' parts in the slab."""
+        slab, regions = self.work.slab, [rank.region for rank in self.ranks]
+        sizes = [each["index_bytes"] for each in said]
+        parts = zip(self.ranks, sizes, strict=True)
+        indices = [rank.part.read_index(size) for rank, size in parts]
+        self.index_bytes = slab.write_index(joined(slab, indices, regions))
+        self.saved_step, self.is_saving = said[0]["at_step"], True
+        self.saved_s = time.monotonic()
+
+    def _say_progress(self) -> None:
+        said = self.ranks[0].progress
+        if self.work.is_graph:  # each executor has metrics of its own
+            said = {
+                "metrics": {
+                    k: v for r in self.ranks for k, v in r.progress.get("metrics", {}).items()
+                }
+            }
+        staged_us = max(rank.progress.get("staged_us", 0) for rank in self.ranks)
+        own = {
+            "memory_bytes": self._memory_bytes(),
+            "spilled_bytes": sum(rank.progress.get("spilled_bytes", 0) for rank in self.ranks),
+            "staged_us": staged_us,
+            "step": self.step(),
+        }
+        self.work.say("progress", **{**_without_head(said), **own})
+
+    def _look_whether_still(self) -> None:
+        """Report when nothing steps on this device: each rank is still or waits for others."""
+        waits = (turns.State.WAITING, turns.State.DONE)
+        still = all(
+            rank.is_still or turns.state(self.board, rank.number) in waits for rank in self.here
+        )
+        if still != self.is_still:
+            self.is_still = still
+            self.work.say("still" if still else "moving")
+
+    # --- time ---
+
+    def keep_time(self) -> None:
+        now_s, every_s = time.monotonic(), self.work.spec["checkpoint_every_s"]
+        if self.wished and turns.seats(self.board) == self.wished:
+            self.work.say("resized", seats=[self.wished], step=self.step())
+            self.wished = 0
+        if any(rank.is_still for rank in self.ranks):
+            self._look_whether_still()
+        due = every_s > 0 and now_s - self.saved_s >= every_s
+        if due and self.is_seated and not (self.is_saving or self.asked):
+            self.saved_s = now_s  # until the ranks report that they save
+            self.ask({"is": "save"})
+        if self.asked and now_s - self.asked_s >= LATE_S:
+            self.asked_s = now_s
+            late = [str(rank.number) for rank in self.ranks if "at_cut" not in rank.said]
+            told = f"rank {', '.join(late)} did not come to a safe point for {LATE_S:.0f} s: "
+            sys.stderr.write(told + turns.Turns(self.board, 0).standing() + "\n")
+            sys.stderr.flush()
+
+    def look_in_ms(self) -> float:
+        if self.wished or any(rank.is_still for rank in self.ranks):
+            return LOOK_S * 1000
+        every_s = self.work.spec["checkpoint_every_s"]
+        return 1000 * min(every_s or 1.0, 1.0)
+
+    # --- all of them ---
+
+    def last_word(self) -> JSON | None:
+        """Return how the gang ended: its first real failure, else rank 0's end, if all ended."""
+        words = [rank.last for rank in self.ranks]
+        failed = [(n, word) for n, word in enumerate(words) if word and word["is"] == "failed"]
+        if failed:
+            number, word = min(failed, key=lambda each: "GangFailed" in each[1]["message"])
+            return {**word, "message": f"rank {number}: {word['message']}"}
+        if any(word is None for word in words):
+            return None
+        said = [word for word in words if word is not None]
+        return {**said[0], **_together(said)} if self.work.is_graph else dict(said[0])
+
+    def step(self) -> int:
+        ran = [rank.progress.get("ran", 0) for rank in self.ranks]
+        return sum(ran) if self.work.is_graph else min(ran)
+
+    def _memory_bytes(self) -> int:
+        return sum(rank.progress.get("memory_bytes", 0) for rank in self.here)
+
+
+def _together(said: list[JSON]) -> JSON:
+    """Combine the final reports of a graph's executors, each of which has run a part."""
+    return {
+        "step": sum(word["step"] for word in said),
+        "passed": [
+            [block, source, target, size]
+            for target, word in enumerate(said)
+            for block, source, size in word.get("passed", ())
+        ],
+        "took_ms": {name: ms for word in said for name, ms in word["took_ms"].items()},
+        "made_bytes": worth_telling(
+            {block: size for word in said for block, size in word["made_bytes"].items()}
+        ),
+    }
+
+
+def _same_step(said: list[JSON]) -> int:
+    steps = {each["step"] for each in said}
+    assert len(steps) == 1, f"the ranks stand after steps {sorted(steps)}"
+    return int(steps.pop())
+
+
+def _inexact(capabilities: list[str]) -> bool:
+    return "equivalent" in capabilities
+
+
+def _without_head(message: JSON) -> JSON:
+    return {name: value for name, value in message.items() if name not in ("is", "step")}
+
+
+def unsaid(rank: int, code: int) -> JSON:
+    how = f"was killed by signal {-code}" if code < 0 else f"ended by itself with status {code}"
+    return {"is": "failed", "cause": "exit", "message": f"its process {how}.", "detail": ""}

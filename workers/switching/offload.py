@@ -1,0 +1,184 @@
+"""Offload a paused job's large storages from the device's memory, and bring them back in place.
+
+`leave` frees the memory of storages that have their bytes in the slab; `come_back` allocates memory
+for them again and fills it. The storages stay the same objects, so views, ties and bindings of an
+optimizer stay valid. Code that reads an offloaded storage (only a thread of the job could) gets an
+error from torch, or crashes; it never sees other bytes.
+
+What stays: small storages, and memory that other code knows by its address (numpy views it,
+processes share it, it is pinned, or it was lent by DLPack). On a CUDA device, host memory stays.
+
+Memory of a CPU device goes back to the kernel lazily (MADV_FREE): the kernel takes the pages when
+it needs them. If it didn't, coming back costs no page faults, which take longer than the copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from workers.hardware.accelerator import Accelerator, Pinned
+from workers.hardware.dirty_pages import Range
+from workers.process.image_layout import Extent
+from workers.process.slab import Slab
+
+LEAVES_BYTES = 64 * 1024  # smaller storages stay
+PIECE_BYTES = 16 * 2**20  # copied by one thread at a time
+COPIERS = 2  # threads that fill storages; a single thread does not use the full memory bandwidth
+_FREE = 8  # MADV_FREE
+
+Lying = tuple[torch.UntypedStorage, Extent]  # a storage, and where its bytes are in the slab
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+class CalledOff(Exception):
+    """There is no memory for the remaining storages any more; all that have come back stay."""
+
+
+class Absence:
+    """The offloaded storages of one resident. Its main thread uses this while it has no slot."""
+
+    def __init__(self, slab: Slab, accelerator: Accelerator, pinned: Pinned) -> None:
+        self.slab, self.accelerator, self.pinned = slab, accelerator, pinned
+        self.away: list[Lying] = []
+
+    @property
+    def bytes(self) -> int:
+        return sum(extent.size for _, extent in self.away)
+
+    def leave(self, lying: Iterable[Lying], freed: Callable[[], None]) -> None:
+        """Free the memory of each storage as it comes from `lying`; call `freed` after each."""
+        known = {storage._cdata for storage, _ in self.away}
+        for storage, extent in lying:
+            if storage._cdata not in known and self._can_leave(storage, extent):
+                _let_go(storage)
+                self.away.append((storage, extent))
+                freed()
+        self.accelerator.empty_cache()
+
+    def come_back(self, room: Callable[[int], None]) -> list[Lying]:
+        """Bring the storages back and return them; `room` waits until that many bytes may be
+        allocated.
+
+        `room` may raise CalledOff: then the remaining storages stay offloaded.
+        """
+        back: list[Lying] = []
+        try:
+            with self._copiers() as copy:
+                for storage, extent in list(self.away):
+                    room(extent.size)
+                    storage.resize_(extent.size)
+                    copy(storage, extent)
+                    back.append(self.away.pop(0))
+        except CalledOff:
+            pass
+        return back
+
+    def _can_leave(self, storage: torch.UntypedStorage, extent: Extent) -> bool:
+        if extent.device != self.accelerator.kind or extent.size < LEAVES_BYTES or extent.pinned:
+            return False
+        # on CUDA torch says so of every storage
+        shared = extent.device == "cpu" and storage.is_shared()
+        return storage.resizable() and not shared and not _is_lent(storage)
+
+    def _copiers(self) -> _OnHost | _OnStream:
+        if self.accelerator.kind == "cpu":
+            return _OnHost(self.slab)
+        self.pinned.reach(max((extent.offset + extent.size for _, extent in self.away), default=0))
+        return _OnStream(self.slab)
+
+
+def _let_go(storage: torch.UntypedStorage) -> None:
+    if storage.device.type == "cpu":
+        # Not the first and the last page, where malloc keeps its own bookkeeping.
+        page, address, size = mmap.PAGESIZE, storage.data_ptr(), storage.nbytes()
+        pages = Range.inside(address + page, size - 2 * page)
+        # If madvise fails, malloc keeps the memory for later allocations.
+        _libc.madvise(pages.start, pages.end - pages.start, _FREE)
+    storage.resize_(0)
+
+
+# --- copying back ---------------------------------------------------------------------------------
+
+
+class _OnHost:
+    """Copies by threads, piece by piece; all copies are complete at exit."""
+
+    def __init__(self, slab: Slab) -> None:
+        self.slab, self.pending = slab, list[Future[Any]]()
+        # With few cores leave one for a resident that offloads or steps meanwhile.
+        self.threads = ThreadPoolExecutor(COPIERS if len(os.sched_getaffinity(0)) > 2 else 1)
+
+    def __enter__(self) -> _OnHost:
+        return self
+
+    def __call__(self, storage: torch.UntypedStorage, extent: Extent) -> None:
+        to, source = storage.data_ptr(), self.slab.address + extent.offset
+        for at in range(0, extent.size, PIECE_BYTES):
+            size = min(PIECE_BYTES, extent.size - at)
+            self.pending.append(self.threads.submit(ctypes.memmove, to + at, source + at, size))
+
+    def __exit__(self, *_: object) -> None:
+        self.threads.shutdown()
+        for copied in self.pending:
+            copied.result()
+
+
+class _OnStream:
+    """Copies by the device, on a CUDA stream of its own, from pinned memory."""
+
+    def __init__(self, slab: Slab) -> None:
+        self.whole = torch.frombuffer(slab.memory, dtype=torch.uint8)
+        self.stream = torch.cuda.Stream()
+
+    def __enter__(self) -> _OnStream:
+        return self
+
+    def __call__(self, storage: torch.UntypedStorage, extent: Extent) -> None:
+        flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        source = self.whole[extent.offset : extent.offset + extent.size]
+        # The allocator may return memory that the job's stream is still using.
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            flat.copy_(source, non_blocking=True)
+        flat.record_stream(self.stream)
+
+    def __exit__(self, *_: object) -> None:
+        self.stream.synchronize()
+
+
+# --- memory that others know by its address -------------------------------------------------------
+
+_lent: dict[int, StorageWeakRef] = {}
+
+
+def follow() -> None:
+    """Note which storages are lent by DLPack from now on: there is no way to get them back."""
+    if getattr(torch.Tensor.__dlpack__, "_noticed", False):
+        return
+    lend = torch.Tensor.__dlpack__
+
+    def lending(tensor: torch.Tensor, *how: Any, **more: Any) -> Any:
+        storage = tensor.untyped_storage()
+        _lent[storage._cdata] = StorageWeakRef(storage)
+        return lend(tensor, *how, **more)
+
+    lending._noticed = True  # type: ignore[attr-defined]
+    torch.Tensor.__dlpack__ = lending  # type: ignore[method-assign]
+
+
+def _is_lent(storage: torch.UntypedStorage) -> bool:
+    known = _lent.get(storage._cdata)
+    if known is not None and known.expired():
+        del _lent[storage._cdata]  # the id belongs to another storage by now
+        return False
+    return known is not None

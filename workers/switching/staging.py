@@ -1,0 +1,492 @@
+"""Copy a job's state into its slab while the next step already runs.
+
+`begin` is called at a safe point, and returns when the job may go on; `join` returns when the image
+is complete in the slab. Captured storages are copied as follows:
+
+* small storages, and buffers, which the next forward pass may change, are copied at once;
+* storages that only an optimizer writes to (parameters and its state), and gradients, which the
+  next step frees, are copied by a thread beside the next forward and backward pass; no optimizer
+  steps before that thread is done;
+* a storage that was not written to since it was copied to the same place is not copied again.
+
+The last two are not assumed but watched (`dirty_pages`): the kernel reports written pages. If a
+page was written to before its copy was done (a weight clipped in forward, an average kept by hand),
+the image is `spoiled`: it is not reported, and later images copy that storage at once.
+
+Where memory cannot be watched, everything is copied at once. Memory of a CUDA device is never
+watched: it is copied within the device first, if there is room for it.
+
+While nothing steps, `bring` makes an image storage by storage, for a job that is to be offloaded
+(`offload`). `lies` records that storages equal their bytes in the slab, because they were filled
+from there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import queue
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from workers.capture.capture import Captured
+from workers.hardware.accelerator import Pinned
+from workers.hardware.dirty_pages import Range, Watch
+from workers.process.image_layout import Extent, Layout, laid_out
+from workers.process.slab import Slab
+from workers.switching.offload import Lying
+
+WATCHED_BYTES = 64 * 1024  # smaller storages are copied at once: watching them would take longer
+PIECE_BYTES = 16 * 2**20  # copied without checking that the storage still has this memory
+_GRAPH_ROOM = 64 * 1024  # room for the graph to grow, so that storages keep their places
+
+_copy = ctypes.memmove  # lets other threads run meanwhile
+# keeps the interpreter lock, which is faster for small copies
+_copy_small = ctypes.PyDLL(None).memcpy
+_copy_small.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_copy_small.restype = ctypes.c_void_p
+
+
+class TooLarge(Exception):
+    """The image does not fit into the slab."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A large storage of host memory that is to be copied to `offset` of the slab."""
+
+    storage: torch.UntypedStorage
+    address: int
+    size: int
+    offset: int
+    pages: Range  # pages that hold only bytes of this storage
+    is_passing: bool = False  # True for a gradient: its memory will soon be used for something else
+
+
+@dataclass(slots=True)
+class _Known:
+    """The record of a storage from one image to the next, while the storage lives.
+
+    `is_copied`: the storage has been watched since its last copy. `is_hot`: it was once written to
+    while it was watched, so watching it is of no use. `is_passing`: it was a gradient in the last
+    image.
+    """
+
+    alive: StorageWeakRef
+    place: tuple[int, int, int]  # address, size, offset in the slab
+    is_copied: bool = False
+    is_hot: bool = False
+    is_passing: bool = False
+    images: int = 0  # number of images that it was in, with the one in progress
+
+    @property
+    def pages(self) -> Range:
+        return Range.inside(self.place[0], self.place[1])
+
+
+@dataclass
+class _Plan:
+    """The way in which each storage is copied; small storages are copied already."""
+
+    small: list[torch.UntypedStorage] = field(default_factory=list)
+    now: list[Part] = field(default_factory=list)
+    later: list[Part] = field(default_factory=list)
+    again: list[Part] = field(default_factory=list)  # to be copied only if it was written to
+    device: list[tuple[torch.UntypedStorage, int]] = field(default_factory=list)
+
+
+class Staging:
+    """The staging of one resident; everything but the copying itself happens in its main thread."""
+
+    def __init__(self, slab: Slab, watch: Watch | None) -> None:
+        self.slab, self.watch = slab, watch
+        self.spoiled = False
+        self.copied_bytes = 0  # bytes that were copied for the last image
+        self.waited_s = 0.0  # total wait of optimizers and safe points, in seconds
+        self._known: dict[int, _Known] = {}
+        # keys of `_known` that are watched and that an optimizer will soon write to
+        self._guarded: set[int] = set()
+        self._layout = Layout(graph=Extent(offset=0, size=0), storages=())
+        self._work: queue.SimpleQueue[tuple[Callable[[], None], ...]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._done = threading.Event()
+        self._done.set()
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._process = os.getpid()
+        self._side: Any = None  # the CUDA stream on which copies leave the device
+        self.pinned = Pinned(slab.address)
+        register_optimizer_step_pre_hook(self._before_optimizer)
+
+    def begin(self, captured: Captured, then: Callable[[Layout], None]) -> Layout:
+        """Make an image; `then` is called once it is complete in the slab, by any thread.
+
+        `then` must not raise. Raises TooLarge.
+        """
+        layout = self._begun(captured)
+        plan = self._planned(captured.storages, layout)
+        event = self._leave_device(plan.device, layout)
+        self._copy_now(plan)
+        if plan.later or event is not None:
+            self._aside(lambda: self._copy_later(plan.later, event), lambda: then(layout))
+        else:
+            then(layout)
+        return layout
+
+    def bring(self, captured: Captured) -> tuple[Layout, Iterator[Lying]]:
+        """Make an image while nothing steps; yields each storage once its bytes are in the slab.
+
+        The image is complete when all have been yielded. Raises TooLarge.
+        """
+        layout = self._begun(captured)
+        plan = self._planned(captured.storages, layout)
+        extents = dict(zip(map(_number, captured.storages), layout.storages, strict=True))
+        return layout, self._brought(plan, layout, extents)
+
+    def lies(self, lying: Iterable[Lying], layout: Layout | None = None) -> None:
+        """Record that these storages equal their bytes in the slab; until written to, they need no
+        copy.
+
+        `layout` is that of an image that another process made.
+        """
+        if layout is not None:
+            self._layout = layout
+            self.slab.used(layout.end)
+        stable, filled = self._stable(), list[_Known]()
+        for storage, extent in lying:
+            if storage.device.type != "cpu" or extent.size < WATCHED_BYTES or self.watch is None:
+                continue
+            known = self._seen(_part(storage, extent))
+            self._known[storage._cdata] = known
+            known.is_copied = not known.is_hot and not known.is_passing
+            if known.is_copied:
+                filled.append(known)
+                self._guarded |= {storage._cdata} & stable
+        if self.watch is not None:
+            self.watch.protect(known.pages for known in filled)
+
+    def _begun(self, captured: Captured) -> Layout:
+        self.join()
+        self.spoiled = False
+        layout = self._layout = self._fitting(captured)
+        self.slab.used(layout.end)
+        size = layout.graph.size
+        self.slab.view(0, size)[:] = captured.graph
+        self.copied_bytes = size
+        return layout
+
+    def must_fit(self, captured: Captured) -> int:
+        """Return the bytes of the slab that the image takes; raises TooLarge."""
+        return self._fitting(captured).end
+
+    def _fitting(self, captured: Captured) -> Layout:
+        layout, limit = self._placed(captured), self.slab.limit_bytes
+        if layout.end > limit:
+            told = f"its image takes {layout.end} bytes, and this device keeps at most {limit}"
+            raise TooLarge(told)
+        return layout
+
+    @property
+    def is_copying(self) -> bool:
+        return not self._done.is_set()
+
+    def join(self) -> None:
+        """Wait until the image is complete in the slab, or spoiled."""
+        if not self._done.is_set():
+            began_s = time.perf_counter()
+            self._done.wait()
+            self.waited_s += time.perf_counter() - began_s
+
+    def _aside(self, copy: Callable[[], None], then: Callable[[], None]) -> None:
+        if self._thread is None:  # one thread for the resident's life: starting one takes a while
+            self._thread = threading.Thread(target=self._help, name="staging", daemon=True)
+            self._thread.start()
+        self._done.clear()
+        self._work.put((copy, then))
+
+    def _help(self) -> None:
+        while True:
+            copy, then = self._work.get()
+            try:
+                copy()
+            except Exception:
+                traceback.print_exc()  # goes to the job's log; the next image is another attempt
+                self.spoiled = True
+            spoiled = self.spoiled
+            self._done.set()  # before `then`, so that `join` need not wait for the report
+            if not spoiled:
+                then()
+            del copy, then  # and so the storages that they held
+
+    def _placed(self, captured: Captured) -> Layout:
+        """Return the layout.
+
+        Storages keep their places as long as their number and sizes are the same.
+        """
+        graph = Extent(offset=0, size=len(captured.graph))
+        with_cuda = torch.cuda.is_available()
+        sizes = [_extent(storage, with_cuda=with_cuda) for storage in captured.storages]
+        before = self._layout.storages
+        if sizes == [(part.size, part.device, part.pinned) for part in before] and (
+            not before or graph.size <= before[0].offset
+        ):
+            return replace(self._layout, graph=graph)
+        room = _GRAPH_ROOM
+        while room < graph.size:
+            room *= 2
+        return replace(laid_out(room, sizes), graph=graph)
+
+    # --- how each storage is copied ---
+
+    def _planned(self, storages: Iterable[torch.UntypedStorage], layout: Layout) -> _Plan:
+        """Copy the small storages right here, and sort the large ones."""
+        plan, known = _Plan(), dict[int, _Known]()
+        stable, passing = self._stable(), self._passing()
+        base, watched = self.slab.address, self.watch is not None
+        for storage, extent in zip(storages, layout.storages, strict=True):
+            size = extent.size
+            if extent.device != "cpu":
+                plan.device.append((storage, extent.offset))
+            elif size < WATCHED_BYTES:
+                _copy_small(base + extent.offset, storage.data_ptr(), size)
+                plan.small.append(storage)
+            else:
+                part = _part(storage, extent)
+                if not watched:
+                    plan.now.append(part)
+                    continue
+                seen = known[storage._cdata] = self._seen(part)
+                seen.is_passing = storage._cdata in passing
+                seen.images += 1
+                if seen.is_copied:
+                    plan.again.append(part)
+                elif storage._cdata in stable and not seen.is_hot:
+                    plan.later.append(part)
+                elif seen.is_passing and not seen.is_hot:
+                    plan.later.append(replace(part, is_passing=True))
+                else:
+                    plan.now.append(part)
+        self._known = known
+        self._guarded &= known.keys()
+        return plan
+
+    def _seen(self, part: Part) -> _Known:
+        place = (part.address, part.size, part.offset)
+        seen = self._known.get(part.storage._cdata)
+        if seen is None or seen.alive.expired():
+            seen = _Known(alive=StorageWeakRef(part.storage), place=place)
+        elif seen.place != place:
+            seen.place, seen.is_copied = place, False
+        return seen
+
+    def _stable(self) -> set[int]:
+        """Return the storages that only an optimizer is expected to write to."""
+        found = set[int]()
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                found.update(_storages(p for p in group["params"] if p.requires_grad))
+            for state in optimizer.state.values():
+                if isinstance(state, dict):
+                    found.update(_storages(state.values()))
+        return found
+
+    def _passing(self) -> set[int]:
+        found = set[int]()
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                found.update(_storages(p.grad for p in group["params"]))
+        return found
+
+    def _copy_now(self, plan: _Plan) -> None:
+        """Copy all that must be copied before the job goes on; from here on the rest is watched."""
+        if self.watch is not None:
+            written = self.watch.written(part.pages for part in plan.again)
+            for part in plan.again:
+                if part.pages in written:
+                    self._is_hot(part)
+                    plan.now.append(part)
+            cold = [part for part in plan.now if self._may_be_frozen(part)]
+            self.watch.protect(part.pages for part in (*cold, *plan.later))
+            self._guarded.update(p.storage._cdata for p in plan.later if not p.is_passing)
+            for part in cold:
+                self._known[part.storage._cdata].is_copied = True
+            for part in (*plan.later, *plan.again):
+                self._copy_edges(part)
+        for part in plan.now:
+            _copy(self.slab.address + part.offset, part.address, part.size)
+            self.copied_bytes += part.size
+
+    def _may_be_frozen(self, part: Part) -> bool:
+        """True unless the storage is new: protecting it for only one step costs page faults."""
+        known = self._known[part.storage._cdata]
+        return known.images > 1 and not known.is_hot
+
+    def _copy_edges(self, part: Part) -> None:
+        """Copy the bytes of a storage on pages that it shares with other memory."""
+        pages, to = part.pages, self.slab.address + part.offset
+        if before := pages.start - part.address:
+            _copy_small(to, part.address, before)
+        if after := part.address + part.size - pages.end:
+            _copy_small(to + part.size - after, pages.end, after)
+
+    # --- beside the next step ---
+
+    def _copy_later(self, parts: list[Part], event: Any) -> None:
+        assert self.watch is not None or not parts
+        if event is not None:
+            event.synchronize()
+        moved = [part for part in parts if not self._copied(part)]
+        if self.watch is not None and parts:
+            written = self.watch.written(part.pages for part in parts)
+            moved += [part for part in parts if part.pages in written]
+            self.watch.release(part.pages for part in parts if part.is_passing)
+        for part in moved:
+            self._is_hot(part)
+        self.spoiled = bool(moved)
+        if not self.spoiled:
+            for part in parts:
+                self._known[part.storage._cdata].is_copied = not part.is_passing
+
+    def _copied(self, part: Part) -> bool:
+        pages = part.pages
+        to = self.slab.address + part.offset - part.address
+        for at in range(pages.start, pages.end, PIECE_BYTES):
+            if part.storage.data_ptr() != part.address:
+                return False  # it was resized, and this memory belongs to something else
+            _copy(to + at, at, min(PIECE_BYTES, pages.end - at))
+        self.copied_bytes += part.size
+        return True
+
+    def _is_hot(self, part: Part) -> None:
+        known = self._known[part.storage._cdata]
+        known.is_hot, known.is_copied = True, False
+
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if os.getpid() != self._process:
+            return  # a child process of the job: the thread and the watch belong to its parent
+        self.join()
+        if optimizer not in self._optimizers:
+            self._optimizers.add(optimizer)
+            self._guarded |= self._known.keys() & self._stable()
+        if self._guarded and self.watch is not None:
+            # Otherwise the first write to each page would take a fault.
+            guarded = [self._known[number] for number in self._guarded]
+            self.watch.release(known.pages for known in guarded)
+            for known in guarded:
+                known.is_copied = False
+        self._guarded = set()
+
+    # --- from a CUDA device ---
+
+    def _leave_device(self, parts: list[tuple[torch.UntypedStorage, int]], layout: Layout) -> Any:
+        """Copy device storages on a stream of their own; return an event for the end, or None.
+
+        Device memory cannot be watched. While the device has room the state is copied within the
+        device first, which takes a fiftieth of the time, and leaves from that copy. Otherwise the
+        job waits until its state has left.
+        """
+        if not parts:
+            return None
+        self.pinned.reach(layout.end)
+        whole = torch.frombuffer(self.slab.memory, dtype=torch.uint8)
+        size = sum(storage.nbytes() for storage, _ in parts)
+        self.copied_bytes += size
+        free_bytes, _ = torch.cuda.mem_get_info()
+        has_room = free_bytes > 2 * size
+        self._side = self._side or torch.cuda.Stream()
+        sources = [flat(storage) for storage, _ in parts]
+        if has_room:
+            sources = [source.clone() for source in sources]
+        torch.cuda.current_stream().synchronize()
+        with torch.cuda.stream(self._side):
+            for source, (storage, offset) in zip(sources, parts, strict=True):
+                whole[offset : offset + storage.nbytes()].copy_(source, non_blocking=True)
+                source.record_stream(self._side)
+            event = self._side.record_event()
+        if not has_room:
+            event.synchronize()
+        return event
+
+    # --- while nothing steps ---
+
+    def _brought(self, plan: _Plan, layout: Layout, extents: dict[int, Extent]) -> Iterator[Lying]:
+        for storage in plan.small:
+            yield storage, extents[_number(storage)]
+        written = self._written(plan.again)
+        for part in plan.again:
+            if part.pages in written:
+                self._is_hot(part)
+            else:
+                self._copy_edges(part)
+                yield part.storage, extents[_number(part.storage)]
+        rewritten = [part for part in plan.again if part.pages in written]
+        for part in (*plan.later, *plan.now, *rewritten):
+            for at in range(0, part.size, PIECE_BYTES):
+                size = min(PIECE_BYTES, part.size - at)
+                _copy(self.slab.address + part.offset + at, part.address + at, size)
+            self.copied_bytes += part.size
+            yield part.storage, extents[_number(part.storage)]
+        yield from self._brought_from_device(plan.device, layout, extents)
+
+    def _written(self, parts: list[Part]) -> set[Range]:
+        return set() if self.watch is None else self.watch.written(part.pages for part in parts)
+
+    def _brought_from_device(
+        self,
+        parts: list[tuple[torch.UntypedStorage, int]],
+        layout: Layout,
+        extents: dict[int, Extent],
+    ) -> Iterator[Lying]:
+        """Issue all copies at once, so that the bus never idles.
+
+        Each copy has an event of its own.
+        """
+        if not parts:
+            return
+        self.pinned.reach(layout.end)
+        whole = torch.frombuffer(self.slab.memory, dtype=torch.uint8)
+        side = self._side = self._side or torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        events = []
+        with torch.cuda.stream(side):
+            for storage, offset in parts:
+                part = whole[offset : offset + storage.nbytes()]
+                part.copy_(flat(storage), non_blocking=True)
+                events.append(side.record_event())
+        for (storage, _), event in zip(parts, events, strict=True):
+            event.synchronize()
+            self.copied_bytes += storage.nbytes()
+            yield storage, extents[_number(storage)]
+
+
+def _number(storage: torch.UntypedStorage) -> int:
+    return storage._cdata
+
+
+def _part(storage: torch.UntypedStorage, extent: Extent) -> Part:
+    address, size = storage.data_ptr(), extent.size
+    pages = Range.inside(address, size)
+    return Part(storage=storage, address=address, size=size, offset=extent.offset, pages=pages)
+
+
+def _storages(values: Iterable[Any]) -> Iterable[int]:
+    plain = (torch.nn.Parameter, torch.Tensor)
+    return [value.untyped_storage()._cdata for value in values if type(value) in plain]
+
+
+def _extent(storage: torch.UntypedStorage, *, with_cuda: bool) -> tuple[int, str, bool]:
+    kind = storage.device.type
+    return storage.nbytes(), kind, with_cuda and kind == "cpu" and storage.is_pinned()
+
+
+def flat(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Return the storage's bytes as a tensor."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

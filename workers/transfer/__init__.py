@@ -1,0 +1,1 @@
+"""Moves bytes between the store, this host's disk and other hosts."""

@@ -1,0 +1,437 @@
+"""Makes an image durable and reads it back: missing chunks first, then the signed manifest.
+
+`write` reads an image from the slab that a resident and its device worker share.  `read` fills a
+slab for a resident that is about to start.
+
+Invariants:
+* A resident is not trusted: only bytes that it can no longer change are hashed and stored.
+* The manifest comes last and is signed, so all chunks that it names exist, are complete, and were
+  written by this system.
+* All data that `read` fills in was checked byte for byte against the manifest, and the manifest
+  against its address and its signature.
+
+This module imports no torch and opens no tenant's bytes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from blake3 import blake3
+from xxhash import xxh3_128_digest
+
+from app.core.model import manifest as manifests
+from app.core.model.manifest import (
+    LARGEST_CHUNK_BYTES,
+    About,
+    Chunk,
+    Cut,
+    Manifest,
+    Part,
+    Rank,
+)
+from app.storage.backend import INCOMING, Bytes, Missing
+from app.storage.chunks import Writing
+from app.storage.signing import Signer
+from app.storage.store import Damaged, Store
+from workers.process.image_layout import Extent, Layout, laid_out
+
+log = logging.getLogger(__name__)
+
+_POPULATE_READ = 22  # MADV_POPULATE_READ
+_GAP_BYTES = 2**20
+
+_Item = TypeVar("_Item")
+_Made = TypeVar("_Made")
+
+
+GRAPH_ROOM_BYTES = 2**20  # space for the graph of a read image is a multiple of this
+
+
+class BadSlab(Exception):
+    """Raised when a slab or its description cannot become a checkpoint; says why."""
+
+
+class TooSlow(OSError):
+    """Raised when a write took so long that chunks it relied on may have been collected."""
+
+
+class Known:
+    """The chunks of a resident's last checkpoint, from which the next `write` finds the changed
+    ones.
+
+    There is one for each resident, and `write` updates it.  Two writes at once must not share it.
+
+    Keys are quick hashes (XXH3) of the chunks' bytes.  A tenant that makes two chunks with the same
+    hash damages only its own checkpoint.
+    """
+
+    def __init__(self) -> None:
+        self.seen: dict[bytes, _Seen] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A chunk in the store; `at_s` is when the store certainly had it, by `_clock_s`."""
+
+    address: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """A written checkpoint: `size_bytes` of its image, `new_bytes` of growth of the store."""
+
+    sha256: str
+    size_bytes: int
+    new_bytes: int
+    chunks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """An image in a slab, and its manifest.
+
+    `fetched_bytes` is the size of the chunks that were not in the slab before.
+    """
+
+    sha256: str
+    layout: Layout
+    manifest: Manifest
+    fetched_bytes: int
+
+
+# --- to the store -------------------------------------------------------------------------------
+
+
+def write(
+    slab: int,
+    layout: Layout,
+    about: About,
+    *,
+    tensors: Mapping[str, Any],
+    store: Store,
+    signer: Signer,
+    known: Known,
+    draft: str = "",
+) -> Written:
+    """Make the image in `slab` durable; returns when it is.
+
+    `slab` is the descriptor of a memfd that is sealed against shrinking (F_SEAL_SHRINK): otherwise
+    a resident could end the device worker with a SIGBUS.  `layout` must lie inside it
+    (`image_layout.from_json(..., limit_bytes=)`).  No process writes to the slab meanwhile; a
+    resident that does spoils only its own checkpoint.  `tensors` is the table of the resident's
+    capture, `{name: [storage, dtype, shape, stride, offset]}`.  It is only for the export; invalid
+    rows are left out.
+
+    Under the name `draft` the manifest exists for a while before its chunks do, for a device that
+    waits for them (`follow`): so chunks go to the store and from the store at the same time.
+
+    Raises BadSlab for a fault of the resident, OSError for one of the store (disk full, bucket
+    away; the message says which).  After either, nothing new is listed and the same image may be
+    written again.
+    """
+    extents = (layout.graph, *layout.storages)
+    parts = tuple(Part(size=e.size, device=e.device, pinned=e.pinned) for e in extents)
+    table = manifests.tensors_told(tensors, parts[1:])
+    memory = _mapped(slab, extents)
+    with store.chunks(about.tenant).writing() as writing:
+        writer = _Writer(memory, extents, store, known, writing)
+        cuts = manifests.planned([part.size for part in parts])
+
+        def manifest_of(chunks: Sequence[Chunk]) -> Manifest:
+            rank = Rank(parts=parts, chunks=tuple(chunks), tensors=table)
+            return Manifest(about=about, ranks=(rank,))
+
+        # in a near store all chunks appear at once
+        drafted = bool(draft) and not store.place.is_near
+        if drafted:
+            chunks = _all_hands(store.place.hands, writer.announced, cuts)
+            sealed = signer.sealed(manifests.encode(manifest_of(chunks)))
+            store.place.keep([sealed], lambda: draft)
+        chunks = _all_hands(store.place.hands, writer.keep, cuts)
+        writing.settle()
+        manifest = manifest_of(chunks)
+        sha256 = store.put_manifest(about.tenant, signer.sealed(manifests.encode(manifest)))
+        writer.must_be_in_time()
+        known.seen = writer.seen
+    if drafted:
+        store.place.delete(draft)
+    return Written(
+        sha256=sha256,
+        size_bytes=manifest.size_bytes,
+        new_bytes=writing.new_bytes,
+        chunks=len(chunks),
+    )
+
+
+class _Writer:
+    """Does one write; `keep` runs in several threads."""
+
+    def __init__(
+        self,
+        memory: memoryview,
+        extents: Sequence[Extent],
+        store: Store,
+        known: Known,
+        writing: Writing,
+    ) -> None:
+        self.memory, self.extents, self.store = memory, extents, store
+        self.known, self.writing = known, writing
+        self.seen: dict[bytes, _Seen] = {}
+        self._mine = threading.local()
+
+    def keep(self, cut: Cut) -> Chunk:
+        spans = [self._span(span.part, span.offset, span.size) for span in cut]
+        if len(spans) == 1:  # else it is small, and copying is cheaper than hashing twice
+            quick = xxh3_128_digest(spans[0])
+            if (seen := self._still_there(quick)) is not None:
+                self.seen[quick] = seen
+                return Chunk(address=seen.address, spans=cut)
+        body = self._copied(spans)
+        # of the copy, as the slab may have changed since the first hash
+        quick = xxh3_128_digest(body)
+        seen = self._still_there(quick)
+        if seen is None:
+            seen = _Seen(blake3(body).hexdigest(), _clock_s())
+            self.writing.put(seen.address, body)
+        self.seen[quick] = seen
+        return Chunk(address=seen.address, spans=cut)
+
+    def announced(self, cut: Cut) -> Chunk:
+        """Return the chunk that `keep` will store, if the slab does not change meanwhile."""
+        spans = [self._span(span.part, span.offset, span.size) for span in cut]
+        body = spans[0] if len(spans) == 1 else self._copied(spans)
+        seen = self.known.seen.get(xxh3_128_digest(body))
+        return Chunk(address=seen.address if seen else blake3(body).hexdigest(), spans=cut)
+
+    def must_be_in_time(self) -> None:
+        """Raise TooSlow if a chunk seen early may be gone by the time of the manifest.
+
+        This is checked after the manifest is stored, so that nothing can happen in between.  A
+        manifest that is too late is not reported, and is collected.
+        """
+        oldest_s = min((seen.at_s for seen in self.seen.values()), default=_clock_s())
+        if (took_s := _clock_s() - oldest_s) > self.store.grace_s / 2:
+            raise TooSlow(f"the store took {took_s:.0f} s; at most {self.store.grace_s / 2:.0f} s")
+
+    def _still_there(self, quick: bytes) -> _Seen | None:
+        """Return a chunk of the last checkpoint if the store still has it."""
+        seen = self.known.seen.get(quick)
+        if seen is None:
+            return None
+        is_fresh = _clock_s() - seen.at_s < self.store.grace_s / 4
+        if is_fresh and not self.store.place.is_near:
+            return seen  # it cannot have been collected yet, and asking a remote store is slow
+        now_s = _clock_s()
+        return _Seen(seen.address, now_s) if self.writing.chunks.has(seen.address) else None
+
+    def _span(self, part: int, offset: int, size: int) -> memoryview:
+        start = self.extents[part].offset + offset
+        return self.memory[start : start + size]
+
+    def _copied(self, spans: Iterable[memoryview]) -> memoryview:
+        """Return the spans' bytes in a buffer of this thread, which the resident cannot reach."""
+        if not hasattr(self._mine, "buffer"):
+            # Whole pages, so that they may go to the disk without the page cache.
+            self._mine.buffer = memoryview(mmap.mmap(-1, LARGEST_CHUNK_BYTES))
+        buffer: memoryview = self._mine.buffer
+        end = 0
+        for span in spans:
+            buffer[end : end + len(span)] = span
+            end += len(span)
+        return buffer[:end]
+
+
+def _mapped(slab: int, extents: Sequence[Extent]) -> memoryview:
+    """Return the slab from its beginning to the end of the last extent, read-only."""
+    size = max(extent.offset + extent.size for extent in extents)
+    if not fcntl.fcntl(slab, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        raise BadSlab("a slab must be sealed against shrinking before it is read")
+    if (length := os.fstat(slab).st_size) < size:
+        raise BadSlab(f"the slab has {length} bytes, and the image ends at {size}")
+    if not size:
+        return memoryview(b"")
+    # The mapping is dropped, not closed: an error may hold a piece of it for a while.
+    memory = mmap.mmap(slab, size, prot=mmap.PROT_READ)
+    for start, end in _runs(extents):  # a page fault for each page takes longer than hashing
+        with suppress(OSError):  # from Linux 5.14 on
+            memory.madvise(_POPULATE_READ, start, end - start)
+    return memoryview(memory)
+
+
+def _runs(extents: Sequence[Extent]) -> Iterator[tuple[int, int]]:
+    """Yield runs of whole pages with extents close together; ranks are gigabytes apart."""
+    start = end = 0
+    for extent in sorted(extents, key=lambda extent: extent.offset):
+        if extent.offset > end + _GAP_BYTES:
+            yield start, end
+            start = extent.offset // mmap.PAGESIZE * mmap.PAGESIZE
+        end = max(end, extent.offset + extent.size)
+    yield start, end
+
+
+def _all_hands(hands: int, do: Callable[[_Item], _Made], items: Sequence[_Item]) -> list[_Made]:
+    """Call `do` for all items, `hands` at once; after the first error no further call begins."""
+    pool = ThreadPoolExecutor(min(hands, max(1, len(items))), "chunks")
+    try:
+        return list(pool.map(do, items))
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _clock_s() -> float:
+    """Return a clock that is never set and that runs while the host is suspended."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+# --- from the store -----------------------------------------------------------------------------
+
+
+def read(
+    sha256: str, *, into: int, tenant: str, key: str, store: Store, before: Found | None = None
+) -> Found:
+    """Fill the memfd `into` with the checkpoint of that address; it is made long enough.
+
+    `key` is the public key (hexadecimal) of the host that wrote it, as the Launch order has it.
+    `before` is the image that was read into this memfd last and not changed since: equal chunks
+    stay in place.  Without `before` the memfd is empty.  After an error the memfd holds no image.
+
+    Raises app.storage.store.Damaged for a checkpoint that cannot be restored (it names what is
+    lost, cut or changed): then try the checkpoint before it.  Raises OSError while the store is
+    away, which says nothing about the checkpoint.
+    """
+    if before is not None and before.sha256 == sha256:
+        return replace(before, fetched_bytes=0)
+    manifest, chunks = store.manifest(tenant, sha256, key=key), store.chunks(tenant)
+
+    def get(chunk: Chunk) -> Bytes:
+        try:
+            return chunks.get(chunk.address, chunk.size)
+        except Damaged as damaged:
+            _set_aside(store, tenant, chunk.address, damaged)
+            raise
+
+    return _laid(manifest, sha256, into, get, before=before, hands=store.place.hands)
+
+
+def draft(task: str, epoch: int) -> str:
+    """Return the name under which an image of this epoch is announced before it is durable."""
+    return f"{INCOMING}/draft-{task}-{epoch}"
+
+
+def follow(
+    name: str,
+    *,
+    into: int,
+    tenant: str,
+    key: str,
+    store: Store,
+    before: Found,
+    wait: Callable[[], bool],
+) -> Found | None:
+    """Read an image that is being written now, as `read` does.
+
+    `wait` waits a moment and returns whether to look again.  Returns None if `wait` returned False
+    before anything was there; then `into` is unchanged.  Raises Damaged if it returned False later.
+    """
+    while True:
+        try:
+            sealed = store.place.get(name)
+            break
+        except Missing:
+            if not wait():
+                return None
+    manifest, chunks = store.manifest_in(sealed, tenant, key=key), store.chunks(tenant)
+
+    def get(chunk: Chunk) -> Bytes:
+        while not chunks.has(chunk.address) and wait():
+            pass
+        return chunks.get(chunk.address, chunk.size)
+
+    sha256 = hashlib.sha256(sealed).hexdigest()
+    return _laid(manifest, sha256, into, get, before=before, hands=store.place.hands)
+
+
+def _laid(
+    manifest: Manifest,
+    sha256: str,
+    into: int,
+    get: Callable[[Chunk], Bytes],
+    *,
+    before: Found | None,
+    hands: int,
+) -> Found:
+    rank = manifest.ranks[0]
+    graph, *storages = rank.parts
+    layout = _laid_out(graph.size, [(part.size, part.device, part.pinned) for part in storages])
+    there = set() if before is None else set(_placed(before.layout, before.manifest.ranks[0]))
+    new = [chunk for place, chunk in _placed_with(layout, rank) if place not in there]
+    fill(into, layout, new, get, hands=hands)
+    fetched = sum(chunk.size for chunk in new)
+    return Found(sha256=sha256, layout=layout, manifest=manifest, fetched_bytes=fetched)
+
+
+def _laid_out(graph_bytes: int, storages: list[tuple[int, str, bool]]) -> Layout:
+    """Lay out the image with space behind the graph, so that later storages keep their places."""
+    room = -(-graph_bytes // GRAPH_ROOM_BYTES) * GRAPH_ROOM_BYTES
+    layout = laid_out(room, storages)
+    return replace(layout, graph=replace(layout.graph, size=graph_bytes))
+
+
+_Place = tuple[str, tuple[tuple[int, int], ...]]  # a chunk, and where its spans lie in a slab
+
+
+def _placed_with(layout: Layout, rank: Rank) -> Iterator[tuple[_Place, Chunk]]:
+    extents = (layout.graph, *layout.storages)
+    for chunk in rank.chunks:
+        spans = tuple((extents[s.part].offset + s.offset, s.size) for s in chunk.spans)
+        yield (chunk.address, spans), chunk
+
+
+def _placed(layout: Layout, rank: Rank) -> Iterator[_Place]:
+    return (place for place, _ in _placed_with(layout, rank))
+
+
+def fill(
+    into: int,
+    layout: Layout,
+    chunks: Sequence[Chunk],
+    get: Callable[[Chunk], Bytes],
+    *,
+    hands: int,
+) -> None:
+    """Write chunks into a memfd; `get` returns their checked bytes."""
+    extents = (layout.graph, *layout.storages)
+    if not layout.end:
+        return
+    # Allocate all memory now or fail: a page that is missing later would be a SIGBUS.
+    os.posix_fallocate(into, 0, layout.end)
+    memory = memoryview(mmap.mmap(into, layout.end, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE))
+
+    def lay(chunk: Chunk) -> None:
+        body, at = memoryview(get(chunk)), 0
+        for span in chunk.spans:
+            start = extents[span.part].offset + span.offset
+            memory[start : start + span.size] = body[at : at + span.size]
+            at += span.size
+
+    _all_hands(hands, lay, chunks)
+
+
+def _set_aside(store: Store, tenant: str, address: str, damaged: Damaged) -> None:
+    """Move a damaged chunk away: the next write of these bytes stores them again."""
+    log.error("%s; it is set aside, and written again when next it is met", damaged)
+    with suppress(OSError):
+        store.chunks(tenant).set_aside(address)

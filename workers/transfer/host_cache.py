@@ -1,0 +1,284 @@
+"""Caches inputs and outputs on the disk of this host, by their hash.
+
+A task finds here what another task fetched or made, and other hosts get blocks from here
+(`workers.transfer.peer_blocks`).
+
+All device workers of a host share the folder, and none waits for another.  An entry is a folder
+named by the SHA-256 of its file.  It gets that name when the file is complete and checked.  The
+folder's modification time is the time of last use; the least recently used entries are removed
+first.  A process that has the file open keeps it.
+
+If the store is a folder of the same file system, an entry is only another link to its file.  A file
+from another host, or on its way to a store elsewhere, is not flushed to disk, as a task would wait
+for that.  Such a file is named after the boot of this machine, and is valid until the next boot.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from operator import itemgetter
+from pathlib import Path
+from typing import IO
+
+from app.storage.backend import OWN_FILE, Bytes, Folder, make_private
+from app.storage.store import Store, blob
+
+log = logging.getLogger(__name__)
+
+LEFT_S = 3600.0  # an older draft was left by a dead process
+BODY = "body"
+_PIECE = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A read-only file at its beginning; `is_fetched` if it was read from the store."""
+
+    fd: int
+    is_fetched: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """The cache, of up to `limit_bytes`; 0: it keeps nothing, and every read goes to the store."""
+
+    folder: Path
+    limit_bytes: int
+
+    def opened(self, sha256: str, store: Store) -> Opened:
+        """Open a block; raises app.storage.store.Damaged, or OSError if the store does not
+        answer."""
+        if (fd := self.held(sha256)) is not None:
+            return Opened(fd=fd, is_fetched=False)
+        return Opened(fd=self._fetched(sha256, store), is_fetched=True)
+
+    def held(self, sha256: str) -> int | None:
+        """Return the cached file, read-only and at its beginning, or None; it counts as used."""
+        entry = self.folder / sha256
+        fd = _open(entry / BODY)
+        fd = _open(entry / _unflushed()) if fd is None else fd
+        if fd is None:
+            return None
+        try:
+            os.utime(entry)
+        except FileNotFoundError:
+            log.debug("%s was let go of just now", sha256)  # and is still open here
+        return fd
+
+    def stored(self, pieces: Iterable[Bytes], size_bytes: int, store: Store) -> tuple[str, int]:
+        """Put the pieces into the store as `Store.put` does, and keep them here too if possible."""
+        if size_bytes > self.limit_bytes:
+            return store.put(pieces)
+        if self._is_beside(store):
+            sha256, size_bytes = store.put(pieces)
+            with _only_told(), store.place.open(blob(sha256)) as file:
+                self._take_in(sha256, file)
+            return sha256, size_bytes
+        with Draft(self) as draft:
+            sha256, size_bytes = store.put(draft.copied(pieces))
+            with _only_told():
+                draft.keep(sha256)
+                _let_pages_go(store, sha256)
+        return sha256, size_bytes
+
+    def _is_beside(self, store: Store) -> bool:
+        """True if an entry can be another link to the store's file."""
+        if not isinstance(store.place, Folder):
+            return False
+        try:
+            make_private(self.folder)
+            return self.folder.stat().st_dev == store.place.root.stat().st_dev
+        except OSError:
+            return False  # reported when something is written there
+
+    def _fetched(self, sha256: str, store: Store) -> int:
+        with store.open(sha256) as file:
+            if os.fstat(file.fileno()).st_size <= self.limit_bytes:
+                with _only_told():
+                    self._take_in(sha256, file)
+            file.seek(0)
+            return os.dup(file.fileno())
+
+    def take_in(self, sha256: str, fd: int) -> None:
+        """Add a file with this hash, unless it is too large; closes it.  Raises OSError."""
+        with os.fdopen(fd, "rb") as file:
+            if os.fstat(fd).st_size <= self.limit_bytes:
+                self._take_in(sha256, file)
+
+    def _take_in(self, sha256: str, file: IO[bytes]) -> None:
+        draft = self.folder / f".{uuid.uuid4().hex}"
+        make_private(draft)
+        try:
+            _lay_down(file, draft / BODY)
+            self.enter(draft, sha256)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+
+    def enter(self, draft: Path, sha256: str) -> None:
+        """Make the folder an entry, unless another device has added the same entry meanwhile."""
+        entry = self.folder / sha256
+        try:
+            draft.rename(entry)
+        except OSError:
+            if (fd := self.held(sha256)) is not None:
+                os.close(fd)
+                return
+            self._let_go(entry)  # the present entry is of an earlier boot
+            draft.rename(entry)
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """Remove the least recently used entries, and drafts that a killed worker left."""
+        sizes = _sizes(self.folder)
+        over = sum(sizes.values()) - self.limit_bytes
+        for used_s, entry in _by_use(sizes if over > 0 else filter(_is_draft, sizes)):
+            is_draft = _is_draft(entry)
+            if (over > 0 and not is_draft) or (is_draft and time.time() - used_s > LEFT_S):
+                over -= sizes[entry]
+                self._let_go(self.folder / entry)
+
+    def _let_go(self, entry: Path) -> None:
+        gone = self.folder / f".{uuid.uuid4().hex}"
+        try:
+            entry.rename(gone)
+        except FileNotFoundError:
+            return  # another device removed it
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+class Draft:
+    """A file on the cache's disk that is being written; it is removed unless `keep` is called.
+
+    If the disk does not take it, `failed` says why, and the written data is lost.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+        self._folder = cache.folder / f".{uuid.uuid4().hex}"
+        self._fd = -1
+        self.failed: OSError | None = None
+        try:
+            make_private(self._folder)
+            how = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            self._fd = os.open(self._folder / _unflushed(), how, OWN_FILE)
+        except OSError as error:
+            self.failed = error
+
+    def __enter__(self) -> Draft:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def write(self, piece: Bytes) -> None:
+        left = memoryview(piece)
+        try:
+            while left and self.failed is None:
+                left = left[os.write(self._fd, left) :]
+        except OSError as error:
+            self.failed = error
+
+    def copied(self, pieces: Iterable[Bytes]) -> Iterator[Bytes]:
+        for piece in pieces:
+            self.write(piece)
+            yield piece
+
+    def opened(self) -> int:
+        """Return a descriptor of the file, read-only and at its beginning; raises OSError."""
+        if self.failed is not None:
+            raise self.failed
+        return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+    def keep(self, sha256: str) -> None:
+        """Make the complete file an entry of this hash, unless it is too large; raises OSError."""
+        if self.failed is not None:
+            raise self.failed
+        if os.fstat(self._fd).st_size <= self._cache.limit_bytes:
+            self._cache.enter(self._folder, sha256)
+
+
+@contextmanager
+def _only_told() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        log.warning("a blob was not added to the cache of this host: %s", error)
+
+
+def _let_pages_go(store: Store, sha256: str) -> None:
+    """Drop the store's pages of a block: it is durable there and read from here."""
+    if isinstance(store.place, Folder):
+        with store.place.open(blob(sha256)) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _open(path: Path) -> int | None:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+
+
+@functools.cache
+def _unflushed() -> str:
+    """Return the file name of an unflushed entry, which may be torn after the next boot."""
+    return f"{BODY}.{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+
+
+def _lay_down(file: IO[bytes], path: Path) -> None:
+    """Link the file at `path`, or copy it there durably."""
+    fd = file.fileno()
+    try:
+        # Python follows the symbolic link only if it gets a directory descriptor, though none is
+        # needed.
+        os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
+        return
+    except OSError:
+        pass  # other file system, no name at all, or not permitted
+    file.seek(0)
+    how = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    with open(os.open(path, how, OWN_FILE), "wb") as copy:
+        shutil.copyfileobj(file, copy, _PIECE)
+        copy.flush()
+        os.fsync(copy.fileno())
+
+
+def _sizes(folder: Path) -> dict[os.DirEntry[str], int]:
+    """Return the entries and the drafts with their sizes in bytes."""
+    found = dict[os.DirEntry[str], int]()
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError):  # another device removed it meanwhile
+                look = _size.__wrapped__ if _is_draft(entry) else _size
+                found[entry] = look(entry.path, entry.inode())
+    return found
+
+
+@functools.lru_cache(maxsize=2**16)
+def _size(path: str, inode: int) -> int:
+    """Return the size of all files in a folder; an entry never changes, so it is read only once."""
+    with os.scandir(path) as files:
+        return sum(file.stat().st_size for file in files)
+
+
+def _is_draft(entry: os.DirEntry[str]) -> bool:
+    return entry.name.startswith(".")
+
+
+def _by_use(entries: Iterable[os.DirEntry[str]]) -> list[tuple[float, os.DirEntry[str]]]:
+    """Return (time of last use, entry), the least recently used first."""
+    found = []
+    for entry in entries:
+        with suppress(FileNotFoundError):
+            found.append((entry.stat().st_mtime, entry))
+    return sorted(found, key=itemgetter(0))

@@ -1,0 +1,314 @@
+"""Sends blocks of this host's cache to the device workers of other hosts.
+
+A block is durable in the store; this only saves the way to the store and back.  A device worker has
+a secret for its lifetime, which its island learns from its reports.  A launch names for each input
+the workers that may have it, and the key of that block at each (`app.storage.signing.block_key`).
+A worker that connects proves that it knows the key, by the same handshake as the hosts of a gang
+(`workers.transfer.peer_auth`).  So a worker gets only the inputs of its launches, and a stranger
+gets nothing.  A job has no network at all.
+
+    giving worker -> taker   size in bytes, 0 if it is not here any more; the bytes
+
+The taker hashes the bytes as they arrive, and accepts a block only with the right hash.  A giver
+that is gone, lost the block, is too slow or sends other bytes is skipped: then the store is read.
+
+An output of a part of a graph that parts on other hosts wait for goes **directly** to them while it
+is being stored (`Wanted`).  That is one transfer instead of a flush, two messages and a fetch.
+
+    worker of the producer -> worker of the taker   size in bytes; the bytes
+
+At that time the island has not recorded the hash yet.  So the taker keeps the hash of the bytes,
+and nothing made from them counts before the island confirms it (`workers.device.resident.Stay`).  A
+taker that is unreachable or slow is dropped: it gets the block in the usual way, as any block that
+is too large for direct transfer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from app.storage.backend import Bytes
+from app.storage.signing import block_key, input_name
+from workers.transfer import peer_auth
+from workers.transfer.host_cache import Cache, Draft
+
+log = logging.getLogger(__name__)
+
+JSON = dict[str, Any]
+
+AT_ONCE = 4  # blocks sent at once; other takers wait, until they read the store
+STALL_S = 5.0  # limit without any byte
+ROOM_BYTES, ROOMS = 64 << 20, 4  # size limit, and number at once, of direct transfers
+HOLDS_UP_S = 0.25  # how long a direct transfer may delay storing the block
+SILENT_S = 60.0  # how long a host that did not answer is not asked
+SLOWEST_BYTES_PER_S = 10**6  # a slower host is no faster than the store
+STRAIGHT_BYTES_PER_S = 10**8  # least rate of a direct transfer
+BURST_S = 0.005  # how much delay of a thread may be caught up
+_PIECE = 256 << 10  # bytes per send
+_TAKEN = 1 << 20  # bytes per receive
+_SIZE = struct.Struct("!Q")
+# place -> when to ask it again, for this process
+_silent_until_s: dict[tuple[str | int, ...], float] = {}
+
+
+class Giver:
+    """Sends blocks of the cache, at `bytes_per_s` over all takers; 0: without a limit.
+
+    Any thread may call its methods.
+    """
+
+    def __init__(self, cache: Cache, bytes_per_s: int = 0) -> None:
+        self.secret = secrets.token_hex(32)
+        self._cache, self._pace = cache, Pace(bytes_per_s)
+        self._hands = ThreadPoolExecutor(AT_ONCE, "giving")
+        self._over = threading.Event()
+        self._rooms = Rooms()
+
+    def key(self, sha256: str) -> bytes:
+        return bytes.fromhex(block_key(self.secret, sha256))
+
+    def serve(self, sock: socket.socket, sha256: str) -> None:
+        self._hands.submit(self._give, sock, sha256)
+
+    def sent_too(
+        self, pieces: Iterable[memoryview], size: int, takers: Sequence[JSON]
+    ) -> Iterator[memoryview]:
+        """Yield the pieces of a block, and send them to the takers.
+
+        If there are takers and a free buffer, the whole block is yielded as one piece after it was
+        sent: hashing and writing it take longer.
+        """
+        with contextlib.ExitStack() as stack:
+            room = stack.enter_context(self._rooms.of(size if takers else 0))
+            if not room:
+                yield from pieces
+                return
+            lines = [stack.enter_context(Line(taker)) for taker in takers]
+            until_s = time.monotonic() + HOLDS_UP_S + size / STRAIGHT_BYTES_PER_S
+            self._send_all([_SIZE.pack(size)], lines, until_s)
+            self._send_all(_laid_down(pieces, room), lines, until_s)
+            yield room
+
+    def _send_all(self, pieces: Iterable[Bytes], lines: Sequence[Line], until_s: float) -> None:
+        for piece in pieces:
+            for line in lines:
+                if line.is_open(until_s):
+                    self._pace.wait(len(piece))
+                    line.send(piece, until_s)
+
+    def close(self) -> None:
+        self._over.set()
+        self._hands.shutdown(cancel_futures=True)
+
+    def _give(self, sock: socket.socket, sha256: str) -> None:
+        with sock:
+            try:
+                sock.settimeout(STALL_S)
+                if (fd := self._cache.held(sha256)) is None:
+                    sock.sendall(_SIZE.pack(0))
+                else:
+                    self._send(sock, fd)
+            except OSError as error:
+                log.warning("block %s was not given: %s", sha256, error)
+
+    def _send(self, sock: socket.socket, fd: int) -> None:
+        with os.fdopen(fd, "rb", buffering=0) as file:
+            size = os.fstat(fd).st_size
+            sock.sendall(_SIZE.pack(size))
+            for at in range(0, size, _PIECE):
+                if self._over.is_set():
+                    raise ConnectionAbortedError("this device worker stops")
+                self._pace.wait(min(_PIECE, size - at))
+                sock.sendfile(file, at, min(_PIECE, size - at))
+
+
+def _laid_down(pieces: Iterable[memoryview], room: memoryview) -> Iterator[memoryview]:
+    at = 0
+    for piece in pieces:
+        room[at : at + len(piece)] = piece
+        at += len(piece)
+        yield piece
+
+
+class Rooms:
+    """Lends buffers for a few blocks at a time and reuses them, as new memory is slow."""
+
+    def __init__(self) -> None:
+        self._free = [bytearray() for _ in range(ROOMS)]
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def of(self, size: int) -> Iterator[memoryview]:
+        """Lend a buffer of this size, or an empty one if none is free."""
+        with self._lock:
+            memory = self._free.pop() if 0 < size <= ROOM_BYTES and self._free else None
+        if memory is None:
+            yield memoryview(b"")
+            return
+        try:
+            if len(memory) < size:
+                memory = bytearray(size)
+            yield memoryview(memory)[:size]
+        finally:
+            with self._lock:
+                self._free.append(memory)
+
+
+class Pace:
+    """Limits the rate of all callers together to `bytes_per_s`; 0: no limit."""
+
+    def __init__(self, bytes_per_s: int) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._free_s = 0.0  # when the next caller may go on
+        self._lock = threading.Lock()
+
+    def wait(self, size: int) -> None:
+        """Wait until this many bytes may be sent."""
+        if not self._bytes_per_s:
+            return
+        with self._lock:
+            now_s = time.monotonic()
+            begins_s = max(self._free_s, now_s - BURST_S)
+            self._free_s = begins_s + size / self._bytes_per_s
+        if begins_s > now_s:
+            time.sleep(begins_s - now_s)
+
+
+class Line:
+    """A connection to a taker; it is dropped when the taker fails or is too slow."""
+
+    def __init__(self, taker: JSON) -> None:
+        self.place: list[str | int] = taker["place"]
+        self.sock: socket.socket | None = None
+        name = input_name(taker["task"], taker["epoch"], taker["port"])
+        with self._or_none():
+            self.sock = peer_auth.at_desk(
+                peer_auth.INPUT, self.place, taker["key"], name, HOLDS_UP_S
+            )
+
+    def __enter__(self) -> Line:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.sock is not None:
+            self.sock.close()
+
+    def is_open(self, until_s: float) -> bool:
+        with self._or_none():
+            if self.sock is not None and time.monotonic() >= until_s:
+                raise TimeoutError("it is too slow")
+        return self.sock is not None
+
+    def send(self, piece: Bytes, until_s: float) -> None:
+        assert self.sock is not None
+        with self._or_none():
+            self.sock.settimeout(max(0.001, until_s - time.monotonic()))
+            self.sock.sendall(piece)
+
+    @contextlib.contextmanager
+    def _or_none(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            log.warning("a block does not go straight to %s: %s", self.place, error)
+            if self.sock is not None:
+                self.sock.close()
+            self.sock = None
+
+
+class Taker:
+    """Receives inputs that producers send directly.
+
+    `came` is called with the name of the input, its file (read-only, at its beginning) and its
+    hash.  The file has no name: its memory is free for reuse when the task closes it.
+    """
+
+    def __init__(self, cache: Cache, secret: str, came: Callable[[str, int, str], None]) -> None:
+        self._cache, self._secret, self._came = cache, secret, came
+        self._hands = ThreadPoolExecutor(AT_ONCE, "taking")
+
+    def key(self, name: str) -> bytes:
+        return bytes.fromhex(block_key(self._secret, name))
+
+    def serve(self, sock: socket.socket, name: str) -> None:
+        self._hands.submit(self._take, sock, name)
+
+    def close(self) -> None:
+        self._hands.shutdown(cancel_futures=True)
+
+    def _take(self, sock: socket.socket, name: str) -> None:
+        with sock, Draft(self._cache) as draft:
+            try:
+                peer_auth.wait_for(sock, STALL_S)
+                (size,) = _SIZE.unpack(peer_auth.read(sock, _SIZE.size))
+                sha256 = _received(sock, size, draft)
+                fd = draft.opened()
+            except OSError as error:
+                log.warning("an input did not come straight: %s", error)
+                return
+        self._came(name, fd, sha256)
+
+
+def taken(copies: Iterable[JSON], sha256: str, size: int, cache: Cache) -> int | None:
+    """Fetch a block of this size from another host; return its file, read-only and at its
+    beginning.
+
+    The block is verified and kept in the cache.  None if no host of `copies` gives it.  The first
+    host that does not answer in time ends the search: then the store is read, and that host is not
+    asked for SILENT_S.
+    """
+    for copy in copies:
+        place = tuple(copy["place"])
+        if time.monotonic() < _silent_until_s.get(place, 0.0):
+            continue
+        try:
+            return _taken(copy, sha256, size, cache)
+        except OSError as error:
+            log.warning("%s does not give block %s: %s", copy["place"], sha256, error)
+            if isinstance(error, TimeoutError):
+                _silent_until_s[place] = time.monotonic() + SILENT_S
+                return None
+    return None
+
+
+def _taken(copy: JSON, sha256: str, size: int, cache: Cache) -> int:
+    asked = peer_auth.at_desk(peer_auth.BLOCK, copy["place"], copy["key"], sha256)
+    with asked as sock, Draft(cache) as draft:
+        peer_auth.wait_for(sock, STALL_S)
+        (told,) = _SIZE.unpack(peer_auth.read(sock, _SIZE.size))
+        if told != size:
+            raise ConnectionRefusedError(f"it has {told} bytes of it, not {size}")
+        found = _received(sock, size, draft)
+        if found != sha256:
+            raise ConnectionRefusedError(f"its bytes hash to {found}")
+        draft.keep(sha256)
+        return draft.opened()
+
+
+def _received(sock: socket.socket, size: int, draft: Draft) -> str:
+    """Receive the bytes into the draft; return their hash.
+
+    Each piece is hashed and written while it is in the processor's cache, which costs no more than
+    mapping the file and receiving into its new pages.
+    """
+    digest, left, piece = hashlib.sha256(), size, memoryview(bytearray(min(size, _TAKEN)))
+    until_s = time.monotonic() + STALL_S + size / SLOWEST_BYTES_PER_S
+    while left:
+        came = sock.recv_into(piece, min(left, _TAKEN), socket.MSG_WAITALL)
+        if not came or time.monotonic() > until_s:
+            raise TimeoutError(f"{left} of {size} bytes did not come, or too slowly")
+        digest.update(piece[:came])
+        draft.write(piece[:came])
+        left -= came
+    return digest.hexdigest()
