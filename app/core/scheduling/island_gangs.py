@@ -13,9 +13,8 @@ The last slots are taken and the ranks are launched in one transaction.  A sched
 about a member locks the gang's row and looks at all members again.  So either all tickets are good
 for the epoch of that launch, or none is used.
 
-This is `tests.oracles.ticket` with slots in place of memory.  A member with slots on one island
-waits only for slots on later islands, so no gangs wait for each other in a ring.  A member that
-cannot continue releases all slots on later islands.
+A member with slots on one island waits only for slots on later islands, so no gangs wait for each
+other in a ring.  A member that cannot continue releases all slots on later islands.
 
 Every scheduler writes only its own members, from what the rows of all members say at that moment.
 The only message is "look again", so a scheduler that restarts finds what there is to do.
