@@ -15,10 +15,13 @@ from app.core.model import dependencies, descriptor, lifecycle
 from app.settings import Settings
 
 ROOT = Path(__file__).parent.parent
-DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
 README = (ROOT / "README.md").read_text()
+TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text()
+JOBS = (ROOT / "docs" / "jobs.md").read_text()
+SESSION = re.findall(r"^roundhouse (.*?)(?: +#.*)?$", README + TUTORIAL, re.MULTILINE)
 
 
 def test_the_life_of_a_task_is_the_table_of_the_code() -> None:
@@ -44,8 +47,8 @@ def test_every_setting_is_explained_and_no_other() -> None:
     assert described - {"ROUNDHOUSE_URL", "ROUNDHOUSE_KEY", "ROUNDHOUSE_AS"} == known
 
 
-def test_the_readmes_request_is_one_that_could_run() -> None:
-    [text] = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
+def test_the_request_of_the_docs_is_one_that_could_run() -> None:
+    [text] = re.findall(r"```yaml\n(.*?)```", JOBS, re.DOTALL)
     body = yaml.safe_load(text)
     body["bundle"] = "sha256:" + "0" * 64  # what the command makes of the folder
     body["tasks"][1]["devices"]["memory_bytes"] = 1e9  # as YAML 1.2 and the command read it
@@ -55,7 +58,7 @@ def test_the_readmes_request_is_one_that_could_run() -> None:
     assert not dependencies.unsatisfiable(found, offers)
 
 
-@pytest.mark.parametrize("line", re.findall(r"^roundhouse (.*?)(?: +#.*)?$", README, re.MULTILINE))
+@pytest.mark.parametrize("line", dict.fromkeys(SESSION))
 def test_the_first_session_uses_verbs_and_options_that_exist(line: str) -> None:
     words = line.partition(" -- ")[0].split()  # behind that comes a command's own
     verb = next(word for word in words if word in dict.fromkeys(_verbs()))
@@ -76,7 +79,7 @@ PROMISED = "up submit ps show logs why cancel pause resume usage devices"
 def test_the_first_session_shows_every_verb_that_is_promised() -> None:
     for verb in PROMISED.split():
         assert verb in _verbs()
-        assert re.search(rf"^(roundhouse .*|make ){verb}\b", README, re.MULTILINE), verb
+        assert re.search(rf"^(roundhouse .*|make ){verb}\b", TUTORIAL, re.MULTILINE), verb
 
 
 def test_links_between_pages_lead_somewhere() -> None:

@@ -1,4 +1,4 @@
-"""The README's first session, word for word, on the whole system."""
+"""The first session of the tutorial, word for word, on the whole system."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ def test_watching_a_job_that_raises_shows_its_traceback(run: Run) -> None:
     assert "in step" in watched.stderr
 
 
-def test_the_readmes_request_runs(run: Run, tmp_path: Path) -> None:
-    [text] = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def test_the_request_of_the_docs_runs(run: Run, tmp_path: Path) -> None:
+    [text] = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "jobs.md").read_text(), re.DOTALL)
     (tmp_path / "request.yaml").write_text(text)
     code = tmp_path / "code"
     code.mkdir()
@@ -118,23 +118,24 @@ def test_the_readmes_request_runs(run: Run, tmp_path: Path) -> None:
     assert run("logs", train["id"]).stdout == "lr 0.001\n" * 3
 
 
-# --- every command of the README ------------------------------------------------------------------
+# --- every command of the tutorial ----------------------------------------------------------------
 
-SESSION = re.search(
-    r"^\. \.venv/bin/activate\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE
+BLOCKS = re.findall(
+    r"^```\n(.*?)^```", (ROOT / "docs" / "tutorial.md").read_text(), re.DOTALL | re.MULTILINE
 )
+NOT_HERE = ("make up", ". .venv/bin/activate")  # the test's own system and environment
 # commands that go on until Ctrl-C, and the option that ends them here
 ENDLESS = {"top": ["--once"]}
 PATIENCE_S = 60.0
 
 
 def session_lines() -> list[str]:
-    assert SESSION is not None, "the README has its first session"
-    return [line for line in SESSION[1].splitlines() if line.strip()]
+    lines = [line for block in BLOCKS for line in block.splitlines()]
+    return [line for line in lines if line.strip() and line not in NOT_HERE]
 
 
 @pytest.mark.long
-def test_every_command_of_the_readmes_first_session_works(
+def test_every_command_of_the_tutorial_works(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
