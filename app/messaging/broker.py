@@ -30,7 +30,7 @@ CONTROL_QUEUE = "control"
 CONTROL_NUDGE = "control.nudge"  # something was submitted or asked for
 ISLAND_NUDGE = "island.nudge"  # look again
 ISLAND_ALIVE = "island.alive"  # a heartbeat
-DEVICE_NEWS = "device.news"  # an answer, orders
+DEVICE_NEWS = "device.news"  # to a device: the answer to its heartbeat, and orders
 
 CONTENT_TYPE = "application/x-roundhouse"
 MESSAGE_LIMIT_BYTES = 32 * 2**20

@@ -181,12 +181,12 @@ def _damaged(sha256: str, found: str) -> Damaged:
 
 
 def blob(sha256: str) -> str:
-    """The name of a blob in its place."""
+    """The storage key of a blob."""
     return f"{BLOBS}/{sha256[:2]}/{sha256}"
 
 
 def manifest(tenant: str, sha256: str) -> str:
-    """The name of a manifest in its place."""
+    """The storage key of a manifest."""
     return f"{MANIFESTS}/{tenant}/{sha256[:2]}/{sha256}"
 
 

@@ -66,7 +66,7 @@ class Tree:
         return sorted(below - {us})
 
     def freeze(self, within_s: float) -> None:
-        """Stop the tree; raises WontStop."""
+        """Suspend every process of the tree; raises WontStop if one does not stop."""
         if self.is_frozen:
             return
         began_s = time.monotonic()

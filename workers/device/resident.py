@@ -480,7 +480,7 @@ class Resident:
     is_parsed: bool = False  # another thread parses a long message; later messages wait
     is_muted: bool = False  # not read from for a while, as it sent too much
     said: deque[JSON] = field(default_factory=deque)  # messages read and not processed yet
-    checked: JSON | None = None  # event of a long final message
+    checked: JSON | None = None  # the event made of a final message that came in parts
     exit_status: int | None = None  # its exit status, if it exited while a message was parsed
     frames: Bucket = field(default_factory=lambda: Bucket(FRAMES_BURST, FRAMES_PER_S))
     said_bytes: Bucket = field(default_factory=lambda: Bucket(BYTES_BURST, BYTES_PER_S))

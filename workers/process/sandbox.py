@@ -409,7 +409,7 @@ def _furnish(root: Path, room: Room) -> None:
 
 
 def _give_tmp(path: Path, size_bytes: int) -> None:
-    """Mount a folder in memory that all users may write to, up to its size."""
+    """Mount a folder in memory, of limited size, that all users may write to."""
     path.mkdir()
     bounds = f"mode=1777,size={size_bytes},nr_inodes={_TMP_FILES_MAX}"
     _mount("tmpfs", str(path), "tmpfs", _MS_NOSUID | _MS_NODEV, bounds)

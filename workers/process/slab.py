@@ -174,7 +174,9 @@ class Slab:
         with suppress(OSError):
             self.memory.madvise(mmap.MADV_DONTFORK)  # a job's children do not need it
         with suppress(OSError, AttributeError):
-            self.memory.madvise(mmap.MADV_HUGEPAGE)  # if the host allows them for shared memory
+            self.memory.madvise(
+                mmap.MADV_HUGEPAGE
+            )  # if the host allows huge pages for shared memory
 
     def write_index(self, body: JSON) -> int:
         """Write the index behind this part, as the function of this name."""

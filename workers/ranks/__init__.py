@@ -1,1 +1,1 @@
-"""Runs N ranks on M devices, so that the bits stay the same."""
+"""Runs N ranks on M devices, with the same bits as on N devices."""

@@ -635,7 +635,7 @@ class Abroad:
                 self.turns.ready(Wait.MESSAGE, ticket.group.members[1])
 
     def join(self, ticket: Ticket, sums: dict[int, int], fold: str, members: int) -> None:
-        """Fold the hosts' sums up to the root, count `members` arrivals and complete the call."""
+        """Combine the hosts' sums at the root, add `members` arrivals and complete the call."""
         words, group = self.ground.words, ticket.group
         for left, right, parent in branches(group.hosts).joins:
             sums[parent] = self.exchange.combine(ticket, (), sums[right], sums[left], fold)

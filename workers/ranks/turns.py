@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 FAILED, GENERATION, SEATS, WISH, BOUNDARY, CUT, CUT_AT, _CUTS = range(8)
 _FAILED_TEXT, _FAILED_WORDS = 64, 448
 
-# Words of a rank.
+# The 64-bit words of a rank in the shared table, by offset.
 STATE, SEAT, STEP, KIND, ABOUT, NUMBER, PART, TURNS, ON_SEAT_NS, PROCESS, SPACE = range(11)
 _TEXT = 32
 

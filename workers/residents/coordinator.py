@@ -389,7 +389,7 @@ class Conductor:
             self.together(word, [rank.said.pop(word) for rank in self.ranks])
 
     def together(self, word: str, said: list[JSON]) -> None:
-        """Report for the gang what all ranks have reported."""
+        """Send one report for the gang, made of the reports of all its ranks."""
         match word:
             case "prepared":
                 capabilities = max((each["capabilities"] for each in said), key=_inexact)

@@ -51,7 +51,7 @@ class Spare:
             del self._free[0]
 
     def let_go(self) -> None:
-        """Free the spare memory, and return unused heap memory of the process to the kernel."""
+        """Free the memory kept for the next image, and return unused heap memory to the kernel."""
         self._free.clear()
         _libc.malloc_trim(0)
 

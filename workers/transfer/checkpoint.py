@@ -210,7 +210,7 @@ class _Writer:
         return Chunk(address=seen.address, spans=cut)
 
     def announced(self, cut: Cut) -> Chunk:
-        """Return the chunk that `keep` will store, if the slab does not change meanwhile."""
+        """Return address and spans of the chunk that `keep` would store if it ran now."""
         spans = [self._span(span.part, span.offset, span.size) for span in cut]
         body = spans[0] if len(spans) == 1 else self._copied(spans)
         seen = self.known.seen.get(xxh3_128_digest(body))

@@ -89,9 +89,9 @@ def count_held(request: Request, credential: str) -> bool:
 
 
 def count_known(request: Request, credential: str) -> bool:
-    """Count the call of a known credential; raises TooManyCalls.
+    """Count the call of a known credential and return True; raises TooManyCalls.
 
-    False if the credential must be looked up first, and then counted as new.
+    Returns False if the credential is not known here: then it must be looked up and counted.
     """
     owner = _owners.get(credential)
     if owner is None:

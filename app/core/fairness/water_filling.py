@@ -185,9 +185,10 @@ def division(
     guarantees: Mapping[str, Amount] | None = None,
     limits: Mapping[str, Amount | None] | None = None,
 ) -> dict[str, Fraction]:
-    """`divide` with one table for each word; every name in `demands` takes part.
+    """Do what `divide` does, with one dict by name for each property of a claim.
 
-    Names missing in `guarantees` or `limits` have none.  The other tables may contain other names.
+    Every name in `demands` takes part.  A name that is missing in `guarantees` has no guarantee;
+    one that is missing in `limits` has no limit.  The other dicts may contain more names.
     """
     owed, most = guarantees or {}, limits or {}
     claims = {

@@ -236,7 +236,7 @@ def check(block: Datablock) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """A copy that may give way at a place.
+    """A block's copy on a device or host, which may be evicted from there.
 
     `next_use` is the position in the plan of the next task that reads the block here; None if no
     task does.  `clean`: the block is whole elsewhere too, or not needed, so dropping the copy loses

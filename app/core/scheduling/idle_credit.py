@@ -88,8 +88,8 @@ def _look(
 ) -> None:
     """Measure how well served the siblings are.
 
-    A measurement is valid for a slice, in which no branch gains much, or until as much weight has
-    arrived as was there.  So the cost per arrival is a few steps, however many siblings there are.
+    A measurement is used again until a slice has passed or the total weight of the siblings has
+    doubled.  So the cost of an arrival does not grow with the number of siblings.
     """
     waiting = set(board.tree.who_waits(parent, kind)).difference(new)
     holding = _who_holds(board, parent, kind).difference(new)

@@ -728,10 +728,10 @@ def _unexplained(seen: Snapshot, anew: Plan) -> Iterable[str]:
 
 
 def _different(seen: Snapshot, plan: Plan, anew: Plan) -> Iterable[str]:
-    """The updated board must decide like a board built anew.
+    """Yield the difference if the updated board decides otherwise than a board built anew.
 
-    This is checked only if usage never fades: this ledger books a stay when it ends, the board all
-    along.
+    The check is made only if usage never fades.  With fading the two differ rightly: the simulator
+    charges a stay once, when it ends, while the board charges it continuously.
     """
     if seen.policy.half_life_s == 0 and plan.decisions != anew.decisions:
         yield f"kept up to date it decides {plan.decisions}, made anew {anew.decisions}"
