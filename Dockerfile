@@ -11,7 +11,7 @@ RUN useradd --create-home --uid 1000 roundhouse \
         /secrets/hosts/local /secrets/island /secrets/island-key /secrets/public /secrets/redis
 
 WORKDIR /srv/roundhouse
-COPY pyproject.toml constraints.txt README.md ./
+COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY app app
 COPY workers workers
 COPY migrations migrations
