@@ -97,7 +97,7 @@ class QuotaExceeded(Conflict):
 class StaleVersion(AppError):
     status = 412
     type = "precondition-failed"
-    title = "It was changed meanwhile"
+    title = "The resource was changed meanwhile"
 
 
 class VersionNeeded(AppError):
@@ -131,7 +131,7 @@ class BadRange(AppError):
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
-        super().__init__(f"it has {size_bytes} bytes, and the range begins behind them")
+        super().__init__(f"the file has {size_bytes} bytes; the range begins after them")
 
 
 class TooManyCalls(AppError):

@@ -22,9 +22,9 @@ from app.errors import BadInput
 
 MAX_LIMIT = 200
 
-Limit = Annotated[int, Query(ge=1, le=MAX_LIMIT, description="items on a page")]
+Limit = Annotated[int, Query(ge=1, le=MAX_LIMIT, description="Maximum number of items per page.")]
 Cursor = Annotated[
-    str | None, Query(max_length=200, description="`next_cursor` of the page before")
+    str | None, Query(max_length=200, description="`next_cursor` of the previous page.")
 ]
 
 
@@ -57,7 +57,7 @@ def opened_numbers(cursor: str, parts: int = 1, *, where: str = "?cursor") -> li
 
 def _bad(where: str) -> BadInput:
     given_by = "list" if where.startswith("?") else "stream"
-    return BadInput.at(where, f"this is not a cursor that a {given_by} gave out", "cursor")
+    return BadInput.at(where, f"must be a cursor that a {given_by} returned", "cursor")
 
 
 # --- pages --------------------------------------------------------------------------------------

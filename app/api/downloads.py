@@ -19,9 +19,9 @@ from app.storage.store import Damaged, Store
 
 BINARY = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 ANSWERS: dict[int | str, dict[str, Any]] = {
-    200: {"description": "the whole file", "content": BINARY},
-    206: {"description": "the part of it that `Range` names", "content": BINARY},
-    304: {"description": "it is what `If-None-Match` names"},
+    200: {"description": "The whole file.", "content": BINARY},
+    206: {"description": "The byte range that `Range` names.", "content": BINARY},
+    304: {"description": "Not modified: the file still matches `If-None-Match`."},
     **declared(404, 410, 416),
 }
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
@@ -32,8 +32,13 @@ class Asked:
 
     def __init__(
         self,
-        range: Annotated[str | None, Header(description="one range, `bytes=FROM-TO`")] = None,
-        if_range: Annotated[str | None, Header(description="its `ETag`: else all of it")] = None,
+        range: Annotated[str | None, Header(description="One byte range: `bytes=FROM-TO`.")] = None,
+        if_range: Annotated[
+            str | None,
+            Header(
+                description="The file's `ETag`. If it no longer matches, the whole file is sent."
+            ),
+        ] = None,
         if_none_match: Annotated[str | None, Header()] = None,
     ) -> None:
         self.range, self.if_range, self.if_none_match = range, if_range, if_none_match

@@ -31,10 +31,12 @@ class OpenStreams:
     def refusal(self, key_id: str) -> AppError | None:
         """Return why this key may not open another stream; None if it may."""
         if self._of[key_id] >= settings().key_streams_max:
-            detail = f"This key has {self._of[key_id]} streams open and may have no more: end one"
+            detail = (
+                f"This key has {self._of[key_id]} open streams, which is its limit; close one first"
+            )
             return TooManyCalls(detail, retry_after_s=FULL_S)
         if self._of.total() >= settings().streams_max:
-            return Unavailable("too many streams are open; try again, or read page by page")
+            return Unavailable("too many open streams; try again, or read page by page")
         return None
 
     @contextmanager

@@ -86,7 +86,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         if len(self.pipeline) >= self.PIPELINED_MAX:
-            raise ValueError(f"more than {self.PIPELINED_MAX} calls wait on one connection")
+            raise ValueError(f"more than {self.PIPELINED_MAX} pipelined calls on one connection")
         self._unread_bytes = 0
         self._head_is_there()
         self._await_body()

@@ -41,11 +41,14 @@ registry = CollectorRegistry()
 ProcessCollector(registry=registry)
 registry.register(wrong_keys.counted)
 answers = Counter(
-    "roundhouse_api_answers", "answers of this process", ["operation", "status"], registry=registry
+    "roundhouse_api_answers",
+    "Responses of this process.",
+    ["operation", "status"],
+    registry=registry,
 )
 seconds = Histogram(
     "roundhouse_api_seconds",
-    "until an answer began, with the wait that was asked for (?wait=)",
+    "Time until the response began, including a requested wait (`?wait=`).",
     ["operation"],
     buckets=BOUNDS_S,
     registry=registry,
@@ -99,7 +102,9 @@ router = APIRouter(tags=["meta"], route_class=ScopedRoute)
 
 def _watcher(caller: Authed) -> Caller:
     if not (caller.in_root or caller.sees_all):
-        raise Forbidden("this tells of all tenants, so it needs a key of a user of the root tenant")
+        raise Forbidden(
+            "metrics cover all tenants, so they need a key of a user of the root tenant"
+        )
     return caller
 
 
@@ -114,7 +119,7 @@ class _Together:
 @router.get(
     "/metrics",
     response_class=Response,
-    summary="Figures for Prometheus",
+    summary="Metrics for Prometheus",
     responses={
         200: {"content": {"text/plain": {"example": EXAMPLE}}},
         **declared(401, 403, 429, 503),

@@ -88,7 +88,8 @@ class AtOnce:
         whose = rate_headers.whose_key(Request(scope))
         if self._of[whose] >= settings().key_calls_max:
             error = TooManyCalls(
-                f"{self._of[whose]} calls of this key are under way: wait for some"
+                f"this key has {self._of[whose]} calls in progress, which is its limit; wait for "
+                "some to end"
             )
             return await problems.of_error(Request(scope), error)(scope, receive, send)
         self._of[whose] += 1
@@ -125,7 +126,7 @@ class BodyLimit:
         if announced.isdecimal() and int(announced) > limit:
             if "expect" not in headers:
                 await _drain(receive)
-            error = TooLarge(f"the body has {announced} bytes, the limit is {limit}")
+            error = TooLarge(f"the body must have at most {limit} bytes; got {announced}")
             return await problems.of_error(Request(scope), error)(scope, receive, send)
         await self.app(scope, _limited(receive, limit), send)
 
@@ -217,7 +218,7 @@ def _check_given_once(headers: Headers) -> None:
     """Reject repeated headers: a proxy may have read the last one where we would read the first."""
     for name in _ONCE:
         if len(headers.getlist(name)) > 1:
-            raise BadInput.at(f"{name}:", "this header came twice; give it once", "given-twice")
+            raise BadInput.at(f"{name}:", "this header must be given once", "given-twice")
 
 
 def _check_media_type(headers: Headers) -> None:
@@ -225,12 +226,12 @@ def _check_media_type(headers: Headers) -> None:
     has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
     packed = headers.get("content-encoding", "identity").strip().lower()
     if has_body and packed != "identity":
-        raise WrongMediaType(f"the body came packed ({packed:.40}); send it as it is")
+        raise WrongMediaType(
+            f"compressed bodies are not supported ({packed:.40}); send the body uncompressed"
+        )
     given = headers.get("content-type", "").partition(";")[0].strip().lower()
     if has_body and given != "application/json":
-        raise WrongMediaType(
-            f"the body came as {given or 'no type at all'}; send Content-Type: application/json"
-        )
+        raise WrongMediaType(f"Content-Type must be application/json; got {given or 'none'}")
 
 
 def strict_json(body: bytes) -> Any:
@@ -258,12 +259,12 @@ def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         times = Counter(name for name, _ in pairs)
         twice = next(name for name, count in times.items() if count > 1)
-        raise ValueError(f"the key {twice[:80]!r} comes twice")
+        raise ValueError(f"duplicate key {twice[:80]!r}")
     return found
 
 
 def _no_constant(word: str) -> Any:
-    raise ValueError(f"{word} is not JSON")
+    raise ValueError(f"{word} is not valid JSON")
 
 
 def _finite(text: str) -> float:
@@ -275,19 +276,19 @@ def _finite(text: str) -> float:
 
 def _whole(text: str) -> int:
     if len(text) > DIGITS:
-        raise ValueError(f"the number {text[:20]}… has more than {DIGITS} digits")
+        raise ValueError(f"the number {text[:20]}… must have at most {DIGITS} digits")
     return int(text)
 
 
 def _plain(value: Any, depth: int) -> None:
     if isinstance(value, str):
         if "\x00" in value:
-            raise ValueError("a string holds a NUL")
+            raise ValueError("a string contains a NUL character")
         if not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
-            raise ValueError("a string holds half a surrogate pair")
+            raise ValueError("a string contains half a surrogate pair")
     elif isinstance(value, dict | list):
         if depth == 0:
-            raise ValueError(f"nested deeper than {DEPTH} levels")
+            raise ValueError(f"must be nested at most {DEPTH} levels deep")
         for item in value:
             _plain(item, depth - 1)
         for item in value.values() if isinstance(value, dict) else ():
@@ -307,14 +308,16 @@ async def known_parameters(request: Request) -> None:
         for name in sorted(times.keys() - known.keys())
     ]
     faults += [
-        Fault(f"?{name}", f"came {times[name]} times; give it once", "given-twice")
+        Fault(f"?{name}", f"must be given once; got it {times[name]} times", "given-twice")
         for name, field in known.items()
         if times[name] > 1 and not field_annotation_is_sequence(field.field_info.annotation)
     ]
     pointed = [(f"?{name}", value) for name, value in given]
     pointed += [(f"{{{name}}}", value) for name, value in request.path_params.items()]
     faults += [
-        Fault(where, "holds a NUL", "text") for where, value in pointed if "\x00" in str(value)
+        Fault(where, "must not contain a NUL character", "text")
+        for where, value in pointed
+        if "\x00" in str(value)
     ]
     faults += _not_text(request.scope["query_string"])
     if faults:
@@ -328,9 +331,13 @@ def _not_text(query: bytes) -> Iterator[Fault]:
             unquote_to_bytes(part).decode()
         except UnicodeDecodeError:
             name = unquote_to_bytes(part.partition(b"=")[0]).decode(errors="replace")
-            yield Fault(f"?{name}", "is not UTF-8", "text")
+            yield Fault(f"?{name}", "must be UTF-8", "text")
 
 
 def _unknown(name: str, known: set[str]) -> str:
-    there = f"it knows {', '.join(sorted(known))}" if known else "it takes none"
-    return f"there is no query parameter {name!r} here; {there}"
+    there = (
+        f"known parameters: {', '.join(sorted(known))}"
+        if known
+        else "this address has no query parameters"
+    )
+    return f"unknown query parameter {name!r}; {there}"

@@ -56,7 +56,7 @@ class Readiness(BaseModel):
     checks: dict[str, Check]
 
 
-@router.get("/livez", response_model=Alive, summary="Is the process alive?")
+@router.get("/livez", response_model=Alive, summary="Check that the process is alive")
 async def get_livez() -> Alive:
     """Answers without any check, and needs no thread and no connection."""
     return Alive()
@@ -65,8 +65,8 @@ async def get_livez() -> Alive:
 @router.get(
     "/readyz",
     response_model=Readiness,
-    summary="Can the whole system work?",
-    responses={503: {"model": Readiness, "description": "not all checks are ok"}},
+    summary="Check that the whole system works",
+    responses={503: {"model": Readiness, "description": "At least one check failed"}},
 )
 async def get_readyz() -> JSONResponse:
     """Checks Postgres and its schema, Redis, a leader for each island, and a device that is up.
@@ -88,7 +88,7 @@ async def _in_time(name: str, ask: Callable[[], dict[str, Check]]) -> dict[str, 
         async with asyncio.timeout(READY_S):
             return await to_thread.run_sync(ask, abandon_on_cancel=True, limiter=_checkers(name))
     except TimeoutError:
-        return {name: Check(ok=False, detail=f"does not answer within {READY_S:g} s")}
+        return {name: Check(ok=False, detail=f"no answer within {READY_S:g} s")}
 
 
 def _checkers(name: str) -> CapacityLimiter:
@@ -113,7 +113,7 @@ def _database_checks() -> dict[str, Check]:
         with transaction() as session:
             return {name: ask(session) for name, ask in asked.items()}
     except (SQLAlchemyError, RuntimeError) as error:
-        return {"postgres": Check(ok=False, detail=f"does not answer: {type(error).__name__}")}
+        return {"postgres": Check(ok=False, detail=f"no answer: {type(error).__name__}")}
 
 
 @lru_cache
@@ -123,9 +123,9 @@ def _head() -> str:
 
 def _schema(session: Session) -> Check:
     if not session.scalar(text("select to_regclass('alembic_version')")):
-        return Check(ok=False, detail=f"there is none; it should be {_head()}")
+        return Check(ok=False, detail=f"no schema; expected revision {_head()}")
     found = session.scalar(text("select version_num from alembic_version"))
-    return Check(ok=found == _head(), detail=f"at {found}, the newest is {_head()}")
+    return Check(ok=found == _head(), detail=f"at revision {found}; the newest is {_head()}")
 
 
 def _islands(session: Session) -> Check:
@@ -133,9 +133,9 @@ def _islands(session: Session) -> Check:
     rows = session.execute(select(Island.name, led)).all()
     unled = sorted(name for name, is_led in rows if not is_led)
     if not rows:
-        return Check(ok=False, detail="no island scheduler has ever been here")
+        return Check(ok=False, detail="no island scheduler has been started yet")
     if unled:
-        return Check(ok=False, detail=f"no scheduler leads {', '.join(unled)}")
+        return Check(ok=False, detail=f"no scheduler leads the islands {', '.join(unled)}")
     return Check(ok=True, detail=f"{len(rows)} led")
 
 
@@ -152,7 +152,7 @@ def _sandbox(session: Session) -> Check:
     query = select(Device.id, Device.facts).where(or_(is_up, refused)).order_by(Device.id)
     found = [(id, Sandbox.of(facts)) for id, facts in session.execute(query)]
     refuses = any(sandbox.refuses for _, sandbox in found)
-    return Check(ok=not refuses, detail=summary(found) or "no device has told")
+    return Check(ok=not refuses, detail=summary(found) or "no device has reported")
 
 
 def _redis() -> Check:
@@ -164,7 +164,7 @@ def _redis() -> Check:
         with redis.Redis.from_url(url, **timeouts, **settings().redis_tls) as client:
             client.ping()
     except (redis.RedisError, OSError) as error:
-        return Check(ok=False, detail=f"does not answer: {type(error).__name__}")
+        return Check(ok=False, detail=f"no answer: {type(error).__name__}")
     return Check(ok=True, detail="answers")
 
 
@@ -195,19 +195,22 @@ def show_docs() -> str:
 
 
 TAGS: list[dict[str, Any]] = [
-    {"name": "requests", "description": "Submit work, follow it, change your mind."},
-    {"name": "tasks", "description": "The parts of a request, and why each waits."},
-    {"name": "checkpoints", "description": "Durable images of jobs, and the tensors in them."},
+    {"name": "requests", "description": "Submit, follow and change requests."},
+    {"name": "tasks", "description": "The tasks of a request, and why each waits."},
+    {"name": "checkpoints", "description": "Checkpoints of jobs, and the tensors in them."},
     {"name": "bundles", "description": "The code that requests run."},
     {"name": "graphs", "description": "Programs of many small functions of a bundle."},
-    {"name": "datablocks", "description": "Named tensors, kept in versions, for tasks to take."},
-    {"name": "shares", "description": "Who may hold how much, who waits, who used what."},
-    {"name": "simulations", "description": "What would have been, with other shares or devices."},
-    {"name": "tenants", "description": "Who owns a share, and what it weighs."},
-    {"name": "users and keys", "description": "Who belongs to a tenant, and how they come in."},
-    {"name": "webhooks", "description": "Who is told when a request ends, and what arrived."},
+    {
+        "name": "datablocks",
+        "description": "Named and versioned tensors that tasks can use as inputs.",
+    },
+    {"name": "shares", "description": "Entitlements, queues, usage and scheduling decisions."},
+    {"name": "simulations", "description": "What would change with other shares or devices."},
+    {"name": "tenants", "description": "Tenants, their weights and their quotas."},
+    {"name": "users and keys", "description": "The users of a tenant, and their API keys."},
+    {"name": "webhooks", "description": "Notifications of ended requests, and their deliveries."},
     {"name": "devices", "description": "Islands, hosts and devices."},
-    {"name": "presets", "description": "What is configured on a device for a type of task."},
-    {"name": "audit", "description": "What administrators did."},
+    {"name": "presets", "description": "Device settings for each type of task."},
+    {"name": "audit", "description": "The actions of administrators."},
     {"name": "meta", "description": "The service itself."},
 ]

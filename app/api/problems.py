@@ -34,105 +34,103 @@ RETRY_AFTER_S = 2
 #: The meaning of each type, and what to do about it.
 MEANINGS = {
     "validation-error": (
-        "Something in the input has no meaning here: a field that does not exist, a value out of "
-        "its range, a reference to nothing.",
-        "Look at `errors`: each entry points at the place (`pointer`) and says what is wrong. "
-        "Nothing was changed; correct it and send it again.",
+        "Part of the input is invalid: an unknown field, a value out of range, or a reference to "
+        "something that does not exist.",
+        "Read `errors`: each entry names the place (`pointer`) and the fault (`detail`). Nothing "
+        "was changed; correct the input and send it again.",
     ),
     "unsatisfiable": (
-        "The request is well formed, but no device of this deployment could ever run it, so it "
-        "would wait for ever.",
-        "Look at `errors`, and at GET /v1/devices for what there is. Ask for less, or ask an "
+        "The request is well formed, but no device of this deployment could ever run it.",
+        "Read `errors`, and GET /v1/devices for the existing devices. Ask for less, or ask an "
         "administrator for such a device.",
     ),
     "idempotency-key-reused": (
-        "This Idempotency-Key came with another body or for another route before.",
-        "Use a new key for new work. The same key again is only for the very same call.",
+        "This Idempotency-Key was used before, with another body or another route.",
+        "Use a new key for a new call. Reuse a key only to repeat exactly the same call.",
     ),
     "unauthenticated": (
-        "There is no API key or token in the call, or it is unknown, expired or revoked.",
-        "Send `Authorization: Bearer rh_…`. An administrator of your tenant can make you a key.",
+        "The call has no API key or token, or its key is unknown, expired or revoked.",
+        "Send `Authorization: Bearer rh_…`. An administrator of your tenant can create a key.",
     ),
     "insufficient-scope": (
-        "The key is good, but its role, or the scopes that it is narrowed to, may not do that.",
-        "Use a key with the role or the scope that `detail` names, or ask who has one. The scope "
-        "that an operation needs is its `x-scope` in /openapi.json.",
+        "The key is valid, but its role or its scopes do not permit this operation.",
+        "Use a key with the role or scope that `detail` names. The scope of each operation is its "
+        "`x-scope` in /openapi.json.",
     ),
     "not-found": (
-        "There is nothing at this address that you may see. What belongs to another tenant is "
-        "not found either.",
-        "Check the id, and that the key belongs to the tenant that owns it.",
+        "Nothing that you may see exists at this address. Resources of other tenants are also "
+        "reported as not found.",
+        "Check the id, and that your key belongs to the tenant of the resource.",
     ),
     "method-not-allowed": (
-        "The address exists but does not know this method.",
-        "The `Allow` header of the answer lists the methods; /docs shows them all.",
+        "The address does not support this method.",
+        "The `Allow` header of the response lists the supported methods; so does /docs.",
     ),
     "conflict-state": (
-        "The thing exists but is in a state that does not allow that, or its name is taken.",
-        "Read it again and decide anew; `detail` says what stands in the way.",
+        "The current state of the resource does not permit the operation, or its name is taken.",
+        "Read the resource again; `detail` names the obstacle.",
     ),
     "queue-full": (
-        "Your tenant, or one above it, has a bound on how many tasks may wait (`max_queued`), and "
-        "this request would pass it. Nothing was taken in.",
-        "Wait until some of what waits has started, or cancel what is not needed any more; then "
-        "send it again, with the same Idempotency-Key. An administrator can raise the bound.",
+        "Your tenant, or a tenant above it, has a limit of queued tasks (`max_queued`), and this "
+        "request would exceed it. Nothing was submitted.",
+        "Wait until some queued tasks have started, or cancel some. Then send the request again "
+        "with the same Idempotency-Key. An administrator can raise the limit.",
     ),
     "quota-exceeded": (
-        "An administrator has bounded how many bytes of datablocks a tenant may keep, and this "
-        "would pass it. What is on its way in counts, too; equal bytes count once. What a task "
-        "publishes is always kept: only uploads, and requests that would publish, are refused.",
-        "Delete versions that nobody needs (DELETE /v1/datablocks/NAME@VERSION), then do it again. "
-        "GET /v1/datablocks lists them with their sizes. An administrator can raise the bound.",
+        "A tenant may store a limited number of bytes of datablocks, and this call would exceed "
+        "it. Unfinished uploads count; equal bytes count once. Outputs that tasks publish are "
+        "always stored; only uploads, and requests that would publish, are rejected.",
+        "Delete unneeded versions (DELETE /v1/datablocks/NAME@VERSION), then try again. GET "
+        "/v1/datablocks lists them with their sizes. An administrator can raise the limit.",
     ),
     "gone": (
-        "The checkpoint or datablock is listed, but its bytes in the store are damaged, lost, or "
-        "already collected; `detail` says which.",
-        "Take another one: GET /v1/tasks/{id}/checkpoints lists the checkpoints of a task, "
-        "GET /v1/datablocks the versions of a datablock.",
+        "The checkpoint or datablock is listed, but its bytes in the store are damaged, lost or "
+        "already deleted; `detail` says which.",
+        "Use another version: GET /v1/tasks/{id}/checkpoints lists the checkpoints of a task, GET "
+        "/v1/datablocks the versions of a datablock.",
     ),
     "precondition-failed": (
-        "It was changed since you read it (the `If-Match` does not fit any more).",
-        "Read it again, look at what changed, and send your change with the new `ETag`.",
+        "The resource was changed after you read it (`If-Match` is not its current `ETag`).",
+        "Read the resource again, check what changed, and send your change with the new `ETag`.",
     ),
     "precondition-required": (
-        "This change needs an `If-Match` header, so that no change is overwritten unseen.",
-        "Read the thing first and send its `ETag` back as `If-Match`.",
+        "This change needs an `If-Match` header, to protect changes by others.",
+        "Read the resource first, and send its `ETag` as `If-Match`.",
     ),
     "payload-too-large": (
-        "The body is larger than this service takes.",
-        "Send less: large data does not belong into a request. `detail` names the limit.",
+        "The body is larger than this service accepts.",
+        "Send less: upload large data as a bundle or a datablock. `detail` names the limit.",
     ),
     "unsupported-media-type": (
-        "The body came with a Content-Type that this address does not read. curl -d, for one, "
-        "calls every body a form.",
-        "Send `Content-Type: application/json` and a body in JSON.",
+        "The body has a Content-Type that this address does not accept. By default, curl -d sends "
+        "the Content-Type of a form.",
+        "Send `Content-Type: application/json` and a JSON body.",
     ),
     "range-not-satisfiable": (
-        "The `Range` begins behind the last byte.",
-        "`Content-Range` says how many bytes there are; perhaps you have all of them already.",
+        "The `Range` begins after the last byte.",
+        "`Content-Range` gives the size of the file; your copy may already be complete.",
     ),
     "rate-limited": (
-        "This key, or all keys of its tenant together, made more calls than the administrator "
-        "allows in a minute (looking, GET, and changing are counted apart); or this key has as "
-        "many streams open, or calls under way, as it may have at once; or too many wrong keys "
-        "came from this address. `detail` says which. Nothing was changed.",
+        "A limit was exceeded: the calls per minute of this key or of all keys of its tenant "
+        "(reads and changes are counted separately); the open streams or concurrent calls of this "
+        "key; or the invalid keys from this address. `detail` says which. Nothing was changed.",
         "Try again after the seconds in `Retry-After`, with the same Idempotency-Key. The header "
-        "`RateLimit` of every answer says how many calls are left (`r`) and when all of them will "
-        "be (`t`, in seconds). Wait for changes with `?wait=` or a stream instead of asking again.",
+        "`RateLimit` of each response gives the remaining calls (`r`) and the seconds until the "
+        "full quota is available (`t`). Use `?wait=` or a stream instead of polling.",
     ),
     "bad-request": (
-        "The call could not be understood as HTTP or as what this address takes.",
-        "Compare it with the example in /docs.",
+        "The call is not valid HTTP, or not valid for this address.",
+        "Compare the call with the example in /docs.",
     ),
     "unavailable": (
-        "The database, or for who signs in the identity provider, does not answer for the moment; "
-        "or so many calls or streams are under way that this one did not get its turn within 2 s. "
-        "Nothing was lost: what was accepted is safe.",
+        "The database, or for a sign-in the identity provider, does not respond at the moment; or "
+        "the service is overloaded and did not process this call within 2 s. Accepted work is not "
+        "lost.",
         "Try again after the seconds in `Retry-After`, with the same Idempotency-Key.",
     ),
     "internal": (
-        "A mistake of ours. Nothing was changed.",
-        "Tell the administrator the `request_id`: it leads to the place in the log.",
+        "An error in Roundhouse. Nothing was changed.",
+        "Give the administrator the `request_id`, which identifies the entry in the log.",
     ),
 }
 
@@ -229,7 +227,7 @@ def _fault(item: Mapping[str, Any]) -> Fault:
     if item["type"] == "json_invalid":
         return Fault("", f"not JSON: {item['ctx']['error']}, at character {path[0]}", "json")
     if item["type"] == "extra_forbidden":
-        detail = f"there is no field {path[-1]!r} here"
+        detail = f"unknown field {path[-1]!r}"
     name = str(path[0]) if path else ""
     pointers = {"query": f"?{name}", "header": f"{name}:", "path": f"{{{name}}}"}
     return Fault(pointers.get(where, pointer(path)), detail, item["type"])
@@ -268,8 +266,8 @@ def _methods(request: Request) -> list[str]:
 
 
 _DETAILS = {
-    "Not Found": "no such address; /docs lists them all",
-    "Method Not Allowed": "this address does not know that method; see the Allow header",
+    "Not Found": "unknown address; /docs lists all addresses",
+    "Method Not Allowed": "this address does not support the method; see the Allow header",
 }
 
 

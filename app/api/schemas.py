@@ -43,8 +43,9 @@ PhaseWord = Literal[
     "queued", "starting", "running", "paused", "preempted", "done", "failed", "cancelled"
 ]
 _PHASE = (
-    "the one word that pages and the command show: a person paused what is `paused`, the scheduler"
-    " what is `preempted`, which goes on by itself"
+    "The state in one word, as the pages and the CLI show it. `paused`: a user or an "
+    "administrator paused the task. `preempted`: the scheduler paused it and resumes it "
+    "automatically."
 )
 
 KIND = r"[a-z0-9][a-z0-9._-]{0,62}"  # pattern of device kinds
@@ -57,7 +58,7 @@ _SHA256 = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
 
 def _word(text: str) -> str:
     if text != text.strip() or not text.isprintable():
-        raise ValueError("no spaces at the ends, no control characters")
+        raise ValueError("must have no spaces at its ends and no control characters")
     return text
 
 
@@ -101,7 +102,7 @@ def example_of(model: type[BaseModel]) -> dict[str, Any]:
 
 
 class FaultOut(Out):
-    pointer: str = Field(description='JSON Pointer into the body; "?name" is a query parameter')
+    pointer: str = Field(description="JSON Pointer into the body; `?name` names a query parameter.")
     detail: str
     code: str
 
@@ -109,7 +110,7 @@ class FaultOut(Out):
 class Problem(Out):
     """An error (RFC 9457)."""
 
-    type: str = Field(description="opens a page that says what it means and what to do")
+    type: str = Field(description="URL of a page that explains the problem and what to do.")
     title: str
     status: int
     detail: str
@@ -142,7 +143,7 @@ class ChangeOut(Out):
 
     action: str
     value: int | float | str | list[str] | None = None
-    of: str = Field("", description="the kind of device, the device or the island that is meant")
+    of: str = Field("", description="The device kind, device or island concerned.")
 
 
 class ReasonOut(Out):
@@ -150,7 +151,9 @@ class ReasonOut(Out):
 
     code: str
     message: str
-    next_action: str = Field(description="wait, change_request or ask_admin")
+    next_action: str = Field(
+        description="What can be done: `wait`, `change_request` or `ask_admin`."
+    )
     unblocked_by: str = ""
     change: ChangeOut
 
@@ -168,13 +171,13 @@ class StartOut(Out):
     p10_s: float
     p50_s: float
     p90_s: float
-    starts_at: datetime = Field(description="after `p50_s`")
+    starts_at: datetime = Field(description="After `p50_s`.")
     earliest_at: datetime
     latest_at: datetime
 
 
 class UnknownOut(Out):
-    code: str = Field(description="BLOCKED, TOO_WIDE or NO_HISTORY")
+    code: str = Field(description="`BLOCKED`, `TOO_WIDE` or `NO_HISTORY`.")
     message: str
 
 
@@ -217,55 +220,66 @@ class TaskOut(Out):
     name: str
     type: str
     kind: str
-    devices_min: int = Field(1, description="so many devices of that kind it needs")
-    devices_max: int = Field(1, description="and so many it can use")
-    across_hosts: bool = Field(False, description="which may lie on several hosts")
-    tier: Tier = Field("standard", description="its request's")
-    state: TaskState = Field(description="the scheduler's own word, finer than `phase`")
+    devices_min: int = Field(1, description="Number of devices of this kind that the task needs.")
+    devices_max: int = Field(1, description="Number of devices that the task can use.")
+    across_hosts: bool = Field(False, description="Whether the devices may be on several hosts.")
+    tier: Tier = Field("standard", description="The tier of the request.")
+    state: TaskState = Field(description="The scheduler's state, finer than `phase`.")
     phase: PhaseWord = Field(description=_PHASE)
-    hold: str = Field("", description="who holds it back: nobody (empty), user or admin")
+    hold: str = Field("", description="Who paused the task: empty, `user` or `admin`.")
     cancel_asked: bool = False
     island: str | None = None
-    seat: str | None = Field(None, description="the device that it holds or is about to hold")
+    seat: str | None = Field(
+        None, description="The device that the task holds or is about to hold."
+    )
     lent: list[str] = Field(
-        [], description="devices that it holds besides, as long as nobody else asks for them"
+        [], description="Additional devices that the task holds until another task needs them."
     )
-    image_on: str | None = Field(None, description="the device whose host memory holds its image")
+    image_on: str | None = Field(
+        None, description="The device whose host memory holds the task's saved state."
+    )
     move_to: str | None = Field(
-        None, description="the device that it is being moved to; `*`: to any other"
+        None, description="The device to which the task is being moved; `*`: any other device."
     )
-    epoch: int = Field(0, description="how often it was launched")
+    epoch: int = Field(0, description="Number of launches so far.")
     step: int = Field(
-        0, description="steps finished; of a command, lines of progress and times it was stopped"
+        0,
+        description="Completed steps; for a command, lines of progress plus the number of "
+        "times it was stopped.",
     )
     attempts: int = 0
     pauses: int = 0
     lost_steps: int = 0
     held_us: int = Field(
-        0, description="how long the task has held a device so far, over all epochs"
+        0, description="Total time that the task has held devices, over all epochs."
     )
-    guest_held_us: int = Field(0, description="and how long devices that were lent to it, in all")
+    guest_held_us: int = Field(
+        0, description="Total time that the task has held additional, borrowed devices."
+    )
     needs: list[NeedOut] = []
     inputs: dict[str, str] = Field(
         {},
-        description="where each input comes from: `TASK.OUTPUT`, or `datablock:NAME@VERSION`, the"
-        " version that was the newest at the submission if none was said",
+        description="The source of each input: `TASK.OUTPUT` or `datablock:NAME@VERSION`. Without "
+        "a version in the descriptor, it is the newest version at submission.",
     )
     publish: dict[str, str] = Field(
-        {}, description="the outputs that become new versions of datablocks when it is done"
+        {}, description="The outputs that become new datablock versions when the task is done."
     )
     metrics: dict[str, Any] = {}
     capabilities: list[str] = Field(
         [],
-        description="what can be done with it: `pause`; `save` a durable image; `move` it with its"
-        " state; `exact`ly, or with `equivalent` bits. A command has `restart` instead of `save`"
-        " and `move`: elsewhere it begins again in its working folder as that was kept last; and"
-        " `device_memory` if that is free for others while it is paused",
+        description="The supported operations: `pause`; `save` a durable checkpoint; `move` the "
+        "task with its state; resume `exact`ly, or with `equivalent` bits. A command has "
+        "`restart` instead of `save` and `move`: on another device it restarts in its last saved "
+        "working folder. `device_memory`: other tasks can use its device memory while it is "
+        "paused.",
     )
     preset: dict[str, Any] = {}
-    cause: str | None = Field(None, description="why the last attempt failed")
+    cause: str | None = Field(None, description="Why the last attempt failed.")
     message: str | None = None
-    detail: str | None = Field(None, description="the traceback of the job, for its owner")
+    detail: str | None = Field(
+        None, description="The traceback of the job; only its owner sees it."
+    )
     result: dict[str, Any] | None = None
     outputs: dict[str, Any] = {}
     submitted_at: datetime
@@ -275,14 +289,12 @@ class TaskOut(Out):
 
 class MigrateIn(In):
     model_config = example(to="local.1")
-    to: str | None = Field(
-        None, description="the device to move it to; none: the best other one that is free"
-    )
+    to: str | None = Field(None, description="The target device; null: the best other free device.")
 
 
 class ResizeIn(In):
     model_config = example(devices_max=2)
-    devices_max: int = Field(ge=1, description="so many devices it may hold at most")
+    devices_max: int = Field(ge=1, description="The most devices that the task may hold.")
 
 
 class RequestSummary(Out):
@@ -305,8 +317,10 @@ class RequestSummary(Out):
     )
     id: str
     name: str
-    state: RequestState = Field(description="`running` from its first start to its end")
-    phase: PhaseWord = Field(description=_PHASE + ". That of its most advanced task")
+    state: RequestState = Field(
+        description="The request is `running` from its first start to its end."
+    )
+    phase: PhaseWord = Field(description=_PHASE + " The phase of its most advanced task.")
     tier: str
     priority: int
     labels: dict[str, Any]
@@ -316,9 +330,11 @@ class RequestSummary(Out):
     user: str
     submitted_at: datetime
     ended_at: datetime | None
-    task_states: dict[str, int] = Field(description="how many tasks are in which state")
-    task_phases: dict[str, int] = Field(description="how many tasks are in which phase")
-    hold: str = Field("", description="who holds back all that has not ended: user or admin")
+    task_states: dict[str, int] = Field(description="Number of tasks in each state.")
+    task_phases: dict[str, int] = Field(description="Number of tasks in each phase.")
+    hold: str = Field(
+        "", description="Who paused all tasks that have not ended: `user` or `admin`."
+    )
 
 
 class RequestOut(RequestSummary):
@@ -330,7 +346,8 @@ class RequestOut(RequestSummary):
     bundle: str
     tasks: list[TaskOut]
     notes: list[str] = Field(
-        default=[], description="what looks like a mistake; only in the answer to a submission"
+        default=[],
+        description="Warnings about likely mistakes; only in the response to a submission.",
     )
 
 
@@ -353,17 +370,17 @@ class Validated(Out):
     name: str
     tier: Tier
     tasks: list[ValidatedTask]
-    notes: list[str] = Field(default=[], description="what is allowed but looks like a mistake")
+    notes: list[str] = Field(default=[], description="Warnings: valid, but a likely mistake.")
 
 
 class TimeSpentOut(Out):
     """How a task spent its time; the fields add up to its whole life, until its end or now."""
 
-    waited_s: float = Field(description="on no device: in line, blocked or held")
-    switched_s: float = Field(description="promised a device, not yet running there")
-    moved_s: float = Field(description="on its way to another device than the one before")
-    computed_s: float = Field(description="running on its device")
-    staged_s: float = Field(description="on its device, stopped while its state was copied")
+    waited_s: float = Field(description="On no device: queued, blocked or paused.")
+    switched_s: float = Field(description="Assigned to a device, but not yet running there.")
+    moved_s: float = Field(description="Migrating to another device.")
+    computed_s: float = Field(description="Running on its device.")
+    staged_s: float = Field(description="On its device, stopped while its state is copied.")
 
 
 class Explained(Out):
@@ -413,14 +430,14 @@ class Explained(Out):
     state: TaskState
     phase: PhaseWord
     place: int | None = Field(
-        description="among all that wait for its kind of device on its island, from 1"
+        description="Place in the queue of its device kind on its island, from 1."
     )
     message: str
     reasons: list[ReasonOut]
     nearest: NearestOut | None
-    starts_at: datetime | None = Field(description="that of the estimate")
+    starts_at: datetime | None = Field(description="The estimated start.")
     estimate: StartOut | None
-    no_estimate: UnknownOut | None = Field(description="why there is none")
+    no_estimate: UnknownOut | None = Field(description="Why there is no estimate.")
     time: TimeSpentOut
 
 
@@ -443,7 +460,7 @@ class TensorOut(Out):
     dtype: str
     shape: list[int]
     size_bytes: int
-    exported: bool = Field(description="false if safetensors has no word for its type")
+    exported: bool = Field(description="False if safetensors does not support this dtype.")
 
 
 class CheckpointOut(Out):
@@ -464,12 +481,16 @@ class CheckpointOut(Out):
     id: str
     epoch: int
     step: int
-    sha256: str = Field(description="the address of its manifest in the store")
-    size_bytes: int = Field(description="of the image")
-    new_bytes: int = Field(description="by which the store grew; the rest was there already")
+    sha256: str = Field(description="The address of the manifest in the store.")
+    size_bytes: int = Field(description="Size of the checkpoint.")
+    new_bytes: int = Field(
+        description="Bytes that were added to the store; the other chunks were already there."
+    )
     took_us: int
-    host: str = Field(description="which wrote it and signed it; empty if that is not known")
-    key: str = Field(description="the public key (Ed25519) of its signature, hexadecimal")
+    host: str = Field(
+        description="The host that wrote and signed the checkpoint; empty if unknown."
+    )
+    key: str = Field(description="The public key (Ed25519) of the signature, in hexadecimal.")
     created_at: datetime
     damaged_at: datetime | None
     deleted_at: datetime | None
@@ -496,23 +517,30 @@ class PlacementOut(Out):
     )
     epoch: int
     device_id: str
-    guest: bool = Field(description="one of the devices that an elastic task had beyond its first")
+    guest: bool = Field(
+        description="True for an additional device of an elastic task, beyond its first."
+    )
     kind: str
     launched_at: datetime
     started_at: datetime | None
     ended_at: datetime | None
     held_us: int
-    input_bytes: int = Field(0, description="what its inputs took: outputs and datablocks")
+    input_bytes: int = Field(0, description="Size of the inputs: outputs and datablocks.")
     fetched_bytes: int = Field(
-        0, description="of them, read from the store; the rest lay on the host, or another gave it"
+        0,
+        description="Input bytes that were read from the store; the others came from this "
+        "host or from another host.",
     )
     ways: dict[str, Literal["here", "host", "store"]] = Field(
-        {}, description="by port, whether an input lay here, another host gave it, or the store"
+        {},
+        description="The source of each input port: `here` (this host), `host` (another host) "
+        "or `store`.",
     )
     first_step: int | None
     last_step: int | None
     end: str | None = Field(
-        description="paused, moved, resized, finished, failed, stopped, lost or hung"
+        description="`paused`, `moved`, `resized`, `finished`, `failed`, `stopped`, `lost` or "
+        "`hung`."
     )
 
 
@@ -525,7 +553,7 @@ class EventOut(Out):
         message="Paused after step 1200 on local.0; no step is lost.",
         data={"task": "train", "device": "local.0", "step": 1200},
     )
-    cursor: str = Field(description="reading goes on after this event with `?cursor=` it")
+    cursor: str = Field(description="Pass as `?cursor=` to read the next events.")
     at: datetime
     type: str
     task_id: str | None
@@ -558,7 +586,7 @@ class BundleOut(Out):
     )
     sha256: str
     size_bytes: int
-    entry_points: dict[str, str] = Field(description="what `run` may name in it")
+    entry_points: dict[str, str] = Field(description="The entry points that `run` may name.")
     created_at: datetime
 
 
@@ -569,7 +597,7 @@ class BundleStored(BundleOut):
         unparsed={},
     )
     files: int
-    unparsed: dict[str, str] = Field(description="Python files that do not parse, and why")
+    unparsed: dict[str, str] = Field(description="Python files with syntax errors, and the errors.")
 
 
 # --- graphs -------------------------------------------------------------------------------------
@@ -578,7 +606,7 @@ class BundleStored(BundleOut):
 class GraphSummary(Out):
     model_config = example(sha256=_SHA256, nodes=2, created_at=_AT)
     sha256: str
-    nodes: int = Field(description="functions in it, those of graphs inside it counted too")
+    nodes: int = Field(description="Number of functions, including those of nested graphs.")
     created_at: datetime
 
 
@@ -592,37 +620,42 @@ class GraphOut(GraphSummary):
 
 class NodePlace(Out):
     node: str
-    executor: int | None = Field(description="null: it maps, and each executor runs some shards")
+    executor: int | None = Field(
+        description="null: a mapped node, of which each executor runs some items."
+    )
 
 
 class CopyOut(Out):
     """A block, or one executor's part of a list, that passes to another executor."""
 
     block: str
-    source: int = Field(description="the executor that made it")
+    source: int = Field(description="The executor that produced the block.")
     target: int
     planned_bytes: int | None = Field(
-        description="as declared, else as it was when the graph ran before; null: not known"
+        description="As declared, else as measured in an earlier run of the graph; null: unknown."
     )
-    moved_bytes: int | None = Field(description="null until the task is done; heads included")
+    moved_bytes: int | None = Field(description="null until the task is done; includes headers.")
 
 
 class GraphPlan(Out):
     task: str
-    graph: str = Field(description="its SHA-256")
+    graph: str = Field(description="SHA-256 of the graph.")
     executors: int
-    nodes: list[NodePlace] = Field(description="in the order in which all executors run them")
+    nodes: list[NodePlace] = Field(description="In the order in which all executors run them.")
     copies: list[CopyOut]
-    planned_bytes: int = Field(description="of the copies whose size is known")
-    moved_bytes: int | None = Field(description="of all copies; null until the task is done")
+    planned_bytes: int = Field(description="Total of the copies of known size.")
+    moved_bytes: int | None = Field(description="Total of all copies; null until the task is done.")
 
 
 class TaskPlace(Out):
     task: str
-    island: str | None = Field(description="null: no islands have devices for all of the request")
+    island: str | None = Field(
+        description="null: no islands have the devices for the whole request."
+    )
     because: str
     crossing_bytes: int = Field(
-        description="of what it takes from tasks on other islands, as expected when it was assigned"
+        description="Expected size of the inputs from tasks on other islands, when the island was "
+        "assigned."
     )
 
 
@@ -630,19 +663,22 @@ class CrossingOut(Out):
     """An output of a task that another island takes; one entry per such island."""
 
     block: str
-    source: str = Field(description="the island where it is made")
+    source: str = Field(description="The island that produces the output.")
     target: str
     planned_bytes: int | None = Field(
-        description="of a leg: as declared, else as it was when the graph ran before, else 1 MiB; "
-        "null: of no leg"
+        description="For a graph over islands: as declared, else as measured in an earlier run, "
+        "else 1 MiB; null for other tasks."
     )
-    moved_bytes: int | None = Field(description="null until it was taken; without its head")
+    moved_bytes: int | None = Field(
+        description="null until the output was transferred; without the header."
+    )
     head_bytes: int | None = Field(
-        description="what its file holds beside the block itself; null until it was taken"
+        description="Size of the file's header; null until the output was transferred."
     )
     ways: list[Literal["host", "store"]] = Field(
-        description="how it came: from the host that made it, or from the store; both, if it came "
-        "more than once; empty until it was taken, and where it lay on the host that took it"
+        description="How the output was transferred: from the producing host or from the store. "
+        "Both, if it was transferred more than once. Empty before the first transfer, or if it "
+        "was already on the receiving host."
     )
 
 
@@ -671,9 +707,9 @@ class RequestPlan(Out):
             }
         ],
     )
-    tasks: list[TaskPlace] = Field(description="which island has each task, and why")
-    crossings: list[CrossingOut] = Field(description="what passes between islands")
-    graphs: list[GraphPlan] = Field(description="of its tasks that run one, as they were sent")
+    tasks: list[TaskPlace] = Field(description="The island of each task, and the reason.")
+    crossings: list[CrossingOut] = Field(description="Transfers between islands.")
+    graphs: list[GraphPlan] = Field(description="The graphs of the request's tasks, as submitted.")
 
 
 # --- datablocks ---------------------------------------------------------------------------------
@@ -707,17 +743,24 @@ class DatablockOut(Out):
     )
     id: str
     tenant_id: str
-    user_id: str = Field(description="who uploaded it, or whose task published it")
-    name: str = Field(description="of all its versions; this one is `NAME@VERSION`")
-    version: int = Field(description="from 1; never given twice")
+    user_id: str = Field(
+        description="The user who uploaded the version, or whose task published it."
+    )
+    name: str = Field(description="The name of the datablock; `NAME@VERSION` names this version.")
+    version: int = Field(description="From 1; a number is never reused.")
     format: Literal["safetensors", "npy"]
-    sha256: str = Field(description="of its bytes as they are downloaded")
+    sha256: str = Field(description="SHA-256 of the downloaded bytes.")
     size_bytes: int
-    tensors: list[TensorOfBlock] = Field(description="the first hundred")
+    tensors: list[TensorOfBlock] = Field(description="The first 100 tensors.")
     tensor_count: int
-    task_id: str | None = Field(description="the task that published it, null if it was uploaded")
-    output: str = Field(description="which output of that task it is")
-    holders: int = Field(description="tasks that have not ended and need it: its bytes stay")
+    task_id: str | None = Field(
+        description="The task that published the version; null if it was uploaded."
+    )
+    output: str = Field(description="The name of the output of that task.")
+    holders: int = Field(
+        description="Number of unfinished tasks that need this version; its bytes are kept for "
+        "them."
+    )
     created_at: datetime
     deleted_at: datetime | None
 
@@ -726,24 +769,29 @@ class UploadOut(Out):
     """The progress of an upload: continue from `received_bytes`."""
 
     model_config = example(name="faces", sha256=_SHA256, size_bytes=786_560, received_bytes=524_288)
-    name: str = Field(description="of the datablock; a bundle has none")
+    name: str = Field(description="The datablock's name; empty for a bundle.")
     sha256: str
     size_bytes: int
-    received_bytes: int = Field(description="durable, and not to be sent again")
+    received_bytes: int = Field(description="Bytes that are stored durably; continue after them.")
 
 
 # --- tenants, users, keys -----------------------------------------------------------------------
 
 
-_WEIGHT = "its part beside that of its siblings: the children, and the users, of its parent"
+_WEIGHT = "Relative share among siblings: the child tenants and the users of the same parent."
 _GUARANTEE = (
-    "devices by kind that it has whenever it wants them; lent to others meanwhile. The tenants "
-    "below it are promised no more together. Nothing checks that so many devices exist"
+    "Guaranteed devices by kind. They are lent to others while unused. The guarantees of the "
+    "child tenants must not exceed this in total. The number of installed devices is not checked."
 )
-_LIMIT = "devices by kind that it never holds more of, those below it included; `*`: of all kinds"
-_MAX_RUNNING = "tasks of it and of those below it that hold devices at the same time; null: any"
-_MAX_QUEUED = "tasks of it and of those below it that wait; more are refused; null: any"
-_TIER = "the best tier that its requests, and of those below it, may ask for"
+_LIMIT = "Maximum number of devices by kind, including child tenants; `*`: all kinds together."
+_MAX_RUNNING = (
+    "Maximum number of tasks that hold devices at once, including child tenants; null: no limit."
+)
+_MAX_QUEUED = (
+    "Maximum number of queued tasks, including child tenants; further submissions are rejected; "
+    "null: no limit."
+)
+_TIER = "The highest tier for requests of this tenant and its child tenants."
 
 
 class TenantIn(In):
@@ -759,7 +807,7 @@ class TenantIn(In):
     name: Name
     weight: Weight = Field(1.0, description=_WEIGHT)
     parent_id: str | None = Field(
-        None, description="default: the root of the tree; a tenant admin's own tenant"
+        None, description="Default: the root tenant; for a tenant admin, the own tenant."
     )
     guarantee: Guarantee = Field({}, description=_GUARANTEE)
     limit: DeviceLimit = Field({}, description=_LIMIT)
@@ -811,17 +859,17 @@ class TenantOut(Out):
     created_at: datetime
 
 
-_USER_WEIGHT = "their part of the tenant's share, beside that of its other users"
+_USER_WEIGHT = "Relative share among the users of the tenant."
 
-_SERVICE = "a service account: a program, as which nobody signs in"
-_SCOPES = "what it is narrowed to; null: all that its role may do"
+_SERVICE = "A service account: a user that is a program and cannot sign in."
+_SCOPES = "The scopes to which the key is restricted; null: everything that its role permits."
 
 
 class UserIn(In):
     model_config = example(name="ada", weight=1.0)
     name: Name
     weight: Weight = Field(1.0, description=_USER_WEIGHT)
-    tenant_id: str | None = Field(None, description="default: the caller's tenant")
+    tenant_id: str | None = Field(None, description="Default: the caller's tenant.")
     service: bool = Field(False, description=_SERVICE)
 
 
@@ -871,7 +919,7 @@ class RotateKeyIn(In):
         le=30 * 86_400.0,
         allow_inf_nan=False,
         strict=False,
-        description="so long the old key stays good",
+        description="How long the old key stays valid.",
     )
     expires_at: Time = None
 
@@ -896,7 +944,7 @@ class KeyOut(Out):
     role: Role
     scopes: list[Scope] | None = Field(description=_SCOPES)
     name: str
-    replaced_by: str | None = Field(description="the key that it was rotated into")
+    replaced_by: str | None = Field(description="The id of the key that replaced this key.")
     created_at: datetime
     expires_at: datetime | None
     revoked_at: datetime | None
@@ -908,7 +956,7 @@ class KeyMade(KeyOut):
         **example_of(KeyOut),
         key="rh_x7Kq29Zb_…",
     )
-    key: str = Field(description="shown this once and never again")
+    key: str = Field(description="The secret key. It is shown only once.")
 
 
 class MeOut(Out):
@@ -937,10 +985,12 @@ class IslandOut(Out):
     model_config = example(name="local", leader="9b2f", led=True, term=4, devices=2, key="5e" * 32)
     name: str
     leader: str | None
-    led: bool = Field(description="its scheduler renewed its lease in time")
+    led: bool = Field(description="Whether the island's scheduler holds a current lease.")
     term: int
     devices: int
-    key: str | None = Field(description="the public key that verifies what it tells devices")
+    key: str | None = Field(
+        description="The public key that verifies the island's messages to devices."
+    )
 
 
 class HostOut(Out):
@@ -955,10 +1005,10 @@ class HostOut(Out):
 class EnrolmentIn(In):
     model_config = example(device_id="host-a.0", key="3d" * 32)
     device_id: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,126}\.[0-9]{1,4}$")] = Field(
-        description="the device: its host's name, a dot and a number"
+        description="The device id: the host's name, a dot and a number."
     )
     key: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] = Field(
-        description="its host's public key, as `roundhouse device key` prints it there"
+        description="The host's public key, as `roundhouse device key` prints it on that host."
     )
 
 
@@ -971,10 +1021,10 @@ class EnrolmentOut(Out):
         revoked_at=None,
     )
     device_id: str
-    key: str = Field(description="what its host signs with this key is believed")
+    key: str = Field(description="The host's public key; reports signed with it are accepted.")
     enrolled_by: str
     enrolled_at: datetime
-    revoked_at: datetime | None = Field(description="from then on it is not heard")
+    revoked_at: datetime | None = Field(description="Reports are rejected from this time on.")
 
 
 class DevicePatch(In):
@@ -985,30 +1035,32 @@ class DevicePatch(In):
 class SandboxOut(Out):
     model_config = example(mode="required", layers=["files", "network"], missing=[], refuses="")
     mode: str = Field(
-        description="`required`: the device serves only with the whole sandbox; `preferred`: with"
-        " the layers that stand; `off`: without any"
+        description="`required`: the device takes work only with all sandbox layers; `preferred`: "
+        "with the available layers; `off`: without a sandbox."
     )
-    layers: list[str] = Field(description="those that stand around tenants' code")
-    missing: list[str] = Field(description="those that should, and do not")
-    refuses: str = Field(description="why it does not serve; empty if it does")
+    layers: list[str] = Field(description="The active sandbox layers.")
+    missing: list[str] = Field(description="The configured sandbox layers that are not active.")
+    refuses: str = Field(description="Why the device takes no work; empty if it does.")
 
 
 class HeldBytes(Out):
-    device: int = Field(description="on the device")
-    host: int = Field(description="in host memory")
+    device: int = Field(description="In device memory.")
+    host: int = Field(description="In host memory.")
 
 
 class DeviceFacts(Out):
     """The facts of a device that are shown; other facts that it reports are not."""
 
     sandbox: list[str] | str | None = Field(
-        None, description="the sandbox layers around a task's processes"
+        None, description="The sandbox layers around the processes of a task."
     )
     torch: str | None = None
     capabilities: list[str] = []
-    splice: bool = Field(False, description="ranks can take turns on it")
+    splice: bool = Field(False, description="Whether ranks can take turns on the device.")
     host_memory_bytes: int | None = None
-    held_bytes: HeldBytes | None = Field(None, description="by the tasks of all tenants together")
+    held_bytes: HeldBytes | None = Field(
+        None, description="Memory held by the tasks of all tenants together."
+    )
 
 
 class DeviceOut(Out):
@@ -1035,11 +1087,11 @@ class DeviceOut(Out):
     island: str
     kind: str
     up: bool
-    cordoned: bool = Field(description="it, or its host, takes no new work")
-    busy: bool = Field(description="a task holds this device")
-    task_id: str | None = Field(description="that task, if it is one that you may see")
+    cordoned: bool = Field(description="The device or its host takes no new work.")
+    busy: bool = Field(description="A task holds the device.")
+    task_id: str | None = Field(description="The task on the device, if you may see it.")
     tasks: list[str] = Field(
-        description="those that you may see of all that are on it: graphs take turns on a device"
+        description="The tasks on the device that you may see. Several graphs can share a device."
     )
     threads: int
     memory_bytes: int

@@ -32,7 +32,10 @@ THREADS = 6  # fewer than the connections that the pool has beyond the gate
 
 ContentRange = Annotated[
     str | None,
-    Header(description="`bytes FROM-TO/TOTAL`, or `bytes */TOTAL` to ask how far it is"),
+    Header(
+        description="`bytes FROM-TO/TOTAL`; or `bytes */TOTAL` to ask for the progress of the "
+        "upload."
+    ),
 ]
 _CONTENT_RANGE = re.compile(r"bytes (?:(\d{1,18})-(\d{1,18})|\*)/(\d{1,18})")
 
@@ -51,12 +54,12 @@ class Sent:
         """Parse the headers; raises BadInput."""
         if content_range is None:
             if length is None or not length.isdecimal() or int(length) == 0:
-                told = "say how long the body is, or send a Content-Range"
+                told = "missing length: send a Content-Length or a Content-Range"
                 raise BadInput.at("Content-Length:", told, "missing")
             return cls(0, int(length), int(length))
         found = _CONTENT_RANGE.fullmatch(content_range)
         if found is None:
-            told = "it is of the form `bytes FROM-TO/TOTAL` or `bytes */TOTAL`"
+            told = "must be `bytes FROM-TO/TOTAL` or `bytes */TOTAL`"
             raise BadInput.at("Content-Range:", told)
         first, last, total = (None if part is None else int(part) for part in found.groups())
         assert total is not None, "every form has one"
@@ -100,7 +103,9 @@ async def _receive(http: Request, begun: Begun, sent: Sent) -> tuple[Begun, list
     """
     at = begun.received_bytes
     if sent.start > at:
-        told = f"{at} bytes of it are here: go on from there, not from {sent.start}"
+        told = (
+            f"{at} bytes were received: continue from there; got a part that starts at {sent.start}"
+        )
         raise Conflict(told)
     skip, body = at - sent.start, bytearray()
     try:
@@ -108,7 +113,9 @@ async def _receive(http: Request, begun: Begun, sent: Sent) -> tuple[Begun, list
             body += piece[skip:]
             skip = max(0, skip - len(piece))
             if at + len(body) > sent.end:
-                raise BadInput.at("Content-Range:", "the body is longer than that", "range")
+                raise BadInput.at(
+                    "Content-Range:", "the body is longer than its Content-Range", "range"
+                )
             if len(body) >= PART_BYTES:
                 at = await _keep(begun, at, body)
     except ClientDisconnect:

@@ -10,7 +10,7 @@ from app.errors import StaleVersion, VersionNeeded
 
 IfMatch = Annotated[
     str | None,
-    Header(max_length=100, description="the `ETag` that you read", examples=['"1"']),
+    Header(max_length=100, description="The `ETag` that you read.", examples=['"1"']),
 ]
 
 
@@ -21,7 +21,11 @@ def etag(version: int) -> str:
 def check_version(if_match: str | None, version: int) -> None:
     """Raises VersionNeeded or StaleVersion, unless `if_match` names this version."""
     if if_match is None:
-        raise VersionNeeded(f"read it first, and send its ETag, now {etag(version)}, as If-Match")
+        raise VersionNeeded(
+            f"read the resource first, and send its current ETag {etag(version)} as If-Match"
+        )
     given = {part.strip() for part in if_match.split(",")}
     if etag(version) not in given and "*" not in given:
-        raise StaleVersion(f"you are changing version {if_match}, but by now it is {etag(version)}")
+        raise StaleVersion(
+            f"If-Match names version {if_match}, but the current version is {etag(version)}"
+        )

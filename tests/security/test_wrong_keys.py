@@ -62,7 +62,7 @@ def test_wrong_keys_beyond_the_bound_are_refused_without_a_look_up(limited, clie
         problem(ask(client, wrong_key()), 401, "unauthenticated")
     answer = ask(client, wrong_key())
     found = problem(answer, 429, "rate-limited")
-    assert "wrong keys" in found["detail"]
+    assert "invalid keys" in found["detail"]
     assert int(answer.headers["retry-after"]) >= 1
 
 

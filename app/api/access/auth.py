@@ -84,7 +84,7 @@ def new_key(
 ) -> str:
     """Make a key; returns the token, which cannot be read again."""
     if role not in ROLES:
-        raise ValueError(f"there is no role {role!r}; roles are {', '.join(ROLES)}")
+        raise ValueError(f"must be one of the roles {', '.join(ROLES)}; got {role!r}")
     id = _random(_ID_LENGTH)
     bare = f"rh_{id}_{_random(_SECRET_LENGTH)}"
     token = bare + _check(bare)
@@ -119,7 +119,7 @@ def caller_of_key(session: Session, token: str) -> Caller:
     """
     id = id_of(token)
     if id is None:
-        raise Unauthenticated("this is not an API key: mistyped, or cut short?")
+        raise Unauthenticated("malformed API key: check that it is complete")
     row = session.execute(_OF_KEY, {"id": id}).one_or_none()
     if row is None or not hmac.compare_digest(row.secret_sha256, _sha256(token)):
         raise Unauthenticated("this API key is unknown, expired or revoked")
@@ -217,7 +217,9 @@ def caller_of_token(session: Session, token: str) -> Caller:
     """
     provider = directory.provider()
     if provider is None:
-        raise Unauthenticated("this is not an API key, and tokens are not taken here")
+        raise Unauthenticated(
+            "not an API key, and tokens of an identity provider are not enabled here"
+        )
     person = directory.of_token(session, provider, token)
     # All tokens of a person count as one key.
     return _caller_of(person, key_id=f"oidc-{person.user_id}")
@@ -263,7 +265,10 @@ def sign_in(session: Session, token: str) -> tuple[Caller, str]:
     caller = caller_of_key(session, token)
     if caller.service or caller.scopes is not None:
         # The pages show all that a role may see, and a program reads no pages.
-        raise Unauthenticated("this key is for programs: it has scopes, or is a service account's")
+        raise Unauthenticated(
+            "this key is for programs (it has scopes or belongs to a service account) and cannot "
+            "sign in"
+        )
     return caller, _new_cookie(session, caller.key_id, _session_ends())
 
 
@@ -288,7 +293,7 @@ def caller_of_cookie(session: Session, cookie: str) -> Caller:
     """
     row = session.execute(_OF_COOKIE, {"sha256": _sha256(cookie)}).one_or_none()
     if row is None:
-        raise Unauthenticated("you are not signed in any more")
+        raise Unauthenticated("your session has ended; sign in again")
     return _used(row)
 
 
@@ -305,10 +310,14 @@ def from_our_origin(request: Request) -> bool:
 _bearer = HTTPBearer(
     auto_error=False,
     scheme_name="key",
-    description="An API key: `rh_…`, made with POST /v1/keys; or a token of the identity provider.",
+    description="An API key `rh_…`, created with POST /v1/keys, or a token of the identity "
+    "provider.",
 )
 _cookie = APIKeyCookie(
-    name=COOKIE, auto_error=False, scheme_name="session", description="A signed-in browser."
+    name=COOKIE,
+    auto_error=False,
+    scheme_name="session",
+    description="A session of a signed-in browser.",
 )
 
 
@@ -332,7 +341,9 @@ async def _identified(request: Request) -> Caller:
         raise Unauthenticated("send an API key: Authorization: Bearer rh_…")
     caller = await _in_turn(request, cookie, caller_of_cookie)
     if request.method not in SAFE_METHODS and not from_our_origin(request):
-        raise Forbidden("with a cookie, only the pages of this service may change something")
+        raise Forbidden(
+            "calls with a session cookie may change data only from the pages of this service"
+        )
     return caller
 
 
@@ -414,7 +425,7 @@ def _check_scope(caller: Caller, route: ScopedRoute) -> None:
     needed = route.needs_scope
     if needed is not None and not allows(caller.scopes, needed):
         has = ", ".join(caller.scopes or ())
-        raise Forbidden(f"this needs a key with the scope {needed}; this one has {has}")
+        raise Forbidden(f"this operation needs a key with the scope {needed}; got {has}")
 
 
 def call_of(request: Request, caller: Caller, operation: str) -> audit.Call:
@@ -438,7 +449,9 @@ Authed = Annotated[Caller, Depends(authenticated, scope="function")]
 
 def check_role(caller: Caller, *roles: str) -> None:
     if caller.role not in roles:
-        raise Forbidden(f"this needs a key with the role {' or '.join(roles)}, not {caller.role}")
+        raise Forbidden(
+            f"this operation needs a key with the role {' or '.join(roles)}; got {caller.role}"
+        )
 
 
 def require(*roles: str) -> Any:

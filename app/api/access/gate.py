@@ -66,7 +66,9 @@ class Gate:
         except BaseException as error:
             self._give_up(whose, admitted)
             if isinstance(error, TimeoutError):
-                detail = f"other calls came first for {wait_s:g} s; try again"
+                detail = (
+                    f"the service is busy: no slot for this call within {wait_s:g} s; try again"
+                )
                 raise Unavailable(detail) from None
             raise
 
@@ -170,4 +172,4 @@ async def read_body(request: Request) -> None:
     try:
         await request.body()
     except ClientDisconnect as error:
-        raise HTTPException(400, "the body did not come whole") from error
+        raise HTTPException(400, "the body is incomplete") from error

@@ -118,7 +118,10 @@ def _count(request: Request, key_id: str, tenant_id: str) -> None:
     if (short := taken.refused) is not None:
         whose = "this key" if short.name.startswith("key") else "all keys of your tenant together"
         calls = "reads" if reads else "changes"
-        told = f"{whose} may make {short.quota} {calls} in {WINDOW_S} s; wait {short.next_in_s} s"
+        told = (
+            f"{whose} may make {short.quota} {calls} in {WINDOW_S} s; try again in "
+            f"{short.next_in_s} s"
+        )
         raise TooManyCalls(told[0].upper() + told[1:], retry_after_s=short.next_in_s)
 
 

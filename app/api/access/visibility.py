@@ -71,4 +71,4 @@ def may_act(caller: Caller, found: Request | Task) -> bool:
 def _check_may_act(caller: Caller, found: Request | Task) -> None:
     if may_act(caller, found):
         return
-    raise Forbidden(f"only its owner or an administrator may do that, not a {caller.role}")
+    raise Forbidden(f"only the owner or an administrator may do this; got role {caller.role}")

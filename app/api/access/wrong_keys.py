@@ -28,7 +28,7 @@ RECORDS_PER_MIN = 10
 
 counted = Counter(
     "roundhouse_api_wrong_keys",
-    "keys, tokens and browser sessions that this process did not let in",
+    "Rejected keys, tokens and browser sessions in this process.",
     registry=None,  # `app.api.metrics` shows it
 )
 
@@ -93,5 +93,5 @@ def count_wrong_key(session: Session, request: Request, call: audit.Call) -> Non
 
 
 def _too_many(wait_s: int) -> TooManyCalls:
-    told = f"Too many wrong keys came from this address; wait {wait_s} s."
+    told = f"Too many invalid keys from this address; try again in {wait_s} s."
     return TooManyCalls(told, retry_after_s=wait_s)

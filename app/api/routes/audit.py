@@ -50,15 +50,13 @@ class AuditEventOut(Out):
     )
     id: int
     at: datetime
-    tenant_id: str | None = Field(
-        description="the tenant that the record concerns; null: the platform"
-    )
+    tenant_id: str | None = Field(description="The tenant concerned; null: the platform.")
     user_id: str
     user: str
-    key_id: str | None = Field(description="public part of the key")
+    key_id: str | None = Field(description="The public part of the key.")
     address: str | None
     request_id: str
-    operation: str = Field(description="operation id of the API; or signIn, signOut, seed")
+    operation: str = Field(description="The operation id of the API; or signIn, signOut, seed.")
     action: Action
     target_kind: str
     target_id: str
@@ -86,10 +84,12 @@ class Verification(Out):
         broken=None,
     )
     intact: bool
-    checked: int = Field(description="records that are good, after the known one")
-    head: Head | None = Field(description="the last good record; null if there is none")
-    known: str | None = Field(description="the head, as the next verification takes it")
-    broken: Broken | None = Field(description="the first record that is not good, and why")
+    checked: int = Field(description="Number of valid records after the known record.")
+    head: Head | None = Field(description="The last valid record; null if there is none.")
+    known: str | None = Field(
+        description="The head of the chain; pass it as `known` to the next verification."
+    )
+    broken: Broken | None = Field(description="The first invalid record, and why it is invalid.")
 
 
 # --- looking ------------------------------------------------------------------------------------
@@ -98,20 +98,20 @@ class Verification(Out):
 @router.get(
     "/audit-events",
     response_model=Page[AuditEventOut],
-    summary="What administrators did, newest first",
+    summary="List actions of administrators, newest first",
 )
 def list_audit_events(
     paging: Paged,
     caller: AnyAdmin,
     session: Db,
-    tenant_id: Annotated[
-        str | None, Query(description="the tenant that the record concerns")
-    ] = None,
-    user_id: Annotated[str | None, Query(description="who did it")] = None,
-    key_id: Annotated[str | None, Query(description="with which key")] = None,
-    operation: Annotated[str | None, Query(description="such as changeTenant")] = None,
+    tenant_id: Annotated[str | None, Query(description="The tenant concerned.")] = None,
+    user_id: Annotated[str | None, Query(description="The user who acted.")] = None,
+    key_id: Annotated[str | None, Query(description="The key that was used.")] = None,
+    operation: Annotated[str | None, Query(description="An action such as changeTenant.")] = None,
     action: Action | None = None,
-    target_kind: Annotated[str | None, Query(description="such as tenant, key, device")] = None,
+    target_kind: Annotated[
+        str | None, Query(description="A kind of target, such as tenant, device or key.")
+    ] = None,
     target_id: str | None = None,
     since: Time = None,
     until: Time = None,
@@ -167,7 +167,7 @@ def _tenants_seen(session: Session, caller: Caller, rows: list[AuditEvent]) -> s
 @router.get(
     "/audit-events/verification",
     response_model=Verification,
-    summary="Does the audit log still say what was written?",
+    summary="Verify the audit log",
 )
 def verify_audit_events(
     caller: PlatformAdmin,
@@ -175,7 +175,7 @@ def verify_audit_events(
     known: Annotated[
         str | None,
         Query(
-            description="`known` of an earlier verification, kept elsewhere: ID:HASH",
+            description="`known` of an earlier verification, stored elsewhere: ID:HASH.",
             pattern=r"^[1-9][0-9]{0,17}:[0-9a-f]{64}$",
         ),
     ] = None,

@@ -34,11 +34,12 @@ from app.storage.store import Damaged, Store
 router = v1_router("bundles")
 
 Sha256 = Annotated[
-    str, PathParameter(pattern="^[0-9a-f]{64}$", description="of the bytes, in hexadecimal digits")
+    str,
+    PathParameter(pattern="^[0-9a-f]{64}$", description="SHA-256 of the bytes, in hexadecimal."),
 ]
 _BODY = {
     "required": False,
-    "description": "a zip, tar or tar.gz",
+    "description": "A zip, tar or tar.gz archive.",
     "content": {
         kind: {"schema": {"type": "string", "format": "binary"}}
         # Client generators send the first of these; the bytes tell which kind of archive it is.
@@ -58,8 +59,8 @@ _BODY = {
     status_code=201,
     summary="Upload a bundle",
     responses={
-        200: {"model": BundleStored, "description": "It was there"},
-        202: {"model": UploadOut, "description": "More of it is wanted"},
+        200: {"model": BundleStored, "description": "The bundle already existed."},
+        202: {"model": UploadOut, "description": "More parts are expected."},
         **declared(403, 409, 410, 413),
     },
     openapi_extra={"requestBody": _BODY},
@@ -143,7 +144,7 @@ def get_bundle(sha256: Sha256, caller: Authed, session: Db) -> Bundle:
 @router.head(
     "/bundles/{sha256}",
     response_class=Response,
-    summary="Is it there?",
+    summary="Check whether a bundle exists",
     responses=declared(404),
 )
 def head_bundle(sha256: Sha256, caller: Authed, session: Db) -> Response:

@@ -26,9 +26,11 @@ from app.storage.tensor_export import Export, Unsayable
 
 router = v1_router("checkpoints", 404)
 
-Names = Annotated[list[str] | None, Query(description="only these; else all of them")]
+Names = Annotated[
+    list[str] | None, Query(description="Names of the tensors to download; default: all.")
+]
 _FILE = {
-    "description": "one safetensors file",
+    "description": "One safetensors file.",
     "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
 }
 
@@ -42,7 +44,7 @@ def get_checkpoint(id: str, caller: Authed, session: Db) -> Checkpoint:
 @router.get(
     "/checkpoints/{id}/tensors",
     response_model=Page[TensorOut],
-    summary="The tensors in it, by name",
+    summary="List the tensors of a checkpoint",
     responses=declared(410, 503),
 )
 def list_tensors(id: str, caller: Authed, session: Db) -> dict[str, Any]:
@@ -64,7 +66,7 @@ def list_tensors(id: str, caller: Authed, session: Db) -> dict[str, Any]:
 @router.get(
     "/checkpoints/{id}/safetensors",
     response_class=StreamingResponse,
-    summary="Its tensors, as a safetensors file",
+    summary="Download tensors of a checkpoint as safetensors",
     responses={200: _FILE, **declared(410, 503)},
 )
 def export_checkpoint(
@@ -103,7 +105,7 @@ def _visible(session: Session, caller: Caller, id: str) -> Checkpoint:
 
 def _manifest(checkpoint: Checkpoint) -> Manifest:
     if checkpoint.deleted_at is not None:
-        raise Gone("it is beyond what its task keeps (`checkpoint.keep`) and is being deleted")
+        raise Gone("the checkpoint is beyond its task's `checkpoint.keep` and is being deleted")
     try:
         return _store().manifest(checkpoint.tenant_id, checkpoint.sha256, key=checkpoint.key)
     except Damaged as error:

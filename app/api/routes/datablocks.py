@@ -35,18 +35,22 @@ from app.identity import audit
 router = v1_router("datablocks")
 
 _NAME = "[a-z0-9][a-z0-9._-]{0,62}"
-Name = Annotated[str, Path(pattern=f"^{_NAME}$", description="of all its versions")]
+Name = Annotated[str, Path(pattern=f"^{_NAME}$", description="The name of the datablock.")]
 AnyVersion = Annotated[
     str,
-    Path(pattern=rf"^{_NAME}(@[1-9][0-9]{{0,8}})?$", description="`NAME`, or `NAME@VERSION`"),
+    Path(pattern=rf"^{_NAME}(@[1-9][0-9]{{0,8}})?$", description="`NAME` or `NAME@VERSION`."),
 ]
 OneVersion = Annotated[
     str, Path(pattern=rf"^{_NAME}@[1-9][0-9]{{0,8}}$", description="`NAME@VERSION`")
 ]
 Sha256 = Annotated[
-    str, Query(pattern="^[0-9a-f]{64}$", description="of the whole, in hexadecimal digits")
+    str, Query(pattern="^[0-9a-f]{64}$", description="SHA-256 of the whole file, in hexadecimal.")
 ]
-_BODY = {"required": False, "description": "safetensors or npy", "content": downloads.BINARY}
+_BODY = {
+    "required": False,
+    "description": "A safetensors or npy file.",
+    "content": downloads.BINARY,
+}
 
 
 # --- up -----------------------------------------------------------------------------------------
@@ -56,10 +60,10 @@ _BODY = {"required": False, "description": "safetensors or npy", "content": down
     "/datablocks/{name}",
     response_model=DatablockOut,
     status_code=201,
-    summary="Upload a datablock, or the next part of one",
+    summary="Upload a datablock, or the next part of an upload",
     responses={
-        200: {"model": DatablockOut, "description": "The newest version has these bytes already"},
-        202: {"model": UploadOut, "description": "More of it is wanted"},
+        200: {"model": DatablockOut, "description": "The newest version already has these bytes."},
+        202: {"model": UploadOut, "description": "More parts are expected."},
         **declared(403, 409, 413),
     },
     openapi_extra={"requestBody": _BODY},
@@ -134,7 +138,7 @@ def get_datablock(name: AnyVersion, caller: Authed, session: Db, asked: Download
 @router.head(
     "/datablocks/{name}",
     response_class=Response,
-    summary="Is it there, how large is it, and what is its hash?",
+    summary="Check whether a datablock exists, its size and its hash",
     responses=declared(404),
 )
 def head_datablock(name: AnyVersion, caller: Authed, session: Db) -> Response:
@@ -168,9 +172,11 @@ def list_datablocks(
     paging: Paged,
     caller: Authed,
     session: Db,
-    name: Annotated[str | None, Query(description="versions of this one only")] = None,
+    name: Annotated[str | None, Query(description="Only versions of this datablock.")] = None,
     format: Literal["safetensors", "npy"] | None = None,
-    latest: Annotated[bool, Query(description="only the newest version of each name")] = False,
+    latest: Annotated[
+        bool, Query(description="Only the newest version of each datablock.")
+    ] = False,
 ) -> dict[str, Any]:
     """Lists every version that has not been deleted, of the tenants that you see."""
     query = select(Datablock).where(
@@ -212,7 +218,7 @@ def delete_datablock(name: OneVersion, caller: Submitter, session: Db) -> Databl
     """
     row = _named(session, caller, name)
     if caller.role == "member" and row.user_id != caller.user_id:
-        raise Forbidden("only who made it or an administrator may do that, not a member")
+        raise Forbidden("only the owner or an administrator may do this; got role member")
     # lock: a concurrent submission either already holds this version, or does not find it
     session.refresh(row, with_for_update=True)
     audit.asked(session, row)

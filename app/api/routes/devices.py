@@ -91,7 +91,7 @@ def get_host(name: str, caller: Authed, session: Db) -> Any:
 @router.post(
     "/hosts/{name}/drain",
     response_model=HostOut,
-    summary="Empty a host, and let it take no new work",
+    summary="Drain a host: it takes no new work",
     responses=declared(403, 404),
 )
 def drain_host(name: str, caller: PlatformAdmin, session: Db) -> Any:
@@ -184,7 +184,7 @@ def get_device(id: str, response: Response, caller: Authed, session: Db) -> dict
 @router.patch(
     "/devices/{id}",
     response_model=DeviceOut,
-    summary="Change what a second of a device costs",
+    summary="Change the cost of a device",
     responses=declared(403, 404, 412, 428),
 )
 def change_device(
@@ -207,7 +207,7 @@ def change_device(
 @router.post(
     "/devices/{id}/cordon",
     response_model=DeviceOut,
-    summary="Empty a device, and let it take no new work",
+    summary="Drain a device: it takes no new work",
     responses=declared(403, 404),
 )
 def cordon_device(

@@ -25,7 +25,7 @@ Sha256 = Annotated[
     str,
     Path(
         pattern="^[0-9a-f]{64}$",
-        description="of its JSON with sorted keys and no spaces, in UTF-8; in hexadecimal digits",
+        description="SHA-256 of its JSON (sorted keys, no spaces, UTF-8), in hexadecimal.",
     ),
 ]
 
@@ -34,8 +34,11 @@ Sha256 = Annotated[
     "/graphs/{sha256}",
     response_model=GraphOut,
     status_code=201,
-    summary="Send a graph",
-    responses={200: {"model": GraphOut, "description": "It was there"}, **declared(403, 413)},
+    summary="Upload a graph",
+    responses={
+        200: {"model": GraphOut, "description": "The graph already existed."},
+        **declared(403, 413),
+    },
 )
 def put_graph(
     response: Response, sha256: Sha256, body: GraphIn, caller: Submitter, session: Db
@@ -52,7 +55,10 @@ def put_graph(
         told = f"{first.pointer or 'the body'}: {first.detail}"
         raise BadInput(told, errors=error.faults) from error
     if sent.sha256 != sha256:
-        told = f"its JSON with sorted keys and no spaces hashes to {sent.sha256}, not to {sha256}"
+        told = (
+            f"the graph's JSON with sorted keys and no spaces must hash to {sha256}; got "
+            f"{sent.sha256}"
+        )
         raise BadInput.at("{sha256}", told, "digest")
     response.status_code = 201 if graphs.keep(session, caller.tenant_id, [sent]) else 200
     return session.get_one(Graph, (caller.tenant_id, sha256))

@@ -22,10 +22,10 @@ TaskType = Annotated[
     str,
     Path(
         pattern=r"^([a-z0-9][a-z0-9._-]{0,62}|\*)$",
-        description="the `type` of tasks; `*` is for all types without one of their own",
+        description="The task type; `*`: all types without a preset of their own.",
     ),
 ]
-Kind = Annotated[str, Path(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$", description="device kind")]
+Kind = Annotated[str, Path(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$", description="The device kind.")]
 
 
 @router.get("/presets", response_model=Page[PresetOut], summary="List presets")
@@ -64,7 +64,9 @@ def put_preset(
     """
     if kind not in preset.KINDS:
         known = ", ".join(preset.KINDS)
-        raise BadInput.at("{kind}", f"there is no device kind {kind!r}; known: {known}", "unknown")
+        raise BadInput.at(
+            "{kind}", f"must be a known device kind ({known}); got {kind!r}", "unknown"
+        )
     if faults := preset.check(body.params, kind=kind):
         raise BadInput(f"{faults[0].pointer}: {faults[0].detail}", errors=faults)
     # One writer at a time, so that the audit log records the state before each change; readers go

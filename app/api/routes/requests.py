@@ -57,7 +57,8 @@ IdempotencyKey = Annotated[
         min_length=1,
         max_length=200,
         pattern=r"^[\x21-\x7e]+$",
-        description="The same key again, with the same body, gives the first answer again.",
+        description="Makes retries safe: a repeated call with the same key and body returns the "
+        "first response.",
     ),
 ]
 
@@ -116,8 +117,8 @@ def validate_request(caller: Submitter, session: Db, body: DescriptorIn) -> dict
 def _owner(caller: Caller) -> intake.Owner:
     if caller.in_root:
         raise Forbidden(
-            f"the tenant {caller.tenant_name} owns no share, so it cannot submit work; "
-            "submit with the key of a user of another tenant"
+            f"the tenant {caller.tenant_name} has no share and cannot submit work; use the key of "
+            "a user of another tenant"
         )
     return intake.Owner(caller.tenant_id, caller.user_id, caller.user_name)
 
@@ -128,7 +129,7 @@ def _owner(caller: Caller) -> intake.Owner:
 @router.get(
     "/requests/{id}/plan",
     response_model=RequestPlan,
-    summary="Which island has each task, and who runs what of its graphs",
+    summary="Show the islands of the tasks, and the executors of the graphs",
     responses=declared(404),
 )
 def plan_of_request(id: str, caller: Authed, session: Db) -> dict[str, Any]:
@@ -163,15 +164,19 @@ def list_requests(
     paging: Paged,
     caller: Authed,
     session: Db,
-    state: Annotated[str | None, Query(description="one or several, with commas")] = None,
+    state: Annotated[
+        str | None, Query(description="One state or several, separated by commas.")
+    ] = None,
     phase: AskedPhases = None,
-    label: Annotated[list[str] | None, Query(description="NAME:VALUE; all must fit")] = None,
-    name: Annotated[str | None, Query(description="exactly this name")] = None,
+    label: Annotated[
+        list[str] | None, Query(description="NAME:VALUE; all given labels must match.")
+    ] = None,
+    name: Annotated[str | None, Query(description="The exact name.")] = None,
     id_ends: Annotated[
         str | None,
-        Query(pattern="^[0-9a-f]{8,32}$", description="the last 8 digits of its id, or more"),
+        Query(pattern="^[0-9a-f]{8,32}$", description="The last 8 digits of the id, or more."),
     ] = None,
-    tenant_id: Annotated[str | None, Query(description="only this tenant's")] = None,
+    tenant_id: Annotated[str | None, Query(description="Only requests of this tenant.")] = None,
     submitted_after: Time = None,
 ) -> dict[str, Any]:
     """Lists the requests of the tenants that you see; every filter narrows the list."""
@@ -197,7 +202,7 @@ def list_requests(
 def _label(item: str) -> dict[str, str]:
     name, colon, value = item.partition(":")
     if not colon or not name:
-        raise BadInput.at("?label", f"{item!r} is not NAME:VALUE", "label")
+        raise BadInput.at("?label", f"must be NAME:VALUE; got {item!r}", "label")
     return {name: value}
 
 
@@ -206,7 +211,10 @@ _SECONDS = r"^\d{1,9}(\.\d{1,9})?s?$"
 
 def _wait(text: str) -> str:
     if not re.fullmatch(_SECONDS, text, re.ASCII):
-        raise ValueError(f"give seconds, such as 30s; more than {LONGEST_WAIT_S:g}s counts as that")
+        raise ValueError(
+            f"must be in seconds, such as 30s; more than {LONGEST_WAIT_S:g}s counts as "
+            f"{LONGEST_WAIT_S:g}s"
+        )
     return text
 
 
@@ -215,8 +223,8 @@ Wait = Annotated[
     AfterValidator(_wait),
     WithJsonSchema({"type": "string", "pattern": _SECONDS}),
     Query(
-        description="wait so long for a change, such as `30s`;"
-        f" more than {LONGEST_WAIT_S:g}s counts as {LONGEST_WAIT_S:g}s"
+        description=f"How long to wait for a change, such as `30s`; more than {LONGEST_WAIT_S:g}s "
+        f"counts as {LONGEST_WAIT_S:g}s."
     ),
 ]
 
@@ -304,7 +312,7 @@ def cancel_request(id: str, caller: Authed, session: Db) -> dict[str, Any]:
     return request_out(session, found)
 
 
-@router.post("/requests/{id}/hold", summary="Hold a request back", **_WISH)
+@router.post("/requests/{id}/hold", summary="Pause a request", **_WISH)
 def hold_request(id: str, caller: Authed, session: Db) -> dict[str, Any]:
     """Starts no task of the request, and pauses the running ones, until the request is released."""
     found = request_to_act_on(session, caller, id)
@@ -312,7 +320,7 @@ def hold_request(id: str, caller: Authed, session: Db) -> dict[str, Any]:
     return request_out(session, found)
 
 
-@router.post("/requests/{id}/release", summary="Release a held request", **_WISH)
+@router.post("/requests/{id}/release", summary="Resume a request", **_WISH)
 def release_request(id: str, caller: Authed, session: Db) -> dict[str, Any]:
     """Queues the request's tasks again.  Only an admin can release what an admin holds."""
     found = request_to_act_on(session, caller, id)

@@ -95,7 +95,9 @@ _FAIR_SHARE = {
 }
 
 
-@router.get("/fair-share", summary="Who should hold how much now", responses=_shown(_FAIR_SHARE))
+@router.get(
+    "/fair-share", summary="Show entitlements and use of devices", responses=_shown(_FAIR_SHARE)
+)
 def get_fair_share(session: Db, caller: Authed) -> FairShare:
     """Shows guarantee, limit, share by weight, fair share now (given the tenants with work), held,
     borrowed and waiting devices, and usage, each for a tenant and all tenants below it.
@@ -145,7 +147,7 @@ _QUEUED = {
 @router.get(
     "/queue",
     response_model=Page[reports.Queued],
-    summary="What waits, and why",
+    summary="List queued tasks, and why each waits",
     responses=_shown({"items": [_QUEUED], "next_cursor": None}),
 )
 def get_queue(
@@ -193,7 +195,7 @@ class UsageReport:
 def _groups(text: str) -> str:
     unknown = [name for name in _split(text) if name not in reports.GROUPS]
     if unknown:
-        raise ValueError(f"cannot group by {unknown[0]!r}; groups are {', '.join(reports.GROUPS)}")
+        raise ValueError(f"must be one or more of {', '.join(reports.GROUPS)}; got {unknown[0]!r}")
     return text
 
 
@@ -204,7 +206,10 @@ def _split(text: str) -> list[str]:
 Interval = Literal["10s", "1m", "10m", "1h", "1d"]
 Groups = Annotated[
     str,
-    Query(description="Any of tenant, user, kind, bucket; with commas.", examples=["tenant,user"]),
+    Query(
+        description="Any of tenant, user, kind, bucket; separated by commas.",
+        examples=["tenant,user"],
+    ),
     AfterValidator(_groups),
 ]
 
@@ -229,7 +234,7 @@ _USAGE = {
 
 @router.get(
     "/usage",
-    summary="What was used, by tenant, user, kind and time",
+    summary="Report usage by tenant, user, kind and time",
     response_model=UsageReport,
     responses={
         200: {
@@ -280,7 +285,10 @@ def _check_span(since: datetime, until: datetime, interval_s: int | None) -> Non
     if since >= until:
         raise BadInput.at("?since", "must be before `until`", "order")
     if interval_s and (until - since).total_seconds() / interval_s > MOST_BUCKETS:
-        told = f"more than {MOST_BUCKETS} intervals lie between; ask for longer ones"
+        told = (
+            f"must give at most {MOST_BUCKETS} intervals between `since` and `until`; choose a "
+            "longer interval"
+        )
         raise BadInput.at("?interval", told, "too-many")
 
 
@@ -326,7 +334,7 @@ _ROUND = {
 @router.get(
     "/decisions",
     response_model=Page[reports.Decided],
-    summary="Who got what, by which rule",
+    summary="List scheduling decisions, and the rule of each",
     responses=_shown({"items": [_DECIDED], "next_cursor": None}),
 )
 def list_decisions(paging: Paged, session: Db, caller: Authed) -> dict[str, Any]:
@@ -343,7 +351,7 @@ def list_decisions(paging: Paged, session: Db, caller: Authed) -> dict[str, Any]
 @router.get(
     "/decisions/{id}",
     response_model=reports.Round,
-    summary="One decision, and the round in which it was made",
+    summary="Show one decision and its scheduling round",
     responses={**_shown(_ROUND), **declared(404)},
 )
 def get_decision(id: int, session: Db, caller: Authed) -> reports.Round:

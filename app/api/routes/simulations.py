@@ -36,7 +36,7 @@ Count = Annotated[int, Field(ge=1, le=simulations.MOST_DEVICES)]
 
 def _policy(name: str) -> str:
     if name not in POLICIES:
-        raise ValueError(f"there is no policy {name!r}; policies are {', '.join(POLICIES)}")
+        raise ValueError(f"must be one of {', '.join(POLICIES)}; got {name!r}")
     return name
 
 
@@ -49,11 +49,11 @@ class ArrivalIn(In):
 
     model_config = example(at_s=0.0, tenant="vision", work_s=3600.0, devices=4, kind="cuda")
     at_s: Seconds = 0.0
-    tenant: Name = Field(description="by name; a new name is a tenant of weight 1")
+    tenant: Name = Field(description="Changes by tenant name; a new name is a tenant of weight 1.")
     user: Name = "all"
     work_s: float = Field(gt=0, le=YEAR_S, allow_inf_nan=False)
     devices: Count = 1
-    devices_min: Count | None = Field(None, description="default: all of `devices`")
+    devices_min: Count | None = Field(None, description="Default: all of `devices`.")
     kind: str = Field("cpu", pattern=f"^{KIND}$")
     memory_bytes: int = Field(0, ge=0, le=1 << 60)
     priority: int = Field(0, ge=-100, le=100)
@@ -70,32 +70,44 @@ class SimulationIn(In):
     arrivals: list[ArrivalIn] | None = Field(
         None, min_length=1, max_length=simulations.MOST_ARRIVALS
     )
-    island: str | None = Field(None, description="default: the one of this service")
-    since: Time = Field(None, description="history: ended from here on; default: a week before")
-    until: Time = Field(None, description="history: and before this; default: now")
+    island: str | None = Field(
+        None, description="Default: the scheduling settings of this service."
+    )
+    since: Time = Field(
+        None, description="history: replay tasks that ended after this time; default: a week ago."
+    )
+    until: Time = Field(None, description="history: and before this time; default: now.")
     policy: Annotated[str, AfterValidator(_policy)] = Field(
         "fair", description="one of " + ", ".join(POLICIES)
     )
     devices: Annotated[dict[str, Count], Field(min_length=1, max_length=32)] | None = Field(
-        None, description="by kind, in the place of those there are"
+        None, description="Number of devices by kind; replaces the existing devices."
     )
     weights: dict[Named, Weight] = Field({}, max_length=10_000)
     guarantees: dict[Named, Guarantee] = Field({}, max_length=10_000)
     limits: dict[Named, DeviceLimit] = Field({}, max_length=10_000)
-    half_life_s: HalfLife | None = Field(None, description="0: usage never fades")
+    half_life_s: HalfLife | None = Field(None, description="0: usage never decays.")
     slice_min_s: Annotated[Seconds, Field(ge=0.1)] | None = None
     slice_max_s: Annotated[Seconds, Field(ge=0.1)] | None = None
-    pause_s: Seconds = Field(0.0, description="devices are held so long after a pause, in both")
+    pause_s: Seconds = Field(
+        0.0, description="How long a pause keeps devices occupied, in both runs."
+    )
     resume_s: Seconds | None = Field(
-        None, description="and so long before work goes on; default: the median measured"
+        None,
+        description="How long a resume keeps devices occupied before work continues; default: "
+        "the measured median",
     )
     resize_s: Seconds | None = Field(
-        None, description="so long a resize holds devices; default: half of a pause and resume"
+        None,
+        description="How long a resize keeps devices occupied; default: half of a pause and a "
+        "resume.",
     )
     grow_after_s: Seconds | None = Field(
-        None, description="so long a task is left as it is after it was seated or resized"
+        None, description="Minimum time on devices after a start or a resize."
     )
-    durations_known: bool = Field(False, description="does the scheduler know them beforehand?")
+    durations_known: bool = Field(
+        False, description="Whether the scheduler knows durations in advance."
+    )
 
 
 class Spread(Out):
@@ -139,7 +151,7 @@ class OfTenant(Figures):
 
 
 class OfWidth(Figures):
-    devices: str = Field(description="of a job: 1, 2-7, 8-15 or 16+")
+    devices: str = Field(description="Devices of a job: 1, 2-7, 8-15 or 16+.")
 
 
 class OverTime(Out):
@@ -154,16 +166,17 @@ class Run(Figures):
     run: Literal["as is", "what if"]
     policy: str
     devices: dict[str, int]
-    left_out: int = Field(description="they ask for more devices than there are")
+    left_out: int = Field(description="Jobs that ask for more devices than exist.")
     lasted_s: float
     device_h: float
     utilisation: float
     fairness_error: float = Field(
-        description="mean part of the devices owed to one and held by another, or by nobody"
+        description="Mean fraction of the devices that one tenant was entitled to while they were "
+        "held by another or idle."
     )
     tenants: list[OfTenant]
     widths: list[OfWidth]
-    lost_curve_s: list[float] = Field(description="101 quantiles of lost_s, the least first")
+    lost_curve_s: list[float] = Field(description="101 quantiles of lost_s, in ascending order.")
     over_time: OverTime
 
 
@@ -262,7 +275,7 @@ def _scene(
     island = settings().island if body.island is None else body.island
     if body.source == "history":
         if body.arrivals is not None:
-            told = 'only with `source` "arrivals"; history brings its own'
+            told = 'must be absent unless `source` is "arrivals"'
             raise BadInput.at("/arrivals", told, "unexpected")
         return simulations.of_history(
             session,
@@ -272,7 +285,7 @@ def _scene(
             durations_known=body.durations_known,
         )
     if body.arrivals is None:
-        raise BadInput.at("/arrivals", 'is needed with `source` "arrivals"', "missing")
+        raise BadInput.at("/arrivals", 'must be present if `source` is "arrivals"', "missing")
     made = [_made(n, one) for n, one in enumerate(body.arrivals)]
     scene = simulations.of_made(session, island, made, durations_known=body.durations_known)
     return scene, None, None
@@ -281,7 +294,7 @@ def _scene(
 def _made(n: int, one: ArrivalIn) -> simulations.Made:
     least = one.devices if one.devices_min is None else one.devices_min
     if least > one.devices:
-        told = f"is above devices, which is {one.devices}"
+        told = f"must be at most `devices`, which is {one.devices}"
         raise BadInput.at(f"/arrivals/{n}/devices_min", told, "order")
     given = one.model_dump(exclude={"devices", "devices_min"})
     return simulations.Made(**given, width=least, width_max=one.devices)

@@ -47,7 +47,8 @@ PATIENT_S = 60.0  # seconds that an open stream may wait for its turn to read
 router = v1_router("requests", 404)
 
 LastEventId = Annotated[
-    str | None, Header(alias="Last-Event-ID", max_length=200, description="go on after this event")
+    str | None,
+    Header(alias="Last-Event-ID", max_length=200, description="Continue after this event."),
 ]
 _EVENT_STREAM = {
     "text/event-stream": {
@@ -101,7 +102,7 @@ def list_events(
 
 @router.get(
     "/requests/{id}/events/stream",
-    summary="What happens to it, live",
+    summary="Stream the events of a request",
     response_class=StreamingResponse,
     responses=_STREAMED,
 )
@@ -162,11 +163,11 @@ def _event_key(cursor: str) -> list[int]:
 
 # --- logs ---------------------------------------------------------------------------------------
 
-OfTask = Annotated[str | None, Query(alias="task", description="only this task: its name or id")]
-Tail = Annotated[int | None, Query(ge=1, le=MAX_TAIL, description="only so many of the last lines")]
-Grep = Annotated[
-    str, Query(max_length=500, description="only lines that hold this text, as it is written")
+OfTask = Annotated[str | None, Query(alias="task", description="Only this task: its name or id.")]
+Tail = Annotated[
+    int | None, Query(ge=1, le=MAX_TAIL, description="Only the last lines; their number.")
 ]
+Grep = Annotated[str, Query(max_length=500, description="Only lines that contain this exact text.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +196,7 @@ class Lines:
 @router.get(
     "/requests/{id}/logs",
     response_model=Page[LogLineOut],
-    summary="What its jobs printed, oldest first",
+    summary="Read the log of the jobs, oldest first",
     responses=_ALSO_STREAMED,
 )
 def list_logs(
@@ -227,9 +228,9 @@ def list_logs(
 
 @router.get(
     "/requests/{id}/logs/text",
-    summary="All that its jobs printed, as a file",
+    summary="Download the whole log of the jobs as a file",
     response_class=StreamingResponse,
-    responses={200: {"description": "the lines as they were printed", "content": _PLAIN}},
+    responses={200: {"description": "The log lines as they were printed.", "content": _PLAIN}},
 )
 def download_logs(
     id: str, caller: Authed, session: Db, task: OfTask = None, grep: Grep = ""
@@ -261,7 +262,7 @@ def _batch(lines: Lines, after: str | None) -> list[LogLineOut]:
 
 @router.get(
     "/requests/{id}/logs/stream",
-    summary="What its jobs print, live",
+    summary="Stream the log of the jobs",
     response_class=StreamingResponse,
     responses=_STREAMED,
 )

@@ -45,7 +45,8 @@ from app.scheduling import guest_placements
 router = v1_router("tasks", 404)
 
 AskedPhases = Annotated[
-    str | None, Query(description="one or several, with commas: queued, paused, preempted …")
+    str | None,
+    Query(description="One phase or several, separated by commas: queued, paused, preempted …"),
 ]
 
 
@@ -54,7 +55,9 @@ def list_tasks(
     paging: Paged,
     caller: Authed,
     session: Db,
-    state: Annotated[str | None, Query(description="one or several, with commas")] = None,
+    state: Annotated[
+        str | None, Query(description="One state or several, separated by commas.")
+    ] = None,
     phase: AskedPhases = None,
     request_id: str | None = None,
 ) -> dict[str, Any]:
@@ -108,14 +111,14 @@ def get_output(id: str, name: OutputName, caller: Authed, session: Db, asked: Do
     if kept is None:
         raise NotFound("output", name)
     if name != ARTIFACTS and "format" not in kept:
-        told = f"{name} is kept as it lay in memory, for tasks to take; publish it to have a file"
+        told = f"{name} is kept in the memory format of tasks; publish the output to get a file"
         raise Conflict(told)
     filename = f"{task.name}-{name}" + ("" if name == ARTIFACTS else f".{kept['format']}")
     headers = downloads.headers_of(kept["sha256"], filename)
     return downloads.answer(kept["sha256"], kept["size_bytes"], headers, asked)
 
 
-@router.get("/tasks/{id}/explain", response_model=Explained, summary="Why does it wait?")
+@router.get("/tasks/{id}/explain", response_model=Explained, summary="Explain why a task waits")
 def explain_task(id: str, caller: Authed, session: Db) -> dict[str, Any]:
     """Shows all reasons why the task waits, which to end first, its place, when it is expected to
     start, and how it spent its time so far.
@@ -166,7 +169,7 @@ def list_metrics(id: str, paging: PagedBy200, caller: Authed, session: Db) -> di
 @router.get(
     "/tasks/{id}/checkpoints",
     response_model=Page[CheckpointOut],
-    summary="Its durable images, newest first",
+    summary="List the checkpoints of a task, newest first",
 )
 def list_checkpoints(id: str, paging: Paged, caller: Authed, session: Db) -> dict[str, Any]:
     """Lists the checkpoints that the task keeps, and those that are damaged or being deleted."""
@@ -178,7 +181,7 @@ def list_checkpoints(id: str, paging: Paged, caller: Authed, session: Db) -> dic
 @router.get(
     "/tasks/{id}/placements",
     response_model=Page[PlacementOut],
-    summary="Where it ran, newest first",
+    summary="List the placements of a task, newest first",
 )
 def list_placements(id: str, paging: Paged, caller: Authed, session: Db) -> dict[str, Any]:
     """Lists one entry per launch, and one per borrowed device; the held time is charged."""
@@ -200,7 +203,7 @@ def _after(session: Session, task: Task) -> TaskOut:
     "/tasks/{id}/pause",
     status_code=202,
     response_model=TaskOut,
-    summary="Pause it at its next safe point",
+    summary="Pause a task at its next safe point",
     responses=declared(403, 409),
 )
 def pause_task(id: str, caller: Authed, session: Db) -> TaskOut:
@@ -214,7 +217,7 @@ def pause_task(id: str, caller: Authed, session: Db) -> TaskOut:
     "/tasks/{id}/resume",
     status_code=202,
     response_model=TaskOut,
-    summary="Let it go on",
+    summary="Resume a task",
     responses=declared(403, 409),
 )
 def resume_task(id: str, caller: Authed, session: Db) -> TaskOut:
@@ -228,7 +231,7 @@ def resume_task(id: str, caller: Authed, session: Db) -> TaskOut:
     "/tasks/{id}/checkpoint",
     status_code=202,
     response_model=TaskOut,
-    summary="Write a durable image at its next safe point",
+    summary="Save a checkpoint at the next safe point",
     responses=declared(403, 409),
 )
 def checkpoint_task(id: str, caller: Authed, session: Db) -> TaskOut:
@@ -242,7 +245,7 @@ def checkpoint_task(id: str, caller: Authed, session: Db) -> TaskOut:
     "/tasks/{id}/migrate",
     status_code=202,
     response_model=TaskOut,
-    summary="Move it to another device while it runs",
+    summary="Move a task to another device while it runs",
     responses=declared(403, 409, 422),
 )
 def migrate_task(
@@ -264,7 +267,7 @@ def migrate_task(
     "/tasks/{id}/resize",
     status_code=202,
     response_model=TaskOut,
-    summary="Let it hold fewer devices, or more",
+    summary="Change how many devices a task may hold",
     responses=declared(403, 409, 422),
 )
 def resize_task(id: str, body: ResizeIn, caller: Authed, session: Db) -> TaskOut:
@@ -282,25 +285,34 @@ def _must_fit(session: Session, task: Task, to: str) -> None:
     """Raises BadInput at /to if the task can never run on that device."""
     device = session.get(Device, to)
     if device is None:
-        raise BadInput.at("/to", f"there is no device {to!r:.80}", "unknown")
+        raise BadInput.at("/to", f"must be the id of a device; got {to!r:.80}", "unknown")
     if device.island != task.island:
-        raise BadInput.at("/to", f"{to} belongs to island {device.island}", "island")
+        raise BadInput.at(
+            "/to",
+            f"must be a device of the task's island; {to} belongs to island {device.island}",
+            "island",
+        )
     if device.kind != task.kind:
-        raise BadInput.at("/to", f"{to} is a {device.kind} device; it needs {task.kind}", "kind")
+        raise BadInput.at(
+            "/to", f"must be a {task.kind} device; {to} is a {device.kind} device", "kind"
+        )
     if device.memory_bytes < task.memory_bytes:
-        told = f"{to} has {device.memory_bytes} bytes; it needs {task.memory_bytes}"
+        told = (
+            f"must have at least {task.memory_bytes} bytes of memory; {to} has "
+            f"{device.memory_bytes}"
+        )
         raise BadInput.at("/to", told, "memory")
     if device.cordoned or session.get_one(Host, device.host).cordoned:
-        raise BadInput.at("/to", f"{to} takes no new work: it is cordoned", "cordoned")
+        raise BadInput.at("/to", f"{to} is drained and takes no new work", "cordoned")
     if task.seat == to:
-        raise BadInput.at("/to", f"it is on {to} already", "there")
+        raise BadInput.at("/to", f"the task is already on {to}", "there")
 
 
 @router.post(
     "/tasks/{id}/cancel",
     status_code=202,
     response_model=TaskOut,
-    summary="Cancel it",
+    summary="Cancel a task",
     responses=declared(403),
 )
 def cancel_task(id: str, caller: Authed, session: Db) -> TaskOut:

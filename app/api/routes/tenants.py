@@ -57,7 +57,7 @@ users = v1_router("users and keys")
     "/tenants",
     status_code=201,
     response_model=TenantOut,
-    summary="Make a tenant",
+    summary="Create a tenant",
     responses=declared(403, 409),
 )
 def create_tenant(
@@ -82,7 +82,7 @@ def create_tenant(
         tier=body.tier,
     )
     _check_quota(tenant, "guarantee")
-    _add(session, tenant, f"right below {parent.name} there is a tenant {body.name!r} already")
+    _add(session, tenant, f"{parent.name} already has a child tenant named {body.name!r}")
     if body.guarantee:
         _check_promises(session, caller, tenant, before, "guarantee")
     response.headers["Location"] = f"/v1/tenants/{tenant.id}"
@@ -114,7 +114,7 @@ def get_tenant(id: str, response: Response, caller: Authed, session: Db) -> dict
 @tenants.patch(
     "/tenants/{id}",
     response_model=TenantOut,
-    summary="Change a tenant: its name, place, weight or quota",
+    summary="Change a tenant's name, parent, weight or quota",
     responses=declared(403, 404, 409, 412, 428),
 )
 def change_tenant(
@@ -140,7 +140,7 @@ def change_tenant(
     _take_over(tenant, body)
     _check_quota(tenant, "limit" if body.guarantee is None else "guarantee")
     tenant.version += 1
-    _flush(session, f"where it would be there is a tenant {tenant.name!r} already")
+    _flush(session, f"the new parent already has a child tenant named {tenant.name!r}")
     if promised:
         changed = "parent_id" if body.guarantee is None else "guarantee"
         _check_promises(session, caller, tenant, before, changed)
@@ -162,7 +162,7 @@ def _take_over(tenant: Tenant, body: TenantPatch) -> None:
 @tenants.delete(
     "/tenants/{id}",
     status_code=204,
-    summary="Delete a tenant that nothing belongs to",
+    summary="Delete an empty tenant",
     responses=declared(403, 404, 409),
 )
 def delete_tenant(id: str, caller: Authed, session: Db) -> None:
@@ -172,9 +172,11 @@ def delete_tenant(id: str, caller: Authed, session: Db) -> None:
     tenant = _tenant_to_change(session, caller, id)
     tenant_tree.lock(session)
     if there := _belongings(session, tenant):
-        raise Conflict(f"{tenant.name} has {' and '.join(there)}; only an empty tenant can go")
+        raise Conflict(
+            f"only an empty tenant can be deleted; {tenant.name} has {' and '.join(there)}"
+        )
     session.delete(tenant)
-    _flush(session, f"{tenant.name} was given something to keep meanwhile")
+    _flush(session, f"{tenant.name} is no longer empty")
     _tell_islands(session)
 
 
@@ -182,7 +184,7 @@ def _belongings(session: Session, tenant: Tenant) -> list[str]:
     owned = {
         "users": User.tenant_id == tenant.id,
         "requests": Request.tenant_id == tenant.id,
-        "tenants below it": Tenant.parent_id == tenant.id,
+        "child tenants": Tenant.parent_id == tenant.id,
         "webhooks": Webhook.tenant_id == tenant.id,
     }
     found = session.execute(select(*(exists().where(which) for which in owned.values()))).one()
@@ -200,8 +202,8 @@ def _tenant_to_change(session: Session, caller: Caller, id: str) -> Tenant:
     tenant = _visible_tenant(session, caller, id)
     check_role(caller, "platform_admin", "tenant_admin")
     if id == caller.tenant_id and not caller.sees_all:
-        told = "a tenant_admin changes the tenants below the own one"
-        raise Forbidden(f"{told}; {tenant.name} itself is changed by a platform_admin")
+        told = "a tenant_admin may change only tenants below the own tenant"
+        raise Forbidden(f"{told}; a platform_admin can change {tenant.name}")
     return tenant
 
 
@@ -219,10 +221,12 @@ def _parent(session: Session, caller: Caller, id: str | None) -> Tenant:
 def _new_parent(session: Session, caller: Caller, tenant: Tenant, id: str) -> str:
     """Return the new parent's id; raises BadInput if the tree would get a cycle."""
     if tenant.parent_id is None:
-        raise BadInput.at("/parent_id", "the root of the tree has no parent", "cycle")
+        raise BadInput.at("/parent_id", "the root tenant has no parent", "cycle")
     parent = _parent(session, caller, id)
     if tenant.id in (above.id for above in tenant_tree.path(session, parent.id)):
-        raise BadInput.at("/parent_id", "a tenant cannot lie below itself", "cycle")
+        raise BadInput.at(
+            "/parent_id", "must not be the tenant itself or one of its descendants", "cycle"
+        )
     return parent.id
 
 
@@ -259,15 +263,15 @@ def _bad_kinds(tenant: Tenant) -> Iterator[Fault]:
         for kind in given:
             if re.fullmatch(KIND, kind) or (name, kind) == ("limit", tenant_tree.ALL):
                 continue
-            told = "a device kind is 1 to 63 of a-z, 0-9, '.', '_' and '-', such as cuda"
+            told = "must be a device kind: 1 to 63 of a-z, 0-9, '.', '_' and '-', such as cuda"
             if kind == tenant_tree.ALL:
-                told = "a guarantee is of devices of one kind; only a limit may be of all together"
+                told = "must name one device kind; only a limit may be for all kinds (`*`)"
             yield Fault(f"/{name}/{escaped(kind)}", told, "kind")
 
 
 def _above_limit(tenant: Tenant, changed: str) -> Iterator[Fault]:
     def told(devices: int, what: str, most: int) -> str:
-        return f"{devices} {what} are guaranteed, and the limit is {most}; a limit is never less"
+        return f"must be at least the guarantee of {devices} {what}; got a limit of {most}"
 
     for kind, devices in tenant.guarantee.items():
         if devices > (most := tenant.limit.get(kind, devices)):
@@ -276,7 +280,7 @@ def _above_limit(tenant: Tenant, changed: str) -> Iterator[Fault]:
     in_all = sum(tenant.guarantee.values())
     if in_all > (most := tenant.limit.get(tenant_tree.ALL, in_all)):
         pointer = f"/limit/{tenant_tree.ALL}" if changed == "limit" else "/guarantee"
-        yield Fault(pointer, told(in_all, "devices in all", most), "above-limit")
+        yield Fault(pointer, told(in_all, "devices of all kinds", most), "above-limit")
 
 
 def _promised(session: Session, caller: Caller) -> tenant_tree.Devices:
@@ -307,15 +311,19 @@ def _more(
 ) -> Iterator[Fault]:
     for kind, devices in now.items():
         if devices > (had := before.get(kind, 0)):
-            told = f"{caller.tenant_name} is guaranteed {had} {kind} devices in all"
-            detail = f"{told}, and this would make it {devices}; ask a platform_admin"
+            told = f"{caller.tenant_name} has a guarantee of {had} {kind} devices in all"
+            detail = f"{told}, and this change would need {devices}; ask a platform_admin"
             yield Fault(_at(changed, kind), detail, "promised")
 
 
 def _broken(promise: tenant_tree.Promise, tenant: Tenant, changed: str) -> Fault:
-    has, kind = f"{promise.tenant} is guaranteed {promise.own}", f"{promise.kind} devices"
-    detail = f"{has} {kind}, and the tenants below it {promise.below} together"
-    to_do = "promise those less" if promise.tenant == tenant.name else "raise that, or promise less"
+    has, kind = f"{promise.tenant} has a guarantee of {promise.own}", f"{promise.kind} devices"
+    detail = f"{has} {kind}, and its child tenants of {promise.below} together"
+    to_do = (
+        "lower the guarantees of its child tenants"
+        if promise.tenant == tenant.name
+        else "raise the former guarantee, or lower the latter ones"
+    )
     return Fault(_at(changed, promise.kind), f"{detail}; {to_do}", "promised")
 
 
@@ -330,7 +338,7 @@ def _at(changed: str, kind: str) -> str:
     "/users",
     status_code=201,
     response_model=UserOut,
-    summary="Make a user",
+    summary="Create a user",
     responses=declared(403, 409),
 )
 def create_user(body: UserIn, response: Response, caller: AnyAdmin, session: Db) -> dict[str, Any]:
@@ -349,7 +357,7 @@ def create_user(body: UserIn, response: Response, caller: AnyAdmin, session: Db)
         weight_milli=weight_milli,
         service=body.service,
     )
-    _add(session, user, f"the tenant has a user named {body.name!r} already")
+    _add(session, user, f"the tenant already has a user named {body.name!r}")
     response.headers["Location"] = f"/v1/users/{user.id}"
     return _user_out(session, response, user)
 
@@ -413,12 +421,12 @@ def change_user(
     if body.weight is not None:
         user.weight_milli = round(body.weight * 1000)
     user.version += 1
-    _flush(session, f"the tenant has a user named {body.name!r} already")
+    _flush(session, f"the tenant already has a user named {body.name!r}")
     _tell_islands(session)
     return _user_out(session, response, user)
 
 
-@users.get("/me", response_model=MeOut, summary="Who am I?")
+@users.get("/me", response_model=MeOut, summary="Show who the caller is")
 def get_me(caller: Authed) -> dict[str, Any]:
     """Shows the user, the tenant and the role of the key that you sent."""
     return {
@@ -455,7 +463,7 @@ def _user_shown(user: User) -> dict[str, Any]:
     "/keys",
     status_code=201,
     response_model=KeyMade,
-    summary="Make an API key",
+    summary="Create an API key",
     responses=declared(403),
 )
 def create_key(body: KeyIn, response: Response, caller: AnyAdmin, session: Db) -> dict[str, Any]:
@@ -464,7 +472,7 @@ def create_key(body: KeyIn, response: Response, caller: AnyAdmin, session: Db) -
     do no more than itself.
     """
     if body.role == "platform_admin" and not caller.sees_all:
-        raise Forbidden("only a platform_admin makes keys with the role platform_admin")
+        raise Forbidden("only a platform_admin may create keys with the role platform_admin")
     if _visible_user(session, caller, body.user_id) is None:
         raise BadInput.at("/user_id", f"there is no user with id {body.user_id}", "unknown-user")
     _check_within(caller, body.scopes)
@@ -479,7 +487,7 @@ def create_key(body: KeyIn, response: Response, caller: AnyAdmin, session: Db) -
 def _check_within(caller: Caller, scopes: Scopes) -> None:
     if not within(scopes, caller.scopes):
         has = ", ".join(caller.scopes or ())
-        raise Forbidden(f"a key that is narrowed to {has} gives nobody one that may do more")
+        raise Forbidden(f"a key with the scopes {has} cannot create keys with more scopes")
 
 
 def _key_made(session: Session, response: Response, caller: Caller, token: str) -> dict[str, Any]:
@@ -491,7 +499,7 @@ def _key_made(session: Session, response: Response, caller: Caller, token: str) 
 
 def _future(at: datetime | None) -> datetime | None:
     if at is not None and at <= datetime.now(UTC):
-        raise BadInput.at("/expires_at", "lies in the past", "range")
+        raise BadInput.at("/expires_at", "must be in the future", "range")
     return at
 
 
@@ -511,7 +519,7 @@ def list_keys(
     "/keys/{id}/rotate",
     status_code=201,
     response_model=KeyMade,
-    summary="Give a key a successor",
+    summary="Rotate an API key",
     responses=declared(403, 404, 409),
 )
 def rotate_key(
@@ -543,16 +551,16 @@ def rotate_key(
 def _check_rotatable(session: Session, caller: Caller, key: ApiKey) -> None:
     """Raises Forbidden or Conflict; the key must be locked."""
     if ROLES.index(key.role) < ROLES.index(caller.role):
-        raise Forbidden(f"a {caller.role} rotates no key with the role {key.role}")
+        raise Forbidden(f"a {caller.role} may not rotate keys with the role {key.role}")
     _check_within(caller, key.scopes)
     if key.secret_sha256 == NO_SECRET:
-        raise Conflict("it stands for browsers, and is no key that anybody has")
+        raise Conflict("this key stands for browser sessions and cannot be rotated")
     if key.replaced_by is not None:
-        raise Conflict(f"it was rotated before; its successor is {key.replaced_by}")
+        raise Conflict(f"the key was already rotated; its successor is {key.replaced_by}")
     if key.revoked_at is not None or (
         key.expires_at and key.expires_at <= transactions.now(session)
     ):
-        raise Conflict("it opens nothing any more; make a new key")
+        raise Conflict("the key is expired or revoked; create a new key")
 
 
 @users.delete(
@@ -584,7 +592,7 @@ def _key_to_change(session: Session, caller: Caller, id: str) -> ApiKey:
     if key.user_id != caller.user_id:
         check_role(caller, "platform_admin", "tenant_admin")
     if key.role == "platform_admin" and not caller.sees_all:
-        raise Forbidden("only a platform_admin changes keys with the role platform_admin")
+        raise Forbidden("only a platform_admin may change keys with the role platform_admin")
     return key
 
 

@@ -44,9 +44,11 @@ _URL = "https://hooks.example.org/roundhouse"
 
 class WebhookIn(In):
     model_config = example(url=_URL, events=["request.failed"])
-    url: str = Field(description="a public http or https address")
+    url: str = Field(description="A public http or https address.")
     events: list[EventType] = Field(list(TYPES), min_length=1, max_length=len(TYPES))
-    tenant_id: str | None = Field(None, description="of this tenant's requests; null: of your own")
+    tenant_id: str | None = Field(
+        None, description="Notify of all requests of this tenant; null: only of your own requests."
+    )
 
 
 class RotateSecretIn(In):
@@ -57,7 +59,7 @@ class RotateSecretIn(In):
         le=30 * 86_400.0,
         allow_inf_nan=False,
         strict=False,
-        description="so long messages are signed with the old secret too",
+        description="How long messages are also signed with the old secret.",
     )
 
 
@@ -74,22 +76,28 @@ class WebhookOut(Out):
     )
     id: str
     tenant_id: str
-    url: str | None = Field(description="null: the addresses that requests name in `notify`")
+    url: str | None = Field(
+        description="null: the webhook of the addresses that requests name in `notify`."
+    )
     events: list[str]
     created_at: datetime
     rotated_at: datetime | None
-    overlap_until: datetime | None = Field(description="until then there are two signatures")
-    disabled_at: datetime | None = Field(description="its receiver answered 410: no more")
+    overlap_until: datetime | None = Field(
+        description="Until this time each message has two signatures."
+    )
+    disabled_at: datetime | None = Field(
+        description="The receiver answered 410, so nothing more is sent."
+    )
 
 
 class WebhookMade(WebhookOut):
     model_config = example(**example_of(WebhookOut), secret="whsec_…")
-    secret: str = Field(description="shown this once and never again")
+    secret: str = Field(description="The signing secret. It is shown only once.")
 
 
 class AttemptOut(Out):
     at: datetime
-    status: int | None = Field(description="null: there was no answer")
+    status: int | None = Field(description="null: no response was received.")
     error: str
     took_us: int
 
@@ -107,14 +115,16 @@ class DeliveryOut(Out):
         created_at=_AT,
         ended_at=None,
     )
-    id: str = Field(description="the message's `webhook-id`, the same each time it is sent")
+    id: str = Field(description="The message's `webhook-id`; the same for each attempt.")
     webhook_id: str
-    request_id: str | None = Field(description="null: a test")
+    request_id: str | None = Field(description="null: a test message.")
     url: str
     type: str
     state: DeliveryState
-    attempts: list[AttemptOut] = Field(description="the newest 30")
-    due_at: datetime | None = Field(description="the next attempt is not before; null: has ended")
+    attempts: list[AttemptOut] = Field(description="The newest 30 attempts.")
+    due_at: datetime | None = Field(
+        description="Earliest time of the next attempt; null: the delivery has ended."
+    )
     created_at: datetime
     ended_at: datetime | None
 
@@ -122,7 +132,7 @@ class DeliveryOut(Out):
 class FailureOut(Out):
     task: str
     cause: str | None
-    message: str = Field(description="its beginning: 500 characters at most")
+    message: str = Field(description="The first 500 characters of the response.")
 
 
 class EndOut(Out):
@@ -133,8 +143,8 @@ class EndOut(Out):
     labels: dict[str, str]
     submitted_at: datetime
     ended_at: datetime
-    tasks: dict[str, int] = Field(description="how many ended how")
-    failure: FailureOut | None = Field(description="of the first task that failed")
+    tasks: dict[str, int] = Field(description="Number of tasks by final state.")
+    failure: FailureOut | None = Field(description="The first task that failed.")
 
 
 class MessageOut(Out):
@@ -168,7 +178,9 @@ sent = APIRouter()
     tags=["webhooks"],
     summary="A request has ended",
     status_code=204,
-    responses={422: {"description": "as any other than 2xx and 410: it is sent again"}},
+    responses={
+        422: {"description": "The delivery failed: every status except 2xx and 410 is retried."}
+    },
 )
 def request_ended(body: MessageOut) -> None:
     """Tells that a request has ended, signed by Standard Webhooks (`webhook-id`,
@@ -203,7 +215,7 @@ def create_webhook(
         raise BadInput.at("/url", told, "address")
     of_tenant = select(func.count()).where(Webhook.tenant_id == tenant_id, Webhook.url.is_not(None))
     if session.scalar(of_tenant) >= MOST:
-        raise Conflict(f"the tenant has {MOST} webhooks already; delete one first")
+        raise Conflict(f"the tenant already has {MOST} webhooks; delete one first")
     hook = Webhook(
         id=webhooks.new_id("whk"),
         tenant_id=tenant_id,
@@ -247,7 +259,7 @@ def get_webhook(id: str, caller: Authed, session: Db) -> dict[str, Any]:
 @router.post(
     "/webhooks/{id}/rotate",
     response_model=WebhookMade,
-    summary="Give a webhook a new secret",
+    summary="Replace the secret of a webhook",
     responses=declared(403, 404),
 )
 def rotate_webhook(
@@ -282,7 +294,9 @@ def test_webhook(id: str, response: Response, caller: Authed, session: Db) -> di
     """
     hook = _webhook(session, caller, id)
     if hook.url is None:
-        raise Conflict("it has no address of its own: submit a request with `notify`")
+        raise Conflict(
+            "this webhook has no address of its own; submit a request with `notify` instead"
+        )
     _check_enabled(hook)
     audit.asked(session, hook)
     delivery = webhooks.try_out(session, hook)
@@ -296,7 +310,7 @@ def test_webhook(id: str, response: Response, caller: Authed, session: Db) -> di
 @router.get(
     "/webhooks/{id}/deliveries",
     response_model=Page[DeliveryOut],
-    summary="List what a webhook was sent",
+    summary="List the deliveries of a webhook",
     responses=declared(403, 404),
 )
 def list_deliveries(
@@ -317,7 +331,7 @@ def list_deliveries(
 @router.get(
     "/requests/{id}/deliveries",
     response_model=Page[DeliveryOut],
-    summary="List what a request's notify was sent",
+    summary="List the deliveries of a request's notification",
     responses=declared(404),
 )
 def list_request_deliveries(id: str, paging: Paged, caller: Authed, session: Db) -> dict[str, Any]:
@@ -332,7 +346,7 @@ def list_request_deliveries(id: str, paging: Paged, caller: Authed, session: Db)
 @router.get(
     "/deliveries/{id}",
     response_model=DeliveryOut,
-    summary="Show what became of a message",
+    summary="Show a delivery",
     responses=declared(403, 404),
 )
 def get_delivery(id: str, caller: Authed, session: Db) -> dict[str, Any]:
@@ -369,7 +383,10 @@ def delete_webhook(id: str, caller: Authed, session: Db) -> None:
     """Deletes the webhook with all its deliveries, sent or not."""
     hook = _webhook(session, caller, id, lock=True)
     if hook.url is None:
-        raise Conflict("requests name its addresses; it stays, and its secret can be rotated")
+        raise Conflict(
+            "requests name the addresses of this webhook; it cannot be deleted, but its secret "
+            "can be rotated"
+        )
     session.delete(hook)
 
 
@@ -399,7 +416,10 @@ def _delivery(
 
 def _check_enabled(hook: Webhook) -> None:
     if hook.disabled_at is not None:
-        raise Conflict("its receiver answered 410, so nothing is sent to it; make a new webhook")
+        raise Conflict(
+            "the receiver answered 410, so nothing more is sent to this webhook; create a new "
+            "webhook"
+        )
 
 
 def _shown(hook: Webhook) -> dict[str, Any]:

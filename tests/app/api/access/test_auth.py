@@ -208,7 +208,7 @@ class TestScopes:
         assert client.get("/v1/requests").status_code == 200
         assert client.get("/v1/me").json()["scopes"] == ["work:read"]
         told = problem(client.get("/v1/tenants"), 403, "insufficient-scope")["detail"]
-        assert told == "this needs a key with the scope admin:read; this one has work:read"
+        assert told == "this operation needs a key with the scope admin:read; got work:read"
 
     def test_they_add_nothing_to_a_role(self, app, admin):
         key = made(admin, role="viewer", scopes=["work:write"]).json()["key"]

@@ -77,7 +77,7 @@ class TestSubmit:
 
     def test_the_root_tenant_owns_no_share_and_is_told_so(self, as_):
         answer = as_("root").post("/v1/requests", json=descriptor())
-        assert "owns no share" in problem(answer, 403, "insufficient-scope")["detail"]
+        assert "has no share" in problem(answer, 403, "insufficient-scope")["detail"]
 
 
 class TestTier:

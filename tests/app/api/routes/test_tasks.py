@@ -65,7 +65,7 @@ class TestOutputs:
 
     def test_what_lay_in_memory_is_no_file(self, red, url, kept):
         found = problem(red.get(f"{url}/outputs/opaque"), 409, "conflict-state")
-        assert "publish it" in found["detail"]
+        assert "publish the output" in found["detail"]
         problem(red.get(f"{url}/outputs/other"), 404, "not-found")
 
 

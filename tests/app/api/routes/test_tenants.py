@@ -207,8 +207,8 @@ class TestGuaranteesInATree:
         self.made("a", "ten_red", cuda=3)
         answer = self.make("b", "ten_red", cuda=2)
         found = problem(answer, 422, "validation-error", "/guarantee/cuda")
-        assert "red is guaranteed 4 cuda devices" in found["detail"]
-        assert "the tenants below it 5 together" in found["detail"]
+        assert "red has a guarantee of 4 cuda devices" in found["detail"]
+        assert "its child tenants of 5 together" in found["detail"]
         self.made("b", "ten_red", cuda=1)
 
     def test_a_kind_that_the_parent_has_no_figure_for_is_free(self):
@@ -276,7 +276,7 @@ class TestDeleteTenant:
         green = root.post("/v1/tenants", json={"name": "green"}).json()["id"]
         root.post("/v1/tenants", json={"name": "olive", "parent_id": green})
         before = rows()
-        for id, has in ((green, "tenants below it"), ("ten_blue", "users"), ("ten_root", "users")):
+        for id, has in ((green, "child tenants"), ("ten_blue", "users"), ("ten_root", "users")):
             found = problem(root.delete(f"/v1/tenants/{id}"), 409, "conflict-state")
             assert has in found["detail"]
         assert rows() == before
@@ -349,7 +349,7 @@ class TestTenantsOfATenantAdmin:
     def test_only_what_the_own_one_is_guaranteed_is_divided(self, admin, rose, root):
         answer = self.patch(admin, rose, guarantee={"cuda": 1})
         found = problem(answer, 422, "validation-error", "/guarantee/cuda")
-        assert "red is guaranteed 0 cuda devices in all" in found["detail"]
+        assert "red has a guarantee of 0 cuda devices in all" in found["detail"]
         self.patch(root, "ten_red", guarantee={"cuda": 2})
         assert self.patch(admin, rose, guarantee={"cuda": 2}).is_success
         assert "platform" not in str(self.patch(admin, rose, guarantee={"cuda": 3}).json())
