@@ -87,11 +87,11 @@ class Bundle:
 def bundle_folder(folder: Path) -> Bundle:
     """Zip all of the folder that is not ignored or possibly secret; raises Unreadable."""
     if not folder.is_dir():
-        raise Unreadable(f"{folder}: no such folder, so there is no code to send")
+        raise Unreadable(f"{folder}: no such folder")
     withheld: list[str] = []
     files = sorted(_files(folder, _Wanted.of(folder), withheld))
     if not files:
-        raise Unreadable(f"{folder}: nothing in it to send (everything is ignored?)")
+        raise Unreadable(f"{folder}: no files to send (are all of them ignored?)")
     body = _zip(folder, files)
     return Bundle(
         folder=folder,
@@ -174,11 +174,11 @@ def _must_lie_inside(path: Path, root: Path) -> None:
         target = path.resolve()
         if not target.is_relative_to(root) or not target.is_file():
             raise Unreadable(
-                f"{path}: a link to {target}, which cannot be sent along; "
-                f"copy it here or name it in {IGNORE_FILE}"
+                f"{path}: a link to {target}, which cannot be sent; copy the file here or list the "
+                f"link in {IGNORE_FILE}"
             )
     elif not path.is_file():
-        raise Unreadable(f"{path}: not a plain file; name it in {IGNORE_FILE}")
+        raise Unreadable(f"{path}: not a regular file; list it in {IGNORE_FILE}")
 
 
 def _zip(folder: Path, names: list[str]) -> bytes:

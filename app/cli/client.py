@@ -182,7 +182,7 @@ class Client:
             found = hashlib.file_digest(body, "sha256").hexdigest()
         if found != sha256:
             draft.unlink()
-            raise Damaged(f"{address}: the bytes that came hash to {found}, not to {sha256}")
+            raise Damaged(f"{address}: the downloaded bytes hash to {found}; expected {sha256}")
         draft.replace(file)
         return address
 
@@ -397,8 +397,8 @@ def _body(response: httpx2.Response) -> JSON:
     except ValueError:
         body = None
     if not isinstance(body, dict):
-        detail = f"{response.request.url} answers {response.text[:80]!r}"
-        raise Problem(502, {"title": "This is no Roundhouse service", "detail": detail})
+        detail = f"{response.request.url} answered {response.text[:80]!r}"
+        raise Problem(502, {"title": "Not a Roundhouse service", "detail": detail})
     return body
 
 

@@ -52,15 +52,17 @@ def found(who: str | None = None) -> Login:
         if url in ("", login.url):
             return login
     raise NoLogin(
-        f"there is no key {f'for {url}' if url else 'here'}: roundhouse login --url URL, or set"
-        " ROUNDHOUSE_URL and ROUNDHOUSE_KEY, or start a service with make up"
+        f"no API key {(f'for {url}' if url else 'here')}: run `roundhouse login --url URL`, or set "
+        "ROUNDHOUSE_URL and ROUNDHOUSE_KEY, or start a service with `make up`"
     )
 
 
 def address(url: str, given_by: str) -> str:
     """Return the address without a trailing slash; raises BadAddress if it is no HTTP address."""
     if not re.fullmatch(r"https?://[^\s/?#]+[^\s?#]*", url):
-        raise BadAddress(f"{given_by}: {url!r} is no address; give one like http://localhost:8000")
+        raise BadAddress(
+            f"{given_by} must be an address such as http://localhost:8000; got {url!r}"
+        )
     return url.rstrip("/")
 
 
@@ -120,4 +122,4 @@ def _read(file: Path) -> Any:
     except PermissionError:
         return None  # another user's service
     except ValueError as error:
-        raise NoLogin(f"{file} is damaged ({error}): remove it, or log in again") from error
+        raise NoLogin(f"{file} is damaged ({error}): delete it, or log in again") from error

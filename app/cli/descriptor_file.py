@@ -32,9 +32,9 @@ def read_descriptor(path: Path) -> dict[str, Any]:
         found = _parsed(text, str(path))
         json.dumps(found)  # tags and anchors can express more than JSON
     except (yaml.YAMLError, ValueError, TypeError) as error:
-        raise Unreadable(f"{path}: not YAML or JSON: {error}") from error
+        raise Unreadable(f"{path}: not valid YAML or JSON: {error}") from error
     if not isinstance(found, dict):
-        raise Unreadable(f"{path}: a descriptor is a mapping, this is a {type(found).__name__}")
+        raise Unreadable(f"{path}: a descriptor must be a mapping; got a {type(found).__name__}")
     return found
 
 
@@ -54,7 +54,7 @@ def parse_param(text: str) -> tuple[str, Any]:
     """
     name, equals, value = text.partition("=")
     if not equals or not name:
-        raise ValueError(f"{text!r} is not name=value")
+        raise ValueError(f"must be name=value; got {text!r}")
     try:
         return name, json.loads(value, parse_constant=_no_json)
     except ValueError:
@@ -62,7 +62,7 @@ def parse_param(text: str) -> tuple[str, Any]:
 
 
 def _no_json(word: str) -> None:
-    raise ValueError(f"{word} is not JSON")
+    raise ValueError(f"{word} is not valid JSON")
 
 
 def _descriptor_in(folder: Path) -> Path:
@@ -70,9 +70,8 @@ def _descriptor_in(folder: Path) -> Path:
         if (folder / name).exists():
             return folder / name
     raise Unreadable(
-        f"{folder}: holds no {DESCRIPTOR_NAMES[0]}, which says what to run. Write one, or say it:\n"
-        f"  roundhouse submit {folder} --job module:Class\n"
-        f"  roundhouse submit {folder} -- python script.py"
+        f"{folder}: no {DESCRIPTOR_NAMES[0]}. Write one, or name what to run:\n  roundhouse submit "
+        f"{folder} --job module:Class\n  roundhouse submit {folder} -- python script.py"
     )
 
 
@@ -89,7 +88,7 @@ class _Loader(yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode):
                 raise _wrong(key, "must be a name")
             if key.value in seen:
-                raise _wrong(key, f"{key.value!r} is given twice")
+                raise _wrong(key, f"duplicate key {key.value!r}")
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -104,7 +103,7 @@ def _int(_: _Loader, node: yaml.ScalarNode) -> int:
 
 def _float(_: _Loader, node: yaml.ScalarNode) -> float:
     if math.isinf(number := float(node.value)):
-        raise _wrong(node, f"{node.value} is more than a number can hold")
+        raise _wrong(node, f"the number {node.value} is too large")
     return number
 
 

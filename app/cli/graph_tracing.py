@@ -132,7 +132,7 @@ class Graph:
     def _source(self, port: str, block: Block) -> str:
         if not isinstance(block, Block) or block.graph is not self:
             told = "a block of another graph" if isinstance(block, Block) else type(block).__name__
-            raise NotTraced(f"{port!r} is given {told}, and takes a block of this graph")
+            raise NotTraced(f"{port!r} must be a block of this graph; got {told}")
         return block.source
 
 
@@ -176,13 +176,15 @@ class Node:
 
     def _by_port(self, args: tuple[Any, ...], given: JSON) -> JSON:
         if len(args) > len(self.ports):
-            known = f"it has {', '.join(self.ports)}" if self.ports else "name each argument"
-            raise NotTraced(
-                f"{self.function} is given {len(args)} arguments without a name: {known}"
+            known = (
+                f"its ports are {', '.join(self.ports)}"
+                if self.ports
+                else "pass each argument by name"
             )
+            raise NotTraced(f"{self.function} got {len(args)} positional arguments: {known}")
         by_port = dict(zip(self.ports, args, strict=False))
         if twice := by_port.keys() & given.keys():
-            raise NotTraced(f"{self.function} is given {', '.join(sorted(twice))} twice")
+            raise NotTraced(f"{self.function} got two values for {', '.join(sorted(twice))}")
         return {**by_port, **given}
 
 
@@ -203,7 +205,7 @@ def node(function: str | Callable[..., Any], *outputs: str, **more: Any) -> Node
 def _around(name: str) -> Graph:
     found = _open.get()
     if found is None:
-        raise NotTraced(f"{name} is called outside of a graph: call it within `with graph() as g:`")
+        raise NotTraced(f"{name} must be called within `with graph() as g:`")
     return found
 
 

@@ -67,7 +67,7 @@ class _Verbs(TyperGroup):
         except (Unreadable, credentials.BadAddress) as error:
             _fail(USAGE, Text(str(error)))
         except KeyboardInterrupt:
-            _fail(INTERRUPTED, Text("Interrupted here; what was submitted goes on."))
+            _fail(INTERRUPTED, Text("Interrupted. Submitted work continues."))
 
 
 def _simulate() -> Any:
@@ -113,18 +113,22 @@ def _fail(code: int, told: Text) -> NoReturn:
 app = typer.Typer(
     cls=_Verbs,
     help="Roundhouse: share a few accelerators between several teams.",
-    epilog="Exit codes: 0 ok, 1 the job failed, 2 usage, 3 no access, 4 refused, 5 not found,"
-    " 6 no answer, 130 interrupted.",
+    epilog="Exit codes: 0 ok, 1 job failed, 2 usage, 3 no access, 4 rejected, 5 not found, 6 no "
+    "answer, 130 interrupted.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
 
 As = Annotated[
     str | None,
-    typer.Option("--as", envvar="ROUNDHOUSE_AS", help="TENANT[:ROLE] among the keys of `make up`"),
+    typer.Option(
+        "--as", envvar="ROUNDHOUSE_AS", help="use the key of TENANT[:ROLE] that `make up` created"
+    ),
 ]
-Format = Annotated[Output, typer.Option("--output", "-o", help="how to print it")]
-WHICH = "a request's name, NAME/TASK for one of its tasks, or an id (its last 8 characters do)"
+Format = Annotated[Output, typer.Option("--output", "-o", help="output format")]
+WHICH = (
+    "name of a request, NAME/TASK for one of its tasks, or an id (its last 8 characters are enough)"
+)
 Which = Annotated[str, typer.Argument(metavar="NAME", help=WHICH)]
 Several = Annotated[list[str], typer.Argument(metavar="NAME...", help=WHICH)]
 
@@ -164,8 +168,8 @@ def up(ctx: typer.Context) -> None:
 @app.command("login", rich_help_panel=HERE)
 def log_in(
     ctx: typer.Context,
-    url: Annotated[str, typer.Option(help="address of the service")] = "",
-    key: Annotated[str, typer.Option(help="API key; asked for if not given")] = "",
+    url: Annotated[str, typer.Option(help="URL of the service")] = "",
+    key: Annotated[str, typer.Option(help="API key; prompted for if omitted")] = "",
 ) -> None:
     """Store the address of the service and your key."""
     url = url or os.environ.get("ROUNDHOUSE_URL") or typer.prompt("Address", err=True)
@@ -175,7 +179,7 @@ def log_in(
     with _client(ctx, new) as client:
         me = client.get("/v1/me")
     file = credentials.store(new)
-    err().print(f"You are {me['user']} of {me['tenant']} ({me['role']}); kept in {file}.")
+    err().print(f"Logged in as {me['user']} of {me['tenant']} ({me['role']}); saved in {file}.")
 
 
 @app.command(rich_help_panel=HERE)
@@ -198,8 +202,8 @@ class _Submit(TyperCommand):
             return super().parse_args(ctx, args)
         except NoSuchOption as error:
             error.message += (
-                ".  The options of a script stand behind --, as in"
-                " `roundhouse submit train.py -- --epochs 2`."
+                ". Options of the script belong after --, as in `roundhouse submit train.py -- "
+                "--epochs 2`."
             )
             raise
 
@@ -209,31 +213,31 @@ def submit(
     ctx: typer.Context,
     source: Annotated[
         Path | None,
-        typer.Argument(
-            metavar="FILE|FOLDER", help="a script, a descriptor, or the folder of the code"
-        ),
+        typer.Argument(metavar="FILE|FOLDER", help="a script, a descriptor, or a folder with code"),
     ] = None,
     command: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="-- WORDS", help="the script's arguments, or what to run in the folder"
+            metavar="-- WORDS", help="arguments of the script, or the command to run in the folder"
         ),
     ] = None,
-    job: Annotated[str, typer.Option(help="what to run in the folder: module:Class")] = "",
-    bundle: Annotated[Path | None, typer.Option(help="folder or archive of the code")] = None,
+    job: Annotated[str, typer.Option(help="class to run from the folder: module:Class")] = "",
+    bundle: Annotated[Path | None, typer.Option(help="folder or archive with the code")] = None,
     param: Annotated[
-        list[str] | None, typer.Option("--param", "-p", help="name=value for the job; repeatable")
+        list[str] | None,
+        typer.Option("--param", "-p", help="parameter of the job: name=value; repeatable"),
     ] = None,
-    name: Annotated[str, typer.Option(help="of the request")] = "",
+    name: Annotated[str, typer.Option(help="name of the request")] = "",
     ranks: Annotated[
-        int, typer.Option(min=1, help="of a job or command: so many share the devices it gets")
+        int,
+        typer.Option(min=1, help="number of ranks of a job or command, which share its devices"),
     ] = 1,
     watch: Annotated[
-        bool, typer.Option("--watch", "-w", help="print its events until it ends")
+        bool, typer.Option("--watch", "-w", help="print events until the request ends")
     ] = False,
-    check: Annotated[bool, typer.Option("--check", help="only check it, submit nothing")] = False,
+    check: Annotated[bool, typer.Option("--check", help="validate only; submit nothing")] = False,
     key: Annotated[
-        str, typer.Option("--idempotency-key", help="the same key never submits twice")
+        str, typer.Option("--idempotency-key", help="submits at most once for this key")
     ] = "",
     output: Format = Output.table,
 ) -> None:
@@ -267,7 +271,8 @@ def submit(
             request = client.submit(descriptor, key=key)
         except Unreachable:
             err().print(
-                f"Whether it arrived is unknown; again with --idempotency-key {key} is safe."
+                "The submission may have arrived. It is safe to repeat it with --idempotency-key "
+                f"{key}."
             )
             raise
         if not watch:
@@ -280,7 +285,9 @@ def submit(
 def _script(source: Path | None, words: list[str]) -> tuple[Path | None, list[str]]:
     """Return the folder and the command; a script becomes `python SCRIPT` in its own folder."""
     if misplaced := [word for word in words if word in _OWN_OPTIONS]:
-        err().print(f"{misplaced[0]} stands behind --, so it goes to the script, not to submit.")
+        err().print(
+            f"{misplaced[0]} stands after --, so it is passed to the script, not to submit."
+        )
     if source is None or source.is_dir():
         return source, words
     if not source.exists():
@@ -294,7 +301,7 @@ _OWN_OPTIONS = {"--watch", "--check", "--ranks", "--idempotency-key"}
 
 
 def _not_there(source: Path, words: list[str]) -> str:
-    told = f"there is no file or folder {source}"
+    told = f"no such file or folder: {source}"
     if not words:
         return told
     return f"{told}; to run a command, name its folder first: roundhouse submit FOLDER -- COMMAND"
@@ -303,16 +310,18 @@ def _not_there(source: Path, words: list[str]) -> str:
 def _run(source: Path | None, job: str, command: list[str], bundle: Path | None) -> JSON | None:
     """Return what to run, if the options say it; None if a descriptor says it."""
     if job and command:
-        raise typer.BadParameter("give either --job or a command, not both")
+        raise typer.BadParameter("--job and a command exclude each other")
     if not job and not command:
         return None
     if source is not None and not source.is_dir():
         raise typer.BadParameter(
-            f"{source} is no folder and no Python script: with --job or a command, name the folder"
-            " of the code"
+            f"{source} is neither a folder nor a Python script; with --job or a command, name the "
+            "folder of the code"
         )
     if source is not None and bundle is not None:
-        raise typer.BadParameter(f"the code is either {source} or --bundle {bundle}, not both")
+        raise typer.BadParameter(
+            f"{source} and --bundle {bundle} both name the code; give only one"
+        )
     return {"job": job} if job else {"command": command}
 
 
@@ -321,9 +330,13 @@ def _descriptor(source: Path | None, run: JSON | None, ranks: int) -> JSON:
         kind = "train" if "job" in run else "command"
         return {"tasks": [{"name": kind, "type": "train", "run": run, "world_size": ranks}]}
     if source is None:
-        raise typer.BadParameter("say what to submit: a script, a descriptor, or a folder of code")
+        raise typer.BadParameter(
+            "name what to submit: a script, a descriptor, or a folder with code"
+        )
     if ranks > 1:
-        raise typer.BadParameter("a descriptor has world_size in each task instead of --ranks")
+        raise typer.BadParameter(
+            "--ranks does not apply to a descriptor; set world_size in its tasks"
+        )
     from app.cli.descriptor_file import read_descriptor
 
     return read_descriptor(source)
@@ -332,7 +345,9 @@ def _descriptor(source: Path | None, run: JSON | None, ranks: int) -> JSON:
 def _set_params(descriptor: JSON, params: list[str]) -> None:
     tasks = descriptor.get("tasks")
     if not isinstance(tasks, list) or len(tasks) != 1 or not isinstance(tasks[0], dict):
-        raise typer.BadParameter("--param is for a single task; write them into the file")
+        raise typer.BadParameter(
+            "--param needs a single task; set the parameters of several tasks in the file"
+        )
     from app.cli.descriptor_file import parse_param
 
     try:
@@ -367,7 +382,7 @@ def _upload(client: Client, code: Bundle) -> None:
         if problem.status == 413:
             err().print(wording.too_large(code))
         raise
-    err().print("  the service has it already" if sent is None else wording.unparsed(sent))
+    err().print("  the service already has it" if sent is None else wording.unparsed(sent))
 
 
 # --- looking --------------------------------------------------------------------------------------
@@ -376,7 +391,7 @@ def _upload(client: Client, code: Bundle) -> None:
 @app.command(rich_help_panel=WORK)
 def ps(
     ctx: typer.Context,
-    all_: Annotated[bool, typer.Option("--all", "-a", help="also what has ended")] = False,
+    all_: Annotated[bool, typer.Option("--all", "-a", help="also list ended requests")] = False,
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=200)] = 50,
     output: Format = Output.table,
 ) -> None:
@@ -388,11 +403,11 @@ def ps(
         show(page["items"], output, lambda: table(page["items"], wording.REQUESTS))
     if not page["items"] and not all_:
         err().print(
-            "Nothing is queued or running.  roundhouse ps -a also lists what has ended;"
-            " roundhouse submit --help shows how to submit."
+            "Nothing is queued or running.  `roundhouse ps -a` also lists ended requests; "
+            "`roundhouse submit --help` explains how to submit."
         )
     if page.get("next_cursor"):
-        err().print(f"There are more than {limit}; ask for more with --limit.")
+        err().print(f"There are more than {limit}; use --limit to list more.")
 
 
 @app.command("show", rich_help_panel=WORK)
@@ -432,12 +447,14 @@ def _open_tasks(client: Client, request_id: str) -> list[JSON]:
 def logs(
     ctx: typer.Context,
     id: Which,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="until it ends")] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="follow until the task ends")
+    ] = False,
     grep: Annotated[
-        str | None, typer.Option("--grep", "-g", help="only lines that hold this text")
+        str | None, typer.Option("--grep", "-g", help="only lines that contain this text")
     ] = None,
     tail: Annotated[
-        int | None, typer.Option("--tail", "-n", min=1, help="begin with the last so many lines")
+        int | None, typer.Option("--tail", "-n", min=1, help="print only the last lines")
     ] = None,
     output: Format = Output.table,
 ) -> None:
@@ -503,7 +520,9 @@ class _Waits:
                 try:
                     self._tell(client)
                 except (Problem, Unreachable) as error:
-                    log.debug("why it waits is unknown: %s", error)  # the stream reports it, too
+                    log.debug(
+                        "cannot explain why the task waits: %s", error
+                    )  # the stream reports it, too
 
     def _tell(self, client: Client) -> None:
         states = ("blocked", "waiting")
@@ -547,7 +566,7 @@ def outputs(
     ctx: typer.Context,
     id: Which,
     to: Annotated[
-        Path | None, typer.Option("--to", help="download those that are files into this folder")
+        Path | None, typer.Option("--to", help="download outputs that are files into this folder")
     ] = None,
     output: Format = Output.table,
 ) -> None:
@@ -564,7 +583,7 @@ def outputs(
     if not given:
         err().print(wording.no_outputs(found))
     if to is not None and not files:
-        err().print(f"Nothing was downloaded, and {to} was not made.")
+        err().print(f"No output is a file: nothing was downloaded, and {to} was not created.")
         raise typer.Exit(NOT_FOUND)
 
 
@@ -576,7 +595,7 @@ def _download(client: Client, given: list[JSON], folder: Path) -> None:
             client.fetch(f"/v1/tasks/{each['task_id']}/outputs/{each['name']}", file)
             err().print(f"{file}: {each['size_bytes']} bytes")
     except OSError as error:
-        raise Unreadable(f"{folder} cannot be written to: {error.strerror or error}") from error
+        raise Unreadable(f"cannot write to {folder}: {error.strerror or error}") from error
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
@@ -592,7 +611,7 @@ def checkpoints(ctx: typer.Context, id: Which, output: Format = Output.table) ->
             for task in tasks
             for each in client.items(f"/v1/tasks/{task['id']}/checkpoints")
         ]
-    none = f"No checkpoints yet.  roundhouse checkpoint {id} asks for one."
+    none = f"No checkpoints yet.  `roundhouse checkpoint {id}` requests one."
     show(found, output, lambda: table(found, wording.CHECKPOINTS, empty=none))
 
 
@@ -600,10 +619,16 @@ def checkpoints(ctx: typer.Context, id: Which, output: Format = Output.table) ->
 def export(
     ctx: typer.Context,
     checkpoint: Annotated[
-        str, typer.Argument(metavar="NAME|CHECKPOINT", help="a task (its newest) or ckp_...")
+        str,
+        typer.Argument(
+            metavar="NAME|CHECKPOINT",
+            help="a task (its newest checkpoint), or a checkpoint id ckp_...",
+        ),
     ],
-    file: Annotated[Path, typer.Argument(help="what to write, e.g. model.safetensors")],
-    name: Annotated[list[str] | None, typer.Option("--name", help="only this tensor")] = None,
+    file: Annotated[Path, typer.Argument(help="file to write, such as model.safetensors")],
+    name: Annotated[
+        list[str] | None, typer.Option("--name", help="only this tensor; repeatable")
+    ] = None,
 ) -> None:
     """Write a checkpoint's tensors into a safetensors file."""
     with _client(ctx) as client:
@@ -620,9 +645,11 @@ def _newest(client: Client, given: str) -> str:
         if (listed := client.get(f"/v1/tasks/{task['id']}/checkpoints", limit=1)["items"])
     ]
     if len(newest) > 1:
-        raise typer.BadParameter(f"several tasks of {given} have checkpoints; say {given}/TASK")
+        raise typer.BadParameter(
+            f"several tasks of {given} have checkpoints; name one as {given}/TASK"
+        )
     if not newest:
-        raise _not_found(f"{given} has no checkpoint; roundhouse checkpoint {given} asks for one")
+        raise _not_found(f"{given} has no checkpoint; `roundhouse checkpoint {given}` requests one")
     return str(newest[0])
 
 
@@ -643,7 +670,9 @@ def cp(
     An interrupted transfer continues where it was, also in the next call; no bytes are sent twice.
     """
     if source.startswith(BLOCK) == target.startswith(BLOCK):
-        raise typer.BadParameter("one of the two is datablock:NAME, and the other one a file")
+        raise typer.BadParameter(
+            "one of the two arguments must be datablock:NAME, the other a file"
+        )
     with _client(ctx) as client:
         if source.startswith(BLOCK):
             named = client.get_datablock(source.removeprefix(BLOCK), Path(target))
@@ -659,14 +688,14 @@ def _put(client: Client, name: str, file: Path, sent: Callable[[int], None]) -> 
     try:
         return client.put_datablock(name, file, sent=sent)
     except OSError as error:
-        raise Unreadable(f"{file} cannot be read: {error.strerror or error}") from error
+        raise Unreadable(f"cannot read {file}: {error.strerror or error}") from error
 
 
 @app.command(rich_help_panel=DATA)
 def datablocks(
     ctx: typer.Context,
-    name: Annotated[str | None, typer.Argument(help="all versions of this one")] = None,
-    all_: Annotated[bool, typer.Option("--all", "-a", help="also versions before")] = False,
+    name: Annotated[str | None, typer.Argument(help="list all versions of this datablock")] = None,
+    all_: Annotated[bool, typer.Option("--all", "-a", help="also list older versions")] = False,
     output: Format = Output.table,
 ) -> None:
     """List datablocks, newest first: the newest version of each name, or all versions of
@@ -703,7 +732,9 @@ def resume(ctx: typer.Context, ids: Several, output: Format = Output.table) -> N
 def migrate(
     ctx: typer.Context,
     id: Which,
-    to: Annotated[str | None, typer.Option("--to", help="a device; none: any free one")] = None,
+    to: Annotated[
+        str | None, typer.Option("--to", help="target device; default: any free device")
+    ] = None,
     output: Format = Output.table,
 ) -> None:
     """Move it to another device while it runs; it loses no step."""
@@ -722,7 +753,7 @@ def migrate(
 def resize(
     ctx: typer.Context,
     id: Which,
-    most: Annotated[int, typer.Argument(min=1, help="so many devices it may hold at most")],
+    most: Annotated[int, typer.Argument(min=1, help="the most devices that the task may hold")],
     output: Format = Output.table,
 ) -> None:
     """Let a task of several ranks hold fewer devices, or more; its results stay bit-identical."""
@@ -801,9 +832,9 @@ def _request(client: Client, given: str) -> str:
         found = client.get("/v1/requests", id_ends=given, limit=2)["items"]
     if len(found) > 1:
         ids = ", ".join(each["id"] for each in found)
-        raise typer.BadParameter(f"several ids end in {given}, such as {ids}: give more of it")
+        raise typer.BadParameter(f"several ids end in {given}, such as {ids}; give more digits")
     if not found:
-        raise _not_found(f"no request is called {given!r}, and no request's id ends so")
+        raise _not_found(f"no request has the name {given!r} or an id with this end")
     return str(found[0]["id"])
 
 
@@ -813,7 +844,7 @@ def _task_named(client: Client, request_id: str, name: str) -> str:
         if task["name"] == name:
             return str(task["id"])
     known = ", ".join(task["name"] for task in tasks)
-    raise _not_found(f"the request has no task {name!r}; it has {known}")
+    raise _not_found(f"the request has no task {name!r}; its tasks are {known}")
 
 
 def _tasks(client: Client, given: str) -> list[JSON]:
@@ -832,11 +863,13 @@ def _not_found(told: str) -> Problem:
 @app.command(rich_help_panel=SHARES)
 def usage(
     ctx: typer.Context,
-    by: Annotated[str, typer.Option(help="of tenant, user, kind, bucket; with commas")] = (
-        "tenant,user"
-    ),
-    days: Annotated[float, typer.Option(min=0.001, help="how far back")] = 1.0,
-    interval: Annotated[str, typer.Option(help="of a bucket: 10s, 1m, 10m, 1h or 1d")] = "1h",
+    by: Annotated[
+        str, typer.Option(help="any of tenant, user, kind, bucket; separated by commas")
+    ] = ("tenant,user"),
+    days: Annotated[float, typer.Option(min=0.001, help="number of days to report")] = 1.0,
+    interval: Annotated[
+        str, typer.Option(help="length of a bucket: 10s, 1m, 10m, 1h or 1d")
+    ] = "1h",
     output: Format = Output.table,
 ) -> None:
     """Show used device time; `roundhouse share` shows what you may hold now."""
@@ -867,10 +900,12 @@ def devices(ctx: typer.Context, output: Format = Output.table) -> None:
 @app.command(rich_help_panel=SHARES)
 def top(
     ctx: typer.Context,
-    every_s: Annotated[float, typer.Option("--every", min=0.2, help="seconds")] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="print it, and end")] = False,
+    every_s: Annotated[
+        float, typer.Option("--every", min=0.2, help="seconds between updates")
+    ] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="print once, then exit")] = False,
     output: Annotated[
-        Output, typer.Option("--output", "-o", help="json and yaml print it once")
+        Output, typer.Option("--output", "-o", help="output format; json and yaml print once")
     ] = Output.table,
 ) -> None:
     """Show shares, devices and running requests, live, until Ctrl-C."""
@@ -919,11 +954,14 @@ def presets(ctx: typer.Context, output: Format = Output.table) -> None:
     """List the parameters configured on a device for each type of task."""
     with _client(ctx) as client:
         found = list(client.items("/v1/presets"))
-    none = "No presets: every type of task runs with the defaults of its device."
+    none = "No presets: every task type runs with the default settings of its device."
     show(found, output, lambda: table(found, wording.PRESETS, empty=none))
 
 
-_Place = Annotated[str, typer.Argument(metavar="HOST|DEVICE", help="like gpu7, or gpu7.0")]
+_Place = Annotated[
+    str,
+    typer.Argument(metavar="HOST|DEVICE", help="a host such as gpu7, or a device such as gpu7.0"),
+]
 
 
 @app.command(rich_help_panel=SHARES)
@@ -963,7 +1001,7 @@ def doctor(ctx: typer.Context, output: Format = Output.table) -> None:
     with Client(who.url, who.key, patience_s=0.0) as client:
         began_s = time.perf_counter()
         checks = client.ready()["checks"]
-        took = f"{who.url} answers in {1000 * (time.perf_counter() - began_s):.0f} ms"
+        took = f"{who.url} answered in {1000 * (time.perf_counter() - began_s):.0f} ms"
         found = [{"check": "service", "ok": True, "detail": took}, _known(client, who)]
     found += [{"check": name, **check} for name, check in checks.items()]
     show(found, output, lambda: table(found, wording.CHECKS))
@@ -991,7 +1029,7 @@ def _stand_in() -> None:
 
 # --- tenants and users ----------------------------------------------------------------------------
 
-Weight = Annotated[float | None, typer.Option("--weight", "-w", help="its part of the share")]
+Weight = Annotated[float | None, typer.Option("--weight", "-w", help="weight among siblings")]
 _Kinds = list[str] | None
 _A_BOUND = "a number, or none"
 
@@ -1007,24 +1045,31 @@ def tenants(ctx: typer.Context, output: Format = Output.table) -> None:
 @app.command(rich_help_panel=ADMIN)
 def tenant(
     ctx: typer.Context,
-    which: Annotated[str, typer.Argument(metavar="TENANT", help="its name or id")],
-    new: Annotated[bool, typer.Option("--new", help="make it")] = False,
-    under: Annotated[str, typer.Option(help="with --new: the tenant above it")] = "",
+    which: Annotated[str, typer.Argument(metavar="TENANT", help="name or id of the tenant")],
+    new: Annotated[bool, typer.Option("--new", help="create the tenant")] = False,
+    under: Annotated[str, typer.Option(help="with --new: the parent tenant")] = "",
     weight: Weight = None,
     guarantee: Annotated[
-        _Kinds, typer.Option("--guarantee", help="KIND=DEVICES or KIND=none; repeatable")
+        _Kinds,
+        typer.Option(
+            "--guarantee", help="guaranteed devices: KIND=DEVICES or KIND=none; repeatable"
+        ),
     ] = None,
     limit: Annotated[
-        _Kinds, typer.Option("--limit", help="the same; the kind * is all kinds together")
+        _Kinds,
+        typer.Option(
+            "--limit",
+            help="maximum of devices: KIND=DEVICES or KIND=none; * means all kinds together",
+        ),
     ] = None,
-    tier: Annotated[str, typer.Option(help="the best one that its requests may ask for")] = "",
-    max_running: Annotated[str, typer.Option(help=f"tasks on devices: {_A_BOUND}")] = "",
-    max_queued: Annotated[str, typer.Option(help=f"tasks that wait: {_A_BOUND}")] = "",
+    tier: Annotated[str, typer.Option(help="highest tier for its requests")] = "",
+    max_running: Annotated[str, typer.Option(help=f"most running tasks: {_A_BOUND}")] = "",
+    max_queued: Annotated[str, typer.Option(help=f"most queued tasks: {_A_BOUND}")] = "",
     output: Format = Output.table,
 ) -> None:
     """Show a tenant, and change it by the given options; or create one."""
     if under and not new:
-        raise typer.BadParameter("a tenant stays where it is: --under is for --new")
+        raise typer.BadParameter("--under needs --new: an existing tenant cannot be moved here")
     with _client(ctx) as client:
         found = {"guarantee": {}, "limit": {}} if new else _named(client, "tenant", which)
         changed: JSON = {} if weight is None else {"weight": weight}
@@ -1055,9 +1100,11 @@ def users(ctx: typer.Context, output: Format = Output.table) -> None:
 @app.command(rich_help_panel=ADMIN)
 def user(
     ctx: typer.Context,
-    which: Annotated[str, typer.Argument(metavar="USER", help="name or id")],
-    new: Annotated[bool, typer.Option("--new", help="make it")] = False,
-    tenant: Annotated[str, typer.Option(help="with --new; default: your own")] = "",
+    which: Annotated[str, typer.Argument(metavar="USER", help="name or id of the user")],
+    new: Annotated[bool, typer.Option("--new", help="create the user")] = False,
+    tenant: Annotated[
+        str, typer.Option(help="with --new: tenant of the user; default: your own")
+    ] = "",
     weight: Weight = None,
     output: Format = Output.table,
 ) -> None:
@@ -1066,7 +1113,7 @@ def user(
     `roundhouse key add USER` gives them a key.
     """
     if tenant and not new:
-        raise typer.BadParameter("a user stays in its tenant: --tenant is for --new")
+        raise typer.BadParameter("--tenant needs --new: an existing user cannot change tenants")
     given = {} if weight is None else {"weight": weight}
     with _client(ctx) as client:
         if new:
@@ -1083,10 +1130,10 @@ def _new_user(client: Client, body: JSON, tenant: str) -> JSON:
 
 # --- enrolment of devices -------------------------------------------------------------------------
 
-device = typer.Typer(cls=_Verbs, help="Let devices in, or out.", no_args_is_help=True)
+device = typer.Typer(cls=_Verbs, help="Enrol and revoke devices.", no_args_is_help=True)
 app.add_typer(device, name="device", rich_help_panel=ADMIN)
 
-_DeviceId = Annotated[str, typer.Argument(metavar="DEVICE", help="like gpu7.0")]
+_DeviceId = Annotated[str, typer.Argument(metavar="DEVICE", help="a device such as gpu7.0")]
 
 
 @device.command("key")
@@ -1107,15 +1154,19 @@ def show_island_key(
     with _client(ctx) as client:
         key = client.get(f"/v1/islands/{island}")["key"]
     if key is None:
-        _fail(NOT_FOUND, Text(f"Island {island} has no key yet; its scheduler makes it."))
+        _fail(NOT_FOUND, Text(f"Island {island} has no key yet; its scheduler creates the key."))
     typer.echo(key)
 
 
 @device.command("enrol")
 def enrol_devices(
     ctx: typer.Context,
-    devices: Annotated[list[str], typer.Argument(metavar="DEVICE...", help="of one host")],
-    key: Annotated[str, typer.Option(help="what `roundhouse device key` prints there")],
+    devices: Annotated[
+        list[str], typer.Argument(metavar="DEVICE...", help="all devices of this host")
+    ],
+    key: Annotated[
+        str, typer.Option(help="public key that `roundhouse device key` prints on that host")
+    ],
     output: Format = Output.table,
 ) -> None:
     """Enrol devices of a host: messages that the host signs with its key are accepted."""
@@ -1145,10 +1196,10 @@ def revoke_device(ctx: typer.Context, id: _DeviceId, output: Format = Output.tab
 
 # --- webhooks -------------------------------------------------------------------------------------
 
-webhook = typer.Typer(cls=_Verbs, help="Addresses told when requests end.", no_args_is_help=True)
+webhook = typer.Typer(cls=_Verbs, help="URLs notified when a request ends.", no_args_is_help=True)
 app.add_typer(webhook, name="webhook", rich_help_panel=ADMIN)
 
-_WebhookId = Annotated[str, typer.Argument(metavar="WEBHOOK", help="its id")]
+_WebhookId = Annotated[str, typer.Argument(metavar="WEBHOOK", help="id of the webhook")]
 
 
 @webhook.command("list")
@@ -1164,7 +1215,8 @@ def add_webhook(
     ctx: typer.Context,
     url: Annotated[str, typer.Argument(metavar="URL", help="a public http or https address")],
     on: Annotated[
-        list[str] | None, typer.Option("--on", help="done, failed, cancelled; default: all")
+        list[str] | None,
+        typer.Option("--on", help="outcomes: done, failed, cancelled; repeatable; default: all"),
     ] = None,
     output: Format = Output.table,
 ) -> None:
@@ -1179,7 +1231,7 @@ def add_webhook(
 def rotate_webhook(
     ctx: typer.Context,
     id: _WebhookId,
-    overlap_s: Annotated[float, typer.Option(help="both secrets sign for so long")] = 86_400.0,
+    overlap_s: Annotated[float, typer.Option(help="seconds in which both secrets sign")] = 86_400.0,
     output: Format = Output.table,
 ) -> None:
     """Give a webhook a new secret, and print the secret, once."""
@@ -1207,7 +1259,7 @@ def list_deliveries(ctx: typer.Context, id: _WebhookId, output: Format = Output.
 @webhook.command("redeliver")
 def redeliver(
     ctx: typer.Context,
-    id: Annotated[str, typer.Argument(metavar="DELIVERY", help="its id")],
+    id: Annotated[str, typer.Argument(metavar="DELIVERY", help="id of the delivery")],
     output: Format = Output.table,
 ) -> None:
     """Send a message again, at once."""
@@ -1225,12 +1277,12 @@ def delete_webhook(ctx: typer.Context, id: _WebhookId) -> None:
 
 # --- keys and service accounts --------------------------------------------------------------------
 
-key = typer.Typer(cls=_Verbs, help="API keys: make, rotate, revoke.", no_args_is_help=True)
+key = typer.Typer(cls=_Verbs, help="API keys: create, rotate, revoke.", no_args_is_help=True)
 account = typer.Typer(cls=_Verbs, help="Service accounts: users that are programs.")
 app.add_typer(key, name="key", rich_help_panel=ADMIN)
 app.add_typer(account, name="account", rich_help_panel=ADMIN)
 
-_KeyId = Annotated[str, typer.Argument(metavar="KEY", help="its id: rh_ID_...")]
+_KeyId = Annotated[str, typer.Argument(metavar="KEY", help="public id of the key: rh_ID_...")]
 
 
 @key.command("list")
@@ -1246,13 +1298,16 @@ def list_keys(ctx: typer.Context, output: Format = Output.table) -> None:
 @key.command("add")
 def add_key(
     ctx: typer.Context,
-    user: Annotated[str, typer.Argument(metavar="USER", help="name or id, also of an account")],
-    name: Annotated[str, typer.Option(help="what it is for; default: the user's name")] = "",
+    user: Annotated[
+        str, typer.Argument(metavar="USER", help="name or id of a user or a service account")
+    ],
+    name: Annotated[str, typer.Option(help="purpose of the key; default: the user's name")] = "",
     role: Annotated[str, typer.Option(help="viewer, member, tenant_admin")] = "member",
     scope: Annotated[
-        list[str] | None, typer.Option(help="all it may do, such as work:write; repeatable")
+        list[str] | None,
+        typer.Option(help="restrict the key to this scope, such as work:write; repeatable"),
     ] = None,
-    expires: Annotated[str, typer.Option(help="when, as 2026-11-21T12:00:00Z")] = "",
+    expires: Annotated[str, typer.Option(help="expiry, such as 2026-11-21T12:00:00Z")] = "",
     output: Format = Output.table,
 ) -> None:
     """Create a key; prints it, once."""
@@ -1267,7 +1322,9 @@ def add_key(
 def rotate_key(
     ctx: typer.Context,
     id: _KeyId,
-    overlap_s: Annotated[float, typer.Option(help="the old one stays good so long")] = 86_400.0,
+    overlap_s: Annotated[
+        float, typer.Option(help="seconds in which the old key stays valid")
+    ] = 86_400.0,
     output: Format = Output.table,
 ) -> None:
     """Create a key that replaces this one; prints it, once."""
@@ -1296,7 +1353,7 @@ def list_accounts(ctx: typer.Context, output: Format = Output.table) -> None:
 def add_account(
     ctx: typer.Context,
     name: Annotated[str, typer.Argument(metavar="NAME")],
-    tenant: Annotated[str, typer.Option(help="name or id; default: your own")] = "",
+    tenant: Annotated[str, typer.Option(help="name or id of the tenant; default: your own")] = "",
     output: Format = Output.table,
 ) -> None:
     """Create a service account; `roundhouse key add NAME` gives it a key."""
@@ -1316,9 +1373,11 @@ def _named(client: Client, kind: str, which: str) -> JSON:
     listed = list(client.items(f"/v1/{kind}s"))
     found = [item for item in listed if which in (item["id"], item["name"], short(item["id"]))]
     if len(found) > 1:
-        raise typer.BadParameter(f"{which} is {', '.join(item['id'] for item in found)}; say which")
+        raise typer.BadParameter(
+            f"{which} is ambiguous: {', '.join(item['id'] for item in found)}; give an id"
+        )
     if not found:
-        told = f"no {kind} that you see is called {which!r}"
+        told = f"no visible {kind} has the name or id {which!r}"
         raise _not_found(told)
     return found[0]
 
@@ -1341,14 +1400,14 @@ def _changed_kinds(now: JSON, given: list[str]) -> JSON:
     for text in given:
         kind, equals, devices = text.partition("=")
         if not equals:
-            raise typer.BadParameter(f"{text!r} is not KIND=DEVICES, such as cuda=4")
+            raise typer.BadParameter(f"must be KIND=DEVICES, such as cuda=4; got {text!r}")
         kinds[kind] = _number_or_none(kind, devices)
     return {kind: devices for kind, devices in kinds.items() if devices is not None}
 
 
 def _number_or_none(name: str, text: str) -> int | None:
     if text != "none" and not (text.isascii() and text.isdecimal()):
-        raise typer.BadParameter(f"{name} is {text!r}: give {_A_BOUND}")
+        raise typer.BadParameter(f"{name} must be {_A_BOUND}; got {text!r}")
     return None if text == "none" else int(text)
 
 

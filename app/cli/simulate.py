@@ -37,7 +37,7 @@ ANSWER_S = 120.0  # time for a service to replay its history
 
 def _finite(seconds: float | None) -> float | None:
     if seconds is not None and not math.isfinite(seconds):
-        raise typer.BadParameter(f"{seconds} is not a number of seconds or days")
+        raise typer.BadParameter(f"must be a number of seconds or days; got {seconds}")
     return seconds
 
 
@@ -52,25 +52,51 @@ def _half_life_days(days: float | None) -> float | None:
 
 Several = list[str] | None
 Devices = Annotated[
-    str, typer.Option("--devices", "-d", help="640, or by kind cuda=512,cpu=16", metavar="DEVICES")
+    str,
+    typer.Option(
+        "--devices",
+        "-d",
+        help="number of devices, such as 640, or by kind: cuda=512,cpu=16",
+        metavar="DEVICES",
+    ),
 ]
 Named = Annotated[
-    Several, typer.Option("--policy", help=f"of {', '.join(POLICIES)}; repeatable, side by side")
+    Several,
+    typer.Option("--policy", help=f"one of {', '.join(POLICIES)}; repeat to compare policies"),
 ]
-Weights = Annotated[Several, typer.Option("--weights", help="TENANT=WEIGHT,...; 1 if not given")]
-Guarantees = Annotated[Several, typer.Option("--guarantee", help="TENANT=KIND:DEVICES; repeatable")]
-Limits = Annotated[Several, typer.Option("--limit", help="the same; the kind * is all kinds")]
+Weights = Annotated[
+    Several, typer.Option("--weights", help="weights: TENANT=WEIGHT,...; default 1")
+]
+Guarantees = Annotated[
+    Several, typer.Option("--guarantee", help="guaranteed devices: TENANT=KIND:DEVICES; repeatable")
+]
+Limits = Annotated[
+    Several,
+    typer.Option("--limit", help="maximum of devices: TENANT=KIND:DEVICES; * means all kinds"),
+]
 PauseCost = Annotated[
     float | None,
-    typer.Option(min=0, callback=_finite, help="a pause holds devices so long; 60 for a list"),
+    typer.Option(
+        min=0,
+        callback=_finite,
+        help="seconds that a pause occupies devices; default for a list: 60",
+    ),
 ]
 ResumeCost = Annotated[
     float | None,
-    typer.Option(min=0, callback=_finite, help="so does going on, before it steps; 60 for a list"),
+    typer.Option(
+        min=0,
+        callback=_finite,
+        help="seconds that a resume occupies devices; default for a list: 60",
+    ),
 ]
 ResizeCost = Annotated[
     float | None,
-    typer.Option(min=0, callback=_finite, help="and a resize; half of both together if not given"),
+    typer.Option(
+        min=0,
+        callback=_finite,
+        help="seconds that a resize occupies devices; default: half of a pause and a resume",
+    ),
 ]
 
 
@@ -84,7 +110,7 @@ def replay_file(source: Path, asked: Asked) -> JSON:
     `took_s`]}.
     """
     if asked.devices is None:
-        raise typer.BadParameter("say how many --devices there are: 640, or cuda=512,cpu=16")
+        raise typer.BadParameter("--devices is needed: a number such as 640, or cuda=512,cpu=16")
     kind = next(iter(asked.devices))
     trace = opened(source, kind=kind, tier=asked.tier, expected=not asked.unknown)
     setup = setup_of(trace, asked)
@@ -94,7 +120,7 @@ def replay_file(source: Path, asked: Asked) -> JSON:
         try:
             _, report = run(replace(setup, named=name))
         except Broken as error:
-            told = f"{source} cannot be replayed: the scheduler broke a rule of its own"
+            told = f"{source} cannot be replayed: the scheduler broke one of its invariants"
             raise Unreadable(f"{told}: {error}") from error
         runs.append({**report, "took_s": round(time.process_time() - began_s, 2)})
     jobs = len(setup.arrivals)
@@ -105,7 +131,10 @@ def setup_of(trace: Trace, asked: Asked) -> Setup:
     devices = asked.devices or {}
     unknown = {arrival.kind for arrival in trace.arrivals} - set(devices)
     if unknown:
-        told = f"jobs ask for {', '.join(sorted(unknown))}; say how many with --devices KIND=N,..."
+        told = (
+            f"jobs ask for {', '.join(sorted(unknown))}; give their number with --devices "
+            "KIND=N,..."
+        )
         raise typer.BadParameter(told)
     pause_s = SWITCH_S if asked.pause_s is None else asked.pause_s
     resume_s = SWITCH_S if asked.resume_s is None else asked.resume_s
@@ -132,9 +161,9 @@ def opened(source: Path, *, kind: str, tier: str, expected: bool) -> Trace:
     except BadTrace as error:
         raise Unreadable(f"{source}, {error}") from error
     except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise Unreadable(f"{source} cannot be read: {error}") from error
+        raise Unreadable(f"cannot read {source}: {error}") from error
     if not trace.arrivals:
-        raise Unreadable(f"{source} holds no jobs; its first line must name the columns")
+        raise Unreadable(f"{source} has no jobs; its first line must name the columns")
     return trace
 
 
@@ -163,7 +192,9 @@ def _tenants(trace: Trace, asked: Asked) -> list[Tenant]:
     for option, named in given.items():
         if stranger := next((name for name in named if name not in names), None):
             shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
-            raise typer.BadParameter(f"--{option}: no tenant {stranger!r} here; there are {shown}")
+            raise typer.BadParameter(
+                f"--{option}: unknown tenant {stranger!r}; the tenants are {shown}"
+            )
     return [
         Tenant(
             id=name,
@@ -185,7 +216,9 @@ def parse_devices(text: str) -> dict[str, int]:
         return {"cuda": _above_0("--devices", text)}
     pairs = [pair.partition("=") for pair in text.split(",")]
     if not all(kind and equals for kind, equals, _ in pairs):
-        raise typer.BadParameter(f"--devices {text!r} is not a number or KIND=N,..., as cuda=64")
+        raise typer.BadParameter(
+            f"--devices must be a number or KIND=N,..., such as cuda=64; got {text!r}"
+        )
     return {kind.strip(): _above_0("--devices", count) for kind, _, count in pairs}
 
 
@@ -198,7 +231,9 @@ def parse_weights(given: Several) -> dict[str, float]:
         except ValueError:
             equals = ""
         if not equals or not 0.001 <= found[name] <= 1e6:
-            raise typer.BadParameter(f"--weights {text!r} is not TENANT=WEIGHT with 0.001 to 1e6")
+            raise typer.BadParameter(
+                f"--weights must be TENANT=WEIGHT with a weight of 0.001 to 1e6; got {text!r}"
+            )
     return found
 
 
@@ -208,7 +243,9 @@ def parse_kinds(option: str, given: Several) -> dict[str, dict[str, int]]:
         name, equals, rest = text.rpartition("=")
         kind, colon, count = rest.partition(":")
         if not (equals and colon and name and kind) or _count(count) is None:
-            raise typer.BadParameter(f"{option} {text!r} is not TENANT=KIND:DEVICES, as lab=cuda:4")
+            raise typer.BadParameter(
+                f"{option} must be TENANT=KIND:DEVICES, such as lab=cuda:4; got {text!r}"
+            )
         found.setdefault(name, {})[kind] = int(count)
     return found
 
@@ -223,7 +260,7 @@ def _count(text: str) -> int | None:
 
 def _above_0(option: str, text: str) -> int:
     if not (count := _count(text.strip())):
-        raise typer.BadParameter(f"{option} {text!r} is not a number of devices above 0")
+        raise typer.BadParameter(f"{option} must be a number of devices above 0; got {text!r}")
     return count
 
 
@@ -245,7 +282,7 @@ def told(value: JSON) -> RenderableType:
 
 def _facts(value: JSON) -> list[tuple[str, object]]:
     first = value["runs"][0]
-    too_wide = f"{first['left_out']} ask for more than there is" if first["left_out"] else ""
+    too_wide = f"{first['left_out']} ask for more devices than exist" if first["left_out"] else ""
     return [
         ("jobs", value["jobs"]),
         ("of", value.get("trace")),
@@ -299,8 +336,8 @@ def write_plot(value: JSON, file: Path) -> None:
     try:
         file.write_text(replay_svg.svg(value["runs"], title=title), encoding="utf-8")
     except OSError as error:
-        raise Unreadable(f"{file} cannot be written: {error}") from error
-    err().print(f"Drawn in {file}.")
+        raise Unreadable(f"cannot write {file}: {error}") from error
+    err().print(f"Wrote the plot to {file}.")
 
 
 # --- the verb -----------------------------------------------------------------------------------
@@ -328,7 +365,10 @@ class Asked:
 def simulate(
     ctx: typer.Context,
     source: Annotated[
-        Path, typer.Argument(metavar="TRACE|history", help="a list of jobs (.csv, .csv.gz, sacct)")
+        Path,
+        typer.Argument(
+            metavar="TRACE|history", help="a list of jobs (.csv, .csv.gz, sacct), or `history`"
+        ),
     ],
     devices: Devices = "",
     policy: Named = None,
@@ -337,27 +377,37 @@ def simulate(
     limit: Limits = None,
     half_life: Annotated[
         float | None,
-        typer.Option("--half-life", callback=_half_life_days, help="of usage, in days; 0: never"),
+        typer.Option(
+            "--half-life",
+            callback=_half_life_days,
+            help="half-life of usage in days; 0: usage never decays",
+        ),
     ] = None,
     slice_s: Annotated[
         float | None,
-        typer.Option("--slice", min=0.1, callback=_finite, help="in seconds; else by the costs"),
+        typer.Option(
+            "--slice",
+            min=0.1,
+            callback=_finite,
+            help="length of a time slice in seconds; default: from the costs",
+        ),
     ] = None,
     pause_s: PauseCost = None,
     resume_s: ResumeCost = None,
     resize_s: ResizeCost = None,
-    tier: Annotated[str, typer.Option(help="of jobs that name none")] = "basic",
+    tier: Annotated[str, typer.Option(help="tier of jobs without one")] = "basic",
     unknown: Annotated[
-        bool, typer.Option("--unknown-durations", help="the scheduler knows no durations")
+        bool,
+        typer.Option("--unknown-durations", help="hide the durations of jobs from the scheduler"),
     ] = False,
     until: Annotated[
         float | None,
-        typer.Option("--until", min=0.00001, callback=_finite, help="stop after so many days"),
+        typer.Option("--until", min=0.00001, callback=_finite, help="stop after this many days"),
     ] = None,
-    output: Annotated[Output, typer.Option("--output", "-o", help="how to print it")] = (
+    output: Annotated[Output, typer.Option("--output", "-o", help="output format")] = (
         Output.table
     ),
-    draw: Annotated[Path | None, typer.Option("--plot", help="an SVG to write")] = None,
+    draw: Annotated[Path | None, typer.Option("--plot", help="SVG file to write")] = None,
 ) -> None:
     """Replay a list of jobs, or `history`, through the scheduler: waits, shares, pauses."""
     asked = Asked(
@@ -390,7 +440,7 @@ def parse_policies(given: Several) -> list[str]:
 
 def _one_of(what: str, name: str, words: Iterable[str]) -> str:
     if name not in words:
-        raise typer.BadParameter(f"there is no {what} {name!r}; there are {', '.join(words)}")
+        raise typer.BadParameter(f"{what} must be one of {', '.join(words)}; got {name!r}")
     return name
 
 
@@ -400,7 +450,9 @@ def _one_of(what: str, name: str, words: Iterable[str]) -> str:
 def ask(who: credentials.Login, asked: Asked) -> JSON:
     """Return the answer of POST /v1/simulations; raises Problem and Unreachable."""
     if len(asked.named) > 1 or asked.until_s is not None or asked.unknown:
-        raise typer.BadParameter(f"{HISTORY} takes one --policy, and no --until: it is told as is")
+        raise typer.BadParameter(
+            f"{HISTORY} takes exactly one --policy, and neither --until nor --unknown-durations"
+        )
     given = {
         "policy": asked.named[0],
         "devices": asked.devices,

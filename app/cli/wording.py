@@ -136,7 +136,7 @@ def asked(verb: str, given: str, now: JSON) -> Text:
     if verb == "resume":
         return words(f"{given}: resumed. `roundhouse why {given}` says when it runs.")
     if verb == "pause":
-        told, next_ = "paused.", f"`roundhouse resume {given}` lets it go on."
+        told, next_ = "paused.", f"`roundhouse resume {given}` resumes it."
         if on_devices:
             told = f"pause requested{_at_step(on_devices)}."
             next_ = f"It stops at its next safe point and frees its device. {next_}"
@@ -207,7 +207,7 @@ OUTPUTS = [
     Column("TASK", lambda o: o["task"]),
     Column("OUTPUT", lambda o: o["name"]),
     Column("SIZE", lambda o: size(o["size_bytes"]), right=True),
-    Column("FILE", lambda o: o["file"] or "none: publish it to get a file"),
+    Column("FILE", lambda o: o["file"] or "none: publish the output to get a file"),
     Column("DATABLOCK", lambda o: o["datablock"]),
 ]
 
@@ -234,8 +234,8 @@ def no_outputs(value: JSON) -> Text:
     """Say that a request or task has no outputs."""
     text = words(f"{value['name']} ({value['phase']}) has no outputs or artifacts.")
     return text.append(
-        "\n  A task gives what its descriptor names in `outputs`; a command, what it leaves in its"
-        " folder artifacts."
+        "\n  The outputs of a task are named in its descriptor (`outputs`); a command can also "
+        "write files to its folder `artifacts`."
     )
 
 
@@ -380,8 +380,8 @@ def _steps(stay: JSON) -> str:
 
 _WHAT_TO_DO = {
     "wait": "Clears when",
-    "change_request": "You can change that: it clears when",
-    "ask_admin": "Ask an administrator: it clears when",
+    "change_request": "You can change this. It clears when",
+    "ask_admin": "Ask an administrator. It clears when",
 }
 
 
@@ -729,8 +729,8 @@ def bundle(code: Bundle) -> Text:
     if code.withheld:
         some = ", ".join(code.withheld[:5]) + (", ..." if len(code.withheld) > 5 else "")
         told = (
-            f"not sent, as it may hold secrets: {some}"
-            f" (a line !{code.withheld[0]} in {_IGNORE_FILE} sends it)"
+            f"not sent, as it may contain secrets: {some} (to send it, add a line "
+            f"!{code.withheld[0]} to {_IGNORE_FILE})"
         )
         text.append("\n  ").append_text(words(told, "yellow"))
     return text
@@ -740,15 +740,15 @@ def unparsed(found: JSON) -> Text:
     """List the Python files in the bundle that do not parse, if there are any."""
     text = Text("  sent")
     for name, why in found.get("unparsed", {}).items():
-        text.append("\n  ").append_text(words(f"{name} does not parse: {why}", "yellow"))
+        text.append("\n  ").append_text(words(f"{name} has a syntax error: {why}", "yellow"))
     return text
 
 
 def too_large(code: Bundle) -> Text:
-    text = Text("  The biggest of its files:")
+    text = Text("  Its largest files:")
     for name, held in code.biggest():
         text.append("\n    ").append_text(words(f"{size(held):>10}  {name}"))
-    return text.append(f"\n  Name what the job does not need in {_IGNORE_FILE}.")
+    return text.append(f"\n  List unneeded files in {_IGNORE_FILE}.")
 
 
 def problem(error: Problem) -> Text:
@@ -767,14 +767,14 @@ def problem(error: Problem) -> Text:
 
 _ACTIONS = {
     "validation-error": "Nothing was changed.",
-    "unsatisfiable": "roundhouse devices shows what there is.",
-    "queue-full": "roundhouse ps lists what waits.",
-    "idempotency-key-reused": "Take another --idempotency-key for another request.",
-    "unauthenticated": "roundhouse login, or set ROUNDHOUSE_KEY.",
-    "insufficient-scope": "roundhouse whoami shows your role.",
-    "not-found": "roundhouse ps -a lists what is yours.",
-    "unavailable": "Nothing is lost; try again in a moment.",
-    "internal": "An administrator finds the cause in the log of the API.",
+    "unsatisfiable": "`roundhouse devices` lists the existing devices.",
+    "queue-full": "`roundhouse ps` lists queued tasks.",
+    "idempotency-key-reused": "Use another --idempotency-key for another request.",
+    "unauthenticated": "Run `roundhouse login`, or set ROUNDHOUSE_KEY.",
+    "insufficient-scope": "`roundhouse whoami` shows your role.",
+    "not-found": "`roundhouse ps -a` lists your requests.",
+    "unavailable": "Nothing was lost; try again in a moment.",
+    "internal": "An administrator can find the cause in the log of the API.",
 }
 
 

@@ -181,7 +181,7 @@ def test_an_answer_by_somebody_else_is_a_problem_too(server: Scripted) -> None:
         handler.wfile.write(b"<html>sign in to the hotel's network</html>")
 
     server.replies = [page]
-    with server.client() as client, pytest.raises(Problem, match="no Roundhouse service"):
+    with server.client() as client, pytest.raises(Problem, match="Not a Roundhouse service"):
         client.get("/v1/me")
 
 

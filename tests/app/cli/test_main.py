@@ -342,15 +342,15 @@ class TestSubmit:
         before = run("submit", "code/main.py", "--epochs", "2")
         assert before.exit_code == 2, before.output
         said = " ".join(before.stderr.replace("│", "").split())
-        assert "stand behind --, as in `roundhouse submit train.py -- --epochs 2`" in said
+        assert "belong after --, as in `roundhouse submit train.py -- --epochs 2`" in said
         behind = run("submit", "code/main.py", "--", "--watch")
-        assert "--watch stands behind --, so it goes to the script" in behind.stderr
+        assert "--watch stands after --, so it is passed to the script" in behind.stderr
 
     def test_what_may_be_secret_stays_here_and_is_told(self, run, code):
         (code / ".env").write_text("TOKEN=1\n")
         result = run("submit", code, "--job", "train:Train")
         assert result.exit_code == 0, result.output
-        assert "not sent, as it may hold secrets: .env" in result.stderr
+        assert "not sent, as it may contain secrets: .env" in result.stderr
         assert "1 file" in result.stderr
 
     def test_a_file_whose_bundle_lies_beside_it_wherever_one_stands(
@@ -392,7 +392,7 @@ class TestSubmit:
         (code / "unique.py").write_text(f"# {time.time_ns()}\n")
         words = ("submit", "--job", "train:Train", "--bundle", code)
         assert "sent" in run(*words).stderr
-        assert "has it already" in run(*words).stderr
+        assert "already has it" in run(*words).stderr
 
     def test_code_that_is_too_large_is_told_with_its_biggest_files(self, run, code):
         (code / "weights.bin").write_bytes(os.urandom(300_000))
@@ -427,18 +427,22 @@ class TestSubmit:
         ("words", "code_", "said"),
         [
             (("--job", "train:Trian"), 2, "/tasks/0/run/job: "),
-            (("--job", "train:Train", "-p", "steps"), 2, "is not name=value"),
+            (("--job", "train:Train", "-p", "steps"), 2, "must be name=value"),
             (("--job", "train:Train", "-p", "stepz=3"), 2, "did you mean 'steps'?"),
             (("--job", "train:Train", "-p", "stepz=3"), 2, "(train.py, line 3)"),
-            ((), 2, "say what to submit"),
-            (("code/train.py", "--job", "a:B"), 2, "either --job or a command"),
-            ((".", "--job", "a:B"), 2, "the code is either"),
-            ((".", "--job", "a:B", "--", "python", "x.py"), 2, "either --job or a command"),
+            ((), 2, "name what to submit"),
+            (("code/train.py", "--job", "a:B"), 2, "--job and a command exclude each other"),
+            ((".", "--job", "a:B"), 2, "both name the code"),
+            (
+                (".", "--job", "a:B", "--", "python", "x.py"),
+                2,
+                "--job and a command exclude each other",
+            ),
             (("code",), 2, "--job module:Class"),
-            (("nowhere.yaml",), 2, "there is no file or folder nowhere.yaml"),
+            (("nowhere.yaml",), 2, "no such file or folder: nowhere.yaml"),
             (("--job", "train:Train", "--bundle", "nowhere"), 2, "no such folder"),
             (("--job", "train:Train", "--name", "Not A Name"), 2, "/name: "),
-            (("python", "code/train.py"), 2, "there is no file or folder python; to run a command"),
+            (("python", "code/train.py"), 2, "no such file or folder: python; to run a command"),
         ],
     )
     def test_what_is_wrong_with_it_is_told_with_its_place(self, run, code, words, code_, said):
@@ -943,7 +947,7 @@ class TestTenants:
     @pytest.mark.parametrize(
         ("words", "code_", "said"),
         [
-            (("tenant", "nobody"), 5, "no tenant that you see is called 'nobody'"),
+            (("tenant", "nobody"), 5, "no visible tenant has the name or id 'nobody'"),
             (("tenant", "alpha", "--limit", "8"), 2, "KIND=DEVICES"),
             (("tenant", "alpha", "--max-running", "many"), 2, "a number, or none"),
             (("tenant", "alpha", "--guarantee", "*=1"), 2, "/guarantee/*"),
@@ -1137,7 +1141,7 @@ class TestOutputs:
         service.ends(submitted, "done", outputs=json.dumps(given))
         listed = run("outputs", submitted)
         assert listed.exit_code == 0, listed.output
-        assert "publish it to get a file" in listed.stdout
+        assert "publish the output to get a file" in listed.stdout
         for id in (submitted, service.task_of(submitted)):
             told = run("outputs", id, "--to", "got", "-o", "json")
             assert [each["file"] for each in json.loads(told.stdout)] == [
@@ -1240,9 +1244,9 @@ class TestDatablocks:
     @pytest.mark.parametrize(
         ("words", "code", "told"),
         [
-            (("file", "other"), 2, "one of the two is datablock:NAME"),
-            (("datablock:a", "datablock:b"), 2, "one of the two is datablock:NAME"),
-            (("nowhere", "datablock:a"), 2, "nowhere cannot be read"),
+            (("file", "other"), 2, "one of the two arguments must be datablock:NAME"),
+            (("datablock:a", "datablock:b"), 2, "one of the two arguments must be datablock:NAME"),
+            (("nowhere", "datablock:a"), 2, "cannot read nowhere"),
             (("datablock:nothing", "x"), 5, "no datablock with id nothing"),
             (("cli.txt", "datablock:a"), 2, "must be .safetensors or .npy"),
         ],

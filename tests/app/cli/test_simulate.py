@@ -115,16 +115,16 @@ def test_a_plot_of_more_tenants_than_colours_sums_up_the_rest() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("jobs.csv",), "say how many --devices there are"),
-        (("jobs.csv", "-d", "0"), "not a number of devices above 0"),
+        (("jobs.csv",), "--devices is needed"),
+        (("jobs.csv", "-d", "0"), "must be a number of devices above 0"),
         (("jobs.csv", "-d", "cpu=4"), ""),
-        (("jobs.csv", "-d", "many"), "not a number or KIND=N"),
-        (("jobs.csv", "-d", "1", "--policy", "best"), "there is no policy 'best'"),
-        (("jobs.csv", "-d", "1", "--weights", "c=2"), "no tenant 'c' here; there are a, b"),
-        (("jobs.csv", "-d", "1", "--weights", "a"), "is not TENANT=WEIGHT"),
-        (("jobs.csv", "-d", "1", "--limit", "a=4"), "is not TENANT=KIND:DEVICES"),
-        (("jobs.csv", "-d", "1", "--tier", "gold"), "there is no tier 'gold'"),
-        (("nothing.csv", "-d", "1"), "nothing.csv cannot be read"),
+        (("jobs.csv", "-d", "many"), "must be a number or KIND=N"),
+        (("jobs.csv", "-d", "1", "--policy", "best"), "; got 'best'"),
+        (("jobs.csv", "-d", "1", "--weights", "c=2"), "unknown tenant 'c'; the tenants are a, b"),
+        (("jobs.csv", "-d", "1", "--weights", "a"), "must be TENANT=WEIGHT"),
+        (("jobs.csv", "-d", "1", "--limit", "a=4"), "must be TENANT=KIND:DEVICES"),
+        (("jobs.csv", "-d", "1", "--tier", "gold"), "; got 'gold'"),
+        (("nothing.csv", "-d", "1"), "cannot read nothing.csv"),
     ],
 )
 def test_wrong_use_is_told_in_words(
