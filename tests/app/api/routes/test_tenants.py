@@ -90,7 +90,7 @@ class TestTenants:
         for name in ("blue", "platform", "red"):
             assert admin.post("/v1/tenants", json={"name": name}).status_code == 201
         answer = admin.post("/v1/tenants", json={"name": "blue"})
-        assert "below red" in problem(answer, 409, "conflict-state")["detail"]
+        assert "red already has a child tenant" in problem(answer, 409, "conflict-state")["detail"]
 
     def test_a_tenant_is_not_moved_to_where_its_name_is_taken(self, root, as_):
         inner = as_("red.tenant_admin").post("/v1/tenants", json={"name": "blue"}).json()
