@@ -740,7 +740,7 @@ def unparsed(found: JSON) -> Text:
     """List the Python files in the bundle that do not parse, if there are any."""
     text = Text("  sent")
     for name, why in found.get("unparsed", {}).items():
-        text.append("\n  ").append_text(words(f"{name} has a syntax error: {why}", "yellow"))
+        text.append("\n  ").append_text(words(f"{name} cannot be parsed: {why}", "yellow"))
     return text
 
 

@@ -162,7 +162,7 @@ def test_a_file_that_is_no_descriptor_says_where_and_what(
 
 
 def test_a_folder_is_read_by_its_descriptor(folder: Path) -> None:
-    with pytest.raises(Unreadable, match=r"holds no roundhouse\.yaml"):
+    with pytest.raises(Unreadable, match=r"no roundhouse\.yaml"):
         read_descriptor(folder)
     (folder / "roundhouse.json").write_text('{"name": "x"}')
     assert read_descriptor(folder) == {"name": "x"}

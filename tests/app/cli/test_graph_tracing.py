@@ -106,7 +106,7 @@ def test_what_cannot_be_written_down_says_why():
             NotTraced, match=r"encode got 4 positional arguments: its ports are x, w, width"
         ):
             enc(1, 2, 3, 4)
-        with pytest.raises(NotTraced, match="encode is given x twice"):
+        with pytest.raises(NotTraced, match="encode got two values for x"):
             enc(g.input("x"), x=1)
         with pytest.raises(NotTraced, match="called inside itself"):
             g()

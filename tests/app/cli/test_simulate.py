@@ -85,7 +85,7 @@ def test_a_plot_is_a_picture_that_needs_nothing_else(run: Run, tmp_path: Path) -
     file.write_text(LIST.replace(",b\n", ',"<b> & ""co"""\n'))
     result = run(file, "-d", 1, "--policy", "fair", "--policy", "fifo", "--plot", "out.svg")
     assert result.exit_code == 0, result.output
-    assert "Drawn in out.svg." in result.stderr
+    assert "Wrote the plot to out.svg." in result.stderr
     root = ElementTree.parse(tmp_path / "out.svg").getroot()
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
     words = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
