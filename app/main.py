@@ -53,8 +53,9 @@ def create_app() -> FastAPI:
     app = FastAPI(
         title="Roundhouse",
         version="1",
-        summary="Many torch jobs of many teams share a few devices, and lose no step.",
-        description="Every error is `application/problem+json`; its `type` opens a page.",
+        summary="Runs the torch jobs of many teams on a few shared devices, and loses no step.",
+        description="Every error is `application/problem+json`; its `type` is the URL of an "
+        "explanation.",
         openapi_tags=probes.TAGS,
         docs_url=None,
         redoc_url=None,
@@ -130,7 +131,9 @@ def _warm() -> None:
         with transaction() as session:
             explain.warm(session)
     except SQLAlchemyError as error:
-        log.warning("who waits could not be read; the first to ask will wait for it: %s", error)
+        log.warning(
+            "could not preload queue explanations; the first request will be slow: %s", error
+        )
 
 
 async def _write_uses() -> None:
@@ -143,7 +146,7 @@ def _write_uses_once() -> None:
     try:
         auth.write_uses()
     except SQLAlchemyError as error:
-        log.warning("when keys were last used could not be written: %s", error)
+        log.warning("could not record when keys were last used: %s", error)
 
 
 class _streams_ended_by_signals:

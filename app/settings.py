@@ -31,7 +31,7 @@ def _networks(listed: str) -> str:
 def _issuer(url: str) -> str:
     parts = urlsplit(url)
     if url and parts.scheme != "https" and parts.hostname not in ("127.0.0.1", "::1", "localhost"):
-        raise ValueError("give the issuer's address with https://, or one of this machine")
+        raise ValueError("must be an https:// address, or an address of this machine")
     return url
 
 

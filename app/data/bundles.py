@@ -66,11 +66,13 @@ def inspect(path: Path) -> Contents:
             else:
                 _read_tar(file, look, zipped=head[:2] == b"\x1f\x8b")
         except (zipfile.BadZipFile, tarfile.TarError, EOFError, OSError, zlib.error) as error:
-            raise _refused("", f"not a whole zip, tar or tar.gz: {error}", "archive") from error
+            raise _refused(
+                "", f"must be a complete zip, tar or tar.gz archive: {error}", "archive"
+            ) from error
         except (NotImplementedError, RuntimeError, UnicodeError, ValueError, struct.error) as error:
-            raise _refused("", f"this archive cannot be read: {error}", "archive") from error
+            raise _refused("", f"cannot read this archive: {error}", "archive") from error
     if not look.files:
-        raise _refused("", "there is no file in it", "empty")
+        raise _refused("", "the archive contains no file", "empty")
     entry_points, unparsed, signatures = _entry_points(look.sources)
     return Contents(
         files=len(look.files),
@@ -108,11 +110,13 @@ class _Look:
     def file(self, name: str, body: IO[bytes]) -> None:
         folded = _checked(name).casefold()
         if folded in self.files or folded in self.folders:
-            raise _refused(name, "this name (or one that differs in case only) is twice", "twice")
+            raise _refused(
+                name, "this name, or one that differs only in case, occurs twice", "twice"
+            )
         self._claim(name, folded)
         self.files.add(folded)
         if len(self.files) > MAX_FILES:
-            raise _refused(name, f"more than {MAX_FILES} files", "too-many")
+            raise _refused(name, f"must have at most {MAX_FILES} files", "too-many")
         kept = self._read(name, body, keep=name.endswith(".py"))
         if name.endswith(".py") and len(kept) <= MAX_SOURCE_BYTES:
             self.sources[name] = kept
@@ -120,10 +124,10 @@ class _Look:
     def _claim(self, name: str, folded: str) -> None:
         for parent in PurePosixPath(folded).parents:
             if str(parent) in self.files:
-                raise _refused(name, f"{parent} is a file, and a folder here", "twice")
+                raise _refused(name, f"{parent} is both a file and a folder", "twice")
             self.folders.add(str(parent))
         if folded in self.files:
-            raise _refused(name, "is a file, and a folder here", "twice")
+            raise _refused(name, "this is both a file and a folder", "twice")
         if len(self.folders) > MAX_FILES * MAX_DEPTH:
             raise _refused(name, "too many folders", "too-many")
 
@@ -132,7 +136,9 @@ class _Look:
         while piece := body.read(_PIECE):
             self.unpacked_bytes += len(piece)
             if self.unpacked_bytes > self.limit:
-                raise _refused(name, f"unpacks to more than {self.limit} bytes", "too-large")
+                raise _refused(
+                    name, f"must be at most {self.limit} bytes when unpacked", "too-large"
+                )
             if keep:
                 pieces.append(piece)
         return b"".join(pieces)
@@ -141,16 +147,16 @@ class _Look:
 def _checked(name: str) -> str:
     """Return the name if it is one place inside the bundle on every system; raises BadInput."""
     if "\x00" in name or "\\" in name or any(unicodedata.category(c) in "Cc Cs" for c in name):
-        raise _refused(name, "a backslash or a control character in the name", "name")
+        raise _refused(name, "a name must not contain a backslash or a control character", "name")
     parts = name.split("/")
     if name.startswith("/") or ":" in parts[0]:
-        raise _refused(name, "an absolute path", "escapes")
+        raise _refused(name, "must not be an absolute path", "escapes")
     if ".." in parts:
-        raise _refused(name, "climbs out of its folder", "escapes")
+        raise _refused(name, "must not leave its folder", "escapes")
     if "" in parts or "." in parts:
-        raise _refused(name, "an empty part, or `.`, in the path", "name")
+        raise _refused(name, "must not have an empty part or `.` in its path", "name")
     if len(parts) > MAX_DEPTH or any(len(part.encode()) > MAX_NAME_BYTES for part in parts):
-        raise _refused(name, f"too long, or deeper than {MAX_DEPTH} folders", "name")
+        raise _refused(name, f"must be shorter, and at most {MAX_DEPTH} folders deep", "name")
     return unicodedata.normalize("NFC", name)
 
 
@@ -169,7 +175,7 @@ def _read_zip(file: IO[bytes], size: int, look: _Look) -> None:
             if kind == 0o040000 or name.endswith("/"):
                 look.folder(name)
             elif kind not in (0, 0o100000):
-                raise _refused(name, "is a link or a device, not a plain file", "not-a-file")
+                raise _refused(name, "must be a regular file; got a link or a device", "not-a-file")
             else:
                 _checked(name)
                 with archive.open(entry) as body:
@@ -182,10 +188,12 @@ def _check_directory(file: IO[bytes], size: int) -> None:
     tail = file.read()
     at = tail.rfind(b"PK\x05\x06")
     if at < 0 or len(tail) - at < 22:
-        raise _refused("", "the zip file is cut off at its end", "archive")
+        raise _refused("", "the zip file is truncated", "archive")
     entries, directory_bytes = struct.unpack_from("<HI", tail, at + 10)
     if entries > 2 * MAX_FILES or directory_bytes > _MAX_DIRECTORY_BYTES:
-        raise _refused("", f"more than {MAX_FILES} files, or its list is too long", "too-many")
+        raise _refused(
+            "", f"must have at most {MAX_FILES} files and a shorter directory", "too-many"
+        )
     file.seek(0)
 
 
@@ -202,7 +210,7 @@ class _Bounded:
         piece = self._source.read(size)
         self._left -= len(piece)
         if self._left < 0:
-            raise _refused("", "unpacks to more than the limit", "too-large")
+            raise _refused("", "exceeds the limit when unpacked", "too-large")
         return piece
 
 
@@ -216,7 +224,9 @@ def _read_tar(file: IO[bytes], look: _Look, *, zipped: bool) -> None:
                 if member.name not in (".", ""):
                     look.folder(member.name.removeprefix("./"))
             elif not member.isreg() or member.issparse():
-                raise _refused(member.name, "is a link or a device, not a file", "not-a-file")
+                raise _refused(
+                    member.name, "must be a regular file; got a link or a device", "not-a-file"
+                )
             else:
                 name = member.name.removeprefix("./")
                 _checked(name)

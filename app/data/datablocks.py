@@ -87,7 +87,7 @@ def missing(session: Session, tenant_id: str, source: Source) -> str:
     newest = there.order_by(Datablock.version.desc()).limit(_VERSIONS_TOLD)
     if versions := session.scalars(newest).all():
         told = ", ".join(f"{source.name}@{version}" for version in versions)
-        return f"your tenant has no {source.block} (any more); the newest are {told}"
+        return f"your tenant has no {source.block}; the newest versions are {told}"
     names = session.scalars(select(Datablock.name).where(*mine).distinct()).all()
     near = near_name(source.name, names)
     hint = f"did you mean {near!r}?" if near else "upload it"
@@ -273,9 +273,10 @@ def check_room(session: Session, tenant_id: str, more_bytes: int) -> None:
     if not quota or (kept := kept_bytes(session, tenant_id)) + more_bytes <= quota:
         return
     raise QuotaExceeded(
-        f"your tenant keeps {kept} bytes of datablocks, of at most {quota}, and this is"
-        f" {more_bytes} more: delete versions that nobody needs (GET /v1/datablocks lists them,"
-        " DELETE /v1/datablocks/NAME@VERSION), or have ROUNDHOUSE_DATABLOCK_QUOTA_BYTES raised"
+        f"your tenant stores {kept} of at most {quota} bytes of datablocks, and this needs "
+        f"{more_bytes} more. Delete unneeded versions (GET /v1/datablocks lists them, DELETE "
+        "/v1/datablocks/NAME@VERSION deletes one), or ask an administrator to raise "
+        "ROUNDHOUSE_DATABLOCK_QUOTA_BYTES"
     )
 
 

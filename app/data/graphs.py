@@ -85,7 +85,10 @@ def _of_task(session: Session, tenant_id: str, task: TaskDescriptor, pointer: st
         sha256 = task.run.graph.removeprefix("sha256:")
         row = session.get(Graph, (tenant_id, sha256))
         if row is None:
-            told = f"your tenant has no such graph; send it whole, or with PUT /v1/graphs/{sha256}"
+            told = (
+                "your tenant has no such graph; submit the whole graph, or upload it with PUT "
+                f"/v1/graphs/{sha256}"
+            )
             raise BadDescriptor((Fault(pointer, told, "unknown-graph"),))
         sent = replace(read(row.body, pointer), sha256=sha256)
     if row is None:
@@ -103,7 +106,7 @@ def unknown_functions(sent: Sent, entry_points: Mapping[str, str], listed: str) 
         sort = entry_points.get(node.function)
         if sort != "function":
             there = f"is a {sort}" if sort else "is not in the bundle"
-            told = f"{node.function} {there}; a node is one of its functions: {listed}"
+            told = f"{node.function} {there}; the bundle has the functions {listed}"
             yield Fault(f"{node.where}/function", told, "unknown-entry-point")
 
 
@@ -120,9 +123,9 @@ def too_large(
             continue
         node, least = task_graph.largest(sent[task.name].graph)
         if least > offer.memory_bytes:
-            told = f"the node {node.name} takes at least {least} bytes at once"
+            told = f"the node {node.name} needs at least {least} bytes at once"
             room = f"the largest {task.devices.kind} device has {offer.memory_bytes}"
-            yield Fault(f"/tasks/{n}/run/graph", f"{told}, and {room}", "unsatisfiable")
+            yield Fault(f"/tasks/{n}/run/graph", f"{told}, but {room}", "unsatisfiable")
 
 
 def cut(
@@ -142,7 +145,9 @@ def cut(
             continue
         graph = sent[task.name].graph
         if len(graph.nodes) > MAX_NODES:
-            told = f"{len(graph.nodes)} nodes; a graph of at most {MAX_NODES} is cut for islands"
+            told = (
+                f"a graph over islands must have at most {MAX_NODES} nodes; got {len(graph.nodes)}"
+            )
             faults.append(Fault(f"/tasks/{n}/islands", told, "range"))
             continue
         speed = settings().island_link_bytes_per_s

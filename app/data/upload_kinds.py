@@ -141,7 +141,7 @@ class Code:
 
 
 def _other_bytes(wanted: Wanted, found: str, pointer: str) -> BadInput:
-    told = f"the bytes sent hash to {found}, not to the {wanted.sha256} that was said"
+    told = f"the bytes must hash to {wanted.sha256}; got {found}"
     return BadInput.at(pointer, told, "digest")
 
 

@@ -98,7 +98,7 @@ def begin(wanted: Wanted) -> Begun | Done:
     """Return how much of the upload is there; raises TooLarge or QuotaExceeded."""
     limit = wanted.sort.limit_bytes
     if wanted.size_bytes > limit:
-        raise TooLarge(f"{wanted.size_bytes} bytes; the limit is {limit}")
+        raise TooLarge(f"must be at most {limit} bytes; got {wanted.size_bytes}")
     with transaction() as session:
         if (done := wanted.sort.known(session, wanted)) is not None:
             return done
@@ -137,7 +137,9 @@ def keep(begun: Begun, at: int, body: bytes) -> None:
         is_open = session.execute(touched.returning(Upload.id)).one_or_none() is not None
         if not is_open or _received_bytes(session, begun.id) != at:
             # No row refers to the stored bytes, so garbage collection removes them.
-            raise Conflict("somebody else sends the same bytes; ask how far that is, and go on")
+            raise Conflict(
+                "another call is uploading the same bytes; ask for its progress, then continue"
+            )
         part = {"upload_id": begun.id, "at": at, "size_bytes": len(body), "place": place}
         session.execute(insert(UploadPart).values(part))
 
@@ -174,7 +176,7 @@ def _finished_by_another(wanted: Wanted) -> Done:
     with transaction() as session:
         done = wanted.sort.known(session, wanted)
     if done is None:
-        raise Conflict("what was sent of it was dropped meanwhile; send it anew")
+        raise Conflict("the partial upload was deleted meanwhile; upload it again")
     return done
 
 

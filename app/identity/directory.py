@@ -88,24 +88,24 @@ def _claims(
     try:
         return provider.claims(token, audience=audience, nonce=nonce)
     except BadToken as error:
-        raise Unauthenticated(f"this token opens nothing here: {error}") from error
+        raise Unauthenticated(f"invalid token: {error}") from error
     except Away as error:
         raise _away(error) from error
 
 
 def _away(error: Away) -> Unavailable:
-    return Unavailable(f"the identity provider does not answer as it should: {error}")
+    return Unavailable(f"the identity provider does not respond correctly: {error}")
 
 
 def _person(session: Session, provider: Provider, claims: dict[str, Any]) -> Person:
     claim = settings().oidc_claim
     given = grants.of(claims.get(claim), grants.read(settings().oidc_grants))
     if given is None:
-        raise Forbidden(f"nothing in your {claim!r} gives you a role here; ask an administrator")
+        raise Forbidden(f"your {claim!r} gives you no role here; ask an administrator")
     tenant = _tenant(session, given.tenant)
     if tenant is None:
-        told = "a tenant that does not exist here, or to several of one name"
-        raise Forbidden(f"your {claim!r} leads to {told}; ask an administrator")
+        told = "a tenant that does not exist here, or a name that several tenants have"
+        raise Forbidden(f"your {claim!r} names {told}; ask an administrator")
     id = grants.user_id(provider.issuer, str(claims["sub"]), tenant.id)
     name = _known(session, id) or _made(session, id, tenant, grants.name(claims))
     return Person(

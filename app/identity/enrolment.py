@@ -37,7 +37,9 @@ def enrol(
         session.add(row)
     elif row.key != key or row.revoked_at is not None:
         if row.revoked_at is None and not may_replace:
-            raise Conflict(f"{device} is enrolled with another key; revoke that enrolment first")
+            raise Conflict(
+                f"{device} is already enrolled with another key; revoke that enrolment first"
+            )
         if row.key != key and (known := session.get(Device, device, with_for_update=True)):
             known.incarnation, known.heard_us = "", -1
         row.key, row.enrolled_by, row.revoked_at = key, by, None
@@ -97,11 +99,11 @@ class Roster:
         """Say why this heartbeat, signed by one of `hosts`, does not count; empty if it does."""
         facts, host = alive.facts, alive.device.rpartition(".")[0] or alive.device
         if self._keys.get(alive.device) != facts.get("key"):
-            return f"{alive.device} is not enrolled with the key of the host that signed it"
+            return f"{alive.device} is not enrolled with the key that signed its message"
         if facts.get("host") != host:
-            return f"{alive.device} says that it is of another host"
+            return f"{alive.device} reports another host"
         if facts.get("island") != self.island:
-            return f"{alive.device} speaks to another island"
+            return f"{alive.device} reports another island"
         return ""
 
 

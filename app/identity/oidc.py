@@ -76,7 +76,7 @@ class Provider:
         except (JoseError, ValueError, TypeError) as error:  # joserfc trusts the types of a header
             raise BadToken(str(error).strip(": ")) from error
         if nonce is not None and claims.get("azp", self.client_id) != self.client_id:
-            raise BadToken("it was made for another client")
+            raise BadToken("the token was issued for another client")
         return claims
 
     def _signed(self, token: str) -> JSON:
@@ -123,10 +123,10 @@ class Provider:
         except httpx2.HTTPError as error:
             raise Away(str(error)) from error
         if answer.status_code >= 500:
-            raise Away(f"its token endpoint answers {answer.status_code}")
+            raise Away(f"its token endpoint answered {answer.status_code}")
         token = _object(answer).get("id_token")
         if not answer.is_success or not isinstance(token, str):
-            raise BadToken("the provider does not know this sign-in (any more)")
+            raise BadToken("the provider does not know this sign-in; it may have expired")
         return token
 
     # --- metadata and keys ---
@@ -150,14 +150,18 @@ class Provider:
         try:
             about = self._get(f"{self.issuer.rstrip('/')}/.well-known/openid-configuration")
             if about.get("issuer") != self.issuer:
-                raise Away(f"{self.issuer} says that it is {about.get('issuer')}")
+                raise Away(f"{self.issuer} reports another issuer: {about.get('issuer')}")
             missing = {"authorization_endpoint", "token_endpoint", "jwks_uri"} - about.keys()
             if missing:
-                raise Away(f"{self.issuer} does not say its {', '.join(sorted(missing))}")
+                raise Away(f"{self.issuer} does not report its {', '.join(sorted(missing))}")
             keys = KeySet.import_key_set(self._get(about["jwks_uri"]))  # type: ignore[arg-type]
         except (Away, JoseError, ValueError, KeyError) as error:
             self._away = str(error)
-            log.warning("the identity provider is taken for what it was: %s", error)
+            log.warning(
+                "cannot refresh the identity provider's metadata; the last known metadata is "
+                "used: %s",
+                error,
+            )
         else:
             self._about, self._keys = about, keys
         self._asked_s = time.monotonic()
@@ -168,7 +172,7 @@ class Provider:
         except httpx2.HTTPError as error:
             raise Away(f"{url}: {error}") from error
         if not answer.is_success:
-            raise Away(f"{url} answers {answer.status_code}")
+            raise Away(f"{url} answered {answer.status_code}")
         return _object(answer)
 
 
@@ -176,7 +180,7 @@ def _object(answer: httpx2.Response) -> JSON:
     try:
         found = answer.json()
     except ValueError as error:
-        raise Away(f"{answer.request.url} does not answer JSON") from error
+        raise Away(f"{answer.request.url} did not answer with JSON") from error
     if not isinstance(found, dict):
-        raise Away(f"{answer.request.url} does not answer a JSON object")
+        raise Away(f"{answer.request.url} did not answer with a JSON object")
     return found

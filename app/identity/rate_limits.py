@@ -199,7 +199,9 @@ class Limiter:
         with self._lock:
             first, self._away_until_s = now_s >= self._away_until_s, now_s + AGAIN_S
         if first:
-            log.warning("no call is refused for %g s, as Redis is away: %s", AGAIN_S, error)
+            log.warning(
+                "rate limits are off for %g s, because Redis is not available: %s", AGAIN_S, error
+            )
 
 
 def _of(quotas: Quotas) -> tuple[Any, ...]:

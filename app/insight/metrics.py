@@ -80,7 +80,7 @@ def read(session: Session) -> list[Metric]:
         _audit(session),
         _messages(session),
     ]
-    took = _gauge("roundhouse_reading_seconds", "how long it took to read these figures")
+    took = _gauge("roundhouse_reading_seconds", "Time to read these figures.")
     took.add_metric([], time.monotonic() - began_s)
     return [*found, took]
 
@@ -96,27 +96,27 @@ def _counter(name: str, told: str, *labels: str) -> CounterMetricFamily:
 # --- tenants ------------------------------------------------------------------------------------
 
 _BY_KIND: dict[str, tuple[str, Callable[[reports.KindShare], float | None]]] = {
-    "waiting_tasks": ("tasks that could start at once", lambda kind: kind.waiting),
-    "held_devices": ("devices under its tasks", lambda kind: kind.held),
-    "fair_devices": ("what it should hold now, among those with work", lambda kind: kind.fair),
-    "guaranteed_devices": ("what it has whenever it wants it", lambda kind: kind.guarantee),
-    "limit_devices": ("what it never holds more of, if there is a limit", lambda kind: kind.limit),
-    "borrowed_devices": ("held beyond its guarantee", lambda kind: kind.borrowed),
+    "waiting_tasks": ("Tasks that could start at once.", lambda kind: kind.waiting),
+    "held_devices": ("Devices under its tasks.", lambda kind: kind.held),
+    "fair_devices": ("Its current entitlement, among tenants with work.", lambda kind: kind.fair),
+    "guaranteed_devices": ("Its guaranteed devices.", lambda kind: kind.guarantee),
+    "limit_devices": ("Its maximum number of devices, if it has a limit.", lambda kind: kind.limit),
+    "borrowed_devices": ("Devices held beyond its guarantee.", lambda kind: kind.borrowed),
 }
 _IN_ALL: dict[str, tuple[Callable[..., Any], str, Callable[[TenantShare], float]]] = {
     "usage_seconds": (
         GaugeMetricFamily,
-        "faded usage, device-seconds times cost",
+        "Decayed usage, in device-seconds times cost.",
         lambda share: share.usage_us * US,
     ),
     "score_seconds": (
         GaugeMetricFamily,
-        "usage over weight: among siblings the lower goes first",
+        "Usage divided by weight: the sibling with the lower value goes first.",
         lambda share: share.score * US,
     ),
     "charged_seconds": (
         CounterMetricFamily,
-        "all it was ever charged, device-seconds times cost",
+        "Total charged usage, in device-seconds times cost.",
         lambda share: share.total_us * US,
     ),
 }
@@ -175,7 +175,7 @@ def _in_all(told: list[TenantShare]) -> Iterator[Metric]:
 
 
 def _below(what: str) -> str:
-    return f"{what}; those below it included"
+    return f"{what} Includes child tenants."
 
 
 def _who(share: TenantShare) -> list[str]:
@@ -188,7 +188,9 @@ Waits = Mapping[tuple[str, str], float]
 def _waiting(shares: list[TenantShare], told: list[TenantShare], waits: Waits) -> Iterator[Metric]:
     heads = _gauge(
         "roundhouse_tenant_head_wait_seconds",
-        _below("how long the first of a line has waited, in the line where that is longest"),
+        _below(
+            "How long the first task of a queue has waited, for the queue where that is longest."
+        ),
         *("tenant", "level", "kind"),
     )
     for share in told:
@@ -196,8 +198,8 @@ def _waiting(shares: list[TenantShare], told: list[TenantShare], waits: Waits) -
             if (wait_s := waits.get((share.id, kind.kind))) is not None:
                 heads.add_metric([*_who(share), kind.kind], wait_s)
     yield heads
-    tasks = _gauge("roundhouse_waiting_tasks", "tasks that could start at once", "kind")
-    longest = _gauge("roundhouse_head_wait_seconds", "the same, of all tenants", "kind")
+    tasks = _gauge("roundhouse_waiting_tasks", "Tasks that could start at once.", "kind")
+    longest = _gauge("roundhouse_head_wait_seconds", "The same, for all tenants.", "kind")
     tops = [share for share in shares if not share.depth]
     for name in [kind.kind for kind in tops[0].kinds] if tops else ():
         waiting = (kind.waiting for top in tops for kind in top.kinds if kind.kind == name)
@@ -253,7 +255,7 @@ def _devices(session: Session, now: datetime) -> Iterator[Metric]:
     )
     counted = {(island, kind, is_): n for island, kind, is_, n in session.execute(query)}
     devices = _gauge(
-        "roundhouse_devices", "devices; up: heard of and not cordoned", "island", "kind", "state"
+        "roundhouse_devices", "Devices; up: reporting and not drained.", "island", "kind", "state"
     )
     for island, kind in sorted({(island, kind) for island, kind, _ in counted}):
         for is_ in ("up", "cordoned", "down"):
@@ -261,7 +263,7 @@ def _devices(session: Session, now: datetime) -> Iterator[Metric]:
     yield devices
     ages = _gauge(
         "roundhouse_heartbeat_age_seconds",
-        "since the last heartbeat of the device that is silent longest, of those not down",
+        "Age of the oldest last heartbeat of all devices that are not down.",
         "island",
     )
     age_s = func.extract("epoch", now - func.min(Device.seen_at))
@@ -273,21 +275,21 @@ def _devices(session: Session, now: datetime) -> Iterator[Metric]:
 
 
 def _islands(session: Session, now: datetime) -> Iterator[Metric]:
-    led = _gauge("roundhouse_island_led", "1 if a scheduler leads the island", "island")
+    led = _gauge("roundhouse_island_led", "1 if a scheduler leads the island.", "island")
     age = _gauge(
         "roundhouse_island_round_age_seconds",
-        "how long ago the leading scheduler last wrote down that it had made a round",
+        "Time since the leading scheduler last recorded a round.",
         "island",
     )
     rounds = HistogramMetricFamily(
-        "roundhouse_island_round_seconds", "rounds of the leading scheduler", labels=["island"]
+        "roundhouse_island_round_seconds", "Rounds of the leading scheduler.", labels=["island"]
     )
-    events = _counter("roundhouse_task_events", "what happened to tasks", "island", "event")
-    came = _counter("roundhouse_inputs", "inputs of tasks, by the way they came", "island", "way")
-    switches = _counter("roundhouse_switches", "starts of tasks on a device", "island")
+    events = _counter("roundhouse_task_events", "Events of tasks.", "island", "event")
+    came = _counter("roundhouse_inputs", "Inputs of tasks, by source.", "island", "way")
+    switches = _counter("roundhouse_switches", "Starts of tasks on a device.", "island")
     switching = _counter(
         "roundhouse_switch_seconds",
-        "so long seats stood empty before that, once they could be taken",
+        "How long available slots were empty before these starts.",
         "island",
     )
     for row in session.scalars(select(Island).order_by(Island.name)):
@@ -315,7 +317,7 @@ def _buckets(tallied: Mapping[str, int]) -> list[tuple[str, float]]:
 
 def _unanswered(session: Session) -> Metric:
     orders = _gauge(
-        "roundhouse_orders_unanswered", "orders that a device has not taken in yet", "island"
+        "roundhouse_orders_unanswered", "Orders that a device has not acknowledged yet.", "island"
     )
     query = (
         select(Device.island, func.count(Order.id))
@@ -339,27 +341,32 @@ def _checkpoints(session: Session, now: datetime) -> Iterator[Metric]:
     size, new = func.sum(Checkpoint.size_bytes), func.sum(Checkpoint.new_bytes)
     query = select(func.count(), size, new, took_us).where(Checkpoint.id >= since)
     count, whole, fresh, times_us = session.execute(query).one()
-    made = _gauge("roundhouse_recent_checkpoints", "checkpoints of the last ten minutes")
+    made = _gauge("roundhouse_recent_checkpoints", "Checkpoints of the last ten minutes.")
     made.add_metric([], count)
     sizes = _gauge(
-        "roundhouse_recent_checkpoint_bytes", "their sizes; new: what the store grew by", "part"
+        "roundhouse_recent_checkpoint_bytes", "Their sizes; new: the growth of the store.", "part"
     )
     sizes.add_metric(["whole"], float(whole or 0))
     sizes.add_metric(["new"], float(fresh or 0))
-    times = _gauge("roundhouse_recent_checkpoint_seconds", "how long they took", "quantile")
+    times = _gauge("roundhouse_recent_checkpoint_seconds", "How long they took.", "quantile")
     for quantile, us in zip(QUANTILES, times_us or (), strict=False):
         times.add_metric([str(quantile)], us * US)
     yield from (made, sizes, times)
 
 
 def _audit(session: Session) -> Metric:
-    events = _counter("roundhouse_audit_events", "records of the audit log; they never get fewer")
+    events = _counter(
+        "roundhouse_audit_events", "Records of the audit log; the number never decreases."
+    )
     events.add_metric([], session.scalar(select(func.coalesce(func.max(AuditEvent.id), 0))) or 0)
     return events
 
 
 def _messages(session: Session) -> Metric:
-    due = _gauge("roundhouse_webhook_messages_due", "to be sent now; a few, while control works")
+    due = _gauge(
+        "roundhouse_webhook_messages_due",
+        "Deliveries that are due; few while the controller works.",
+    )
     late = select(func.count()).where(Delivery.state == "pending", Delivery.due_at <= func.now())
     due.add_metric([], session.scalar(late) or 0)
     return due

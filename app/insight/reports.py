@@ -456,8 +456,8 @@ def verdict(share: TenantShare, shares: Sequence[TenantShare]) -> str:
         entitled = sum(kind.by_weight for kind in share.kinds)
         return (
             f"Nothing of yours runs or is queued. By weight, {number(entitled)} of "
-            f"{counted(devices, 'device')} {'is' if entitled == 1 else 'are'} yours, "
-            "and whatever others leave idle."
+            f"{counted(devices, 'device')} {('is' if entitled == 1 else 'are')} yours, plus idle "
+            "devices of others."
         )
     return (
         f"{share.held} of {counted(devices, 'device')} in use by you. "

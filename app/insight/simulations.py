@@ -95,7 +95,7 @@ def _still(session: Session, island: str) -> Snapshot:
     """Return the island without its tasks; raises BadInput if there is none."""
     if session.get(Island, island) is None:
         known = ", ".join(sorted(session.scalars(select(Island.name)))) or "none"
-        raise BadInput.at("/island", f"there is no island {island!r}; there are {known}")
+        raise BadInput.at("/island", f"must be one of {known}; got {island!r}")
     return Snapshot(
         island=island,
         policy=snapshot_reader.policy(ledger.base(session)),
@@ -170,7 +170,7 @@ def _ended(session: Session, island: str, since: datetime, until: datetime) -> l
     )
     rows = list(session.execute(query))
     if len(rows) > MOST_ARRIVALS:
-        told = f"more than {MOST_ARRIVALS} tasks ended in that time; ask for a shorter one"
+        told = f"more than {MOST_ARRIVALS} tasks ended in that time; choose a shorter time"
         raise BadInput.at("/since", told, "too-many")
     return rows
 
@@ -250,7 +250,7 @@ def compare(scene: Scene, what_if: WhatIf, costs: Costs) -> list[dict[str, Any]]
     as_is = _setup(scene, costs)
     changed = _changed(as_is, what_if)
     if not _one_at_a_time.acquire(blocking=False):
-        raise Conflict("another simulation is being made here; try again when it is done")
+        raise Conflict("another simulation is running here; try again when it is done")
     try:
         ends_at_s = time.monotonic() + BUDGET_S
         return [
@@ -266,8 +266,9 @@ def _within(setup: Setup, ends_at_s: float) -> dict[str, Any]:
         return run(setup, go_on=lambda: time.monotonic() < ends_at_s)[1]
     except Stopped as stopped:
         told = (
-            f"not done within {BUDGET_S:.0f} s, {stopped.done} of {len(setup.arrivals)} tasks "
-            "ended; ask for a shorter window, fewer arrivals or a larger slice_min_s"
+            f"the simulation was not done within {BUDGET_S:.0f} s: {stopped.done} of "
+            f"{len(setup.arrivals)} tasks ended; choose a shorter window, fewer arrivals or a "
+            "larger slice_min_s"
         )
         raise BadInput.at("", told, "too-long") from None
 
@@ -305,7 +306,7 @@ def _policy(policy: Policy, what_if: WhatIf) -> Policy:
     }
     changed = replace(policy, **numbers)
     if changed.slice_min_s > changed.slice_max_s:
-        told = f"is above slice_max_s, which is {changed.slice_max_s:g}"
+        told = f"must be at most slice_max_s, which is {changed.slice_max_s:g}"
         raise BadInput.at("/slice_min_s", told, "order")
     return changed
 
@@ -313,7 +314,7 @@ def _policy(policy: Policy, what_if: WhatIf) -> Policy:
 def _imagined(devices: Sequence[Device], counts: Mapping[str, int]) -> list[Device]:
     """Return that many devices of each kind, each like the largest existing device of its kind."""
     if sum(counts.values()) > MOST_DEVICES:
-        raise BadInput.at("/devices", f"more than {MOST_DEVICES} devices", "too-many")
+        raise BadInput.at("/devices", f"must be at most {MOST_DEVICES} devices", "too-many")
     found = []
     for kind, count in counts.items():
         models = [device for device in devices if device.kind == kind]
@@ -328,7 +329,7 @@ def _tenants(tenants: Sequence[Tenant], what_if: WhatIf) -> list[Tenant]:
     for where in ("weights", "guarantees", "limits"):
         for name in getattr(what_if, where):
             if name not in names:
-                told = f"there is no tenant {name!r}"
+                told = f"unknown tenant {name!r}"
                 raise BadInput.at(f"/{where}/{escaped(name)}", told, "unknown")
     return [_tenant(tenant, what_if) for tenant in tenants]
 
@@ -341,6 +342,6 @@ def _tenant(tenant: Tenant, what_if: WhatIf) -> Tenant:
     for kind, devices in guarantee.items():
         if devices > limit.get(kind, math.inf):
             where = "limits" if name in what_if.limits else "guarantees"
-            told = f"the guarantee of {devices} is above the limit of {limit[kind]}"
+            told = f"the guarantee of {devices} must be at most the limit of {limit[kind]}"
             raise BadInput.at(f"/{where}/{escaped(name)}/{escaped(kind)}", told, "order")
     return replace(tenant, weight=round(weight * 1000), guarantee=guarantee, limit=limit)

@@ -64,7 +64,7 @@ def change_request(
     """
     if priority is not None and priority != request.priority:
         if request.state in ENDED:
-            raise Conflict(f"it is {request.state}, so its priority means nothing any more")
+            raise Conflict(f"the request is {request.state}, so its priority has no effect")
         _each(session, request, lambda task: _set(task, "priority", priority))
         request.priority = priority
         told = f"Priority set to {priority} by {by}."
@@ -79,7 +79,10 @@ def change_request(
 def cancel_task(session: Session, task: Task, *, by: str) -> None:
     """Ask to cancel the task.  Raises Conflict for a ticket, which ends with its gang."""
     if gang_tickets.is_ticket(task):
-        raise Conflict(f"it keeps seats for the task {task.gang_id}, and ends with that: cancel it")
+        raise Conflict(
+            f"the task holds devices for the task {task.gang_id}, and ends with it: cancel "
+            f"{task.gang_id}"
+        )
     if _one(session, task, _wish_cancel):
         _tell(session, task, task, "task.cancel_asked", f"Cancel requested by {by}.")
 
@@ -101,9 +104,11 @@ def save_task(session: Session, task: Task, *, by: str) -> None:
     """Ask for a checkpoint.  Raises Conflict unless the task is on a device."""
     _check_live(task)
     if task.state not in ON_A_DEVICE:
-        raise Conflict(f"it is {task.state}; only a task on a device has a new state to save")
+        raise Conflict(f"the task is {task.state}; only a task on a device has new state to save")
     if gang_tickets.is_ticket(task):
-        raise Conflict(f"it keeps seats for the task {task.gang_id}, and has no state of its own")
+        raise Conflict(
+            f"the task holds devices for the task {task.gang_id}, and has no state of its own"
+        )
     if _one(session, task, lambda one: one is task and _set(task, "save_asked", True)):
         _tell(session, task, task, "task.save_asked", f"Checkpoint requested by {by}.")
 
@@ -114,11 +119,13 @@ def move_task(session: Session, task: Task, to: str, *, by: str) -> None:
     """
     _check_live(task)
     if task.state not in ON_A_DEVICE or task.state == State.stopping:
-        raise Conflict(f"it is {task.state}; only a task on a device can be moved")
+        raise Conflict(f"the task is {task.state}; only a task on a device can be moved")
     if task.devices_min > 1 or task.gang_id:
-        raise Conflict("it needs several devices at once, and only one can be moved")
+        raise Conflict(
+            "the task needs several devices at once; only tasks on one device can be moved"
+        )
     if task.state == State.running and MOVABLE not in task.capabilities:
-        raise Conflict("its state cannot be captured, so it cannot be moved")
+        raise Conflict("the state of the task cannot be captured, so the task cannot be moved")
     if _one(session, task, lambda task: _wish_move(task, to)):
         where = "any other device" if to == ANYWHERE else to
         _tell(session, task, task, "task.move_asked", f"Move to {where} requested by {by}.")
@@ -129,13 +136,15 @@ def resize_task(session: Session, task: Task, most: int, *, by: str) -> None:
     _check_live(task)
     ranks = task.descriptor["world_size"]
     if ranks == 1:
-        raise Conflict("it has one rank, which sits on one device; see `world_size`")
+        raise Conflict("the task has one rank, which uses one device; see `world_size`")
     if "job" not in task.descriptor["run"]:
-        raise Conflict("the number of devices changes between steps, and only a job has steps")
+        raise Conflict(
+            "only a job can change its number of devices, because it does so between steps"
+        )
     if task.gang_id:
-        raise Conflict("its gang spans islands, and keeps the seats that it has there")
+        raise Conflict("the gang spans islands; its number of devices is fixed")
     if not task.devices_min <= most <= ranks:
-        told = f"its {ranks} ranks take {task.devices_min} to {ranks} devices, not {most}"
+        told = f"must be {task.devices_min} to {ranks} devices for {ranks} ranks; got {most}"
         raise BadInput.at("/devices_max", told, "range")
     if _one(session, task, lambda task: _set(task, "devices_max", most)):
         told = f"Limited to {counted(most, 'device')} by {by}."
@@ -152,7 +161,7 @@ def empty_devices(session: Session, devices: Iterable[str], *, by: str) -> None:
     fresh = query.with_for_update().execution_options(populate_existing=True)
     for task in session.scalars(fresh).all():
         if _wish(session, [task], lambda task: _wish_move(task, ANYWHERE)):
-            told = f"{by} drains {task.seat}: it moves to another device if one is free."
+            told = f"{by} drains {task.seat}: the task moves to another device if one is free."
             _tell(session, task, task, "task.move_asked", told, drains=task.seat)
 
 
@@ -166,7 +175,7 @@ def leave_devices(session: Session, devices: Iterable[str], *, by: str) -> None:
     fresh = query.with_for_update().execution_options(populate_existing=True)
     for task in session.scalars(fresh).all():
         if _drained(session, task) and _wish(session, [task], _wish_stay):
-            told = f"{by} lets {task.seat} take work again: it stays there."
+            told = f"{by} lets {task.seat} take work again: the task stays there."
             _tell(session, task, task, "task.move_withdrawn", told)
 
 
@@ -195,7 +204,7 @@ def _wish_move(task: Task, to: str) -> bool:
 
 def _check_live(wished_of: Request | Task) -> None:
     if wished_of.state in ENDED:
-        raise Conflict(f"it is already {wished_of.state}; nothing changed")
+        raise Conflict(f"the task is already {wished_of.state}; nothing was changed")
 
 
 # --- writing an action --------------------------------------------------------------------------
@@ -242,7 +251,10 @@ def _wish_hold(task: Task, hold: str) -> bool:
 
 def _wish_release(task: Task, as_admin: bool) -> bool:
     if task.hold == ADMIN_HOLD and not as_admin:
-        raise Forbidden("an administrator of the platform holds it, and only they release it")
+        raise Forbidden(
+            "an administrator of the platform paused the task; only administrators of the "
+            "platform can resume it"
+        )
     return _set(task, "hold", "")
 
 

@@ -256,7 +256,7 @@ def _tier_faults(tier: str, path: Sequence[tenant_tree.OnPath]) -> list[Fault]:
         return []
     allowed = " or ".join(TIERS[TIERS.index(best) :])
     told = f"requests of {path[0].name} may ask for {allowed}, not for {tier}"
-    return [Fault("/tier", f"{told}; ask an administrator", "tier")]
+    return [Fault("/tier", f"{told}; ask an administrator to raise it", "tier")]
 
 
 def _notify_faults(descriptor: Descriptor) -> Iterator[Fault]:
@@ -301,7 +301,7 @@ def _entry_fault(n: int, task: TaskDescriptor, entry_points: Mapping[str, str]) 
     if sort == wanted:
         return None
     if sort is not None:
-        told = f"{task.run.entry} is a {sort}, and a {task.run.kind} must be a {wanted}"
+        told = f"a {task.run.kind} must be a {wanted}; {task.run.entry} is a {sort}"
         return Fault(pointer, told, "unknown-entry-point")
     told = f"the bundle has no {wanted} {task.run.entry}; it has: "
     told += _listed(entry_points, wanted, task.run.entry)
@@ -366,7 +366,7 @@ def _continued(
             faults += _fork_faults(f"/tasks/{n}", task, before, lent)
             task = replace(task, params=before["params"], inputs={**task.inputs, **lent})
         elif task.from_checkpoint is not None:
-            told = "your tenant has no such checkpoint (any more)"
+            told = "your tenant has no such checkpoint"
             faults.append(Fault(f"/tasks/{n}/from_checkpoint", told, "unknown-checkpoint"))
         tasks.append(task)
     return replace(descriptor, tasks=tuple(tasks)), faults
@@ -385,20 +385,23 @@ def _fork_faults(
     made.
     """
     if task.run.kind == "job" and task.run.entry != before["run"].get("job"):
-        told = f"the checkpoint is one of {before['run'].get('job')}"
+        told = f"must be {before['run'].get('job')}, the job of the checkpoint"
         yield Fault(f"{pointer}/run/job", told, "another-job")
     if task.params and dict(task.params) != before["params"]:
         told = (
-            "its job was made with other parameters, and goes on with those: leave them out, or"
-            " change what they set in the job's own code"
+            "the checkpoint's job has other parameters, which cannot be changed: omit `params`, "
+            "or change the values in the code of the job"
         )
         yield Fault(f"{pointer}/params", told, "other-parameters")
     for port, source in lent.items():
         if task.inputs.get(port, source) != source:
-            told = f"its job was made with datablock:{source.block} here: leave it out, or say so"
+            told = (
+                f"the checkpoint's job has datablock:{source.block} here, which cannot be changed: "
+                "omit this input or name the same version"
+            )
             yield Fault(f"{pointer}/inputs/{escaped(port)}", told, "other-input")
     if task.world_size != before["world_size"]:
-        told = f"the checkpoint has {before['world_size']} ranks"
+        told = f"must be {before['world_size']}, as in the checkpoint"
         yield Fault(f"{pointer}/world_size", told, "other-ranks")
 
 
@@ -585,10 +588,16 @@ def _queued(session: Session, tenant_id: str) -> int:
 
 
 def _no_room(name: str, queued: int, wanted: int, most: int) -> str:
-    told = f"{name} has {queued} tasks waiting, of at most {most}; this request has {wanted}"
+    told = f"{name} has {queued} queued tasks of at most {most}; this request has {wanted}"
     if wanted > most:
-        return f"{told}, which never fit: split it, or have max_queued raised"
-    return f"{told}: cancel some, wait until some have started, or have max_queued raised"
+        return (
+            f"{told}, which exceeds the limit by itself: split the request, or ask an "
+            "administrator to raise max_queued"
+        )
+    return (
+        f"{told}: cancel some tasks, wait until some have started, or ask an administrator to "
+        "raise max_queued"
+    )
 
 
 def _request(owner: Owner, descriptor: Descriptor, body: JSON, now: datetime) -> dict[str, Any]:
@@ -664,7 +673,7 @@ def replay(session: Session, owner: Owner, once: Once) -> Answer:
     """Return the answer that the first call with this key got; raises KeyReused."""
     before = session.get_one(Idempotency, (owner.user_id, once.key), populate_existing=True)
     if (before.route, before.body_sha256) != (once.route, once.body_sha256):
-        told = "this Idempotency-Key came with another body before; take a new key for new work"
+        told = "this Idempotency-Key was used with another body before; use a new key for new work"
         raise KeyReused.at("Idempotency-Key:", told, "reused")
     assert before.status is not None, "a key is committed together with its answer"
     return Answer(before.status, json.dumps(before.response), before.location or "")

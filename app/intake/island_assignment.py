@@ -96,7 +96,7 @@ def assign_new(session: Session) -> set[str]:
 
 # --- why, for people ------------------------------------------------------------------------------
 
-NOWHERE = "So far no islands have the devices that all of its request needs."
+NOWHERE = "No set of islands has all devices of the request yet."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,7 +244,7 @@ def _release_gangs(session: Session, lost: str) -> set[str]:
 
 
 def _anew(lost: str, island: str, why: JSON) -> JSON:
-    told = f"The island {lost} is lost; {island} goes on with it. {why['because']}"
+    told = f"The island {lost} is lost; the task continues on {island}. {why['because']}"
     return {**why, "because": told}
 
 
@@ -311,7 +311,7 @@ class _Scene:
 
     def anywhere(self, work: _Work) -> Seats | None:
         island = min(self.all, default=None)
-        why = {"because": "It is to be cancelled, and any island can end it."}
+        why = {"because": "The task is being cancelled; any island can end it."}
         return None if island is None else {task.id: (island, why) for task in work.tasks}
 
     def add(self, work: _Work, found: Seats) -> None:
@@ -589,7 +589,9 @@ def _why(
     if len(able) == 1:
         told = f"Only {island} has such devices."
     else:
-        told = f"{len(able)} islands can run it; so the request is expected to end soonest, in "
+        told = (
+            f"{len(able)} islands can run the task; here the request is expected to end first, in "
+        )
         told += f"{ends_s:.0f} s." if ends_s >= 1 else "less than a second."
     return {"because": told, **why}
 

@@ -86,8 +86,8 @@ def locked(home: Path) -> Iterator[None]:
         except BlockingIOError:
             lock.seek(0)
             raise CannotStart(
-                f"Roundhouse already runs on {home} (process {lock.read().strip() or 'unknown'});"
-                f" stop that one, or set ROUNDHOUSE_HOME to another folder"
+                f"Roundhouse already runs on {home} (process {lock.read().strip() or 'unknown'}); "
+                "stop it, or set ROUNDHOUSE_HOME to another folder"
             ) from None
         lock.truncate(0)
         lock.write(f"{os.getpid()}\n")
@@ -164,8 +164,8 @@ def postgres(home: Path) -> Spec:
         _initdb(programs, data)
     if (found := (data / "PG_VERSION").read_text().strip()) != MAJOR:
         raise CannotStart(
-            f"{data} was made by Postgres {found}, and this is {MAJOR}: move it away to begin"
-            f" anew, or dump it with the old version and load it with this one"
+            f"{data} was made by Postgres {found}, but this is {MAJOR}: move the folder away to "
+            "start empty, or dump it with the old version and load it with this one"
         )
     _forget_stale_pid(data)
     folder = socket_folder(home) / "postgres"
@@ -390,7 +390,9 @@ def _private(folder: Path, owner: int) -> None:
     except FileExistsError:
         facts = folder.lstat()
         if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != owner:
-            raise CannotStart(f"{folder} is not ours (user {facts.st_uid}): remove it") from None
+            raise CannotStart(
+                f"{folder} belongs to another user ({facts.st_uid}): delete it"
+            ) from None
 
 
 def main(command: list[str]) -> int:

@@ -36,7 +36,9 @@ def main(arguments: list[str]) -> int:
     for told in found:
         sys.stderr.write(f"{told}\n")
     if found and "--break" not in arguments:
-        sys.stderr.write("Nothing was written: clients of /v1 would stumble. --break writes it.\n")
+        sys.stderr.write(
+            "Nothing was written: the change could break clients of /v1. --break writes it.\n"
+        )
         return 1
     PLACE.write_text(current(), encoding="utf-8")
     return 0

@@ -145,9 +145,7 @@ class Channel(over_redis.Channel):
     """Reads from Redis; discards what is no message, so that the worker goes on."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._complaint = Complaint(
-            log, "thrown away: somebody put into a queue what is no message"
-        )
+        self._complaint = Complaint(log, "dropped an invalid message from a queue")
         super().__init__(*args, **kwargs)
 
     def _create_client(self, asynchronous: bool = False) -> Any:
@@ -217,11 +215,11 @@ def _check(message: dict[str, Any]) -> None:
     headers, properties = message["headers"], message["properties"]
     kind = message["content-type"], message["content-encoding"], properties["body_encoding"]
     if kind != (CONTENT_TYPE, "utf-8", "base64") or headers.get("compression"):
-        raise ValueError(f"it is written as {kind}")
+        raise ValueError(f"the message must be JSON; got {kind}")
     if headers["task"] not in HEARD:
-        raise ValueError(f"nobody hears {headers['task']!r} here")
+        raise ValueError(f"no handler for {headers['task']!r}")
     if not isinstance(headers.get("expires"), str | None):
-        raise ValueError("its headers are of other types")
+        raise ValueError("the headers have invalid types")
     if not isinstance(properties["delivery_tag"], str):
-        raise ValueError("its tag is no text")
+        raise ValueError("the delivery tag is not a text")
     properties["delivery_info"].items()

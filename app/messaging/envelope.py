@@ -32,9 +32,9 @@ def opened_heartbeat(text: str, *, hosts: Container[str]) -> Alive:
     _check_storable(body, text)
     alive = decode(body)
     if not isinstance(alive, Alive):
-        raise BadMessage("it is no heartbeat")
+        raise BadMessage("not a heartbeat")
     if alive.facts.get("key") != key:
-        raise BadSignature("it was signed by another host than it says")
+        raise BadSignature("signed by another host than the message names")
     return alive
 
 
@@ -58,9 +58,9 @@ class Mail:
         """Return the messages; raises BadSignature or BadMessage."""
         key, body = _opened(text, NEWS, (self.island, *self.peers))
         if body.get("device") != self.device:
-            raise BadMessage(f"it is for {body.get('device')!r:.100}")
+            raise BadMessage(f"the message is for another device: {body.get('device')!r:.100}")
         if not isinstance(news := body.get("news"), list):
-            raise BadMessage("there is no news in it")
+            raise BadMessage("the message has no news")
         messages = [decode(one) for one in news]
         for message in messages:
             if isinstance(message, Answer):
@@ -69,7 +69,7 @@ class Mail:
 
     def _learn(self, answer: Answer, key: str) -> None:
         if key != self.island:
-            raise BadSignature("only its own island answers a device")
+            raise BadSignature("only the device's own island may send answers")
         self.peers = tuple(answer.peers)
 
 
@@ -81,7 +81,7 @@ def _sealed(signer: Signer, context: bytes, body: JSON) -> str:
 def _opened(text: str, context: bytes, known: Container[str]) -> tuple[str, JSON]:
     key, _, sealed = text.partition("\n")
     if key not in known:
-        raise BadSignature(f"{key[:16]!r} is no key that may sign it")
+        raise BadSignature(f"the key {key[:16]!r} may not sign this message")
     try:
         body = json.loads(
             unsealed(sealed.encode(), key=key, context=context),
@@ -89,14 +89,14 @@ def _opened(text: str, context: bytes, known: Container[str]) -> tuple[str, JSON
             parse_int=_int64,
         )
     except (ValueError, RecursionError) as error:
-        raise BadMessage(f"it is not JSON: {error!s:.100}") from error
+        raise BadMessage(f"not valid JSON: {error!s:.100}") from error
     if not isinstance(body, dict):
-        raise BadMessage("it is no object")
+        raise BadMessage("not a JSON object")
     return key, body
 
 
 def _refused(constant: str) -> Any:
-    raise ValueError(f"{constant} is not a number that JSON knows")
+    raise ValueError(f"{constant} is not a valid JSON number")
 
 
 def _int64(digits: str) -> int:

@@ -83,7 +83,7 @@ class _Guarded(httpcore2.SyncBackend):
         local_address: str | None = None,
         socket_options: Any = None,
     ) -> httpcore2.NetworkStream:
-        failed: Exception = _Refused("the name leads to no address that may be called")
+        failed: Exception = _Refused("the name resolves to no permitted address")
         for address in self._addresses(host, port):
             try:
                 left_s = _left_s(self._deadline_s)
@@ -93,13 +93,13 @@ class _Guarded(httpcore2.SyncBackend):
         raise failed
 
     def connect_unix_socket(self, *_: Any, **__: Any) -> httpcore2.NetworkStream:
-        raise _Refused("a socket of this machine is no address")
+        raise _Refused("sockets of this machine are not permitted")
 
     def _addresses(self, host: str, port: int) -> list[str]:
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except (socket.gaierror, UnicodeError) as error:
-            raise _Refused("the name leads nowhere") from error
+            raise _Refused("the name does not resolve") from error
         listed = dict.fromkeys(str(entry[4][0]) for entry in found)
         return [one for one in listed if may_call(ip_address(one), self._allowed)]
 

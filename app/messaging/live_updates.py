@@ -124,7 +124,7 @@ class _Listener(threading.Thread):
                 with psycopg.connect(self._conninfo, autocommit=True) as connection:
                     self._listen(connection)
             except psycopg.Error as error:
-                log.warning("listening for changes: %s", error)
+                log.warning("cannot listen for changes: %s", error)
                 self._stopping.wait(_RECONNECT_S)
 
     def _listen(self, connection: psycopg.Connection) -> None:

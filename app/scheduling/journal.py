@@ -781,7 +781,7 @@ def _empty_house(session: Session, house: _House, unheard_us: int) -> bool:
     lost = [task for task in house.tasks.values() if task.seat == here]
     share_us = unheard_us // max(1, _number_started(house.open.values(), here))
     for task in lost:
-        because = f"The worker of {here} was replaced."
+        because = f"The worker of {here} was restarted."
         lose(session, task, house.placement(task), because, unheard_us=share_us)
     for task in house.tasks.values():
         if task.image_on == here:
@@ -811,7 +811,7 @@ def _take_in_hung(session: Session, house: _House, alive: Alive) -> bool:
             continue
         if len(devices) < DEVICES_HUNG:
             told = f"{house.device.id} stopped working while this task ran on it. "
-            told += "If another device does so, too, it is not started again."
+            told += "If another device also stops working, the task is not started again."
             tell(session, task, "task.hung", told, device=house.device.id, step=task.step)
         else:
             _quarantine(session, task, devices)
@@ -821,9 +821,9 @@ def _take_in_hung(session: Session, house: _House, alive: Alive) -> bool:
 def _quarantine(session: Session, task: Task, devices: Sequence[str]) -> None:
     """Fail the task wherever it is; a device that holds the task drops it at the next answer."""
     told = (
-        f"The devices {' and '.join(devices)} stopped working while this task ran on them; it is "
-        "not started again. Look for locks, signals, and very many or very large messages in what "
-        "its code does, and submit it again."
+        f"The devices {' and '.join(devices)} stopped working while this task ran on them, so it "
+        "is not started again. Check its code for deadlocks, signals, and very many or very large "
+        "messages; then submit it again."
     )
     for placement in _open(session, Placement.task_id, [task.id]):
         _close(session, task, placement, "failed")
@@ -1005,9 +1005,9 @@ def _apply(session: Session, task: Task, placement: Placement, event: messages.E
     except (OperationalError, InterfaceError):
         raise  # the database went away: nothing is wrong with the event
     except Exception:
-        log.exception("%s of task %s cannot be written down", type(event).__name__, task.id)
+        log.exception("cannot record %s of task %s", type(event).__name__, task.id)
     if placement.ended_at is None:
-        told = f"Its process reported {type(event).__name__} in a way that makes no sense."
+        told = f"Its process sent an invalid {type(event).__name__}."
         _failed(session, task, placement, _failure(event, cause="exit", message=told))
 
 
@@ -1143,7 +1143,7 @@ def _unreached(
     the queue.
     """
     if any(guest.leaving for guest in guests):
-        lose(session, task, placement, "It could not leave devices that others wait for.")
+        lose(session, task, placement, "It could not return devices that other tasks need.")
         return
     _move(session, task, Move.Spliced)
     guest_placements.end(
@@ -1315,7 +1315,7 @@ def _finished(session: Session, task: Task, placement: Placement, event: message
     }
     lacking = sorted(set(task.descriptor.get("outputs", [])) - given)
     if lacking:
-        told = f"It finished without its declared outputs {', '.join(lacking)}."
+        told = f"It ended without its declared outputs {', '.join(lacking)}."
         _failed(session, task, placement, _failure(event, cause="exception", message=told))
         return
     if "part" in task.descriptor["run"]:
@@ -1376,11 +1376,11 @@ def _failed(session: Session, task: Task, placement: Placement, event: messages.
     if task.state in ENDED:
         _end(session, task, f"task.{task.state}", event.message, cause=event.cause)
         return
-    told = "It resumes from the checkpoint before."
+    told = "It resumes from the previous checkpoint."
     if away:
         wait_s = STORE_AGAIN_S if event.cause == "store" else 0.0
         task.retry_at = transactions.now(session) + timedelta(seconds=wait_s)
-        told = "It starts again soon; this does not count as an attempt."
+        told = "It restarts soon; this does not count as an attempt."
     elif not older:
         task.attempts += 1
         wait_s = min(RETRY_LONGEST_S, RETRY_BACKOFF_S * 2 ** (task.attempts - 1))
@@ -1552,7 +1552,7 @@ def _miss(session: Session, house: _House, alive: Alive) -> bool:
         if placement.ended_at is not None or gang_tickets.is_ticket(task):
             continue
         if place not in held | told | on_the_way:
-            lose(session, task, placement, f"{house.device.id} holds it no longer.")
+            lose(session, task, placement, f"{house.device.id} no longer has the task.")
             gone.add(place)
     for task in house.tasks.values():
         if task.image_on == house.device.id and (task.id, task.epoch) not in held:

@@ -80,7 +80,7 @@ def make_fit(session: Session, board: Board) -> None:
         if task is None or task.move_to is not None or _asked_lately(board, task):
             continue
         task.move_to, task.move_asked_at = to, transactions.now(session)
-        told = f"It is to move to {to}: a task waits that needs as large a device as {task.seat}."
+        told = f"Moving to {to}: another task needs a device as large as {task.seat}."
         journal.tell(session, task, "task.move_asked", told, to=to)
 
 
@@ -114,7 +114,7 @@ def _begin(session: Session, board: Board, task: Task, taken: set[str]) -> bool:
         until_s=board.now_s + settings().move_deadline_s,
     )
     task.move_to, task.moving = to, migration.as_json(moving)
-    told = f"It moves from {task.seat} to {to}, and is copied there while it runs."
+    told = f"Moving from {task.seat} to {to}: its state is copied while it runs."
     journal.tell(session, task, "task.moving", told, to=to, source=task.seat)
     return True
 
@@ -123,11 +123,11 @@ def _why_not(board: Board, task: Task) -> str | None:
     """Say why the move is impossible, now and later; None if it may be possible."""
     asked_at, to = task.move_asked_at, str(task.move_to)
     if task.state not in ON_A_DEVICE or task.state == State.stopping:
-        return "it holds no device any more"
+        return "the task no longer holds a device"
     if task.seat == to:
-        return "it is there already"
+        return "the task is already there"
     if task.state == State.running and MOVABLE not in task.capabilities:
-        return "its state cannot be captured"
+        return "the state of the task cannot be captured"
     if to != ANYWHERE and not _is_open(board, to):
         return f"{to} takes no work"
     if asked_at is not None and board.now_s >= asked_at.timestamp() + settings().move_deadline_s:

@@ -88,7 +88,7 @@ def _check(tensors: dict[str, Tensor], names: Iterable[str]) -> None:
         if name not in tensors:
             raise Unsayable(name, "the checkpoint has no tensor of this name")
         if tensors[name].dtype in STRANGE:
-            raise Unsayable(name, f"safetensors has no word for {tensors[name].dtype}")
+            raise Unsayable(name, f"safetensors does not support {tensors[name].dtype}")
 
 
 def _metadata(manifest: Manifest, left_out: Sequence[str]) -> dict[str, str]:

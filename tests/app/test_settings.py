@@ -13,7 +13,7 @@ def test_settings_half_life_out_of_bounds_is_refused(
     monkeypatch: pytest.MonkeyPatch, number: str
 ) -> None:
     monkeypatch.setenv("ROUNDHOUSE_HALF_LIFE_S", number)
-    with pytest.raises(ValidationError, match="a half-life is 0"):
+    with pytest.raises(ValidationError, match="must be 0"):
         Settings()
 
 

@@ -171,14 +171,14 @@ def test_without_our_seccomp_profile_a_device_refuses_to_serve(system):
     system.up("api", "island", "device-0")
     system._await("api", "service_healthy", 300)
     assert system.running["device-0"].wait(120) == 1
-    assert "its sandbox is required, and the layers" in system.log("device-0")
+    assert "its sandbox is required, but its host" in system.log("device-0")
     assert "deploy/seccomp.json" in system.log("device-0")
     client = Client(system)
     client.become_member()
-    until(lambda: "refuses to serve" in str(_ready(client)["sandbox"]["detail"]))
+    until(lambda: "takes no work" in str(_ready(client)["sandbox"]["detail"]))
     found = _ready(client)
     assert not found["sandbox"]["ok"]
-    assert "local.0: refuses to serve" in found["sandbox"]["detail"]
+    assert "local.0: takes no work" in found["sandbox"]["detail"]
     assert found["devices"]["detail"] == "0 of 1 are up"
 
 

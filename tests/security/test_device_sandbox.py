@@ -92,7 +92,7 @@ def test_make_up_where_namespaces_are_refused(tmp_path_factory, mode):
         try:
             if mode == "required":
                 assert process.wait(120) == 1
-                assert "its sandbox is required, and the layers" in output.read_text()
+                assert "its sandbox is required, but its host" in output.read_text()
                 return
             until(lambda: "Ctrl-C stops everything" in output.read_text(), 120)
             said = output.read_text()

@@ -38,8 +38,8 @@ def half_life(half_life_s: float) -> float:
     """Return the half-life if usage can fade by it; raises ValueError if not."""
     if half_life_s and not SHORTEST_HALF_LIFE_S <= half_life_s <= LONGEST_HALF_LIFE_S:
         raise ValueError(
-            f"a half-life is 0 (usage never fades), or from {SHORTEST_HALF_LIFE_S:g} s "
-            f"to {LONGEST_HALF_LIFE_S:.0f} s (100 years), and not {half_life_s:g} s"
+            f"must be 0 (usage never decays) or from {SHORTEST_HALF_LIFE_S:g} s to "
+            f"{LONGEST_HALF_LIFE_S:.0f} s (100 years); got {half_life_s:g} s"
         )
     return half_life_s
 

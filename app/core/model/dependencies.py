@@ -118,13 +118,13 @@ def _loose(n: int, task: TaskDescriptor, tasks: Mapping[str, TaskDescriptor]) ->
     for where, need in _edges(task):
         pointer = f"/tasks/{n}/{where}"
         if need.task == task.name:
-            yield Fault(pointer, f"{task.name!r} needs itself", "cycle")
+            yield Fault(pointer, f"task {task.name!r} must not need itself", "cycle")
         elif need.task not in tasks:
             hint = _hint(need.task, tasks)
-            yield Fault(pointer, f"this request has no task {need.task!r}{hint}", "unknown-task")
+            yield Fault(pointer, f"unknown task {need.task!r}{hint}", "unknown-task")
         elif need.port and need.output not in tasks[need.task].outputs:
             hint = _hint(need.output, tasks[need.task].outputs)
-            told = f"task {need.task!r} does not name {need.output!r} in its outputs{hint}"
+            told = f"task {need.task!r} has no {need.output!r} in its outputs{hint}"
             yield Fault(pointer, told, "unknown-output")
 
 
@@ -149,7 +149,9 @@ def _cycle(descriptor: Descriptor) -> Iterator[Fault]:
         path.append(next(task for task in waits if task not in sound))
     ring = path[path.index(path[-1]) :]
     n = next(n for n, task in enumerate(descriptor.tasks) if task.name == ring[0])
-    yield Fault(f"/tasks/{n}", f"a cycle of needs: {' needs '.join(ring)}", "cycle")
+    yield Fault(
+        f"/tasks/{n}", f"the tasks need each other in a cycle: {' needs '.join(ring)}", "cycle"
+    )
 
 
 # --- feasibility --------------------------------------------------------------------------------
@@ -171,12 +173,12 @@ def _too_much(task: TaskDescriptor, kinds: Mapping[str, Offer]) -> Iterator[tupl
     wanted = task.devices
     offer = kinds.get(wanted.kind)
     if offer is None:
-        known = f"there is: {', '.join(sorted(kinds))}" if kinds else "none at all has joined yet"
-        yield "devices/kind", f"there is no device of kind {wanted.kind!r} here; {known}"
+        known = f"the kinds are {', '.join(sorted(kinds))}" if kinds else "no device has joined yet"
+        yield "devices/kind", f"no device of kind {wanted.kind!r}; {known}"
         return
     if wanted.memory_bytes > offer.memory_bytes:
         told = f"the largest {wanted.kind} device has {offer.memory_bytes} bytes"
-        yield "devices/memory_bytes", f"{wanted.memory_bytes} bytes are wanted, {told}"
+        yield "devices/memory_bytes", f"{wanted.memory_bytes} bytes are requested, but {told}"
     else:
         yield from _too_many(task, offer)
 
@@ -188,13 +190,13 @@ def _too_many(task: TaskDescriptor, offer: Offer) -> Iterator[tuple[str, str]]:
     spans = task.islands if task.run.kind == "job" else 1
     if wanted.min > (most := sum(n for _, n in devices.most_common(spans))):
         where = "here" if len(devices) == 1 else f"on the largest {_islands(spans)}"
-        told = f"there are {most} {wanted.kind} devices {where}, {wanted.min} are wanted"
+        told = f"{wanted.min} {wanted.kind} devices are requested, but there are {most} {where}"
         yield "devices/min", told
     elif wanted.min > (most := offer.together(wanted.memory_bytes)) and not wanted.across_hosts:
-        told = f"they are to lie on one host, and none has more than {most}"
+        told = f"no single host has more than {most}"
         if task.run.kind in PARTING:
-            told += "; with `across_hosts: true` they may lie on several"
-        yield "devices/min", f"{wanted.min} {wanted.kind} devices are wanted; {told}"
+            told += "; set `across_hosts: true` to use several hosts"
+        yield "devices/min", f"{wanted.min} {wanted.kind} devices are requested on one host; {told}"
 
 
 def _islands(n: int) -> str:
@@ -203,12 +205,14 @@ def _islands(n: int) -> str:
 
 def _not_yet(task: TaskDescriptor) -> Iterator[tuple[str, str]]:
     if task.devices.across_hosts and task.run.kind not in PARTING:
-        told = f"a {task.run.kind} stays on one host; only jobs and graphs may lie on several"
+        told = (
+            f"a {task.run.kind} must stay on one host; only jobs and graphs can use several hosts"
+        )
         yield "devices/across_hosts", told
     if task.world_size > RANKS_ON_A_DEVICE:
-        yield "world_size", f"{RANKS_ON_A_DEVICE} ranks at most take turns on one device"
+        yield "world_size", f"at most {RANKS_ON_A_DEVICE} ranks can share one device"
     if task.world_size > 1 and task.devices.kind != "cpu":
-        yield "world_size", "several ranks take turns on devices of kind 'cpu' only, so far"
+        yield "world_size", "several ranks are supported only on devices of kind 'cpu'"
     if task.devices.max > 1 and task.run.kind not in PARTING:
-        told = "the number of devices changes between steps; only jobs and graphs have steps; set 1"
+        told = "must be 1: only jobs and graphs can change their devices between steps"
         yield "devices/max", told

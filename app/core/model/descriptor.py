@@ -52,8 +52,8 @@ _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}")
 _URL = re.compile(r"https?://[^\s/]+\S*")
 _CHECKPOINT = re.compile(r"ckp_[0-9a-f]{32}")
 
-NAME_RULE = "1 to 63 of a-z, 0-9, '.', '_' and '-', beginning with a letter or digit"
-WORD_RULE = "1 to 63 letters, digits and '_', not beginning with a digit"
+NAME_RULE = "1 to 63 of a-z, 0-9, '.', '_' and '-', starting with a letter or digit"
+WORD_RULE = "1 to 63 letters, digits and '_', not starting with a digit"
 _DIGEST_RULE = '"sha256:" and 64 hexadecimal digits'
 _CHECKPOINT_RULE = 'the id of a checkpoint: "ckp_" and 32 hexadecimal digits'
 
@@ -213,7 +213,7 @@ def parse(body: object) -> Descriptor:
     if fields.body.get("bundle") is None and any(
         task.run.entry or task.run.graph for task in descriptor.tasks
     ):
-        told = "a job, a function or a graph needs the bundle that its code lies in"
+        told = "jobs, functions and graphs need a bundle with their code"
         faults.append(Fault("/bundle", told, "missing"))
     if faults:
         raise BadDescriptor(_shortened(faults))
@@ -227,7 +227,7 @@ def _tasks(fields: Fields) -> tuple[TaskDescriptor, ...]:
     for (where, _), task in zip(found, tasks, strict=True):
         if task.name in seen:
             fields.faults.append(
-                Fault(f"{where}/name", f"a task before this is called {task.name!r} too", "twice")
+                Fault(f"{where}/name", f"the task name {task.name!r} is used twice", "twice")
             )
         seen.add(task.name or where)
     return tasks
@@ -283,7 +283,7 @@ def _run(fields: Fields) -> Run:
     if fields.body.get("command") == []:
         fields.fault("command", "must have at least one word", "missing")
     elif argv and not argv[0]:
-        fields.fault("command/0", "the first word names the program to run and must not be empty")
+        fields.fault("command/0", "the first word must be the program to run; got an empty word")
     fields.close()
     if len(given) != 1:
         return Run(kind="job")
@@ -305,18 +305,24 @@ def _check_command(fields: Fields, task: TaskDescriptor) -> None:
     argv = task.run.argv
     size = sum(len(word.encode()) for word in argv)
     if len(argv) > MAX_WORDS or size > MAX_COMMAND_BYTES:
-        told = f"{len(argv)} words of {size} bytes; at most {MAX_WORDS} of {MAX_COMMAND_BYTES}"
-        fields.fault("run/command", f"{told}: put data into a file of the bundle", "range")
+        told = (
+            f"must have at most {MAX_WORDS} words of {MAX_COMMAND_BYTES} bytes in total; got "
+            f"{len(argv)} words of {size} bytes"
+        )
+        fields.fault("run/command", f"{told}; put data into a file of the bundle", "range")
     if task.world_size > 1 and (launcher := _launcher(argv)):
         told = (
-            f"{launcher} would start the ranks a second time: each rank is started here as torchrun"
-            " would start it, so name the script itself, as in [python, train.py]"
+            f"must not be {launcher}, which would start the ranks a second time: Roundhouse starts "
+            "each rank as torchrun would. Name the script itself, as in [python, train.py]"
         )
         fields.fault("run/command", told, "launcher")
     size = len(json.dumps(dict(task.params)).encode())
     if size > MAX_COMMAND_BYTES:
-        told = f"{size} bytes; a command takes {MAX_COMMAND_BYTES} (ROUNDHOUSE_PARAMS)"
-        fields.fault("params", f"{told}: put data into a file of the bundle", "range")
+        told = (
+            f"must be at most {MAX_COMMAND_BYTES} bytes for a command (ROUNDHOUSE_PARAMS); got "
+            f"{size}"
+        )
+        fields.fault("params", f"{told}; put data into a file of the bundle", "range")
 
 
 def _launcher(argv: Sequence[str]) -> str:
@@ -334,7 +340,10 @@ def _params(fields: Fields) -> JSON:
     params = fields.mapping("params")
     size = len(json.dumps(params).encode())
     if size > MAX_PARAMS_BYTES:
-        told = f"{size} bytes; at most {MAX_PARAMS_BYTES}: put data into a file of the bundle"
+        told = (
+            f"must be at most {MAX_PARAMS_BYTES} bytes; got {size}. Put data into a file of the "
+            "bundle"
+        )
         fields.fault("params", told, "range")
     for name in params:
         if not WORD.fullmatch(name):
@@ -387,7 +396,7 @@ def _publish(fields: Fields) -> dict[str, str]:
             fields.fault(where, f"the name of a datablock must be {NAME_RULE}")
         elif name in published.values():
             fields.fault(
-                where, f"another output of this task is already published as {name!r}", "twice"
+                where, f"another output of this task is also published as {name!r}", "twice"
             )
         else:
             published[port] = name
@@ -416,7 +425,7 @@ def _devices(fields: Fields, world_size: int, usual_most: int) -> Devices:
     least = fields.integer("min", 1, least=1, most=world_size)
     most = fields.integer("max", max(least, usual_most), least=1, most=world_size)
     if least > most:
-        fields.fault("min", f"min is {least} and max is {most}", "range")
+        fields.fault("min", f"min must be at most max; got min {least} and max {most}", "range")
     devices = Devices(
         kind=fields.text("kind", "cpu", NAME, NAME_RULE),
         min=least,
@@ -446,7 +455,7 @@ def _retry(fields: Fields) -> int:
 def _labels(fields: Fields) -> dict[str, str]:
     labels = fields.mapping("labels")
     if len(labels) > MAX_LABELS:
-        fields.fault("labels", f"{len(labels)} labels; at most {MAX_LABELS}", "range")
+        fields.fault("labels", f"must have at most {MAX_LABELS} labels; got {len(labels)}", "range")
     for name, value in labels.items():
         where = f"labels/{escaped(name)}"
         if not _LABEL.fullmatch(name):
@@ -556,7 +565,7 @@ class Fields:
             where = key if len(key) <= MAX_HINTED else ""
             self.fault(escaped(where), f"unknown field {_shown(key)}; {hint}", "unknown-field")
         if (more := len(unknown) - UNKNOWN_TOLD) > 0:
-            self.fault("", f"and {more} more unknown fields", "unknown-field")
+            self.fault("", f"{more} more unknown fields", "unknown-field")
 
     def text(self, key: str, default: Any, pattern: re.Pattern[str], rule: str) -> Any:
         """Return a text, or `default` (which may be None)."""
@@ -577,7 +586,7 @@ class Fields:
             elif pattern is not None and not pattern.fullmatch(value):
                 self.fault(f"{key}/{n}", f"must be {rule}; got {_shown(value)}")
             elif pattern is not None and value in good:
-                self.fault(f"{key}/{n}", f"{value!r} is listed twice", "twice")
+                self.fault(f"{key}/{n}", f"must not list {value!r} twice", "twice")
             else:
                 good.append(value)
         return tuple(good)
@@ -667,16 +676,16 @@ def not_plain(body: object) -> Iterator[Fault]:
     while stack:
         where, value, depth = stack.pop()
         if depth > MAX_DEPTH:
-            yield Fault(where, f"nested deeper than {MAX_DEPTH} levels", "range")
+            yield Fault(where, f"must be nested at most {MAX_DEPTH} levels deep", "range")
         elif isinstance(value, dict):
             stack += [(f"{where}/{escaped(key)}", item, depth + 1) for key, item in value.items()]
             stack += [(f"{where}/{escaped(key)}", key, depth + 1) for key in value]
         elif isinstance(value, list):
             stack += [(f"{where}/{n}", item, depth + 1) for n, item in enumerate(value)]
         elif isinstance(value, float) and not math.isfinite(value):
-            yield Fault(where, f"{value} is not a number that JSON knows")
+            yield Fault(where, f"{value} is not a valid JSON number")
         elif isinstance(value, str) and not _storable(value):
-            yield Fault(where, "a text holds a NUL or half a surrogate pair")
+            yield Fault(where, "a text contains a NUL character or half a surrogate pair")
 
 
 def _storable(text: str) -> bool:

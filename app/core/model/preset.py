@@ -98,9 +98,9 @@ def sha256(params: Mapping[str, Any]) -> str:
 def differences(wanted: Mapping[str, Any], read_back: Mapping[str, Any]) -> list[str]:
     """Return a sentence for each parameter that the device did not take; empty if it took all."""
     return [
-        f"{name}: wanted {value!r}, the device says {read_back[name]!r}"
+        f"{name}: set to {value!r}, but the device reports {read_back[name]!r}"
         if name in read_back
-        else f"{name}: wanted {value!r}, the device does not say"
+        else f"{name}: set to {value!r}, but the device does not report it"
         for name, value in sorted(wanted.items())
         if name not in read_back or (type(read_back[name]), read_back[name]) != (type(value), value)
     ]

@@ -70,10 +70,16 @@ def faults(
     for word in unknown[:LISTED]:
         close = near_name(word, signature.takes)
         hint = f"; did you mean {close!r}?" if close else ""
-        yield word, f"{entry} takes no {word!r}, but {takes} ({signature.place}){hint}"
+        yield (
+            word,
+            (
+                f"{entry} has no parameter {word!r}; its parameters are {takes} "
+                f"({signature.place}){hint}"
+            ),
+        )
     if len(unknown) > LISTED:
         more = len(unknown) - LISTED
-        yield "", f"{entry} does not take {more} more of these parameters"
+        yield "", f"{entry} has {more} more unknown parameters"
     for word in signature.needs:
         if word not in given:
             yield "", f"{entry} needs the parameter {word!r} ({signature.place})"

@@ -156,7 +156,9 @@ def parse(body: object, pointer: str = "") -> TaskGraph:
     limits.close()
     found = replace(_graph(fields), memory_bytes=memory_bytes)
     if len(found.nodes) > MAX_NODES:
-        fields.fault("nodes", f"{len(found.nodes)} nodes; at most {MAX_NODES}", "range")
+        fields.fault(
+            "nodes", f"must have at most {MAX_NODES} nodes; got {len(found.nodes)}", "range"
+        )
     faults += check(found) if not faults else ()
     if faults:
         raise BadDescriptor(tuple(faults))
@@ -171,7 +173,7 @@ def _graph(fields: Fields) -> TaskGraph:
         name = inside.text("name", "", NAME, NAME_RULE)
         inside.require("name")
         if name in seen:
-            inside.fault("name", f"a node before this is called {name!r} too", "twice")
+            inside.fault("name", f"the node name {name!r} is used twice", "twice")
         seen.add(name or where)
         if inside.body.get("graph") is not None:
             nodes += _sub_graph(inside, name, made)
@@ -214,22 +216,28 @@ def _check_ports(fields: Fields, node: Node) -> None:
     """Report the faults that show in one node alone."""
     for port in node.map:
         if port not in node.inputs:
-            fields.fault(
-                "map", f"map names {port!r}, which is not an input of this node", "unbound"
-            )
+            fields.fault("map", f"{port!r} in map is not an input of this node", "unbound")
     for port in node.tensors:
         if port not in node.inputs and port not in node.outputs:
             fields.fault(f"tensors/{port}", f"{port!r} is not a port of this node", "unbound")
     for n, port in enumerate(node.inout):
         if port not in node.inputs or port not in node.outputs:
-            told = f"{port!r} is read and written, so inputs and outputs must both name it"
+            told = f"the inout port {port!r} must be in both inputs and outputs"
             fields.fault(f"inout/{n}", told, "unbound")
         elif node.inputs[port].is_list:
-            fields.fault(f"inout/{n}", f"{port!r} takes several blocks; one can be written")
+            fields.fault(
+                f"inout/{n}", f"the inout port {port!r} must have a single block; got several"
+            )
     for word in {*node.params} & {*node.inputs, *RESERVED}:
-        fields.fault(f"params/{word}", f"the function is given another {word!r}", "twice")
+        fields.fault(
+            f"params/{word}",
+            f"the name {word!r} is already used by another argument of the function",
+            "twice",
+        )
     for word in {*node.inputs} & RESERVED:
-        fields.fault(f"inputs/{word}", f"a function is given {word!r} anyway", "twice")
+        fields.fault(
+            f"inputs/{word}", f"the name {word!r} is reserved: every function gets it", "twice"
+        )
 
 
 def _inputs(fields: Fields) -> dict[str, Binding]:
@@ -241,10 +249,12 @@ def _inputs(fields: Fields) -> dict[str, Binding]:
         listed = said if isinstance(said, list) else [said]
         wrong = [n for n, one in enumerate(listed) if not _is_source(one)]
         for n in wrong:
-            told = 'a block is "NODE.OUTPUT", or "input:PORT" for an input of the task'
+            told = 'must be "NODE.OUTPUT", or "input:PORT" for an input of the task'
             fields.fault(f"{where}/{n}" if listed is said else where, told)
         if len(listed) > MAX_LISTED:
-            fields.fault(where, f"{len(listed)} blocks; at most {MAX_LISTED}", "range")
+            fields.fault(
+                where, f"must have at most {MAX_LISTED} blocks; got {len(listed)}", "range"
+            )
         if not wrong:
             found[port] = Binding(sources=tuple(listed), is_list=listed is said)
     return found
@@ -265,9 +275,9 @@ def _outputs(fields: Fields) -> dict[str, str]:
     for port, said in fields.mapping("outputs").items():
         where = f"outputs/{escaped(port)}"
         if not WORD.fullmatch(port):
-            fields.fault(where, f"an output's name is {WORD_RULE}")
+            fields.fault(where, f"the name of an output must be {WORD_RULE}")
         if not _is_source(said) or said.startswith(INPUT):
-            fields.fault(where, 'an output of the graph is "NODE.OUTPUT"')
+            fields.fault(where, 'must be "NODE.OUTPUT"')
         else:
             found[port] = said
     return found
@@ -307,7 +317,7 @@ def _size(fields: Fields, pointer: str, said: object) -> int | str:
         return said
     if isinstance(said, str) and WORD.fullmatch(said):
         return said
-    told = f"a size is a number of at least 0, or a name that stands for one: {WORD_RULE}"
+    told = f"must be a whole number of at least 0, or a name for a size: {WORD_RULE}"
     fields.faults.append(Fault(pointer, told))
     return 0
 
@@ -323,11 +333,11 @@ def _sub_graph(fields: Fields, name: str, made: dict[str, str]) -> Iterator[Node
     for port in inner.ports:
         if port not in given:
             fields.fault(
-                "inputs", f"the graph inside reads {port!r}, and is not given it", "unbound"
+                "inputs", f"the nested graph reads {port!r}, which is missing here", "unbound"
             )
     for port in given:
         if port not in inner.ports:
-            told = f"the graph inside reads no {port!r}{_hint(port, inner.ports)}"
+            told = f"the nested graph does not read {port!r}{_hint(port, inner.ports)}"
             fields.fault(f"inputs/{port}", told, "unbound")
     made.update({f"{name}.{port}": f"{name}/{block}" for port, block in inner.outputs.items()})
     for node in inner.nodes:
@@ -401,11 +411,11 @@ def _unbound(graph: TaskGraph, made: set[str]) -> Iterator[Fault]:
         for port, taken in node.inputs.items():
             for block in taken.sources:
                 if not block.startswith(INPUT) and block not in made:
-                    told = f"no node writes {block!r}{_hint(block, made)}"
+                    told = f"no node produces {block!r}{_hint(block, made)}"
                     yield Fault(f"{node.where}/inputs/{port}", told, "unbound")
     for port, block in graph.outputs.items():
         if block not in made:
-            told = f"no node writes {block!r}{_hint(block, made)}"
+            told = f"no node produces {block!r}{_hint(block, made)}"
             yield Fault(f"{graph.where}/outputs/{port}", told, "unbound")
     for port in graph.inputs:
         if port not in graph.ports:
@@ -429,7 +439,7 @@ def _cycle(graph: TaskGraph) -> Iterator[Fault]:
     while path[-1] not in path[:-1]:
         path.append(next(other for other in sorted(needed[path[-1]]) if other not in sound))
     ring = path[path.index(path[-1]) :]
-    told = f"a cycle of needs: {' needs '.join(ring)}"
+    told = f"the nodes need each other in a cycle: {' needs '.join(ring)}"
     yield Fault(by_name[ring[0]].where, told, "cycle")
 
 
@@ -535,15 +545,15 @@ def _misfit(
     if (taken.is_list or is_list) != (port in node.map):
         given = "a list of tensors" if taken.is_list or is_list else "one tensor"
         wanted = "a list to map over" if port in node.map else "one tensor"
-        return f"is {given}, and {port!r} of {node.name} takes {wanted}"
+        return f"must be {wanted} for {port!r} of {node.name}; got {given}"
     if taken.is_list and is_list:
-        return f"is a list within a list, and {port!r} of {node.name} takes tensors"
+        return f"must be a list of tensors for {port!r} of {node.name}; got a list of lists"
     wanted_tensor = node.tensors[port]
     fits = len(tensor.shape) == len(wanted_tensor.shape) and tensor.dtype == wanted_tensor.dtype
     pairs = zip(tensor.shape, wanted_tensor.shape, strict=False)
     if fits and all([sizes.same(one, other) for one, other in pairs]):
         return None
-    shown = f"{_shown(sizes.of(tensor))}, and {port!r} of {node.name} takes"
+    shown = f"{_shown(sizes.of(tensor))}, but {port!r} of {node.name} takes"
     return f"is {shown} {_shown(sizes.of(wanted_tensor))}"
 
 
@@ -560,9 +570,9 @@ def _too_large(
     for node in graph.nodes:
         least = least_bytes(node, made, sizes)
         if least > graph.memory_bytes:
-            told = f"its blocks and its work take at least {least} bytes"
+            told = f"the blocks and the work of the node need at least {least} bytes"
             limit = f"{graph.where}/limits/memory_bytes is {graph.memory_bytes}"
-            yield Fault(node.where, f"{told}, and {limit}", "memory")
+            yield Fault(node.where, f"{told}, but {limit}", "memory")
 
 
 def least_bytes(
@@ -596,7 +606,7 @@ def check_task(graph: TaskGraph, task: TaskDescriptor, pointer: str) -> tuple[Fa
 def _loose(graph: TaskGraph, task: TaskDescriptor, pointer: str) -> Iterator[Fault]:
     for port in graph.ports:
         if port not in task.inputs:
-            told = f"the graph reads {INPUT}{port}, and the task has no such input"
+            told = f"the graph reads {INPUT}{port}, but the task has no such input"
             yield Fault(f"{pointer}/inputs", told, "unbound")
     for port in task.inputs:
         if port not in graph.ports:
@@ -609,8 +619,10 @@ def _loose(graph: TaskGraph, task: TaskDescriptor, pointer: str) -> Iterator[Fau
     room = task.devices.memory_bytes
     node, least = largest(graph)
     if room and least > room:
-        told = f"the node {node.name} takes at least {least} bytes at once"
-        yield Fault(f"{pointer}/devices/memory_bytes", f"{room} bytes, and {told}", "memory")
+        told = f"the node {node.name} needs at least {least} bytes at once"
+        yield Fault(
+            f"{pointer}/devices/memory_bytes", f"the device has {room} bytes, but {told}", "memory"
+        )
 
 
 # --- the order ----------------------------------------------------------------------------------

@@ -387,17 +387,22 @@ def expanded(
             tasks.append(task)
             continue
         if len(task.name) > MAX_NAME:
-            told = f"at most {MAX_NAME} letters: its legs are called so, with two numbers behind"
+            told = (
+                f"must have at most {MAX_NAME} characters, because numbered parts of the task get "
+                "this name"
+            )
             faults.append(Fault(f"/tasks/{n}/name", told, "range"))
         for name in sorted(taken & {*named[task.name]}):
-            told = f"a leg of {task.name!r} is called {name!r}, as a task of yours is"
+            told = f"a part of {task.name!r} gets the name {name!r}, which another task already has"
             faults.append(Fault(f"/tasks/{n}/name", told, "twice"))
         last = {leg.portion: leg for leg in legs[task.name]}
         for name, leg in zip(named[task.name], legs[task.name], strict=True):
             part = leg.as_json(is_last=last[leg.portion] is leg)
             tasks.append(_as_task(task, name, leg, part, giver))
     if len(tasks) > MAX_TASKS:
-        told = f"with the legs of its graphs {len(tasks)} tasks; at most {MAX_TASKS}"
+        told = (
+            f"must have at most {MAX_TASKS} tasks, including the parts of graphs; got {len(tasks)}"
+        )
         faults.append(Fault("/tasks", told, "range"))
     return replace(descriptor, tasks=tuple(tasks)), faults
 

@@ -181,7 +181,7 @@ def _count_the_lost(paper: _Paper) -> None:
     for id in board.look_at_leases():
         task = board.tasks[id]
         lost = [id for id in task.holds if board.is_lost(id)]
-        because = f"{' and '.join(lost)} was not heard of until its lease ended"
+        because = f"the lease of {' and '.join(lost)} expired without a heartbeat"
         if _goes_on_without(paper, task, lost, "lease", because):
             later |= task.state != State.running
             continue
@@ -224,9 +224,9 @@ def _end(paper: _Paper, task: Task) -> None:
     if task.cancel_asked:
         paper.move(task, Move.Cancel, "cancel", "It was cancelled while it held no device.")
     elif task.conditions.terms.lets_go:
-        paper.move(task, Move.Cancel, "tickets", "Its gang has ended.")
+        paper.move(task, Move.Cancel, "tickets", "Ended with its gang.")
     elif broken:
-        because = f"It needs {', '.join(broken)}, which did not succeed."
+        because = f"Not started: {', '.join(broken)} did not succeed."
         paper.move(task, Move.GaveUp, "needs", because)
 
 
@@ -256,7 +256,7 @@ def _obey(paper: _Paper, task: Task) -> None:
 def _obey_while_it_runs(paper: _Paper, task: Task) -> None:
     drained = _drained(paper, task)
     if task.conditions.hold:
-        because = "Pausing, as a user asked. Resume it to let it go on."
+        because = "Pausing, as requested. Resume the task to continue."
         paper.move(task, Move.Pause, "hold", because, devices=task.seats)
     elif island := task.conditions.terms.lets_go:
         because = f"Preempted: its gang spans islands, and {island} needs its devices."
@@ -285,13 +285,13 @@ def _keep_for_its_gang(paper: _Paper, ticket: Task) -> None:
         seats=(), leaves=(), resized_s=None, held_us=0, accrued_us=0, started_s=None
     )
     if why == OVER:
-        paper.move(ticket, Move.Finished, "tickets", "Its gang has ended.", **nothing)
+        paper.move(ticket, Move.Finished, "tickets", "Ended with its gang.", **nothing)
     elif why:
-        because = "Its gang does not use these devices now."
+        because = "Paused: its gang does not use these devices at the moment."
         paper.move(ticket, Move.Paused, "tickets", because, **nothing)
         _unlock_or_lock(paper, paper.board.tasks[ticket.id])
     elif ticket.state == State.running and ticket.conditions.hold:
-        because = "Pausing with its gang, as a user asked."
+        because = "Pausing with its gang, as requested."
         paper.move(ticket, Move.Pause, "hold", because, devices=ticket.seats)
     elif ticket.state == State.running and _drained(paper, ticket):
         because = "Preempted: one of its devices is drained."
@@ -324,7 +324,7 @@ def _goes_on_without(paper: _Paper, task: Task, gone: list[str], rule: str, beca
         return True
     if rule == "lease" and paper.board.policy.homebound and not _are_near(paper.board, task, gone):
         return False  # ranks have died with the lost devices
-    _make_smaller(paper, task, left, rule, f"{because}; it goes on with fewer devices.")
+    _make_smaller(paper, task, left, rule, f"{because}; it continues with fewer devices.")
     return True
 
 
@@ -597,11 +597,11 @@ def _launch_free(paper: _Paper, task: Task, rule: str) -> bool:
         return False
     because = {
         "F3": "Started: a device was free and this task was next.",
-        "F7": "Started: it had waited too long for several devices at once.",
-        "F9": "Started: its tier promises it this part of the hour.",
+        "F7": "Started: it had waited too long for several devices.",
+        "F9": "Started: its tier guarantees it this part of the hour.",
     }[rule]
     if against is not None and rule == "F3":
-        because = "Started: another task gave back a device that it did not need."
+        because = "Started: another task returned a device that it did not need."
     _launch(paper, task, tuple(devices), rule, because, against=against)
     return True
 
@@ -696,9 +696,9 @@ def _make_room_there(paper: _Paper, task: Task, rule: str, within: Branch | None
     devices = pool.best(lane, task.image_on, board.pinned())
     first = victims[0]
     because = {
-        "F5": "Started: got back a device that its tenant is guaranteed.",
-        "F7": "Started: it had waited too long for several devices at once.",
-        "F9": "Started: its tier promises it this part of the hour.",
+        "F5": "Started: got back a device that is guaranteed to its tenant.",
+        "F7": "Started: it had waited too long for several devices.",
+        "F9": "Started: its tier guarantees it this part of the hour.",
     }.get(
         first.rule if rule.startswith("F5") else rule,
         "Started: replaced a task whose time slice was over.",
@@ -710,7 +710,7 @@ def _make_room_there(paper: _Paper, task: Task, rule: str, within: Branch | None
 
 def _give_back(paper: _Paper, back: list[elastic.Resize], task: Task, rule: str) -> None:
     """Rules F5, F6: shrink elastic tasks first, because that is the cheapest way to make room."""
-    told = "Gave devices that it can do without to tasks that need them."
+    told = "Returned devices that it does not need to waiting tasks."
     for resize in back:
         paper.left_over = True  # a device may suit another task, or a limit may have room
         by = rule if rule in ("F7", "F9") else "F5" if resize.lent else "F6/F8"
@@ -743,7 +743,7 @@ def _take_turns(paper: _Paper) -> None:
 def _grow(paper: _Paper, kept: dict[str, _Kept]) -> None:
     """Give elastic tasks more devices; they are charged from now on, ready or not."""
     board = paper.board
-    told = "Nobody waits who could take these devices: it uses them until somebody does."
+    told = "Uses these devices until another task needs them."
     for resize in elastic.growth(board, kept):
         task = resize.stay.task
         cost = board.cost(task, resize.devices)

@@ -43,9 +43,15 @@ from app.core.scheduling.time_sharing import (
 
 CATCH_UP = Fraction(3, 4)  # of what is due to others: who have so little soon are level with them
 
-FREE = "A device is free: it goes on there, and leaves its turns here to the others."
-AHEAD = "Those on another device have had more: it goes on there, and takes turns with them."
-HELD = "Who holds another device has had more: it goes on there when that one has let go."
+FREE = "A device is free: it continues there, and the other graphs take its turns here."
+AHEAD = (
+    "It has had less usage than the graphs on another device: it continues there and shares that "
+    "device."
+)
+HELD = (
+    "It has had less usage than the task on another device: it continues there when that task has "
+    "left."
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ def read(written: Mapping[str, str]) -> dict[str, Grant]:
     for value, text in written.items():
         tenant, _, role = text.rpartition(":")
         if not tenant or role not in ROLES:
-            raise ValueError(f"{text!r} is not TENANT:ROLE with a role of {', '.join(ROLES)}")
+            raise ValueError(f"must be TENANT:ROLE with a role of {', '.join(ROLES)}; got {text!r}")
         found[value] = Grant(tenant, role)
     return found
 

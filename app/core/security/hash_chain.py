@@ -71,9 +71,11 @@ def verify(links: Iterable[Link], known: Known) -> Verdict:
 
 def _changed(link: Link | None, known: Known) -> Break | None:
     if link is None or link.id != known.id:
-        return Break(known.id, f"record {known.id} is gone: the chain was cut there or before")
+        return Break(
+            known.id, f"record {known.id} is missing: the chain was truncated at or before it"
+        )
     if link.hash != known.hash:
-        told = f"record {known.id} has another hash than was kept: the chain was written anew"
+        told = f"record {known.id} does not have the known hash: the chain was rewritten"
         return Break(known.id, told)
     return _wrong(link)
 
@@ -82,14 +84,17 @@ def _break(head: Known, link: Link) -> Break | None:
     if link.id != head.id + 1:
         return Break(head.id + 1, f"record {head.id + 1} is missing; record {link.id} follows")
     if link.previous != head.hash and head.id:
-        told = f"record {link.id} was chained to another record {head.id}: one was written anew"
+        told = (
+            f"record {link.id} was chained to a different record {head.id}: one of them was "
+            "rewritten"
+        )
         return Break(head.id, told)
     if link.previous != head.hash:
-        return Break(link.id, f"record {link.id} does not begin the chain, and none is before it")
+        return Break(link.id, f"record {link.id} is not a first record, but no record precedes it")
     return _wrong(link)
 
 
 def _wrong(link: Link) -> Break | None:
     if link_hash(link.previous, link.says) != link.hash:
-        return Break(link.id, f"record {link.id} does not say what it said when it was written")
+        return Break(link.id, f"the content of record {link.id} does not match its hash")
     return None

@@ -16,15 +16,15 @@ Mode = Literal["required", "preferred", "off"]
 
 #: The layers, in the order in which they are set up.
 LAYERS = {
-    "processes": "it sees and signals no process but its own, and all of them end with it",
+    "processes": "it sees and signals only its own processes, which all end with it",
     "ipc": "no shared memory or queues of other processes",
-    "network": "no network, only its own loopback",
+    "network": "no network except its own loopback",
     "files": "a read-only view of the interpreter, its code, and a folder of its own",
     "limits": "no core dumps, bounded numbers of files and processes",
-    "user": "a user of its own, with no rights anywhere else",
+    "user": "a separate user without rights outside the sandbox",
     "capabilities": "no capabilities",
     "privileges": "it can never gain rights",
-    "syscalls": "system calls that a computation does not need are refused",
+    "syscalls": "system calls that computations do not need are blocked",
 }
 #: The layers that `required` needs; without `user`, because only root can switch users.
 NEEDED = frozenset(LAYERS) - {"user"}
@@ -35,7 +35,7 @@ _WITHOUT = {
     "ipc": "use the shared memory of others",
     "network": "reach the network, Postgres and Redis",
     "files": "read every file that the device worker can read: keys, other tenants' outputs",
-    "limits": "open files and start processes without a bound",
+    "limits": "use unlimited files and processes",
     "capabilities": "use the rights of the device worker",
     "privileges": "gain rights by programs that grant them",
     "syscalls": "make any system call",
@@ -43,9 +43,9 @@ _WITHOUT = {
 
 NAMES_TOLD = 5
 MENDS = (
-    "let this user make user namespaces (in a container: the seccomp profile"
-    " deploy/seccomp.json, see docs/operations.md), or set ROUNDHOUSE_SANDBOX=preferred, where"
-    " every tenant may read what the device worker can"
+    "allow user namespaces for this user (in a container: the seccomp profile "
+    "deploy/seccomp.json, see docs/operations.md), or set ROUNDHOUSE_SANDBOX=preferred, with "
+    "which every tenant can read what the device worker can read"
 )
 
 
@@ -80,7 +80,7 @@ class Sandbox:
     @property
     def told(self) -> str:
         if self.refuses:
-            return f"refuses to serve: {self.refuses}"
+            return f"takes no work: {self.refuses}"
         if self.mode == "off":
             return "runs tenants' code without a sandbox (ROUNDHOUSE_SANDBOX=off)"
         if self.missing:
@@ -95,7 +95,7 @@ def missing(standing: Collection[str]) -> list[str]:
 
 
 def refusal(lacking: Iterable[str]) -> str:
-    return f"its sandbox is required, and the layers {', '.join(lacking)} do not stand on its host"
+    return f"its sandbox is required, but its host does not support the layers {', '.join(lacking)}"
 
 
 def summary(devices: Iterable[tuple[str, Sandbox]]) -> str:
@@ -113,10 +113,10 @@ def warning(devices: Iterable[tuple[str, Sandbox]]) -> list[str]:
         return []
     lacking = [name for name in LAYERS if any(name in each.missing for each in weak.values())]
     return [
-        f"WARNING: {_named(sorted(weak))} without a whole sandbox. Run only code that you trust:",
+        f"WARNING: {_named(sorted(weak))} without a complete sandbox. Run only trusted code:",
         "it can",
         *(f"  - {_WITHOUT[name]} (no layer {name!r})" for name in lacking),
-        "ROUNDHOUSE_SANDBOX=required makes a device refuse to serve like this.",
+        "ROUNDHOUSE_SANDBOX=required makes such a device take no work.",
     ]
 
 

@@ -10,13 +10,13 @@ from collections.abc import Collection
 
 #: What each scope allows, in the order in which scopes are listed.
 MEANINGS = {
-    "work:read": "look at requests, tasks, logs, metrics, checkpoints, code and data",
-    "work:write": "submit requests, code and data; pause, move, change and cancel",
-    "usage:read": "look at shares, the queue, usage and decisions; simulate; scrape /metrics",
-    "devices:read": "look at islands, hosts, devices and presets",
-    "devices:write": "drain and cordon; enrol and change devices; change presets",
-    "admin:read": "look at tenants, users, keys, webhooks and the audit log",
-    "admin:write": "make and change tenants, users, keys and webhooks",
+    "work:read": "read requests, tasks, logs, metrics, checkpoints, code and data",
+    "work:write": "submit requests, code and data; pause, resume, move, change and cancel",
+    "usage:read": "read shares, the queue, usage and decisions; simulate; scrape /metrics",
+    "devices:read": "read islands, hosts, devices and presets",
+    "devices:write": "drain hosts and devices; enrol and change devices; change presets",
+    "admin:read": "read tenants, users, keys, webhooks and the audit log",
+    "admin:write": "create and change tenants, users, keys and webhooks",
 }
 SCOPES = tuple(MEANINGS)
 

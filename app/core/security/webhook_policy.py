@@ -132,21 +132,24 @@ def may_call(address: Address, allowed: Iterable[Network] = ()) -> bool:
 def refusal(url: str, allowed: Iterable[Network] = ()) -> str | None:
     """Return what is wrong with a URL as written; the addresses of its host are checked later."""
     if len(url) > URL_LENGTH or not url.isascii() or not url.isprintable() or " " in url:
-        return f"an address has at most {URL_LENGTH} characters of ASCII, and no spaces"
+        return f"must be at most {URL_LENGTH} ASCII characters without spaces"
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port
     except ValueError as error:
-        return f"this is no address: {error}"
+        return f"must be a valid URL: {error}"
     if parts.scheme not in ("http", "https") or not host:
-        return "give an address with http:// or https:// and a host"
+        return "must begin with http:// or https:// and have a host"
     if "@" in parts.netloc:
-        return "leave name and password out; receivers trust the signature"
+        return "must not contain a user name or password; receivers verify the signature instead"
     if "#" in url:
-        return "a fragment (#) is never sent; leave it out"
+        return "must not contain a fragment (#), which is never sent"
     literal = _literal(host)
     if literal is not None and not may_call(literal, allowed):
-        return f"{host} is not a public address, and this deployment does not allow its network"
+        return (
+            f"must be a public address; {host} is not one, and this deployment does not allow its "
+            "network"
+        )
     return None
 
 

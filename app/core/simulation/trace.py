@@ -110,13 +110,17 @@ def _rows(lines: Iterator[str], kind: str, tier: str) -> Iterator[_Row | None]:
     missing = [name for name in COMMAS if name not in names]
     if of_line is _commas and missing:
         raise BadTrace(
-            1, f"no column {missing[0]!r}; columns are {', '.join(COMMAS)}, or those of sacct"
+            1,
+            f"missing column {missing[0]!r}; the columns must be {', '.join(COMMAS)}, or those "
+            "of sacct",
         )
     for number, values in enumerate(csv.reader(lines, delimiter=delimiter), start=2):
         if not any(values):
             continue
         if len(values) < len(names):
-            raise BadTrace(number, f"{len(values)} values for {len(names)} columns")
+            raise BadTrace(
+                number, f"must have {len(names)} values, one for each column; got {len(values)}"
+            )
         cells = _Cells(number, dict(zip(names, values, strict=False)))
         yield of_line(cells, kind, tier)
 
@@ -167,13 +171,13 @@ class _Cells:
 
     def text(self, name: str) -> str:
         if not (found := self.get(name)):
-            raise BadTrace(self.line, f"{name} is empty")
+            raise BadTrace(self.line, f"{name} must not be empty")
         return found
 
     def integer(self, name: str, text: str, *, least: int, most: int) -> int:
         plain = text.removeprefix("-").isdecimal() and text.isascii()
         if not plain or not least <= int(text) <= most:
-            raise BadTrace(self.line, f"{name} is {text!r}, not {least} to {most}")
+            raise BadTrace(self.line, f"{name} must be {least} to {most}; got {text!r}")
         return int(text)
 
     def seconds(self, name: str) -> float:
@@ -183,7 +187,7 @@ class _Cells:
         except ValueError:
             found = math.nan
         if not 0 < found <= LONGEST_S:
-            raise BadTrace(self.line, f"{name} is {text!r}, not seconds above 0")
+            raise BadTrace(self.line, f"{name} must be seconds above 0; got {text!r}")
         return found
 
     def time(self, name: str) -> float:
@@ -194,11 +198,11 @@ class _Cells:
                 return float(text)
             at = datetime.fromisoformat(text)
         except ValueError:
-            raise BadTrace(self.line, f"{name} is {text!r}, not YYYY-MM-DD HH:MM:SS") from None
+            raise BadTrace(self.line, f"{name} must be YYYY-MM-DD HH:MM:SS; got {text!r}") from None
         return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
 
     def one_of(self, name: str, words: tuple[str, ...], without: str) -> str:
         text = self.get(name) or without
         if text not in words:
-            raise BadTrace(self.line, f"{name} is {text!r}, not {', '.join(words)}")
+            raise BadTrace(self.line, f"{name} must be one of {', '.join(words)}; got {text!r}")
         return text

@@ -38,7 +38,7 @@ def test_a_device_that_refuses_is_named_by_readyz_and_never_up(as_, session):
     _hear(session, "h.1", leaving=True, **REFUSAL)
     found = _check(as_)
     assert not found["ok"]
-    assert "h.1: refuses to serve: its sandbox is required" in found["detail"]
+    assert "h.1: takes no work: its sandbox is required" in found["detail"]
     assert "h.0: its sandbox stands (required)" in found["detail"]
     shown = as_("root").get("/v1/devices/h.1").json()
     assert not shown["up"]

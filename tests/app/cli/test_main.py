@@ -746,7 +746,7 @@ class TestWishes:
             for id in (submitted, service.task_of(submitted)):
                 result = run(verb, id)
                 assert result.exit_code == 4, result.output
-                assert "it is already done; nothing changed" in result.stderr
+                assert "the task is already done; nothing was changed" in result.stderr
 
     def test_cancelling_what_has_ended_is_no_error_and_told(self, run, service, submitted):
         service.ends(submitted, "done")
@@ -771,8 +771,8 @@ class TestWishes:
         )
         too_many = run("resize", task["id"], "5")
         assert too_many.exit_code == 2
-        assert "its 4 ranks take 1 to 4 devices, not 5" in too_many.stderr
-        assert "it has one rank" in run("resize", submitted, "2").stderr
+        assert "must be 1 to 4 devices for 4 ranks; got 5" in too_many.stderr
+        assert "the task has one rank" in run("resize", submitted, "2").stderr
 
     def test_a_checkpoint_is_asked_for_while_it_runs(self, run, service, submitted):
         refused = run("checkpoint", submitted)

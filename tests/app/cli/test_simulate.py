@@ -143,7 +143,7 @@ def test_a_fault_in_a_list_is_told_with_file_and_line(run: Run, trace: Path) -> 
     trace.write_text(LIST + "2,-1,1,1,b\n")
     result = run(trace, "-d", 1)
     assert result.exit_code == main.USAGE
-    assert "jobs.csv, line 4: duration is '-1', not seconds above 0" in result.stderr
+    assert "jobs.csv, line 4: duration must be seconds above 0; got '-1'" in result.stderr
 
 
 def test_history_takes_one_policy(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,7 +139,7 @@ class TestParts:
         body = zipped_as({"../out.py": JOB})
         put_part(as_("red.member"), 0, 50, body)
         answer = put_part(as_("red.member"), 50, len(body), body)
-        assert "climbs out" in problem(answer, 422, "validation-error")["detail"]
+        assert "must not leave its folder" in problem(answer, 422, "validation-error")["detail"]
 
     def test_one_that_is_too_large_is_refused_before_it_is_sent(self, as_):
         headers = {"Content-Range": f"bytes */{settings().bundle_limit_bytes + 1}"}

@@ -201,7 +201,7 @@ class TestSubmit:
         large["nodes"][0]["tensors"] = {"raw": {"dtype": "float32", "shape": [2**20, 300]}}
         answer = client.post("/v1/requests", json=request(large))
         found = problem(answer, 422, "unsatisfiable", "/tasks/1/run/graph")
-        assert "the node split takes at least 1258291200 bytes" in found["detail"]
+        assert "the node split needs at least 1258291200 bytes" in found["detail"]
         answer = client.post("/v1/requests", json=request(large, devices={"memory_bytes": 2**20}))
         problem(answer, 422, "validation-error", "/tasks/1/devices/memory_bytes")
 

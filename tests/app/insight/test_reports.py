@@ -135,7 +135,7 @@ def one_kind(id, *, devices=2, fair=1.0, held=0, waiting=0, score=0.0):
         (2, 1.0, 1, 3, "1 of 2 devices in use by you. 3 tasks queued."),
         (3, 1.0, 1, 0, "1 of 3 devices in use by you. No task is queued."),
         (2, 0.0, 0, 0, "Nothing of yours runs or is queued. By weight, 0.67 of 2 devices are "
-            "yours, and whatever others leave idle."),
+            "yours, plus idle devices of others."),
         (0, 0.0, 0, 3, "No device takes work now. 3 tasks queued."),
         (0, 0.0, 0, 0, "No device takes work now. No task is queued."),
     ],

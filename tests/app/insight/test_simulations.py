@@ -253,7 +253,7 @@ def test_too_long_a_history_is_refused_with_what_to_do(post, scenery, monkeypatc
     for _ in range(3):
         ended(scenery, red)
     body = problem(post(HISTORY), 422, "validation-error", "/since")
-    assert "more than 2 tasks ended in that time; ask for a shorter one" in body["detail"]
+    assert "more than 2 tasks ended in that time; choose a shorter time" in body["detail"]
 
 
 def test_a_replay_that_takes_too_long_is_given_up(post, scenery, monkeypatch):
@@ -262,7 +262,7 @@ def test_a_replay_that_takes_too_long_is_given_up(post, scenery, monkeypatch):
     arrivals = [made(at_s=float(n), work_s=0.5) for n in range(600)]
     answer = post({"source": "arrivals", "island": "isle", "arrivals": arrivals})
     body = problem(answer, 422, "validation-error", "")
-    assert "ask for a shorter window" in body["detail"]
+    assert "choose a shorter window" in body["detail"]
     assert post({**HISTORY}).status_code == 200  # the next one may be made
 
 

@@ -76,7 +76,7 @@ class TestNotAnswered:
         assert "refused" in answer.error
 
     def test_a_name_that_leads_nowhere(self):
-        assert send("http://nobody.invalid/").error == "the name leads nowhere"
+        assert send("http://nobody.invalid/").error == "the name does not resolve"
 
 
 class TestWhereTo:

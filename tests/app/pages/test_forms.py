@@ -136,7 +136,7 @@ class TestWishes:
         member = browse("red.member")
         answer = member.send(page, do="resume", task=task.id)
         assert answer.status_code == 403
-        assert "An administrator of the platform holds it" in answer.text
+        assert "An administrator of the platform paused the task" in answer.text
         assert f'href="{page}"' in answer.text
         answer = member.send(page, hx=True, do="resume", task=task.id)
         assert (answer.status_code, answer.headers["hx-retarget"]) == (403, "#told")
@@ -155,7 +155,7 @@ class TestWishes:
         for bad in ("", "0", "3", "-1", "two", "²", "9" * 5000):
             answer = member.send(page, do="resize", task=task.id, devices_max=bad)
             assert answer.status_code == 422, bad
-            assert "/devices_max" in answer.text or "2 ranks take" in answer.text
+            assert "/devices_max" in answer.text or "for 2 ranks" in answer.text
 
     @pytest.mark.parametrize("do", ["", "explode", "pause"])
     def test_an_unknown_wish_of_a_request(self, browse, page, do):

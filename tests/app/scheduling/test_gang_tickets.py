@@ -287,7 +287,7 @@ class TestLive:
         launched(*both)
         with transactions.transaction() as session:
             ticket = session.scalars(select(Task).where(Task.name == "wide@east")).one()
-            with pytest.raises(Conflict, match="it keeps seats for the task tsk_wide"):
+            with pytest.raises(Conflict, match="the task holds devices for the task tsk_wide"):
                 wish(session, ticket, by="x")
 
     def test_it_is_charged_from_when_who_sat_there_has_left_until_it_lets_go(self, both):

@@ -514,7 +514,9 @@ class TestHung:
         self.runs_on(session, running, "h.1", 2)
         hear(session, device="h.1", incarnation="p2", hung=[["tsk_a", 2]])
         assert (running.state, running.cause, running.seat) == ("failed", "hung", None)
-        begins = "The devices h.0 and h.1 stopped working while this task ran on them; it is not "
+        begins = (
+            "The devices h.0 and h.1 stopped working while this task ran on them, so it is not "
+        )
         assert running.message.startswith(begins + "started again.")
         assert session.scalars(select(Request.state)).one() == "failed"
 
@@ -1091,7 +1093,7 @@ class TestPublish:
         finished = event(Finished, publishing, 2, result={}, outputs=outputs)
         hear(session, events=[finished])
         assert publishing.state == "failed"
-        assert publishing.message == "It finished without its declared outputs tokens."
+        assert publishing.message == "It ended without its declared outputs tokens."
 
     def test_what_makes_no_sense_fails_its_own_task_only(self, session, publishing):
         hear(session, events=[self.done(publishing, tensors=[{"name": "\0"}])])

@@ -760,7 +760,7 @@ def test_usage_that_has_faded_to_nothing_counts_as_nothing() -> None:
 
 @pytest.mark.parametrize("half_life_s", [-1.0, 0.5, 1e300, math.inf, math.nan])
 def test_a_half_life_out_of_bounds_is_refused_with_its_bounds(half_life_s: float) -> None:
-    with pytest.raises(ValueError, match=r"a half-life is 0 .* or from 1 s to"):
+    with pytest.raises(ValueError, match=r"must be 0 .* or from 1 s to"):
         FairTree[str](half_life_s=half_life_s)
 
 

@@ -69,10 +69,18 @@ def test_a_task_stands_behind_what_it_needs(edges: str, order: str) -> None:
 @pytest.mark.parametrize(
     ("edges", "pointer", "told"),
     [
-        ("a<b b<a", "/tasks/0", "a cycle of needs: a needs b needs a"),
-        ("x a<b b<c c<a", "/tasks/1", "a cycle of needs: a needs b needs c needs a"),
-        ("a<b b<c c<b", "/tasks/1", "a cycle of needs: b needs c needs b"),  # a only leads there
-        ("a<a", "/tasks/0/start/after/0", "'a' needs itself"),
+        ("a<b b<a", "/tasks/0", "the tasks need each other in a cycle: a needs b needs a"),
+        (
+            "x a<b b<c c<a",
+            "/tasks/1",
+            "the tasks need each other in a cycle: a needs b needs c needs a",
+        ),
+        (
+            "a<b b<c c<b",
+            "/tasks/1",
+            "the tasks need each other in a cycle: b needs c needs b",
+        ),  # a only leads there
+        ("a<a", "/tasks/0/start/after/0", "'a' must not need itself"),
     ],
 )
 def test_a_cycle_is_named(edges: str, pointer: str, told: str) -> None:
@@ -93,14 +101,14 @@ def test_edges_that_lead_nowhere_are_all_told() -> None:
         (
             "/tasks/1/start/after/0",
             "unknown-task",
-            "this request has no task 'prpe'; did you mean 'prep'?",
+            "unknown task 'prpe'; did you mean 'prep'?",
         ),
         (
             "/tasks/1/inputs/a",
             "unknown-output",
-            "task 'prep' does not name 'token' in its outputs; did you mean 'tokens'?",
+            "task 'prep' has no 'token' in its outputs; did you mean 'tokens'?",
         ),
-        ("/tasks/1/inputs/b", "unknown-task", "this request has no task 'zz'"),
+        ("/tasks/1/inputs/b", "unknown-task", "unknown task 'zz'"),
     ]
 
 
@@ -130,18 +138,18 @@ def test_a_graph_is_sound_exactly_if_all_its_tasks_can_be_ordered(
 @pytest.mark.parametrize(
     ("task", "pointer", "told"),
     [
-        ({"devices": {"kind": "cuda"}}, "devices/kind", "there is no device of kind 'cuda' here"),
+        ({"devices": {"kind": "cuda"}}, "devices/kind", "no device of kind 'cuda'"),
         ({"devices": {"memory_bytes": 5e9}}, "devices/memory_bytes", "the largest cpu device has"),
-        ({"world_size": 65}, "world_size", "64 ranks at most take turns on one device"),
+        ({"world_size": 65}, "world_size", "at most 64 ranks can share one device"),
         (
             {"world_size": 2, "devices": {"max": 2}, "run": {"function": "m:f"}},
             "devices/max",
-            "only jobs and graphs have steps",
+            "only jobs and graphs can change their devices",
         ),
         (
             {"world_size": 2, "devices": {"max": 2}, "run": {"command": ["x"]}},
             "devices/max",
-            "only jobs and graphs have steps",
+            "only jobs and graphs can change their devices",
         ),
     ],
 )
@@ -187,13 +195,13 @@ def test_who_stays_on_a_host_and_needs_more_devices_than_any_has_is_told(
     )
     assert two == ()
     assert [fault.pointer for fault in three] == ["/tasks/0/devices/min"]
-    assert "none has more than 2" in three[0].detail
+    assert "no single host has more than 2" in three[0].detail
 
 
 @pytest.mark.parametrize(
     ("devices", "islands", "told"),
     [
-        ({"min": 2, "memory_bytes": 8}, 1, "none has more than 1"),
+        ({"min": 2, "memory_bytes": 8}, 1, "no single host has more than 1"),
         ({"min": 2, "memory_bytes": 8, "across_hosts": True}, 1, None),
         ({"min": 3, "memory_bytes": 8, "across_hosts": True}, 1, "on the largest island"),
         ({"min": 3, "memory_bytes": 8, "across_hosts": True}, 2, None),
@@ -227,4 +235,4 @@ def test_what_fits_is_not_refused_whatever_its_tier(tier: str) -> None:
 
 def test_a_deployment_without_devices_says_so() -> None:
     (fault,) = dependencies.unsatisfiable(tasks({"name": "t"}), {})
-    assert "none at all" in fault.detail
+    assert "no device has joined" in fault.detail

@@ -42,7 +42,7 @@ def test_a_launcher_of_ranks_is_refused_where_ranks_are_started_anyhow(argv: lis
         parse({"bundle": BUNDLE, "tasks": [task]})
     [fault] = refused.value.faults
     assert fault.pointer == "/tasks/0/run/command"
-    assert "name the script itself, as in [python, train.py]" in fault.detail
+    assert "Name the script itself, as in [python, train.py]" in fault.detail
     parse({"bundle": BUNDLE, "tasks": [{**task, "world_size": 1}]})
     script = {**task, "run": {"command": ["python", "-m", "train"]}}
     parse({"bundle": BUNDLE, "tasks": [script]})

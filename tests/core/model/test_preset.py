@@ -57,7 +57,7 @@ def test_every_difference_is_told() -> None:
     wanted = {"threads": 2, "deterministic": True, "flush_denormal": False}
     assert preset.differences(wanted, {**wanted, "more": 1}) == []
     assert preset.differences(wanted, {"threads": 1, "deterministic": 1}) == [
-        "deterministic: wanted True, the device says 1",
-        "flush_denormal: wanted False, the device does not say",
-        "threads: wanted 2, the device says 1",
+        "deterministic: set to True, but the device reports 1",
+        "flush_denormal: set to False, but the device does not report it",
+        "threads: set to 2, but the device reports 1",
     ]

@@ -9,4 +9,4 @@ def test_a_flood_of_unknown_parameters_is_counted_not_listed() -> None:
     known = Signature(takes=("lr", "steps"), needs=(), place="train.py, line 1")
     found = list(faults("train:Train", known, {f"p{n}": 1 for n in range(LISTED + 5)}))
     assert len(found) == LISTED + 1
-    assert found[-1] == ("", "train:Train does not take 5 more of these parameters")
+    assert found[-1] == ("", "train:Train has 5 more unknown parameters")

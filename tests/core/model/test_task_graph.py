@@ -138,9 +138,11 @@ def test_each_fault_is_told_with_its_place(body: dict[str, Any], expected: dict[
 def test_a_fault_says_what_to_do() -> None:
     (fault,) = faults(graph(node("enc"), node("b", "x=emc.y")), "/tasks/0/run/graph")
     assert fault.pointer == "/tasks/0/run/graph/nodes/1/inputs/x"
-    assert fault.detail == "no node writes 'emc.y'; did you mean 'enc.y'?"
+    assert fault.detail == "no node produces 'emc.y'; did you mean 'enc.y'?"
     ring = graph(node("a", "x=c.y"), node("b", "x=a.y"), node("c", "x=b.y"))
-    assert faults(ring)[0].detail == "a cycle of needs: a needs c needs b needs a"
+    assert (
+        faults(ring)[0].detail == "the nodes need each other in a cycle: a needs c needs b needs a"
+    )
 
 
 # --- what is declared ---------------------------------------------------------------------------

@@ -69,11 +69,11 @@ def test_a_list_without_jobs_is_no_error() -> None:
 @pytest.mark.parametrize(
     ("row", "what"),
     [
-        ("2017-10-03 00:00:00,1,1", "3 values for 4 columns"),
-        ("yesterday,1,1,a", "timestamp is 'yesterday', not YYYY-MM-DD HH:MM:SS"),
-        ("1,0,1,a", "duration is '0', not seconds above 0"),
-        ("1,nan,1,a", "duration is 'nan', not seconds above 0"),
-        ("1,inf,1,a", "duration is 'inf', not seconds above 0"),
+        ("2017-10-03 00:00:00,1,1", "must have 4 values, one for each column; got 3"),
+        ("yesterday,1,1,a", "timestamp must be YYYY-MM-DD HH:MM:SS; got 'yesterday'"),
+        ("1,0,1,a", "duration must be seconds above 0; got '0'"),
+        ("1,nan,1,a", "duration must be seconds above 0; got 'nan'"),
+        ("1,inf,1,a", "duration must be seconds above 0; got 'inf'"),
         ("1,1,0,a", "num_gpus is '0', not 1 to 1000000"),
         ("1,1,1.5,a", "num_gpus is '1.5', not 1 to 1000000"),
         ("1,1,1,", "cluster is empty"),

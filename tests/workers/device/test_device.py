@@ -127,7 +127,7 @@ def test_a_preset_that_is_not_taken_fails_the_task_with_the_difference(ground):
         ground.launch(f"t{number}", "jobs:Count", preset={**PRESET, name: value})
         failed = ground.event(Failed, f"t{number}")
         assert failed.cause == "preset"
-        assert f"{name}: wanted {value}" in failed.message
+        assert f"{name}: set to {value}" in failed.message
 
 
 def test_a_killed_process_is_reported(ground):

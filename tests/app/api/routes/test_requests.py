@@ -151,7 +151,7 @@ class TestMaxQueued:
         before = rows()
         answer = red.post("/v1/requests", json=descriptor(), headers={"Idempotency-Key": "k"})
         found = problem(answer, 409, "queue-full")
-        assert "red has 2 tasks waiting, of at most 2; this request has 1" in found["detail"]
+        assert "red has 2 queued tasks of at most 2; this request has 1" in found["detail"]
         assert rows() == before
 
     def test_what_runs_or_has_ended_takes_no_place(self, red, session):
@@ -177,7 +177,7 @@ class TestMaxQueued:
         self.bound(session, "ten_red", 1)
         tasks = [{"name": name, "run": {"job": "train:Train"}} for name in ("a", "b")]
         answer = red.post("/v1/requests", json=descriptor(tasks=tasks))
-        assert "split it" in problem(answer, 409, "queue-full")["detail"]
+        assert "split the request" in problem(answer, 409, "queue-full")["detail"]
 
     def test_of_two_at_once_only_one_gets_the_last_place(self, committed):
         """1. The first has passed the check and is not committed.  2. The second comes and waits
@@ -411,7 +411,7 @@ class TestWishes:
         before = rows()
         answer = red.post(f"/v1/requests/{submitted['id']}/{wish}")
         said = problem(answer, 409, "conflict-state")["detail"]
-        assert said == "it is already done; nothing changed"
+        assert said == "the task is already done; nothing was changed"
         assert rows() == before
 
     def test_a_request_is_held_if_all_that_has_not_ended_is(self, red, session):
