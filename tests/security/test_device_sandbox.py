@@ -64,7 +64,7 @@ def test_where_namespaces_are_refused_a_device_that_may_goes_on_and_says_what_is
     assert end == "still serves"
     assert {"files", "network"} <= set(missing(reports[-1]["sandbox"]))
     assert "refuses" not in reports[-1]
-    assert "WARNING: h.0 without a whole sandbox" in log
+    assert "WARNING: h.0 without a complete sandbox" in log
     assert "read every file that the device worker can read" in log
 
 
@@ -96,7 +96,7 @@ def test_make_up_where_namespaces_are_refused(tmp_path_factory, mode):
                 return
             until(lambda: "Ctrl-C stops everything" in output.read_text(), 120)
             said = output.read_text()
-            assert "WARNING: local.0 without a whole sandbox" in said
+            assert "WARNING: local.0 without a complete sandbox" in said
             assert "reach the network, Postgres and Redis" in said
             url = json.loads((home / "run" / "up.json").read_text())["url"]
             checks = json.loads(urllib.request.urlopen(f"{url}/readyz").read())["checks"]

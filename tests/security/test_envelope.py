@@ -49,7 +49,7 @@ class TestNews:
         assert mail.opened(text) == [answer(), CANCEL]
 
     def test_news_for_another_device_is_not(self, island, mail):
-        with pytest.raises(BadMessage, match=r"for 'h\.1'"):
+        with pytest.raises(BadMessage, match=r"for another device: 'h\.1'"):
             mail.opened(sealed_news(island, "h.1", [encode(CANCEL)]))
 
     def test_news_that_another_key_signed_is_not(self, island, other, mail):

@@ -149,9 +149,7 @@ def _cycle(descriptor: Descriptor) -> Iterator[Fault]:
         path.append(next(task for task in waits if task not in sound))
     ring = path[path.index(path[-1]) :]
     n = next(n for n, task in enumerate(descriptor.tasks) if task.name == ring[0])
-    yield Fault(
-        f"/tasks/{n}", f"the tasks need each other in a cycle: {' needs '.join(ring)}", "cycle"
-    )
+    yield Fault(f"/tasks/{n}", f"the tasks form a cycle: {' needs '.join(ring)}", "cycle")
 
 
 # --- feasibility --------------------------------------------------------------------------------

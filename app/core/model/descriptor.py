@@ -320,7 +320,7 @@ def _check_command(fields: Fields, task: TaskDescriptor) -> None:
     if size > MAX_COMMAND_BYTES:
         told = (
             f"must be at most {MAX_COMMAND_BYTES} bytes for a command (ROUNDHOUSE_PARAMS); got "
-            f"{size}"
+            f"{size} bytes"
         )
         fields.fault("params", f"{told}; put data into a file of the bundle", "range")
 
@@ -341,7 +341,7 @@ def _params(fields: Fields) -> JSON:
     size = len(json.dumps(params).encode())
     if size > MAX_PARAMS_BYTES:
         told = (
-            f"must be at most {MAX_PARAMS_BYTES} bytes; got {size}. Put data into a file of the "
+            f"must be at most {MAX_PARAMS_BYTES} bytes; got {size} bytes. Put data into a file of the "
             "bundle"
         )
         fields.fault("params", told, "range")

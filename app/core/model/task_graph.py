@@ -439,7 +439,7 @@ def _cycle(graph: TaskGraph) -> Iterator[Fault]:
     while path[-1] not in path[:-1]:
         path.append(next(other for other in sorted(needed[path[-1]]) if other not in sound))
     ring = path[path.index(path[-1]) :]
-    told = f"the nodes need each other in a cycle: {' needs '.join(ring)}"
+    told = f"the nodes form a cycle: {' needs '.join(ring)}"
     yield Fault(by_name[ring[0]].where, told, "cycle")
 
 

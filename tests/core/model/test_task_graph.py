@@ -140,9 +140,7 @@ def test_a_fault_says_what_to_do() -> None:
     assert fault.pointer == "/tasks/0/run/graph/nodes/1/inputs/x"
     assert fault.detail == "no node produces 'emc.y'; did you mean 'enc.y'?"
     ring = graph(node("a", "x=c.y"), node("b", "x=a.y"), node("c", "x=b.y"))
-    assert (
-        faults(ring)[0].detail == "the nodes need each other in a cycle: a needs c needs b needs a"
-    )
+    assert faults(ring)[0].detail == "the nodes form a cycle: a needs c needs b needs a"
 
 
 # --- what is declared ---------------------------------------------------------------------------
@@ -178,7 +176,7 @@ def test_a_name_stands_for_one_number_in_the_whole_graph() -> None:
     other = node("b", **declared("y", "int64", 4))
     takes = {"tensors": {port: {"dtype": "int64", "shape": ["N"]} for port in ("p", "q")}}
     (fault,) = faults(graph(first, other, node("c", "p=a.y q=b.y", **takes)))
-    assert fault.detail == "b.y is int64[4], and 'q' of c takes int64[3]"
+    assert fault.detail == "b.y is int64[4], but 'q' of c takes int64[3]"
 
 
 def test_a_name_in_a_graph_inside_is_another_name() -> None:

@@ -54,7 +54,7 @@ def changed(id, **to):
 @pytest.mark.parametrize("id", [1, 3, 5])
 def test_a_record_that_was_changed_is_named(id):
     found = verify(changed(id, says={"id": id, "what": "no"}), Known())
-    said = f"record {id} does not match its hash"
+    said = f"the content of record {id} does not match its hash"
     assert found.broken == Break(id, said)
     assert found.checked == id - 1
 

@@ -74,9 +74,9 @@ def test_a_list_without_jobs_is_no_error() -> None:
         ("1,0,1,a", "duration must be seconds above 0; got '0'"),
         ("1,nan,1,a", "duration must be seconds above 0; got 'nan'"),
         ("1,inf,1,a", "duration must be seconds above 0; got 'inf'"),
-        ("1,1,0,a", "num_gpus is '0', not 1 to 1000000"),
-        ("1,1,1.5,a", "num_gpus is '1.5', not 1 to 1000000"),
-        ("1,1,1,", "cluster is empty"),
+        ("1,1,0,a", "num_gpus must be 1 to 1000000; got '0'"),
+        ("1,1,1.5,a", "num_gpus must be 1 to 1000000; got '1.5'"),
+        ("1,1,1,", "cluster must not be empty"),
     ],
 )
 def test_a_fault_is_told_with_its_line(row: str, what: str) -> None:
@@ -86,7 +86,7 @@ def test_a_fault_is_told_with_its_line(row: str, what: str) -> None:
 
 
 def test_a_header_that_lacks_a_column_is_told() -> None:
-    with pytest.raises(BadTrace, match="line 1: no column 'num_gpus'"):
+    with pytest.raises(BadTrace, match="line 1: missing column 'num_gpus'"):
         read(["timestamp,duration,cluster\n"])
 
 
@@ -97,5 +97,5 @@ def test_a_job_that_could_do_with_fewer_devices_is_elastic() -> None:
         (4, 0, 60.0),
         (4, 0, 60.0),
     ]
-    with pytest.raises(BadTrace, match=r"line 2: min_gpus is '5', not 1 to 4"):
+    with pytest.raises(BadTrace, match=r"line 2: min_gpus must be 1 to 4; got '5'"):
         read(lines("timestamp,duration,num_gpus,cluster,min_gpus\n5,60,4,a,5"))
