@@ -97,7 +97,7 @@ def test_a_task_without_disk_for_its_folder_fails_and_is_told(small):
         failed = small.event(Failed, "large")
     finally:
         os.truncate(template, SMALL["scratch_bytes"])
-    assert failed.message == "This device could not set up its process; its log says why."
+    assert failed.message == "This device could not start its process; see the log of the device."
     small.until(lambda: any("reserving disk" in line for line in small.printed("large")))
 
 

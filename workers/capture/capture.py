@@ -153,7 +153,7 @@ def _must_be_held(pickler: Capture, job: object, root: str) -> None:
     for reference, target in pickler.weak:
         if id(target) not in reached:
             what = f"a weak reference to a {type(target).__name__} that the job does not hold"
-            raise Uncapturable(find(job, reference, root=root), what, "Keep the object itself.")
+            raise Uncapturable(find(job, reference, root=root), what, "Store the object itself.")
 
 
 def _table(job: object, root: str, pickler: Capture) -> dict[str, list[Any]]:
@@ -230,7 +230,7 @@ class Capture(cloudpickle.Pickler):
                 raise Refused(
                     self.storages[self.numbers[later]],
                     "memory that a tensor and a part of a numpy array share",
-                    "Make the tensor from the whole array, or copy the part.",
+                    "Create the tensor from the whole array, or copy the part.",
                 )
 
 
@@ -307,15 +307,15 @@ _ADVICE = {
     "generator": "Write it as a class with __next__ that keeps its own position.",
     "coroutine": "Await it before step returns.",
     "socket": "Open and close it within step.",
-    "reader": "Keep the rows that were read, or split the lines yourself.",
-    "_SingleProcessDataLoaderIter": "Make the DataLoader's iterator in __init__ or in step.",
-    "_MultiProcessingDataLoaderIter": "Make the DataLoader's iterator in __init__ or in step.",
-    "RecursiveScriptModule": "Keep the plain module; script it where it is used.",
+    "reader": "Store the rows that were read, or split the lines yourself.",
+    "_SingleProcessDataLoaderIter": "Create the DataLoader's iterator in __init__ or in step.",
+    "_MultiProcessingDataLoaderIter": "Create the DataLoader's iterator in __init__ or in step.",
+    "RecursiveScriptModule": "Store the plain module; script it where it is used.",
 }
 
 
 def _advice(what: str) -> str:
-    kept_out = "Keep it out of the job's attributes: make it where it is used."
+    kept_out = "Keep it out of the job's attributes: create it where it is used."
     return _ADVICE.get(what, kept_out)
 
 

@@ -78,7 +78,9 @@ def listing(capture: Capture) -> list[Entry]:
             continue  # gone meanwhile, for example because a loading process tidies up
         except OSError as error:
             what = f"a file that cannot be read ({error.strerror})"
-            raise Refused(f"working folder/{path}", what, "Let its owner read it.") from error
+            raise Refused(
+                f"working folder/{path}", what, "Make the file readable for its owner."
+            ) from error
         entries.append((path, stat.S_IMODE(status.st_mode), status.st_mtime_ns, number, target))
     around.files = read
     return entries
@@ -97,11 +99,11 @@ def _below(folder: Path) -> list[os.DirEntry[str]]:
 
 def _must_fit(path: str, left_bytes: int, files: int, around: Surroundings) -> None:
     if left_bytes < 0 or files > FILES_LIMIT:
-        most = f"{around.scratch_limit_bytes} bytes and {FILES_LIMIT} files are carried along"
+        most = f"at most {around.scratch_limit_bytes} bytes and {FILES_LIMIT} files can be saved"
         raise Refused(
             f"working folder/{path}",
-            f"a working folder that holds more than can travel ({most})",
-            "Delete what is not needed any more, or return it as an output.",
+            f"a working folder that is too large to save ({most})",
+            "Delete unneeded files, or return them as outputs.",
         )
 
 
@@ -228,7 +230,7 @@ def _place(capture: Capture, file: Any, name: Any, *, written: bool) -> tuple[st
         if folder is not None and path.is_relative_to(folder) and (place != "code" or not written):
             return place, str(path.relative_to(folder))
     if written:
-        advice = "Write into the working folder, or close it before step returns."
+        advice = "Write to the working folder, or close the file before step returns."
         raise Refused(file, "a file open for writing outside the working folder", advice)
     return "host", str(path)
 
@@ -244,13 +246,13 @@ def _must_be_open(file: Any) -> None:
         raise Refused(file, "a closed file", "Set the attribute to None instead.")
 
 
-def _position(file: Any, advice: str = "Open it within step.") -> int:
+def _position(file: Any, advice: str = "Open the file within step.") -> int:
     try:
         if file.writable():
             file.flush()
         return int(file.tell())
     except (OSError, ValueError) as error:
-        what = f"an open file whose position cannot be told ({error})"
+        what = f"an open file whose position is unknown ({error})"
         raise Refused(file, what, advice) from error
 
 
@@ -263,17 +265,17 @@ def _reduce_raw(capture: Capture, file: io.FileIO) -> Any:
 def _reduce_buffered(capture: Capture, file: Any) -> Any:
     _must_be_open(file)
     if not isinstance(file.raw, io.FileIO):
-        raise Refused(file, "an open file that is not a plain one", "Open it within step.")
+        raise Refused(file, "an open file that is not a plain one", "Open the file within step.")
     return make_buffered, (type(file), file.raw, _position(file))
 
 
 def _reduce_text(capture: Capture, file: io.TextIOWrapper) -> Any:
     _must_be_open(file)
     if "\r" in "".join(file.newlines or ""):
-        what = "a text file with other ends of lines than \\n"
-        raise Refused(file, what, "Open it in binary, and decode what was read.")
+        what = "a text file with line ends other than \n"
+        raise Refused(file, what, "Open the file in binary mode, and decode the bytes.")
     how = (file.encoding, file.errors, file.line_buffering, file.write_through)
-    advice = "Read it with readline() instead of a loop or next(), or open it in binary."
+    advice = "Read the file with readline() instead of a loop or next(), or open it in binary mode."
     position = _position(file, advice)
     return make_text, (file.buffer, how, getattr(file, "mode", None), position)
 
@@ -281,8 +283,8 @@ def _reduce_text(capture: Capture, file: io.TextIOWrapper) -> Any:
 def _reduce_packed(capture: Capture, file: Any) -> Any:
     _must_be_open(file)
     if file.writable():
-        advice = "Close it before step returns; open it again to append."
-        raise Refused(file, "a packed file open for writing", advice)
+        advice = "Close the file before step returns; open it again to append."
+        raise Refused(file, "a compressed file open for writing", advice)
     inner = file.fileobj if isinstance(file, gzip.GzipFile) else file._fp
     return make_packed, (type(file), inner, _position(file))
 

@@ -126,7 +126,7 @@ def _fill(flat: torch.Tensor, fd: int, offset: int) -> None:
     while at < len(body):
         read = os.preadv(fd, [body[at : at + _PIECE_BYTES]], offset + at)
         if not read:
-            raise OSError(f"an input ended {len(body) - at} bytes too early")
+            raise OSError(f"an input is {len(body) - at} bytes too short")
         at += read
 
 
@@ -176,16 +176,20 @@ class Published:
 def _out(name: Any, part: Any, path: str, value: object) -> _Out:
     where = f"{path}[{name!r:.80}]" if part is not value else path
     if not isinstance(name, str):
-        raise Unpublishable(f"{where}: a tensor's name is a text, not a {type(name).__name__}")
+        raise Unpublishable(
+            f"{where}: the name of a tensor must be a text; got a {type(name).__name__}"
+        )
     tensor = _from_numpy(part, where) if isinstance(part, numpy.ndarray) else part
     if not isinstance(tensor, torch.Tensor):
         told = "a datablock is a tensor, an array, or a dict of them by name"
         raise Unpublishable(f"{where} is a {type(part).__name__}: {told}")
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
-        raise Unpublishable(f"{where} is not a plain dense tensor: publish what it is made of")
+        raise Unpublishable(f"{where} is not a plain dense tensor: publish its parts")
     out = _Out(name, tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous())
     if out.dtype not in SAID:
-        raise Unpublishable(f"{where}: safetensors has no word for {out.dtype}; convert it")
+        raise Unpublishable(
+            f"{where}: safetensors does not support {out.dtype}; convert the tensor"
+        )
     return out
 
 

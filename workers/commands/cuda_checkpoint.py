@@ -102,7 +102,7 @@ class Devices:
         state = self._do("state", pid, ANSWER_WITHIN_S, driver.state)
         if state != RUNNING:
             told = _STATES[state] if 0 <= state < len(_STATES) else state
-            raise NotDone(f"process {pid} is {told} by the driver, and should be running")
+            raise NotDone(f"the driver reports process {pid} as {told}; expected running")
         timeout_ms = int(LOCK_WITHIN_S * 1000)
         self._do("lock", pid, LOCK_WITHIN_S + 1, lambda pid: driver.lock(pid, timeout_ms))
 

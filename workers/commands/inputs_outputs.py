@@ -217,5 +217,5 @@ class Progress:
         if not self._has_complained:
             self._has_complained = True
             told = f"a line in ROUNDHOUSE_METRICS is no JSON object: {line[:100]!r}"
-            self._complain(f"{told}; such lines are left out")
+            self._complain(f"{told}; such lines are ignored")
         return None

@@ -149,7 +149,7 @@ class Stub:
             bring_in(self.spec["inputs"], lambda: self.wire.fds.pop(0), inputs)
             self.tree.end(END_WITHIN_S)  # kill processes that unpickling started
         except OSError as error:
-            raise _failed("exit", f"Its working folder cannot be laid out: {error}") from error
+            raise _failed("exit", f"Its working folder cannot be created: {error}") from error
         self.keeping = Keeping(self, Folder(folder, self.slab))
         self.keeping.last_step = self.step if self.spec["image"] else None
         self.say("prepared", preset={}, capabilities=capabilities(self.devices))
@@ -168,7 +168,7 @@ class Stub:
         except (BadLayout, working_folder.BadFolder, slabs.BadIndex) as error:
             raise _failed("image", f"Its working folder could not be restored: {error}") from error
         except OSError as error:  # the disk is at fault, not the image
-            raise _failed("exit", f"Its working folder cannot be laid out: {error}") from error
+            raise _failed("exit", f"Its working folder cannot be created: {error}") from error
 
     # --- one round of the loop ---
 
@@ -283,7 +283,7 @@ class Stub:
                 self.devices.leave(self.tree.pids())
             self.tree.freeze(within_s)
         except (WontStop, NotDone) as error:
-            told = f"It could not be stopped, so it was ended: {error}"
+            told = f"It could not be paused, so it was ended: {error}"
             raise _failed("exit", told) from error
         self.held.add(why)
 
@@ -564,7 +564,9 @@ class Keeping:
             return
         self.failed = True
         if isinstance(error, TooLarge | OSError | slabs.BadIndex):
-            _tell_owner(f"its working folder was not kept, so a restart would lose it: {error}")
+            _tell_owner(
+                f"its working folder could not be saved, so a restart would lose its files: {error}"
+            )
         else:
             _tell_owner("".join(traceback.format_exception(error)))
 
@@ -627,8 +629,8 @@ def _cannot_start(program: str, error: OSError) -> str:
     match error:
         case FileNotFoundError():
             return (
-                f"{program!r} was not found: a program is looked for in PATH, and one with a '/' in"
-                " its name below the working folder, which begins as a copy of the bundle."
+                f"{program!r} was not found. A program is looked up in PATH; a name with '/' is a "
+                "path in the working folder, which starts as a copy of the bundle."
             )
         case PermissionError():
             return (

@@ -133,8 +133,8 @@ class Folder:
         whole = sum(status.st_size for status in files.values())
         if len(files) > FILES_LIMIT or whole > self.slab.limit_bytes:
             raise TooLarge(
-                f"the working folder holds {whole} bytes in {len(files)} files, and"
-                f" {self.slab.limit_bytes} bytes and {FILES_LIMIT} files can be kept here"
+                f"the working folder has {whole} bytes in {len(files)} files; at most "
+                f"{self.slab.limit_bytes} bytes and {FILES_LIMIT} files can be saved here"
             )
         lacking = [name for name, status in files.items() if not self._fits(name, status)]
         for name in lacking:
@@ -150,7 +150,9 @@ class Folder:
             self._slots[name] = _Slot(self._end, capacity)
             self._end += capacity
         if self._end > self.slab.limit_bytes:
-            raise TooLarge(f"{whole} bytes in {len(files)} files do not fit into memory for images")
+            raise TooLarge(
+                f"{whole} bytes in {len(files)} files do not fit into the memory for saved states"
+            )
 
     def _fits(self, name: str, status: os.stat_result) -> bool:
         slot = self._slots.get(name)
@@ -160,7 +162,8 @@ class Folder:
         """Return the place of the list of files: behind all files."""
         if self._end + size > self.slab.limit_bytes:
             raise TooLarge(
-                f"the list of its files takes {size} bytes more than are left for images"
+                f"the list of its files is {size} bytes larger than the memory left for saved "
+                "states"
             )
         return self._end
 

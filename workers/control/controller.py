@@ -118,7 +118,7 @@ def _taken_over(lost: str) -> set[str]:
             more, after = island_assignment.take_over(session, lost, after=after)
         touched |= more
     told = f"{', '.join(sorted(touched))} took over" if touched else "nobody can take over"
-    log.warning("island %s is lost; %s what it has not ended", lost, told)
+    log.warning("island %s is lost; %s its unfinished tasks", lost, told)
     return touched
 
 
@@ -126,9 +126,9 @@ def _sweep(sweeper: Sweeper) -> None:
     try:
         swept = sweeper.sweep()
     except Exception:
-        log.exception("the store could not be swept; it is tried again")
+        log.exception("cannot collect garbage in the store; it is tried again")
     else:
-        log.info("the store: %s", swept or "another control sweeps it")
+        log.info("the store: %s", swept or "another controller does this now")
 
 
 control = Control()

@@ -117,7 +117,9 @@ class Scheduler(Loop):
         except (OperationalError, InterfaceError):
             raise  # the database is away
         except Exception as error:
-            log.warning("island %s: a round is made again, with care: %r", self.island, error)
+            log.warning(
+                "island %s: the round is repeated, one step at a time: %r", self.island, error
+            )
             self.follower.forget()
         return self._round_in_one_transaction(heard, look_now, careful=True)
 
@@ -243,7 +245,7 @@ class Scheduler(Loop):
         except (OperationalError, InterfaceError):
             raise
         except Exception:
-            log.exception("island %s could not make its plan", self.island)
+            log.exception("island %s could not compute its plan", self.island)
             self.follower.forget()
             return settings().tick_s
 
@@ -284,7 +286,7 @@ class Scheduler(Loop):
         if plan.look_again_s <= now_s:
             waiting = sorted(board.tried.keys() | board.in_the_way)[:TOLD_TASKS]
             log.error(
-                "island %s: the round at %.6f s asked to be made again at %.6f s; tasks: %s",
+                "island %s: the round at %.6f s asked to be repeated already at %.6f s; tasks: %s",
                 self.island,
                 now_s,
                 plan.look_again_s,
@@ -320,9 +322,9 @@ def _check_key(row: Island) -> None:
     row.key = row.key or ours
     if row.key != ours:
         raise RuntimeError(
-            f"island {row.name} signs with the key {row.key[:16]}…, and "
-            f"{settings().island_key_file} holds {ours[:16]}…: copy the file from where the island "
-            "runs, or run `python -m app.local.seed --island` here to give the island this key"
+            f"island {row.name} signs with the key {row.key[:16]}…, but "
+            f"{settings().island_key_file} has {ours[:16]}…: copy the file from the island's "
+            "machine, or run `python -m app.local.seed --island` here to give the island this key"
         )
 
 
@@ -369,7 +371,7 @@ def nudge() -> None:
     scheduler.nudge()
 
 
-not_heard = broker.Complaint(log, "a heartbeat does not count")
+not_heard = broker.Complaint(log, "rejected a heartbeat")
 
 
 @hears(celery, broker.ISLAND_ALIVE)

@@ -45,7 +45,7 @@ class Deliverer(Loop):
         try:
             deliver(taken)
         except Exception:
-            log.exception("what became of %s is not known; it is sent again later", taken.id)
+            log.exception("the outcome of %s is unknown; it is sent again later", taken.id)
         finally:
             with self._lock:
                 self._busy -= 1

@@ -145,7 +145,9 @@ class Pulse(threading.Thread):
             self.transport.send(stamped)
         except Exception as error:
             if not self._failing:
-                log.warning("no report reaches the island: %s; trying at every beat", error)
+                log.warning(
+                    "cannot send reports to the island: %s; trying again at every heartbeat", error
+                )
             self._failing = True
             return
         if self._failing:

@@ -41,6 +41,6 @@ def written_down(file: Path) -> list[list[str | int]]:
     try:
         return [[str(task), int(epoch)] for task, epoch in json.loads(file.read_text())]
     except (ValueError, TypeError) as error:
-        log.warning("%s cannot be read, and is removed: %s", file, error)
+        log.warning("cannot read %s, which is deleted: %s", file, error)
         file.unlink()
         return []

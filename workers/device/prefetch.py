@@ -88,10 +88,10 @@ class Coming(threading.Thread):
             try:
                 self._work()
             except (NotFetched, Damaged, OSError) as error:
-                log.warning("%s: not fetched yet: %s", self.name, error)
+                log.warning("%s: not prefetched yet: %s", self.name, error)
                 self._wait(AGAIN_S)
             except Exception:
-                log.exception("%s: failed; it is fetched when it is launched", self.name)
+                log.exception("%s: prefetch failed; the data is fetched at the launch", self.name)
                 break
         if self._unwanted and self.ahead is not None:
             os.close(self.ahead.slab)

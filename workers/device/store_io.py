@@ -149,7 +149,7 @@ def opened_in_time(source: JSON, house: House, came: dict[str, str]) -> tuple[in
         try:
             return opened(source, house, came)
         except (Damaged, OSError) as error:
-            log.warning("block %s is not to be had now: %s", source["sha256"], error)
+            log.warning("block %s is not available now: %s", source["sha256"], error)
         time.sleep(wait_s)
     return opened(source, house, came)
 
@@ -199,7 +199,7 @@ def _indexed(held: int, image: dict[str, Any], found: Found) -> tuple[Saving, in
 
 def _too_large(held: int) -> NotFetched:
     limit = slab.limit_bytes(held)
-    told = f"its image is larger than the {limit} bytes that this device keeps at most"
+    told = f"its saved state exceeds the {limit} bytes that this device can keep"
     return NotFetched("exit", f"{told} (ROUNDHOUSE_HOST_MEMORY_BYTES)")
 
 

@@ -194,7 +194,7 @@ class Supervisor(threading.Thread):
             log.critical("%s: %s", self.house.device, error)
             self.on_fatal()
         except Exception:
-            log.exception("%s: the supervisor failed; everything it holds ends", self.house.device)
+            log.exception("%s: the supervisor failed; all its processes end", self.house.device)
             self.on_fatal()
         finally:
             self.watchdog.end()
@@ -205,7 +205,7 @@ class Supervisor(threading.Thread):
         try:
             self._write_down_why()
         except OSError:
-            log.exception("%s: what made it hang is not written down", self.house.device)
+            log.exception("%s: cannot record what made it hang", self.house.device)
         for resident in list(self.residents.values()):
             resident.kill()
         if self.zygote is not None:
@@ -409,7 +409,7 @@ class Supervisor(threading.Thread):
         self._judge_sandbox()
         self._judge_limits(message["unbounded"])
         if message["unwatched"]:
-            log.warning("images are copied while jobs wait: %s", message["unwatched"])
+            log.warning("states are saved while jobs wait: %s", message["unwatched"])
         self.facts = {
             **self.facts,
             "torch": message["torch"],
@@ -436,7 +436,7 @@ class Supervisor(threading.Thread):
             self.template = None
             self.unlimited.setdefault("disk", unbounded)
         for name, why in self.unlimited.items():
-            log.warning("residents have no limit of %s here: %s", name, why)
+            log.warning("processes have no limit of %s here: %s", name, why)
         standing = [*self.groups.standing, *([] if self.template is None else ["disk"])]
         self.facts |= {"limits": standing, "unlimited": sorted(self.unlimited)}
 
@@ -447,7 +447,7 @@ class Supervisor(threading.Thread):
     def _zygote_gone(self) -> None:
         """Replace a zygote that died.  Its residents died with it; no task counts as failed."""
         assert self.zygote is not None
-        log.error("the zygote of %s died; it is replaced", self.house.device)
+        log.error("the zygote of %s died and is replaced", self.house.device)
         self._selector.unregister(self.zygote.wire)
         self.zygote.end()
         self.zygote = None
@@ -623,7 +623,7 @@ class Supervisor(threading.Thread):
 
     def _joined_home(self, stay: Stay, joined: Sockets | BaseException) -> None:
         if isinstance(joined, BaseException):
-            log.warning("the home of task %s cannot be joined: %s", stay.launch.task, joined)
+            log.warning("cannot join the coordinator host of task %s: %s", stay.launch.task, joined)
             self._vanish(stay, "unlinked")
             return
         stay.links = joined
@@ -749,7 +749,7 @@ class Supervisor(threading.Thread):
             if resident.kill_us is not None and now >= resident.kill_us:
                 self._doom(resident, "cancel")
             elif self.residency.lacks and resident.owes_image(now):
-                log.warning("task %s was paused and gives no image", resident.task)
+                log.warning("task %s was paused but sent no saved state", resident.task)
                 self._doom(resident, "unsaved")
             elif not resident.is_prepared and now >= resident.deadline_us:
                 self._doom(resident, "slow")
@@ -772,7 +772,7 @@ class Supervisor(threading.Thread):
         with contextlib.suppress(OSError):  # it is dying; its exit will be reported
             resident.wire.flush()
         if resident.is_deaf(now):
-            log.warning("task %s does not read what it is sent", resident.task)
+            log.warning("task %s does not read its messages", resident.task)
             self._doom(resident, "deaf")
 
     def _give_up_waiting(self, now: int) -> None:
@@ -783,7 +783,7 @@ class Supervisor(threading.Thread):
             self.rhythm.happened |= self.rhythm.sent_us < asked_us <= now
             # Only an answered report counts: without answers the device cannot learn the hash.
             if min(now, self.lease.answered_us) >= stay.unsure_us + residents.UNSURE_US:
-                self._void(stay, "its island says nothing of it")
+                self._void(stay, "its island does not know it")
 
     def _unsure_due_us(self, stay: Stay) -> int:
         """Return when to ask the island about unconfirmed inputs or, if asked, when to give up."""
@@ -800,7 +800,7 @@ class Supervisor(threading.Thread):
             self._doom(resident, "max_duration")
         elif now >= self.lease.ends_us and not resident.is_still:
             log.warning(
-                "%s lost touch with its island while a step of %s ran: ended",
+                "%s lost its island during a step of %s, which was ended",
                 self.house.device,
                 resident.task,
             )
@@ -1282,7 +1282,7 @@ class Supervisor(threading.Thread):
         if kept is None:
             self.lookout.came[sha256] = "host"  # which holds for any task that takes it later
         else:
-            log.warning("what came straight is not kept for later: %r", kept)
+            log.warning("cannot keep an unconfirmed input for later: %r", kept)
 
     def _wanted(self, wanted: Wanted) -> None:
         if (stay := self.stays.get((wanted.task, wanted.epoch))) is not None:
@@ -1329,7 +1329,7 @@ class Supervisor(threading.Thread):
             self._listen_no_more(resident)  # if closed, its exit will be reported
             return
         if resident.calm.left < 0:
-            log.warning("task %s says too much", resident.task)
+            log.warning("task %s sends too many messages", resident.task)
             self._doom(resident, "flood")
         if muted_us or resident.doom:
             self._listen_no_more(resident)
@@ -1611,7 +1611,7 @@ class Supervisor(threading.Thread):
     def _not_stored(self, resident: Resident, what: str, error: BaseException) -> None:
         if resident.is_gone or resident.doom:
             return
-        log.error("task %s: its %s could not be stored: %s", resident.task, what, error)
+        log.error("task %s: cannot store its %s: %s", resident.task, what, error)
         if isinstance(error, OutOfStep):
             self._doom(resident, "nonsense")
             return
@@ -1849,22 +1849,25 @@ def _how_it_ended(doom: str, status: int, refused: str) -> str:
         case "max_duration":
             return "It held its device for max_duration_s and was ended."
         case "slow":
-            return f"Importing its code took more than {PREPARE_US // 1_000_000} s."
+            return f"Importing its code took more than {PREPARE_US // 1000000} s."
         case "nonsense":
-            return "Its process sent something that Roundhouse does not understand."
+            return "Its process sent an invalid message."
         case "flood":
-            return "Its process sent more to its device worker than that reads, for too long."
+            return (
+                "Its process sent messages faster than its device worker could read them, for too "
+                "long."
+            )
         case "deaf":
             seconds = residents.UNREAD_US // 1_000_000
-            return f"Its process did not read for {seconds} s what its device worker sent."
+            return f"Its process did not read messages of its device worker for {seconds} s."
     if status == CANNOT_START:
-        return "This device could not set up its process; its log says why."
+        return "This device could not start its process; see the log of the device."
     number = -status if status < 0 else status - 128 if status > 128 else 0
     if number == 9:
         return refused or "Its process was killed (SIGKILL); perhaps it ran out of memory."
-    told = f"Its process died of signal {number}."
+    told = f"Its process died from signal {number}."
     if not number:
-        told = f"Its process ended by itself, with status {status}."
+        told = f"Its process exited by itself, with status {status}."
     return f"{refused} {told}" if refused else told
 
 

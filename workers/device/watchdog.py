@@ -45,6 +45,6 @@ class Watchdog(threading.Thread):
             looks = looks + 1 if since_s is not None and since_s == seen_s else 0
             seen_s = since_s
             if looks * LOOK_S > max(LEAST_S, self.limit_s):
-                log.critical("the supervisor made no round for %.1f s: it ends", looks * LOOK_S)
+                log.critical("the supervisor made no round for %.1f s and is ended", looks * LOOK_S)
                 self.bite()
                 return

@@ -50,7 +50,7 @@ class Serve(bootsteps.StartStopStep):
     def start(self, parent: Any) -> None:
         house = House.of(settings())
         if not house.device:
-            raise RuntimeError("ROUNDHOUSE_DEVICE is not set: which device does this worker serve?")
+            raise RuntimeError("ROUNDHOUSE_DEVICE must be set to the id of this device")
         Serve.mail = Mail(house.device, _island_key())
         to_island = ToIsland(house.island, house.signer)
         Serve.supervisor = Supervisor(house, to_island, on_fatal=_end_worker)
@@ -70,8 +70,8 @@ def _island_key() -> str:
         return public_key(settings().its_island_key)
     except ValueError as error:
         raise CannotServe(
-            f"the public key of island {settings().island} is not known: {error}; set "
-            "ROUNDHOUSE_ISLAND_PUBLIC_KEY to what `roundhouse device island-key` prints"
+            f"cannot read the public key of island {settings().island}: {error}; set "
+            "ROUNDHOUSE_ISLAND_PUBLIC_KEY to the key that `roundhouse device island-key` prints"
         ) from error
 
 
@@ -80,7 +80,7 @@ def _end_worker() -> None:
 
 
 celery.steps["worker"].add(Serve)
-refused = broker.Complaint(log, "a message is not obeyed")
+refused = broker.Complaint(log, "rejected a message")
 
 
 @hears(celery, broker.DEVICE_NEWS)

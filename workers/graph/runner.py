@@ -52,8 +52,8 @@ _PLAIN = (int, float, complex, str, bytes, types.NoneType)
 NUMBER_BYTES = 8
 _NOTHING = object()
 _WROTE = (
-    "it wrote to a tensor that it was given, and others may read: name the port in `inout` and"
-    " `outputs`, or make a new tensor"
+    "the function wrote to a tensor that other nodes may read: name the port in `inout` and "
+    "`outputs`, or create a new tensor"
 )
 
 
@@ -561,7 +561,9 @@ class GraphJob:
         for port, tensor in declared.items():
             if port in values and not self._fits(tensor, values[port]):
                 known = {s: self.sizes[s] for s in tensor.shape if s in self.sizes}
-                raise BadBlock(f"{port!r} is {_shown(values[port])}, declared is {tensor} {known}")
+                raise BadBlock(
+                    f"{port!r} is {_shown(values[port])}, but declared as {tensor} {known}"
+                )
 
     def _fits(self, declared: Tensor, value: object) -> bool:
         if not isinstance(value, torch.Tensor) or value.dim() != len(declared.shape):
@@ -606,7 +608,9 @@ class Call:
 
 def items_of(port: str, value: object) -> list[Any]:
     if not isinstance(value, list | tuple):
-        told = f"{port!r} is a {type(value).__name__}, and the node maps over it"
+        told = (
+            f"{port!r} must be a list, because the node maps over it; got a {type(value).__name__}"
+        )
         raise BadBlock(f"{told}: give it a list")
     return list(value)
 

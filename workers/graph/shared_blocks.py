@@ -441,7 +441,7 @@ def _head_of(dtype: torch.dtype, shape: torch.Size) -> tuple[int, bytes] | None:
 def _read(head: bytes) -> _Head:
     rank, number, content_bytes, *shape, version = struct.unpack(f"={_HEAD}q", head)
     if version != _VERSION:
-        raise GangFailed("a block comes from a host whose device worker is of another version")
+        raise GangFailed("a block comes from a host with a device worker of another version")
     if rank == _VALUE:
         return _Head(None, (), number, content_bytes)
     return _Head(_DTYPES[number], tuple(shape[:rank]), 0, content_bytes)

@@ -815,7 +815,7 @@ def settle(work: Work) -> None:
         result = {}  # the first rank's result is the gang's result
     for name in work.spec["outputs"]:
         if name not in result:
-            told = f"the result has no {name!r}, which the descriptor's `outputs` names"
+            told = f"the result lacks {name!r}, which the descriptor names in `outputs`"
             raise Ending("failed", cause="exception", message=told, detail="")
         work.outgoing.put(result.pop(name), name)
     try:
@@ -856,8 +856,8 @@ def _must_be_small(result: JSON) -> None:
     size = len(json.dumps(result))
     if size > RESULT_LIMIT_BYTES:
         raise ValueError(
-            f"the result takes {size} bytes as JSON, and {RESULT_LIMIT_BYTES} are allowed: "
-            "name what is large in the descriptor's `outputs`"
+            f"the result must be at most {RESULT_LIMIT_BYTES} bytes as JSON; got {size}. Name "
+            "large values in the descriptor's `outputs`"
         )
 
 
@@ -1298,7 +1298,10 @@ def _entry(code: Path, target: str) -> Any:
     module = importlib.import_module(module_name)
     found = getattr(module, "__file__", None)
     if found is None or not Path(found).is_relative_to(code):
-        raise BadEntry(f"{module_name!r} is a module of Python's own; call yours something else")
+        raise BadEntry(
+            f"{module_name!r} is not a module of your code, "
+            "but of Python or Roundhouse; rename your module"
+        )
     entry: Any = module
     for part in name.split("."):
         if not hasattr(entry, part):

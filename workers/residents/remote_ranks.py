@@ -466,7 +466,7 @@ class Home(Conductor):
         Without the host the bridges fail too, and ranks may hear of their failure first.
         """
         if self.is_left and self.saved_step == self.stand_at and not self.is_saving:
-            told = "a host of it stops; all that was done is kept"
+            told = "one of its hosts is stopping; no step is lost"
             return {**_fault(told), "step": self.stand_at}
         word = super().last_word()
         if word and word["is"] == "failed" and any(line.is_over for line in self.lines.values()):
@@ -557,7 +557,7 @@ class Outpost:
             if self._is_linked():
                 self._serve()
         except OSError as error:
-            sys.stderr.write(f"the gang's home is lost: {error}\n")
+            sys.stderr.write(f"the coordinator host of the gang is lost: {error}\n")
         finally:
             _end(self.ranks.values(), self.bridge_pid)
         return 0

@@ -190,7 +190,7 @@ class Staging:
     def _fitting(self, captured: Captured) -> Layout:
         layout, limit = self._placed(captured), self.slab.limit_bytes
         if layout.end > limit:
-            told = f"its image takes {layout.end} bytes, and this device keeps at most {limit}"
+            told = f"its state needs {layout.end} bytes; this device can keep at most {limit}"
             raise TooLarge(told)
         return layout
 

@@ -70,7 +70,7 @@ class Cache:
         try:
             os.utime(entry)
         except FileNotFoundError:
-            log.debug("%s was let go of just now", sha256)  # and is still open here
+            log.debug("%s was removed just now", sha256)  # and is still open here
         return fd
 
     def stored(self, pieces: Iterable[Bytes], size_bytes: int, store: Store) -> tuple[str, int]:
@@ -212,7 +212,7 @@ def _only_told() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        log.warning("a blob was not added to the cache of this host: %s", error)
+        log.warning("block %s was not added to the host cache: %s", error)
 
 
 def _let_pages_go(store: Store, sha256: str) -> None:

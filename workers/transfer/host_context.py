@@ -180,7 +180,7 @@ def remove_tree(folder: Path) -> None:
         subprocess.run(["chmod", "-R", "u+rwx", str(folder)], stderr=subprocess.PIPE, check=False)
         done = subprocess.run(["rm", "-rf", "--", str(folder)], capture_output=True, check=False)
     if done.returncode:
-        log.warning("%s is not removed: %s", folder, done.stderr[-300:].decode("utf-8", "replace"))
+        log.warning("cannot remove %s: %s", folder, done.stderr[-300:].decode("utf-8", "replace"))
 
 
 class CannotServe(Exception):
@@ -202,8 +202,8 @@ def locked(path: Path, wait_s: float) -> int:
             if time.monotonic() >= until_s:
                 os.close(fd)
                 raise CannotServe(
-                    f"{path} is held by {holder or 'another process'}: "
-                    "a device has one worker; stop that one first"
+                    f"{path} is locked by {holder or 'another process'}: a device can have only "
+                    "one worker; stop that worker first"
                 ) from None
             time.sleep(0.2)  # the kernel has no timed flock
         else:

@@ -120,7 +120,7 @@ class Giver:
                 else:
                     self._send(sock, fd)
             except OSError as error:
-                log.warning("block %s was not given: %s", sha256, error)
+                log.warning("block %s was not sent: %s", sha256, error)
 
     def _send(self, sock: socket.socket, fd: int) -> None:
         with os.fdopen(fd, "rb", buffering=0) as file:
@@ -221,7 +221,7 @@ class Line:
         try:
             yield
         except OSError as error:
-            log.warning("a block does not go straight to %s: %s", self.place, error)
+            log.warning("cannot send blocks directly to %s: %s", self.place, error)
             if self.sock is not None:
                 self.sock.close()
             self.sock = None
@@ -255,7 +255,7 @@ class Taker:
                 sha256 = _received(sock, size, draft)
                 fd = draft.opened()
             except OSError as error:
-                log.warning("an input did not come straight: %s", error)
+                log.warning("an input was not received directly: %s", error)
                 return
         self._came(name, fd, sha256)
 
@@ -275,7 +275,7 @@ def taken(copies: Iterable[JSON], sha256: str, size: int, cache: Cache) -> int |
         try:
             return _taken(copy, sha256, size, cache)
         except OSError as error:
-            log.warning("%s does not give block %s: %s", copy["place"], sha256, error)
+            log.warning("%s does not send block %s: %s", copy["place"], sha256, error)
             if isinstance(error, TimeoutError):
                 _silent_until_s[place] = time.monotonic() + SILENT_S
                 return None

@@ -341,8 +341,8 @@ def _params(fields: Fields) -> JSON:
     size = len(json.dumps(params).encode())
     if size > MAX_PARAMS_BYTES:
         told = (
-            f"must be at most {MAX_PARAMS_BYTES} bytes; got {size} bytes. Put data into a file of the "
-            "bundle"
+            f"must be at most {MAX_PARAMS_BYTES} bytes; got {size} bytes. Put data into a "
+            "file of the bundle"
         )
         fields.fault("params", told, "range")
     for name in params:

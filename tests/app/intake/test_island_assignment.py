@@ -125,7 +125,7 @@ class TestNew:
         # the other is still blocked, and queued
         assert island_assignment.assign_new(session) == {"west"}
         assert islands(session) == {"a": "east", "b": "west"}
-        assert "2 islands can run it" in told(session, "b")["because"]
+        assert "2 islands can run the task" in told(session, "b")["because"]
 
     def test_so_do_several_requests_of_one_look(self, session, people):
         add_island(session, "east", cpu=1)

@@ -274,7 +274,7 @@ class TestRound:
         isle.hear(alive())
         wait_s = isle.look()
         assert 0.9 * settings().tick_s < wait_s <= settings().tick_s
-        assert "asked to be made again" in caplog.text
+        assert "asked to be repeated" in caplog.text
 
     def test_what_never_can_start_ends_its_request(self, session, isle, sent):
         add_task(session, "first", state="failed", request="req_r")

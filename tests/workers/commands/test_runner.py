@@ -453,7 +453,7 @@ def test_a_folder_too_large_to_be_kept_is_said_so_and_it_goes_on(grounds):
     ground.event(Finished, "t1")
     lines = ended(ground, "t1")
     assert "on" in lines
-    assert any("holds 3000000 bytes in 1 files, and 1048576 bytes" in line for line in lines)
+    assert any("has 3000000 bytes in 1 files; at most 1048576 bytes" in line for line in lines)
 
 
 def test_a_folder_that_finds_no_room_on_the_disk_is_not_called_damaged(grounds, tmp_path):

@@ -84,7 +84,7 @@ def test_a_folder_that_fills_the_memory_for_images_to_the_brim_is_kept(folder, t
     kept = folder.copy({})
     assert back(folder, kept, tmp_path / "there")[1] == {"all": body}
     (folder.path / "all").write_bytes(b"x" * (2**20 + 1))
-    with pytest.raises(TooLarge, match="holds 1048577 bytes in 1 files, and 1048576 bytes"):
+    with pytest.raises(TooLarge, match="has 1048577 bytes in 1 files; at most 1048576 bytes"):
         folder.copy({})
 
 

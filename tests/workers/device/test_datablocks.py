@@ -255,7 +255,7 @@ def test_a_job_publishes_what_it_finishes_with(ground):
     [
         ("a list", "result['tokens'] is a list: a datablock is a tensor"),
         ("a number in a dict", "result['tokens']['y'] is a int"),
-        ("a number for a name", "a tensor's name is a text"),
+        ("a number for a name", "the name of a tensor must be a text"),
         ("sparse", "not a plain dense tensor"),
         ("texts", "result['tokens']"),
         ("complex128", "no word for complex128"),
@@ -286,7 +286,7 @@ def test_a_resident_that_sends_no_tensors_is_ended(ground, monkeypatch):
     """Its own code would not, but a tenant's may speak for it."""
     monkeypatch.setattr("workers.device.store_io.HEAD_BYTES", 4)  # as if the rest were not there
     event = failed(ground, "blocks:tokens", outputs=["alone", "tokens"], publish=["tokens"])
-    assert "does not understand" in event.message
+    assert "invalid message" in event.message
     assert CAUSES[event.cause]
 
 

@@ -87,8 +87,11 @@ def test_a_traceback_goes_to_its_owner(ground):
         ("jobs:Nowhere", "has no 'Nowhere'"),
         ("nowhere:Job", "No module named 'nowhere'"),
         ("broken:Job", "SyntaxError"),
-        ("queue:Queue", "a module of Python's own"),
-        ("workers:Job", "'workers' is a module of Python's own; call yours something else"),
+        ("queue:Queue", "is not a module of your code"),
+        (
+            "workers:Job",
+            "'workers' is not a module of your code, but of Python or Roundhouse; rename",
+        ),
     ],
 )
 def test_code_that_cannot_be_loaded_is_said_to_be_so(ground, run, told):
@@ -339,7 +342,7 @@ def test_an_image_too_large_for_this_device_is_said_to_be_so(grounds):
     second.launch("t1", "jobs:Count", images=[image])
     failed = second.event(Failed, "t1")
     assert failed.cause == "exit"
-    assert "larger than the 20971520 bytes" in failed.message
+    assert "exceeds the 20971520 bytes" in failed.message
 
 
 def test_checkpoints_are_written_as_often_as_asked(ground):

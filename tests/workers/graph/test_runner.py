@@ -372,7 +372,7 @@ def test_an_item_goes_when_its_shard_has_run(monkeypatch: pytest.MonkeyPatch) ->
     [
         ("wrong", ValueError, "no good: 0.0"),
         ("misnamed", runner.BadBlock, "it returned 'z'; its outputs are y"),
-        ("scribble", runner.BadBlock, "wrote to a tensor that it was given"),
+        ("scribble", runner.BadBlock, "wrote to a tensor that other nodes may read"),
         ("with_history", runner.BadBlock, "return y.detach()"),
         ("nothing", runner.BadBlock, "it returned a NoneType; a node returns a dict of y"),
     ],
@@ -388,7 +388,10 @@ def test_a_node_that_fails_is_named(function: str, cause: type, told: str) -> No
 
 def test_what_is_mapped_over_must_be_lists_of_one_length() -> None:
     for given, told in [
-        ({"x": torch.ones(2), "y": [1]}, "'x' is a Tensor, and the node maps over it"),
+        (
+            {"x": torch.ones(2), "y": [1]},
+            "'x' must be a list, because the node maps over it; got a Tensor",
+        ),
         ({"x": [1, 2], "y": [1]}, "2 of 'x', 1 of 'y' items"),
     ]:
         both = node("b", "pairs", "x=input:x y=input:y", map=["x", "y"])

@@ -249,7 +249,7 @@ def test_a_child_that_trains_waits_for_nobody():
 
 def test_an_image_that_does_not_fit_is_refused_before_anything_is_copied():
     job, stage = Job(), Stage(limit=1 << 20)
-    with pytest.raises(TooLarge, match="keeps at most 1048576"):
+    with pytest.raises(TooLarge, match="can keep at most 1048576"):
         stage.begin(job)
     assert slab.held_bytes(stage.slab.fd) == 0
 
