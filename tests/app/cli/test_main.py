@@ -398,7 +398,7 @@ class TestSubmit:
         (code / "weights.bin").write_bytes(os.urandom(300_000))
         result = run("submit", "--job", "train:Train", "--bundle", code)
         assert result.exit_code == 4, result.output
-        assert "the limit is 200000" in result.stderr
+        assert "must be at most 200000 bytes" in result.stderr
         assert "weights.bin" in result.stderr
         assert ".roundhouseignore" in result.stderr
 
