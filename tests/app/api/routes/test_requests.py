@@ -171,7 +171,7 @@ class TestMaxQueued:
         assert blue.post("/v1/requests", json=descriptor()).status_code == 202
         for client in (red, blue):
             found = problem(client.post("/v1/requests", json=descriptor()), 409, "queue-full")
-            assert "red has 1 tasks waiting" in found["detail"]
+            assert "red has 1 queued tasks" in found["detail"]
 
     def test_a_request_that_never_fits_is_told_to_be_split(self, red, session):
         self.bound(session, "ten_red", 1)
