@@ -212,7 +212,7 @@ def _only_told() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        log.warning("block %s was not added to the host cache: %s", error)
+        log.warning("a block was not added to the host cache: %s", error)
 
 
 def _let_pages_go(store: Store, sha256: str) -> None:

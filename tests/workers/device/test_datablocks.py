@@ -258,7 +258,7 @@ def test_a_job_publishes_what_it_finishes_with(ground):
         ("a number for a name", "the name of a tensor must be a text"),
         ("sparse", "not a plain dense tensor"),
         ("texts", "result['tokens']"),
-        ("complex128", "no word for complex128"),
+        ("complex128", "does not support complex128"),
     ],
 )
 def test_what_cannot_be_published_fails_the_task_with_the_place(what, told, ground):

@@ -155,7 +155,7 @@ def test_a_function_gets_its_inputs_and_gives_its_outputs(ground):
 
 def test_an_output_that_was_not_given_fails_the_task(ground):
     ground.launch("t1", "jobs:tokenize", params={"text": "abc"}, outputs=["words"])
-    assert "no 'words'" in ground.event(Failed, "t1").message
+    assert "lacks 'words'" in ground.event(Failed, "t1").message
 
 
 # --- logs -----------------------------------------------------------------------------------------
@@ -328,7 +328,7 @@ def test_a_job_whose_image_finds_no_room_is_told_so_after_its_first_step(grounds
     ground.launch("t1", "jobs:Count", params={"megabytes": 40})
     failed = ground.event(Failed, "t1")
     assert (failed.cause, failed.step) == ("uncapturable", 1)
-    assert "keeps at most 20971520 (ROUNDHOUSE_HOST_MEMORY_BYTES)" in failed.message
+    assert "keep at most 20971520 (ROUNDHOUSE_HOST_MEMORY_BYTES)" in failed.message
 
 
 def test_an_image_too_large_for_this_device_is_said_to_be_so(grounds):
