@@ -40,7 +40,7 @@ class TestSigningIn:
         visit.go("/ui/login")
         visit.page.get_by_label("API key").fill("rh_nobody")
         visit.page.keyboard.press("Enter")
-        expect(visit.page.get_by_role("alert")).to_contain_text("malformed API key")
+        expect(visit.page.get_by_role("alert")).to_contain_text("Malformed API key")
         visit.go("/ui/")
         expect(visit.page).to_have_url(re.compile("/ui/login"))
 
