@@ -89,7 +89,7 @@ def test_a_stored_key_is_not_sent_to_another_address(
 ) -> None:
     credentials.store(Login(url="https://rh.example", key="rh_mine", source=""))
     monkeypatch.setenv("ROUNDHOUSE_URL", "https://evil.example")
-    with pytest.raises(NoLogin, match=r"no key for https://evil\.example"):
+    with pytest.raises(NoLogin, match=r"no API key for https://evil\.example"):
         credentials.found()
     monkeypatch.setenv("ROUNDHOUSE_URL", "http://127.0.0.1:4321/")
     assert credentials.found().key == "rh_alpha"  # that of `make up`, whose address this is

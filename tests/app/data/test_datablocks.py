@@ -709,7 +709,7 @@ class TestInputs:
     @pytest.mark.parametrize(
         ("source", "told"),
         [
-            ("datablock:corpus@3", "the newest are corpus@2, corpus@1"),
+            ("datablock:corpus@3", "the newest versions are corpus@2, corpus@1"),
             ("datablock:corpsu", "did you mean 'corpus'?"),
             ("datablock:pictures", "PUT /v1/datablocks/pictures"),
         ],

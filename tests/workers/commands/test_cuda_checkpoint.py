@@ -81,7 +81,7 @@ def test_who_cannot_be_locked_leaves_nobody_locked():
 def test_a_process_that_failed_before_is_not_touched():
     driver = Played([7])
     driver.states[7] = FAILED
-    with pytest.raises(NotDone, match="process 7 is failed by the driver"):
+    with pytest.raises(NotDone, match="the driver reports process 7 as failed"):
         devices(driver).leave([7])
     assert driver.calls == []
 
