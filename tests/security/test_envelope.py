@@ -48,6 +48,11 @@ class TestNews:
         text = sealed_news(island, "h.0", [encode(answer()), encode(CANCEL)])
         assert mail.opened(text) == [answer(), CANCEL]
 
+    def test_news_may_hold_integers_of_any_size(self, island, mail):
+        share = {"task": "t", "epoch": 1, "place": 1, "held_us": 1, "rate": 1}
+        told = answer(rota=[{**share, "path": [["a", 2**80, 1]]}])
+        assert mail.opened(sealed_news(island, "h.0", [encode(told)])) == [told]
+
     def test_news_for_another_device_is_not(self, island, mail):
         with pytest.raises(BadMessage, match=r"for another device: 'h\.1'"):
             mail.opened(sealed_news(island, "h.1", [encode(CANCEL)]))

@@ -80,7 +80,7 @@ class BadDescriptor(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What a task runs: `kind` is one of RUNS; `entry` is "module:Name", or `argv` for a command.
+    """The code of a task: `kind` is one of RUNS; `entry` is "module:Name", `argv` a command.
 
     `graph` is "sha256:<hex>" of a stored graph of the tenant, or a graph as JSON
     (`core.model.task_graph`).  `part` is the part of the graph that a leg runs

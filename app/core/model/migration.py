@@ -112,7 +112,7 @@ class Act(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Next:
-    """What to do now, and why, for the task's owner; a stopped task must be moved by `until_s`."""
+    """The next act of a move; `because` tells the owner, `until_s` bounds the stop of a task."""
 
     act: Act
     because: str = ""

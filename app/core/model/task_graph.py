@@ -723,7 +723,7 @@ class Unit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """What a resident runs; `blocks` are names by number, the task's inputs first, by port."""
+    """A graph as a resident runs it; `blocks` are names by number, the inputs first, by port."""
 
     units: tuple[Unit, ...]
     blocks: tuple[str, ...]
