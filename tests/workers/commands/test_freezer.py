@@ -91,11 +91,15 @@ def test_only_process_1_may_signal_all():
         Tree(is_alone=True)
 
 
-def test_a_parent_in_vfork_does_not_hold_up_a_pause(tree):
-    """It stands in the kernel, in state D, for as long as its stopped child."""
-    spawns = "import subprocess\nwhile True: subprocess.run(['/bin/true'])"  # by vfork
-    tree(f"subprocess.Popen([sys.executable, '-c', {spawns!r}]).pid")
-    until(lambda: len(eval(tree("tree.pids()"))) > 1)
+def test_a_parent_in_vfork_does_not_hold_up_a_pause(tree, tmp_path):
+    """The parent stands in the kernel, in state D, for as long as its stopped child."""
+    begun = tmp_path / "begun"  # its children end too soon for `tree.pids()` to see one
+    spawns = (
+        "import subprocess, sys\nsubprocess.run(['/bin/true'])\nopen(sys.argv[1], 'w').close()\n"
+        "while True: subprocess.run(['/bin/true'])"  # by vfork
+    )
+    tree(f"subprocess.Popen([sys.executable, '-c', {spawns!r}, {str(begun)!r}]).pid")
+    until(begun.exists)
     for _ in range(20):
         assert tree("tree.freeze(5)") == "None"
         tree("tree.thaw()")
