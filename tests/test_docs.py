@@ -16,11 +16,11 @@ from app.settings import Settings
 
 ROOT = Path(__file__).parent.parent
 DOCS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
-ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
-OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
+ARCHITECTURE = (ROOT / "docs" / "internals" / "architecture.md").read_text()
+SETTINGS = (ROOT / "docs" / "reference" / "settings.md").read_text()
 README = (ROOT / "README.md").read_text()
 TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text()
-JOBS = (ROOT / "docs" / "jobs.md").read_text()
+JOBS = (ROOT / "docs" / "reference" / "descriptor.md").read_text()
 SESSION = re.findall(r"^roundhouse (.*?)(?: +#.*)?$", README + TUTORIAL, re.MULTILINE)
 
 
@@ -41,7 +41,7 @@ def test_the_map_names_every_room_and_nothing_else() -> None:
 
 
 def test_every_setting_is_explained_and_no_other() -> None:
-    described = set(re.findall(r"`((?:ROUNDHOUSE_[A-Z_]+|DATABASE_URL|REDIS_URL))`", OPERATIONS))
+    described = set(re.findall(r"`((?:ROUNDHOUSE_[A-Z_]+|DATABASE_URL|REDIS_URL))`", SETTINGS))
     fields = Settings.model_fields.items()
     known = {str(field.validation_alias or f"ROUNDHOUSE_{name.upper()}") for name, field in fields}
     assert described - {"ROUNDHOUSE_URL", "ROUNDHOUSE_KEY", "ROUNDHOUSE_AS"} == known
@@ -82,11 +82,26 @@ def test_the_first_session_shows_every_verb_that_is_promised() -> None:
         assert re.search(rf"^(roundhouse .*|make ){verb}\b", TUTORIAL, re.MULTILINE), verb
 
 
-def test_links_between_pages_lead_somewhere() -> None:
-    for page in DOCS:
-        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
-            elsewhere = target.startswith("https://")
-            assert elsewhere or (page.parent / target).exists(), f"{page.name}: {target}"
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_of_a_page_lead_to_files_and_headings(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", _prose(page)):
+        if target.startswith("https://"):
+            continue
+        found = page.parent / target if target else page
+        assert found.exists(), target
+        assert ROOT in found.resolve().parents, target
+        if anchor:
+            assert anchor in _anchors(found), f"{target}#{anchor}"
+
+
+def _prose(page: Path) -> str:
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def _anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", _prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_every_benchmark_has_its_line() -> None:

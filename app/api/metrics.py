@@ -130,8 +130,8 @@ def get_metrics(
 ) -> Response:
     """Answers in the text format of Prometheus, or OpenMetrics by `Accept`.
 
-    docs/operations.md has the table of all figures.  Figures from the database may be some seconds
-    old.
+    docs/reference/metrics.md has the table of all figures.  Figures from the database may be some
+    seconds old.
     """
     encode, media_type = choose_encoder(request.headers.get("accept", ""))
     return Response(encode(_Together(figures.newest(session))), media_type=media_type)

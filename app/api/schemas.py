@@ -139,7 +139,10 @@ class RequestPatch(In):
 
 
 class ChangeOut(Out):
-    """A change that would end a reason, for programs; docs/fair_share.md lists the actions."""
+    """A change that would end a reason, for programs.
+
+    docs/reference/waiting.md lists the actions.
+    """
 
     action: str
     value: int | float | str | list[str] | None = None

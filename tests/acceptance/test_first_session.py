@@ -103,7 +103,8 @@ def test_watching_a_job_that_raises_shows_its_traceback(run: Run) -> None:
 
 
 def test_the_request_of_the_docs_runs(run: Run, tmp_path: Path) -> None:
-    [text] = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "jobs.md").read_text(), re.DOTALL)
+    page = (ROOT / "docs" / "reference" / "descriptor.md").read_text()
+    [text] = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     (tmp_path / "request.yaml").write_text(text)
     code = tmp_path / "code"
     code.mkdir()

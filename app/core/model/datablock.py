@@ -12,7 +12,7 @@ its name.  At zero, all of its copies may go.
 This module also computes which copies give way when memory is short, which tasks must run again
 when copies are lost, and planned bytes against moved ones.  It moves nothing; `workers` do that.
 
-`python -m app.core.model.datablock` prints the table, for docs/graphs.md.
+`python -m app.core.model.datablock` prints the table, for docs/internals/graphs.md.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ at once.  So the following always holds.
 
 Why there is no cycle: a task gives devices back only to a task that is seated with them, and grows
 only onto devices that no waiting task could take.  So each move adds to the running tasks, or
-leaves them as they are and adds to what they hold (docs/fair_share.md).
+leaves them as they are and adds to what they hold (docs/internals/fair_share.md).
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ _WITHOUT = {
 NAMES_TOLD = 5
 MENDS = (
     "allow user namespaces for this user (in a container: the seccomp profile "
-    "deploy/seccomp.json, see docs/operations.md), or set ROUNDHOUSE_SANDBOX=preferred, with "
-    "which every tenant can read what the device worker can read"
+    "deploy/seccomp.json, see docs/reference/operations.md), or set "
+    "ROUNDHOUSE_SANDBOX=preferred, with which every tenant can read what the device worker can read"
 )
 
 

@@ -1,8 +1,8 @@
 """Run a simulation under a named policy, and report its result as plain values.
 
-The report is a dictionary for JSON; docs/fair_share.md explains each key.  There are two waiting
-times: until the first start, and in total (`lost`: end minus arrival minus work, so pauses and
-switches count).  `core.fairness.water_filling` computes what each tenant is owed: at each time
+The report is a dictionary for JSON; docs/reference/simulation.md explains each key.  There are two
+waiting times: until the first start, and in total (`lost`: end minus arrival minus work, so pauses
+and switches count).  `core.fairness.water_filling` computes what each tenant is owed: at each time
 every kind's devices are divided by weight, guarantee, limit and what is wanted then.
 """
 
@@ -112,7 +112,7 @@ def _fitting(setup: Setup) -> list[Arrival]:
 
 
 def summary(setup: Setup, fitting: Sequence[Arrival], report: Report) -> Value:
-    """Return all figures of a replay, as docs/fair_share.md lists them."""
+    """Return all figures of a replay, as docs/reference/simulation.md lists them."""
     by_tenant: dict[str, list[Arrival]] = defaultdict(list)
     by_width: dict[int, list[Arrival]] = defaultdict(list)
     for arrival in fitting:

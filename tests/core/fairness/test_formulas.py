@@ -886,13 +886,13 @@ def test_jains_index_is_one_for_equals_and_one_nth_for_one_that_has_all():
 
 # --- the page -----------------------------------------------------------------------------------
 
-PAGE = (Path(__file__).parents[3] / "docs" / "fair_share.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "internals" / "fair_share.md").read_text()
 
 
 def test_the_examples_of_the_page_come_out_as_printed():
     [block, *others] = re.findall(r"```python\n(>>>.*?)```", PAGE, re.DOTALL)
     for text in (block, *others):
-        example = doctest.DocTestParser().get_doctest(text, {}, "docs/fair_share.md", None, 0)
+        example = doctest.DocTestParser().get_doctest(text, {}, "fair_share.md", None, 0)
         report: list[str] = []
         doctest.DocTestRunner().run(example, out=report.append)
         assert not report, "".join(report)

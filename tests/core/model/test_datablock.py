@@ -80,7 +80,7 @@ def test_the_printed_table_has_a_row_for_each_state() -> None:
 
 
 def test_the_page_shows_the_table() -> None:
-    page = Path(__file__).parents[3] / "docs" / "graphs.md"
+    page = Path(__file__).parents[3] / "docs" / "internals" / "graphs.md"
     assert table() in page.read_text()
 
 

@@ -674,7 +674,7 @@ def test_a_request_becomes_a_graph() -> None:
 
 
 def test_the_example_of_the_page_gives_what_it_says() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "graphs.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "internals" / "graphs.md").read_text()
     text = page.split("```python\n")[1].split("```")[0]
     example = doctest.DocTestParser().get_doctest(text, {}, "graphs.md", None, 0)
     assert doctest.DocTestRunner().run(example).failed == 0

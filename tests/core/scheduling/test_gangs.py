@@ -1,7 +1,7 @@
 """Rule F7: gangs are seated all or nothing, and none starves, behind singles or behind gangs.
 
 EASY's promise is held against the same run without those who went before: a gang for which devices
-are kept starts no later for them.  The bounds are those that docs/fair_share.md states.
+are kept starts no later for them.  The bounds are those that docs/internals/fair_share.md states.
 """
 
 from __future__ import annotations
