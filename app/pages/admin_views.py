@@ -23,10 +23,11 @@ from app.api.routes import tenants as of_tenants
 from app.api.routes import webhooks as of_webhooks
 from app.api.schemas import KeyIn, RotateKeyIn, UserIn
 from app.api.times import day
+from app.core.security.grants import ROLES
 from app.core.security.scopes import MEANINGS
 from app.core.security.webhook_policy import TYPES
 from app.db import transactions
-from app.db.models import ROLES, ApiKey, Tenant, User
+from app.db.models import ApiKey, Tenant, User
 from app.db.transactions import Db
 from app.errors import BadInput
 from app.pages import forms, views

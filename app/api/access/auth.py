@@ -30,8 +30,9 @@ from app.api.access import rate_headers, wrong_keys
 from app.api.access.credential_cache import callers
 from app.api.access.gate import in_thread
 from app.api.access.scoped import ScopedRoute, operation_id
+from app.core.security.grants import ROLES
 from app.core.security.scopes import allows
-from app.db.models import ROLES, ApiKey, Tenant, User, WebSession
+from app.db.models import ApiKey, Tenant, User, WebSession
 from app.db.transactions import Db, transaction
 from app.errors import Forbidden, Unauthenticated
 from app.identity import audit, directory

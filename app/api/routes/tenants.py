@@ -39,9 +39,10 @@ from app.api.schemas import (
 )
 from app.api.versions import IfMatch, check_version, etag
 from app.core.model.descriptor import Fault, escaped
+from app.core.security.grants import ROLES
 from app.core.security.scopes import Scopes, within
 from app.db import tenant_tree, transactions
-from app.db.models import ROLES, ApiKey, Island, Request, Tenant, User, Webhook
+from app.db.models import ApiKey, Island, Request, Tenant, User, Webhook
 from app.db.transactions import Db, after_commit
 from app.errors import BadInput, Conflict, Forbidden, NotFound
 from app.messaging import outbox

@@ -1,0 +1,92 @@
+"""All tables: columns and constraints only.  `app.scheduling.snapshot_reader` turns rows into
+values.
+
+Each kind of column has one writer.  The API writes the actions that users request
+(`cancel_asked_at`, `hold`, `priority`) and new rows.  Only `app.scheduling.journal`, in the
+island's transaction, writes the state of a task, a placement or an order.  Only
+`app.scheduling.ledger` writes usage.  Constraints enforce what must be true even if our code has a
+bug: a task has one open placement, and a device's slot belongs to one task at a time.
+"""
+
+from __future__ import annotations
+
+from app.db.models.base import Base, Xid8
+from app.db.models.data import (
+    Bundle,
+    Datablock,
+    DatablockPlace,
+    DatablockUse,
+    Graph,
+    Upload,
+    UploadPart,
+)
+from app.db.models.fleet import Device, Enrolment, Host, Island, Preset
+from app.db.models.history import (
+    AUDITED_ACTIONS,
+    DELIVERY_STATES,
+    AuditEvent,
+    Cycle,
+    Decision,
+    Delivery,
+    Event,
+    LogLine,
+    Metric,
+    Webhook,
+)
+from app.db.models.ledger import Account, LedgerBase, Lift, Usage
+from app.db.models.people import ApiKey, Tenant, User, WebSession
+from app.db.models.work import (
+    REQUEST_STATES,
+    Checkpoint,
+    Idempotency,
+    Line,
+    Need,
+    Order,
+    Placement,
+    Request,
+    Task,
+)
+
+__all__ = [
+    "AUDITED_ACTIONS",
+    "DELIVERY_STATES",
+    "REQUEST_STATES",
+    "Account",
+    "ApiKey",
+    "AuditEvent",
+    "Base",
+    "Bundle",
+    "Checkpoint",
+    "Cycle",
+    "Datablock",
+    "DatablockPlace",
+    "DatablockUse",
+    "Decision",
+    "Delivery",
+    "Device",
+    "Enrolment",
+    "Event",
+    "Graph",
+    "Host",
+    "Idempotency",
+    "Island",
+    "LedgerBase",
+    "Lift",
+    "Line",
+    "LogLine",
+    "Metric",
+    "Need",
+    "Order",
+    "Placement",
+    "Preset",
+    "Request",
+    "Task",
+    "Tenant",
+    "Upload",
+    "UploadPart",
+    "Usage",
+    "User",
+    "WebSession",
+    "Webhook",
+    "Xid8",
+]

@@ -1,0 +1,69 @@
+"""Tables of usage, which only `app.scheduling.ledger` writes."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from sqlalchemy import (
+    BigInteger,
+    CheckConstraint,
+    ForeignKey,
+    Numeric,
+)
+from sqlalchemy.orm import Mapped, mapped_column
+
+from app.db.models.base import Base, txid_column
+
+
+class Account(Base):
+    """The usage of a user: `faded` is the decayed sum of rule F2, `total_us` never decays."""
+
+    __tablename__ = "accounts"
+    user_id: Mapped[str] = mapped_column(ForeignKey("users.id"), primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), index=True)
+    faded: Mapped[int] = mapped_column(Numeric(1000, 0), server_default="0")
+    total_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    txid: Mapped[int] = txid_column(index=True)
+
+
+class Lift(Base):
+    """The idle-credit floor of a tenant (`user_id` "") or user, by kind and island.
+
+    `faded` is the decayed usage that it is taken to have had while it was away.  The unit is
+    micro-device-seconds times thousandths of cost (`app.core.scheduling.idle_credit`).
+    """
+
+    __tablename__ = "lifts"
+    island: Mapped[str] = mapped_column(ForeignKey("islands.name"), primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(
+        ForeignKey("tenants.id", ondelete="CASCADE"), primary_key=True
+    )
+    user_id: Mapped[str] = mapped_column(primary_key=True, server_default="")
+    kind: Mapped[str] = mapped_column(primary_key=True)
+    faded: Mapped[int] = mapped_column(Numeric(1000, 0))
+
+
+class LedgerBase(Base):
+    """A single row: the half-life, and the T0 that every `faded` is relative to
+    (`app.scheduling.ledger`)."""
+
+    __tablename__ = "ledger"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    half_life_s: Mapped[float]
+    since_s: Mapped[float]
+    __table_args__ = (CheckConstraint("id = 1", name="one_row"),)
+
+
+class Usage(Base):
+    """Micro-device-seconds held and charged (held times cost), by the time bucket of the
+    booking.
+    """
+
+    __tablename__ = "usage"
+    bucket: Mapped[datetime] = mapped_column(primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
+    user_id: Mapped[str] = mapped_column(ForeignKey("users.id"), primary_key=True)
+    kind: Mapped[str] = mapped_column(primary_key=True)
+    bucket_s: Mapped[int] = mapped_column(primary_key=True)
+    held_us: Mapped[int] = mapped_column(BigInteger)
+    charged_us: Mapped[int] = mapped_column(BigInteger)

@@ -1,0 +1,111 @@
+"""Tables of tenants, users, their keys and their browser sessions."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import (
+    BigInteger,
+    CheckConstraint,
+    ForeignKey,
+    Index,
+    UniqueConstraint,
+    text,
+)
+from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy.orm import Mapped, mapped_column
+
+from app.core.model.descriptor import TIERS
+from app.core.security.grants import ROLES
+from app.db.models.base import Base, json_column, now_column, one_of, txid_column
+
+
+class Tenant(Base):
+    """A node of the tenant tree; the root ("platform") has no parent and owns no share.
+
+    Two tenants of the same name have different parents.  `guarantee` and `limit` are numbers of
+    devices by kind, {"cuda": 4}; in `limit`, "*" means all kinds together.  `max_running` and
+    `max_queued` bound the number of tasks in the whole subtree; null means no bound.  `tier` is the
+    best tier that requests of the subtree may ask for.
+    """
+
+    __tablename__ = "tenants"
+    id: Mapped[str] = mapped_column(primary_key=True)
+    name: Mapped[str]
+    parent_id: Mapped[str | None] = mapped_column(ForeignKey("tenants.id"))
+    weight_milli: Mapped[int] = mapped_column(BigInteger, server_default="1000")
+    guarantee: Mapped[dict[str, Any]] = json_column()
+    limit: Mapped[dict[str, Any]] = json_column()
+    max_running: Mapped[int | None]
+    max_queued: Mapped[int | None]
+    tier: Mapped[str] = mapped_column(server_default="standard")
+    version: Mapped[int] = mapped_column(server_default="1")
+    created_at: Mapped[datetime] = now_column()
+    txid: Mapped[int] = txid_column(index=True)
+    __table_args__ = (
+        CheckConstraint("weight_milli > 0", name="weight_milli"),
+        CheckConstraint("max_running >= 0", name="max_running"),
+        CheckConstraint("max_queued >= 0", name="max_queued"),
+        one_of("tier", TIERS),
+        Index(
+            "uq_tenants_parent_id_name",
+            "parent_id",
+            "name",
+            unique=True,
+            postgresql_nulls_not_distinct=True,
+        ),
+    )
+
+
+class User(Base):
+    """A user of a tenant.  `weight_milli` divides the tenant's share among its users.
+
+    `service` marks a service account: a program that uses the API; no person signs in with it.
+    """
+
+    __tablename__ = "users"
+    id: Mapped[str] = mapped_column(primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    name: Mapped[str]
+    weight_milli: Mapped[int] = mapped_column(BigInteger, server_default="1000")
+    service: Mapped[bool] = mapped_column(server_default=text("false"))
+    version: Mapped[int] = mapped_column(server_default="1")
+    created_at: Mapped[datetime] = now_column()
+    txid: Mapped[int] = txid_column(index=True)
+    __table_args__ = (
+        UniqueConstraint("tenant_id", "name"),
+        CheckConstraint("weight_milli > 0", name="weight_milli"),
+    )
+
+
+class ApiKey(Base):
+    """An API key.  `id` is its public part; of the secret only the SHA-256 is stored.
+
+    `scopes` restrict what the key's role allows; null means no restriction.  `replaced_by` is the
+    key that replaced this one in a rotation and stays valid when this one expires.
+    """
+
+    __tablename__ = "api_keys"
+    id: Mapped[str] = mapped_column(primary_key=True)
+    user_id: Mapped[str] = mapped_column(ForeignKey("users.id"), index=True)
+    role: Mapped[str]
+    name: Mapped[str]
+    scopes: Mapped[list[Any] | None] = mapped_column(JSONB(none_as_null=True))
+    secret_sha256: Mapped[str]
+    replaced_by: Mapped[str | None] = mapped_column(ForeignKey("api_keys.id"))
+    created_at: Mapped[datetime] = now_column()
+    expires_at: Mapped[datetime | None]
+    revoked_at: Mapped[datetime | None]
+    last_used_at: Mapped[datetime | None]
+    __table_args__ = (one_of("role", ROLES),)
+
+
+class WebSession(Base):
+    """A browser that is signed in: the SHA-256 of its cookie, and the API key that it acts for."""
+
+    __tablename__ = "web_sessions"
+    token_sha256: Mapped[str] = mapped_column(primary_key=True)
+    key_id: Mapped[str] = mapped_column(ForeignKey("api_keys.id"))
+    expires_at: Mapped[datetime]
+    created_at: Mapped[datetime] = now_column()

@@ -1,0 +1,381 @@
+"""Tables of requests and tasks, and of where tasks run."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import (
+    BigInteger,
+    CheckConstraint,
+    ForeignKey,
+    Identity,
+    Index,
+    UniqueConstraint,
+    text,
+)
+from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy.orm import Mapped, mapped_column
+
+from app.core.model.descriptor import TIERS
+from app.core.model.lifecycle import State
+from app.db.models.base import Base, Xid8, json_column, now_column, one_of, txid_column
+
+REQUEST_STATES = ("queued", "running", "done", "failed", "cancelled")
+
+
+class Request(Base):
+    """The content of a POST.  `state` summarizes the request's tasks; `app.scheduling.journal`
+    maintains it.
+    """
+
+    __tablename__ = "requests"
+    id: Mapped[str] = mapped_column(primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    user_id: Mapped[str] = mapped_column(ForeignKey("users.id"))
+    name: Mapped[str]
+    state: Mapped[str] = mapped_column(server_default="queued")
+    tier: Mapped[str] = mapped_column(server_default="standard")
+    priority: Mapped[int] = mapped_column(server_default="0")
+    labels: Mapped[dict[str, Any]] = json_column()
+    descriptor: Mapped[dict[str, Any]] = json_column()
+    submitted_at: Mapped[datetime] = now_column()
+    ended_at: Mapped[datetime | None]
+    __table_args__ = (
+        one_of("state", REQUEST_STATES),
+        one_of("tier", TIERS),
+        Index("ix_requests_tenant_id_id", "tenant_id", "id"),
+    )
+
+
+class Task(Base):
+    """A task: what an island schedules.
+
+    `epoch` counts launches and fences every write.  `event_seq` and `order_seq` are the last event
+    recorded and the last order written in this epoch.  `seat` is the device that the task holds or
+    is about to hold; for an elastic task, its home device.  `resized_at` is since when an elastic
+    task holds its present number of devices.  `image_on` is the device with the paused image of
+    `step` in its host's memory; `saved` says whether that image is durable too.  `move_to` is the
+    device that the task is to be moved to ("*": any other), and `moving` how far the move is
+    (`core.model.migration.Moving`).
+
+    `assigned` says why the task is on its island (`app.intake.island_assignment`).  `abroad` says
+    that tasks of other islands wait for its end.
+
+    `gang_id` is set for a gang that spans islands and for its tickets
+    (`app.scheduling.gang_tickets`): it is the id of the gang.  A ticket keeps its slots for the
+    gang's epoch `good_for`.
+
+    `cost_milli` is what a second of this epoch costs, if the task is charged by its memory and not
+    by its device.  `unheard_us` is the part of `total_held_us` in which its device was not heard
+    from before it was lost: charged, but not counted for `max_duration_s`.  `waited_us` is the sum
+    of all ended waits.  `away` has the waits of the last hour after the task had started (rule F9),
+    as [from, to] in seconds since 1970.
+    """
+
+    __tablename__ = "tasks"
+    id: Mapped[str] = mapped_column(primary_key=True)
+    request_id: Mapped[str] = mapped_column(ForeignKey("requests.id"), index=True)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    user_id: Mapped[str] = mapped_column(ForeignKey("users.id"))
+    island: Mapped[str | None] = mapped_column(ForeignKey("islands.name"))
+    assigned: Mapped[dict[str, Any] | None] = mapped_column(JSONB(none_as_null=True))
+    abroad: Mapped[bool] = mapped_column(server_default=text("false"))
+    gang_id: Mapped[str | None] = mapped_column(ForeignKey("tasks.id"))
+    ordinal: Mapped[int]
+    name: Mapped[str]
+    type: Mapped[str]
+    kind: Mapped[str]
+    descriptor: Mapped[dict[str, Any]] = json_column()
+    memory_bytes: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    devices_min: Mapped[int] = mapped_column(server_default="1")
+    devices_max: Mapped[int] = mapped_column(server_default="1")
+    across_hosts: Mapped[bool] = mapped_column(server_default=text("false"))
+    tier: Mapped[str] = mapped_column(server_default="standard")
+    priority: Mapped[int] = mapped_column(server_default="0")
+    # actions that users request, written by the API
+    hold: Mapped[str] = mapped_column(server_default="")
+    save_asked: Mapped[bool] = mapped_column(server_default=text("false"))
+    cancel_asked_at: Mapped[datetime | None]
+    not_before: Mapped[datetime | None]
+    move_to: Mapped[str | None]
+    move_asked_at: Mapped[datetime | None]
+    # state, written by the journal
+    state: Mapped[str] = mapped_column(server_default="blocked")
+    epoch: Mapped[int] = mapped_column(server_default="0")
+    event_seq: Mapped[int] = mapped_column(server_default="0")
+    order_seq: Mapped[int] = mapped_column(server_default="0")
+    good_for: Mapped[int] = mapped_column(server_default="0")
+    saved: Mapped[bool] = mapped_column(server_default=text("true"))
+    seat: Mapped[str | None] = mapped_column(ForeignKey("devices.id"))
+    image_on: Mapped[str | None] = mapped_column(ForeignKey("devices.id"))
+    moving: Mapped[dict[str, Any] | None] = mapped_column(JSONB(none_as_null=True))
+    step: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    launched_at: Mapped[datetime | None]
+    started_at: Mapped[datetime | None]
+    resized_at: Mapped[datetime | None]
+    ended_at: Mapped[datetime | None]
+    first_started_at: Mapped[datetime | None]
+    held_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    total_held_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    guest_held_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    unheard_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    switch_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    cost_milli: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    shares: Mapped[bool] = mapped_column(server_default=text("false"))
+    attempts: Mapped[int] = mapped_column(server_default="0")
+    retry_max: Mapped[int] = mapped_column(server_default="0")
+    retry_at: Mapped[datetime | None]
+    waiting_since: Mapped[datetime | None]
+    waited_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    away: Mapped[list[Any]] = json_column("[]")
+    pauses: Mapped[int] = mapped_column(server_default="0")
+    lost_steps: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    metrics: Mapped[dict[str, Any]] = json_column()
+    capabilities: Mapped[list[Any]] = json_column("[]")
+    preset: Mapped[dict[str, Any]] = json_column()
+    cause: Mapped[str | None]
+    message: Mapped[str | None]
+    detail: Mapped[str | None]
+    result: Mapped[dict[str, Any] | None] = mapped_column(JSONB)
+    passed: Mapped[list[dict[str, Any]] | None] = mapped_column(JSONB)
+    outputs: Mapped[dict[str, Any]] = json_column()
+    submitted_at: Mapped[datetime] = now_column()
+    txid: Mapped[int] = txid_column()
+    __table_args__ = (
+        UniqueConstraint("request_id", "name"),
+        one_of("state", State),
+        one_of("hold", ("", "user", "admin")),
+        one_of("tier", TIERS),
+        CheckConstraint("epoch >= 0", name="epoch"),
+        CheckConstraint("devices_min between 1 and devices_max", name="devices"),
+        Index(
+            "ix_tasks_queue",
+            "tenant_id",
+            "id",
+            postgresql_where=text("state in ('blocked', 'waiting')"),
+        ),
+        Index(
+            "ix_tasks_live",
+            "island",
+            "id",
+            postgresql_where=text("state not in ('done', 'failed', 'cancelled')"),
+        ),
+        Index("ix_tasks_island_txid", "island", "txid"),
+        Index("ix_tasks_gang_id", "gang_id", postgresql_where=text("gang_id is not null")),
+        Index("ix_tasks_gang_txid", "txid", postgresql_where=text("gang_id is not null")),
+        Index(
+            "ix_tasks_gang_retry",
+            "retry_at",
+            postgresql_where=text("gang_id is not null and retry_at is not null"),
+        ),
+        Index(
+            "ix_tasks_line",
+            "island",
+            "user_id",
+            "kind",
+            "memory_bytes",
+            "devices_min",
+            text("priority desc"),
+            "submitted_at",
+            "id",
+            postgresql_where=text("state = 'waiting'"),
+        ),
+        Index(
+            "ix_tasks_not_before",
+            "island",
+            "not_before",
+            postgresql_where=text("state = 'blocked' and not_before is not null"),
+        ),
+        Index(
+            "ix_tasks_on_a_device",
+            "seat",
+            postgresql_where=text(
+                "state in ('starting', 'running', 'splicing', 'pausing', 'stopping')"
+            ),
+        ),
+        Index(
+            "ix_tasks_abroad",
+            "txid",
+            postgresql_where=text("abroad and state in ('done', 'failed', 'cancelled')"),
+        ),
+        Index(
+            "ix_tasks_blocked",
+            "island",
+            "kind",
+            "tenant_id",
+            postgresql_where=text("state = 'blocked'"),
+        ),
+        Index("ix_tasks_image_on", "image_on", postgresql_where=text("image_on is not null")),
+        Index("ix_tasks_move_to", "move_to", postgresql_where=text("move_to is not null")),
+        Index("ix_tasks_save_asked", "id", postgresql_where=text("save_asked")),
+        {"postgresql_with": {"fillfactor": "70"}},
+    )
+
+
+class Need(Base):
+    """A dependency: `task_id` starts only when `needs_id` is done.
+
+    `port` takes the other task's `output`; "" means that the dependency is only an order in time
+    (`after`).  `given` is the transaction that found the output durable while `needs_id`, a task of
+    a graph, still runs; from then on `task_id` need not wait.  If `late`, `task_id` may start
+    without this input and waits for it on its device, up to a time limit.
+    """
+
+    __tablename__ = "needs"
+    task_id: Mapped[str] = mapped_column(ForeignKey("tasks.id"), primary_key=True)
+    needs_id: Mapped[str] = mapped_column(ForeignKey("tasks.id"), primary_key=True, index=True)
+    port: Mapped[str] = mapped_column(primary_key=True, server_default="")
+    output: Mapped[str] = mapped_column(server_default="")
+    given: Mapped[int | None] = mapped_column(Xid8)
+    late: Mapped[bool] = mapped_column(server_default=text("false"))
+    __table_args__ = (Index("ix_needs_given", "given", postgresql_where=text("given is not null")),)
+
+
+class Line(Base):
+    """The number of a user's tasks with equal needs that wait on an island;
+    `app.scheduling.journal` counts them.
+    """
+
+    __tablename__ = "lines"
+    island: Mapped[str] = mapped_column(ForeignKey("islands.name"), primary_key=True)
+    user_id: Mapped[str] = mapped_column(ForeignKey("users.id"), primary_key=True)
+    kind: Mapped[str] = mapped_column(primary_key=True)
+    memory_bytes: Mapped[int] = mapped_column(BigInteger, primary_key=True)
+    width: Mapped[int] = mapped_column(primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    waiting: Mapped[int] = mapped_column(BigInteger, server_default="0")
+
+
+class Placement(Base):
+    """An epoch of a task on a device: one row for each launch, from which the ledger charges.
+
+    `held_us` is how long the task held the slot, measured by the device.  `staged_us` is the part
+    of it in which the job stood still while its state was copied.  `input_bytes` is the size of the
+    inputs; `fetched_bytes` is the part that was read from the store because no host had it.  `ways`
+    says by port how each input came (`core.model.messages.WAYS`).  `leaving` is set when the device
+    was told to release the slot: from then on the slot may be promised to the next task.
+
+    A `guest` is an additional row: a device that an elastic task holds beyond its home
+    (`app.scheduling.guest_placements`).  `shares` says that the task was launched next to other
+    tasks, to take turns with them (`core.scheduling.time_sharing`).
+    """
+
+    __tablename__ = "placements"
+    id: Mapped[int] = mapped_column(BigInteger, Identity(), primary_key=True)
+    task_id: Mapped[str] = mapped_column(ForeignKey("tasks.id"))
+    epoch: Mapped[int]
+    device_id: Mapped[str] = mapped_column(ForeignKey("devices.id"))
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    user_id: Mapped[str] = mapped_column(ForeignKey("users.id"))
+    kind: Mapped[str]
+    cost_milli: Mapped[int] = mapped_column(BigInteger)
+    incarnation: Mapped[str]
+    launched_at: Mapped[datetime] = now_column()
+    started_at: Mapped[datetime | None]
+    ended_at: Mapped[datetime | None]
+    leaving: Mapped[bool] = mapped_column(server_default=text("false"))
+    guest: Mapped[bool] = mapped_column(server_default=text("false"))
+    shares: Mapped[bool] = mapped_column(server_default=text("false"))
+    held_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    staged_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    charged_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    input_bytes: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    fetched_bytes: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    ways: Mapped[dict[str, str]] = json_column()
+    first_step: Mapped[int | None] = mapped_column(BigInteger)
+    last_step: Mapped[int | None] = mapped_column(BigInteger)
+    end: Mapped[str | None]
+    __table_args__ = (
+        Index(
+            "uq_placements_home",
+            "task_id",
+            "epoch",
+            unique=True,
+            postgresql_where=text("not guest"),
+        ),
+        Index(
+            "uq_placements_open_task",
+            "task_id",
+            unique=True,
+            postgresql_where=text("ended_at is null and not guest"),
+        ),
+        Index(
+            "uq_placements_open_guest",
+            "task_id",
+            "device_id",
+            unique=True,
+            postgresql_where=text("ended_at is null and guest"),
+        ),
+        Index(
+            "uq_placements_open_seat",
+            "device_id",
+            unique=True,
+            postgresql_where=text("ended_at is null and not leaving and not shares"),
+        ),
+        Index("ix_placements_open", "device_id", postgresql_where=text("ended_at is null")),
+        Index("ix_placements_task_id", "task_id"),
+        Index("ix_placements_tenant_id_id", "tenant_id", "id"),
+    )
+
+
+class Order(Base):
+    """The outbox: an order to a device, until the device shows that it has received it."""
+
+    __tablename__ = "orders"
+    id: Mapped[int] = mapped_column(BigInteger, Identity(), primary_key=True)
+    task_id: Mapped[str] = mapped_column(ForeignKey("tasks.id"))
+    epoch: Mapped[int]
+    seq: Mapped[int]
+    device_id: Mapped[str] = mapped_column(ForeignKey("devices.id"))
+    kind: Mapped[str]
+    body: Mapped[dict[str, Any]] = json_column()
+    created_at: Mapped[datetime] = now_column()
+    sent_at: Mapped[datetime | None]
+    sends: Mapped[int] = mapped_column(server_default="0")
+    answered_at: Mapped[datetime | None]
+    __table_args__ = (
+        UniqueConstraint("task_id", "epoch", "seq", "device_id"),
+        Index(
+            "ix_orders_unanswered", "device_id", "id", postgresql_where=text("answered_at is null")
+        ),
+    )
+
+
+class Checkpoint(Base):
+    """A durable image of a task at `step`; `sha256` is the address of its manifest in the store.
+
+    `host` wrote it and signed it with the private key that belongs to `key`.  The store grew by
+    `new_bytes`.  A task that began from another task's checkpoint has that checkpoint as its first.
+    """
+
+    __tablename__ = "checkpoints"
+    id: Mapped[str] = mapped_column(primary_key=True)
+    task_id: Mapped[str] = mapped_column(ForeignKey("tasks.id"))
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    epoch: Mapped[int]
+    step: Mapped[int] = mapped_column(BigInteger)
+    sha256: Mapped[str]
+    size_bytes: Mapped[int] = mapped_column(BigInteger)
+    new_bytes: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    took_us: Mapped[int] = mapped_column(BigInteger)
+    host: Mapped[str] = mapped_column(server_default="")
+    key: Mapped[str] = mapped_column(server_default="")
+    created_at: Mapped[datetime] = now_column()
+    damaged_at: Mapped[datetime | None]
+    deleted_at: Mapped[datetime | None]
+    __table_args__ = (UniqueConstraint("task_id", "step", "sha256"),)
+
+
+class Idempotency(Base):
+    """The response to an `Idempotency-Key`, written in the transaction that did the work."""
+
+    __tablename__ = "idempotency"
+    user_id: Mapped[str] = mapped_column(ForeignKey("users.id"), primary_key=True)
+    key: Mapped[str] = mapped_column(primary_key=True)
+    route: Mapped[str]
+    body_sha256: Mapped[str]
+    status: Mapped[int | None]
+    response: Mapped[dict[str, Any] | None] = mapped_column(JSONB)
+    location: Mapped[str | None]
+    created_at: Mapped[datetime] = now_column()
