@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from pydantic import TypeAdapter
 
 from app.api.descriptor_schema import COMPONENTS
-from app.api.schemas import Problem
+from app.api.schemas.base import Problem
 
 JSON = dict[str, Any]
 

@@ -22,7 +22,7 @@ from fastapi import Header, Request
 from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
-from app.api.schemas import UploadOut
+from app.api.schemas.data import UploadOut
 from app.data import uploads
 from app.data.uploads import PART_BYTES, Begun, Done, Wanted
 from app.errors import BadInput, Conflict, Unavailable

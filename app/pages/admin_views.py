@@ -21,7 +21,7 @@ from app.api.cursors import Paging
 from app.api.routes import audit as of_audit
 from app.api.routes import tenants as of_tenants
 from app.api.routes import webhooks as of_webhooks
-from app.api.schemas import KeyIn, RotateKeyIn, UserIn
+from app.api.schemas.people import KeyIn, RotateKeyIn, UserIn
 from app.api.times import day
 from app.core.security.grants import ROLES
 from app.core.security.scopes import MEANINGS

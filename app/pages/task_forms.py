@@ -13,7 +13,7 @@ from app.api.access.gate import GatedRoute
 from app.api.access.visibility import visible_task
 from app.api.routes import requests as of_requests
 from app.api.routes import tasks as of_tasks
-from app.api.schemas import ResizeIn
+from app.api.schemas.tasks import ResizeIn
 from app.core.model.lifecycle import ENDED
 from app.db.transactions import Db
 from app.errors import NotFound

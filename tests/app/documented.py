@@ -19,20 +19,12 @@ from sqlalchemy.orm import Session
 from app.api import descriptor_schema
 from app.api.access import auth
 from app.api.routes.webhooks import DeliveryOut, WebhookOut
-from app.api.schemas import (
-    CheckpointOut,
-    DatablockOut,
-    DeviceOut,
-    HostOut,
-    IslandOut,
-    KeyOut,
-    MigrateIn,
-    PresetOut,
-    RequestOut,
-    TenantOut,
-    UserOut,
-    example_of,
-)
+from app.api.schemas.base import example_of
+from app.api.schemas.data import DatablockOut
+from app.api.schemas.fleet import DeviceOut, HostOut, IslandOut, PresetOut
+from app.api.schemas.people import KeyOut, TenantOut, UserOut
+from app.api.schemas.requests import RequestOut
+from app.api.schemas.tasks import CheckpointOut, MigrateIn
 from app.core.model import descriptor as descriptors
 from app.db.models import (
     ApiKey,

@@ -18,7 +18,7 @@ from app.api.access.auth import AnyAdmin, Caller, PlatformAdmin
 from app.api.access.visibility import of_caller
 from app.api.cursors import Paged
 from app.api.middleware import v1_router
-from app.api.schemas import Out, Page, example
+from app.api.schemas.base import Out, Page, example
 from app.api.times import Time
 from app.core.security.hash_chain import Known
 from app.db.models import AuditEvent, Tenant

@@ -20,7 +20,8 @@ from app.api.access.auth import Authed, Caller, Submitter
 from app.api.cursors import Paged
 from app.api.middleware import v1_router
 from app.api.problems import declared
-from app.api.schemas import BundleOut, BundleStored, Page, UploadOut
+from app.api.schemas.base import Page
+from app.api.schemas.data import BundleOut, BundleStored, UploadOut
 from app.api.uploading import ContentRange, Sent, progress, received, received_whole
 from app.data import bundles
 from app.data.upload_kinds import CODE

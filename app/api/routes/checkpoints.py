@@ -13,7 +13,8 @@ from app.api.access.auth import Authed, Caller
 from app.api.access.visibility import of_caller
 from app.api.middleware import v1_router
 from app.api.problems import declared
-from app.api.schemas import CheckpointOut, Page, TensorOut
+from app.api.schemas.base import Page
+from app.api.schemas.tasks import CheckpointOut, TensorOut
 from app.core.model.manifest import Manifest
 from app.core.model.tensor_file import SAID
 from app.db.models import Checkpoint

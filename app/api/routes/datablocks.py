@@ -21,7 +21,8 @@ from app.api.cursors import Paged
 from app.api.downloads import Download
 from app.api.middleware import v1_router
 from app.api.problems import declared
-from app.api.schemas import DatablockOut, Page, UploadOut
+from app.api.schemas.base import Page
+from app.api.schemas.data import DatablockOut, UploadOut
 from app.api.uploading import ContentRange, Sent, progress, received
 from app.core.model import descriptor as descriptors
 from app.data import datablocks

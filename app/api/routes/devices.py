@@ -17,14 +17,14 @@ from app.api.access.visibility import of_caller
 from app.api.cursors import Paged
 from app.api.middleware import v1_router
 from app.api.problems import declared
-from app.api.schemas import (
+from app.api.schemas.base import Page
+from app.api.schemas.fleet import (
     DeviceOut,
     DevicePatch,
     EnrolmentIn,
     EnrolmentOut,
     HostOut,
     IslandOut,
-    Page,
 )
 from app.api.versions import IfMatch, check_version, etag
 from app.core.security.sandbox_layers import Sandbox

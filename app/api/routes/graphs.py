@@ -12,7 +12,8 @@ from app.api.cursors import Paged
 from app.api.descriptor_schema import GraphIn
 from app.api.middleware import v1_router
 from app.api.problems import declared
-from app.api.schemas import GraphOut, GraphSummary, Page
+from app.api.schemas.base import Page
+from app.api.schemas.data import GraphOut, GraphSummary
 from app.core.model.descriptor import BadDescriptor
 from app.data import graphs
 from app.db.models import Graph

@@ -10,7 +10,8 @@ from sqlalchemy import func, select, text
 from app.api.access.auth import Authed, PlatformAdmin
 from app.api.middleware import v1_router
 from app.api.problems import declared
-from app.api.schemas import Page, PresetIn, PresetOut
+from app.api.schemas.base import Page
+from app.api.schemas.fleet import PresetIn, PresetOut
 from app.core.model import preset
 from app.db.models import Preset
 from app.db.transactions import Db

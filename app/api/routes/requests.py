@@ -23,13 +23,11 @@ from app.api.descriptor_schema import DescriptorIn
 from app.api.middleware import v1_router
 from app.api.problems import declared
 from app.api.routes.tasks import AskedPhases, new_task_out, task_outs, words_in
-from app.api.schemas import (
-    Page,
-    PhaseWord,
+from app.api.schemas.base import Page, PhaseWord, RequestState
+from app.api.schemas.requests import (
     RequestOut,
     RequestPatch,
     RequestPlan,
-    RequestState,
     RequestSummary,
     Validated,
 )

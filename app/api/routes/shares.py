@@ -17,7 +17,9 @@ from app.api.access.auth import Authed, Caller
 from app.api.cursors import Paged, PagedBy100
 from app.api.middleware import v1_router
 from app.api.problems import declared
-from app.api.schemas import Explained, Page, TaskOut, TenantOut, example_of
+from app.api.schemas.base import Page, example_of
+from app.api.schemas.people import TenantOut
+from app.api.schemas.tasks import Explained, TaskOut
 from app.api.times import Time
 from app.db.transactions import Db
 from app.errors import BadInput, NotFound

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field
 from app.api.access.auth import PlatformAdmin
 from app.api.middleware import v1_router
 from app.api.problems import declared
-from app.api.schemas import KIND, DeviceLimit, Guarantee, In, Name, Out, Tier, Weight, example
+from app.api.schemas.base import KIND, DeviceLimit, Guarantee, In, Name, Out, Tier, Weight, example
 from app.api.times import Time
 from app.core.fairness.fair_tree import half_life
 from app.core.simulation.simulator import Costs

@@ -31,7 +31,8 @@ from app.api.access.visibility import visible_request
 from app.api.cursors import Cursor, PagedByItem
 from app.api.event_stream import EventStream
 from app.api.middleware import v1_router
-from app.api.schemas import EventOut, LogLineOut, Page
+from app.api.schemas.base import Page
+from app.api.schemas.tasks import EventOut, LogLineOut
 from app.core.model.lifecycle import ENDED
 from app.db.models import Event, LogLine, Request, Task, Xid8
 from app.db.transactions import Db, transaction

@@ -18,17 +18,15 @@ from app.api.cursors import Paged, PagedBy200
 from app.api.downloads import Download
 from app.api.middleware import v1_router
 from app.api.problems import declared
-from app.api.schemas import (
+from app.api.schemas.base import Page, PhaseWord, TaskState
+from app.api.schemas.tasks import (
     CheckpointOut,
     Explained,
     MetricOut,
     MigrateIn,
-    Page,
-    PhaseWord,
     PlacementOut,
     ResizeIn,
     TaskOut,
-    TaskState,
 )
 from app.core.model import dependencies, migration
 from app.core.model.messages import ARTIFACTS

@@ -22,13 +22,12 @@ from app.api.access.visibility import of_caller
 from app.api.cursors import Paged
 from app.api.middleware import v1_router
 from app.api.problems import declared
-from app.api.schemas import (
-    KIND,
+from app.api.schemas.base import KIND, Page
+from app.api.schemas.people import (
     KeyIn,
     KeyMade,
     KeyOut,
     MeOut,
-    Page,
     RotateKeyIn,
     TenantIn,
     TenantOut,

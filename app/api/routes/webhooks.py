@@ -19,7 +19,7 @@ from app.api.access.visibility import of_caller, visible_request
 from app.api.cursors import Paged
 from app.api.middleware import v1_router
 from app.api.problems import declared
-from app.api.schemas import In, Out, Page, example, example_of
+from app.api.schemas.base import In, Out, Page, example, example_of
 from app.core.security.webhook_policy import TYPES, networks, refusal
 from app.db import transactions
 from app.db.models import Delivery, Tenant, Webhook

@@ -11,7 +11,7 @@ from sqlalchemy import func, select, update
 
 from app.api.access import auth, credential_cache
 from app.api.access.auth import COOKIE
-from app.api.schemas import Scope
+from app.api.schemas.base import Scope
 from app.core.security.scopes import AREAS, SCOPES
 from app.db import transactions
 from app.db.models import ApiKey, User, WebSession

@@ -1,0 +1,151 @@
+"""Models of islands, hosts, devices and presets."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from app.api.schemas.base import EXAMPLE_AT, EXAMPLE_TASK, In, Out, Weight, example
+
+
+class IslandOut(Out):
+    model_config = example(name="local", leader="9b2f", led=True, term=4, devices=2, key="5e" * 32)
+    name: str
+    leader: str | None
+    led: bool = Field(description="Whether the island's scheduler holds a current lease.")
+    term: int
+    devices: int
+    key: str | None = Field(
+        description="The public key that verifies the island's messages to devices."
+    )
+
+
+class HostOut(Out):
+    model_config = example(name="host-a", island="local", cordoned=False, devices=2, up=2)
+    name: str
+    island: str
+    cordoned: bool
+    devices: int
+    up: int
+
+
+class EnrolmentIn(In):
+    model_config = example(device_id="host-a.0", key="3d" * 32)
+    device_id: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,126}\.[0-9]{1,4}$")] = Field(
+        description="The device id: the host's name, a dot and a number."
+    )
+    key: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] = Field(
+        description="The host's public key, as `roundhouse device key` prints it on that host."
+    )
+
+
+class EnrolmentOut(Out):
+    model_config = example(
+        device_id="host-a.0",
+        key="3d" * 32,
+        enrolled_by="platform_admin",
+        enrolled_at=EXAMPLE_AT,
+        revoked_at=None,
+    )
+    device_id: str
+    key: str = Field(description="The host's public key; reports signed with it are accepted.")
+    enrolled_by: str
+    enrolled_at: datetime
+    revoked_at: datetime | None = Field(description="Reports are rejected from this time on.")
+
+
+class DevicePatch(In):
+    model_config = example(cost=1.5)
+    cost: Weight
+
+
+class SandboxOut(Out):
+    model_config = example(mode="required", layers=["files", "network"], missing=[], refuses="")
+    mode: str = Field(
+        description="`required`: the device takes work only with all sandbox layers; `preferred`: "
+        "with the available layers; `off`: without a sandbox."
+    )
+    layers: list[str] = Field(description="The active sandbox layers.")
+    missing: list[str] = Field(description="The configured sandbox layers that are not active.")
+    refuses: str = Field(description="Why the device takes no work; empty if it does.")
+
+
+class HeldBytes(Out):
+    device: int = Field(description="In device memory.")
+    host: int = Field(description="In host memory.")
+
+
+class DeviceFacts(Out):
+    """The facts of a device that are shown; other facts that it reports are not."""
+
+    sandbox: list[str] | str | None = Field(
+        None, description="The sandbox layers around the processes of a task."
+    )
+    torch: str | None = None
+    capabilities: list[str] = []
+    splice: bool = Field(False, description="Whether ranks can take turns on the device.")
+    host_memory_bytes: int | None = None
+    held_bytes: HeldBytes | None = Field(
+        None, description="Memory held by the tasks of all tenants together."
+    )
+
+
+class DeviceOut(Out):
+    model_config = example(
+        id="host-a.0",
+        host="host-a",
+        island="local",
+        kind="cpu",
+        up=True,
+        cordoned=False,
+        busy=True,
+        task_id=EXAMPLE_TASK,
+        tasks=[EXAMPLE_TASK],
+        threads=1,
+        memory_bytes=4 * 2**30,
+        cost=1.0,
+        seen_at=EXAMPLE_AT,
+        version=1,
+        sandbox={"mode": "required", "layers": ["files", "network"], "missing": [], "refuses": ""},
+        facts={"sandbox": ["files", "network"], "torch": "2.13.0", "splice": True},
+    )
+    id: str
+    host: str
+    island: str
+    kind: str
+    up: bool
+    cordoned: bool = Field(description="The device or its host takes no new work.")
+    busy: bool = Field(description="A task holds the device.")
+    task_id: str | None = Field(description="The task on the device, if you may see it.")
+    tasks: list[str] = Field(
+        description="The tasks on the device that you may see. Several graphs can share a device."
+    )
+    threads: int
+    memory_bytes: int
+    cost: float
+    seen_at: datetime | None
+    version: int
+    sandbox: SandboxOut
+    facts: DeviceFacts
+
+
+class PresetIn(In):
+    model_config = example(params={"deterministic": True, "threads": 1})
+    params: dict[str, Any]
+
+
+class PresetOut(Out):
+    model_config = example(
+        task_type="train",
+        kind="cpu",
+        params={"deterministic": True},
+        version=1,
+        updated_at=EXAMPLE_AT,
+    )
+    task_type: str
+    kind: str
+    params: dict[str, Any]
+    version: int
+    updated_at: datetime

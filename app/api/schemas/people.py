@@ -1,0 +1,227 @@
+"""Models of tenants, users and keys."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from pydantic import Field
+
+from app.api.schemas.base import (
+    EXAMPLE_AT,
+    EXAMPLE_TENANT,
+    EXAMPLE_USER,
+    Count,
+    DeviceLimit,
+    Guarantee,
+    In,
+    Name,
+    Out,
+    Role,
+    Scope,
+    Tier,
+    Weight,
+    example,
+    example_of,
+)
+from app.api.times import Time
+
+_WEIGHT = "Relative share among siblings: the child tenants and the users of the same parent."
+_GUARANTEE = (
+    "Guaranteed devices by kind. They are lent to others while unused. The guarantees of the "
+    "child tenants must not exceed this in total. The number of installed devices is not checked."
+)
+_LIMIT = "Maximum number of devices by kind, including child tenants; `*`: all kinds together."
+_MAX_RUNNING = (
+    "Maximum number of tasks that hold devices at once, including child tenants; null: no limit."
+)
+_MAX_QUEUED = (
+    "Maximum number of queued tasks, including child tenants; further submissions are rejected; "
+    "null: no limit."
+)
+_TIER = "The highest tier for requests of this tenant and its child tenants."
+
+
+class TenantIn(In):
+    model_config = example(
+        name="vision",
+        weight=2.0,
+        guarantee={"cuda": 4},
+        limit={"cuda": 8, "*": 16},
+        max_running=32,
+        max_queued=10_000,
+        tier="standard",
+    )
+    name: Name
+    weight: Weight = Field(1.0, description=_WEIGHT)
+    parent_id: str | None = Field(
+        None, description="Default: the root tenant; for a tenant admin, the own tenant."
+    )
+    guarantee: Guarantee = Field({}, description=_GUARANTEE)
+    limit: DeviceLimit = Field({}, description=_LIMIT)
+    max_running: Count | None = Field(None, description=_MAX_RUNNING)
+    max_queued: Count | None = Field(None, description=_MAX_QUEUED)
+    tier: Tier = Field("standard", description=_TIER)
+
+
+class TenantPatch(In):
+    """A change of a tenant; fields that are left out stay unchanged.  `guarantee` and `limit` are
+    replaced as a whole; null removes `max_running` and `max_queued`.
+    """
+
+    model_config = example(weight=3.0, limit={"cuda": 6}, max_queued=None)
+    name: Name | None = None
+    weight: Weight | None = Field(None, description=_WEIGHT)
+    parent_id: str | None = None
+    guarantee: Guarantee | None = Field(None, description=_GUARANTEE)
+    limit: DeviceLimit | None = Field(None, description=_LIMIT)
+    max_running: Count | None = Field(None, description=_MAX_RUNNING)
+    max_queued: Count | None = Field(None, description=_MAX_QUEUED)
+    tier: Tier | None = Field(None, description=_TIER)
+
+
+class TenantOut(Out):
+    model_config = example(
+        id=EXAMPLE_TENANT,
+        name="vision",
+        parent_id="platform",
+        weight=2.0,
+        guarantee={"cuda": 4},
+        limit={"cuda": 8, "*": 16},
+        max_running=32,
+        max_queued=None,
+        tier="standard",
+        version=1,
+        created_at=EXAMPLE_AT,
+    )
+    id: str
+    name: str
+    parent_id: str | None
+    weight: float = Field(description=_WEIGHT)
+    guarantee: dict[str, int] = Field(description=_GUARANTEE)
+    limit: dict[str, int] = Field(description=_LIMIT)
+    max_running: int | None = Field(description=_MAX_RUNNING)
+    max_queued: int | None = Field(description=_MAX_QUEUED)
+    tier: Tier = Field(description=_TIER)
+    version: int
+    created_at: datetime
+
+
+_USER_WEIGHT = "Relative share among the users of the tenant."
+
+_SERVICE = "A service account: a user that is a program and cannot sign in."
+_SCOPES = "The scopes to which the key is restricted; null: everything that its role permits."
+
+
+class UserIn(In):
+    model_config = example(name="ada", weight=1.0)
+    name: Name
+    weight: Weight = Field(1.0, description=_USER_WEIGHT)
+    tenant_id: str | None = Field(None, description="Default: the caller's tenant.")
+    service: bool = Field(False, description=_SERVICE)
+
+
+class UserPatch(In):
+    """A change of a user; fields that are left out stay unchanged."""
+
+    model_config = example(weight=2.0)
+    name: Name | None = None
+    weight: Weight | None = Field(None, description=_USER_WEIGHT)
+
+
+class UserOut(Out):
+    model_config = example(
+        id=EXAMPLE_USER,
+        tenant_id=EXAMPLE_TENANT,
+        name="ada",
+        weight=1.0,
+        service=False,
+        version=1,
+        created_at=EXAMPLE_AT,
+    )
+    id: str
+    tenant_id: str
+    name: str
+    weight: float = Field(description=_USER_WEIGHT)
+    service: bool = Field(description=_SERVICE)
+    version: int
+    created_at: datetime
+
+
+class KeyIn(In):
+    model_config = example(
+        user_id=EXAMPLE_USER, role="member", name="laptop", scopes=["work:write"]
+    )
+    user_id: str
+    role: Role
+    name: Name
+    scopes: list[Scope] | None = Field(None, min_length=1, max_length=7, description=_SCOPES)
+    expires_at: Time = None
+
+
+class RotateKeyIn(In):
+    """A new key's terms; without `expires_at` its lifetime is that of the old key."""
+
+    model_config = example(overlap_s=3600)
+    overlap_s: float = Field(
+        86_400.0,
+        ge=0,
+        le=30 * 86_400.0,
+        allow_inf_nan=False,
+        strict=False,
+        description="How long the old key stays valid.",
+    )
+    expires_at: Time = None
+
+
+class KeyOut(Out):
+    model_config = example(
+        id="x7Kq29Zb",
+        user_id=EXAMPLE_USER,
+        tenant_id=EXAMPLE_TENANT,
+        role="member",
+        scopes=["work:write"],
+        name="laptop",
+        replaced_by=None,
+        created_at=EXAMPLE_AT,
+        expires_at=None,
+        revoked_at=None,
+        last_used_at=EXAMPLE_AT,
+    )
+    id: str
+    user_id: str
+    tenant_id: str
+    role: Role
+    scopes: list[Scope] | None = Field(description=_SCOPES)
+    name: str
+    replaced_by: str | None = Field(description="The id of the key that replaced this key.")
+    created_at: datetime
+    expires_at: datetime | None
+    revoked_at: datetime | None
+    last_used_at: datetime | None
+
+
+class KeyMade(KeyOut):
+    model_config = example(
+        **example_of(KeyOut),
+        key="rh_x7Kq29Zb_…",
+    )
+    key: str = Field(description="The secret key. It is shown only once.")
+
+
+class MeOut(Out):
+    model_config = example(
+        user_id=EXAMPLE_USER,
+        user="ada",
+        tenant_id=EXAMPLE_TENANT,
+        tenant="vision",
+        role="member",
+        scopes=None,
+        key_id="x7Kq29Zb",
+    )
+    user_id: str
+    user: str
+    tenant_id: str
+    tenant: str
+    role: Role
+    scopes: list[Scope] | None = Field(description=_SCOPES)
+    key_id: str
