@@ -5,15 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import (
-    CheckConstraint,
-    DateTime,
-    FetchedValue,
-    MetaData,
-    Text,
-    func,
-    text,
-)
+from sqlalchemy import CheckConstraint, DateTime, FetchedValue, MetaData, Text, func, text
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import DeclarativeBase, mapped_column
 from sqlalchemy.types import UserDefinedType

@@ -5,16 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import (
-    JSON,
-    BigInteger,
-    ForeignKey,
-    Identity,
-    Index,
-    UniqueConstraint,
-    func,
-    text,
-)
+from sqlalchemy import JSON, BigInteger, ForeignKey, Identity, Index, UniqueConstraint, func, text
 from sqlalchemy.orm import Mapped, mapped_column
 
 from app.db.models.base import Base, Xid8, json_column, now_column, one_of

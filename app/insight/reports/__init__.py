@@ -1,0 +1,77 @@
+"""The numbers that the API and the pages show: rows become frozen values here, and only here.
+
+So a number on a page equals the number in the API.  Nothing here writes or decides.  A `tenant` of
+None asks for all tenants (a platform administrator).  With a tenant's id, two facts about other
+tenants are given: that a device is in use, and how much the others hold in all.
+
+Rules F1, F2 and F10 are read from here; the arithmetic is in `core.fairness.fair_tree` and
+`core.fairness.water_filling`.
+"""
+
+from __future__ import annotations
+
+from app.insight.reports.data import datablocks
+from app.insight.reports.fleet import devices, paces, running
+from app.insight.reports.history import Decided, Happened, Round, decision, decisions, events
+from app.insight.reports.shares import (
+    KindShare,
+    TenantShare,
+    fair_share,
+    number,
+    others,
+    verdict,
+    verdict_of_all,
+    within,
+)
+from app.insight.reports.usage_rows import GROUPS, INTERVALS, UsageRow, clock, to_csv, usage
+from app.insight.reports.waiting import Queued, median_wait_s, queue
+from app.insight.reports.work import (
+    Curve,
+    Stay,
+    checkpoints,
+    curves,
+    log_tail,
+    request,
+    requests,
+    stays,
+    tasks,
+)
+
+__all__ = [
+    "GROUPS",
+    "INTERVALS",
+    "Curve",
+    "Decided",
+    "Happened",
+    "KindShare",
+    "Queued",
+    "Round",
+    "Stay",
+    "TenantShare",
+    "UsageRow",
+    "checkpoints",
+    "clock",
+    "curves",
+    "datablocks",
+    "decision",
+    "decisions",
+    "devices",
+    "events",
+    "fair_share",
+    "log_tail",
+    "median_wait_s",
+    "number",
+    "others",
+    "paces",
+    "queue",
+    "request",
+    "requests",
+    "running",
+    "stays",
+    "tasks",
+    "to_csv",
+    "usage",
+    "verdict",
+    "verdict_of_all",
+    "within",
+]

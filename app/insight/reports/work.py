@@ -1,0 +1,371 @@
+"""Requests, their tasks, and the launches, checkpoints, log lines and metrics of these."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from math import isfinite
+from typing import Any
+
+from sqlalchemy import func, select, text
+from sqlalchemy.orm import Session
+
+from app.core.model.lifecycle import NOT_STARTED
+from app.core.model.phase import request_phase
+from app.db.models import Checkpoint, LogLine, Placement, Request, Task, Tenant, User
+from app.insight import explain, phases
+from app.insight.explain import Why
+from app.insight.forecast import Start
+from app.insight.reports.fleet import held_devices, steps_to_make
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLine:
+    """A request in a list.  `tasks` counts its tasks by phase."""
+
+    id: str
+    name: str
+    tenant: str
+    user: str
+    phase: str
+    priority: int
+    labels: dict[str, Any]
+    bundle: str
+    submitted_at: datetime
+    ended_at: datetime | None
+    tasks: dict[str, int]
+    total_held_us: int
+    pauses: int
+    lost_steps: int
+
+
+def requests(
+    session: Session,
+    tenant: str | None,
+    *,
+    phase: str | None = None,
+    before: str | None = None,
+    limit: int = 50,
+) -> list[RequestLine]:
+    """Return requests, newest first (ids sort by time); `before` is the id of the last one seen."""
+    query = select(Request.id).order_by(Request.id.desc()).limit(limit)
+    if tenant is not None:
+        query = query.where(Request.tenant_id == tenant)
+    if phase is not None:
+        query = query.where(phases.is_in([phase]))
+    if before is not None:
+        query = query.where(Request.id < before)
+    return _request_lines(session, list(session.scalars(query)))
+
+
+def request(session: Session, tenant: str | None, id: str) -> RequestLine | None:
+    """Return the request; None if there is none, or if it is another tenant's."""
+    query = select(Request.id).where(Request.id == id)
+    if tenant is not None:
+        query = query.where(Request.tenant_id == tenant)
+    lines = _request_lines(session, list(session.scalars(query)))
+    return lines[0] if lines else None
+
+
+def _request_lines(session: Session, ids: Sequence[str]) -> list[RequestLine]:
+    counts: dict[str, dict[str, int]] = defaultdict(dict)
+    sums: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
+    leading: dict[str, set[str]] = defaultdict(set)
+    per_phase = (
+        select(
+            Task.request_id,
+            phases.TASK_PHASE.label("phase"),
+            phases.IS_NO_TICKET.label("leads"),
+            func.count(),
+            func.sum(Task.total_held_us + Task.held_us),
+            func.sum(Task.pauses),
+            func.sum(Task.lost_steps),
+        )
+        .where(Task.request_id.in_(ids))
+        .group_by(Task.request_id, "phase", "leads")
+    )
+    for id, phase, leads, count, *more in session.execute(per_phase):
+        counts[id][phase] = counts[id].get(phase, 0) + count
+        if leads:
+            leading[id].add(phase)
+        sums[id] = [int(a) + int(b) for a, b in zip(sums[id], more, strict=True)]
+    query = (
+        select(Request, Tenant.name, User.name)
+        .join(Tenant, Tenant.id == Request.tenant_id)
+        .join(User, User.id == Request.user_id)
+        .where(Request.id.in_(ids))
+        .order_by(Request.id.desc())
+    )
+    return [
+        RequestLine(
+            id=row.id,
+            name=row.name,
+            tenant=tenant,
+            user=user,
+            phase=request_phase(row.state, leading[row.id]),
+            priority=row.priority,
+            labels=row.labels,
+            bundle=str(row.descriptor.get("bundle") or ""),
+            submitted_at=row.submitted_at,
+            ended_at=row.ended_at,
+            tasks=counts[row.id],
+            total_held_us=sums[row.id][0],
+            pauses=sums[row.id][1],
+            lost_steps=sums[row.id][2],
+        )
+        for row, tenant, user in session.execute(query)
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskView:
+    """All that a page shows about one task.  `name` is unique within its request.
+
+    Of many waiting tasks, only the first `EXPLAINED` have reasons and an estimate.
+    """
+
+    id: str
+    name: str
+    type: str
+    kind: str
+    state: str
+    phase: str
+    hold: str
+    place: int | None
+    devices: tuple[str, ...]
+    image_on: str | None
+    step: int
+    metrics: dict[str, Any]
+    reasons: tuple[dict[str, Any], ...]
+    starts: Start | None
+    epoch: int
+    total_held_us: int
+    pauses: int
+    lost_steps: int
+    cause: str | None
+    message: str | None
+    detail: str | None
+    result: dict[str, Any] | None
+    outputs: dict[str, dict[str, Any]]
+    params: dict[str, Any]
+    steps: int | None
+    is_command: bool
+    capabilities: tuple[str, ...]
+    started_at: datetime | None
+    ended_at: datetime | None
+
+
+EXPLAINED = 50
+
+
+def tasks(session: Session, request: str) -> list[TaskView]:
+    query = select(Task).where(Task.request_id == request).order_by(Task.ordinal)
+    found = session.scalars(query).all()
+    waiting = [task for task in found if task.state in NOT_STARTED]
+    told = defaultdict(Why, explain.explain(session, waiting[:EXPLAINED]))
+    held = held_devices(session, found)
+    return [
+        TaskView(
+            id=task.id,
+            name=task.name,
+            type=task.type,
+            kind=task.kind,
+            state=task.state,
+            phase=phases.of_task(task),
+            hold=task.hold,
+            place=told[task.id].place,
+            devices=held[task.id],
+            image_on=task.image_on,
+            step=task.step,
+            metrics=task.metrics,
+            reasons=told[task.id].reasons,
+            starts=told[task.id].estimate,
+            epoch=task.epoch,
+            total_held_us=task.total_held_us + task.held_us,
+            pauses=task.pauses,
+            lost_steps=task.lost_steps,
+            cause=task.cause,
+            message=task.message,
+            detail=task.detail,
+            result=task.result,
+            outputs=task.outputs,
+            params=task.descriptor.get("params") or {},
+            steps=steps_to_make(task),
+            is_command="command" in task.descriptor.get("run", {}),
+            capabilities=tuple(task.capabilities),
+            started_at=task.first_started_at,
+            ended_at=task.ended_at,
+        )
+        for task in found
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stay:
+    """A launch of a task on a device, or an additional device that it was lent (`guest`).  `end` is
+    None while the stay lasts.
+    """
+
+    task: str
+    epoch: int
+    device: str
+    guest: bool
+    launched_at: datetime
+    started_at: datetime | None
+    ended_at: datetime | None
+    held_us: int
+    input_bytes: int
+    fetched_bytes: int
+    first_step: int | None
+    last_step: int | None
+    end: str | None
+
+
+def stays(session: Session, request: str, *, limit: int = 200) -> list[Stay]:
+    """Return the last `limit` stays of a request's tasks, oldest first."""
+    query = (
+        select(Placement, Task.name)
+        .join(Task, Task.id == Placement.task_id)
+        .where(Task.request_id == request)
+        .order_by(Placement.id.desc())
+        .limit(limit)
+    )
+    return [
+        Stay(
+            task=name,
+            epoch=row.epoch,
+            device=row.device_id,
+            guest=row.guest,
+            launched_at=row.launched_at,
+            started_at=row.started_at,
+            ended_at=row.ended_at,
+            held_us=row.held_us,
+            input_bytes=row.input_bytes,
+            fetched_bytes=row.fetched_bytes,
+            first_step=row.first_step,
+            last_step=row.last_step,
+            end=row.end,
+        )
+        for row, name in reversed(session.execute(query).all())
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """A checkpoint of one task that has not been deleted."""
+
+    id: str
+    task: str
+    step: int
+    size_bytes: int
+    created_at: datetime
+    damaged: bool
+
+
+def checkpoints(session: Session, request: str, *, limit: int = 20) -> list[Kept]:
+    """List the checkpoints of a request's tasks, the newest first."""
+    query = (
+        select(Checkpoint, Task.name)
+        .join(Task, Task.id == Checkpoint.task_id)
+        .where(Task.request_id == request, Checkpoint.deleted_at.is_(None))
+        .order_by(Checkpoint.id.desc())
+        .limit(limit)
+    )
+    return [
+        Kept(
+            id=row.id,
+            task=name,
+            step=row.step,
+            size_bytes=row.size_bytes,
+            created_at=row.created_at,
+            damaged=row.damaged_at is not None,
+        )
+        for row, name in session.execute(query)
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """A line that a task printed."""
+
+    id: int
+    task: str
+    epoch: int
+    at: datetime
+    stream: str
+    text: str
+
+
+def log_tail(session: Session, request: str, *, grep: str = "", limit: int = 200) -> list[Said]:
+    """Return the last lines of all tasks of a request that contain `grep`, oldest first."""
+    query = (
+        select(LogLine, Task.name)
+        .join(Task, Task.id == LogLine.task_id)
+        .where(Task.request_id == request)
+        .order_by(LogLine.id.desc())
+        .limit(limit)
+    )
+    if grep:
+        query = query.where(func.strpos(LogLine.text, grep) > 0)
+    return [
+        Said(id=row.id, task=name, epoch=row.epoch, at=row.at, stream=row.stream, text=row.text)
+        for row, name in reversed(session.execute(query).all())
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """A number that a task's steps returned, as (step, value) in order of steps."""
+
+    task: str
+    name: str
+    points: tuple[tuple[int, float], ...]
+
+
+def curves(session: Session, request: str, *, points: int = 200) -> list[Curve]:
+    """Return each numeric metric of each task: every row, or about `points` of them if there are
+    more.
+
+    Steps are then cut into equal ranges.  The rows with the lowest and the highest value of each
+    range are kept, and the first and the last row.  So each point is a row, and no extreme is lost.
+    """
+    found: dict[tuple[str, str], set[tuple[int, float]]] = defaultdict(set)
+    for row in session.execute(_CURVES, {"request": request, "points": points}):
+        kept = [(row.lowest[1], row.lowest[0]), (row.highest[1], row.highest[0])]
+        kept += [tuple(row.first)] if row.is_first else []
+        kept += [tuple(row.last)] if row.is_last else []
+        line = ((int(step), float(value)) for step, value in kept)
+        found[row.task, row.name] |= {point for point in line if isfinite(point[1])}
+    return [
+        Curve(task=task, name=name, points=tuple(sorted(line)))
+        for (task, name), line in found.items()
+        if line
+    ]
+
+
+_CURVES = text(
+    """
+    with span as (
+        select t.id, t.name, min(m.step) as first, max(m.step) as last, count(*) as rows
+        from metrics m join tasks t on t.id = m.task_id
+        where t.request_id = :request group by t.id, t.name
+    ), numbers as (
+        select span.name as task, one.key as name, m.step, one.value::numeric as value,
+            case when rows <= :points then m.step
+                else div((m.step - first)::numeric * (:points / 2), last - first + 1) end as range
+        from span join metrics m on m.task_id = span.id
+            cross join lateral jsonb_each(m.values) one
+        where jsonb_typeof(one.value) = 'number'
+    ), ranges as (
+        select task, name, range, min(array[value, step]) as lowest,
+            max(array[value, step]) as highest, min(array[step, value]) as first,
+            max(array[step, value]) as last
+        from numbers group by task, name, range
+    )
+    select *, lag(range) over line is null as is_first, lead(range) over line is null as is_last
+    from ranges window line as (partition by task, name order by range)
+    order by task, name, range
+    """
+)
