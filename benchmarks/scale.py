@@ -49,7 +49,7 @@ insert into accounts (user_id, tenant_id, faded)
   select 'u' || n, 't' || n, (n * 7919 % 1000003)::numeric * 1000000 * power(2::numeric, 40)
   from generate_series(1, {tenants}) n;
 insert into requests (id, tenant_id, user_id, name, state, descriptor)
-  select 'r' || n, 't' || n, 'u' || n, 'request', 'queued', '{{"bundle": "sha256:{'0' * 64}"}}'
+  select 'r' || n, 't' || n, 'u' || n, 'request', 'queued', '{{"bundle": "sha256:{zeros}"}}'
   from generate_series(1, {tenants}) n;
 insert into tasks (id, request_id, tenant_id, user_id, island, ordinal, name, type, kind, state,
     priority, submitted_at, waiting_since, descriptor)
@@ -107,8 +107,9 @@ def _p99(name: str, times: list[Took], bound_ms: float) -> Target:
 
 
 def _fill(tasks: int) -> None:
+    fill = FILL.strip().format(tenants=TENANTS, tasks=tasks, zeros="0" * 64)
     with transactions.transaction() as session:
-        for statement in FILL.strip().format(tenants=TENANTS, tasks=tasks).rstrip(";").split(";\n"):
+        for statement in fill.rstrip(";").split(";\n"):
             session.execute(text(statement.replace(":", r"\:")))
     with (
         transactions.engine()
