@@ -222,10 +222,9 @@ def _celery(
 ) -> Spec:
     node = f"{name}@{embedded_servers.name_of(wanted.home)}"
     words = ("-m", "celery", "-A", module, "worker", "--pool", "threads", "-c", "2", "-Q", queue)
-    quiet = ("--without-gossip", "--without-mingle", "--without-heartbeat", "-l", "WARNING")
     return Spec(
         name=name,
-        command=(sys.executable, *words, "-n", node, *quiet),
+        command=(sys.executable, *words, "-n", node, "-l", "WARNING"),
         env=env,
         folder=ROOT,
         grace_s=grace_s,

@@ -3,6 +3,9 @@
 A hint only puts something into an inbox, so it needs neither Celery's pool nor the request object
 that Celery makes for a task.  Its owner sends a lost hint again, so Redis need not keep it until it
 was handled: that takes one Redis call for each hint instead of four.
+
+Every worker that imports this module runs without gossip, mingle and Celery's own heartbeats.  They
+send events, which our serializer refuses, and their queues are no part of our protocol.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ from typing import Any
 
 import celery
 from celery import Celery
-from celery.signals import celeryd_after_setup
+from celery.signals import celeryd_after_setup, celeryd_init
+from celery.worker.consumer import Consumer
 
 from app.messaging import broker
 
@@ -59,6 +63,19 @@ def passed_on(task: celery.Task, app: Celery, consumer: object) -> Callable[...,
 
 def _is_stale(expires: str | None) -> bool:
     return expires is not None and datetime.fromisoformat(expires) < datetime.now(UTC)
+
+
+class QuietConsumer(Consumer):
+    """Starts without gossip, mingle and heartbeats, whatever the command line says."""
+
+    def __init__(self, *args: Any, worker_options: dict[str, Any] | None = None, **kw: Any) -> None:
+        quiet = {"without_gossip": True, "without_mingle": True, "without_heartbeat": True}
+        super().__init__(*args, worker_options={**(worker_options or {}), **quiet}, **kw)
+
+
+@celeryd_init.connect
+def _take_quiet_consumer(conf: Any, **_: object) -> None:
+    conf.worker_consumer = QuietConsumer
 
 
 @celeryd_after_setup.connect

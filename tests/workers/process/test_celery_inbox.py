@@ -34,7 +34,7 @@ SAID = {"late\n", "one\n", "nonsense\n"}
 def worker(servers, tmp_path):
     (tmp_path / "heard_app.py").write_text(APP)
     words = ["-A", "heard_app", "worker", "--pool", "threads", "-c", "1", "-Q", "hints"]
-    words += ["--without-gossip", "--without-mingle", "--without-heartbeat", "-l", "WARNING"]
+    words += ["-l", "WARNING"]
     path = os.pathsep.join([str(tmp_path), os.getcwd()])
     with subprocess.Popen(
         [sys.executable, "-m", "celery", *words],
