@@ -1,4 +1,6 @@
-"""Benchmarks: one program per row of DESIGN §10: `python -m benchmarks.NAME [--quick]`.
+"""Measure what Roundhouse promises: one program per section of docs/benchmarks.md.
+
+    python -m benchmarks.NAME [--quick]
 
 Each program measures its peers in the same run, and prints one JSON object as the last line on
 stdout. Without --quick it also writes the object to benchmarks/results/NAME.json.
@@ -34,6 +36,13 @@ class Target:
 
 
 def quick() -> bool:
+    """Return whether the short form is asked for; with --help, print the benchmark's text and end.
+
+    Every benchmark asks this before it starts anything.
+    """
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        sys.stdout.write(f"{sys.modules['__main__'].__doc__}\n")
+        raise SystemExit(0)
     return "--quick" in sys.argv[1:]
 
 

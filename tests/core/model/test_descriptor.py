@@ -48,7 +48,7 @@ def test_a_launcher_of_ranks_is_refused_where_ranks_are_started_anyhow(argv: lis
     parse({"bundle": BUNDLE, "tasks": [script]})
 
 
-#: The descriptor of DESIGN section 6.
+#: A descriptor that uses most fields.
 SWEEP: dict[str, Any] = {
     "name": "sweep-7",
     "tier": "standard",
