@@ -7,8 +7,9 @@ for a while.  `starts_in` simulates an island a few times with runtimes drawn fr
 input gives equal answers.
 
 Nothing here decides what runs.  The simulated island is a model: it has one kind of device, tenants
-side by side and no new arrivals, and tasks give way only at the end of a slice.  Therefore floats
-are used here, and nothing that is charged or compared exactly may come from here.
+side by side and no new arrivals.  Tasks give way only at the end of a slice, and no task starts
+before a gang whose turn it is, since backfilling changes hardly any answer.  Because it is only a
+model, floats are used here, and nothing that is charged or compared exactly may come from here.
 """
 
 from __future__ import annotations
@@ -312,7 +313,6 @@ RUNS = 25
 SEED = 7
 LEAST_SPREAD = 0.25  # of log time: however equal the runs are, the model is only a model
 LONE_SPREAD = 0.5  # used when there are so many tasks ahead that only one run was possible
-BACKFILL_LOOK = 15  # tenants considered behind a gang that waits for its devices
 
 
 def starts_in(
@@ -329,8 +329,8 @@ def starts_in(
     """Estimate when `scene.lines[tenant].tasks[place]` gets its next turn, in seconds from now.
 
     `blocked_by` says what only a person or another task can end (a hold, a need).  Each run draws a
-    runtime for every task and starts tasks as the island does: least served tenant first, with a
-    reservation for a gang that does not fit (rule F7).  About `events` tasks are considered in all.
+    runtime for every task and starts the least served tenant's tasks first, as the island does.
+    About `events` tasks are considered in all.
     """
     task = scene.lines[tenant].tasks[place]
     refused = _refused(scene, task, blocked_by)
@@ -441,11 +441,7 @@ class _Run:
         self.order = [(self.scores[name], name) for name in self.queues]
         heapify(self.order)
         self.before = cast.ahead  # tasks of the target's tenant that go before the target
-        # tenant -> time left of its first task, once it was looked at
-        self.next_s: dict[str, float] = {}
         self.peers: dict[int, list[float]] = {}
-        self.blocked: Queued | _Rest | None = None  # the gang that has the reservation
-        self.shadow_s, self.spare = 0.0, 0
         # (when it releases its devices, tie breaker, width, the part that returns to the queue)
         self.ends: list[tuple[float, int, int, _Rest | None]] = []
         self.number = count()
@@ -500,7 +496,6 @@ class _Run:
         queue = self.queues.setdefault(rest.tenant, deque())
         if self.cast.scene.goes_on_first:
             queue.appendleft(rest)
-            self.next_s.pop(rest.tenant, None)
         else:
             queue.append(rest)
         if len(queue) == 1:
@@ -518,9 +513,8 @@ class _Run:
                 self._pass_over(tenant)
                 continue
             if head.width > self.free:
-                return self.free > 0 and self._backfill(head)
+                return False
             heappop(self.order)
-            self.blocked = None
             if self._start(tenant):
                 return True
         return False
@@ -528,57 +522,12 @@ class _Run:
     def _pass_over(self, tenant: str) -> None:
         """Drop a task that never fits, so that it holds up no other task."""
         self.queues[tenant].popleft()
-        self.next_s.pop(tenant, None)
         self.before -= tenant == self.cast.tenant
-
-    def _backfill(self, head: Queued | _Rest) -> bool:
-        """Start other tasks around the reservation of the first gang that does not fit."""
-        if head is not self.blocked:
-            self._reserve(head)
-        while (tenant := self._filler()) is not None:
-            if self._start(tenant):
-                return True
-        return False
-
-    def _filler(self) -> str | None:
-        """Return the least served tenant with a first task that does not delay the gang."""
-        if self.free == 0:
-            return None
-        # the top of the heap: nearly the least served
-        for entry in sorted(self.order[:BACKFILL_LOOK])[1:]:
-            _, tenant = entry
-            if self._is_over(entry) or self.queues[tenant][0].width > self.free:
-                continue
-            turn_s = min(self._left_s(tenant), self.cast.scene.slice_s)
-            if self.now_s + turn_s <= self.shadow_s:
-                return tenant
-            if self.queues[tenant][0].width <= self.spare:
-                self.spare -= self.queues[tenant][0].width
-                return tenant
-        return None
 
     def _is_over(self, entry: tuple[float, str]) -> bool:
         """True if the entry's tenant has started another task since, or has none left."""
         score_s, tenant = entry
         return score_s != self.scores[tenant] or not self.queues[tenant]
-
-    def _reserve(self, head: Queued | _Rest) -> None:
-        self.blocked, free = head, self.free
-        for at_s, _, width, _ in sorted(self.ends):
-            free += width
-            if free >= head.width:
-                self.shadow_s, self.spare = at_s, free - head.width
-                return
-        self.shadow_s, self.spare = math.inf, 0
-
-    def _left_s(self, tenant: str) -> float:
-        """Return how long the tenant's first task still runs; the same answer each time."""
-        left_s = self.next_s.get(tenant)
-        if left_s is None:
-            task = self.queues[tenant][0]
-            left_s = task.left_s if isinstance(task, _Rest) else self._drawn_s(task)
-            self.next_s[tenant] = left_s
-        return left_s
 
     def _drawn_s(self, task: Queued) -> float:
         """Draw a runtime from the curve, or take a peer's: equal tasks are alike (Polya's urn).
@@ -600,13 +549,12 @@ class _Run:
     def _start(self, tenant: str) -> bool:
         """Seat the tenant's first task, charge its turn, and queue the tenant's next task."""
         scene, queue = self.cast.scene, self.queues[tenant]
-        left_s = self._left_s(tenant)
         task = queue.popleft()
-        del self.next_s[tenant]
         if tenant == self.cast.tenant and isinstance(task, Queued):
             if self.before == 0:
                 return True
             self.before -= 1
+        left_s = task.left_s if isinstance(task, _Rest) else self._drawn_s(task)
         self.free -= task.width
         self.starts += 1
         self._let_go_later(tenant, task.width, left_s, scene.slice_s)
