@@ -10,14 +10,19 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from app.api.problems import MEANINGS
 from app.cli import main
 from app.core.model import dependencies, descriptor, lifecycle
+from app.local import reference_pages
 from app.settings import Settings
 
 ROOT = Path(__file__).parent.parent
 DOCS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 ARCHITECTURE = (ROOT / "docs" / "internals" / "architecture.md").read_text()
 SETTINGS = (ROOT / "docs" / "reference" / "settings.md").read_text()
+STATES = (ROOT / "docs" / "reference" / "states.md").read_text()
+METRICS = (ROOT / "docs" / "reference" / "metrics.md").read_text()
+INDEX = ROOT / "docs" / "README.md"
 README = (ROOT / "README.md").read_text()
 TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text()
 JOBS = (ROOT / "docs" / "reference" / "descriptor.md").read_text()
@@ -25,7 +30,28 @@ SESSION = re.findall(r"^roundhouse (.*?)(?: +#.*)?$", README + TUTORIAL, re.MULT
 
 
 def test_the_life_of_a_task_is_the_table_of_the_code() -> None:
-    assert lifecycle.table() in ARCHITECTURE
+    assert lifecycle.table() in STATES
+
+
+@pytest.mark.parametrize("name", reference_pages.PAGES)
+def test_a_page_made_of_the_code_is_up_to_date(name: str) -> None:
+    written = (ROOT / "docs" / "reference" / name).read_text()
+    assert written == reference_pages.PAGES[name](), "run python -m app.local.reference_pages"
+
+
+def test_every_page_is_reachable_from_the_index() -> None:
+    reached, open_ = {INDEX}, [INDEX]
+    while open_:
+        page = open_.pop()
+        new = {found for found in _pages_linked_from(page) if found not in reached}
+        reached |= new
+        open_ += new
+    assert set(DOCS) <= reached
+
+
+def _pages_linked_from(page: Path) -> set[Path]:
+    targets = re.findall(r"\]\(([^)#]*\.md)(?:#[^)]*)?\)", _prose(page))
+    return {(page.parent / target).resolve() for target in targets if "://" not in target}
 
 
 def test_the_map_names_every_room_and_nothing_else() -> None:
@@ -40,11 +66,84 @@ def test_the_map_names_every_room_and_nothing_else() -> None:
     assert set(rows) == rooms
 
 
+#: Variables that no setting of the service stands for: of the command, of a command's task.
+OF_THE_ENVIRONMENT = {
+    *("ROUNDHOUSE_URL", "ROUNDHOUSE_KEY", "ROUNDHOUSE_AS", "ROUNDHOUSE_SECRETS"),
+    *("ROUNDHOUSE_TASK", "ROUNDHOUSE_PARAMS", "ROUNDHOUSE_INPUTS", "ROUNDHOUSE_METRICS"),
+    *("ROUNDHOUSE_RESTARTS", "ROUNDHOUSE_TRACES"),
+}
+
+
 def test_every_setting_is_explained_and_no_other() -> None:
     described = set(re.findall(r"`((?:ROUNDHOUSE_[A-Z_]+|DATABASE_URL|REDIS_URL))`", SETTINGS))
+    assert described - OF_THE_ENVIRONMENT == _settings()
+
+
+def test_every_verb_that_a_page_names_exists() -> None:
+    known = {tuple(each.split()) for each in _verb_names()}
+    for page in DOCS:
+        for line in re.findall(
+            r"(?<![\w/.`-])roundhouse ((?:--as \S+ )?[a-z][a-z-]*(?: [a-z-]+)?)",
+            "\n".join(_code(page)),
+        ):
+            words = line.split()
+            words = words[2:] if words[0] == "--as" else words
+            assert tuple(words) in known or tuple(words[:1]) in known, f"{page.name}: {line}"
+
+
+def test_every_verb_has_its_entry_in_the_reference() -> None:
+    page = (ROOT / "docs" / "reference" / "cli.md").read_text()
+    assert set(
+        re.findall(r"^### `roundhouse ([a-z -]+?)(?: [A-Z\[].*)?`$", page, re.MULTILINE)
+    ) == set(_verb_names())
+
+
+def _verb_names() -> list[str]:
+    """Return every verb, those of groups with the name of their group."""
+    groups = main.app.registered_groups
+    inner = [
+        f"{group.name} {command.name or command.callback.__name__}"
+        for group in groups
+        if group.typer_instance
+        for command in group.typer_instance.registered_commands
+        if command.callback
+    ]
+    outer = [c.name or c.callback.__name__ for c in main.app.registered_commands if c.callback]
+    return [*outer, *inner]
+
+
+def _code(page: Path) -> list[str]:
+    """Return the code of a page: its blocks and what stands between backquotes."""
+    text = page.read_text()
+    blocks = re.findall(r"^```.*?\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return [*blocks, *re.findall(r"`([^`\n]+)`", _prose(page))]
+
+
+def test_every_problem_type_has_its_row_and_every_named_one_exists() -> None:
+    page = (ROOT / "docs" / "reference" / "errors.md").read_text()
+    assert set(re.findall(r"^\| `([a-z-]+)` \| \d{3} ", page, re.MULTILINE)) == set(MEANINGS)
+    for each in DOCS:
+        for named in re.findall(r"/problems/([a-z][a-z-]*)", each.read_text()):
+            assert named in MEANINGS, f"{each.name}: {named}"
+
+
+def test_every_metric_that_a_page_names_is_explained() -> None:
+    """`tests/app/insight/test_metrics.py` compares the explained ones with a real answer."""
+    explained = {f"roundhouse_{name}" for name in re.findall(r"`([a-z_]+)`", METRICS)}
+    for page in DOCS:
+        found = re.findall(r"\broundhouse_[a-z_]+[a-z]\b", "\n".join(_code(page)))
+        assert set(found) <= explained, page.name
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_setting_that_a_page_names_exists(page: Path) -> None:
+    named = set(re.findall(r"\bROUNDHOUSE_[A-Z_]*[A-Z]\b", page.read_text()))
+    assert named <= _settings() | OF_THE_ENVIRONMENT
+
+
+def _settings() -> set[str]:
     fields = Settings.model_fields.items()
-    known = {str(field.validation_alias or f"ROUNDHOUSE_{name.upper()}") for name, field in fields}
-    assert described - {"ROUNDHOUSE_URL", "ROUNDHOUSE_KEY", "ROUNDHOUSE_AS"} == known
+    return {str(field.validation_alias or f"ROUNDHOUSE_{name.upper()}") for name, field in fields}
 
 
 def test_the_request_of_the_docs_is_one_that_could_run() -> None:

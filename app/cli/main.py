@@ -392,7 +392,9 @@ def _upload(client: Client, code: Bundle) -> None:
 def ps(
     ctx: typer.Context,
     all_: Annotated[bool, typer.Option("--all", "-a", help="also list ended requests")] = False,
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=200)] = 50,
+    limit: Annotated[
+        int, typer.Option("--limit", "-n", min=1, max=200, help="print at most so many")
+    ] = 50,
     output: Format = Output.table,
 ) -> None:
     """List requests, newest first."""

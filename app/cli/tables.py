@@ -159,6 +159,8 @@ def cell(value: object) -> Text:
         return Text("-", style="dim")
     if isinstance(value, dict):
         return words(", ".join(f"{name}={number(v)}" for name, v in value.items()))
+    if isinstance(value, list):
+        return words(", ".join(number(each) for each in value))
     return words(number(value))
 
 

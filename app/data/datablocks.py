@@ -90,8 +90,9 @@ def missing(session: Session, tenant_id: str, source: Source) -> str:
         return f"your tenant has no {source.block}; the newest versions are {told}"
     names = session.scalars(select(Datablock.name).where(*mine).distinct()).all()
     near = near_name(source.name, names)
-    hint = f"did you mean {near!r}?" if near else "upload it"
-    return f"your tenant has no datablock {source.name!r}: {hint} PUT /v1/datablocks/{source.name}"
+    there = f"PUT /v1/datablocks/{source.name}"
+    hint = f"did you mean {near!r}? {there} uploads it" if near else f"upload it with {there}"
+    return f"your tenant has no datablock {source.name!r}; {hint}"
 
 
 # --- the next version -----------------------------------------------------------------------------

@@ -10,7 +10,7 @@ owner holds it.  `starting` begins when the island commits a Launch, which raise
 by one.  `running` begins when the device reports it, and goes on while the task takes turns with
 others on a device (`Share`).  In `stopping` the island waits for the device to release the task.
 
-`python -m app.core.model.lifecycle` prints the table, for docs/internals/architecture.md.
+`python -m app.core.model.lifecycle` prints the table of docs/reference/states.md.
 """
 
 from __future__ import annotations

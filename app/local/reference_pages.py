@@ -1,0 +1,276 @@
+"""Write the pages of docs/reference that are made of the code.
+
+    python -m app.local.reference_pages
+
+The pages are api.md, cli.md, errors.md and states.md.  `tests/test_docs.py` compares them with the
+code, so a page that was edited by hand, or not written again, fails there.
+"""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from app import errors
+from app.api.problems import MEANINGS
+from app.cli import main as cli
+from app.core.model import lifecycle
+from app.core.model.phase import OF_STATE, Phase
+from app.main import create_app
+
+FOLDER = Path(__file__).parents[2] / "docs" / "reference"
+MADE = "*This page is made by `python -m app.local.reference_pages`: do not edit it.*"
+WIDTH = 100  # columns of a page
+UNUSUAL = ("help", "install_completion", "show_completion")  # options that every verb may have
+VERBS = ("get", "head", "post", "put", "patch", "delete")
+
+
+def _rows(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+# --- the API --------------------------------------------------------------------------------------
+
+
+def api() -> str:
+    """List the operations of the API, by the tag that also groups them in /docs."""
+    tags: dict[str, list[list[str]]] = {}
+    for path, operations in create_app().openapi()["paths"].items():
+        for verb in VERBS:
+            if verb in operations:
+                operation = operations[verb]
+                tags.setdefault(operation["tags"][0], []).append(_operation(verb, path, operation))
+    head = ["call", "does", "operation", "scope"]
+    parts = [f"## {tag.capitalize()}\n\n{_rows(head, rows)}" for tag, rows in tags.items()]
+    return "\n\n".join([API, *parts]) + "\n"
+
+
+def _operation(verb: str, path: str, operation: dict[str, Any]) -> list[str]:
+    scope = operation.get("x-scope")
+    name = f"`{operation['operationId']}`"
+    return [f"`{verb.upper()} {path}`", operation["summary"], name, f"`{scope}`" if scope else ""]
+
+
+API = f"""# API
+
+{MADE}
+
+Every operation, with the scope that a key needs for it: see
+[tenants, users and keys](../howto/tenants_and_keys.md). The document itself is
+[openapi.json](../openapi.json). A running service has it at `/openapi.json`, and at `/docs` with a
+form for each call.
+
+* **Sign in** with `Authorization: Bearer KEY`. `GET /v1/me` says who you are.
+* **Errors** are `application/problem+json`; [errors](errors.md) lists the types.
+* **Submits** take an `Idempotency-Key`: the same call with the same key answers the first result.
+* **Changes** of tenants, users and devices need the `ETag` that was read, as `If-Match`.
+* **Lists** come in pages: `next_cursor` of an answer is the `cursor` of the next call.
+* **Waiting** needs no polling: `?wait=20` answers at the next change, and the `.../stream`
+  operations send events. A broken stream continues from its `Last-Event-ID`."""
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def command() -> str:
+    """List every verb of `roundhouse` with its arguments and options."""
+    group: Any = typer.main.get_command(cli.app)
+    panels: dict[str, list[str]] = {}
+    for name, panel, each in _commands(group, "roundhouse"):
+        panels.setdefault(panel, []).append(_verb(name, each))
+    parts = [f"## {panel}\n\n" + "\n\n".join(verbs) for panel, verbs in panels.items()]
+    return "\n\n".join([CLI, *parts]) + "\n"
+
+
+def _commands(group: Any, prefix: str, panel: str = "") -> Iterator[tuple[str, str, Any]]:
+    context = typer.Context(group)
+    for name in group.list_commands(context):
+        found = group.get_command(context, name)
+        its_panel = panel or str(getattr(found, "rich_help_panel", "") or "")
+        if hasattr(found, "list_commands"):
+            yield from _commands(found, f"{prefix} {name}", its_panel)
+        else:
+            yield f"{prefix} {name}", its_panel, found
+
+
+def _verb(name: str, found: Any) -> str:
+    arguments = [each for each in found.params if each.param_type_name == "argument"]
+    options = [each for each in found.params if each.param_type_name == "option"]
+    words = " ".join([name, *(_argument(each) for each in arguments)])
+    lines = [f"### `{words}`", *_paragraphs(found.help or "")]
+    rows = [[f"`{_option(each)}`", each.help or ""] for each in options if each.name not in UNUSUAL]
+    if rows:
+        lines.append(_rows(["option", "meaning"], rows))
+    return "\n\n".join(lines)
+
+
+def _paragraphs(text: str) -> Iterator[str]:
+    """Yield the paragraphs of a verb's help; lists of example commands become code."""
+    for part in text.replace("\b", "").split("\n\n"):
+        if part.strip().startswith("roundhouse "):
+            yield f"```\n{part.strip()}\n```"
+        elif part.strip():
+            yield textwrap.fill(" ".join(part.split()), WIDTH)
+
+
+def _argument(found: Any) -> str:
+    shown = found.metavar or found.name.upper()
+    return shown if found.required else f"[{shown}]"
+
+
+def _option(found: Any) -> str:
+    names = ", ".join([*found.opts, *found.secondary_opts])
+    return names if found.is_flag else f"{names} {found.metavar or _value(found)}"
+
+
+def _value(found: Any) -> str:
+    kind = found.type_descriptor.annotation
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return "|".join(str(each.value) for each in kind)
+    return VALUES.get(kind, "TEXT")
+
+
+VALUES = {int: "NUMBER", float: "NUMBER", Path: "FILE"}
+
+CLI = f"""# The command
+
+{MADE}
+
+Every verb of `roundhouse`. `roundhouse VERB --help` shows the same. `--as TENANT[:ROLE]`, before
+the verb, uses a key that `make up` made; `roundhouse login` stores the address and key of another
+service.
+
+* **Names.** A name stands for the newest request of that name, and `NAME/TASK` for one of its
+  tasks. Ids work everywhere, and so do the last eight characters of an id.
+* **Output.** `-o json` and `-o yaml` print what the API answered; `-o wide` adds columns. Data goes
+  to stdout, everything else to stderr.
+* **Exit codes.** 0 success, 1 the job failed, 2 usage, 3 no access, 4 refused, 5 not found,
+  6 no answer, 130 interrupted."""
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def problems() -> str:
+    """List every problem type: what it means and what to do."""
+    found = sorted(_problem_classes(errors.AppError), key=lambda each: (each.status, each.type))
+    known = {each.type: each for each in found}
+    head = ["type", "status", "means", "what to do"]
+    rows = [[f"`{type_}`", str(each.status), *MEANINGS[type_]] for type_, each in known.items()]
+    rest = [
+        [f"`{type_}`", STATUS[type_], *MEANINGS[type_]] for type_ in MEANINGS if type_ not in known
+    ]
+    return "\n\n".join([ERRORS, _rows(head, sorted([*rows, *rest], key=lambda row: row[1]))]) + "\n"
+
+
+def _problem_classes(base: type[errors.AppError]) -> Iterator[type[errors.AppError]]:
+    yield base
+    for each in base.__subclasses__():
+        yield from _problem_classes(each)
+
+
+#: The status of the types that no class of `app.errors` has: the framework's own refusals.
+STATUS = {"method-not-allowed": "405", "bad-request": "400"}
+
+ERRORS = f"""# Errors
+
+{MADE}
+
+The API answers every error as `application/problem+json` (RFC 9457):
+
+```json
+{{
+  "type": "/problems/not-found",
+  "title": "Not found",
+  "status": 404,
+  "detail": "no request with id req_...",
+  "instance": "/v1/requests/req_...",
+  "request_id": "..."
+}}
+```
+
+* `type` can be opened: `/problems/not-found` of a running service says what the row below says.
+* `detail` says what was wrong with this call.
+* `errors`, if present, names each fault: `pointer` is a JSON Pointer into the body, `?name` a query
+  parameter, `name:` a header, `{{name}}` a part of the path.
+* `request_id` identifies the line of the log.
+
+A refused call changed nothing. Programs decide by `type`, never by the text."""
+
+
+# --- states ---------------------------------------------------------------------------------------
+
+
+def states() -> str:
+    """Show the lifecycle table of a task, and the word that people see for each state."""
+    shown = {state.value: phase.value for state, phase in OF_STATE.items()}
+    for state in lifecycle.NOT_STARTED:
+        shown[state.value] = "queued, preempted or paused"
+    phases = _rows(
+        ["state", "phase"], [[f"`{state}`", shown[state.value]] for state in lifecycle.State]
+    )
+    words = ", ".join(f"*{phase}*" for phase in Phase)
+    return STATES.format(made=MADE, words=words, phases=phases, table=lifecycle.table())
+
+
+STATES = """# States
+
+{made}
+
+A task has a **state**, the scheduler's own word, and a **phase**, the word that people see. The
+phases are {words}.
+
+## Phases
+
+{phases}
+
+A task that is `blocked` or `waiting` is *paused* if a person holds it. It is *preempted* if it has
+run and left its device without a failure. Otherwise it is *queued*. `app/core/model/phase.py`
+decides it; API, pages and command show its word. A request has the phase of its most advanced task
+that has not ended.
+
+## The lifecycle table
+
+Rows are states, columns are moves. The table holds every change of state that there is.
+`app/core/model/lifecycle.py` refuses any other, and names the task, its state, the move and the
+moves that it expected. `python -m app.core.model.lifecycle` prints the table.
+
+{table}
+
+* `Splice` gives a task of several ranks more devices, or takes some
+  ([elastic splicing](../concepts/elastic_splicing.md)).
+* `Share` tells a graph that others take turns with it on its device
+  ([fair share](../internals/fair_share.md#graphs-that-share-a-device)).
+* `Failed` goes back to the queue while `retry.max` allows; `GaveUp` is `Failed` with no attempt
+  left. A pause never counts as an attempt.
+* A move to another device is a pause and a launch, so no state stands for it.
+"""
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "api.md": api,
+    "cli.md": command,
+    "errors.md": problems,
+    "states.md": states,
+}
+
+
+def main() -> int:
+    for name, page in PAGES.items():
+        (FOLDER / name).write_text(page(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
