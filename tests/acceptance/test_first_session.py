@@ -119,20 +119,33 @@ def test_the_request_of_the_docs_runs(run: Run, tmp_path: Path) -> None:
     assert run("logs", train["id"]).stdout == "lr 0.001\n" * 3
 
 
-# --- every command of the tutorial ----------------------------------------------------------------
+# --- every command of the tutorial and of some how-tos --------------------------------------------
 
-BLOCKS = re.findall(
-    r"^```\n(.*?)^```", (ROOT / "docs" / "tutorial.md").read_text(), re.DOTALL | re.MULTILINE
-)
-NOT_HERE = ("make up", ". .venv/bin/activate")  # the test's own system and environment
+PAGES = ("tutorial", "howto/run_ddp", "howto/run_a_graph", "howto/use_datablocks", "howto/simulate")
+#: The file that the reader saves a page's Python as.
+SAVED = {"tutorial": "mine/train.py", "howto/run_a_graph": "pairs.py"}
 # commands that go on until Ctrl-C, and the option that ends them here
 ENDLESS = {"top": ["--once"]}
 PATIENCE_S = 60.0
 
 
-def session_lines() -> list[str]:
-    lines = [line for block in BLOCKS for line in block.splitlines()]
-    return [line for line in lines if line.strip() and line not in NOT_HERE]
+def code_of(page: str, language: str) -> str:
+    """Return the blocks of a language; those of commands and their answers have none."""
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return "".join(code for its_language, code in blocks if its_language == language)
+
+
+def session_lines(page: str) -> list[str]:
+    """Return the commands of a page; the answers that it shows begin with other words."""
+    lines = code_of(page, "").splitlines()
+    return [line for line in lines if line.startswith(("roundhouse ", "python "))]
+
+
+def save_code(page: str, folder: Path) -> None:
+    file = folder / SAVED[page]
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(code_of(page, "python"))
 
 
 @pytest.mark.long
@@ -141,8 +154,10 @@ def test_every_command_of_the_tutorial_works(
 ) -> None:
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     monkeypatch.chdir(tmp_path)
-    lines = session_lines()
-    assert len(lines) > 30
+    lines = [line for page in PAGES for line in session_lines(page)]
+    assert len(lines) > 40
+    for page in SAVED:
+        save_code(page, tmp_path)
     try:
         for line in lines:
             _do(run, line)
