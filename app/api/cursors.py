@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fastapi import Depends, Query, Request, Response
-from sqlalchemy import Select
 from sqlalchemy.orm import InstrumentedAttribute, Session
 from starlette.datastructures import URL
 
+from app.db.transactions import AnySelect
 from app.errors import BadInput
 
 MAX_LIMIT = 200
@@ -111,7 +111,7 @@ class Paging:
     def read(
         self,
         session: Session,
-        query: Select[Any],
+        query: AnySelect,
         *,
         by: InstrumentedAttribute[Any],
         newest_first: bool = False,

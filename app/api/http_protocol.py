@@ -63,8 +63,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_is_there()
-        self._reading = _cancelled(self._reading)
-        self._writing = _cancelled(self._writing)
+        _cancel(self._reading)
+        _cancel(self._writing)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -100,7 +100,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._unread_bytes = 0
         self._awaits_body = False
-        self._reading = _cancelled(self._reading)
+        _cancel(self._reading)
         super().on_message_complete()
 
     # --- clients that send nothing ---
@@ -135,7 +135,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._await_body()
 
     def _read_within(self, seconds: float, otherwise: Callable[[], None]) -> None:
-        self._reading = _cancelled(self._reading)
+        _cancel(self._reading)
         self._reading = self.loop.call_later(seconds, otherwise)
 
     # --- clients that take nothing ---
@@ -155,14 +155,14 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _abort_later(self) -> None:
         """Abort the transport after WRITE_S, because a closing one may wait for ever."""
-        self._writing = _cancelled(self._writing)
+        _cancel(self._writing)
         self._writing = self.loop.call_later(self.WRITE_S, self.transport.abort)
 
     def resume_writing(self) -> None:
-        self._writing = _cancelled(self._writing)
+        _cancel(self._writing)
         super().resume_writing()
 
 
-def _cancelled(timer: TimerHandle | None) -> None:
+def _cancel(timer: TimerHandle | None) -> None:
     if timer is not None:
         timer.cancel()

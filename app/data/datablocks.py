@@ -90,8 +90,8 @@ def missing(session: Session, tenant_id: str, source: Source) -> str:
         return f"your tenant has no {source.block}; the newest versions are {told}"
     names = session.scalars(select(Datablock.name).where(*mine).distinct()).all()
     near = near_name(source.name, names)
-    there = f"PUT /v1/datablocks/{source.name}"
-    hint = f"did you mean {near!r}? {there} uploads it" if near else f"upload it with {there}"
+    put = f"PUT /v1/datablocks/{source.name}"
+    hint = f"did you mean {near!r}? {put} uploads it" if near else f"upload it with {put}"
     return f"your tenant has no datablock {source.name!r}; {hint}"
 
 

@@ -309,15 +309,16 @@ def keep(session: Session, tenant_id: str, sent: Iterable[Sent]) -> bool:
     """Put the bytes into the store, then insert the rows; True if any graph was new to the
     tenant.
     """
-    rows = [
-        {"tenant_id": tenant_id, "sha256": s.sha256, "nodes": len(s.graph.nodes), "body": s.body}
-        for s in {s.sha256: s for s in sent if s.is_new}.values()
-    ]
-    if not rows:
+    fresh = {s.sha256: s for s in sent if s.is_new}.values()
+    if not fresh:
         return False
     store = Store.at(settings().store_address)
-    for row in rows:
-        if not store.has(row["sha256"]):
-            store.put([task_graph.canonical(row["body"])])
+    for s in fresh:
+        if not store.has(s.sha256):
+            store.put([task_graph.canonical(s.body)])
+    rows = [
+        {"tenant_id": tenant_id, "sha256": s.sha256, "nodes": len(s.graph.nodes), "body": s.body}
+        for s in fresh
+    ]
     made = insert(Graph).values(rows).on_conflict_do_nothing().returning(Graph.sha256)
     return bool(session.execute(made).all())

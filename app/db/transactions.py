@@ -18,12 +18,16 @@ from typing import Annotated, Any
 import psycopg
 from anyio import CancelScope
 from fastapi import Depends
-from sqlalchemy import Engine, create_engine, event, text
+from sqlalchemy import Engine, Row, Select, create_engine, event, text
 from sqlalchemy.exc import InvalidatePoolError
 from sqlalchemy.orm import Session, sessionmaker
 from starlette.concurrency import run_in_threadpool
 
 from app.settings import settings
+
+#: A result row, and a query, with any columns.
+AnyRow = Row[*tuple[Any, ...]]
+AnySelect = Select[*tuple[Any, ...]]
 
 POOL_SIZE = 16  # connections that a process keeps open
 POOL_EXTRA = 8  # further temporary connections: for uploads, checks and loops besides API calls

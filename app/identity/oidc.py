@@ -115,8 +115,10 @@ class Provider:
             "redirect_uri": redirect_uri,
             "code_verifier": verifier,
         }
-        auth = (quote(self.client_id, ""), quote(self._secret, "")) if self._secret else None
-        if auth is None:
+        auth = httpx2.Auth()  # adds nothing
+        if self._secret:
+            auth = httpx2.BasicAuth(quote(self.client_id, ""), quote(self._secret, ""))
+        else:
             form["client_id"] = self.client_id
         try:
             answer = self._http.post(self._about["token_endpoint"], data=form, auth=auth)

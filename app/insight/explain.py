@@ -22,7 +22,7 @@ from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from sqlalchemy import Engine, Row, Select, func, select, text
+from sqlalchemy import Engine, func, select, text
 from sqlalchemy.orm import Session
 
 from app.core.explanation import waiting_reasons as says
@@ -39,6 +39,7 @@ from app.db import gc_freeze, transactions
 from app.db.models import Island, Placement
 from app.db.models import Task as TaskRow
 from app.db.models import User as UserRow
+from app.db.transactions import AnyRow, AnySelect
 from app.insight import forecast
 from app.insight.forecast import Start
 from app.scheduling import ledger, snapshot_reader
@@ -181,7 +182,7 @@ class _InLine:
     units: dict[str, int] = field(default_factory=dict)
     units_s: float = 0.0
 
-    def count(self, rows: Iterable[Row[Any]], tree: _Kept) -> None:
+    def count(self, rows: Iterable[AnyRow], tree: _Kept) -> None:
         for row in rows:
             key = row.user_id, row.kind, row.memory_bytes, row.width
             more = row.waiting - self.lines.get(key, 0)
@@ -198,7 +199,7 @@ class _InLine:
                 widths[id] = widths.get(id, 0) + more * row.width
                 self.stale.add(id)
 
-    def lift(self, rows: Iterable[Row[Any]]) -> None:
+    def lift(self, rows: Iterable[AnyRow]) -> None:
         for row in rows:
             lift = Lift(
                 tenant=row.tenant_id, user=row.user_id, kind=row.kind, faded_us=int(row.faded)
@@ -271,7 +272,7 @@ class _Kept:
             gc_freeze.spare()
         return drawn
 
-    def _follow_tenants(self, rows: Sequence[Row[Any]]) -> bool:
+    def _follow_tenants(self, rows: Sequence[AnyRow]) -> bool:
         """Update the tenants.  True if one has moved in the tree: then all sums change."""
         moved = False
         for row in rows:
@@ -337,7 +338,7 @@ class _Picture:
         kept: _Kept,
         island: str,
         line: _InLine,
-        on_devices: Sequence[Row[Any]],
+        on_devices: Sequence[AnyRow],
         old: _Picture | None,
     ) -> None:
         self.kept, self.island, self.line, self.on_devices = kept, island, line, on_devices
@@ -635,7 +636,7 @@ _MORE = (
 )
 
 
-def _on_devices(island: str) -> Select[Any]:
+def _on_devices(island: str) -> AnySelect:
     """Select by open placements, because a million tasks may wait."""
     return (
         snapshot_reader.tasks(*_MORE)

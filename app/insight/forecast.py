@@ -20,7 +20,7 @@ from datetime import UTC, datetime, timedelta
 from itertools import accumulate
 from typing import Any
 
-from sqlalchemy import Row, func, select
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from app.core.explanation import estimator
@@ -42,6 +42,7 @@ from app.core.scheduling.blockers import Crowd
 from app.core.scheduling.board import Board, slice_us
 from app.db.models import Placement
 from app.db.models import Task as TaskRow
+from app.db.transactions import AnyRow
 from app.scheduling import gang_tickets
 
 LEARNED_S = 60.0  # age at which a history is read again
@@ -167,8 +168,8 @@ def start(
     board: Board,
     task: Task,
     *,
-    asked: Row[Any],
-    on_devices: Sequence[Row[Any]],
+    asked: AnyRow,
+    on_devices: Sequence[AnyRow],
     own: int,
     crowd: Crowd,
     unit: int,
@@ -204,7 +205,7 @@ def start(
     return _start(told, board.now_s, not_before_s=task.retry_at_s)
 
 
-def _queued(row: Row[Any]) -> Queued:
+def _queued(row: AnyRow) -> Queued:
     return Queued(
         who=_who(row),
         width=row.devices_min,
@@ -228,7 +229,7 @@ def _scene(
     board: Board,
     task: Task,
     lines: dict[str, Line],
-    on_devices: Sequence[Row[Any]],
+    on_devices: Sequence[AnyRow],
     *,
     usual_s: float,
 ) -> Scene:
@@ -259,7 +260,7 @@ def _lines(board: Board, crowd: Crowd, *, stretch: int, unit: int) -> Iterator[t
         yield party.name, Line(score_s=score_s, tasks=[task] * count, weight=weight)
 
 
-def _held(board: Board, task: Task, rows: Sequence[Row[Any]], *, slice_s: float) -> Iterator[Held]:
+def _held(board: Board, task: Task, rows: Sequence[AnyRow], *, slice_s: float) -> Iterator[Held]:
     """Yield the tasks on devices.  What is left of a real turn is left of the simulated
     turn too.
     """
@@ -290,7 +291,7 @@ def _most_s(row: Any, held_us: int, worked_s: float, speed: float) -> float | No
     """Return how long the task can work in all before it has held its home for `max_duration_s`."""
     if row.max_duration_s is None:
         return None
-    left_s = row.max_duration_s - (row.total_held_us - row.unheard_us + held_us) / 1e6
+    left_s: float = row.max_duration_s - (row.total_held_us - row.unheard_us + held_us) / 1e6
     return worked_s + max(0.0, left_s) * speed
 
 

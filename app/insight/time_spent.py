@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
-from sqlalchemy import ColumnElement, case, func, select
-from sqlalchemy.orm import Session
+from sqlalchemy import ColumnElement, SQLColumnExpression, case, func, select
+from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from app.db.models import Placement, Task
 
@@ -35,9 +36,8 @@ class TimeSpent:
 
 def time_spent(session: Session, tasks: Iterable[str]) -> dict[str, TimeSpent]:
     """Return the times of each task, by id, until its end or now; computed from its placements."""
-    line = {"partition_by": Placement.task_id, "order_by": Placement.epoch}
-    before_ended = func.lag(Placement.ended_at).over(**line)
-    migrates = func.lag(Placement.end).over(**line) == "moved"
+    before_ended = _of_stay_before(Placement.ended_at)
+    migrates = _of_stay_before(Placement.end) == "moved"
     left_at = case((migrates, before_ended), else_=Placement.launched_at)
     until = func.coalesce(Placement.ended_at, func.now())
     seated = func.coalesce(Placement.started_at, until)
@@ -47,7 +47,7 @@ def time_spent(session: Session, tasks: Iterable[str]) -> dict[str, TimeSpent]:
             _seconds(left_at, seated).label("to_seat_s"),
             _seconds(seated, until).label("seated_s"),
             (Placement.staged_us / 1e6).label("staged_s"),
-            (func.lag(Placement.device_id).over(**line) != Placement.device_id).label("elsewhere"),
+            (_of_stay_before(Placement.device_id) != Placement.device_id).label("elsewhere"),
         )
         .where(Placement.task_id.in_(tasks), ~Placement.guest)
         .subquery()
@@ -85,5 +85,12 @@ def _parted(
     )
 
 
-def _seconds(since: ColumnElement, until: ColumnElement) -> ColumnElement[float]:
+def _of_stay_before(column: InstrumentedAttribute[Any]) -> ColumnElement[Any]:
+    """The column's value in the task's placement before."""
+    return func.lag(column).over(partition_by=Placement.task_id, order_by=Placement.epoch)
+
+
+def _seconds(
+    since: SQLColumnExpression[Any], until: SQLColumnExpression[Any]
+) -> ColumnElement[Any]:
     return func.extract("epoch", until - since)

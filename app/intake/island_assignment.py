@@ -18,9 +18,8 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import permutations
-from typing import Any
 
-from sqlalchemy import Row, Select, and_, func, literal, or_, select, text
+from sqlalchemy import and_, func, literal, or_, select, text
 from sqlalchemy.orm import Session, aliased
 
 from app.core.model.dependencies import Alike, Offer
@@ -35,6 +34,7 @@ from app.core.placement.planner import Block, Graph, Link, Node, Unplaceable
 from app.core.scheduling.island_gangs import divided
 from app.db.models import Device, Host, Line, Need, Placement, Task
 from app.db.models import Island as IslandRow
+from app.db.transactions import AnyRow, AnySelect
 from app.insight import forecast
 from app.scheduling import gang_tickets, journal, snapshot_reader
 from app.settings import settings
@@ -57,12 +57,12 @@ class _Work:
     island.  The last island by name is the gang's home.
     """
 
-    tasks: Sequence[Row[Any]]
-    needs: Mapping[str, Sequence[Row[Any]]]
+    tasks: Sequence[AnyRow]
+    needs: Mapping[str, Sequence[AnyRow]]
     time_ns: Mapping[str, int]
     parted: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
-    def width(self, task: Row[Any]) -> int:
+    def width(self, task: AnyRow) -> int:
         """The number of devices that the task needs at once on its island."""
         of = self.parted.get(task.id)
         return task.devices_min if of is None else of[max(of)]
@@ -274,7 +274,7 @@ class _Scene:
             defaultdict[str, dict[str, Stock]](dict),
             defaultdict[str, dict[str, Stock]](dict),
         )
-        found = defaultdict[tuple[str, str], list[Row[Any]]](list)
+        found = defaultdict[tuple[str, str], list[AnyRow]](list)
         for row in session.execute(_devices(without)):
             found[row.island, row.kind].append(row)
         for (island, kind), rows in found.items():
@@ -368,7 +368,7 @@ class _Scene:
             return Room(devices=stock.devices, share=stock.devices)
         return stock.room(tenant, work_ns, self.tenants)
 
-    def _able(self, task: Row[Any], stocks: Mapping[str, Mapping[str, Stock]]) -> tuple[str, ...]:
+    def _able(self, task: AnyRow, stocks: Mapping[str, Mapping[str, Stock]]) -> tuple[str, ...]:
         """The islands with enough devices that are large enough, on one host if the task needs
         that.
         """
@@ -378,7 +378,7 @@ class _Scene:
             if task.kind in of_kind and task.devices_min <= self._most(task, name)
         )
 
-    def _most(self, task: Row[Any], island: str) -> int:
+    def _most(self, task: AnyRow, island: str) -> int:
         """The number of devices that the task can have at once on the island."""
         offer = self.offers[island, task.kind]
         if task.across_hosts:
@@ -460,7 +460,7 @@ def _graph(work: _Work, able: Mapping[str, tuple[str, ...]], *, all_: Sequence[s
     return Graph(nodes=tuple(nodes), blocks=sizes)
 
 
-def _stays(task: Row[Any]) -> bool:
+def _stays(task: AnyRow) -> bool:
     """True if the task keeps its island in any case: it has ended, or its gang spans islands."""
     return task.state in ENDED or task.gang_id is not None
 
@@ -489,7 +489,7 @@ def _task_of(node: Node) -> str:
 _Spell = tuple[int, list[str]]
 
 
-def _spells(task: Row[Any], time_ns: int, blocks: Collection[str]) -> Iterator[_Spell]:
+def _spells(task: AnyRow, time_ns: int, blocks: Collection[str]) -> Iterator[_Spell]:
     """Yield (run time, blocks) for each time that the task gives blocks while it runs.
 
     Blocks that it gives within `APART_NS` are given together.
@@ -535,12 +535,12 @@ def _together(work: _Work, graph: Graph, islands: Sequence[str]) -> Iterator[Gra
             yield replace(graph, nodes=tuple(seated))
 
 
-def _portion(task: Row[Any]) -> int:
+def _portion(task: AnyRow) -> int:
     """The number of the task's portion; the task is called NAME.PORTION.LEG."""
     return int(task.name.rsplit(".", 2)[1])
 
 
-def _bytes(task: Row[Any], output: str) -> int:
+def _bytes(task: AnyRow, output: str) -> int:
     """The size of an output as it was made, else as it was declared, else the usual size."""
     if output in task.outputs:
         return int(task.outputs[output]["size_bytes"])
@@ -571,7 +571,7 @@ def _late_bytes(work: _Work, found: Portions, id: str) -> int:
 def _why(
     found: Portions,
     work: _Work,
-    task: Row[Any],
+    task: AnyRow,
     able: Sequence[str],
     reads: frozenset[str],
     late_bytes: int,
@@ -613,7 +613,7 @@ def _needed_abroad(work: _Work, found: Seats) -> set[str]:
 _learned = forecast.Learned()  # how long tasks run
 
 
-def _tasks() -> Select[Any]:
+def _tasks() -> AnySelect:
     return select(
         Task.id, Task.request_id, Task.tenant_id, Task.user_id, Task.name, Task.island, Task.state,
         Task.kind, Task.memory_bytes, Task.devices_min, Task.across_hosts,
@@ -625,7 +625,7 @@ def _tasks() -> Select[Any]:
     )  # fmt: skip
 
 
-def _unassigned() -> Select[Any]:
+def _unassigned() -> AnySelect:
     """Select unassigned tasks, locked in the order of their ids, as users' actions lock them.
 
     None is skipped: all tasks of a request are assigned at once.
@@ -635,13 +635,13 @@ def _unassigned() -> Select[Any]:
 
 
 def _works(
-    session: Session, rows: Sequence[Row[Any]], learned: forecast.Learned | None
+    session: Session, rows: Sequence[AnyRow], learned: forecast.Learned | None
 ) -> Iterator[_Work]:
     """Yield the requests in the order of their first tasks."""
-    requests = defaultdict[str, list[Row[Any]]](list)
+    requests = defaultdict[str, list[AnyRow]](list)
     for row in rows:
         requests[row.request_id].append(row)
-    needs = defaultdict[str, list[Row[Any]]](list)
+    needs = defaultdict[str, list[AnyRow]](list)
     several = [task.id for tasks in requests.values() if len(tasks) > 1 for task in tasks]
     if several:
         query = select(Need.task_id, Need.needs_id, Need.port, Need.output, Need.late)
@@ -661,7 +661,7 @@ def _usual_ns(learned: forecast.Learned | None, tenant: str, width: int) -> int:
     return USUAL_NS if usual_s is None else max(1, int(usual_s * 1e9))
 
 
-def _expected_ns(learned: forecast.Learned | None, task: Row[Any]) -> int:
+def _expected_ns(learned: forecast.Learned | None, task: AnyRow) -> int:
     """The expected time of a task, in nanoseconds.
 
     For a task of a cut graph it is the declared time plus a launch: such a task is short and never
@@ -692,7 +692,7 @@ _ASSIGN = text(
 )
 
 
-def _devices(without: str) -> Select[Any]:
+def _devices(without: str) -> AnySelect:
     """Select, without one island, how many equal devices each host has, and how many can take work
     now.
     """
@@ -713,7 +713,7 @@ def _devices(without: str) -> Select[Any]:
     )
 
 
-def _queued() -> Iterator[Select[Any]]:
+def _queued() -> Iterator[AnySelect]:
     """Yield queries of (island, kind, tenant, devices of each, count) for all that waits, runs or
     is blocked.
     """

@@ -18,7 +18,7 @@ def main(queue: str) -> str:
     """Return what is wrong, or an empty text."""
     url = settings().redis_url.get_secret_value()
     with redis.Redis.from_url(url, socket_timeout=5, **settings().redis_tls) as client:
-        waiting = int(client.llen(queue))  # type: ignore[arg-type]
+        waiting = client.llen(queue)
     return f"{waiting} messages wait" if waiting > WAITING_LIMIT else ""
 
 

@@ -16,7 +16,8 @@ from collections.abc import Container, Iterable
 from typing import Any
 
 from app.core.model.descriptor import not_plain
-from app.core.model.messages import JSON, Alive, Answer, BadMessage, decode, encode
+from app.core.model.messages import JSON, Alive, Answer, decode, encode
+from app.core.model.wellformed import BadMessage
 from app.storage.signing import HEARTBEAT, NEWS, BadSignature, Signer, unsealed
 
 

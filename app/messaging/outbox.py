@@ -117,7 +117,7 @@ def reachable() -> bool:
 
 
 def take_unsent(
-    session: Session, live: Sequence[str] | Select[tuple[str]], *, resend_s: float
+    session: Session, live: Sequence[str] | Select[str], *, resend_s: float
 ) -> list[Order]:
     """Take the orders of `live` devices that were never sent, or long ago without an answer; in
     order.

@@ -21,7 +21,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import uuid_utils
-from sqlalchemy import func, select, text
+from sqlalchemy import func, select, text, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 from standardwebhooks import Webhook as Signer
@@ -98,9 +98,9 @@ def _wanted(row: Any) -> bool:
 
 def _ends(session: Session, ids: set[str]) -> dict[str, list[TaskEnd]]:
     query = select(Task.request_id, Task.name, Task.state, Task.cause, Task.message)
-    found = defaultdict(list)
-    for id, *end in session.execute(query.where(Task.request_id.in_(ids)).order_by(Task.ordinal)):
-        name, state, cause, message = end
+    found = defaultdict[str, list[TaskEnd]](list)
+    rows = session.execute(query.where(Task.request_id.in_(ids)).order_by(Task.ordinal))
+    for id, name, state, cause, message in rows:
         found[id].append(TaskEnd(name=name, state=state, cause=cause, message=message))
     return found
 
@@ -248,9 +248,7 @@ def _disable(session: Session, hook: Webhook, now: datetime) -> None:
     if hook.url is None:
         return
     hook.disabled_at = hook.disabled_at or now
-    waiting = Delivery.__table__.update().where(
-        Delivery.webhook_id == hook.id, Delivery.state == "pending"
-    )
+    waiting = update(Delivery).where(Delivery.webhook_id == hook.id, Delivery.state == "pending")
     session.execute(waiting.values(state="given_up", ended_at=now))
 
 

@@ -6,6 +6,7 @@ reject the same.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Annotated, Any, get_args
@@ -172,8 +173,12 @@ def change_keys(
     days: Field = "0",
     overlap_s: Field = "0",
 ) -> Response:
-    known = {"make": of_tenants.create_key, "rotate": of_tenants.rotate_key}
-    operation = forms.chosen(do, {**known, "revoke": of_tenants.revoke_key})
+    known: dict[str, Callable[..., Any]] = {
+        "make": of_tenants.create_key,
+        "rotate": of_tenants.rotate_key,
+        "revoke": of_tenants.revoke_key,
+    }
+    operation = forms.chosen(do, known)
     views.acts_as(request, session, caller, operation)
     user = of_tenants.get_user(id, Response(), caller, session)
     if do == "make":
@@ -271,15 +276,13 @@ def change_webhook(
     delivery: Field = "",
     overlap_s: Field = "0",
 ) -> Response:
-    operation = forms.chosen(
-        do,
-        {
-            "rotate": of_webhooks.rotate_webhook,
-            "test": of_webhooks.test_webhook,
-            "send": of_webhooks.redeliver,
-            "delete": of_webhooks.delete_webhook,
-        },
-    )
+    known: dict[str, Callable[..., Any]] = {
+        "rotate": of_webhooks.rotate_webhook,
+        "test": of_webhooks.test_webhook,
+        "send": of_webhooks.redeliver,
+        "delete": of_webhooks.delete_webhook,
+    }
+    operation = forms.chosen(do, known)
     views.acts_as(request, session, caller, operation)
     show = partial(show_webhook, request, session, caller, id)
     if do == "rotate":

@@ -18,7 +18,6 @@ from typing import Any
 
 from sqlalchemy import (
     ColumnElement,
-    Row,
     Select,
     and_,
     cast,
@@ -40,6 +39,7 @@ from app.core.scheduling.idle_credit import Memory, recall
 from app.db.models import Account, Device, Host, Need, User, Xid8
 from app.db.models import Line as LineRow
 from app.db.models import Task as TaskRow
+from app.db.transactions import AnyRow, AnySelect
 from app.scheduling import snapshot_reader
 
 BEGINNING = 4  # tasks of every line that are read at first
@@ -163,7 +163,7 @@ class Follower:
         found = self._take_in(session, board, self._startable(board.now_s))
         self.locked = len(found) == STARTABLE
 
-    def _beginnings(self) -> Select[Any]:
+    def _beginnings(self) -> AnySelect:
         line = (
             self._line(LineRow.user_id, LineRow.kind, LineRow.memory_bytes, LineRow.width)
             .limit(BEGINNING)
@@ -176,7 +176,7 @@ class Follower:
             .where(LineRow.island == self.island, LineRow.waiting > 0)
         )
 
-    def _moving(self) -> Select[Any]:
+    def _moving(self) -> AnySelect:
         """Select the tasks that are between two devices in a move, wherever in their lines they
         stand.
         """
@@ -247,7 +247,7 @@ class Follower:
         if news.gangs:
             self._take_in(session, board, self._of_gangs())
 
-    def _changed(self) -> Select[Any]:
+    def _changed(self) -> AnySelect:
         needed = select(Need.task_id).where(Need.needs_id == TaskRow.id).exists()
         query = snapshot_reader.tasks(TaskRow.txid, needed.label("is_needed")).where(
             TaskRow.island == self.island, TaskRow.txid >= _xid(self.since)
@@ -257,19 +257,19 @@ class Follower:
             query = query.where(tuple_(TaskRow.txid, TaskRow.id) > tuple_(_xid(txid), literal(id)))
         return query.order_by(TaskRow.txid, TaskRow.id).limit(AT_ONCE)
 
-    def _ended_abroad(self) -> Select[tuple[str]]:
+    def _ended_abroad(self) -> Select[str]:
         return select(TaskRow.id).where(
             TaskRow.abroad, TaskRow.state.in_(ENDED), TaskRow.txid >= _xid(self.since)
         )
 
-    def _members(self) -> Select[Any]:
+    def _members(self) -> AnySelect:
         """Select blocked members of gangs that span islands; they may stay blocked after their
         start time.
         """
         mine = (TaskRow.island == self.island, TaskRow.gang_id.is_not(None))
         return snapshot_reader.tasks().where(*mine, TaskRow.state == "blocked")
 
-    def _startable(self, now_s: float) -> Select[Any]:
+    def _startable(self, now_s: float) -> AnySelect:
         """Select blocked tasks that can start now, or never; but no members of gangs."""
         needed = aliased(TaskRow)
         needs = select(Need.task_id).join(needed, needed.id == Need.needs_id)
@@ -290,17 +290,17 @@ class Follower:
             .limit(STARTABLE)
         )
 
-    def _due(self, now_s: float) -> Select[Any]:
+    def _due(self, now_s: float) -> AnySelect:
         """Select the startable tasks that waited for their start time."""
         return self._startable(now_s).where(TaskRow.not_before <= func.to_timestamp(now_s))
 
-    def _dependents(self, which: ColumnElement[bool]) -> Select[Any]:
+    def _dependents(self, which: ColumnElement[bool]) -> AnySelect:
         ids = select(Need.task_id).where(which)
         return snapshot_reader.tasks().where(
             TaskRow.id.in_(ids), TaskRow.island == self.island, TaskRow.state.not_in(ENDED)
         )
 
-    def _of_gangs(self) -> Select[Any]:
+    def _of_gangs(self) -> AnySelect:
         """Select the tasks here of gangs in which any member, on any island, has changed."""
         other = aliased(TaskRow)
         changed = select(other.gang_id).where(
@@ -337,7 +337,7 @@ class Follower:
 
     # --- tasks ---
 
-    def _take_in(self, session: Session, board: Board, query: Select[Any]) -> Sequence[Row[Any]]:
+    def _take_in(self, session: Session, board: Board, query: AnySelect) -> Sequence[AnyRow]:
         """Put tasks on the board as their rows are; tasks beyond the part of a line that was read
         are left out.
         """
@@ -366,7 +366,7 @@ class Follower:
                 board.longer[line] = max(place_in_line(task) for task in read)
         board.short.clear()
 
-    def _beyond(self, line: Line, end: tuple[int, float, str]) -> Select[Any]:
+    def _beyond(self, line: Line, end: tuple[int, float, str]) -> AnySelect:
         (leaf, here), (urgency, submitted_s, id) = line, end
         read = tuple_(func.to_timestamp(submitted_s), literal(id))
         later = tuple_(TaskRow.submitted_at, TaskRow.id) > read
@@ -374,7 +374,7 @@ class Follower:
         line_of = self._line(leaf.name, here.kind, here.memory_bytes, here.width)
         return line_of.where(TaskRow.priority <= -urgency, beyond).limit(MORE)
 
-    def _line(self, user: Any, kind: Any, memory_bytes: Any, width: Any) -> Select[Any]:
+    def _line(self, user: Any, kind: Any, memory_bytes: Any, width: Any) -> AnySelect:
         """Select the tasks that wait in a line, in the order of rule F3; arguments are values or
         columns.
         """

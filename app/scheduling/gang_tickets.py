@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import uuid_utils
-from sqlalchemy import ColumnElement, Row, and_, func, select, text
+from sqlalchemy import ColumnElement, and_, func, select, text
 from sqlalchemy.orm import Session
 
 from app.core.model.lifecycle import NOT_STARTED
@@ -22,16 +22,17 @@ from app.core.scheduling import island_gangs
 from app.core.scheduling.island_gangs import Member
 from app.db import transactions
 from app.db.models import Device, Placement, Task
+from app.db.transactions import AnyRow
 from app.messaging import outbox
 
 NO_TERMS = Terms()
 
 IS_TICKET = and_(Task.gang_id.is_not(None), Task.gang_id != Task.id)
 
-Rows = Iterable[Task | Row[Any]]
+Rows = Iterable[Task | AnyRow]
 
 
-def is_ticket(task: Task | Row[Any]) -> bool:
+def is_ticket(task: Task | AnyRow) -> bool:
     return task.gang_id is not None and task.gang_id != task.id
 
 
@@ -48,7 +49,7 @@ def terms(session: Session, rows: Rows) -> dict[str, Terms]:
     return terms_among(of_gangs(session, {row.gang_id for row in rows if row.gang_id}))
 
 
-def of_gangs(session: Session, gangs: Collection[str]) -> Sequence[Row[Any]]:
+def of_gangs(session: Session, gangs: Collection[str]) -> Sequence[AnyRow]:
     if not gangs:
         return ()
     columns = (Task.id, Task.gang_id, Task.island, Task.state, Task.epoch, Task.good_for)
@@ -71,7 +72,7 @@ def terms_among(rows: Rows) -> dict[str, Terms]:
     return found
 
 
-def _member(row: Task | Row[Any]) -> Member:
+def _member(row: Task | AnyRow) -> Member:
     return Member(
         island=str(row.island),
         state=row.state,

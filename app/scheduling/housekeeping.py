@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from sqlalchemy import Text, column, delete, exists, func, or_, select, text, true, update
+from sqlalchemy import Text, column, delete, exists, func, literal, or_, select, text, true, update
 from sqlalchemy.dialects.postgresql import JSONB, insert
 from sqlalchemy.orm import Session, aliased
 
@@ -76,9 +76,8 @@ def roll_up(session: Session) -> None:
     gone = old.returning(Usage).cte("gone")
     hour = func.date_trunc("hour", gone.c.bucket)
     keys = (hour, gone.c.tenant_id, gone.c.user_id, gone.c.kind)
-    sums = select(*keys, HOUR_S, func.sum(gone.c.held_us), func.sum(gone.c.charged_us)).group_by(
-        *keys
-    )
+    held_us, charged_us = func.sum(gone.c.held_us), func.sum(gone.c.charged_us)
+    sums = select(*keys, literal(HOUR_S), held_us, charged_us).group_by(*keys)
     columns = ["bucket", "tenant_id", "user_id", "kind", "bucket_s", "held_us", "charged_us"]
     row = insert(Usage).from_select(columns, sums)
     grown = {

@@ -1265,7 +1265,7 @@ def _nudge_who_can_start(task_id: str, outputs: Collection[str]) -> None:
     )
     with transactions.transaction() as session:
         islands = session.scalars(able).all()
-    for island in islands:
+    for island in filter(None, islands):
         outbox.nudge_island(island)
 
 
@@ -1750,7 +1750,8 @@ def _nudge_abroad(session: Session, task: Task) -> None:
         return
     query = select(Task.island).join(Need, Need.task_id == Task.id)
     query = query.where(Need.needs_id == task.id)
-    for island in session.scalars(query.where(Task.island != task.island).distinct()):
+    islands = session.scalars(query.where(Task.island != task.island).distinct())
+    for island in filter(None, islands):
         transactions.after_commit(session, partial(outbox.nudge_island, island))
 
 

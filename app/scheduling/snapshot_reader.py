@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, Row, Select, Text, and_, cast, func, select
+from sqlalchemy import ColumnElement, Text, and_, cast, func, select
 from sqlalchemy.orm import Session, aliased
 
 from app.core.model.lifecycle import ENDED, ON_A_DEVICE
@@ -37,6 +37,7 @@ from app.db.models import Lift as LiftRow
 from app.db.models import Task as TaskRow
 from app.db.models import Tenant as TenantRow
 from app.db.models import User as UserRow
+from app.db.transactions import AnyRow, AnySelect
 from app.scheduling import gang_tickets, guest_placements, ledger
 from app.settings import settings
 
@@ -57,7 +58,7 @@ def without_line(session: Session, island: str, *, now_s: float) -> Snapshot:
     return _snapshot(session, island, session.execute(on_a_device).all(), now_s=now_s)
 
 
-def _snapshot(session: Session, island: str, rows: Sequence[Row[Any]], *, now_s: float) -> Snapshot:
+def _snapshot(session: Session, island: str, rows: Sequence[AnyRow], *, now_s: float) -> Snapshot:
     return Snapshot(
         island=island,
         policy=policy(ledger.base(session)),
@@ -138,7 +139,7 @@ _DEVICE = (
 )  # fmt: skip
 
 
-def _device(row: Row[Any]) -> Device:
+def _device(row: AnyRow) -> Device:
     return Device(
         id=row.id,
         host=row.host,
@@ -171,12 +172,12 @@ _COLUMNS = (
 _TASKS = select(*_COLUMNS)  # built once, because every round uses it
 
 
-def tasks(*more: Any) -> Select[Any]:
+def tasks(*more: Any) -> AnySelect:
     """Select the columns that `tasks_of` needs of each task, and `more` columns."""
     return _TASKS.add_columns(*more)
 
 
-def tasks_of(session: Session, rows: Sequence[Row[Any]], *, now_s: float) -> dict[str, Task]:
+def tasks_of(session: Session, rows: Sequence[AnyRow], *, now_s: float) -> dict[str, Task]:
     """Turn rows of `tasks` into values, with what blocked tasks wait for."""
     blocked = [row.id for row in rows if row.state == "blocked"]
     waits_for, broken = _needs(session, blocked)
@@ -198,7 +199,7 @@ def tasks_of(session: Session, rows: Sequence[Row[Any]], *, now_s: float) -> dic
     }
 
 
-def _splicing(session: Session, rows: Sequence[Row[Any]]) -> frozenset[tuple[str, str]]:
+def _splicing(session: Session, rows: Sequence[AnyRow]) -> frozenset[tuple[str, str]]:
     """Return each (island, kind) in which every device's facts say that ranks can share it
     ("splice").
 
@@ -214,7 +215,7 @@ def _splicing(session: Session, rows: Sequence[Row[Any]]) -> frozenset[tuple[str
 
 
 def _task(
-    row: Row[Any],
+    row: AnyRow,
     waits_for: Sequence[str],
     broken: Sequence[str],
     *,
@@ -284,7 +285,7 @@ def _task(
     )
 
 
-def _moves_to(row: Row[Any]) -> str | None:
+def _moves_to(row: AnyRow) -> str | None:
     if row.move_to is None:
         return None
     return row.moving["to"] if row.moving is not None else ""
@@ -294,7 +295,7 @@ _FREE = Conditions()
 
 
 def _conditions(
-    row: Row[Any], waits_for: Sequence[str], broken: Sequence[str], terms: Terms
+    row: AnyRow, waits_for: Sequence[str], broken: Sequence[str], terms: Terms
 ) -> Conditions:
     if not (waits_for or broken or row.hold or row.not_before or row.gang_id):
         return _FREE

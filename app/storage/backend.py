@@ -81,7 +81,7 @@ class Place(Protocol):
     def open(self, name: str) -> IO[bytes]:
         """Return a local file with the bytes, at its beginning; raises Missing."""
 
-    def read(self, name: str, start: int, end: int) -> Iterator[Bytes]:
+    def read(self, name: str, start: int, end: int) -> Iterator[bytes | memoryview]:
         """Yield the bytes from `start` to `end` (at least one), piece by piece.
 
         Raises Missing at once.  If the name vanishes later, that is an OSError.
@@ -177,7 +177,7 @@ class Folder:
         except FileNotFoundError:
             raise Missing(name) from None
 
-    def read(self, name: str, start: int, end: int) -> Iterator[Bytes]:
+    def read(self, name: str, start: int, end: int) -> Iterator[bytes | memoryview]:
         return _pieces(self.open(name), start, end)
 
     def keep(self, pieces: Iterable[Bytes], named: Callable[[], str]) -> None:
@@ -315,7 +315,7 @@ class _FolderBatch:
             draft.unlink(missing_ok=True)
 
 
-def _pieces(file: IO[bytes], start: int, end: int) -> Iterator[Bytes]:
+def _pieces(file: IO[bytes], start: int, end: int) -> Iterator[bytes]:
     with file:
         file.seek(start)
         while start < end and (piece := file.read(min(PIECE_BYTES, end - start))):

@@ -83,12 +83,12 @@ class Bucket:
             raise
         return file
 
-    def read(self, name: str, start: int, end: int) -> Iterator[Bytes]:
+    def read(self, name: str, start: int, end: int) -> Iterator[bytes | memoryview]:
         with self._calling(name):
             got = obstore.get(self._store, name, options={"range": (start, end)})
         return self._streamed(name, got)
 
-    def _streamed(self, name: str, got: Any) -> Iterator[Bytes]:
+    def _streamed(self, name: str, got: Any) -> Iterator[memoryview]:
         with self._calling(name):
             for piece in got.stream(min_chunk_size=_PIECE):
                 yield memoryview(piece)

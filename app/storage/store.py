@@ -107,7 +107,9 @@ class Store:
             raise
         return file
 
-    def read(self, sha256: str, start: int, end: int, *, whole: bool) -> Iterator[Bytes]:
+    def read(
+        self, sha256: str, start: int, end: int, *, whole: bool
+    ) -> Iterator[bytes | memoryview]:
         """Yield the blob's bytes from `start` to `end`; raises Damaged, at once if the blob is
         missing.
 
@@ -164,7 +166,7 @@ class Store:
         return sealed
 
 
-def _checked(pieces: Iterator[Bytes], sha256: str) -> Iterator[Bytes]:
+def _checked(pieces: Iterator[bytes | memoryview], sha256: str) -> Iterator[bytes]:
     digest, last = hashlib.sha256(), b""
     for piece in pieces:
         if last:

@@ -22,8 +22,9 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.orm import Session
 
-from app.core.model.messages import Alive, Answer, BadMessage
+from app.core.model.messages import Alive, Answer
 from app.core.model.snapshot import Plan
+from app.core.model.wellformed import BadMessage
 from app.core.scheduling import record
 from app.core.scheduling.blockers import is_wanted, soonest_first
 from app.core.scheduling.board import Board
@@ -358,7 +359,7 @@ def _seats_somebody() -> ColumnElement[bool]:
     return open_.exists()
 
 
-def _live(island: str) -> Select[tuple[str]]:
+def _live(island: str) -> Select[str]:
     return select(Device.id).where(Device.island == island, Device.lease_until > func.now())
 
 

@@ -15,7 +15,8 @@ from typing import Any
 
 from celery import bootsteps
 
-from app.core.model.messages import Alive, BadMessage
+from app.core.model.messages import Alive
+from app.core.model.wellformed import BadMessage
 from app.messaging import broker
 from app.messaging.envelope import Mail, sealed_heartbeat
 from app.settings import settings

@@ -39,5 +39,5 @@ def _scope(route: APIRoute) -> str | None:
     if route.name in _OF_ANYBODY:
         return None
     [tag] = route.tags
-    looks = route.name in _LOOKING or bool(route.methods & {"GET", "HEAD"})
+    looks = route.name in _LOOKING or not {"GET", "HEAD"}.isdisjoint(route.methods or ())
     return f"{AREAS[str(tag)]}:{'read' if looks else 'write'}"

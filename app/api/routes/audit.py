@@ -154,7 +154,8 @@ def _shown(row: AuditEvent, *, known: bool, seen: set[str]) -> dict[str, Any]:
 
 def _tenants_seen(session: Session, caller: Caller, rows: list[AuditEvent]) -> set[str]:
     """Return the parent tenants named in these rows that the caller may know of."""
-    named = {side.get("parent_id") for row in rows for side in (row.before, row.after)} - {None}
+    parents = (side.get("parent_id") for row in rows for side in (row.before, row.after))
+    named = {parent for parent in parents if parent is not None}
     if not named:
         return set()
     query = select(Tenant.id).where(Tenant.id.in_(named), of_caller(caller, Tenant.id))

@@ -178,7 +178,7 @@ class Lines:
     tasks: dict[str, str]
     text: str = ""
 
-    def query(self) -> Select[tuple[LogLine]]:
+    def query(self) -> Select[LogLine]:
         found = select(LogLine).where(LogLine.task_id.in_(self.tasks))
         return found.where(func.strpos(LogLine.text, self.text) > 0) if self.text else found
 
@@ -332,7 +332,7 @@ def _read_lines(session: Session, lines: Lines, after: str | None, limit: int) -
     return Read(items, last, more=len(rows) == limit)
 
 
-def _above(query: Select[tuple[LogLine]], after: str | None) -> Select[tuple[LogLine]]:
+def _above(query: Select[LogLine], after: str | None) -> Select[LogLine]:
     if after is not None:
         query = query.where(LogLine.id > cursors.opened_numbers(after)[0])
     return query.order_by(LogLine.id)

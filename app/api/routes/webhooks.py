@@ -7,7 +7,7 @@ Deliveries to a request's own `notify` address are shown to all callers who see 
 from __future__ import annotations
 
 from datetime import datetime, timedelta
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from fastapi import APIRouter, Body, Query, Response
 from pydantic import Field
@@ -45,7 +45,7 @@ _URL = "https://hooks.example.org/roundhouse"
 class WebhookIn(In):
     model_config = example(url=_URL, events=["request.failed"])
     url: str = Field(description="A public http or https address.")
-    events: list[EventType] = Field(list(TYPES), min_length=1, max_length=len(TYPES))
+    events: list[EventType] = Field(list(get_args(EventType)), min_length=1, max_length=len(TYPES))
     tenant_id: str | None = Field(
         None, description="Notify of all requests of this tenant; null: only of your own requests."
     )
@@ -214,7 +214,7 @@ def create_webhook(
     if (told := refusal(body.url, networks(settings().webhook_networks))) is not None:
         raise BadInput.at("/url", told, "address")
     of_tenant = select(func.count()).where(Webhook.tenant_id == tenant_id, Webhook.url.is_not(None))
-    if session.scalar(of_tenant) >= MOST:
+    if session.execute(of_tenant).scalar_one() >= MOST:
         raise Conflict(f"the tenant already has {MOST} webhooks; delete one first")
     hook = Webhook(
         id=webhooks.new_id("whk"),
