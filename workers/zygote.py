@@ -43,27 +43,42 @@ _HUGE_BYTES, _MADV_COLLAPSE = 2 * 2**20, 25
 
 def main(fd: int, lock_fd: int) -> NoReturn:
     sandbox.die_with_parent()
-    # Import now what jobs need, so that no job pays for it: torch imports its compiler, in about a
-    # second, when the first optimizer steps.
+    import_what_jobs_need()
+    serve(fd, lock_fd)
+
+
+def import_what_jobs_need() -> None:
+    """Import it now, so that no job pays for it.
+
+    Torch would import its compiler, in about a second, when the first optimizer steps.
+    """
     import cloudpickle  # noqa: F401
     import numpy  # noqa: F401
-    import torch
-    import torch._dynamo
+    import torch._dynamo  # noqa: F401
 
     import workers.commands.runner
     import workers.residents.executor
 
     assert workers.commands.runner
     workers.residents.executor.put_own_modules_last()
+
+
+def serve(fd: int, lock_fd: int) -> NoReturn:
+    """Serve the supervisor at the other end of `fd`, until the supervisor is gone."""
     wire = Wire(socket.socket(fileno=fd))
     _must_have_one_thread()
-    records = _ready(wire, torch.__version__)
-    gc.collect()
-    gc.freeze()  # keep the garbage collector from writing to pages shared with forks
-    gc.disable()
-    _lay_on_huge_pages()
+    records = _ready(wire, sys.modules["torch"].__version__)
+    keep_pages_shared()
     _serve(wire, lock_fd, records)
     os._exit(0)
+
+
+def keep_pages_shared() -> None:
+    """Keep the garbage collector from writing to pages shared with forks, and make forks fast."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    _lay_on_huge_pages()
 
 
 def _must_have_one_thread() -> None:
@@ -236,7 +251,7 @@ def _redirect(fds: list[int]) -> None:
 def _keep(inner: int, lock_fd: int, tell: int) -> NoReturn:
     """Wait for the resident and end with its status."""
     os.write(tell, _PID.pack(inner))
-    _close_all_but({lock_fd})
+    close_all_but({lock_fd})
     _, status = os.waitpid(inner, 0)
     code = os.waitstatus_to_exitcode(status)
     os._exit(code if code >= 0 else 128 - code)
@@ -249,7 +264,7 @@ def _live(room: Room, walls: list[str], fds: list[int], sort: str) -> int:
     from workers.process.wire import TrustSeen
     from workers.residents import executor
 
-    _close_all_but({0, 1, 2, *fds[:3], fds[5]})
+    close_all_but({0, 1, 2, *fds[:3], fds[5]})
     watch = _watch()  # inside the sandbox none can be opened
     if room.template is not None:  # needs a loop device, which its control group denies
         room = replace(room, volume=volumes.mounted(room.template, room.uid))
@@ -275,7 +290,7 @@ def _watch() -> Watch | None:
         return None  # reported in `ready`: images are then copied while the job waits
 
 
-def _close_all_but(kept: set[int]) -> None:
+def close_all_but(kept: set[int]) -> None:
     before = -1
     for fd in sorted(kept):
         if fd > before + 1:  # closerange(0, 0) would close all descriptors

@@ -6,6 +6,7 @@ a test makes it deaf.
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import subprocess
@@ -37,6 +38,7 @@ from app.core.model.messages import (
 )
 from app.core.scheduling.turns import Level, Share, as_json
 from app.storage.store import Store
+from tests.workers import warm_zygotes as warm
 from workers.device.supervisor import Supervisor
 from workers.transfer.host_context import House
 
@@ -53,17 +55,25 @@ PRESET = {
 
 
 def alone(entry: str, params: dict[str, Any]) -> Any:
-    """What the job gives when it runs undisturbed, in a plain process of its own."""
+    """What the job gives when it runs undisturbed, in a plain process of its own.
+
+    A job that was asked about before is not run again.
+    """
+    return json.loads(_said_alone(entry, json.dumps(params)))
+
+
+@functools.cache
+def _said_alone(entry: str, params: str) -> bytes:
     done = subprocess.run(
         [
             *(sys.executable, "-m", "workers.residents.run_alone", str(BUNDLE), entry),
-            *("--params", json.dumps(params), "--preset", json.dumps(PRESET)),
+            *("--params", params, "--preset", json.dumps(PRESET)),
         ],
         stdout=subprocess.PIPE,
         check=True,
         cwd=ROOT,
     )
-    return json.loads(done.stdout.splitlines()[-1])
+    return done.stdout.splitlines()[-1]
 
 
 def bundled(files: dict[str, str]) -> bytes:
@@ -295,6 +305,19 @@ def no_staging_of_another_test() -> Iterator[None]:
     yield
     if optimizers := sys.modules.get("torch.optim.optimizer"):
         optimizers._global_optimizer_pre_hooks.clear()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_zygotes() -> Iterator[None]:
+    with warm.forked_from_a_warm_process():
+        yield
+
+
+@pytest.fixture
+def fresh_zygotes() -> Iterator[None]:
+    """For tests of a zygote's own start: it starts as it does in a device worker."""
+    with warm.started_afresh():
+        yield
 
 
 @pytest.fixture

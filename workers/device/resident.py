@@ -918,21 +918,25 @@ _KEPT_VARIABLES = (
 )
 
 
+def start_zygote(fd: int, lock_fd: int) -> subprocess.Popen[bytes]:
+    """Start a process of `workers.zygote` that serves at `fd` and holds the lock."""
+    return subprocess.Popen(
+        [sys.executable, "-B", "-c", _BOOT.format(root=str(_ROOT), fd=fd, lock=lock_fd)],
+        env=zygote_environment(),
+        pass_fds=(fd, lock_fd),
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C is for the supervisor, which drains first
+        cwd="/",
+    )
+
+
 class Zygote:
     """The process of `workers.zygote`.  It dies with the thread that starts it."""
 
     def __init__(self, *, lock_fd: int, probe: Room | None, records: Path) -> None:
         self.wire, theirs = pair()
         self.is_ready = False
-        boot = _BOOT.format(root=str(_ROOT), fd=theirs.fileno(), lock=lock_fd)
-        self.process = subprocess.Popen(
-            [sys.executable, "-B", "-c", boot],
-            env=_environment(),
-            pass_fds=(theirs.fileno(), lock_fd),
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for the supervisor, which drains first
-            cwd="/",
-        )
+        self.process = start_zygote(theirs.fileno(), lock_fd)
         theirs.close()
         tried = None if probe is None else _room(probe)
         self.wire.send({"is": "begin", "probe": tried, "records": str(records)})
@@ -965,7 +969,7 @@ def _room(room: Room) -> JSON:
     }
 
 
-def _environment() -> dict[str, str]:
+def zygote_environment() -> dict[str, str]:
     """Return the zygote's environment: no secrets, only where programs and libraries lie."""
     kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
     return {**kept, **ENVIRONMENT, "HOME": "/nonexistent"}

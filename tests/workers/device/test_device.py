@@ -223,7 +223,12 @@ def test_a_damaged_image_is_said_to_be_so(ground):
 
 
 @pytest.mark.parametrize(
-    ("entry", "seed"), [("jobs:Everything", 1), ("jobs:Everything", 2), ("large:Large", 3)]
+    ("entry", "seed"),
+    [
+        ("jobs:Everything", 1),
+        pytest.param("jobs:Everything", 2, marks=pytest.mark.long),
+        ("large:Large", 3),
+    ],
 )
 def test_a_disturbed_job_ends_with_the_same_bits(ground, entry, seed):
     """Paused at random moments, resumed in place or in a fresh process, and checkpointed."""
@@ -578,6 +583,7 @@ def _image_of(ground: Ground, task: str) -> list[dict[str, object]]:
 # --- ends -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("fresh_zygotes")
 def test_a_stopping_worker_pauses_saves_and_says_goodbye(grounds):
     ground = grounds()
     ground.launch("t1", "jobs:Count")

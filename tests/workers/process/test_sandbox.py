@@ -34,6 +34,7 @@ def found(ground):
     return {**seen, "walls": walls}
 
 
+@pytest.mark.usefixtures("fresh_zygotes")
 def test_its_memory_is_watched_behind_the_walls(ground):
     if "overlap" not in ground.reports[-1].facts["capabilities"]:
         pytest.skip("this kernel cannot watch memory")
@@ -41,6 +42,7 @@ def test_its_memory_is_watched_behind_the_walls(ground):
     assert ground.event(Finished, "t1").result == {"refused": 0, "before": 0, "after": 1}
 
 
+@pytest.mark.usefixtures("fresh_zygotes")
 def test_no_secret_is_in_its_environment(found):
     assert set(found["environment"]) <= {
         *("PATH", "HOME", "USER", "LOGNAME", "TMPDIR", "LD_LIBRARY_PATH"),
@@ -98,6 +100,7 @@ def test_it_can_gain_nothing(found):
         assert found["uid"] >= 200_000
 
 
+@pytest.mark.usefixtures("fresh_zygotes")
 def test_every_wall_that_does_not_stand_is_said_with_its_reason(ground):
     walls = ground.reports[-1].facts["sandbox"]
     assert walls == [name for name in WALLS if name in walls]
@@ -118,6 +121,7 @@ def test_somebody_who_is_not_root_gets_the_same_walls_but_a_user(tmp_path_factor
         shutil.rmtree(folder)
 
 
+@pytest.mark.usefixtures("fresh_zygotes")
 def test_a_checkout_below_tmp_gets_the_same_walls(ground):
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         probe = _checkout(Path(folder))
