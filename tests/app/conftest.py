@@ -6,10 +6,11 @@ import asyncio
 import hashlib
 import io
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 from fastapi import FastAPI
@@ -18,6 +19,7 @@ from sqlalchemy import func, text
 from sqlalchemy.orm import Session
 
 from app.api.access import auth
+from app.db import gc_freeze
 from app.db.models import Base, Device, Host, Island, Tenant, User
 from app.db.transactions import transaction
 from app.main import create_app
@@ -110,6 +112,16 @@ def _person(session: Session, world: World, name: str, tenant_id: str, role: str
     session.add(User(id=id, tenant_id=tenant_id, name=name))
     session.flush()
     world.keys[name] = auth.new_key(session, id, role, "a test")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def what_is_spared_stays_spared() -> Iterator[None]:
+    """A scheduler spares its board from garbage collection, and no object of an earlier test anew.
+
+    To scan them all again would take most of the time of a test that starts one.
+    """
+    with mock.patch.object(gc_freeze, "spare_anew", gc_freeze.spare):
+        yield
 
 
 @pytest.fixture

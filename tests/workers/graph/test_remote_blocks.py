@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 
+from tests.thoroughness import rest_long
 from tests.workers.graph.test_lane import STATES, WIDE, finished_twice
 from tests.workers.graph.test_runner import SLOW, body, node, ran
 from tests.workers.residents.test_remote_ranks import Gang, Residents, _connected, _spec
@@ -93,7 +94,7 @@ def test_executors_of_several_hosts_give_what_one_gives(
 # --- whatever happens to them ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", rest_long(range(3)))
 def test_disturbed_they_end_with_the_same_bits(
     residents: Residents, undisturbed: JSON, seed: int
 ) -> None:

@@ -21,6 +21,7 @@ import torch
 from app.core.model import task_graph
 from app.core.model.descriptor import BadDescriptor
 from app.core.model.messages import Failed, Finished, Paused, Saved, Started
+from tests.thoroughness import rest_long
 from tests.workers.conftest import BUNDLE, PRESET, ROOT, Ground
 from workers.device import resident
 from workers.graph import runner
@@ -573,7 +574,7 @@ def test_outputs_leave_while_the_graph_runs_on(ground: Ground) -> None:
     assert undisturbed.outputs.keys() == finished.outputs.keys() == {"a"}
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", rest_long(range(3)))
 def test_a_disturbed_graph_ends_with_the_same_bits(
     seed: int, ground: Ground, undisturbed: Any
 ) -> None:

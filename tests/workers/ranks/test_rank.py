@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.thoroughness import rest_long
 from tests.workers.gangs import JSON, Gangs, bits
 from workers.ranks import turns
 from workers.ranks.shared_memory import Ground, close, make
@@ -133,9 +134,7 @@ def wander(gangs: Gangs, folder: Path, seed: int, *, steps: int, together: bool)
     )
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(1, 9), *(pytest.param(n, marks=pytest.mark.long) for n in range(9, 100))]
-)
+@pytest.mark.parametrize("seed", rest_long(range(1, 100)))
 def test_cuts_and_wishes_in_any_order_change_no_bit(
     gangs: Gangs, tmp_path: Path, seed: int
 ) -> None:
@@ -149,9 +148,7 @@ def test_cuts_and_wishes_in_any_order_change_no_bit(
     assert [(told["hash"], told["losses"]) for told in found] == want
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(1, 9), *(pytest.param(n, marks=pytest.mark.long) for n in range(9, 100))]
-)
+@pytest.mark.parametrize("seed", rest_long(range(1, 100)))
 def test_ranks_that_need_each_other_for_nothing_stand_at_the_same_cuts(
     gangs: Gangs, tmp_path: Path, seed: int
 ) -> None:
@@ -268,9 +265,7 @@ def test_stock_optimizers_are_squashed(gangs: Gangs, optimizer: str) -> None:
     assert all(kinds(story) == ["squashed"] for story in found)
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(8, 100))]
-)
+@pytest.mark.parametrize("seed", rest_long(range(100)))
 def test_a_parameter_changed_by_one_rank_is_found_at_its_next_step(gangs: Gangs, seed: int) -> None:
     """The seeded violation: 1e-7 added to one element, on one rank, once."""
     dice = random.Random(seed)

@@ -17,6 +17,7 @@ from app.core.model.messages import (
     Started,
     Stopped,
 )
+from tests.thoroughness import rest_long
 from tests.workers.conftest import Ground
 from workers.process.slab import Slab, made
 from workers.process.wire import Wire, pair
@@ -50,7 +51,7 @@ def test_all_ranks_see_the_same_losses(undisturbed):
     assert len(set(undisturbed["seen"])) == STEPS  # the mean of all ranks, at each step another
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", rest_long(range(2)))
 def test_it_is_paused_and_goes_on_in_place_with_the_same_bits(ground, undisturbed, seed):
     chance = random.Random(seed)
     for epoch in range(1, 5):
@@ -65,7 +66,7 @@ def test_it_is_paused_and_goes_on_in_place_with_the_same_bits(ground, undisturbe
     assert ground.event(Finished, "t1", 5).result == undisturbed
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", rest_long(range(2)))
 def test_it_is_resized_saved_and_paused_as_it_runs_with_the_same_bits(ground, undisturbed, seed):
     chance, seats = random.Random(seed), 1
     for epoch in range(1, 4):

@@ -1,0 +1,36 @@
+"""How many examples and seeds a test takes: all of them, or some with `pytest --fast`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+_PART = 10  # `--fast` takes one in so many
+_LEAST = 5
+
+_is_fast = False
+
+
+def be_fast() -> None:
+    global _is_fast
+    _is_fast = True
+
+
+def examples(count: int) -> int:
+    """Return how many examples Hypothesis takes of a test that has `count`."""
+    return min(count, max(_LEAST, count // _PART)) if _is_fast else count
+
+
+def seeds(all_of_them: Sequence[Any]) -> Sequence[Any]:
+    """Return the seeds with which a test runs: the first ones of `--fast`."""
+    return all_of_them[: max(1, len(all_of_them) // _PART)] if _is_fast else all_of_them
+
+
+def rest_long(seeds: Sequence[Any], *, keep: int = 1) -> list[Any]:
+    """Return seeds of which `make test` takes the first `keep`, and `make bench` all others."""
+    return [
+        *seeds[:keep],
+        *(pytest.param(seed, marks=pytest.mark.long) for seed in seeds[keep:]),
+    ]
