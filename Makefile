@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCH := 2.13.0
 
-.PHONY: demo up test check bench gpu setup browser
+.PHONY: demo up test test-fast coverage check bench gpu setup browser
 
 demo: setup  ## three tenants share two devices; ends by itself
 	$(BIN)/python -m examples.demo
@@ -17,6 +17,14 @@ up: setup  ## the same system, kept running until Ctrl-C
 test: setup browser  ## everything the project promises, but what needs a CUDA device (make gpu)
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder \
 	    --durations 30 -m "not gpu and not long"
+
+FAST := --fast -n 2 --dist loadfile -m "not slow and not gpu and not long" tests/core tests/app
+
+test-fast: setup  ## tests of core and app that start no processes, with fewer examples; some 90 s
+	$(BIN)/python -m pytest -q $(FAST)
+
+coverage: setup  ## which lines of app the same tests reach
+	$(BIN)/python -m pytest -q $(FAST) --cov app --cov-report term
 
 check: setup  ## form, types, who imports whom, and that the migrations give the models' schema
 	$(BIN)/ruff format --check .

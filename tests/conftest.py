@@ -32,6 +32,7 @@ from app.db.models import Base
 from app.local import embedded_servers
 from app.messaging import outbox
 from app.settings import settings
+from tests import thoroughness
 
 ROOT = Path(__file__).parent.parent
 
@@ -44,6 +45,17 @@ Profile.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 Profile.load_profile("roundhouse")
+Profile.register_profile("fast", Profile.get_profile("roundhouse"), max_examples=10)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fast", action="store_true", help="take fewer examples and seeds")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--fast"):
+        thoroughness.be_fast()
+        Profile.load_profile("fast")
 
 
 # The folders whose tests wait longest begin first, so that no process is left with them at the end.
@@ -122,8 +134,8 @@ def environment(servers: Servers, tmp_path: Path) -> Iterator[None]:
 
 
 def _forget() -> None:
+    """Forget what was made from settings; the engine stays, with the statements it has compiled."""
     settings.cache_clear()
-    transactions.engine.cache_clear()
     transactions._sessions.cache_clear()
     outbox.celery.cache_clear()
     outbox.signer.cache_clear()

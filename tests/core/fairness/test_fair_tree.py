@@ -28,6 +28,7 @@ from app.core.fairness.fair_tree import (
     unscored,
     usage_us,
 )
+from tests.thoroughness import examples
 
 DAY = 86400.0
 charges = st.integers(min_value=0, max_value=10**15)
@@ -388,7 +389,7 @@ class Both:
         assert tree.lanes == {one.lane for one in naive.waiting.values()}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_the_tree_picks_what_a_look_at_everything_picks(seed: int) -> None:
     dice = random.Random(seed)

@@ -22,6 +22,7 @@ from app.core.fairness.water_filling import (
     whole,
     whole_tree,
 )
+from tests.thoroughness import examples
 
 # --- by weight and demand -----------------------------------------------------------------------
 
@@ -416,7 +417,7 @@ def families(tree, path=()):
             yield from families(branch.children, (*path, name))
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(capacity=st.integers(0, 30), tree=trees)
 def test_in_a_tree_every_branch_gives_on_all_it_has_and_honours_what_is_owed_below(capacity, tree):
     for shares in (divide_tree(capacity, tree), whole_tree(capacity, tree)):

@@ -28,6 +28,7 @@ from app.core.model.datablock import (
     table,
     victims,
 )
+from tests.thoroughness import examples
 
 
 def reachable(start: str) -> set[str]:
@@ -229,7 +230,7 @@ def test_if_all_is_too_little_all_go() -> None:
 
 
 @given(uses=st.lists(st.integers(0, 6), min_size=1, max_size=24), room=st.integers(1, 4))
-@Profile(max_examples=150)
+@Profile(max_examples=examples(150))
 def test_with_equal_blocks_the_choice_faults_as_rarely_as_any(uses: list[int], room: int) -> None:
     """Belady's choice is optimal for equal clean blocks: compared with the best of all choices."""
 

@@ -24,6 +24,7 @@ from app.core.model.descriptor import (
     as_json,
     parse,
 )
+from tests.thoroughness import examples
 
 BUNDLE = "sha256:" + "0a" * 32
 
@@ -249,7 +250,7 @@ tasks = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(task=tasks, published=st.booleans())
 def test_what_is_written_down_in_full_reads_back_the_same(
     task: dict[str, Any], published: bool
@@ -428,7 +429,7 @@ def test_a_flood_of_faults_is_counted_not_listed() -> None:
     assert found[-1].detail == "50 more faults are not listed"
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(body=plain | st.builds(lambda task: {"tasks": [task]}, plain))
 def test_whatever_json_is_sent_is_read_or_refused(body: object) -> None:
     with contextlib.suppress(BadDescriptor):  # and nothing else may be raised

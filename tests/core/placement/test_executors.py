@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from app.core.model.task_graph import INPUT, Program, TaskGraph, Unit, parse, program
 from app.core.placement.executors import EVERYBODY, Lane, Spread, copies, lanes, part, spread
 from tests.core.model.test_task_graph import graph, node
+from tests.thoroughness import examples
 
 ITEMS = 5  # in a list that a plain node writes
 MB = 1 << 20
@@ -255,7 +256,7 @@ def together(found: Program, spread: Spread, graph_: TaskGraph, dice: random.Ran
     return outputs
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(bodies(), st.integers(2, 4), st.randoms(use_true_random=False), st.booleans())
 def test_however_executors_overtake_each_other_the_outputs_are_the_same(
     body: dict[str, Any], executors: int, dice: random.Random, planned: bool

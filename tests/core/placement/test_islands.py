@@ -15,6 +15,7 @@ from app.core.model.datablock import Gone
 from app.core.placement.islands import Island, Portions, Room, apportion, reassign
 from app.core.placement.local_search import Effort
 from app.core.placement.planner import Block, Graph, Link, Node, Unplaceable
+from tests.thoroughness import examples
 
 MB, MS = 10**6, 10**6
 
@@ -149,7 +150,7 @@ def test_a_gang_wider_than_the_share_takes_as_much_longer() -> None:
 
 
 @given(seed=st.integers(0, 10**6))
-@Profile(max_examples=30)
+@Profile(max_examples=examples(30))
 def test_the_cut_is_counted_as_in_a_hypergraph(seed: int) -> None:
     draw = random.Random(seed)
     nodes, blocks = list[Node](), [block("x", 9, "a.host"), block("y", 7, "b.host")]
@@ -164,7 +165,7 @@ def test_the_cut_is_counted_as_in_a_hypergraph(seed: int) -> None:
 
 
 @given(seed=st.integers(0, 10**6))
-@Profile(max_examples=30)
+@Profile(max_examples=examples(30))
 def test_the_cut_is_the_least_of_all(seed: int) -> None:
     """Six tasks of one second on two islands with two devices each: two rounds, so up to four on
     an island.  Copies take milliseconds.  Of all such assignments none crosses fewer bytes."""

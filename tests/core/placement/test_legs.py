@@ -20,6 +20,7 @@ from app.core.placement import legs as subject
 from app.core.placement.legs import Leg, cut, expanded, of_run, part
 from app.core.placement.repeats import repeated
 from benchmarks.two_islands import pipeline
+from tests.thoroughness import examples
 
 JSON = dict[str, Any]
 SPEED = 10**9
@@ -218,7 +219,7 @@ def test_a_long_leg_ends_where_it_has_given_something_if_it_gives_that_at_its_en
 
 
 @given(st.integers(0, 10**6), st.integers(2, 4))
-@Profile(max_examples=150, deadline=None)
+@Profile(max_examples=examples(150), deadline=None)
 def test_whatever_is_run_by_several_portions_they_give_what_the_whole_gives(
     seed: int, portions: int
 ) -> None:
@@ -263,7 +264,7 @@ def test_what_another_portion_takes_is_there_while_its_leg_runs_on() -> None:
 
 
 @given(st.integers(0, 10**6), st.integers(2, 4))
-@Profile(max_examples=150, deadline=None)
+@Profile(max_examples=examples(150), deadline=None)
 def test_however_the_cut_is_crossed_legs_in_their_order_give_what_the_whole_gives(
     seed: int, portions: int
 ) -> None:

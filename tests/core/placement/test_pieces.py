@@ -15,6 +15,7 @@ from hypothesis import settings as Profile
 from hypothesis import strategies as st
 
 from app.core.placement.pieces import WORTH, Piece, Work, cut, patient, timed
+from tests.thoroughness import examples
 
 LAUNCH_MS = 100.0
 
@@ -100,7 +101,7 @@ GIVE_MS = st.sampled_from([None, 10.0])
 
 
 @given(st.integers(0, 10**6), GIVE_MS)
-@Profile(max_examples=60, deadline=None)
+@Profile(max_examples=examples(60), deadline=None)
 def test_of_few_nodes_it_finds_the_best_of_all_ways(seed: int, give_ms: float | None) -> None:
     drawn = random_work(seed, 7, give_ms)
     assert cut(drawn).cost_ms == min(timed(drawn, way).cost_ms for way in all_ways(drawn))
@@ -130,7 +131,7 @@ def all_ways(drawn: Work) -> list[list[tuple[str, ...]]]:
 
 
 @given(st.integers(0, 10**6), st.integers(2, 40), st.sampled_from([0, 200, 10**6]), GIVE_MS)
-@Profile(max_examples=100, deadline=None)
+@Profile(max_examples=examples(100), deadline=None)
 def test_however_little_is_looked_at_all_nodes_run_once_and_end(
     seed: int, nodes: int, effort: int, give_ms: float | None
 ) -> None:
@@ -187,7 +188,7 @@ PATIENCE_MS = st.sampled_from([0.0, 150.0, 250.0, 1000.0, 10.0**6])
 
 
 @given(st.integers(0, 10**6), st.integers(4, 24), st.integers(2, 4), PATIENCE_MS)
-@Profile(max_examples=150, deadline=None)
+@Profile(max_examples=examples(150), deadline=None)
 def test_patient_pieces_are_those_of_whoever_cuts_and_plays_again_by_hand(
     seed: int, nodes: int, portions: int, patience_ms: float
 ) -> None:
@@ -203,7 +204,7 @@ def test_patient_pieces_are_those_of_whoever_cuts_and_plays_again_by_hand(
 
 
 @given(st.integers(0, 10**6), st.integers(4, 60), st.integers(2, 4), PATIENCE_MS)
-@Profile(max_examples=150, deadline=None)
+@Profile(max_examples=examples(150), deadline=None)
 def test_what_is_not_late_comes_of_pieces_that_began_before(
     seed: int, nodes: int, portions: int, patience_ms: float
 ) -> None:

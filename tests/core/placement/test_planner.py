@@ -37,6 +37,7 @@ from app.core.placement.planner import (
     remaining,
 )
 from benchmarks.placement import MB, MS, machine, program, random_graph
+from tests.thoroughness import examples, seeds
 
 LITTLE = Effort(search=3000, exact=4000)
 
@@ -421,7 +422,7 @@ def _held(
 
 
 @given(seed=st.integers(0, 10**6), size=st.integers(3, 14))
-@Profile(max_examples=60)
+@Profile(max_examples=examples(60))
 def test_every_plan_is_sound_and_within_the_guard(seed: int, size: int) -> None:
     _, work, top = random_graph(seed, size)
     plan = place(work, top, LITTLE)
@@ -434,7 +435,7 @@ def test_every_plan_is_sound_and_within_the_guard(seed: int, size: int) -> None:
 
 
 @given(seed=st.integers(0, 10**6), size=st.integers(3, 14), share=st.floats(0.2, 1))
-@Profile(max_examples=60)
+@Profile(max_examples=examples(60))
 def test_with_little_memory_every_plan_is_sound_and_keeps_to_it(
     seed: int, size: int, share: float
 ) -> None:
@@ -449,7 +450,7 @@ def test_with_little_memory_every_plan_is_sound_and_keeps_to_it(
 
 
 @given(seed=st.integers(0, 10**6), size=st.integers(3, 12))
-@Profile(max_examples=60)
+@Profile(max_examples=examples(60))
 def test_what_is_undone_was_never_there(seed: int, size: int) -> None:
     _, work, top = random_graph(seed, size)
     problem, draw = Numbers(work, top).problem, random.Random(seed)
@@ -473,7 +474,7 @@ def test_what_is_undone_was_never_there(seed: int, size: int) -> None:
 
 
 @given(seed=st.integers(0, 10**6), size=st.integers(3, 30))
-@Profile(max_examples=60)
+@Profile(max_examples=examples(60))
 def test_the_bytes_of_seats_are_known_without_a_clock(seed: int, size: int) -> None:
     _, work, top = random_graph(seed, size)
     problem, draw = Numbers(work, top).problem, random.Random(seed)
@@ -503,7 +504,8 @@ def everything(work: Graph, top: Topology) -> tuple[int, int]:
     return best, min(bytes_ for makespan, bytes_ in found if makespan <= best * 1.03)
 
 
-@pytest.mark.parametrize("seed", [seed for seed in range(14) if seed % 7 != 4])  # no small FFT
+# Every seventh would be an FFT, and there is no small one.
+@pytest.mark.parametrize("seed", seeds([seed for seed in range(14) if seed % 7 != 4]))
 def test_tiny_graphs_come_close_to_the_best_of_all_assignments_in_all_orders(seed: int) -> None:
     _, work, top = random_graph(seed, 5)
     best, fewest = everything(work, top)
@@ -513,7 +515,7 @@ def test_tiny_graphs_come_close_to_the_best_of_all_assignments_in_all_orders(see
 
 
 @given(seed=st.integers(0, 10**6), size=st.integers(3, 8))
-@Profile(max_examples=40)
+@Profile(max_examples=examples(40))
 def test_what_is_called_exact_is_the_optimum_of_its_order(seed: int, size: int) -> None:
     _, work, top = random_graph(seed, size)
     plan = place(work, top)

@@ -14,6 +14,7 @@ from app.core.scheduling import blockers
 from app.core.scheduling.blockers import Party, before
 from app.core.scheduling.board import Board
 from tests.core.pictures import NOW_S, island
+from tests.thoroughness import seeds
 
 SECOND = 10**6 << FIXED_POINT_BITS
 
@@ -60,7 +61,7 @@ def tree_of(chance: random.Random, *, tied: bool = False) -> Snapshot:
     )
 
 
-@pytest.mark.parametrize("seed", range(300))
+@pytest.mark.parametrize("seed", seeds(range(300)))
 def test_a_place_is_the_one_that_picking_one_by_one_gives(seed: int) -> None:
     drawn = tree_of(random.Random(seed))
     told = {task.id: blockers.place(board(drawn), task)[0] for task in drawn.tasks.values()}
@@ -69,7 +70,7 @@ def test_a_place_is_the_one_that_picking_one_by_one_gives(seed: int) -> None:
     assert sorted(told.values()) == list(range(1, len(picked) + 1))
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", seeds(range(50)))
 def test_nobody_shares_a_place_even_where_all_are_served_alike(seed: int) -> None:
     drawn = tree_of(random.Random(seed), tied=True)
     told = [blockers.place(board(drawn), task)[0] for task in drawn.tasks.values()]
@@ -136,7 +137,7 @@ def test_every_code_has_a_rank_and_says_whose_move_it_is() -> None:
     assert set(waiting_reasons.CODES.values()) == {"wait", "change_request", "ask_admin"}
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", seeds(range(200)))
 def test_the_first_of_a_few_is_the_one_that_is_picked_first(seed):
     drawn = board(tree_of(random.Random(seed)))
     few = random.Random(seed).sample(sorted(drawn.tasks), k=min(4, len(drawn.tasks)))

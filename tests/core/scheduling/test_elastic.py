@@ -23,6 +23,7 @@ from app.core.scheduling.record import as_json, from_json, seen_by
 from app.core.simulation.simulator import Arrival, Costs, Report, simulate
 from benchmarks.no_cycles import BOUND, ELASTIC, Shop, judge
 from benchmarks.no_cycles import island as random_island
+from tests.thoroughness import seeds
 
 NOW_S = 1000.0
 SECOND = 1_000_000
@@ -567,7 +568,7 @@ def _room(base: Snapshot, one: Task) -> int:
     return room
 
 
-@pytest.mark.parametrize("first", range(0, 40, 20))
+@pytest.mark.parametrize("first", seeds(range(0, 40, 20)))
 def test_all_work_ends_and_what_is_charged_is_what_was_held(first: int) -> None:
     """`simulate` checks each step: seats, sizes, slices, idle devices, the board made anew."""
     resizes = 0

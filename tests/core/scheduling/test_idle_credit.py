@@ -21,6 +21,7 @@ from app.core.scheduling.idle_credit import Memory, recall
 from app.core.scheduling.record import as_json, from_json, seen_by
 from app.core.simulation.simulator import Arrival, Report, simulate
 from tests.core.pictures import NOW_S, SECOND, island, moves
+from tests.thoroughness import examples
 
 POLICY = Policy(half_life_s=0.0, idle_credit_s=1000.0)
 
@@ -250,7 +251,7 @@ def long(tenant: str, at_s: float) -> Arrival:
                    work_s=1e7, tier="basic")  # fmt: skip
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(
     idle_s=st.integers(1, 30 * 86_400),
     half_life_s=st.sampled_from([0.0, 3600.0, 7 * 86_400.0]),
@@ -273,7 +274,7 @@ def test_without_a_bound_it_would_keep_the_device_until_it_has_caught_up() -> No
     assert report.device_s["b"] >= WINDOW_S - 2.0
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=examples(6), deadline=None)
 @given(away_s=st.integers(10, 5_000))
 def test_to_leave_and_come_back_gains_nothing(away_s: int) -> None:
     until_s = 300.0 + away_s + WINDOW_S

@@ -25,6 +25,7 @@ from app.core.model.snapshot import changed as moved
 from app.core.scheduling import island_gangs
 from app.core.scheduling.cycle import decide
 from app.core.scheduling.island_gangs import BACK, OVER, Member, divided, of_gang, of_ticket
+from tests.thoroughness import seeds
 
 # --- how it is divided --------------------------------------------------------------------------
 
@@ -268,7 +269,7 @@ class World:
         raise AssertionError(f"stuck: {left}")
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(range(60)))
 def test_all_end_and_no_gang_runs_without_its_tickets(seed: int) -> None:
     world = World(random.Random(seed))
     world.play(20_000)

@@ -18,6 +18,7 @@ from app.core.model.snapshot import Policy
 from app.core.simulation.simulator import Arrival, Costs, Report, simulate
 from benchmarks.no_cycles import ELASTIC, TIGHT, Tables, Unruly, fits, island, judge
 from tests.core.stays import stays
+from tests.thoroughness import seeds
 
 REAL = Costs(start_s=0.05, pause_s=0.01, image_s=0.02, resume_s=0.02, save_s=0.5)
 SLOW = Costs(start_s=1, pause_s=0.2, image_s=0.1, resume_s=0.1, save_s=3)
@@ -41,12 +42,12 @@ ONCE_UNRULY = {
 }
 
 
-@pytest.mark.parametrize("seed", ONCE_UNRULY, ids=str)
+@pytest.mark.parametrize("seed", seeds(ONCE_UNRULY), ids=str)
 def test_what_was_broken_once_holds(seed: int) -> None:
     judge(seed)
 
 
-@pytest.mark.parametrize("first", range(100_000, 102_000, 500))
+@pytest.mark.parametrize("first", seeds(range(100_000, 102_000, 500)))
 def test_random_islands_come_to_a_standstill_by_the_rules(first: int) -> None:
     count = sum((judge(seed) for seed in range(first, first + 500)), start=Counter())
     assert count["islands"] == 500
@@ -54,7 +55,7 @@ def test_random_islands_come_to_a_standstill_by_the_rules(first: int) -> None:
         assert count[rule] > 10
 
 
-@pytest.mark.parametrize("first", range(0, 240, 40))
+@pytest.mark.parametrize("first", seeds(range(0, 240, 40)))
 def test_random_islands_end_all_their_work_as_time_passes(first: int) -> None:
     """`simulate` checks each step: seats, slices, idle devices, reasons, the board made anew."""
     for seed in range(first, first + 40):

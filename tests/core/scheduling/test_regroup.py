@@ -10,6 +10,7 @@ from app.core.scheduling.cycle import decide
 from tests.core.pictures import NOW_S, moves
 from tests.core.scheduling.test_time_sharing import grouped
 from tests.core.shared import Shared, Wants, drawn
+from tests.thoroughness import seeds
 
 WEIGHTS = {"a": 1, "b": 2, "c": 4, "d": 8}
 
@@ -139,7 +140,7 @@ def test_where_no_grouping_is_even_they_are_even_in_time(weights):
     assert world.rules["Pause regroup"] <= 30  # of a task no more than one in a full slice
 
 
-@pytest.mark.parametrize("seed", [0, 2, 3, 7, 11, 12, 20, 27])
+@pytest.mark.parametrize("seed", seeds([0, 2, 3, 7, 11, 12, 20, 27]))
 def test_shares_of_random_islands_follow_the_weights_within_a_minute_and_nobody_starves(seed):
     """Trees of tenants and users, bursts of 0.5 to 16 ms, graphs that end and others that do not.
 
@@ -154,7 +155,7 @@ def test_shares_of_random_islands_follow_the_weights_within_a_minute_and_nobody_
         assert had[user] == pytest.approx(due, abs=0.1), (user, had, fair)
 
 
-@pytest.mark.parametrize("seed", [4, 5, 7, 10, 22])
+@pytest.mark.parametrize("seed", seeds([4, 5, 7, 10, 22]))
 def test_beside_jobs_that_need_devices_for_themselves_nobody_starves_either(seed):
     world = drawn(seed, jobs=0.4)
     world.play(30)

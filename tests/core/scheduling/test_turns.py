@@ -7,6 +7,7 @@ import statistics
 import pytest
 
 from app.core.scheduling.turns import TURN_US, Level, Rota, Share, as_json, from_json, least_served
+from tests.thoroughness import seeds
 
 
 def share(task, *path, held_us=0, epoch=1, rate=1000, place=0):
@@ -47,7 +48,7 @@ def flat(dice):
     return Seat(shares, {task: dice.randint(500, 16_000) for task in tasks}), weights
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(range(40)))
 def test_nobody_is_ahead_of_another_by_more_than_a_turn_of_its_own(seed):
     seat, weights = flat(random.Random(seed))
     for _ in range(400):
@@ -59,7 +60,7 @@ def test_nobody_is_ahead_of_another_by_more_than_a_turn_of_its_own(seed):
             assert mine - least <= turn_us / weights[task] + 1e-9
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(range(40)))
 def test_shares_of_a_window_follow_the_weights_within_a_few_turns(seed):
     seat, weights = flat(random.Random(seed))
     while seat.now_us < 12_000_000:

@@ -24,6 +24,7 @@ from app.core.scheduling.cycle import cycle, decide
 from app.core.simulation.simulator import Arrival, Broken, Costs, Report, World, check, simulate
 from tests.core.pictures import NOW_S, island, moves
 from tests.core.stays import stays
+from tests.thoroughness import examples
 
 REAL = Costs(start_s=0.05, pause_s=0.01, save_s=0.5)
 
@@ -193,7 +194,7 @@ def test_what_is_broken_is_told_with_its_story() -> None:
 # --- random islands -----------------------------------------------------------------------------
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(dice=st.randoms(use_true_random=False))
 def test_random_islands_keep_all_invariants_and_finish(dice: random.Random) -> None:
     names = "abcd"[: dice.randint(1, 4)]
@@ -266,7 +267,7 @@ WEIGHTS_MILLI = [1, 1000, 10**9]
 COSTS_MILLI = [1, 1000, 10**9]
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(
     half_life_s=st.sampled_from(HALF_LIVES_S),
     weights=st.lists(st.sampled_from(WEIGHTS_MILLI), min_size=3, max_size=3),
@@ -289,7 +290,7 @@ def test_replays_with_numbers_at_their_bounds_end(
 CELLS = [".", "x", "#", "a", "a'", "a*", "a/", "a!", "b", "b'", "b#", "c", "c2", "a2"]
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     cells=st.lists(st.sampled_from(CELLS), max_size=5),
     queue=st.lists(st.sampled_from(["a", "a2", "b", "c"]), max_size=6),
