@@ -170,15 +170,15 @@ _TASK = _object(
                     "job": {"type": "string", "description": 'a class: "module:Name"'},
                     "function": {"type": "string", "description": 'a function: "module:name"'},
                     "command": _texts(
-                        "an unmodified script, as words: a program and its arguments. It runs in a"
-                        " copy of the bundle, is paused by being frozen, and cannot be moved: where"
-                        " it must leave its device it begins again in its working folder as that"
-                        " was kept last (`checkpoint.every_s`, at pauses and drains)"
+                        "an unmodified program and its arguments. It runs in a copy of the bundle."
+                        " A pause freezes its processes. It cannot be moved: if it must leave its"
+                        " device, it begins again in its working folder, as last kept"
+                        " (`checkpoint.every_s`, at pauses and drains)"
                     ),
                     "graph": {
                         "anyOf": [{"type": "string"}, _ref("Graph")],
-                        "description": 'many small functions: a graph, or "sha256:…" of one sent'
-                        " before; its ports are the task's inputs and outputs",
+                        "description": 'many small functions: a graph, or "sha256:…" of a stored'
+                        " graph; its ports are the task's inputs and outputs",
                     },
                 }
             ),
@@ -191,68 +191,87 @@ _TASK = _object(
         "inputs": {
             "type": "object",
             "additionalProperties": {"type": "string"},
-            "description": 'port -> "TASK.OUTPUT": the task starts when that one is done; or'
-            ' "datablock:NAME", the newest version at the submission, or "datablock:NAME@VERSION"',
+            "description": 'port -> source: "TASK.OUTPUT" of this request, so that the task starts'
+            ' when TASK is done; "datablock:NAME", the newest version at the submit; or'
+            ' "datablock:NAME@VERSION"',
         },
-        "outputs": _texts("what other tasks may take as inputs"),
+        "outputs": _texts("names of results that other tasks may take as inputs"),
         "publish": {
             "type": "object",
             "additionalProperties": {"type": "string"},
-            "description": "output -> the datablock of which it becomes the next version when the"
-            " task is done: a tensor, an array, or a dict of them by name; of a command a file"
+            "description": "output -> datablock: the output becomes its next version when the task"
+            " is done. A job gives a tensor, an array, or a dict of them by name; a command a file"
             " NAME.safetensors or NAME.npy",
         },
         "start": {
             **_object(
                 {
-                    "after": _texts("tasks that must be done first"),
-                    "not_before": {"type": "string", "format": "date-time"},
-                    "hold": {"type": "boolean", "default": False},
+                    "after": _texts("tasks of this request that must be done first"),
+                    "not_before": {
+                        "type": "string",
+                        "format": "date-time",
+                        "description": "the task does not start before this time",
+                    },
+                    "hold": {
+                        "type": "boolean",
+                        "default": False,
+                        "description": "it is paused until a person resumes it",
+                    },
                 }
             ),
             "description": "start conditions beyond the inputs",
         },
         "world_size": _whole(
-            "ranks; they take turns on as many devices of kind cpu as it holds", 1
+            "number of ranks; they take turns on the devices that the task holds", 1
         ),
         "devices": _object(
             {
-                "kind": {"type": "string", "default": "cpu"},
+                "kind": {
+                    "type": "string",
+                    "default": "cpu",
+                    "description": "kind of the devices",
+                },
                 "min": _whole(
-                    "devices it needs at once, on one host unless they may lie `across_hosts`", 1
+                    "devices that it needs at once, on one host unless `across_hosts` is set", 1
                 ),
                 "max": _whole(
-                    "devices it can use; default: of a job as many as ranks, else `min`", 1
+                    "devices that it can use; default: as many as ranks for a job, else `min`", 1
                 ),
-                "memory_bytes": _whole("that each device must have", 0),
+                "memory_bytes": _whole("memory that each device must have", 0),
                 "across_hosts": {
                     "type": "boolean",
                     "default": False,
-                    "description": "ranks, or executors of a graph: may they lie on several hosts?",
+                    "description": "its ranks or executors may lie on several hosts",
                 },
             }
         ),
         "islands": _whole(
-            "of a graph: it may be cut into portions, one for each of so many islands; of a job"
-            " whose ranks may lie `across_hosts`: of so many islands",
+            "number of islands that a graph may be cut for, or that a job with `across_hosts` may"
+            " span",
             1,
         ),
         "checkpoint": _object(
             {
-                "every_s": {"type": "number", "default": 60.0},
-                "keep": _whole("how many are kept", 3),
+                "every_s": {
+                    "type": "number",
+                    "default": 60.0,
+                    "description": "seconds between checkpoints",
+                },
+                "keep": _whole("number of checkpoints that are kept", 3),
             }
         ),
-        "retry": _object({"max": _whole("after crashes; a pause never counts", 0)}),
+        "retry": _object(
+            {"max": _whole("further attempts after a failure; a pause never counts", 0)}
+        ),
         "max_duration_s": {
             "type": "number",
             "default": 86400.0,
-            "description": "of device time, after which it is ended",
+            "description": "seconds of device time after which it is ended",
         },
         "from_checkpoint": {
             "type": "string",
-            "description": "a checkpoint of the same job, of your tenant: it goes on from there, as"
-            " a task of its own; `params` are the checkpoint's, and may be left out",
+            "description": "id of a checkpoint of the same job and of your tenant, from which this"
+            " task continues; `params` are those of the checkpoint, and may be left out",
         },
     },
     ["name", "run"],
@@ -261,23 +280,34 @@ _TASK = _object(
 SCHEMA = {
     **_object(
         {
-            "name": {"type": "string", "description": "made from the first task if left out"},
+            "name": {
+                "type": "string",
+                "description": "name of the request; default: made from the first task",
+            },
             "tier": {
                 "type": "string",
                 "enum": ["premium", "standard", "basic"],
-                "description": "default: standard, or the best below it that the tenant may have",
+                "description": "default: standard, or less if the tenant may not have that",
             },
-            "priority": _whole("-100 to 100, within the tenant", 0),
+            "priority": _whole(
+                "-100 to 100: the order among the tasks of one user; higher goes first", 0
+            ),
             "tasks": {"type": "array", "items": _ref("DescriptorTask"), "minItems": 1},
-            "bundle": {"type": "string", "description": "sha256:…, uploaded before"},
-            "labels": {"type": "object", "additionalProperties": {"type": "string"}},
+            "bundle": {"type": "string", "description": "the code: sha256:… of an uploaded bundle"},
+            "labels": {
+                "type": "object",
+                "additionalProperties": {"type": "string"},
+                "description": "names and values of your own, by which lists can be filtered",
+            },
             "notify": _object(
                 {
                     "webhook": {
                         "type": "string",
-                        "description": "told when the request ends: a public http(s) address",
+                        "description": "http(s) URL that is called when the request ends",
                     },
-                    "on": _texts("done, failed, cancelled"),
+                    "on": _texts(
+                        "ends for which it is called: done, failed, cancelled; default: all"
+                    ),
                 }
             ),
         },

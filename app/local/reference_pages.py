@@ -2,12 +2,13 @@
 
     python -m app.local.reference_pages
 
-The pages are api.md, cli.md, errors.md and states.md.  `tests/test_docs.py` compares them with the
-code, so a page that was edited by hand, or not written again, fails there.
+The pages are api.md, fields.md, cli.md, errors.md and states.md.  `tests/test_docs.py` compares
+them with the code, so a page that was edited by hand, or not written again, fails there.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -18,9 +19,11 @@ from typing import Any
 import typer
 
 from app import errors
+from app.api import descriptor_schema
 from app.api.problems import MEANINGS
 from app.cli import main as cli
 from app.core.model import lifecycle
+from app.core.model.descriptor import NAME_RULE
 from app.core.model.phase import OF_STATE, Phase
 from app.main import create_app
 
@@ -78,6 +81,56 @@ form for each call.
 * **Lists** come in pages: `next_cursor` of an answer is the `cursor` of the next call.
 * **Waiting** needs no polling: `?wait=20` answers at the next change, and the `.../stream`
   operations send events. A broken stream continues from its `Last-Event-ID`."""
+
+
+# --- fields of a descriptor -----------------------------------------------------------------------
+
+
+def fields() -> str:
+    """List every field of a descriptor, from the schema that the API publishes."""
+    head = ["field", "type", "default", "meaning"]
+    rows = [*_fields(descriptor_schema.SCHEMA, "")]
+    return "\n\n".join([FIELDS, _rows(head, rows)]) + "\n"
+
+
+def _fields(schema: dict[str, Any], path: str) -> Iterator[list[str]]:
+    shown = _resolved(schema)
+    if path and not path.endswith("[]"):
+        default = shown.get("default")
+        told = "" if default is None else f"`{json.dumps(default)}`"
+        yield [f"`{path}`", _type(shown), told, str(shown.get("description", ""))]
+    for name, inner in shown.get("properties", {}).items():
+        yield from _fields(inner, f"{path}.{name}" if path else name)
+    if "properties" in _resolved(shown.get("items", {})):
+        yield from _fields(shown["items"], f"{path}[]")
+
+
+def _resolved(schema: dict[str, Any]) -> dict[str, Any]:
+    """Follow references, and leave out that a field may be null."""
+    if "$ref" in schema:
+        return _resolved(descriptor_schema.COMPONENTS[schema["$ref"].rpartition("/")[2]])
+    kept = [each for each in schema.get("anyOf", []) if each.get("type") != "null"]
+    return _resolved({**schema, **kept[0], "anyOf": []}) if len(kept) == 1 else schema
+
+
+def _type(schema: dict[str, Any]) -> str:
+    if "enum" in schema:
+        return ", ".join(schema["enum"])
+    found = schema.get("type", "text or object")
+    names = [found] if isinstance(found, str) else [name for name in found if name != "null"]
+    return NAMES_OF_TYPES.get(names[0], names[0])
+
+
+NAMES_OF_TYPES = {"string": "text", "array": "list", "integer": "whole number"}
+
+FIELDS = f"""# Fields of a descriptor
+
+{MADE}
+
+`tasks[].devices.min` is the field `min` of `devices` of a task. Only `tasks`, `tasks[].name` and
+`tasks[].run` must be there. An unknown field is refused, with a hint. [Jobs and
+requests](descriptor.md) shows a whole descriptor; `roundhouse submit FILE --check` checks one. For
+the command, `bundle` is a folder beside the file. A name has {NAME_RULE}."""
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -260,6 +313,7 @@ moves that it expected. `python -m app.core.model.lifecycle` prints the table.
 
 PAGES: dict[str, Callable[[], str]] = {
     "api.md": api,
+    "fields.md": fields,
     "cli.md": command,
     "errors.md": problems,
     "states.md": states,
