@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import faulthandler
+import json
+import mmap
 import multiprocessing.shared_memory
 import os
 import platform
+import signal
 import socket
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,10 +29,33 @@ pytestmark = [
 
 _libc = ctypes.CDLL(None, use_errno=True)
 REFUSED = {
-    **{"memfd_secret": 447, "io_setup": 206, "vmsplice": 278, "pidfd_getfd": 438, "shmget": 29},
-    **{"semget": 64, "msgget": 68, "mq_open": 240, "fanotify_init": 300, "statmount": 457},
-    **{"listmount": 458, "open_tree_attr": 467, "file_setattr": 469, "quotactl_fd": 443},
-}
+    # other processes, and what they may be
+    "ptrace": 101, "process_vm_readv": 310, "process_vm_writev": 311, "kcmp": 312,
+    "pidfd_getfd": 438, "setns": 308, "unshare": 272, "personality": 135, "lsm_set_self_attr": 460,
+    # mounts and roots
+    "mount": 165, "umount2": 166, "pivot_root": 155, "chroot": 161, "open_tree": 428,
+    "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432, "fspick": 433,
+    "mount_setattr": 442, "statmount": 457, "listmount": 458, "open_tree_attr": 467, "listns": 470,
+    "name_to_handle_at": 303, "open_by_handle_at": 304, "fanotify_init": 300, "file_setattr": 469,
+    "quotactl": 179, "quotactl_fd": 443, "lookup_dcookie": 212,
+    # the kernel
+    "bpf": 321, "perf_event_open": 298, "userfaultfd": 323, "kexec_load": 246,
+    "kexec_file_load": 320, "init_module": 175, "finit_module": 313, "delete_module": 176,
+    "reboot": 169, "swapon": 167, "swapoff": 168, "acct": 163, "syslog": 103, "iopl": 172,
+    "ioperm": 173, "modify_ldt": 154, "vhangup": 153, "clock_settime": 227, "settimeofday": 164,
+    "adjtimex": 159, "clock_adjtime": 305, "keyctl": 250, "add_key": 248, "request_key": 249,
+    # memory and queues outside of all limits
+    "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "io_setup": 206,
+    "io_destroy": 207, "io_getevents": 208, "io_submit": 209, "io_cancel": 210,
+    "io_pgetevents": 333, "memfd_secret": 447, "vmsplice": 278, "shmget": 29, "semget": 64,
+    "msgget": 68, "mq_open": 240, "mq_unlink": 241,
+}  # fmt: skip
+X32, NEGATIVE = 0x40000000, 0x80000000  # bits of a number; the first names the other ABI
+#: numbers of i386 for: fork, read, write, open, execve, getpid, mount, ptrace, kill, socketcall,
+#: clone, mmap2, socket, memfd_create, bpf
+I386 = [2, 3, 4, 5, 11, 20, 21, 26, 37, 102, 120, 192, 359, 356, 357]
+# push rbx; mov eax, edi; mov ebx, esi; mov ecx, edx; xor edx, edx; int 0x80; pop rbx; ret
+_INT_80 = bytes.fromhex("53 89f8 89f3 89d1 31d2 cd80 5b c3")
 
 
 def _behind_the_filter(run: Callable[[], int]) -> int:
@@ -45,18 +73,97 @@ def _behind_the_filter(run: Callable[[], int]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def _call(number: int) -> int:
+def _call(number: int, first: int = 0) -> int:
     """Return the call's errno.
 
     For these arguments an unfiltered kernel gives another errno than EPERM.
     """
-    found = _libc.syscall(number, 0, 0, 0, 0, 0, 0)
+    found = _libc.syscall(ctypes.c_long(number), first, 0, 0, 0, 0, 0)
     return ctypes.get_errno() if found < 0 else 0
 
 
+def _errnos_behind_the_filter(calls: Callable[[], Iterable[int]]) -> list[int]:
+    """Return the errnos that `calls` yielded behind the filter."""
+    read, write = os.pipe()
+
+    def run() -> int:
+        os.write(write, json.dumps([*calls()]).encode())
+        return 0
+
+    try:
+        assert _behind_the_filter(run) == 0
+        found: list[int] = json.loads(os.read(read, 65536))
+        return found
+    finally:
+        os.close(read)
+        os.close(write)
+
+
+@pytest.fixture(scope="module")
+def errnos() -> dict[str, int]:
+    return dict(
+        zip(
+            REFUSED,
+            _errnos_behind_the_filter(lambda: map(_call, REFUSED.values())),
+            strict=True,
+        )
+    )
+
+
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_call_that_no_computation_needs_is_refused(name):
-    assert _behind_the_filter(lambda: _call(REFUSED[name])) == errno.EPERM
+def test_a_call_that_no_computation_needs_is_refused(name, errnos):
+    assert errnos[name] == errno.EPERM
+
+
+def test_the_upper_half_of_a_number_makes_no_other_call():
+    numbers = [number | 1 << 32 for number in REFUSED.values()]
+    assert set(_errnos_behind_the_filter(lambda: map(_call, numbers))) == {errno.EPERM}
+
+
+def test_no_call_of_the_x32_abi_nor_a_negative_number_is_let_through():
+    numbers = [bit | number for bit in (X32, NEGATIVE) for number in range(600)]
+    assert set(_errnos_behind_the_filter(lambda: map(_call, numbers))) == {errno.EPERM}
+
+
+def _int_80() -> Callable[[int, int, int], int]:
+    """Return a function that makes a call of the i386 ABI: (number, two arguments) -> result."""
+    page = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+    page.write(_INT_80)
+    at = ctypes.addressof(ctypes.c_char.from_buffer(page))
+    call = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int)(at)
+    return lambda *args: int(call(*args))
+
+
+def _process_id_by_int_80() -> int:
+    faulthandler.disable()  # where the kernel has no such calls, this is a segmentation fault
+    return int(_int_80()(20, 0, 0) == os.getpid())
+
+
+def test_no_call_of_the_i386_abi_is_let_through():
+    child = os.fork()
+    if not child:
+        os._exit(_process_id_by_int_80())
+    if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 1:
+        assert _behind_the_filter(_process_id_by_int_80) == -signal.SIGSEGV
+        return
+
+    def calls() -> Iterable[int]:
+        int_80 = _int_80()
+        return [-int_80(number, 0, 0) for number in I386]
+
+    assert set(_errnos_behind_the_filter(calls)) == {errno.EPERM}
+
+
+@pytest.mark.parametrize(
+    "flag", [0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000]
+)
+def test_clone_makes_no_new_namespace(flag):
+    def clone() -> Iterable[int]:
+        if not _call(56, flag | signal.SIGCHLD):
+            os._exit(0)  # the child that must not be, or its parent
+        return [_call(56, flag | signal.SIGCHLD), _call(435)]
+
+    assert _errnos_behind_the_filter(clone) == [errno.EPERM, errno.ENOSYS]
 
 
 def test_a_call_newer_than_the_list_does_not_exist():
@@ -82,6 +189,28 @@ def test_a_socket_that_no_computation_needs_is_refused(family, protocol):
         return 0
 
     assert _behind_the_filter(make) == errno.EPERM
+
+
+def test_sockets_of_no_other_family_than_unix_and_the_internets_are_made():
+    families = [family for family in range(64) if family not in (1, 2, 10)]
+
+    def make() -> Iterable[int]:
+        for family in families:
+            for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_RAW):
+                yield _errno_of_socket(socket.socket, family, kind)
+                yield _errno_of_socket(socket.socketpair, family, kind)
+
+    found = _errnos_behind_the_filter(make)
+    assert len(found) == 6 * len(families)
+    assert set(found) == {errno.EPERM}
+
+
+def _errno_of_socket(make: Callable[[int, int], Any], family: int, kind: int) -> int:
+    try:
+        make(family, kind)
+    except OSError as error:
+        return error.errno or 0
+    return 0
 
 
 def test_what_a_computation_needs_is_there():
