@@ -59,7 +59,7 @@ def found(who: str | None = None) -> Login:
 
 def address(url: str, given_by: str) -> str:
     """Return the address without a trailing slash; raises BadAddress if it is no HTTP address."""
-    if not re.fullmatch(r"https?://[^\s/?#]+[^\s?#]*", url):
+    if not re.fullmatch(r"https?://[^\s/?#][^\s?#]*", url):
         raise BadAddress(
             f"{given_by} must be an address such as http://localhost:8000; got {url!r}"
         )

@@ -53,6 +53,7 @@ from app.scheduling import gang_tickets
 from app.settings import settings
 
 LISTED = 10  # entry points that a message names
+MAX_DATABLOCKS = 10_000  # of one request; a query takes 65,535 values
 _SORT_OF = {"job": "class", "function": "function"}
 
 
@@ -271,7 +272,7 @@ def _notify_faults(descriptor: Descriptor) -> Iterator[Fault]:
 def _refused(kind: type[AppError], faults: Sequence[Fault]) -> AppError:
     more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
     first = f"{faults[0].pointer or 'the body'}: {faults[0].detail}"
-    return kind(first + more, errors=tuple(faults))
+    return kind(first + more, errors=descriptors.shortened(faults))
 
 
 def _entry_faults(
@@ -419,16 +420,19 @@ def _taken(
         for source in task.inputs.values()
         if source.kind == "datablock"
     }
+    if len(wanted) > MAX_DATABLOCKS:
+        told = f"a request names at most {MAX_DATABLOCKS} datablocks; got {len(wanted)}"
+        return descriptor, {}, [Fault("/tasks", told, "range")]
     found = datablocks.found(session, owner.tenant_id, wanted, keep=True)
-    faults = [
-        Fault(
-            f"/tasks/{n}/inputs/{escaped(port)}",
-            datablocks.missing(session, owner.tenant_id, source),
-            "unknown-datablock",
-        )
+    unknown = [
+        (f"/tasks/{n}/inputs/{escaped(port)}", source)
         for n, task in enumerate(descriptor.tasks)
         for port, source in task.inputs.items()
-        if source in wanted - found.keys()
+        if source.kind == "datablock" and source not in found
+    ]
+    faults = [
+        Fault(where, datablocks.missing(session, owner.tenant_id, source), "unknown-datablock")
+        for where, source in unknown[: descriptors.MAX_FAULTS]  # each asks the database
     ]
     exact = {source: replace(source, version=row.version) for source, row in found.items()}
     tasks = tuple(

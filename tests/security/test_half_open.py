@@ -47,11 +47,13 @@ async def echo(scope: Any, receive: Callable[[], Any], send: Callable[[Any], Any
 
 
 @contextmanager
-def serving(protocol: type[BoundedProtocol]) -> Iterator[tuple[int, uvicorn.Server]]:
+def serving(
+    protocol: type[BoundedProtocol], app: Any = echo
+) -> Iterator[tuple[int, uvicorn.Server]]:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         config = uvicorn.Config(
-            echo, http=protocol, lifespan="off", log_level="critical", timeout_keep_alive=1
+            app, http=protocol, lifespan="off", log_level="critical", timeout_keep_alive=1
         )
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})

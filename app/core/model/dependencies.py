@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from app.core.model.descriptor import Descriptor, Fault, TaskDescriptor, near_name
+from app.core.model.descriptor import Descriptor, Fault, Hints, TaskDescriptor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,8 +97,13 @@ def order(descriptor: Descriptor) -> tuple[str, ...]:
 
 def check(descriptor: Descriptor) -> tuple[Fault, ...]:
     """Report unknown tasks and outputs, or else a cycle; empty if the graph is sound."""
-    tasks = {task.name: task for task in descriptor.tasks}
-    faults = [fault for n, task in enumerate(descriptor.tasks) for fault in _loose(n, task, tasks)]
+    outputs = {task.name: dict.fromkeys(task.outputs) for task in descriptor.tasks}
+    hints = Hints()
+    faults = [
+        fault
+        for n, task in enumerate(descriptor.tasks)
+        for fault in _loose(n, task, outputs, hints)
+    ]
     return tuple(faults) or tuple(_cycle(descriptor))
 
 
@@ -113,24 +118,24 @@ def _edges(task: TaskDescriptor) -> Iterator[tuple[str, Need]]:
             yield f"inputs/{port}", need
 
 
-def _loose(n: int, task: TaskDescriptor, tasks: Mapping[str, TaskDescriptor]) -> Iterator[Fault]:
-    """Yield faults for edges of the n-th task that lead to no task or output."""
+def _loose(
+    n: int, task: TaskDescriptor, outputs: Mapping[str, Mapping[str, None]], hints: Hints
+) -> Iterator[Fault]:
+    """Yield faults for edges of the n-th task that lead to no task or output.
+
+    `outputs` holds the outputs of all tasks by the task's name.
+    """
     for where, need in _edges(task):
         pointer = f"/tasks/{n}/{where}"
         if need.task == task.name:
             yield Fault(pointer, f"task {task.name!r} must not need itself", "cycle")
-        elif need.task not in tasks:
-            hint = _hint(need.task, tasks)
+        elif need.task not in outputs:
+            hint = hints.hint(need.task, outputs)
             yield Fault(pointer, f"unknown task {need.task!r}{hint}", "unknown-task")
-        elif need.port and need.output not in tasks[need.task].outputs:
-            hint = _hint(need.output, tasks[need.task].outputs)
+        elif need.port and need.output not in outputs[need.task]:
+            hint = hints.hint(need.output, outputs[need.task])
             told = f"task {need.task!r} has no {need.output!r} in its outputs{hint}"
             yield Fault(pointer, told, "unknown-output")
-
-
-def _hint(word: str, known: Mapping[str, object] | tuple[str, ...]) -> str:
-    near = near_name(word, known)
-    return f"; did you mean {near!r}?" if near else ""
 
 
 def _cycle(descriptor: Descriptor) -> Iterator[Fault]:

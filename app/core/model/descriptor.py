@@ -49,7 +49,7 @@ WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,62}")
 ENTRY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}")
-_URL = re.compile(r"https?://[^\s/]+\S*")
+_URL = re.compile(r"https?://[^\s/]\S*")
 _CHECKPOINT = re.compile(r"ckp_[0-9a-f]{32}")
 
 NAME_RULE = "1 to 63 of a-z, 0-9, '.', '_' and '-', starting with a letter or digit"
@@ -198,7 +198,7 @@ def parse(body: object) -> Descriptor:
     """Read a request; raises BadDescriptor with all its faults."""
     faults = list(not_plain(body))
     if faults:
-        raise BadDescriptor(_shortened(faults))
+        raise BadDescriptor(shortened(faults))
     fields = Fields(body, "", faults)
     descriptor = Descriptor(
         name=fields.text("name", None, NAME, NAME_RULE),
@@ -216,7 +216,7 @@ def parse(body: object) -> Descriptor:
         told = "jobs, functions and graphs need a bundle with their code"
         faults.append(Fault("/bundle", told, "missing"))
     if faults:
-        raise BadDescriptor(_shortened(faults))
+        raise BadDescriptor(shortened(faults))
     return descriptor
 
 
@@ -387,19 +387,22 @@ def datablock(said: str) -> Source | None:
 
 def _publish(fields: Fields) -> dict[str, str]:
     published: dict[str, str] = {}
-    outputs = fields.body.get("outputs")
+    names: set[str] = set()
+    said = fields.body.get("outputs")
+    outputs = {port for port in said if isinstance(port, str)} if isinstance(said, list) else set()
     for port, name in fields.mapping("publish").items():
         where = f"publish/{escaped(port)}"
-        if not isinstance(outputs, list) or port not in outputs:
+        if port not in outputs:
             fields.fault(where, f"{port!r:.80} is not in this task's outputs", "unknown-output")
         if not isinstance(name, str) or not NAME.fullmatch(name):
             fields.fault(where, f"the name of a datablock must be {NAME_RULE}")
-        elif name in published.values():
+        elif name in names:
             fields.fault(
                 where, f"another output of this task is also published as {name!r}", "twice"
             )
         else:
             published[port] = name
+            names.add(name)
     return published
 
 
@@ -580,15 +583,17 @@ class Fields:
     def texts(self, key: str, pattern: re.Pattern[str] | None, rule: str) -> tuple[str, ...]:
         """Return a list of texts; a text that must match `pattern` may occur only once."""
         good: list[str] = []
+        seen: set[str] = set()
         for n, value in enumerate(self._read(key, list, "a list") or []):
             if not isinstance(value, str):
                 self.fault(f"{key}/{n}", f"must be a text, not {_kind(value)}", "type")
             elif pattern is not None and not pattern.fullmatch(value):
                 self.fault(f"{key}/{n}", f"must be {rule}; got {_shown(value)}")
-            elif pattern is not None and value in good:
+            elif pattern is not None and value in seen:
                 self.fault(f"{key}/{n}", f"must not list {value!r} twice", "twice")
             else:
                 good.append(value)
+                seen.add(value)
         return tuple(good)
 
     def integer(self, key: str, default: int, *, least: int, most: int) -> int:
@@ -692,7 +697,7 @@ def _storable(text: str) -> bool:
     return "\x00" not in text and not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
-def _shortened(faults: list[Fault]) -> tuple[Fault, ...]:
+def shortened(faults: Sequence[Fault]) -> tuple[Fault, ...]:
     if len(faults) <= MAX_FAULTS:
         return tuple(faults)
     more = Fault("", f"{len(faults) - MAX_FAULTS} more faults are not listed", "more")
@@ -726,6 +731,21 @@ def near_name(word: str, known: Iterable[str]) -> str | None:
         return None
     near = get_close_matches(word, list(islice(known, MAX_COMPARED)), n=1)
     return near[0] if near else None
+
+
+class Hints:
+    """Says which known names were probably meant, for the first MAX_FAULTS unknown names.
+
+    Each costs a millisecond, and further faults are not listed.
+    """
+
+    def __init__(self) -> None:
+        self._left = MAX_FAULTS
+
+    def hint(self, word: str, known: Iterable[str]) -> str:
+        self._left -= 1
+        near = near_name(word, known) if self._left >= 0 else None
+        return f"; did you mean {near!r}?" if near else ""
 
 
 def escaped(key: str) -> str:

@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
 from app.core.model.descriptor import (
     ENTRY,
+    MAX_COMPARED,
     NAME,
     NAME_RULE,
     WORD,
@@ -32,10 +33,11 @@ from app.core.model.descriptor import (
     BadDescriptor,
     Fault,
     Fields,
+    Hints,
     TaskDescriptor,
     escaped,
-    near_name,
     not_plain,
+    shortened,
 )
 
 JSON = dict[str, Any]
@@ -149,7 +151,7 @@ def parse(body: object, pointer: str = "") -> TaskGraph:
     """Read a graph; raises BadDescriptor with all its faults, at pointers below `pointer`."""
     faults = [replace(fault, pointer=pointer + fault.pointer) for fault in not_plain(body)]
     if faults:
-        raise BadDescriptor(tuple(faults))
+        raise BadDescriptor(shortened(faults))
     fields = Fields(body, pointer, faults)
     limits = fields.inside("limits")
     memory_bytes = limits.integer("memory_bytes", 0, least=0, most=MAX_BYTES)
@@ -161,7 +163,7 @@ def parse(body: object, pointer: str = "") -> TaskGraph:
         )
     faults += check(found) if not faults else ()
     if faults:
-        raise BadDescriptor(tuple(faults))
+        raise BadDescriptor(shortened(faults))
     return found
 
 
@@ -214,14 +216,15 @@ def _node(fields: Fields, name: str) -> Node:
 
 def _check_ports(fields: Fields, node: Node) -> None:
     """Report the faults that show in one node alone."""
+    outputs = frozenset(node.outputs)
     for port in node.map:
         if port not in node.inputs:
             fields.fault("map", f"{port!r} in map is not an input of this node", "unbound")
     for port in node.tensors:
-        if port not in node.inputs and port not in node.outputs:
+        if port not in node.inputs and port not in outputs:
             fields.fault(f"tensors/{port}", f"{port!r} is not a port of this node", "unbound")
     for n, port in enumerate(node.inout):
-        if port not in node.inputs or port not in node.outputs:
+        if port not in node.inputs or port not in outputs:
             told = f"the inout port {port!r} must be in both inputs and outputs"
             fields.fault(f"inout/{n}", told, "unbound")
         elif node.inputs[port].is_list:
@@ -330,14 +333,15 @@ def _sub_graph(fields: Fields, name: str, made: dict[str, str]) -> Iterator[Node
     given = _inputs(fields)
     inner = _graph(fields.inside("graph"))
     fields.close()
-    for port in inner.ports:
+    ports, hints = dict.fromkeys(inner.ports), Hints()
+    for port in ports:
         if port not in given:
             fields.fault(
                 "inputs", f"the nested graph reads {port!r}, which is missing here", "unbound"
             )
     for port in given:
-        if port not in inner.ports:
-            told = f"the nested graph does not read {port!r}{_hint(port, inner.ports)}"
+        if port not in ports:
+            told = f"the nested graph does not read {port!r}{hints.hint(port, ports)}"
             fields.fault(f"inputs/{port}", told, "unbound")
     made.update({f"{name}.{port}": f"{name}/{block}" for port, block in inner.outputs.items()})
     for node in inner.nodes:
@@ -353,7 +357,8 @@ def _sub_graph(fields: Fields, name: str, made: dict[str, str]) -> Iterator[Node
 def _declared_outside(node: Node, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the sub-graph's declarations of the inputs that a node reads whole."""
     whole = {p: taken.sources[0] for p, taken in node.inputs.items() if not taken.is_list}
-    ports = {p: block.removeprefix(INPUT) for p, block in whole.items() if p not in node.map}
+    mapped = frozenset(node.map)
+    ports = {p: block.removeprefix(INPUT) for p, block in whole.items() if p not in mapped}
     return {port: inputs[name] for port, name in ports.items() if name in inputs}
 
 
@@ -407,25 +412,22 @@ def check(graph: TaskGraph) -> tuple[Fault, ...]:
 
 
 def _unbound(graph: TaskGraph, made: set[str]) -> Iterator[Fault]:
+    hints, known = Hints(), heapq.nsmallest(MAX_COMPARED, made)
     for node in graph.nodes:
         for port, taken in node.inputs.items():
             for block in taken.sources:
                 if not block.startswith(INPUT) and block not in made:
-                    told = f"no node produces {block!r}{_hint(block, made)}"
+                    told = f"no node produces {block!r}{hints.hint(block, known)}"
                     yield Fault(f"{node.where}/inputs/{port}", told, "unbound")
     for port, block in graph.outputs.items():
         if block not in made:
-            told = f"no node produces {block!r}{_hint(block, made)}"
+            told = f"no node produces {block!r}{hints.hint(block, known)}"
             yield Fault(f"{graph.where}/outputs/{port}", told, "unbound")
+    ports = set(graph.ports)
     for port in graph.inputs:
-        if port not in graph.ports:
+        if port not in ports:
             told = f"no node reads the input {port!r}"
             yield Fault(f"{graph.where}/tensors/{port}", told, "unbound")
-
-
-def _hint(word: str, known: set[str] | Sequence[str]) -> str:
-    near = near_name(word, sorted(known))
-    return f"; did you mean {near!r}?" if near else ""
 
 
 def _cycle(graph: TaskGraph) -> Iterator[Fault]:
@@ -435,10 +437,12 @@ def _cycle(graph: TaskGraph) -> Iterator[Fault]:
     if not stuck:
         return
     needed, by_name = waits(graph), {node.name: node for node in graph.nodes}
-    path = [stuck[0].name]
-    while path[-1] not in path[:-1]:
-        path.append(next(other for other in sorted(needed[path[-1]]) if other not in sound))
-    ring = path[path.index(path[-1]) :]
+    path, name = dict[str, None](), stuck[0].name
+    while name not in path:
+        path[name] = None
+        name = next(other for other in sorted(needed[name]) if other not in sound)
+    walked = [*path, name]
+    ring = walked[walked.index(name) :]
     told = f"the nodes form a cycle: {' needs '.join(ring)}"
     yield Fault(by_name[ring[0]].where, told, "cycle")
 
@@ -505,8 +509,11 @@ class _Sizes:
         return True
 
     def root(self, size: int | str) -> int | str:
+        passed = []
         while isinstance(size, str) and size in self.known:
+            passed.append(size)
             size = self.known[size]
+        self.known.update(dict.fromkeys(passed, size))  # the way is short from now on
         return size
 
     def of(self, tensor: Tensor) -> Tensor:
@@ -517,11 +524,12 @@ def _misfits(graph: TaskGraph) -> Iterator[Fault]:
     """Yield faults where the declaration of a block contradicts that of a port that takes it."""
     sizes, made = _Sizes(), declared(graph)
     for node in graph.nodes:
+        mapped = frozenset(node.map)
         for port, taken in node.inputs.items():
             wanted = node.tensors.get(port)
             pointer = f"{node.where}/inputs/{port}"
             for block in taken.sources if wanted is not None else ():
-                if (why := _misfit(node, port, made.get(block), taken, sizes)) is not None:
+                if (why := _misfit(node, port, made.get(block), taken, sizes, mapped)) is not None:
                     yield Fault(pointer, f"{block} {why}", "misfit")
     yield from _too_large(graph, made, sizes)
 
@@ -537,14 +545,19 @@ def declared(graph: TaskGraph) -> dict[str, tuple[Tensor, bool]]:
 
 
 def _misfit(
-    node: Node, port: str, made: tuple[Tensor, bool] | None, taken: Binding, sizes: _Sizes
+    node: Node,
+    port: str,
+    made: tuple[Tensor, bool] | None,
+    taken: Binding,
+    sizes: _Sizes,
+    mapped: Set[str],
 ) -> str | None:
     if made is None:
         return None
     tensor, is_list = made
-    if (taken.is_list or is_list) != (port in node.map):
+    if (taken.is_list or is_list) != (port in mapped):
         given = "a list of tensors" if taken.is_list or is_list else "one tensor"
-        wanted = "a list to map over" if port in node.map else "one tensor"
+        wanted = "a list to map over" if port in mapped else "one tensor"
         return f"must be {wanted} for {port!r} of {node.name}; got {given}"
     if taken.is_list and is_list:
         return f"must be a list of tensors for {port!r} of {node.name}; got a list of lists"
@@ -580,7 +593,8 @@ def least_bytes(
 ) -> int:
     """Return the least bytes that a node, or one of its shards, needs at once, as declared."""
     sizes = sizes or _Sizes()
-    written = (output for output in node.outputs if output not in node.inout)
+    inout = frozenset(node.inout)
+    written = (output for output in node.outputs if output not in inout)
     known = {f"{node.name}.{port}": node.tensors.get(port) for port in written}
     for port, taken in node.inputs.items():
         for block in taken.sources:
@@ -604,17 +618,18 @@ def check_task(graph: TaskGraph, task: TaskDescriptor, pointer: str) -> tuple[Fa
 
 
 def _loose(graph: TaskGraph, task: TaskDescriptor, pointer: str) -> Iterator[Fault]:
-    for port in graph.ports:
+    ports, hints = dict.fromkeys(graph.ports), Hints()
+    for port in ports:
         if port not in task.inputs:
             told = f"the graph reads {INPUT}{port}, but the task has no such input"
             yield Fault(f"{pointer}/inputs", told, "unbound")
     for port in task.inputs:
-        if port not in graph.ports:
-            told = f"no node of the graph reads {INPUT}{port}{_hint(port, graph.ports)}"
+        if port not in ports:
+            told = f"no node of the graph reads {INPUT}{port}{hints.hint(port, ports)}"
             yield Fault(f"{pointer}/inputs/{port}", told, "unbound")
     for n, output in enumerate(task.outputs):
         if output not in graph.outputs:
-            told = f"the graph has no output {output!r}{_hint(output, list(graph.outputs))}"
+            told = f"the graph has no output {output!r}{hints.hint(output, graph.outputs)}"
             yield Fault(f"{pointer}/outputs/{n}", told, "unbound")
     room = task.devices.memory_bytes
     node, least = largest(graph)

@@ -73,6 +73,11 @@ DESCRIPTORS: dict[str, tuple[Any, str, str]] = {
         "validation-error",
         "/tasks/0/inputs/x",
     ),
+    "more datablocks than one query takes": (
+        _tasks(_task(inputs={f"x{n}": f"datablock:d{n}@1" for n in range(40_000)})),
+        "validation-error",
+        "/tasks",
+    ),
     "webhook": (
         descriptor(notify={"webhook": "http://169.254.169.254/latest/meta-data"}),
         "validation-error",
