@@ -1,0 +1,54 @@
+"""Write plans and heartbeats into rows: the only writer of the state of tasks, placements and
+orders.
+
+There are two main entries.  Both run in the island's transaction after its row was locked, so that
+only one scheduler writes at a time:
+
+* `store(plan)` writes what was decided, and the orders that follow from it;
+* `record(alive)` writes what a device reports, and builds the answer.
+
+Every event is fenced.  It counts only if it comes from the task's present epoch and from the
+process that holds the task, with the next `seq`.  Any other event is history and changes nothing.
+
+Actions that users request lock tasks too: the tasks of one request, in the order of their ids.  To
+avoid a deadlock, `record` (or `lock`, for several heartbeats) locks in the same order, and at once,
+everything that it may touch.  `store` never waits for a lock.
+
+The number of statements dominates the cost of a round.  So each entry reads at the beginning what
+it may need and changes rows in memory.  It flushes on the way only where the order of writes
+matters: a slot is released before it is promised again.  Sums are noted during the round, and
+`settle` writes them.
+"""
+
+from __future__ import annotations
+
+from app.scheduling.journal.decisions import store
+from app.scheduling.journal.device_rows import lock
+from app.scheduling.journal.events import RETRY_LONGEST_S, STORE_AGAIN_S
+from app.scheduling.journal.heartbeats import record, record_all
+from app.scheduling.journal.losses import hand_over, lose, unseat
+from app.scheduling.journal.orders import order_round, order_saves, ordered
+from app.scheduling.journal.residents import LAUNCHES_UNSEEN
+from app.scheduling.journal.sums import CHANGES, settle, write_down
+from app.scheduling.journal.task_writer import break_off, tell
+
+__all__ = [
+    "CHANGES",
+    "LAUNCHES_UNSEEN",
+    "RETRY_LONGEST_S",
+    "STORE_AGAIN_S",
+    "break_off",
+    "hand_over",
+    "lock",
+    "lose",
+    "order_round",
+    "order_saves",
+    "ordered",
+    "record",
+    "record_all",
+    "settle",
+    "store",
+    "tell",
+    "unseat",
+    "write_down",
+]

@@ -1,0 +1,214 @@
+"""Write a plan: apply each decision to the rows, and order what follows from it."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from sqlalchemy.orm import Session
+
+from app.core.model import lifecycle
+from app.core.model.lifecycle import Move
+from app.core.model.snapshot import Decision, Plan, Snapshot
+from app.core.scheduling.record import as_json
+from app.db import transactions
+from app.db.models import Cycle, Placement, Task
+from app.db.models import Decision as DecisionRow
+from app.scheduling import gang_tickets, guest_placements, ledger
+from app.scheduling.journal import losses, orders, plan_rows, task_writer, tickets
+from app.scheduling.journal.plan_rows import PlanRows
+
+
+def store(session: Session, plan: Plan, *, seen: Snapshot | None = None) -> bool:
+    """Write the plan in its order, and put the orders that it needs into the outbox.
+
+    `seen` is the snapshot that the plan was decided from; it is stored so that the decisions can be
+    reproduced.  Returns False, and writes nothing, if a user's action on one of the plan's tasks is
+    being written at the same time.  The plan is out of date then, and the next plan will include
+    the action.
+    """
+    with session.no_autoflush:
+        rows = plan_rows.load(session, plan)
+        if rows is None:
+            return False
+        if seen is not None and plan.lifts:
+            ledger.lift(session, seen.island, plan.lifts)
+        cycle = _keep_cycle(session, plan, seen)
+        for decision in plan.decisions:
+            task = rows.tasks[decision.task]
+            _DECIDED[Move(decision.move)](session, rows, task, decision)
+            if cycle is not None and decision.rule != "start":
+                _keep_decision(session, cycle, task, decision)
+    return True
+
+
+def _keep_cycle(session: Session, plan: Plan, seen: Snapshot | None) -> Cycle | None:
+    """Store the round and its snapshot.  None if the round gave and took no device.
+
+    Such a round only applied start conditions (rule "start").
+    """
+    if seen is None or all(decision.rule == "start" for decision in plan.decisions):
+        return None
+    cycle = Cycle(island=seen.island, now_s=plan.now_s, snapshot=as_json(seen))
+    session.add(cycle)
+    session.flush()
+    return cycle
+
+
+def _keep_decision(session: Session, cycle: Cycle, task: Task, decision: Decision) -> None:
+    session.add(
+        DecisionRow(
+            cycle_id=cycle.id,
+            task_id=task.id,
+            tenant_id=task.tenant_id,
+            move=str(decision.move),
+            rule=decision.rule,
+            because=decision.because,
+            devices=list(decision.devices),
+            against=decision.against,
+        )
+    )
+
+
+def _unlock(session: Session, rows: PlanRows, task: Task, decision: Decision) -> None:
+    task_writer.move_task(session, task, decision.move)
+
+
+def _lock(session: Session, rows: PlanRows, task: Task, decision: Decision) -> None:
+    task_writer.move_task(session, task, decision.move)
+    task_writer.tell(session, task, "task.held", decision.because)
+
+
+def _launch(session: Session, rows: PlanRows, task: Task, decision: Decision) -> None:
+    device = rows.devices[str(decision.device)]
+    if any(isinstance(row, Placement) for row in session.dirty):
+        session.flush()  # a flush inserts before it updates: first release the slot
+    task_writer.move_task(session, task, Move.Launch)
+    task.epoch += 1
+    task.event_seq = task.order_seq = task.held_us = 0
+    task.cost_milli = decision.cost
+    task.seat, task.launched_at = device.id, transactions.now(session)
+    task.started_at = task.resized_at = None
+    task.shares = decision.shares
+    all_cost = decision.cost or sum(rows.devices[id].cost_milli for id in decision.devices)
+    placement = Placement(
+        task_id=task.id,
+        epoch=task.epoch,
+        device_id=device.id,
+        tenant_id=task.tenant_id,
+        user_id=task.user_id,
+        kind=device.kind,
+        cost_milli=all_cost // len(decision.devices),
+        incarnation=device.incarnation,
+        shares=decision.shares,
+    )
+    session.add(placement)
+    rows.open[task.id] = placement
+    devices = [rows.devices[id] for id in decision.devices]
+    if more := devices[1:]:
+        guest_placements.lend(session, task, more, all_cost - placement.cost_milli)
+        task.resized_at = transactions.now(session)  # not null marks guests; set again at the start
+    if gang_tickets.is_ticket(task):
+        tickets.keep_seats(session, rows, task, placement, decision)
+        return
+    if task.gang_id:
+        devices += gang_tickets.kept(session, task)
+    body = {**rows.shelf.body(task, device), "beside": decision.shares}
+    if device.id in rows.lent:
+        body["surely_until_us"] = 0  # prepare now; start only after the island confirms
+    orders.order_hosts(session, rows, task, "Launch", guest_placements.by_host(devices), **body)
+    task_writer.tell(
+        session, task, "task.launched", decision.because, device=device.id, rule=decision.rule
+    )
+
+
+def _share(session: Session, rows: PlanRows, task: Task, decision: Decision) -> None:
+    task_writer.move_task(session, task, Move.Share)
+    task.shares = True
+    task_writer.tell(session, task, "task.shares", decision.because, device=task.seat)
+
+
+def _pause(session: Session, rows: PlanRows, task: Task, decision: Decision) -> None:
+    task_writer.move_task(session, task, Move.Pause)
+    _leaves(rows, task)
+    if gang_tickets.is_ticket(task):
+        task_writer.tell(session, task, "task.pausing", decision.because, rule=decision.rule)
+        return
+    moves, successor = decision.rule in ("move", "regroup"), decision.against or ""
+    if rows.seats.get(successor) != task.seat:
+        successor = ""  # the successor gets another of the released slots
+    orders.write_order(session, task, "Pause", successor=successor, moves=moves)
+    # The message does not name the successor, which may be another tenant's task.
+    task_writer.tell(session, task, "task.pausing", decision.because, rule=decision.rule)
+
+
+def _leaves(rows: PlanRows, task: Task) -> None:
+    """Mark all devices that the task holds as free to be promised to others."""
+    for placement in (rows.open[task.id], *rows.guests.get(task.id, ())):
+        placement.leaving = True
+
+
+def _splice(session: Session, rows: PlanRows, task: Task, decision: Decision) -> None:
+    task_writer.move_task(session, task, Move.Splice)
+    home, guests = rows.open[task.id], rows.guests.get(task.id, [])
+    for guest in guests:
+        guest.leaving = guest.device_id not in decision.devices
+    stay = [home, *(guest for guest in guests if not guest.leaving)]
+    had = {placement.device_id for placement in stay}
+    lent = [rows.devices[id] for id in decision.devices if id not in had]
+    if lent:
+        session.flush()  # first release the slots
+        cost = decision.cost or sum(rows.devices[id].cost_milli for id in decision.devices)
+        guest_placements.lend(session, task, lent, cost - sum(each.cost_milli for each in stay))
+        task.resized_at, task.cost_milli = transactions.now(session), decision.cost
+    hosts = guest_placements.by_host(rows.devices[id] for id in decision.devices)
+    orders.order_hosts(session, rows, task, "Resize", hosts)
+    task_writer.tell(
+        session, task, "task.resizing", decision.because, devices=list(decision.devices)
+    )
+
+
+def _cancel(session: Session, rows: PlanRows, task: Task, decision: Decision) -> None:
+    on_a_device = task.state in lifecycle.ON_A_DEVICE
+    task_writer.move_task(session, task, Move.Cancel)
+    if on_a_device:
+        _leaves(rows, task)
+        orders.write_order(session, task, "Cancel")
+    else:
+        task_writer.end_task(session, task, "task.cancelled", decision.because)
+
+
+def _give_up(session: Session, rows: PlanRows, task: Task, decision: Decision) -> None:
+    task_writer.move_task(session, task, Move.GaveUp)
+    task.cause, task.message = "needs", decision.because
+    task_writer.end_task(session, task, "task.failed", decision.because)
+
+
+def _lose(session: Session, rows: PlanRows, task: Task, decision: Decision) -> None:
+    """End the stay of a task after the lease of its unheard device has ended.
+
+    What the task held since the device's last heartbeat is charged after the commit, for the reason
+    given at `let_go`.
+    """
+    placement = rows.open[task.id]
+    unheard_us = losses.unheard_us_of_placement(session, placement, rows.open.values())
+    if unheard_us:
+        held_us = {placement.id: placement.held_us + unheard_us}
+        for guest in guest_placements.of_task(session, task):
+            held_us[guest.id] = guest_placements.held_us_with(session, guest, unheard_us)
+        transactions.after_commit(session, partial(tickets.charge_rest, task.id, held_us))
+    losses.lose(session, task, placement, decision.because)
+
+
+_DECIDED = {
+    Move.Unlocked: _unlock,
+    Move.Locked: _lock,
+    Move.Launch: _launch,
+    Move.Splice: _splice,
+    Move.Share: _share,
+    Move.Pause: _pause,
+    Move.Paused: tickets.let_go,
+    Move.Finished: tickets.let_go,
+    Move.Cancel: _cancel,
+    Move.GaveUp: _give_up,
+    Move.Lost: _lose,
+}

@@ -1,0 +1,113 @@
+"""Record what residents of a device report: progress, metrics, and that they are gone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.orm import Session
+
+from app.core.model.messages import Alive, ResidentView
+from app.db import transactions
+from app.db.models import Metric, Placement, Task
+from app.scheduling import gang_tickets
+from app.scheduling.journal import losses, task_writer
+from app.scheduling.journal.device_rows import DeviceRows
+
+LAUNCHES_UNSEEN = 20  # resends to a live device that never shows the task: it counts as lost then
+
+
+def confirm(session: Session, house: DeviceRows, view: ResidentView) -> bool:
+    """Record a resident's progress; False if the device must drop the resident."""
+    task = house.tasks.get(view.task)
+    if task is None:
+        return False
+    if view.epoch != task.epoch:
+        # The device has not heard of the new launch: the paused resident is what resumes.
+        may = task.seat == house.device.id or _stands_by(task) or _gathers(session, task)
+        return view.state == "paused" and may
+    here = () if (task.id, task.epoch) in session.info.get("closed", ()) else house.unanswered
+    for order in here:
+        if (order.task_id, order.epoch) == (task.id, task.epoch) and order.seq <= view.order_seq:
+            order.answered_at = transactions.now(session)
+    if view.state == "ended":
+        store_metrics(session, task, view)
+        return True  # the device drops it when its last event is acknowledged
+    if house.is_lent_to(view):
+        return True  # its home device reports the progress
+    if task.seat != house.device.id:
+        return task.image_on == house.device.id or (view.state == "paused" and _stands_by(task))
+    placement = house.placement(task)
+    placement.last_step = view.step
+    task_writer.note_usage(session, task, placement, view)
+    task.held_us = placement.held_us
+    if task.started_at is not None and view.step > task.step:
+        task.step = view.step
+    store_metrics(session, task, view)
+    return True
+
+
+def _stands_by(task: Task) -> bool:
+    """True if remote hosts may still hold parts of the paused image.
+
+    The home device, from which alone the task can resume, may lack those parts.
+    """
+    return not task.saved and task.image_on is not None and task.seat in (None, task.image_on)
+
+
+def _gathers(session: Session, task: Task) -> bool:
+    """True if the home device has its slot but still collects, before its first step, image parts
+    of other hosts.
+    """
+    if task.saved or not task.across_hosts:
+        return False
+    epoch = (Placement.task_id == task.id, Placement.epoch == task.epoch)
+    home = session.scalar(select(Placement).where(*epoch, ~Placement.guest))
+    return home is not None and home.first_step == task.step
+
+
+def store_metrics(session: Session, task: Task, view: ResidentView) -> None:
+    if not view.metrics or task.metrics == view.metrics:
+        return
+    if lost := sorted(_no_numbers(view.metrics) - _no_numbers(task.metrics)):
+        told = f"Not a finite number at step {view.step:,}: {', '.join(lost[:5])}."
+        task_writer.tell(session, task, "task.not_finite", told, step=view.step, metrics=lost[:5])
+    task.metrics = view.metrics
+    points = {**dict(view.points), view.step: view.metrics}
+    rows = [
+        {"task_id": task.id, "step": step, "values": values}
+        for step, values in sorted(points.items())
+        if step <= view.step
+    ]
+    session.execute(insert(Metric).on_conflict_do_nothing(), rows)
+
+
+def _no_numbers(metrics: Mapping[str, Any]) -> set[str]:
+    """Return the names of metrics that are nan or infinite, which arrive as text."""
+    return {name for name, value in metrics.items() if value in ("nan", "inf", "-inf")}
+
+
+def lose_missing(session: Session, house: DeviceRows, alive: Alive) -> bool:
+    """Record as lost what should be on the device but is not.  True if there was anything."""
+    held = {(view.task, view.epoch) for view in alive.residents}
+    told = {(event.task, event.epoch) for event in alive.events}
+    on_the_way = {
+        (order.task_id, order.epoch)
+        for order in house.unanswered
+        if order.kind == "Launch" and order.answered_at is None and order.sends < LAUNCHES_UNSEEN
+    }
+    gone = set()
+    for place, placement in house.open.items():
+        task = house.tasks[place[0]]
+        if placement.ended_at is not None or gang_tickets.is_ticket(task):
+            continue
+        if place not in held | told | on_the_way:
+            losses.lose(session, task, placement, f"{house.device.id} no longer has the task.")
+            gone.add(place)
+    for task in house.tasks.values():
+        if task.image_on == house.device.id and (task.id, task.epoch) not in held:
+            task_writer.forget_image(session, task)
+            gone.add((task.id, task.epoch))
+    return bool(gone)

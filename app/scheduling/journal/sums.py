@@ -1,0 +1,109 @@
+"""Write, once in a transaction, the sums that were noted during it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+
+from sqlalchemy import select, text, update
+from sqlalchemy.orm import Session
+
+from app.core.model import lifecycle
+from app.core.model.lifecycle import ENDED
+from app.db import transactions
+from app.db.models import Event, Request
+from app.messaging import webhooks
+from app.scheduling import ledger
+
+CHANGES = "roundhouse"  # NOTIFY channel that wakes open streams when there is something to read
+
+
+def write_down(session: Session) -> None:
+    """Flush what was changed and charged so far, so that queries of this transaction see it."""
+    session.flush()
+    ledger.book(session)
+
+
+def settle(session: Session) -> None:
+    """Write the queue counts, update requests after moves of tasks, wake open streams at the
+    commit.
+    """
+    write_down(session)
+    noted = {name: sorted(session.info.pop(name, ())) for name in ("moved", "changed", "closed")}
+    lines = sorted(line for line in session.info.pop("lines", Counter()).items() if line[1])
+    if noted["closed"] or lines or noted["changed"]:
+        closed = [{"task_id": task, "epoch": epoch} for task, epoch in noted["closed"]]
+        counted = [dict(zip(_LINE, (*line, change), strict=True)) for line, change in lines]
+        said = [" ".join(one) for one in noted["changed"]]
+        sums = {"closed": json.dumps(closed), "lines": json.dumps(counted), "said": said}
+        session.execute(_SUMS, {**sums, "channel": CHANGES})
+    if noted["moved"]:
+        _sum_up(session, noted["moved"])
+
+
+_LINE = ("island", "user_id", "kind", "memory_bytes", "width", "tenant_id", "waiting")
+
+
+# Orders of closed stays need no answer.  Lines are sorted, so that two islands cannot deadlock.
+_SUMS = text(
+    """
+    with answered as (
+        update orders set answered_at = now()
+        from jsonb_to_recordset(cast(:closed as jsonb)) as closed (task_id text, epoch int)
+        where orders.task_id = closed.task_id and orders.epoch = closed.epoch
+            and answered_at is null
+    ), counted as (
+        insert into lines (island, user_id, kind, memory_bytes, width, tenant_id, waiting)
+        select * from jsonb_to_recordset(cast(:lines as jsonb)) as line (island text, user_id text,
+            kind text, memory_bytes bigint, width int, tenant_id text, waiting bigint)
+        on conflict on constraint pk_lines do update set waiting = lines.waiting + excluded.waiting
+    )
+    select pg_notify(:channel, said) from unnest(cast(:said as text[])) as said
+    """
+)
+
+
+_STATES = text(
+    """
+    select r.id, r.tenant_id, r.state, array_agg(distinct t.state) as tasks,
+        bool_or(t.first_started_at is not null) as started,
+        count(distinct t.island) > 1 as spread
+    from requests r join tasks t on t.request_id = r.id
+    where r.id = any(:ids) and (t.gang_id is null or t.gang_id = t.id) group by r.id order by r.id
+    """
+)
+
+
+def _sum_up(session: Session, ids: Sequence[str]) -> None:
+    """Update the states of these requests, now that some of their tasks have moved.
+
+    For a request with tasks on several islands, only one transaction at a time does this, and it
+    sees what the previous one did.  Otherwise two transactions that end the last two tasks could
+    each leave the request open.
+    """
+    rows = session.execute(_STATES, {"ids": ids}).all()
+    if spread := [row.id for row in rows if row.spread]:
+        mine = select(Request.id).where(Request.id.in_(spread)).order_by(Request.id)
+        session.execute(mine.with_for_update(key_share=True))
+        rows = session.execute(_STATES, {"ids": ids}).all()
+    ended = []
+    for row in rows:
+        state = lifecycle.request_state(row.tasks, started=row.started)
+        if row.state == state:
+            continue
+        ended_at = transactions.now(session) if state in ENDED else None
+        changed = update(Request).where(Request.id == row.id)
+        session.execute(changed.values(state=state, ended_at=ended_at))
+        if state in ENDED:
+            ended.append(row.id)
+            session.add(
+                Event(
+                    tenant_id=row.tenant_id,
+                    request_id=row.id,
+                    type=f"request.{state}",
+                    message=f"The request is {state}.",
+                )
+            )
+    if ended:
+        webhooks.announce(session, ended)

@@ -1,0 +1,191 @@
+"""Write the state of tasks and placements, and the events that tell of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
+from functools import partial
+from typing import Any
+
+from sqlalchemy import ColumnElement, select, update
+from sqlalchemy.orm import InstrumentedAttribute, Session
+
+from app.core.model import lifecycle, messages
+from app.core.model.migration import ANYWHERE
+from app.core.model.snapshot import TIER_WINDOW_S
+from app.core.placement import legs
+from app.core.scheduling.board import been_away
+from app.db import transactions
+from app.db.models import Event, Need, Placement, Task
+from app.messaging import outbox
+from app.scheduling import gang_tickets, guest_placements, ledger
+
+# What is noted in `session.info` during the transaction.
+_NOTES = ("lines", "moved", "changed", "closed", "after_commit", ledger.NOTED)
+
+
+def break_off(session: Session, task: Task, because: str) -> None:
+    """Give up a task's move, which has failed: the task keeps its state and stays where it is."""
+    to = task.move_to if task.move_to != ANYWHERE else "another device"
+    told = f"Not moved to {to}: {because}."
+    if task.cancel_asked_at is None:
+        stays = f"on {task.seat}" if task.seat else "when its turn comes"
+        told += f" No step is lost; it stays {stays}."
+    tell(session, task, "task.move_failed", told, to=task.move_to)
+    task.move_to = task.moving = None
+
+
+def forget_image(session: Session, task: Task) -> None:
+    """Forget the image in host memory: the task goes on from a checkpoint, or from its beginning.
+
+    Outputs that were not durable have to be made again before inputs that others make of them can
+    arrive.  So inputs that may come late, and are still missing, may be late again.
+    """
+    task.image_on = None
+    if late := legs.late(task.descriptor["run"]):
+        again = update(Need).where(Need.task_id == task.id, Need.port.in_(late), ~Need.late)
+        lacking = again.where(Need.given.is_(None)).values(late=True)
+        session.execute(lacking.execution_options(synchronize_session=False))
+
+
+def note_usage(
+    session: Session,
+    task: Task,
+    placement: Placement,
+    said: messages.Event | messages.ResidentView,
+) -> None:
+    before_us = placement.held_us
+    note_held(session, task, placement, said.held_us)
+    if placement.ended_at is not None:  # the total of the end did not include this
+        task.total_held_us += placement.held_us - before_us
+    placement.staged_us = max(placement.staged_us, said.staged_us)
+
+
+def note_held(session: Session, task: Task, placement: Placement, held_us: int) -> None:
+    """Charge the placement up to `held_us`, and the task's other devices for the same time."""
+    before_us = placement.held_us
+    ledger.note(session, placement, held_us)
+    if placement.held_us > before_us and placement.epoch == task.epoch:
+        guest_placements.charge(
+            session, task, guest_placements.of_task(session, task), placement.held_us - before_us
+        )
+
+
+def locked_tasks(
+    session: Session, which: ColumnElement[bool], *, wait: bool = True
+) -> dict[str, Task]:
+    """Lock and return the tasks in the order of their ids; without `wait`, skip tasks locked by
+    others.
+    """
+    session.flush()  # the rows are read again and must include changes made here
+    query = select(Task).where(which).order_by(Task.id)
+    free = query.with_for_update(key_share=True, skip_locked=not wait)
+    fresh = free.execution_options(populate_existing=True)
+    return {task.id: task for task in session.scalars(fresh)}
+
+
+def open_placements(
+    session: Session, by: InstrumentedAttribute[str], ids: Sequence[str], *, guests: bool = False
+) -> Sequence[Placement]:
+    """The placements of these tasks or devices that have not ended."""
+    if not ids:
+        return []
+    query = select(Placement).where(by.in_(ids), Placement.ended_at.is_(None))
+    if not guests:
+        query = query.where(~Placement.guest)
+    return session.scalars(query.order_by(Placement.id)).all()
+
+
+@contextmanager
+def savepoint(session: Session) -> Iterator[None]:
+    """Run the block in a savepoint: if it fails, its changes and its notes are undone."""
+    noted = {name: copy(session.info[name]) for name in _NOTES if name in session.info}
+    try:
+        with session.begin_nested():
+            yield
+    except BaseException:
+        for name in _NOTES:
+            session.info.pop(name, None)
+        session.info |= noted
+        raise
+
+
+def move_task(session: Session, task: Task, move: str) -> None:
+    before, task.state = task.state, lifecycle.after(task.id, task.state, move)
+    if "waiting" in (before, task.state) and before != task.state:
+        _wait(session, task, begins=task.state == "waiting")
+    if not gang_tickets.is_ticket(task):  # the gang, not its tickets, decides the request's state
+        session.info.setdefault("moved", set()).add(task.request_id)
+    note_change(session, task)
+    if task.gang_id:
+        gang_tickets.nudge_others(session, task)
+
+
+def _wait(session: Session, task: Task, *, begins: bool) -> None:
+    """Record that a task enters or leaves its queue: the waiting time, and the number that wait."""
+    now_s = transactions.now_s(session)
+    if begins:
+        task.waiting_since = transactions.now(session)
+    elif task.waiting_since is not None:
+        since_s = task.waiting_since.timestamp()
+        task.waited_us += max(0, round((now_s - since_s) * 1e6))
+        if task.epoch:
+            away = tuple((from_s, to_s) for from_s, to_s in task.away)
+            task.away = list(been_away(away, since_s, now_s, window_s=TIER_WINDOW_S))
+        task.waiting_since = None
+    count_waiting(session, task, 1 if begins else -1)
+
+
+def count_waiting(session: Session, task: Task, change: int) -> None:
+    """Note that `change` more tasks wait in the task's queue."""
+    line = (task.island, task.user_id, task.kind, task.memory_bytes, task.devices_min)
+    session.info.setdefault("lines", Counter())[(*line, task.tenant_id)] += change
+
+
+def close_stay(session: Session, task: Task, placement: Placement, end: str) -> None:
+    """End the stay of a task: its held time is final, and no order waits for an answer any more."""
+    placement.ended_at, placement.end = transactions.now(session), end
+    guest_placements.end(session, guest_placements.of_task(session, task), end)
+    task.total_held_us += placement.held_us
+    task.held_us, task.seat, task.shares = 0, None, False
+    task.started_at = task.resized_at = None
+    session.info.setdefault("closed", set()).add((task.id, task.epoch))
+
+
+def end_task(session: Session, task: Task, type_: str, message: str, **data: Any) -> None:
+    task.ended_at, task.image_on = transactions.now(session), None
+    task.move_to = task.moving = None
+    _nudge_abroad(session, task)
+    tell(session, task, type_, message, **data)
+
+
+def _nudge_abroad(session: Session, task: Task) -> None:
+    """Nudge the other islands with tasks that waited for this task's end, after the commit."""
+    if not task.abroad:
+        return
+    query = select(Task.island).join(Need, Need.task_id == Task.id)
+    query = query.where(Need.needs_id == task.id)
+    islands = session.scalars(query.where(Task.island != task.island).distinct())
+    for island in filter(None, islands):
+        transactions.after_commit(session, partial(outbox.nudge_island, island))
+
+
+def tell(session: Session, task: Task, type_: str, message: str, **data: Any) -> None:
+    """Write an event of a task, for its owner and for open streams."""
+    session.add(
+        Event(
+            tenant_id=task.tenant_id,
+            request_id=task.request_id,
+            task_id=task.id,
+            type=type_,
+            message=message,
+            data={"task": task.name, **data},
+        )
+    )
+    note_change(session, task)
+
+
+def note_change(session: Session, task: Task) -> None:
+    session.info.setdefault("changed", set()).add((task.tenant_id, task.request_id))
