@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from app.cli import main
+from app.cli import main, verbs
 from app.settings import settings
 
 pytestmark = pytest.mark.acceptance
@@ -180,7 +180,7 @@ def _works(run: Run, words: list[str]) -> None:
     """Run a command; retry while its task was just preempted or has no checkpoint yet."""
     words += next((more for verb, more in ENDLESS.items() if verb in words), [])
     until_s = time.monotonic() + PATIENCE_S
-    while (result := run(*words)).exit_code in (main.REFUSED, main.NOT_FOUND):
+    while (result := run(*words)).exit_code in (verbs.REFUSED, verbs.NOT_FOUND):
         assert time.monotonic() < until_s, (words, result.output)
         time.sleep(0.5)
-    assert result.exit_code == main.OK, (words, result.output)
+    assert result.exit_code == verbs.OK, (words, result.output)

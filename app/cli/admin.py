@@ -1,0 +1,387 @@
+"""Verbs for administrators: tenants, users, enrolment, webhooks, keys, service accounts."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from app.cli import names, verbs, wording
+from app.cli.client import JSON, Client
+from app.cli.tables import Output, short, show, table
+from app.cli.verbs import ADMIN, NOT_FOUND, Format, Verbs, app
+
+Weight = Annotated[float | None, typer.Option("--weight", "-w", help="weight among siblings")]
+_Kinds = list[str] | None
+_A_BOUND = "a number, or none"
+
+
+@app.command(rich_help_panel=ADMIN)
+def tenants(ctx: typer.Context, output: Format = Output.table) -> None:
+    """List the tenants that you can see: weight, guarantee, limit, tier."""
+    with verbs.connect(ctx) as client:
+        found = list(client.items("/v1/tenants"))
+    show(found, output, lambda: table(wording.as_tree(found), wording.TENANTS))
+
+
+@app.command(rich_help_panel=ADMIN)
+def tenant(
+    ctx: typer.Context,
+    which: Annotated[str, typer.Argument(metavar="TENANT", help="name or id of the tenant")],
+    new: Annotated[bool, typer.Option("--new", help="create the tenant")] = False,
+    under: Annotated[str, typer.Option(help="with --new: the parent tenant")] = "",
+    weight: Weight = None,
+    guarantee: Annotated[
+        _Kinds,
+        typer.Option(
+            "--guarantee", help="guaranteed devices: KIND=DEVICES or KIND=none; repeatable"
+        ),
+    ] = None,
+    limit: Annotated[
+        _Kinds,
+        typer.Option(
+            "--limit",
+            help="maximum of devices: KIND=DEVICES or KIND=none; * means all kinds together",
+        ),
+    ] = None,
+    tier: Annotated[str, typer.Option(help="highest tier for its requests")] = "",
+    max_running: Annotated[str, typer.Option(help=f"most running tasks: {_A_BOUND}")] = "",
+    max_queued: Annotated[str, typer.Option(help=f"most queued tasks: {_A_BOUND}")] = "",
+    output: Format = Output.table,
+) -> None:
+    """Show a tenant, and change it by the given options; or create one."""
+    if under and not new:
+        raise typer.BadParameter("--under needs --new: an existing tenant cannot be moved here")
+    with verbs.connect(ctx) as client:
+        found = {"guarantee": {}, "limit": {}} if new else _named(client, "tenant", which)
+        changed: JSON = {} if weight is None else {"weight": weight}
+        changed |= {"tier": tier} if tier else {}
+        for name, kinds in (("guarantee", guarantee), ("limit", limit)):
+            if kinds:
+                changed[name] = _changed_kinds(found[name], kinds)
+        for name, bound in (("max_running", max_running), ("max_queued", max_queued)):
+            if bound:
+                changed[name] = _number_or_none(name, bound)
+        if new:
+            above = {"parent_id": _named(client, "tenant", under)["id"]} if under else {}
+            found = client.post("/v1/tenants", {"name": which, **above, **changed})
+        else:
+            found = _changed(client, "tenant", found, changed)
+    show(found, output, lambda: wording.tenant(found))
+
+
+@app.command(rich_help_panel=ADMIN)
+def users(ctx: typer.Context, output: Format = Output.table) -> None:
+    """List the users that you can see, people and service accounts."""
+    with verbs.connect(ctx) as client:
+        found = list(client.items("/v1/users"))
+        rows = _with_tenants(client, found)
+    show(found, output, lambda: table(rows, wording.USERS))
+
+
+@app.command(rich_help_panel=ADMIN)
+def user(
+    ctx: typer.Context,
+    which: Annotated[str, typer.Argument(metavar="USER", help="name or id of the user")],
+    new: Annotated[bool, typer.Option("--new", help="create the user")] = False,
+    tenant: Annotated[
+        str, typer.Option(help="with --new: tenant of the user; default: your own")
+    ] = "",
+    weight: Weight = None,
+    output: Format = Output.table,
+) -> None:
+    """Show a user of your tenant, and change it by the given options; or create one.
+
+    `roundhouse key add USER` gives them a key.
+    """
+    if tenant and not new:
+        raise typer.BadParameter("--tenant needs --new: an existing user cannot change tenants")
+    given = {} if weight is None else {"weight": weight}
+    with verbs.connect(ctx) as client:
+        if new:
+            found = _new_user(client, {"name": which, **given}, tenant)
+        else:
+            found = _changed(client, "user", _named(client, "user", which), given)
+    show(found, output, lambda: wording.user(found))
+
+
+def _new_user(client: Client, body: JSON, tenant: str) -> JSON:
+    whose = {"tenant_id": _named(client, "tenant", tenant)["id"]} if tenant else {}
+    return client.post("/v1/users", {**body, **whose})
+
+
+device = typer.Typer(cls=Verbs, help="Enrol and revoke devices.", no_args_is_help=True)
+app.add_typer(device, name="device", rich_help_panel=ADMIN)
+
+_DeviceId = Annotated[str, typer.Argument(metavar="DEVICE", help="a device such as gpu7.0")]
+
+
+@device.command("key")
+def show_device_key() -> None:
+    """Print the public key of this host, with which an administrator enrols its devices."""
+    from app.settings import settings
+    from app.storage.signing import Signer
+
+    typer.echo(Signer.at(settings().host_key_file).public)
+
+
+@device.command("island-key")
+def show_island_key(
+    ctx: typer.Context,
+    island: Annotated[str, typer.Argument(metavar="ISLAND")] = "local",
+) -> None:
+    """Print the public key of an island, which its devices need to start."""
+    with verbs.connect(ctx) as client:
+        key = client.get(f"/v1/islands/{island}")["key"]
+    if key is None:
+        verbs.fail(
+            NOT_FOUND, Text(f"Island {island} has no key yet; its scheduler creates the key.")
+        )
+    typer.echo(key)
+
+
+@device.command("enrol")
+def enrol_devices(
+    ctx: typer.Context,
+    devices: Annotated[
+        list[str], typer.Argument(metavar="DEVICE...", help="all devices of this host")
+    ],
+    key: Annotated[
+        str, typer.Option(help="public key that `roundhouse device key` prints on that host")
+    ],
+    output: Format = Output.table,
+) -> None:
+    """Enrol devices of a host: messages that the host signs with its key are accepted."""
+    with verbs.connect(ctx) as client:
+        made = [
+            client.post("/v1/enrolments", {"device_id": each, "key": key.strip()})
+            for each in devices
+        ]
+    show(made, output, lambda: table(made, wording.ENROLMENTS))
+
+
+@device.command("list")
+def list_enrolments(ctx: typer.Context, output: Format = Output.table) -> None:
+    """List the enrolled devices and their keys."""
+    with verbs.connect(ctx) as client:
+        found = list(client.items("/v1/enrolments"))
+    show(found, output, lambda: table(found, wording.ENROLMENTS))
+
+
+@device.command("revoke")
+def revoke_device(ctx: typer.Context, id: _DeviceId, output: Format = Output.table) -> None:
+    """Ignore a device from now on; no step is lost if you `drain` it first."""
+    with verbs.connect(ctx) as client:
+        found = client.delete(f"/v1/enrolments/{id}")
+    show([found], output, lambda: table([found], wording.ENROLMENTS))
+
+
+webhook = typer.Typer(cls=Verbs, help="URLs notified when a request ends.", no_args_is_help=True)
+app.add_typer(webhook, name="webhook", rich_help_panel=ADMIN)
+
+_WebhookId = Annotated[str, typer.Argument(metavar="WEBHOOK", help="id of the webhook")]
+
+
+@webhook.command("list")
+def list_webhooks(ctx: typer.Context, output: Format = Output.table) -> None:
+    """List the webhooks of the tenants that you can see."""
+    with verbs.connect(ctx) as client:
+        found = list(client.items("/v1/webhooks"))
+    show(found, output, lambda: table(found, wording.WEBHOOKS))
+
+
+@webhook.command("add")
+def add_webhook(
+    ctx: typer.Context,
+    url: Annotated[str, typer.Argument(metavar="URL", help="a public http or https address")],
+    on: Annotated[
+        list[str] | None,
+        typer.Option("--on", help="outcomes: done, failed, cancelled; repeatable; default: all"),
+    ] = None,
+    output: Format = Output.table,
+) -> None:
+    """Add a webhook, called when requests end; prints its secret, once."""
+    body: JSON = {"url": url} | ({"events": [f"request.{end}" for end in on]} if on else {})
+    with verbs.connect_once(ctx) as client:
+        made = client.post("/v1/webhooks", body)
+    show(made, output, lambda: wording.webhook(made))
+
+
+@webhook.command("rotate")
+def rotate_webhook(
+    ctx: typer.Context,
+    id: _WebhookId,
+    overlap_s: Annotated[float, typer.Option(help="seconds in which both secrets sign")] = 86_400.0,
+    output: Format = Output.table,
+) -> None:
+    """Give a webhook a new secret, and print the secret, once."""
+    with verbs.connect_once(ctx) as client:
+        made = client.post(f"/v1/webhooks/{id}/rotate", {"overlap_s": overlap_s})
+    show(made, output, lambda: wording.webhook(made))
+
+
+@webhook.command("test")
+def try_webhook(ctx: typer.Context, id: _WebhookId, output: Format = Output.table) -> None:
+    """Send a test message to a webhook."""
+    with verbs.connect(ctx) as client:
+        sent = client.post(f"/v1/webhooks/{id}/test", {})
+    show([sent], output, lambda: table([sent], wording.DELIVERIES))
+
+
+@webhook.command("deliveries")
+def list_deliveries(ctx: typer.Context, id: _WebhookId, output: Format = Output.table) -> None:
+    """List the messages sent to a webhook, and what became of them."""
+    with verbs.connect(ctx) as client:
+        found = list(client.items(f"/v1/webhooks/{id}/deliveries"))
+    show(found, output, lambda: table(found, wording.DELIVERIES))
+
+
+@webhook.command("redeliver")
+def redeliver(
+    ctx: typer.Context,
+    id: Annotated[str, typer.Argument(metavar="DELIVERY", help="id of the delivery")],
+    output: Format = Output.table,
+) -> None:
+    """Send a message again, at once."""
+    with verbs.connect(ctx) as client:
+        sent = client.post(f"/v1/deliveries/{id}/redeliver", {})
+    show([sent], output, lambda: table([sent], wording.DELIVERIES))
+
+
+@webhook.command("delete")
+def delete_webhook(ctx: typer.Context, id: _WebhookId) -> None:
+    """Delete a webhook and its messages."""
+    with verbs.connect(ctx) as client:
+        client.delete(f"/v1/webhooks/{id}")
+
+
+key = typer.Typer(cls=Verbs, help="API keys: create, rotate, revoke.", no_args_is_help=True)
+account = typer.Typer(cls=Verbs, help="Service accounts: users that are programs.")
+app.add_typer(key, name="key", rich_help_panel=ADMIN)
+app.add_typer(account, name="account", rich_help_panel=ADMIN)
+
+_KeyId = Annotated[str, typer.Argument(metavar="KEY", help="public id of the key: rh_ID_...")]
+
+
+@key.command("list")
+def list_keys(ctx: typer.Context, output: Format = Output.table) -> None:
+    """List the keys of the users that you can see; the secrets are never shown."""
+    with verbs.connect(ctx) as client:
+        found = list(client.items("/v1/keys"))
+        users = {user["id"]: user["name"] for user in client.items("/v1/users")}
+    rows = [{**key, "user": users.get(key["user_id"])} for key in found]
+    show(found, output, lambda: table(rows, wording.KEYS))
+
+
+@key.command("add")
+def add_key(
+    ctx: typer.Context,
+    user: Annotated[
+        str, typer.Argument(metavar="USER", help="name or id of a user or a service account")
+    ],
+    name: Annotated[str, typer.Option(help="purpose of the key; default: the user's name")] = "",
+    role: Annotated[str, typer.Option(help="viewer, member, tenant_admin")] = "member",
+    scope: Annotated[
+        list[str] | None,
+        typer.Option(help="restrict the key to this scope, such as work:write; repeatable"),
+    ] = None,
+    expires: Annotated[str, typer.Option(help="expiry, such as 2026-11-21T12:00:00Z")] = "",
+    output: Format = Output.table,
+) -> None:
+    """Create a key; prints it, once."""
+    body: JSON = {"role": role, "name": name or user, "scopes": scope or None}
+    body |= {"expires_at": expires} if expires else {}
+    with verbs.connect_once(ctx) as client:
+        made = client.post("/v1/keys", body | {"user_id": _named(client, "user", user)["id"]})
+    show(made, output, lambda: wording.key(made))
+
+
+@key.command("rotate")
+def rotate_key(
+    ctx: typer.Context,
+    id: _KeyId,
+    overlap_s: Annotated[
+        float, typer.Option(help="seconds in which the old key stays valid")
+    ] = 86_400.0,
+    output: Format = Output.table,
+) -> None:
+    """Create a key that replaces this one; prints it, once."""
+    with verbs.connect_once(ctx) as client:
+        made = client.post(f"/v1/keys/{id}/rotate", {"overlap_s": overlap_s})
+    show(made, output, lambda: wording.key(made))
+
+
+@key.command("revoke")
+def revoke_key(ctx: typer.Context, id: _KeyId) -> None:
+    """Revoke a key: it gives no access from now on."""
+    with verbs.connect(ctx) as client:
+        client.delete(f"/v1/keys/{id}")
+
+
+@account.command("list")
+def list_accounts(ctx: typer.Context, output: Format = Output.table) -> None:
+    """List the service accounts of the tenants that you can see."""
+    with verbs.connect(ctx) as client:
+        found = list(client.items("/v1/users", service=True))
+        rows = _with_tenants(client, found)
+    show(found, output, lambda: table(rows, wording.ACCOUNTS))
+
+
+@account.command("add")
+def add_account(
+    ctx: typer.Context,
+    name: Annotated[str, typer.Argument(metavar="NAME")],
+    tenant: Annotated[str, typer.Option(help="name or id of the tenant; default: your own")] = "",
+    output: Format = Output.table,
+) -> None:
+    """Create a service account; `roundhouse key add NAME` gives it a key."""
+    with verbs.connect(ctx) as client:
+        made = _new_user(client, {"name": name, "service": True}, tenant)
+        rows = _with_tenants(client, [made])
+    show([made], output, lambda: table(rows, wording.ACCOUNTS))
+
+
+def _named(client: Client, kind: str, which: str) -> JSON:
+    """Return the tenant or user of this id or name; if the name is ambiguous, the error lists the
+    ids.
+    """
+    listed = list(client.items(f"/v1/{kind}s"))
+    found = [item for item in listed if which in (item["id"], item["name"], short(item["id"]))]
+    if len(found) > 1:
+        raise typer.BadParameter(
+            f"{which} is ambiguous: {', '.join(item['id'] for item in found)}; give an id"
+        )
+    if not found:
+        told = f"no visible {kind} has the name or id {which!r}"
+        raise names.not_found(told)
+    return found[0]
+
+
+def _with_tenants(client: Client, users: list[JSON]) -> list[JSON]:
+    """Add the name of its tenant to each user."""
+    names = {tenant["id"]: tenant["name"] for tenant in client.items("/v1/tenants")}
+    return [{**user, "tenant": names.get(user["tenant_id"])} for user in users]
+
+
+def _changed(client: Client, kind: str, found: JSON, changes: JSON) -> JSON:
+    if not changes:
+        return found
+    return client.patch(f"/v1/{kind}s/{found['id']}", changes, version=found["version"])
+
+
+def _changed_kinds(now: JSON, given: list[str]) -> JSON:
+    """Return `now` with each KIND=DEVICES set, and each KIND=none removed."""
+    kinds = dict(now)
+    for text in given:
+        kind, equals, devices = text.partition("=")
+        if not equals:
+            raise typer.BadParameter(f"must be KIND=DEVICES, such as cuda=4; got {text!r}")
+        kinds[kind] = _number_or_none(kind, devices)
+    return {kind: devices for kind, devices in kinds.items() if devices is not None}
+
+
+def _number_or_none(name: str, text: str) -> int | None:
+    if text != "none" and not (text.isascii() and text.isdecimal()):
+        raise typer.BadParameter(f"{name} must be {_A_BOUND}; got {text!r}")
+    return None if text == "none" else int(text)

@@ -1,0 +1,158 @@
+"""Verbs for the data of tasks: outputs, checkpoints, export, cp, datablocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from app.cli import names, verbs, wording
+from app.cli.bundling import Unreadable
+from app.cli.client import JSON, Client
+from app.cli.tables import Output, err, show, table
+from app.cli.verbs import DATA, NOT_FOUND, WORK, Format, Which, app
+
+
+@app.command(rich_help_panel=WORK)
+def outputs(
+    ctx: typer.Context,
+    id: Which,
+    to: Annotated[
+        Path | None, typer.Option("--to", help="download outputs that are files into this folder")
+    ] = None,
+    output: Format = Output.table,
+) -> None:
+    """List the outputs of its tasks, and the files in a command's folder `artifacts`."""
+    with verbs.connect(ctx) as client:
+        kind, id = names.resolve(client, id)
+        found = client.get(f"/v1/{kind}/{id}")
+        given = wording.outputs(found["tasks"] if kind == "requests" else [found])
+        files = [each for each in given if each["file"]]
+        if to is not None and files:
+            _download(client, files, to)
+    if given or output in (Output.json, Output.yaml):
+        show(given, output, lambda: table(given, wording.OUTPUTS))
+    if not given:
+        err().print(wording.no_outputs(found))
+    if to is not None and not files:
+        err().print(f"No output is a file: nothing was downloaded, and {to} was not created.")
+        raise typer.Exit(NOT_FOUND)
+
+
+def _download(client: Client, given: list[JSON], folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for each in given:
+            file = folder / each["file"]
+            client.fetch(f"/v1/tasks/{each['task_id']}/outputs/{each['name']}", file)
+            err().print(f"{file}: {each['size_bytes']} bytes")
+    except OSError as error:
+        raise Unreadable(f"cannot write to {folder}: {error.strerror or error}") from error
+
+
+@app.command(rich_help_panel=WORK)
+def checkpoints(ctx: typer.Context, id: Which, output: Format = Output.table) -> None:
+    """List durable checkpoints, newest first; `from_checkpoint` in a descriptor begins from one."""
+    with verbs.connect(ctx) as client:
+        tasks = names.named_tasks(client, id)
+        found = [
+            {"task": task["name"], **each}
+            for task in tasks
+            for each in client.items(f"/v1/tasks/{task['id']}/checkpoints")
+        ]
+    none = f"No checkpoints yet.  `roundhouse checkpoint {id}` requests one."
+    show(found, output, lambda: table(found, wording.CHECKPOINTS, empty=none))
+
+
+@app.command(rich_help_panel=WORK)
+def export(
+    ctx: typer.Context,
+    checkpoint: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME|CHECKPOINT",
+            help="a task (its newest checkpoint), or a checkpoint id ckp_...",
+        ),
+    ],
+    file: Annotated[Path, typer.Argument(help="file to write, such as model.safetensors")],
+    name: Annotated[
+        list[str] | None, typer.Option("--name", help="only this tensor; repeatable")
+    ] = None,
+) -> None:
+    """Write a checkpoint's tensors into a safetensors file."""
+    with verbs.connect(ctx) as client:
+        id = checkpoint if checkpoint.startswith("ckp_") else _newest(client, checkpoint)
+        size = client.download(f"/v1/checkpoints/{id}/safetensors", file, names=name or None)
+    err().print(f"{file}: {size} bytes")
+
+
+def _newest(client: Client, given: str) -> str:
+    """Return the newest checkpoint of the only task that has one; raises Problem."""
+    newest = [
+        listed[0]["id"]
+        for task in names.named_tasks(client, given)
+        if (listed := client.get(f"/v1/tasks/{task['id']}/checkpoints", limit=1)["items"])
+    ]
+    if len(newest) > 1:
+        raise typer.BadParameter(
+            f"several tasks of {given} have checkpoints; name one as {given}/TASK"
+        )
+    if not newest:
+        raise names.not_found(
+            f"{given} has no checkpoint; `roundhouse checkpoint {given}` requests one"
+        )
+    return str(newest[0])
+
+
+BLOCK = "datablock:"
+
+
+@app.command(rich_help_panel=DATA)
+def cp(
+    ctx: typer.Context,
+    source: Annotated[str, typer.Argument(help="a file, or datablock:NAME[@VERSION]")],
+    target: Annotated[str, typer.Argument(help="datablock:NAME, or a file")],
+    output: Format = Output.table,
+) -> None:
+    """Upload a file of tensors as the newest version of a datablock, or download one.
+
+    An interrupted transfer continues where it was, also in the next call; no bytes are sent twice.
+    """
+    if source.startswith(BLOCK) == target.startswith(BLOCK):
+        raise typer.BadParameter(
+            "one of the two arguments must be datablock:NAME, the other a file"
+        )
+    with verbs.connect(ctx) as client:
+        if source.startswith(BLOCK):
+            named = client.get_datablock(source.removeprefix(BLOCK), Path(target))
+            err().print(f"{target}: {named}, {Path(target).stat().st_size} bytes")
+            return
+        parts: list[int] = []
+        row = _put(client, target.removeprefix(BLOCK), Path(source), parts.append)
+    err().print(f"{sum(parts)} of {row['size_bytes']} bytes were sent.")
+    show(row, output, lambda: wording.datablock(row))
+
+
+def _put(client: Client, name: str, file: Path, sent: Callable[[int], None]) -> JSON:
+    try:
+        return client.put_datablock(name, file, sent=sent)
+    except OSError as error:
+        raise Unreadable(f"cannot read {file}: {error.strerror or error}") from error
+
+
+@app.command(rich_help_panel=DATA)
+def datablocks(
+    ctx: typer.Context,
+    name: Annotated[str | None, typer.Argument(help="list all versions of this datablock")] = None,
+    all_: Annotated[bool, typer.Option("--all", "-a", help="also list older versions")] = False,
+    output: Format = Output.table,
+) -> None:
+    """List datablocks, newest first: the newest version of each name, or all versions of
+    one name.
+    """
+    latest = None if all_ or name else "true"
+    with verbs.connect(ctx) as client:
+        found = list(client.items("/v1/datablocks", name=name, latest=latest, limit=200))
+    show(found, output, lambda: table(found, wording.DATABLOCKS))

@@ -1,0 +1,64 @@
+"""Find the request or task that a user named."""
+
+from __future__ import annotations
+
+import re
+
+import typer
+
+from app.cli import wording
+from app.cli.client import JSON, Client, Problem
+
+NOTHING = "Not found"
+
+
+def open_tasks(client: Client, request_id: str) -> list[JSON]:
+    tasks = client.get(f"/v1/requests/{request_id}")["tasks"]
+    return [task for task in tasks if task["state"] not in wording.ENDED] or tasks
+
+
+def resolve(client: Client, given: str) -> tuple[str, str]:
+    """Return ("requests" or "tasks", id) of what was named; raises Problem if there is none.
+
+    A name means the newest request of that name; any other text may be the end of an id.
+    """
+    for prefix, kind in (("req_", "requests"), ("tsk_", "tasks")):
+        if given.startswith(prefix):
+            return kind, given
+    request, slash, task = given.partition("/")
+    if slash:
+        return "tasks", _task_named(client, _request(client, request), task)
+    return "requests", _request(client, given)
+
+
+def _request(client: Client, given: str) -> str:
+    if given.startswith("req_"):
+        return given
+    found = client.get("/v1/requests", name=given, limit=1)["items"]
+    if not found and re.fullmatch("[0-9a-f]{8,32}", given):
+        found = client.get("/v1/requests", id_ends=given, limit=2)["items"]
+    if len(found) > 1:
+        ids = ", ".join(each["id"] for each in found)
+        raise typer.BadParameter(f"several ids end in {given}, such as {ids}; give more digits")
+    if not found:
+        raise not_found(f"no request has the name {given!r} or an id with this end")
+    return str(found[0]["id"])
+
+
+def _task_named(client: Client, request_id: str, name: str) -> str:
+    tasks = client.get(f"/v1/requests/{request_id}")["tasks"]
+    for task in tasks:
+        if task["name"] == name:
+            return str(task["id"])
+    known = ", ".join(task["name"] for task in tasks)
+    raise not_found(f"the request has no task {name!r}; its tasks are {known}")
+
+
+def named_tasks(client: Client, given: str) -> list[JSON]:
+    """Return the named task; or a request's unfinished tasks, or all if none is unfinished."""
+    kind, id = resolve(client, given)
+    return [client.get(f"/v1/tasks/{id}")] if kind == "tasks" else open_tasks(client, id)
+
+
+def not_found(told: str) -> Problem:
+    return Problem(404, {"type": "not-found", "title": NOTHING, "detail": told})

@@ -1,0 +1,78 @@
+"""Verbs about the service and its user: up, login, whoami, doctor."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Annotated
+
+import typer
+
+from app.cli import credentials, verbs, wording
+from app.cli.client import JSON, Client, Problem
+from app.cli.tables import Output, err, facts, show, table
+from app.cli.verbs import HERE, NO_ANSWER, Format, app
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    rich_help_panel=HERE,
+)
+def up(ctx: typer.Context) -> None:
+    """Run the whole system on this machine, until Ctrl-C (options: those of python -m
+    app.local.up)."""
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "app.local.up", *ctx.args])
+
+
+@app.command("login", rich_help_panel=HERE)
+def log_in(
+    ctx: typer.Context,
+    url: Annotated[str, typer.Option(help="URL of the service")] = "",
+    key: Annotated[str, typer.Option(help="API key; prompted for if omitted")] = "",
+) -> None:
+    """Store the address of the service and your key."""
+    url = url or os.environ.get("ROUNDHOUSE_URL") or typer.prompt("Address", err=True)
+    url = credentials.address(url, "the address")
+    key = key or typer.prompt("API key", hide_input=True, err=True)
+    new = credentials.Login(url=url, key=key.strip(), source="")
+    with verbs.connect(ctx, new) as client:
+        me = client.get("/v1/me")
+    file = credentials.store(new)
+    err().print(f"Logged in as {me['user']} of {me['tenant']} ({me['role']}); saved in {file}.")
+
+
+@app.command(rich_help_panel=HERE)
+def whoami(ctx: typer.Context, output: Format = Output.table) -> None:
+    """Show your user, tenant and role, as the service sees you."""
+    who = credentials.found(ctx.obj)
+    with verbs.connect(ctx, who) as client:
+        me = client.get("/v1/me")
+    show(me, output, lambda: facts([*wording.me(me), ("service", who.url), ("key", who.source)]))
+
+
+@app.command(rich_help_panel=HERE)
+def doctor(ctx: typer.Context, output: Format = Output.table) -> None:
+    """Check that the service answers, knows you, and can work.  Exits with 6 if anything is
+    wrong.
+    """
+    who = credentials.found(ctx.obj)
+    with Client(who.url, who.key, patience_s=0.0) as client:
+        began_s = time.perf_counter()
+        checks = client.ready()["checks"]
+        took = f"{who.url} answered in {1000 * (time.perf_counter() - began_s):.0f} ms"
+        found = [{"check": "service", "ok": True, "detail": took}, _known(client, who)]
+    found += [{"check": name, **check} for name, check in checks.items()]
+    show(found, output, lambda: table(found, wording.CHECKS))
+    if not all(check["ok"] for check in found):
+        raise typer.Exit(NO_ANSWER)
+
+
+def _known(client: Client, who: credentials.Login) -> JSON:
+    try:
+        me = client.get("/v1/me")
+    except Problem as problem:
+        return {"check": "key", "ok": False, "detail": f"{problem} (from {who.source})"}
+    told = f"{me['user']} of {me['tenant']}, {me['role']} (from {who.source})"
+    return {"check": "key", "ok": True, "detail": told}

@@ -1,0 +1,208 @@
+"""The verb submit: find out what is to run, send its code, post the request."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer._click.exceptions import NoSuchOption
+from typer.core import TyperCommand
+
+from app.cli import verbs, watching, wording
+from app.cli.bundling import Bundle, bundle_file, bundle_folder
+from app.cli.client import JSON, Client, Problem, Unreachable
+from app.cli.tables import Output, err, show
+from app.cli.verbs import WORK, Format, app
+
+
+class _Submit(TyperCommand):
+    """The command `submit`, which explains where the options of a script belong."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except NoSuchOption as error:
+            error.message += (
+                ". Options of the script belong after --, as in `roundhouse submit train.py -- "
+                "--epochs 2`."
+            )
+            raise
+
+
+@app.command(cls=_Submit, rich_help_panel=WORK)
+def submit(
+    ctx: typer.Context,
+    source: Annotated[
+        Path | None,
+        typer.Argument(metavar="FILE|FOLDER", help="a script, a descriptor, or a folder with code"),
+    ] = None,
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="-- WORDS", help="arguments of the script, or the command to run in the folder"
+        ),
+    ] = None,
+    job: Annotated[str, typer.Option(help="class to run from the folder: module:Class")] = "",
+    bundle: Annotated[Path | None, typer.Option(help="folder or archive with the code")] = None,
+    param: Annotated[
+        list[str] | None,
+        typer.Option("--param", "-p", help="parameter of the job: name=value; repeatable"),
+    ] = None,
+    name: Annotated[str, typer.Option(help="name of the request")] = "",
+    ranks: Annotated[
+        int,
+        typer.Option(min=1, help="number of ranks of a job or command, which share its devices"),
+    ] = 1,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="print events until the request ends")
+    ] = False,
+    check: Annotated[bool, typer.Option("--check", help="validate only; submit nothing")] = False,
+    key: Annotated[
+        str, typer.Option("--idempotency-key", help="submits at most once for this key")
+    ] = "",
+    output: Format = Output.table,
+) -> None:
+    """Submit work: a script, a descriptor in YAML or JSON, or a job or command of a folder.
+
+    \b
+    roundhouse submit train.py -- --epochs 2  (a script; its folder is sent along)
+    roundhouse submit folder -- python train.py --lr 0.1
+    roundhouse submit folder --job train:Train -p lr=0.1
+    roundhouse submit request.yaml
+    roundhouse submit folder                  (with a roundhouse.yaml in it)
+    """
+    source, command = _script(source, command or [])
+    run = _run(source, job, command, bundle)
+    descriptor = _descriptor(source, run, ranks)
+    if name:
+        descriptor["name"] = name
+    if param:
+        _set_params(descriptor, param)
+    code = _code(descriptor, source, bundle)
+    key = key or str(uuid.uuid4())
+    with verbs.connect(ctx) as client:
+        if code is not None:
+            _upload(client, code)
+            descriptor["bundle"] = f"sha256:{code.sha256}"
+        if check:
+            checked = client.post("/v1/requests:validate", descriptor)
+            show(checked, output, lambda: wording.validated(checked))
+            return
+        try:
+            request = client.submit(descriptor, key=key)
+        except Unreachable:
+            err().print(
+                "The submission may have arrived. It is safe to repeat it with --idempotency-key "
+                f"{key}."
+            )
+            raise
+        if not watch:
+            show(request, output, lambda: wording.accepted(request))
+            return
+        err().print(wording.accepted(request))
+        watching.follow(ctx, client, request["id"], output)
+
+
+def _script(source: Path | None, words: list[str]) -> tuple[Path | None, list[str]]:
+    """Return the folder and the command; a script becomes `python SCRIPT` in its own folder."""
+    if misplaced := [word for word in words if word in _OWN_OPTIONS]:
+        err().print(
+            f"{misplaced[0]} stands after --, so it is passed to the script, not to submit."
+        )
+    if source is None or source.is_dir():
+        return source, words
+    if not source.exists():
+        raise typer.BadParameter(_not_there(source, words))
+    if source.suffix != ".py":
+        return source, words
+    return source.parent, ["python", source.name, *words]
+
+
+_OWN_OPTIONS = {"--watch", "--check", "--ranks", "--idempotency-key"}
+
+
+def _not_there(source: Path, words: list[str]) -> str:
+    told = f"no such file or folder: {source}"
+    if not words:
+        return told
+    return f"{told}; to run a command, name its folder first: roundhouse submit FOLDER -- COMMAND"
+
+
+def _run(source: Path | None, job: str, command: list[str], bundle: Path | None) -> JSON | None:
+    """Return what to run, if the options say it; None if a descriptor says it."""
+    if job and command:
+        raise typer.BadParameter("--job and a command exclude each other")
+    if not job and not command:
+        return None
+    if source is not None and not source.is_dir():
+        raise typer.BadParameter(
+            f"{source} is neither a folder nor a Python script; with --job or a command, name the "
+            "folder of the code"
+        )
+    if source is not None and bundle is not None:
+        raise typer.BadParameter(
+            f"{source} and --bundle {bundle} both name the code; give only one"
+        )
+    return {"job": job} if job else {"command": command}
+
+
+def _descriptor(source: Path | None, run: JSON | None, ranks: int) -> JSON:
+    if run is not None:
+        kind = "train" if "job" in run else "command"
+        return {"tasks": [{"name": kind, "type": "train", "run": run, "world_size": ranks}]}
+    if source is None:
+        raise typer.BadParameter(
+            "name what to submit: a script, a descriptor, or a folder with code"
+        )
+    if ranks > 1:
+        raise typer.BadParameter(
+            "--ranks does not apply to a descriptor; set world_size in its tasks"
+        )
+    from app.cli.descriptor_file import read_descriptor
+
+    return read_descriptor(source)
+
+
+def _set_params(descriptor: JSON, params: list[str]) -> None:
+    tasks = descriptor.get("tasks")
+    if not isinstance(tasks, list) or len(tasks) != 1 or not isinstance(tasks[0], dict):
+        raise typer.BadParameter(
+            "--param needs a single task; set the parameters of several tasks in the file"
+        )
+    from app.cli.descriptor_file import parse_param
+
+    try:
+        given = dict(parse_param(text) for text in params)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    tasks[0]["params"] = {**(tasks[0].get("params") or {}), **given}
+
+
+def _code(descriptor: JSON, source: Path | None, given: Path | None) -> Bundle | None:
+    """Return the code to send; None if the descriptor names a bundle that the service
+    already has.
+    """
+    named = descriptor.get("bundle")
+    if given is not None:
+        place = given
+    elif isinstance(named, str) and not named.startswith("sha256:"):
+        assert source is not None, "only a file can name a bundle"
+        place = (source if source.is_dir() else source.parent) / named
+    elif named is None and source is not None and source.is_dir():
+        place = source
+    else:
+        return None
+    return bundle_file(place) if place.is_file() else bundle_folder(place)
+
+
+def _upload(client: Client, code: Bundle) -> None:
+    err().print(wording.bundle(code))
+    try:
+        sent = client.upload(code.sha256, code.body)
+    except Problem as problem:
+        if problem.status == 413:
+            err().print(wording.too_large(code))
+        raise
+    err().print("  the service already has it" if sent is None else wording.unparsed(sent))

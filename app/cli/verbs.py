@@ -1,0 +1,128 @@
+"""The command `roundhouse` itself: its errors, exit codes, shared options, and groups of verbs."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.text import Text
+from typer.core import TyperGroup
+
+from app.cli import credentials, wording
+from app.cli.bundling import Unreadable
+from app.cli.client import Client, Damaged, Problem, Unreachable
+from app.cli.tables import Output, err
+
+OK, JOB_FAILED, USAGE, NO_ACCESS, REFUSED, NOT_FOUND, NO_ANSWER = range(7)
+INTERRUPTED = 130
+HERE, WORK, DATA = "The service, and you", "Work", "Data"  # groups of verbs in `--help`
+SHARES, ADMIN = "Shares and devices", "Administration"
+SIMULATE = "simulate"
+
+STARTED = "starting,running,paused,preempted"
+LIVE = f"queued,{STARTED}"
+
+
+class Verbs(TyperGroup):
+    """Runs a verb, and reports its errors in words, with the matching exit code."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        found = super().get_command(ctx, cmd_name)
+        return _simulate() if found is not None and cmd_name == SIMULATE else found
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except Problem as problem:
+            fail(exit_code(problem), wording.problem(problem))
+        except Unreachable as error:
+            fail(NO_ANSWER, wording.unreachable(error))
+        except Damaged as error:
+            fail(NO_ANSWER, Text(str(error)))
+        except credentials.NoLogin as error:
+            fail(NO_ACCESS, Text(str(error)))
+        except (Unreadable, credentials.BadAddress) as error:
+            fail(USAGE, Text(str(error)))
+        except KeyboardInterrupt:
+            fail(INTERRUPTED, Text("Interrupted. Submitted work continues."))
+
+
+def _simulate() -> Any:
+    """Return the real verb, which imports the scheduler; that is slow."""
+    from app.cli import simulate
+
+    real = typer.Typer()
+    real.command(SIMULATE, rich_help_panel=SHARES)(simulate.simulate)
+    return typer.main.get_command(real)
+
+
+def exit_code(problem: Problem) -> int:
+    """Choose the exit code by the remedy: correct the input, the key, the action, the id,
+    or wait.
+    """
+    if problem.status in (401, 403):
+        return NO_ACCESS
+    if problem.status == 404:
+        return NOT_FOUND
+    if problem.status >= 500:
+        return NO_ANSWER
+    if problem.type in _REFUSALS or problem.status == 429:
+        return REFUSED
+    return USAGE
+
+
+_REFUSALS = {
+    "unsatisfiable",
+    "payload-too-large",
+    "conflict-state",
+    "queue-full",
+    "quota-exceeded",
+    "precondition-failed",
+    "gone",
+}
+
+
+def fail(code: int, told: Text) -> NoReturn:
+    err().print(told)
+    raise typer.Exit(code)
+
+
+app = typer.Typer(
+    cls=Verbs,
+    help="Roundhouse: share a few accelerators between several teams.",
+    epilog="Exit codes: 0 ok, 1 job failed, 2 usage, 3 no access, 4 rejected, 5 not found, 6 no "
+    "answer, 130 interrupted.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+As = Annotated[
+    str | None,
+    typer.Option(
+        "--as", envvar="ROUNDHOUSE_AS", help="use the key of TENANT[:ROLE] that `make up` created"
+    ),
+]
+Format = Annotated[Output, typer.Option("--output", "-o", help="output format")]
+WHICH = (
+    "name of a request, NAME/TASK for one of its tasks, or an id (its last 8 characters are enough)"
+)
+Which = Annotated[str, typer.Argument(metavar="NAME", help=WHICH)]
+Several = Annotated[list[str], typer.Argument(metavar="NAME...", help=WHICH)]
+
+
+@app.callback()
+def _common(ctx: typer.Context, as_: As = None) -> None:
+    ctx.obj = as_
+
+
+def connect(ctx: typer.Context, who: credentials.Login | None = None) -> Client:
+    who = who or credentials.found(ctx.obj)
+    return Client(who.url, who.key)
+
+
+def connect_once(ctx: typer.Context) -> Client:
+    """Return a client without retries, for calls that create a secret: a lost answer cannot be
+    repeated.
+    """
+    who = credentials.found(ctx.obj)
+    return Client(who.url, who.key, patience_s=0.0)

@@ -1,0 +1,116 @@
+"""Verbs that look at work: ps, show, why, logs, watch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Annotated
+
+import typer
+
+from app.cli import names, verbs, watching, wording
+from app.cli.client import JSON, Client
+from app.cli.tables import Output, err, show, show_line, table
+from app.cli.verbs import LIVE, WORK, Format, Which, app
+
+
+@app.command(rich_help_panel=WORK)
+def ps(
+    ctx: typer.Context,
+    all_: Annotated[bool, typer.Option("--all", "-a", help="also list ended requests")] = False,
+    limit: Annotated[
+        int, typer.Option("--limit", "-n", min=1, max=200, help="print at most so many")
+    ] = 50,
+    output: Format = Output.table,
+) -> None:
+    """List requests, newest first."""
+    phase = None if all_ else LIVE
+    with verbs.connect(ctx) as client:
+        page = client.get("/v1/requests", phase=phase, limit=limit)
+    if page["items"] or output in (Output.json, Output.yaml):
+        show(page["items"], output, lambda: table(page["items"], wording.REQUESTS))
+    if not page["items"] and not all_:
+        err().print(
+            "Nothing is queued or running.  `roundhouse ps -a` also lists ended requests; "
+            "`roundhouse submit --help` explains how to submit."
+        )
+    if page.get("next_cursor"):
+        err().print(f"There are more than {limit}; use --limit to list more.")
+
+
+@app.command("show", rich_help_panel=WORK)
+def show_one(ctx: typer.Context, id: Which, output: Format = Output.table) -> None:
+    """Show a request with its tasks, or one task with where it ran."""
+    with verbs.connect(ctx) as client:
+        kind, id = names.resolve(client, id)
+        value = client.get(f"/v1/{kind}/{id}")
+        if kind == "requests":
+            show(value, output, lambda: wording.request(value))
+            return
+        stays = list(client.items(f"/v1/tasks/{id}/placements"))
+    show({**value, "placements": stays}, output, lambda: wording.task(value, stays))
+
+
+@app.command(rich_help_panel=WORK)
+def why(ctx: typer.Context, given: Which, output: Format = Output.table) -> None:
+    """Explain why it waits, and what would let it start."""
+    with verbs.connect(ctx) as client:
+        kind, id = names.resolve(client, given)
+        tasks = [client.get(f"/v1/tasks/{id}")] if kind == "tasks" else names.open_tasks(client, id)
+        told = [watching.explain(client, task) for task in tasks]
+    failed = [task for task in tasks if task["state"] == "failed"]
+    show(told, output, lambda: wording.explained(told, failed, wording.called(given)))
+
+
+@app.command(rich_help_panel=WORK)
+def logs(
+    ctx: typer.Context,
+    id: Which,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="follow until the task ends")
+    ] = False,
+    grep: Annotated[
+        str | None, typer.Option("--grep", "-g", help="only lines that contain this text")
+    ] = None,
+    tail: Annotated[
+        int | None, typer.Option("--tail", "-n", min=1, help="print only the last lines")
+    ] = None,
+    output: Format = Output.table,
+) -> None:
+    """Print what a request or task printed, on all devices and in all of its launches."""
+    which = {"grep": grep, "tail": tail}
+    with verbs.connect(ctx) as client:
+        kind, id = names.resolve(client, id)
+        path = f"/v1/requests/{id}/logs"
+        if kind == "tasks":
+            found = client.get(f"/v1/tasks/{id}")
+            path, which["task"] = f"/v1/requests/{found['request_id']}/logs", found["name"]
+        printed = False
+        for line in _lines(client, path, which, follow):
+            show_line(line, output, partial(wording.log_line, line))
+            printed = True
+        if printed or grep:
+            return
+        value = client.get(f"/v1/{kind}/{id}")
+        err().print(
+            wording.silent(value) if value["state"] in wording.ENDED else wording.quiet(value)
+        )
+
+
+def _lines(client: Client, path: str, which: JSON, follow: bool) -> Iterator[JSON]:
+    given = {name: value for name, value in which.items() if value is not None}
+    if not follow:
+        yield from client.items(path, **{"limit": 200, **given})
+        return
+    for event in client.stream(path, **given):
+        if event.type != "end":
+            yield event.data
+
+
+@app.command(rich_help_panel=WORK)
+def watch(ctx: typer.Context, id: Which, output: Format = Output.table) -> None:
+    """Print the events of a request until it ends; exits with 1 if it does not end well."""
+    with verbs.connect(ctx) as client:
+        kind, id = names.resolve(client, id)
+        request_id = client.get(f"/v1/tasks/{id}")["request_id"] if kind == "tasks" else id
+        watching.follow(ctx, client, request_id, output)
