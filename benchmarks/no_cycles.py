@@ -38,8 +38,9 @@ from itertools import pairwise
 from app.core.fairness.fair_tree import FIXED_POINT_BITS
 from app.core.model.lifecycle import Move
 from app.core.model.snapshot import Decision, Device, Plan, Policy, Snapshot, Task, Tenant, User
-from app.core.scheduling.board import Board, been_away
+from app.core.scheduling.board import Board
 from app.core.scheduling.cycle import cycle, decide
+from app.core.scheduling.urgency import been_away
 from benchmarks import Target, quick, report
 
 SCENARIOS, QUICK = 1_000_000, 20_000
@@ -729,7 +730,7 @@ def _nothing_is_owed(seed: int, shop: Shop) -> None:
     """
     tables, waiting, _ = _standing(shop.snapshot())
     devices = shop.first.devices
-    if any(shop.board.patience_s(task) <= shop.board.policy.patience_s for task in waiting):
+    if any(shop.board.urgency.patience_s(task) <= shop.board.policy.patience_s for task in waiting):
         return
     for task in waiting:
         if task.width > 1 or tables.over(task) is not None:

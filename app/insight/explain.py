@@ -371,7 +371,7 @@ class _Picture:
         for id in sorted(tasks):
             board.set_task(tasks[id])
         for kind, tier, started in session.execute(_PAUSED, {"island": self.island}):
-            board.started[kind, tier] += started
+            board.urgency.started[kind, tier] += started
         return board
 
     def know(self, session: Session, users: set[str]) -> None:

@@ -39,7 +39,8 @@ from app.core.fairness.fair_tree import Branch
 from app.core.model.snapshot import Task
 from app.core.scheduling import blockers
 from app.core.scheduling.blockers import Crowd
-from app.core.scheduling.board import Board, slice_us
+from app.core.scheduling.board import Board
+from app.core.scheduling.stays import slice_us
 from app.db.models import Placement
 from app.db.models import Task as TaskRow
 from app.db.transactions import AnyRow

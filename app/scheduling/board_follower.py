@@ -107,7 +107,7 @@ class Follower:
         """
         self.news = self._ask(session, now_s)
         if self.board is not None:
-            self.board.written_down()
+            self.board.memory.written_down()
             if not self._catch_up(session, self.board, self.news, now_s):
                 self.forget()
         if self.board is None:

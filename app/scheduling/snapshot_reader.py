@@ -30,7 +30,7 @@ from app.core.model.snapshot import (
     Terms,
     User,
 )
-from app.core.scheduling.board import LEAVES_A_SEAT
+from app.core.scheduling.stays import LEAVES_A_SEAT
 from app.db.models import Account, Host, LedgerBase, Need, Placement
 from app.db.models import Device as DeviceRow
 from app.db.models import Lift as LiftRow

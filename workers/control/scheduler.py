@@ -285,7 +285,7 @@ class Scheduler(Loop):
         if plan.look_again_s is None:
             return settings().tick_s
         if plan.look_again_s <= now_s:
-            waiting = sorted(board.tried.keys() | board.in_the_way)[:TOLD_TASKS]
+            waiting = sorted(board.memory.tried.keys() | board.memory.in_the_way)[:TOLD_TASKS]
             log.error(
                 "island %s: the round at %.6f s asked to be repeated already at %.6f s; tasks: %s",
                 self.island,

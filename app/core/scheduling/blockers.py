@@ -20,8 +20,9 @@ from app.core.explanation.waiting_reasons import Ahead, Obstacles, Shut, Standin
 from app.core.fairness.fair_tree import ALL, Branch, Lane, Path, lane, unscored, usage_us
 from app.core.model.snapshot import Reason, Task
 from app.core.scheduling import elastic
-from app.core.scheduling.board import MILLI, Board, Stay, fresh_us, slice_us
+from app.core.scheduling.board import MILLI, Board
 from app.core.scheduling.preemption import above, below, goes_before, sides
+from app.core.scheduling.stays import Stay, fresh_us, slice_us
 
 
 def line(board: Board) -> Iterator[tuple[Task, tuple[Reason, ...]]]:
@@ -182,19 +183,21 @@ def _lent(branch: Branch, kind: str) -> bool:
 
 
 def _protected(board: Board, stay: Stay, task: Task) -> bool:
-    if board.protected(stay.task):
+    if board.urgency.protected(stay.task):
         return True
     held = stay.task
-    if not board.policy.tier_share.get(held.tier) or held.tier not in board.honoured(held.kind):
+    if not board.policy.tier_share.get(held.tier) or held.tier not in board.urgency.honoured(
+        held.kind
+    ):
         return False
     away_s = (slice_us(board.policy, task) + held.switch_us) / 1e6
-    return board.slack_s(held) < away_s
+    return board.urgency.slack_s(held) < away_s
 
 
 def _shed(board: Board, task: Task) -> bool:
     """Rule F9: True if the task is due but its tier's promise cannot be kept."""
-    due = task.epoch > 0 and board.policy.turns and board.slack_ends_s(task) <= board.now_s
-    return due and task.tier not in board.honoured(task.kind)
+    due = task.epoch > 0 and board.policy.turns and board.urgency.slack_ends_s(task) <= board.now_s
+    return due and task.tier not in board.urgency.honoured(task.kind)
 
 
 def _fee(board: Board, stay: Stay, task: Task) -> int:

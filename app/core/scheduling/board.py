@@ -5,26 +5,24 @@
 changed and not what waits.  Both ways lead to the same board and to the same decisions (tested).
 
 The board holds the tenant tree with its waiting tasks by `lane` (`core.fairness.fair_tree`), the
-free devices, the stays of tasks on devices, and the instants at which time alone changes something.
+free devices (`pool`), the stays of tasks on devices (`stays`), the waiting tasks that must go first
+(`urgency`), what it remembers of earlier rounds (`round_memory`), and the instants at which time
+alone changes something.
 Usage is counted in micro-device-seconds times thousandths of cost.
 """
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 from heapq import heappop, heappush
-from itertools import islice
 from operator import itemgetter
 
 from app.core.fairness.dominant_resource import dominant_cost
 from app.core.fairness.fair_tree import Branch, FairTree, Lane, Path, both_of, lane, on_host
 from app.core.model.lifecycle import ENDED, ON_A_DEVICE, State
 from app.core.model.snapshot import (
-    TIERS,
     Device,
     Lift,
     Policy,
@@ -34,209 +32,24 @@ from app.core.model.snapshot import (
     User,
     changed,
 )
-
-HOLDS_A_SEAT = frozenset({State.starting, State.running, State.splicing})
-LEAVES_A_SEAT = frozenset({State.pausing, State.stopping})
+from app.core.scheduling.pool import Pool
+from app.core.scheduling.round_memory import RoundMemory
+from app.core.scheduling.stays import (
+    HOLDS_A_SEAT,
+    LEAVES_A_SEAT,
+    NEVER,
+    Stay,
+    fresh_us,
+    is_lent,
+    is_same_epoch,
+    is_same_stay,
+    ripe_s,
+    settled_s,
+    slice_us,
+)
+from app.core.scheduling.urgency import Urgency
 
 MILLI = 1000  # thousandths in a cost of 1
-NEVER = math.inf
-
-
-@dataclass(slots=True, eq=False)
-class Stay:
-    """A task's stay on the devices that it holds.
-
-    A stay is charged one full turn when the task is launched, and continuously after that turn.
-    After the turn the stay is `ripe` (preemptible).  `rate` is the cost of one second, in
-    thousandths.  `lane` is what the task needs; the task may hold more devices than that.
-    """
-
-    task: Task
-    leaf: Branch
-    lane: Lane
-    devices: tuple[str, ...]
-    rate: int
-    turn_us: int
-    ripe: bool = False
-    leaving: bool = False
-    expected: tuple[float, str, int] | None = None  # the entry of this stay in `Pool.ends`
-    leaves: tuple[str, ...] = ()  # devices that the task will release because it shrinks
-
-    @property
-    def id(self) -> str:
-        return self.task.id
-
-    @property
-    def grown(self) -> int:
-        """The number of devices that the task holds beyond its need."""
-        return len(self.devices) - self.lane.width if self.task.elastic else 0
-
-
-@dataclass(slots=True)
-class Service:
-    """The level at which children of a branch are served with one kind of device
-    (`core.scheduling.idle_credit`).
-
-    `level` is a score and never falls.  `weight` is the total weight of the children that waited
-    for or held such devices when the level was last measured.  `came` is the total weight of the
-    children that arrived since.  The level is measured again from `again_s` on.
-    """
-
-    level: int = 0
-    weight: int = 0
-    came: int = 0
-    again_s: float = -math.inf
-
-
-@dataclass(slots=True)
-class Pool:
-    """The devices of one kind, and which of them can be assigned now.
-
-    A device with a leaving task counts as free, unless another task was already launched on it.
-    `ends` lists when stays are expected to end: (time, task, devices).
-    """
-
-    kind: str
-    # device that accepts work -> memory in bytes
-    open: dict[str, int] = field(default_factory=dict)
-    # free device -> is its last task still leaving?
-    free: dict[str, bool] = field(default_factory=dict)
-    heaps: dict[tuple[bool, int], list[str]] = field(default_factory=dict)
-    counts: Counter[int] = field(default_factory=Counter)  # memory -> number of free devices
-    sizes: Counter[int] = field(default_factory=Counter)  # memory -> number of open devices
-    ends: list[tuple[float, str, int]] = field(default_factory=list)
-    known: int = 0  # number of devices, open or not
-    hosts: dict[str, str] = field(default_factory=dict)  # device, open or not -> host
-    grown: int = 0  # devices that tasks hold beyond their need
-    # cost in thousandths -> number of open devices
-    costs: Counter[int] = field(default_factory=Counter)
-
-    def add(self, id: str, *, leaving: bool) -> None:
-        memory = self.open[id]
-        if id not in self.free:
-            self.counts[memory] += 1
-        self.free[id] = leaving
-        heappush(self.heaps.setdefault((leaving, memory), []), id)
-
-    def remove(self, id: str) -> None:
-        if self.free.pop(id, None) is not None:
-            self.counts[self.open[id]] -= 1
-
-    def fitting(self, lane: Lane) -> int:
-        """Count the free devices with enough memory, on the host if the lane names one."""
-        if lane.host is not None:
-            return sum(self.suits(id, lane) for id in self.free)
-        if not lane.memory_bytes:
-            return len(self.free)
-        return sum(n for memory, n in self.counts.items() if memory >= lane.memory_bytes)
-
-    @property
-    def whole(self) -> bool:
-        """True if every known device accepts work."""
-        return len(self.open) == self.known
-
-    def size(self, lane: Lane | None = None) -> int:
-        """Count the devices that accept work, free or not, and suit the lane's memory and host."""
-        if lane is not None and lane.host is not None:
-            return sum(self.suits(id, lane) for id in self.open)
-        if lane is None or not lane.memory_bytes:
-            return len(self.open)
-        return sum(n for memory, n in self.sizes.items() if memory >= lane.memory_bytes)
-
-    @property
-    def all_cost(self) -> int:
-        """The cost of one second on all devices that accept work, in thousandths."""
-        return sum(cost * n for cost, n in self.costs.items())
-
-    @property
-    def all_memory_bytes(self) -> int:
-        """The memory of all devices that accept work; 0 if one of them doesn't report it."""
-        if self.sizes[0]:
-            return 0
-        return sum(memory * n for memory, n in self.sizes.items())
-
-    def by_host(self, ids: Iterable[str], memory_bytes: int) -> Counter[str]:
-        """Count by host the given devices that accept work and have at least `memory_bytes`."""
-        fits = (id for id in ids if self.open.get(id, -1) >= memory_bytes)
-        return Counter(self.hosts[id] for id in fits)
-
-    def home(self, width: int, memory_bytes: int, lent: Iterable[tuple[int, Iterable[str]]]) -> str:
-        """Return the host where `width` devices are likely to be free first; "" without devices.
-
-        Hosts with enough devices come first.  Among them a host where enough are free is preferred,
-        then the host with the most devices that are free or `lent`, the most free ones, and the
-        most devices.  Each entry of `lent` is (how many can be returned, the devices to choose
-        from).
-        """
-        size = self.by_host(self.open, memory_bytes)
-        free = self.by_host(self.free, memory_bytes)
-        could = free.copy()
-        for most, devices in lent:
-            for host, n in self.by_host(devices, memory_bytes).items():
-                could[host] += min(most, n)
-
-        def place(host: str) -> tuple[int, bool, int, int, int, str]:
-            enough, has = min(size[host], width), min(free[host], width)
-            return -enough, has < width, -min(could[host], width), -has, -size[host], host
-
-        return min(size, key=place, default="")
-
-    def suits(self, id: str, lane: Lane) -> bool:
-        fits = self.open.get(id, -1) >= lane.memory_bytes and lane.pin in (None, id)
-        return fits and lane.host in (None, self.hosts[id])
-
-    def best(self, lane: Lane, image_on: str | None, pinned: Iterable[str]) -> list[str]:
-        """Choose the devices for a task of this lane; an empty list if too few are free.
-
-        Empty devices come before devices that a task is still leaving.  After that the order is:
-        the device that holds the task's image; devices to which no waiting task is pinned; the
-        smallest memory.
-        """
-        if lane.pin is not None:
-            return [lane.pin] if self.suits(lane.pin, lane) and lane.pin in self.free else []
-        if self.fitting(lane) < lane.width:
-            return []
-        if lane.width == 1 and image_on is not None and self._first_choice(image_on, lane):
-            return [image_on]
-        free = self._in_order(lane, frozenset(pinned))
-        chosen = list(islice(free, lane.width))
-        free.close()
-        return chosen
-
-    def _first_choice(self, id: str, lane: Lane) -> bool:
-        """True if the device is free, and it is empty or no other free device is."""
-        leaving = self.free.get(id)
-        if leaving is None or not self.suits(id, lane):
-            return False
-        return not leaving or all(self.free.values())
-
-    def _in_order(self, lane: Lane, pinned: frozenset[str]) -> Generator[str, None, None]:
-        """Yield the free devices that suit the lane, best first."""
-        for leaving in (False, True):
-            yield from self._free(leaving, lane, lambda id: id not in pinned)
-            if pinned:
-                yield from self._free(leaving, lane, lambda id: id in pinned)
-
-    def _free(
-        self, leaving: bool, lane: Lane, wanted: Callable[[str], bool]
-    ) -> Generator[str, None, None]:
-        """Yield free devices by memory, then by id; stale heap entries are dropped on the way."""
-        for memory in sorted(m for gone, m in self.heaps if gone == leaving):
-            if memory < lane.memory_bytes:
-                continue
-            heap = self.heaps[leaving, memory]
-            seen: list[str] = []
-            try:
-                while heap:
-                    id = heappop(heap)
-                    if self.free.get(id) is not leaving or (seen and seen[-1] == id):
-                        continue
-                    seen.append(id)
-                    if wanted(id) and lane.host in (None, self.hosts[id]):
-                        yield id
-            finally:
-                for id in seen:
-                    heappush(heap, id)
 
 
 class Board:
@@ -252,19 +65,18 @@ class Board:
         self.tasks: dict[str, Task] = {}
         self.stays: dict[str, Stay] = {}
         self.pools: dict[str, Pool] = {}
+        self.urgency = Urgency(policy, self.tree, self.pools, self.tasks)
         self.seated: dict[str, str] = {}  # device -> the task that holds it or was assigned to it
         self.leaving: dict[str, str] = {}  # device -> the task that is leaving it
         self.beside: dict[str, dict[str, None]] = {}  # device -> tasks co-located with the holder
         self.graphs: dict[str, Stay] = {}  # stays of graphs; some may share their devices
         self.ripe: dict[Branch, dict[str, Stay]] = {}
         self.settled: dict[Branch, dict[str, Stay]] = {}  # preemptible stays past `fresh_s`
+        self.memory = RoundMemory()
         self.news: set[str] = set()  # tasks to look at in the next cycle
         self.leases_due_s = NEVER
         self.guarantees = False  # does any branch have a guarantee?
         self.heaviest = 1  # the largest weight that any tenant has had
-        # (kind, tier) -> waiting tasks that ran before and have a promised share (F9)
-        self._behind: dict[tuple[str, str], dict[str, None]] = {}
-        self._promise_due_s = NEVER  # when the next task of `_behind` becomes urgent
         # (parent branch, kind) -> devices guaranteed to its children, in total
         self.promised: Counter[tuple[Path, str]] = Counter()
         # Queues of which only the beginning is loaded -> the key of the last loaded task.
@@ -273,25 +85,9 @@ class Board:
         self.short: set[tuple[Branch, Lane]] = set()
         self.elastic: dict[str, Stay] = {}  # elastic stays that are not leaving
         self.grown = 0  # devices that elastic stays hold beyond their need
-        # Waiting tasks of the last round for which other tasks were held back.
-        self.in_the_way: set[str] = set()
-        # Tasks that went first in the last round -> the tasks that made them first or kept them
-        # from a device (`core.scheduling.record`).
-        self.tried: dict[str, tuple[str, ...]] = {}
-        self.goes_on = False  # did a queue run out, so that the next round continues the last?
         self.astray = False  # may a task be on a device that is lost or unknown?
-        # (`tree.moved`, time): while `moved` is the same, no task gains before that time
-        self.quiet = (-1, -math.inf)
-        self.services: dict[tuple[Branch, str], Service] = {}
         # (tenant, user, kind) -> idle-credit floor
         self.lifts: dict[tuple[str, str, str], Lift] = {}
-        # the floors that are new since the last plan
-        self.lifted: dict[tuple[str, str, str], Lift] = {}
-        # (branch, kind) of tasks that left devices by ending since the last admission
-        self.ended: dict[tuple[Branch, str], None] = {}
-        # Entries that joined or left a queue since the last plan that is known to be committed.
-        self.new: dict[tuple[Branch, str], None] = {}
-        self.gone: dict[tuple[Branch, str], None] = {}
         self._paths: dict[str, Path] = {}
         self._ripening: list[tuple[float, str, int]] = []
         self._settling: list[tuple[float, str, int]] = []
@@ -303,11 +99,6 @@ class Board:
         # kind -> (tree version, result of `ripe_tops`)
         self._tops: dict[str, tuple[int, list[tuple[int, Branch]]]] = {}
         self.priorities: Counter[int] = Counter()  # priority -> number of tasks that have not ended
-        # (kind, tier) -> devices needed by tasks that have started once (F9)
-        self.started: Counter[tuple[str, str]] = Counter()
-        self._aging: list[tuple[float, str, int]] = []
-        self._due: dict[str, float] = {}  # urgent task -> when it became urgent
-        self.aged: Counter[str] = Counter()  # kind -> devices held by gangs that lost patience
         self._pinned: dict[str, set[str]] = {}  # device -> waiting tasks that may be pinned to it
         self.sought: dict[str, str] = {}  # task -> the host on which room for it is tried just now
         self.kept_for: dict[str, str] = {}  # device -> the task that is being moved to it
@@ -358,19 +149,12 @@ class Board:
 
         The result is later than now, except before a round (`cycle`) has looked at the board.
         """
-        at_s = min(self.leases_due_s, self._promise_due_s)
+        at_s = min(self.leases_due_s, self.urgency.next_s())
         if self._ripening:
             at_s = min(at_s, self._ripening[0][0])
         if self._settling:
             at_s = min(at_s, self._settling[0][0])
-        if self._wake:
-            at_s = min(at_s, self._wake[0][0])
-        return min(at_s, self._aging[0][0]) if self._aging else at_s
-
-    def written_down(self) -> None:
-        """Forget which queue entries were new or gone: all decisions so far are committed."""
-        self.new.clear()
-        self.gone.clear()
+        return min(at_s, self._wake[0][0]) if self._wake else at_s
 
     # --- tenants and users ---
 
@@ -560,8 +344,8 @@ class Board:
         if task.moves_to is not None or self.kept_for:
             self._keep_for(task)
         stay, returns = self.stays.get(id), False
-        if stay is not None and not _same_stay(stay, task):
-            if task.elastic and _same_epoch(stay, task):
+        if stay is not None and not is_same_stay(stay, task):
+            if task.elastic and is_same_epoch(stay, task):
                 self._resize(stay, task)
             else:
                 self._let_go(stay)
@@ -587,7 +371,7 @@ class Board:
         if id in self.stays:
             stay = self.stays[id]
             self._let_go(stay)
-            self.ended[stay.leaf, stay.lane.kind] = None
+            self.memory.ended[stay.leaf, stay.lane.kind] = None
         if gone is not None:
             siblings = self._siblings[gone.request]
             siblings.pop(id, None)
@@ -601,7 +385,7 @@ class Board:
         if not self.priorities[task.priority]:
             del self.priorities[task.priority]
         if task.epoch:
-            self.started[task.kind, task.tier] += change * task.width
+            self.urgency.started[task.kind, task.tier] += change * task.width
 
     def pin(self, task: Task) -> str | None:
         """Return the only device that the task can resume on; None if any device will do.
@@ -676,7 +460,7 @@ class Board:
         stays = [
             stay
             for stay in (self.elastic.values() if self.grown else ())
-            if stay.grown and stay.task.state == State.running and _is_lent(stay)
+            if stay.grown and stay.task.state == State.running and is_lent(stay)
         ]
         return [(stay.grown, stay.devices[self.policy.homebound :]) for stay in stays]
 
@@ -696,7 +480,7 @@ class Board:
                 submitted_s=task.submitted_s,
                 returns=returns,
             )
-            self._watch_age(task)
+            self.urgency.watch(task)
         not_before_s = task.conditions.not_before_s
         if not_before_s is not None and not_before_s > self.now_s:
             heappush(self._wake, (not_before_s, task.id))
@@ -720,8 +504,7 @@ class Board:
         task = self.tree.drop(id)
         if task is None:
             return
-        if task.epoch:
-            self._behind.get((task.kind, task.tier), {}).pop(id, None)
+        self.urgency.forget(task)
         if task.image_on in self._pinned:
             self._pinned[task.image_on].discard(id)
         if self.longer:
@@ -733,10 +516,6 @@ class Board:
     def pinned(self) -> list[str]:
         """Return the devices to which a waiting task is pinned."""
         return [lane.pin for lane in self.tree.lanes if lane.pin is not None]
-
-    def looked_at(self, task: Task, *others: Task) -> None:
-        """Note that a task went first in this round, and the tasks that led to it or blocked it."""
-        self.tried[task.id] = self.tried.get(task.id, ()) + tuple(other.id for other in others)
 
     def pinned_to(self, device: str) -> list[str]:
         """Return the waiting tasks that can resume only on this device."""
@@ -775,150 +554,6 @@ class Board:
             all_cost=pool.all_cost,
             all_memory_bytes=pool.all_memory_bytes,
         )[0]
-
-    # --- urgency (rules F7 and F9) ---
-
-    def _watch_age(self, task: Task) -> None:
-        if not self.policy.turns and task.width == 1:
-            return
-        due_s = self.patience_ends_s(task)
-        if due_s <= self.now_s:  # the patience is over already, so no timer is needed
-            self._due[task.id] = min(due_s, self._due.get(task.id, NEVER))
-        elif due_s < NEVER:
-            heappush(self._aging, (due_s, task.id, task.epoch))
-        if task.epoch and self.policy.tier_share.get(task.tier):
-            self._behind.setdefault((task.kind, task.tier), {})[task.id] = None
-
-    def urgent(self) -> list[Task]:
-        """Return the waiting tasks that must go before all others now, longest due first."""
-        while self._aging and self._aging[0][0] <= self.now_s:
-            due_s, id, epoch = heappop(self._aging)
-            task = self.tasks.get(id)
-            if task is not None and task.epoch == epoch and id in self.tree:
-                self._due[id] = min(due_s, self._due.get(id, NEVER))
-        for id in [id for id in self._due if id not in self.tree]:
-            del self._due[id]
-        due = self._due | self._promises_due()
-        return [self.tasks[id] for id in sorted(due, key=lambda id: (due[id], id))]
-
-    def _promises_due(self) -> dict[str, float]:
-        """Rule F9: return the tasks that must go first by their tier's promise, and since when.
-
-        Only tiers with promises that can all be kept count.  So there are fewer such tasks than
-        devices.
-        """
-        self._promise_due_s, found = NEVER, {}
-        for (kind, tier), ids in self._behind.items():
-            if not ids or tier not in self.honoured(kind):
-                continue
-            for id in ids:
-                due_s = self.slack_ends_s(self.tasks[id])
-                if due_s <= self.now_s:
-                    found[id] = due_s
-                else:
-                    self._promise_due_s = min(self._promise_due_s, due_s)
-        return found
-
-    def honoured(self, kind: str) -> tuple[str, ...]:
-        """Rule F9: return the tiers with promises that fit the devices; the lowest are shed."""
-        share, pool = self.policy.tier_share, self.pools.get(kind)
-        left = float(pool.size()) if pool is not None else 0.0
-        kept = []
-        for tier in reversed(TIERS):
-            left -= share.get(tier, 0.0) * self.started[kind, tier]
-            if left < 0 or not share.get(tier):
-                break
-            kept.append(tier)
-        return tuple(kept)
-
-    def lead_s(self, task: Task) -> float:
-        """Rule F9: return how early a task is urgent, since a turn and a switch may come first."""
-        burst_s, _ = self._bucket(task)
-        return min(self.policy.slice_max_s, burst_s / 4)
-
-    def _bucket(self, task: Task) -> tuple[float, float]:
-        """Rule F9: return (seconds that a task may wait at once, more of every second).
-
-        Both together are the waiting time that a window allows.  If there are at least as many
-        devices as tasks with a promise, a task may use all of it at once.  If there are fewer
-        devices, the tasks need a part p of it for taking turns among themselves: if all had already
-        waited that long for other tasks, their promises could not be kept.
-        """
-        share, window_s = self.policy.tier_share.get(task.tier, 0.0), self.policy.tier_window_s
-        pool, may_s = self.pools.get(task.kind), (1.0 - share) * window_s
-        counts = [(self.started[task.kind, tier], tier) for tier in self.honoured(task.kind)]
-        too_many = sum(count for count, _ in counts) - (pool.size() if pool is not None else 0)
-        part = 0.0
-        if too_many > 0:
-            away = sum(count * (1.0 - self.policy.tier_share[tier]) for count, tier in counts)
-            part = min(1.0, too_many / away)
-        burst_s = may_s * max((1.0 - part) ** 2, LEAST_BURST)
-        return burst_s, (may_s - burst_s) / window_s
-
-    def patience_s(self, task: Task) -> float:
-        """Rule F7: return how long a gang waits in total before it goes before all others, in s.
-
-        Narrower gangs wait longer, because a few devices often become free together.  A task with
-        one device is no gang and has no patience: NEVER.
-        """
-        pool = self.pools.get(task.kind)
-        if task.width == 1 or pool is None:
-            return NEVER
-        wide = self.policy.wide_share * len(pool.open)
-        return self.policy.patience_s * max(1.0, wide / task.width)
-
-    def patience_ends_s(self, task: Task) -> float:
-        since_s = task.submitted_s if task.waiting_since_s is None else task.waiting_since_s
-        waited_s = task.waited_s if self._ages(task) else 0.0
-        return since_s + max(0.0, self.patience_s(task) - waited_s)
-
-    def protected(self, task: Task) -> bool:
-        """Rule F7: True if a wide gang has waited out its patience once: it is not preempted."""
-        return self._ages(task) and task.waited_s >= self.patience_s(task)
-
-    def _ages(self, task: Task) -> bool:
-        """True if the gang's waits are added up; if not, its patience starts again after each turn.
-
-        Waits are not added up for narrow gangs, which may be many, nor for a gang that alone
-        exceeds the share of devices that such gangs may hold.
-        """
-        return self.patience_s(task) <= self.policy.patience_s and not self._too_wide(task)
-
-    def _too_wide(self, task: Task) -> bool:
-        pool = self.pools.get(task.kind)
-        return pool is not None and task.width > self.policy.aged_share * pool.size()
-
-    def may_age(self, task: Task) -> bool:
-        """Rule F7: True if gangs with ended patience stay within their share with this task."""
-        pool = self.pools.get(task.kind)
-        if pool is None or not self._ages(task):
-            return pool is not None
-        return self.aged[task.kind] + task.width <= self.policy.aged_share * pool.size()
-
-    def slack_s(self, task: Task, *, at_s: float | None = None) -> float:
-        """Rule F9: return how much longer the task may wait at once and keep its share in every
-        window.
-        """
-        at_s = self.now_s if at_s is None else at_s
-        burst_s, rate = self._bucket(task)
-        waits = not task.seats and task.waiting_since_s is not None
-        away = [*task.away, (task.waiting_since_s or 0.0, at_s)] if waits else task.away
-        since_s, total_s, used_s = at_s - self.policy.tier_window_s, 0.0, 0.0
-        for from_s, to_s in reversed(away):
-            if to_s <= since_s:
-                break
-            begin_s = max(from_s, since_s)
-            total_s += to_s - begin_s
-            used_s = max(used_s, total_s - rate * (at_s - begin_s))
-        return burst_s - used_s
-
-    def slack_ends_s(self, task: Task) -> float:
-        """Rule F9: return when a waiting task must go first, early enough to be seated in time."""
-        if task.epoch == 0 or not self.policy.tier_share.get(task.tier):
-            return NEVER
-        since_s = self.now_s if task.waiting_since_s is None else task.waiting_since_s
-        left_s = self.slack_s(task, at_s=since_s) - self.lead_s(task)
-        return since_s + max(0.0, left_s) / (1.0 - self._bucket(task)[1])
 
     # --- stays ---
 
@@ -976,8 +611,8 @@ class Board:
                 self.seated[id] = task.id  # until the task is seen to leave
                 pool.remove(id)
         self.tree.hold(leaf, here)
-        if self.protected(task):
-            self.aged[task.kind] += task.width
+        if self.urgency.protected(task):
+            self.urgency.aged[task.kind] += task.width
         self.tree.charge(leaf, self.tree.faded(self._owes(stay)))
         self._expect(stay)
         return stay
@@ -1067,8 +702,8 @@ class Board:
             self._true_up(stay)
         self._unripe(stay)
         pool = self.pools[stay.task.kind]
-        if self.protected(stay.task):
-            self.aged[stay.task.kind] -= stay.lane.width
+        if self.urgency.protected(stay.task):
+            self.urgency.aged[stay.task.kind] -= stay.lane.width
         if not stay.leaving:
             if self.elastic:
                 self._count_grown(stay, -1)
@@ -1188,76 +823,14 @@ class Board:
             stay.expected = None
 
 
-AWAY_PARTS = 64  # the number of parts in which a window is remembered
-# of the waiting time that a window allows: the least at once, so that turns can end
-LEAST_BURST = 1 / 16
-
-
-def been_away(
-    away: tuple[tuple[float, float], ...], from_s: float, to_s: float, *, window_s: float
-) -> tuple[tuple[float, float], ...]:
-    """Return `Task.away` with one more interval, without intervals that left the window (rule F9).
-
-    Intervals that end in the same part of a window are merged at the end of both.  The remembered
-    time is therefore never too short, and at most one part too long.
-    """
-    lasting = [(a, b) for a, b in away if b > to_s - window_s]
-    part_s = window_s / AWAY_PARTS
-    if lasting and lasting[-1][1] // part_s == to_s // part_s:
-        before_from_s, before_to_s = lasting.pop()
-        from_s -= before_to_s - before_from_s
-    return (*lasting, (from_s, to_s))
-
-
 def alike(task: Task) -> Lane:
     """Return the task's lane without pin, host and freshness."""
     return lane(task.kind, task.width, task.memory_bytes)
 
 
-def _is_lent(stay: Stay) -> bool:
-    """True if the stay's branches all hold more than their guarantee."""
-    branch, kind = stay.leaf, stay.lane.kind
-    while branch.parent is not None:
-        holds = branch.held[kind] + branch.grown.get(kind, 0)
-        if branch.guarantee and holds <= branch.guarantee.get(kind, 0):
-            return False
-        branch = branch.parent
-    return True
-
-
 def place_in_line(task: Task) -> tuple[int, float, str]:
     """Sort key of one user's tasks (rule F3); lower goes first."""
     return -task.priority, task.submitted_s, task.id
-
-
-def _same_epoch(stay: Stay, task: Task) -> bool:
-    return task.state in ON_A_DEVICE and stay.task.epoch == task.epoch
-
-
-def _same_stay(stay: Stay, task: Task) -> bool:
-    same = stay.devices == task.seats and stay.leaves == task.leaves
-    return same and stay.task.shares == task.shares and _same_epoch(stay, task)
-
-
-def ripe_s(stay: Stay) -> float:
-    """Return when the stay's turn is over; a resized task had its turn before it was resized."""
-    started_s = stay.task.started_s
-    if stay.task.resized_s is not None:
-        return stay.task.resized_s
-    return NEVER if started_s is None else started_s + stay.turn_us / 1e6
-
-
-def fresh_us(policy: Policy, task: Task) -> int:
-    """Rule F8: how long a task goes before its user's other tasks of equal urgency, in µs."""
-    return max(int(1e6 * policy.fresh_s), slice_us(policy, task))
-
-
-def settled_s(policy: Policy, stay: Stay) -> float:
-    """Return when the stay has held its devices long enough to yield to its own user's tasks."""
-    started_s = stay.task.started_s
-    if started_s is None:
-        return NEVER
-    return max(ripe_s(stay), started_s + max(policy.fresh_s, stay.turn_us / 1e6))
 
 
 def _conditional(task: Task) -> bool:
@@ -1269,16 +842,3 @@ def _conditional(task: Task) -> bool:
         or conditions.not_before_s is not None
         or task.gang
     )
-
-
-def slice_us(policy: Policy, *tasks: Task) -> int:
-    """Rule F8: return the length of a turn, so that switching costs at most `switch_share` of it.
-
-    A ticket's turn has the maximum length: its gang can start only after tasks on other islands
-    have had their turns.
-    """
-    if any(task.ticket for task in tasks):
-        return int(1e6 * policy.slice_max_s)
-    switch_us = tasks[0].switch_us if len(tasks) == 1 else max(task.switch_us for task in tasks)
-    turn_s = switch_us / 1e6 / policy.switch_share
-    return int(1e6 * min(max(turn_s, policy.slice_min_s), policy.slice_max_s))

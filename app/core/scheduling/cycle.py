@@ -25,8 +25,9 @@ from app.core.model import lifecycle
 from app.core.model.lifecycle import NOT_STARTED, ON_A_DEVICE, Move, State
 from app.core.model.snapshot import Decision, Lift, Plan, Snapshot, Task, changed
 from app.core.scheduling import blockers, elastic, idle_credit, preemption, regroup, time_sharing
-from app.core.scheduling.board import NEVER, Board, slice_us
+from app.core.scheduling.board import Board
 from app.core.scheduling.island_gangs import OVER
+from app.core.scheduling.stays import NEVER, slice_us
 from app.core.units import counted
 
 BACKFILL_DEPTH = 16  # most tasks considered behind a gang for which devices are kept
@@ -52,8 +53,8 @@ def decide(snapshot: Snapshot, *, now_s: float) -> Plan:
 def cycle(board: Board, *, lift: bool = True) -> Plan:
     """Run one round at the board's time; afterwards the board shows the decisions as done."""
     paper = _Paper(board)
-    if not board.goes_on:
-        board.in_the_way, board.tried = set(), {}
+    if not board.memory.goes_on:
+        board.memory.in_the_way, board.memory.tried = set(), {}
     # 1.  Mark tasks as lost if the lease of a device has ended.
     _count_the_lost(paper)
     # 2.  End tasks that were cancelled while they held no device, and tasks that can never start.
@@ -92,19 +93,19 @@ def cycle(board: Board, *, lift: bool = True) -> Plan:
         _share(paper, kept)
     if board.elastic and not board.short and not moves:
         _grow(paper, kept)
-    board.goes_on = bool(board.short)
+    board.memory.goes_on = bool(board.short)
     seen = not board.short and not board.longer  # are all waiting tasks loaded?
     if seen and not paper.decisions and not kept and not urgent and paper.again_s == NEVER:
         until_s = preemption.nobody_gains_until_s(board)
         if board.elastic:
             until_s = min(until_s, elastic.next_growth_s(board))
-        board.quiet = (board.tree.moved, until_s)
+        board.memory.quiet = (board.tree.moved, until_s)
     return Plan(
         decisions=tuple(paper.decisions),
         before=paper.before,
         look_again_s=_look_again_s(board, urgent, paper.again_s),
         now_s=board.now_s,
-        lifts=_taken(board.lifted),
+        lifts=_taken(board.memory.lifted),
     )
 
 
@@ -114,10 +115,15 @@ def _nothing_moved(paper: _Paper) -> bool:
     A task that arrived meanwhile is queued behind tasks that found no device.
     """
     board = paper.board
-    moved, until_s = board.quiet
-    if moved != board.tree.moved or board.now_s >= until_s or paper.decisions or board.lifted:
+    moved, until_s = board.memory.quiet
+    if (
+        moved != board.tree.moved
+        or board.now_s >= until_s
+        or paper.decisions
+        or board.memory.lifted
+    ):
         return False
-    return not board.urgent()
+    return not board.urgency.tasks()
 
 
 def _taken(lifted: dict[tuple[str, str, str], Lift]) -> tuple[Lift, ...]:
@@ -392,7 +398,7 @@ def _seat_urgent(paper: _Paper) -> dict[str, _Kept]:
     """Rules F7, F9: seat the tasks that waited too long; keep devices for the others."""
     board = paper.board
     kept: dict[str, _Kept] = {}
-    for task in board.urgent():
+    for task in board.urgency.tasks():
         rule = _urgent_by(board, task)
         if rule is None or task.kind in kept:
             continue
@@ -403,7 +409,7 @@ def _seat_urgent(paper: _Paper) -> dict[str, _Kept]:
             keeper = _keep(board, task, turns=True)
             if keeper.at_s < NEVER:
                 kept[task.kind] = keeper
-                board.in_the_way.add(task.id)
+                board.memory.in_the_way.add(task.id)
             else:  # protection of running tasks ends some time
                 later_s = max(slice_us(board.policy, task) / 1e6, preemption.RESOLUTION_S)
                 paper.again_s = min(paper.again_s, board.now_s + later_s)
@@ -412,10 +418,10 @@ def _seat_urgent(paper: _Paper) -> dict[str, _Kept]:
 
 def _urgent_by(board: Board, task: Task) -> str | None:
     """Return the rule by which a task goes before all others; None if that cannot be kept now."""
-    if board.patience_ends_s(task) <= board.now_s and board.may_age(task):
+    if board.urgency.patience_ends_s(task) <= board.now_s and board.urgency.may_age(task):
         return "F7"
-    promised = board.slack_ends_s(task) <= board.now_s
-    return "F9" if promised and task.tier in board.honoured(task.kind) else None
+    promised = board.urgency.slack_ends_s(task) <= board.now_s
+    return "F9" if promised and task.tier in board.urgency.honoured(task.kind) else None
 
 
 def _keep(board: Board, task: Task, *, turns: bool) -> _Kept:
@@ -491,14 +497,14 @@ def _seat(paper: _Paper, kept: dict[str, _Kept]) -> None:
     open_, aside = _lanes(board, kept), list[Task]()
     while not board.short and (found := tree.first(open_)) is not None:
         _, lane, task = found
-        board.looked_at(task, *tree.led())
+        board.memory.looked_at(task, *tree.led())
         keeper = kept.get(task.kind)
         taken = 0 if keeper is None else _takes(board, task, lane, keeper)
         if keeper is not None and taken > keeper.spare:
             if len(aside) < BACKFILL_DEPTH and lane.width <= _free(board, lane):
                 tree.drop(task.id)
                 aside.append(task)
-                board.in_the_way.add(task.id)
+                board.memory.in_the_way.add(task.id)
             else:
                 del open_[lane]
         elif _launch_free(paper, task, "F3"):
@@ -535,7 +541,7 @@ def _could_gain(board: Board, lane: Lane) -> bool:
     found = board.tree.first((lane,))
     if found is None:
         return False
-    board.looked_at(found[2])
+    board.memory.looked_at(found[2])
     return not preemption.hopeless(board, found[2])
 
 
@@ -548,12 +554,12 @@ def _find_no_seat(
     easy = backfill == "easy" and not board.policy.turns
     if task.width > 1 and easy and task.kind not in kept:
         kept[task.kind] = _keep(board, task, turns=False)
-        board.in_the_way.add(task.id)
+        board.memory.in_the_way.add(task.id)
     for lane in [lane for lane in open_ if lane.kind == task.kind]:
         hopeless = _nothing_free(board, lane) and preemption.nobody_can_gain(board, task)
         if backfill == "strict" or hopeless:
             del open_[lane]
-            board.in_the_way.add(task.id)
+            board.memory.in_the_way.add(task.id)
 
 
 def _nothing_free(board: Board, lane: Lane) -> bool:
@@ -733,7 +739,7 @@ def _take_turns(paper: _Paper) -> None:
             if found is None:
                 break
             _, lane, task = found
-            board.looked_at(task, *board.tree.led())
+            board.memory.looked_at(task, *board.tree.led())
             if not _make_room(paper, task, "F5/F6/F8", within=branch):
                 del open_[lane]
 

@@ -16,7 +16,9 @@ from app.core.fairness.fair_tree import Lane
 from app.core.model.lifecycle import State
 from app.core.model.snapshot import Task
 from app.core.scheduling import preemption
-from app.core.scheduling.board import Board, Pool, Stay
+from app.core.scheduling.board import Board
+from app.core.scheduling.pool import Pool
+from app.core.scheduling.stays import Stay
 
 LANES = 64  # most lanes that are looked at; there may be as many as sizes of tasks
 

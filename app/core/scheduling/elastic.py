@@ -33,8 +33,10 @@ from typing import NamedTuple
 from app.core.fairness.fair_tree import ALL, Branch, lane
 from app.core.model.lifecycle import State
 from app.core.model.snapshot import Policy, Task
-from app.core.scheduling.board import NEVER, Board, Pool, Stay, slice_us
+from app.core.scheduling.board import Board
+from app.core.scheduling.pool import Pool
 from app.core.scheduling.preemption import above, below, sides
+from app.core.scheduling.stays import NEVER, Stay, slice_us
 
 
 class Offer(NamedTuple):
@@ -276,7 +278,7 @@ def growth(board: Board, kept: Collection[str]) -> list[Resize]:
         free = _nobodys(board, kind)
         could = _could_sit(board, kind) if free else None
         if could is not None:
-            board.in_the_way.add(could.id)
+            board.memory.in_the_way.add(could.id)
         elif free:
             given = shares.divide(stays, free)
             found += [

@@ -29,8 +29,9 @@ from dataclasses import dataclass
 
 from app.core.fairness.fair_tree import Branch, Path, unscored
 from app.core.model.snapshot import Lift
-from app.core.scheduling.board import MILLI, Board, Service
+from app.core.scheduling.board import MILLI, Board
 from app.core.scheduling.preemption import above
+from app.core.scheduling.round_memory import Service
 
 FORGOTTEN_S = 60.0  # s after which the memory of an earlier board is not used
 
@@ -38,16 +39,16 @@ Seat = tuple[Branch, str]  # a branch, and the kind of device that it waits for
 
 
 def welcome(board: Board) -> None:
-    """Give branches that began to wait their idle-credit floors; new ones go to `board.lifted`."""
+    """Give branches that began to wait their idle-credit floors; new ones go to `lifted`."""
     tree = board.tree
-    board.gone.update(tree.left)
+    board.memory.gone.update(tree.left)
     tree.left.clear()
-    came, ended = list(tree.came), board.ended
+    came, ended = list(tree.came), board.memory.ended
     if not came and not ended:
         return
     tree.came.clear()
-    board.ended = {}
-    board.new.update(dict.fromkeys(came))
+    board.memory.ended = {}
+    board.memory.new.update(dict.fromkeys(came))
     new: dict[Seat, dict[Branch, None]] = defaultdict(dict)
     for branch, kind in came:
         if branch.parent is not None:
@@ -67,12 +68,12 @@ def _lift(board: Board, branch: Branch, kind: str, floor: int) -> None:
     tenant, user = (branch.name, "") if branch.inner else branch.path[-2:]
     lift = Lift(tenant=tenant, user=user, kind=kind, faded_us=lift_us)
     board.set_lift(lift)
-    board.lifted[tenant, user, kind] = lift
+    board.memory.lifted[tenant, user, kind] = lift
 
 
 def _floor(board: Board, parent: Branch, kind: str, new: Collection[Branch]) -> int:
     """Return the level at which new arrivals begin, as faded usage for a weight of 1."""
-    service = board.services.setdefault((parent, kind), Service())
+    service = board.memory.services.setdefault((parent, kind), Service())
     if board.now_s >= service.again_s or service.came >= service.weight:
         _look(board, parent, kind, service, new)
     service.came += sum(branch.weight for branch in new)
@@ -122,7 +123,7 @@ def _see_off(board: Board, leaf: Branch, kind: str, new: Mapping[Seat, Collectio
         parent = branch.parent
         came = new.get((parent, kind), ())
         if all(other in came for other in board.tree.who_waits(parent, kind)):
-            service = board.services.setdefault((parent, kind), Service())
+            service = board.memory.services.setdefault((parent, kind), Service())
             service.level = max(service.level, board.tree.score(branch, kind=kind))
         branch = parent
 
@@ -148,10 +149,16 @@ class Memory:
         tree = board.tree
         here = {(b, lane.kind) for b in tree.branches.values() for lane in b.lines}
         here |= {(b, stay.lane.kind) for stay in board.stays.values() for b in above(stay.leaf)}
-        known = (here | board.gone.keys() | tree.left.keys()) - board.new.keys() - tree.came.keys()
+        known = (
+            (here | board.memory.gone.keys() | tree.left.keys())
+            - board.memory.new.keys()
+            - tree.came.keys()
+        )
         return cls(
             in_line=frozenset((branch.path, kind) for branch, kind in known),
-            services={(branch.path, kind): it for (branch, kind), it in board.services.items()},
+            services={
+                (branch.path, kind): it for (branch, kind), it in board.memory.services.items()
+            },
             since_s=board.policy.since_s,
             at_s=board.now_s,
         )
@@ -173,7 +180,7 @@ def recall(board: Board, memory: Memory | None) -> None:
         if (branch.path, kind) not in memory.in_line
     }
     if memory.since_s == board.policy.since_s:
-        board.services = {
+        board.memory.services = {
             (tree.branches[path], kind): service
             for (path, kind), service in memory.services.items()
             if path in tree.branches

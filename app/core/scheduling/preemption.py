@@ -50,7 +50,8 @@ from app.core.fairness.fair_tree import ALL, Branch, Lane, unscored
 from app.core.fairness.fair_tree import score as scored
 from app.core.model.lifecycle import State
 from app.core.model.snapshot import TIERS, Task
-from app.core.scheduling.board import NEVER, Board, Stay, place_in_line, ripe_s, slice_us
+from app.core.scheduling.board import Board, place_in_line
+from app.core.scheduling.stays import NEVER, Stay, ripe_s, slice_us
 
 RESOLUTION_S = 0.001  # of the computed instants
 NOT_TO_BE_HAD = 1 << 30  # more devices than exist
@@ -304,21 +305,21 @@ class _Claim:
 
     def _protected(self, stay: Stay) -> bool:
         task = stay.task
-        if self.board.protected(task):
+        if self.board.urgency.protected(task):
             return True
         if not self.board.policy.tier_share.get(task.tier):
             return False
         if self._kept_tiers is None:
-            self._kept_tiers = self.board.honoured(task.kind)
+            self._kept_tiers = self.board.urgency.honoured(task.kind)
         if task.tier not in self._kept_tiers:
             return False
-        left_s = self.board.slack_s(task) - (self.turn_us + task.switch_us) / 1e6
+        left_s = self.board.urgency.slack_s(task) - (self.turn_us + task.switch_us) / 1e6
         if not self.urgent:
             # With no more slack the stay would be urgent at once.
-            return left_s <= self.board.lead_s(task) + RESOLUTION_S
+            return left_s <= self.board.urgency.lead_s(task) + RESOLUTION_S
         promised = self.task.epoch and self.board.policy.tier_share.get(self.task.tier)
         # Of two tasks behind their promises, the task that would be further behind continues.
-        return left_s <= (self.board.slack_s(self.task) if promised else 0.0)
+        return left_s <= (self.board.urgency.slack_s(self.task) if promised else 0.0)
 
     def _rule(self, side: _Side, stay: Stay) -> str | None:
         """Return the rule by which the stay gives way after those taken so far, or None.
@@ -449,7 +450,7 @@ class _Claim:
                 if (borrows, score) < last and side is not branch:
                     first = tree.first_below(side, (lane,))
                     if first is not None:
-                        self.board.looked_at(self.task, first[2])
+                        self.board.memory.looked_at(self.task, first[2])
                     return True
         return False
 
@@ -584,7 +585,7 @@ def next_turn_s(board: Board) -> float:
 def _look_s(board: Board) -> float:
     """Return the first eighth of the shortest slice from now at which a task may gain."""
     step_s = max(board.policy.slice_min_s / 8, RESOLUTION_S)
-    moved, until_s = board.quiet
+    moved, until_s = board.memory.quiet
     if moved == board.tree.moved and until_s == NEVER:
         return NEVER
     if moved != board.tree.moved or until_s <= board.now_s + step_s:

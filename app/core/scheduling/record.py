@@ -64,16 +64,16 @@ def seen_by(board: Board, plan: Plan, before: Mapping[str, Task], *, island: str
 def _waited(board: Board, moved: Iterable[Task]) -> list[Task]:
     """Return the tasks that waited, were not picked, and changed what others got."""
     tasks, tried = board.tasks, defaultdict[Lane, list[str]](list)
-    for id in board.tried.keys() & tasks.keys():
+    for id in board.memory.tried.keys() & tasks.keys():
         tried[_need(board, tasks[id])].append(id)
-    ids = (board.in_the_way | set(_pinned(board))) & tasks.keys()
+    ids = (board.memory.in_the_way | set(_pinned(board))) & tasks.keys()
     found, new = dict[str, Task](), [*moved, *(tasks[id] for id in ids)]
     while new:
         task = new.pop()
         if task.id not in found:
             found[task.id] = task
             # A task that went first in its lane and failed closed the lane to the tasks behind it.
-            others = (*tried.pop(_need(board, task), ()), *board.tried.get(task.id, ()))
+            others = (*tried.pop(_need(board, task), ()), *board.memory.tried.get(task.id, ()))
             new += [tasks[id] for id in others if id in tasks]
     return [found[id] for id in sorted(found)]
 
@@ -114,7 +114,7 @@ def _in_sums(board: Board, tasks: Mapping[str, Task]) -> Iterator[Task]:
     Rule F9: whether the promises to all started tasks of a tier can be kept decides which tasks are
     protected.  Another task shows that there is more than one priority, if there is.
     """
-    left = Counter(board.started)
+    left = Counter(board.urgency.started)
     for id in tasks.keys() & board.tasks.keys():
         now = board.tasks[id]
         if now.epoch:

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from app.core.fairness.fair_tree import Branch
-from app.core.scheduling.board import Stay
 from app.core.scheduling.preemption import sides
+from app.core.scheduling.stays import Stay
 from app.core.scheduling.time_sharing import (
     APART_US,
     EVEN_US,

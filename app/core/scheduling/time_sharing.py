@@ -36,8 +36,9 @@ from app.core.fairness.fair_tree import lane as lane_of
 from app.core.model.lifecycle import State
 from app.core.model.snapshot import Task, changed
 from app.core.scheduling import preemption
-from app.core.scheduling.board import Board, Stay, slice_us
+from app.core.scheduling.board import Board
 from app.core.scheduling.preemption import above, sides
+from app.core.scheduling.stays import Stay, slice_us
 from app.core.scheduling.turns import Level, Share
 
 # µs of device time: the less served graph must be able to catch up within this to share
@@ -58,7 +59,7 @@ def may(board: Board, task: Task) -> bool:
     """True if the task itself may share a device."""
     if not task.graph or task.width != 1 or task.elastic or task.moves_to is not None:
         return False
-    if board.policy.tier_share.get(task.tier) and task.tier in board.honoured(task.kind):
+    if board.policy.tier_share.get(task.tier) and task.tier in board.urgency.honoured(task.kind):
         return False
     return all(_is_plain(branch) for branch in above(board.leaf(task)))
 

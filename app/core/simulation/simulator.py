@@ -36,9 +36,11 @@ from app.core.model.snapshot import (
     User,
     changed,
 )
-from app.core.scheduling.board import HOLDS_A_SEAT, Board, been_away, slice_us
+from app.core.scheduling.board import Board
 from app.core.scheduling.cycle import cycle, decide
 from app.core.scheduling.preemption import shut_by
+from app.core.scheduling.stays import HOLDS_A_SEAT, slice_us
+from app.core.scheduling.urgency import been_away
 from app.core.simulation.meter import Interval, Meter
 
 STORY_LINES = 20  # lines of the timeline that Broken shows
@@ -208,7 +210,7 @@ def _standstill(world: World) -> str:
     """Name the waiting tasks, beginning with the ones looked at just now."""
     board = world.board
     waiting = [task.id for task in board.tasks.values() if task.state == State.waiting]
-    looked_at = sorted((board.tried.keys() | board.in_the_way).intersection(waiting))
+    looked_at = sorted((board.memory.tried.keys() | board.memory.in_the_way).intersection(waiting))
     named = looked_at + [id for id in sorted(waiting) if id not in looked_at]
     more = f" and {len(named) - TOLD_TASKS} more" if len(named) > TOLD_TASKS else ""
     told = ", ".join(named[:TOLD_TASKS]) + more if named else "none"

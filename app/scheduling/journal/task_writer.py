@@ -16,7 +16,7 @@ from app.core.model import lifecycle, messages
 from app.core.model.migration import ANYWHERE
 from app.core.model.snapshot import TIER_WINDOW_S
 from app.core.placement import legs
-from app.core.scheduling.board import been_away
+from app.core.scheduling.urgency import been_away
 from app.db import transactions
 from app.db.models import Event, Need, Placement, Task
 from app.messaging import outbox

@@ -8,8 +8,8 @@ import pytest
 
 from app.core.explanation.waiting_reasons import bound
 from app.core.model.snapshot import Conditions, Plan, Policy, Snapshot, Task
-from app.core.scheduling.board import slice_us
 from app.core.scheduling.cycle import decide
+from app.core.scheduling.stays import slice_us
 from tests.core.pictures import NOW_S, SECOND, codes, island, moves, seats
 
 

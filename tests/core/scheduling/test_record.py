@@ -178,8 +178,8 @@ def test_those_left_out_are_still_counted_where_they_count() -> None:
         drawn, policy=policy, devices=devices, tasks={"r0": runs, "n": new, **waits}
     )
     board = Board.of(seen_whole, now_s=NOW_S)
-    assert board.honoured("cpu") == ()
+    assert board.urgency.honoured("cpu") == ()
     plan = cycle(board, lift=False)
     seen = seen_by(board, plan, plan.before, island="i")
     assert not {"h1", "h2"} <= seen.tasks.keys()
-    assert Board.of(seen, now_s=NOW_S).honoured("cpu") == ()
+    assert Board.of(seen, now_s=NOW_S).urgency.honoured("cpu") == ()

@@ -12,7 +12,8 @@ import pytest
 
 from app.core.model.lifecycle import Move
 from app.core.model.snapshot import Device, Policy, Snapshot, Task, Tenant, User
-from app.core.scheduling.board import Board, been_away
+from app.core.scheduling.board import Board
+from app.core.scheduling.urgency import been_away
 from app.core.simulation.simulator import Arrival, Costs, Report, simulate
 
 HOUR = 3600.0
@@ -170,7 +171,7 @@ def test_the_highest_tiers_whose_promises_fit_are_honoured(
         },
         tasks=tasks,
     )  # fmt: skip
-    assert Board.of(island, now_s=1.0).honoured("cpu") == kept
+    assert Board.of(island, now_s=1.0).urgency.honoured("cpu") == kept
 
 
 def test_what_lies_outside_the_window_is_forgotten() -> None:

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from app.core.fairness.fair_tree import FIXED_POINT_BITS, LONGEST_HALF_LIFE_S, SHORTEST_HALF_LIFE_S
 from app.core.model.lifecycle import Move
 from app.core.model.snapshot import Device, Plan, Policy, Snapshot, Task, Tenant
-from app.core.scheduling.board import HOLDS_A_SEAT, slice_us
 from app.core.scheduling.cycle import cycle, decide
+from app.core.scheduling.stays import HOLDS_A_SEAT, slice_us
 from app.core.simulation.simulator import Arrival, Broken, Costs, Report, World, check, simulate
 from tests.core.pictures import NOW_S, island, moves
 from tests.core.stays import stays

@@ -1,0 +1,100 @@
+"""Stays of tasks on devices: the turn of a stay, and when it becomes preemptible."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from app.core.fairness.fair_tree import Branch, Lane
+from app.core.model.lifecycle import ON_A_DEVICE, State
+from app.core.model.snapshot import Policy, Task
+
+HOLDS_A_SEAT = frozenset({State.starting, State.running, State.splicing})
+LEAVES_A_SEAT = frozenset({State.pausing, State.stopping})
+
+
+NEVER = math.inf
+
+
+@dataclass(slots=True, eq=False)
+class Stay:
+    """A task's stay on the devices that it holds.
+
+    A stay is charged one full turn when the task is launched, and continuously after that turn.
+    After the turn the stay is `ripe` (preemptible).  `rate` is the cost of one second, in
+    thousandths.  `lane` is what the task needs; the task may hold more devices than that.
+    """
+
+    task: Task
+    leaf: Branch
+    lane: Lane
+    devices: tuple[str, ...]
+    rate: int
+    turn_us: int
+    ripe: bool = False
+    leaving: bool = False
+    expected: tuple[float, str, int] | None = None  # the entry of this stay in `Pool.ends`
+    leaves: tuple[str, ...] = ()  # devices that the task will release because it shrinks
+
+    @property
+    def id(self) -> str:
+        return self.task.id
+
+    @property
+    def grown(self) -> int:
+        """The number of devices that the task holds beyond its need."""
+        return len(self.devices) - self.lane.width if self.task.elastic else 0
+
+
+def is_lent(stay: Stay) -> bool:
+    """True if the stay's branches all hold more than their guarantee."""
+    branch, kind = stay.leaf, stay.lane.kind
+    while branch.parent is not None:
+        holds = branch.held[kind] + branch.grown.get(kind, 0)
+        if branch.guarantee and holds <= branch.guarantee.get(kind, 0):
+            return False
+        branch = branch.parent
+    return True
+
+
+def is_same_epoch(stay: Stay, task: Task) -> bool:
+    return task.state in ON_A_DEVICE and stay.task.epoch == task.epoch
+
+
+def is_same_stay(stay: Stay, task: Task) -> bool:
+    same = stay.devices == task.seats and stay.leaves == task.leaves
+    return same and stay.task.shares == task.shares and is_same_epoch(stay, task)
+
+
+def ripe_s(stay: Stay) -> float:
+    """Return when the stay's turn is over; a resized task had its turn before it was resized."""
+    started_s = stay.task.started_s
+    if stay.task.resized_s is not None:
+        return stay.task.resized_s
+    return NEVER if started_s is None else started_s + stay.turn_us / 1e6
+
+
+def fresh_us(policy: Policy, task: Task) -> int:
+    """Rule F8: how long a task goes before its user's other tasks of equal urgency, in µs."""
+    return max(int(1e6 * policy.fresh_s), slice_us(policy, task))
+
+
+def settled_s(policy: Policy, stay: Stay) -> float:
+    """Return when the stay has held its devices long enough to yield to its own user's tasks."""
+    started_s = stay.task.started_s
+    if started_s is None:
+        return NEVER
+    return max(ripe_s(stay), started_s + max(policy.fresh_s, stay.turn_us / 1e6))
+
+
+def slice_us(policy: Policy, *tasks: Task) -> int:
+    """Rule F8: return the length of a turn, so that switching costs at most `switch_share` of it.
+
+    A ticket's turn has the maximum length: its gang can start only after tasks on other islands
+    have had their turns.
+    """
+    if any(task.ticket for task in tasks):
+        return int(1e6 * policy.slice_max_s)
+    switch_us = tasks[0].switch_us if len(tasks) == 1 else max(task.switch_us for task in tasks)
+    turn_s = switch_us / 1e6 / policy.switch_share
+    return int(1e6 * min(max(turn_s, policy.slice_min_s), policy.slice_max_s))

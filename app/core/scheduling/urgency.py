@@ -1,0 +1,211 @@
+"""Rules F7 and F9: which waiting tasks must go before all others, and how long the others may wait.
+
+A gang becomes urgent when its patience ends (F7).  A task of a tier with a promised share becomes
+urgent shortly before it would have waited more than its promise allows (F9).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from heapq import heappop, heappush
+
+from app.core.fairness.fair_tree import FairTree
+from app.core.model.snapshot import TIERS, Policy, Task
+from app.core.scheduling.pool import Pool
+from app.core.scheduling.stays import NEVER
+
+AWAY_PARTS = 64  # the number of parts in which a window is remembered
+# of the waiting time that a window allows: the least at once, so that turns can end
+LEAST_BURST = 1 / 16
+
+
+class Urgency:
+    """The waiting tasks of a board that must go before all others.
+
+    `tree`, `pools` and `all_tasks` are those of the board, which keeps them up to date.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        tree: FairTree[Task],
+        pools: Mapping[str, Pool],
+        all_tasks: Mapping[str, Task],
+    ) -> None:
+        self.policy, self.tree, self.pools, self.all_tasks = policy, tree, pools, all_tasks
+        # (kind, tier) -> devices needed by tasks that have started once (F9)
+        self.started: Counter[tuple[str, str]] = Counter()
+        self.aged: Counter[str] = Counter()  # kind -> devices held by gangs that lost patience
+        self._aging: list[tuple[float, str, int]] = []
+        self._due: dict[str, float] = {}  # urgent task -> when it became urgent
+        # (kind, tier) -> waiting tasks that ran before and have a promised share (F9)
+        self._behind: dict[tuple[str, str], dict[str, None]] = {}
+        self._promise_due_s = NEVER  # when the next task of `_behind` becomes urgent
+
+    def next_s(self) -> float:
+        """Return when time alone next makes a task urgent; NEVER if it will not."""
+        return min(self._promise_due_s, self._aging[0][0]) if self._aging else self._promise_due_s
+
+    def watch(self, task: Task) -> None:
+        if not self.policy.turns and task.width == 1:
+            return
+        due_s = self.patience_ends_s(task)
+        if due_s <= self.tree.now_s:  # the patience is over already, so no timer is needed
+            self._due[task.id] = min(due_s, self._due.get(task.id, NEVER))
+        elif due_s < NEVER:
+            heappush(self._aging, (due_s, task.id, task.epoch))
+        if task.epoch and self.policy.tier_share.get(task.tier):
+            self._behind.setdefault((task.kind, task.tier), {})[task.id] = None
+
+    def forget(self, task: Task) -> None:
+        """Forget the promise of a task that left its queue."""
+        if task.epoch:
+            self._behind.get((task.kind, task.tier), {}).pop(task.id, None)
+
+    def tasks(self) -> list[Task]:
+        """Return the waiting tasks that must go before all others now, longest due first."""
+        while self._aging and self._aging[0][0] <= self.tree.now_s:
+            due_s, id, epoch = heappop(self._aging)
+            task = self.all_tasks.get(id)
+            if task is not None and task.epoch == epoch and id in self.tree:
+                self._due[id] = min(due_s, self._due.get(id, NEVER))
+        for id in [id for id in self._due if id not in self.tree]:
+            del self._due[id]
+        due = self._due | self._promises_due()
+        return [self.all_tasks[id] for id in sorted(due, key=lambda id: (due[id], id))]
+
+    def _promises_due(self) -> dict[str, float]:
+        """Rule F9: return the tasks that must go first by their tier's promise, and since when.
+
+        Only tiers with promises that can all be kept count.  So there are fewer such tasks than
+        devices.
+        """
+        self._promise_due_s, found = NEVER, {}
+        for (kind, tier), ids in self._behind.items():
+            if not ids or tier not in self.honoured(kind):
+                continue
+            for id in ids:
+                due_s = self.slack_ends_s(self.all_tasks[id])
+                if due_s <= self.tree.now_s:
+                    found[id] = due_s
+                else:
+                    self._promise_due_s = min(self._promise_due_s, due_s)
+        return found
+
+    def honoured(self, kind: str) -> tuple[str, ...]:
+        """Rule F9: return the tiers with promises that fit the devices; the lowest are shed."""
+        share, pool = self.policy.tier_share, self.pools.get(kind)
+        left = float(pool.size()) if pool is not None else 0.0
+        kept = []
+        for tier in reversed(TIERS):
+            left -= share.get(tier, 0.0) * self.started[kind, tier]
+            if left < 0 or not share.get(tier):
+                break
+            kept.append(tier)
+        return tuple(kept)
+
+    def lead_s(self, task: Task) -> float:
+        """Rule F9: return how early a task is urgent, since a turn and a switch may come first."""
+        burst_s, _ = self._bucket(task)
+        return min(self.policy.slice_max_s, burst_s / 4)
+
+    def _bucket(self, task: Task) -> tuple[float, float]:
+        """Rule F9: return (seconds that a task may wait at once, more of every second).
+
+        Both together are the waiting time that a window allows.  If there are at least as many
+        devices as tasks with a promise, a task may use all of it at once.  If there are fewer
+        devices, the tasks need a part p of it for taking turns among themselves: if all had already
+        waited that long for other tasks, their promises could not be kept.
+        """
+        share, window_s = self.policy.tier_share.get(task.tier, 0.0), self.policy.tier_window_s
+        pool, may_s = self.pools.get(task.kind), (1.0 - share) * window_s
+        counts = [(self.started[task.kind, tier], tier) for tier in self.honoured(task.kind)]
+        too_many = sum(count for count, _ in counts) - (pool.size() if pool is not None else 0)
+        part = 0.0
+        if too_many > 0:
+            away = sum(count * (1.0 - self.policy.tier_share[tier]) for count, tier in counts)
+            part = min(1.0, too_many / away)
+        burst_s = may_s * max((1.0 - part) ** 2, LEAST_BURST)
+        return burst_s, (may_s - burst_s) / window_s
+
+    def patience_s(self, task: Task) -> float:
+        """Rule F7: return how long a gang waits in total before it goes before all others, in s.
+
+        Narrower gangs wait longer, because a few devices often become free together.  A task with
+        one device is no gang and has no patience: NEVER.
+        """
+        pool = self.pools.get(task.kind)
+        if task.width == 1 or pool is None:
+            return NEVER
+        wide = self.policy.wide_share * len(pool.open)
+        return self.policy.patience_s * max(1.0, wide / task.width)
+
+    def patience_ends_s(self, task: Task) -> float:
+        since_s = task.submitted_s if task.waiting_since_s is None else task.waiting_since_s
+        waited_s = task.waited_s if self._ages(task) else 0.0
+        return since_s + max(0.0, self.patience_s(task) - waited_s)
+
+    def protected(self, task: Task) -> bool:
+        """Rule F7: True if a wide gang has waited out its patience once: it is not preempted."""
+        return self._ages(task) and task.waited_s >= self.patience_s(task)
+
+    def _ages(self, task: Task) -> bool:
+        """True if the gang's waits are added up; if not, its patience starts again after each turn.
+
+        Waits are not added up for narrow gangs, which may be many, nor for a gang that alone
+        exceeds the share of devices that such gangs may hold.
+        """
+        return self.patience_s(task) <= self.policy.patience_s and not self._too_wide(task)
+
+    def _too_wide(self, task: Task) -> bool:
+        pool = self.pools.get(task.kind)
+        return pool is not None and task.width > self.policy.aged_share * pool.size()
+
+    def may_age(self, task: Task) -> bool:
+        """Rule F7: True if gangs with ended patience stay within their share with this task."""
+        pool = self.pools.get(task.kind)
+        if pool is None or not self._ages(task):
+            return pool is not None
+        return self.aged[task.kind] + task.width <= self.policy.aged_share * pool.size()
+
+    def slack_s(self, task: Task, *, at_s: float | None = None) -> float:
+        """Rule F9: return how much longer the task may wait at once and keep its share in every
+        window.
+        """
+        at_s = self.tree.now_s if at_s is None else at_s
+        burst_s, rate = self._bucket(task)
+        waits = not task.seats and task.waiting_since_s is not None
+        away = [*task.away, (task.waiting_since_s or 0.0, at_s)] if waits else task.away
+        since_s, total_s, used_s = at_s - self.policy.tier_window_s, 0.0, 0.0
+        for from_s, to_s in reversed(away):
+            if to_s <= since_s:
+                break
+            begin_s = max(from_s, since_s)
+            total_s += to_s - begin_s
+            used_s = max(used_s, total_s - rate * (at_s - begin_s))
+        return burst_s - used_s
+
+    def slack_ends_s(self, task: Task) -> float:
+        """Rule F9: return when a waiting task must go first, early enough to be seated in time."""
+        if task.epoch == 0 or not self.policy.tier_share.get(task.tier):
+            return NEVER
+        since_s = self.tree.now_s if task.waiting_since_s is None else task.waiting_since_s
+        left_s = self.slack_s(task, at_s=since_s) - self.lead_s(task)
+        return since_s + max(0.0, left_s) / (1.0 - self._bucket(task)[1])
+
+
+def been_away(
+    away: tuple[tuple[float, float], ...], from_s: float, to_s: float, *, window_s: float
+) -> tuple[tuple[float, float], ...]:
+    """Return `Task.away` with one more interval, without intervals that left the window (rule F9).
+
+    Intervals that end in the same part of a window are merged at the end of both.  The remembered
+    time is therefore never too short, and at most one part too long.
+    """
+    lasting = [(a, b) for a, b in away if b > to_s - window_s]
+    part_s = window_s / AWAY_PARTS
+    if lasting and lasting[-1][1] // part_s == to_s // part_s:
+        before_from_s, before_to_s = lasting.pop()
+        from_s -= before_to_s - before_from_s
+    return (*lasting, (from_s, to_s))
