@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sqlalchemy import and_, func, or_, select
-from sqlalchemy.orm import Session, aliased
+from sqlalchemy.orm import Session
 
 from app.core.model import migration, preset
-from app.core.model.messages import JSON, Wanted
+from app.core.model.messages import JSON
 from app.core.model.migration import Moving
 from app.data import datablocks
 from app.db.models import (
@@ -29,7 +29,7 @@ from app.db.models import (
     Task,
 )
 from app.settings import settings
-from app.storage.signing import block_key, input_name
+from app.storage.signing import block_key
 
 IMAGES_OFFERED = 3
 RESENDS_SURE = 10  # resends during which no Launch counts as lost (`journal.LAUNCHES_UNSEEN`)
@@ -88,41 +88,6 @@ def look_up(session: Session, launches: Sequence[tuple[Task, Device]]) -> Shelf:
         inputs=inputs(session, [task for task, _ in launches]),
         images=_images(session, [task.id for task, _ in launches if _may_have_images(task)]),
     )
-
-
-def wanted(session: Session, task_id: str) -> list[tuple[str, Wanted]]:
-    """Return which running graph tasks are to send blocks directly to which others.
-
-    Only pairs that include the task `task_id`, which has just started, are looked up.  Each result
-    has the device to be told.  Blocks are not sent between hosts that share a disk.
-    """
-    maker, taker = aliased(Task), aliased(Task)
-    makes, takes = aliased(Device), aliased(Device)
-    query = (
-        select(
-            *(Need.port, Need.output, maker, taker),
-            makes.facts["key"].is_distinct_from(takes.facts["key"]),
-            datablocks.reach(takes),
-        )
-        .join(maker, maker.id == Need.needs_id)
-        .join(taker, taker.id == Need.task_id)
-        .join(makes, makes.id == maker.seat)
-        .join(takes, takes.id == taker.seat)
-        .where(or_(maker.id == task_id, taker.id == task_id))
-        .where(Need.late, Need.given.is_(None), maker.state == "running", taker.state == "running")
-    )
-    found = defaultdict[tuple[str, str, int], list[JSON]](list)
-    for port, output, by, to, is_apart, there in session.execute(query):
-        if is_apart and there["links"] and there["secret"]:
-            key = block_key(there["secret"], input_name(to.id, to.epoch, port))
-            taker_of = {"output": output, "task": to.id, "epoch": to.epoch, "port": port}
-            found[str(by.seat), by.id, by.epoch].append(
-                {**taker_of, "place": there["links"], "key": key}
-            )
-    return [
-        (seat, Wanted(task=id, epoch=epoch, takers=takers))
-        for (seat, id, epoch), takers in found.items()
-    ]
 
 
 def ahead(session: Session, tasks: Sequence[Task]) -> list[JSON]:

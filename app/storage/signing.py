@@ -5,14 +5,12 @@ covers a context and the body, so that it is worthless for any other purpose.  A
 leaves the hosts that need it.  A host's public key is sent with each heartbeat, and comes back with
 a launch.  An administrator gives it to the islands, and an island's public key to the devices.
 
-The key with which a device worker gives a block to others, or takes one from them, is made here
-too.
+The key with which a device worker gives a block to others is made here too.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import hmac
 import os
 import re
@@ -113,13 +111,8 @@ def public_key(written: str) -> str:
 
 
 def block_key(secret: str, named: str) -> str:
-    """Return the key (hexadecimal) for one block or input of the device worker with that secret.
+    """Return the key (hexadecimal) for one block of the device worker with that secret.
 
-    `named` is the hash of the block, or the name of the input.
+    `named` is the hash of the block.
     """
     return hmac.digest(bytes.fromhex(secret), b"block " + bytes.fromhex(named), "sha256").hex()
-
-
-def input_name(task: str, epoch: int, port: str) -> str:
-    """Return the name of an input of one launch for the transfer to it: 32 bytes in hexadecimal."""
-    return hashlib.sha256(f"input {task}/{epoch}/{port}".encode()).hexdigest()

@@ -247,5 +247,4 @@ def _level_of(resident: Resident, memory_bytes: int) -> str:
 
 def _may_end(resident: Resident) -> bool:
     off = resident.stay.state == "paused" or resident.lingers
-    told = not (resident.is_saving or resident.stay.unsure)
-    return off and not resident.doom and resident.is_durable and told
+    return off and not resident.doom and resident.is_durable and not resident.is_saving

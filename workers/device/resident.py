@@ -16,9 +16,7 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field, replace
-from math import inf
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,23 +48,9 @@ UNREAD_US = 10_000_000  # how long a process may leave its messages unread; then
 KERNEL_US = 100_000  # least interval between two reads of a process's memory from the kernel
 PROCESSES_LIMIT = 256  # most processes and threads read for one such count
 LINGER_US = 10_000_000  # how long a process that ran a part of a graph waits for the next part
-TOLD_US = 100_000  # usual time until an input is confirmed; after that the device asks
-UNSURE_US = 15_000_000  # limit for an unconfirmed input; then its results are discarded
 
 
 # --- one epoch of one task ------------------------------------------------------------------------
-
-
-#: Events that depend on no input, and so hold even if an unconfirmed input proves wrong.
-_TRUE_ANYWAY = (messages.Started, messages.Came, messages.Stopped)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Straight:
-    """An unconfirmed input, received directly from its producer."""
-
-    sha256: str
-    since_us: int
 
 
 @dataclass
@@ -79,10 +63,6 @@ class Stay:
     A stay `is_confirmed` once the island answered "keep" to a report that named it, or if its order
     was so fresh that this is the only possible answer.  Only a confirmed stay may take the slot, so
     that a late order runs nothing.
-
-    `unsure` are inputs that came directly from their producers and that the island has not
-    confirmed.  Events that depend on them are `held` back.  If such an input differs from the one
-    recorded, all results made from it are discarded.
     """
 
     launch: Launch
@@ -118,12 +98,6 @@ class Stay:
     given: JSON = field(default_factory=dict)  # port -> source of a late input that can be fetched
     coming: set[str] = field(default_factory=set)  # ports of late inputs being fetched
     awaits: str = ""  # port of the input that its process waits for
-    unsure: dict[str, Straight] = field(default_factory=dict)  # unconfirmed inputs by port
-    # events held back, each with the ports that it depends on
-    held: list[tuple[Event, AbstractSet[str]]] = field(default_factory=list)
-    is_void: bool = False  # an input proved wrong: no more events are sent
-    # (task, port) -> task that gets an output directly
-    takers: dict[tuple[str, str], JSON] = field(default_factory=dict)
 
     @classmethod
     def of(cls, launch: Launch, now_us: int) -> Stay:
@@ -187,41 +161,20 @@ class Stay:
     def leave_seat(self, now_us: int) -> None:
         self.before_us, self.seated_us = self.held_us(now_us), None
 
-    def tell(
-        self,
-        kind: type[Event],
-        now_us: int,
-        *,
-        step: int | None = None,
-        rests_on: AbstractSet[str] | None = None,
-        **said: Any,
-    ) -> None:
-        """Send an event that depends on the inputs `rests_on`; by default on all unconfirmed
-        inputs.
-
-        The event is held back while any of these inputs is unconfirmed.
-        """
-        if self.is_outpost or self.is_void:
+    def tell(self, kind: type[Event], now_us: int, *, step: int | None = None, **said: Any) -> None:
+        if self.is_outpost:
             return
+        self.event_seq += 1
         event = kind(
             task=self.launch.task,
             epoch=self.launch.epoch,
-            seq=0,
+            seq=self.event_seq,
             step=self.step if step is None else step,
             held_us=self.held_us(now_us),
             staged_us=self.staged_us(now_us),
             **said,
         )
-        if rests_on is None:
-            rests_on = frozenset[str]() if kind in _TRUE_ANYWAY else frozenset(self.unsure)
-        self._tell(event, rests_on)
-
-    def _tell(self, event: Event, rests_on: AbstractSet[str]) -> None:
-        if rests_on & self.unsure.keys():
-            self.held.append((event, rests_on))
-            return
-        self.event_seq += 1
-        self.events.append(replace(event, seq=self.event_seq))
+        self.events.append(event)
 
     @property
     def process(self) -> Resident | None:
@@ -229,42 +182,12 @@ class Stay:
         resident = self.resident
         return resident if resident is not None and resident.stay is self else None
 
-    @property
-    def unsure_us(self) -> float:
-        """The arrival time of its oldest unconfirmed input; infinite if there is none."""
-        return min((one.since_us for one in self.unsure.values()), default=inf)
-
-    def is_wanted(self, takers: list[JSON]) -> None:
-        """Remember which tasks take outputs directly; the newest launch of each counts."""
-        for taker in takers:
-            place = taker["task"], taker["port"]
-            if taker["epoch"] >= self.takers.get(place, taker)["epoch"]:
-                self.takers[place] = taker
-
-    def takers_of(self, output: str) -> list[JSON]:
-        return [taker for taker in self.takers.values() if taker["output"] == output]
-
-    def keeps_to_itself(self, output: str) -> None:
-        """Send the output directly to no task any more."""
-        self.takers = {at: one for at, one in self.takers.items() if one["output"] != output}
-
-    def is_sure(self, port: str) -> None:
-        """Confirm an input: release the events that depended on it, in their original order."""
-        del self.unsure[port]
-        held, self.held = self.held, []
-        for event, rests_on in held:
-            self._tell(event, rests_on)
-
-    def void(self) -> None:
-        """Discard all events that depend on unconfirmed inputs, and send no more."""
-        self.is_void, self.unsure, self.held = True, {}, []
-
     def heard(self, seq: int) -> None:
         self.events = [event for event in self.events if event.seq > seq]
 
     def is_over(self) -> bool:
         """True if the stay has ended and has nothing left to report."""
-        if self.events or self.held:
+        if self.events:
             return False
         return self.state == "vanished" or (self.state == "ended" and not self.log.waiting)
 
@@ -272,14 +195,6 @@ class Stay:
     def stands_still(self) -> bool:
         """True if its process waits for an input."""
         return self.awaits in self.lacks
-
-    def _lacks(self, now_us: int) -> list[str]:
-        """Return inputs to ask the island about: the awaited one, and those unconfirmed for too
-        long.
-        """
-        awaited = {self.awaits} & (self.lacks - self.given.keys())
-        untold = (p for p, one in self.unsure.items() if now_us >= one.since_us + TOLD_US)
-        return sorted({*awaited, *untold})
 
     def view(self, now_us: int) -> ResidentView:
         return ResidentView(
@@ -292,7 +207,7 @@ class Stay:
             memory_bytes=self.resident.memory_bytes if self.resident else 0,
             **(self.resident.where() if self.resident and self.resident.stay is self else {}),
             staged_us=self.staged_us(now_us),
-            lacks=self._lacks(now_us),
+            lacks=sorted({self.awaits} & (self.lacks - self.given.keys())),
             metrics=self.metrics,
             points=self.points,
         )
@@ -419,15 +334,12 @@ class Saving:
 class Leaving:
     """An output that a process has announced; `early` if other tasks may begin before this one
     ends.
-
-    `rests_on` are the ports of inputs that it depends on and that were unconfirmed then.
     """
 
     name: str
     size_bytes: int
     head_bytes: int
     early: bool
-    rests_on: AbstractSet[str]
 
 
 @dataclass
@@ -780,14 +692,6 @@ def late_input(resident: Resident, message: JSON, name: str) -> str:
     if port not in late(resident.stay.launch.run):
         raise Nonsense(f"it lacks {port!r:.100}")
     return port
-
-
-def ports(message: JSON, name: str) -> set[str]:
-    """Return a set of input names; empty if the message has none."""
-    value = message.get(name, [])
-    if not isinstance(value, list) or len(value) > NAMES_LIMIT:
-        raise Nonsense(f"{name} is no short list")
-    return {text({name: each}, name) for each in value}
 
 
 def table(message: JSON, name: str) -> JSON:

@@ -46,12 +46,10 @@ from app.core.model.messages import (
     Pause,
     Resize,
     Save,
-    Wanted,
 )
 from app.core.scheduling.turns import TURN_US, Rota
 from app.core.security import sandbox_layers
 from app.storage.backend import make_private
-from app.storage.signing import input_name
 from workers.device import births, hung, prefetch, store_io
 from workers.device import resident as residents
 from workers.device.heartbeat import LOGS_LIMIT_BYTES, Lease, Pulse, Rhythm, Transport, now_us
@@ -63,7 +61,6 @@ from workers.device.resident import (
     Resident,
     Saving,
     Stay,
-    Straight,
     Zygote,
     log_lines,
 )
@@ -77,7 +74,7 @@ from workers.transfer import peer_auth
 from workers.transfer.checkpoint import Written
 from workers.transfer.host_context import CannotServe, House, locked, remove_tree, set_aside
 from workers.transfer.peer_auth import Links, Sockets
-from workers.transfer.peer_blocks import Giver, Taker
+from workers.transfer.peer_blocks import Giver
 
 log = logging.getLogger(__name__)
 
@@ -102,9 +99,7 @@ ZYGOTE_AGAIN_S = 1.0
 #: Kill reasons after which no further messages of the process are read.
 _MAY_SAY_NO_MORE = frozenset({"nonsense", "flood", "deaf"})
 #: Kill reasons without an event: the island sees that the resident is gone.
-_SILENT = frozenset(
-    {"evicted", "dropped", "replaced", "lease", "zygote", "leaving", "unfetched", "unsure"}
-)
+_SILENT = frozenset({"evicted", "dropped", "replaced", "lease", "zygote", "leaving", "unfetched"})
 
 
 class Supervisor(threading.Thread):
@@ -147,9 +142,7 @@ class Supervisor(threading.Thread):
         self.zygote_due_us: int | None = None
         self.stop_by_us: int | None = None
         self.giver = Giver(house.cache, house.block_bytes_per_s)
-        self.taker = Taker(house.cache, self.giver.secret, self._take_straight)
-        desks = {peer_auth.BLOCK: self.giver, peer_auth.INPUT: self.taker}
-        self.links = Links(house.address, self.receive, desks)
+        self.links = Links(house.address, self.receive, {peer_auth.BLOCK: self.giver})
         self.last_id = 0
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector = selectors.DefaultSelector()
@@ -257,8 +250,6 @@ class Supervisor(threading.Thread):
                 self._answered(message)
             case Given():
                 self._given(message)
-            case Wanted():
-                self._wanted(message)
             case _:
                 message()
 
@@ -338,7 +329,6 @@ class Supervisor(threading.Thread):
             return False
         kept = [r for r in self.residents.values() if not r.doom]
         done = self.seat is None and all(r.is_kept and not r.is_saving for r in kept)
-        done &= not any(stay.unsure for stay in self.stays.values())
         return done or now_us() >= self.stop_by_us
 
     def _say_goodbye(self) -> None:
@@ -365,7 +355,6 @@ class Supervisor(threading.Thread):
         self.lookout.close()
         self.links.close()
         self.giver.close()
-        self.taker.close()
         self._selector.close()
         self.trust.close()
         self.groups.close()
@@ -519,8 +508,6 @@ class Supervisor(threading.Thread):
         if not stay.is_outpost:
             self._expect(stay, launch.seats, launch.links)
         resident = self._living(launch.task)
-        if resident is not None:
-            self._hear_what_came(resident.stay, launch)
         if resident is not None and _can_go_on(resident, launch):
             _begin_again(resident, stay)
             self._bring(stay)
@@ -545,12 +532,6 @@ class Supervisor(threading.Thread):
         epoch, image = self.kept[launch.task]
         is_next = launch.epoch == epoch + 1 and image["step"] > _newest_step(launch)
         return replace(launch, images=[image, *launch.images]) if is_next else launch
-
-    def _hear_what_came(self, stay: Stay, launch: Launch) -> None:
-        """Confirm unconfirmed inputs that the launch names with the same hash, as `Given` does."""
-        for port, straight in [*stay.unsure.items()]:
-            if launch.inputs.get(port, {}).get("sha256") == straight.sha256:
-                stay.is_sure(port)
 
     def _is_sure(self, launch: Launch) -> bool:
         """True if the launch is so fresh that the island could only answer "keep"."""
@@ -779,18 +760,6 @@ class Supervisor(threading.Thread):
         for stay in list(self.stays.values()):
             if stay.give_up_us is not None and now >= stay.give_up_us:
                 self._give_up(stay)
-            asked_us = stay.unsure_us + residents.TOLD_US
-            self.rhythm.happened |= self.rhythm.sent_us < asked_us <= now
-            # Only an answered report counts: without answers the device cannot learn the hash.
-            if min(now, self.lease.answered_us) >= stay.unsure_us + residents.UNSURE_US:
-                self._void(stay, "its island does not know it")
-
-    def _unsure_due_us(self, stay: Stay) -> int:
-        """Return when to ask the island about unconfirmed inputs or, if asked, when to give up."""
-        asked_us = int(stay.unsure_us) + residents.TOLD_US
-        if self.rhythm.sent_us < asked_us:
-            return asked_us
-        return max(int(stay.unsure_us) + residents.UNSURE_US, self.rhythm.sent_us + 500_000)
 
     def _watch_the_seat(self, now: int) -> None:
         resident = self.seat
@@ -814,7 +783,6 @@ class Supervisor(threading.Thread):
         waits = any(r.wire.unread_since_us is not None for r in self.residents.values())
         due += [now_us() + SEND_AGAIN_US] if waits else []
         due += [s.give_up_us for s in self.stays.values() if s.give_up_us is not None]
-        due += [self._unsure_due_us(s) for s in self.stays.values() if s.unsure]
         due += [s.yield_by_us for s in self.stays.values() if s.yield_by_us is not None]
         if self.residency.lacks and self.seat is None:
             due.append(max(self._lacking_until_us(), now_us() + 500_000))
@@ -1197,35 +1165,9 @@ class Supervisor(threading.Thread):
 
     def _given(self, given: Given) -> None:
         stay = self.stays.get((given.task, given.epoch))
-        if stay is None:
-            return
-        if (straight := stay.unsure.get(given.port)) is None:
+        if stay is not None:
             stay.is_given(given.port, given.source)
             self._bring(stay)
-        elif straight.sha256 == given.source["sha256"]:
-            self._tell_what_was_held(stay)
-            stay.is_sure(given.port)
-        else:
-            self._void(stay, f"written down is {given.source['sha256']}")
-
-    def _tell_what_was_held(self, stay: Stay) -> None:
-        """Report events that were held back, as soon as another task may wait for them."""
-        if not stay.held:
-            self.rhythm.chatter = True
-        elif all(isinstance(event, messages.Stored) for event, _ in stay.held):
-            self.rhythm.soon(now_us())
-        else:
-            self.rhythm.happened = True
-
-    def _void(self, stay: Stay, why: str) -> None:
-        """End a stay with an unconfirmed input that proved wrong or stayed unconfirmed.
-
-        The task must run again from before it received the input.
-        """
-        came = ", ".join(f"{port} ({one.sha256})" for port, one in stay.unsure.items())
-        log.warning("task %s ends: %s came straight, and %s", stay.launch.task, came, why)
-        stay.void()
-        self._vanish(stay, "unsure")
 
     def _bring(self, stay: Stay) -> None:
         """Fetch late inputs with a known location, once there is a process that can take them."""
@@ -1254,39 +1196,6 @@ class Supervisor(threading.Thread):
             resident.send("block", [fd], port=port)
             self._tell_came(stay, port, way, os.fstat(fd).st_size)
         os.close(fd)
-
-    def _take_straight(self, name: str, fd: int, sha256: str) -> None:
-        """Queue an input that its producer sent directly.  Called from another thread."""
-        self.receive(lambda: self._came_straight(name, fd, sha256))
-
-    def _came_straight(self, name: str, fd: int, sha256: str) -> None:
-        """Hand an input from its producer to the task that lacks it.
-
-        If that task does not run now, the input goes into the host cache: the task takes it from
-        there once it is confirmed.
-        """
-        for stay in self.stays.values():
-            able = stay.process if stay.state in ("seating", "running") else None
-            for port in stay.lacks - stay.coming:
-                if able is not None and input_name(*stay.key, port) == name:
-                    stay.coming.add(port)
-                    stay.unsure[port] = Straight(sha256=sha256, since_us=now_us())
-                    self._brought(able, port, (fd, "host"))
-                    return
-        self._aside(
-            lambda: self.house.cache.take_in(sha256, fd),
-            lambda kept: self._came_for_later(sha256, kept),
-        )
-
-    def _came_for_later(self, sha256: str, kept: BaseException | None) -> None:
-        if kept is None:
-            self.lookout.came[sha256] = "host"  # which holds for any task that takes it later
-        else:
-            log.warning("cannot keep an unconfirmed input for later: %r", kept)
-
-    def _wanted(self, wanted: Wanted) -> None:
-        if (stay := self.stays.get((wanted.task, wanted.epoch))) is not None:
-            stay.is_wanted(wanted.takers)
 
     def _tell_came(self, stay: Stay, port: str, way: str, size_bytes: int) -> None:
         if stay.is_started:
@@ -1516,8 +1425,6 @@ class Supervisor(threading.Thread):
             size_bytes=size,
             head_bytes=head,
             early=message.get("early") is True and resident.is_awaited(name),
-            # The output cannot depend on inputs that had not arrived when it was produced.
-            rests_on=resident.stay.unsure.keys() - residents.ports(message, "lacks"),
         )
         resident.leaving.append(leaving)
         self._store_next(resident)
@@ -1531,17 +1438,17 @@ class Supervisor(threading.Thread):
         resident.saves += 1
         resident.is_read = True
         resident.measure()
-        bulk, house, stay = resident.bulk, self.house, resident.stay
+        bulk, house = resident.bulk, self.house
         one = resident.leaving.popleft()
-        keep = store_io.publish if one.name in stay.launch.publish else store_io.store
-        size, takers = one.size_bytes, stay.takers_of(one.name)
+        published = one.name in resident.stay.launch.publish
+        keep = store_io.publish if published else store_io.store
 
         def read() -> None:
             self.receive(lambda: self._output_read(resident))
 
-        pieces = self.giver.sent_too(store_io.received(bulk, size, read), size, takers)
+        pieces = store_io.received(bulk, one.size_bytes, read)
         self._aside(
-            lambda: {**keep(pieces, size, house), "head_bytes": one.head_bytes},
+            lambda: {**keep(pieces, one.size_bytes, house), "head_bytes": one.head_bytes},
             lambda stored: self._output_stored(resident, one, stored),
         )
 
@@ -1580,7 +1487,6 @@ class Supervisor(threading.Thread):
     ) -> None:
         resident.saves -= 1
         if isinstance(stored, BaseException):
-            resident.stay.keeps_to_itself(one.name)  # it is unknown when it will be durable
             self._not_stored(resident, f"output:{one.name}", stored)
         else:
             files = self._lies(resident, one, stored["sha256"])
@@ -1588,12 +1494,8 @@ class Supervisor(threading.Thread):
             store_io.close_all(files)
             resident.outputs[one.name] = stored
             if one.early and not resident.is_gone:
-                told = {"output": one.name, "kept": stored}
-                resident.stay.tell(messages.Stored, now_us(), rests_on=one.rests_on, **told)
-                if resident.stay.takers_of(one.name):
-                    self.rhythm.soon(now_us())  # running takers already have it
-                else:
-                    self.rhythm.happened = True
+                resident.stay.tell(messages.Stored, now_us(), output=one.name, kept=stored)
+                self.rhythm.happened = True
         self._store_next(resident)
         self._close_if_gone(resident)
 
@@ -1800,7 +1702,7 @@ _HEARD: dict[str, Callable[[Supervisor, Resident, JSON], None]] = {
 def _can_go_on(resident: Resident, launch: Launch) -> bool:
     """True if the resident's state in memory is at least as new as the newest checkpoint."""
     stay = resident.stay
-    return stay.state == "paused" and not stay.unsure and resident.step >= _newest_step(launch)
+    return stay.state == "paused" and resident.step >= _newest_step(launch)
 
 
 def _newest_step(launch: Launch) -> int:

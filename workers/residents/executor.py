@@ -260,19 +260,17 @@ Memory = list[torch.UntypedStorage]
 class Output:
     """An output to store.
 
-    Its `memory` is needed until it is stored.  `early`: made before the task's end.  `lacks`: late
-    inputs that had not arrived when it was made, so that it cannot depend on them.
+    Its `memory` is needed until it is stored.  `early`: made before the task's end.
     """
 
     what: str
     body: Image | Published
     memory: Memory
     early: bool
-    lacks: list[str]
 
     def said(self) -> JSON:
         sizes = {"size_bytes": self.body.size_bytes, "head_bytes": self.body.head_bytes}
-        return {"what": self.what, "early": self.early, "lacks": self.lacks, **sizes}
+        return {"what": self.what, "early": self.early, **sizes}
 
 
 class Outgoing:
@@ -288,7 +286,6 @@ class Outgoing:
         self.waiting, self.leaving = deque[Output](), dict[str, Output]()
         self.spare = Spare()
         self.values: JSON = {}
-        self.lacked: dict[str, list[str]] = {}  # output -> inputs lacking when it was first put
         self.settled: dict[str, JSON] = {}
         self.lie: dict[str, int] = {}  # stored outputs, as files of this host
         self._writes, self._lock = False, threading.Lock()
@@ -307,15 +304,11 @@ class Outgoing:
             memory.append(self.spare.take(size))
             return memory[-1]
 
-        job = self.work.job
-        if name not in self.lacked:
-            self.lacked[name] = list(job.lacks.values()) if isinstance(job, GraphJob) else []
         output = Output(
             what=f"output:{name}",
             body=_output(self.work, value, name, new),
             memory=memory,
             early=self.work.ctx.result is None,  # else the final message names all outputs
-            lacks=self.lacked[name],
         )
         self.waiting.append(output)
         self.next()

@@ -107,12 +107,6 @@ class Cache:
             file.seek(0)
             return os.dup(file.fileno())
 
-    def take_in(self, sha256: str, fd: int) -> None:
-        """Add a file with this hash, unless it is too large; closes it.  Raises OSError."""
-        with os.fdopen(fd, "rb") as file:
-            if os.fstat(fd).st_size <= self.limit_bytes:
-                self._take_in(sha256, file)
-
     def _take_in(self, sha256: str, file: IO[bytes]) -> None:
         draft = self.folder / f".{uuid.uuid4().hex}"
         make_private(draft)

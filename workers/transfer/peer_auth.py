@@ -38,8 +38,7 @@ AGAIN_S = 0.1  # until a retry: the order may reach the coordinator host later
 WITHIN_S = 30.0
 
 SORTS = ("line", "link")
-# in place of a sort: a block is taken from here, or brought here
-BLOCK, INPUT = len(SORTS), len(SORTS) + 1
+BLOCK = len(SORTS)  # in place of a sort: a block is taken from here
 _HASH_BYTES = hashlib.sha256().digest_size
 _HELLO = struct.Struct("!16sHB16s")
 _PROOF_BYTES = hashlib.sha256().digest_size
@@ -286,7 +285,7 @@ def _connected(home: tuple[str, int], secret: bytes, host: int) -> Sockets:
 def at_desk(
     desk: int, place: list[str | int], key: str, named: str, timeout_s: float = HANDSHAKE_S
 ) -> socket.socket:
-    """Return a connection to take or bring the block `named`; raises OSError."""
+    """Return a connection to take the block `named`; raises OSError."""
     sock = socket.create_connection((str(place[0]), int(place[1])), timeout=timeout_s)
     try:
         _prove(sock, bytes.fromhex(key), 0, desk, bytes.fromhex(named))

@@ -12,20 +12,10 @@ gets nothing.  A job has no network at all.
 The taker hashes the bytes as they arrive, and accepts a block only with the right hash.  A giver
 that is gone, lost the block, is too slow or sends other bytes is skipped: then the store is read.
 
-An output of a part of a graph that parts on other hosts wait for goes **directly** to them while it
-is being stored (`Wanted`).  That is one transfer instead of a flush, two messages and a fetch.
-
-    worker of the producer -> worker of the taker   size in bytes; the bytes
-
-At that time the island has not recorded the hash yet.  So the taker keeps the hash of the bytes,
-and nothing made from them counts before the island confirms it (`workers.device.resident.Stay`).  A
-taker that is unreachable or slow is dropped: it gets the block in the usual way, as any block that
-is too large for direct transfer.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import os
@@ -34,12 +24,11 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from app.storage.backend import Bytes
-from app.storage.signing import block_key, input_name
+from app.storage.signing import block_key
 from workers.transfer import peer_auth
 from workers.transfer.host_cache import Cache, Draft
 
@@ -49,11 +38,8 @@ JSON = dict[str, Any]
 
 AT_ONCE = 4  # blocks sent at once; other takers wait, until they read the store
 STALL_S = 5.0  # limit without any byte
-ROOM_BYTES, ROOMS = 64 << 20, 4  # size limit, and number at once, of direct transfers
-HOLDS_UP_S = 0.25  # how long a direct transfer may delay storing the block
 SILENT_S = 60.0  # how long a host that did not answer is not asked
 SLOWEST_BYTES_PER_S = 10**6  # a slower host is no faster than the store
-STRAIGHT_BYTES_PER_S = 10**8  # least rate of a direct transfer
 BURST_S = 0.005  # how much delay of a thread may be caught up
 _PIECE = 256 << 10  # bytes per send
 _TAKEN = 1 << 20  # bytes per receive
@@ -73,39 +59,12 @@ class Giver:
         self._cache, self._pace = cache, Pace(bytes_per_s)
         self._hands = ThreadPoolExecutor(AT_ONCE, "giving")
         self._over = threading.Event()
-        self._rooms = Rooms()
 
     def key(self, sha256: str) -> bytes:
         return bytes.fromhex(block_key(self.secret, sha256))
 
     def serve(self, sock: socket.socket, sha256: str) -> None:
         self._hands.submit(self._give, sock, sha256)
-
-    def sent_too(
-        self, pieces: Iterable[memoryview], size: int, takers: Sequence[JSON]
-    ) -> Iterator[memoryview]:
-        """Yield the pieces of a block, and send them to the takers.
-
-        If there are takers and a free buffer, the whole block is yielded as one piece after it was
-        sent: hashing and writing it take longer.
-        """
-        with contextlib.ExitStack() as stack:
-            room = stack.enter_context(self._rooms.of(size if takers else 0))
-            if not room:
-                yield from pieces
-                return
-            lines = [stack.enter_context(Line(taker)) for taker in takers]
-            until_s = time.monotonic() + HOLDS_UP_S + size / STRAIGHT_BYTES_PER_S
-            self._send_all([_SIZE.pack(size)], lines, until_s)
-            self._send_all(_laid_down(pieces, room), lines, until_s)
-            yield room
-
-    def _send_all(self, pieces: Iterable[Bytes], lines: Sequence[Line], until_s: float) -> None:
-        for piece in pieces:
-            for line in lines:
-                if line.is_open(until_s):
-                    self._pace.wait(len(piece))
-                    line.send(piece, until_s)
 
     def close(self) -> None:
         self._over.set()
@@ -133,38 +92,6 @@ class Giver:
                 sock.sendfile(file, at, min(_PIECE, size - at))
 
 
-def _laid_down(pieces: Iterable[memoryview], room: memoryview) -> Iterator[memoryview]:
-    at = 0
-    for piece in pieces:
-        room[at : at + len(piece)] = piece
-        at += len(piece)
-        yield piece
-
-
-class Rooms:
-    """Lends buffers for a few blocks at a time and reuses them, as new memory is slow."""
-
-    def __init__(self) -> None:
-        self._free = [bytearray() for _ in range(ROOMS)]
-        self._lock = threading.Lock()
-
-    @contextlib.contextmanager
-    def of(self, size: int) -> Iterator[memoryview]:
-        """Lend a buffer of this size, or an empty one if none is free."""
-        with self._lock:
-            memory = self._free.pop() if 0 < size <= ROOM_BYTES and self._free else None
-        if memory is None:
-            yield memoryview(b"")
-            return
-        try:
-            if len(memory) < size:
-                memory = bytearray(size)
-            yield memoryview(memory)[:size]
-        finally:
-            with self._lock:
-                self._free.append(memory)
-
-
 class Pace:
     """Limits the rate of all callers together to `bytes_per_s`; 0: no limit."""
 
@@ -183,81 +110,6 @@ class Pace:
             self._free_s = begins_s + size / self._bytes_per_s
         if begins_s > now_s:
             time.sleep(begins_s - now_s)
-
-
-class Line:
-    """A connection to a taker; it is dropped when the taker fails or is too slow."""
-
-    def __init__(self, taker: JSON) -> None:
-        self.place: list[str | int] = taker["place"]
-        self.sock: socket.socket | None = None
-        name = input_name(taker["task"], taker["epoch"], taker["port"])
-        with self._or_none():
-            self.sock = peer_auth.at_desk(
-                peer_auth.INPUT, self.place, taker["key"], name, HOLDS_UP_S
-            )
-
-    def __enter__(self) -> Line:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.sock is not None:
-            self.sock.close()
-
-    def is_open(self, until_s: float) -> bool:
-        with self._or_none():
-            if self.sock is not None and time.monotonic() >= until_s:
-                raise TimeoutError("it is too slow")
-        return self.sock is not None
-
-    def send(self, piece: Bytes, until_s: float) -> None:
-        assert self.sock is not None
-        with self._or_none():
-            self.sock.settimeout(max(0.001, until_s - time.monotonic()))
-            self.sock.sendall(piece)
-
-    @contextlib.contextmanager
-    def _or_none(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            log.warning("cannot send blocks directly to %s: %s", self.place, error)
-            if self.sock is not None:
-                self.sock.close()
-            self.sock = None
-
-
-class Taker:
-    """Receives inputs that producers send directly.
-
-    `came` is called with the name of the input, its file (read-only, at its beginning) and its
-    hash.  The file has no name: its memory is free for reuse when the task closes it.
-    """
-
-    def __init__(self, cache: Cache, secret: str, came: Callable[[str, int, str], None]) -> None:
-        self._cache, self._secret, self._came = cache, secret, came
-        self._hands = ThreadPoolExecutor(AT_ONCE, "taking")
-
-    def key(self, name: str) -> bytes:
-        return bytes.fromhex(block_key(self._secret, name))
-
-    def serve(self, sock: socket.socket, name: str) -> None:
-        self._hands.submit(self._take, sock, name)
-
-    def close(self) -> None:
-        self._hands.shutdown(cancel_futures=True)
-
-    def _take(self, sock: socket.socket, name: str) -> None:
-        with sock, Draft(self._cache) as draft:
-            try:
-                peer_auth.wait_for(sock, STALL_S)
-                (size,) = _SIZE.unpack(peer_auth.read(sock, _SIZE.size))
-                sha256 = _received(sock, size, draft)
-                fd = draft.opened()
-            except OSError as error:
-                log.warning("an input was not received directly: %s", error)
-                return
-        self._came(name, fd, sha256)
 
 
 def taken(copies: Iterable[JSON], sha256: str, size: int, cache: Cache) -> int | None:

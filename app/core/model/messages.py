@@ -278,10 +278,9 @@ class ResidentView:
 
     `state` is seating (does not hold the slot yet), running, pausing, paused, stopping or ended.
     `level` is where the job's memory lies (`workers.device.memory_tiers`).  `on_device_bytes` is
-    the device memory charged to the job, `host_bytes` the host memory of its images.  `lacks` are
-    inputs: the missing input for which the job stands still and whose place the device does not
-    know yet, and the inputs that came straight and are not confirmed yet.  `points` are the metrics
-    of steps before `step`.
+    the device memory charged to the job, `host_bytes` the host memory of its images.  `lacks` is
+    the missing input for which the job stands still, if the device does not know its place yet.
+    `points` are the metrics of steps before `step`.
     """
 
     task: str
@@ -351,21 +350,6 @@ class Given:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """Names outputs of a running leg that running legs on other hosts lack.
-
-    The device worker sends such an output straight to those hosts when it is made, before it is
-    durable (`workers.transfer.peer_blocks`).  `takers` are [{"output", "task", "epoch", "port",
-    "place", "key"}].  The message is sent once, when the maker or the taker starts.  If it is lost,
-    the taker gets the block when the block is recorded.
-    """
-
-    task: str
-    epoch: int
-    takers: list[JSON]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """Acknowledges the heartbeat of `sent_us`; the device may go on until `sent_us + lease_us`.
 
@@ -413,7 +397,7 @@ _KINDS: dict[str, type] = {
     for kind in (
         Launch, Pause, Save, Resize, Cancel,
         Started, Saved, Stored, Came, Resized, Paused, Finished, Failed, Stopped,
-        ResidentView, LogLines, Alive, Given, Wanted, Answer,
+        ResidentView, LogLines, Alive, Given, Answer,
     )
 }  # fmt: skip
 

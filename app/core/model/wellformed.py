@@ -125,16 +125,6 @@ _SOURCE = _object(
 )
 _IMAGE = _object({"sha256": _is_hash, "step": _is_count, "key": _is_bundle})
 _OUTPUTS = _by_name(_text(_OUTPUT), _object(_KEPT, {"format": _text(_FORMAT)}))
-_TAKER = _object(
-    {
-        "output": is_word,
-        "task": is_id,
-        "epoch": _is_count,
-        "port": is_word,
-        "place": _is_place,
-        "key": _is_hash,
-    }
-)
 _EXPECTED = _object(
     {
         "task": is_id,
@@ -195,7 +185,6 @@ FIELDS: dict[str, Check] = {
     "port": is_word,
     "kept": _object(_KEPT, {"format": _text(_FORMAT)}),
     "source": _SOURCE,
-    "takers": _each(_TAKER),
     "expect": _each(_EXPECTED),
     "next": _each(is_id),
     "keep": _each(_is_place_of_task),

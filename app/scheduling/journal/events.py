@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 from sqlalchemy import func, select, update
@@ -19,8 +18,7 @@ from app.core.units import counted
 from app.data import datablocks, graphs
 from app.db import transactions
 from app.db.models import Checkpoint, Device, Need, Order, Placement, Task
-from app.messaging import outbox
-from app.scheduling import guest_placements, launch_order
+from app.scheduling import guest_placements
 from app.scheduling.journal import device_rows, losses, outputs, task_writer
 from app.scheduling.journal.device_rows import DeviceRows
 
@@ -141,20 +139,6 @@ def _started(session: Session, task: Task, placement: Placement, event: messages
     )
     if task.moving is not None and task.seat == task.moving["to"]:
         _moved(session, task, lost)
-    if "part" in task.descriptor["run"]:
-        transactions.after_commit(session, partial(_introduce, task.id))
-
-
-def _introduce(task_id: str) -> None:
-    """Tell the devices of running graph tasks to which tasks they are to send their blocks
-    directly.
-
-    Looked up after the commit: of two tasks that begin at once, the later one sees both.
-    """
-    with transactions.transaction() as session:
-        told = launch_order.wanted(session, task_id)
-    for device, wanted in told:
-        outbox.tell(device, wanted)
 
 
 def _moved(session: Session, task: Task, lost: int) -> None:

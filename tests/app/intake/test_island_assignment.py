@@ -19,7 +19,6 @@ from app.core.model.messages import (
     Saved,
     Started,
     Stored,
-    Wanted,
 )
 from app.db import transactions
 from app.db.models import (
@@ -40,7 +39,7 @@ from app.db.models import (
 )
 from app.intake import actions, island_assignment
 from app.settings import settings
-from app.storage.signing import block_key, input_name
+from app.storage.signing import block_key
 from workers.control.controller import Control
 from workers.control.scheduler import Scheduler
 
@@ -565,25 +564,6 @@ class TestWhatComesLate:
             assert [body["inputs"] for body in bodies] == [{}, {}]
             places = island_assignment.places(session, "req_r")
             assert [place.crossing_bytes for place in places] == [7, 7]
-
-    def test_each_hears_where_what_it_makes_is_lacking(self, pair):
-        """When the second of both has begun; on one host, with one disk, nobody does."""
-        east, west, told = pair
-        assert told == []
-        for island, name in ((west, "p.1.0"), (east, "p.0.0")):
-            island.links, island.secret = ["10.0.0.2", 9], "cd" * 32
-            island.facts |= {"key": name}
-            island.hear(paused(name), residents=[view(name, "paused")])
-            island.look()
-            island.hear(started(name, epoch=2))
-        by_task = {wanted.task: wanted.takers for wanted in told if isinstance(wanted, Wanted)}
-        assert set(by_task) == {"tsk_p.0.0", "tsk_p.1.0"}
-        (taker,) = by_task["tsk_p.0.0"]
-        name = input_name("tsk_p.1.0", 2, "p0")
-        assert taker == {
-            "output": "x", "task": "tsk_p.1.0", "epoch": 2, "port": "p0",
-            "place": ["10.0.0.2", 9], "key": block_key("cd" * 32, name),
-        }  # fmt: skip
 
     def test_is_told_to_the_device_that_lacks_it_when_it_is_durable(self, pair):
         east, _, told = pair

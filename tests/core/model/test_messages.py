@@ -50,12 +50,6 @@ NAMED: dict[str, Any] = {
     "sha256": HASH,
     "kept": BLOCK,
     "source": BLOCK,
-    "takers": [
-        {
-            **{"output": "x", "task": "t", "epoch": 1, "port": "p"},
-            **{"place": ["10.0.0.1", 9], "key": HASH},
-        }
-    ],
     "expect": [
         {
             **{"task": "t", "epoch": 1, "tenant": "ten", "bundle": "", "inputs": [BLOCK]},

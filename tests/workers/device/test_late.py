@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from app.core.model.messages import Came, Failed, Finished, Given, Paused, Started, Stopped, Stored
+from app.storage.signing import block_key
 from tests.workers.conftest import Ground
 from tests.workers.graph.test_runner import body, launched, node, paused_and_saved, ran
 
@@ -250,3 +252,64 @@ def test_what_it_gave_lies_in_a_file_when_it_is_durable(
 def test_only_what_may_come_late_can_be_lacking(ground: Ground) -> None:
     leg(ground, "t1", {**TAKER, "late": []})
     assert "b0" in ground.event(Failed, "t1").message
+
+
+def test_outputs_leave_one_behind_the_other_while_a_node_runs(ground: Ground) -> None:
+    graph = body(
+        node("a", "start"), node("b", "start"), node("nap", "nap", "x=b.y", params={"nap_s": 30.0})
+    )
+    gives = {"b0": "a.y", "b1": "b.y", "b2": "nap.y"}
+    early = {"nodes": ["a", "b", "nap"], "takes": {}, "gives": gives}
+    early["after_ms"] = {"b0": 1.0, "b1": 1.0}
+    launched(ground, "t1", graph, part=early, outputs=[*gives])
+    ground.until(lambda: len(ground.all(Stored, "t1")) == 2)
+    assert not ground.all(Finished, "t1")
+
+
+#: Two legs that take a block from each other.
+RING = body(
+    node("a", "start", params={"seed": 3}),
+    node("b", "start", params={"seed": 4}),
+    node("one", "draw", "x=b.y"),
+    node("two", "draw", "x=a.y"),
+    node("said", "listed", "x=one.y"),
+    node("told", "listed", "x=two.y"),
+    said="said.y",
+    told="told.y",
+)
+LEFT = {
+    "nodes": ["a", "one", "said"],
+    "takes": {"r0": "b.y"},
+    "gives": {"l0": "a.y", "said": "said.y"},
+    "after_ms": {"l0": 1.0},
+    "late": ["r0"],
+}
+RIGHT = {
+    "nodes": ["b", "two", "told"],
+    "takes": {"l0": "a.y"},
+    "gives": {"r0": "b.y", "told": "told.y"},
+    "after_ms": {"r0": 1.0},
+    "late": ["l0"],
+}
+
+
+def test_durable_blocks_come_from_the_other_host_while_both_legs_run(
+    grounds: Callable[..., Ground], tmp_path: Path
+) -> None:
+    """Each host has a store of its own, so that a block can only come from its maker's host."""
+    left, right = (grounds(home=tmp_path / name, patience_s=30.0) for name in ("left", "right"))
+    launched(left, "left", RING, part=LEFT, outputs=["l0"])
+    launched(right, "right", RING, part=RIGHT, outputs=["r0"])
+    for maker, made, taker, task in (
+        (left, left.event(Stored, "left"), right, "right"),
+        (right, right.event(Stored, "right"), left, "left"),
+    ):
+        taker.event(Started, task)
+        report = maker.reports[-1]
+        copy = {"place": report.links, "key": block_key(report.secret, made.kept["sha256"])}
+        source = {**made.kept, "copies": [copy]}
+        taker.supervisor.receive(Given(task=task, epoch=1, port=made.output, source=source))
+    results = left.event(Finished, "left").result | right.event(Finished, "right").result
+    assert results == ran(RING)
+    ways = [ground.event(Came, task).way for ground, task in ((left, "left"), (right, "right"))]
+    assert ways == ["host", "host"]

@@ -300,7 +300,7 @@ def _loads(turns: list[str], victim: Any) -> int:
 
 def _living(task: str, state: str, **more: Any) -> Resident:
     stay: Any = SimpleNamespace(
-        state=state, arrived_us=1, unsure={}, launch=SimpleNamespace(memory_bytes=60 * MB)
+        state=state, arrived_us=1, launch=SimpleNamespace(memory_bytes=60 * MB)
     )
     wire: Any = SimpleNamespace(send=lambda message, fds: None)
     made = slab.made(64 * MB)

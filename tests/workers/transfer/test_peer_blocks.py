@@ -8,8 +8,6 @@ import contextlib
 import functools
 import hashlib
 import os
-import queue
-import shutil
 import socket
 import threading
 import time
@@ -17,13 +15,13 @@ import time
 import pytest
 
 from app.core.model.messages import Finished, Started
-from app.storage.signing import block_key, input_name
+from app.storage.signing import block_key
 from app.storage.store import Store
 from tests.workers.conftest import Ground
 from tests.workers.transfer.test_peer_auth import Desk
 from workers.transfer import peer_auth, peer_blocks
 from workers.transfer.host_cache import Cache, Draft
-from workers.transfer.peer_blocks import Giver, Pace, Taker
+from workers.transfer.peer_blocks import Giver, Pace
 
 MB = 1 << 20
 BODY = os.urandom(3 * MB + 17)
@@ -374,76 +372,3 @@ def test_if_who_made_it_is_gone_it_comes_from_the_store_with_the_same_bits(hosts
     a.close()
     seen, ways, fetched_bytes = taken_on(b, source)
     assert (seen, ways, fetched_bytes) == (on_a, {"x": "store"}, source["size_bytes"])
-
-
-class TestWhatGoesStraight:
-    """A block is brought to who lacks it while it is being stored."""
-
-    NAME = input_name("tsk_1", 1, "p")
-
-    class Taking(Desk):
-        def __init__(self, cache):
-            self.came = queue.SimpleQueue()
-            self.taker = Taker(cache, "ab" * 32, lambda *came: self.came.put(came))
-            super().__init__({peer_auth.INPUT: self.taker})
-
-        def as_told(self, secret="ab" * 32):
-            key = block_key(secret, TestWhatGoesStraight.NAME)
-            place = {"place": self.links.place, "key": key}
-            return {"task": "tsk_1", "epoch": 1, "port": "p", **place}
-
-        def close(self):
-            super().close()
-            self.taker.close()
-
-    @pytest.fixture
-    def taking(self, mine):
-        desk = self.Taking(mine)
-        yield desk
-        desk.close()
-
-    @pytest.fixture
-    def giver(self, tmp_path):
-        giver = Giver(Cache(tmp_path / "theirs", 64 * MB))
-        yield giver
-        giver.close()
-
-    @staticmethod
-    def sent(giver, *takers):
-        pieces = (memoryview(BODY[at : at + MB]) for at in range(0, len(BODY), MB))
-        return b"".join(giver.sent_too(pieces, len(BODY), takers))
-
-    def test_what_is_too_large_is_only_stored(self, taking, giver, monkeypatch):
-        monkeypatch.setattr(peer_blocks, "ROOM_BYTES", len(BODY) - 1)
-        assert self.sent(giver, taking.as_told()) == BODY
-        assert taking.came.empty()
-
-    def test_it_is_there_and_stored_all_the_same(self, taking, giver, mine):
-        for _ in range(2):  # in memory that is used again
-            assert self.sent(giver, taking.as_told()) == BODY
-            name, fd, sha256 = taking.came.get(timeout=10)
-            assert (name, sha256, read(os.dup(fd))) == (self.NAME, SHA256, BODY)
-            assert not any(mine.folder.iterdir())  # its memory goes with the last who has it open
-            os.lseek(fd, 0, os.SEEK_SET)
-            mine.take_in(SHA256, fd)  # unless nobody takes it yet
-            assert read(mine.held(SHA256)) == BODY
-            shutil.rmtree(mine.folder)
-
-    def test_who_has_another_key_gets_nothing_through(self, taking, giver):
-        assert self.sent(giver, taking.as_told("cd" * 32)) == BODY
-        assert taking.came.empty()
-
-    def test_who_is_gone_or_does_not_read_holds_nothing_up(self, taking, giver, peers, monkeypatch):
-        monkeypatch.setattr(peer_blocks, "HOLDS_UP_S", 0.5)
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            gone = {**taking.as_told(), "place": list(server.getsockname())}
-        deaf = {**taking.as_told(), **peers(lambda sock: None)}
-        assert self.sent(giver, gone, taking.as_told(), deaf) == BODY
-        assert taking.came.get(timeout=10)[0] == self.NAME
-
-    def test_half_a_block_is_none(self, taking, giver):
-        halves = giver.sent_too(iter([memoryview(BODY)[:MB]]), len(BODY), [taking.as_told()])
-        list(halves)
-        assert self.sent(giver, taking.as_told()) == BODY
-        assert taking.came.get(timeout=10)[2] == SHA256
-        assert taking.came.empty()
