@@ -57,7 +57,7 @@ class Chunks:
 
     def __init__(self, place: Place, tenant: str) -> None:
         if not _TENANT.fullmatch(tenant):
-            raise ValueError(f"{tenant!r:.120} is no tenant's id")
+            raise ValueError(f"not the id of a tenant: {tenant!r:.120}")
         self.place = place
         self.folder = f"{CHUNKS}/{tenant}"
 
@@ -143,17 +143,17 @@ def unpacked(packed: bytes, size: int) -> Bytes:
     if codec == ZSTD:
         rest = _decompressed(rest, size)
     elif codec != PLAIN:
-        told = f"of its {len(packed)} bytes the last, {codec!r}, is no way of writing one"
+        told = f"the last of its {len(packed)} bytes, {codec!r}, names no known codec"
         raise ValueError(told)
     if len(rest) != size:
-        raise ValueError(f"it has {len(rest)} bytes, and {size} were promised")
+        raise ValueError(f"it has {len(rest)} bytes; its manifest says {size}")
     return rest
 
 
 def _decompressed(packed: Bytes, size: int) -> bytes:
     try:
         if (says := zstandard.frame_content_size(packed)) != size:
-            raise ValueError(f"it says that it has {says} bytes, and {size} were promised")
+            raise ValueError(f"its header says {says} bytes; its manifest says {size}")
         return zstandard.ZstdDecompressor().decompress(packed, max_output_size=size)
     except zstandard.ZstdError as error:
         raise ValueError(f"it cannot be decompressed: {error}") from error

@@ -148,11 +148,11 @@ class Bucket:
             yield
         except FileNotFoundError as error:  # obstore's error for a missing object
             if "NoSuchBucket" in str(error):
-                raise BucketAway(f"the store {self.url}: there is no such bucket") from error
+                raise BucketAway(f"the store {self.url}: the bucket does not exist") from error
             raise Missing(name) from error
         except (BaseError, OSError) as error:
             told = " ".join(str(error).split())[:300]
-            raise BucketAway(f"the store {self.url} did not do it for {name}: {told}") from error
+            raise BucketAway(f"the store {self.url} failed a call for {name}: {told}") from error
 
 
 class _BucketBatch:

@@ -106,7 +106,7 @@ def public_key(written: str) -> str:
         except (OSError, ValueError) as error:
             raise ValueError(f"no public key can be read from {written!r}: {error}") from error
     if not is_public_key(found):
-        raise ValueError(f"{written!r} holds no public key: 64 hexadecimal digits")
+        raise ValueError(f"{written!r} contains no public key (64 hexadecimal digits)")
     return found
 
 

@@ -151,7 +151,7 @@ class Store:
         except (BadSignature, BadManifest) as error:
             raise Damaged(what, str(error)) from error
         if found.about.tenant != tenant or not found.ranks:
-            raise Damaged(what, f"it is one of tenant {found.about.tenant}")
+            raise Damaged(what, f"it belongs to tenant {found.about.tenant}")
         return found
 
     def sealed(self, tenant: str, sha256: str) -> bytes:

@@ -129,7 +129,10 @@ def test_compose_serves_tenants_behind_their_sandbox(system, tmp_path):
     assert all(check["ok"] for check in _ready(client).values())
 
     # 1. Both devices have all layers except a user of its own, which only root can provide.
-    assert _ready(client)["sandbox"]["detail"] == "local.0, local.1: its sandbox stands (required)"
+    assert (
+        _ready(client)["sandbox"]["detail"]
+        == "local.0, local.1: its sandbox is complete (required)"
+    )
     shown = client.call("[*c.items('/v1/devices')]")
     assert [device["sandbox"]["missing"] for device in shown] == [[], []]
 

@@ -65,7 +65,7 @@ def from_json(body: Any, *, limit_bytes: int) -> Layout:
         graph = _extent(body["graph"], limit_bytes)
         storages = tuple(_extent(part, limit_bytes) for part in body["storages"])
     except (KeyError, TypeError) as error:
-        raise BadLayout(f"an image's layout is not one: {error!r}") from error
+        raise BadLayout(f"invalid layout of an image: {error!r}") from error
     at = 0
     for part in sorted((graph, *storages), key=lambda part: (part.offset, part.size)):
         if part.offset < at:
@@ -78,11 +78,13 @@ def _extent(body: Any, limit_bytes: int) -> Extent:
     extent = Extent(**body)
     numbers = (extent.offset, extent.size)
     if not all(type(number) is int and number >= 0 for number in numbers):
-        raise BadLayout(f"a part of an image lies at {numbers!r}")
+        raise BadLayout(f"invalid offset and size of a part of an image: {numbers!r}")
     if extent.device not in ("cpu", "cuda") or type(extent.pinned) is not bool:
-        raise BadLayout(f"a storage lay on {extent.device!r:.40}")
+        raise BadLayout(f"unknown device of a storage: {extent.device!r:.40}")
     if _end(extent) > limit_bytes:
-        raise BadLayout(f"a part of an image ends at {_end(extent)}, past its slab's {limit_bytes}")
+        raise BadLayout(
+            f"a part of an image ends at {_end(extent)}; its slab has {limit_bytes} bytes"
+        )
     return extent
 
 

@@ -77,7 +77,7 @@ def read_index(fd: int, size: int) -> JSON:
 def _write_at(fd: int, start: int, body: JSON, limit: int) -> int:
     text = "".join(f"{json.dumps(line)}\n" for line in _lines(body)).encode()
     if len(text) > limit:
-        raise BadIndex(f"it has {len(text)} bytes, and {limit} are allowed")
+        raise BadIndex(f"it has {len(text)} bytes; the limit is {limit}")
     at = 0
     while at < len(text):
         at += os.pwrite(fd, memoryview(text)[at:], start + at)
@@ -86,7 +86,7 @@ def _write_at(fd: int, start: int, body: JSON, limit: int) -> int:
 
 def _read_at(fd: int, start: int, size: int, limit: int) -> JSON:
     if size > limit:
-        raise BadIndex(f"it has {size} bytes, and {limit} are allowed")
+        raise BadIndex(f"it has {size} bytes; the limit is {limit}")
     body: JSON = {}
     for count, line in enumerate(_read_lines(fd, start, size)):
         if count >= LINES_LIMIT:
@@ -94,7 +94,7 @@ def _read_at(fd: int, start: int, size: int, limit: int) -> JSON:
         try:
             _take_line(body, line)
         except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
-            raise BadIndex(f"a line of it is none: {error!r:.200}") from error
+            raise BadIndex(f"it has an invalid line: {error!r:.200}") from error
     if not body:
         raise BadIndex("it is empty")
     return body
@@ -128,7 +128,7 @@ def _take_line(body: JSON, line: bytes) -> None:
         case [str(key), str(name), value, "more"]:
             body[key][name].append(value)
         case _:
-            raise ValueError("it has another form")
+            raise ValueError("neither [KEY, VALUE] nor [KEY, NAME, VALUE]")
 
 
 def _read_lines(fd: int, start: int, size: int) -> Iterator[bytes]:
@@ -140,7 +140,7 @@ def _read_lines(fd: int, start: int, size: int) -> Iterator[bytes]:
         if len(rest) > LINE_LIMIT_BYTES:
             raise BadIndex(f"a line of more than {LINE_LIMIT_BYTES} bytes")
     if rest:
-        raise BadIndex("its last line has no end")
+        raise BadIndex("its last line does not end with a newline")
 
 
 def _pages(size: int) -> int:

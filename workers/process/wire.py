@@ -154,7 +154,7 @@ class Parts:
         """Add a part; return the whole message once its last part is here.  Raises Garbled."""
         text, last = message.get("text"), message.get("last")
         if not isinstance(text, str) or not isinstance(last, bool) or not text.isascii():
-            raise Garbled("a part that is none")
+            raise Garbled("an invalid part of a message")
         self._size += len(text)
         if self._size > LIMIT_BYTES:
             raise Garbled(f"a message of more than {LIMIT_BYTES} bytes in parts")
@@ -171,7 +171,7 @@ def parsed_parts(body: bytes) -> JSON:
     must_be_bounded(body, PARTS_CONTAINERS_LIMIT)
     message = _message(body)
     if message["is"] == "part":
-        raise Garbled("a part of parts")
+        raise Garbled("a part inside a message that came in parts")
     return message
 
 
@@ -274,7 +274,7 @@ def _message(body: bytes) -> JSON:
     except (ValueError, RecursionError) as error:
         raise Garbled(f"a frame that is not JSON: {error}") from error
     if not isinstance(message, dict) or not isinstance(message.get("is"), str):
-        raise Garbled("a frame that is no message")
+        raise Garbled("a frame without a message")
     return message
 
 

@@ -224,7 +224,9 @@ class _Writer:
         """
         oldest_s = min((seen.at_s for seen in self.seen.values()), default=_clock_s())
         if (took_s := _clock_s() - oldest_s) > self.store.grace_s / 2:
-            raise TooSlow(f"the store took {took_s:.0f} s; at most {self.store.grace_s / 2:.0f} s")
+            raise TooSlow(
+                f"writing took {took_s:.0f} s; the limit is {self.store.grace_s / 2:.0f} s"
+            )
 
     def _still_there(self, quick: bytes) -> _Seen | None:
         """Return a chunk of the last checkpoint if the store still has it."""
@@ -432,6 +434,8 @@ def fill(
 
 def _set_aside(store: Store, tenant: str, address: str, damaged: Damaged) -> None:
     """Move a damaged chunk away: the next write of these bytes stores them again."""
-    log.error("%s; it is set aside, and written again when next it is met", damaged)
+    log.error(
+        "%s; it is set aside, and the next checkpoint with these bytes writes it again", damaged
+    )
     with suppress(OSError):
         store.chunks(tenant).set_aside(address)

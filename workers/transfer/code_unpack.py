@@ -61,7 +61,7 @@ def _unpack(archive: Path, into: Path) -> None:
     for name, file in _entries(archive):
         path = _checked(name)
         if path.as_posix().casefold() in seen:
-            raise BadBundle(f"{name}: there are two of this name")
+            raise BadBundle(f"{name}: two entries have this name")
         seen.add(path.as_posix().casefold())
         if len(seen) > FILES_LIMIT:
             raise BadBundle(f"more than {FILES_LIMIT} files")
@@ -76,7 +76,7 @@ def _entries(archive: Path) -> Iterator[tuple[str, IO[bytes]]]:
         else:
             yield from _of_tar(archive)
     except (zipfile.BadZipFile, tarfile.TarError, EOFError, NotImplementedError) as error:
-        raise BadBundle(f"the bundle is neither a sound zip nor a sound tar: {error}") from error
+        raise BadBundle(f"the bundle is neither a valid zip nor a valid tar: {error}") from error
 
 
 def _of_zip(archive: Path) -> Iterator[tuple[str, IO[bytes]]]:

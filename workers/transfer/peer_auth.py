@@ -174,7 +174,7 @@ class Links:
         try:
             piece = visitor.sock.recv(visitor.wanted - len(visitor.came))
             if not piece:
-                raise ConnectionResetError("it went")
+                raise ConnectionResetError("the peer closed the connection")
             visitor.came += piece
             visitor.has_spoken = True
             if len(visitor.came) == visitor.wanted:

@@ -26,6 +26,7 @@ from app.core.placement.cost_model import Hop, Option, Problem, Timeline, Trip, 
 from app.core.placement.exact import unavoidable
 from app.core.placement.heuristics import RULES, Found, starts
 from app.core.placement.local_search import Effort, Search, solve
+from app.core.units import counted
 
 MAX_COMBINATIONS = 64  # device sets of one gang; above, only neighbours are combined
 TYPICAL_BYTES = 1 << 20  # size of copy by which routes with equally many hops are compared
@@ -333,7 +334,7 @@ class Numbers:
             wanted = tuple(sorted(place[device] for device in devices))
             choices = [one.places for one in self.problem.options[number[id]]]
             if wanted not in choices:
-                raise Unplaceable(f"node {id}", f"it cannot sit on {', '.join(devices)}")
+                raise Unplaceable(f"node {id}", f"it cannot run on {', '.join(devices)}")
             chosen[number[id]] = choices.index(wanted)
         whole = [number[id] for id in order]
         # tasks that deliver blocks to their last places
@@ -475,15 +476,17 @@ def _check_node(node: Node, nodes: set[str], blocks: set[str]) -> None:
     for id in sorted(set(node.after) - nodes):
         raise fault(f"the graph has no node {id}")
     if set(node.replaces) - set(node.writes) or set(node.replaces.values()) - set(node.reads):
-        raise fault("it replaces what it does not read and write")
+        raise fault("it replaces a block that it does not both read and write")
     if node.width < 1 or node.memory_bytes < 0 or min(node.time_ns.values(), default=0) < 0:
-        raise fault("its width, memory or time is below what can be")
+        raise fault("its width is below 1, or its memory or time is negative")
 
 
 def _check_block(one: Block, written: set[str], places: Mapping[str, int]) -> None:
     if bool(one.at) == (one.id in written):
         why = (
-            "it lies somewhere and a node writes it" if one.at else "nowhere, and no node writes it"
+            "it has a copy, and a node writes it"
+            if one.at
+            else "it has no copy, and no node writes it"
         )
         raise Unplaceable(f"datablock {one.id}", why)
     for at in sorted({*one.at, *one.to} - set(places)):
@@ -510,7 +513,7 @@ def _acyclic(graph: Graph) -> None:
             if not left[other]:
                 ready.append(other)
     for id in sorted(set(waits) - set(ready)):
-        raise Unplaceable(f"node {id}", "it needs itself, by a cycle of needs")
+        raise Unplaceable(f"node {id}", "it depends on itself, through a cycle")
 
 
 def _options(node: Node, graph: Graph, topology: Topology) -> tuple[Option, ...]:
@@ -530,7 +533,7 @@ def _options(node: Node, graph: Graph, topology: Topology) -> tuple[Option, ...]
         told = [f"{d.id} {_refused(node, d, need)}" for d in topology.devices]
         told = [one for one in told if not one.endswith("None")]
         why = "; ".join(told) or "there are no devices"
-        raise Unplaceable(f"node {node.id}", f"{node.width} devices are wanted, and {why}")
+        raise Unplaceable(f"node {node.id}", f"it needs {counted(node.width, 'device')}: {why}")
     return tuple(able)
 
 

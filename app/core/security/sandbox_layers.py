@@ -86,7 +86,7 @@ class Sandbox:
         if self.missing:
             without = ", ".join(self.missing)
             return f"runs tenants' code without the layers {without} ({self.mode})"
-        return f"its sandbox stands ({self.mode})"
+        return f"its sandbox is complete ({self.mode})"
 
 
 def missing(standing: Collection[str]) -> list[str]:

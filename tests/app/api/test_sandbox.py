@@ -39,7 +39,7 @@ def test_a_device_that_refuses_is_named_by_readyz_and_never_up(as_, session):
     found = _check(as_)
     assert not found["ok"]
     assert "h.1: takes no work: its sandbox is required" in found["detail"]
-    assert "h.0: its sandbox stands (required)" in found["detail"]
+    assert "h.0: its sandbox is complete (required)" in found["detail"]
     shown = as_("root").get("/v1/devices/h.1").json()
     assert not shown["up"]
     assert shown["sandbox"]["refuses"] == REFUSAL["refuses"]
@@ -59,7 +59,7 @@ def test_a_refusal_of_long_ago_is_not_told_any_more(as_, session):
 @pytest.mark.parametrize(
     ("facts", "told"),
     [
-        ({"sandbox_mode": "preferred"}, "its sandbox stands (preferred)"),
+        ({"sandbox_mode": "preferred"}, "its sandbox is complete (preferred)"),
         ({"sandbox_mode": "preferred", "sandbox": SOME}, "without the layers processes, ipc"),
         ({"sandbox_mode": "off", "sandbox": []}, "without a sandbox (ROUNDHOUSE_SANDBOX=off)"),
     ],

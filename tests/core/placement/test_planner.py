@@ -298,17 +298,21 @@ def test_a_working_set_of_four_times_the_memory_completes_within_it() -> None:
     [
         ([node("t", devices=("d9",))], [], "d0 is not among those that it names"),
         ([node("t", memory_bytes=200 * MB)], [], "d0 has 100000000 bytes of memory for 200000000"),
-        ([node("t", width=3)], [], "3 devices are wanted"),
+        ([node("t", width=3)], [], "it needs 3 devices"),
         ([Node(id="t", time_ns={"cpu": 1})], [], "d0 is of kind cuda"),
         ([node("t", "x")], [], "the graph has no datablock x"),
-        ([node("t", "x")], [block("x", 1)], "datablock x: nowhere, and no node writes it"),
+        ([node("t", "x")], [block("x", 1)], "datablock x: it has no copy, and no node writes it"),
         ([node("t", "x")], [block("x", 1, "moon")], "there is no place moon"),
         ([node("t", "", "x"), node("u", "", "x")], [block("x", 1)], "two nodes write it"),
-        ([node("t", "", "x")], [block("x", 1, "host")], "lies somewhere and a node writes it"),
+        ([node("t", "", "x")], [block("x", 1, "host")], "it has a copy, and a node writes it"),
         ([node("t"), node("t")], [], "two nodes have this name"),
         ([node("t", after=("u",))], [], "the graph has no node u"),
         ([node("t", "y", "x"), node("u", "x", "y")], [block("x", 1), block("y", 1)], "a cycle"),
-        ([node("t", "", "x", replaces={"x": "y"})], [block("x", 1)], "replaces what it does not"),
+        (
+            [node("t", "", "x", replaces={"x": "y"})],
+            [block("x", 1)],
+            "replaces a block that it does not",
+        ),
     ],
 )
 def test_what_cannot_be_placed_is_refused_with_the_reason(
