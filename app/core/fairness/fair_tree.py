@@ -341,10 +341,20 @@ class FairTree(Generic[Item]):
     A key in a heap may be too low, because usage and holdings grow meanwhile; it is never too high.
     So an entry that reaches the top is checked again if it changed, and put back where it belongs.
     A change that may lower a key corrects the key at once, from the bottom up.
+
+    At a leaf, `fresh_first(fresh, older)` may put the first item of its fresh lanes before an older
+    item of equal priority in another lane (rule F8).
     """
 
-    def __init__(self, *, half_life_s: float = 0.0, since_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        *,
+        half_life_s: float = 0.0,
+        since_s: float = 0.0,
+        fresh_first: Callable[[Item, Item], bool] = lambda fresh, older: False,
+    ) -> None:
         self._half_life_s, self._since_s = half_life(half_life_s), since_s
+        self._fresh_first = fresh_first
         self.root = Branch((), None)
         self.root.inner = True
         self.branches: dict[Path, Branch] = {(): self.root}
@@ -658,11 +668,19 @@ class FairTree(Generic[Item]):
         while len(open_) > 1:
             best = min(line.head for line in open_)
             if not branch.inner:
+                best = self._first_at_leaf(best, open_)
                 return branch, best[6].lane, best[5]
             led.append(best[3])
             branch = best[3].branch
             open_ = self._open_below(branch, open_, borrows=best[0])
         return self._first_in(open_[0]) if open_ else None
+
+    def _first_at_leaf(self, oldest: Any, open_: list[_Line]) -> Any:
+        """Return the entry of a leaf's lines that goes first; `oldest` has the lowest key."""
+        if oldest[6].lane.fresh:
+            return oldest
+        fresh = (line.head for line in open_ if line.lane.fresh and line.head[0] == oldest[0])
+        return min((e for e in fresh if self._fresh_first(e[5], oldest[5])), default=oldest)
 
     def led(self) -> list[Item]:
         """Return for each branch above the last `first` the item that made the branch go first.

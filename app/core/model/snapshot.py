@@ -226,6 +226,11 @@ class Task:
     retry_at_s: float = 0.0
 
     @property
+    def waits_since_s(self) -> float:
+        """When the task began its present wait."""
+        return self.submitted_s if self.waiting_since_s is None else self.waiting_since_s
+
+    @property
     def seat(self) -> str | None:
         """The first of the task's devices."""
         return self.seats[0] if self.seats else None

@@ -57,7 +57,9 @@ class Board:
 
     def __init__(self, policy: Policy, *, now_s: float) -> None:
         self.policy, self.now_s = policy, now_s
-        self.tree: FairTree[Task] = FairTree(half_life_s=policy.half_life_s, since_s=policy.since_s)
+        self.tree: FairTree[Task] = FairTree(
+            half_life_s=policy.half_life_s, since_s=policy.since_s, fresh_first=waited_longer
+        )
         self.tree.at(now_s)
         self.tenants: dict[str, Tenant] = {}
         self.users: dict[str, User] = {}
@@ -92,7 +94,8 @@ class Board:
         self._ripening: list[tuple[float, str, int]] = []
         self._settling: list[tuple[float, str, int]] = []
         self._siblings: dict[str, dict[str, None]] = {}  # request -> its tasks that have not ended
-        self._holding: Counter[str] = Counter()  # request -> how many of its tasks are on devices
+        # request -> how many of its tasks are on devices, or were paused to go on later
+        self._begun: Counter[str] = Counter()
         self._wake: list[tuple[float, str]] = []
         # kind -> top branch -> devices of preemptible stays
         self._ripe_tops: dict[str, Counter[Branch]] = {}
@@ -336,6 +339,7 @@ class Board:
         if task.state in ENDED:
             self.drop_task(id)
             return
+        had_begun = task.request in self._begun
         self._count(self.tasks.get(id), -1)
         self._count(task, 1)
         self.tasks[id] = task
@@ -354,6 +358,7 @@ class Board:
             self._stay(task, stay)
         else:
             self._line_up(task, returns=returns)
+        self._requeue_siblings(task.request, had_begun)
         if task.state != State.waiting or task.cancel_asked or _conditional(task):
             self.news.add(id)
         if task.state == State.waiting and self._lands(task):
@@ -362,6 +367,7 @@ class Board:
     def drop_task(self, id: str) -> None:
         """Remove a task that ended or belongs to another island now."""
         gone = self.tasks.pop(id, None)
+        had_begun = gone is not None and gone.request in self._begun
         self._count(gone, -1)
         self.landing.pop(id, None)
         if gone is not None and self.kept_for:
@@ -377,6 +383,7 @@ class Board:
             siblings.pop(id, None)
             if not siblings:
                 del self._siblings[gone.request]
+            self._requeue_siblings(gone.request, had_begun)
 
     def _count(self, task: Task | None, change: int) -> None:
         if task is None:
@@ -386,6 +393,10 @@ class Board:
             del self.priorities[task.priority]
         if task.epoch:
             self.urgency.started[task.kind, task.tier] += change * task.width
+        if _has_begun(task):
+            self._begun[task.request] += change
+            if not self._begun[task.request]:
+                del self._begun[task.request]
 
     def pin(self, task: Task) -> str | None:
         """Return the only device that the task can resume on; None if any device will do.
@@ -408,23 +419,19 @@ class Board:
     def is_fresh(self, task: Task) -> bool:
         """Rule F8: True if the task has held devices for less than a minute (and a slice).
 
-        A task is not fresh while another task of its request is on a device, so that many equal
-        tasks finish one after the other.  A task of a multi-island gang is never fresh: its tickets
-        decide.
+        A task is not fresh while another task of its request is on a device or was paused to go on
+        later, so that many equal tasks finish one after the other.  A task of a multi-island gang
+        is never fresh: its tickets decide.
         """
         if not self.policy.turns or task.gang:
             return False
         if task.had_us and task.had_us >= fresh_us(self.policy, task):
             return False
-        return self._holding[task.request] <= (task.id in self.stays)
+        return self._begun[task.request] <= _has_begun(task)
 
-    def _count_holding(self, request: str, change: int) -> None:
-        """Count the request's tasks on devices; requeue its other tasks if freshness changes."""
-        before = self._holding[request]
-        self._holding[request] += change
-        if not self._holding[request]:
-            del self._holding[request]
-        if before and self._holding[request]:
+    def _requeue_siblings(self, request: str, had_begun: bool) -> None:
+        """Queue the request's tasks anew if its first task began or its last one ended."""
+        if had_begun == (request in self._begun):
             return
         for id in list(self._siblings.get(request, ())):
             if id in self.tree:
@@ -596,7 +603,6 @@ class Board:
         rate = 0 if task.shares else self.rate_of(task)
         stay = Stay(task, leaf, here, task.seats, rate, slice_us(self.policy, task))
         self.stays[task.id] = stay
-        self._count_holding(task.request, 1)
         if task.graph:
             self.graphs[task.id] = stay
         if task.width_max and task.elastic:
@@ -694,7 +700,6 @@ class Board:
     def _let_go(self, stay: Stay) -> None:
         """Remove a stay: the task has left its devices."""
         del self.stays[stay.id]
-        self._count_holding(stay.task.request, -1)
         self.graphs.pop(stay.id, None)
         if stay.leaving or stay.ripe:
             self.tree.accrue(stay.leaf, -stay.rate)
@@ -831,6 +836,20 @@ def alike(task: Task) -> Lane:
 def place_in_line(task: Task) -> tuple[int, float, str]:
     """Sort key of one user's tasks (rule F3); lower goes first."""
     return -task.priority, task.submitted_s, task.id
+
+
+def waited_longer(fresh: Task, older: Task) -> bool:
+    """Rule F8: True if a fresh task gets a device before an older task of its user.
+
+    The fresh task does if it began to wait before the older task was paused.  So it need not wait
+    until the older task ends, and no stream of new tasks keeps the older task away.
+    """
+    return fresh.waits_since_s < older.waits_since_s
+
+
+def _has_begun(task: Task) -> bool:
+    """True if the task is on devices, or was paused and goes on when its turn comes."""
+    return task.state in ON_A_DEVICE or (task.state == State.waiting and task.had_us > 0)
 
 
 def _conditional(task: Task) -> bool:

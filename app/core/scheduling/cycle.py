@@ -625,7 +625,7 @@ def _launch(
 ) -> None:
     board = paper.board
     cost = board.cost(task, devices)
-    since_s = task.submitted_s if task.waiting_since_s is None else task.waiting_since_s
+    since_s = task.waits_since_s
     paper.move(
         task,
         Move.Launch,

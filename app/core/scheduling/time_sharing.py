@@ -293,7 +293,7 @@ def choice_of(here: Places, leaf: Branch, lane: Lane, task: Task) -> Join | Else
 
 
 def _waited_s(board: Board, task: Task) -> float:
-    since_s = task.submitted_s if task.waiting_since_s is None else task.waiting_since_s
+    since_s = task.waits_since_s
     return board.now_s - since_s
 
 

@@ -142,7 +142,7 @@ class Urgency:
         return self.policy.patience_s * max(1.0, wide / task.width)
 
     def patience_ends_s(self, task: Task) -> float:
-        since_s = task.submitted_s if task.waiting_since_s is None else task.waiting_since_s
+        since_s = task.waits_since_s
         waited_s = task.waited_s if self._ages(task) else 0.0
         return since_s + max(0.0, self.patience_s(task) - waited_s)
 

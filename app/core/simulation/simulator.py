@@ -58,7 +58,8 @@ class Arrival:
     With `width_max` the task is elastic: it needs at least `width` devices and can use `width_max`.
     On k of them it steps at k / `width_max` of the speed; `work_s` is for all of them.
     `expected_s` is what the scheduler believes of the work beforehand; None if unknown.  `owner` is
-    the name under which the report counts the task, if that is not its tenant.
+    the name under which the report counts the task, if that is not its tenant.  Tasks of one
+    `request` finish one after the other; "" makes the task a request of its own.
     """
 
     at_s: float
@@ -75,6 +76,7 @@ class Arrival:
     after: tuple[str, ...] = ()
     expected_s: float | None = None
     owner: str | None = None
+    request: str = ""
 
     @property
     def counted_for(self) -> tuple[str, str]:
@@ -351,7 +353,7 @@ class World:
         self.board.set_task(
             Task(
                 id=arrival.task,
-                request=arrival.task,
+                request=arrival.request or arrival.task,
                 tenant=arrival.tenant,
                 user=arrival.user,
                 state=State.blocked if waits_for else State.waiting,

@@ -129,7 +129,8 @@ def test_a_score_reads_back_as_usage(used: int, weight: int) -> None:
 # --- the tree against a look at all of it -------------------------------------------------------
 
 CPU, GPU = lane("cpu"), lane("gpu")
-LANES = (CPU, GPU, lane("gpu", 2), lane("gpu", 1, 8), lane("cpu", 1, 0, "d1"))
+FRESH = lane("gpu", fresh=True)
+LANES = (CPU, GPU, FRESH, lane("gpu", 2), lane("gpu", 1, 8), lane("cpu", 1, 0, "d1"))
 SECOND = 1_000_000 << FIXED_POINT_BITS  # of one device, as it is added to a sum at T0
 
 
@@ -140,6 +141,15 @@ class Waiting:
     lane: Lane
     priority: int
     submitted_s: float
+
+
+def age(one: Waiting) -> tuple[int, float, str]:
+    return -one.priority, one.submitted_s, one.id
+
+
+def fresh_first(fresh: Waiting, older: Waiting) -> bool:
+    """Say yes to about half of all pairs."""
+    return (int(fresh.id) + int(older.id)) % 2 == 0
 
 
 @dataclass(slots=True)
@@ -197,8 +207,7 @@ class Naive:
     def first(self, lanes: Collection[Lane], path: Path = ()) -> Waiting | None:
         children = self.children(path)
         if not children:
-            mine = [one for one in self.waiting.values() if one.path == path and one.lane in lanes]
-            return min(mine, key=lambda one: (-one.priority, one.submitted_s, one.id), default=None)
+            return self.first_of_user(path, lanes)
         ranked = [
             (self.key(child, lane, found), child)
             for lane in lanes
@@ -211,6 +220,19 @@ class Naive:
         node = self.nodes[child]
         inside = [one for one in lanes if node.room(one) and node.borrows(one) == borrows]
         return self.first(inside, child)
+
+    def first_of_user(self, path: Path, lanes: Collection[Lane]) -> Waiting | None:
+        firsts: dict[Lane, Waiting] = {}
+        for one in sorted(self.waiting.values(), key=age):
+            if one.path == path and one.lane in lanes:
+                firsts.setdefault(one.lane, one)
+        oldest = min(firsts.values(), key=age, default=None)
+        if oldest is None or oldest.lane is FRESH:
+            return oldest
+        fresh = firsts.get(FRESH)
+        if fresh and fresh.priority == oldest.priority and fresh_first(fresh, oldest):
+            return fresh
+        return oldest
 
     def key(self, path: Path, lane: Lane, found: Waiting) -> tuple[bool, Fraction, float, str]:
         node = self.nodes[path]
@@ -235,7 +257,7 @@ class Both:
     def __init__(self, dice: random.Random) -> None:
         self.dice = dice
         half_life_s = dice.choice([0.0, 0.0, 8.0])
-        self.tree: FairTree[Waiting] = FairTree(half_life_s=half_life_s)
+        self.tree: FairTree[Waiting] = FairTree(half_life_s=half_life_s, fresh_first=fresh_first)
         self.naive = Naive(half_life_s)
         self.leaves: list[Path] = []
         self.fees = [0, 1, 1, 1, 2, -1] if dice.random() < 0.6 else [0]  # without: all is ties

@@ -440,6 +440,10 @@ def own(task: str, *, at_s: float = 0.0, work_s: float, width: int = 1) -> Arriv
     return Arrival(at_s=at_s, task=task, tenant="a", user="ann", work_s=work_s, width=width)
 
 
+def other(tenant: str, *, work_s: float) -> Arrival:
+    return Arrival(at_s=0.0, task=tenant, tenant=tenant, user=f"{tenant}1", work_s=work_s)
+
+
 @pytest.mark.parametrize("width", [1, 2])
 def test_a_short_task_starts_at_once_behind_a_long_one_that_had_its_minute(width: int) -> None:
     work = [own("long", work_s=7200, width=width), own("short", at_s=100, work_s=1.5)]
@@ -452,6 +456,35 @@ def test_a_short_task_starts_within_a_minute_behind_a_long_one_that_just_started
     work = [own("long", work_s=7200), own("short", at_s=10, work_s=1.5)]
     report = simulate(work, devices(1), tenants(a=1), Policy(), costs=REAL)
     assert report.waits_s["short"] <= 61
+
+
+@pytest.mark.parametrize("slice_s", [1.0, 5.0, 30.0])
+def test_a_short_task_passes_its_users_long_one_while_another_tenant_takes_turns(slice_s) -> None:
+    """The other tenant ends each turn of the long task long before it has held for a minute."""
+    work = [own("long", work_s=3600), other("b", work_s=3600), own("short", at_s=10, work_s=1.5)]
+    policy = Policy(slice_min_s=slice_s, slice_max_s=slice_s)
+    report = simulate(work, devices(1), tenants(a=1, b=1), policy, costs=REAL)
+    first_minute_s = 2 * 60
+    assert report.waits_s["short"] <= first_minute_s + 2 * slice_s + 2
+    assert report.waits_s["short"] >= first_minute_s / 2, "the long task is older, until then"
+
+
+def test_short_tasks_and_a_long_one_of_their_user_alternate_while_others_take_turns() -> None:
+    short = [own(f"s{n:02}", at_s=130 + 20.0 * n, work_s=4) for n in range(20)]
+    work = [own("long", work_s=600), other("b", work_s=3600), *short]
+    policy = Policy(slice_min_s=5, slice_max_s=5)
+    report = simulate(work, devices(1), tenants(a=1, b=1), policy, costs=REAL)
+    assert max(report.waits_s[one.task] for one in short) < 40
+    assert report.finished["long"] < 2 * (600 + 20 * 4) + 60
+
+
+def test_tasks_of_one_request_end_one_after_the_other_while_others_take_turns() -> None:
+    sweep = [replace(own(f"t{n}", work_s=100), request="sweep") for n in range(3)]
+    work = [*sweep, other("b", work_s=3600)]
+    policy = Policy(slice_min_s=5, slice_max_s=5)
+    report = simulate(work, devices(1), tenants(a=1, b=1), policy, costs=REAL)
+    ends_s = [report.finished[f"t{n}"] for n in range(3)]
+    assert ends_s == pytest.approx([200, 400, 600], rel=0.05)
 
 
 def test_a_short_gang_takes_the_place_of_two_long_tasks_of_its_user() -> None:
