@@ -58,18 +58,28 @@ def pytest_configure(config: pytest.Config) -> None:
         Profile.load_profile("fast")
 
 
-# The folders whose tests wait longest begin first, so that no process is left with them at the end.
-_FIRST = ("acceptance", "workers", "security", "pages")
+# The folders whose tests mostly wait for processes, the longest first.
+_WAITING = ("acceptance", "workers", "security", "pages", "examples")
+# The part of a run over which their files are spread.  At the end no process is left with one.
+_SPREAD = 0.75
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the slow folders first; `--dist loadfile` shares out whole files in this order."""
-    items.sort(key=lambda item: _place_in_line(item.path))
+    """Let tests that compute run beside tests that wait.
+
+    `--dist loadfile` shares out whole files in this order.
+    """
+    files = sorted({item.path for item in items}, key=lambda path: (_place_in_line(path), path))
+    waiting = [path for path in files if _place_in_line(path) < len(_WAITING)]
+    computing = [path for path in files if _place_in_line(path) == len(_WAITING)]
+    due = {path: _SPREAD * at / len(waiting) for at, path in enumerate(waiting)}
+    due |= {path: at / len(computing) for at, path in enumerate(computing)}
+    items.sort(key=lambda item: (due[item.path], item.path))
 
 
 def _place_in_line(path: Path) -> int:
     folder = path.relative_to(ROOT / "tests").parts[0]
-    return _FIRST.index(folder) if folder in _FIRST else len(_FIRST)
+    return _WAITING.index(folder) if folder in _WAITING else len(_WAITING)
 
 
 @dataclass(frozen=True, slots=True)
