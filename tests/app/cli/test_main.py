@@ -36,6 +36,8 @@ from tests.workers.slabs import Slab
 from workers.transfer import checkpoint
 from workers.transfer.checkpoint import Known
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 
 JOB = """

@@ -25,6 +25,8 @@ from app.settings import Settings, settings
 from tests.app.conftest import problem
 from tests.app.oidc_provider import CLIENT, SECRET
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = Path(__file__).parents[1] / "oidc_provider.py"
 GRANTS = {"red-admins": "red:tenant_admin", "red": "red:member", "lost": "nobody:member",
           "ops": "platform:platform_admin"}  # fmt: skip

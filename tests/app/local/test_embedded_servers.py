@@ -17,6 +17,8 @@ from app.local.embedded_servers import (
     temporary_home,
 )
 
+pytestmark = pytest.mark.slow
+
 AS_ROOT = os.geteuid() == 0
 
 

@@ -14,6 +14,8 @@ import pytest
 
 from app.local.process_supervisor import NotReady, Spec, Supervisor
 
+pytestmark = pytest.mark.slow
+
 
 def sleeper(name="sleeper", **more):
     return Spec(name=name, command=("/bin/sleep", "300"), env={}, **more)

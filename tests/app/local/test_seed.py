@@ -15,6 +15,8 @@ from app.db.transactions import transaction
 from app.local.embedded_servers import embedded_postgres, temporary_home
 from app.local.seed import seed as seed_rows
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def seed(tmp_path):

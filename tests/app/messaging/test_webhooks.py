@@ -316,6 +316,7 @@ class TestSent:
             other.release.set()
             loop.stop()
 
+    @pytest.mark.slow
     def test_a_control_that_is_killed_loses_nothing(self, other):
         """It dies while the receiver thinks; the next one sends the same message again."""
         secret = sent_to(other, "hang")

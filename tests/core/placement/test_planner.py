@@ -603,6 +603,7 @@ def test_heft_fills_a_gap() -> None:
 # --- the rest -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_same_graph_gives_the_same_plan_whatever_the_hash_seed() -> None:
     """Sets and dicts of texts come in another order in another process."""
     code = (
