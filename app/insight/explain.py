@@ -255,7 +255,7 @@ class _Kept:
         accounts = session.execute(_ACCOUNTS, values).all()
         rows = session.execute(_LINES, {**values, "since": str(line.since)}).all()
         lifts = session.execute(_LIFTS, {**values, "since": str(line.since)}).all()
-        on_devices = session.execute(_on_devices(island)).all()
+        on_devices = [*session.execute(_on_devices(island)), *session.execute(_moving(island))]
         if self._follow_tenants(session.execute(_TENANTS, values).all()):
             self.in_line = {island: (line := _InLine())}
             rows = session.execute(_LINES, {**values, "since": "0"}).all()
@@ -327,9 +327,10 @@ def _kept(session: Session) -> _Kept:
 class _Picture:
     """An island's board without the waiting tasks, and the number of waiting tasks beside it.
 
-    The board has the tenants and users of the tasks on devices and of the tasks asked about.  Below
-    each tenant it has one more user, which stands for all other users of the tenant and has their
-    usage, so that the sums are right.
+    Of the waiting tasks, the board has only those that are being moved: devices are kept for them.
+    It has the tenants and users of all its tasks and of the tasks asked about.  Below each tenant
+    it has one more user, which stands for all other users of the tenant and has their usage, so
+    that the sums are right.
     """
 
     def __init__(
@@ -650,6 +651,12 @@ def _on_devices(island: str) -> AnySelect:
     )
 
 
+def _moving(island: str) -> AnySelect:
+    """Select the waiting tasks that devices are kept for."""
+    moving = (TaskRow.move_to.is_not(None), TaskRow.state == State.waiting)
+    return snapshot_reader.tasks(*_MORE).where(TaskRow.island == island, *moving)
+
+
 _HORIZON = text("select pg_snapshot_xmin(pg_current_snapshot())::text")
 
 _TENANTS = text(
@@ -686,7 +693,8 @@ _LED = text("select leader_until > now() from islands where name = :island")
 _PAUSED = text(
     """
     select kind, tier, sum(devices_min)::bigint from tasks
-    where image_on is not null and state = 'waiting' and island = :island group by 1, 2
+    where image_on is not null and move_to is null and state = 'waiting' and island = :island
+    group by 1, 2
     """
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -11,8 +12,12 @@ from sqlalchemy import func, select, text
 
 from app.core.explanation import waiting_reasons
 from app.core.model.migration import Moving, as_json
+from app.core.scheduling import blockers
+from app.core.scheduling.board import Board
+from app.db import transactions
 from app.db.models import Account, Island, Need, Placement, Task
 from app.insight import explain
+from app.scheduling import snapshot_reader
 from tests.scenery import Scenery
 
 SECOND = 10**6
@@ -445,3 +450,45 @@ def test_others_are_counted_and_not_read(session, scenery):
     session.add(Account(user_id=task.user_id, tenant_id=a.id, faded=1000 * SECOND << 40))
     session.flush()
     assert explain.explain(session, [task])[task.id].place in (1001, 1002)  # b may tie at 1,000
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_place_is_that_on_the_whole_board(session, scenery, seed):
+    """Tenants below tenants, users in any of them, limits and guarantees; some hold devices."""
+    chance = random.Random(seed)
+    tenants, users = [], []
+    for n in range(6):
+        parent = chance.choice([scenery.root, *tenants])
+        limit = chance.choice([{}, {}, {"cpu": 2}])
+        owed = {"guarantee": {"cpu": chance.choice([0, 0, 1])}, "limit": limit}
+        weight = chance.choice([500, 1000, 1700])
+        tenants.append(scenery.tenant(f"t{n}", weight, parent_id=parent.id, **owed))
+    for n in range(9):
+        users.append(scenery.user(f"u{n}", chance.choice(tenants)))
+    owner = {tenant.id: tenant for tenant in tenants}
+    for n, user in enumerate(users[:5]):
+        scenery.device(f"d{n}")
+        task = scenery.task(owner[user.tenant_id], "running", seat=f"d{n}", user=user)
+        scenery.charge(task, chance.randint(0, 10**8))
+    tasks = [
+        scenery.task(owner[user.tenant_id], user=user, priority=chance.choice([0, 0, 1]))
+        for user in chance.choices(users, k=25)
+    ]
+    told = explain.explain(session, tasks)
+    now_s = transactions.now_s(session)
+    whole = snapshot_reader.load(session, "isle", now_s=now_s)
+    board = Board.of(whole, now_s=now_s)
+    places = {id: blockers.place(board, task)[0] for id, task in whole.tasks.items() if id in told}
+    assert {id: why.place for id, why in told.items()} == places
+
+
+def test_a_device_that_is_kept_for_a_moving_task_is_not_free(session, scenery, told):
+    scene = Scene(session, scenery)
+    scenery.device("d1")
+    scene.held(scene.b)
+    moving = Moving(to="d1", source="d0", epoch=1, until_s=2e9, stopping=True)
+    scenery.task(scene.b, epoch=1, image_on="d0", move_to="d1", moving=as_json(moving))
+    task = scenery.task(scene.a)
+    reasons = told(task)
+    assert "DEVICE_FREE" not in reasons, reasons
+    assert "WAITING_FOR_DEVICE" in reasons
