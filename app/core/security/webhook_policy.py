@@ -125,8 +125,9 @@ def may_call(address: Address, allowed: Iterable[Network] = ()) -> bool:
         return True
     if any(address in network for network in _NEVER):
         return False
-    # is_global includes multicast, for example
-    return address.is_global and not (address.is_multicast or address.is_reserved)
+    # is_global includes multicast, for example, and the private fec0::/10 of older networks
+    inner = isinstance(address, IPv6Address) and address.is_site_local
+    return address.is_global and not (address.is_multicast or address.is_reserved or inner)
 
 
 def refusal(url: str, allowed: Iterable[Network] = ()) -> str | None:
@@ -154,6 +155,7 @@ def refusal(url: str, allowed: Iterable[Network] = ()) -> str | None:
 
 
 def _literal(host: str) -> Address | None:
+    host = host.removesuffix(".")  # of a name that is complete
     if host == "localhost" or host.endswith(".localhost"):
         return ip_address("127.0.0.1")
     with suppress(ValueError):

@@ -30,7 +30,8 @@ from app.core.security.webhook_policy import (
         "127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.100.100.200",
         "0.0.0.0", "224.0.0.1", "255.255.255.255", "192.0.0.192", "168.63.129.16",
         "::1", "::", "fe80::1", "fd00:ec2::254", "ff02::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1",
-        "64:ff9b::a9fe:a9fe", "2002:7f00:1::", "2001:0:7f00:1::",
+        "64:ff9b::a9fe:a9fe", "2002:7f00:1::", "2001:0:7f00:1::", "fec0::1", "::7f00:1",
+        "64:ff9b:1::1", "100.64.0.1", "198.18.0.1", "240.0.0.1",
     ],
 )  # fmt: skip
 def test_what_is_not_public_is_not_called(address):
@@ -68,6 +69,16 @@ def test_a_network_that_is_allowed_is_called_and_its_neighbours_are_not():
         ("http://0x7f.1/", "must be a public address"),
         ("http://127.1/", "must be a public address"),
         ("http://127.0.0.1/", "must be a public address"),
+        ("http://127.0.0.1./", "must be a public address"),
+        ("http://localhost./", "must be a public address"),
+        ("http://0177.0.0.1/", "must be a public address"),
+        ("http://0/", "must be a public address"),
+        ("http://[fe80::1%25lo]/", "must be a public address"),
+        ("http://8.8.8.8\\@127.0.0.1/", "user name or password"),
+        ("http://127.0.0.1#@8.8.8.8/", "fragment"),
+        ("http:///127.0.0.1/", "host"),
+        ("http://127\u30020\u30020\u30021/", "ASCII"),
+        ("http://8.8.8.8:80\t/", "spaces"),
         ("http://[::ffff:169.254.169.254]/", "must be a public address"),
     ],
 )
