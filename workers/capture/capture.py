@@ -282,7 +282,8 @@ def _reduce_optimizer(capture: Capture, optimizer: torch.optim.Optimizer) -> Any
 
 
 def _reduces_itself(cls: type) -> bool:
-    return cls.__reduce_ex__ is not object.__reduce_ex__ or cls.__reduce__ is not object.__reduce__
+    methods = ("__reduce_ex__", "__reduce__")
+    return any(getattr(cls, name) is not getattr(object, name) for name in methods)
 
 
 def _reduce_generator(capture: Capture, generator: torch.Generator) -> Any:

@@ -244,7 +244,7 @@ class Order:
     def _replayed(self, taken: int) -> Iterator[Any]:
         self.taken = self.print = 0
         self.draws[-1].come_back(self.sampler)
-        given = iter(self.sampler)
+        given: Iterator[Any] = iter(self.sampler)
         given_out = vars(self).pop("given_out")
         for number in range(taken):
             if (moment := self.draws.get(number)) is not None:
@@ -439,7 +439,7 @@ class InProcesses(_Following, _MultiProcessingDataLoaderIter):
         return super().__next__()
 
     def _process_data(self, data: Any, worker_idx: int) -> Any:
-        batch, states = super()._process_data(data, worker_idx)
+        batch, states = super()._process_data(data, worker_idx)  # type: ignore[no-untyped-call]
         if states is not None:
             self.random_states[worker_idx] = states
         return batch
@@ -457,7 +457,7 @@ class InProcesses(_Following, _MultiProcessingDataLoaderIter):
         self.abandoned = None
 
     def _get_data(self) -> Any:
-        number, data = super()._get_data()
+        number, data = super()._get_data()  # type: ignore[no-untyped-call]
         if (
             self.abandoned is not None
             and isinstance(number, int)

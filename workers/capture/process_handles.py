@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from cloudpickle.cloudpickle import _lookup_module_and_qualname, _should_pickle_by_reference
+from torch._C._distributed_c10d import HashStore, _resolve_process_group
 from torch.distributed import distributed_c10d as c10d
 from torch.utils.hooks import RemovableHandle
 
@@ -53,9 +54,9 @@ def _described(group: dist.ProcessGroup) -> dict[str, Any]:
 
 def _timeout(group: dist.ProcessGroup) -> timedelta | None:
     """Return a group's timeout; None means torch's own choice for the backend."""
-    # the group is its own backend: that of `workers.ranks.process_group`
-    if not group._device_types:
-        return timedelta(seconds=group.timeout_s)
+    # the group of `workers.ranks.process_group` is its own backend
+    if (own_s := getattr(group, "timeout_s", None)) is not None:
+        return timedelta(seconds=own_s)
     backend = group._get_backend(group._device_types[0])
     options = getattr(backend, "options", None)
     return None if options is None else options._timeout
@@ -78,7 +79,7 @@ def restore_groups(wanted: list[dict[str, Any]]) -> None:
             timeout=first["timeout"],
             world_size=1,
             rank=0,
-            store=dist.HashStore(),
+            store=HashStore(),
         )
     for group in wanted[1:]:
         if group["name"] not in c10d._world.pg_names.values():
@@ -108,7 +109,7 @@ def _reduce_group(capture: Capture, group: dist.ProcessGroup) -> Any:
 
 @known
 def process_group(name: str) -> object:
-    return c10d._resolve_process_group(c10d.GroupName(name))
+    return _resolve_process_group(c10d.GroupName(name))
 
 
 # --- handles of hooks, streams, locks, threads, loggers -------------------------------------------

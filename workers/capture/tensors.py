@@ -20,7 +20,7 @@ import torch
 
 # attributes and slots as torch pickles them
 from torch._utils import _get_obj_state, _set_obj_state
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from workers.capture import job_files
 from workers.capture.paths import Refused
@@ -37,7 +37,7 @@ REQUIRES_GRAD, CONJUGATED, NEGATED = 1, 2, 4
 _COMPRESSED_ROWS = (torch.sparse_csr, torch.sparse_bsr)
 _COMPRESSED_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
 _default_dispatch = torch.Tensor.__torch_dispatch__
-_stock_reduce = (torch.Tensor.__reduce_ex__, torch.nn.Parameter.__reduce_ex__)
+_stock_reduce: tuple[Any, ...] = (torch.Tensor.__reduce_ex__, torch.nn.Parameter.__reduce_ex__)
 
 # --- to bytes ------------------------------------------------------------------------------------
 
@@ -64,6 +64,7 @@ def _subclass(capture: Capture, tensor: Any) -> Any:
     if tensor.grad_fn is not None:
         raise _with_graph(tensor)
     extras = (tensor.grad, _get_obj_state(tensor), *_hooks(tensor))
+    made: tuple[Any, ...]
     if isinstance(tensor, UninitializedTensorMixin):
         made = (cls, tensor.requires_grad, str(tensor.device), tensor.dtype)
         return make_uninitialized, made, extras, None, None, set_subclass_extras
@@ -84,7 +85,7 @@ def _subclass(capture: Capture, tensor: Any) -> Any:
 def _row(capture: Capture, tensor: torch.Tensor) -> tuple[Any, ...]:
     number = capture.number(tensor.untyped_storage())
     dtype, shape, stride = tensor.dtype, tuple(tensor.shape), tensor.stride()
-    offset = tensor.storage_offset()
+    offset = int(tensor.storage_offset())
     flags = REQUIRES_GRAD if tensor.requires_grad else 0
     if dtype.is_complex and tensor.is_conj():
         flags |= CONJUGATED
@@ -140,6 +141,7 @@ def _parts(tensor: Any) -> tuple[str, tuple[Any, ...]] | None:
     if tensor.is_nested and layout is torch.strided:
         shapes = (tensor._nested_tensor_size(), tensor._nested_tensor_strides())
         return "nested", (tensor.values(), *shapes, tensor._nested_tensor_storage_offsets())
+    parts: tuple[Any, ...]
     if layout is torch.sparse_coo:
         parts = (tensor._indices(), tensor._values())
         return "coordinates", (*parts, size, tensor.is_coalesced())
@@ -198,9 +200,10 @@ def _memory(array: Array) -> torch.UntypedStorage | None:
     root = array
     while isinstance(root.base, numpy.ndarray):
         root = root.base
-    if isinstance(root.base, torch.Tensor):
-        return root.base.untyped_storage()
-    if type(root) is not numpy.ndarray or not (root.flags.owndata or type(root.base) is bytes):
+    owner: object = root.base
+    if isinstance(owner, torch.Tensor):
+        return owner.untyped_storage()
+    if type(root) is not numpy.ndarray or not (root.flags.owndata or type(owner) is bytes):
         return None
     whole: Any = (ctypes.c_char * root.nbytes).from_address(_address(root))  # for any order of axes
     whole._root = root  # so the storage below keeps the array alive

@@ -154,8 +154,9 @@ def artifacts_of(folder: Path, zipped: Path) -> File | None:
     found = sorted(_plain_files(folder / "artifacts"))
     if not found:
         return None
-    how = {"compression": zipfile.ZIP_DEFLATED, "compresslevel": 1, "strict_timestamps": False}
-    with zipfile.ZipFile(zipped, "x", **how) as archive:  # type: ignore[arg-type]
+    with zipfile.ZipFile(
+        zipped, "x", zipfile.ZIP_DEFLATED, compresslevel=1, strict_timestamps=False
+    ) as archive:
         for path in found:
             name = str(path.relative_to(folder / "artifacts"))
             archive.write(path, name.encode("utf-8", "backslashreplace").decode())

@@ -112,7 +112,8 @@ class Control(Loop):
 
 def _taken_over(lost: str) -> set[str]:
     """Move the island's unfinished requests, some at a time; return the islands that got them."""
-    touched, after = set[str](), ""
+    touched = set[str]()
+    after: str | None = ""
     while after is not None:
         with transactions.transaction() as session:
             more, after = island_assignment.take_over(session, lost, after=after)

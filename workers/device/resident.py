@@ -784,7 +784,7 @@ def made_bytes(message: JSON) -> dict[str, int]:
     return _measured(message, "made_bytes", int, rows=SIZED_LIMIT, most=MAX_BYTES)
 
 
-def _measured(message: JSON, what: str, kind: type, *, rows: int, most: float) -> JSON:
+def _measured(message: JSON, what: str, kind: type[int | float], *, rows: int, most: float) -> JSON:
     """Return numbers of one kind by name, checked to lie between 0 and `most`."""
     said = message.get(what, {})
     if not isinstance(said, dict) or len(said) > rows:

@@ -12,6 +12,7 @@ anywhere, each before any of its nodes.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
@@ -41,11 +42,12 @@ class LoadedLane(Loaded):
         spread: Spread,
         turns: Turns,
         around: Surroundings,
-        **memory: int,
+        budget_bytes: int = 0,
+        host_bytes: int = sys.maxsize,
     ) -> None:
-        """Load the plan; `memory` are the limits that `Loaded` takes, for each executor."""
+        """Load the plan; the limits are those of `Loaded`, for each executor."""
         self.turns, self.around, self.accelerator = turns, around, accelerator
-        super().__init__(body, find, accelerator, **memory)
+        super().__init__(body, find, accelerator, budget_bytes=budget_bytes, host_bytes=host_bytes)
         self.lay(spread)
 
     def lay(self, spread: Spread) -> None:
@@ -335,6 +337,7 @@ class LaneJob(GraphJob):
 
     def _filled(self, call: Call, given: JSON) -> JSON:
         """Fill in all that the node reads except the lists that it maps over."""
+        assert isinstance(call, LaneCall)
         for port, held in call.whole:
             given[port] = self.taken[held]
         for port, n in call.others:

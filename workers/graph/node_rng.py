@@ -215,7 +215,7 @@ def _positions() -> tuple[ctypes.c_uint64, ctypes.c_uint64]:
     """Return numpy's and Python's generator position, each with a word that is new each round."""
     state = numpy.random.mtrand._rand._bit_generator.ctypes.state_address
     of_numpy = ctypes.c_uint64.from_address(state + 4 * (_NUMPY_KEYS - 1))
-    of_python = ctypes.c_uint64.from_address(id(random._inst) + _PYTHON_HEAD)  # type: ignore[attr-defined]
+    of_python = ctypes.c_uint64.from_address(id(random._inst) + _PYTHON_HEAD)
     return of_numpy, of_python
 
 
@@ -226,9 +226,9 @@ def _moves_are_seen(positions: tuple[ctypes.c_uint64, ctypes.c_uint64]) -> bool:
     """
     before = numpy.random.get_state(), random.getstate()
     seen = []
-    for position, seed, draw in zip(
-        positions, (numpy.random.seed, random.seed), (numpy.random.rand, random.random), strict=True
-    ):
+    seeds: tuple[Callable[[int], Any], ...] = (numpy.random.seed, random.seed)
+    draws_of: tuple[Callable[[], float], ...] = (numpy.random.rand, random.random)
+    for position, seed, draw in zip(positions, seeds, draws_of, strict=True):
         for draws in (1, 311, 312):  # a draw takes two words, so 312 draws make a round
             seed(draws)
             fresh = position.value
@@ -276,7 +276,7 @@ def _engine() -> _Engine | None:
     Returns None if the engine isn't as expected.
     """
     generator = torch.default_generator.manual_seed(_SEED)
-    start = generator._cdata
+    start = generator._cdata  # type: ignore[attr-defined]
     behind = ctypes.string_at(start, _SEARCHED_BYTES).find(_SEED.to_bytes(8, sys.byteorder))
     if behind < 0:
         return None

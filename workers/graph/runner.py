@@ -400,7 +400,7 @@ class GraphJob:
             self.wrote[call.unit.function] = self.room.made(returned, given)
         if (call.weighs or took_s > WEIGH_S) and not call.map:
             self._weigh(call, returned, took_s)
-        return returned  # type: ignore[no-any-return]
+        return returned
 
     def _count(self, took_s: float, *, is_shard: bool) -> None:
         self.took_s[self.done] = self.took_s.get(self.done, 0.0) + took_s
@@ -545,9 +545,13 @@ class GraphJob:
             return 0
         written = [name for name, _ in call.gives if name not in call.unit.inout]
         declared = [call.tensors[name] for name in written if name in call.tensors]
-        known = (tuple(self.sizes.get(s, s) for s in tensor.shape) for tensor in declared)
+        known = (tuple(map(self._length, tensor.shape)) for tensor in declared)
         sized = (replace(tensor, shape=s) for tensor, s in zip(declared, known, strict=True))
         return sum(tensor.bytes or 0 for tensor in sized)
+
+    def _length(self, size: int | str) -> int | str:
+        """Return a dimension's length, or its name while the length is unknown."""
+        return size if isinstance(size, int) else self.sizes.get(size, size)
 
     # --- shared memory ---
 

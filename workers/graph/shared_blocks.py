@@ -315,7 +315,7 @@ class Passing:
 
     def _storage(self, start: int, size: int) -> torch.UntypedStorage:
         if not size:
-            return torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
+            return torch.UntypedStorage(0)
         return self.ground.apart(start, size).untyped_storage()
 
     def _value(self, offset: int, storages: list[torch.UntypedStorage]) -> Any:

@@ -263,7 +263,7 @@ def _point(tensors: list[torch.Tensor], storage: torch.UntypedStorage) -> None:
     for tensor in tensors:
         empty = torch.empty(0, dtype=tensor.dtype, device=storage.device)
         place = tensor.storage_offset(), tensor.size(), tensor.stride()
-        seen = empty.set_(storage, *place)  # type: ignore[call-overload]
+        seen = empty.set_(storage, *place)
         seen = seen.conj() if tensor.is_conj() else seen
         tensor.data = seen._neg_view() if tensor.is_neg() else seen
 

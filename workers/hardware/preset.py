@@ -113,7 +113,10 @@ def _attention(name: str) -> Setting:
     )
 
 
-_matmul, _cudnn, _mkldnn = torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.mkldnn
+# torch puts objects in the place of these two modules
+_cudnn: Any = torch.backends.cudnn
+_mkldnn: Any = torch.backends.mkldnn
+_matmul = torch.backends.cuda.matmul
 
 #: Settings that a process can change at any time, with values in JSON.  Settings for all matrix
 #: products come before those for one kind, which they would overwrite.
@@ -191,7 +194,7 @@ def _of_gpu() -> dict[str, Any]:
     return {
         "gpu": torch.cuda.get_device_name(0),
         "gpu_capability": list(torch.cuda.get_device_capability(0)),
-        "driver": torch._C._cuda_getDriverVersion(),
+        "driver": torch._C._cuda_getDriverVersion(),  # type: ignore[attr-defined]
         "cuda": torch.version.cuda,
         "cudnn_version": torch.backends.cudnn.version(),
     }

@@ -243,7 +243,7 @@ class TenantWire(Wire):
     def _has_whole(self) -> bool:
         if len(self._received) < _LENGTH.size:
             return False
-        (length,) = _LENGTH.unpack_from(self._received)
+        length: int = _LENGTH.unpack_from(self._received)[0]
         return length > self.limit_bytes or len(self._received) >= _LENGTH.size + length
 
     def _parsed(self, body: bytes) -> JSON:

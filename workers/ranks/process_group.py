@@ -20,6 +20,9 @@ to the gradients, so copying the sum into the bucket first would be wasted.
 Unsupported calls raise at once: see `_refuse`.
 """
 
+# torch's stubs add overloads for callers; c10d calls each method in one form.
+# mypy: disable-error-code="override"
+
 from __future__ import annotations
 
 import os
@@ -30,13 +33,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial, wraps
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
 import torch._dynamo
 import torch.distributed as dist
-from torch._C._distributed_c10d import Work
+from torch._C._distributed_c10d import Store, Work
 from torch.distributed import ReduceOp, distributed_c10d
+from torch.distributed.distributed_c10d import GroupName
 
 from workers.ranks.kv_store import Change, Keys
 from workers.ranks.rendezvous import EVERYBODY, FOLDS, NOBODY, Exchange, Group, Ticket
@@ -188,12 +193,14 @@ class SpliceGroup(dist.ProcessGroup):
     """A `torch.distributed` group. Each method is a collective as c10d calls it."""
 
     def __init__(self, options: Any) -> None:
-        super().__init__(options.group_rank, options.group_size)
+        super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
         self.exchange = _here
-        self.me, self.ranks = options.group_rank, list(options.global_ranks_in_group)
+        self.me: int = options.group_rank
+        self.ranks: list[int] = list(options.global_ranks_in_group)
         if not self.ranks:
             self.ranks = list(range(options.group_size))
-        self.title = self.purpose = options.group_id
+        self.title: str = options.group_id
+        self.purpose: str = self.title
         self.group = self.exchange.open(f"c10d.{self.title}", self.ranks)
         self.timeout_s = options.timeout.total_seconds()
         self.under_way: deque[Pending] = deque()
@@ -311,8 +318,8 @@ class SpliceGroup(dist.ProcessGroup):
         parts = [part for tensor in inputs for part in self._cut(tensor)]
         return self._scatter_sums("reduce_scatter_tensor", outputs, parts, opts)
 
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
 
     def _scatter_sums(self, name: str, outputs: Tensors, parts: Tensors, opts: Any) -> Pending:
         """Reduce-scatter; `parts` has one part per member for each output."""
@@ -371,7 +378,7 @@ class SpliceGroup(dist.ProcessGroup):
         return self._gather_into(outputs, inputs, outputs, opts)
 
     _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
 
     def _gather_into(self, outputs: Tensors, inputs: Tensors, value: Any, opts: Any) -> Pending:
         places = []
@@ -440,7 +447,7 @@ class SpliceGroup(dist.ProcessGroup):
         inputs = _split(input, input_sizes, self.size())
         return self.alltoall(_split(output, output_sizes, self.size()), inputs, opts)
 
-    alltoall_base = all_to_all_single
+    alltoall_base = all_to_all_single  # type: ignore[assignment]
 
     # --- barriers ---
 
@@ -558,8 +565,8 @@ class SpliceGroup(dist.ProcessGroup):
         return BACKEND
 
     @property
-    def group_name(self) -> str:
-        return self.title
+    def group_name(self) -> GroupName:
+        return GroupName(self.title)
 
     @property
     def group_desc(self) -> str:
@@ -614,7 +621,7 @@ def _engine_calls() -> bool:
     Only DDP's reducer does so. A hook in Python, which may look at its tensors, would have a frame
     in between.
     """
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename in _OURS:
         frame = frame.f_back
     return frame is not None and frame.f_code is _RUN_BACKWARD
@@ -708,7 +715,7 @@ def _fold_of(op: Any, size: int) -> tuple[str, Callable[[torch.Tensor], torch.Te
 # --- the store ------------------------------------------------------------------------------------
 
 
-class SharedStore(dist.Store):
+class SharedStore(Store):
     """Keys and values of a gang in its shared memory.
 
     A rank that waits for a key gives its slot away.

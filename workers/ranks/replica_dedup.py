@@ -292,14 +292,13 @@ class Squash:
         stock = Optimizer.profile_hook_step
 
         def profile_hook_step(step: Callable[..., Any]) -> Callable[..., Any]:
-            @torch._dynamo.disable
             @wraps(step)
             def gated(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
                 return self.step(optimizer, step, args, kwargs)
 
-            return stock(gated)
+            return stock(torch._dynamo.disable(gated))
 
-        Optimizer.profile_hook_step = staticmethod(profile_hook_step)  # type: ignore[method-assign]
+        Optimizer.profile_hook_step = staticmethod(profile_hook_step)  # type: ignore[method-assign, assignment]
 
     def common_bytes(self) -> int:
         """Return the bytes of parameters and optimizer state that this slot's ranks share."""

@@ -831,8 +831,8 @@ def settle(work: Work) -> None:
     took_ms = work.job.took_ms() if work.is_graph else {}
     made_bytes = work.job.made_bytes() if work.is_graph else {}
     work.lingers = _lingers(work)
-    told = {"took_ms": took_ms, "made_bytes": made_bytes, "lingers": work.lingers}
-    raise Ending("finished", result=said, passed=passed, **told)
+    measured = {"took_ms": took_ms, "made_bytes": made_bytes}
+    raise Ending("finished", result=said, passed=passed, lingers=work.lingers, **measured)
 
 
 def _lingers(work: Work) -> bool:

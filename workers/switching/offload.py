@@ -173,7 +173,7 @@ def follow() -> None:
         return lend(tensor, *how, **more)
 
     lending._noticed = True  # type: ignore[attr-defined]
-    torch.Tensor.__dlpack__ = lending  # type: ignore[method-assign]
+    torch.Tensor.__dlpack__ = lending  # type: ignore[method-assign, assignment]
 
 
 def _is_lent(storage: torch.UntypedStorage) -> bool:

@@ -468,7 +468,8 @@ class Staging:
 
 
 def _number(storage: torch.UntypedStorage) -> int:
-    return storage._cdata
+    number: int = storage._cdata
+    return number
 
 
 def _part(storage: torch.UntypedStorage, extent: Extent) -> Part:

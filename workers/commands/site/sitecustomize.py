@@ -25,12 +25,12 @@ class _Watcher:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != _C10D:
             return None
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 
-            def exec_module(module: ModuleType) -> None:
+            def exec_module(module: Any) -> None:
                 load(module)
                 module.init_process_group = _joining(module.init_process_group)
 
@@ -72,5 +72,5 @@ def _run_who_stands_behind() -> None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-sys.meta_path.insert(0, _Watcher())  # type: ignore[arg-type]
+sys.meta_path.insert(0, _Watcher())
 _run_who_stands_behind()
