@@ -195,6 +195,15 @@ def test_links_of_a_page_lead_to_files_and_headings(page: Path) -> None:
             assert anchor in _anchors(found), f"{target}#{anchor}"
 
 
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_module_or_file_that_a_page_names_exists(page: Path) -> None:
+    """`core/x` stands for `app/core/x`, and a name behind a dot for something in the module."""
+    for named in re.findall(r"`((?:app|core|workers|tests|examples)/[\w/.]+)`", _prose(page)):
+        path = ROOT / ("app" if named.startswith("core/") else "") / named
+        module = path.with_suffix(".py")
+        assert path.exists() or module.exists() or module.with_suffix("").exists(), named
+
+
 def _prose(page: Path) -> str:
     return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
 

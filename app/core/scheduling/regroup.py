@@ -1,18 +1,19 @@
-"""Graphs that share devices move from one to another: who, and why just there.
+"""Move graphs that share a device to another device: which graph moves, and where to.
 
-The devices of a kind give turns each for itself.  A user with graphs on several makes those even,
-but where nobody has any, those on one may come to be served less than those on another: of weights
-1, 2, 4 and 8 the first two have more on one device than the others on theirs.  Then one moves from
-those who are behind to those who are ahead, has turns there until it has caught up, and leaves the
-others more.  One moves to a device that is free and that nobody waits for, too; and one lets go of
-its turns to have a device for itself that is due to it before who holds it (F6).
+Each device gives turns by itself.  A user with graphs on several devices evens them out.  Where the
+devices have no user in common, the graphs of one may come to be served less than those of another:
+with weights 1, 2, 4 and 8 and one graph each, 1 and 2 get more on their device than 4 and 8 on
+theirs.  Then a graph moves from the device that is behind to the one that is ahead.  It has turns
+there until it has caught up, and leaves more turns to the others.  A graph also moves to a free
+device for which no task waits, or gives up its turns for a device of its own that it is owed (F6).
 
-To move is to be paused, with its image saved at once, and to wait: where it goes on
-`core.scheduling.time_sharing` finds out, which would send anybody there.
+A move is a pause, with the image saved at once, and a wait in line.  `core.scheduling.time_sharing`
+finds the device on which it resumes, as for any other graph.
 
-What always holds: nobody moves before a full slice, so of no task is asked twice within one; nobody
-leaves a device alone; one of a kind moves at a time; and nobody moves while somebody waits who goes
-before it.  At one instant whoever moves is ripe and is so no more, so there is no cycle.
+These rules always hold: no graph moves before a full slice, so no task is asked twice within one; a
+graph leaves no device empty; one graph of a kind moves at a time; and none moves while a task waits
+that goes before it.  At one instant a graph that moves is preemptible, and is so no more
+afterwards, so there is no cycle.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ from app.core.scheduling.time_sharing import (
     would_give_way,
 )
 
-CATCH_UP = Fraction(3, 4)  # of what is due to others: who have so little soon are level with them
+# Part of what is due to the others; with less, graphs become level by themselves.
+CATCH_UP = Fraction(3, 4)
 
 FREE = "A device is free: it continues there, and the other graphs take its turns here."
 AHEAD = (
