@@ -408,7 +408,7 @@ def test_a_leg_begins_while_the_one_whose_block_it_reads_runs_on(islands):
 
 
 def kill_executor(system):
-    """Kill the executor of the partition on `local` and lingering ones, each process only once."""
+    """Kill the executor of the partition on `local`, each process only once."""
 
     def killed():
         found = 0

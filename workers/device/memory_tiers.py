@@ -108,8 +108,6 @@ class Residency:
             if not self._end_one(self.living):
                 return "places", False
         while self.free_bytes < wanted:
-            if self._end_one(r for r in self.living if r.lingers):
-                continue
             leaving = [r for r in self.living if r.level == "leaving"]
             if leaving and self.free_bytes + sum(r.on_device_bytes for r in leaving) >= wanted:
                 return "", False
@@ -216,18 +214,17 @@ class Residency:
         """Sort paused residents: needed last first.
 
         The island's expected order counts first, then the time at which each resident is expected
-        back.  Lingering processes are needed last.  Tasks that share a device take turns: each
-        returns about as long after its pause as it did before.  The resident paused first has
-        waited longest and returns first, so the one paused last leaves first.  A cache would evict
-        the least recently used instead.
+        back.  Tasks that share a device take turns: each returns about as long after its pause as
+        it did before.  The resident paused first has waited longest and returns first, so the one
+        paused last leaves first.  A cache would evict the least recently used instead.
         """
         place = {task: number for number, task in enumerate(self.expected)}
         known = [r.absent_us for r in self.living if r.absent_us]
         usual_us = sum(known) // len(known) if known else 0
 
-        def need(resident: Resident) -> tuple[bool, int, int]:
+        def need(resident: Resident) -> tuple[int, int]:
             back_us = resident.paused_us + (resident.absent_us or usual_us)
-            return resident.lingers, place.get(resident.task, len(place)), back_us
+            return place.get(resident.task, len(place)), back_us
 
         return sorted(paused, key=need, reverse=True)
 
@@ -246,5 +243,5 @@ def _level_of(resident: Resident, memory_bytes: int) -> str:
 
 
 def _may_end(resident: Resident) -> bool:
-    off = resident.stay.state == "paused" or resident.lingers
+    off = resident.stay.state == "paused"
     return off and not resident.doom and resident.is_durable and not resident.is_saving

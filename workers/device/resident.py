@@ -24,7 +24,7 @@ from app.core.device.token_bucket import Bucket
 from app.core.model import messages
 from app.core.model.messages import Event, Launch, LogLines, Order, ResidentView, Resize
 from app.core.model.task_graph import MAX_BYTES, MAX_EST_MS, MAX_NODES, SIZED_LIMIT
-from app.core.placement.legs import another_follows, late
+from app.core.placement.legs import late
 from workers.process import slab
 from workers.process.sandbox import ENVIRONMENT, Room
 from workers.process.wire import Parts, TenantWire, pair, parsed_parts
@@ -47,7 +47,6 @@ OWED_US = 30_000_000  # how long a paused process may lack an image while others
 UNREAD_US = 10_000_000  # how long a process may leave its messages unread; then it is ended
 KERNEL_US = 100_000  # least interval between two reads of a process's memory from the kernel
 PROCESSES_LIMIT = 256  # most processes and threads read for one such count
-LINGER_US = 10_000_000  # how long a process that ran a part of a graph waits for the next part
 
 
 # --- one epoch of one task ------------------------------------------------------------------------
@@ -57,8 +56,7 @@ LINGER_US = 10_000_000  # how long a process that ran a part of a graph waits fo
 class Stay:
     """Represents one epoch of one task on this device.
 
-    `state` is one of core.model.messages.ResidentView, "vanished" (dropped without an event), or
-    "lingering" (a process without a task).
+    `state` is one of core.model.messages.ResidentView, or "vanished" (dropped without an event).
 
     A stay `is_confirmed` once the island answered "keep" to a report that named it, or if its order
     was so fresh that this is the only possible answer.  Only a confirmed stay may take the slot, so
@@ -424,44 +422,6 @@ class Resident:
         return output in self.stay.launch.run.get("part", {}).get("after_ms", ())
 
     @property
-    def lingers(self) -> bool:
-        """True if its part of a graph has ended and it waits for the next part."""
-        return self.stay.state == "lingering"
-
-    @property
-    def may_linger(self) -> bool:
-        follows = another_follows(self.stay.launch.run)
-        return follows and self.saved is None and not self.is_saving
-
-    def linger(self, now_us: int) -> None:
-        """Leave the process without a task until a launch takes it."""
-        launch, self.task, self.verdict = self.stay.launch, "", None
-        self.stay = Stay(launch=launch, arrived_us=now_us, state="lingering", resident=self)
-        self.is_prepared, self.has_state, self.deadline_us = False, False, now_us + LINGER_US
-
-    def made_of(self, launch: Launch) -> dict[str, str]:
-        """Return port -> output for inputs of the launch that lie in this process as its outputs.
-
-        Empty if the process cannot continue with that launch.
-        """
-        if not self.lingers or launch.images or _setting(launch) != _setting(self.stay.launch):
-            return {}
-        made = {self.outputs[name]["sha256"]: name for name in self.outputs}
-        inputs = launch.inputs.items()
-        return {
-            port: made[one["sha256"]]
-            for port, one in inputs
-            if one["sha256"] in made and not one.get("format")
-        }
-
-    def go_on(self, stay: Stay, deadline_us: int) -> None:
-        """Take the next part of a graph, as a new process would."""
-        self.task, self.stay, stay.resident = stay.launch.task, stay, self
-        self.deadline_us, self.outputs = deadline_us, {}
-        self.yields, self.save_again_us = False, None
-        self.staged_us = self.spilled_bytes = 0
-
-    @property
     def artifacts(self) -> JSON:
         return {name: kept for name, kept in self.outputs.items() if name == messages.ARTIFACTS}
 
@@ -618,12 +578,6 @@ def _status_bytes(status: str, name: str) -> int:
     """Return a row of /proc/PID/status, there in KiB, in bytes; 0 for a process that has ended."""
     _, _, rest = status.partition(f"\n{name}")
     return 1024 * int(rest.split(maxsplit=1)[0]) if rest else 0
-
-
-def _setting(launch: Launch) -> JSON:
-    """Return what two parts of a graph must have in common to run in one process."""
-    names = ("tenant", "bundle", "params", "preset", "memory_bytes", "seats", "host", "world_size")
-    return {**{name: getattr(launch, name) for name in names}, "graph": launch.run.get("graph")}
 
 
 # --- checks of a tenant's messages ----------------------------------------------------------------

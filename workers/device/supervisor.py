@@ -816,9 +816,6 @@ class Supervisor(threading.Thread):
                 fetched.close()
             elif not stay.is_linked or self.zygote is None or not self.zygote.is_ready:
                 continue
-            elif (before := self._leg_before(stay.launch)) is not None:
-                self.fetched.remove(here)
-                self._go_on_with(before, stay, fetched)
             elif self.residency.has_room(stay.launch.memory_bytes, now):
                 self.fetched.remove(here)
                 self._spawn(stay, fetched)
@@ -1038,39 +1035,18 @@ class Supervisor(threading.Thread):
         if fetched.image:
             stay.resumed = "folder" if resident.is_command else "image"
         fds = [*fetched.fds, *stay.hand_over()]
-        self._begins(resident, fds, fetched, {})
+        stay.input_bytes, stay.fetched_bytes = fetched.input_bytes, fetched.fetched_bytes
+        stay.ways = fetched.ways
+        resident.send("begin", fds, spec=self._spec(stay, room, fetched), files=len(fds))
+        self._bring(stay)
         store_io.close_all(fds)
         self._selector.register(wire, selectors.EVENT_READ, lambda: self._resident_says(resident))
         for fd in resident.pipes:
             os.set_blocking(fd, False)
             self._listen_to(resident, fd)
 
-    def _leg_before(self, launch: Launch) -> Resident | None:
-        """Return the lingering process that made inputs of this next part of a graph."""
-        return next((r for r in self.residency.living if r.made_of(launch)), None)
-
-    def _go_on_with(self, resident: Resident, stay: Stay, fetched: Fetched) -> None:
-        """Run the next part of a graph in the process of the previous part."""
-        made = resident.made_of(stay.launch)
-        graph, *inputs = fetched.fds
-        ports = sorted(stay.launch.inputs)
-        taken = [fd for port, fd in zip(ports, inputs, strict=True) if port not in made]
-        resident.go_on(stay, now_us() + PREPARE_US)
-        self._begins(resident, [graph, *taken], fetched, made)
-        fetched.close()
-
-    def _begins(
-        self, resident: Resident, fds: list[int], fetched: Fetched, made: dict[str, str]
-    ) -> None:
-        stay = resident.stay
-        stay.input_bytes, stay.fetched_bytes = fetched.input_bytes, fetched.fetched_bytes
-        stay.ways = fetched.ways
-        spec = self._spec(stay, resident.room, fetched, made)
-        resident.send("begin", fds, spec=spec, files=len(fds))
-        self._bring(stay)
-
-    def _spec(self, stay: Stay, room: Room, fetched: Fetched, made: dict[str, str]) -> JSON:
-        """Return the spec for the process; `made`: port -> earlier output of the same process."""
+    def _spec(self, stay: Stay, room: Room, fetched: Fetched) -> JSON:
+        """Return the spec for the process."""
         launch = stay.launch
         code, scratch = room.inside(self.walls)
         return {
@@ -1081,7 +1057,6 @@ class Supervisor(threading.Thread):
                 port: {
                     "format": source.get("format", ""),
                     "datablock": source.get("datablock", ""),
-                    "made": made.get(port, ""),
                 }
                 for port, source in sorted(launch.inputs.items())
             },
@@ -1304,7 +1279,7 @@ class Supervisor(threading.Thread):
 
     def _take(self, resident: Resident, message: JSON) -> None:
         heard = _HEARD.get(message["is"])
-        if heard is None or resident.lingers:
+        if heard is None:
             raise Nonsense(f"it says {message['is']!r:.100}")
         heard(self, resident, message)
 
@@ -1536,32 +1511,12 @@ class Supervisor(threading.Thread):
         self.rhythm.happened |= self.seat is None
 
     def _says_last(self, resident: Resident, message: JSON) -> None:
-        """Keep the final message until the process has ended or lingers, and all its output was
-        read.
-        """
+        """Keep the final message until the process has ended, and all its output was read."""
         if message["is"] == "stopped" and resident.stay.state != "stopping":
             raise Nonsense("stopped without being told to")
         resident.stay.step = residents.number(message, "step")
         resident.verdict = resident.checked or residents.verdict(message)
         resident.checked = None
-        if message["is"] == "finished" and message.get("lingers") is True:
-            self._linger(resident)
-
-    def _linger(self, resident: Resident) -> None:
-        """End the stay of a finished part of a graph; keep its process for the next part, if
-        useful.
-        """
-        if not resident.may_linger:
-            raise Nonsense("it lingers, and no other leg follows")
-        if resident.stay.state != "running" or self.stop_by_us is not None:
-            resident.kill()
-            return
-        _read_printed(resident)
-        self._free_the_seat(resident)
-        resident.stay.log.end()
-        last = _last_word(resident, 0)
-        self._end(resident.stay, last.pop("is"), **last)
-        resident.linger(now_us())
 
     # --- residents: end ---
 
@@ -1603,7 +1558,7 @@ class Supervisor(threading.Thread):
         else:
             self._closer.submit(resident.close_stores)
         self._sweeper.submit(remove_tree, resident.room.scratch)
-        gone = stay.state in ("vanished", "paused", "lingering")
+        gone = stay.state in ("vanished", "paused")
         if resident.doom in _SILENT or gone or stay.is_outpost:
             self._vanish(stay, resident.doom)
         else:

@@ -8,9 +8,6 @@ A stage that cannot go on raises `Ending` with the final message of the process.
 `Wire` and wait as requested actions until the next safe point.  The trust deadline is read before
 every step: after the deadline no step begins, even if the supervisor hangs.
 
-A process that ran one part of a graph (`core.placement.legs`) waits for the next part, if one
-follows on this device: its blocks are in memory already, and nothing is forked.
-
 Images of the job are copied into its slab, mostly while the next step already runs (`staging`).
 The supervisor is told where an image lies, and answers when it has stored the image.  Outputs leave
 over the `bulk` socket.  Threads that only copy do both; nothing else runs beside the job.
@@ -201,8 +198,6 @@ class Work:
     arrived: dict[str, int] = field(default_factory=dict)
     seated_s: float = 0.0  # when it last took the slot, except after slices of others
     patience_s: float = 0.0  # how long it may wait for an input in the slot
-    made: JSON = field(default_factory=dict)  # outputs of the previous part in this process
-    lingers: bool = False  # another part of the graph follows in this process
     base_bytes: int = 0
     is_back_soon: bool = False  # off the slot only for the slices of co-located tasks
     turn: int = 0  # number of the last order about the place of its memory
@@ -397,7 +392,6 @@ class Images:
         self.last_step: int | None = None  # step of the newest image that is stored or on its way
         self.left_s = -math.inf  # when the newest image left
         self.round = 0  # number of the gang's image; all ranks cancel it together
-        self.used = False  # the slab has been written to
 
     def put(self) -> None:
         """Make an image of the last finished step and have it stored; raises Ending."""
@@ -406,7 +400,6 @@ class Images:
             self._is_leaving()
             self._tell(replace(cast(Lies, self.lies), round=self.round))
             return
-        self.used = True
         with _told():
             captured = self._captured()
             lies = partial(Lies, self.work.step, preset.fingerprint(), captured)
@@ -444,7 +437,6 @@ class Images:
             lying = zip(lies.captured.storages, lies.layout.storages, strict=True)
             self.absence.leave(lying, freed)
             return
-        self.used = True
         with _told():
             captured = self._captured()
             layout, brought = self.staging.bring(captured)
@@ -531,19 +523,13 @@ def _write(bulk: socket.socket, body: Image | Published) -> None:
 def execute(
     wire: Wire, bulk: socket.socket, trust: TrustSeen, slab: Slab, watch: Watch | None
 ) -> int:
-    """Run the resident's tasks; return the exit status of the process."""
+    """Run the resident's task; return the exit status of the process."""
     work = Work(wire=wire, bulk=bulk, trust=trust, slab=slab, watch=watch)
     if not is_begun(work):
         return 1
     if work.spec["world_size"] > 1:
         return remote_ranks.conduct(work, live)
-    status = live(work)
-    while work.lingers:
-        work = following(work)
-        if not is_begun(work):
-            return 1
-        status = live(work)
-    return status
+    return live(work)
 
 
 def is_begun(work: Work) -> bool:
@@ -555,14 +541,6 @@ def is_begun(work: Work) -> bool:
     if work.is_graph:
         read_graph(work)
     return True
-
-
-def following(work: Work) -> Work:
-    """Return the `Work` of the next part of the graph; it keeps the outputs of this part."""
-    after = Work(wire=work.wire, bulk=work.bulk, trust=work.trust, slab=work.slab, watch=work.watch)
-    after.made, after.preset, after.base_bytes = work.outgoing.values, work.preset, work.base_bytes
-    vars(work).clear()  # frees its other blocks now, not at the next cycle collection
-    return after
 
 
 def live(work: Work) -> int:
@@ -591,11 +569,11 @@ def read_graph(work: Work) -> None:
 
 
 def configure(work: Work) -> None:
-    work.base_bytes = work.base_bytes or _anonymous_bytes()
+    work.base_bytes = _anonymous_bytes()
     try:
         work.accelerator = Accelerator(work.spec["kind"])
         work.outgoing, work.images = Outgoing(work), Images(work)
-        work.preset = work.preset or preset.configure(work.spec["preset"])
+        work.preset = preset.configure(work.spec["preset"])
     except preset.NotTaken as error:
         detail = "\n".join(error.differences)
         raise Ending("failed", cause="preset", message=str(error), detail=detail) from error
@@ -654,13 +632,9 @@ def bring_in(work: Work) -> None:
     spec = work.spec
     try:
         for port, source in sorted(spec["inputs"].items()):
-            if source["made"]:
-                work.ctx.inputs[port] = work.made[source["made"]]
-                continue
             work.ctx.inputs[port] = _input(work, source["format"], source["datablock"])
             if source["datablock"]:
                 work.ctx.blocks[source["datablock"]] = port
-        work.made = {}
     except BaseException as error:
         raise _failed(error, cause="exception", begun=_NOT_LOADED) from error
     work.capabilities = [] if work.is_function else ["pause", "save", "move", "exact"]
@@ -824,25 +798,12 @@ def settle(work: Work) -> None:
         if why := work.outgoing.settled[f"output:{name}"].get("error"):
             told = f"the output {name!r} could not be stored: {why}"
             raise Ending("failed", cause="exit", message=told, detail="")
-    if isinstance(work.job, GraphJob):
-        _let_lie(work, work.job)
     _report(work)
     passed = work.job.passed() if isinstance(work.job, LaneJob) else []
     took_ms = work.job.took_ms() if work.is_graph else {}
     made_bytes = work.job.made_bytes() if work.is_graph else {}
-    work.lingers = _lingers(work)
     measured = {"took_ms": took_ms, "made_bytes": made_bytes}
-    raise Ending("finished", result=said, passed=passed, lingers=work.lingers, **measured)
-
-
-def _lingers(work: Work) -> bool:
-    """True if another part of the graph follows and the process is clean.
-
-    A clean process has no mapped datablock, no used slab and no gang.
-    """
-    lent = any(source["datablock"] for source in work.spec["inputs"].values())
-    free = not (lent or work.images.used or work.member)
-    return free and legs.another_follows(work.spec["run"])
+    raise Ending("finished", result=said, passed=passed, **measured)
 
 
 def _must_be_small(result: JSON) -> None:

@@ -243,9 +243,7 @@ def test_what_was_just_restored_is_not_copied_back():
 
 
 def _resident(task: str, paused_us: int, absent_us: int = 0) -> Any:
-    return SimpleNamespace(
-        task=task, paused_us=paused_us, absent_us=absent_us, doom="", lingers=False
-    )
+    return SimpleNamespace(task=task, paused_us=paused_us, absent_us=absent_us, doom="")
 
 
 def _order(residents: list[Any], expected: list[str] | None = None) -> list[str]:
