@@ -23,7 +23,7 @@ from app.core.model.messages import JSON
 from app.core.model.task_graph import MAX_NODES as MAX_KNOWN
 from app.core.model.task_graph import TaskGraph, timed
 from app.core.placement.executors import EVERYBODY, Copy, Spread, copies, spread
-from app.core.placement.legs import MAX_NODES, Leg, expanded, of_run
+from app.core.placement.legs import MAX_NODES, Leg, expanded, late, of_run
 from app.core.placement.legs import cut as legs_of
 from app.core.placement.legs import order as order_of_leg
 from app.db.models import Device, Graph, Task
@@ -234,10 +234,8 @@ def _spread(body: str, run: str, executors: int) -> tuple[Spread, tuple[Copy, ..
     """
     how = json.loads(run)
     graph = of_run(task_graph.parse(json.loads(body)), how)
-    planned = spread(graph, executors)
-    if order := order_of_leg(how):
-        planned = replace(planned, order=order)
-    return planned, copies(graph, planned)
+    planned = spread(graph, executors, order=order_of_leg(how))
+    return planned, copies(graph, planned, late(how))
 
 
 def _way(passed: JSON) -> tuple[str, int, int]:

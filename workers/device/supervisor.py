@@ -1478,7 +1478,7 @@ class Supervisor(threading.Thread):
         """The descriptor of the cache file of a large output, for a part of a graph that still
         holds it in memory; empty if there is none.
         """
-        if not one.early or one.size_bytes < LIES_BYTES:
+        if not one.early or one.size_bytes < LIES_BYTES or resident.stay.launch.world_size > 1:
             return []
         if one.name in resident.stay.launch.publish:
             return []  # published outputs are stored in another format

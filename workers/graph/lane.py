@@ -5,6 +5,9 @@ The executors are the ranks of a gang, in processes of their own, and each knows
 strictly in order, waits until the blocks that they read are posted, and posts blocks that others
 read (`shared_blocks`).
 
+*Late inputs* of the graph come to the first executor, which posts them like blocks of its own, and
+gives the graph's outputs to others as soon as they are made (`Outside`).
+
 *The image* of an executor holds the blocks that it made and that an executor still needs. Blocks of
 other executors are not in it: their makers post them again. So all executors may be stopped
 anywhere, each before any of its nodes.
@@ -13,9 +16,9 @@ anywhere, each before any of its nodes.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, Protocol
 
 from app.core.model.task_graph import INPUT, TaskGraph, Unit
 from app.core.placement.executors import EVERYBODY, Spread, Stop, lanes, part
@@ -30,6 +33,29 @@ from workers.ranks.turns import Turns
 JSON = dict[str, Any]
 
 
+class Outside(Protocol):
+    """What the first executor of a partition hears from outside its gang, and tells there."""
+
+    @property
+    def fd(self) -> int:
+        """The descriptor on which news arrives."""
+
+    def look(self) -> None:
+        """Take the late inputs that arrived, and give the outputs that are there."""
+
+    def has_news(self) -> bool:
+        """True if `look` or `waits` has something to do, or the executor must stop."""
+
+    def must_stop(self) -> bool:
+        """True if no node may begin until this process is trusted again."""
+
+    def waits(self) -> None:
+        """Act on the time for which the next node has been waiting."""
+
+    def runs(self) -> None:
+        """Note that the next node can run."""
+
+
 class LoadedLane(Loaded):
     """A graph and its functions, ready for one executor to begin or to go on."""
 
@@ -42,21 +68,34 @@ class LoadedLane(Loaded):
         spread: Spread,
         turns: Turns,
         around: Surroundings,
+        late: Sequence[str] = (),
+        is_part: bool = False,
         budget_bytes: int = 0,
         host_bytes: int = sys.maxsize,
     ) -> None:
-        """Load the plan; the limits are those of `Loaded`, for each executor."""
+        """Load the plan; the limits are those of `Loaded`, for each executor.
+
+        If the graph `is_part` of another one, other parts take its outputs while it runs.
+        """
         self.turns, self.around, self.accelerator = turns, around, accelerator
-        super().__init__(body, find, accelerator, budget_bytes=budget_bytes, host_bytes=host_bytes)
+        self.is_part = is_part
+        super().__init__(
+            *(body, find, accelerator),
+            late=late,
+            budget_bytes=budget_bytes,
+            host_bytes=host_bytes,
+        )
         self.lay(spread)
 
     def lay(self, spread: Spread) -> None:
         """Set the order of the nodes and the executor of each."""
         self.spread = spread
         self.order(spread.order)
-        self.lane = lanes(self.graph, spread, self.program)[self.turns.rank]
+        self.lane = lanes(self.graph, spread, self.program, self.late)[self.turns.rank]
         units = self.program.units
+        self.comes = [self.program.blocks.index(f"{INPUT}{port}") for port in self.late]
         self.maker = {n: spread.seats[unit.name] for unit in units for _, n in unit.outputs}
+        self.maker |= dict.fromkeys(self.comes, 0)
         self.calls = [self._call(stop) for stop in self.lane.stops]
 
     def _call(self, stop: Stop) -> LaneCall:
@@ -64,8 +103,12 @@ class LoadedLane(Loaded):
         return LaneCall(unit, self.functions[unit.function], stop, self.maker)
 
     def begin(self, inputs: JSON) -> LaneJob:
-        blocks = {f"{INPUT}{port}": inputs.pop(port) for port in self.ports}
-        return LaneJob(self, {"blocks": blocks})
+        lacks = [port for port in self.late if port not in inputs]
+        there = {f"{INPUT}{port}": inputs.pop(port) for port in self.ports if port not in lacks}
+        if self.turns.rank:  # the first executor passes these on
+            lacks, late = [], {f"{INPUT}{port}" for port in self.late}
+            there = {name: value for name, value in there.items() if name not in late}
+        return LaneJob(self, {"blocks": there, "lacks": lacks})
 
     def go_on(self, state: JSON) -> LaneJob:
         before = Spread(**state["spread"])
@@ -117,7 +160,15 @@ class LaneJob(GraphJob):
         self.passing = passing(
             loaded.turns, len(self.program.blocks) + 1, loaded.around, loaded.accelerator
         )
+        # outputs of the graph that are there, at the first executor
+        self.early = dict[str, Any]()
+        if loaded.is_part and not self.me:
+            for held in self.lane.takes:
+                self.passing.want(held)
         self._set_first()
+        for n in loaded.comes:
+            if n in self.held:
+                self._post_input(n)
         if "spread" in state:
             self.passing.passed_bytes = dict(state["passed"])
             self._post_again(state["result"])
@@ -138,6 +189,7 @@ class LaneJob(GraphJob):
         given = {n: value for n, value in self.passing.values().items() if n < count}
         return {
             "spread": asdict(self.spread),
+            "lacks": list(self.lacks.values()),
             "total": self.total,
             "totals": self.totals,
             "result": self.result,
@@ -166,30 +218,54 @@ class LaneJob(GraphJob):
 
     # --- before a step ---
 
-    def await_next(self) -> bool:
+    def await_next(self, outside: Outside | None = None) -> bool:
         """Wait until the next node can run; False if all executors must stop before that."""
         passing = self.passing
-        while not self._is_ready():
-            if passing.turns.is_called():
+        while True:
+            if outside is not None:
+                outside.look()
+            if self._is_ready():
+                break
+            if passing.turns.is_called() or (outside is not None and outside.must_stop()):
                 return False
-            self._wait(passing.early)
+            if outside is None:
+                self._wait(passing.early)
+            else:
+                self._wait_outside(passing.early, outside)
+        if outside is not None:
+            outside.runs()
         return True
 
     def _wait(self, early: Held | None) -> None:
         """Wait until the next node may be ready, or the graph ended earlier than `early`."""
-        if self._is_at_end:
-            self.passing.tell_passed(self.end if self.result is not None else self._next_at())
+        self._tell_passed()
         self.passing.wait(
             self._missing(),
             lambda: self._is_ready() or self.passing.early != early,
             self._waits_for(),
         )
 
+    def _wait_outside(self, early: Held | None, outside: Outside) -> None:
+        """Wait like `_wait`, or until there is news from outside or an output for others."""
+        outside.waits()
+
+        def is_enough() -> bool:
+            news = outside.has_news() or next(self._new_outputs(), None) is not None
+            return news or self._is_ready() or self.passing.early != early
+
+        self._tell_passed()
+        fd = outside.fd if self.lacks else None
+        self.passing.wait(self._missing(), is_enough, self._waits_for(), outside=fd)
+
+    def _tell_passed(self) -> None:
+        if self._is_at_end:
+            self.passing.tell_passed(self.end if self.result is not None else self._next_at())
+
     def _is_ready(self) -> bool:
         if self.passing.is_over:
             return True
         if not self._is_at_end:
-            return self._missing() is None
+            return self.awaited() is None and self._missing() is None
         early = self.passing.early
         if self.me or not self.passing.all_passed(self.end - 1 if early is None else early[0]):
             return False
@@ -221,6 +297,8 @@ class LaneJob(GraphJob):
 
         The random numbers of the next node are prepared first.
         """
+        if self.awaited() is not None:
+            return False
         stop, call, passing = self.lane.stops[self.done], self.calls[self.done], self.passing
         if call.seed is not None and not call.map:
             self.chance.seed_ahead(call.function, call.seed)
@@ -232,6 +310,8 @@ class LaneJob(GraphJob):
 
     def _waits_for(self) -> str:
         missing = self._missing()
+        if missing is None and not self._is_at_end:
+            return f"the input {self.awaited()}"
         if missing is None:
             return "the end of the graph"
         return f"{self.program.blocks[missing[0]]} of executor {missing[1]}"
@@ -276,6 +356,8 @@ class LaneJob(GraphJob):
     def _did(self, stop: Stop, call: Call) -> None:
         for n in stop.gives:  # first of all, because other executors wait
             self.blocks[n] = self.passing.post(n, self.blocks[n], self.lane.readers[n])
+            if self.end in self.lane.readers[n].values():  # an output of the graph
+                self.passing.call_first()
         for _, n in call.gives:
             self.held.add(n)
         self.held.difference_update(stop.frees)
@@ -307,9 +389,62 @@ class LaneJob(GraphJob):
         if early is not None:
             ctx.finish(self.passing.take((len(self.program.blocks), early[1])))
         else:
-            self.taken |= {h: self.passing.take(h) for h in self.lane.takes if h not in self.taken}
-            ctx.finish({port: self._value(n) for port, n in self.program.outputs.items()})
+            self.made()
+            ctx.finish({port: self.early[port] for port in self.program.outputs})
         self.passing.end()
+
+    # --- to and from outside ---
+
+    def take(self, port: str, value: Any) -> None:
+        """Accept a late input, and pass it on."""
+        n = next(n for n, lacked in self.lacks.items() if lacked == port)
+        super().take(port, value)
+        self.held.add(n)
+        self._post_input(n)
+
+    def _post_input(self, n: int) -> None:
+        if readers := self.lane.readers.get(n):
+            self.blocks[n] = self.passing.post(n, self.blocks[n], readers)
+        if not any(n in many for call in self.calls for _, many, _ in call.unit.inputs):
+            self._let_go((n, self.me))
+
+    def lacked(self) -> str | None:
+        """Return the lacking input that is needed first in the order of the plan.
+
+        If no executor can run, that is what they wait for: all nodes before its first reader have
+        run.
+        """
+        return next(iter(self.lacks.values()), None)
+
+    @property
+    def stands_still(self) -> bool:
+        """True if no other executor runs; unknown, and False, if some lie on other hosts."""
+        return not self.passing.ground.is_bridged and self.passing.turns.is_last_to_move
+
+    def made(self) -> JSON:
+        """Return the graph's outputs, by port, that came to the first executor since the last
+        call.
+        """
+        new = {}
+        for port, n in list(self._new_outputs()):
+            takes = [held for held in self.lane.takes if held[0] == n]
+            self.taken |= {held: self.passing.take(held) for held in takes}
+            new[port] = self._value(n)
+        self.early |= new
+        return new
+
+    def _new_outputs(self) -> Iterator[tuple[str, int]]:
+        """Yield the outputs that `made` has not returned, by port and number, if all of it is
+        there.
+        """
+        if self.me:
+            return
+        for port, n in self.program.outputs.items():
+            has_part = self.maker[n] in (self.me, EVERYBODY)
+            is_made = not has_part or self.maker_at[n] < self._next_at()
+            others = (held for held in self.lane.takes if held[0] == n)
+            if port not in self.early and is_made and all(map(self.passing.is_there, others)):
+                yield port, n
 
     # --- values ---
 

@@ -61,11 +61,22 @@ class Carried(Passing):
             self._tell("post", block, self.me, posted.offset, posted.size, afar)
         return value
 
-    def wait(self, held: Held | None, until: Callable[[], bool], text: str) -> None:
-        if held is not None and held != self._wanted and not self.ground.is_here(held[1]):
+    def wait(
+        self,
+        held: Held | None,
+        until: Callable[[], bool],
+        text: str,
+        *,
+        outside: int | None = None,
+    ) -> None:
+        if held is not None and held != self._wanted:
             self._wanted = held
+            self.want(held)
+        super().wait(held, until, text, outside=outside)
+
+    def want(self, held: Held) -> None:
+        if not self.ground.is_here(held[1]):
             self._tell("want", *held)
-        super().wait(held, until, text)
 
     def end(self) -> None:
         super().end()
@@ -115,6 +126,8 @@ class Deputy(Passing):
         self.words[entry] = place.offset
         with self.turns.board():
             self.turns.ready(Wait.BLOCK, number=entry)
+        if 0 in readers:
+            self.call_first()
 
     def is_let_go(self, block: int) -> bool:
         """Free a block if all readers of this host have dropped it; True if so."""

@@ -177,10 +177,18 @@ class Passing:
         first = self.table + _PASSED
         return all(self.words[first + e] > at for e in range(self.executors) if e != self.me)
 
-    def wait(self, held: Held | None, until: Callable[[], bool], text: str) -> None:
+    def wait(
+        self,
+        held: Held | None,
+        until: Callable[[], bool],
+        text: str,
+        *,
+        outside: int | None = None,
+    ) -> None:
         """Let others run on our slot until `until()`, or until all are called to stop.
 
-        `held` is the block that is waited for; None if the wait is for something else.
+        `held` is the block that is waited for; None if the wait is for something else.  What is
+        waited for may also come from outside the gang, with news on the descriptor `outside`.
         """
         number = 0 if held is None else self._entry(held)
 
@@ -189,9 +197,12 @@ class Passing:
 
         while not (is_enough() or (held is not None and self.is_soon(held))):
             self.reclaim()
-            self.turns.wait(
-                Wait.BLOCK, number=number, until=is_enough, text=text, timeout_s=math.inf
-            )
+            if outside is not None:
+                self.turns.wait_outside(number, outside, until=is_enough, text=text)
+            else:
+                self.turns.wait(
+                    Wait.BLOCK, number=number, until=is_enough, text=text, timeout_s=math.inf
+                )
 
     def is_soon(self, held: Held) -> bool:
         """Poll a moment for a block if this rank is alone on its slot: waking takes as long."""
@@ -208,6 +219,14 @@ class Passing:
             self._seats = now
             self._alone = CORES > 1 and len(self.turns.on_my_seat()) == 1
         return self._alone
+
+    def want(self, held: Held) -> None:
+        """Have a block of another host sent as soon as it is made; on one host it is there."""
+
+    def call_first(self) -> None:
+        """Wake the first executor: an output of the graph is there."""
+        if self.me and self.ground.is_here(0):
+            self.ground.ring(0)
 
     # --- posting ---
 

@@ -152,7 +152,7 @@ class Ground:
         self._layout = _Layout(handles.ranks)
         self._board = mmap.mmap(handles.board, self._layout.words * 8)
         self._lock = _Lock(handles.lock)
-        self._polls: dict[int, Any] = {}
+        self._polls: dict[tuple[int, ...], Any] = {}
         self.words = memoryview(self._board).cast("q")
         self._land = mmap.mmap(handles.land, LAND_BYTES)
         self.land = torch.frombuffer(self._land, dtype=torch.uint8)
@@ -279,14 +279,19 @@ class Ground:
         for bell in range(len(self.handles.bells)):
             self.ring(bell)
 
-    def sleep(self, rank: int, timeout_s: float) -> None:
-        """Sleep until the eventfd of `rank` is signalled, at most `timeout_s`."""
-        poll = self._polls.get(rank)
+    def sleep(self, rank: int, timeout_s: float, *, beside: int | None = None) -> None:
+        """Sleep until the eventfd of `rank` is signalled, at most `timeout_s`.
+
+        Something to read on the descriptor `beside` ends the sleep, too.
+        """
+        bell, fds = self.handles.bells[rank], (beside,) if beside is not None else ()
+        poll = self._polls.get((rank, *fds))
         if poll is None:
-            poll = self._polls[rank] = select.poll()
-            poll.register(self.handles.bells[rank], select.POLLIN)
-        if poll.poll(timeout_s * 1000):
-            os.eventfd_read(self.handles.bells[rank])
+            poll = self._polls[rank, *fds] = select.poll()
+            for fd in (bell, *fds):
+                poll.register(fd, select.POLLIN)
+        if bell in (fd for fd, _ in poll.poll(timeout_s * 1000)):
+            os.eventfd_read(bell)
 
     # --- heap ---
 

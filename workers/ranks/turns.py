@@ -61,6 +61,7 @@ class State(IntEnum):
 
 # Looking a member up in its class takes longer than reading a word.
 _READY, _RUNNING, _WAITING = State.READY, State.RUNNING, State.WAITING
+_AWAY = State.AWAY
 
 
 class Wait(IntEnum):
@@ -404,6 +405,30 @@ class Turns:
                 self._seat_next(self.seat)
             self._sleep_until_running()
 
+    def wait_outside(self, number: int, fd: int, *, until: Callable[[], bool], text: str) -> None:
+        """Wait as in `wait` for a block, or for news on `fd`, which comes from outside the gang.
+
+        So no rank that waits for this one is stuck.
+        """
+        self.check()
+        self._come_back()
+        if until():
+            return
+        self._move_out()
+        at, words = self.me, self.words
+        words[at + KIND], words[at + ABOUT], words[at + NUMBER] = Wait.BLOCK, 0, number
+        words[at + PART] = 0
+        with self.board():
+            self.ground.write_text(self.me + _TEXT, text)
+            self._get_up("away")
+            words[at + STATE] = State.AWAY
+            self._seat_next(self.seat)
+        while not until():
+            self.ground.sleep(self.rank, LOOK_EVERY_S, beside=fd)
+            self.check()
+            self._must_be_alive()
+        self._come_back()
+
     def boundary(self, step: int, timeout_s: float) -> None:
         """Stop before step `step` if the map of slots changes there; yield if the slice is used up.
 
@@ -524,16 +549,19 @@ class Turns:
     def ready(
         self, kind: Wait, about: int = 0, number: int | None = 0, part: int | None = None
     ) -> None:
-        """Mark the ranks with a matching wait as ready."""
+        """Mark the ranks with a matching wait as ready; wake those that look outside, too."""
         words = self.words
-        for at in self._ranks:
+        for rank, at in enumerate(self._ranks):
             if (
-                words[at + STATE] == _WAITING
+                words[at + STATE] in (_WAITING, _AWAY)
                 and words[at + KIND] == kind
                 and words[at + ABOUT] == about
                 and (number is None or words[at + NUMBER] == number)
                 and (part is None or words[at + PART] == part)
             ):
+                if words[at + STATE] == _AWAY:
+                    self._bells.append(rank)
+                    continue
                 words[at + STATE] = _READY
                 self._seat_next(words[at + SEAT])
 
@@ -685,6 +713,11 @@ class Turns:
             self.check()
 
     # --- stuck, and regrouped ---
+
+    @property
+    def is_last_to_move(self) -> bool:
+        """True if no other rank could move by itself."""
+        return not self._runs_beside_me()
 
     def _runs_beside_me(self) -> bool:
         """True if any other rank could move by itself."""

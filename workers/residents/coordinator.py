@@ -252,6 +252,8 @@ class Conductor:
         self.round = 0
         self.is_still = False
         self.saved_s = time.monotonic()
+        self.came: dict[str, int] = {}  # late inputs that came: port -> descriptor
+        self.lacks = ""  # the input without which the gang leaves its slots
         self.poll = select.poll()
         self.poll.register(work.wire.fileno(), select.POLLIN)
 
@@ -262,6 +264,8 @@ class Conductor:
         for rank in self.here:
             for fd in (rank.wire.fileno(), rank.pidfd):
                 self.poll.register(fd, select.POLLIN)
+        for port in self.came:
+            self._bring(port)
 
     def run(self) -> int:
         while True:
@@ -290,8 +294,11 @@ class Conductor:
 
     def order(self, message: JSON) -> None:
         match message["is"]:
-            case "kept" if message["what"] != "image":
-                self.tell(message, self.ranks[:1])
+            case "kept" | "patience" if message.get("what") != "image":
+                self._tell_first(message)
+            case "block":
+                self.came[message["port"]] = self.work.wire.fds.pop(0)
+                self._bring(message["port"])
             case "leave" | "return":
                 self._stay(message)
             case "save" if self.is_seated and self.is_saving:
@@ -337,6 +344,16 @@ class Conductor:
         said = {"bytes": 0, "settled": True, "memory_bytes": self._memory_bytes()}
         self.work.say("away", turn=message["turn"], **said)
 
+    def _bring(self, port: str) -> None:
+        """Hand a late input to the first rank, which may have been forked anew since it came."""
+        self._tell_first({"is": "block", "port": port}, [self.came[port]])
+
+    def _tell_first(self, message: JSON, fds: list[int] | None = None) -> None:
+        """Tell the first rank, which speaks for the gang, and wake it if it waits for others."""
+        with suppress(OSError):  # the rank is ending; its exit is noticed elsewhere
+            self.ranks[0].wire.send(message, fds)
+        self.board.ring(0)
+
     def tell(self, message: JSON, ranks: list[RankProcess]) -> None:
         for rank in ranks:
             with suppress(OSError):  # the rank is ending; its exit is noticed elsewhere
@@ -372,17 +389,27 @@ class Conductor:
                 self._say_progress()
         elif word == "saving" and message["what"] != "image":
             self.work.say("saving", **_without_head(message))
-        elif word == "spoiled":
-            self.is_saving, self.saved_step = False, -1
-            self._call_off_image()
-            if self.is_seated:
-                self.ask({"is": "save"})
+        elif word in ("spoiled", "awaits", "lacks"):
+            self._take_wish(message)
         elif word in ("still", "moving"):
             rank.is_still = word == "still"
             self._look_whether_still()
         elif word in TOGETHER and message.get("round") in (None, self.round):
             rank.said[word] = message
             self._look_whether_together(word)
+
+    def _take_wish(self, message: JSON) -> None:
+        match message["is"]:
+            case "spoiled":
+                self.is_saving, self.saved_step = False, -1
+                self._call_off_image()
+                if self.is_seated:
+                    self.ask({"is": "save"})
+            case "awaits":
+                self.work.say("awaits", port=message["port"])
+            case "lacks" if self.is_seated:
+                self.lacks = message["port"]
+                self.ask({"is": "pause"})
 
     def _look_whether_together(self, word: str) -> None:
         if self._have_all(word):
@@ -398,7 +425,9 @@ class Conductor:
             case "paused":
                 self.is_seated = False
                 has_state = all(each["has_state"] for each in said)
-                self.work.say("paused", has_state=has_state, step=_same_step(said))
+                told = {"lacks": self.lacks} if self.lacks else {}
+                self.lacks = ""
+                self.work.say("paused", has_state=has_state, step=_same_step(said), **told)
             case "saving":
                 self.write_index(said)
                 about = {"at_step": self.saved_step, "index_bytes": self.index_bytes}

@@ -198,6 +198,7 @@ class Work:
     arrived: dict[str, int] = field(default_factory=dict)
     seated_s: float = 0.0  # when it last took the slot, except after slices of others
     patience_s: float = 0.0  # how long it may wait for an input in the slot
+    outside: FirstExecutor | None = None  # for the first executor of a partition
     base_bytes: int = 0
     is_back_soon: bool = False  # off the slot only for the slices of co-located tasks
     turn: int = 0  # number of the last order about the place of its memory
@@ -565,7 +566,7 @@ def read_graph(work: Work) -> None:
     """Read the graph and decide which executor runs each node, before the executors fork."""
     work.graph = legs.of_run(task_graph.parse(_read_json(work.fds.pop(0))), work.spec["run"])
     if (executors := work.spec["world_size"]) > 1:
-        work.spread = spread(work.graph, executors)
+        work.spread = spread(work.graph, executors, order=legs.order(work.spec["run"]))
 
 
 def configure(work: Work) -> None:
@@ -614,8 +615,9 @@ def _load_graph(work: Work, code: Path) -> runner.Loaded:
     host_bytes = work.slab.limit_bytes
     memory = {"budget_bytes": work.spec["memory_bytes"], "host_bytes": host_bytes}
     assert work.graph is not None, "read before anything else"
+    late = legs.late(work.spec["run"])
     if work.spread is None or work.member is None:
-        late, order = legs.late(work.spec["run"]), legs.order(work.spec["run"])
+        order = legs.order(work.spec["run"])
         return load_graph(code, work.graph, work.accelerator, late=late, order=order, **memory)
     _make_room_for(code)
     return LoadedLane(
@@ -623,6 +625,8 @@ def _load_graph(work: Work, code: Path) -> runner.Loaded:
         spread=work.spread,
         turns=work.member.rank.turns,
         around=work.around,
+        late=late,
+        is_part="part" in work.spec["run"],
         **memory,
     )
 
@@ -732,6 +736,8 @@ def run(work: Work) -> None:
     work.saved_s = time.monotonic()
     if isinstance(work.job, LaneJob):
         work.ctx.allocate = work.job.passing.empty
+        if "part" in work.spec["run"] and not work.spec["rank"]:
+            work.outside = FirstExecutor(work, work.job)
     checked = work.spec["image"]
     if not checked and not work.is_graph and work.member is None:
         work.points = FirstPoints(until_s=time.monotonic() + FIRST_POINTS_S)
@@ -829,7 +835,7 @@ def safe_point(work: Work) -> None:
     try:
         while not is_ready:
             # An executor waits for its next node's inputs, and can be stopped while it waits.
-            is_ready = not isinstance(work.job, LaneJob) or work.job.await_next()
+            is_ready = not isinstance(work.job, LaneJob) or work.job.await_next(work.outside)
             with work.member.between(work.step + 1, lambda: _stand_at_cut(work)):
                 _safe_point(work)
     except (GangFailed, TimeoutError) as error:
@@ -890,16 +896,83 @@ def _await_inputs(work: Work, job: GraphJob) -> None:
         _safe_point(work)
 
 
+class FirstExecutor:
+    """The ties of a partition's first executor to the outside: late inputs, and early outputs.
+
+    The gang waits on its slots for an input as a single executor does (`_await_inputs`): for the
+    time that a launch takes, or longer while no other task wants the device.
+    """
+
+    def __init__(self, work: Work, job: LaneJob) -> None:
+        self.work, self.job = work, job
+        self.since_s: float | None = None  # since when the next node has been waiting
+        self.has_asked = self.has_left = False
+
+    @property
+    def fd(self) -> int:
+        return self.work.wire.fileno()
+
+    def look(self) -> None:
+        _listen(self.work, 0)
+        _take_arrived(self.work, self.job)
+        _give_early(self.work)
+
+    def has_news(self) -> bool:
+        return self.must_stop() or self.work.wire.wait(0) or self._may_ask() or self._may_leave()
+
+    def must_stop(self) -> bool:
+        return self.work.trust.left_us() <= 0
+
+    def waits(self) -> None:
+        if self.since_s is None:
+            self.since_s, self.work.patience_s = time.monotonic(), self.work.spec["patience_s"]
+            self.has_asked = self.has_left = False
+        if self._may_ask():
+            self.work.say("awaits", port=self.job.lacked())
+            self.has_asked = True
+        if not self._may_leave():
+            return
+        if self.work.outgoing.unkept:
+            self.since_s += PUT_AGAIN_S
+            self.work.outgoing.put_again()
+        else:
+            self.work.say("lacks", port=self.job.lacked())
+            self.has_left = True
+
+    def runs(self) -> None:
+        self.since_s = None
+
+    def _may_ask(self) -> bool:
+        return not self.has_asked and bool(self.job.lacks) and self._waited_s() >= UNHEARD_S
+
+    def _may_leave(self) -> bool:
+        """True if the gang has waited for too long, and all that it made is durable or lost."""
+        if self.has_left or not self.job.lacks or self._waited_s() < self.work.patience_s:
+            return False
+        return self.job.stands_still and not self.work.outgoing.busy
+
+    def _waited_s(self) -> float:
+        return 0.0 if self.since_s is None else time.monotonic() - self.since_s
+
+
 def _awaited(work: Work, job: GraphJob) -> str | None:
     """Take in the inputs that arrived; return the port that the next node waits for, if any."""
     _let_lie(work, job)
+    _take_arrived(work, job)
+    return job.awaited()
+
+
+def _take_arrived(work: Work, job: GraphJob) -> None:
     try:
         for port in list(work.arrived):
-            job.take(port, _image_value(work, work.arrived.pop(port)))
+            fd = work.arrived.pop(port)
+            if port not in job.lacks.values():  # it came before the gang was forked anew
+                os.close(fd)
+                continue
+            job.take(port, _image_value(work, fd))
             work.images.lies = None  # the image lacks the new input
     except BaseException as error:
         raise _failed(error, begun=_NOT_LOADED) from error
-    return job.awaited()
 
 
 def _let_lie(work: Work, job: GraphJob) -> None:
@@ -1090,8 +1163,10 @@ def _output(
         if root in work.spec["publish"]:
             return Published(value, f"result[{root!r}]")
         around, accelerator = work.around, work.accelerator
+        # How far an executor is when an output comes to it depends on the others.
+        step = 0 if isinstance(work.job, LaneJob) else work.step
         return context_switch.stage(
-            value, step=work.step, around=around, accelerator=accelerator, root=root, new=new
+            value, step=step, around=around, accelerator=accelerator, root=root, new=new
         )
     except Unpublishable as error:
         raise Ending("failed", cause="exception", message=str(error), detail="") from error

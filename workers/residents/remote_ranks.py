@@ -307,7 +307,7 @@ class Home(Conductor):
 
     def order(self, message: JSON) -> None:
         match message["is"]:
-            case "kept" | "leave" | "return":
+            case "kept" | "leave" | "return" | "block":
                 super().order(message)
             case _ if self.changes:
                 self.later.append(message)

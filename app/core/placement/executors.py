@@ -7,7 +7,8 @@ So every executor knows the whole plan, and no question is needed between two no
 
 * A mapped node has one shard per item.  Executor `e` of `n` runs the items from `total * e // n` to
   `total * (e + 1) // n`.  What it writes stays there as a part of the list.
-* The task's inputs lie everywhere.  The graph's outputs end at the first executor.
+* The task's inputs lie everywhere.  Late inputs come to the first executor, which passes them on.
+  The graph's outputs end at the first executor.
 * Each executor runs its nodes strictly in the order, which is a linear extension of the
   dependencies.  So the first node that has not ended waits for no other, and there is no deadlock.
 """
@@ -15,7 +16,7 @@ So every executor knows the whole plan, and no question is needed between two no
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
@@ -97,10 +98,12 @@ class Lane:
 # --- assignment -----------------------------------------------------------------------------------
 
 
-def spread(graph: TaskGraph, executors: int, effort: Effort = EFFORT) -> Spread:
-    """Return the executor of each node, and an order."""
+def spread(
+    graph: TaskGraph, executors: int, effort: Effort = EFFORT, *, order: Sequence[str] = ()
+) -> Spread:
+    """Return the executor of each node, and the given order; without one, an order is found."""
     if executors == 1:
-        names = program(graph).order
+        names = tuple(order) or program(graph).order
         return Spread(executors=1, order=names, seats=dict.fromkeys(names, 0))
     plan = planner.place(_to_place(graph, executors), _topology(executors), effort)
     seats = {
@@ -109,7 +112,8 @@ def spread(graph: TaskGraph, executors: int, effort: Effort = EFFORT) -> Spread:
     first = dict[str, int]()
     for n, name in enumerate(plan.order):
         first.setdefault(name.partition("#")[0], n)
-    return Spread(executors=executors, order=_in_order(graph, first), seats=seats)
+    found = tuple(order) or _in_order(graph, first)
+    return Spread(executors=executors, order=found, seats=seats)
 
 
 def _in_order(graph: TaskGraph, first: Mapping[str, int]) -> tuple[str, ...]:
@@ -199,15 +203,23 @@ def _declared_items(graph: TaskGraph) -> dict[str, int]:
 # --- what passes ----------------------------------------------------------------------------------
 
 
-def lanes(graph: TaskGraph, spread: Spread, program: Program) -> tuple[Lane, ...]:
-    """Return what each executor runs of a program whose order is that of `spread`."""
-    return _Lanes(graph, spread, program).found()
+def lanes(
+    graph: TaskGraph, spread: Spread, program: Program, late: Collection[str] = ()
+) -> tuple[Lane, ...]:
+    """Return what each executor runs of a program whose order is that of `spread`.
+
+    Inputs of `late` come while the graph runs.
+    """
+    return _Lanes(graph, spread, program, late).found()
 
 
 class _Lanes:
-    def __init__(self, graph: TaskGraph, spread: Spread, program: Program) -> None:
+    def __init__(
+        self, graph: TaskGraph, spread: Spread, program: Program, late: Collection[str]
+    ) -> None:
         self.spread, self.program, self.n = spread, program, spread.executors
         self.number = {name: n for n, name in enumerate(program.blocks)}
+        self.late = {self.number[f"{INPUT}{port}"] for port in late}
         self.nodes = {node.name: node for node in graph.nodes}
         self.outputs = sorted({*program.outputs.values()})
         self.maker = {n: at for at, unit in enumerate(program.units) for _, n in unit.outputs}
@@ -247,6 +259,8 @@ class _Lanes:
                 yield at, unit
 
     def _holders(self, block: int) -> Sequence[int]:
+        if block in self.late:
+            return (0,)
         seat = self.spread.seats[self.program.units[self.maker[block]].name]
         return range(self.n) if seat == EVERYBODY else (seat,)
 
@@ -255,7 +269,8 @@ class _Lanes:
         own = _own_parts(node)
         for block in _needed(node, executor, self.n):
             n = self.number[block]
-            holders = (executor,) if block.startswith(INPUT) else self._holders(n)
+            is_here = block.startswith(INPUT) and n not in self.late
+            holders = (executor,) if is_here else self._holders(n)
             yield from (
                 (n, e) for e in holders if len(holders) == 1 or e == executor or block not in own
             )
@@ -281,16 +296,16 @@ class _Lanes:
         return bool(self.last[held].keys() - {held[1]})
 
 
-def copies(graph: TaskGraph, spread: Spread) -> tuple[Copy, ...]:
+def copies(graph: TaskGraph, spread: Spread, late: Collection[str] = ()) -> tuple[Copy, ...]:
     """Return all copies between executors, by target and then in the order of the nodes."""
     made, known = program(graph, spread.order), known_bytes(graph)
     found = list[Copy]()
-    for lane in lanes(graph, spread, made):
+    for lane in lanes(graph, spread, made, late):
         taken = dict.fromkeys((*(h for stop in lane.stops for h in stop.takes), *lane.takes))
         for n, source in taken:
             name = made.blocks[n]
             size = known.get(name)
-            if size is not None and spread.seats[_maker(name)] == EVERYBODY:
+            if size is not None and spread.seats.get(_maker(name)) == EVERYBODY:
                 size //= spread.executors
             found.append(Copy(block=name, source=source, target=lane.executor, bytes=size))
     return tuple(found)

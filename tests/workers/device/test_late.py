@@ -313,3 +313,92 @@ def test_durable_blocks_come_from_the_other_host_while_both_legs_run(
     assert results == ran(RING)
     ways = [ground.event(Came, task).way for ground, task in ((left, "left"), (right, "right"))]
     assert ways == ["host", "host"]
+
+
+# --- several executors ----------------------------------------------------------------------------
+
+WIDE = body(
+    node("parts", "pieces", writes="parts", params={"count": 7}),
+    node("own", "pieces", writes="parts", params={"count": 5}),
+    node("drawn", "draw", "x=own.parts", map="x"),
+    node("mine", "total", "xs=drawn.y"),
+    node("draws", "draw", "x=parts.parts", map="x"),
+    node("again", "pairs", "x=draws.y y=parts.parts", map=["x", "y"]),
+    node("all", "total", "xs=again.y"),
+    node("both", "total", "xs=all.y,mine.y"),
+    node("one", "listed", "x=both.y"),
+    node("two", "listed", "x=mine.y"),
+    one="one.y",
+    two="two.y",
+)
+PARTS = {"nodes": ["parts"], "takes": {}, "gives": {"b0": "parts.parts"}, "after_ms": {}}
+GANG = {
+    "nodes": [node["name"] for node in WIDE["nodes"] if node["name"] != "parts"],
+    "takes": {"b0": "parts.parts"},
+    "gives": {"b1": "mine.y", "one": "one.y", "two": "two.y"},
+    "after_ms": {"b1": 1.0},
+    "late": ["b0"],
+}
+
+
+def parts(ground: Ground) -> dict[str, Any]:
+    launched(ground, "maker", WIDE, part=PARTS, outputs=["b0"])
+    kept: dict[str, Any] = ground.event(Finished, "maker").outputs["b0"]
+    return kept
+
+
+def gang(ground: Ground, epoch: int = 1, **more: Any) -> None:
+    launched(ground, "t1", WIDE, epoch, part=GANG, world_size=3, outputs=["b1"], **more)
+
+
+def test_executors_give_and_take_while_they_run(ground: Ground) -> None:
+    late = parts(ground)
+    gang(ground)
+    made = ground.event(Stored, "t1")  # nothing that reads b0 can have run
+    assert made.output == "b1"
+    ground.until(lambda: asks(ground))
+    give(ground, late)
+    ended = ground.event(Finished, "t1")
+    assert ended.result == ran(WIDE)
+    assert ended.outputs["b1"] == made.kept
+    assert [event.port for event in ground.all(Came, "t1")] == ["b0"]
+
+
+def test_executors_leave_their_seats_when_they_have_waited_too_long(
+    grounds: Callable[..., Ground],
+) -> None:
+    ground = grounds(patience_s=0.2)
+    late = parts(ground)
+    gang(ground)
+    assert ground.event(Paused, "t1").lacks == "b0"
+    assert ground.all(Stored, "t1")  # others may wait for it
+    ground.launch("t2", "nodes:start", outputs=["y"])
+    ground.event(Finished, "t2")
+    gang(ground, 2, inputs={"b0": late})
+    assert ground.event(Started, "t1", 2).resumed == "resident"
+    assert ground.event(Finished, "t1", 2).result == ran(WIDE)
+
+
+def test_an_image_of_executors_says_what_they_lack(ground: Ground) -> None:
+    late = parts(ground)
+    gang(ground)
+    first = ground.event(Stored, "t1").kept
+    images = paused_and_saved(ground, "t1", 1)
+    ground.drop = [["t1", 1]]
+    ground.until(lambda: ground.view("t1") is None)
+    gang(ground, 2, images=images)
+    assert ground.event(Started, "t1", 2).resumed == "image"
+    assert ground.event(Stored, "t1", 2).kept == first
+    give(ground, late, epoch=2)
+    assert ground.event(Finished, "t1", 2).result == ran(WIDE)
+
+
+def test_an_image_of_executors_holds_what_came(ground: Ground) -> None:
+    late = parts(ground)
+    gang(ground, inputs={"b0": late})
+    ground.event(Started, "t1")
+    images = paused_and_saved(ground, "t1", 1)
+    ground.drop = [["t1", 1]]
+    ground.until(lambda: ground.view("t1") is None)
+    gang(ground, 2, images=images, inputs={"b0": late})
+    assert ground.event(Finished, "t1", 2).result == ran(WIDE)
