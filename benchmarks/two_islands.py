@@ -236,7 +236,7 @@ def _report(runs: Pairs, waiting: Pairs, ms: dict[str, float], link_bytes_per_s:
         "half of all work alone on the machine, s": round(work_s / 2, 2),
         "a node, ms": {name: round(took, 1) for name, took in ms.items()},
         "nodes": len(pipeline(ms)["nodes"]),
-        "legs": runs[0][1]["tasks"],
+        "partitions": runs[0][1]["tasks"],
         "islands that ran them": runs[0][1]["islands"],
         "crossed, MB": round(crossed / 1e6, 1),
         "crossed as planned, MB": round(runs[0][1]["planned_bytes"] / 1e6, 1),

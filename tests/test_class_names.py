@@ -20,7 +20,7 @@ USED_TWICE = set(
     Lift Line Link Member Move Need Node Offer Order Pace Part Parts Passing Place Placement
     Plan Policy Problem Queued Rank Read Region Resize Room Round Run Scene Sent Span Spread
     Start State Stay Stock Stopped Supervisor Taken Task Tenant Tensor TooLarge Transport
-    Turns Unreadable User Wanted Work _Bounded _Claim _Kept _Known _Run _Shares _Work
+    Turns Unreadable User Wanted _Bounded _Claim _Kept _Known _Run _Shares _Work
     """.split()  # noqa: SIM905
 )
 

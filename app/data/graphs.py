@@ -23,9 +23,9 @@ from app.core.model.messages import JSON
 from app.core.model.task_graph import MAX_NODES as MAX_KNOWN
 from app.core.model.task_graph import TaskGraph, timed
 from app.core.placement.executors import EVERYBODY, Copy, Spread, copies, spread
-from app.core.placement.legs import MAX_NODES, Leg, expanded, late, of_run
-from app.core.placement.legs import cut as legs_of
-from app.core.placement.legs import order as order_of_leg
+from app.core.placement.partitions import MAX_NODES, Partition, expanded, late, of_run
+from app.core.placement.partitions import cut as partitions_of
+from app.core.placement.partitions import order as order_of_partition
 from app.db.models import Device, Graph, Task
 from app.settings import settings
 from app.storage.store import Store
@@ -131,12 +131,12 @@ def too_large(
 def cut(
     session: Session, descriptor: Descriptor, sent: Mapping[str, Sent]
 ) -> tuple[Descriptor, list[Fault]]:
-    """Replace each graph that may use several islands by the tasks into which it is cut (legs).
+    """Replace each graph that may use several islands by its partitions.
 
     It is cut for at most as many islands as can run one such task.  If that is a single island, the
     graph stays whole.
     """
-    legs, faults = dict[str, tuple[Leg, ...]](), list[Fault]()
+    cuts, faults = dict[str, tuple[Partition, ...]](), list[Fault]()
     for n, task in enumerate(descriptor.tasks):
         if task.islands == 1 or task.name not in sent:
             continue
@@ -151,12 +151,12 @@ def cut(
             faults.append(Fault(f"/tasks/{n}/islands", told, "range"))
             continue
         speed = settings().island_link_bytes_per_s
-        found = legs_of(graph, islands, task.world_size, bytes_per_s=speed)
+        found = partitions_of(graph, islands, task.world_size, bytes_per_s=speed)
         if len(found) > 1:
-            legs[task.name] = found
-    if not legs:
+            cuts[task.name] = found
+    if not cuts:
         return descriptor, faults
-    descriptor, more = expanded(descriptor, legs)
+    descriptor, more = expanded(descriptor, cuts)
     return descriptor, [*faults, *more]
 
 
@@ -234,7 +234,7 @@ def _spread(body: str, run: str, executors: int) -> tuple[Spread, tuple[Copy, ..
     """
     how = json.loads(run)
     graph = of_run(task_graph.parse(json.loads(body)), how)
-    planned = spread(graph, executors, order=order_of_leg(how))
+    planned = spread(graph, executors, order=order_of_partition(how))
     return planned, copies(graph, planned, late(how))
 
 

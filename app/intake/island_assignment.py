@@ -28,8 +28,8 @@ from app.core.model.messages import JSON
 from app.core.model.snapshot import Tenant
 from app.core.placement.capacity import Stock
 from app.core.placement.islands import Island, Portions, Room, apportion, reassign
-from app.core.placement.legs import LAUNCH_MS
 from app.core.placement.local_search import Effort
+from app.core.placement.partitions import LAUNCH_MS
 from app.core.placement.planner import Block, Graph, Link, Node, Unplaceable
 from app.core.scheduling.island_gangs import divided
 from app.db.models import Device, Host, Line, Need, Placement, Task
@@ -42,10 +42,10 @@ from app.settings import settings
 EFFORT = Effort(guard=1050, search=20_000, exact=10_000)  # 200 tasks take a sixth of a second
 USUAL_NS = 60 * 10**9  # assumed time of an unknown task
 USUAL_BYTES = 1 << 20  # assumed size of an output that was never made
-TOGETHER = 1.02  # portions stay together if the request then takes at most this times as long
+SEPARATE = 1.02  # partitions lie apart if the request then takes at most this times as long
 APART_NS = 10**8  # the plan treats blocks given within this time as given together
 STAYS_BYTES = 1 << 50  # a block this large keeps the nodes of one task on one island
-MAX_PERMUTED = 4  # islands, up to which all permutations of portions are tried
+MAX_PERMUTED = 4  # islands, up to which all permutations of partitions are tried
 PAGE = 100  # requests of a lost island, taken over in one transaction
 
 
@@ -158,7 +158,7 @@ def crossings(session: Session, request_id: str) -> list[Crossing]:
         .order_by(func.min(taker.id), Need.output)
     )
     found = []
-    for name, output, source, target, outputs, leg, taken, ways in session.execute(query):
+    for name, output, source, target, outputs, said, taken, ways in session.execute(query):
         kept = outputs[output] if taken else {}
         head = kept.get("head_bytes", 0)  # absent from devices of older versions
         found.append(
@@ -166,7 +166,7 @@ def crossings(session: Session, request_id: str) -> list[Crossing]:
                 block=f"{name}.{output}",
                 source=source,
                 target=target,
-                planned_bytes=(leg or {}).get("bytes", {}).get(output),
+                planned_bytes=(said or {}).get("bytes", {}).get(output),
                 moved_bytes=kept["size_bytes"] - head if taken else None,
                 head_bytes=head if taken else None,
                 ways=sorted({"host", "store"}.intersection(ways)),
@@ -413,7 +413,7 @@ class _Scene:
             free = apportion(graph, islands, links, EFFORT)
             ways = [apportion(way, islands, links, EFFORT) for way in _together(work, graph, names)]
             best = min(ways, key=lambda way: (way.makespan_ns, way.bytes), default=free)
-            return best if best.makespan_ns <= TOGETHER * free.makespan_ns else free
+            return best if best.makespan_ns <= SEPARATE * free.makespan_ns else free
         ended = {task.id for task in work.tasks if _stays(task)}
         done = [node.id for node in graph.nodes if _task_of(node) in ended]
         # Outputs of ended tasks lie in the store, which is equally near to all islands.
@@ -494,7 +494,7 @@ def _spells(task: AnyRow, time_ns: int, blocks: Collection[str]) -> Iterator[_Sp
 
     Blocks that it gives within `APART_NS` are given together.
     """
-    after_ms = {} if task.leg is None else task.leg.get("after_ms", {})
+    after_ms = {} if task.part is None else task.part.get("after_ms", {})
     at_ns = {}
     for block in blocks:
         ms = after_ms.get(block.rpartition(".")[2])
@@ -512,18 +512,18 @@ def _spells(task: AnyRow, time_ns: int, blocks: Collection[str]) -> Iterator[_Sp
 
 
 def _together(work: _Work, graph: Graph, islands: Sequence[str]) -> Iterator[Graph]:
-    """Yield the graph with each portion of its graph tasks on an island of its own, in every way.
+    """Yield the graph with each partition of its graph tasks on an island of its own, in every
+    way.
 
-    Graphs were cut so that this is as quick as possible.  Separate placement of tasks of one
-    portion saves bytes, which `apportion` weighs against the total time; from block to block, the
-    delays add up.
+    Graphs were cut so that this is as quick as possible.  Partitions on one island save bytes,
+    which `apportion` weighs against the total time; from block to block, the delays add up.
     """
-    portion = {task.id: _portion(task) for task in work.tasks if task.leg is not None}
-    count = max(portion.values(), default=0) + 1
+    parts = {task.id: _number(task) for task in work.tasks if task.part is not None}
+    count = max(parts.values(), default=0) + 1
     if count < 2 or count > len(islands) or len(islands) > MAX_PERMUTED:
         return
     for chosen in permutations(islands, count):
-        seats = {id: chosen[n] for id, n in portion.items()}
+        seats = {id: chosen[n] for id, n in parts.items()}
         if all(
             seats.get(_task_of(node), "") in ("", *(node.devices or islands))
             for node in graph.nodes
@@ -535,16 +535,16 @@ def _together(work: _Work, graph: Graph, islands: Sequence[str]) -> Iterator[Gra
             yield replace(graph, nodes=tuple(seated))
 
 
-def _portion(task: AnyRow) -> int:
-    """The number of the task's portion; the task is called NAME.PORTION.LEG."""
-    return int(task.name.rsplit(".", 2)[1])
+def _number(task: AnyRow) -> int:
+    """The number of a partition; the task is called NAME.NUMBER."""
+    return int(task.name.rpartition(".")[2])
 
 
 def _bytes(task: AnyRow, output: str) -> int:
     """The size of an output as it was made, else as it was declared, else the usual size."""
     if output in task.outputs:
         return int(task.outputs[output]["size_bytes"])
-    declared = task.leg["bytes"] if task.leg is not None else {}
+    declared = task.part["bytes"] if task.part is not None else {}
     return int(declared.get(output, USUAL_BYTES))
 
 
@@ -618,7 +618,7 @@ def _tasks() -> AnySelect:
         Task.id, Task.request_id, Task.tenant_id, Task.user_id, Task.name, Task.island, Task.state,
         Task.kind, Task.memory_bytes, Task.devices_min, Task.across_hosts,
         Task.cancel_asked_at, Task.outputs,
-        Task.descriptor["run"]["part"].label("leg"),
+        Task.descriptor["run"]["part"].label("part"),
         Task.descriptor["islands"].as_integer().label("islands"),
         (Task.descriptor["run"].has_key("job") & Task.across_hosts).label("may_span"),
         Task.gang_id,
@@ -667,8 +667,8 @@ def _expected_ns(learned: forecast.Learned | None, task: AnyRow) -> int:
     For a task of a cut graph it is the declared time plus a launch: such a task is short and never
     ran before.
     """
-    if task.leg is not None:
-        return int((task.leg["ms"] + LAUNCH_MS) * 1e6)
+    if task.part is not None:
+        return int((task.part["ms"] + LAUNCH_MS) * 1e6)
     expected_s = learned.expected_s(task) if learned is not None else None
     return USUAL_NS if expected_s is None else max(1, int(expected_s * 1e9))
 

@@ -16,7 +16,7 @@ from tests.acceptance import test_graphs
 from tests.acceptance.conftest import System
 from tests.acceptance.history import overlaps, runs
 from tests.acceptance.test_graphs import COUNT
-from tests.acceptance.test_islands import Processes, broad, ended, is_up, submit_graph
+from tests.acceptance.test_islands import Processes, crossed, ended, is_up, submit_graph
 from tests.acceptance.test_splicing import RANKS, REST_S, ended_right, train, until_held
 
 pytestmark = pytest.mark.acceptance
@@ -221,22 +221,22 @@ class OnHosts(Processes):
         return f"{self.island}-{number}.{number}"
 
 
-def test_legs_of_a_graph_on_two_islands_have_executors_on_two_hosts_each(hosts):
+def test_partitions_of_a_graph_on_two_islands_have_executors_on_two_hosts_each(hosts):
     """Runs last, because the other island is removed again."""
     client = hosts.client("alpha")
-    whole = ended(client, submit_graph(client, "broad-whole", islands=1, nap_s=0.0, graph=broad))
+    whole = ended(client, submit_graph(client, "whole", islands=1, nap_s=0.0, graph=crossed))
     east = OnHosts(hosts.handle, "east")
     try:
         east.start("leader", "device.0", "device.1")
         for number in range(2):
             assert hosts.until(lambda n=number: is_up(client, f"east-{n}.{n}"))
-        id = submit_graph(client, "broad-parted", nap_s=0.3, graph=broad, devices=BOTH)
+        id = submit_graph(client, "parted", nap_s=0.3, graph=crossed, devices=BOTH)
         assert ended(client, id) == whole
     finally:
         east.kill()
-    legs = client.request(id)["tasks"]
-    assert {leg["island"] for leg in legs} == {"local", "east"}
-    for leg in legs:
-        stays = client.items(f"/v1/tasks/{leg['id']}/placements")
+    parts = client.request(id)["tasks"]
+    assert {part["island"] for part in parts} == {"local", "east"}
+    for part in parts:
+        stays = client.items(f"/v1/tasks/{part['id']}/placements")
         assert len({stay["device_id"].partition(".")[0] for stay in stays}) == 2
     hosts.check_ledger()

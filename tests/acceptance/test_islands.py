@@ -248,6 +248,15 @@ def broad(nap_s, est_ms=1200):
     return {"nodes": [*nodes, end], "outputs": {"parameters": "end.parameters"}}
 
 
+def crossed(nap_s):
+    """Return four chains, each of which reads the next: any two islands take from each other."""
+    graph = broad(nap_s)
+    for node in graph["nodes"]:
+        if node["name"] in ("a1", "b1", "c1", "d1"):
+            node["inputs"]["y"] = {"a": "b", "b": "c", "c": "d", "d": "a"}[node["name"][0]] + "0.h"
+    return graph
+
+
 def submit_graph(
     client, name, *, islands=2, nap_s=0.6, graph=pipeline, hold=False, devices=None, **more
 ):
@@ -384,7 +393,7 @@ def ways_of(client, id):
     ]
 
 
-def test_a_leg_begins_while_the_one_whose_block_it_reads_runs_on(islands):
+def test_a_partition_begins_while_the_one_whose_block_it_reads_runs_on(islands):
     """Kill the maker meanwhile; everything must still end with the same bits."""
     system, east = islands
     client = system.client("alpha")
@@ -456,11 +465,12 @@ def wide_islands():
         yield system
 
 
-def test_legs_of_a_graph_that_needs_two_devices_begin_on_two_each(wide_islands):
+@pytest.mark.parametrize("graph", [broad, crossed])
+def test_partitions_of_a_graph_that_needs_two_devices_begin_on_two_each(wide_islands, graph):
     """Check on both islands that partitions with two executors give the bits of one executor."""
     system, client = wide_islands, wide_islands.client("alpha")
-    alone = ended(client, submit_graph(client, "narrow", islands=1, nap_s=0.01, graph=broad))
-    id = submit_graph(client, "broad", graph=broad, devices={"min": 2, "max": 2})
+    alone = ended(client, submit_graph(client, "narrow", islands=1, nap_s=0.01, graph=graph))
+    id = submit_graph(client, "wide", graph=graph, devices={"min": 2, "max": 2})
     assert ended(client, id) == alone
     places = client.get(f"/v1/requests/{id}/plan")
     assert {place["island"] for place in places["tasks"]} == {"local", "east"}

@@ -24,7 +24,7 @@ from app.core.device.token_bucket import Bucket
 from app.core.model import messages
 from app.core.model.messages import Event, Launch, LogLines, Order, ResidentView, Resize
 from app.core.model.task_graph import MAX_BYTES, MAX_EST_MS, MAX_NODES, SIZED_LIMIT
-from app.core.placement.legs import late
+from app.core.placement.partitions import late
 from workers.process import slab
 from workers.process.sandbox import ENVIRONMENT, Room
 from workers.process.wire import Parts, TenantWire, pair, parsed_parts

@@ -161,7 +161,11 @@ class LaneJob(GraphJob):
             loaded.turns, len(self.program.blocks) + 1, loaded.around, loaded.accelerator
         )
         # outputs of the graph that are there, at the first executor
-        self.early = dict[str, Any]()
+        self.results = dict[str, Any]()
+        self.parts = {
+            port: [held for held in self.lane.takes if held[0] == n]
+            for port, n in self.program.outputs.items()
+        }
         if loaded.is_part and not self.me:
             for held in self.lane.takes:
                 self.passing.want(held)
@@ -390,7 +394,7 @@ class LaneJob(GraphJob):
             ctx.finish(self.passing.take((len(self.program.blocks), early[1])))
         else:
             self.made()
-            ctx.finish({port: self.early[port] for port in self.program.outputs})
+            ctx.finish({port: self.results[port] for port in self.program.outputs})
         self.passing.end()
 
     # --- to and from outside ---
@@ -427,10 +431,10 @@ class LaneJob(GraphJob):
         """
         new = {}
         for port, n in list(self._new_outputs()):
-            takes = [held for held in self.lane.takes if held[0] == n]
+            takes = (held for held in self.parts[port] if held not in self.taken)
             self.taken |= {held: self.passing.take(held) for held in takes}
             new[port] = self._value(n)
-        self.early |= new
+        self.results |= new
         return new
 
     def _new_outputs(self) -> Iterator[tuple[str, int]]:
@@ -440,10 +444,11 @@ class LaneJob(GraphJob):
         if self.me:
             return
         for port, n in self.program.outputs.items():
+            if port in self.results:
+                continue
             has_part = self.maker[n] in (self.me, EVERYBODY)
             is_made = not has_part or self.maker_at[n] < self._next_at()
-            others = (held for held in self.lane.takes if held[0] == n)
-            if port not in self.early and is_made and all(map(self.passing.is_there, others)):
+            if is_made and all(map(self.passing.is_there, self.parts[port])):
                 yield port, n
 
     # --- values ---

@@ -40,7 +40,7 @@ import torch
 
 from app.core.model import task_graph
 from app.core.model.task_graph import TaskGraph
-from app.core.placement import legs
+from app.core.placement import partitions
 from app.core.placement.executors import Spread, spread
 from workers.capture import data_loader, tensor_io
 from workers.capture.capture import Captured, Surroundings, Uncapturable, capture
@@ -284,6 +284,7 @@ class Outgoing:
         self.values: JSON = {}
         self.settled: dict[str, JSON] = {}
         self.lie: dict[str, int] = {}  # stored outputs, as files of this host
+        self.is_held = False
         self._writes, self._lock = False, threading.Lock()
 
     def put(self, value: object, name: str) -> None:
@@ -333,6 +334,17 @@ class Outgoing:
             del self.settled[f"output:{name}"]
             self._put(self.values[name], name)
 
+    def hold(self) -> None:
+        """Send no more outputs, and wait until all that have left are stored."""
+        with self._lock:
+            self.is_held = True
+        while self.leaving:
+            _listen(self.work, None)
+
+    def go_on(self) -> None:
+        self.is_held = False
+        self.next()
+
     def next(self) -> None:
         """Start to send the waiting outputs, unless an image is leaving."""
         with self._lock:
@@ -343,7 +355,7 @@ class Outgoing:
 
     def _may_leave(self) -> bool:
         """True if the next output may leave; in a gang only after the previous one is stored."""
-        if not self.waiting:
+        if not self.waiting or self.is_held:
             return False  # the task may be over by now
         return not (self.work.images.busy or (self.work.member and self.leaving))
 
@@ -564,9 +576,9 @@ def take_spec(work: Work) -> None:
 
 def read_graph(work: Work) -> None:
     """Read the graph and decide which executor runs each node, before the executors fork."""
-    work.graph = legs.of_run(task_graph.parse(_read_json(work.fds.pop(0))), work.spec["run"])
+    work.graph = partitions.of_run(task_graph.parse(_read_json(work.fds.pop(0))), work.spec["run"])
     if (executors := work.spec["world_size"]) > 1:
-        work.spread = spread(work.graph, executors, order=legs.order(work.spec["run"]))
+        work.spread = spread(work.graph, executors, order=partitions.order(work.spec["run"]))
 
 
 def configure(work: Work) -> None:
@@ -615,9 +627,9 @@ def _load_graph(work: Work, code: Path) -> runner.Loaded:
     host_bytes = work.slab.limit_bytes
     memory = {"budget_bytes": work.spec["memory_bytes"], "host_bytes": host_bytes}
     assert work.graph is not None, "read before anything else"
-    late = legs.late(work.spec["run"])
+    late = partitions.late(work.spec["run"])
     if work.spread is None or work.member is None:
-        order = legs.order(work.spec["run"])
+        order = partitions.order(work.spec["run"])
         return load_graph(code, work.graph, work.accelerator, late=late, order=order, **memory)
     _make_room_for(code)
     return LoadedLane(
@@ -906,6 +918,7 @@ class FirstExecutor:
     def __init__(self, work: Work, job: LaneJob) -> None:
         self.work, self.job = work, job
         self.since_s: float | None = None  # since when the next node has been waiting
+        self.seated_s = work.seated_s  # as `Work.seated_s` at that time
         self.has_asked = self.has_left = False
 
     @property
@@ -924,8 +937,9 @@ class FirstExecutor:
         return self.work.trust.left_us() <= 0
 
     def waits(self) -> None:
-        if self.since_s is None:
+        if self.since_s is None or self.seated_s != self.work.seated_s:
             self.since_s, self.work.patience_s = time.monotonic(), self.work.spec["patience_s"]
+            self.seated_s = self.work.seated_s
             self.has_asked = self.has_left = False
         if self._may_ask():
             self.work.say("awaits", port=self.job.lacked())
@@ -1010,10 +1024,13 @@ def _pause(work: Work, **told: str) -> None:
         work.accelerator.synchronize()  # the device work that it began is part of its slice
     if not work.is_back_soon or time.monotonic() - work.reported_s >= REPORT_S:
         _report(work)
+    if work.member is not None:  # this process ends if the gang changes its hosts
+        work.outgoing.hold()
     work.say("paused", has_state=work.job is not None, **told)
     work.images.wait(AFTER_PAUSING_S)
     saved_s = work.saved_s
     _wait_for_seat(work)
+    work.outgoing.go_on()
     if not work.is_back_soon:
         work.seated_s = time.monotonic()
     work.saved_s = saved_s if work.is_back_soon else work.seated_s

@@ -19,7 +19,7 @@ class Need:
     """One edge into a task: the task starts when `task` is done; `port` takes its `output`.
 
     `port` and `output` are "" for an edge of `after`.  The task need not wait for an input that may
-    come `late`: a leg of a graph may already run when the input arrives.
+    come `late`: a partition of a graph may already run when the input arrives.
     """
 
     task: str

@@ -83,9 +83,9 @@ class Run:
     """The code of a task: `kind` is one of RUNS; `entry` is "module:Name", `argv` a command.
 
     `graph` is "sha256:<hex>" of a stored graph of the tenant, or a graph as JSON
-    (`core.model.task_graph`).  `part` is the part of the graph that a leg runs
-    (`core.placement.legs`).  `took_ms` and `made_bytes` are how long the graph's nodes took before,
-    and how large their blocks were.  These three are computed, so `parse` rejects them.
+    (`core.model.task_graph`).  `part` is the part of the graph that a task runs
+    (`core.placement.partitions`).  `took_ms` and `made_bytes` are how long the graph's nodes took
+    before, and how large their blocks were.  These three are computed, so `parse` rejects them.
     """
 
     kind: str

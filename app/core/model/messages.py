@@ -69,8 +69,8 @@ class Launch(Order):
 
     If `beside` is set, other tasks stay on the device, and all of them take turns (`Answer.rota`).
 
-    Inputs that may come late (`core.placement.legs.late`) and do not exist yet are left out.  An
-    input without a `format` is an image; `datablock` is "NAME@VERSION".  Its `copies` are device
+    Inputs that may come late (`core.placement.partitions.late`) and do not exist yet are left out.
+    An input without a `format` is an image; `datablock` is "NAME@VERSION".  Its `copies` are device
     workers that may still have it: {"place": [address, port], "key"}
     (`workers.transfer.peer_blocks`).
     """
@@ -174,9 +174,9 @@ class Saved(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored(Event):
-    """One output of a leg is durable in the store; `kept` has the form of an output in Finished.
+    """One output of a partition is durable in the store; `kept` is as in Finished.
 
-    The leg continues to run.  Tasks that wait for this output only may start.
+    The partition continues to run.  Tasks that wait for this output only may start.
     """
 
     output: str
@@ -207,7 +207,7 @@ class Resized(Event):
 class Paused(Event):
     """The slot is free; the image at `step` lies in the host memory of this device.
 
-    A leg of a graph leaves its slot by itself when an input that it `lacks` does not arrive.
+    A partition of a graph leaves its slot by itself when an input that it `lacks` does not arrive.
     """
 
     lacks: str = ""
@@ -357,10 +357,10 @@ class Answer:
     Of the residents that the heartbeat named, those in `keep` are known to be here and may have the
     slot; those in `drop` belong to an older epoch, or are not wanted.
 
-    `expect` are all tasks that are being moved here, and the next legs of graphs that run here.
-    Each says what can be fetched already: {"task", "epoch", "tenant", "bundle", "inputs", "image"},
-    with image and inputs as in a Launch.  The device may keep nothing else ahead.  `next` are those
-    of `keep` that wait for a device, in the order in which they are expected to get one.
+    `expect` are all tasks that are being moved here.  Each says what can be fetched already:
+    {"task", "epoch", "tenant", "bundle", "inputs", "image"}, with image and inputs as in a Launch.
+    The device may keep nothing else ahead.  `next` are those of `keep` that wait for a device, in
+    the order in which they are expected to get one.
 
     `rota` are the shares of the tasks that take turns on the device (`core.scheduling.turns`), if
     there are several; None means unchanged.  `given` are inputs that residents lack and can have

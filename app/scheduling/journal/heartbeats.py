@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from sqlalchemy import select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.orm import Session
 
 from app.core.model import messages, migration
 from app.core.model.messages import Alive, Answer, LogLines, key
-from app.core.placement import legs
 from app.db import transactions
 from app.db.models import Device, Host, LogLine, Task
 from app.scheduling import launch_order
@@ -108,9 +106,7 @@ def _record(
             logged=store_logs(session, house, alive.logs),
             keep=keep,
             drop=drop,
-            expect=launch_order.ahead(
-                session, [*_coming(house), *_following(session, house, alive)]
-            ),
+            expect=launch_order.ahead(session, list(_coming(house))),
             given=_given(session, house, alive),
         )
         return answer, changed
@@ -164,27 +160,6 @@ def _coming(house: DeviceRows) -> list[Task]:
         for task in house.tasks.values()
         if task.move_to == here and task.moving is not None and task.seat != here
     ]
-
-
-def _following(session: Session, house: DeviceRows, alive: Alive) -> Iterator[Task]:
-    """Yield, for each graph task here, the next task of its portion, if that still waits for
-    others.
-
-    Looked up whenever an event arrives: by then other tasks may have made something too.
-    """
-    for task in [house.tasks[id] for id, _ in house.open] if alive.events else []:
-        if task.seat != house.device.id or not legs.another_follows(task.descriptor["run"]):
-            continue
-        portion = task.name.rpartition(".")[0]  # it is called NAME.PORTION.LEG
-        later = select(Task).where(
-            Task.request_id == task.request_id,
-            Task.island == house.device.island,
-            Task.name.startswith(f"{portion}.", autoescape=True),
-            Task.state == "blocked",
-            Task.epoch == 0,
-            Task.ordinal > task.ordinal,
-        )
-        yield from session.scalars(later.order_by(Task.ordinal).limit(1))
 
 
 def _given(session: Session, house: DeviceRows, alive: Alive) -> list[messages.Given]:

@@ -15,7 +15,7 @@ from sqlalchemy.orm import InstrumentedAttribute, Session
 from app.core.model import lifecycle, messages
 from app.core.model.migration import ANYWHERE
 from app.core.model.snapshot import TIER_WINDOW_S
-from app.core.placement import legs
+from app.core.placement import partitions
 from app.core.scheduling.urgency import been_away
 from app.db import transactions
 from app.db.models import Event, Need, Placement, Task
@@ -44,7 +44,7 @@ def forget_image(session: Session, task: Task) -> None:
     arrive.  So inputs that may come late, and are still missing, may be late again.
     """
     task.image_on = None
-    if late := legs.late(task.descriptor["run"]):
+    if late := partitions.late(task.descriptor["run"]):
         again = update(Need).where(Need.task_id == task.id, Need.port.in_(late), ~Need.late)
         lacking = again.where(Need.given.is_(None)).values(late=True)
         session.execute(lacking.execution_options(synchronize_session=False))

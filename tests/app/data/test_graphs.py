@@ -237,7 +237,7 @@ class TestSeveralIslands:
         session.add(Device(id="w.0", host="w", island="west", kind="cpu", memory_bytes=2**30))
         session.commit()
 
-    def test_it_is_cut_into_legs_that_stand_in_its_place(self, west, client, session):
+    def test_it_is_cut_into_partitions_that_stand_in_its_place(self, west, client, session):
         sent = request(wide(), islands=2)
         sent["tasks"].append(
             {"name": "use", "run": {"function": "ops:vote"}, "inputs": {"parts": "whole.y"}}
@@ -245,12 +245,12 @@ class TestSeveralIslands:
         answer = client.post("/v1/requests", json=sent)
         assert answer.status_code == 202, answer.text
         tasks = {task["name"]: task for task in answer.json()["tasks"]}
-        legs = {name for name in tasks if name.startswith("whole.")}
-        assert {*tasks} == {"make", "use", *legs}
-        assert len(legs) == 2
+        parts = {name for name in tasks if name.startswith("whole.")}
+        assert {*tasks} == {"make", "use", *parts}
+        assert len(parts) == 2
         (last,) = [need["task"] for need in tasks["use"]["needs"]]
-        assert last in legs
-        runs = session.scalars(select(Task.descriptor["run"]).where(Task.name.in_(legs))).all()
+        assert last in parts
+        runs = session.scalars(select(Task.descriptor["run"]).where(Task.name.in_(parts))).all()
         assert {run["graph"] for run in runs} == {f"sha256:{named(wide())}"}
         ran = sorted(name for run in runs for name in run["part"]["nodes"])
         assert ran == ["l0", "l1", "r0", "r1", "vote"]
@@ -267,8 +267,8 @@ class TestSeveralIslands:
         session.commit()
         sent = request(wide(sides="klmr"), islands=2, devices={"min": 2, "max": 2})
         tasks = client.post("/v1/requests", json=sent).json()["tasks"]
-        legs = [task for task in tasks if task["name"].startswith("whole.")]
-        assert len({task["name"].split(".")[1] for task in legs}) == 2
+        parts = [task for task in tasks if task["name"].startswith("whole.")]
+        assert len({task["name"].split(".")[1] for task in parts}) == 2
 
     def test_one_that_may_lie_on_several_hosts_counts_those_of_an_island_together(
         self, west, client, session
@@ -289,12 +289,12 @@ class TestSeveralIslands:
         session.get(Device, "w.0").memory_bytes = 1000
         session.execute(update(Device).where(Device.island != "west").values(memory_bytes=2000))
         session.commit()
-        legs = {}
+        parts = {}
         for needed in (1001, 1000):
             sent = request(wide(), islands=2, devices={"memory_bytes": needed})
             tasks = client.post("/v1/requests", json=sent).json()["tasks"]
-            legs[needed] = [task["name"] for task in tasks if task["name"].startswith("whole.")]
-        assert (len(legs[1001]), len(legs[1000])) == (0, 2)
+            parts[needed] = [task["name"] for task in tasks if task["name"].startswith("whole.")]
+        assert (len(parts[1001]), len(parts[1000])) == (0, 2)
 
     def test_one_that_needs_more_devices_than_a_host_has_is_refused(self, west, client, session):
         """There are four in all, and at most three lie on one host."""

@@ -184,31 +184,8 @@ class TestNew:
         assert len({found[name] for name in ("r0", "r1", "r2")}) == 1
         assert found["l0"] != found["r0"]
 
-    def test_portions_of_a_graph_stay_together_though_fewer_bytes_would_cross(
-        self, session, people
-    ):
-        """The short leg between takes more of the other portion than of its own."""
-        add_island(session, "east", cpu=1)
-        add_island(session, "west", cpu=1)
-
-        def leg(name, ms, *needs):
-            part = {"nodes": [name], "takes": {}, "gives": {}, "ms": ms, "bytes": {"x": 10**7}}
-            descriptor = {**DESCRIPTOR, "run": {"graph": "sha256:" + "0" * 64, "part": part}}
-            add_task(session, name, descriptor=descriptor, needs=needs)
-
-        leg("p.0.0", 2000)
-        for n in range(2):
-            leg(f"p.1.{n}", 1000)
-        leg("p.0.1", 2, "p.0.0", "p.1.0", "p.1.1")
-        leg("p.0.2", 1000, "p.0.1")
-        leg("p.1.2", 1000, "p.0.1")
-        island_assignment.assign_new(session)
-        found = islands(session)
-        portions = [{found[name] for name in found if name.startswith(f"p.{n}.")} for n in (0, 1)]
-        assert portions in ([{"east"}, {"west"}], [{"west"}, {"east"}])
-
     @pytest.mark.parametrize(("after_ms", "number"), [({"x": 500}, 2), ({}, 1)])
-    def test_who_reads_what_a_leg_gives_while_it_runs_has_another_island(
+    def test_who_reads_what_a_partition_gives_while_it_runs_has_another_island(
         self, session, people, after_ms, number
     ):
         add_island(session, "east", cpu=1)
@@ -216,23 +193,23 @@ class TestNew:
 
         part = {"nodes": ["n"], "ms": 4000, "bytes": {"x": 10**9}, "after_ms": after_ms}
         run = {"graph": "sha256:" + "0" * 64, "part": part}
-        add_task(session, "p.0.0", descriptor={**DESCRIPTOR, "run": run})
-        add_task(session, "p.1.0", descriptor={**DESCRIPTOR, "run": run}, needs=["p.0.0"])
+        add_task(session, "p.0", descriptor={**DESCRIPTOR, "run": run})
+        add_task(session, "p.1", descriptor={**DESCRIPTOR, "run": run}, needs=["p.0"])
         island_assignment.assign_new(session)
         assert len({*islands(session).values()}) == number
 
-    def test_a_portion_may_not_wait_where_another_island_is_free(self, session, people):
+    def test_a_partition_may_not_wait_where_another_island_is_free(self, session, people):
         add_island(session, "east", cpu=1)
         add_island(session, "west", cpu=1)
         add_task(session, "before", request="req_before", state="waiting", island="east")
         session.add(_line("east", "a", 1))
         session.flush()
         part = {"nodes": [], "takes": {}, "gives": {}, "ms": 100, "bytes": {}}
-        for name in ("p.0.0", "p.1.0"):
+        for name in ("p.0", "p.1"):
             descriptor = {**DESCRIPTOR, "run": {"graph": "sha256:" + "0" * 64, "part": part}}
             add_task(session, name, descriptor=descriptor)
         island_assignment.assign_new(session)
-        assert {islands(session)[name] for name in ("p.0.0", "p.1.0")} == {"west"}
+        assert {islands(session)[name] for name in ("p.0", "p.1")} == {"west"}
 
     def test_one_island_has_all_if_there_is_one(self, session, people):
         add_island(session, "only", cpu=1)
@@ -468,82 +445,36 @@ class TestSeveralIslands:
             assert session.get_one(Request, "req_r").state == "failed"
 
 
-LEG = {"graph": "sha256:" + "1" * 64, "part": {"nodes": ["n"], "bytes": {}}}
+PARTITION = {"graph": "sha256:" + "1" * 64, "part": {"nodes": ["n"], "bytes": {}}}
 
 
 @pytest.fixture
-def leg(two):
-    """The first task is a leg of a graph that gives x, then y; it runs."""
+def partition(two):
+    """The first task is a partition of a graph that gives x, then y; it runs."""
     with transactions.transaction() as session:
         train = session.scalar(select(Task).where(Task.name == "train"))
         train.descriptor = {**train.descriptor, "inputs": {"p0": "prep.x"}}
         prep = session.scalar(select(Task).where(Task.name == "prep"))
-        prep.descriptor = {**prep.descriptor, "run": LEG, "outputs": ["x", "y"]}
+        prep.descriptor = {**prep.descriptor, "run": PARTITION, "outputs": ["x", "y"]}
 
     two[0].hear(started("prep"))
     return two
 
 
-class TestTheNextLeg:
-    """What it takes is named to the device on which the one before it runs, as it is made."""
-
-    @pytest.fixture
-    def legs(self, up, monkeypatch):
-        east, west = up
-        goes_on, ends = (
-            {"run": {**LEG, "part": {**LEG["part"], "ms": 9.0, "is_last": is_last}}}
-            for is_last in (False, True)
-        )
-        with transactions.transaction() as session:
-            takes = {**DESCRIPTOR, **ends, "inputs": {"p0": "p.1.0.x"}}
-            gives = {**DESCRIPTOR, **ends, "outputs": ["x"]}
-            add_task(session, "p.0.0", descriptor={**DESCRIPTOR, **goes_on}, ordinal=0)
-            add_task(session, "p.1.0", kind="cuda", descriptor=gives, ordinal=1)
-            add_task(
-                session, "p.0.1", needs=["p.1.0"], after=["p.0.0"], descriptor=takes, ordinal=2
-            )
-        with transactions.transaction() as session:
-            island_assignment.assign_new(session)
-        answers = []
-        monkeypatch.setattr(
-            "app.messaging.outbox.send", lambda said, due: answers.extend(said) or []
-        )
-        for island in (east, west):
-            island.look()
-            island.hear(started("p.0.0" if island is east else "p.1.0"))
-        return east, west, answers
-
-    def test_is_expected_with_what_there_is_of_its_inputs(self, legs):
-        east, west, answers = legs
-        here = [view("p.0.0")]
-        (entry,) = next(one for one in answers if one.device == "east.0" and one.expect).expect
-        assert (entry["task"], entry["image"], entry["inputs"]) == ("tsk_p.0.1", None, [])
-        west.hear(stored("p.1.0", "x"))
-        east.hear(saved("p.0.0", seq=2, step=1), residents=here)
-        (entry,) = answers[-1].expect
-        assert [source["sha256"] for source in entry["inputs"]] == ["6" * 64]
-
-    def test_and_not_any_more_when_that_has_ended(self, legs):
-        east, _, answers = legs
-        east.hear(finished("p.0.0"))
-        assert answers[-1].device == "east.0"
-        assert answers[-1].expect == []
-
-
 class TestWhatComesLate:
-    """Two legs that run at the same time on two islands, and take from each other."""
+    """Two partitions that run at the same time on two islands, and take from each other."""
 
     @pytest.fixture
     def pair(self, up, monkeypatch):
         east, west = up
         east.links, east.secret = ["10.0.0.1", 9], "ab" * 32
         with transactions.transaction() as session:
-            for name, kind, other in (("p.0.0", "cpu", "p.1.0"), ("p.1.0", "cuda", "p.0.0")):
+            for name, kind, other in (("p.0", "cpu", "p.1"), ("p.1", "cuda", "p.0")):
                 part = {"nodes": [name], "ms": 9.0, "bytes": {"x": 7}, "late": ["p0"]}
-                said = {"run": {**LEG, "part": part}, "inputs": {"p0": f"{other}.x"}}
+                said = {"run": {**PARTITION, "part": part}, "inputs": {"p0": f"{other}.x"}}
                 descriptor = {**DESCRIPTOR, **said, "outputs": ["x"]}
                 add_task(session, name, kind=kind, descriptor=descriptor)
-            for name, other in (("p.0.0", "p.1.0"), ("p.1.0", "p.0.0")):
+            for name, other in (("p.0", "p.1"), ("p.1", "p.0")):
                 need = {"task_id": f"tsk_{name}", "needs_id": f"tsk_{other}"}
                 session.add(Need(**need, port="p0", output="x", late=True))
         with transactions.transaction() as session:
@@ -554,7 +485,7 @@ class TestWhatComesLate:
         )
         for island in (east, west):
             island.look()
-            island.hear(started("p.0.0" if island is east else "p.1.0"))
+            island.hear(started("p.0" if island is east else "p.1"))
         return east, west, told
 
     def test_both_run_and_the_launch_leaves_it_out(self, pair):
@@ -567,18 +498,18 @@ class TestWhatComesLate:
 
     def test_is_told_to_the_device_that_lacks_it_when_it_is_durable(self, pair):
         east, _, told = pair
-        east.hear(stored("p.0.0", "x"))
+        east.hear(stored("p.0", "x"))
         (given,) = told
         key = block_key("ab" * 32, "6" * 64)
-        assert (given.task, given.epoch, given.port) == ("tsk_p.1.0", 1, "p0")
+        assert (given.task, given.epoch, given.port) == ("tsk_p.1", 1, "p0")
         assert given.source["copies"] == [{"place": ["10.0.0.1", 9], "key": key}]
-        east.hear(finished("p.0.0", seq=3, x=1))
+        east.hear(finished("p.0", seq=3, x=1))
         assert len(told) == 1
 
     def test_or_at_the_end_of_who_made_it(self, pair):
         east, _, told = pair
-        east.hear(finished("p.0.0", x=1))
-        assert [given.task for given in told] == ["tsk_p.1.0"]
+        east.hear(finished("p.0", x=1))
+        assert [given.task for given in told] == ["tsk_p.1"]
 
     def test_and_in_the_answer_to_who_asks(self, pair, monkeypatch):
         east, west, _ = pair
@@ -586,59 +517,59 @@ class TestWhatComesLate:
         monkeypatch.setattr(
             "app.messaging.outbox.send", lambda said, due: answers.extend(said) or []
         )
-        asks = [replace(view("p.1.0"), lacks=["p0"])]
+        asks = [replace(view("p.1"), lacks=["p0"])]
         west.hear(residents=asks)
         assert answers[-1].given == []
-        east.hear(stored("p.0.0", "x"))
+        east.hear(stored("p.0", "x"))
         west.hear(residents=asks)
         (given,) = answers[-1].given
-        assert (given.task, given.port, given.source["sha256"]) == ("tsk_p.1.0", "p0", "6" * 64)
-        west.hear(residents=[view("p.1.0")])
+        assert (given.task, given.port, given.source["sha256"]) == ("tsk_p.1", "p0", "6" * 64)
+        west.hear(residents=[view("p.1")])
         assert answers[-1].given == []
 
     def test_who_gave_up_waiting_begins_again_when_it_is_there(self, pair):
         east, west, told = pair
-        west.hear(replace(paused("p.1.0"), lacks="p0"), residents=[view("p.1.0", "paused")])
+        west.hear(replace(paused("p.1"), lacks="p0"), residents=[view("p.1", "paused")])
         west.look()
-        assert seen()["p.1.0"] == ("blocked", "west", 1)
-        east.hear(stored("p.0.0", "x"))
+        assert seen()["p.1"] == ("blocked", "west", 1)
+        east.hear(stored("p.0", "x"))
         assert told == []
         west.look()
-        assert seen()["p.1.0"] == ("starting", "west", 2)
+        assert seen()["p.1"] == ("starting", "west", 2)
         with transactions.transaction() as session:
-            launches = select(Order.body).where(Order.task_id == "tsk_p.1.0", Order.epoch == 2)
+            launches = select(Order.body).where(Order.task_id == "tsk_p.1", Order.epoch == 2)
             (body,) = session.scalars(launches)
             assert set(body["inputs"]) == {"p0"}
 
     def test_who_has_lost_its_state_may_run_without_it_until_it_stood_there(self, pair):
         """What it had given may have been lost with it, and the other may wait for that."""
         _, west, _ = pair
-        west.hear(replace(paused("p.1.0"), lacks="p0"), residents=[view("p.1.0", "paused")])
+        west.hear(replace(paused("p.1"), lacks="p0"), residents=[view("p.1", "paused")])
         west.look()
-        assert seen()["p.1.0"] == ("blocked", "west", 1)
+        assert seen()["p.1"] == ("blocked", "west", 1)
         west.hear(incarnation="p2")
         west.look()
-        assert seen()["p.1.0"] == ("starting", "west", 2)
+        assert seen()["p.1"] == ("starting", "west", 2)
 
     def test_the_way_it_came_counts_if_it_was_paused_meanwhile(self, pair):
         east, west, _ = pair
-        east.hear(stored("p.0.0", "x"))
+        east.hear(stored("p.0", "x"))
         came = {"port": "p0", "way": "host", "size_bytes": 5}
-        late = Came(task="tsk_p.1.0", epoch=1, seq=3, step=1, held_us=0, **came)
-        west.hear(paused("p.1.0"), late, residents=[view("p.1.0", "paused")])
+        late = Came(task="tsk_p.1", epoch=1, seq=3, step=1, held_us=0, **came)
+        west.hear(paused("p.1"), late, residents=[view("p.1", "paused")])
         with transactions.transaction() as session:
             assert island_assignment.crossings(session, "req_r")[-1].ways == ["host"]
 
     def test_who_was_paused_for_others_lacks_it_still(self, pair):
         _, west, _ = pair
-        west.hear(paused("p.1.0"), residents=[view("p.1.0", "paused")])
+        west.hear(paused("p.1"), residents=[view("p.1", "paused")])
         west.look()
-        assert seen()["p.1.0"] == ("starting", "west", 2)
+        assert seen()["p.1"] == ("starting", "west", 2)
 
     def test_nobody_waits_for_who_has_failed(self, pair):
         east, west, _ = pair
-        east.hear(finished("p.0.0"))  # without its declared output
-        west.hear(replace(paused("p.1.0"), lacks="p0"))
+        east.hear(finished("p.0"))  # without its declared output
+        west.hear(replace(paused("p.1"), lacks="p0"))
         west.look()
         assert {state for state, *_ in seen().values()} == {"failed"}
 
@@ -648,13 +579,13 @@ class TestWhatComesLate:
             assert {one.moved_bytes for one in island_assignment.crossings(session, "req_r")} == {
                 None
             }
-        east.hear(stored("p.0.0", "x"))
+        east.hear(stored("p.0", "x"))
         came = {"port": "p0", "way": "host", "size_bytes": 5}
-        west.hear(Came(task="tsk_p.1.0", epoch=1, seq=2, step=1, held_us=0, **came))
+        west.hear(Came(task="tsk_p.1", epoch=1, seq=2, step=1, held_us=0, **came))
         with transactions.transaction() as session:
             of_east = island_assignment.crossings(session, "req_r")[-1]
             assert (of_east.source, of_east.moved_bytes, of_east.ways) == ("east", 3, ["host"])
-            taken = session.scalars(select(Placement).where(Placement.task_id == "tsk_p.1.0")).one()
+            taken = session.scalars(select(Placement).where(Placement.task_id == "tsk_p.1")).one()
             assert (taken.input_bytes, taken.fetched_bytes) == (5, 0)
 
 
@@ -666,8 +597,8 @@ def taken_on_west():
 
 
 class TestAnOutputThatIsDurable:
-    def test_unlocks_who_waits_for_it_while_its_leg_runs(self, leg, monkeypatch):
-        told, (east, west) = [], leg
+    def test_unlocks_who_waits_for_it_while_its_partition_runs(self, partition, monkeypatch):
+        told, (east, west) = [], partition
         monkeypatch.setattr("app.messaging.outbox.nudge_island", told.append)
         east.hear(stored("prep", "x"))
         assert told == ["west"]
@@ -676,16 +607,16 @@ class TestAnOutputThatIsDurable:
         assert seen()["train"] == ("starting", "west", 1)
         assert taken_on_west() == ["6" * 64]
 
-    def test_but_not_who_waits_for_another(self, leg, monkeypatch):
-        told, (east, west) = [], leg
+    def test_but_not_who_waits_for_another(self, partition, monkeypatch):
+        told, (east, west) = [], partition
         monkeypatch.setattr("app.messaging.outbox.nudge_island", told.append)
         east.hear(stored("prep", "y"))
         west.look()
         assert seen()["train"][0] == "blocked"
         assert told == []
 
-    def test_nor_who_waits_for_another_task_too(self, leg, monkeypatch):
-        told, (east, _) = [], leg
+    def test_nor_who_waits_for_another_task_too(self, partition, monkeypatch):
+        told, (east, _) = [], partition
         with transactions.transaction() as session:
             add_task(session, "more", island="east")
             session.add(Need(task_id="tsk_train", needs_id="tsk_more"))
@@ -693,8 +624,8 @@ class TestAnOutputThatIsDurable:
         east.hear(stored("prep", "x"))
         assert told == []
 
-    def test_changes_no_plan_of_its_own_island(self, leg, monkeypatch):
-        planned, (east, _) = [], leg
+    def test_changes_no_plan_of_its_own_island(self, partition, monkeypatch):
+        planned, (east, _) = [], partition
         cycle = east.scheduler._cycle
         monkeypatch.setattr(
             east.scheduler, "_cycle", lambda session: planned.append(1) or cycle(session)
@@ -707,8 +638,8 @@ class TestAnOutputThatIsDurable:
         east.scheduler.look()
         assert planned == [1]
 
-    def test_is_told_again_and_counts_once(self, leg, monkeypatch):
-        told, (east, _) = [], leg
+    def test_is_told_again_and_counts_once(self, partition, monkeypatch):
+        told, (east, _) = [], partition
         east.hear(stored("prep", "x"))
         monkeypatch.setattr("app.messaging.outbox.nudge_island", told.append)
         east.hear(stored("prep", "x"), stored("prep", "x", seq=3, sha256="7" * 64))
@@ -717,15 +648,15 @@ class TestAnOutputThatIsDurable:
             prep = session.scalar(select(Task).where(Task.name == "prep"))
             assert (prep.event_seq, prep.outputs["x"]["sha256"]) == (3, "6" * 64)
 
-    def test_is_heard_by_a_board_that_is_read_anew(self, leg):
-        east, west = leg
+    def test_is_heard_by_a_board_that_is_read_anew(self, partition):
+        east, west = partition
         east.hear(stored("prep", "x"))
         west.scheduler.follower.forget()
         west.look()
         assert seen()["train"][0] == "starting"
 
-    def test_counts_of_one_that_was_paused_meanwhile(self, leg):
-        east, west = leg
+    def test_counts_of_one_that_was_paused_meanwhile(self, partition):
+        east, west = partition
         paused = Paused(task="tsk_prep", epoch=1, seq=2, step=3, held_us=7)
         with transactions.transaction() as session:
             session.scalar(select(Task).where(Task.name == "prep")).hold = "user"
@@ -735,8 +666,8 @@ class TestAnOutputThatIsDurable:
         assert seen()["prep"][0] == "blocked"
         assert seen()["train"][0] == "starting"
 
-    def test_stays_when_its_leg_is_killed_and_run_again(self, leg):
-        east, west = leg
+    def test_stays_when_its_partition_is_killed_and_run_again(self, partition):
+        east, west = partition
         east.hear(stored("prep", "x"))
         west.look()
         east.hear(incarnation="p2")  # its process was killed, and what it held
@@ -751,9 +682,9 @@ class TestAnOutputThatIsDurable:
         with transactions.transaction() as session:
             assert session.get_one(Request, "req_r").state == "done"
 
-    def test_stays_when_its_leg_fails_for_good_and_the_request_with_it(self, leg):
+    def test_stays_when_its_partition_fails_for_good_and_the_request_with_it(self, partition):
         """Who has begun ends; who waits for what will never come is given up."""
-        east, west = leg
+        east, west = partition
         with transactions.transaction() as session:
             add_task(session, "last", kind="cuda", island="west")
             session.add(Need(task_id="tsk_last", needs_id="tsk_prep", port="y", output="y"))

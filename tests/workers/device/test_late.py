@@ -1,4 +1,4 @@
-"""What comes late: a leg of a graph that begins before all that it takes is there."""
+"""What comes late: a partition of a graph that begins before all that it takes is there."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TAKER = {
 }
 
 
-def leg(ground: Ground, task: str, part: dict[str, Any], **more: Any) -> None:
+def partition(ground: Ground, task: str, part: dict[str, Any], **more: Any) -> None:
     launched(ground, task, WHOLE, part=part, **more)
 
 
@@ -48,7 +48,7 @@ def ground(grounds: Callable[..., Ground]) -> Ground:
 @pytest.fixture
 def block(ground: Ground) -> dict[str, Any]:
     """What `noisy` makes, durable."""
-    leg(ground, "maker", MAKER, outputs=["b0"])
+    partition(ground, "maker", MAKER, outputs=["b0"])
     kept: dict[str, Any] = ground.event(Finished, "maker").outputs["b0"]
     return kept
 
@@ -73,7 +73,7 @@ def asks(ground: Ground) -> bool:
 
 
 def test_it_goes_on_when_the_block_has_come(ground: Ground, block: dict[str, Any]) -> None:
-    leg(ground, "t1", TAKER)
+    partition(ground, "t1", TAKER)
     assert ground.event(Started, "t1").ways == {}
     give(ground, block)
     assert is_right(ground)
@@ -82,7 +82,7 @@ def test_it_goes_on_when_the_block_has_come(ground: Ground, block: dict[str, Any
 
 
 def test_it_may_be_given_before_there_is_a_process(ground: Ground, block: dict[str, Any]) -> None:
-    leg(ground, "t1", TAKER)
+    partition(ground, "t1", TAKER)
     for _ in range(3):  # said more than once
         give(ground, block)
     assert is_right(ground)
@@ -92,14 +92,14 @@ def test_it_may_be_given_before_there_is_a_process(ground: Ground, block: dict[s
 def test_what_is_there_at_its_launch_is_an_input_like_others(
     ground: Ground, block: dict[str, Any]
 ) -> None:
-    leg(ground, "t1", TAKER, inputs={"b0": block})
+    partition(ground, "t1", TAKER, inputs={"b0": block})
     assert ground.event(Started, "t1").ways == {"b0": "here"}
     assert is_right(ground)
     assert not ground.all(Came, "t1")
 
 
 def test_it_asks_for_what_it_was_not_told_of(ground: Ground, block: dict[str, Any]) -> None:
-    leg(ground, "t1", TAKER)
+    partition(ground, "t1", TAKER)
     ground.until(lambda: asks(ground))
     give(ground, block)
     assert is_right(ground)
@@ -107,13 +107,13 @@ def test_it_asks_for_what_it_was_not_told_of(ground: Ground, block: dict[str, An
 
 def test_it_leaves_its_seat_when_it_has_waited_too_long(grounds: Callable[..., Ground]) -> None:
     ground = grounds(patience_s=0.2)
-    leg(ground, "maker", MAKER, outputs=["b0"])
+    partition(ground, "maker", MAKER, outputs=["b0"])
     block = ground.event(Finished, "maker").outputs["b0"]
-    leg(ground, "t1", TAKER)
+    partition(ground, "t1", TAKER)
     assert ground.event(Paused, "t1").lacks == "b0"
     ground.launch("t2", "nodes:start", outputs=["y"])
     ground.event(Finished, "t2")
-    leg(ground, "t1", TAKER, epoch=2, inputs={"b0": block})
+    partition(ground, "t1", TAKER, epoch=2, inputs={"b0": block})
     assert ground.event(Started, "t1", 2).resumed == "resident"
     assert is_right(ground, epoch=2)
     assert was_told(ground, block, epoch=2)
@@ -124,9 +124,9 @@ def test_it_stays_for_longer_while_nobody_else_wants_the_device(
 ) -> None:
     ground = grounds(patience_s=0.2, at_rest_s=30.0)
     ground.wanted = False
-    leg(ground, "maker", MAKER, outputs=["b0"])
+    partition(ground, "maker", MAKER, outputs=["b0"])
     block = ground.event(Finished, "maker").outputs["b0"]
-    leg(ground, "t1", TAKER)
+    partition(ground, "t1", TAKER)
     ground.until(lambda: asks(ground))
     asked_us = ground.reports[-1].sent_us
     ground.until(lambda: ground.reports[-1].sent_us > asked_us + 1_000_000)
@@ -138,7 +138,7 @@ def test_it_stays_for_longer_while_nobody_else_wants_the_device(
 def test_it_leaves_for_who_comes_to_its_device(grounds: Callable[..., Ground]) -> None:
     ground = grounds(patience_s=0.2, at_rest_s=30.0)
     ground.wanted = False
-    leg(ground, "t1", TAKER)
+    partition(ground, "t1", TAKER)
     ground.until(lambda: asks(ground))
     ground.launch("t2", "nodes:start", outputs=["y"])
     assert ground.event(Paused, "t1").lacks == "b0"
@@ -148,7 +148,7 @@ def test_it_leaves_for_who_comes_to_its_device(grounds: Callable[..., Ground]) -
 def test_it_leaves_when_somebody_is_in_line(grounds: Callable[..., Ground]) -> None:
     ground = grounds(patience_s=0.2, at_rest_s=30.0)
     ground.wanted = False
-    leg(ground, "t1", TAKER)
+    partition(ground, "t1", TAKER)
     ground.until(lambda: asks(ground))
     asked_us = ground.reports[-1].sent_us
     ground.until(lambda: ground.reports[-1].sent_us > asked_us + 400_000)
@@ -158,21 +158,21 @@ def test_it_leaves_when_somebody_is_in_line(grounds: Callable[..., Ground]) -> N
 
 
 def test_its_image_says_what_it_lacks(ground: Ground, block: dict[str, Any]) -> None:
-    leg(ground, "t1", TAKER)
+    partition(ground, "t1", TAKER)
     ground.event(Started, "t1")
     images = paused_and_saved(ground, "t1", 1)
     ground.drop = [["t1", 1]]
     ground.until(lambda: ground.view("t1") is None)
-    leg(ground, "t1", TAKER, epoch=2, images=images, inputs={"b0": block})
+    partition(ground, "t1", TAKER, epoch=2, images=images, inputs={"b0": block})
     assert ground.event(Started, "t1", 2).resumed == "image"
     assert is_right(ground, epoch=2)
 
 
 def test_it_can_lack_it_still_after_a_pause(ground: Ground, block: dict[str, Any]) -> None:
-    leg(ground, "t1", TAKER)
+    partition(ground, "t1", TAKER)
     ground.event(Started, "t1")
     images = paused_and_saved(ground, "t1", 1)
-    leg(ground, "t1", TAKER, epoch=2, images=images)
+    partition(ground, "t1", TAKER, epoch=2, images=images)
     ground.event(Started, "t1", 2)
     give(ground, block, epoch=1)  # of before its pause: stale
     give(ground, block, epoch=2)
@@ -181,21 +181,21 @@ def test_it_can_lack_it_still_after_a_pause(ground: Ground, block: dict[str, Any
 
 
 def test_who_waits_can_be_cancelled(ground: Ground) -> None:
-    leg(ground, "t1", TAKER)
+    partition(ground, "t1", TAKER)
     ground.event(Started, "t1")
     ground.cancel("t1")
     ground.event(Stopped, "t1")
 
 
 def test_what_cannot_be_had_is_no_fault_of_its_own(ground: Ground, block: dict[str, Any]) -> None:
-    leg(ground, "t1", TAKER)
+    partition(ground, "t1", TAKER)
     give(ground, {**block, "sha256": "0" * 64})
     failed = ground.event(Failed, "t1")
     assert failed.cause == "store"
     assert "b0" in failed.message
     ground.until(lambda: not ground.supervisor.residents)
     assert len(ground.all(Failed, "t1")) == 1
-    leg(ground, "t1", TAKER, epoch=2)
+    partition(ground, "t1", TAKER, epoch=2)
     give(ground, block, epoch=2)
     assert is_right(ground, epoch=2)
 
@@ -203,12 +203,12 @@ def test_what_cannot_be_had_is_no_fault_of_its_own(ground: Ground, block: dict[s
 def test_what_it_made_is_given_again_after_a_restore(ground: Ground, block: dict[str, Any]) -> None:
     """Whoever made its image may have ended before it was durable."""
     early = {**TAKER, "gives": {**TAKER["gives"], "b1": "drawn.y"}, "after_ms": {"b1": 1.0}}
-    leg(ground, "t1", early, outputs=["b1"])
+    partition(ground, "t1", early, outputs=["b1"])
     first = ground.event(Stored, "t1").kept
     images = paused_and_saved(ground, "t1", 1)
     ground.drop = [["t1", 1]]
     ground.until(lambda: ground.view("t1") is None)
-    leg(ground, "t1", early, epoch=2, images=images, outputs=["b1"])
+    partition(ground, "t1", early, epoch=2, images=images, outputs=["b1"])
     assert ground.event(Stored, "t1", 2).kept == first  # though nothing can run before b0 is there
     give(ground, block, epoch=2)
     assert ground.event(Finished, "t1", 2).result == ran(WHOLE)
@@ -234,7 +234,7 @@ GIVER = {
 def test_what_it_gave_lies_in_a_file_when_it_is_durable(
     ground: Ground, block: dict[str, Any]
 ) -> None:
-    """Else a leg would take new memory for each block that it gives; images are the same."""
+    """Else a partition would take new memory for each block that it gives; images are the same."""
     launched(ground, "t1", LARGE, part=GIVER, outputs=["b1"])
     first = ground.event(Stored, "t1").kept
     images = paused_and_saved(ground, "t1", 1)
@@ -250,7 +250,7 @@ def test_what_it_gave_lies_in_a_file_when_it_is_durable(
 
 
 def test_only_what_may_come_late_can_be_lacking(ground: Ground) -> None:
-    leg(ground, "t1", {**TAKER, "late": []})
+    partition(ground, "t1", {**TAKER, "late": []})
     assert "b0" in ground.event(Failed, "t1").message
 
 
@@ -266,7 +266,7 @@ def test_outputs_leave_one_behind_the_other_while_a_node_runs(ground: Ground) ->
     assert not ground.all(Finished, "t1")
 
 
-#: Two legs that take a block from each other.
+#: Two partitions that take a block from each other.
 RING = body(
     node("a", "start", params={"seed": 3}),
     node("b", "start", params={"seed": 4}),
@@ -293,7 +293,7 @@ RIGHT = {
 }
 
 
-def test_durable_blocks_come_from_the_other_host_while_both_legs_run(
+def test_durable_blocks_come_from_the_other_host_while_both_partitions_run(
     grounds: Callable[..., Ground], tmp_path: Path
 ) -> None:
     """Each host has a store of its own, so that a block can only come from its maker's host."""

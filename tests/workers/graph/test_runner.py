@@ -484,7 +484,7 @@ def test_it_goes_on_in_the_order_in_which_it_began(monkeypatch: pytest.MonkeyPat
 def launched(
     ground: Ground, task: str, graph_: Any, epoch: int = 1, *, part: Any = None, **more: Any
 ) -> None:
-    """The graph, or a leg of it."""
+    """The graph, or a partition of it."""
     sha256, _ = ground.store.put([task_graph.canonical(graph_)])
     run = {"graph": f"sha256:{sha256}"} | ({"part": part} if part else {})
     ground.launch(task, run, epoch, **more)
