@@ -39,11 +39,13 @@ class TestCommitted:
             told
         )
 
+    @pytest.mark.slow
     def test_the_command_writes_it(self, tmp_path, monkeypatch):
         monkeypatch.setattr(openapi_contract, "PLACE", tmp_path / "openapi.json")
         assert openapi_contract.main([]) == 0
         assert openapi_contract.PLACE.read_text(encoding="utf-8") == openapi_contract.current()
 
+    @pytest.mark.slow
     def test_the_command_refuses_to_break_clients_unless_told_to(
         self, tmp_path, monkeypatch, document, capsys
     ):

@@ -212,6 +212,7 @@ CHANGES = [row for row in ALLOWED if row[0] not in ("GET", "HEAD")]
 
 
 @pytest.mark.parametrize("row", CHANGES, ids=lambda row: f"{row[0]} {row[1]}")
+@pytest.mark.slow
 def test_no_operation_is_forgotten(row, as_, world, submitted, session, log, root):
     """Every operation that changes something, by an administrator for whom it is not their own."""
     method, path, *_ = row

@@ -267,6 +267,7 @@ class TestRecord:
 
 
 @pytest.mark.parametrize("seed", range(6))
+@pytest.mark.slow
 def test_whatever_happens_the_two_boards_decide_alike(session, isle, seed, monkeypatch):
     """Tasks come, end, are held and released, change their urgency; devices close and open."""
     monkeypatch.setattr(board_follower, "BEGINNING", 3)

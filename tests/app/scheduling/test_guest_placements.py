@@ -100,6 +100,7 @@ def lends(session, request):
 
 
 @pytest.mark.parametrize("lends", [0, 1, 2, 3, 5, 8], indirect=True, ids="seed-{}".format)
+@pytest.mark.slow
 def test_no_seat_is_used_twice_and_everything_ends(lends, session):
     for _ in range(300):
         lends.act()

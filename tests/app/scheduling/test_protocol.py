@@ -388,6 +388,7 @@ def _submit(session, name, n):
 @pytest.mark.parametrize(
     "world", [*range(10), 24, 31, 34, 43, 44], indirect=True, ids="seed-{}".format
 )
+@pytest.mark.slow
 def test_nothing_runs_twice_and_everything_ends(world, session):
     for _ in range(250):
         world.act()

@@ -323,6 +323,7 @@ def moves(session, request, monkeypatch):
 
 
 @pytest.mark.parametrize("moves", range(8), indirect=True, ids="seed-{}".format)
+@pytest.mark.slow
 def test_whatever_happens_to_a_move_nothing_runs_twice_and_everything_ends(moves, session):
     for _ in range(500):
         moves.act()
@@ -338,6 +339,7 @@ def test_whatever_happens_to_a_move_nothing_runs_twice_and_everything_ends(moves
     assert session.scalar(select(func.count()).where(Order.answered_at.is_(None))) == 0
 
 
+@pytest.mark.slow
 def test_a_move_goes_from_stage_to_stage_and_loses_no_step(moves, session):
     task = session.get_one(Task, "tsk_a0")
     session.execute(update(Task).where(Task.id == "tsk_b0").values(hold="user"))

@@ -593,6 +593,7 @@ def test_all_work_ends_and_what_is_charged_is_what_was_held(first: int) -> None:
         *((BOUND + seed, 20) for seed in range(0, 900, 300)),  # whose gangs stay on one host
     ],
 )
+@pytest.mark.slow
 def test_random_elastic_islands_come_to_a_standstill_by_the_rules(first: int, smaller: int) -> None:
     count = sum((judge(seed) for seed in range(first, first + 300)), start=Counter())
     assert count["islands"] == 300

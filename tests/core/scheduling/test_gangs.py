@@ -126,6 +126,7 @@ def _stream(dice: random.Random, *, work_s: tuple[float, float], until_s: float)
 
 @pytest.mark.parametrize("work_s", [(0.2, 0.9), (1.0, 8.0)], ids=["short", "long"])
 @pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.slow
 def test_a_gang_starts_soon_after_its_patience_ends(
     width: int, work_s: tuple[float, float]
 ) -> None:
@@ -207,6 +208,7 @@ def test_a_gang_is_seated_all_at_once_or_not_at_all() -> None:
 # --- nobody starves -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_first_task_of_every_user_starts_within_the_bound() -> None:
     """The bound, for N tenants of weights w on D devices with slices of q, all new at one instant.
 

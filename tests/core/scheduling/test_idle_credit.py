@@ -276,6 +276,7 @@ def test_without_a_bound_it_would_keep_the_device_until_it_has_caught_up() -> No
 
 @settings(max_examples=examples(6), deadline=None)
 @given(away_s=st.integers(10, 5_000))
+@pytest.mark.slow
 def test_to_leave_and_come_back_gains_nothing(away_s: int) -> None:
     until_s = 300.0 + away_s + WINDOW_S
     stays = run([long("a", 0), long("b", 0)], until_s=until_s)

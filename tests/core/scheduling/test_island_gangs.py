@@ -278,6 +278,7 @@ def test_all_end_and_no_gang_runs_without_its_tickets(seed: int) -> None:
     assert {row.state for row in world.rows.values() if not row.ticket} == {"done"}
 
 
+@pytest.mark.slow
 def test_who_does_not_keep_the_order_gets_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
     """The contrast: tickets asked for on all islands at once, and kept until all are held."""
 

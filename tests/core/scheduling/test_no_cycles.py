@@ -42,12 +42,13 @@ ONCE_UNRULY = {
 }
 
 
-@pytest.mark.parametrize("seed", seeds(ONCE_UNRULY), ids=str)
+@pytest.mark.parametrize("seed", seeds(list(ONCE_UNRULY)), ids=str)
 def test_what_was_broken_once_holds(seed: int) -> None:
     judge(seed)
 
 
 @pytest.mark.parametrize("first", seeds(range(100_000, 102_000, 500)))
+@pytest.mark.slow
 def test_random_islands_come_to_a_standstill_by_the_rules(first: int) -> None:
     count = sum((judge(seed) for seed in range(first, first + 500)), start=Counter())
     assert count["islands"] == 500

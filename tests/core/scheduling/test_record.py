@@ -69,6 +69,7 @@ def _crowded(drawn: Snapshot, dice: random.Random) -> Snapshot:
     ("seeds", "drawn"),
     [(400, _as_drawn), (200, _nobody_used_anything), (200, _without_turns), (100, _crowded)],
 )
+@pytest.mark.slow
 def test_what_was_recorded_is_decided_again(
     kind: int, seeds: int, drawn: Callable[[Snapshot, random.Random], Snapshot]
 ) -> None:

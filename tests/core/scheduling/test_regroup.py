@@ -133,6 +133,7 @@ def test_with_one_graph_each_the_heaviest_comes_to_have_a_device_for_itself():
 
 
 @pytest.mark.parametrize("weights", ["111", "11111", "5341", "33222"])
+@pytest.mark.slow
 def test_where_no_grouping_is_even_they_are_even_in_time(weights):
     world = island_of({f"t{n}": int(w) for n, w in enumerate(weights)}, graphs=1)
     world.play(20)

@@ -87,6 +87,7 @@ FITTING = [
 
 
 @pytest.mark.parametrize(("tasks", "devices", "weights"), FITTING, ids=range(len(FITTING)))
+@pytest.mark.slow
 def test_no_promise_that_fits_is_broken_in_any_hour(
     tasks: str, devices: int, weights: dict[str, float]
 ) -> None:
@@ -97,6 +98,7 @@ def test_no_promise_that_fits_is_broken_in_any_hour(
         assert share >= PROMISED[tiers[id]], f"{id} {tiers[id]} held {share:.4f} of an hour"
 
 
+@pytest.mark.slow
 def test_random_promises_that_fit_are_kept_over_some_hundred_hours() -> None:
     judged_h = 0.0
     for seed in range(10):
@@ -117,6 +119,7 @@ def test_random_promises_that_fit_are_kept_over_some_hundred_hours() -> None:
     assert judged_h > 150
 
 
+@pytest.mark.slow
 def test_what_the_promises_leave_is_had_by_who_is_promised_nothing() -> None:
     # Five at 70 % on four devices leave half a device; a fifth of the time is for their own turns.
     tasks = "a:standard a:standard a:standard b:standard b:standard c:basic"

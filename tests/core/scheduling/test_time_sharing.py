@@ -450,6 +450,7 @@ class World:
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("jobs", [0.0, 0.4])
 @pytest.mark.parametrize("ends", [0.0, 0.01])
+@pytest.mark.slow
 def test_whatever_waits_shares_follow_the_weights_and_nobody_is_paused_too_soon(seed, jobs, ends):
     dice = random.Random(seed)
     world = World(dice, "abcdef"[: dice.randint(2, 6)], jobs=jobs, ends=ends)

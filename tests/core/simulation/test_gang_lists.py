@@ -76,6 +76,7 @@ def test_simulate_two_gangs_without_patience_ends() -> None:
     "seed",
     [pytest.param(seed, marks=() if seed < SHORT else pytest.mark.long) for seed in range(LONG)],
 )
+@pytest.mark.slow
 def test_simulate_random_gangs_ends(seed: int) -> None:
     arrivals, devices, slice_s = random_list(seed)
     replay(arrivals, devices, slice_s=slice_s)

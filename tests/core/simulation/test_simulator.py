@@ -49,6 +49,7 @@ def busy(tenant: str, *, at_s: float = 0.0, tasks: int = 3, work_s: float = 1e6)
 
 
 @pytest.mark.parametrize("costs", [Costs(), REAL], ids=["free switches", "real switches"])
+@pytest.mark.slow
 def test_shares_converge_to_the_weights(costs: Costs) -> None:
     three = tenants(a=1, b=1, c=2)
     work = [*busy("a"), *busy("b"), *busy("c")]
@@ -127,6 +128,7 @@ def _held_s(report: Report, task: str, *, until_s: float) -> float:
 # --- nobody starves, nobody flutters ------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_nobody_starves_behind_a_stream_of_newcomers() -> None:
     stream = [
         Arrival(at_s=float(n), task=f"s{n:03}", tenant=f"t{n % 5}", user=f"t{n % 5}u", work_s=4)
@@ -522,6 +524,7 @@ def test_many_tasks_of_one_request_run_one_after_the_other() -> None:
     assert cycle(world.board).decisions == ()
 
 
+@pytest.mark.slow
 def test_a_stream_of_short_tasks_leaves_the_long_one_half_of_the_time() -> None:
     short = [own(f"s{n:03}", at_s=100 + 3.0 * n, work_s=3) for n in range(200)]
     work = [own("long", work_s=600), *short]

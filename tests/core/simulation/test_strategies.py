@@ -73,6 +73,7 @@ STRATEGIES = {
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
+@pytest.mark.slow
 def test_a_strategy_changes_device_time_by_less_than_a_hundredth(strategy: list[Arrival]) -> None:
     assert abs(gain(run(strategy))) < TOLD
 
@@ -147,6 +148,7 @@ class Cheat(World):
 
 @pytest.mark.parametrize("each_s", [0.3, 0.99, 1.5, 7.0])
 @pytest.mark.parametrize("how", ["hold", "cancel"])
+@pytest.mark.slow
 def test_to_hold_or_cancel_and_come_again_changes_nothing(how: str, each_s: float) -> None:
     report = Cheat(work("a", 4), costs=Costs(), each_s=each_s, how=how).play()
     assert report.until_s == UNTIL_S

@@ -194,6 +194,7 @@ def test_of_every_parameter_it_is_known_what_it_names():
 
 
 @pytest.mark.parametrize(("name", "id"), [*named_in_paths()])
+@pytest.mark.slow
 def test_a_path(name, id, as_, vision, rows):
     assert id in IDS, "an example that is not of vision"
     path = name.split()[1]
@@ -233,6 +234,7 @@ def filters() -> Iterator[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize(("name", "parameter", "value"), [*filters()])
+@pytest.mark.slow
 def test_a_filter(name, parameter, value, as_, own):
     path = _of_own(name.split()[1], own)
     for who in PEOPLE:
@@ -255,6 +257,7 @@ def readers() -> Iterator[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize(("name", "where", "parameter"), [*readers()])
+@pytest.mark.slow
 def test_a_cursor(name, where, parameter, app, as_, own, vision):
     """That vision got, in the hands of blue."""
     path = name.split()[1]
@@ -367,6 +370,7 @@ def test_of_every_page_it_is_known_what_it_could_show():
 
 
 @pytest.mark.parametrize("address", [one for many in ADDRESSES.values() for one in many])
+@pytest.mark.slow
 def test_a_page(address, app, world, vision, session):
     id = REQUEST["id"]
     for who in PEOPLE:

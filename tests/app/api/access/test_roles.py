@@ -186,6 +186,7 @@ def test_the_table_has_every_operation_under_v1():
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]} {row[1]}")
+@pytest.mark.slow
 def test_each_role_gets_what_the_table_says(row, as_, world, red, submitted, session):
     method, path, *expected = row
     _settle(session, submitted, ended=path.endswith("/stream"))
@@ -215,6 +216,7 @@ def _url(path, submitted, world):
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]} {row[1]}")
+@pytest.mark.slow
 def test_a_key_that_is_narrowed_does_what_its_scopes_allow(row, app, world, submitted, session):
     """Keys of an administrator, one for each scope; what that is allowed is in the table above."""
     method, path, *statuses = row
