@@ -162,10 +162,10 @@ def turn(ground: Ground, task: str, epoch: int, size: int) -> None:
 
 def at_rest(ground: Ground) -> None:
     """Wait until earlier images are in the store, so that nothing but steps goes on."""
-    residents = ground.supervisor.residents
+    residents = ground.supervisor.lives.residents
 
     def quiet() -> bool:
-        paused = [r for r in list(residents.values()) if r is not ground.supervisor.seat]
+        paused = [r for r in list(residents.values()) if r is not ground.supervisor.lives.holder]
         return all(r.is_durable and not r.is_saving for r in paused)
 
     ground.until(quiet, timeout_s=60)

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from app.api.problems import MEANINGS
 from app.cli import main
+from app.core.device import stay_state
 from app.core.model import dependencies, descriptor, lifecycle
 from app.local import reference_pages
 from app.settings import Settings
@@ -52,6 +53,10 @@ def test_every_page_is_reachable_from_the_index() -> None:
 def _pages_linked_from(page: Path) -> set[Path]:
     targets = re.findall(r"\]\(([^)#]*\.md)(?:#[^)]*)?\)", _prose(page))
     return {(page.parent / target).resolve() for target in targets if "://" not in target}
+
+
+def test_the_life_of_a_stay_is_the_table_of_the_code() -> None:
+    assert stay_state.stay_table() in STATES
 
 
 def test_the_map_names_every_room_and_nothing_else() -> None:

@@ -22,6 +22,7 @@ from app import errors
 from app.api import descriptor_schema
 from app.api.problems import MEANINGS
 from app.cli import main as cli
+from app.core.device import device_state, stay_state
 from app.core.model import lifecycle
 from app.core.model.descriptor import NAME_RULE
 from app.core.model.phase import OF_STATE, Phase
@@ -266,7 +267,7 @@ A refused call changed nothing. Programs decide by `type`, never by the text."""
 
 
 def states() -> str:
-    """Show the lifecycle table of a task, and the word that people see for each state."""
+    """Show the tables of a task's and a stay's states, and the word that people see for each."""
     shown = {state.value: phase.value for state, phase in OF_STATE.items()}
     for state in lifecycle.NOT_STARTED:
         shown[state.value] = "queued, preempted or paused"
@@ -274,7 +275,14 @@ def states() -> str:
         ["state", "phase"], [[f"`{state}`", shown[state.value]] for state in lifecycle.State]
     )
     words = ", ".join(f"*{phase}*" for phase in Phase)
-    return STATES.format(made=MADE, words=words, phases=phases, table=lifecycle.table())
+    return STATES.format(
+        made=MADE,
+        words=words,
+        phases=phases,
+        table=lifecycle.table(),
+        stays=stay_state.stay_table(),
+        silent=", ".join(f"`{reason}`" for reason in sorted(device_state.SILENT_REASONS)),
+    )
 
 
 STATES = """# States
@@ -308,6 +316,24 @@ moves that it expected. `python -m app.core.model.lifecycle` prints the table.
 * `Failed` goes back to the queue while `retry.max` allows; `GaveUp` is `Failed` with no attempt
   left. A pause never counts as an attempt.
 * A move to another device is a pause and a launch, so no state stands for it.
+
+## The table of a stay on a device
+
+A **stay** is one epoch of a task on a device. `app/core/device/device_state.py` decides about the
+stays of a device: events in, instructions out, with the time as an argument. The supervisor of the
+device (`workers/device/supervision`) carries the instructions out.
+`python -m app.core.device.stay_state` prints the table.
+
+{stays}
+
+* A `seating` task has not had the slot yet. It takes the slot only while the device trusts its
+  lease, and after the island confirmed the stay.
+* A `running` task has the slot, or waits for its next slice.
+* A stay that `ended` reported how. A `dropped` stay reports nothing: the island sees that it is
+  gone.
+* A paused task is launched again with the next epoch. If its process is still there, the old stay
+  continues as the new one.
+* A process has one kill reason. These reasons send no event: {silent}.
 """
 
 

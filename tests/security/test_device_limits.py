@@ -107,5 +107,5 @@ def test_the_groups_of_residents_are_gone_when_they_are(small):
     task = f"short{next(_number)}"
     small.launch(task, "jobs:Count", params={"steps": 3})
     small.event(Finished, task)
-    small.until(lambda: not small.supervisor.residents)
+    small.until(lambda: not small.supervisor.lives.residents)
     assert not [entry for parent in parents for entry in parent.iterdir() if entry.is_dir()]

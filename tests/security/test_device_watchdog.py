@@ -24,14 +24,14 @@ def test_hanging_supervisor_is_ended_with_its_residents(tmp_path, monkeypatch):
         ground.launch("t1", "jobs:Stamp", params={"nap_s": 0.01, "path": None})
         ground.steps("t1", 3)
         ground.launch("t2", "jobs:Stamp", params={"nap_s": 0.01, "path": None})
-        ground.until(lambda: len(ground.supervisor.residents) == 2)
+        ground.until(lambda: len(ground.supervisor.lives.residents) == 2)
         here = [p for p in psutil.Process().children(recursive=True) if p not in before]
-        take_said = ground.supervisor._take_said
+        take_said = ground.supervisor.listener.take_said
 
         def hang_at_t1(resident):
             held_up.wait() if resident.task == "t1" else take_said(resident)
 
-        monkeypatch.setattr(ground.supervisor, "_take_said", hang_at_t1)
+        monkeypatch.setattr(ground.supervisor.listener, "take_said", hang_at_t1)
         assert bitten.wait(20)
         _, alive = psutil.wait_procs(here, timeout=10)
         assert not alive
@@ -43,7 +43,7 @@ def test_hanging_supervisor_is_ended_with_its_residents(tmp_path, monkeypatch):
     try:
         assert after.reports[0].hung == [["t1", 1]]
         after.until(lambda: not after.reports[-1].hung)  # the island has confirmed the report
-        assert not after.supervisor._hung_file.exists()
+        assert not after.supervisor.reports.hung_file.exists()
     finally:
         after.close()
 

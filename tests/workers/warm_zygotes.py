@@ -25,20 +25,20 @@ from pathlib import Path
 from typing import NoReturn
 from unittest import mock
 
-from workers.device import resident
+from workers.device import zygote_handle
 from workers.process.sandbox import Room
 
 ROOT = Path(__file__).parent.parent.parent
 _ID = struct.Struct("=q")
 _KIND_BYTES = 64
-_start_fresh = resident.start_zygote
+_start_fresh = zygote_handle.start_zygote
 
 
 @contextlib.contextmanager
 def forked_from_a_warm_process() -> Iterator[None]:
     """All zygotes of this process's supervisors are forks of one warm process."""
     warm = _Warm()
-    with mock.patch.object(resident, "start_zygote", warm.start_zygote):
+    with mock.patch.object(zygote_handle, "start_zygote", warm.start_zygote):
         yield
     warm.close()
 
@@ -46,7 +46,7 @@ def forked_from_a_warm_process() -> Iterator[None]:
 @contextlib.contextmanager
 def started_afresh() -> Iterator[None]:
     """Each zygote starts as it does in a device worker."""
-    with mock.patch.object(resident, "start_zygote", _start_fresh):
+    with mock.patch.object(zygote_handle, "start_zygote", _start_fresh):
         yield
 
 
@@ -56,11 +56,11 @@ class _Warm:
     def __init__(self) -> None:
         self._one_at_a_time = threading.Lock()
         self._of_thread = threading.local()
-        self._environment = resident.zygote_environment()
+        self._environment = zygote_handle.zygote_environment()
 
     def start_zygote(self, fd: int, lock_fd: int) -> _ForkedZygote | subprocess.Popen[bytes]:
         """Fork a zygote; in another environment than the warm process's, start it afresh."""
-        if resident.zygote_environment() != self._environment:
+        if zygote_handle.zygote_environment() != self._environment:
             return _start_fresh(fd, lock_fd)
         ends, end = os.pipe()
         lifelines = vars(self._of_thread).setdefault("lifelines", [])

@@ -23,7 +23,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from workers.device.heartbeat import now_us
-from workers.device.resident import Nonsense, Resident, number
+from workers.device.resident import Resident
+from workers.process.untrusted import Nonsense, number
 from workers.transfer.host_context import House
 
 JSON = dict[str, Any]
@@ -57,7 +58,7 @@ class Residency:
 
     @property
     def living(self) -> list[Resident]:
-        return [r for r in self.residents.values() if not r.doom]
+        return [r for r in self.residents.values() if not r.kill_reason]
 
     @property
     def free_bytes(self) -> int:
@@ -244,4 +245,4 @@ def _level_of(resident: Resident, memory_bytes: int) -> str:
 
 def _may_end(resident: Resident) -> bool:
     off = resident.stay.state == "paused"
-    return off and not resident.doom and resident.is_durable and not resident.is_saving
+    return off and not resident.kill_reason and resident.is_durable and not resident.is_saving

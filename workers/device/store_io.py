@@ -22,11 +22,11 @@ from app.core.model.manifest import About
 from app.core.model.messages import Launch
 from app.core.model.tensor_file import HEAD_BYTES, BadTensorFile
 from app.storage.store import Damaged, Store
-from workers.device import resident as residents
-from workers.device.resident import Nonsense, Saving
-from workers.process import slab
+from workers.device.resident import Saving
+from workers.process import slab, untrusted
 from workers.process.image_layout import BadLayout, from_json
 from workers.process.slab import BadIndex
+from workers.process.untrusted import Nonsense
 from workers.transfer import checkpoint, peer_blocks
 from workers.transfer.checkpoint import BadSlab, Found, Known, Written
 from workers.transfer.code_unpack import BadBundle, unpacked
@@ -235,7 +235,7 @@ def keep(
             task=launch.task,
             epoch=launch.epoch,
             step=step,
-            fingerprint=residents.table(index, "fingerprint"),
+            fingerprint=untrusted.table(index, "fingerprint"),
         )
         if not isinstance(tensors := index.get("tensors"), dict):
             raise Nonsense("tensors is no table")

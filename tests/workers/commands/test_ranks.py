@@ -143,7 +143,7 @@ def test_a_rank_that_fails_is_named_and_ends_the_others(ground, how, told, detai
     failed = ground.event(Failed, "t1", timeout_s=IMPORTS_S)
     assert failed.message == told
     assert detail in failed.detail
-    ground.until(lambda: not ground.supervisor.residents)
+    ground.until(lambda: not ground.supervisor.lives.residents)
 
 
 def test_of_programs_that_are_no_python_the_first_that_fails_is_named_too(ground):
@@ -182,7 +182,7 @@ def test_where_it_is_lost_all_ranks_begin_again_in_the_folder_with_the_same_bits
     ground.pause("t1")
     saved = ground.event(Saved, "t1")
     ground.drop.append(["t1", 1])
-    ground.until(lambda: not ground.supervisor.residents)
+    ground.until(lambda: not ground.supervisor.lives.residents)
     train(ground, epoch=2, images=[ground.image(saved)])
     started = ground.event(Started, "t1", 2)
     assert (started.resumed, started.step) == ("folder", saved.step)

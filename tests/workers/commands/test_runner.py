@@ -19,7 +19,7 @@ import pytest
 
 from app.core.model.messages import ARTIFACTS, Failed, Finished, Paused, Saved, Started, Stopped
 from tests.workers.conftest import ROOT, Ground
-from workers.device import supervisor
+from workers.device.supervision import admission
 
 
 def summed(steps: int) -> str:
@@ -43,7 +43,7 @@ def ended(ground: Ground, task: str, epoch: int = 1) -> list[str]:
 
 def its_processes(ground: Ground) -> list[psutil.Process]:
     """Those of the one command that lives there, as this host sees them; not the stub's own."""
-    (resident,) = ground.supervisor.residents.values()
+    (resident,) = ground.supervisor.lives.residents.values()
     below = psutil.Process(resident.pid).children(recursive=True)
     living = [process for process in below if process.status() != psutil.STATUS_ZOMBIE]
     return [process for process in living if "zygote" not in " ".join(process.cmdline())]
@@ -145,7 +145,7 @@ def test_an_output_is_exactly_one_file(ground):
 def test_what_it_leaves_running_ends_with_it(ground):
     ground.launch("t1", shell("(while :; do date > still; done) & sleep 0.1; echo $!"))
     ground.event(Finished, "t1")
-    ground.until(lambda: not ground.supervisor.residents)
+    ground.until(lambda: not ground.supervisor.lives.residents)
     # Of a process of somebody else that has ended and was not reaped there are no words.
     words = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
     assert not [each for each in words if each[:1] == ["bash"] and "still" in str(each)]
@@ -299,7 +299,7 @@ def test_it_stands_still_when_trust_ends_and_goes_on_with_it(grounds):
     ground.until(lambda: len(ground.printed("t1")) > 10)
     ground.deaf = True
     time.sleep(2.5)
-    answered_us = ground.supervisor.lease.answered_us
+    answered_us = ground.supervisor.lives.machine.lease.answered_us
     ground.deaf = False
     ground.until(
         lambda: ground.printed("t1") and _ticks(ground, "t1", 1)[-1] > answered_us + 3_000_000
@@ -499,7 +499,7 @@ def test_a_frozen_command_is_not_ended_for_room_while_anybody_else_can_go(ground
 
 
 def test_only_commands_frozen_make_room_in_the_end_by_beginning_again(grounds, monkeypatch):
-    monkeypatch.setattr(supervisor, "ROOM_WITHIN_US", 1_500_000)
+    monkeypatch.setattr(admission, "ROOM_WITHIN_US", 1_500_000)
     ground = grounds(residents_max=1)
     ground.launch("t1", ["python", "count.py", "1000", "0.01"])
     ground.steps("t1", 3)

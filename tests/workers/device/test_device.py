@@ -18,9 +18,7 @@ from app.core.model.messages import (
     CAUSES,
     Failed,
     Finished,
-    Pause,
     Paused,
-    Save,
     Saved,
     Started,
     Stopped,
@@ -46,7 +44,7 @@ def test_an_ended_stay_is_forgotten_once_it_was_heard(ground):
     ground.launch("t1", "jobs:Count", params={"steps": 2})
     ground.event(Finished, "t1")
     ground.until(lambda: ground.view("t1") is None)
-    assert not ground.supervisor.stays
+    assert not ground.supervisor.lives.stays
 
 
 def test_what_a_job_returns_and_logs_are_its_metrics(ground):
@@ -136,7 +134,7 @@ def test_a_preset_that_is_not_taken_fails_the_task_with_the_difference(ground):
 def test_a_killed_process_is_reported(ground):
     ground.launch("t1", "jobs:Count")
     ground.steps("t1", 3)
-    (resident,) = ground.supervisor.residents.values()
+    (resident,) = ground.supervisor.lives.residents.values()
     os.kill(resident.pid, signal.SIGKILL)
     failed = ground.event(Failed, "t1")
     assert failed.cause == "exit"
@@ -204,16 +202,6 @@ def test_a_paused_job_goes_on_in_place(ground):
     ground.steps("t1", paused.step + 3, epoch=2)
 
 
-def test_a_newer_checkpoint_beats_an_older_resident(ground):
-    ground.launch("t1", "jobs:Count")
-    ground.steps("t1", 3)
-    ground.pause("t1")
-    saved = ground.event(Saved, "t1")
-    newer = {**ground.image(saved), "step": saved.step + 1}  # ran elsewhere meanwhile
-    ground.launch("t1", "jobs:Count", epoch=2, images=[newer])
-    assert ground.event(Started, "t1", 2).resumed == "image"
-
-
 def test_a_damaged_image_is_said_to_be_so(ground):
     ground.launch("t1", "jobs:Count", images=[{"sha256": "1" * 64, "step": 5, "key": ""}])
     assert ground.event(Failed, "t1").cause == "image"
@@ -252,7 +240,7 @@ def test_a_disturbed_job_ends_with_the_same_bits(ground, entry, seed):
         images = _paused_and_saved(ground, "t1", epoch)
         if dice.random() < 0.6:
             ground.drop.append(["t1", epoch])
-            ground.until(lambda: not ground.supervisor.residents)
+            ground.until(lambda: not ground.supervisor.lives.residents)
     assert ground.event(Finished, "t1", 7).result == undisturbed["result"], resumed
     assert set(resumed) == {"fresh", "resident", "image"}
 
@@ -268,24 +256,6 @@ def _paused_and_saved(ground: Ground, task: str, epoch: int) -> list[dict[str, o
     return [ground.image(ground.until(saved))]
 
 
-def test_a_launch_that_is_paused_before_its_seat_is_free_keeps_its_place(ground):
-    ground.launch("t1", "jobs:Count")
-    ground.steps("t1", 2)
-    ground.launch("t2", "jobs:Count", params={"steps": 3})
-    ground.until(
-        lambda: any(
-            r.task == "t2" and r.is_prepared for r in list(ground.supervisor.residents.values())
-        )
-    )
-    ground.pause("t2")
-    assert ground.event(Paused, "t2").held_us == 0
-    ground.cancel("t1")
-    ground.event(Stopped, "t1")
-    ground.launch("t2", "jobs:Count", epoch=2, params={"steps": 3})
-    assert ground.event(Started, "t2", 2).resumed == "resident"
-    assert ground.event(Finished, "t2", 2).result == {"done": 3}
-
-
 def test_a_checkpoint_is_written_while_the_job_goes_on(ground):
     ground.launch("t1", "jobs:Count")
     ground.steps("t1", 2)
@@ -293,7 +263,7 @@ def test_a_checkpoint_is_written_while_the_job_goes_on(ground):
     saved = ground.event(Saved, "t1")
     ground.steps("t1", saved.step + 2)
     ground.drop.append(["t1", 1])
-    ground.until(lambda: not ground.supervisor.residents)
+    ground.until(lambda: not ground.supervisor.lives.residents)
     ground.launch("t1", "jobs:Count", epoch=2, images=[ground.image(saved)])
     assert ground.event(Started, "t1", 2).step == saved.step
     ground.steps("t1", saved.step + 2, epoch=2)
@@ -323,7 +293,7 @@ def test_what_its_images_take_counts_as_its_memory(ground):
     ground.steps("t1", 2)
     ground.pause("t1")
     ground.event(Saved, "t1")
-    (resident,) = ground.supervisor.residents.values()
+    (resident,) = ground.supervisor.lives.residents.values()
     ground.until(lambda: resident.slab_bytes >= 40 << 20)
     assert resident.slab_bytes < 42 << 20
 
@@ -375,35 +345,6 @@ def test_how_long_a_job_stood_still_for_its_images_is_told_of_each_stay_apart(gr
 # --- orders ---------------------------------------------------------------------------------------
 
 
-def test_doubled_and_stale_orders_change_nothing(ground):
-    first = ground.launch("t1", "jobs:Count")
-    ground.steps("t1", 2)
-    ground.supervisor.receive(first)
-    ground.pause("t1")
-    ground.event(Paused, "t1")
-    ground.supervisor.receive(Pause(task="t1", epoch=1, seq=2))
-    ground.launch("t1", "jobs:Count", epoch=2)
-    ground.event(Started, "t1", 2)
-    ground.supervisor.receive(first)
-    ground.supervisor.receive(Pause(task="t1", epoch=1, seq=3))
-    now = ground.view("t1", 2).step
-    ground.steps("t1", now + 20, epoch=2)
-    assert len(ground.all(Started, "t1")) == len(ground.all(Paused, "t1")) == 1
-    assert not ground.all(Paused, "t1", 2)
-
-
-def test_an_order_that_overtakes_another_waits_for_it(ground):
-    ground.launch("t1", "jobs:Count")
-    ground.steps("t1", 2)
-    ground.supervisor.receive(Pause(task="t1", epoch=1, seq=3))
-    time.sleep(0.3)
-    assert ground.view("t1").state == "running"
-    assert ground.view("t1").order_seq == 1
-    ground.supervisor.receive(Save(task="t1", epoch=1, seq=2))
-    ground.event(Paused, "t1")
-    assert ground.view("t1").order_seq == 3
-
-
 def test_cancel_ends_a_job_at_its_safe_point(ground):
     ground.launch("t1", "jobs:Count")
     ground.steps("t1", 2)
@@ -427,15 +368,7 @@ def test_cancel_ends_a_paused_job(ground):
     ground.event(Paused, "t1")
     ground.cancel("t1")
     ground.event(Stopped, "t1")
-    ground.until(lambda: not ground.supervisor.residents)
-
-
-def test_nobody_sits_before_the_island_has_confirmed_it(ground):
-    ground.drop.append(["t1", 1])
-    ground.launch("t1", "jobs:Count")
-    ground.until(lambda: not ground.supervisor.stays)
-    ground.until(lambda: not ground.supervisor.residents)
-    assert not ground.all(Started, "t1")
+    ground.until(lambda: not ground.supervisor.lives.residents)
 
 
 def test_a_successor_prepares_meanwhile_and_sits_when_the_other_has_let_go(ground):
@@ -445,7 +378,8 @@ def test_a_successor_prepares_meanwhile_and_sits_when_the_other_has_let_go(groun
     ground.launch("t2", "jobs:Stamp", params={"nap_s": 0.01})
     ground.until(
         lambda: any(
-            r.task == "t2" and r.is_prepared for r in list(ground.supervisor.residents.values())
+            r.task == "t2" and r.is_prepared
+            for r in list(ground.supervisor.lives.residents.values())
         )
     )
     assert not ground.all(Paused, "t1"), "it was prepared while the other still ran"
@@ -467,10 +401,12 @@ def test_without_answers_it_stops_stepping_in_time_and_goes_on_with_them(grounds
     ground.steps("t1", 5)
     ground.deaf = True
     time.sleep(2.5)
-    last_answer_s = ground.supervisor.lease.answered_us / 1e6  # one may have been under way
+    last_answer_s = (
+        ground.supervisor.lives.machine.lease.answered_us / 1e6
+    )  # one may have been under way
     ground.deaf = False
     ground.event(Started, "t1")
-    stopped_at = ground.supervisor.stays["t1", 1].step
+    stopped_at = ground.supervisor.lives.stays["t1", 1].step
     ground.steps("t1", stopped_at + 5)
     ground.pause("t1")
     ground.event(Paused, "t1")
@@ -480,18 +416,6 @@ def test_without_answers_it_stops_stepping_in_time_and_goes_on_with_them(grounds
     assert gap > 1.0
     before = [began for began, _ in times if began < last_answer_s + 2.2]
     assert max(before) <= last_answer_s + 1.0 + 0.5, "stepped past its trust"
-
-
-def test_a_step_that_outlasts_the_lease_is_killed_without_a_word(grounds):
-    ground = grounds(lease_s=1.5, lease_margin_s=0.5, beat_s=0.3)
-    ground.launch("t1", "jobs:Hang")
-    ground.event(Started, "t1")
-    ground.deaf = True
-    time.sleep(2.0)
-    assert not ground.supervisor.residents
-    ground.deaf = False
-    ground.until(lambda: ground.reports and ground.view("t1") is None)
-    assert not ground.all(Failed, "t1")  # the island sees that it is not there
 
 
 def test_a_stopped_supervisor_does_not_let_its_job_run_on(tmp_path):
@@ -563,7 +487,7 @@ def test_what_is_not_durable_is_never_dropped(grounds):
     folder.write_text("in the way")  # nothing can be stored
     ground.pause("t1")
     ground.event(Paused, "t1")
-    (resident,) = ground.supervisor.residents.values()
+    (resident,) = ground.supervisor.lives.residents.values()
     ground.until(lambda: resident.save_again_us is not None)
     folder.unlink()
     hidden.rename(folder)
@@ -588,7 +512,7 @@ def test_a_stopping_worker_pauses_saves_and_says_goodbye(grounds):
     ground = grounds()
     ground.launch("t1", "jobs:Count")
     ground.steps("t1", 3)
-    zygote = psutil.Process(ground.supervisor.zygote.process.pid)
+    zygote = psutil.Process(ground.supervisor.spawner.zygote.process.pid)
     family = [zygote, *zygote.children(recursive=True)]
     began = time.monotonic()
     ground.close()
@@ -606,7 +530,7 @@ def test_a_dead_zygote_is_replaced_and_what_it_held_is_lost(grounds):
     ground = grounds()
     ground.launch("t1", "jobs:Count")
     ground.steps("t1", 2)
-    ground.supervisor.zygote.process.kill()
+    ground.supervisor.spawner.zygote.process.kill()
     ground.until(lambda: ground.view("t1") is None)
     assert not ground.all(Failed, "t1")
     ground.launch("t1", "jobs:Count", epoch=2, params={"steps": 3})
@@ -615,10 +539,10 @@ def test_a_dead_zygote_is_replaced_and_what_it_held_is_lost(grounds):
 
 def test_a_zygote_that_dies_before_it_forked_a_resident_is_replaced(grounds):
     ground = grounds()
-    zygote = ground.supervisor.zygote.process
+    zygote = ground.supervisor.spawner.zygote.process
     zygote.send_signal(signal.SIGSTOP)
     ground.launch("t1", "jobs:Count")
-    ground.until(lambda: ground.supervisor.residents)
+    ground.until(lambda: ground.supervisor.lives.residents)
     zygote.kill()
     ground.until(lambda: ground.view("t1") is None)
     ground.launch("t1", "jobs:Count", epoch=2, params={"steps": 3})
@@ -687,7 +611,7 @@ def test_whatever_is_ordered_only_one_steps_at_a_time(ground, seed):
     for _ in range(100):
         _disturb(ground, dice, epochs)
         time.sleep(dice.uniform(0, 0.1))
-    ground.until(lambda: not ground.supervisor.fetched)
+    ground.until(lambda: not ground.supervisor.admission.fetched)
     lines = [line for said in list(ground.lines.values()) for _, line in said]
     steps = sorted(tuple(map(float, line.split())) for line in lines if line[0].isdigit())
     assert len(steps) > 100
@@ -710,7 +634,7 @@ def _disturb(ground: Ground, dice: random.Random, epochs: dict[str, int]) -> Non
         epochs[task] += 1
         ground.launch(task, "jobs:Stamp", epoch + 1, params={"nap_s": 0.003}, memory_bytes=2**30)
     elif what == "kill":
-        for resident in list(ground.supervisor.residents.values())[:1]:
+        for resident in list(ground.supervisor.lives.residents.values())[:1]:
             resident.kill()
     elif not epoch:
         return

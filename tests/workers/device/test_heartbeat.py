@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from app.core.device.lease import Lease
 from app.core.model.messages import Alive, Answer
-from workers.device.heartbeat import CHATTER_S, SOON_S, Lease, Pulse, Rhythm
+from workers.device.heartbeat import CHATTER_S, SOON_S, Pulse, Rhythm
 
 ALIVE = Alive(device="h.0", incarnation="1", sent_us=0, facts={}, residents=[], events=[], logs=[])
 

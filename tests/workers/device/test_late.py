@@ -193,7 +193,7 @@ def test_what_cannot_be_had_is_no_fault_of_its_own(ground: Ground, block: dict[s
     failed = ground.event(Failed, "t1")
     assert failed.cause == "store"
     assert "b0" in failed.message
-    ground.until(lambda: not ground.supervisor.residents)
+    ground.until(lambda: not ground.supervisor.lives.residents)
     assert len(ground.all(Failed, "t1")) == 1
     partition(ground, "t1", TAKER, epoch=2)
     give(ground, block, epoch=2)

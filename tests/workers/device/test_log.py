@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from workers.device.resident import LINE_LIMIT_BYTES, Log
+from workers.device.log_buffer import LINE_LIMIT_BYTES, Log
 
 
 def lines(log: Log) -> list[str]:

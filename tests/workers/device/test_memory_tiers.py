@@ -17,6 +17,7 @@ import numpy
 import pytest
 import torch
 
+from app.core.device.device_records import ProcessRecord, StayRecord
 from app.core.model.messages import Finished, Paused, Saved, Started
 from tests.workers.conftest import ROOT, alone
 from tests.workers.journeys import ANIMALS, Animal, Station, evicted, points, undisturbed
@@ -243,7 +244,7 @@ def test_what_was_just_restored_is_not_copied_back():
 
 
 def _resident(task: str, paused_us: int, absent_us: int = 0) -> Any:
-    return SimpleNamespace(task=task, paused_us=paused_us, absent_us=absent_us, doom="")
+    return SimpleNamespace(task=task, paused_us=paused_us, absent_us=absent_us, kill_reason="")
 
 
 def _order(residents: list[Any], expected: list[str] | None = None) -> list[str]:
@@ -302,7 +303,9 @@ def _living(task: str, state: str, **more: Any) -> Resident:
     )
     wire: Any = SimpleNamespace(send=lambda message, fds: None)
     made = slab.made(64 * MB)
-    return Resident(1, task, wire, None, made, {}, None, stay, 0, memory_bytes=20 * MB, **more)  # type: ignore[arg-type]
+    record = ProcessRecord(1, task, StayRecord(task, 1), 0)
+    bulk, room = None, None
+    return Resident(record, wire, bulk, made, {}, room, stay, memory_bytes=20 * MB, **more)  # type: ignore[arg-type]
 
 
 def test_who_has_all_back_is_there_only_once_it_may_grow_to_what_it_asked_for(monkeypatch):

@@ -1,12 +1,10 @@
 """Several tasks take turns on one device, by weight, and the island says nothing between them."""
 
 import itertools
-import time
 
 import pytest
 
 from app.core.model.messages import Finished, Paused, Saved, Started, Stopped
-from app.core.scheduling.turns import TURN_US
 from tests.workers.graph.test_runner import LONG, launched, undisturbed
 
 __all__ = ["undisturbed"]
@@ -59,16 +57,6 @@ def test_seat_time_follows_the_weights_and_only_one_steps_at_a_time(ground):
     assert len(in_turns(ground)) > 100
 
 
-def test_all_that_is_held_is_the_device_s_time(ground):
-    """Nobody is charged for another one's turn."""
-    share(ground, {"t1": 1000, "t2": 1000}, params={"nap_s": 0.002})
-    first, before = ground.reports[-1].sent_us, held_us(ground, ["t1", "t2"])
-    grown_us(ground, ["t1", "t2"])
-    passed_us = ground.reports[-1].sent_us - first
-    now = held_us(ground, ["t1", "t2"])
-    assert sum(now.values()) - sum(before.values()) <= passed_us
-
-
 def test_one_that_is_paused_leaves_the_device_to_the_others_and_goes_on_later(ground):
     share(ground, {"t1": 1000, "t2": 1000, "t3": 1000}, params={"nap_s": 0.002})
     step = {}
@@ -94,26 +82,7 @@ def test_whoever_it_is_can_be_saved_and_cancelled(ground):
     for task in tasks:
         ground.cancel(task)
         ground.event(Stopped, task)
-    ground.until(lambda: not ground.supervisor.residents)
-    in_turns(ground)
-
-
-def test_who_does_not_share_waits_until_all_have_let_go(ground):
-    share(ground, {"t1": 1000, "t2": 1000}, params={"nap_s": 0.002})
-    ground.launch("t9", "jobs:Stamp", params={"nap_s": 0.002})
-    ground.until(
-        lambda: any(
-            r.task == "t9" and r.is_prepared for r in list(ground.supervisor.residents.values())
-        )
-    )
-    ground.pause("t1")
-    ground.event(Paused, "t1")
-    ground.steps("t2", ground.view("t2").step + 20)
-    assert not ground.all(Started, "t9")
-    ground.pause("t2")
-    ground.event(Started, "t9")
-    assert ground.all(Paused, "t2")
-    ground.steps("t9", 5)
+    ground.until(lambda: not ground.supervisor.lives.residents)
     in_turns(ground)
 
 
@@ -124,17 +93,6 @@ def test_a_stopping_worker_pauses_and_saves_all_of_them(grounds):
     for task in ("t1", "t2"):
         (paused,) = ground.all(Paused, task)
         assert ground.all(Saved, task)[-1].step == paused.step
-
-
-def test_without_answers_all_of_them_stop_and_go_on_with_them(grounds):
-    ground = grounds(lease_s=2.0, lease_margin_s=1.0, beat_s=0.3)
-    share(ground, {"t1": 1000, "t2": 1000}, params={"nap_s": 0.002})
-    ground.deaf = True
-    time.sleep(2.5)  # past the lease
-    ground.deaf = False
-    for task in ("t1", "t2"):
-        ground.steps(task, ground.view(task).step + 20)
-    in_turns(ground)
 
 
 def test_a_graph_that_takes_turns_ends_with_the_same_bits(ground, undisturbed):
@@ -153,20 +111,6 @@ def test_where_not_all_fit_the_best_served_gives_way(grounds):
     ground.launch("t3", "jobs:Stamp", beside=True, memory_bytes=3 * 2**29)
     ground.event(Started, "t3")
     assert len(ground.all(Paused, "t1") + ground.all(Paused, "t2")) == 1
-    in_turns(ground)
-
-
-def test_an_heir_has_one_turn_and_all_of_its_user_s_when_who_was_before_it_has_ended(ground):
-    params = {"nap_s": 0.002}
-    share(ground, {"t1": 1000, "t2": 3000}, params=params)
-    ground.launch("t2+", "jobs:Stamp", beside=True, params=params)
-    ground.event(Started, "t2+")
-    grown = grown_us(ground, ["t1", "t2", "t2+"])
-    assert grown["t2+"] <= TURN_US + 25_000  # and what its step and a busy machine add to it
-    ground.cancel("t2")
-    ground.event(Stopped, "t2")
-    grown = grown_us(ground, ["t1", "t2+"])
-    assert grown["t2+"] / sum(grown.values()) == pytest.approx(3 / 4, abs=0.08)
     in_turns(ground)
 
 

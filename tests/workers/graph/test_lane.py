@@ -114,7 +114,7 @@ def test_disturbed_it_ends_with_the_same_bits(seed: int, ground: Ground, slow: A
         images = paused_and_saved(ground, "t1", epoch)
         if dice.random() < 0.6:
             ground.drop.append(["t1", epoch])
-            ground.until(lambda: not ground.supervisor.residents)
+            ground.until(lambda: not ground.supervisor.lives.residents)
     assert ground.event(Finished, "t1", 7).result == slow, resumed
     assert {"fresh", "resident", "image"} >= set(resumed) > {"fresh"}
 
@@ -130,7 +130,7 @@ def test_a_killed_executor_is_the_end_of_its_launch_and_the_next_goes_on(
 ) -> None:
     launched(ground, "t1", SLOW, checkpoint_every_s=0.05, world_size=2)
     saved = ground.until(lambda: [e for e in ground.all(Saved, "t1", 1) if e.step > 0])[0]
-    (resident,) = ground.supervisor.residents.values()
+    (resident,) = ground.supervisor.lives.residents.values()
     os.kill(executors_of(resident.pid)[executor], signal.SIGKILL)
     failed = ground.event(Failed, "t1")
     assert failed.cause in ("exit", "exception")

@@ -23,10 +23,10 @@ from app.core.model.descriptor import BadDescriptor
 from app.core.model.messages import Failed, Finished, Paused, Saved, Started
 from tests.thoroughness import rest_long
 from tests.workers.conftest import BUNDLE, PRESET, ROOT, Ground
-from workers.device import resident
 from workers.graph import runner
 from workers.graph.runner import Loaded, NodeFailed, weigh
 from workers.hardware.accelerator import Accelerator
+from workers.process import untrusted
 from workers.residents.executor import Context
 
 spec = importlib.util.spec_from_file_location("nodes", BUNDLE / "nodes.py")
@@ -119,7 +119,7 @@ def test_it_tells_how_large_the_blocks_were_that_are_not_declared() -> None:
 def test_what_is_larger_than_any_memory_is_told_of_no_block() -> None:
     """Whoever hears of it would think that the process lies, and end it."""
     said = {"made_bytes": sizes(body(node("e", "expanded"), node("f", "first", "x=e.y")))}
-    assert resident.made_bytes(said) == said["made_bytes"] == {"f.y": 4}
+    assert untrusted.made_bytes(said) == said["made_bytes"] == {"f.y": 4}
 
 
 def test_what_is_known_is_weighed_again_only_after_a_long_node(
@@ -560,12 +560,12 @@ def test_outputs_leave_while_the_graph_runs_on(ground: Ground) -> None:
     two = body(node("a", "start"), long, both, node("l", "listed", "x=both.y"), a="a.y", l="l.y")
     launched(ground, "t1", two, outputs=["a"])
     ground.event(Started, "t1")
-    (resident,) = ground.supervisor.residents.values()
+    (resident,) = ground.supervisor.lives.residents.values()
     ground.until(lambda: "a" in resident.outputs)
     assert not ground.all(Finished, "t1")
     images = paused_and_saved(ground, "t1", 1)
     ground.drop.append(["t1", 1])
-    ground.until(lambda: not ground.supervisor.residents)
+    ground.until(lambda: not ground.supervisor.lives.residents)
     launched(ground, "t1", two, 2, outputs=["a"], images=images)
     finished = ground.event(Finished, "t1", 2)
     launched(ground, "t2", two, outputs=["a"])
@@ -591,7 +591,7 @@ def test_a_disturbed_graph_ends_with_the_same_bits(
         images = paused_and_saved(ground, "t1", epoch)
         if dice.random() < 0.6:
             ground.drop.append(["t1", epoch])
-            ground.until(lambda: not ground.supervisor.residents)
+            ground.until(lambda: not ground.supervisor.lives.residents)
     finished = ground.event(Finished, "t1", 7)
     assert finished.result == undisturbed, resumed
     assert finished.step == 2 * NAPS + 5
@@ -612,7 +612,7 @@ def paused_and_saved(ground: Ground, task: str, epoch: int) -> list[dict[str, ob
 def test_a_killed_graph_goes_on_from_its_checkpoint(ground: Ground, undisturbed: Any) -> None:
     launched(ground, "t1", SLOW, checkpoint_every_s=0.05)
     saved = ground.event(Saved, "t1")
-    (resident,) = ground.supervisor.residents.values()
+    (resident,) = ground.supervisor.lives.residents.values()
     os.kill(resident.pid, signal.SIGKILL)
     ground.event(Failed, "t1")
     launched(ground, "t1", SLOW, 2, images=[ground.image(saved)])

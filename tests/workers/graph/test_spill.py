@@ -336,7 +336,7 @@ def test_in_a_resident_it_is_paused_and_moved_like_any_other(executors: int, gro
             assert with_code < 2 * executors * BUDGET
             images = paused_and_saved(ground, "t1", epoch)
             ground.drop.append(["t1", epoch])
-            ground.until(lambda: not ground.supervisor.residents)
+            ground.until(lambda: not ground.supervisor.lives.residents)
     assert ground.event(Finished, "t1", 3).result == expected
 
 
@@ -345,4 +345,4 @@ def spilled(ground: Ground) -> int:
 
 
 def residents(ground: Ground) -> list[Resident]:
-    return list(ground.supervisor.residents.values())
+    return list(ground.supervisor.lives.residents.values())

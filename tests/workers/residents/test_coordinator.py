@@ -104,7 +104,7 @@ def test_it_is_put_back_from_its_checkpoint_with_the_same_bits(ground, undisturb
     saved = ground.event(Saved, "t1")
     for epoch in (2, 3):
         ground.drop.append(["t1", epoch - 1])
-        ground.until(lambda: not ground.supervisor.residents)
+        ground.until(lambda: not ground.supervisor.lives.residents)
         train(ground, epoch=epoch, images=[ground.image(saved)])
         started = ground.event(Started, "t1", epoch)
         assert (started.resumed, started.step) == ("image", saved.step)
@@ -120,7 +120,7 @@ def test_its_checkpoints_show_all_ranks_after_the_same_step(ground, undisturbed)
     ground.until(lambda: len(ground.all(Saved, "t1")) >= 2)
     saved = ground.all(Saved, "t1")[-1]
     ground.drop.append(["t1", 1])
-    ground.until(lambda: not ground.supervisor.residents)
+    ground.until(lambda: not ground.supervisor.lives.residents)
     train(ground, epoch=2, images=[ground.image(saved)])
     assert ground.event(Finished, "t1", 2).result == undisturbed
     assert ground.went_on_from(saved)
@@ -143,7 +143,7 @@ def test_cancel_ends_all_ranks(ground):
     ground.steps("t1", 2)
     ground.cancel("t1")
     ground.event(Stopped, "t1")
-    ground.until(lambda: not ground.supervisor.residents)
+    ground.until(lambda: not ground.supervisor.lives.residents)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_a_rank_that_ends_ends_the_gang_and_is_named(ground, entry, told):
     ground.launch("t1", entry, world_size=RANKS)
     failed = ground.event(Failed, "t1")
     assert failed.message == told
-    ground.until(lambda: not ground.supervisor.residents)
+    ground.until(lambda: not ground.supervisor.lives.residents)
 
 
 def test_it_stands_still_when_the_trust_ends_and_goes_on_with_it(grounds, undisturbed):
@@ -166,7 +166,7 @@ def test_it_stands_still_when_the_trust_ends_and_goes_on_with_it(grounds, undist
     ground.steps("t1", 2)
     ground.deaf = True
     time.sleep(2.8)
-    assert ground.supervisor.seat.is_still
+    assert ground.supervisor.lives.holder.is_still
     ground.deaf = False
     assert ground.event(Finished, "t1", timeout_s=40).result == undisturbed
 

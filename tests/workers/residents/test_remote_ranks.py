@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.workers.conftest import PRESET
-from workers.device.resident import Zygote
+from workers.device.zygote_handle import Zygote
 from workers.process import slab
 from workers.process.image_layout import laid_out
 from workers.process.sandbox import Room

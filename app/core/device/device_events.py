@@ -1,0 +1,325 @@
+"""The events that a device's state machine takes and the instructions that it gives.
+
+An event says what came: an order, an answer, a message of a resident, the end of a process, the
+time.  An instruction says what to do: send a word, kill a process, tell the island.  Both are
+values; `core.device.device_state` turns events into instructions, and the supervisor of a device
+(`workers.device.supervisor`) carries them out.
+
+A stay is named by its task and epoch, a process by a number that is never used again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from app.core.model.messages import Answer, Event, Launch, Order, Resize
+
+JSON = dict[str, Any]
+StayKey = tuple[str, int]  # task, epoch
+
+
+class DeviceEvent:
+    """Something that came to the device, and that may change the state of its stays."""
+
+
+class ProcessEvent(DeviceEvent):
+    """An event of one process; it changes nothing once that process has exited."""
+
+    process: int
+
+
+# --- from the island ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrderCame(DeviceEvent):
+    """An order arrived, perhaps again, late, or before an earlier order."""
+
+    order: Order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerCame(DeviceEvent):
+    answer: Answer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StayForgotten(DeviceEvent):
+    """The island has heard all of an ended stay."""
+
+    stay: StayKey
+
+
+# --- from the supervisor --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostsJoined(DeviceEvent):
+    """All hosts of the task's gang are connected."""
+
+    stay: StayKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostsMissed(DeviceEvent):
+    """A host of the task's gang did not connect in time; `told` says that to the owner."""
+
+    stay: StayKey
+    told: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskUnable(DeviceEvent):
+    """The task lacks something for good: its code, an image or an input.
+
+    `reason` is the kill reason of its process, if it has one.
+    """
+
+    stay: StayKey
+    cause: str
+    told: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropAsked(DeviceEvent):
+    """The supervisor gives up a stay without an event, to make room."""
+
+    stay: StayKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PauseAsked(DeviceEvent):
+    """The supervisor lets a task leave its slot without an order, to make room."""
+
+    stay: StayKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KillAsked(ProcessEvent):
+    process: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaveAsked(DeviceEvent):
+    """The device worker stops: every task is paused, and none is taken any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadlinesDue(DeviceEvent):
+    """Time has passed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotDue(DeviceEvent):
+    """A round ends: the slot changes hands if it should.
+
+    `is_short` says that a task waits for memory or for a place of a process.  `waiting` are the
+    tasks without a process that wait for it, `away` the processes with memory off the device.
+    """
+
+    is_short: bool = False
+    waiting: frozenset[str] = frozenset()
+    away: frozenset[int] = frozenset()
+
+
+# --- from a resident process ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessBegan(DeviceEvent):
+    """A new process begins a stay.
+
+    `saved_step` is the step of the durable image that it restores.
+    """
+
+    process: int
+    stay: StayKey
+    is_command: bool = False
+    saved_step: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessPrepared(ProcessEvent):
+    process: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessPaused(ProcessEvent):
+    """The process left the slot at a safe point.
+
+    `lacks` is the input that it waited for in vain, or empty; `is_lacking` tells whether that input
+    is still missing.
+    """
+
+    process: int
+    step: int
+    has_state: bool = True
+    lacks: str = ""
+    is_lacking: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessProgressed(ProcessEvent):
+    process: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessStood(ProcessEvent):
+    """The process stopped, as the time until which it may step has passed, or goes on."""
+
+    process: int
+    is_still: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessResized(ProcessEvent):
+    process: int
+    step: int
+    slots: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessConcluded(ProcessEvent):
+    """The process sent its final message: "finished", "failed" or "stopped"."""
+
+    process: int
+    step: int
+    word: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageKept(ProcessEvent):
+    """An image of the process became durable."""
+
+    process: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessExited(ProcessEvent):
+    process: int
+
+
+# --- instructions ---------------------------------------------------------------------------------
+
+
+class Instruction:
+    """Something that the supervisor does; it never decides whether."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenStay(Instruction):
+    """Keep a new stay of a launched task."""
+
+    launch: Launch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchInputs(Instruction):
+    """Fetch the task's code, inputs and image; then start a process."""
+
+    stay: StayKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContinueProcess(Instruction):
+    """Let the task's paused process go on as the new stay."""
+
+    process: int
+    stay: StayKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendWord(Instruction):
+    """Send a message to a process: pause, save, cancel, yield or look."""
+
+    process: int
+    word: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GiveSlot(Instruction):
+    """Give the slot to a process; `is_first` in its stay, after it could have begun `waited_us`
+    ago.
+    """
+
+    process: int
+    is_first: bool
+    waited_us: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KillProcess(Instruction):
+    """Kill a process; `why` is told in the log."""
+
+    process: int
+    reason: str
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TellIsland(Instruction):
+    """Report an event of a stay.  With `is_end`, the stay has ended."""
+
+    stay: StayKey
+    kind: type[Event]
+    details: Mapping[str, Any] = field(default_factory=dict)
+    is_end: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TellSaved(Instruction):
+    """Report the newest durable image of a process as that of its stay."""
+
+    process: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TellVerdict(Instruction):
+    """Report how the stay of a process ended: by its final message, or by the way it died."""
+
+    process: int
+    was_stopping: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropStay(Instruction):
+    """Release what the stay holds, and report nothing: the island sees that it is gone."""
+
+    stay: StayKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForgetStay(Instruction):
+    """Keep nothing of the stay, not even its events."""
+
+    stay: StayKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpectHosts(Instruction):
+    """Wait for the other hosts of the task's gang, at its launch or for a resize."""
+
+    stay: StayKey
+    slots: list[int]
+    how: JSON
+    resize: Resize | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForgetHosts(Instruction):
+    stay: StayKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportSoon(Instruction):
+    """Send a report: at once if something happened, else with the next chatter."""
+
+    is_urgent: bool

@@ -1,0 +1,119 @@
+"""What a device's state machine keeps of each stay and of each process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from app.core.device.stay_state import OVER, StayState
+from app.core.model.messages import Launch, Order, Resize
+
+
+@dataclass(slots=True, eq=False)
+class StayRecord:
+    """One epoch of one task on the device.
+
+    A stay `is_confirmed` once the island answered "keep" to a report that named it, or if its order
+    was so fresh that this is the only possible answer.  Only a confirmed stay may take the slot, so
+    that a late order runs nothing.
+    """
+
+    task: str
+    epoch: int
+    arrived_us: int = 0
+    budget_us: int = 0  # of slot time
+    is_remote: bool = False  # remote ranks; their coordinator host reports for them
+    state: StayState = StayState.SEATING
+    is_confirmed: bool = False
+    is_linked: bool = True  # all hosts of its gang are connected
+    step: int = 0
+    order_seq: int = 1  # the highest order that was obeyed
+    # seq -> order that arrived before an earlier one
+    early: dict[int, Order] = field(default_factory=dict)
+    process: ProcessRecord | None = None
+    successor: str = ""  # the task that this one yields to; it may prepare first
+    yield_by_us: int | None = None  # when it yields at the latest
+    is_moving: bool = False  # another device waits for its image
+    launch_slots: list[int] = field(default_factory=lambda: [1])  # that it is to begin on
+    slots: list[int] = field(default_factory=lambda: [1])  # slots of its ranks, by host
+    wanted: Resize | None = None  # an ordered resize that is not done yet
+    slot_since_us: int | None = None
+    before_us: int = 0  # slot time of its earlier slices
+
+    @classmethod
+    def of(cls, launch: Launch, now_us: int) -> StayRecord:
+        is_remote = launch.host > 0
+        return cls(
+            task=launch.task,
+            epoch=launch.epoch,
+            arrived_us=now_us,
+            budget_us=launch.budget_us,
+            is_remote=is_remote,
+            is_linked=is_remote or len(launch.seats) == 1,
+            order_seq=launch.seq,
+            launch_slots=launch.seats,
+        )
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.task, self.epoch
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in OVER
+
+    @property
+    def is_between_slices(self) -> bool:
+        """True while another task that shares the device has its slice."""
+        return self.state == StayState.RUNNING and self.slot_since_us is None
+
+    @property
+    def is_started(self) -> bool:
+        """True if the stay has had the slot."""
+        return self.slot_since_us is not None or self.before_us > 0
+
+    def held_us(self, now_us: int) -> int:
+        since_us = 0 if self.slot_since_us is None else now_us - self.slot_since_us
+        return self.before_us + since_us
+
+
+@dataclass(slots=True, eq=False)
+class ProcessRecord:
+    """A resident process.
+
+    `kill_reason` is why it is killed, or empty.  Its first reason counts.
+    """
+
+    id: int
+    task: str
+    stay: StayRecord
+    deadline_us: int  # until when it must be prepared
+    is_command: bool = False
+    is_prepared: bool = False
+    is_away: bool = False  # its memory is off the device, or not granted yet
+    yields: bool = False  # it was told that its slice is over
+    is_still: bool = False  # the device's trust has ended, and it has stopped
+    has_state: bool = False  # it has had the slot, so it has state to lose
+    saved_step: int | None = None  # of its newest durable image
+    paused_us: int = 0
+    kill_us: int | None = None  # when its grace period after a cancel ends
+    kill_reason: str = ""
+
+    @property
+    def is_kept(self) -> bool:
+        """True if its state is durable, as far as possible; for a command that is its working
+        folder.
+        """
+        return not self.has_state or self.saved_step == self.stay.step
+
+    @property
+    def may_begin(self) -> bool:
+        """True if the process may take the slot for the first time in its stay."""
+        stay = self.stay
+        return (
+            stay.state == StayState.SEATING
+            and stay.is_confirmed
+            and stay.is_linked
+            and self.is_prepared
+            and not self.is_away
+            and not self.kill_reason
+        )

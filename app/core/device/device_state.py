@@ -1,0 +1,600 @@
+"""Decides what a device does, without a device: events in, instructions out.
+
+The machine has all stays and processes of the device, its slot, its lease, and the turns of tasks
+that share it.  The supervisor (`workers.device.supervisor`) gives it every event with the present
+time, and carries out its instructions in their order.  The machine does no I/O and reads no clock.
+
+What holds after every event (`validate`; tests/core/device):
+* At most one process has the slot.  It got the slot while the device's lease was trusted, and in a
+  stay that the island had confirmed.
+* A stale or repeated order or answer changes nothing.
+* A stay is over once: it reports one end, or it is dropped without a report.
+* A process has one kill reason, and gets no word after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from app.core.device.device_events import (
+    AnswerCame,
+    ContinueProcess,
+    DeadlinesDue,
+    DeviceEvent,
+    DropAsked,
+    DropStay,
+    ExpectHosts,
+    FetchInputs,
+    ForgetHosts,
+    ForgetStay,
+    GiveSlot,
+    HostsJoined,
+    HostsMissed,
+    ImageKept,
+    Instruction,
+    KillAsked,
+    KillProcess,
+    LeaveAsked,
+    OpenStay,
+    OrderCame,
+    PauseAsked,
+    ProcessBegan,
+    ProcessConcluded,
+    ProcessEvent,
+    ProcessExited,
+    ProcessPaused,
+    ProcessPrepared,
+    ProcessProgressed,
+    ProcessResized,
+    ProcessStood,
+    ReportSoon,
+    SendWord,
+    SlotDue,
+    StayForgotten,
+    StayKey,
+    TaskUnable,
+    TellIsland,
+    TellSaved,
+    TellVerdict,
+)
+from app.core.device.device_records import ProcessRecord, StayRecord
+from app.core.device.lease import Lease
+from app.core.device.slot_turns import SlotTurns
+from app.core.device.stay_state import StayMove, StayState, state_after
+from app.core.model import messages
+from app.core.model.messages import Answer, Cancel, Launch, Order, Pause, Resize, Save
+from app.core.scheduling.turns import Rota
+
+PREPARE_US = 120_000_000  # limit to import a tenant's code and restore its image
+HANDOVER_US = 2_000_000  # how long a successor may prepare while its predecessor still runs
+REMEMBERED = 10_000  # tasks with a known newest launch; the island stops older epochs
+
+#: Kill reasons without an event: the island sees that the resident is gone.
+SILENT_REASONS = frozenset(
+    {"evicted", "dropped", "replaced", "lease", "zygote", "leaving", "unfetched"}
+)
+
+
+class DeviceMachine:
+    """Holds the state of one device; `handle` is the only method that changes it."""
+
+    def __init__(
+        self, device: str, incarnation: str, *, lease_margin_us: int, stop_grace_us: int
+    ) -> None:
+        self.device, self.incarnation = device, incarnation
+        self.lease_margin_us, self.stop_grace_us = lease_margin_us, stop_grace_us
+        self.lease = Lease()
+        self.stays: dict[StayKey, StayRecord] = {}
+        self.processes: dict[int, ProcessRecord] = {}
+        self.newest: dict[str, tuple[int, int]] = {}  # task -> epoch and seq of its latest Launch
+        self.slot = SlotTurns(self.stays, self.processes)
+        self.is_leaving = False
+        self._out: list[Instruction] = []
+        self._handlers: dict[type[DeviceEvent], Callable[[Any, int], None]] = {
+            OrderCame: self._order_came,
+            AnswerCame: self._answer_came,
+            StayForgotten: self._stay_forgotten,
+            HostsJoined: self._hosts_joined,
+            HostsMissed: self._hosts_missed,
+            TaskUnable: self._task_unable,
+            DropAsked: self._drop_asked,
+            PauseAsked: self._pause_asked,
+            KillAsked: self._kill_asked,
+            LeaveAsked: self._leave_asked,
+            DeadlinesDue: self._deadlines_due,
+            SlotDue: self._slot_due,
+            ProcessBegan: self._process_began,
+            ProcessPrepared: self._process_prepared,
+            ProcessPaused: self._process_paused,
+            ProcessProgressed: self._process_progressed,
+            ProcessStood: self._process_stood,
+            ProcessResized: self._process_resized,
+            ProcessConcluded: self._process_concluded,
+            ImageKept: self._image_kept,
+            ProcessExited: self._process_exited,
+        }
+
+    def handle(self, event: DeviceEvent, now_us: int) -> list[Instruction]:
+        """Take one event; return what is to be done about it."""
+        if isinstance(event, ProcessEvent) and event.process not in self.processes:
+            return []  # the process has exited
+        self._handlers[type(event)](event, now_us)
+        out, self._out = self._out, []
+        return out
+
+    # --- looking ---
+
+    def living(self, task: str) -> ProcessRecord | None:
+        """Return the task's living process, if any.
+
+        Remote ranks don't count, as they end with their coordinator host.
+        """
+        alive = (p for p in self.processes.values() if p.task == task and not p.kill_reason)
+        return next((p for p in alive if not p.stay.is_remote), None)
+
+    def accepts(self, launch: Launch) -> bool:
+        """True if the launch is for this process of the device and newer than any before."""
+        is_ours = launch.incarnation in ("", self.incarnation)
+        is_new = (launch.epoch, launch.seq) > self.newest.get(launch.task, (0, 0))
+        return is_ours and is_new and not self.is_leaving
+
+    def is_fresh(self, answer: Answer) -> bool:
+        """True if the answer is for this process and newer than any before.
+
+        A newer answer has said all that still holds, so a late or repeated answer changes nothing.
+        """
+        is_ours = (answer.device, answer.incarnation) == (self.device, self.incarnation)
+        return is_ours and answer.sent_us > self.lease.answered_us
+
+    def due_us(self, now_us: int) -> int | None:
+        """Return when time alone changes something, or None."""
+        alive = [process for process in self.processes.values() if not process.kill_reason]
+        due = [process.kill_us for process in alive if process.kill_us is not None]
+        due += [process.deadline_us for process in alive if not process.is_prepared]
+        due += [s.yield_by_us for s in self.stays.values() if s.yield_by_us is not None]
+        holder = self.slot.holder
+        if holder is not None and not holder.kill_reason:
+            due.append(now_us + holder.stay.budget_us - holder.stay.held_us(now_us))
+            due += [] if holder.is_still else [self.lease.ends_us]
+            due += [] if (turn_us := self.slot.due_us()) is None else [turn_us]
+        return min(due, default=None)
+
+    # --- orders ---
+
+    def _order_came(self, event: OrderCame, now_us: int) -> None:
+        order = event.order
+        if isinstance(order, Launch):
+            if self.accepts(order):
+                self._launch(order, now_us)
+            return
+        stay = self.stays.get((order.task, order.epoch))
+        if stay is None or order.seq <= stay.order_seq:
+            return  # unknown as yet (the island resends it), or already obeyed
+        if isinstance(order, Cancel):
+            stay.order_seq = order.seq  # orders that it overtook no longer matter
+            self._cancel(stay, now_us)
+            return
+        stay.early[order.seq] = order
+        while (following := stay.early.pop(stay.order_seq + 1, None)) is not None:
+            stay.order_seq += 1
+            self._obey(stay, following, now_us)
+
+    def _launch(self, launch: Launch, now_us: int) -> None:
+        self.newest.pop(launch.task, None)
+        self.newest[launch.task] = launch.epoch, launch.seq
+        if len(self.newest) > REMEMBERED:
+            del self.newest[next(iter(self.newest))]
+        stay = StayRecord.of(launch, now_us)
+        # So fresh that the island could only answer "keep".
+        stay.is_confirmed = (
+            launch.incarnation == self.incarnation and now_us < launch.surely_until_us
+        )
+        before = self.living(launch.task)
+        for older in self._without_process(launch.task):
+            self._drop(older, "replaced")
+        self.stays[stay.key] = stay
+        self._say(OpenStay(launch=launch))
+        # The island sends a co-located task its share only after a report that names the task.
+        self._say(ReportSoon(is_urgent=not stay.is_confirmed or launch.beside))
+        if not stay.is_remote:
+            self._say(ExpectHosts(stay=stay.key, slots=launch.seats, how=launch.links))
+        if before is not None and _can_go_on(before, launch):
+            self._continue(before, stay)
+            return
+        if before is not None:
+            self._drop(before.stay, "replaced")
+        self._say(FetchInputs(stay=stay.key))
+
+    def _without_process(self, task: str) -> list[StayRecord]:
+        """Return the stays of the task that are being fetched."""
+        seating = (s for s in self.stays.values() if s.state == StayState.SEATING)
+        return [s for s in seating if s.task == task and s.process is None and not s.is_remote]
+
+    def _continue(self, process: ProcessRecord, stay: StayRecord) -> None:
+        before, stay.step = process.stay, process.stay.step
+        self._move(before, StayMove.CONTINUE)
+        process.stay, stay.process = stay, process
+        self._say(ContinueProcess(process=process.id, stay=stay.key))
+
+    def _obey(self, stay: StayRecord, order: Order, now_us: int) -> None:
+        if isinstance(order, Pause) and order.successor and stay.state == StayState.RUNNING:
+            stay.successor, stay.yield_by_us = order.successor, now_us + HANDOVER_US
+            self._say(ReportSoon(is_urgent=False))  # its Paused event follows soon
+            return
+        self._say(ReportSoon(is_urgent=True))
+        if isinstance(order, Pause):
+            stay.is_moving = order.moves
+            self._pause(stay, now_us)
+        elif isinstance(order, Save):
+            self._save(stay)
+        elif isinstance(order, Resize) and stay.state == StayState.RUNNING:
+            stay.wanted = order
+            self._say(ExpectHosts(stay=stay.key, slots=order.seats, how=order.links, resize=order))
+
+    def _pause(self, stay: StayRecord, now_us: int) -> None:
+        process = stay.process
+        self._say(ForgetHosts(stay=stay.key))
+        if stay.state == StayState.RUNNING and process is not None:
+            is_between_slices = stay.is_between_slices
+            self._move(stay, StayMove.PAUSE)
+            self._send(process, "pause")
+            if stay.is_moving:
+                self._send(process, "save")  # without delay, as another device waits for it
+            if is_between_slices:
+                self._paused(process, now_us)
+        elif stay.state == StayState.SEATING and process is None:
+            self._say(TellIsland(stay=stay.key, kind=messages.Paused))
+            self._drop(stay, "dropped")
+        elif stay.state == StayState.SEATING and process is not None:
+            self._move(stay, StayMove.PAUSE)
+            if process.is_prepared:
+                self._paused(process, now_us)
+
+    def _paused(self, process: ProcessRecord, now_us: int, lacks: str = "") -> None:
+        stay = process.stay
+        self._move(stay, StayMove.PAUSED)
+        process.paused_us = now_us
+        self._say(TellIsland(stay=stay.key, kind=messages.Paused, details={"lacks": lacks}))
+        if process.saved_step == stay.step:
+            self._say(TellSaved(process=process.id))
+        self._let_hosts_go(process)
+        self._say(ReportSoon(is_urgent=True))
+
+    def _save(self, stay: StayRecord) -> None:
+        process = stay.process
+        if process is None or stay.state not in (StayState.RUNNING, StayState.PAUSED):
+            return  # a Pause in progress also saves
+        if stay.state == StayState.PAUSED and process.saved_step == stay.step:
+            self._say(TellSaved(process=process.id))
+        else:
+            self._send(process, "save")
+
+    def _cancel(self, stay: StayRecord, now_us: int) -> None:
+        self._say(ReportSoon(is_urgent=True))
+        if stay.is_over:
+            return
+        self._say(ForgetHosts(stay=stay.key))
+        process = stay.process
+        if process is None:
+            self._end(stay, messages.Stopped)
+            return
+        if stay.state != StayState.STOPPING:
+            self._move(stay, StayMove.CANCEL)
+        if self.slot.holder is process:
+            self._send(process, "cancel")
+            process.kill_us = now_us + self.stop_grace_us
+        else:
+            self._kill(process, "cancel")
+
+    # --- answers ---
+
+    def _answer_came(self, event: AnswerCame, now_us: int) -> None:
+        answer = event.answer
+        if not self.is_fresh(answer):
+            return
+        for task, epoch in answer.drop:  # first of all: they may run elsewhere by now
+            self._drop_stale(task, epoch)
+        for task, epoch in answer.keep:
+            if (task, epoch) in self.stays:
+                self.stays[task, epoch].is_confirmed = True
+        self.lease = self.lease.after(answer, margin_us=self.lease_margin_us)
+        if answer.rota is not None:
+            self.slot.rota = Rota.of(answer.rota)
+        if self.slot.holder is not None and self.slot.holder.is_still:
+            self._send(self.slot.holder, "look")
+
+    def _drop_stale(self, task: str, epoch: int) -> None:
+        stay = self.stays.get((task, epoch))
+        if stay is not None:
+            if not stay.is_over:
+                self._drop(stay, "dropped")
+            self._forget((task, epoch))
+        for process in self.processes.values():  # remote ranks that another device has replaced
+            if process.stay.is_remote and process.stay.key == (task, epoch):
+                self._kill(process, "dropped")
+
+    def _stay_forgotten(self, event: StayForgotten, now_us: int) -> None:
+        stay = self.stays.get(event.stay)
+        if stay is not None and stay.is_over:
+            self._forget(event.stay)
+
+    def _forget(self, key: StayKey) -> None:
+        del self.stays[key]
+        self._say(ForgetStay(stay=key))
+
+    # --- requests of the supervisor ---
+
+    def _hosts_joined(self, event: HostsJoined, now_us: int) -> None:
+        stay = self.stays.get(event.stay)
+        if stay is None:
+            return
+        stay.is_linked = True
+        if stay.wanted is not None and stay.process is not None:
+            self._send(stay.process, "resize")
+
+    def _hosts_missed(self, event: HostsMissed, now_us: int) -> None:
+        stay = self.stays.get(event.stay)
+        if stay is None:
+            return
+        self._say(ForgetHosts(stay=stay.key), ReportSoon(is_urgent=True))
+        if stay.wanted is not None:
+            stay.wanted = None
+            slots = {"seats": stay.slots}
+            self._say(TellIsland(stay=stay.key, kind=messages.Resized, details=slots))
+        elif stay.state == StayState.SEATING:
+            self._fail(stay, "host", event.told, "unlinked")
+
+    def _task_unable(self, event: TaskUnable, now_us: int) -> None:
+        stay = self.stays.get(event.stay)
+        if stay is not None and not stay.is_over:
+            self._fail(stay, event.cause, event.told, event.reason)
+
+    def _drop_asked(self, event: DropAsked, now_us: int) -> None:
+        stay = self.stays.get(event.stay)
+        if stay is not None and not stay.is_over:
+            self._drop(stay, event.reason)
+
+    def _pause_asked(self, event: PauseAsked, now_us: int) -> None:
+        stay = self.stays.get(event.stay)
+        if stay is not None:
+            self._pause(stay, now_us)
+
+    def _kill_asked(self, event: KillAsked, now_us: int) -> None:
+        self._kill(self.processes[event.process], event.reason)
+
+    def _leave_asked(self, event: LeaveAsked, now_us: int) -> None:
+        self.is_leaving = True
+        for stay in list(self.stays.values()):
+            if stay.state == StayState.SEATING:
+                self._drop(stay, "leaving")
+            elif stay.state == StayState.RUNNING:
+                self._pause(stay, now_us)
+
+    # --- time ---
+
+    def _deadlines_due(self, event: DeadlinesDue, now_us: int) -> None:
+        for process in list(self.processes.values()):
+            if process.kill_us is not None and now_us >= process.kill_us:
+                self._kill(process, "cancel")
+            elif not process.is_prepared and now_us >= process.deadline_us:
+                self._kill(process, "slow")
+        holder = self.slot.holder
+        if holder is None:
+            return
+        if holder.stay.held_us(now_us) >= holder.stay.budget_us:
+            self._kill(holder, "max_duration")
+        elif now_us >= self.lease.ends_us and not holder.is_still:
+            self._kill(holder, "lease")
+
+    def _slot_due(self, event: SlotDue, now_us: int) -> None:
+        for process in self.processes.values():
+            process.is_away = process.id in event.away
+        self._give_way(event, now_us)
+        if self.slot.holder is not None and self.slot.is_turn_over(now_us):
+            self.slot.holder.yields = True
+            self._send(self.slot.holder, "yield")
+        self._fill_slot(now_us)
+
+    def _give_way(self, event: SlotDue, now_us: int) -> None:
+        """Pause the task in the slot once its successor is ready, is stuck, or is out of time."""
+        for stay in list(self.stays.values()):
+            if stay.yield_by_us is None:
+                continue
+            if now_us >= stay.yield_by_us or self._is_ready_or_stuck(stay.successor, event):
+                stay.yield_by_us = None
+                if stay.state == StayState.RUNNING:
+                    self._pause(stay, now_us)
+
+    def _is_ready_or_stuck(self, task: str, event: SlotDue) -> bool:
+        if task in event.waiting:
+            return event.is_short  # stuck until the task in the slot yields its memory
+        process = self.living(task)
+        if process is None or process.stay.state != StayState.SEATING:
+            return False  # its Launch has not arrived yet, or it was dropped
+        if process.is_away:
+            return event.is_short
+        return process.is_prepared and process.stay.is_confirmed
+
+    def _fill_slot(self, now_us: int) -> None:
+        if self.slot.holder is not None or now_us >= self.lease.trusted_until_us:
+            return
+        process = self.slot.next_process(now_us)
+        if process is None:
+            return
+        stay = process.stay
+        is_first = not stay.is_between_slices
+        waited_us = now_us - max(self.slot.free_since_us, stay.arrived_us) if is_first else 0
+        if is_first:
+            self._move(stay, StayMove.BEGIN)
+            stay.slots, process.has_state = stay.launch_slots, True
+        self.slot.take(process, now_us)
+        self._say(GiveSlot(process=process.id, is_first=is_first, waited_us=waited_us))
+
+    # --- processes ---
+
+    def _process_began(self, event: ProcessBegan, now_us: int) -> None:
+        stay = self.stays[event.stay]
+        process = ProcessRecord(event.process, stay.task, stay, now_us + PREPARE_US)
+        process.is_command, process.saved_step = event.is_command, event.saved_step
+        self.processes[process.id] = stay.process = process
+
+    def _process_prepared(self, event: ProcessPrepared, now_us: int) -> None:
+        process = self.processes[event.process]
+        if process.is_prepared:
+            self._reject(process, "prepared twice")
+            return
+        process.is_prepared, process.stay.step = True, event.step
+        if process.stay.state == StayState.PAUSING:
+            self._paused(process, now_us)
+
+    def _process_progressed(self, event: ProcessProgressed, now_us: int) -> None:
+        process = self.processes[event.process]
+        if self.slot.holder is process:
+            process.stay.step = event.step
+        else:
+            self._reject(process, "progress without a slot")
+
+    def _process_stood(self, event: ProcessStood, now_us: int) -> None:
+        self.processes[event.process].is_still = event.is_still
+
+    def _process_paused(self, event: ProcessPaused, now_us: int) -> None:
+        process = self.processes[event.process]
+        stay, lacks = process.stay, event.lacks
+        may = {StayState.PAUSING, StayState.STOPPING}
+        may |= {StayState.RUNNING} if stay.is_remote or process.yields or lacks else set()
+        if self.slot.holder is not process or (stay.state not in may and not stay.is_over):
+            self._reject(process, "paused without being told to")
+            return
+        stay.step, process.has_state = event.step, event.has_state
+        process.is_still = process.yields = False
+        self.slot.free(process, now_us)
+        if stay.state == StayState.STOPPING:
+            self._kill(process, "cancel")
+        elif stay.state == StayState.PAUSING or stay.is_remote:
+            self._paused(process, now_us)
+        elif lacks and event.is_lacking:  # else the input has just come: as after a slice
+            self._paused(process, now_us, lacks)
+
+    def _process_resized(self, event: ProcessResized, now_us: int) -> None:
+        process = self.processes[event.process]
+        stay, slots = process.stay, event.slots
+        if self.slot.holder is not process or stay.wanted is None or slots != stay.wanted.seats:
+            self._reject(process, f"it is on {slots} slots")
+            return
+        stay.step, stay.slots, stay.wanted = event.step, slots, None
+        self._say(TellIsland(stay=stay.key, kind=messages.Resized, details={"seats": slots}))
+        self._say(ReportSoon(is_urgent=True))
+
+    def _process_concluded(self, event: ProcessConcluded, now_us: int) -> None:
+        process = self.processes[event.process]
+        stay = process.stay
+        if event.word == "stopped" and stay.state != StayState.STOPPING:
+            self._reject(process, "stopped without being told to")
+            return
+        stay.step = event.step  # its end is reported when the process has exited
+
+    def _image_kept(self, event: ImageKept, now_us: int) -> None:
+        process = self.processes[event.process]
+        process.saved_step = event.step
+        self._let_hosts_go(process)
+
+    def _process_exited(self, event: ProcessExited, now_us: int) -> None:
+        process = self.processes.pop(event.process)
+        stay = process.stay
+        self.slot.free(process, now_us)
+        if stay.is_over:
+            return
+        is_silent = stay.state == StayState.PAUSED or stay.is_remote
+        if is_silent or process.kill_reason in SILENT_REASONS:
+            process.kill_reason = process.kill_reason or "exited"  # it needs no kill
+            self._drop(stay, process.kill_reason)
+        else:
+            self._conclude(process)
+
+    # --- moves ---
+
+    def _say(self, *instructions: Instruction) -> None:
+        self._out += instructions
+
+    def _send(self, process: ProcessRecord, word: str) -> None:
+        if not process.kill_reason:
+            self._say(SendWord(process=process.id, word=word))
+
+    def _move(self, stay: StayRecord, move: StayMove) -> None:
+        stay.state = state_after(stay.state, move)
+
+    def _kill(self, process: ProcessRecord, reason: str, why: str = "") -> None:
+        if not process.kill_reason:
+            process.kill_reason = reason
+            self._say(KillProcess(process=process.id, reason=reason, why=why))
+
+    def _reject(self, process: ProcessRecord, why: str) -> None:
+        """Kill a process that sent a message that no genuine resident sends."""
+        self._kill(process, "nonsense", why)
+
+    def _drop(self, stay: StayRecord, reason: str) -> None:
+        """End the stay without an event; its process is killed."""
+        if stay.state != StayState.DROPPED:
+            self._move(stay, StayMove.DROP)
+            self._say(DropStay(stay=stay.key), ReportSoon(is_urgent=True))
+        if stay.process is not None and stay.process.stay is stay:
+            self._kill(stay.process, reason)
+
+    def _end(self, stay: StayRecord, kind: type[messages.Event], **details: Any) -> None:
+        self._move(stay, StayMove.END)
+        self._say(TellIsland(stay=stay.key, kind=kind, details=details, is_end=True))
+        self._say(ReportSoon(is_urgent=True))
+
+    def _fail(self, stay: StayRecord, cause: str, told: str, reason: str) -> None:
+        self._end(stay, messages.Failed, cause=cause, message=told)
+        if stay.process is not None and stay.process.stay is stay:
+            self._kill(stay.process, reason)
+
+    def _conclude(self, process: ProcessRecord) -> None:
+        was_stopping = process.stay.state == StayState.STOPPING
+        self._move(process.stay, StayMove.END)
+        verdict = TellVerdict(process=process.id, was_stopping=was_stopping)
+        self._say(verdict, ReportSoon(is_urgent=True))
+
+    def _let_hosts_go(self, process: ProcessRecord) -> None:
+        """End a paused multi-host gang with a durable image, to free memory on the other hosts."""
+        stay = process.stay
+        if stay.state == StayState.PAUSED and len(stay.slots) > 1 and process.is_kept:
+            self._drop(stay, "evicted")
+
+    # --- what always holds ---
+
+    def validate(self) -> None:
+        """Raise AssertionError if an invariant is broken; tests call it after each event."""
+        for key, stay in self.stays.items():
+            assert key == stay.key, (key, stay)
+            _validate_stay(stay, self.slot.holder)
+        for id, process in self.processes.items():
+            assert id == process.id, (id, process)
+            assert process.stay.process is process, process
+        if self.slot.holder is not None:
+            assert self.processes.get(self.slot.holder.id) is self.slot.holder, self.slot.holder
+            assert self.slot.holder.stay.slot_since_us is not None, self.slot.holder
+        alive = [p.task for p in self.processes.values() if not p.kill_reason]
+        assert len(alive) == len(set(alive)), f"a task has two processes: {alive}"
+
+
+def _can_go_on(process: ProcessRecord, launch: Launch) -> bool:
+    """True if the process's state in memory is at least as new as the newest checkpoint."""
+    newest_step = launch.images[0]["step"] if launch.images else 0
+    return process.stay.state == StayState.PAUSED and process.stay.step >= newest_step
+
+
+def _validate_stay(stay: StayRecord, holder: ProcessRecord | None) -> None:
+    has_slot = holder is not None and holder.stay is stay
+    assert (stay.slot_since_us is not None) == has_slot, stay
+    if stay.state == StayState.SEATING:
+        assert not stay.is_started, stay
+    if stay.state in (StayState.SEATING, StayState.PAUSED):
+        assert not has_slot, stay
+    if stay.state in (StayState.RUNNING, StayState.PAUSED, StayState.STOPPING):
+        assert stay.process is not None, stay
+        assert stay.process.stay is stay, stay
+    if stay.is_started:
+        assert stay.is_confirmed, stay

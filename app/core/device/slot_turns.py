@@ -1,0 +1,100 @@
+"""Gives the slot of a device to one process at a time, in turns where several tasks share it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from app.core.device.device_events import StayKey
+from app.core.device.device_records import ProcessRecord, StayRecord
+from app.core.device.stay_state import StayState
+from app.core.scheduling.turns import TURN_US, Rota
+
+
+class SlotTurns:
+    """Chooses among the processes of a device, which is shared with its machine.
+
+    `rota` has the shares of the newest answer; it is empty unless several tasks take turns.
+    """
+
+    def __init__(
+        self, stays: Mapping[StayKey, StayRecord], processes: Mapping[int, ProcessRecord]
+    ) -> None:
+        self.stays, self.processes = stays, processes
+        self.holder: ProcessRecord | None = None  # the process that has the slot
+        self.free_since_us = 0
+        self.rota = Rota({})
+        self.turn_over_us = 0
+
+    def take(self, process: ProcessRecord, now_us: int) -> None:
+        self.holder, self.turn_over_us = process, now_us + TURN_US
+        process.is_still, process.stay.slot_since_us = False, now_us
+
+    def free(self, process: ProcessRecord, now_us: int) -> None:
+        """Free the slot if the process has it."""
+        if self.holder is process:
+            stay = process.stay
+            stay.before_us, stay.slot_since_us = stay.held_us(now_us), None
+            self.holder, self.free_since_us = None, now_us
+
+    def sharers(self) -> list[ProcessRecord]:
+        """Return the processes that share the device by the newest answer, and can run."""
+        return [
+            process
+            for process in self.processes.values()
+            if self.rota.has(*process.stay.key)
+            and not process.kill_reason
+            and (process.stay.state == StayState.RUNNING or process.may_begin)
+        ]
+
+    def shared_us(self, now_us: int) -> dict[str, int]:
+        """Return the slot time of each task that shares the device, even if it cannot run now."""
+        return {
+            task: stay.held_us(now_us)
+            if (stay := self.stays.get((task, share.epoch)))
+            else share.held_us
+            for task, share in self.rota.shares.items()
+        }
+
+    def best_served(self, tasks: Collection[str], now_us: int) -> str:
+        """Return the task that would get its turn last; a standby task goes before all others."""
+        standby = [task for task in tasks if self.rota.is_heir(task)]
+        return self.rota.most_of(standby or tasks, self.shared_us(now_us))
+
+    def is_turn_over(self, now_us: int) -> bool:
+        """True if another task is to have the slot now."""
+        holder = self.holder
+        if holder is None or holder.yields or now_us < self.turn_over_us:
+            return False
+        if holder.stay.state != StayState.RUNNING or not (rivals := self._rivals()):
+            return False
+        if self.rota.next_of(rivals, self.shared_us(now_us)) != holder.task:
+            return True
+        self.turn_over_us = now_us + TURN_US
+        return False
+
+    def next_process(self, now_us: int) -> ProcessRecord | None:
+        """Return the next process for the slot; tasks that share the device go before all
+        others.
+        """
+        here = self.processes.values()
+        off = [p for p in here if p.stay.is_between_slices and not p.kill_reason]
+        if not off:
+            ready = (p for p in here if p.may_begin)
+            return min(ready, key=lambda p: p.stay.arrived_us, default=None)
+        sharers = {p.task: p for p in self.sharers()}
+        if not sharers:
+            return off[0]  # an answer on its way may name one task less, but never none
+        return sharers[self.rota.next_of(sharers, self.shared_us(now_us))]
+
+    def due_us(self) -> int | None:
+        """Return when the turn of the process in the slot ends, if another task waits for it."""
+        asks = self.holder is not None and not self.holder.yields and self._rivals()
+        return self.turn_over_us if asks else None
+
+    def _rivals(self) -> list[str]:
+        """Return the tasks that share the device with the task in the slot, itself included; else
+        none.
+        """
+        tasks = [process.task for process in self.sharers()]
+        holder = self.holder
+        return tasks if holder is not None and holder.task in tasks and len(tasks) > 1 else []

@@ -1,0 +1,105 @@
+"""Keeps the log lines of a task on this device until the island has them."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+JSON = dict[str, Any]
+
+LINE_LIMIT_BYTES = 8 * 1024
+# kept per stay until acknowledged; the rest is dropped and reported as dropped
+LOG_LIMIT_BYTES = 1 * 2**20
+LAST_LINES = 20  # of stderr, the detail of a failed command
+
+
+class Log:
+    """Keeps the unacknowledged log lines of one stay, numbered from 0."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[tuple[str, str]] = deque()
+        self.first = 0  # number of the first line in `waiting`
+        self.held_bytes = 0
+        self.dropped = 0
+        self.last = deque[str](maxlen=LAST_LINES)  # last lines of stderr, acknowledged or not
+        self._open = {"stdout": b"", "stderr": b""}  # incomplete last lines
+
+    @property
+    def is_full(self) -> bool:
+        return self.held_bytes >= LOG_LIMIT_BYTES
+
+    def write(self, stream: str, data: bytes) -> None:
+        if self.is_full:  # lines of a flood are only counted
+            self.dropped += data.count(b"\n")
+            if b"\n" in data:
+                self._open[stream] = b""
+            data = data[data.rfind(b"\n") + 1 :]
+        *whole, rest = (self._open[stream] + data).split(b"\n")
+        for line in whole:
+            self._add(stream, _last_frame(line))
+        rest = _last_frame(rest)
+        while len(rest) > LINE_LIMIT_BYTES:
+            self._add(stream, rest[:LINE_LIMIT_BYTES])
+            rest = rest[LINE_LIMIT_BYTES:]
+        self._open[stream] = rest
+
+    def end(self) -> None:
+        """Add the incomplete last lines as lines."""
+        for stream, rest in self._open.items():
+            if rest:
+                self._add(stream, rest)
+            self._open[stream] = b""
+        self._say_what_was_dropped()
+
+    def acknowledged(self, next_line: int) -> None:
+        while self.waiting and self.first < next_line:
+            stream, text = self.waiting.popleft()
+            self.held_bytes -= _line_bytes(stream, text)
+            self.first += 1
+        if not self.is_full:
+            self._say_what_was_dropped()
+
+    def part(self, limit_bytes: int) -> tuple[list[list[str]], int]:
+        """Return the next lines that fit, and their size in bytes."""
+        lines: list[list[str]] = []
+        taken = 0
+        for stream, text in self.waiting:
+            taken += _line_bytes(stream, text)
+            if lines and taken > limit_bytes:
+                return lines, taken - _line_bytes(stream, text)
+            lines.append([stream, text])
+        return lines, taken
+
+    def _add(self, stream: str, line: bytes) -> None:
+        while len(line) > LINE_LIMIT_BYTES:
+            self._add(stream, line[:LINE_LIMIT_BYTES])
+            line = line[LINE_LIMIT_BYTES:]
+        if self.is_full:
+            self.dropped += 1
+            return
+        self._say_what_was_dropped()
+        self._keep(stream, line.decode("utf-8", "replace").rstrip("\r").replace("\0", "\ufffd"))
+
+    def _say_what_was_dropped(self) -> None:
+        if self.dropped:
+            dropped, self.dropped = self.dropped, 0
+            self._keep("stderr", f"… {dropped} lines dropped: printed faster than they are kept")
+
+    def _keep(self, stream: str, text: str) -> None:
+        self.waiting.append((stream, text))
+        if stream == "stderr":
+            self.last.append(text)
+        self.held_bytes += _line_bytes(stream, text)
+
+
+def _last_frame(line: bytes) -> bytes:
+    """Return what a terminal shows of a line with carriage returns, as progress bars print them.
+
+    A carriage return at the end stays until the line goes on: the text after it replaces the line.
+    """
+    start = line.rfind(b"\r", 0, len(line.rstrip(b"\r"))) + 1
+    return line[start:]
+
+
+def _line_bytes(stream: str, text: str) -> int:
+    return len(stream) + len(text.encode()) + 16  # estimated size as JSON

@@ -1,0 +1,165 @@
+"""Keeps one epoch of one task on this device: its events, log lines and slot time.
+
+A paused resident that is launched again begins a new stay in the same process.  The old stay is
+kept until the island has acknowledged all its events.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from app.core.device.device_records import StayRecord
+from app.core.device.stay_state import StayState
+from app.core.model.messages import Event, Launch, LogLines, ResidentView
+from app.core.placement.partitions import late
+from workers.device.log_buffer import Log
+from workers.transfer.peer_auth import Sockets
+
+if TYPE_CHECKING:
+    from workers.device.resident import Resident
+
+
+JSON = dict[str, Any]
+
+
+@dataclass
+class Stay:
+    """Represents one epoch of one task on this device."""
+
+    launch: Launch
+    record: StayRecord  # what the device's machine decides from
+    metrics: JSON = field(default_factory=dict)
+    points: list[list[Any]] = field(default_factory=list)
+    resident: Resident | None = None
+    resumed: str = "fresh"
+    links: Sockets | None = None  # sockets to the other hosts of its gang, for its process
+    expects: str = ""  # secret of the hosts that are to connect
+    give_up_us: int | None = None  # when the wait for those hosts ends
+    event_seq: int = 0
+    events: list[Event] = field(default_factory=list)
+    log: Log = field(default_factory=Log)
+    unstaged_us: int = 0  # `staged_us` of its process when this stay began
+    input_bytes: int = 0  # of all its inputs
+    fetched_bytes: int = 0  # of its inputs that came from the store
+    ways: JSON = field(default_factory=dict)  # port -> way by which the input came
+    lacks: set[str] = field(default_factory=set)  # ports of late inputs that have not arrived
+    given: JSON = field(default_factory=dict)  # port -> source of a late input that can be fetched
+    coming: set[str] = field(default_factory=set)  # ports of late inputs being fetched
+    awaits: str = ""  # port of the input that its process waits for
+
+    @classmethod
+    def of(cls, launch: Launch, record: StayRecord) -> Stay:
+        lacks = set(late(launch.run)) - launch.inputs.keys()
+        return cls(launch=launch, record=record, lacks=lacks)
+
+    @property
+    def state(self) -> StayState:
+        return self.record.state
+
+    @property
+    def step(self) -> int:
+        return self.record.step
+
+    @property
+    def arrived_us(self) -> int:
+        return self.record.arrived_us
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.launch.task, self.launch.epoch
+
+    def is_given(self, port: str, source: JSON) -> None:
+        if port in self.lacks:
+            self.given.setdefault(port, source)
+
+    def goes_on_from(self, before: Stay) -> None:
+        """Continue `before` in the same process.
+
+        Inputs that did not reach the process are still lacking, even if the launch names them.
+        """
+        self.metrics, self.lacks = before.metrics, {*before.lacks}
+        for port, source in self.launch.inputs.items():
+            self.is_given(port, source)
+
+    @property
+    def is_outpost(self) -> bool:
+        """True for remote ranks; their coordinator host reports for them."""
+        return self.record.is_remote
+
+    def hand_over(self) -> list[int]:
+        """Hand over the descriptors of its links; the caller closes them."""
+        taken, self.links = self.links or [], []
+        return [sock.detach() for sock in taken]
+
+    def held_us(self, now_us: int) -> int:
+        return self.record.held_us(now_us)
+
+    def staged_us(self, now_us: int) -> int:
+        """The time its process stopped to copy state; it may lie, so slot time is the bound."""
+        told_us = 0 if self.resident is None else self.resident.staged_us - self.unstaged_us
+        return max(0, min(told_us, self.held_us(now_us)))
+
+    def tell(self, kind: type[Event], now_us: int, *, step: int | None = None, **said: Any) -> None:
+        if self.is_outpost:
+            return
+        self.event_seq += 1
+        event = kind(
+            task=self.launch.task,
+            epoch=self.launch.epoch,
+            seq=self.event_seq,
+            step=self.step if step is None else step,
+            held_us=self.held_us(now_us),
+            staged_us=self.staged_us(now_us),
+            **said,
+        )
+        self.events.append(event)
+
+    @property
+    def process(self) -> Resident | None:
+        """Its process, if it has one now."""
+        resident = self.resident
+        return resident if resident is not None and resident.stay is self else None
+
+    def heard(self, seq: int) -> None:
+        self.events = [event for event in self.events if event.seq > seq]
+
+    def is_over(self) -> bool:
+        """True if the stay has ended and has nothing left to report."""
+        if self.events:
+            return False
+        return self.state == "dropped" or (self.state == "ended" and not self.log.waiting)
+
+    @property
+    def stands_still(self) -> bool:
+        """True if its process waits for an input."""
+        return self.awaits in self.lacks
+
+    def view(self, now_us: int) -> ResidentView:
+        return ResidentView(
+            task=self.launch.task,
+            epoch=self.launch.epoch,
+            state=str(self.state),
+            step=self.step,
+            held_us=self.held_us(now_us),
+            order_seq=self.record.order_seq,
+            memory_bytes=self.resident.memory_bytes if self.resident else 0,
+            **(self.resident.where() if self.resident and self.resident.stay is self else {}),
+            staged_us=self.staged_us(now_us),
+            lacks=sorted({self.awaits} & (self.lacks - self.given.keys())),
+            metrics=self.metrics,
+            points=self.points,
+        )
+
+
+def log_lines(stays: list[Stay], limit_bytes: int) -> list[LogLines]:
+    """Return the next lines of all stays, about `limit_bytes` together; the rest comes later."""
+    parts = []
+    for stay in stays:
+        if not stay.log.waiting or limit_bytes <= 0:
+            continue
+        lines, taken = stay.log.part(limit_bytes)
+        limit_bytes -= taken
+        task, epoch = stay.key
+        parts.append(LogLines(task=task, epoch=epoch, first=stay.log.first, lines=lines))
+    return parts

@@ -1,0 +1,97 @@
+"""Sends the reports of a device: all that it holds, in each of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from app.core.model.messages import (
+    Alive,
+)
+from workers.device.heartbeat import LOGS_LIMIT_BYTES, Pulse, Rhythm, Transport, now_us
+from workers.device.memory_tiers import Residency
+from workers.device.prefetch import Lookout
+from workers.device.stay import log_lines
+from workers.device.supervision.lives import DeviceLives
+from workers.transfer.host_context import House
+from workers.transfer.peer_auth import Links
+from workers.transfer.peer_blocks import Giver
+
+JSON = dict[str, Any]
+
+
+class DeviceReports:
+    """Owns what the device says of itself, and the thread that sends it."""
+
+    def __init__(
+        self,
+        house: House,
+        transport: Transport,
+        rhythm: Rhythm,
+        lives: DeviceLives,
+        residency: Residency,
+        lookout: Lookout,
+        links: Links,
+        giver: Giver,
+    ) -> None:
+        self.house = house
+        self.rhythm = rhythm
+        self.lives = lives
+        self.residency = residency
+        self.lookout = lookout
+        self.links = links
+        self.giver = giver
+        self.pulse = Pulse(transport)
+        self.facts: JSON = house.facts
+        self.hung: list[Any] = []  # tasks that made the previous worker hang, until reported
+
+    def forget_hung(self) -> None:
+        """Forget the tasks that made the previous worker hang, as the island has heard of them."""
+        if self.hung:
+            self.hung = []
+            self.hung_file.unlink()
+
+    @property
+    def hung_file(self) -> Path:
+        return self.house.folder / "hung.json"
+
+    def say_goodbye(self) -> None:
+        """Send the last report: all events, no residents, and the lease given back."""
+        self.pulse.flush(1.0)
+        for _ in range(2):  # twice, as no later report repeats it
+            self.pulse.say(self.alive(leaving=True))
+            self.pulse.flush(1.0)
+
+    def may_report(self) -> bool:
+        """True once the device can work: a device that reports is given work."""
+        return "torch" in self.facts
+
+    def report_if_due(self) -> None:
+        now = now_us()
+        if self.may_report() and now >= self.rhythm.due_us(self.lives.machine.lease.answered_us):
+            self.rhythm.reported(now)
+            self.pulse.say(self.alive())
+
+    def alive(self, *, leaving: bool = False) -> Alive:
+        now = now_us()
+        for resident in self.lives.residents.values():
+            resident.measure()
+        stays = list(self.lives.stays.values())
+        held = [] if leaving else [s.view(now) for s in stays if s.state != "dropped"]
+        return Alive(
+            device=self.house.device,
+            incarnation=self.house.incarnation,
+            sent_us=now,
+            facts={**self.facts, **self._facts_now(leaving)},
+            residents=held,
+            events=[event for stay in stays for event in stay.events],
+            logs=log_lines(stays, LOGS_LIMIT_BYTES),
+            ahead=self.lookout.view(),
+            links=self.links.place,
+            secret=self.giver.secret,
+            hung=self.hung,
+        )
+
+    def _facts_now(self, leaving: bool) -> JSON:
+        held = {"held_bytes": self.residency.by_tenant()}
+        return {**held, "leaving": True} if leaving else held

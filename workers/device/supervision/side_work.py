@@ -1,0 +1,52 @@
+"""Runs work that may block in other threads of the device worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from workers.transfer.host_context import remove_tree
+
+
+class SideWork:
+    """Owns the threads beside the supervisor's; `receive` queues a function for the supervisor."""
+
+    def __init__(
+        self,
+        receive: Callable[[Any], None],
+        threads: int,
+    ) -> None:
+        self._receive = receive
+        self.threads = threads
+        self._hands = ThreadPoolExecutor(threads, "hands")
+        # A tenant's leftovers can be large: removing or closing them must not block other work.
+        self._sweeper = ThreadPoolExecutor(1, "sweeper")
+        self._closer = ThreadPoolExecutor(1, "closer")
+
+    def aside(self, work: Callable[[], Any], then: Callable[[Any], None]) -> None:
+        """Run `work` in another thread, then `then` in this one, with its result or its error."""
+
+        def done(future: Future[Any]) -> None:
+            if not future.cancelled():
+                error = future.exception()
+                self._receive(lambda: then(future.result() if error is None else error))
+
+        self._hands.submit(work).add_done_callback(done)
+
+    def remove(self, folder: Path) -> None:
+        """Remove a folder and all in it."""
+        self._sweeper.submit(remove_tree, folder)
+
+    def close(self, resource: Callable[[], None]) -> None:
+        """Call a function that closes something and may take long."""
+        self._closer.submit(resource)
+
+    def cancel_waiting(self) -> None:
+        """Start no more work; wait for the work that runs."""
+        self._hands.shutdown(cancel_futures=True)
+
+    def end(self) -> None:
+        self._closer.shutdown()
+        self._sweeper.shutdown(wait=False)
