@@ -87,6 +87,7 @@ def hold_descriptors():
 
 def send_lingering_sockets():
     """Send the last descriptor of a socket with a close that waits until its peer has read."""
+    wire = control()  # before there are sockets with lower numbers
     server = socket.create_server(("127.0.0.1", 0))
     ours = socket.create_connection(server.getsockname())
     theirs, _ = server.accept()
@@ -103,7 +104,7 @@ def send_lingering_sockets():
     else:
         print("lingers", flush=True)
     fds = [ours.detach(), theirs.detach()]
-    socket.send_fds(control(), [frame({"is": "still"})], fds)
+    socket.send_fds(wire, [frame({"is": "still"})], fds)
     for number in fds:
         os.close(number)
     time.sleep(3600)
