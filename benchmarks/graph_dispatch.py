@@ -251,7 +251,7 @@ class Ours:
     def _graph(self, function: str, nodes: int, params: dict[str, Any]) -> Any:
         from benchmarks.peers import dispatch
         from workers.graph.runner import Loaded
-        from workers.residents import executor
+        from workers.residents import stages
 
         chain = [
             {
@@ -275,7 +275,7 @@ class Ours:
         def call(x: Any) -> Any:
             work.ctx.result, work.job = None, loaded.begin({"x": x})
             while work.ctx.result is None:
-                executor.one_step(work)
+                stages.one_step(work)
             return work.ctx.result["y"]
 
         return call
@@ -333,7 +333,7 @@ def _run_lane(handles: Any, rank: int) -> float:
     from app.core.placement.executors import Spread
     from benchmarks.overhead import resident
     from workers.graph.lane import LoadedLane
-    from workers.residents import executor
+    from workers.residents import stages
     from workers.residents.coordinator import Member
 
     began_s, ran = 0.0, 0
@@ -371,7 +371,7 @@ def _run_lane(handles: Any, rank: int) -> float:
     )
     work.job, work.ctx.result = loaded.begin({}), None
     while work.ctx.result is None:
-        executor.one_step(work)
+        stages.one_step(work)
     took_s = time.perf_counter() - began_s
     work.member.end()
     return 1e6 * took_s / HOPPED

@@ -2,7 +2,7 @@
 
     python -m benchmarks.overhead [--quick]
 
-The same job, in one process, in turn: a block of steps as a resident runs them (`executor`: safe
+The same job, in one process, in turn: a block of steps as a resident runs them (`stages`: safe
 points with the wire to a supervisor, the trust deadline, metrics, reports, the hook before an
 optimizer steps), and a block of bare calls of `step`. The figure is the median, over all pairs of
 blocks, of how much more CPU time of its thread the first took; pairs alternate in order.
@@ -134,13 +134,13 @@ def compare() -> dict[str, Any]:
     from torch.optim import optimizer
 
     work = resident(Job())
-    from workers.residents import executor
+    from workers.residents import stages
 
     hooks = optimizer._global_optimizer_pre_hooks
     ours = dict(hooks)
 
     def under() -> None:
-        executor.one_step(work)
+        stages.one_step(work)
 
     def alone() -> None:
         work.job.step(work.ctx)
@@ -189,8 +189,11 @@ def resident(job: Job) -> Any:
     from workers.process import slab
     from workers.process.slab import Slab
     from workers.process.wire import Trust, TrustSeen, Wire
-    from workers.residents import executor
-    from workers.residents.executor import Context, Images, Outgoing, Work
+    from workers.residents import stages
+    from workers.residents.context import Context
+    from workers.residents.images import Images
+    from workers.residents.outputs import Outgoing
+    from workers.residents.work import Work
 
     ours, theirs = socket.socketpair()
     subprocess.Popen(["cat"], stdin=theirs, stdout=subprocess.DEVNULL)  # ends when we do
@@ -208,7 +211,7 @@ def resident(job: Job) -> Any:
     work.around, work.accelerator, work.job = Surroundings(), accelerator, job
     work.outgoing, work.images = Outgoing(work), Images(work)
     for _ in range(5):
-        executor.one_step(work)
+        stages.one_step(work)
     return work
 
 

@@ -57,10 +57,11 @@ def import_what_jobs_need() -> None:
     import torch._dynamo  # noqa: F401
 
     import workers.commands.runner
+    import workers.residents.entry
     import workers.residents.executor
 
     assert workers.commands.runner
-    workers.residents.executor.put_own_modules_last()
+    workers.residents.entry.put_own_modules_last()
 
 
 def serve(fd: int, lock_fd: int) -> NoReturn:

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from examples import programs
 from workers.graph.runner import Loaded
 from workers.hardware.accelerator import Accelerator
-from workers.residents.executor import Context
+from workers.residents.context import Context
 
 OPS = Path(programs.__file__).parent / "graphs"
 

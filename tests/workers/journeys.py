@@ -183,7 +183,8 @@ def _leg(
     from workers.capture.capture import Surroundings, capture, rebuilt, return_to
     from workers.hardware import preset
     from workers.hardware.accelerator import Accelerator
-    from workers.residents.executor import Context, load_entry, seed, take_step
+    from workers.residents.context import Context
+    from workers.residents.entry import load_entry, seed, take_step
     from workers.switching import offload
 
     def captured() -> Any:

@@ -28,7 +28,8 @@ from app.core.model import tensor_file
 from app.core.model.tensor_file import HEAD_BYTES, BadTensorFile
 from workers.capture.capture import Surroundings
 from workers.hardware.accelerator import Accelerator
-from workers.residents.executor import Ending, metrics_of
+from workers.residents.endings import Ending
+from workers.residents.entry import metrics_of
 from workers.switching import context_switch
 from workers.switching import image_file as images
 from workers.switching.image_file import Image

@@ -51,7 +51,9 @@ from workers.process import slab as slabs
 from workers.process.image_layout import BadLayout
 from workers.process.slab import Slab
 from workers.process.wire import TrustSeen, Wire
-from workers.residents.executor import REPORT_S, SAVES_APART_S, Abandoned, Ending
+from workers.residents.endings import Abandoned, Ending
+from workers.residents.images import SAVES_APART_S
+from workers.residents.progress import REPORT_S
 from workers.switching.image_file import Image
 
 JSON = dict[str, Any]

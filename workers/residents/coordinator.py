@@ -43,7 +43,7 @@ from workers.ranks.rank import Rank
 from workers.ranks.shared_memory import Ground, Handles
 
 if TYPE_CHECKING:
-    from workers.residents.executor import Work
+    from workers.residents.work import Work
 
 JSON = dict[str, Any]
 

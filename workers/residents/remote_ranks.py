@@ -48,7 +48,7 @@ from workers.ranks.shared_memory import Ground
 from workers.residents.coordinator import JSON, Conductor, RankProcess, Region, fork, parted, unsaid
 
 if TYPE_CHECKING:
-    from workers.residents.executor import Work
+    from workers.residents.work import Work
 
 Live = Callable[["Work"], int]
 

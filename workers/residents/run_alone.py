@@ -19,15 +19,8 @@ from typing import Any
 from workers.hardware import preset
 from workers.hardware.accelerator import Accelerator
 from workers.process.sandbox import ENVIRONMENT
-from workers.residents.executor import (
-    Context,
-    call,
-    load_entry,
-    load_graph,
-    plain,
-    seed,
-    take_step,
-)
+from workers.residents.context import Context
+from workers.residents.entry import call, load_entry, load_graph, plain, seed, take_step
 
 JSON = dict[str, Any]
 

@@ -75,7 +75,7 @@ def test_a_traceback_goes_to_its_owner(ground):
     assert failed.message == "ValueError: no good at 3"
     assert "in deeper" in failed.detail
     assert "jobs.py" in failed.detail
-    assert "executor.py" not in failed.detail
+    assert "workers/residents" not in failed.detail
     assert failed.step == 2
 
 

@@ -27,7 +27,7 @@ from workers.graph import runner
 from workers.graph.runner import Loaded, NodeFailed, weigh
 from workers.hardware.accelerator import Accelerator
 from workers.process import untrusted
-from workers.residents.executor import Context
+from workers.residents.context import Context
 
 spec = importlib.util.spec_from_file_location("nodes", BUNDLE / "nodes.py")
 assert spec is not None
@@ -627,7 +627,7 @@ def test_a_failing_node_is_told_with_its_function_and_their_traceback(ground: Gr
     assert failed.message == "In the node bad (nodes:wrong): ValueError: no good: 0.0"
     assert "nodes.py" in failed.detail
     assert "graph.py" not in failed.detail
-    assert "executor.py" not in failed.detail
+    assert "workers/residents" not in failed.detail
 
 
 def test_a_function_that_is_not_there_is_told_of_before_anything_runs(ground: Ground) -> None:

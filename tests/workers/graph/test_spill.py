@@ -280,7 +280,7 @@ import json, sys
 import torch
 from tests.workers.graph.test_spill import BUDGET, MB, large
 from tests.workers.graph.test_runner import context, loaded, nodes
-from workers.residents.executor import _anonymous_bytes
+from workers.residents.progress import anonymous_bytes
 
 torch.set_num_threads(1)
 most = 0
@@ -288,14 +288,14 @@ def watched(function):
     def call(ctx, **given):
         global most
         returned = function(ctx, **given)
-        most = max(most, _anonymous_bytes())
+        most = max(most, anonymous_bytes())
         return returned
     return call
 for name in ("filled", "double", "pairs", "summed"):
     setattr(nodes, name, watched(getattr(nodes, name)))
 limit = BUDGET if sys.argv[1] == "bounded" else 0
 job = loaded(large(memory_bytes=limit), host_bytes=64 * MB).begin({})
-ctx, base = context(), _anonymous_bytes()
+ctx, base = context(), anonymous_bytes()
 while ctx.result is None:
     job.step(ctx)
 print(json.dumps(most - base))

@@ -24,7 +24,7 @@ from workers.process.wire import Wire, pair
 from workers.ranks.shared_memory import Ground as GangGround
 from workers.ranks.shared_memory import close, make
 from workers.residents import coordinator, remote_ranks
-from workers.residents.executor import Work
+from workers.residents.work import Work
 from workers.transfer import peer_auth
 
 RANKS, STEPS = 3, 60

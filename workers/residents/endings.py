@@ -1,0 +1,81 @@
+"""How a task ends early: the final message of its process, in the tenant's words."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from workers.capture.capture import Uncapturable
+from workers.graph import node_rng, runner
+from workers.switching.staging import TooLarge
+
+JSON = dict[str, Any]
+
+DETAIL_LIMIT = 60_000  # characters of a traceback
+
+# Files whose frames are left out at the top of a traceback: they only call the tenant's code.
+_CALLERS = {
+    runner.__file__,
+    node_rng.__file__,
+    *(
+        str(Path(__file__).with_name(f"{name}.py"))
+        for name in ("context", "entry", "late_inputs", "outputs", "safe_point", "stages")
+    ),
+}
+
+
+class Ending(Exception):
+    """Ends the task; carries the final message of the process."""
+
+    def __init__(self, word: str, **said: Any) -> None:
+        self.message = {"is": word, **said}
+        super().__init__(word)
+
+
+class Abandoned(BaseException):
+    """Raised when the supervisor is gone: nothing waits for results of this process."""
+
+
+@contextlib.contextmanager
+def told_as_ending() -> Iterator[None]:
+    """Turn the reason why no image can be made into the job's final message."""
+    try:
+        yield
+    except Uncapturable as error:
+        raise uncapturable(error) from error
+    except TooLarge as error:
+        raise too_large(error) from error
+
+
+def too_large(error: TooLarge) -> Ending:
+    told = f"The job cannot be saved: {error} (ROUNDHOUSE_HOST_MEMORY_BYTES)."
+    return Ending("failed", cause="uncapturable", message=told, detail="")
+
+
+def uncapturable(error: Uncapturable) -> Ending:
+    detail = f"{error.path}: {error.what}\n{error.advice}"
+    return Ending("failed", cause="uncapturable", message=str(error), detail=detail)
+
+
+def as_ending(error: BaseException, *, cause: str = "exception", begun: str = "") -> Ending:
+    """Return an `Ending` with the error's last line, and its traceback from the tenant's code
+    on.
+    """
+    if isinstance(error, Abandoned | Ending):
+        raise error
+    last = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+    shown = traceback.format_exception(type(error), error, _theirs(error))
+    return Ending(
+        "failed", cause=cause, message=begun + last[:2000], detail="".join(shown)[-DETAIL_LIMIT:]
+    )
+
+
+def _theirs(error: BaseException) -> Any:
+    frames = error.__traceback__
+    while frames is not None and inspect.getfile(frames.tb_frame) in _CALLERS:
+        frames = frames.tb_next
+    return frames

@@ -1,0 +1,160 @@
+"""Make images of a job: stage them into the slab, and tell the supervisor."""
+
+from __future__ import annotations
+
+import math
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import cast
+
+from workers.capture.capture import Captured, capture
+from workers.hardware import preset
+from workers.process import slab as slabs
+from workers.process.image_layout import Layout
+from workers.residents.endings import JSON, Abandoned, told_as_ending
+from workers.residents.work import Work
+from workers.switching.offload import Absence
+from workers.switching.staging import Staging
+
+SAVES_APART_S = 1.0  # least time from one image to the image of a pause, unless requested
+
+
+@dataclass(frozen=True, slots=True)
+class Lies:
+    """The content of the slab, now or after staging: the state of a job off its slot."""
+
+    step: int
+    fingerprint: JSON
+    captured: Captured
+    layout: Layout
+    round: int = 0
+
+    def index(self) -> JSON:
+        layout, tensors = self.layout.as_json(), self.captured.tensors
+        return {"layout": layout, "fingerprint": self.fingerprint, "tensors": tensors}
+
+
+class Images:
+    """Makes the job's images, one at a time: stages each into the slab and tells the supervisor.
+
+    Off the slot an image may be staged and not reported, because device memory is wanted.
+    """
+
+    def __init__(self, work: Work) -> None:
+        self.work, self.staging = work, Staging(work.slab, work.watch)
+        self.absence = Absence(work.slab, work.accelerator, self.staging.pinned)
+        self.lies: Lies | None = None  # set while nothing steps
+        self.busy = False  # an image is in the slab or on its way there
+        self.failed = False  # the last image was not stored; the supervisor says when to retry
+        self.last_step: int | None = None  # step of the newest image that is stored or on its way
+        self.left_s = -math.inf  # when the newest image left
+        self.round = 0  # number of the gang's image; all ranks cancel it together
+
+    def put(self) -> None:
+        """Make an image of the last finished step and have it stored; raises Ending."""
+        self.failed = False
+        if self.lies_there:
+            self._is_leaving()
+            self._tell(replace(cast(Lies, self.lies), round=self.round))
+            return
+        with told_as_ending():
+            captured = self._captured()
+            lies = partial(Lies, self.work.step, preset.fingerprint(), captured)
+            self._is_leaving()
+            told = partial(lies, round=self.round)
+            layout = self.staging.begin(captured, lambda layout: self._tell(told(layout)))
+        self.lies = lies(layout)
+
+    def _captured(self) -> Captured:
+        work = self.work
+        work.accelerator.synchronize()
+        return capture(work.state, around=work.around, accelerator=work.accelerator)
+
+    def _is_leaving(self) -> None:
+        self.busy, self.last_step, self.left_s = True, self.work.step, time.monotonic()
+
+    @property
+    def lies_there(self) -> bool:
+        """True if the slab holds the complete state of this step."""
+        here = self.lies is not None and self.lies.step == self.work.step
+        return here and not self.staging.is_copying and not self.staging.spoiled
+
+    def may_leave(self) -> bool:
+        """True if the slab is free or holds this step; else an older image in it is being
+        stored.
+        """
+        self.staging.join()
+        self.look()
+        return self.lies_there or not self.busy
+
+    def leave(self, freed: Callable[[], None]) -> None:
+        """Release device memory while off the slot; raises Ending.  Call only if `may_leave`."""
+        if self.lies_there:
+            lies = cast(Lies, self.lies)
+            lying = zip(lies.captured.storages, lies.layout.storages, strict=True)
+            self.absence.leave(lying, freed)
+            return
+        with told_as_ending():
+            captured = self._captured()
+            layout, brought = self.staging.bring(captured)
+        self.absence.leave(brought, freed)
+        self.lies = Lies(self.work.step, preset.fingerprint(), captured, layout)
+
+    def come_back(self, room: Callable[[int], None]) -> None:
+        self.staging.lies(self.absence.come_back(room))
+
+    def settle(self) -> bool:
+        """Finish staging between two steps; False if the image was spoiled."""
+        self.staging.join()
+        return not self._is_spoiled()
+
+    def kept(self, message: JSON) -> None:
+        self.busy = False
+        if message.get("error"):
+            self.last_step, self.failed = None, True
+        self.work.outgoing.next()
+
+    def call_off(self, round: int) -> None:
+        """Cancel this rank's image, as not all ranks have made theirs."""
+        self.round = round
+        if self.busy:
+            self.busy, self.last_step = False, None
+            self.work.outgoing.next()
+
+    def wait(self, for_s: float) -> None:
+        """Delay the image of a pause, to leave the cores to others; a save order still counts at
+        once.
+        """
+        self.left_s = max(self.left_s, time.monotonic() + for_s - SAVES_APART_S)
+
+    def look(self) -> None:
+        """Check off the slot whether a process of the job has spoiled the image."""
+        if not self.staging.is_copying and self._is_spoiled():
+            self.left_s = time.monotonic()  # retry soon, but not in a tight loop
+
+    def _is_spoiled(self) -> bool:
+        spoiled, self.staging.spoiled = self.staging.spoiled, False
+        if spoiled:
+            self.busy, self.last_step = False, None
+            # if memory is away, only the report failed
+            self.lies = self.lies if self.absence.away else None
+            self.work.outgoing.next()
+        return spoiled
+
+    def _tell(self, lies: Lies) -> None:
+        """Write the index and report the image.  Runs in the thread that copied its end.
+
+        The slab belongs to the supervisor until the image is stored.
+        """
+        index, about = lies.index(), {"at_step": lies.step, "round": lies.round}
+        try:
+            size = self.work.slab.write_index(index)
+            self.work.say("saving", what="image", **about, index_bytes=size)
+        except Abandoned:
+            pass  # the main thread will notice
+        except (OSError, slabs.BadIndex):
+            traceback.print_exc()  # into the job's log; the next image retries
+            self.staging.spoiled = True

@@ -1,0 +1,170 @@
+"""Wait for the inputs of a graph that come late, in the slot and off it."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from workers.graph.lane import LaneJob
+from workers.graph.runner import GraphJob
+from workers.residents import inbox, orders, outputs
+from workers.residents.endings import as_ending
+from workers.residents.work import Work
+from workers.switching import context_switch
+from workers.switching import image_file as images
+
+UNHEARD_S = 0.1  # wait for a late input, usually on its way, before asking for it
+PUT_AGAIN_S = 1.0  # before a failed output is stored again
+
+
+NOT_LOADED = "An input could not be loaded: "
+
+
+def image_value(work: Work, fd: int) -> Any:
+    """Load the value of an image from `fd`; closes `fd`."""
+    try:
+        image = images.load(fd)
+    finally:
+        os.close(fd)
+    around, accelerator = work.around, work.accelerator
+    return context_switch.value(
+        image, around=around, accelerator=accelerator, mapped=may_be_mapped(work)
+    )
+
+
+def may_be_mapped(work: Work) -> bool:
+    """True if an input may be mapped from its file instead of copied.
+
+    A function has no images, and a graph hardly writes to its inputs.  With a memory limit the
+    inputs of a graph must be copies, which can be released.
+    """
+    if work.graph is None:
+        return work.is_function
+    return work.member is None and not (work.graph.memory_bytes or work.spec["memory_bytes"])
+
+
+def await_inputs(work: Work, job: GraphJob) -> None:
+    """Wait for the inputs of the graph's next node: a moment in the slot, then off it.
+
+    Waiting in the slot costs other tasks the device; leaving the slot costs a launch.  So the task
+    waits for each input about as long as a launch takes, or longer while no other task wants the
+    device.  It leaves the slot only when all its outputs are durable: other tasks may wait for
+    them, and it is not launched again before its missing input is there.
+    """
+    awaited, since_s, asked = None, 0.0, False
+    while (port := _awaited(work, job)) is not None:
+        if awaited != (port, work.seated_s):
+            awaited, since_s, asked = (port, work.seated_s), time.monotonic(), False
+            work.patience_s = work.spec["patience_s"]
+        waited_s = time.monotonic() - since_s
+        if waited_s >= UNHEARD_S and not asked:
+            work.say("awaits", port=port)
+            asked = True
+        if waited_s < work.patience_s:
+            inbox.listen(work, (work.patience_s if asked else UNHEARD_S) - waited_s)
+        elif work.outgoing.busy:
+            inbox.listen(work, None)
+        elif work.outgoing.unkept:
+            inbox.listen(work, PUT_AGAIN_S)
+            work.outgoing.put_again()
+        else:
+            orders.pause(work, lacks=port)
+        orders.obey(work)
+
+
+class FirstExecutor:
+    """The ties of a partition's first executor to the outside: late inputs, and early outputs.
+
+    The gang waits on its slots for an input as a single executor does (`await_inputs`): for the
+    time that a launch takes, or longer while no other task wants the device.
+    """
+
+    def __init__(self, work: Work, job: LaneJob) -> None:
+        self.work, self.job = work, job
+        self.since_s: float | None = None  # since when the next node has been waiting
+        self.seated_s = work.seated_s  # as `Work.seated_s` at that time
+        self.has_asked = self.has_left = False
+
+    @property
+    def fd(self) -> int:
+        return self.work.wire.fileno()
+
+    def look(self) -> None:
+        inbox.listen(self.work, 0)
+        _take_arrived(self.work, self.job)
+        outputs.give_early(self.work)
+
+    def has_news(self) -> bool:
+        return self.must_stop() or self.work.wire.wait(0) or self._may_ask() or self._may_leave()
+
+    def must_stop(self) -> bool:
+        return self.work.trust.left_us() <= 0
+
+    def waits(self) -> None:
+        if self.since_s is None or self.seated_s != self.work.seated_s:
+            self.since_s, self.work.patience_s = time.monotonic(), self.work.spec["patience_s"]
+            self.seated_s = self.work.seated_s
+            self.has_asked = self.has_left = False
+        if self._may_ask():
+            self.work.say("awaits", port=self.job.lacked())
+            self.has_asked = True
+        if not self._may_leave():
+            return
+        if self.work.outgoing.unkept:
+            self.since_s += PUT_AGAIN_S
+            self.work.outgoing.put_again()
+        else:
+            self.work.say("lacks", port=self.job.lacked())
+            self.has_left = True
+
+    def runs(self) -> None:
+        self.since_s = None
+
+    def _may_ask(self) -> bool:
+        return not self.has_asked and bool(self.job.lacks) and self._waited_s() >= UNHEARD_S
+
+    def _may_leave(self) -> bool:
+        """True if the gang has waited for too long, and all that it made is durable or lost."""
+        if self.has_left or not self.job.lacks or self._waited_s() < self.work.patience_s:
+            return False
+        return self.job.stands_still and not self.work.outgoing.busy
+
+    def _waited_s(self) -> float:
+        return 0.0 if self.since_s is None else time.monotonic() - self.since_s
+
+
+def _awaited(work: Work, job: GraphJob) -> str | None:
+    """Take in the inputs that arrived; return the port that the next node waits for, if any."""
+    let_lie(work, job)
+    _take_arrived(work, job)
+    return job.awaited()
+
+
+def _take_arrived(work: Work, job: GraphJob) -> None:
+    try:
+        for port in list(work.arrived):
+            fd = work.arrived.pop(port)
+            if port not in job.lacks.values():  # it came before the gang was forked anew
+                os.close(fd)
+                continue
+            job.take(port, image_value(work, fd))
+            work.images.lies = None  # the image lacks the new input
+    except BaseException as error:
+        raise as_ending(error, begun=NOT_LOADED) from error
+
+
+def let_lie(work: Work, job: GraphJob) -> None:
+    """Map outputs from their stored files instead of the memory in which they were made.
+
+    A part of a graph holds all its outputs until its end, and would need new memory for each.
+    """
+    outgoing = work.outgoing
+    for name, fd in outgoing.lie.items():
+        if not may_be_mapped(work):
+            os.close(fd)
+            continue
+        value = image_value(work, fd)
+        outgoing.values |= dict.fromkeys(job.let_lie(name, value), value)
+        work.images.lies = None  # outdated
+    outgoing.lie.clear()

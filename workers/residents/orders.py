@@ -1,0 +1,201 @@
+"""Obey orders at a safe point: pause, save, stop, leave the slot and return to it."""
+
+from __future__ import annotations
+
+import time
+
+from workers.residents import inbox, progress
+from workers.residents.endings import Ending
+from workers.residents.images import SAVES_APART_S
+from workers.residents.progress import REPORT_S
+from workers.residents.work import Work
+from workers.switching.offload import CalledOff
+
+AFTER_PAUSING_S = 0.02  # delay of a pause's image, so that the next task can take the slot
+AFTER_LEAVING_S = 0.25  # delay of the image after releasing memory for another task
+TOLD_BYTES = 16 * 2**20  # report at least this many bytes of released device memory at once
+LOOK_S = 0.05  # interval of checks off the slot whether a copy is complete
+
+
+def obey(work: Work) -> None:
+    inbox.listen(work, 0)
+    if not work.images.settle():
+        _save_again(work)
+    while True:
+        if "cancel" in work.wishes:
+            raise Ending("stopped")
+        if "pause" in work.wishes:
+            pause(work)
+        elif work.trust.left_us() <= 0:
+            _stand_still(work)
+        else:
+            break
+    _save_if_wished(work)
+
+
+def _save_again(work: Work) -> None:
+    """Request another image, as this one was spoiled; in a gang all ranks make it at one step."""
+    if work.member is None:
+        work.wishes.add("save")
+    else:
+        work.say("spoiled")
+
+
+def pause(work: Work, **told: str) -> None:
+    """Leave the slot.  The process keeps its state; its image can be made while another task runs.
+
+    A task that is back soon makes only requested images, and reports no more often than otherwise.
+    """
+    work.is_back_soon = "yield" in work.wishes
+    work.wishes -= {"pause", "yield"}
+    if work.is_back_soon:
+        work.accelerator.synchronize()  # the device work that it began is part of its slice
+    if not work.is_back_soon or time.monotonic() - work.reported_s >= REPORT_S:
+        progress.report(work)
+    if work.member is not None:  # this process ends if the gang changes its hosts
+        work.outgoing.hold()
+    work.say("paused", has_state=work.job is not None, **told)
+    work.images.wait(AFTER_PAUSING_S)
+    saved_s = work.saved_s
+    wait_for_seat(work)
+    work.outgoing.go_on()
+    if not work.is_back_soon:
+        work.seated_s = time.monotonic()
+    work.saved_s = saved_s if work.is_back_soon else work.seated_s
+    work.is_back_soon = False
+    if work.ending is not None:
+        raise work.ending
+
+
+def wait_for_seat(work: Work) -> None:
+    """Wait off the slot: orders are answered, no step runs.
+
+    The image of the pause leaves at once, or SAVES_APART_S after the previous image: a task with
+    many slices a second does not write an image for each.
+    """
+    while "go" not in work.wishes or work.images.absence.away:
+        if "cancel" in work.wishes:
+            raise Ending("stopped")
+        if "go" in work.wishes:  # the supervisor stopped waiting for the release, which did happen
+            work.granted_bytes = work.images.absence.bytes
+            _return(work)
+            continue
+        if "pause" in work.wishes:  # the co-located tasks stay longer
+            work.wishes -= {"pause"}
+            work.is_back_soon = False
+        wait_s = _save_in_s(work)
+        if "return" in work.wishes:
+            _return(work)
+        elif "leave" in work.wishes and work.images.may_leave():
+            _leave(work)
+        elif wait_s is not None and wait_s <= 0:
+            _save_off_the_seat(work)
+        else:
+            inbox.listen(work, wait_s)
+            work.images.look()
+    work.wishes -= {"go"}
+
+
+def _leave(work: Work) -> None:
+    """Release device memory; report the released bytes step by step."""
+    work.wishes -= {"leave"}
+    images, told_bytes = work.images, 0
+    work.outgoing.spare.let_go()
+    absent = images.absence
+    if not absent.away:
+        work.before_bytes = progress.memory_bytes(work)
+
+    def freed() -> None:
+        nonlocal told_bytes
+        if absent.bytes >= told_bytes + TOLD_BYTES:
+            told_bytes = absent.bytes
+            _say_away(work, settled=False)
+
+    try:
+        if work.job is not None and work.ending is None:
+            images.leave(freed)
+    except Ending as ending:
+        work.ending = ending
+    _say_away(work)
+    # First the task that waits for this memory returns; then the image goes to the store.
+    images.wait(AFTER_LEAVING_S)
+
+
+def _return(work: Work) -> None:
+    """Take device memory again, as far as it is granted."""
+    work.wishes -= {"return", "leave"}
+
+    def room(size: int) -> None:
+        while work.granted_bytes < size:
+            if work.wishes & {"leave", "cancel"}:
+                raise CalledOff
+            inbox.listen(work, None)
+        work.granted_bytes -= size
+
+    work.images.come_back(room)
+    work.granted_bytes = 0
+    work.wishes -= {"return"}
+    if not work.images.absence.away and work.accelerator.kind == "cpu":
+        # Malloc took new memory; the kernel may reclaim the old memory.
+        grown_bytes = progress.memory_bytes(work) + work.lazy_bytes - work.before_bytes
+        work.lazy_bytes = max(0, grown_bytes)
+    if "leave" not in work.wishes:  # else reported after the release
+        _say_away(work)
+
+
+def _say_away(work: Work, *, settled: bool = True) -> None:
+    away_bytes = work.images.absence.bytes
+    memory_bytes = progress.memory_bytes(work) if settled else 0
+    said = {"bytes": away_bytes, "settled": settled, "memory_bytes": memory_bytes}
+    work.say("away", turn=work.turn, **said)
+
+
+def _save_in_s(work: Work) -> float | None:
+    """Return the seconds until the image of the pause leaves; None if there is nothing to wait
+    for.
+    """
+    images = work.images
+    if images.staging.is_copying:
+        return LOOK_S
+    if images.busy or work.outgoing.busy:
+        return None  # one thing leaves at a time; a message reports its end
+    if work.job is None or work.ending or images.last_step == work.step:
+        return None
+    if "save" in work.wishes:
+        return 0.0
+    if work.is_back_soon:
+        return None
+    return None if images.failed else images.left_s + SAVES_APART_S - time.monotonic()
+
+
+def _save_off_the_seat(work: Work) -> None:
+    work.wishes -= {"save"}
+    try:
+        work.images.put()
+    except Ending as ending:
+        work.ending = ending  # a task ends only in the slot: reported once it is back
+        if work.member is not None:
+            work.say("unsaved")
+
+
+def _stand_still(work: Work) -> None:
+    """Wait until the device's trust is renewed, or for an order."""
+    with work.away("trust in its device"):
+        work.say("still")
+        while work.trust.left_us() <= 0 and not work.wishes & {"cancel", "pause"}:
+            inbox.listen(work, 0.25)
+        work.say("moving")
+
+
+def _save_if_wished(work: Work) -> None:
+    if work.images.busy or work.outgoing.busy or work.job is None:
+        return
+    every_s = work.spec["checkpoint_every_s"]
+    due = every_s > 0 and time.monotonic() - work.saved_s >= every_s
+    if "save" in work.wishes or due:
+        work.wishes -= {"save"}
+        work.saved_s = time.monotonic()
+        if work.images.last_step != work.step:
+            began_s = time.perf_counter()
+            work.images.put()
+            work.staged_s += time.perf_counter() - began_s

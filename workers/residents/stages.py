@@ -1,0 +1,303 @@
+"""The stages of a task, from its spec to its final message."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from app.core.model import task_graph
+from app.core.placement import partitions
+from app.core.placement.executors import spread
+from workers.capture import data_loader, tensor_io
+from workers.capture.capture import Surroundings, Uncapturable, capture
+from workers.graph import runner
+from workers.graph.lane import LaneJob, LoadedLane
+from workers.graph.runner import GraphJob, NodeFailed
+from workers.hardware import preset
+from workers.hardware.accelerator import Accelerator
+from workers.process import slab as slabs
+from workers.process.image_layout import from_json
+from workers.residents import (
+    coordinator,
+    entry,
+    inbox,
+    late_inputs,
+    orders,
+    outputs,
+    progress,
+    safe_point,
+)
+from workers.residents.context import Context
+from workers.residents.endings import JSON, Ending, as_ending, too_large, uncapturable
+from workers.residents.images import Images
+from workers.residents.late_inputs import NOT_LOADED, FirstExecutor
+from workers.residents.outputs import Outgoing
+from workers.residents.progress import FIRST_POINTS_S, REPORT_S, FirstPoints
+from workers.residents.work import Work
+from workers.switching import context_switch, offload
+from workers.switching.staging import TooLarge
+
+RESULT_LIMIT_BYTES = 256 * 1024  # as JSON; larger values must be outputs
+
+
+def take_spec(work: Work) -> None:
+    while not work.spec:
+        inbox.listen(work, None)
+
+
+def read_graph(work: Work) -> None:
+    """Read the graph and decide which executor runs each node, before the executors fork."""
+    work.graph = partitions.of_run(task_graph.parse(_read_json(work.fds.pop(0))), work.spec["run"])
+    if (executors := work.spec["world_size"]) > 1:
+        work.spread = spread(work.graph, executors, order=partitions.order(work.spec["run"]))
+
+
+def configure(work: Work) -> None:
+    work.base_bytes = progress.anonymous_bytes()
+    try:
+        work.accelerator = Accelerator(work.spec["kind"])
+        work.outgoing, work.images = Outgoing(work), Images(work)
+        work.preset = preset.configure(work.spec["preset"])
+    except preset.NotTaken as error:
+        detail = "\n".join(error.differences)
+        raise Ending("failed", cause="preset", message=str(error), detail=detail) from error
+    except RuntimeError as error:
+        raise Ending("failed", cause="preset", message=str(error), detail="") from error
+
+
+def join(work: Work) -> None:
+    """Prepare the default process group, so that the code of a rank finds it ready."""
+    if work.member is not None:
+        try:
+            work.member.begin()
+        except BaseException as error:
+            raise as_ending(error) from error
+
+
+def load_code(work: Work) -> None:
+    spec, code = work.spec, Path(work.spec["code"])
+    rank, ranks = (0, 1) if work.is_graph else (spec["rank"], spec["world_size"])
+    work.ctx = Context(
+        device=work.accelerator.device, rank=rank, world_size=ranks, params=spec["params"]
+    )
+    work.around = Surroundings(code=code, scratch=Path(spec["scratch"]), ctx=work.ctx)
+    work.around.lent = work.lent
+    entry.seed()
+    data_loader.follow()
+    offload.follow()
+    try:
+        if work.is_graph:
+            work.entry = _load_graph(work, code)
+        else:
+            work.entry = entry.load_entry(code, spec["run"].get("job") or spec["run"]["function"])
+    except BaseException as error:
+        raise as_ending(error, cause="bundle") from error
+
+
+def _load_graph(work: Work, code: Path) -> runner.Loaded:
+    host_bytes = work.slab.limit_bytes
+    memory = {"budget_bytes": work.spec["memory_bytes"], "host_bytes": host_bytes}
+    assert work.graph is not None, "read before anything else"
+    late = partitions.late(work.spec["run"])
+    if work.spread is None or work.member is None:
+        order = partitions.order(work.spec["run"])
+        return entry.load_graph(
+            code, work.graph, work.accelerator, late=late, order=order, **memory
+        )
+    entry.make_room_for(code)
+    return LoadedLane(
+        *(work.graph, partial(entry.find_entry, code), work.accelerator),
+        spread=work.spread,
+        turns=work.member.rank.turns,
+        around=work.around,
+        late=late,
+        is_part="part" in work.spec["run"],
+        **memory,
+    )
+
+
+def bring_in(work: Work) -> None:
+    """Load the inputs and, for a task that has run before, its image."""
+    spec = work.spec
+    try:
+        for port, source in sorted(spec["inputs"].items()):
+            work.ctx.inputs[port] = _input(work, source["format"], source["datablock"])
+            if source["datablock"]:
+                work.ctx.blocks[source["datablock"]] = port
+    except BaseException as error:
+        raise as_ending(error, cause="exception", begun=NOT_LOADED) from error
+    work.capabilities = [] if work.is_function else ["pause", "save", "move", "exact"]
+    if not spec["image"]:
+        return
+    try:
+        index = slabs.read_index(work.slab.fd, spec["image"]["index_bytes"])
+        if preset.impose(index["fingerprint"]):
+            work.capabilities = ["pause", "save", "move", "equivalent"]
+        restored = _restored(work, index["layout"])
+        work.job = _go_on(work, restored) if work.is_graph else restored
+        work.step = spec["image"]["step"]
+        work.images.last_step = work.step if spec["image"].get("is_kept", True) else None
+    except BaseException as error:
+        raise as_ending(error, cause="image", begun="The image could not be restored: ") from error
+
+
+def _go_on(work: Work, state: Any) -> GraphJob:
+    """Restore the graph's job, and give it the inputs that came after its image was made."""
+    job: GraphJob = work.entry.go_on(state)
+    for port in job.lacks.copy().values():
+        if port in work.ctx.inputs:
+            job.take(port, work.ctx.inputs.pop(port))
+    return job
+
+
+def _input(work: Work, format: str, block: str) -> Any:
+    fd = work.fds.pop(0)
+    if not format:
+        return late_inputs.image_value(work, fd)
+    try:
+        # A mapped value is not part of an image, only a reference to it; a function has no images.
+        tensors = tensor_io.given(fd, mapped=bool(block) or work.is_function)
+    finally:
+        os.close(fd)
+    if block:
+        work.lent.add(block, tensors)
+    return tensor_io.value(tensors)
+
+
+def _restored(work: Work, layout: JSON) -> Any:
+    around, accelerator, lies = work.around, work.accelerator, work.images.staging.lies
+    if work.whole is None:
+        return context_switch.restored(
+            work.slab, layout, around=around, accelerator=accelerator, then=lies
+        )
+    whole = from_json(layout, limit_bytes=work.whole.limit_bytes)
+    own = coordinator.parted(work.whole, whole, work.spec["rank"]).as_json()
+    return context_switch.restored(work.whole, own, around=around, accelerator=accelerator)
+
+
+def take_seat(work: Work) -> None:
+    """Report that all work without the device is done; wait for the slot."""
+    with work.away("its seat"):
+        work.say("prepared", preset=work.preset, capabilities=work.capabilities)
+        orders.wait_for_seat(work)
+
+
+def build(work: Work) -> None:
+    if work.job is not None or work.is_function:
+        return
+    try:
+        if work.is_graph:
+            work.job = work.entry.begin(work.ctx.inputs)
+        else:
+            work.job = work.entry(work.ctx, **work.spec["params"])
+    except BaseException as error:
+        raise as_ending(error) from error
+
+
+def run(work: Work) -> None:
+    work.saved_s = time.monotonic()
+    if isinstance(work.job, LaneJob):
+        work.ctx.allocate = work.job.passing.empty
+        if "part" in work.spec["run"] and not work.spec["rank"]:
+            work.outside = FirstExecutor(work, work.job)
+    checked = work.spec["image"]
+    if not checked and not work.is_graph and work.member is None:
+        work.points = FirstPoints(until_s=time.monotonic() + FIRST_POINTS_S)
+    if work.is_graph and work.member is None:
+        outputs.give_early(work)  # blocks in the image, in case they were not stored before
+    while work.ctx.result is None:
+        one_step(work)
+        if not checked and work.ctx.result is None:
+            _must_be_capturable(work)
+            checked = True
+
+
+def one_step(work: Work) -> None:
+    """Run one step: from one safe point to the next."""
+    safe_point.safe_point(work)
+    work.images.lies = None
+    try:
+        if work.is_function:
+            work.ctx.result = entry.call(work.entry, work.ctx)
+            work.metrics = entry.metrics_of(work.ctx.logged)
+        else:
+            work.metrics = entry.take_step(work.job, work.ctx, work.step + 1)
+            if work.points is not None:
+                work.points.add(work.step + 1, work.metrics)
+    except NodeFailed as failed:
+        raise as_ending(failed.__cause__ or failed, begun=f"In the {failed}: ") from failed
+    except BaseException as error:
+        raise as_ending(error) from error
+    work.step = work.job.count if work.is_graph else work.step + 1
+    if work.is_graph and work.member is None:
+        outputs.give_early(work)
+    if time.monotonic() - work.reported_s >= REPORT_S:
+        progress.report(work)
+
+
+def settle(work: Work) -> None:
+    """Store the outputs, then send the final message."""
+    work.images.settle()
+    result = dict(work.ctx.result or {})
+    if work.member is not None and work.spec["rank"]:
+        result = {}  # the first rank's result is the gang's result
+    for name in work.spec["outputs"]:
+        if name not in result:
+            told = f"the result lacks {name!r}, which the descriptor names in `outputs`"
+            raise Ending("failed", cause="exception", message=told, detail="")
+        work.outgoing.put(result.pop(name), name)
+    try:
+        said = entry.plain(result, "result")
+        _must_be_small(said)
+    except (TypeError, ValueError) as error:
+        raise as_ending(error) from error
+    if work.member is not None:
+        work.member.end()
+    while work.images.busy or work.outgoing.busy:
+        inbox.listen(work, None)
+    for name in work.spec["outputs"]:
+        if why := work.outgoing.settled[f"output:{name}"].get("error"):
+            told = f"the output {name!r} could not be stored: {why}"
+            raise Ending("failed", cause="exit", message=told, detail="")
+    progress.report(work)
+    passed = work.job.passed() if isinstance(work.job, LaneJob) else []
+    took_ms = work.job.took_ms() if work.is_graph else {}
+    made_bytes = work.job.made_bytes() if work.is_graph else {}
+    measured = {"took_ms": took_ms, "made_bytes": made_bytes}
+    raise Ending("finished", result=said, passed=passed, **measured)
+
+
+def _must_be_small(result: JSON) -> None:
+    size = len(json.dumps(result))
+    if size > RESULT_LIMIT_BYTES:
+        raise ValueError(
+            f"the result must be at most {RESULT_LIMIT_BYTES} bytes as JSON; got {size}. Name "
+            "large values in the descriptor's `outputs`"
+        )
+
+
+def _must_be_capturable(work: Work) -> None:
+    """Fail after the first step, not at the first pause, if the job cannot be captured."""
+    try:
+        captured = capture(work.state, around=work.around, accelerator=work.accelerator)
+        size = work.images.staging.must_fit(captured)
+    except Uncapturable as error:
+        raise uncapturable(error) from error
+    except TooLarge as error:
+        raise too_large(error) from error
+    if work.spec["checkpoint_every_s"] > 0:  # an image is sure to follow: prepare its memory
+        threading.Thread(target=work.slab.make_ready, args=(size,), daemon=True).start()
+
+
+def _read_json(fd: int) -> JSON:
+    with os.fdopen(fd) as file:
+        body: JSON = json.load(file)
+    return body
+
+
+ALL = (configure, join, load_code, bring_in, take_seat, build, run, settle)  # in this order

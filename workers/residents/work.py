@@ -1,0 +1,110 @@
+"""The state of one task in this process, which all stages read and fill."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import socket
+import sys
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from app.core.model.task_graph import TaskGraph
+from app.core.placement.executors import Spread
+from workers.capture.capture import Surroundings
+from workers.capture.tensor_io import Lent
+from workers.graph.runner import GraphJob
+from workers.hardware.accelerator import Accelerator
+from workers.hardware.dirty_pages import Watch
+from workers.process.slab import Slab
+from workers.process.wire import TrustSeen, Wire
+from workers.residents.context import Context
+from workers.residents.coordinator import Member
+from workers.residents.endings import JSON, Abandoned, Ending
+from workers.residents.progress import FirstPoints
+
+if TYPE_CHECKING:
+    from workers.residents.images import Images
+    from workers.residents.late_inputs import FirstExecutor
+    from workers.residents.outputs import Outgoing
+
+
+@dataclass
+class Work:
+    """The state of one task in this process.  `step` is the last finished step."""
+
+    wire: Wire
+    bulk: socket.socket
+    trust: TrustSeen
+    slab: Slab
+    watch: Watch | None
+    spec: JSON = field(default_factory=dict)
+    fds: list[int] = field(default_factory=list)
+    graph: TaskGraph | None = None  # the graph, or the part of it that this task runs
+    spread: Spread | None = None  # executor of each node, if there are several
+    entry: Any = None
+    job: Any = None
+    preset: JSON = field(default_factory=dict)
+    capabilities: list[str] = field(default_factory=list)
+    step: int = 0
+    stands_at: int = 0  # the gang's step after which all ranks stop at a cut
+    metrics: JSON = field(default_factory=dict)
+    points: FirstPoints | None = None
+    wishes: set[str] = field(default_factory=set)
+    reported_s: float = -math.inf
+    saved_s: float = 0.0
+    ending: Ending | None = None  # why no image can be made; reported once it is back in the slot
+    # port -> file of a late input that arrived
+    arrived: dict[str, int] = field(default_factory=dict)
+    seated_s: float = 0.0  # when it last took the slot, except after slices of others
+    patience_s: float = 0.0  # how long it may wait for an input in the slot
+    outside: FirstExecutor | None = None  # for the first executor of a partition
+    base_bytes: int = 0
+    is_back_soon: bool = False  # off the slot only for the slices of co-located tasks
+    turn: int = 0  # number of the last order about the place of its memory
+    before_bytes: int = 0  # its memory when it was told to release memory
+    lazy_bytes: int = 0  # released, not reused, and not yet taken back by the kernel
+    granted_bytes: int = 0  # device memory granted for its return
+    staged_s: float = 0.0  # time at safe points spent on copying its state
+    ctx: Context = None  # type: ignore[assignment]  # filled by load_code
+    around: Surroundings = None  # type: ignore[assignment]
+    lent: Lent = field(default_factory=Lent)
+    accelerator: Accelerator = None  # type: ignore[assignment]
+    outgoing: Outgoing = None  # type: ignore[assignment]
+    images: Images = None  # type: ignore[assignment]
+    member: Member | None = None  # set in the process of a gang's rank
+    whole: Slab | None = None  # the whole slab, if `slab` is only this rank's part
+    _speaking: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def is_function(self) -> bool:
+        return "function" in self.spec["run"]
+
+    @property
+    def is_graph(self) -> bool:
+        return "graph" in self.spec["run"]
+
+    @property
+    def state(self) -> Any:
+        """The content of its images: the job itself or, for a graph, its progress."""
+        return self.job.state() if isinstance(self.job, GraphJob) else self.job
+
+    @property
+    def ran(self) -> int:
+        """The steps that this process has run; for a graph, the nodes that it ran itself."""
+        return self.job.count if isinstance(self.job, GraphJob) else self.step
+
+    def away(self, waits_for: str) -> contextlib.AbstractContextManager[None]:
+        """Let the other ranks of its gang run while it waits for something from outside."""
+        return self.member.away(waits_for) if self.member else contextlib.nullcontext()
+
+    def say(self, word: str, **said: Any) -> None:
+        with contextlib.suppress(OSError, ValueError):  # the tenant closed it
+            sys.stdout.flush()
+            sys.stderr.flush()
+        try:
+            with self._speaking:
+                self.wire.send({"is": word, "step": self.step, **said})
+        except OSError as error:
+            raise Abandoned from error
