@@ -31,12 +31,12 @@ from typing import Any
 
 from app.core.explanation.estimator import (
     Calibration,
-    Curve,
     Estimate,
     Held,
     History,
     Line,
     Queued,
+    RuntimeCurve,
     Runtimes,
     Scene,
     Unknown,
@@ -188,7 +188,7 @@ def filler(world: World, shadow_s: float, spare: int) -> int | None:
 # --- peers --------------------------------------------------------------------------------------
 
 
-class Fixed(Curve):
+class Fixed(RuntimeCurve):
     """A known runtime; a job that outlasts it is expected to run half as long again."""
 
     def __init__(self, runtime_s: float) -> None:
@@ -202,7 +202,7 @@ class Fixed(Curve):
 class Known:
     """Runtimes with the runtime itself as the only key."""
 
-    def curve(self, who: tuple[Any, ...]) -> Curve:
+    def curve(self, who: tuple[Any, ...]) -> RuntimeCurve:
         return Fixed(who[-1])
 
     def known(self, who: tuple[Any, ...]) -> float:
@@ -218,7 +218,7 @@ class Limits:
     def add(self, job: Job) -> None:
         insort(self.ended[job.tenant], job.runtime_s)
 
-    def curve(self, who: tuple[Any, ...]) -> Curve:
+    def curve(self, who: tuple[Any, ...]) -> RuntimeCurve:
         ended = self.ended.get(who[-2][0]) or [3600.0]
         return Fixed(ended[int(0.9 * (len(ended) - 1))])
 

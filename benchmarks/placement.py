@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 
-from app.core.placement.cost_model import Problem, Timeline
+from app.core.placement.cost_model import PlacementProblem, Timeline
 from app.core.placement.heuristics import RULES, ranks
 from app.core.placement.local_search import Effort
 from app.core.placement.planner import (
@@ -399,7 +399,11 @@ def least(graph: Graph, topology: Topology, orders: Sequence[Sequence[int]]) -> 
 
 
 def _walk(
-    problem: Problem, order: Sequence[int], line: Timeline, found: dict[int, int], n: int = 0
+    problem: PlacementProblem,
+    order: Sequence[int],
+    line: Timeline,
+    found: dict[int, int],
+    n: int = 0,
 ) -> None:
     """Try every placement of the order from its n-th task on.
 

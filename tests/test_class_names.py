@@ -14,13 +14,12 @@ ROOT = Path(__file__).parent.parent
 
 USED_TWICE = set(
     """
-    Abandoned Account Ahead Alive Answer Asked Block Branch Broken Bucket Bundle Call
-    Context Crossing Curve Damaged Datablock Decision Device Devices Event Figures Folder
-    Found Gang Gone Graph Ground Held Host IllegalMove Island Kept Known Lane Layout Lent
-    Lift Line Link Member Move Need Node Offer Order Pace Part Parts Passing Place Placement
-    Plan Policy Problem Queued Rank Read Region Resize Room Round Run Scene Sent Span Spread
-    Start State Stay Stock Stopped Supervisor Taken Task Tenant Tensor TooLarge Transport
-    Turns Unreadable User Wanted _Bounded _Claim _Kept _Known _Run _Shares _Work
+    Abandoned Ahead Alive Answer Asked Block Broken Bucket Bundle Call Context Damaged
+    Decision Device Devices Event Figures Folder Found Gang Graph Ground Held Host
+    Island Kept Lane Layout Lent Lift Line Link Need Node Order Pace Part Parts Passing
+    Place Placement Plan Problem Queued Read Region Room Run Scene Sent Spread Start
+    State Stay Stock Supervisor Taken Task Tenant Tensor TooLarge Transport Turns
+    Unreadable User Wanted _Bounded _Known _Work
     """.split()  # noqa: SIM905
 )
 

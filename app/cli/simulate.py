@@ -25,7 +25,7 @@ from app.cli.client import JSON, Client
 from app.cli.tables import Column, Output, err, facts, show, table
 from app.core.fairness.fair_tree import half_life
 from app.core.model.snapshot import TIERS, Device, Policy, Tenant
-from app.core.simulation.simulator import Broken, Costs
+from app.core.simulation.simulator import Costs, InvariantBroken
 from app.core.simulation.trace import BadTrace, Trace, read
 from app.core.simulation.what_if import POLICIES, Setup, run
 
@@ -119,7 +119,7 @@ def replay_file(source: Path, asked: Asked) -> JSON:
         began_s = time.process_time()
         try:
             _, report = run(replace(setup, named=name))
-        except Broken as error:
+        except InvariantBroken as error:
             told = f"{source} cannot be replayed: the scheduler broke one of its invariants"
             raise Unreadable(f"{told}: {error}") from error
         runs.append({**report, "took_s": round(time.process_time() - began_s, 2)})

@@ -27,7 +27,7 @@ from typing import Any
 from sqlalchemy import event, func, insert, inspect, select, text
 from sqlalchemy.orm import Mapper, Session, object_session
 
-from app.core.security.hash_chain import GENESIS, Known, Link, Verdict, link_hash, verify
+from app.core.security.hash_chain import GENESIS, ChainLink, TrustedLink, Verdict, link_hash, verify
 from app.db.models import (
     ApiKey,
     AuditEvent,
@@ -347,14 +347,14 @@ def _by(call: Call) -> dict[str, str]:
 # --- verification -------------------------------------------------------------------------------
 
 
-def verified(session: Session, known: Known) -> Verdict:
+def verified(session: Session, known: TrustedLink) -> Verdict:
     """Verify the chain from `known` on, read in one snapshot, page by page."""
     query = select(AuditEvent.__table__).where(AuditEvent.id >= known.id).order_by(AuditEvent.id)
     with session.execute(query.execution_options(yield_per=READ_AT_ONCE)) as rows:
         return verify(_links(rows.mappings()), known)
 
 
-def _links(rows: Any) -> Iterator[Link]:
+def _links(rows: Any) -> Iterator[ChainLink]:
     for row in rows:
         says = {name: _plain(row[name]) for name in row if name not in ("previous", "hash")}
-        yield Link(id=row["id"], says=says, previous=row["previous"], hash=row["hash"])
+        yield ChainLink(id=row["id"], says=says, previous=row["previous"], hash=row["hash"])

@@ -26,7 +26,7 @@ from sqlalchemy.orm import Session
 from app.core.model.descriptor import escaped
 from app.core.model.lifecycle import ENDED
 from app.core.model.snapshot import Device, Policy, Snapshot, Tenant
-from app.core.simulation.simulator import Arrival, Costs, Stopped
+from app.core.simulation.simulator import Arrival, Costs, SimulationStopped
 from app.core.simulation.what_if import Setup, run
 from app.db.models import Island, Need, Task
 from app.errors import BadInput, Conflict
@@ -264,7 +264,7 @@ def compare(scene: Scene, what_if: WhatIf, costs: Costs) -> list[dict[str, Any]]
 def _within(setup: Setup, ends_at_s: float) -> dict[str, Any]:
     try:
         return run(setup, go_on=lambda: time.monotonic() < ends_at_s)[1]
-    except Stopped as stopped:
+    except SimulationStopped as stopped:
         told = (
             f"the simulation was not done within {BUDGET_S:.0f} s: {stopped.done} of "
             f"{len(setup.arrivals)} tasks ended; choose a shorter window, fewer arrivals or a "

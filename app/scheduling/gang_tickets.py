@@ -19,7 +19,7 @@ from sqlalchemy.orm import Session
 from app.core.model.lifecycle import NOT_STARTED
 from app.core.model.snapshot import Terms
 from app.core.scheduling import island_gangs
-from app.core.scheduling.island_gangs import Member
+from app.core.scheduling.island_gangs import GangMember
 from app.db import transactions
 from app.db.models import Device, Placement, Task
 from app.db.transactions import AnyRow
@@ -72,8 +72,8 @@ def terms_among(rows: Rows) -> dict[str, Terms]:
     return found
 
 
-def _member(row: Task | AnyRow) -> Member:
-    return Member(
+def _member(row: Task | AnyRow) -> GangMember:
+    return GangMember(
         island=str(row.island),
         state=row.state,
         epoch=row.epoch,

@@ -19,7 +19,7 @@ from sqlalchemy.orm import Session
 from app.core.fairness.fair_tree import lane
 from app.core.model import migration
 from app.core.model.lifecycle import ON_A_DEVICE, State
-from app.core.model.migration import ANYWHERE, MOVABLE, Act, Moving, Scene
+from app.core.model.migration import ANYWHERE, MOVABLE, Act, MoveScene, Moving
 from app.core.scheduling import defragment
 from app.core.scheduling.board import Board
 from app.db import transactions
@@ -27,7 +27,7 @@ from app.db.models import Task
 from app.scheduling import journal
 from app.settings import settings
 
-POLICY = migration.Policy()
+POLICY = migration.MovePolicy()
 
 
 def advance(session: Session, board: Board, *, island: str) -> bool:
@@ -46,7 +46,7 @@ def _go_on(session: Session, board: Board, task: Task, taken: set[str]) -> bool:
     moving = migration.from_json(task.moving) if task.moving is not None else None
     if moving is None or moving.to != task.move_to:
         return _begin(session, board, task, taken)
-    scene = Scene(
+    scene = MoveScene(
         state=task.state,
         epoch=task.epoch,
         seat=task.seat,

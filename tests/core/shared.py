@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 
 from app.core.fairness.fair_tree import FIXED_POINT_BITS
-from app.core.fairness.water_filling import Branch, divide_tree
+from app.core.fairness.water_filling import Claimant, divide_tree
 from app.core.model.snapshot import Decision, Device, Plan, Policy, Snapshot, Task, Tenant, User
 from app.core.scheduling import time_sharing
 from app.core.scheduling.board import Board
@@ -275,17 +275,17 @@ class Shared:
     def fair(self) -> dict[str, float]:
         """Max-min by weights over the tree: nobody can use more devices than it has tasks."""
 
-        def below(parent: str | None) -> dict[str, Branch]:
-            made: dict[str, Branch] = {}
+        def below(parent: str | None) -> dict[str, Claimant]:
+            made: dict[str, Claimant] = {}
             for tenant in self.tenants.values():
                 if tenant.parent == parent:
                     mine = below(tenant.id) | {
-                        user.id: Branch(weight=user.weight, demand=self.demand(user.id))
+                        user.id: Claimant(weight=user.weight, demand=self.demand(user.id))
                         for user in self.users.values()
                         if user.tenant == tenant.id
                     }
                     if mine:
-                        made[tenant.id] = Branch(weight=tenant.weight, children=mine)
+                        made[tenant.id] = Claimant(weight=tenant.weight, children=mine)
             return made
 
         parts = divide_tree(len(self.devices), below(None))

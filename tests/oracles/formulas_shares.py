@@ -14,7 +14,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from app.core.fairness.water_filling import Amount, Span, above_0, exact, level
+from app.core.fairness.water_filling import Amount, ShareRange, above_0, exact, level
 from tests.oracles.formulas_history import kai_time_weights
 
 Amounts = Mapping[str, Amount]
@@ -40,7 +40,7 @@ def yarn_shares(total: Amount, queues: Mapping[str, YarnQueue]) -> dict[str, Fra
     Source: Hadoop, ComputeFairShares.java.
     """
     spans = {
-        name: Span(
+        name: ShareRange(
             exact(queue.weight),
             exact(queue.least),
             None if queue.most is None else exact(queue.most),

@@ -21,7 +21,7 @@ import numpy
 import torch
 
 from app.core.model import tensor_file
-from app.core.model.tensor_file import HEAD_BYTES, SAID, Tensor
+from app.core.model.tensor_file import HEAD_BYTES, SAID, FileTensor
 from workers.capture.rebuild import Name
 
 ALONE = "tensor"  # name in the file of a tensor that is published without a name
@@ -107,7 +107,7 @@ def _is_as_it_was_mapped(address: int, size: int) -> bool:
 _PAGE_BITS = (63, 62, 61)  # see proc(5): present, swapped, of a file or shared
 
 
-def _tensor(tensor: Tensor, fd: int, whole: mmap.mmap | None) -> torch.Tensor:
+def _tensor(tensor: FileTensor, fd: int, whole: mmap.mmap | None) -> torch.Tensor:
     dtype = getattr(torch, tensor.dtype)
     if whole is not None and tensor.size and tensor.offset % dtype.itemsize == 0:
         count = prod(tensor.shape)

@@ -39,7 +39,7 @@ from app.core.model.manifest import (
     Cut,
     Manifest,
     Part,
-    Rank,
+    RankImage,
 )
 from app.storage.backend import INCOMING, Bytes, Missing
 from app.storage.chunks import Writing
@@ -151,7 +151,7 @@ def write(
         cuts = manifests.planned([part.size for part in parts])
 
         def manifest_of(chunks: Sequence[Chunk]) -> Manifest:
-            rank = Rank(parts=parts, chunks=tuple(chunks), tensors=table)
+            rank = RankImage(parts=parts, chunks=tuple(chunks), tensors=table)
             return Manifest(about=about, ranks=(rank,))
 
         # in a near store all chunks appear at once
@@ -395,14 +395,14 @@ def _laid_out(graph_bytes: int, storages: list[tuple[int, str, bool]]) -> Layout
 _Place = tuple[str, tuple[tuple[int, int], ...]]  # a chunk, and where its spans lie in a slab
 
 
-def _placed_with(layout: Layout, rank: Rank) -> Iterator[tuple[_Place, Chunk]]:
+def _placed_with(layout: Layout, rank: RankImage) -> Iterator[tuple[_Place, Chunk]]:
     extents = (layout.graph, *layout.storages)
     for chunk in rank.chunks:
         spans = tuple((extents[s.part].offset + s.offset, s.size) for s in chunk.spans)
         yield (chunk.address, spans), chunk
 
 
-def _placed(layout: Layout, rank: Rank) -> Iterator[_Place]:
+def _placed(layout: Layout, rank: RankImage) -> Iterator[_Place]:
     return (place for place, _ in _placed_with(layout, rank))
 
 

@@ -20,7 +20,7 @@ from app.api.cursors import Paged
 from app.api.middleware import v1_router
 from app.api.schemas.base import Out, Page, example
 from app.api.times import Time
-from app.core.security.hash_chain import Known
+from app.core.security.hash_chain import TrustedLink
 from app.db.models import AuditEvent, Tenant
 from app.db.transactions import Db
 from app.identity import audit
@@ -188,7 +188,7 @@ def verify_audit_events(
     verification cannot detect that the end was cut off, or that the whole log was written anew.
     """
     id, _, hash = (known or "").partition(":")
-    found = audit.verified(session, Known(int(id), hash) if known else Known())
+    found = audit.verified(session, TrustedLink(int(id), hash) if known else TrustedLink())
     head = found.head if found.head.id else None
     return {
         "intact": found.broken is None,

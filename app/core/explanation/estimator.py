@@ -50,7 +50,7 @@ REBASE = 1e100  # weights grow, so that old ones need not shrink; above this the
 # --- runtimes -----------------------------------------------------------------------------------
 
 
-class Curve:
+class RuntimeCurve:
     """A distribution of runtimes: for each bin the share of the tasks reaching it that pass it."""
 
     __slots__ = ("_minus_longer", "past")
@@ -85,7 +85,7 @@ class Curve:
 class Runtimes(Protocol):
     """The source of runtimes for `starts_in`: a `History`, or an alternative to compare with it."""
 
-    def curve(self, who: Who) -> Curve | None: ...
+    def curve(self, who: Who) -> RuntimeCurve | None: ...
 
     def known(self, who: Who) -> float: ...
 
@@ -99,8 +99,8 @@ class _Key:
         self.weights = array("d", bytes(8 * BINS))
         self.unit = 1.0
         self.ended = 0
-        self.curve: Curve | None = None
-        self.prior: Curve | None = None
+        self.curve: RuntimeCurve | None = None
+        self.prior: RuntimeCurve | None = None
         self.ended_then = 0
 
     def add(self, bin: int, memory: float) -> None:
@@ -111,11 +111,11 @@ class _Key:
         self.weights[bin] += self.unit
         self.ended += 1
 
-    def is_fresh(self, prior: Curve | None, memory: float, news: float) -> bool:
+    def is_fresh(self, prior: RuntimeCurve | None, memory: float, news: float) -> bool:
         same = self.curve is not None and self.prior is prior
         return same and self.ended - self.ended_then < max(1.0, min(self.ended, memory) * news)
 
-    def refresh(self, prior: Curve | None, trust: float) -> Curve:
+    def refresh(self, prior: RuntimeCurve | None, trust: float) -> RuntimeCurve:
         """Return the share of tasks at each bin that pass it, drawn towards the prior.
 
         The prior counts as `trust` more tasks.  The curve is the posterior mean of a beta process
@@ -128,7 +128,7 @@ class _Key:
             (got_past + more * share) / (got_there + more)
             for got_there, got_past, share in zip(reached, reached[1:], before, strict=False)
         ]
-        self.curve = Curve(past)
+        self.curve = RuntimeCurve(past)
         self.prior, self.ended_then = prior, self.ended
         return self.curve
 
@@ -162,9 +162,9 @@ class History:
         while len(self._keys) > self._keys_max:
             self._keys.popitem(last=False)
 
-    def curve(self, who: Who) -> Curve | None:
+    def curve(self, who: Who) -> RuntimeCurve | None:
         """Return the distribution, each key shrunk to the next wider; None without history."""
-        found: Curve | None = None
+        found: RuntimeCurve | None = None
         for depth, name in enumerate(reversed(who)):
             key = self._keys.get(name)
             if key is None:
@@ -349,7 +349,7 @@ def _waits(cast: _Cast, seed: int, events: int) -> list[float]:
     waiting = sum(len(tasks) for tasks in cast.lines.values())
     runs = max(1, min(RUNS, events // (len(cast.held) + waiting)))
     chance = random.Random(seed)
-    return [_Run(cast, chance).wait_s() for _ in range(runs)]
+    return [_SimulatedRun(cast, chance).wait_s() for _ in range(runs)]
 
 
 def _refused(scene: Scene, task: Queued, blocked_by: str | None) -> Unknown | None:
@@ -387,7 +387,7 @@ class _Kind:
     its tasks are alike.
     """
 
-    curve: Curve
+    curve: RuntimeCurve
     known: float
     peers: int | None
 
@@ -430,7 +430,7 @@ class _Rest:
     left_s: float
 
 
-class _Run:
+class _SimulatedRun:
     """A simulated run from now on.  Devices are counted, not named."""
 
     def __init__(self, cast: _Cast, chance: random.Random) -> None:
@@ -468,7 +468,7 @@ class _Run:
         )
         return self.before + sum(others)
 
-    def _hold(self, held: Held, curve: Curve) -> None:
+    def _hold(self, held: Held, curve: RuntimeCurve) -> None:
         runtime_s = curve.draw(held.elapsed_s, self.random())
         if held.max_duration_s is not None:
             runtime_s = max(held.elapsed_s, min(runtime_s, held.max_duration_s))

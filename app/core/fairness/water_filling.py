@@ -41,7 +41,7 @@ def exact(amount: Amount) -> Fraction:
 # --- the level ----------------------------------------------------------------------------------
 
 
-class Span(NamedTuple):
+class ShareRange(NamedTuple):
     """The range that a party of `weight` may hold: from `floor` to `ceiling`; None: no ceiling."""
 
     weight: Fraction
@@ -54,7 +54,7 @@ class Span(NamedTuple):
         return part if self.ceiling is None else min(part, self.ceiling)
 
 
-def level(total: Fraction, spans: Iterable[Span]) -> Fraction:
+def level(total: Fraction, spans: Iterable[ShareRange]) -> Fraction:
     """Return the lowest level at which the parts of all spans add up to `total`.
 
     The level is 0 if the floors alone reach `total`.  It is the level of the last ceiling if all
@@ -73,7 +73,7 @@ def level(total: Fraction, spans: Iterable[Span]) -> Fraction:
 
 
 def _turns(
-    spans: Iterable[Span],
+    spans: Iterable[ShareRange],
 ) -> tuple[Fraction, Fraction, list[tuple[Fraction, Fraction, Fraction]]]:
     """Return the sum at level 0, the weight that rises there, and the points of change.
 
@@ -135,7 +135,7 @@ def above_0(word: str, amount: Amount) -> Fraction:
     return exact(amount)
 
 
-def _check(claim: Claim | Branch) -> None:
+def _check(claim: Claim | Claimant) -> None:
     if not claim.weight > 0:
         raise ValueError(f"weight {claim.weight} is not above 0: leave out who has no share")
     if claim.weight == math.inf:
@@ -171,7 +171,7 @@ def divide_leftover(capacity: Amount, claims: Claims) -> dict[str, Fraction]:
         return _parts(total, _floors(claims))
     floors = {name: claim.floor for name, claim in claims.items()}
     above = {
-        name: Span(exact(claim.weight), Fraction(0), claim.ceiling - floors[name])
+        name: ShareRange(exact(claim.weight), Fraction(0), claim.ceiling - floors[name])
         for name, claim in claims.items()
     }
     extra = _parts(total - sum(floors.values()), above)
@@ -213,15 +213,15 @@ def _short(total: Fraction, claims: Claims) -> bool:
     return sum(claim.floor for claim in claims.values()) > total
 
 
-def _floors(claims: Claims) -> dict[str, Span]:
-    return {name: Span(exact(c.weight), Fraction(0), c.floor) for name, c in claims.items()}
+def _floors(claims: Claims) -> dict[str, ShareRange]:
+    return {name: ShareRange(exact(c.weight), Fraction(0), c.floor) for name, c in claims.items()}
 
 
-def _whole_spans(claims: Claims) -> dict[str, Span]:
-    return {name: Span(exact(c.weight), c.floor, c.ceiling) for name, c in claims.items()}
+def _whole_spans(claims: Claims) -> dict[str, ShareRange]:
+    return {name: ShareRange(exact(c.weight), c.floor, c.ceiling) for name, c in claims.items()}
 
 
-def _parts(total: Fraction, spans: Mapping[str, Span]) -> dict[str, Fraction]:
+def _parts(total: Fraction, spans: Mapping[str, ShareRange]) -> dict[str, Fraction]:
     found = level(total, spans.values())
     return {name: span.at(found) for name, span in spans.items()}
 
@@ -273,7 +273,7 @@ def _by_remainder(parts: Mapping[str, Fraction], order: Sequence[str]) -> list[s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Branch:
+class Claimant:
     """A tenant in a tree: what it claims itself, and its children.
 
     Only a leaf has a demand of its own.  The fields are those of `Claim`.
@@ -283,13 +283,13 @@ class Branch:
     demand: Amount = 0
     guarantee: Amount = 0
     limit: Amount | None = None
-    children: Mapping[str, Branch] = field(default_factory=dict)
+    children: Mapping[str, Claimant] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _check(self)
 
 
-Tree = Mapping[str, Branch]
+Tree = Mapping[str, Claimant]
 
 
 def divide_tree(capacity: Amount, tree: Tree) -> dict[Path, Fraction]:

@@ -3,8 +3,8 @@
 A datablock is immutable: a new version is another datablock.  A copy is one place where it lies: a
 device's memory, a host's memory, a disk, the store.  Two rules hold between its copies.  At most
 one is `exclusive`, and then none is `shared`.  While the block is needed, a whole copy lies
-somewhere or the tasks that made it can run again.  Only the methods of `Datablock` move copies, and
-they keep the first rule; `check` reports breaches of both.
+somewhere or the tasks that made it can run again.  Only the methods of `TrackedBlock` move copies,
+and they keep the first rule; `check` reports breaches of both.
 
 A block has one count of references for all copies: readers that have not run yet, and holders of
 its name.  At zero, all of its copies may go.
@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 
-class State(StrEnum):
+class CopyState(StrEnum):
     absent = "absent"
     in_flight = "in_flight"  # memory is reserved; the block is on its way, or being computed
     exclusive = "exclusive"  # whole, and the only whole copy
@@ -33,7 +33,7 @@ class State(StrEnum):
     lost = "lost"  # the place died, and the copy with it
 
 
-class Move(StrEnum):
+class CopyMove(StrEnum):
     """A change of one copy."""
 
     Expect = "Expect"
@@ -72,11 +72,11 @@ COPY: dict[str, dict[str, str]] = {
     "lost": {"Expect": "in_flight", "Drop": "absent"},
 }
 
-WHOLE = frozenset({State.exclusive, State.shared})
-HOLDS_MEMORY = WHOLE | {State.in_flight, State.invalid}
+WHOLE = frozenset({CopyState.exclusive, CopyState.shared})
+HOLDS_MEMORY = WHOLE | {CopyState.in_flight, CopyState.invalid}
 
 
-class IllegalMove(Exception):
+class IllegalCopyMove(Exception):
     """The copy's state does not allow the move."""
 
     def __init__(self, block: str, place: str, state: str, move: str) -> None:
@@ -98,7 +98,7 @@ class StillNeeded(Exception):
         )
 
 
-class Gone(Exception):
+class BlockGone(Exception):
     """A block is needed, no whole copy of it is left, and no task of the graph makes it."""
 
     def __init__(self, block: str) -> None:
@@ -107,7 +107,7 @@ class Gone(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Datablock:
+class TrackedBlock:
     """One datablock: its size, its reference count, and the state of its copy at each place.
 
     `refs` counts readers that have not run and holders of its name.  A place that is not in
@@ -118,10 +118,10 @@ class Datablock:
     bytes: int
     refs: int = 0
     recipe: bool = False
-    copies: Mapping[str, State] = field(default_factory=dict)
+    copies: Mapping[str, CopyState] = field(default_factory=dict)
 
-    def state(self, place: str) -> State:
-        return self.copies.get(place, State.absent)
+    def state(self, place: str) -> CopyState:
+        return self.copies.get(place, CopyState.absent)
 
     @property
     def whole(self) -> tuple[str, ...]:
@@ -136,42 +136,44 @@ class Datablock:
     def held_bytes(self, place: str) -> int:
         return self.bytes if self.state(place) in HOLDS_MEMORY else 0
 
-    def took(self, more: int = 1) -> Datablock:
+    def took(self, more: int = 1) -> TrackedBlock:
         """Count `more` readers or holders."""
         return replace(self, refs=self.refs + more)
 
-    def released(self, fewer: int = 1) -> Datablock:
+    def released(self, fewer: int = 1) -> TrackedBlock:
         """Count off `fewer` readers or holders; raises ValueError if there are fewer than that."""
         if fewer > self.refs:
             raise ValueError(f"{self.id} is needed by {self.refs}, {fewer} cannot let go of it")
         return replace(self, refs=self.refs - fewer)
 
-    def expect(self, place: str) -> Datablock:
+    def expect(self, place: str) -> TrackedBlock:
         """Record that memory at `place` is reserved and the bytes are requested."""
-        return self._moved(place, Move.Expect)
+        return self._moved(place, CopyMove.Expect)
 
-    def landed(self, place: str) -> Datablock:
+    def landed(self, place: str) -> TrackedBlock:
         """Record that the bytes are whole at `place`; an `exclusive` copy becomes `shared`."""
         others = self.whole
         if not others:
-            return self._moved(place, Move.Made)
-        return self._moved(place, Move.Arrived)._follow(others, State.exclusive, Move.Joined)
+            return self._moved(place, CopyMove.Made)
+        return self._moved(place, CopyMove.Arrived)._follow(
+            others, CopyState.exclusive, CopyMove.Joined
+        )
 
-    def failed(self, place: str) -> Datablock:
+    def failed(self, place: str) -> TrackedBlock:
         """Record that the transfer to `place` was given up."""
-        return self._moved(place, Move.Fail)
+        return self._moved(place, CopyMove.Fail)
 
-    def spilled(self, place: str) -> Datablock:
+    def spilled(self, place: str) -> TrackedBlock:
         """Move the copy at `place` to a slower place, to come back; another must be whole."""
-        return self._moved(place, Move.Spill)._settled()
+        return self._moved(place, CopyMove.Spill)._settled()
 
-    def dropped(self, place: str) -> Datablock:
+    def dropped(self, place: str) -> TrackedBlock:
         """Free the copy at `place`; raises StillNeeded for the last whole copy if needed."""
         if self.refs and self.whole == (place,):
             raise StillNeeded(self.id, place, self.refs)
-        return self._moved(place, Move.Drop)._settled()
+        return self._moved(place, CopyMove.Drop)._settled()
 
-    def overwritten(self, place: str) -> Datablock:
+    def overwritten(self, place: str) -> TrackedBlock:
         """Give the memory of the copy at `place` to the next version that an in-out port writes.
 
         The port's own read is one of `refs`.  If others need the only whole copy, this raises
@@ -179,54 +181,60 @@ class Datablock:
         """
         if self.refs > 1 and self.whole == (place,):
             raise StillNeeded(self.id, place, self.refs - 1)
-        return self._moved(place, Move.Overwrite)._settled()
+        return self._moved(place, CopyMove.Overwrite)._settled()
 
-    def lost(self, places: Iterable[str]) -> Datablock:
+    def lost(self, places: Iterable[str]) -> TrackedBlock:
         """Record that these places died, with their copies."""
         block = self
         for place in sorted(set(places) & set(self.copies)):
             if "Lose" in COPY[block.state(place)]:
-                block = block._moved(place, Move.Lose)
+                block = block._moved(place, CopyMove.Lose)
         return block._settled()
 
-    def _settled(self) -> Datablock:
+    def _settled(self) -> TrackedBlock:
         """Adjust the other copies after one went.
 
         A single whole copy becomes exclusive.  Without any whole copy, spilled copies are dropped.
         """
         if not self.whole:
-            return self._follow(self.copies, State.spilled, Move.Drop)
-        return self._follow(self.whole, State.shared, Move.Alone) if len(self.whole) == 1 else self
+            return self._follow(self.copies, CopyState.spilled, CopyMove.Drop)
+        return (
+            self._follow(self.whole, CopyState.shared, CopyMove.Alone)
+            if len(self.whole) == 1
+            else self
+        )
 
-    def _follow(self, places: Iterable[str], state: State, move: Move) -> Datablock:
+    def _follow(self, places: Iterable[str], state: CopyState, move: CopyMove) -> TrackedBlock:
         block = self
         for place in places:
             if block.state(place) == state:
                 block = block._moved(place, move)
         return block
 
-    def _moved(self, place: str, move: Move) -> Datablock:
+    def _moved(self, place: str, move: CopyMove) -> TrackedBlock:
         state = self.state(place)
         if move not in COPY[state]:
-            raise IllegalMove(self.id, place, state, move)
-        copies = {**self.copies, place: State(COPY[state][move])}
-        if copies[place] == State.absent:
+            raise IllegalCopyMove(self.id, place, state, move)
+        copies = {**self.copies, place: CopyState(COPY[state][move])}
+        if copies[place] == CopyState.absent:
             del copies[place]
         return replace(self, copies=copies)
 
 
-def check(block: Datablock) -> tuple[str, ...]:
+def check(block: TrackedBlock) -> tuple[str, ...]:
     """Report, in sentences, which rules the copies of a block break; empty if none."""
     states = Counter(block.copies.values())
     faults = []
-    if states[State.exclusive] > 1 or (states[State.exclusive] and states[State.shared]):
+    if states[CopyState.exclusive] > 1 or (
+        states[CopyState.exclusive] and states[CopyState.shared]
+    ):
         faults.append(f"{block.id} has an only copy beside others: {dict(block.copies)}")
-    if states[State.shared] == 1:
+    if states[CopyState.shared] == 1:
         faults.append(f"{block.id} has one shared copy alone: {dict(block.copies)}")
-    readable = block.whole or states[State.in_flight] or block.recipe
+    readable = block.whole or states[CopyState.in_flight] or block.recipe
     if block.refs and not readable:
         faults.append(f"{block.refs} need {block.id}, which lies nowhere and cannot be made")
-    if states[State.spilled] and not block.whole:
+    if states[CopyState.spilled] and not block.whole:
         faults.append(f"{block.id} was put aside, and is nowhere")
     return tuple(faults)
 
@@ -307,7 +315,7 @@ def cone(
             continue
         blocks.add(block)
         if block not in maker:
-            raise Gone(block)
+            raise BlockGone(block)
         if maker[block] in entered:
             continue
         entered.add(maker[block])
@@ -323,7 +331,7 @@ Way = tuple[str, str, str]  # block, from, to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Account:
+class TransferBytes:
     """Bytes by way (block, from, to): as planned, and as measured when they were moved.
 
     A tenant is charged `moved_bytes`.  In a run without losses both tables are equal.
@@ -340,7 +348,7 @@ class Account:
     def moved_bytes(self) -> int:
         return sum(self.moved.values())
 
-    def counting(self, moved: Iterable[tuple[Way, int]]) -> Account:
+    def counting(self, moved: Iterable[tuple[Way, int]]) -> TransferBytes:
         """Add bytes that were moved now; a way may occur several times."""
         count = Counter(self.moved)
         for way, bytes_ in moved:
@@ -358,18 +366,18 @@ class Account:
         )
 
 
-def account(planned: Iterable[tuple[Way, int]]) -> Account:
+def account(planned: Iterable[tuple[Way, int]]) -> TransferBytes:
     """Return an account of the planned bytes, with nothing moved yet."""
     count = Counter[Way]()
     for way, bytes_ in planned:
         count[way] += bytes_
-    return Account(planned=dict(count))
+    return TransferBytes(planned=dict(count))
 
 
 def table() -> str:
     """Return the table as Markdown, one row per state, one column per move."""
-    rows = [["state", *Move], ["---"] * (len(Move) + 1)]
-    rows += [[state, *(COPY[state].get(move, "·") for move in Move)] for state in State]
+    rows = [["state", *CopyMove], ["---"] * (len(CopyMove) + 1)]
+    rows += [[state, *(COPY[state].get(move, "·") for move in CopyMove)] for state in CopyState]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 

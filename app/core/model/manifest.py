@@ -129,7 +129,7 @@ class Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rank:
+class RankImage:
     """One rank's image.  `parts[0]` is its graph, `parts[n + 1]` its storage number n.
 
     `tensors` are sorted by name.
@@ -154,7 +154,7 @@ class About:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     about: About
-    ranks: tuple[Rank, ...]
+    ranks: tuple[RankImage, ...]
 
     @property
     def size_bytes(self) -> int:
@@ -223,7 +223,7 @@ def as_json(manifest: Manifest) -> JSON:
     }
 
 
-def _rank_as_json(rank: Rank) -> JSON:
+def _rank_as_json(rank: RankImage) -> JSON:
     return {
         "parts": [[part.size, part.device, part.pinned] for part in rank.parts],
         "chunks": [
@@ -271,7 +271,7 @@ def from_json(body: Any) -> Manifest:
     return manifest
 
 
-def _rank(body: Any, path: str) -> Rank:
+def _rank(body: Any, path: str) -> RankImage:
     fields = _object(body, path)
     listed = _list(fields.get("parts"), f"{path}.parts")
     parts = tuple(_part(one, f"{path}.parts[{n}]") for n, one in enumerate(listed))
@@ -281,7 +281,7 @@ def _rank(body: Any, path: str) -> Rank:
     chunks = tuple(_chunk(one, f"{path}.chunks[{n}]") for n, one in enumerate(listed))
     _must_cover(parts, chunks, f"{path}.chunks")
     tensors = tensors_from_json(fields.get("tensors"), parts[1:], path=f"{path}.tensors")
-    return Rank(parts=parts, chunks=chunks, tensors=tensors)
+    return RankImage(parts=parts, chunks=chunks, tensors=tensors)
 
 
 def _part(body: Any, path: str) -> Part:

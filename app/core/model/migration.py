@@ -32,7 +32,7 @@ MOVABLE = "move"  # the capability that a job needs to be moved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
+class MovePolicy:
     rounds_max: int = 5
     brief_s: float = 0.1  # seconds; a rest that copies within this time needs no further round
     # fraction; the last round must have shrunk the rest by more than this for one more round
@@ -42,7 +42,7 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Round:
+class CopyRound:
     """A checkpoint of the running job, and what the target device had to fetch of it.
 
     `wrote_us` is how long the source took to make it durable.  `fetched_us` is None until the
@@ -72,9 +72,9 @@ class Moving:
     until_s: float
     asked: int = 0
     stopping: bool = False
-    rounds: tuple[Round, ...] = ()
+    rounds: tuple[CopyRound, ...] = ()
 
-    def saved(self, round: Round) -> Moving:
+    def saved(self, round: CopyRound) -> Moving:
         """Record a durable checkpoint; one that was not ordered counts as if it had been."""
         if self.stopping or (self.rounds and round.step <= self.rounds[-1].step):
             return self
@@ -93,7 +93,7 @@ class Moving:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scene:
+class MoveScene:
     """The present state of the task and of the target device; `open`: the target takes new work."""
 
     state: str
@@ -122,7 +122,7 @@ class Next:
 _WAIT = Next(Act.wait)
 
 
-def next_act(moving: Moving, scene: Scene, policy: Policy) -> Next:
+def next_act(moving: Moving, scene: MoveScene, policy: MovePolicy) -> Next:
     """Decide what to do about a move now."""
     if (because := _failed(moving, scene)) is not None:
         return Next(Act.off, because)
@@ -140,7 +140,7 @@ def next_act(moving: Moving, scene: Scene, policy: Policy) -> Next:
     return Next(Act.stop, because, scene.now_s + stands_s)
 
 
-def _failed(moving: Moving, scene: Scene) -> str | None:
+def _failed(moving: Moving, scene: MoveScene) -> str | None:
     """Return why a move cannot go on; None if it can."""
     landed = scene.epoch > moving.epoch
     holds = scene.state not in (State.waiting, State.blocked)
@@ -159,7 +159,7 @@ def _failed(moving: Moving, scene: Scene) -> str | None:
     return None
 
 
-def _enough(rounds: tuple[Round, ...], policy: Policy) -> str | None:
+def _enough(rounds: tuple[CopyRound, ...], policy: MovePolicy) -> str | None:
     """Return why no further round is worth it; None if one is."""
     if expected_stop_s(rounds) <= policy.brief_s:
         return "hardly anything is left to copy"
@@ -172,7 +172,7 @@ def _enough(rounds: tuple[Round, ...], policy: Policy) -> str | None:
     return None
 
 
-def bandwidth(rounds: tuple[Round, ...]) -> float:
+def bandwidth(rounds: tuple[CopyRound, ...]) -> float:
     """Return the rate in bytes per second from the job's memory to the target's; 0.0 if unknown.
 
     It is the rate of the round that copied most: small rounds measure the cost of a round, not of
@@ -184,7 +184,7 @@ def bandwidth(rounds: tuple[Round, ...]) -> float:
     return most.fetched_bytes * 1e6 / max(1, most.wrote_us + most.fetched_us)
 
 
-def expected_stop_s(rounds: tuple[Round, ...]) -> float:
+def expected_stop_s(rounds: tuple[CopyRound, ...]) -> float:
     """Return how long the next difference would take to copy, if it is as large as the last one."""
     rate = bandwidth(rounds)
     return rounds[-1].fetched_bytes / rate if rate else 0.0
@@ -212,11 +212,11 @@ def _size(bytes_: int) -> str:
 
 
 def as_json(moving: Moving) -> JSON:
-    rounds = [{name: getattr(one, name) for name in Round.__slots__} for one in moving.rounds]
+    rounds = [{name: getattr(one, name) for name in CopyRound.__slots__} for one in moving.rounds]
     fields = {name: getattr(moving, name) for name in Moving.__slots__}
     return {**fields, "rounds": rounds}
 
 
 def from_json(body: JSON) -> Moving:
     """Return the move that `as_json` wrote; raises TypeError for anything else."""
-    return Moving(**{**body, "rounds": tuple(Round(**one) for one in body["rounds"])})
+    return Moving(**{**body, "rounds": tuple(CopyRound(**one) for one in body["rounds"])})

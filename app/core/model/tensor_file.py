@@ -47,7 +47,7 @@ class BadTensorFile(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tensor:
+class FileTensor:
     """A tensor of the file; `dtype` is torch's name; the data begins at byte `offset`.
 
     The last index varies fastest; with `reversed`, the first one does.
@@ -69,7 +69,7 @@ class Tensor:
 class TensorFile:
     format: str  # one of FORMATS
     size_bytes: int
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[FileTensor, ...]
 
     def summary(self) -> JSON:
         """Return what is shown of the file without its data."""
@@ -99,7 +99,7 @@ def read(head: bytes, size_bytes: int) -> TensorFile:
     return TensorFile(format=format, size_bytes=size_bytes, tensors=tuple(tensors))
 
 
-_Found = tuple[list[Tensor], int]  # the tensors, and where the first one begins
+_Found = tuple[list[FileTensor], int]  # the tensors, and where the first one begins
 
 
 def _safe(head: bytes) -> _Found:
@@ -136,7 +136,7 @@ def _once(pairs: list[tuple[str, Any]]) -> JSON:
     return found
 
 
-def _tensor(name: str, said: Any, begin: int) -> Tensor:
+def _tensor(name: str, said: Any, begin: int) -> FileTensor:
     if len(name) > _LONGEST_NAME or not _storable(name):
         raise BadTensorFile(f"{name!r:.200} is no name: too long, a NUL, half a surrogate pair")
     if not isinstance(said, dict) or said.keys() != {"dtype", "shape", "data_offsets"}:
@@ -147,7 +147,7 @@ def _tensor(name: str, said: Any, begin: int) -> Tensor:
     shape, offsets = _sizes(said["shape"]), _sizes(said["data_offsets"])
     if shape is None or offsets is None or len(offsets) != 2:
         raise BadTensorFile(f"{name!r:.200}: its shape or offsets are no list of sizes")
-    tensor = Tensor(name=name, dtype=dtype, shape=shape, offset=begin + offsets[0])
+    tensor = FileTensor(name=name, dtype=dtype, shape=shape, offset=begin + offsets[0])
     if offsets[1] - offsets[0] != tensor.size:
         told = f"{tensor.size} bytes by its type and shape, {offsets[1] - offsets[0]} by its place"
         raise BadTensorFile(f"{name!r:.200} has {told}")
@@ -189,7 +189,7 @@ def _npy(head: bytes) -> _Found:
     if shape is None or not isinstance(header["fortran_order"], bool):
         raise BadTensorFile("an npy whose shape is no tuple of sizes")
     reversed_ = header["fortran_order"]
-    return [Tensor(name="", dtype=dtype, shape=shape, offset=begin, reversed=reversed_)], begin
+    return [FileTensor(name="", dtype=dtype, shape=shape, offset=begin, reversed=reversed_)], begin
 
 
 def _literal(body: bytes) -> JSON:

@@ -74,7 +74,7 @@ def bits(mask: int) -> Iterator[int]:
 
 
 @dataclass(kw_only=True, eq=False)
-class Problem:
+class PlacementProblem:
     """Tasks, blocks, places, lines and links by number.
 
     A task follows the tasks in `after`, which includes its data edges.  `replaces` maps a block
@@ -239,7 +239,7 @@ class Timeline:
 
     def __init__(
         self,
-        problem: Problem,
+        problem: PlacementProblem,
         *,
         budget: list[int | None] | None = None,
         seats: Sequence[int] = (),
@@ -509,7 +509,7 @@ class Layout:
 
     __slots__ = ("count", "need", "problem", "seats", "source", "total")
 
-    def __init__(self, problem: Problem, seats: Sequence[int]) -> None:
+    def __init__(self, problem: PlacementProblem, seats: Sequence[int]) -> None:
         self.problem = problem
         self.seats = list(seats)
         self.count = [[0] * problem.places for _ in problem.size]  # readers at each place

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from app.core.placement.cost_model import Option, Problem, Timeline
-from app.core.placement.heuristics import Found
+from app.core.placement.cost_model import Option, PlacementProblem, Timeline
+from app.core.placement.heuristics import Solution
 
 THOUSAND = 1000
 
 
-def unavoidable(problem: Problem, order: Sequence[int]) -> list[int]:
+def unavoidable(problem: PlacementProblem, order: Sequence[int]) -> list[int]:
     """Return the bytes that every placement moves from the n-th task of the order on, for each n.
 
     A block that lies where none of its readers can run must be copied at least once.
@@ -37,7 +37,7 @@ def unavoidable(problem: Problem, order: Sequence[int]) -> list[int]:
     return first
 
 
-def _nearest(problem: Problem, where: int, task: int) -> int:
+def _nearest(problem: PlacementProblem, where: int, task: int) -> int:
     return min(problem.hops(where, choice.mask) for choice in problem.options[task])
 
 
@@ -47,11 +47,11 @@ class Exact:
     `guard` is in thousandths of the best makespan, `effort` in placed tasks.
     """
 
-    def __init__(self, problem: Problem, *, guard: int, effort: int) -> None:
+    def __init__(self, problem: PlacementProblem, *, guard: int, effort: int) -> None:
         self.problem, self.guard, self.left = problem, guard, effort
         self.twins = _twins(problem)
 
-    def improve(self, found: Found) -> Found:
+    def improve(self, found: Solution) -> Solution:
         """Return a placement at least as good; `exact` if the search was exhaustive."""
         quickest = self._search(found, by_bytes=False, limit_ns=found.least_makespan_ns - 1)
         least_ns = min(found.least_makespan_ns, quickest.makespan_ns)
@@ -61,7 +61,7 @@ class Exact:
         best = self._search(best, by_bytes=True, limit_ns=limit_ns)
         return replace(best, least_makespan_ns=least_ns, exact=self.left > 0)
 
-    def _search(self, found: Found, *, by_bytes: bool, limit_ns: int) -> Found:
+    def _search(self, found: Solution, *, by_bytes: bool, limit_ns: int) -> Solution:
         search = _Branches(self, found, by_bytes, limit_ns)
         search.go(0)
         return search.best
@@ -70,7 +70,7 @@ class Exact:
 class _Branches:
     """One search: the best placement so far, and the bounds that prune the others."""
 
-    def __init__(self, exact: Exact, found: Found, by_bytes: bool, limit_ns: int) -> None:
+    def __init__(self, exact: Exact, found: Solution, by_bytes: bool, limit_ns: int) -> None:
         problem = exact.problem
         self.exact, self.problem, self.best = exact, problem, found
         self.by_bytes, self.limit_ns = by_bytes, limit_ns
@@ -138,13 +138,13 @@ class _Branches:
             self.limit_ns = line.makespan_ns - 1
 
 
-def _twins(problem: Problem) -> list[int]:
+def _twins(problem: PlacementProblem) -> list[int]:
     """Return, per place, the first place that is equivalent to it while both are unused."""
     places = range(problem.places)
     return [next(a for a in places if a == b or _alike(problem, a, b)) for b in places]
 
 
-def _alike(problem: Problem, a: int, b: int) -> bool:
+def _alike(problem: PlacementProblem, a: int, b: int) -> bool:
     """True if exchanging the two places changes nothing but their names."""
     swapped = {a: b, b: a}
 
@@ -168,9 +168,9 @@ def _alike(problem: Problem, a: int, b: int) -> bool:
     return True
 
 
-def _lanes(problem: Problem, choice: Option) -> tuple[object, ...]:
+def _lanes(problem: PlacementProblem, choice: Option) -> tuple[object, ...]:
     return (choice.lanes, *sorted(problem.lanes[x] for x in choice.lines))
 
 
-def _speed(problem: Problem, a: int, b: int) -> list[tuple[int, int]]:
+def _speed(problem: PlacementProblem, a: int, b: int) -> list[tuple[int, int]]:
     return [problem.links[hop.link] for hop in problem.ways[a][b]]

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from app.core.placement.cost_model import FAR, NS, Option, Problem, Timeline, bits
+from app.core.placement.cost_model import FAR, NS, Option, PlacementProblem, Timeline, bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class Solution:
     """The option of each task, their order, and the cost.
 
     `least_makespan_ns` is the best makespan that was seen, `least_bytes` a lower bound for all
@@ -33,16 +33,16 @@ class Found:
     exact: bool = False
 
 
-def measure(problem: Problem, seats: Sequence[int], order: Sequence[int]) -> Found:
+def measure(problem: PlacementProblem, seats: Sequence[int], order: Sequence[int]) -> Solution:
     """Return the cost of a placement with unlimited memory."""
     line = Timeline(problem)
     line.run(order, seats)
-    return Found(
+    return Solution(
         seats=tuple(seats), order=tuple(order), makespan_ns=line.makespan_ns, bytes=line.bytes
     )
 
 
-def ranks(problem: Problem) -> list[int]:
+def ranks(problem: PlacementProblem) -> list[int]:
     """Return HEFT's upward ranks: mean time of each task and of the longest chain after it.
 
     The chain includes the mean times of copies.
@@ -64,7 +64,7 @@ def ranks(problem: Problem) -> list[int]:
     return rank
 
 
-def heft(problem: Problem) -> Found:
+def heft(problem: PlacementProblem) -> Solution:
     """Place by HEFT (Topcuoglu 2002): by upward rank, each task where it ends first, gaps used.
 
     As published, it assumes that links are always free; the result is measured like all others.
@@ -90,14 +90,14 @@ def heft(problem: Problem) -> Found:
     return measure(problem, seats, by_start(order, begin))
 
 
-def _arrives(problem: Problem, block: int, there: dict[int, int], place: int) -> int:
+def _arrives(problem: PlacementProblem, block: int, there: dict[int, int], place: int) -> int:
     if place in there:
         return there[place]
     return min(at + problem.way_ns(block, source, place) for source, at in there.items())
 
 
 def _settle(
-    problem: Problem,
+    problem: PlacementProblem,
     task: int,
     choice: Option,
     begin: list[int],
@@ -112,7 +112,7 @@ def _settle(
 
 
 def _gap(
-    problem: Problem, taken: dict[int, list[tuple[int, int]]], choice: Option, ready: int
+    problem: PlacementProblem, taken: dict[int, list[tuple[int, int]]], choice: Option, ready: int
 ) -> int:
     """Return when the first gap that is long enough begins; lines of several lanes get no gaps."""
     if len(choice.lines) == 1 and len(problem.lanes[choice.lines[0]]) == 1:
@@ -134,7 +134,7 @@ def by_start(order: Sequence[int], begin: Sequence[int]) -> list[int]:
     return sorted(order, key=lambda task: (begin[task], place[task]))
 
 
-def listed(problem: Problem, weight: int) -> Found:
+def listed(problem: PlacementProblem, weight: int) -> Solution:
     """Place by upward rank, each task where it ends first; copies count `weight` times as delay.
 
     Unlike HEFT, the rule takes busy links into account, and fills no gaps.
@@ -153,7 +153,7 @@ def listed(problem: Problem, weight: int) -> Found:
     return measure(problem, seats, order)
 
 
-def _copy_ns(problem: Problem, line: Timeline, task: int, choice: Option) -> int:
+def _copy_ns(problem: PlacementProblem, line: Timeline, task: int, choice: Option) -> int:
     """Return how long the copies would take, one after the other."""
     return sum(
         problem.way_ns(block, problem.sources(line.where[block], place)[0], place)
@@ -163,7 +163,7 @@ def _copy_ns(problem: Problem, line: Timeline, task: int, choice: Option) -> int
     )
 
 
-def together(problem: Problem) -> Found:
+def together(problem: PlacementProblem) -> Solution:
     """Place all tasks that can run there on one place, so that few bytes move."""
     order = problem.sorted_by(ranks(problem).__getitem__)
     places = sorted({p for options in problem.options for o in options for p in o.places})
@@ -177,7 +177,7 @@ def together(problem: Problem) -> Found:
     return min(found, key=lambda one: (one.makespan_ns, one.bytes))
 
 
-def dmda(problem: Problem, beta: int = 1) -> Found:
+def dmda(problem: PlacementProblem, beta: int = 1) -> Solution:
     """Place by StarPU's dmda: each ready task where its end plus beta times its copies is least."""
     line, seats, order = Timeline(problem), [0] * problem.tasks, list[int]()
     waits = [len(before) for before in problem.after]
@@ -197,7 +197,11 @@ def dmda(problem: Problem, beta: int = 1) -> Found:
 
 
 def _ready_now(
-    problem: Problem, line: Timeline, task: int, waits: list[int], ready: list[tuple[int, int]]
+    problem: PlacementProblem,
+    line: Timeline,
+    task: int,
+    waits: list[int],
+    ready: list[tuple[int, int]],
 ) -> None:
     for other in problem.followers[task]:
         waits[other] -= 1
@@ -206,8 +210,8 @@ def _ready_now(
 
 
 def _idle_rule(
-    problem: Problem, priority: Callable[[int, int, int], int], cost: Callable[..., int]
-) -> Found:
+    problem: PlacementProblem, priority: Callable[[int, int, int], int], cost: Callable[..., int]
+) -> Solution:
     """Whenever a line is idle, give an idle option to the ready task of the highest priority.
 
     `priority(task, waited_ns, since_ns)`: largest first.  `cost(line, task, option)`: least first.
@@ -238,12 +242,12 @@ def _idle_rule(
     return measure(problem, seats, order)
 
 
-def first_available(problem: Problem) -> Found:
+def first_available(problem: PlacementProblem) -> Solution:
     """Give the first idle device to the task that became ready first."""
     return _idle_rule(problem, lambda task, waited, since: -since, lambda line, task, choice: 0)
 
 
-def least_bytes(problem: Problem) -> Found:
+def least_bytes(problem: PlacementProblem) -> Solution:
     """Place by US9996394B2, claim 1.
 
     The ready task with the highest priority, by waiting and run time, goes to the idle accelerator
@@ -259,7 +263,7 @@ def least_bytes(problem: Problem) -> Found:
     )
 
 
-RULES: dict[str, Callable[[Problem], Found]] = {
+RULES: dict[str, Callable[[PlacementProblem], Solution]] = {
     "first-available": first_available,
     "least-bytes": least_bytes,
     "dmda": dmda,
@@ -267,7 +271,7 @@ RULES: dict[str, Callable[[Problem], Found]] = {
 }
 
 
-def starts(problem: Problem) -> Iterator[Found]:
+def starts(problem: PlacementProblem) -> Iterator[Solution]:
     """Yield the placements with which the search begins."""
     yield heft(problem)
     yield listed(problem, 0)

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from app.core.model.datablock import cone
-from app.core.placement.cost_model import Option, Problem, Timeline, option
-from app.core.placement.heuristics import Found, listed
+from app.core.placement.cost_model import Option, PlacementProblem, Timeline, option
+from app.core.placement.heuristics import Solution, listed
 from app.core.placement.local_search import Effort, solve
 from app.core.placement.planner import (
     Graph,
@@ -61,7 +61,7 @@ class Island:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Crossing:
+class IslandCrossing:
     block: str
     source: str
     target: str
@@ -74,7 +74,7 @@ class Portions:
 
     seats: Mapping[str, str]
     portions: Mapping[str, tuple[str, ...]]
-    crossings: tuple[Crossing, ...]
+    crossings: tuple[IslandCrossing, ...]
     makespan_ns: int
     least_makespan_ns: int
     exact: bool
@@ -163,7 +163,7 @@ def _assign(
     return _named(graph, islands, problem, _found(problem, effort))
 
 
-def _found(problem: Problem, effort: Effort) -> Found:
+def _found(problem: PlacementProblem, effort: Effort) -> Solution:
     """Solve the problem; without any choice, as on a single island, there is nothing to search."""
     if any(len(options) > 1 for options in problem.options):
         return solve(problem, effort)
@@ -225,7 +225,9 @@ def _refused(node: Node, island: Island, kind: str, need: int) -> str | None:
     return None
 
 
-def _named(graph: Graph, islands: tuple[Island, ...], problem: Problem, found: Found) -> Portions:
+def _named(
+    graph: Graph, islands: tuple[Island, ...], problem: PlacementProblem, found: Solution
+) -> Portions:
     line = Timeline(problem)
     line.trips = []
     line.run(found.order, found.seats)
@@ -242,7 +244,7 @@ def _named(graph: Graph, islands: tuple[Island, ...], problem: Problem, found: F
         seats=seats,
         portions={island: tuple(nodes) for island, nodes in portions.items()},
         crossings=tuple(
-            Crossing(
+            IslandCrossing(
                 block=graph.blocks[trip.block].id,
                 source=islands[trip.source].id,
                 target=islands[trip.to].id,

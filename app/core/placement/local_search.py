@@ -17,9 +17,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
-from app.core.placement.cost_model import FAR, Layout, Option, Problem, Timeline
+from app.core.placement.cost_model import FAR, Layout, Option, PlacementProblem, Timeline
 from app.core.placement.exact import THOUSAND, Exact, unavoidable
-from app.core.placement.heuristics import Found, by_start, measure, starts
+from app.core.placement.heuristics import Solution, by_start, measure, starts
 
 MOVES = tuple[tuple[int, int], ...]  # (task, option) of all that move together
 
@@ -43,7 +43,7 @@ class Effort:
     seed: int = 0
 
 
-def solve(problem: Problem, effort: Effort | None = None) -> Found:
+def solve(problem: PlacementProblem, effort: Effort | None = None) -> Solution:
     """Return the best placement found, with unlimited memory."""
     effort = effort or Effort()
     if problem.tasks == 1:
@@ -61,7 +61,7 @@ def solve(problem: Problem, effort: Effort | None = None) -> Found:
     return replace(found, least_bytes=unavoidable(problem, found.order)[0])
 
 
-def _single(problem: Problem, effort: Effort) -> Found:
+def _single(problem: PlacementProblem, effort: Effort) -> Solution:
     """Measure every option of a single task; most requests are one task, and need no search."""
     found = [measure(problem, (n,), (0,)) for n in range(len(problem.options[0]))]
     least_ns = min(one.makespan_ns for one in found)
@@ -79,13 +79,13 @@ class Search:
     """
 
     def __init__(
-        self, problem: Problem, effort: Effort, budget: list[int | None] | None = None
+        self, problem: PlacementProblem, effort: Effort, budget: list[int | None] | None = None
     ) -> None:
         self.problem, self.effort, self.budget = problem, effort, budget
         self.left = effort.search * min(problem.tasks, effort.whole) // effort.whole
         self.draw = random.Random(effort.seed)
-        self.offers: list[Found] = []
-        self.quickest: Found | None = None
+        self.offers: list[Solution] = []
+        self.quickest: Solution | None = None
         self.levels = _levels(problem)
         clusters = (unit for units in self.levels for unit in units if len(unit) > 1)
         self.clusters = list(dict.fromkeys(clusters))
@@ -95,7 +95,7 @@ class Search:
         """The best makespan seen."""
         return self.quickest.makespan_ns if self.quickest else FAR
 
-    def see(self, found: Found) -> None:
+    def see(self, found: Solution) -> None:
         if found.makespan_ns < self.least_ns:
             self.quickest = found
 
@@ -103,12 +103,12 @@ class Search:
     def limit_ns(self) -> int:
         return self.least_ns * self.effort.guard // THOUSAND
 
-    def offer(self, found: Found) -> None:
+    def offer(self, found: Solution) -> None:
         """Add a start: as it is, and with its tasks in the order in which they began."""
         self.offers.append(self._measured(found.seats, found.order))
         self.offers.append(self._sorted(found))
 
-    def descend(self) -> Found:
+    def descend(self) -> Solution:
         """Reduce the makespan, then the bytes within the guard, from several starts."""
         effort = self.left
         quickest = min(self.offers, key=lambda one: (one.makespan_ns, one.bytes))
@@ -125,7 +125,7 @@ class Search:
             )
         return self._within(best)
 
-    def _within(self, best: Found) -> Found:
+    def _within(self, best: Solution) -> Solution:
         """Reduce the time if a better makespan, and so a lower limit, is known by now."""
         if best.makespan_ns > self.limit_ns:
             best = self.sink(best, self.limit_ns, until=self.left - 10 * self.problem.tasks)
@@ -133,19 +133,19 @@ class Search:
             best = self.quickest
         return replace(best, least_makespan_ns=self.least_ns)
 
-    def _worth(self, found: Found) -> tuple[int, int, int]:
+    def _worth(self, found: Solution) -> tuple[int, int, int]:
         return _worth(found.makespan_ns, found.bytes, self.limit_ns)
 
-    def _different(self) -> list[Found]:
+    def _different(self) -> list[Solution]:
         """Return the most promising starts, without duplicates."""
-        seen: dict[tuple[int, ...], Found] = {}
+        seen: dict[tuple[int, ...], Solution] = {}
         for found in sorted(self.offers, key=self._worth):
             seen.setdefault(found.seats, found)
         few = sorted(seen.values(), key=lambda one: (one.bytes, one.makespan_ns))
         within = [one for one in few if one.makespan_ns <= 2 * self.limit_ns]
         return list(dict.fromkeys([*list(seen.values())[:2], *within[:1], *within[:3]]))[:4]
 
-    def shake(self, best: Found) -> Found:
+    def shake(self, best: Solution) -> Solution:
         """Move some tasks at random, reduce again, keep improvements, until no effort is left."""
         movable = [t for t, options in enumerate(self.problem.options) if len(options) > 1]
         at = best
@@ -170,7 +170,7 @@ class Search:
 
     # --- one descent ----------------------------------------------------------------------------
 
-    def sink(self, found: Found, limit_ns: int, *, until: int) -> Found:
+    def sink(self, found: Solution, limit_ns: int, *, until: int) -> Solution:
         """Sweep over the order while anything improves; a limit of 0 reduces the makespan."""
         many = self.problem.tasks > MANY and found.makespan_ns <= limit_ns
         while many and self.left > until:
@@ -189,7 +189,7 @@ class Search:
             found = after
         return found
 
-    def _batch(self, found: Found, limit_ns: int, until: int) -> Found:
+    def _batch(self, found: Solution, limit_ns: int, until: int) -> Solution:
         """Look for many moves by bytes alone, then test them against the limit (large graphs).
 
         One evaluation of the makespan serves many moves.  A batch that is too slow is split into
@@ -212,13 +212,13 @@ class Search:
                     todo += [few[half:], few[:half]]
         return sweep.found
 
-    def _sorted(self, found: Found) -> Found:
+    def _sorted(self, found: Solution) -> Solution:
         line = self._line(found.seats, found.order)
         line.run(found.order, found.seats)
         self.left -= 2 * self.problem.tasks
         return self._measured(found.seats, by_start(found.order, line.begin))
 
-    def _sweep(self, found: Found, limit_ns: int, until: int) -> Found:
+    def _sweep(self, found: Solution, limit_ns: int, until: int) -> Solution:
         """Try every move, in the order of the moves' first tasks."""
         sweep = _Sweep(self, found, limit_ns)
         for n, task in enumerate(found.order):
@@ -279,10 +279,10 @@ class Search:
             return Timeline(self.problem)
         return Timeline(self.problem, budget=self.budget, seats=seats, order=order)
 
-    def _measured(self, seats: Sequence[int], order: Sequence[int]) -> Found:
+    def _measured(self, seats: Sequence[int], order: Sequence[int]) -> Solution:
         line = self._line(seats, order)
         line.run(order, seats)
-        found = Found(
+        found = Solution(
             seats=tuple(seats), order=tuple(order), makespan_ns=line.makespan_ns, bytes=line.bytes
         )
         self.see(found)
@@ -292,7 +292,7 @@ class Search:
 class _Sweep:
     """One pass along the order: tasks before the current one are fixed, later ones may move."""
 
-    def __init__(self, search: Search, found: Found, limit_ns: int) -> None:
+    def __init__(self, search: Search, found: Solution, limit_ns: int) -> None:
         self.search, self.order, self.limit_ns = search, found.order, limit_ns
         self.begun_with = found
         self.layout = Layout(search.problem, found.seats)
@@ -313,7 +313,7 @@ class _Sweep:
         return self.chain is None or task in self.chain
 
     @property
-    def found(self) -> Found:
+    def found(self) -> Solution:
         return replace(
             self.begun_with,
             seats=tuple(self.layout.seats),
@@ -362,7 +362,7 @@ def _worth(makespan_ns: int, bytes_: int, limit_ns: int) -> tuple[int, int, int]
     return max(makespan_ns, limit_ns), bytes_, makespan_ns
 
 
-def _chain(problem: Problem, line: Timeline, found: Found) -> frozenset[int]:
+def _chain(problem: PlacementProblem, line: Timeline, found: Solution) -> frozenset[int]:
     """Return the tasks that determine the makespan, each delaying the next."""
     behind = dict[tuple[int, int], int]()  # (line, end) -> task
     for task in found.order:
@@ -391,7 +391,11 @@ class _Pass:
     CROWD = 12  # neighbours per block that are evaluated again after a move
 
     def __init__(
-        self, problem: Problem, units: list[tuple[int, ...]], seats: Sequence[int], cap_ns: int
+        self,
+        problem: PlacementProblem,
+        units: list[tuple[int, ...]],
+        seats: Sequence[int],
+        cap_ns: int,
     ) -> None:
         self.problem, self.layout, self.units = problem, Layout(problem, seats), units
         self.unit_of = {task: n for n, unit in enumerate(units) for task in unit}
@@ -473,7 +477,7 @@ class _Pass:
             self._look(unit)
 
 
-def _seat_at(problem: Problem, task: int, places: tuple[int, ...], now: int) -> int:
+def _seat_at(problem: PlacementProblem, task: int, places: tuple[int, ...], now: int) -> int:
     """Return the task's option at exactly those places; -1 if there is none, or it is there now."""
     for n, choice in enumerate(problem.options[task]):
         if choice.places == places:
@@ -486,7 +490,7 @@ def _shift(load: list[int], choice: Option, sign: int) -> None:
         load[line] += sign * choice.time_ns * choice.lanes
 
 
-def _load(problem: Problem, seats: Sequence[int]) -> list[int]:
+def _load(problem: PlacementProblem, seats: Sequence[int]) -> list[int]:
     """Return the lane-nanoseconds of each line."""
     load = [sum(lanes) for lanes in problem.lanes]
     for task, options in enumerate(problem.options):
@@ -494,7 +498,7 @@ def _load(problem: Problem, seats: Sequence[int]) -> list[int]:
     return load
 
 
-def _levels(problem: Problem) -> list[list[tuple[int, ...]]]:
+def _levels(problem: PlacementProblem) -> list[list[tuple[int, ...]]]:
     """Return all tasks in clusters joined by their largest blocks, on three levels.
 
     A cluster has at most a quarter, then a sixteenth, of a lane's part of the work; then each task
@@ -506,7 +510,7 @@ def _levels(problem: Problem) -> list[list[tuple[int, ...]]]:
     return [*levels, [(task,) for task in range(problem.tasks)]]
 
 
-def _merged(problem: Problem, work: list[int], bound: int) -> list[tuple[int, ...]]:
+def _merged(problem: PlacementProblem, work: list[int], bound: int) -> list[tuple[int, ...]]:
     head, weight = list(range(problem.tasks)), list(work)
 
     def root(task: int) -> int:

@@ -22,9 +22,9 @@ from heapq import heappop, heappush
 from itertools import combinations
 
 from app.core.model.descriptor import Descriptor
-from app.core.placement.cost_model import Hop, Option, Problem, Timeline, Trip, option
+from app.core.placement.cost_model import Hop, Option, PlacementProblem, Timeline, Trip, option
 from app.core.placement.exact import unavoidable
-from app.core.placement.heuristics import RULES, Found, starts
+from app.core.placement.heuristics import RULES, Solution, starts
 from app.core.placement.local_search import Effort, Search, solve
 from app.core.units import counted
 
@@ -282,7 +282,7 @@ def graph_of(
 # --- numbers and back ---------------------------------------------------------------------------
 
 
-def _overflows(numbers: Numbers, found: Found) -> bool:
+def _overflows(numbers: Numbers, found: Solution) -> bool:
     line = numbers.followed(found, budgeted=False)
     return any(
         bound is not None and peak > bound
@@ -313,7 +313,7 @@ class Numbers:
             host=[*host, *range(len(host), len(self.places))],
         )
 
-    def followed(self, found: Found, *, budgeted: bool) -> Timeline:
+    def followed(self, found: Solution, *, budgeted: bool) -> Timeline:
         """Place all tasks again, with memory tracked and transfers recorded."""
         nothing: list[int | None] = [None] * len(self.budget)
         line = Timeline(
@@ -326,7 +326,7 @@ class Numbers:
         line.run(found.order, found.seats)
         return line
 
-    def found(self, seats: Mapping[str, tuple[str, ...]], order: tuple[str, ...]) -> Found:
+    def found(self, seats: Mapping[str, tuple[str, ...]], order: tuple[str, ...]) -> Solution:
         number = {node.id: n for n, node in enumerate(self.graph.nodes)}
         place = {id: n for n, id in enumerate(self.places)}
         chosen = [0] * self.problem.tasks
@@ -341,7 +341,7 @@ class Numbers:
         whole += range(len(number), self.problem.tasks)
         line = Timeline(self.problem)
         line.run(whole, chosen)
-        return Found(
+        return Solution(
             seats=tuple(chosen),
             order=tuple(whole),
             makespan_ns=line.makespan_ns,
@@ -349,7 +349,7 @@ class Numbers:
             least_bytes=unavoidable(self.problem, whole)[0],
         )
 
-    def placement(self, found: Found) -> Placement:
+    def placement(self, found: Solution) -> Placement:
         line = self.followed(found, budgeted=_overflows(self, found))
         nodes, problem = self.graph.nodes, self.problem
         order = [task for task in found.order if task < len(nodes)]
@@ -403,7 +403,7 @@ def problem_of(
     links: list[tuple[int, int]],
     ways: list[list[tuple[Hop, ...]]],
     host: list[int],
-) -> Problem:
+) -> PlacementProblem:
     """Return the problem of a checked graph.
 
     A block that must lie at a place in the end is read there by a task that takes no time.
@@ -426,7 +426,7 @@ def problem_of(
             writes.append(())
             after.append({number[maker[one.id]]} if one.id in maker else set())
     more = len(options) - len(graph.nodes)
-    return Problem(
+    return PlacementProblem(
         options=options,
         reads=reads,
         writes=writes,

@@ -382,7 +382,7 @@ def _land(paper: _Paper) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _KeptForGang:
     """Rule F7: devices of one kind that suit the `lane` of a gang and are kept for the gang.
 
     Enough devices are expected by `at_s`; `spare` more will be free by then.
@@ -394,10 +394,10 @@ class _Kept:
     spare: int
 
 
-def _seat_urgent(paper: _Paper) -> dict[str, _Kept]:
+def _seat_urgent(paper: _Paper) -> dict[str, _KeptForGang]:
     """Rules F7, F9: seat the tasks that waited too long; keep devices for the others."""
     board = paper.board
-    kept: dict[str, _Kept] = {}
+    kept: dict[str, _KeptForGang] = {}
     for task in board.urgency.tasks():
         rule = _urgent_by(board, task)
         if rule is None or task.kind in kept:
@@ -424,7 +424,7 @@ def _urgent_by(board: Board, task: Task) -> str | None:
     return "F9" if promised and task.tier in board.urgency.honoured(task.kind) else None
 
 
-def _keep(board: Board, task: Task, *, turns: bool) -> _Kept:
+def _keep(board: Board, task: Task, *, turns: bool) -> _KeptForGang:
     """Return when enough devices are expected: when tasks end, or with `turns` when turns end."""
     pool, lane = board.pools[task.kind], board.lane(task)
     have = pool.fitting(lane)
@@ -436,8 +436,8 @@ def _keep(board: Board, task: Task, *, turns: bool) -> _Kept:
             devices = max(0, sum(pool.suits(one, lane) for one in stay.devices) - stay.grown)
         have += devices
         if have >= lane.width:
-            return _Kept(task.id, lane, max(at_s, board.now_s), have - lane.width)
-    return _Kept(task.id, lane, NEVER, 0)
+            return _KeptForGang(task.id, lane, max(at_s, board.now_s), have - lane.width)
+    return _KeptForGang(task.id, lane, NEVER, 0)
 
 
 # --- graphs that share a device -----------------------------------------------------------------
@@ -449,7 +449,7 @@ def _part(paper: _Paper) -> None:
         paper.move(stay.task, Move.Pause, "share", because, devices=stay.devices)
 
 
-def _share(paper: _Paper, kept: dict[str, _Kept]) -> None:
+def _share(paper: _Paper, kept: dict[str, _KeptForGang]) -> None:
     """Launch graphs beside running graphs; on a full device one of those makes room."""
     board = paper.board
     for kind in [here.kind for here in time_sharing.places(board) if here.kind not in kept]:
@@ -476,7 +476,7 @@ def _join(paper: _Paper, join: time_sharing.Join) -> None:
     _launch(paper, task, (device,), "share", because, against=against, shares=True)
 
 
-def _regroup(paper: _Paper, kept: dict[str, _Kept]) -> bool:
+def _regroup(paper: _Paper, kept: dict[str, _KeptForGang]) -> bool:
     """Pause graphs that share so that they can move to other devices; False if none moves."""
     moves = False
     for here in time_sharing.places(paper.board):
@@ -491,7 +491,7 @@ def _regroup(paper: _Paper, kept: dict[str, _Kept]) -> bool:
 # --- 6. launch ----------------------------------------------------------------------------------
 
 
-def _seat(paper: _Paper, kept: dict[str, _Kept]) -> None:
+def _seat(paper: _Paper, kept: dict[str, _KeptForGang]) -> None:
     """Launch tasks, least served first; a task without a device closes its lane for the round."""
     board, tree = paper.board, paper.board.tree
     open_, aside = _lanes(board, kept), list[Task]()
@@ -517,7 +517,7 @@ def _seat(paper: _Paper, kept: dict[str, _Kept]) -> None:
         board.set_task(task)
 
 
-def _lanes(board: Board, kept: dict[str, _Kept]) -> dict[Lane, None]:
+def _lanes(board: Board, kept: dict[str, _KeptForGang]) -> dict[Lane, None]:
     """Return the lanes in which a task could get a free device or replace a task that had more."""
     lanes, policy = board.tree.lanes, board.policy
     if not policy.turns or policy.backfill == "strict":
@@ -546,7 +546,7 @@ def _could_gain(board: Board, lane: Lane) -> bool:
 
 
 def _find_no_seat(
-    board: Board, kept: dict[str, _Kept], open_: dict[Lane, None], task: Task
+    board: Board, kept: dict[str, _KeptForGang], open_: dict[Lane, None], task: Task
 ) -> None:
     """Keep devices for the first task that does not fit, or close the lanes behind it."""
     backfill = board.policy.backfill
@@ -573,7 +573,7 @@ def _free(board: Board, lane: Lane) -> int:
     return 0 if pool is None else pool.fitting(board.bound(lane)) + pool.grown
 
 
-def _takes(board: Board, task: Task, lane: Lane, kept: _Kept) -> int:
+def _takes(board: Board, task: Task, lane: Lane, kept: _KeptForGang) -> int:
     """Rule F7, EASY: count the devices, suitable for the gang, that the task holds too long."""
     ends_s = NEVER if task.expected_s is None else board.now_s + task.expected_s
     if ends_s <= kept.at_s:
@@ -715,7 +715,7 @@ def _make_room_there(paper: _Paper, task: Task, rule: str, within: Branch | None
     return True
 
 
-def _give_back(paper: _Paper, back: list[elastic.Resize], task: Task, rule: str) -> None:
+def _give_back(paper: _Paper, back: list[elastic.ElasticResize], task: Task, rule: str) -> None:
     """Rules F5, F6: shrink elastic tasks first, because that is the cheapest way to make room."""
     told = "Returned devices that it does not need to waiting tasks."
     for resize in back:
@@ -747,7 +747,7 @@ def _take_turns(paper: _Paper) -> None:
 # --- 9. grow ------------------------------------------------------------------------------------
 
 
-def _grow(paper: _Paper, kept: dict[str, _Kept]) -> None:
+def _grow(paper: _Paper, kept: dict[str, _KeptForGang]) -> None:
     """Give elastic tasks more devices; they are charged from now on, ready or not."""
     board = paper.board
     told = "Uses these devices until another task needs them."
@@ -771,7 +771,7 @@ def _grow(paper: _Paper, kept: dict[str, _Kept]) -> None:
 # --- when to look again -------------------------------------------------------------------------
 
 
-def _look_again_s(board: Board, urgent: dict[str, _Kept], again_s: float) -> float | None:
+def _look_again_s(board: Board, urgent: dict[str, _KeptForGang], again_s: float) -> float | None:
     """Return the first time at which the passing of time may change something; None if never."""
     later = (kept.at_s for kept in urgent.values() if kept.at_s > board.now_s)
     at_s = min(board.next_s(), again_s, *later)

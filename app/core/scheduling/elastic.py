@@ -39,7 +39,7 @@ from app.core.scheduling.preemption import above, below, sides
 from app.core.scheduling.stays import NEVER, Stay, slice_us
 
 
-class Offer(NamedTuple):
+class ReturnOffer(NamedTuple):
     """A device that a stay may be made to give back, now or once its resize has ended.
 
     `suits`: the waiting task could run on the device.  `lent`: no branch of the stay needs the
@@ -57,7 +57,7 @@ class Offer(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Resize:
+class ElasticResize:
     """A stay that continues with other `devices`; `leaves` are the devices that it gives up."""
 
     stay: Stay
@@ -69,7 +69,7 @@ class Resize:
 # --- giving back --------------------------------------------------------------------------------
 
 
-def offers(board: Board, task: Task, *, urgent: bool = False) -> list[Offer]:
+def offers(board: Board, task: Task, *, urgent: bool = False) -> list[ReturnOffer]:
     """Return what `task` may take from tasks that hold more than they need, in order.
 
     Lent devices come first.  For a task within a guarantee, devices that are not lent follow.  In
@@ -78,10 +78,10 @@ def offers(board: Board, task: Task, *, urgent: bool = False) -> list[Offer]:
     """
     if not board.grown:
         return []
-    claim = _Claim(board, task, urgent=urgent)
+    claim = _GrowClaim(board, task, urgent=urgent)
     grown = [stay for stay in board.elastic.values() if stay.grown and claim.concerns(stay)]
     grown.sort(key=claim.place)
-    found = list[Offer]()
+    found = list[ReturnOffer]()
     for lent in (True, False):
         for stay in grown:
             taken = sum(offer.stay is stay for offer in found)
@@ -90,7 +90,7 @@ def offers(board: Board, task: Task, *, urgent: bool = False) -> list[Offer]:
     return found
 
 
-class _Claim:
+class _GrowClaim:
     """A waiting task, and what it may take from tasks that hold more than they need."""
 
     def __init__(self, board: Board, task: Task, *, urgent: bool) -> None:
@@ -122,7 +122,7 @@ class _Claim:
         same = self.pool is not None and stay.lane.kind == self.task.kind
         return same and self.pool is not None and self.pool.suits(id, self.lane)
 
-    def taken(self, stay: Stay, devices: Sequence[str], *, lent: bool) -> Iterator[Offer]:
+    def taken(self, stay: Stay, devices: Sequence[str], *, lent: bool) -> Iterator[ReturnOffer]:
         """Yield offers for as many of these devices as may still be taken."""
         mine, theirs = sides(self.leaf, stay.leaf)
         branches = [] if mine is theirs else list(below(stay.leaf, theirs))
@@ -133,7 +133,7 @@ class _Claim:
             if lent and not all(self._lends(branch, kind) for branch in branches):
                 return
             self.gone.update(branches)
-            yield Offer(stay, id, self.suits(stay, id), lent)
+            yield ReturnOffer(stay, id, self.suits(stay, id), lent)
 
     def _lends(self, branch: Branch, kind: str) -> bool:
         """True if the branch, less what was taken already, holds more than its guarantee."""
@@ -151,14 +151,14 @@ class _Claim:
 
 
 def given_back(
-    board: Board, task: Task, offered: Sequence[Offer], paused: Sequence[Stay] = ()
-) -> list[Resize] | None:
+    board: Board, task: Task, offered: Sequence[ReturnOffer], paused: Sequence[Stay] = ()
+) -> list[ElasticResize] | None:
     """Return the resizes that make `task` fit beside all others; None if they free too little now.
 
     `paused` are stays that release all they hold.  No device is given back needlessly.
     """
     lacks = _Lacks(board, task, paused)
-    chosen = list[Offer]()
+    chosen = list[ReturnOffer]()
     for offer in offered:
         if offer.now and offer.stay not in paused and lacks.helped_by(offer):
             chosen.append(offer)
@@ -197,17 +197,17 @@ class _Lacks:
     def nothing(self) -> bool:
         return self.devices <= 0 and all(n <= 0 for n in self.over.values())
 
-    def helped_by(self, offer: Offer) -> bool:
+    def helped_by(self, offer: ReturnOffer) -> bool:
         if self.devices > 0 and offer.suits:
             return True
         return any(self.over[key] > 0 for key in self._counts_for(offer))
 
-    def take(self, offer: Offer, n: int) -> None:
+    def take(self, offer: ReturnOffer, n: int) -> None:
         self.devices -= n * offer.suits
         for key in self._counts_for(offer):
             self.over[key] -= n
 
-    def _counts_for(self, offer: Offer) -> Iterator[tuple[Branch, str]]:
+    def _counts_for(self, offer: ReturnOffer) -> Iterator[tuple[Branch, str]]:
         for branch, kind in self.over:
             if kind in (ALL, offer.stay.lane.kind) and _is_below(offer.stay, branch):
                 yield branch, kind
@@ -224,16 +224,16 @@ def _free(pool: Pool | None, board: Board, task: Task) -> int:
     return int(here.pin in pool.free) if here.pin is not None else pool.fitting(here)
 
 
-def _by_stay(chosen: Iterable[Offer]) -> list[Resize]:
-    gone: dict[str, list[Offer]] = {}
+def _by_stay(chosen: Iterable[ReturnOffer]) -> list[ElasticResize]:
+    gone: dict[str, list[ReturnOffer]] = {}
     for offer in chosen:
         gone.setdefault(offer.stay.id, []).append(offer)
-    found = list[Resize]()
+    found = list[ElasticResize]()
     for given in gone.values():
         stay, leaves = given[0].stay, {offer.device for offer in given}
         keeps = tuple(id for id in stay.devices if id not in leaves)
         left = tuple(id for id in stay.devices if id in leaves)
-        found.append(Resize(stay, keeps, left, all(offer.lent for offer in given)))
+        found.append(ElasticResize(stay, keeps, left, all(offer.lent for offer in given)))
     return found
 
 
@@ -261,7 +261,7 @@ def next_growth_s(board: Board) -> float:
     return min((at_s for at_s in instants if at_s > board.now_s), default=NEVER)
 
 
-def growth(board: Board, kept: Collection[str]) -> list[Resize]:
+def growth(board: Board, kept: Collection[str]) -> list[ElasticResize]:
     """Return which tasks grow onto free devices that no waiting task could take.
 
     Kinds in `kept` (F7) are left out.  Devices go one by one to the task that is least served with
@@ -272,7 +272,7 @@ def growth(board: Board, kept: Collection[str]) -> list[Resize]:
         for stay in board.elastic.values()
         if _wants(stay) and stay.ripe and grows_s(board, stay.task) <= board.now_s
     ]
-    shares, found = _Shares(board), list[Resize]()
+    shares, found = _Shares(board), list[ElasticResize]()
     for kind in sorted({stay.lane.kind for stay in ready} - set(kept)):
         stays = [stay for stay in ready if stay.lane.kind == kind]
         free = _nobodys(board, kind)
@@ -282,7 +282,7 @@ def growth(board: Board, kept: Collection[str]) -> list[Resize]:
         elif free:
             given = shares.divide(stays, free)
             found += [
-                Resize(stay, stay.devices + tuple(given[stay.id]))
+                ElasticResize(stay, stay.devices + tuple(given[stay.id]))
                 for stay in sorted(stays, key=lambda stay: stay.id)
                 if stay.id in given
             ]

@@ -33,7 +33,7 @@ BACK = "back"  # `Terms.lets_go`: the gang does not use these slots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class GangMember:
     """A gang, or one of its tickets, as its row says.
 
     `good_for` is the epoch of the gang for which a ticket took its devices.  A gang is `willing` if
@@ -62,27 +62,27 @@ def divided(width: int, devices: Mapping[str, int], islands: int) -> dict[str, i
     return dict(sorted(found.items())) if left <= 0 else None
 
 
-def due(gang: Member) -> int:
+def due(gang: GangMember) -> int:
     """Return the epoch of the launch that the tickets are for: the current launch, or the next."""
     return gang.epoch if gang.state in ON_A_DEVICE else gang.epoch + 1
 
 
-def is_held(ticket: Member, gang: Member) -> bool:
+def is_held(ticket: GangMember, gang: GangMember) -> bool:
     return ticket.state == State.running and ticket.good_for == due(gang)
 
 
-def _lacking(tickets: Sequence[Member], gang: Member) -> tuple[str, ...]:
+def _lacking(tickets: Sequence[GangMember], gang: GangMember) -> tuple[str, ...]:
     return tuple(one.island for one in tickets if not is_held(one, gang))
 
 
-def of_gang(gang: Member, tickets: Sequence[Member]) -> Terms:
+def of_gang(gang: GangMember, tickets: Sequence[GangMember]) -> Terms:
     """Return a gang's terms: start once all tickets are held, leave if a ticket is asked back."""
     lacking = _lacking(tickets, gang)
     on_seats = gang.state in ON_A_DEVICE
     return Terms(tickets=lacking, lets_go=lacking[0] if on_seats and lacking else "")
 
 
-def of_ticket(n: int, gang: Member, tickets: Sequence[Member]) -> Terms:
+def of_ticket(n: int, gang: GangMember, tickets: Sequence[GangMember]) -> Terms:
     """Return the terms of the n-th of `tickets`, which are in the order of their islands."""
     wanted = gang.state in NOT_STARTED and gang.willing
     before = _lacking(tickets[:n], gang)
@@ -93,7 +93,7 @@ def of_ticket(n: int, gang: Member, tickets: Sequence[Member]) -> Terms:
     )
 
 
-def _lets_go(ticket: Member, gang: Member, *, may_stay: bool) -> str:
+def _lets_go(ticket: GangMember, gang: GangMember, *, may_stay: bool) -> str:
     """Return why a ticket gives up its devices, or its place in line, now; "" if it does not."""
     if gang.state in ENDED:
         return OVER

@@ -17,7 +17,7 @@ GENESIS = "0" * 64  # the hash before the first record
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class TrustedLink:
     """A trusted link: its number, from 1 without gaps, and its hash."""
 
     id: int = 0
@@ -25,7 +25,7 @@ class Known:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class ChainLink:
     """A stored record; `says` is all of it except `previous` and `hash`."""
 
     id: int
@@ -45,7 +45,7 @@ class Verdict:
     """The result: `head` is the last valid link; `checked` counts valid ones after the known."""
 
     checked: int
-    head: Known
+    head: TrustedLink
     broken: Break | None
 
 
@@ -55,7 +55,7 @@ def link_hash(previous: str, says: Mapping[str, Any]) -> str:
     return hashlib.sha256(f"{previous}\n{body}".encode()).hexdigest()
 
 
-def verify(links: Iterable[Link], known: Known) -> Verdict:
+def verify(links: Iterable[ChainLink], known: TrustedLink) -> Verdict:
     """Verify the links in order, up to the first break.
 
     The links begin with the known one, unless that is GENESIS.
@@ -65,11 +65,11 @@ def verify(links: Iterable[Link], known: Known) -> Verdict:
     while broken is None and (link := next(rest, None)) is not None:
         broken = _break(head, link)
         if broken is None:
-            head, checked = Known(link.id, link.hash), checked + 1
+            head, checked = TrustedLink(link.id, link.hash), checked + 1
     return Verdict(checked=checked, head=head, broken=broken)
 
 
-def _changed(link: Link | None, known: Known) -> Break | None:
+def _changed(link: ChainLink | None, known: TrustedLink) -> Break | None:
     if link is None or link.id != known.id:
         return Break(
             known.id, f"record {known.id} is missing: the chain was truncated at or before it"
@@ -80,7 +80,7 @@ def _changed(link: Link | None, known: Known) -> Break | None:
     return _wrong(link)
 
 
-def _break(head: Known, link: Link) -> Break | None:
+def _break(head: TrustedLink, link: ChainLink) -> Break | None:
     if link.id != head.id + 1:
         return Break(head.id + 1, f"record {head.id + 1} is missing; record {link.id} follows")
     if link.previous != head.hash and head.id:
@@ -94,7 +94,7 @@ def _break(head: Known, link: Link) -> Break | None:
     return _wrong(link)
 
 
-def _wrong(link: Link) -> Break | None:
+def _wrong(link: ChainLink) -> Break | None:
     if link_hash(link.previous, link.says) != link.hash:
         return Break(link.id, f"the content of record {link.id} does not match its hash")
     return None

@@ -113,7 +113,7 @@ class Costs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class StoryLine:
     """A decision, and when it was made."""
 
     at_s: float
@@ -138,15 +138,15 @@ class Report:
     pauses: Mapping[str, int]
     resizes: Mapping[str, int]
     finished: Mapping[str, float]
-    timeline: tuple[Line, ...]
+    timeline: tuple[StoryLine, ...]
     until_s: float
     intervals: tuple[Interval, ...] = ()
 
 
-class Broken(Exception):
+class InvariantBroken(Exception):
     """An invariant does not hold; the message has what, when, and the decisions before it."""
 
-    def __init__(self, what: str, *, at_s: float, timeline: Iterable[Line]) -> None:
+    def __init__(self, what: str, *, at_s: float, timeline: Iterable[StoryLine]) -> None:
         self.what, self.at_s = what, at_s
         told = [f"at {at_s:.6f} s: {what}"]
         for line in list(timeline)[-STORY_LINES:]:
@@ -155,7 +155,7 @@ class Broken(Exception):
         super().__init__("\n".join(told))
 
 
-class Stopped(Exception):
+class SimulationStopped(Exception):
     """`go_on` returned False at `at_s` of the simulated clock, with `done` tasks finished."""
 
     def __init__(self, *, at_s: float, done: int) -> None:
@@ -189,12 +189,12 @@ def simulate(
         rounds = rounds + 1 if at_us == rounds_at_us else 1
         rounds_at_us = at_us
         if not go_on():
-            raise Stopped(at_s=world.now_s, done=world.done)
+            raise SimulationStopped(at_s=world.now_s, done=world.done)
         seen = world.snapshot() if checked else None
         plan = cycle(world.board)
         at_once = at_once + 1 if is_hurried(plan) else 0
         if max(rounds, at_once) > STANDSTILL_ROUNDS:
-            raise Broken(_standstill(world), at_s=world.now_s, timeline=world.timeline)
+            raise InvariantBroken(_standstill(world), at_s=world.now_s, timeline=world.timeline)
         world.obey(plan)
         if seen is not None:
             check(world, replace(seen, lifts=tuple(world.board.lifts.values())), plan)
@@ -276,7 +276,7 @@ class World:
         self._faded = {id: user.faded_us for id, user in self.users.items()}
         self.board = Board.of(self._seen({}), now_s=0.0)
         self.now_us = 0
-        self.timeline: list[Line] = []
+        self.timeline: list[StoryLine] = []
         self.keep_timeline = True
         self.done = 0
         self.seated: dict[str, str] = {}  # device -> the task that holds it
@@ -570,7 +570,7 @@ class World:
         """Let the devices begin what the plan orders; the board already contains the plan."""
         for decision in plan.decisions:
             if self.keep_timeline:
-                self.timeline.append(Line(at_s=self.now_s, decision=decision))
+                self.timeline.append(StoryLine(at_s=self.now_s, decision=decision))
             if decision.move == Move.Launch:
                 self._launch(self.tasks[decision.task])
             elif decision.move == Move.Pause:
@@ -672,7 +672,7 @@ def check(world: World, seen: Snapshot, plan: Plan) -> None:
         *_unexplained(seen, anew),
         *_different(seen, plan, anew),
     ):
-        raise Broken(what, at_s=world.now_s, timeline=world.timeline)
+        raise InvariantBroken(what, at_s=world.now_s, timeline=world.timeline)
 
 
 def _hurried(plan: Plan) -> Iterable[str]:

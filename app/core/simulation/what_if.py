@@ -118,7 +118,7 @@ def summary(setup: Setup, fitting: Sequence[Arrival], report: Report) -> Value:
     for arrival in fitting:
         by_tenant[arrival.tenant].append(arrival)
         by_width[max(least for least in WIDTHS if least <= arrival.width)].append(arrival)
-    shares = _Shares(setup, report)
+    shares = _TenantShares(setup, report)
     total_s = math.fsum(report.device_s.values())
     capacity_s = len(setup.devices) * report.until_s
     return {
@@ -214,7 +214,7 @@ def _rounded(value: float | None) -> float | None:
 # --- shares -------------------------------------------------------------------------------------
 
 
-class _Shares:
+class _TenantShares:
     """The devices held by each tenant beside those it was owed, interval by interval."""
 
     def __init__(self, setup: Setup, report: Report) -> None:
@@ -301,12 +301,12 @@ def owed_by_tree(
             below[of[at].parent][at] = None
             at = of[at].parent
 
-    def branch(id: str) -> water_filling.Branch:
+    def branch(id: str) -> water_filling.Claimant:
         demand = Fraction(round(wanted.get(id, 0.0) * 1000), 1000)
         children = {child: branch(child) for child in below.get(id, ())}
         if children and demand:
-            children[_ITSELF] = water_filling.Branch(demand=demand)
-        return water_filling.Branch(
+            children[_ITSELF] = water_filling.Claimant(demand=demand)
+        return water_filling.Claimant(
             weight=Fraction(of[id].weight, 1000),
             demand=0 if children else demand,
             guarantee=of[id].guarantee.get(kind, 0),

@@ -14,7 +14,7 @@ from sqlalchemy.dialects.postgresql import distinct_on
 from sqlalchemy.orm import Session
 
 from app.core.fairness import fair_tree
-from app.core.fairness.water_filling import Branch, divide_tree
+from app.core.fairness.water_filling import Claimant, divide_tree
 from app.core.units import counted
 from app.db import tenant_tree
 from app.db.models import Account, Device, Host, LedgerBase, Lift, Placement, Task, Tenant
@@ -264,17 +264,17 @@ def _divided(
 ) -> dict[tuple[str, ...], Fraction]:
     """Return the part of each tenant and user that has work, by path."""
 
-    def branch(id: str) -> Branch | None:
+    def branch(id: str) -> Claimant | None:
         row = tenants.rows[id]
-        mine: dict[str, Branch] = {
-            user: Branch(weight=weight, demand=wanted)
+        mine: dict[str, Claimant] = {
+            user: Claimant(weight=weight, demand=wanted)
             for user, (weight, wanted) in work.wanted.get((id, kind), {}).items()
         }
         below = () if id in tenants.roots else tenants.children[id]
         mine |= {child: made for child in below if (made := branch(child)) is not None}
         if not mine:
             return None
-        return Branch(
+        return Claimant(
             weight=row.weight_milli,
             guarantee=row.guarantee.get(kind, 0),
             limit=_limit(row, kind),

@@ -238,7 +238,7 @@ def _count_round(session: Session, task: Task, placement: Placement, event: mess
     if event.epoch != moving.epoch:
         return
     wrote = session.get_one(Device, placement.device_id)
-    done = migration.Round(
+    done = migration.CopyRound(
         sha256=event.sha256,
         key=wrote.facts.get("key", ""),
         step=event.step,

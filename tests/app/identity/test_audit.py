@@ -12,7 +12,7 @@ from sqlalchemy import insert, select, text
 from sqlalchemy.exc import IntegrityError
 
 from app.api.access import auth
-from app.core.security.hash_chain import Known
+from app.core.security.hash_chain import TrustedLink
 from app.db.models import AuditEvent, Base, Device, Preset, Request, Task, Tenant
 from app.db.transactions import transaction
 from app.identity import audit
@@ -408,7 +408,7 @@ def test_numbers_are_read_as_they_were_written(session, number):
     with transaction() as its:
         audit.begin(its, audit.Call(operation="seed", user="app.local.seed"))
         its.add(Preset(task_type="t", kind="cpu", params={"x": number, "é": "\u2028"}))
-    assert audit.verified(session, Known()).broken is None
+    assert audit.verified(session, TrustedLink()).broken is None
 
 
 # --- several at once ----------------------------------------------------------------------------

@@ -12,12 +12,12 @@ from app.core.explanation.estimator import (
     STARTS,
     STEP,
     Calibration,
-    Curve,
     Estimate,
     Held,
     History,
     Line,
     Queued,
+    RuntimeCurve,
     Scene,
     Unknown,
     starts_in,
@@ -36,7 +36,7 @@ class Sure:
         return 0.0
 
 
-class Certain(Curve):
+class Certain(RuntimeCurve):
     def __init__(self, runtime_s):
         super().__init__([])
         self.runtime_s = runtime_s

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.core.fairness.water_filling import (
-    Branch,
     Claim,
-    Span,
+    Claimant,
+    ShareRange,
     divide,
     divide_leftover,
     divide_tree,
@@ -116,7 +116,7 @@ def test_numbers_are_what_was_written():
     ],
 )
 def test_a_claim_that_means_nothing_is_refused(wrong, why):
-    for kind in (Claim, Branch):
+    for kind in (Claim, Claimant):
         with pytest.raises(ValueError, match=why):
             kind(**wrong)
 
@@ -143,7 +143,7 @@ def test_a_capacity_below_zero_is_refused():
     ],
 )
 def test_the_level_is_the_lowest_at_which_the_parts_add_up(total, spans, found):
-    fractions = [Span(*(n if n is None else Fraction(n) for n in span)) for span in spans]
+    fractions = [ShareRange(*(n if n is None else Fraction(n) for n in span)) for span in spans]
     assert level(Fraction(total), fractions) == found
 
 
@@ -188,11 +188,11 @@ def test_whole_devices_are_cut_to_the_capacity():
 # --- trees --------------------------------------------------------------------------------------
 
 LAB = {
-    "lab": Branch(
+    "lab": Claimant(
         weight=1,
-        children={"vision": Branch(demand=9), "speech": Branch(demand=9, guarantee=4)},
+        children={"vision": Claimant(demand=9), "speech": Claimant(demand=9, guarantee=4)},
     ),
-    "shop": Branch(weight=2, demand=9),
+    "shop": Claimant(weight=2, demand=9),
 }
 
 
@@ -212,8 +212,8 @@ def test_each_branch_divides_its_own_part():
 def test_an_inner_branch_asks_for_no_more_than_its_children_may_hold():
     # a's children could use 2 (limit) and 1: a gets 3 of its 6 by weight, b the other 9.
     tree = {
-        "a": Branch(children={"x": Branch(demand=9, limit=2), "y": Branch(demand=1)}),
-        "b": Branch(demand=20),
+        "a": Claimant(children={"x": Claimant(demand=9, limit=2), "y": Claimant(demand=1)}),
+        "b": Claimant(demand=20),
     }
     shares = divide_tree(12, tree)
     assert shares == {("a",): 3, ("b",): 9, ("a", "x"): 2, ("a", "y"): 1}
@@ -222,8 +222,8 @@ def test_an_inner_branch_asks_for_no_more_than_its_children_may_hold():
 def test_an_idle_guarantee_is_lent_to_the_whole_tree():
     # x is owed 4 and idle. a and b divide 8 evenly: y, its sibling, has no first right to x's 4.
     tree = {
-        "a": Branch(children={"x": Branch(guarantee=4), "y": Branch(demand=9)}),
-        "b": Branch(demand=9, weight=3),
+        "a": Claimant(children={"x": Claimant(guarantee=4), "y": Claimant(demand=9)}),
+        "b": Claimant(demand=9, weight=3),
     }
     assert divide_tree(8, tree)["a", "y"] == 2
 
@@ -231,18 +231,20 @@ def test_an_idle_guarantee_is_lent_to_the_whole_tree():
 def test_a_parents_own_guarantee_counts_when_it_is_more():
     # a is owed 6 for all its children together, of which x is owed 1: 6, by weight 3 and 3.
     tree = {
-        "a": Branch(
-            guarantee=6, children={"x": Branch(demand=9, guarantee=1), "y": Branch(demand=9)}
+        "a": Claimant(
+            guarantee=6, children={"x": Claimant(demand=9, guarantee=1), "y": Claimant(demand=9)}
         ),
-        "b": Branch(demand=9, weight=9),
+        "b": Claimant(demand=9, weight=9),
     }
     assert divide_tree(8, tree) == {("a",): 6, ("b",): 2, ("a", "x"): 3, ("a", "y"): 3}
 
 
 def test_a_parents_limit_holds_its_children_down():
     tree = {
-        "a": Branch(limit=3, children={"x": Branch(demand=9, guarantee=5), "y": Branch(demand=9)}),
-        "b": Branch(demand=9),
+        "a": Claimant(
+            limit=3, children={"x": Claimant(demand=9, guarantee=5), "y": Claimant(demand=9)}
+        ),
+        "b": Claimant(demand=9),
     }
     assert divide_tree(10, tree) == {("a",): 3, ("b",): 7, ("a", "x"): 3, ("a", "y"): 0}
 
@@ -250,9 +252,10 @@ def test_a_parents_limit_holds_its_children_down():
 def test_whole_devices_in_a_tree_add_up_at_every_level():
     # 7 by weight: 7/3 and 14/3; the larger remainder is shop's: 2 and 5. Then 1 and 1; 5/3 each.
     tree = {
-        "lab": Branch(children={"x": Branch(demand=9), "y": Branch(demand=9)}),
-        "shop": Branch(
-            weight=2, children={"p": Branch(demand=9), "q": Branch(demand=9), "r": Branch(demand=9)}
+        "lab": Claimant(children={"x": Claimant(demand=9), "y": Claimant(demand=9)}),
+        "shop": Claimant(
+            weight=2,
+            children={"p": Claimant(demand=9), "q": Claimant(demand=9), "r": Claimant(demand=9)},
         ),
     }
     assert whole_tree(7, tree, order=["r"]) == {
@@ -267,16 +270,16 @@ def test_whole_devices_in_a_tree_add_up_at_every_level():
 
 
 def test_a_tree_may_be_as_deep_as_it_likes():
-    branch = Branch(demand=7)
+    branch = Claimant(demand=7)
     for _ in range(2000):
-        branch = Branch(children={"down": branch})
+        branch = Claimant(children={"down": branch})
     shares = divide_tree(5, {"down": branch})
     assert len(shares) == 2001
     assert set(shares.values()) == {5}
 
 
 def test_only_leaves_have_a_demand():
-    tree = {"a": Branch(children={"b": Branch(demand=1, children={"c": Branch(demand=1)})})}
+    tree = {"a": Claimant(children={"b": Claimant(demand=1, children={"c": Claimant(demand=1)})})}
     with pytest.raises(ValueError, match="branch a/b has children and a demand of its own, 1"):
         divide_tree(1, tree)
 
@@ -340,7 +343,7 @@ def test_more_capacity_takes_nothing_from_anybody(capacities, claims):
 @given(capacity=amounts, claims=claim_sets)
 def test_a_tree_of_one_level_is_the_flat_division(capacity, claims):
     leaves = {
-        name: Branch(weight=c.weight, demand=c.demand, guarantee=c.guarantee, limit=c.limit)
+        name: Claimant(weight=c.weight, demand=c.demand, guarantee=c.guarantee, limit=c.limit)
         for name, c in claims.items()
     }
     flat = divide(capacity, claims)
@@ -378,7 +381,7 @@ def test_whole_devices_are_all_given_within_one_device_of_the_exact_share(capaci
 
 words = st.sampled_from("abc")
 leaf = st.builds(
-    Branch,
+    Claimant,
     weight=st.integers(1, 9),
     demand=st.integers(0, 9),
     guarantee=st.integers(0, 4),
@@ -387,7 +390,7 @@ leaf = st.builds(
 branches = st.recursive(
     leaf,
     lambda below: st.builds(
-        Branch,
+        Claimant,
         weight=st.integers(1, 9),
         guarantee=st.integers(0, 9),
         limit=st.one_of(st.none(), st.integers(0, 20)),
@@ -398,14 +401,14 @@ branches = st.recursive(
 trees = st.dictionaries(words, branches, max_size=3)
 
 
-def could_hold(branch: Branch) -> Fraction:
+def could_hold(branch: Claimant) -> Fraction:
     """What a branch could use: computed apart from the code under test."""
     inside = sum((could_hold(child) for child in branch.children.values()), Fraction(0))
     wanted = inside if branch.children else Fraction(branch.demand)
     return wanted if branch.limit is None else min(wanted, Fraction(branch.limit))
 
 
-def owed_to(branch: Branch) -> Fraction:
+def owed_to(branch: Claimant) -> Fraction:
     inside = sum((owed_to(child) for child in branch.children.values()), Fraction(0))
     return min(max(Fraction(branch.guarantee), inside), could_hold(branch))
 

@@ -15,13 +15,13 @@ from app.core.model.datablock import (
     COPY,
     HOLDS_MEMORY,
     WHOLE,
-    Datablock,
-    Gone,
+    BlockGone,
+    CopyMove,
+    CopyState,
     Held,
-    IllegalMove,
-    Move,
-    State,
+    IllegalCopyMove,
     StillNeeded,
+    TrackedBlock,
     account,
     check,
     cone,
@@ -45,19 +45,19 @@ def reachable(start: str) -> set[str]:
 
 
 def test_the_table_names_every_state_and_only_known_moves() -> None:
-    assert set(COPY) == set(State)
+    assert set(COPY) == set(CopyState)
     for moves in COPY.values():
-        assert set(moves) <= set(Move)
-        assert set(moves.values()) <= set(State)
+        assert set(moves) <= set(CopyMove)
+        assert set(moves.values()) <= set(CopyState)
 
 
 def test_every_move_is_known_to_some_state() -> None:
-    assert {move for moves in COPY.values() for move in moves} == set(Move)
+    assert {move for moves in COPY.values() for move in moves} == set(CopyMove)
 
 
 def test_every_state_is_reached_from_absent_and_can_come_to_an_end() -> None:
-    assert reachable("absent") == set(State)
-    assert all("absent" in reachable(state) for state in State)
+    assert reachable("absent") == set(CopyState)
+    assert all("absent" in reachable(state) for state in CopyState)
 
 
 def test_a_copy_becomes_whole_only_by_landing_or_by_what_befalls_the_others() -> None:
@@ -71,13 +71,13 @@ def test_a_copy_becomes_whole_only_by_landing_or_by_what_befalls_the_others() ->
 
 
 def test_whatever_is_at_a_place_can_be_lost_with_it() -> None:
-    assert all("Lose" in COPY[state] for state in HOLDS_MEMORY | {State.spilled})
+    assert all("Lose" in COPY[state] for state in HOLDS_MEMORY | {CopyState.spilled})
 
 
 def test_the_printed_table_has_a_row_for_each_state() -> None:
     rows = table().splitlines()
-    assert len(rows) == 2 + len(State)
-    assert all(row.count("|") == len(Move) + 2 for row in rows)
+    assert len(rows) == 2 + len(CopyState)
+    assert all(row.count("|") == len(CopyMove) + 2 for row in rows)
 
 
 def test_the_page_shows_the_table() -> None:
@@ -87,10 +87,10 @@ def test_the_page_shows_the_table() -> None:
 
 # --- copies -------------------------------------------------------------------------------------
 
-FRESH = Datablock(id="x", bytes=10, refs=2, recipe=True)
+FRESH = TrackedBlock(id="x", bytes=10, refs=2, recipe=True)
 
 
-def states(block: Datablock) -> str:
+def states(block: TrackedBlock) -> str:
     return " ".join(f"{place}={state}" for place, state in sorted(block.copies.items()))
 
 
@@ -113,7 +113,7 @@ def test_the_last_copy_stays_while_somebody_needs_it() -> None:
 
 def test_a_spilled_copy_is_whole_elsewhere_and_comes_back() -> None:
     one = FRESH.expect("d0").landed("d0")
-    with pytest.raises(IllegalMove, match="x on d0 is exclusive, got Spill"):
+    with pytest.raises(IllegalCopyMove, match="x on d0 is exclusive, got Spill"):
         one.spilled("d0")
     away = one.expect("host").landed("host").spilled("d0")
     assert states(away) == "d0=spilled host=exclusive"
@@ -147,7 +147,7 @@ def test_a_transfer_that_failed_leaves_nothing() -> None:
 
 
 def test_an_unknown_move_tells_what_was_expected() -> None:
-    with pytest.raises(IllegalMove, match="x on d0 is absent, got Made, expected Expect"):
+    with pytest.raises(IllegalCopyMove, match="x on d0 is absent, got Made, expected Expect"):
         FRESH.landed("d0")
 
 
@@ -183,17 +183,19 @@ def test_copies_keep_their_rule_whatever_happens(steps: list[tuple[str, str]]) -
                 block = getattr(block, what)()
             else:
                 block = getattr(block, what)(place)
-        except (IllegalMove, StillNeeded, ValueError):
+        except (IllegalCopyMove, StillNeeded, ValueError):
             continue
         assert check(block) == ()
         count = [block.state(place) for place in PLACES]
-        assert count.count(State.exclusive) == (len(block.whole) == 1)
+        assert count.count(CopyState.exclusive) == (len(block.whole) == 1)
 
 
 def test_what_is_wrong_between_copies_is_told() -> None:
-    two = Datablock(id="x", bytes=1, copies={"a": State.exclusive, "b": State.shared}, refs=0)
+    two = TrackedBlock(
+        id="x", bytes=1, copies={"a": CopyState.exclusive, "b": CopyState.shared}, refs=0
+    )
     assert "only copy beside others" in check(two)[0]
-    none = Datablock(id="x", bytes=1, refs=3)
+    none = TrackedBlock(id="x", bytes=1, refs=3)
     assert check(none) == ("3 need x, which lies nowhere and cannot be made",)
 
 
@@ -297,7 +299,7 @@ def test_nothing_runs_for_what_is_whole() -> None:
 
 
 def test_a_block_that_nothing_makes_is_gone() -> None:
-    with pytest.raises(Gone, match="no copy of in is left"):
+    with pytest.raises(BlockGone, match="no copy of in is left"):
         again("w", "")
 
 

@@ -18,7 +18,7 @@ from app.core.model.manifest import (
     Chunk,
     Manifest,
     Part,
-    Rank,
+    RankImage,
     Span,
     Tensor,
     planned,
@@ -101,7 +101,7 @@ def manifest_of(sizes, *, tensors=()):
         Chunk(address=f"{number:064x}", spans=cut) for number, cut in enumerate(planned(sizes))
     )
     parts = tuple(Part(size=size, device="cuda", pinned=bool(size % 2)) for size in sizes)
-    rank = Rank(parts=parts, chunks=chunks, tensors=tensors)
+    rank = RankImage(parts=parts, chunks=chunks, tensors=tensors)
     about = About(tenant="ten_a", task="tsk_a", epoch=3, step=17, fingerprint={"torch": "2.13"})
     return Manifest(about=about, ranks=(rank,))
 

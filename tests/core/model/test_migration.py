@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from app.core.model.lifecycle import State
 from app.core.model.migration import (
     Act,
+    CopyRound,
+    MovePolicy,
+    MoveScene,
     Moving,
-    Policy,
-    Round,
-    Scene,
     as_json,
     bandwidth,
     expected_stop_s,
@@ -31,13 +31,13 @@ from app.core.scheduling.cycle import cycle, decide
 from tests.core.pictures import NOW_S, island, seats
 
 MB = 1_000_000
-POLICY = Policy()
+POLICY = MovePolicy()
 
 
-def copied(step: int, megabytes: float, *, seconds: float = 1.0) -> Round:
+def copied(step: int, megabytes: float, *, seconds: float = 1.0) -> CopyRound:
     """A round that is over: so much was fetched; half of the time is the writing."""
     us = int(seconds * 1e6 / 2)
-    return Round(
+    return CopyRound(
         sha256=f"{step:064x}",
         key="k",
         step=step,
@@ -48,17 +48,17 @@ def copied(step: int, megabytes: float, *, seconds: float = 1.0) -> Round:
     )
 
 
-def move(*rounds: Round, **more: Any) -> Moving:
+def move(*rounds: CopyRound, **more: Any) -> Moving:
     usual = {"to": "d1", "source": "d0", "epoch": 1, "until_s": 600.0, "asked": len(rounds)}
     return Moving(**{**usual, "rounds": rounds, **more})
 
 
-def at(state: str = "running", **more: Any) -> Scene:
+def at(state: str = "running", **more: Any) -> MoveScene:
     usual = {"epoch": 1, "seat": "d0", "open": True, "now_s": 10.0}
-    return Scene(state=state, **{**usual, **more})
+    return MoveScene(state=state, **{**usual, **more})
 
 
-def act(moving: Moving, scene: Scene | None = None) -> Act:
+def act(moving: Moving, scene: MoveScene | None = None) -> Act:
     return next_act(moving, scene or at(), POLICY).act
 
 
@@ -155,7 +155,7 @@ class TestEnds:
     def test_nothing_is_ordered_but_of_a_task_that_runs_where_it_was(
         self, state: State, epoch: int, seat: str | None, open_: bool, now_s: float, stop: bool
     ) -> None:
-        scene = Scene(state=state, epoch=epoch, seat=seat, open=open_, now_s=now_s)
+        scene = MoveScene(state=state, epoch=epoch, seat=seat, open=open_, now_s=now_s)
         found = next_act(move(stopping=stop), scene, POLICY)
         if found.act in (Act.copy, Act.stop):
             assert (state, epoch, stop) == ("running", 1, False)

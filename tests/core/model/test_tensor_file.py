@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load, save
 
 from app.core.model.manifest import DTYPES
-from app.core.model.tensor_file import HEAD_BYTES, SAID, BadTensorFile, Tensor, read, written
+from app.core.model.tensor_file import HEAD_BYTES, SAID, BadTensorFile, FileTensor, read, written
 
 ARRAYS = {
     "b": numpy.arange(6, dtype=numpy.float32).reshape(2, 3),
@@ -44,7 +44,7 @@ def raw_npy(header: bytes, version: bytes = b"\x01\x00") -> bytes:
     return b"\x93NUMPY" + version + struct.pack("<H", len(header)) + header
 
 
-def lying_in(body: bytes, tensor: Tensor) -> Any:
+def lying_in(body: bytes, tensor: FileTensor) -> Any:
     array = numpy.frombuffer(
         body, dtype=tensor.dtype, count=prod(tensor.shape), offset=tensor.offset
     )

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import settings as Profile
 from hypothesis import strategies as st
 
-from app.core.model.datablock import Gone
+from app.core.model.datablock import BlockGone
 from app.core.placement.islands import Island, Portions, Room, apportion, reassign
 from app.core.placement.local_search import Effort
 from app.core.placement.planner import Block, Graph, Link, Node, Unplaceable
@@ -255,7 +255,7 @@ def test_what_died_with_the_island_is_made_again_and_nothing_else() -> None:
 
 
 def test_an_upload_that_is_lost_cannot_be_made_again() -> None:
-    with pytest.raises(Gone, match="no copy of pb0 is left"):
+    with pytest.raises(BlockGone, match="no copy of pb0 is left"):
         reassign(CHAINS, places("a"), [], before=before().seats, done=[], at={"qb0": ("store",)})
 
 

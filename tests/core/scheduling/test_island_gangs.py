@@ -24,7 +24,7 @@ from app.core.model.snapshot import (
 from app.core.model.snapshot import changed as moved
 from app.core.scheduling import island_gangs
 from app.core.scheduling.cycle import decide
-from app.core.scheduling.island_gangs import BACK, OVER, Member, divided, of_gang, of_ticket
+from app.core.scheduling.island_gangs import BACK, OVER, GangMember, divided, of_gang, of_ticket
 from tests.thoroughness import seeds
 
 # --- how it is divided --------------------------------------------------------------------------
@@ -49,9 +49,9 @@ def test_the_largest_islands_are_filled_one_after_the_other(
 
 # --- what members let each other do -------------------------------------------------------------
 
-GANG = Member(island="c", state="blocked", epoch=4)
-HELD = Member(island="a", state="running", good_for=5)
-FREE = Member(island="b", state="waiting")
+GANG = GangMember(island="c", state="blocked", epoch=4)
+HELD = GangMember(island="a", state="running", good_for=5)
+FREE = GangMember(island="b", state="waiting")
 
 
 def test_tickets_are_taken_in_the_order_of_their_islands_and_the_gang_last() -> None:
@@ -77,7 +77,9 @@ def test_tickets_are_taken_in_the_order_of_their_islands_and_the_gang_last() -> 
         (replace(GANG, epoch=5, state="running"), FREE, ""),
     ],
 )
-def test_a_ticket_is_good_for_one_epoch(gang: Member, ticket: Member, expected: str) -> None:
+def test_a_ticket_is_good_for_one_epoch(
+    gang: GangMember, ticket: GangMember, expected: str
+) -> None:
     assert of_ticket(0, gang, [ticket]).lets_go == expected
 
 
@@ -143,10 +145,10 @@ class World:
             **more,
         )
 
-    def member(self, id: str) -> Member:
+    def member(self, id: str) -> GangMember:
         row = self.rows[id]
         willing = not row.cancel_asked
-        return Member(
+        return GangMember(
             island=self.island[id], state=row.state, epoch=row.epoch,
             good_for=self.good_for[id], willing=willing,
         )  # fmt: skip
@@ -282,7 +284,7 @@ def test_all_end_and_no_gang_runs_without_its_tickets(seed: int) -> None:
 def test_who_does_not_keep_the_order_gets_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
     """The contrast: tickets asked for on all islands at once, and kept until all are held."""
 
-    def greedy(n: int, gang: Member, tickets: list[Member]) -> Terms:
+    def greedy(n: int, gang: GangMember, tickets: list[GangMember]) -> Terms:
         told = island_gangs.of_ticket(n, gang, tickets)
         return replace(told, tickets=(), lets_go="" if told.tickets else told.lets_go)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.core.security.hash_chain import GENESIS, Break, Known, Link, link_hash, verify
+from app.core.security.hash_chain import GENESIS, Break, ChainLink, TrustedLink, link_hash, verify
 
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -21,22 +21,22 @@ def chain(*said):
     links, hash = [], GENESIS
     for id, what in enumerate(said, start=1):
         says = {"id": id, "what": what}
-        links.append(Link(id=id, says=says, previous=hash, hash=link_hash(hash, says)))
+        links.append(ChainLink(id=id, says=says, previous=hash, hash=link_hash(hash, says)))
         hash = links[-1].hash
     return links
 
 
 FIVE = chain("a", "b", "c", "d", "e")
-HEAD = Known(5, FIVE[4].hash)
+HEAD = TrustedLink(5, FIVE[4].hash)
 
 
 @given(st.lists(ANYTHING, max_size=5))
 def test_what_nobody_touched_is_good_from_anywhere_on(said):
     links = chain(*said)
-    whole = verify(links, Known())
+    whole = verify(links, TrustedLink())
     assert (whole.broken, whole.checked) == (None, len(said))
     for link in links:
-        rest = verify(links[link.id - 1 :], Known(link.id, link.hash))
+        rest = verify(links[link.id - 1 :], TrustedLink(link.id, link.hash))
         assert (rest.broken, rest.head) == (None, whole.head)
         assert rest.checked == len(said) - link.id
 
@@ -53,7 +53,7 @@ def changed(id, **to):
 
 @pytest.mark.parametrize("id", [1, 3, 5])
 def test_a_record_that_was_changed_is_named(id):
-    found = verify(changed(id, says={"id": id, "what": "no"}), Known())
+    found = verify(changed(id, says={"id": id, "what": "no"}), TrustedLink())
     said = f"the content of record {id} does not match its hash"
     assert found.broken == Break(id, said)
     assert found.checked == id - 1
@@ -63,31 +63,31 @@ def test_a_record_that_was_changed_is_named(id):
 def test_a_record_that_was_changed_with_its_hash_is_named_by_the_next_one(id):
     says = {"id": id, "what": "no"}
     previous = FIVE[id - 1].previous
-    found = verify(changed(id, says=says, hash=link_hash(previous, says)), Known())
+    found = verify(changed(id, says=says, hash=link_hash(previous, says)), TrustedLink())
     assert found.broken.id == id
     assert f"record {id + 1} was chained to a different record {id}" in found.broken.detail
 
 
 @pytest.mark.parametrize("id", [1, 3])
 def test_a_record_that_was_taken_out_is_named(id):
-    found = verify([link for link in FIVE if link.id != id], Known())
+    found = verify([link for link in FIVE if link.id != id], TrustedLink())
     assert found.broken == Break(id, f"record {id} is missing; record {id + 1} follows")
 
 
 def test_a_chain_that_does_not_begin_at_the_beginning_is_found():
     says = {"id": 1, "what": "a"}
-    found = verify([Link(id=1, says=says, previous="f" * 64, hash="0")], Known())
+    found = verify([ChainLink(id=1, says=says, previous="f" * 64, hash="0")], TrustedLink())
     assert found.broken.id == 1
 
 
 def test_only_who_kept_a_hash_finds_the_end_cut_off_or_all_written_anew():
-    assert verify(FIVE[:4], Known()).broken is None
+    assert verify(FIVE[:4], TrustedLink()).broken is None
     assert "is missing" in verify([], HEAD).broken.detail
     anew = rewritten(FIVE, 2)
-    assert verify(anew, Known()).broken is None
+    assert verify(anew, TrustedLink()).broken is None
     assert "does not have the known hash" in verify(anew[4:], HEAD).broken.detail
 
 
 def test_the_known_record_itself_is_read_again():
     links = changed(3, says={"id": 3, "what": "no"})
-    assert verify(links[2:], Known(3, FIVE[2].hash)).broken.id == 3
+    assert verify(links[2:], TrustedLink(3, FIVE[2].hash)).broken.id == 3

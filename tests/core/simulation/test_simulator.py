@@ -21,7 +21,15 @@ from app.core.model.lifecycle import Move
 from app.core.model.snapshot import Device, Plan, Policy, Snapshot, Task, Tenant
 from app.core.scheduling.cycle import cycle, decide
 from app.core.scheduling.stays import HOLDS_A_SEAT, slice_us
-from app.core.simulation.simulator import Arrival, Broken, Costs, Report, World, check, simulate
+from app.core.simulation.simulator import (
+    Arrival,
+    Costs,
+    InvariantBroken,
+    Report,
+    World,
+    check,
+    simulate,
+)
 from tests.core.pictures import NOW_S, island, moves
 from tests.core.stays import stays
 from tests.thoroughness import examples
@@ -189,7 +197,7 @@ def test_what_is_broken_is_told_with_its_story() -> None:
     world.board.set_task(replace(world.tasks["a1"], state="starting", seats=("d0",), epoch=1))
     twice = replace(plan, decisions=(*plan.decisions, replace(launch, task="a1")))
     world.obey(twice)
-    with pytest.raises(Broken, match=r"2 tasks were promised d0\n(.*\n)*.*Launch a1 d0"):
+    with pytest.raises(InvariantBroken, match=r"2 tasks were promised d0\n(.*\n)*.*Launch a1 d0"):
         check(world, seen, twice)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from app.core.model.snapshot import Device, Policy, Tenant, User
 from app.core.simulation.meter import MOST, Meter
-from app.core.simulation.simulator import Arrival, Costs, Stopped, simulate
+from app.core.simulation.simulator import Arrival, Costs, SimulationStopped, simulate
 from app.core.simulation.what_if import POLICIES, Setup, owed_by_tree, policy, quantile, run, spread
 
 NO_FADING = Policy(half_life_s=0)
@@ -225,7 +225,7 @@ def test_a_timeline_that_is_not_kept_changes_nothing_else() -> None:
 
 def test_who_asks_may_stop_it() -> None:
     work, rounds = [arrival(f"a{n:04}", 1) for n in range(1000)], itertools.count()
-    with pytest.raises(Stopped, match=r"stopped at \d+ s with \d+ tasks done") as stopped:
+    with pytest.raises(SimulationStopped, match=r"stopped at \d+ s with \d+ tasks done") as stopped:
         run(setup(*work), go_on=lambda: next(rounds) < 256)
     assert 0 < stopped.value.done < 1000
 
