@@ -14,12 +14,11 @@ ROOT = Path(__file__).parent.parent
 
 USED_TWICE = set(
     """
-    Abandoned Ahead Alive Answer Asked Block Broken Bucket Bundle Call Context Damaged
-    Decision Device Devices Event Figures Folder Found Gang Graph Ground Held Host
-    Island Kept Lane Layout Lent Lift Line Link Need Node Order Pace Part Parts Passing
-    Place Placement Plan Problem Queued Read Region Room Run Scene Sent Spread Start
-    State Stay Stock Supervisor Taken Task Tenant Tensor TooLarge Transport Turns
-    Unreadable User Wanted _Bounded _Known _Work
+    Abandoned Ahead Alive Answer Block Broken Bucket Call Context Decision Device
+    Devices Event Folder Gang Graph Held Host Island Lane Layout Lent Lift Line Link
+    Need Node Order Pace Part Parts Passing Place Placement Plan Queued Read Region Room
+    Run Spread Start State Stay Stock Supervisor Task Tenant Tensor TooLarge Transport
+    User
     """.split()  # noqa: SIM905
 )
 

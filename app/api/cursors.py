@@ -64,7 +64,7 @@ def _bad(where: str) -> BadInput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class FoundPage:
     """The rows of one page, and the cursor of the next page, if there is one."""
 
     rows: list[Any]
@@ -115,7 +115,7 @@ class Paging:
         *,
         by: InstrumentedAttribute[Any],
         newest_first: bool = False,
-    ) -> Found:
+    ) -> FoundPage:
         """Read the page in the order of `by`, a column with a different value in every row.
 
         A row is what the query selects; a single value is given as itself.  Raises BadInput.
@@ -131,13 +131,13 @@ class Paging:
         rows = [row[0] if single else row for row in found]
         return self.cut(rows, [seal(row.page_key) for row in found])
 
-    def cut(self, rows: list[Any], cursors: list[str]) -> Found:
+    def cut(self, rows: list[Any], cursors: list[str]) -> FoundPage:
         """Make a page of the first `limit` of at most `most` rows, each with its cursor."""
         following = self._mark + cursors[self.limit - 1] if len(rows) > self.limit else None
         if following:
             url: URL = self.http.url.include_query_params(cursor=following)
             self.response.headers["Link"] = f'<{url.path}?{url.query}>; rel="next"'
-        return Found(rows=rows[: self.limit], next_cursor=following)
+        return FoundPage(rows=rows[: self.limit], next_cursor=following)
 
 
 def of_at_most(default: int, *, marked: bool = True) -> Any:

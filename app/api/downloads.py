@@ -27,7 +27,7 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 
 
-class Asked:
+class AskedRange:
     """The headers of a call that say which range of a blob it wants, and under which conditions."""
 
     def __init__(
@@ -64,7 +64,7 @@ class Asked:
         return start, end
 
 
-Download = Annotated[Asked, Depends()]
+Download = Annotated[AskedRange, Depends()]
 
 
 def headers_of(sha256: str, filename: str) -> dict[str, str]:
@@ -75,7 +75,7 @@ def headers_of(sha256: str, filename: str) -> dict[str, str]:
     }
 
 
-def answer(sha256: str, size: int, headers: dict[str, str], asked: Asked) -> Response:
+def answer(sha256: str, size: int, headers: dict[str, str], asked: AskedRange) -> Response:
     """Build the answer; raises BadRange, Gone, Unavailable."""
     etag = headers["ETag"]
     if asked.if_none_match is not None and etag in asked.if_none_match.split(", "):

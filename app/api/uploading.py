@@ -24,7 +24,7 @@ from starlette.requests import ClientDisconnect
 
 from app.api.schemas.data import UploadOut
 from app.data import uploads
-from app.data.uploads import PART_BYTES, Begun, Done, Wanted
+from app.data.uploads import PART_BYTES, Begun, Done, WantedUpload
 from app.errors import BadInput, Conflict, Unavailable
 from app.storage.backend import Bytes
 
@@ -41,7 +41,7 @@ _CONTENT_RANGE = re.compile(r"bytes (?:(\d{1,18})-(\d{1,18})|\*)/(\d{1,18})")
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class SentRange:
     """The bytes `start` to `end` of `total` are in the body; none if the call only `asks`."""
 
     start: int
@@ -50,7 +50,7 @@ class Sent:
     asks: bool = False
 
     @classmethod
-    def of(cls, content_range: str | None, length: str | None) -> Sent:
+    def of(cls, content_range: str | None, length: str | None) -> SentRange:
         """Parse the headers; raises BadInput."""
         if content_range is None:
             if length is None or not length.isdecimal() or int(length) == 0:
@@ -70,7 +70,7 @@ class Sent:
         return cls(first, last + 1, total)
 
 
-async def received(http: Request, wanted: Wanted, sent: Sent) -> Begun | Done:
+async def received(http: Request, wanted: WantedUpload, sent: SentRange) -> Begun | Done:
     """Receive the body of this call; returns the progress of the upload, or the finished item."""
     at, whole = await _begun(wanted), None
     if isinstance(at, Begun) and not sent.asks:
@@ -80,13 +80,13 @@ async def received(http: Request, wanted: Wanted, sent: Sent) -> Begun | Done:
     return at
 
 
-async def received_whole(wanted: Wanted, body: Iterable[Bytes]) -> Done:
+async def received_whole(wanted: WantedUpload, body: Iterable[Bytes]) -> Done:
     """Receive the whole upload from `body`; returns the finished item."""
     at = await _begun(wanted)
     return await _finished(at, body) if isinstance(at, Begun) else at
 
 
-async def _begun(wanted: Wanted) -> Begun | Done:
+async def _begun(wanted: WantedUpload) -> Begun | Done:
     at: Begun | Done = await _in_thread(lambda: uploads.begin(wanted))
     return at
 
@@ -96,7 +96,9 @@ async def _finished(begun: Begun, body: Iterable[Bytes] | None) -> Done:
     return done
 
 
-async def _receive(http: Request, begun: Begun, sent: Sent) -> tuple[Begun, list[Bytes] | None]:
+async def _receive(
+    http: Request, begun: Begun, sent: SentRange
+) -> tuple[Begun, list[Bytes] | None]:
     """Store the body part by part; if the client disconnects, what has arrived stays.
 
     A whole upload that fits in one part is not stored but returned.

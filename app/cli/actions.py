@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from app.cli import names, verbs, wording
-from app.cli.client import JSON, Problem
+from app.cli.client import JSON, ApiProblem
 from app.cli.tables import Output, err, show
 from app.cli.verbs import WORK, Format, Several, Which, app
 
@@ -103,7 +103,7 @@ def _ask(
             try:
                 kind, id = names.resolve(client, given)
                 done.append((given, client.post(f"/v1/{kind}/{id}/{paths[kind]}")))
-            except Problem as problem:
+            except ApiProblem as problem:
                 first = first or problem
                 err().print(Text.assemble(f"{given}: ", wording.problem(problem)))
     if done:

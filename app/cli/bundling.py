@@ -58,7 +58,7 @@ SECRET = (
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest time that a zip can store
 
 
-class Unreadable(Exception):
+class UnreadablePath(Exception):
     """A file or folder on this machine cannot be sent; the message says which, why and what
     to do.
     """
@@ -68,7 +68,7 @@ class Unreadable(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bundle:
+class PackedBundle:
     """A bundle.  `files` are (name in the zip, size on disk in bytes).
 
     `withheld` are the files left out because they may hold a secret.
@@ -84,16 +84,16 @@ class Bundle:
         return sorted(self.files, key=lambda file: -file[1])[:count]
 
 
-def bundle_folder(folder: Path) -> Bundle:
+def bundle_folder(folder: Path) -> PackedBundle:
     """Zip all of the folder that is not ignored or possibly secret; raises Unreadable."""
     if not folder.is_dir():
-        raise Unreadable(f"{folder}: no such folder")
+        raise UnreadablePath(f"{folder}: no such folder")
     withheld: list[str] = []
     files = sorted(_files(folder, _Wanted.of(folder), withheld))
     if not files:
-        raise Unreadable(f"{folder}: no files to send (are all of them ignored?)")
+        raise UnreadablePath(f"{folder}: no files to send (are all of them ignored?)")
     body = _zip(folder, files)
-    return Bundle(
+    return PackedBundle(
         folder=folder,
         body=body,
         sha256=hashlib.sha256(body).hexdigest(),
@@ -102,14 +102,14 @@ def bundle_folder(folder: Path) -> Bundle:
     )
 
 
-def bundle_file(path: Path) -> Bundle:
+def bundle_file(path: Path) -> PackedBundle:
     """Return an existing archive as a bundle, unchanged; raises Unreadable."""
     try:
         body = path.read_bytes()
     except OSError as error:
-        raise Unreadable(f"{path}: cannot be read: {error}") from error
+        raise UnreadablePath(f"{path}: cannot be read: {error}") from error
     digest = hashlib.sha256(body).hexdigest()
-    return Bundle(folder=path, body=body, sha256=digest, files=((path.name, len(body)),))
+    return PackedBundle(folder=path, body=body, sha256=digest, files=((path.name, len(body)),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,12 +173,12 @@ def _must_lie_inside(path: Path, root: Path) -> None:
     if path.is_symlink():
         target = path.resolve()
         if not target.is_relative_to(root) or not target.is_file():
-            raise Unreadable(
+            raise UnreadablePath(
                 f"{path}: a link to {target}, which cannot be sent; copy the file here or list the "
                 f"link in {IGNORE_FILE}"
             )
     elif not path.is_file():
-        raise Unreadable(f"{path}: not a regular file; list it in {IGNORE_FILE}")
+        raise UnreadablePath(f"{path}: not a regular file; list it in {IGNORE_FILE}")
 
 
 def _zip(folder: Path, names: list[str]) -> bytes:

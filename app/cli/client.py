@@ -2,7 +2,7 @@
 
 Three rules always hold.  A call that may have arrived is repeated only if a repetition is harmless:
 that is true of everything but a POST, and a POST carries an `Idempotency-Key`.  An error response
-becomes a `Problem` with everything that the service said.  A broken stream is resumed where it
+becomes a `ApiProblem` with everything that the service said.  A broken stream is resumed where it
 broke, by `Last-Event-ID`, so that no event is missed or shown twice.
 
 Answers are the service's JSON as dictionaries; nothing is renamed or cached here.
@@ -42,7 +42,7 @@ class ClientError(Exception):
     """The errors that a caller of this module must expect."""
 
 
-class Problem(ClientError):
+class ApiProblem(ClientError):
     """An error response.  `type` is its stable code; `errors` are {pointer, detail, code}."""
 
     def __init__(self, status: int, body: JSON, *, retry_after_s: float | None = None) -> None:
@@ -62,7 +62,7 @@ class Unreachable(ClientError):
         super().__init__(f"{url} does not answer: {cause or type(cause).__name__}")
 
 
-class Damaged(ClientError):
+class DamagedDownload(ClientError):
     pass
 
 
@@ -149,8 +149,8 @@ class Client:
             part = body.read(PART_BYTES)
             try:
                 answer = self._answered("PUT", **upload.part(start, part))
-            except (Unreachable, Problem) as error:
-                if isinstance(error, Problem) and not _goes_on(error):
+            except (Unreachable, ApiProblem) as error:
+                if isinstance(error, ApiProblem) and not _goes_on(error):
                     raise
                 retries.wait(error)
                 answer = self._call("PUT", **upload.question())
@@ -182,7 +182,9 @@ class Client:
             found = hashlib.file_digest(body, "sha256").hexdigest()
         if found != sha256:
             draft.unlink()
-            raise Damaged(f"{address}: the downloaded bytes hash to {found}; expected {sha256}")
+            raise DamagedDownload(
+                f"{address}: the downloaded bytes hash to {found}; expected {sha256}"
+            )
         draft.replace(file)
         return address
 
@@ -191,8 +193,8 @@ class Client:
         while (start := draft.stat().st_size) < size:
             try:
                 self._receive(address, {}, draft, start=start)
-            except (Unreachable, Problem) as error:
-                if isinstance(error, Problem) and not _passes(error):
+            except (Unreachable, ApiProblem) as error:
+                if isinstance(error, ApiProblem) and not _passes(error):
                     raise
                 if draft.stat().st_size > start:
                     retries = self._retries()
@@ -292,7 +294,7 @@ class Client:
                 why: ClientError = Unreachable(self.url, EOFError("the stream ended early"))
             except httpx2.TransportError as error:
                 why = Unreachable(self.url, error)
-            except Problem as problem:
+            except ApiProblem as problem:
                 if not _passes(problem):
                     raise
                 why = problem
@@ -320,7 +322,7 @@ class Client:
                 return self._answered(method, path, expect=expect, **how)
             except Unreachable as error:
                 retries.wait(error)
-            except Problem as problem:
+            except ApiProblem as problem:
                 if not _passes(problem):
                     raise
                 retries.wait(problem)
@@ -378,12 +380,12 @@ class _Retries:
         self.sleep(pause_s)
 
 
-def _passes(problem: Problem) -> bool:
+def _passes(problem: ApiProblem) -> bool:
     """True if a retry may help: the service is busy, or still works on the same key."""
     return problem.status in _BUSY or problem.type == "idempotency-in-progress"
 
 
-def _goes_on(problem: Problem) -> bool:
+def _goes_on(problem: ApiProblem) -> bool:
     """True if the progress of an upload is to be asked for: another client sends the same, or the
     service is busy.
     """
@@ -398,18 +400,18 @@ def _body(response: httpx2.Response) -> JSON:
         body = None
     if not isinstance(body, dict):
         detail = f"{response.request.url} answered {response.text[:80]!r}"
-        raise Problem(502, {"title": "Not a Roundhouse service", "detail": detail})
+        raise ApiProblem(502, {"title": "Not a Roundhouse service", "detail": detail})
     return body
 
 
-def _problem(response: httpx2.Response) -> Problem:
+def _problem(response: httpx2.Response) -> ApiProblem:
     try:
         body = response.json()
     except ValueError:
         body = None
     if not isinstance(body, dict):  # answered by a proxy between us and the service
         body = {"title": response.reason_phrase, "detail": response.text[:200]}
-    return Problem(response.status_code, body, retry_after_s=_seconds(response))
+    return ApiProblem(response.status_code, body, retry_after_s=_seconds(response))
 
 
 def _seconds(response: httpx2.Response) -> float | None:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from app.cli import names, verbs, wording
-from app.cli.bundling import Unreadable
+from app.cli.bundling import UnreadablePath
 from app.cli.client import JSON, Client
 from app.cli.tables import Output, err, show, table
 from app.cli.verbs import DATA, NOT_FOUND, WORK, Format, Which, app
@@ -49,7 +49,7 @@ def _download(client: Client, given: list[JSON], folder: Path) -> None:
             client.fetch(f"/v1/tasks/{each['task_id']}/outputs/{each['name']}", file)
             err().print(f"{file}: {each['size_bytes']} bytes")
     except OSError as error:
-        raise Unreadable(f"cannot write to {folder}: {error.strerror or error}") from error
+        raise UnreadablePath(f"cannot write to {folder}: {error.strerror or error}") from error
 
 
 @app.command(rich_help_panel=WORK)
@@ -139,7 +139,7 @@ def _put(client: Client, name: str, file: Path, sent: Callable[[int], None]) -> 
     try:
         return client.put_datablock(name, file, sent=sent)
     except OSError as error:
-        raise Unreadable(f"cannot read {file}: {error.strerror or error}") from error
+        raise UnreadablePath(f"cannot read {file}: {error.strerror or error}") from error
 
 
 @app.command(rich_help_panel=DATA)

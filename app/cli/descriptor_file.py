@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from app.cli.bundling import Unreadable
+from app.cli.bundling import UnreadablePath
 
 #: File names of a folder's descriptor; the first that exists is read.
 DESCRIPTOR_NAMES = ("roundhouse.yaml", "roundhouse.yml", "roundhouse.json")
@@ -27,14 +27,16 @@ def read_descriptor(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise Unreadable(f"{path}: cannot be read: {error}") from error
+        raise UnreadablePath(f"{path}: cannot be read: {error}") from error
     try:
         found = _parsed(text, str(path))
         json.dumps(found)  # tags and anchors can express more than JSON
     except (yaml.YAMLError, ValueError, TypeError) as error:
-        raise Unreadable(f"{path}: not valid YAML or JSON: {error}") from error
+        raise UnreadablePath(f"{path}: not valid YAML or JSON: {error}") from error
     if not isinstance(found, dict):
-        raise Unreadable(f"{path}: a descriptor must be a mapping; got a {type(found).__name__}")
+        raise UnreadablePath(
+            f"{path}: a descriptor must be a mapping; got a {type(found).__name__}"
+        )
     return found
 
 
@@ -69,7 +71,7 @@ def _descriptor_in(folder: Path) -> Path:
     for name in DESCRIPTOR_NAMES:
         if (folder / name).exists():
             return folder / name
-    raise Unreadable(
+    raise UnreadablePath(
         f"{folder}: no {DESCRIPTOR_NAMES[0]}. Write one, or name what to run:\n  roundhouse submit "
         f"{folder} --job module:Class\n  roundhouse submit {folder} -- python script.py"
     )

@@ -29,7 +29,9 @@ from app.core.model import task_graph
 
 JSON = dict[str, Any]
 
-_open: ContextVar[Graph | None] = ContextVar("the graph that calls are written into", default=None)
+_open: ContextVar[TracedGraph | None] = ContextVar(
+    "the graph that calls are written into", default=None
+)
 
 
 class NotTraced(TypeError):
@@ -40,7 +42,7 @@ class NotTraced(TypeError):
 class Block:
     """The output of a node, or an input of the graph."""
 
-    graph: Graph
+    graph: TracedGraph
     source: str
 
 
@@ -56,7 +58,7 @@ def each(taken: Block | Sequence[Block]) -> Each:
     return Each(taken)
 
 
-class Graph:
+class TracedGraph:
     """Records the calls within `with` as its nodes.  A call of the graph itself is a node of the
     outer graph.
     """
@@ -67,9 +69,9 @@ class Graph:
         self.outputs: dict[str, str] = {}
         self.tensors: JSON = {}
         self._taken = Counter[str]()
-        self._tokens: list[Token[Graph | None]] = []
+        self._tokens: list[Token[TracedGraph | None]] = []
 
-    def __enter__(self) -> Graph:
+    def __enter__(self) -> TracedGraph:
         self._tokens.append(_open.set(self))
         return self
 
@@ -136,13 +138,13 @@ class Graph:
         return block.source
 
 
-def graph(name: str = "part", *, memory_bytes: int = 0) -> Graph:
+def graph(name: str = "part", *, memory_bytes: int = 0) -> TracedGraph:
     """Create a graph; `memory_bytes` limits the memory of its blocks on the device."""
-    return Graph(name, memory_bytes=memory_bytes)
+    return TracedGraph(name, memory_bytes=memory_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
+class TracedNode:
     """A function of the bundle; a call records a node and returns its future outputs."""
 
     function: str
@@ -151,7 +153,7 @@ class Node:
     ports: tuple[str, ...] = ()  # names of the function's arguments, if known
     more: Mapping[str, Any]
 
-    def named(self, name: str) -> Node:
+    def named(self, name: str) -> TracedNode:
         """Return a copy that gives its nodes this name."""
         return replace(self, name=name)
 
@@ -188,7 +190,7 @@ class Node:
         return {**by_port, **given}
 
 
-def node(function: str | Callable[..., Any], *outputs: str, **more: Any) -> Node:
+def node(function: str | Callable[..., Any], *outputs: str, **more: Any) -> TracedNode:
     """Create a node from a function, or its "module:name", and the names of the blocks that it
     returns.
 
@@ -199,10 +201,10 @@ def node(function: str | Callable[..., Any], *outputs: str, **more: Any) -> Node
         ports = tuple(inspect.signature(function).parameters)[1:]  # after ctx
         function = f"{function.__module__}:{function.__qualname__}"
     name = function.rpartition(":")[2].lower().strip("_")
-    return Node(function=function, outputs=outputs, name=name, ports=ports, more=more)
+    return TracedNode(function=function, outputs=outputs, name=name, ports=ports, more=more)
 
 
-def _around(name: str) -> Graph:
+def _around(name: str) -> TracedGraph:
     found = _open.get()
     if found is None:
         raise NotTraced(f"{name} must be called within `with graph() as g:`")
@@ -213,7 +215,7 @@ def _are_blocks(value: object) -> bool:
     return isinstance(value, list | tuple) and bool(value) and isinstance(value[0], Block)
 
 
-def _blocks(graph: Graph, name: str, outputs: tuple[str, ...]) -> Any:
+def _blocks(graph: TracedGraph, name: str, outputs: tuple[str, ...]) -> Any:
     """Return one block, or a tuple of them in the order of the outputs."""
     made = tuple(Block(graph, f"{name}.{output}") for output in outputs)
     return made[0] if len(made) == 1 else made

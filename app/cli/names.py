@@ -7,7 +7,7 @@ import re
 import typer
 
 from app.cli import wording
-from app.cli.client import JSON, Client, Problem
+from app.cli.client import JSON, ApiProblem, Client
 
 NOTHING = "Not found"
 
@@ -60,5 +60,5 @@ def named_tasks(client: Client, given: str) -> list[JSON]:
     return [client.get(f"/v1/tasks/{id}")] if kind == "tasks" else open_tasks(client, id)
 
 
-def not_found(told: str) -> Problem:
-    return Problem(404, {"type": "not-found", "title": NOTHING, "detail": told})
+def not_found(told: str) -> ApiProblem:
+    return ApiProblem(404, {"type": "not-found", "title": NOTHING, "detail": told})

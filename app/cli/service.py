@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from app.cli import credentials, verbs, wording
-from app.cli.client import JSON, Client, Problem
+from app.cli.client import JSON, ApiProblem, Client
 from app.cli.tables import Output, err, facts, show, table
 from app.cli.verbs import HERE, NO_ANSWER, Format, app
 
@@ -72,7 +72,7 @@ def doctor(ctx: typer.Context, output: Format = Output.table) -> None:
 def _known(client: Client, who: credentials.Login) -> JSON:
     try:
         me = client.get("/v1/me")
-    except Problem as problem:
+    except ApiProblem as problem:
         return {"check": "key", "ok": False, "detail": f"{problem} (from {who.source})"}
     told = f"{me['user']} of {me['tenant']}, {me['role']} (from {who.source})"
     return {"check": "key", "ok": True, "detail": told}

@@ -20,7 +20,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from app.cli import credentials, replay_svg
-from app.cli.bundling import Unreadable
+from app.cli.bundling import UnreadablePath
 from app.cli.client import JSON, Client
 from app.cli.tables import Column, Output, err, facts, show, table
 from app.core.fairness.fair_tree import half_life
@@ -103,7 +103,7 @@ ResizeCost = Annotated[
 # --- a list, here -------------------------------------------------------------------------------
 
 
-def replay_file(source: Path, asked: Asked) -> JSON:
+def replay_file(source: Path, asked: SimulateOptions) -> JSON:
     """Replay a list of jobs under each policy.
 
     Returns {"trace", "jobs", "left_out", "runs": [report of `core.simulation.what_if`, with
@@ -121,13 +121,13 @@ def replay_file(source: Path, asked: Asked) -> JSON:
             _, report = run(replace(setup, named=name))
         except InvariantBroken as error:
             told = f"{source} cannot be replayed: the scheduler broke one of its invariants"
-            raise Unreadable(f"{told}: {error}") from error
+            raise UnreadablePath(f"{told}: {error}") from error
         runs.append({**report, "took_s": round(time.process_time() - began_s, 2)})
     jobs = len(setup.arrivals)
     return {"trace": str(source), "jobs": jobs, "left_out": trace.left_out, "runs": runs}
 
 
-def setup_of(trace: Trace, asked: Asked) -> Setup:
+def setup_of(trace: Trace, asked: SimulateOptions) -> Setup:
     devices = asked.devices or {}
     unknown = {arrival.kind for arrival in trace.arrivals} - set(devices)
     if unknown:
@@ -159,11 +159,11 @@ def opened(source: Path, *, kind: str, tier: str, expected: bool) -> Trace:
         with _lines(source) as lines:
             trace = read(lines, kind=kind, tier=tier, expected=expected)
     except BadTrace as error:
-        raise Unreadable(f"{source}, {error}") from error
+        raise UnreadablePath(f"{source}, {error}") from error
     except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise Unreadable(f"cannot read {source}: {error}") from error
+        raise UnreadablePath(f"cannot read {source}: {error}") from error
     if not trace.arrivals:
-        raise Unreadable(f"{source} has no jobs; its first line must name the columns")
+        raise UnreadablePath(f"{source} has no jobs; its first line must name the columns")
     return trace
 
 
@@ -182,7 +182,7 @@ def imagined(devices: dict[str, int]) -> list[Device]:
     ]
 
 
-def _tenants(trace: Trace, asked: Asked) -> list[Tenant]:
+def _tenants(trace: Trace, asked: SimulateOptions) -> list[Tenant]:
     names = sorted({arrival.tenant for arrival in trace.arrivals})
     given = {
         "weights": list(asked.weights),
@@ -336,7 +336,7 @@ def write_plot(value: JSON, file: Path) -> None:
     try:
         file.write_text(replay_svg.svg(value["runs"], title=title), encoding="utf-8")
     except OSError as error:
-        raise Unreadable(f"cannot write {file}: {error}") from error
+        raise UnreadablePath(f"cannot write {file}: {error}") from error
     err().print(f"Wrote the plot to {file}.")
 
 
@@ -344,7 +344,7 @@ def write_plot(value: JSON, file: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class SimulateOptions:
     """The parsed options; None means that an option was not given."""
 
     named: list[str]
@@ -410,7 +410,7 @@ def simulate(
     draw: Annotated[Path | None, typer.Option("--plot", help="SVG file to write")] = None,
 ) -> None:
     """Replay a list of jobs, or `history`, through the scheduler: waits, shares, pauses."""
-    asked = Asked(
+    asked = SimulateOptions(
         named=parse_policies(policy),
         devices=parse_devices(devices) if devices else None,
         weights=parse_weights(weights),
@@ -447,7 +447,7 @@ def _one_of(what: str, name: str, words: Iterable[str]) -> str:
 # --- history, there -----------------------------------------------------------------------------
 
 
-def ask(who: credentials.Login, asked: Asked) -> JSON:
+def ask(who: credentials.Login, asked: SimulateOptions) -> JSON:
     """Return the answer of POST /v1/simulations; raises Problem and Unreachable."""
     if len(asked.named) > 1 or asked.until_s is not None or asked.unknown:
         raise typer.BadParameter(

@@ -11,8 +11,8 @@ from typer._click.exceptions import NoSuchOption
 from typer.core import TyperCommand
 
 from app.cli import verbs, watching, wording
-from app.cli.bundling import Bundle, bundle_file, bundle_folder
-from app.cli.client import JSON, Client, Problem, Unreachable
+from app.cli.bundling import PackedBundle, bundle_file, bundle_folder
+from app.cli.client import JSON, ApiProblem, Client, Unreachable
 from app.cli.tables import Output, err, show
 from app.cli.verbs import WORK, Format, app
 
@@ -180,7 +180,7 @@ def _set_params(descriptor: JSON, params: list[str]) -> None:
     tasks[0]["params"] = {**(tasks[0].get("params") or {}), **given}
 
 
-def _code(descriptor: JSON, source: Path | None, given: Path | None) -> Bundle | None:
+def _code(descriptor: JSON, source: Path | None, given: Path | None) -> PackedBundle | None:
     """Return the code to send; None if the descriptor names a bundle that the service
     already has.
     """
@@ -197,11 +197,11 @@ def _code(descriptor: JSON, source: Path | None, given: Path | None) -> Bundle |
     return bundle_file(place) if place.is_file() else bundle_folder(place)
 
 
-def _upload(client: Client, code: Bundle) -> None:
+def _upload(client: Client, code: PackedBundle) -> None:
     err().print(wording.bundle(code))
     try:
         sent = client.upload(code.sha256, code.body)
-    except Problem as problem:
+    except ApiProblem as problem:
         if problem.status == 413:
             err().print(wording.too_large(code))
         raise

@@ -9,8 +9,8 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from app.cli import credentials, wording
-from app.cli.bundling import Unreadable
-from app.cli.client import Client, Damaged, Problem, Unreachable
+from app.cli.bundling import UnreadablePath
+from app.cli.client import ApiProblem, Client, DamagedDownload, Unreachable
 from app.cli.tables import Output, err
 
 OK, JOB_FAILED, USAGE, NO_ACCESS, REFUSED, NOT_FOUND, NO_ANSWER = range(7)
@@ -33,15 +33,15 @@ class Verbs(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except Problem as problem:
+        except ApiProblem as problem:
             fail(exit_code(problem), wording.problem(problem))
         except Unreachable as error:
             fail(NO_ANSWER, wording.unreachable(error))
-        except Damaged as error:
+        except DamagedDownload as error:
             fail(NO_ANSWER, Text(str(error)))
         except credentials.NoLogin as error:
             fail(NO_ACCESS, Text(str(error)))
-        except (Unreadable, credentials.BadAddress) as error:
+        except (UnreadablePath, credentials.BadAddress) as error:
             fail(USAGE, Text(str(error)))
         except KeyboardInterrupt:
             fail(INTERRUPTED, Text("Interrupted. Submitted work continues."))
@@ -56,7 +56,7 @@ def _simulate() -> Any:
     return typer.main.get_command(real)
 
 
-def exit_code(problem: Problem) -> int:
+def exit_code(problem: ApiProblem) -> int:
     """Choose the exit code by the remedy: correct the input, the key, the action, the id,
     or wait.
     """

@@ -10,7 +10,7 @@ from functools import partial
 import typer
 
 from app.cli import names, verbs, wording
-from app.cli.client import JSON, Client, Problem, Unreachable
+from app.cli.client import JSON, ApiProblem, Client, Unreachable
 from app.cli.tables import Output, err, show_line
 from app.cli.verbs import JOB_FAILED
 
@@ -55,7 +55,7 @@ class _WaitReasons:
                     continue
                 try:
                     self._tell(client)
-                except (Problem, Unreachable) as error:
+                except (ApiProblem, Unreachable) as error:
                     log.debug(
                         "cannot explain why the task waits: %s", error
                     )  # the stream reports it, too

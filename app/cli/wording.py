@@ -30,8 +30,8 @@ from app.cli.tables import (
 from app.core.units import counted
 
 if TYPE_CHECKING:  # these imports would slow down every command
-    from app.cli.bundling import Bundle
-    from app.cli.client import Problem, Unreachable
+    from app.cli.bundling import PackedBundle
+    from app.cli.client import ApiProblem, Unreachable
 
 ENDED = frozenset({"done", "failed", "cancelled"})
 _IGNORE_FILE = ".roundhouseignore"
@@ -723,7 +723,7 @@ def me(value: JSON) -> list[tuple[str, object]]:
 # --- bundles and errors ---------------------------------------------------------------------------
 
 
-def bundle(code: Bundle) -> Text:
+def bundle(code: PackedBundle) -> Text:
     many = counted(len(code.files), "file")
     text = words(f"bundle {code.folder}: {many}, {size(len(code.body))}, {code.sha256[:12]}…")
     if code.withheld:
@@ -744,14 +744,14 @@ def unparsed(found: JSON) -> Text:
     return text
 
 
-def too_large(code: Bundle) -> Text:
+def too_large(code: PackedBundle) -> Text:
     text = Text("  Its largest files:")
     for name, held in code.biggest():
         text.append("\n    ").append_text(words(f"{size(held):>10}  {name}"))
     return text.append(f"\n  List unneeded files in {_IGNORE_FILE}.")
 
 
-def problem(error: Problem) -> Text:
+def problem(error: ApiProblem) -> Text:
     """Show the title, the detail, each pointer, and the next action."""
     text = words(error.title, "bold red")
     if not error.errors and error.detail != error.title:  # the errors say more than the detail

@@ -200,7 +200,7 @@ def _check_directory(file: IO[bytes], size: int) -> None:
 # --- tar ----------------------------------------------------------------------------------------
 
 
-class _Bounded:
+class _LimitedStream:
     """A stream that fails after `limit` bytes, because tar headers name sizes of their own."""
 
     def __init__(self, source: IO[bytes], limit: int) -> None:
@@ -217,7 +217,7 @@ class _Bounded:
 def _read_tar(file: IO[bytes], look: _Look, *, zipped: bool) -> None:
     source: Any = gzip.GzipFile(fileobj=file) if zipped else file
     headers = 1024 * (2 * MAX_FILES) + 2**20
-    bounded: Any = _Bounded(source, look.limit + headers)
+    bounded: Any = _LimitedStream(source, look.limit + headers)
     with tarfile.open(fileobj=bounded, mode="r|") as archive:
         for member in archive:
             if member.isdir():

@@ -16,7 +16,7 @@ from app.core.model import tensor_file
 from app.core.model.messages import JSON
 from app.core.model.tensor_file import HEAD_BYTES, BadTensorFile, TensorFile
 from app.data import bundles, datablocks
-from app.data.uploads import Done, Wanted
+from app.data.uploads import Done, WantedUpload
 from app.db.models import Bundle, Datablock
 from app.errors import BadInput
 from app.settings import settings
@@ -31,7 +31,7 @@ class Tensors:
     def limit_bytes(self) -> int:
         return settings().datablock_limit_bytes
 
-    def known(self, session: Session, wanted: Wanted) -> Done | None:
+    def known(self, session: Session, wanted: WantedUpload) -> Done | None:
         """Return the newest version of the name if it has these bytes.
 
         Otherwise create a new version at once, if the tenant has the bytes under any name.
@@ -49,14 +49,14 @@ class Tensors:
             return None
         return self._made(session, wanted, row.size_bytes, datablocks.summary_of(row))
 
-    def check_room(self, session: Session, wanted: Wanted) -> None:
+    def check_room(self, session: Session, wanted: WantedUpload) -> None:
         datablocks.check_room(session, wanted.tenant_id, wanted.size_bytes)
 
-    def look_at_head(self, wanted: Wanted, head: bytes) -> None:
+    def look_at_head(self, wanted: WantedUpload, head: bytes) -> None:
         if len(head) >= min(HEAD_BYTES, wanted.size_bytes):
             _described(head, wanted.size_bytes)
 
-    def store(self, wanted: Wanted, pieces: Iterable[Bytes]) -> JSON:
+    def store(self, wanted: WantedUpload, pieces: Iterable[Bytes]) -> JSON:
         head = bytearray()
 
         def seen() -> Iterator[Bytes]:
@@ -71,11 +71,11 @@ class Tensors:
             raise _other_bytes(wanted, error.found, "?sha256") from error
         return _described(bytes(head), wanted.size_bytes).summary()
 
-    def made(self, session: Session, wanted: Wanted, summary: JSON) -> Done:
+    def made(self, session: Session, wanted: WantedUpload, summary: JSON) -> Done:
         return self._made(session, wanted, wanted.size_bytes, summary)
 
     @staticmethod
-    def _made(session: Session, wanted: Wanted, size_bytes: int, summary: JSON) -> Done:
+    def _made(session: Session, wanted: WantedUpload, size_bytes: int, summary: JSON) -> Done:
         new = datablocks.New(
             tenant_id=wanted.tenant_id,
             user_id=wanted.user_id,
@@ -102,17 +102,17 @@ class Code:
     def limit_bytes(self) -> int:
         return settings().bundle_limit_bytes
 
-    def known(self, session: Session, wanted: Wanted) -> Done | None:
+    def known(self, session: Session, wanted: WantedUpload) -> Done | None:
         row = session.get(Bundle, (wanted.tenant_id, wanted.sha256))
         return None if row is None else Done(row=row, is_new=False)
 
-    def check_room(self, session: Session, wanted: Wanted) -> None:
+    def check_room(self, session: Session, wanted: WantedUpload) -> None:
         """There is no quota for code."""
 
-    def look_at_head(self, wanted: Wanted, head: bytes) -> None:
+    def look_at_head(self, wanted: WantedUpload, head: bytes) -> None:
         """An archive can only be inspected as a whole."""
 
-    def store(self, wanted: Wanted, pieces: Iterable[Bytes]) -> JSON:
+    def store(self, wanted: WantedUpload, pieces: Iterable[Bytes]) -> JSON:
         store, digest = Store.at(settings().store_address), hashlib.sha256()
         with tempfile.NamedTemporaryFile(prefix="roundhouse-bundle-") as file:
             for piece in pieces:
@@ -126,7 +126,7 @@ class Code:
                 store.put_file(Path(file.name))
         return asdict(contents)
 
-    def made(self, session: Session, wanted: Wanted, summary: JSON) -> Done:
+    def made(self, session: Session, wanted: WantedUpload, summary: JSON) -> Done:
         values = {
             "tenant_id": wanted.tenant_id,
             "sha256": wanted.sha256,
@@ -140,7 +140,7 @@ class Code:
         return Done(row=made, is_new=is_new, summary=summary)
 
 
-def _other_bytes(wanted: Wanted, found: str, pointer: str) -> BadInput:
+def _other_bytes(wanted: WantedUpload, found: str, pointer: str) -> BadInput:
     told = f"the bytes must hash to {wanted.sha256}; got {found}"
     return BadInput.at(pointer, told, "digest")
 

@@ -41,26 +41,26 @@ class Sort(Protocol):
     def limit_bytes(self) -> int:
         """The largest size of one upload."""
 
-    def known(self, session: Session, wanted: Wanted) -> Done | None:
+    def known(self, session: Session, wanted: WantedUpload) -> Done | None:
         """Return the result if it exists already; until the commit no other transaction creates the
         same.
         """
 
-    def check_room(self, session: Session, wanted: Wanted) -> None:
+    def check_room(self, session: Session, wanted: WantedUpload) -> None:
         """Raise QuotaExceeded if the tenant has no room."""
 
-    def look_at_head(self, wanted: Wanted, head: bytes) -> None:
+    def look_at_head(self, wanted: WantedUpload, head: bytes) -> None:
         """Refuse what the first bytes already show to be wrong; raises BadInput."""
 
-    def store(self, wanted: Wanted, pieces: Iterable[Bytes]) -> JSON:
+    def store(self, wanted: WantedUpload, pieces: Iterable[Bytes]) -> JSON:
         """Store the bytes as one blob; returns its summary.  Raises BadInput."""
 
-    def made(self, session: Session, wanted: Wanted, summary: JSON) -> Done:
+    def made(self, session: Session, wanted: WantedUpload, summary: JSON) -> Done:
         """Insert the row, after `known` found none in this transaction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class WantedUpload:
     """The upload that a user wants, and for which tenant; `name` is empty if the result has no
     name.
     """
@@ -78,7 +78,7 @@ class Begun:
     """An upload with its first `received_bytes` in the store."""
 
     id: str
-    wanted: Wanted
+    wanted: WantedUpload
     received_bytes: int
 
 
@@ -94,7 +94,7 @@ class Done:
     summary: JSON | None = None
 
 
-def begin(wanted: Wanted) -> Begun | Done:
+def begin(wanted: WantedUpload) -> Begun | Done:
     """Return how much of the upload is there; raises TooLarge or QuotaExceeded."""
     limit = wanted.sort.limit_bytes
     if wanted.size_bytes > limit:
@@ -105,7 +105,7 @@ def begin(wanted: Wanted) -> Begun | Done:
         return _begun(session, wanted)
 
 
-def _begun(session: Session, wanted: Wanted) -> Begun:
+def _begun(session: Session, wanted: WantedUpload) -> Begun:
     this = {"name": wanted.name, "sha256": wanted.sha256, "size_bytes": wanted.size_bytes}
     query = select(Upload).filter_by(tenant_id=wanted.tenant_id, **this)
     upload = session.scalar(query)
@@ -172,7 +172,7 @@ def _pieces(parts: Sequence[str]) -> Iterator[Bytes]:
     return (place.get(part) for part in parts)
 
 
-def _finished_by_another(wanted: Wanted) -> Done:
+def _finished_by_another(wanted: WantedUpload) -> Done:
     with transaction() as session:
         done = wanted.sort.known(session, wanted)
     if done is None:

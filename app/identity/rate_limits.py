@@ -65,7 +65,7 @@ return {math.max(taken, 0), now, unpack(full)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bucket:
+class RateBucket:
     """A bucket after a call: `quota` calls in WINDOW_S, and `full_in_us` until it is full again."""
 
     name: str
@@ -88,11 +88,11 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class RateResult:
     """The result of a call; `refused` is the empty bucket with the longest wait, if any."""
 
-    buckets: tuple[Bucket, ...] = ()
-    refused: Bucket | None = None
+    buckets: tuple[RateBucket, ...] = ()
+    refused: RateBucket | None = None
 
 
 def cost_us(quota: int) -> int:
@@ -114,11 +114,13 @@ class _Ahead:
     left: int
     full_in_us: tuple[int, ...]
 
-    def buckets(self, quotas: Quotas, now_s: float) -> tuple[Bucket, ...]:
+    def buckets(self, quotas: Quotas, now_s: float) -> tuple[RateBucket, ...]:
         """Return the buckets as they would be without the calls that are left."""
         gone_us = round((now_s - self.at_s) * _US)
         return tuple(
-            Bucket(name=name, quota=quota, full_in_us=max(0, full - gone_us - self._of_us(quota)))
+            RateBucket(
+                name=name, quota=quota, full_in_us=max(0, full - gone_us - self._of_us(quota))
+            )
             for (name, (_, quota)), full in zip(quotas.items(), self.full_in_us, strict=True)
         )
 
@@ -142,24 +144,24 @@ class Limiter:
         self._ahead: OrderedDict[tuple[Any, ...], _Ahead] = OrderedDict()
         self._lock = threading.Lock()
 
-    def take_held(self, quotas: Quotas) -> Taken | None:
+    def take_held(self, quotas: Quotas) -> RateResult | None:
         """Take one call without a round trip; None if that is impossible."""
         now_s = time.monotonic()
         if not quotas or now_s < self._away_until_s:
-            return Taken()
+            return RateResult()
         with self._lock:
             ahead = self._ahead.get(_of(quotas))
             if ahead is None or not ahead.left or now_s > ahead.at_s + AHEAD_S:
                 return None
             ahead.left -= 1
-            return Taken(ahead.buckets(quotas, now_s))
+            return RateResult(ahead.buckets(quotas, now_s))
 
-    def take(self, quotas: Quotas) -> Taken:
+    def take(self, quotas: Quotas) -> RateResult:
         """Take one call out of each bucket."""
         held = self.take_held(quotas)
         return self._taken(quotas) if held is None else held
 
-    def _taken(self, quotas: Quotas) -> Taken:
+    def _taken(self, quotas: Quotas) -> RateResult:
         keys = [f"rate:{name}:{whose}" for name, (whose, _) in quotas.items()]
         args = [n for _, quota in quotas.values() for n in (cost_us(quota), WINDOW_S * _US)]
         wanted, now_s = self._wanted(quotas), time.monotonic()
@@ -167,11 +169,11 @@ class Limiter:
             taken, now_us, *full_us = self._take(keys=keys, args=[*args, wanted])
         except (RedisError, OSError) as error:
             self._gone(error)
-            return Taken()
+            return RateResult()
         ahead = _Ahead(now_s, max(0, taken - 1), tuple(full - now_us for full in full_us))
         buckets = ahead.buckets(quotas, now_s)
         self._keep(quotas, ahead)
-        return Taken(buckets, None if taken else _emptiest(buckets))
+        return RateResult(buckets, None if taken else _emptiest(buckets))
 
     def _wanted(self, quotas: Quotas) -> int:
         """Return the number of calls to take: several for a key that called just now, if its quota
@@ -208,7 +210,7 @@ def _of(quotas: Quotas) -> tuple[Any, ...]:
     return tuple(quotas.items())
 
 
-def _emptiest(buckets: tuple[Bucket, ...]) -> Bucket:
+def _emptiest(buckets: tuple[RateBucket, ...]) -> RateBucket:
     empty = [bucket for bucket in buckets if not bucket.remaining]
     return max(empty, key=lambda bucket: bucket.next_in_s)
 
@@ -218,22 +220,22 @@ def _limiter(redis_url: str) -> Limiter:
     return Limiter(redis_url)
 
 
-def take(*, key_id: str, tenant_id: str, reads: bool) -> Taken:
+def take(*, key_id: str, tenant_id: str, reads: bool) -> RateResult:
     """Take one call of this key of this tenant."""
     url = settings().redis_url.get_secret_value()
-    return _limiter(url).take(_quotas(key_id, tenant_id, reads)) if url else Taken()
+    return _limiter(url).take(_quotas(key_id, tenant_id, reads)) if url else RateResult()
 
 
-def take_held(*, key_id: str, tenant_id: str, reads: bool) -> Taken | None:
+def take_held(*, key_id: str, tenant_id: str, reads: bool) -> RateResult | None:
     """Take one call without asking Redis; None if Redis must be asked."""
     url = settings().redis_url.get_secret_value()
-    return _limiter(url).take_held(_quotas(key_id, tenant_id, reads)) if url else Taken()
+    return _limiter(url).take_held(_quotas(key_id, tenant_id, reads)) if url else RateResult()
 
 
-def take_wrong_key(address: str) -> Taken:
+def take_wrong_key(address: str) -> RateResult:
     """Count one wrong key from this address."""
     url, quota = settings().redis_url.get_secret_value(), settings().wrong_keys_per_min
-    return _limiter(url).take({"wrong-keys": (address, quota)}) if url and quota else Taken()
+    return _limiter(url).take({"wrong-keys": (address, quota)}) if url and quota else RateResult()
 
 
 def _quotas(key_id: str, tenant_id: str, reads: bool) -> Quotas:

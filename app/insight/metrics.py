@@ -42,7 +42,7 @@ QUANTILES = (0.5, 0.95, 1.0)
 US = 1e-6
 
 
-class Figures:
+class FigureCache:
     """The newest figures, read again if they are too old; one thread reads, others wait.
 
     Shares are exact, so those of ten thousand tenants with work take seconds.
@@ -65,7 +65,7 @@ class Figures:
         self._until_s = 0.0
 
 
-figures = Figures()
+figures = FigureCache()
 
 
 def read(session: Session) -> list[Metric]:

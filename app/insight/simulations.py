@@ -80,7 +80,7 @@ class Made:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scene:
+class ReplayInput:
     """The input of a replay: the island and the arrivals.  `left_out` tasks ended without a
     device.
     """
@@ -125,7 +125,7 @@ def of_history(
     since: datetime | None,
     until: datetime | None,
     durations_known: bool,
-) -> tuple[Scene, datetime, datetime]:
+) -> tuple[ReplayInput, datetime, datetime]:
     """Read the tasks that ended on an island from `since` up to, not including, `until`; default:
     the last week.
 
@@ -142,7 +142,7 @@ def of_history(
     needs = _needs(session, {row.id for row in ran})
     began_s = min((_arrived_s(row) for row in ran), default=0.0)
     switches = [row.switch_us / 1e6 for row in ran if row.pauses and row.switch_us]
-    scene = Scene(
+    scene = ReplayInput(
         as_is=as_is,
         arrivals=[
             _arrival(row, began_s, needs.get(row.id, ()), known=durations_known) for row in ran
@@ -211,7 +211,9 @@ def _arrival(row: Any, began_s: float, after: tuple[str, ...], *, known: bool) -
     )
 
 
-def of_made(session: Session, island: str, made: Sequence[Made], *, durations_known: bool) -> Scene:
+def of_made(
+    session: Session, island: str, made: Sequence[Made], *, durations_known: bool
+) -> ReplayInput:
     """Place invented arrivals on the island as it is; new names are tenants of weight 1."""
     as_is = _still(session, island)
     ids = {tenant.name: tenant.id for tenant in as_is.tenants.values()}
@@ -235,13 +237,13 @@ def of_made(session: Session, island: str, made: Sequence[Made], *, durations_kn
         )
         for n, one in enumerate(made)
     ]
-    return Scene(as_is=replace(as_is, tenants={**as_is.tenants, **new}), arrivals=arrivals)
+    return ReplayInput(as_is=replace(as_is, tenants={**as_is.tenants, **new}), arrivals=arrivals)
 
 
 # --- what if ------------------------------------------------------------------------------------
 
 
-def compare(scene: Scene, what_if: WhatIf, costs: Costs) -> list[dict[str, Any]]:
+def compare(scene: ReplayInput, what_if: WhatIf, costs: Costs) -> list[dict[str, Any]]:
     """Return the reports of both replays, with `run` "as is" and "what if".
 
     Raises BadInput for unknown names, or if it takes too long; Conflict while another simulation
@@ -273,7 +275,7 @@ def _within(setup: Setup, ends_at_s: float) -> dict[str, Any]:
         raise BadInput.at("", told, "too-long") from None
 
 
-def _setup(scene: Scene, costs: Costs) -> Setup:
+def _setup(scene: ReplayInput, costs: Costs) -> Setup:
     as_is = scene.as_is
     return Setup(
         arrivals=scene.arrivals,

@@ -83,7 +83,7 @@ class Once:
 
 
 @dataclass(frozen=True, slots=True)
-class Ground:
+class RequestFacts:
     """The facts of the database for a request; `now` is when the transaction began.
 
     `path` is the request's tenant and all tenants above it.  `entry_points` are those of its
@@ -127,8 +127,8 @@ _GROUND = text(
 )
 
 
-def ground(session: Session, owner: Owner, once: Once) -> Ground:
-    """Read the `Ground` of a call; waits for another call with the same key that is under way."""
+def ground(session: Session, owner: Owner, once: Once) -> RequestFacts:
+    """Read the facts for a call; waits for another call with the same key that is under way."""
     bundle = once.body.get("bundle")
     given = {
         "id": owner.tenant_id,
@@ -141,7 +141,7 @@ def ground(session: Session, owner: Owner, once: Once) -> Ground:
     now, path, entry_points, signatures, alike, is_first, types = session.execute(
         _GROUND, given
     ).one()
-    return Ground(
+    return RequestFacts(
         now=now,
         path=[tenant_tree.OnPath(*row) for row in path],
         entry_points=entry_points,
@@ -196,7 +196,7 @@ class Checked:
         return {"name": name, "tier": tier, "tasks": tasks, "notes": [*self.notes]}
 
 
-def checked(session: Session, owner: Owner, body: JSON, ground: Ground) -> Checked:
+def checked(session: Session, owner: Owner, body: JSON, ground: RequestFacts) -> Checked:
     """Check a request.  Raises BadInput or Unsatisfiable with all faults, not only the first."""
     try:
         descriptor = descriptors.parse(body)
@@ -460,7 +460,7 @@ class Accepted:
     found: Checked
 
 
-def accept(session: Session, owner: Owner, body: JSON, ground: Ground) -> Accepted:
+def accept(session: Session, owner: Owner, body: JSON, ground: RequestFacts) -> Accepted:
     """Check a request and build its rows.  Raises BadInput, Unsatisfiable, QueueFull or
     QuotaExceeded.
     """
@@ -522,7 +522,7 @@ _WRITE = text(
 )
 
 
-def write(session: Session, accepted: Accepted, once: Once, answer: Answer) -> None:
+def write(session: Session, accepted: Accepted, once: Once, answer: IntakeResponse) -> None:
     """Write what was accepted, and the answer to the call; control is nudged after the commit."""
     owner, request, found = accepted.owner, accepted.request, accepted.found
     graphs.keep(session, owner.tenant_id, found.graphs.values())
@@ -665,7 +665,7 @@ def _new_id(kind: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class IntakeResponse:
     """The response to a call; `body` is JSON."""
 
     status: int
@@ -673,11 +673,11 @@ class Answer:
     location: str
 
 
-def replay(session: Session, owner: Owner, once: Once) -> Answer:
+def replay(session: Session, owner: Owner, once: Once) -> IntakeResponse:
     """Return the answer that the first call with this key got; raises KeyReused."""
     before = session.get_one(Idempotency, (owner.user_id, once.key), populate_existing=True)
     if (before.route, before.body_sha256) != (once.route, once.body_sha256):
         told = "this Idempotency-Key was used with another body before; use a new key for new work"
         raise KeyReused.at("Idempotency-Key:", told, "reused")
     assert before.status is not None, "a key is committed together with its answer"
-    return Answer(before.status, json.dumps(before.response), before.location or "")
+    return IntakeResponse(before.status, json.dumps(before.response), before.location or "")

@@ -48,7 +48,7 @@ Env = dict[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class WantedSystem:
     home: Path
     devices: int = 2
     hosts: int = 1  # number of hosts that these devices claim to belong to
@@ -72,7 +72,7 @@ class Wanted:
 # --- running the system ---------------------------------------------------------------------------
 
 
-def up(wanted: Wanted, say: Callable[[str], None]) -> None:
+def up(wanted: WantedSystem, say: Callable[[str], None]) -> None:
     """Run the system until SIGINT, SIGTERM or SIGHUP; raises CannotStart or NotReady."""
     embedded_servers.prepare(wanted.home)
     with embedded_servers.locked(wanted.home):
@@ -95,7 +95,7 @@ def up(wanted: Wanted, say: Callable[[str], None]) -> None:
             embedded_servers.leave_sockets(wanted.home)
 
 
-def _start(wanted: Wanted, state: _State, port: int) -> None:
+def _start(wanted: WantedSystem, state: _State, port: int) -> None:
     supervisor = state.supervisor
     # 1. Start the two servers, unless the environment names others.
     state.database_url = settings().database_url.get_secret_value()
@@ -125,7 +125,7 @@ def _start(wanted: Wanted, state: _State, port: int) -> None:
 class _State:
     """The content of HOME/run/up.json."""
 
-    def __init__(self, wanted: Wanted, url: str) -> None:
+    def __init__(self, wanted: WantedSystem, url: str) -> None:
         self.wanted, self.url, self.began_s = wanted, url, time.monotonic()
         self.supervisor: Supervisor
         self.database_url = self.redis_url = ""
@@ -157,7 +157,7 @@ class _State:
 # --- processes ------------------------------------------------------------------------------------
 
 
-def _env(wanted: Wanted, state: _State, port: int) -> Env:
+def _env(wanted: WantedSystem, state: _State, port: int) -> Env:
     return {
         **os.environ,
         "DATABASE_URL": state.database_url,
@@ -171,7 +171,7 @@ def _env(wanted: Wanted, state: _State, port: int) -> Env:
     }
 
 
-def _seed(wanted: Wanted, env: Env) -> None:
+def _seed(wanted: WantedSystem, env: Env) -> None:
     host_key = Signer.at(wanted.home / "run" / "signing.key").public
     ours = [word for name in wanted.device_names for word in ("--device", f"{name}={host_key}")]
     words = ("-m", "app.local.seed", "--tenants", "--island", *ours, str(wanted.keys_file))
@@ -193,7 +193,7 @@ def _api(env: Env, host: str, port: int) -> Spec:
     )
 
 
-def _schedulers(wanted: Wanted, env: Env) -> list[Spec]:
+def _schedulers(wanted: WantedSystem, env: Env) -> list[Spec]:
     island = settings().island
     return [
         _celery("control", "workers.control.controller", "control", wanted, env),
@@ -204,7 +204,7 @@ def _schedulers(wanted: Wanted, env: Env) -> list[Spec]:
 _PASSWORDS = {"DATABASE_URL", "ROUNDHOUSE_OIDC_CLIENT_SECRET"}
 
 
-def _device(env: Env, wanted: Wanted, n: int) -> Spec:
+def _device(env: Env, wanted: WantedSystem, n: int) -> Spec:
     device = wanted.device_names[n]
     without_password = {k: v for k, v in env.items() if k not in _PASSWORDS}
     return _celery(
@@ -218,7 +218,7 @@ def _device(env: Env, wanted: Wanted, n: int) -> Spec:
 
 
 def _celery(
-    name: str, module: str, queue: str, wanted: Wanted, env: Env, *, grace_s: float = 8.0
+    name: str, module: str, queue: str, wanted: WantedSystem, env: Env, *, grace_s: float = 8.0
 ) -> Spec:
     node = f"{name}@{embedded_servers.name_of(wanted.home)}"
     words = ("-m", "celery", "-A", module, "worker", "--pool", "threads", "-c", "2", "-Q", queue)
@@ -243,7 +243,7 @@ def answers(url: str, path: str) -> bool:
         connection.close()
 
 
-def _usual_port(wanted: Wanted) -> int:
+def _usual_port(wanted: WantedSystem) -> int:
     """The port of the last run, if it is free, so that addresses in use stay valid."""
     kept = wanted.home / "port"
     port = _free_port(wanted.host, int(kept.read_text()) if kept.exists() else 0)
@@ -270,7 +270,7 @@ def _free_port(host: str, wish: int = 0) -> int:
         return _free_port(host)
 
 
-def _welcome(wanted: Wanted, state: _State) -> str:
+def _welcome(wanted: WantedSystem, state: _State) -> str:
     took_s = time.monotonic() - state.began_s
     lines = [
         f"Roundhouse is up after {took_s:.1f} s, with {wanted.devices} CPU devices",
@@ -300,7 +300,9 @@ def _sandboxes(state: _State) -> list[tuple[str, Sandbox]]:
 class Handle:
     """A system that runs in a process of its own."""
 
-    def __init__(self, wanted: Wanted, process: subprocess.Popen[bytes], output: Path) -> None:
+    def __init__(
+        self, wanted: WantedSystem, process: subprocess.Popen[bytes], output: Path
+    ) -> None:
         self.wanted, self.process, self.output = wanted, process, output
 
     @property
@@ -376,7 +378,7 @@ def running(
     home: Path, *, devices: int = 2, hosts: int = 1, env: Mapping[str, str] | None = None
 ) -> Iterator[Handle]:
     """Run the system on `home`, ready, until the context ends; call it from a long-lived thread."""
-    wanted = Wanted(home=home, devices=devices, hosts=hosts)
+    wanted = WantedSystem(home=home, devices=devices, hosts=hosts)
     embedded_servers.prepare(home)
     output = home / "up.log"
     words = ("-m", "app.local.up", "--home", home, "--devices", devices, "--hosts", hosts)
@@ -412,7 +414,7 @@ def running(
 
 def main(arguments: list[str] | None = None) -> int:
     asked = _arguments(arguments)
-    wanted = Wanted(
+    wanted = WantedSystem(
         home=asked.home.absolute(),
         devices=asked.devices,
         hosts=asked.hosts,

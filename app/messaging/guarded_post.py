@@ -87,7 +87,7 @@ class _Guarded(httpcore2.SyncBackend):
         for address in self._addresses(host, port):
             try:
                 left_s = _left_s(self._deadline_s)
-                return _Bounded(super().connect_tcp(address, port, left_s), self._deadline_s)
+                return _DeadlineStream(super().connect_tcp(address, port, left_s), self._deadline_s)
             except httpcore2.ConnectError as error:
                 failed = error
         raise failed
@@ -104,7 +104,7 @@ class _Guarded(httpcore2.SyncBackend):
         return [one for one in listed if may_call(ip_address(one), self._allowed)]
 
 
-class _Bounded(httpcore2.NetworkStream):
+class _DeadlineStream(httpcore2.NetworkStream):
     """A stream that fails after the deadline."""
 
     def __init__(self, stream: httpcore2.NetworkStream, deadline_s: float) -> None:
@@ -120,7 +120,7 @@ class _Bounded(httpcore2.NetworkStream):
         self, ssl_context: Any, server_hostname: str | None = None, timeout: float | None = None
     ) -> httpcore2.NetworkStream:
         left_s = _left_s(self._deadline_s)
-        return _Bounded(
+        return _DeadlineStream(
             self._stream.start_tls(ssl_context, server_hostname, left_s), self._deadline_s
         )
 

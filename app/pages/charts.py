@@ -12,7 +12,7 @@ from typing import Any
 
 from app.core import units
 from app.insight.forecast import Start
-from app.insight.reports import Curve, Happened, Queued, Stay, UsageRow
+from app.insight.reports import Curve, Happened, Queued, ReportedStay, UsageRow
 from app.insight.time_spent import TimeSpent
 
 COLOURS = 8  # distinguishable series; roundhouse.css names the colours
@@ -235,7 +235,7 @@ def _curve_chart(name: str, lines: Sequence[Curve]) -> CurveChart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class ChartBar:
     """A stay on a device as a bar: `x` and `width` in percent of the line."""
 
     x: float
@@ -245,9 +245,9 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lane:
+class ChartLane:
     task: str
-    parts: tuple[Part, ...]
+    parts: tuple[ChartBar, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,17 +255,17 @@ class TimeLine:
     since: datetime
     until: datetime
     devices: tuple[str, ...]
-    lanes: tuple[Lane, ...]
+    lanes: tuple[ChartLane, ...]
 
 
-def time_line(stays: Sequence[Stay], *, since: datetime, until: datetime) -> TimeLine:
+def time_line(stays: Sequence[ReportedStay], *, since: datetime, until: datetime) -> TimeLine:
     """Build the chart: one lane per task, a second one for borrowed devices, one bar per stay.
 
     Colours are by device.  The axis begins at the request's submission (`since`), and ends at its
     end or now (`until`).
     """
     devices = tuple(sorted({stay.device for stay in stays}))
-    lanes: dict[str, list[Part]] = defaultdict(list)
+    lanes: dict[str, list[ChartBar]] = defaultdict(list)
     for stay in stays:
         lane = f"{stay.task}, lent" if stay.guest else stay.task
         lanes[lane].append(_part(stay, since, until, devices))
@@ -273,16 +273,16 @@ def time_line(stays: Sequence[Stay], *, since: datetime, until: datetime) -> Tim
         since=since,
         until=until,
         devices=devices,
-        lanes=tuple(Lane(task=task, parts=tuple(parts)) for task, parts in lanes.items()),
+        lanes=tuple(ChartLane(task=task, parts=tuple(parts)) for task, parts in lanes.items()),
     )
 
 
-def _part(stay: Stay, since: datetime, until: datetime, devices: Sequence[str]) -> Part:
+def _part(stay: ReportedStay, since: datetime, until: datetime, devices: Sequence[str]) -> ChartBar:
     whole_s = max((until - since).total_seconds(), 1e-3)
     begun, ended = stay.started_at or stay.launched_at, stay.ended_at or until
     x = 100 * (begun - since).total_seconds() / whole_s
     width = 100 * (ended - begun).total_seconds() / whole_s
-    return Part(
+    return ChartBar(
         x=round(x, 3),
         width=round(max(width, 0.2), 3),
         colour=devices.index(stay.device) % COLOURS,
@@ -320,7 +320,7 @@ FOLDED_ABOVE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turns:
+class FoldedTurns:
     """More than `FOLDED_ABOVE` events in a row of one task's slices, shown as one line."""
 
     at: datetime
@@ -329,9 +329,9 @@ class Turns:
     turns: tuple[Happened, ...]
 
 
-def folded(happened: Sequence[Happened]) -> list[Happened | Turns]:
+def folded(happened: Sequence[Happened]) -> list[Happened | FoldedTurns]:
     """Return the events in order, with long runs of one task's slices folded."""
-    told: list[Happened | Turns] = []
+    told: list[Happened | FoldedTurns] = []
     for (_, is_turn), run in groupby(happened, key=lambda one: (one.task_id, one.type in TURN)):
         events = tuple(run)
         if is_turn and len(events) > FOLDED_ABOVE:
@@ -341,10 +341,10 @@ def folded(happened: Sequence[Happened]) -> list[Happened | Turns]:
     return told
 
 
-def _turns(events: tuple[Happened, ...]) -> Turns:
+def _turns(events: tuple[Happened, ...]) -> FoldedTurns:
     kinds = [event.type for event in events]
     count = max(kinds.count("task.launched"), kinds.count("task.started"), 1)
-    return Turns(
+    return FoldedTurns(
         at=events[0].at,
         task=events[0].task,
         message=f"{count} turn{'' if count == 1 else 's'}: paused and resumed",

@@ -7,7 +7,7 @@ import contextlib
 import pytest
 from safetensors.torch import load_file
 
-from app.cli.client import Problem
+from app.cli.client import ApiProblem
 from app.local.embedded_servers import temporary_home
 from app.local.up import running
 from tests.acceptance.conftest import System
@@ -72,7 +72,7 @@ def test_a_run_goes_on_after_a_kill_and_from_a_checkpoint_and_shows_its_tensors(
     assert {(32, 16), (32,), (4, 32), (4,)} <= shapes
 
     # Another tenant cannot use them.
-    with pytest.raises(Problem, match="no checkpoint"):
+    with pytest.raises(ApiProblem, match="no checkpoint"):
         on_s3.client("beta").get(f"/v1/checkpoints/{saved['id']}/tensors")
-    with pytest.raises(Problem, match="no such checkpoint"):
+    with pytest.raises(ApiProblem, match="no such checkpoint"):
         on_s3.client("beta").submit_job("train:Train", name="thief", from_checkpoint=saved["id"])

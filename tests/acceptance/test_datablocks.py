@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from app.cli import main
-from app.cli.client import Problem
+from app.cli.client import ApiProblem
 from app.settings import settings
 
 pytestmark = pytest.mark.acceptance
@@ -133,7 +133,7 @@ def test_functions_and_commands_take_and_publish_as_well(client, tmp_path):
 
 def test_another_tenant_learns_nothing_and_takes_nothing(system, client):
     beta = system.client("beta")
-    with pytest.raises(Problem) as refused:
+    with pytest.raises(ApiProblem) as refused:
         submit(beta, "stolen")
     assert refused.value.errors[0]["pointer"] == "/tasks/0/inputs/x"
     for call in (
@@ -141,7 +141,7 @@ def test_another_tenant_learns_nothing_and_takes_nothing(system, client):
         lambda: beta.get("/v1/datablocks/rows@1"),
         lambda: beta.delete("/v1/datablocks/rows@1"),
     ):
-        with pytest.raises(Problem) as missing:
+        with pytest.raises(ApiProblem) as missing:
             call()
         assert missing.value.status == 404
     assert list(beta.items("/v1/datablocks", name="rows")) == []

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.cli.client import Problem
+from app.cli.client import ApiProblem
 from tests.acceptance.conftest import ENDED
 from tests.acceptance.test_hosts import events, is_right
 from tests.acceptance.test_islands import is_up, two_islands
@@ -145,7 +145,7 @@ def test_it_is_cancelled_with_its_tickets_while_it_runs(islands):
 
 def test_what_is_too_wide_for_its_islands_is_refused_with_a_pointer(islands):
     client = islands[0].client("alpha")
-    with pytest.raises(Problem, match="devices/min"):
+    with pytest.raises(ApiProblem, match="devices/min"):
         train(client, "too-wide", devices={"min": 3, "max": 3, "across_hosts": True})
-    with pytest.raises(Problem, match="tasks/0/islands"):
+    with pytest.raises(ApiProblem, match="tasks/0/islands"):
         train(client, "one-host", islands=2)

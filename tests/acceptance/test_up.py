@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from app.cli.client import Client, Problem
+from app.cli.client import ApiProblem, Client
 from app.local.embedded_servers import socket_folder, temporary_home
 from app.local.up import ROOT, running
 
@@ -55,7 +55,7 @@ def test_two_side_by_side_know_nothing_of_each_other(system, home):
         assert other.url != system.url
         assert me(other)["tenant_id"] != me(system.handle)["tenant_id"]
         stranger = Client(other.url, system.keys["alpha"]["member"], patience_s=0)
-        with stranger, pytest.raises(Problem, match="key"):
+        with stranger, pytest.raises(ApiProblem, match="key"):
             stranger.get("/v1/me")
     assert me(system.handle)["tenant"] == "alpha"
 

@@ -5,11 +5,11 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from app.insight.forecast import Start
-from app.insight.reports import Curve, Happened, Queued, Stay, UsageRow
+from app.insight.reports import Curve, Happened, Queued, ReportedStay, UsageRow
 from app.insight.time_spent import TimeSpent
 from app.pages.charts import (
     TIMES,
-    Turns,
+    FoldedTurns,
     about,
     breakdown,
     by_place,
@@ -107,7 +107,7 @@ def test_curves_of_several_tasks_share_their_steps():
 
 def stay(task, device, begun_s, ended_s, *, guest=False):
     at = NOON + timedelta(seconds=begun_s)
-    return Stay(
+    return ReportedStay(
         task=task, epoch=1, device=device, guest=guest, launched_at=at, started_at=at,
         ended_at=None if ended_s is None else NOON + timedelta(seconds=ended_s),
         held_us=0, first_step=0, last_step=None, end=None, input_bytes=0, fetched_bytes=0,
@@ -194,7 +194,7 @@ def test_many_turns_in_a_row_become_one_line_and_none_is_lost():
     events = happened("task.done", *ONE_TURN * 2, "request.submitted")
     done, turns, submitted = folded(events)
     assert (done, submitted) == (events[0], events[-1])
-    assert isinstance(turns, Turns)
+    assert isinstance(turns, FoldedTurns)
     assert (turns.message, list(turns.turns)) == ("2 turns: paused and resumed", events[1:-1])
 
 

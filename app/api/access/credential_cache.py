@@ -29,7 +29,7 @@ _CHANGED = "callers"  # key in `session.info`: the session changed rows of _TELL
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _KnownCredential:
     caller: Caller
     until_s: float  # seconds of the monotonic clock
 
@@ -37,7 +37,7 @@ class _Known:
 class Callers:
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._of: OrderedDict[bytes, _Known] = OrderedDict()
+        self._of: OrderedDict[bytes, _KnownCredential] = OrderedDict()
         self.round = 0  # grows whenever the cache is emptied
 
     def get(self, token: str) -> Caller | None:
@@ -47,7 +47,7 @@ class Callers:
 
     def keep(self, token: str, caller: Caller, round: int) -> None:
         """Keep a caller looked up in `round`; ignored if the cache was emptied since."""
-        known = _Known(caller, time.monotonic() + KNOWN_S)
+        known = _KnownCredential(caller, time.monotonic() + KNOWN_S)
         with self._lock:
             if round == self.round:
                 self._of[_hash(token)] = known

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from fastapi import Request
 
 from app.errors import TooManyCalls
-from app.identity.rate_limits import WINDOW_S, Bucket, Taken, take, take_held
+from app.identity.rate_limits import WINDOW_S, RateBucket, RateResult, take, take_held
 
 READS = frozenset({"GET", "HEAD"})
 REMEMBERED = 10_000  # keys and browser sessions
@@ -125,7 +125,7 @@ def _count(request: Request, key_id: str, tenant_id: str) -> None:
         raise TooManyCalls(told[0].upper() + told[1:], retry_after_s=short.next_in_s)
 
 
-def _tell(request: Request, taken: Taken) -> None:
+def _tell(request: Request, taken: RateResult) -> None:
     if taken.buckets:
         request.state.rate_headers = {
             "RateLimit-Policy": ", ".join(map(_policy, taken.buckets)),
@@ -133,9 +133,9 @@ def _tell(request: Request, taken: Taken) -> None:
         }
 
 
-def _policy(bucket: Bucket) -> str:
+def _policy(bucket: RateBucket) -> str:
     return f'"{bucket.name}";q={bucket.quota};w={WINDOW_S}'
 
 
-def _left(bucket: Bucket) -> str:
+def _left(bucket: RateBucket) -> str:
     return f'"{bucket.name}";r={bucket.remaining};t={bucket.full_in_s}'

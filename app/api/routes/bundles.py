@@ -22,10 +22,10 @@ from app.api.middleware import v1_router
 from app.api.problems import declared
 from app.api.schemas.base import Page
 from app.api.schemas.data import BundleOut, BundleStored, UploadOut
-from app.api.uploading import ContentRange, Sent, progress, received, received_whole
+from app.api.uploading import ContentRange, SentRange, progress, received, received_whole
 from app.data import bundles
 from app.data.upload_kinds import CODE
-from app.data.uploads import PART_BYTES, Begun, Done, Wanted
+from app.data.uploads import PART_BYTES, Begun, Done, WantedUpload
 from app.db.models import Bundle
 from app.db.transactions import Db
 from app.errors import Gone, NotFound
@@ -83,14 +83,14 @@ async def put_bundle(
     if content_range is None and length is None:
         at = await _of_unknown_length(http, caller, sha256)
     else:
-        sent = Sent.of(content_range, length)
+        sent = SentRange.of(content_range, length)
         at = await received(http, _wanted(caller, sha256, sent.total), sent)
     return progress(at) if isinstance(at, Begun) else await run_in_threadpool(_stored, at)
 
 
-def _wanted(caller: Caller, sha256: str, size_bytes: int) -> Wanted:
+def _wanted(caller: Caller, sha256: str, size_bytes: int) -> WantedUpload:
     tenant_id, user_id = caller.tenant_id, caller.user_id
-    return Wanted(
+    return WantedUpload(
         sort=CODE, tenant_id=tenant_id, user_id=user_id, sha256=sha256, size_bytes=size_bytes
     )
 

@@ -23,11 +23,11 @@ from app.api.middleware import v1_router
 from app.api.problems import declared
 from app.api.schemas.base import Page
 from app.api.schemas.data import DatablockOut, UploadOut
-from app.api.uploading import ContentRange, Sent, progress, received
+from app.api.uploading import ContentRange, SentRange, progress, received
 from app.core.model import descriptor as descriptors
 from app.data import datablocks
 from app.data.upload_kinds import TENSORS
-from app.data.uploads import Begun, Done, Wanted
+from app.data.uploads import Begun, Done, WantedUpload
 from app.db.models import Datablock
 from app.db.transactions import Db, transaction
 from app.errors import Forbidden, NotFound
@@ -82,8 +82,8 @@ async def put_datablock(
     Bytes that your tenant already has, under any name, need not be sent: ask with `bytes */TOTAL`
     first.
     """
-    sent = Sent.of(content_range, http.headers.get("content-length"))
-    wanted = Wanted(
+    sent = SentRange.of(content_range, http.headers.get("content-length"))
+    wanted = WantedUpload(
         sort=TENSORS,
         tenant_id=caller.tenant_id,
         user_id=caller.user_id,

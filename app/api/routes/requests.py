@@ -85,13 +85,15 @@ def submit_request(
         return _accepted(answer, {"Idempotency-Replayed": "true"})
     accepted = intake.accept(session, owner, body, ground)
     shown = _new_request_out(caller, accepted).model_dump_json()
-    answer = intake.Answer(202, shown, f"/v1/requests/{accepted.request['id']}")
+    answer = intake.IntakeResponse(202, shown, f"/v1/requests/{accepted.request['id']}")
     intake.write(session, accepted, once, answer)
     commit(session)  # commit here, because another switch to a thread would cost more
     return _accepted(answer)
 
 
-def _accepted(answer: intake.Answer, more: Mapping[str, str] = MappingProxyType({})) -> Response:
+def _accepted(
+    answer: intake.IntakeResponse, more: Mapping[str, str] = MappingProxyType({})
+) -> Response:
     headers = {"Location": answer.location, **more}
     return Response(answer.body, answer.status, headers, media_type="application/json")
 

@@ -271,7 +271,7 @@ def simulate(body: SimulationIn, session: Db, _: PlatformAdmin) -> dict[str, Any
 
 def _scene(
     body: SimulationIn, session: Db
-) -> tuple[simulations.Scene, datetime | None, datetime | None]:
+) -> tuple[simulations.ReplayInput, datetime | None, datetime | None]:
     island = settings().island if body.island is None else body.island
     if body.source == "history":
         if body.arrivals is not None:

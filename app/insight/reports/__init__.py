@@ -27,7 +27,7 @@ from app.insight.reports.usage_rows import GROUPS, INTERVALS, UsageRow, clock, t
 from app.insight.reports.waiting import Queued, median_wait_s, queue
 from app.insight.reports.work import (
     Curve,
-    Stay,
+    ReportedStay,
     checkpoints,
     curves,
     log_tail,
@@ -45,8 +45,8 @@ __all__ = [
     "Happened",
     "KindShare",
     "Queued",
+    "ReportedStay",
     "Round",
-    "Stay",
     "TenantShare",
     "UsageRow",
     "checkpoints",

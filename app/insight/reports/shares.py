@@ -77,7 +77,7 @@ class TenantShare:
 
 def fair_share(session: Session, now: datetime) -> list[TenantShare]:
     """Return every tenant that owns a share, each after its parent, siblings by name."""
-    tree, work = _Tree(session), _Work(session)
+    tree, work = _Tree(session), _TenantWork(session)
     capacity, held = _capacity(session, now), work.held
     fair = {kind: _divided(tree, work, kind, devices) for kind, devices in capacity.items()}
     below = {id: tree.below(id) for id in tree.order}
@@ -216,7 +216,7 @@ class _Tree:
         return self._parts[id]
 
 
-class _Work:
+class _TenantWork:
     """The tenants that have work, counted; the journal keeps the counts of waiting tasks (`lines`).
 
     `wanted` is (tenant, kind) -> user -> (weight, devices that the user's tasks hold or wait for).
@@ -260,7 +260,7 @@ _WORK = text(
 
 
 def _divided(
-    tenants: _Tree, work: _Work, kind: str, devices: int
+    tenants: _Tree, work: _TenantWork, kind: str, devices: int
 ) -> dict[tuple[str, ...], Fraction]:
     """Return the part of each tenant and user that has work, by path."""
 

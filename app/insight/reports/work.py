@@ -203,7 +203,7 @@ def tasks(session: Session, request: str) -> list[TaskView]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stay:
+class ReportedStay:
     """A launch of a task on a device, or an additional device that it was lent (`guest`).  `end` is
     None while the stay lasts.
     """
@@ -223,7 +223,7 @@ class Stay:
     end: str | None
 
 
-def stays(session: Session, request: str, *, limit: int = 200) -> list[Stay]:
+def stays(session: Session, request: str, *, limit: int = 200) -> list[ReportedStay]:
     """Return the last `limit` stays of a request's tasks, oldest first."""
     query = (
         select(Placement, Task.name)
@@ -233,7 +233,7 @@ def stays(session: Session, request: str, *, limit: int = 200) -> list[Stay]:
         .limit(limit)
     )
     return [
-        Stay(
+        ReportedStay(
             task=name,
             epoch=row.epoch,
             device=row.device_id,
@@ -253,7 +253,7 @@ def stays(session: Session, request: str, *, limit: int = 200) -> list[Stay]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class KeptCheckpoint:
     """A checkpoint of one task that has not been deleted."""
 
     id: str
@@ -264,7 +264,7 @@ class Kept:
     damaged: bool
 
 
-def checkpoints(session: Session, request: str, *, limit: int = 20) -> list[Kept]:
+def checkpoints(session: Session, request: str, *, limit: int = 20) -> list[KeptCheckpoint]:
     """List the checkpoints of a request's tasks, the newest first."""
     query = (
         select(Checkpoint, Task.name)
@@ -274,7 +274,7 @@ def checkpoints(session: Session, request: str, *, limit: int = 20) -> list[Kept
         .limit(limit)
     )
     return [
-        Kept(
+        KeptCheckpoint(
             id=row.id,
             task=name,
             step=row.step,

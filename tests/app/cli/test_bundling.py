@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from app.cli.bundling import Unreadable, bundle_folder
+from app.cli.bundling import UnreadablePath, bundle_folder
 from app.cli.descriptor_file import parse_param, read_descriptor
 
 
@@ -94,15 +94,15 @@ def test_a_link_to_a_file_inside_is_sent_as_that_file(folder: Path) -> None:
 @pytest.mark.parametrize("target", ["/etc/passwd", "..", "nowhere", "data"])
 def test_a_link_that_cannot_be_sent_along_is_refused_by_name(folder: Path, target: str) -> None:
     (folder / "sly").symlink_to(target)
-    with pytest.raises(Unreadable, match=r"sly: a link to .*\.roundhouseignore"):
+    with pytest.raises(UnreadablePath, match=r"sly: a link to .*\.roundhouseignore"):
         bundle_folder(folder)
 
 
 def test_an_empty_folder_and_a_missing_one_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty" / ".git").mkdir(parents=True)
-    with pytest.raises(Unreadable, match="no files to send"):
+    with pytest.raises(UnreadablePath, match="no files to send"):
         bundle_folder(tmp_path / "empty")
-    with pytest.raises(Unreadable, match="no such folder"):
+    with pytest.raises(UnreadablePath, match="no such folder"):
         bundle_folder(tmp_path / "missing")
 
 
@@ -156,13 +156,13 @@ def test_yaml_means_what_json_would_mean(tmp_path: Path) -> None:
 def test_a_file_that_is_no_descriptor_says_where_and_what(
     tmp_path: Path, text: str, said: str
 ) -> None:
-    with pytest.raises(Unreadable, match=r"request\.yaml") as caught:
+    with pytest.raises(UnreadablePath, match=r"request\.yaml") as caught:
         read(tmp_path, text)
     assert said in str(caught.value)
 
 
 def test_a_folder_is_read_by_its_descriptor(folder: Path) -> None:
-    with pytest.raises(Unreadable, match=r"no roundhouse\.yaml"):
+    with pytest.raises(UnreadablePath, match=r"no roundhouse\.yaml"):
         read_descriptor(folder)
     (folder / "roundhouse.json").write_text('{"name": "x"}')
     assert read_descriptor(folder) == {"name": "x"}

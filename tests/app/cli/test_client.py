@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from app.cli.client import Client, Damaged, Problem, Unreachable
+from app.cli.client import ApiProblem, Client, DamagedDownload, Unreachable
 
 Reply = Callable[[BaseHTTPRequestHandler], None]
 
@@ -125,7 +125,7 @@ def test_two_submissions_have_two_keys_unless_the_caller_gives_one(server: Scrip
 
 def test_patience_ends(server: Scripted) -> None:
     server.replies = [says(503, {"title": "The database does not answer"})] * 20
-    with server.client(patience_s=2.9) as client, pytest.raises(Problem, match="database"):
+    with server.client(patience_s=2.9) as client, pytest.raises(ApiProblem, match="database"):
         client.get("/v1/me")
     assert server.slept_s == [0.2, 0.4, 0.8]  # 1.4 s, and 1.6 s more is too long
     assert len(server.seen) == 4
@@ -165,7 +165,7 @@ def test_a_problem_tells_everything_and_is_not_asked_again(server: Scripted) -> 
         "errors": errors,
     }
     server.replies = [says(422, body)]
-    with server.client() as client, pytest.raises(Problem) as caught:
+    with server.client() as client, pytest.raises(ApiProblem) as caught:
         client.submit({})
     problem = caught.value
     assert (problem.status, problem.type) == (422, "validation-error")
@@ -181,7 +181,7 @@ def test_an_answer_by_somebody_else_is_a_problem_too(server: Scripted) -> None:
         handler.wfile.write(b"<html>sign in to the hotel's network</html>")
 
     server.replies = [page]
-    with server.client() as client, pytest.raises(Problem, match="Not a Roundhouse service"):
+    with server.client() as client, pytest.raises(ApiProblem, match="Not a Roundhouse service"):
         client.get("/v1/me")
 
 
@@ -244,7 +244,7 @@ def test_a_download_that_fails_leaves_what_was_there(
     server.replies = [reply] * 2
     file = tmp_path / "file"
     file.write_text("of before")
-    with server.client(patience_s=0) as client, pytest.raises((Problem, Unreachable)):
+    with server.client(patience_s=0) as client, pytest.raises((ApiProblem, Unreachable)):
         client.download("/v1/x", file)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert file.read_text() == "of before"
@@ -291,7 +291,7 @@ def test_a_stream_that_gives_nothing_ends_in_unreachable(server: Scripted) -> No
 
 def test_a_stream_of_another_tenants_request_is_a_problem(server: Scripted) -> None:
     server.replies = [says(404, {"type": "/problems/not-found", "title": "Not found"})]
-    with server.client() as client, pytest.raises(Problem, match="Not found"):
+    with server.client() as client, pytest.raises(ApiProblem, match="Not found"):
         list(client.stream("/v1/requests/r/events"))
     assert len(server.seen) == 1
 
@@ -360,7 +360,7 @@ def test_a_bundle_goes_on_where_it_broke_as_well(server: Scripted, ten: Path) ->
 
 def test_a_part_that_is_refused_is_not_sent_again(server: Scripted, ten: Path) -> None:
     server.replies = [received(0), says(422, {"title": "no tensors"})]
-    with server.client() as client, pytest.raises(Problem, match="no tensors"):
+    with server.client() as client, pytest.raises(ApiProblem, match="no tensors"):
         client.put_datablock("c", ten)
 
 
@@ -404,6 +404,6 @@ def test_other_bytes_than_promised_are_told_and_dropped(server: Scripted, tmp_pa
         a_part(b"012345678x", 0, 10)(handler)
 
     server.replies = [a_part(body, 0, 1), lies]
-    with server.client() as client, pytest.raises(Damaged, match="hash to"):
+    with server.client() as client, pytest.raises(DamagedDownload, match="hash to"):
         client.get_datablock("c", tmp_path / "c")
     assert list(tmp_path.iterdir()) == []

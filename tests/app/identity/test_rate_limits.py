@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from app.api.access import auth
 from app.identity import rate_limits
-from app.identity.rate_limits import WINDOW_S, Bucket, Limiter, cost_us
+from app.identity.rate_limits import WINDOW_S, Limiter, RateBucket, cost_us
 from app.main import create_app
 from app.settings import settings
 from tests.app.conftest import descriptor, problem
@@ -263,11 +263,11 @@ class TestRedisAway:
 
 @given(st.integers(1, 10**9), st.integers(0, 2 * WINDOW_S * 10**6))
 def test_a_bucket_is_empty_until_it_has_room_for_one_more(quota, full_in_us):
-    bucket = Bucket(name="b", quota=quota, full_in_us=full_in_us)
+    bucket = RateBucket(name="b", quota=quota, full_in_us=full_in_us)
     room_us = WINDOW_S * 10**6 - full_in_us
     assert (bucket.remaining == 0) == (room_us < cost_us(quota))
     if not bucket.remaining:
-        later = Bucket(
+        later = RateBucket(
             name="b", quota=quota, full_in_us=max(0, full_in_us - bucket.next_in_s * 10**6)
         )
         assert later.remaining >= 1
@@ -275,7 +275,7 @@ def test_a_bucket_is_empty_until_it_has_room_for_one_more(quota, full_in_us):
 
 @given(st.integers(1, 10**6))
 def test_a_full_bucket_holds_its_quota(quota):
-    assert Bucket(name="b", quota=quota, full_in_us=0).remaining >= quota
+    assert RateBucket(name="b", quota=quota, full_in_us=0).remaining >= quota
 
 
 def test_a_browser_session_counts_as_its_key(app, world, limited, buckets):

@@ -218,7 +218,7 @@ def _taken_in(session, owner):
     once = intake.Once(None, "", descriptor())
     ground = intake.ground(session, owner, once)
     accepted = intake.accept(session, owner, once.body, ground)
-    intake.write(session, accepted, once, intake.Answer(202, "{}", ""))
+    intake.write(session, accepted, once, intake.IntakeResponse(202, "{}", ""))
 
 
 def _until_somebody_waits_for(session):
