@@ -38,7 +38,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import Target, quick, report
-from workers.ranks.rank import Host
+from workers.ranks.rank import WarmProcess
 
 JSON = dict[str, Any]
 
@@ -129,7 +129,7 @@ class Pair:
     """
 
     def __init__(self) -> None:
-        self.hosts = [Host(before=("taskset", "-c", "0"), **MALLOC) for _ in range(2)]
+        self.hosts = [WarmProcess(before=("taskset", "-c", "0"), **MALLOC) for _ in range(2)]
 
     def run(self, one: JSON, other: JSON) -> list[list[JSON]]:
         with ThreadPoolExecutor(2) as threads:
@@ -233,7 +233,7 @@ def _memory(stories: list[JSON]) -> JSON:
     }
 
 
-def memory(host: Host, *, ranks: int) -> dict[str, JSON]:
+def memory(host: WarmProcess, *, ranks: int) -> dict[str, JSON]:
     gang = {"ranks": ranks, "steps": WARM_STEPS + 4, "params": {"batch": 1}}
     ways = {name: way for name, way in WAYS.items() if "moved" in name}
     return {name: _memory(_right(host.run(JOB, **{**gang, **way}))) for name, way in ways.items()}
@@ -242,7 +242,7 @@ def memory(host: Host, *, ranks: int) -> dict[str, JSON]:
 # --- checks that are too slow for `make test` -----------------------------------------------------
 
 
-def slow_rows(host: Host) -> dict[str, bool]:
+def slow_rows(host: WarmProcess) -> dict[str, bool]:
     """Run the compilers' rows of the feature matrix: one and three slots give equal bits."""
     found = {}
     for name in ("compiled_aot", "compiled_inductor"):
@@ -252,7 +252,7 @@ def slow_rows(host: Host) -> dict[str, bool]:
     return found
 
 
-def faults(host: Host, count: int) -> int:
+def faults(host: WarmProcess, count: int) -> int:
     """Return how many of `count` seeded violations were found at once, with right bits."""
     right = 0
     for seed in range(count):
@@ -292,7 +292,7 @@ def main() -> int:
         for ranks, batch in cases
     }
     pair.close()
-    host = Host()
+    host = WarmProcess()
     room = memory(host, ranks=4)
     found = faults(host, 5 if short else 100)
     rows = {} if short else slow_rows(host)

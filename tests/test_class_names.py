@@ -14,11 +14,10 @@ ROOT = Path(__file__).parent.parent
 
 USED_TWICE = set(
     """
-    Abandoned Ahead Alive Answer Block Broken Bucket Call Context Decision Device
-    Devices Event Folder Gang Graph Held Host Island Lane Layout Lent Lift Line Link
-    Need Node Order Pace Part Parts Passing Place Placement Plan Queued Read Region Room
-    Run Spread Start State Stay Stock Supervisor Task Tenant Tensor TooLarge Transport
-    User
+    Alive Answer Block Broken Bucket Call Decision Device Event Graph Held Island Lane
+    Layout Lift Line Link Need Node Order Pace Part Parts Passing Place Placement Plan
+    Queued Region Room Run Spread Start State Stay Supervisor Task Tenant Tensor
+    TooLarge Transport User
     """.split()  # noqa: SIM905
 )
 

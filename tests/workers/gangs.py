@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from workers.ranks.rank import Host
+from workers.ranks.rank import WarmProcess
 
 JSON = dict[str, Any]
 
 FOLDER = str(Path(__file__).parent / "ddp")
 
 
-class Gangs(Host):
+class Gangs(WarmProcess):
     """A host of gangs whose code lies in tests/workers/ddp."""
 
     def tell(self, entry: str, **gang: Any) -> list[JSON]:

@@ -48,7 +48,7 @@ Entry = tuple[str, int, int, int | None, str | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class FileContent:
     """The bytes of a file when it was last read, and the status that identified this version."""
 
     seen: tuple[int, ...]
@@ -60,7 +60,7 @@ def listing(capture: Capture) -> list[Entry]:
     around = capture.around
     if around.scratch is None:
         return []
-    entries, left, read = list[Entry](), around.scratch_limit_bytes, dict[str, Read]()
+    entries, left, read = list[Entry](), around.scratch_limit_bytes, dict[str, FileContent]()
     for found in _below(around.scratch):
         path = os.path.relpath(found.path, around.scratch)
         try:
@@ -107,7 +107,9 @@ def _must_fit(path: str, left_bytes: int, files: int, around: Surroundings) -> N
         )
 
 
-def _read(path: str, status: os.stat_result, before: Read | None, mapped: set[str]) -> Read:
+def _read(
+    path: str, status: os.stat_result, before: FileContent | None, mapped: set[str]
+) -> FileContent:
     seen: tuple[int, ...] = (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
     if before is not None and before.seen == seen and path not in mapped:
         return before
@@ -118,7 +120,7 @@ def _read(path: str, status: os.stat_result, before: Read | None, mapped: set[st
         view, at = _view(storage), 0
         while at < len(view) and (length := file.readinto(view[at:])):
             at += length
-    return Read(seen, storage)
+    return FileContent(seen, storage)
 
 
 def _view(storage: torch.UntypedStorage) -> memoryview:

@@ -30,7 +30,7 @@ def known(thing: Thing) -> Thing:
     return thing
 
 
-class Lent(Protocol):
+class LentStorages(Protocol):
     """Storages lent to a job, which every process of the job has, so that no image holds them."""
 
     def name_of(self, storage: torch.UntypedStorage) -> Name | None:
@@ -71,7 +71,7 @@ class Surroundings:
         self.scratch_limit_bytes = scratch_limit_bytes
         # by path, what was read before: unchanged files are not read again
         self.files: dict[str, Any] = {}
-        self.lent: Lent = NothingLent()
+        self.lent: LentStorages = NothingLent()
         self.named = {
             "stdin": sys.stdin,
             "stdout": sys.stdout,

@@ -9,8 +9,8 @@ Invariants:
 * Every call has a deadline, as drivers have been seen to hang here for ever without an error.  A
   call that is late is abandoned, and its process must be killed.
 * Several processes leave one after the other; if one cannot be locked, none stays locked.
-* Missing driver support is found before any task relies on it (`Devices.found`): then a pause frees
-  no device memory, and the task's capabilities have no "device_memory".
+* Missing driver support is found before any task relies on it (`TreeMemory.found`): then a pause
+  frees no device memory, and the task's capabilities have no "device_memory".
 
 Limits, by the driver's own documentation: no memory shared between processes (CUDA IPC) before
 driver 610, no unified memory, no MPS, and the process returns to the same device.
@@ -51,7 +51,7 @@ class Driver(Protocol):
 
 
 @dataclass
-class Devices:
+class TreeMemory:
     """The device memory of one process tree; `away` are the processes without it now.
 
     `may_go_on` is called while a driver call lasts; if it returns False, the call is abandoned.
@@ -63,7 +63,7 @@ class Devices:
     away: list[int] = field(default_factory=list)
 
     @classmethod
-    def found(cls, kind: str, **more: Any) -> Devices:
+    def found(cls, kind: str, **more: Any) -> TreeMemory:
         return cls(driver=_driver() if kind == "cuda" else None, **more)
 
     @property
@@ -161,7 +161,7 @@ def _driver() -> Driver | None:
         return None
     if not all(hasattr(bindings, name) for name in _CALLS):
         return None
-    asked = Devices(driver=None)
+    asked = TreeMemory(driver=None)
     try:
         found = asked._do("probe", 0, ANSWER_WITHIN_S, lambda _: _is_served(bindings))
     except (NotDone, RuntimeError):  # the bindings have the call, but the driver does not

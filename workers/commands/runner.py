@@ -41,11 +41,11 @@ from typing import Any
 
 from app.core.model.messages import ARTIFACTS
 from workers.commands import ranks, working_folder
-from workers.commands.cuda_checkpoint import Devices, NotDone
+from workers.commands.cuda_checkpoint import NotDone, TreeMemory
 from workers.commands.freezer import Tree, WontStop
 from workers.commands.inputs_outputs import File, Progress, artifacts_of, bring_in, output_of
 from workers.commands.ranks import Gang
-from workers.commands.working_folder import INTERNAL, Folder, Kept, TooLarge
+from workers.commands.working_folder import INTERNAL, FolderImage, FolderTooLarge, WorkingFolder
 from workers.process import sandbox
 from workers.process import slab as slabs
 from workers.process.image_layout import BadLayout
@@ -122,7 +122,7 @@ class Stub:
     tree: Tree = None  # type: ignore[assignment]  # filled by `prepare`
     keeping: Keeping = None  # type: ignore[assignment]
     progress: Progress = None  # type: ignore[assignment]
-    devices: Devices = None  # type: ignore[assignment]
+    devices: TreeMemory = None  # type: ignore[assignment]
     wakeups: Wakeups = None  # type: ignore[assignment]
     settled: dict[str, JSON] = field(default_factory=dict)  # answers to outputs: stored or failed
 
@@ -141,7 +141,9 @@ class Stub:
         self.wakeups = Wakeups()
         folder = Path(self.spec["scratch"])
         self.tree = Tree(is_alone=os.getpid() == 1)
-        self.devices = Devices.found(self.spec["kind"], may_go_on=lambda: self.trust.left_us() > 0)
+        self.devices = TreeMemory.found(
+            self.spec["kind"], may_go_on=lambda: self.trust.left_us() > 0
+        )
         self._fill(folder)
         if self.spec["world_size"] > 1:
             self.gang = Gang(self.spec["world_size"])
@@ -152,7 +154,7 @@ class Stub:
             self.tree.end(END_WITHIN_S)  # kill processes that unpickling started
         except OSError as error:
             raise _failed("exit", f"Its working folder cannot be created: {error}") from error
-        self.keeping = Keeping(self, Folder(folder, self.slab))
+        self.keeping = Keeping(self, WorkingFolder(folder, self.slab))
         self.keeping.last_step = self.step if self.spec["image"] else None
         self.say("prepared", preset={}, capabilities=capabilities(self.devices))
 
@@ -462,7 +464,7 @@ class Keeping:
     While the command is paused, everything is copied at once, as nothing changes.
     """
 
-    def __init__(self, stub: Stub, folder: Folder) -> None:
+    def __init__(self, stub: Stub, folder: WorkingFolder) -> None:
         self.stub, self.folder = stub, folder
         self.last_step: int | None = None  # step of the newest image that is stored or on its way
         self.left_s = -1e9  # when the newest image left
@@ -471,7 +473,7 @@ class Keeping:
         self.stage = ""
         self.failed = False  # the last image was not stored; the supervisor says when to retry
         self.is_wished = False  # an order requested the current image
-        self._result: Kept | BaseException | None = None
+        self._result: FolderImage | BaseException | None = None
         self._done = False
         self._began_s = 0.0
 
@@ -557,22 +559,22 @@ class Keeping:
             self._not_copied(result)
         elif stage == "ahead":
             self._copy()
-        elif isinstance(result, Kept):
+        elif isinstance(result, FolderImage):
             self._tell(result)
 
     def _not_copied(self, error: BaseException) -> None:
         self.last_step, self.left_s = None, time.monotonic()
-        if isinstance(error, working_folder.Abandoned):
+        if isinstance(error, working_folder.ImageUnwanted):
             return
         self.failed = True
-        if isinstance(error, TooLarge | OSError | slabs.BadIndex):
+        if isinstance(error, FolderTooLarge | OSError | slabs.BadIndex):
             _tell_owner(
                 f"its working folder could not be saved, so a restart would lose its files: {error}"
             )
         else:
             _tell_owner("".join(traceback.format_exception(error)))
 
-    def _tell(self, kept: Kept) -> None:
+    def _tell(self, kept: FolderImage) -> None:
         index = {"layout": kept.layout.as_json(), "fingerprint": {}, "tensors": {}}
         try:
             size = slabs.write_index(self.stub.slab.fd, index)
@@ -587,7 +589,7 @@ class Keeping:
 # --- helpers --------------------------------------------------------------------------------------
 
 
-def capabilities(devices: Devices) -> list[str]:
+def capabilities(devices: TreeMemory) -> list[str]:
     """Return what a command supports, in the terms of a task's `capabilities`.
 
     "pause": at any moment.  "restart": it cannot be moved, but is started again in its working

@@ -45,7 +45,7 @@ _PIECE = 2**22
 Entry = tuple[str, int, int, int | None, str | None]
 
 
-class TooLarge(Exception):
+class FolderTooLarge(Exception):
     """Raised when the folder holds more than can be stored; the message says how much can."""
 
 
@@ -53,7 +53,7 @@ class BadFolder(Exception):
     """Raised when a checkpoint describes no valid working folder."""
 
 
-class Abandoned(Exception):
+class ImageUnwanted(Exception):
     """Raised when the image is no longer wanted."""
 
 
@@ -67,7 +67,7 @@ class _Slot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class FolderImage:
     """An image in the slab; `moved_bytes` were copied while the tree was stopped."""
 
     layout: Layout
@@ -75,7 +75,7 @@ class Kept:
 
 
 @dataclass
-class Folder:
+class WorkingFolder:
     """The working folder `path` of a command, and the slab for its images."""
 
     path: Path
@@ -89,7 +89,7 @@ class Folder:
         with suppress(FileNotFoundError, NotADirectoryError):  # a folder was removed
             self._copy_all(mapped=())
 
-    def copy(self, about: JSON, mapped: Collection[str] = ()) -> Kept:
+    def copy(self, about: JSON, mapped: Collection[str] = ()) -> FolderImage:
         """Make the image, with `about` in it; no process of the command may run.
 
         `mapped` are files that a process has mapped for writing.  Raises TooLarge, Abandoned.
@@ -103,7 +103,7 @@ class Folder:
         self.slab.view(at, len(graph))[:] = graph
         layout = Layout(graph=Extent(offset=at, size=len(graph)), storages=tuple(storages))
         self.slab.used(layout.end)
-        return Kept(layout=layout, moved_bytes=moved_bytes)
+        return FolderImage(layout=layout, moved_bytes=moved_bytes)
 
     def _copy_all(self, mapped: Collection[str]) -> tuple[list[tuple[str, _Slot, int]], int]:
         """Copy changed files; return (each file with its place and size, bytes copied)."""
@@ -132,7 +132,7 @@ class Folder:
         """Give each file a place; a file that grew gets a new, larger one.  Raises TooLarge."""
         whole = sum(status.st_size for status in files.values())
         if len(files) > FILES_LIMIT or whole > self.slab.limit_bytes:
-            raise TooLarge(
+            raise FolderTooLarge(
                 f"the working folder has {whole} bytes in {len(files)} files; at most "
                 f"{self.slab.limit_bytes} bytes and {FILES_LIMIT} files can be saved here"
             )
@@ -150,7 +150,7 @@ class Folder:
             self._slots[name] = _Slot(self._end, capacity)
             self._end += capacity
         if self._end > self.slab.limit_bytes:
-            raise TooLarge(
+            raise FolderTooLarge(
                 f"{whole} bytes in {len(files)} files do not fit into the memory for saved states"
             )
 
@@ -161,7 +161,7 @@ class Folder:
     def _room(self, size: int) -> int:
         """Return the place of the list of files: behind all files."""
         if self._end + size > self.slab.limit_bytes:
-            raise TooLarge(
+            raise FolderTooLarge(
                 f"the list of its files is {size} bytes larger than the memory left for saved "
                 "states"
             )
@@ -179,7 +179,7 @@ class Folder:
             before, at = os.fstat(fd), 0
             while at < slot.capacity:
                 if self.is_abandoned:
-                    raise Abandoned
+                    raise ImageUnwanted
                 view = self.slab.view(slot.offset + at, min(_PIECE, slot.capacity - at))
                 if not (length := file.readinto(view)):
                     break

@@ -40,7 +40,7 @@ LOOK_S = 0.05  # interval of looks into the store for an image being written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ahead:
+class PrefetchedImage:
     """A prefetched image in `slab`; `fetched_us` is how long the fetch took."""
 
     slab: int
@@ -57,7 +57,7 @@ class Coming(threading.Thread):
         """Start the thread; `came` receives, by SHA-256, the ways of the inputs that it fetches."""
         super().__init__(name=f"ahead {entry['task']}", daemon=True)
         self.entry, self.house, self.came, self.happened = entry, house, came, happened
-        self.ahead: Ahead | None = None
+        self.ahead: PrefetchedImage | None = None
         self._told = threading.Event()  # there is new work, or no more work
         self._over = self._unwanted = self._followed = False
         self.start()
@@ -74,7 +74,7 @@ class Coming(threading.Thread):
         self._unwanted = self._over = True
         self._told.set()
 
-    def taken(self) -> Ahead | None:
+    def taken(self) -> PrefetchedImage | None:
         """Hand the slab over, as the task is launched here; waits for a fetch in progress."""
         self._over = True
         self._told.set()
@@ -171,13 +171,13 @@ class Coming(threading.Thread):
         if came is None:
             return False
         took_us = int((time.monotonic() - began_s) * 1e6)
-        self.ahead = Ahead(slab=held, found=came, fetched_us=took_us)
+        self.ahead = PrefetchedImage(slab=held, found=came, fetched_us=took_us)
         self.happened()
         return True
 
 
 def fetch(
-    launch: Launch, house: House, came: dict[str, str], taken: Callable[[], Ahead | None]
+    launch: Launch, house: House, came: dict[str, str], taken: Callable[[], PrefetchedImage | None]
 ) -> Fetched:
     """Fetch all that a launch names; of its image only the part that was not prefetched."""
     here = taken()
@@ -218,7 +218,7 @@ class Lookout:
             else:
                 self.coming[task] = Coming(entry, self.house, self.came, self.happened)
 
-    def launched(self, task: str) -> Callable[[], Ahead | None]:
+    def launched(self, task: str) -> Callable[[], PrefetchedImage | None]:
         """Return a function that hands over a task's prefetched image and may wait for it."""
         coming = self.coming.pop(task, None)
         return (lambda: None) if coming is None else coming.taken

@@ -81,7 +81,7 @@ class Room:
         return (CODE, SCRATCH) if "files" in walls else (self.code, self.scratch)
 
 
-class Broken(Exception):
+class LayerBroken(Exception):
     """Raised when a layer that worked in `try_out` fails now."""
 
 
@@ -121,7 +121,9 @@ def enclose(room: Room, walls: Iterable[str]) -> None:
             try:
                 raise_wall(room)
             except OSError as error:
-                raise Broken(f"the sandbox layer {name!r} could not be set up: {error}") from error
+                raise LayerBroken(
+                    f"the sandbox layer {name!r} could not be set up: {error}"
+                ) from error
     _set_dumpable()  # changing the user has hidden our own /proc
     os.umask(0o077)
 

@@ -53,7 +53,7 @@ BRIDGE_ENDS_S = 30.0  # seconds that a bridge may take to end after the ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gang:
+class GangSpec:
     """The description of a gang to run.
 
     `entry` is "module:name". `resize` maps a step to the number of slots from that step on; step 0
@@ -79,10 +79,10 @@ class Gang:
     peers: str = ""
 
 
-class Context:
+class RankContext:
     """The `ctx` that tenant code gets."""
 
-    def __init__(self, gang: Gang, rank: int) -> None:
+    def __init__(self, gang: GangSpec, rank: int) -> None:
         self.device = torch.device("cpu")
         self.rank, self.world_size = rank, gang.ranks
         self.params, self.inputs = gang.params, {}  # type: ignore[var-annotated]
@@ -168,10 +168,10 @@ class Rank:
 
 
 @dataclass(frozen=True, slots=True)
-class Stock:
+class StockRank:
     """A rank of the same gang under stock gloo, without slots, to compare with."""
 
-    gang: Gang
+    gang: GangSpec
     number: int
 
     def begin(self) -> None:
@@ -199,9 +199,9 @@ class Stock:
 # --- one rank's life ------------------------------------------------------------------------------
 
 
-def live(gang: Gang, rank: Rank | Stock) -> JSON:
+def live(gang: GangSpec, rank: Rank | StockRank) -> JSON:
     """Build the job, step it to its end, and return this rank's report."""
-    ctx = Context(gang, rank.number)
+    ctx = RankContext(gang, rank.number)
     _seed()
     rank.begin()
     if gang.path:
@@ -220,7 +220,7 @@ def live(gang: Gang, rank: Rank | Stock) -> JSON:
 
 
 def _stepped(
-    gang: Gang, rank: Rank | Stock, job: Any, ctx: Context, losses: list[Any]
+    gang: GangSpec, rank: Rank | StockRank, job: Any, ctx: RankContext, losses: list[Any]
 ) -> dict[str, float]:
     begun = time.process_time(), time.monotonic()
     while ctx.result is None and ctx.step < gang.steps:
@@ -277,7 +277,7 @@ def _add(digest: Any, value: Any) -> None:
 # --- a gang on this host --------------------------------------------------------------------------
 
 
-def run(gang: Gang) -> list[JSON]:
+def run(gang: GangSpec) -> list[JSON]:
     """Fork the ranks from this process, which should have one thread, and wait for all.
 
     A rank's report has "error" if the rank failed, and "killed" if it was killed. No child process
@@ -310,7 +310,7 @@ def run(gang: Gang) -> list[JSON]:
             close(handles)
 
 
-def _handles(gang: Gang) -> list[Handles]:
+def _handles(gang: GangSpec) -> list[Handles]:
     """Create the shared memory of each host and return the handles."""
     if not gang.hosts:
         return [make(gang.ranks)]
@@ -327,7 +327,7 @@ class _Child:
     ground: Ground
 
 
-def _fork(gang: Gang, handles: Handles, rank: int) -> tuple[int, int]:
+def _fork(gang: GangSpec, handles: Handles, rank: int) -> tuple[int, int]:
     """Fork a rank; returns its process id and the file descriptor of its report."""
     read, write = os.pipe()
     pid = os.fork()
@@ -342,12 +342,12 @@ def _fork(gang: Gang, handles: Handles, rank: int) -> tuple[int, int]:
     return pid, read
 
 
-def _child(gang: Gang, handles: Handles, rank: int, write: int) -> int:
+def _child(gang: GangSpec, handles: Handles, rank: int, write: int) -> int:
     _die_with_parent()
     torch.set_num_threads(1)
     gc.enable()
     try:
-        own = Stock(gang, rank) if gang.peers else _ready(gang, handles, rank)
+        own = StockRank(gang, rank) if gang.peers else _ready(gang, handles, rank)
         told = live(gang, own)
     except BaseException as error:
         told = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
@@ -363,7 +363,7 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-def _ready(gang: Gang, handles: Handles, rank: int) -> Rank:
+def _ready(gang: GangSpec, handles: Handles, rank: int) -> Rank:
     return Rank(
         handles,
         rank,
@@ -463,10 +463,10 @@ def serve(warm: Iterable[str]) -> None:
         asked = json.loads(line)
         resize = {int(step): seats for step, seats in asked.pop("resize", {}).items()}
         asked["hosts"] = tuple(asked.get("hosts", ()))
-        answers.write(json.dumps(run(Gang(**asked, resize=resize))) + "\n")
+        answers.write(json.dumps(run(GangSpec(**asked, resize=resize))) + "\n")
 
 
-class Host:
+class WarmProcess:
     """The client of `serve`: a warm process, started once, that runs gangs."""
 
     def __init__(
@@ -535,7 +535,7 @@ def main() -> int:
     if arguments.pop("serve"):
         serve(warm)
         return 0
-    stories = run(Gang(path=os.getcwd(), **arguments))
+    stories = run(GangSpec(path=os.getcwd(), **arguments))
     for rank, story in enumerate(stories):
         sys.stdout.write(json.dumps({"rank": rank, **story}) + "\n")
     return int(any("error" in story or "killed" in story for story in stories))

@@ -21,7 +21,7 @@ from workers.hardware.accelerator import Accelerator
 from workers.hardware.preset import fingerprint
 from workers.process.image_layout import Extent, Layout, from_json
 from workers.process.slab import Slab
-from workers.switching.image_file import ALIGN_BYTES, Block, Image
+from workers.switching.image_file import ALIGN_BYTES, Image, ImageBlock
 from workers.switching.offload import COPIERS, Lying
 
 SPARE_BYTES = 64 * 2**20
@@ -76,10 +76,12 @@ def stage(
     )
 
 
-def _copied(storage: torch.UntypedStorage, new: Callable[[int], torch.UntypedStorage]) -> Block:
+def _copied(
+    storage: torch.UntypedStorage, new: Callable[[int], torch.UntypedStorage]
+) -> ImageBlock:
     private = new(storage.nbytes())
     private.copy_(storage)
-    return Block(
+    return ImageBlock(
         data=_bytes(private),
         device=storage.device.type,
         pinned=storage.device.type == "cpu" and storage.is_pinned(),
@@ -155,14 +157,14 @@ def value(
     return rebuilt(image.graph, storages, around=around)["job"]
 
 
-def _as_it_lies(saved: Block, accelerator: Accelerator) -> torch.UntypedStorage:
+def _as_it_lies(saved: ImageBlock, accelerator: Accelerator) -> torch.UntypedStorage:
     if accelerator.kind != "cpu" or not len(saved.data):
         return _filled(saved, accelerator)
     lies = torch.frombuffer(saved.data, dtype=torch.uint8).untyped_storage()
     return lies if lies.data_ptr() % ALIGN_BYTES == 0 else _filled(saved, accelerator)
 
 
-def _filled(saved: Block, accelerator: Accelerator) -> torch.UntypedStorage:
+def _filled(saved: ImageBlock, accelerator: Accelerator) -> torch.UntypedStorage:
     host = _new(len(saved.data))
     _bytes(host)[:] = saved.data
     return _in_place(host, saved.device, saved.pinned, accelerator)

@@ -28,7 +28,7 @@ class Unreadable(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class ImageBlock:
     """A storage's bytes, and where the storage was: `device` is "cpu" or "cuda"."""
 
     data: memoryview
@@ -47,7 +47,7 @@ class Image:
     step: int
     fingerprint: dict[str, Any]
     graph: memoryview
-    blocks: tuple[Block, ...]
+    blocks: tuple[ImageBlock, ...]
 
     @property
     def size_bytes(self) -> int:
@@ -119,7 +119,7 @@ def _parse(whole: memoryview) -> Image:
         fingerprint=header["fingerprint"],
         graph=parts[0],
         blocks=tuple(
-            Block(data=data, device=device, pinned=pinned)
+            ImageBlock(data=data, device=device, pinned=pinned)
             for data, (device, pinned) in zip(parts[1:], places, strict=True)
         ),
     )

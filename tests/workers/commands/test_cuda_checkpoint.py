@@ -9,7 +9,14 @@ import time
 import pytest
 
 from workers.commands import cuda_checkpoint
-from workers.commands.cuda_checkpoint import CHECKPOINTED, FAILED, LOCKED, RUNNING, Devices, NotDone
+from workers.commands.cuda_checkpoint import (
+    CHECKPOINTED,
+    FAILED,
+    LOCKED,
+    RUNNING,
+    NotDone,
+    TreeMemory,
+)
 
 ALLOWED = {  # call -> (from which state, to which), as the driver's manual says
     "lock": (RUNNING, LOCKED),
@@ -53,7 +60,7 @@ class Played:
 
 
 def devices(driver, **more):
-    return Devices(driver=driver, is_of=lambda pid: pid in driver.states, **more)
+    return TreeMemory(driver=driver, is_of=lambda pid: pid in driver.states, **more)
 
 
 def test_all_are_locked_before_any_leaves_and_restored_before_any_goes_on():
@@ -101,7 +108,7 @@ def test_a_call_that_outlasts_the_lease_is_given_up():
 
 
 def test_without_a_driver_nothing_leaves_and_that_is_known_before():
-    held = Devices.found("cpu")
+    held = TreeMemory.found("cpu")
     assert not held.can_leave
     held.leave([1])
     held.come_back()
@@ -110,7 +117,7 @@ def test_without_a_driver_nothing_leaves_and_that_is_known_before():
 @pytest.mark.gpu
 def test_the_drivers_own_word_and_a_real_process():
     """Is it permitted here at all?  A process of its own goes off the device, and back."""
-    held = Devices.found("cuda")
+    held = TreeMemory.found("cuda")
     if not held.can_leave:
         pytest.skip("the driver has no checkpoint API, or does not let us use it")
     said = (

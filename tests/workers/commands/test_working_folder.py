@@ -9,7 +9,7 @@ import time
 import pytest
 
 from workers.commands import working_folder
-from workers.commands.working_folder import BadFolder, Folder, TooLarge, restore
+from workers.commands.working_folder import BadFolder, FolderTooLarge, WorkingFolder, restore
 from workers.process import slab
 from workers.process.image_layout import Extent, Layout
 from workers.process.slab import Slab
@@ -19,7 +19,7 @@ from workers.process.slab import Slab
 def folder(tmp_path):
     path = tmp_path / "work"
     path.mkdir()
-    return Folder(path, Slab(slab.made(2**20)))
+    return WorkingFolder(path, Slab(slab.made(2**20)))
 
 
 def settled():
@@ -84,7 +84,7 @@ def test_a_folder_that_fills_the_memory_for_images_to_the_brim_is_kept(folder, t
     kept = folder.copy({})
     assert back(folder, kept, tmp_path / "there")[1] == {"all": body}
     (folder.path / "all").write_bytes(b"x" * (2**20 + 1))
-    with pytest.raises(TooLarge, match="has 1048577 bytes in 1 files; at most 1048576 bytes"):
+    with pytest.raises(FolderTooLarge, match="has 1048577 bytes in 1 files; at most 1048576 bytes"):
         folder.copy({})
 
 
