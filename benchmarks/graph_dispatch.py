@@ -330,7 +330,7 @@ def _run_lane(handles: Any, rank: int) -> float:
     """Run an executor with everything on, from its first node to the end of the graph."""
     import torch
 
-    from app.core.placement.executors import Spread
+    from app.core.placement.executors import ExecutorSpread
     from benchmarks.overhead import resident
     from workers.graph.lane import LoadedLane
     from workers.residents import stages
@@ -361,7 +361,7 @@ def _run_lane(handles: Any, rank: int) -> float:
         {"nodes": nodes, "outputs": {"y": f"{names[-1]}.y"}},
         {"m:ready": ready, "m:add": add}.__getitem__,
         work.accelerator,
-        spread=Spread(
+        spread=ExecutorSpread(
             executors=2,
             order=tuple(names),
             seats={name: (n + 1) % 2 for n, name in enumerate(names)},

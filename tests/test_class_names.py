@@ -14,10 +14,8 @@ ROOT = Path(__file__).parent.parent
 
 USED_TWICE = set(
     """
-    Alive Answer Block Broken Bucket Call Decision Device Event Graph Held Island Lane
-    Layout Lift Line Link Need Node Order Pace Part Parts Passing Place Placement Plan
-    Queued Region Room Run Spread Start State Stay Supervisor Task Tenant Tensor
-    TooLarge Transport User
+    Alive Answer Block Decision Device Event Graph Island Layout Lift Line Link Node
+    Order Place Placement Queued Room Run Start Supervisor Task Tenant User
     """.split()  # noqa: SIM905
 )
 

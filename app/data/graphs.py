@@ -22,7 +22,7 @@ from app.core.model.descriptor import BadDescriptor, Descriptor, Devices, Fault,
 from app.core.model.messages import JSON
 from app.core.model.task_graph import MAX_NODES as MAX_KNOWN
 from app.core.model.task_graph import TaskGraph, timed
-from app.core.placement.executors import EVERYBODY, Copy, Spread, copies, spread
+from app.core.placement.executors import EVERYBODY, Copy, ExecutorSpread, copies, spread
 from app.core.placement.partitions import MAX_NODES, Partition, expanded, late, of_run
 from app.core.placement.partitions import cut as partitions_of
 from app.core.placement.partitions import order as order_of_partition
@@ -169,7 +169,7 @@ def _islands(session: Session, wanted: Devices) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Passing:
+class BlockCopy:
     """A copy of a block from one executor to another; a size is None while it is not known."""
 
     block: str
@@ -180,7 +180,7 @@ class Passing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class StoredPlan:
     """The plan of a task's graph: the order of its nodes, their executors, and the blocks copied
     between them.
     """
@@ -190,10 +190,10 @@ class Plan:
     executors: int
     is_done: bool
     nodes: Sequence[tuple[str, int | None]]
-    copies: Sequence[Passing]
+    copies: Sequence[BlockCopy]
 
 
-def plans(session: Session, request_id: str) -> list[Plan]:
+def plans(session: Session, request_id: str) -> list[StoredPlan]:
     """Return the plans of a request's graph tasks; computed anew, with the same result each
     time.
     """
@@ -201,21 +201,21 @@ def plans(session: Session, request_id: str) -> list[Plan]:
     return [_plan(session, task) for task in tasks if "graph" in task.descriptor["run"]]
 
 
-def _plan(session: Session, task: Task) -> Plan:
+def _plan(session: Session, task: Task) -> StoredPlan:
     sha256 = task.descriptor["run"]["graph"].removeprefix("sha256:")
     body = session.get_one(Graph, (task.tenant_id, sha256)).body
     executors = task.descriptor.get("world_size", 1)
     planned, passing = _spread(json.dumps(body), json.dumps(task.descriptor["run"]), executors)
     moved = {_way(one): one["bytes"] for one in task.passed or ()}
     unmoved = None if task.passed is None else 0
-    return Plan(
+    return StoredPlan(
         task=task.name,
         graph=sha256,
         executors=executors,
         is_done=task.passed is not None,
         nodes=[(name, _executor(planned.seats[name])) for name in planned.order],
         copies=[
-            Passing(
+            BlockCopy(
                 block=copy.block,
                 source=copy.source,
                 target=copy.target,
@@ -228,7 +228,7 @@ def _plan(session: Session, task: Task) -> Plan:
 
 
 @lru_cache(maxsize=64)
-def _spread(body: str, run: str, executors: int) -> tuple[Spread, tuple[Copy, ...]]:
+def _spread(body: str, run: str, executors: int) -> tuple[ExecutorSpread, tuple[Copy, ...]]:
     """Plan the graph that a task with this `run` runs, both as JSON; a large graph takes
     seconds.
     """

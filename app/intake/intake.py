@@ -456,7 +456,7 @@ class Accepted:
     owner: Owner
     request: dict[str, Any]
     tasks: Sequence[dict[str, Any]]
-    needs: Mapping[str, Sequence[dependencies.Need]]
+    needs: Mapping[str, Sequence[dependencies.DependencyEdge]]
     found: Checked
 
 

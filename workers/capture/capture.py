@@ -115,7 +115,7 @@ def _pickled(
     except Refused as refused:
         place = refused.obj if isinstance(refused.obj, str) else find(job, refused.obj, root=root)
         raise Uncapturable(place, refused.what, refused.advice) from None
-    except Broken as broken:
+    except NotPicklable as broken:
         what = type(pickler.last).__name__
         place = find(job, pickler.last, root=root)
         raise Uncapturable(place, what, f"{_advice(what)} ({broken})") from broken.__cause__
@@ -132,7 +132,7 @@ def _pickled(
     return out.getbuffer(), pickler
 
 
-class Broken(Exception):
+class NotPicklable(Exception):
     """Something in the graph does not pickle, for any reason."""
 
 
@@ -144,7 +144,7 @@ def _dump(pickler: Capture, world: dict[str, Any]) -> None:
     except Refused:
         raise
     except Exception as error:  # any exception of a tenant's __reduce__ or __getstate__
-        raise Broken(str(error)) from error
+        raise NotPicklable(str(error)) from error
 
 
 def _must_be_held(pickler: Capture, job: object, root: str) -> None:

@@ -159,7 +159,7 @@ def _fields(sampler: Any) -> dict[str, Any]:
 
 
 @known
-class Order:
+class BatchOrder:
     """The indices of one epoch, batch by batch, at a position that can be found again.
 
     `draws` maps the number of a batch to the moment before it, for batches that drew random
@@ -182,7 +182,7 @@ class Order:
         """The class name of the tenant's sampler, below samplers that batch its indices."""
         return type(_samplers(self.sampler)[-1]).__name__
 
-    def __iter__(self) -> Order:
+    def __iter__(self) -> BatchOrder:
         return self
 
     def __next__(self) -> Any:
@@ -270,22 +270,22 @@ def _draws_only_at_first(sampler: Any) -> bool:
 
 @known
 class Ordered:
-    """A sampler that returns an `Order` as its iterator."""
+    """A sampler that returns an `BatchOrder` as its iterator."""
 
-    def __init__(self, sampler: Any, resumed: Order | None = None) -> None:
+    def __init__(self, sampler: Any, resumed: BatchOrder | None = None) -> None:
         self.sampler, self.resumed = sampler, resumed
 
-    def __iter__(self) -> Order:
-        return self.resumed or Order(self.sampler)
+    def __iter__(self) -> BatchOrder:
+        return self.resumed or BatchOrder(self.sampler)
 
     def __len__(self) -> int:
         return len(self.sampler)
 
 
 class _Following:
-    """Mixin that turns the index iterator of a loader's iterator into an `Order`."""
+    """Mixin that turns the index iterator of a loader's iterator into an `BatchOrder`."""
 
-    resumed: Order | None = None
+    resumed: BatchOrder | None = None
 
     @property
     def _index_sampler(self) -> Ordered:
@@ -315,7 +315,7 @@ def _reduce_in_process(capture: Capture, batches: InProcess) -> Any:
     return make_bare, (InProcess,), (state, order.captured(order.taken)), None, None, set_batches
 
 
-def _must_be_short(batches: Any, order: Order) -> None:
+def _must_be_short(batches: Any, order: BatchOrder) -> None:
     if len(order.draws) > DRAWS_LIMIT:
         raise Refused(
             batches,
@@ -331,7 +331,7 @@ def make_bare(cls: Any) -> object:
 
 @known
 def set_batches(batches: Any, state: tuple[dict[str, Any], dict[str, Any]]) -> None:
-    order = Order.__new__(Order)
+    order = BatchOrder.__new__(BatchOrder)
     order.__setstate__(state[1])
     vars(batches).update(state[0], _sampler_iter=order)
 
@@ -479,7 +479,7 @@ class InProcesses(_Following, _MultiProcessingDataLoaderIter):
         Restore the random states of this process.
         """
         before: JSON = self.before  # type: ignore[assignment]
-        order = Order.__new__(Order)
+        order = BatchOrder.__new__(BatchOrder)
         order.__setstate__(before["order"])
         self.random_states = dict(before["random_states"])
         self.offset, self.is_aligned, self.resumed = before["given_out"], False, order

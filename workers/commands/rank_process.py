@@ -25,7 +25,7 @@ from workers.commands.ranks import GANG
 from workers.ranks import process_group, turns
 from workers.ranks.rank import Rank
 from workers.ranks.shared_memory import LAND_BYTES, Ground, Handles
-from workers.ranks.turns import State
+from workers.ranks.turns import RankState
 
 # Ranks that wait for each other, or for a dead rank, are detected without a deadline.  A deadline
 # would also expire while all ranks are frozen.
@@ -65,7 +65,7 @@ def _joined(world_size: int) -> Rank | None:
             f"rank {number} cannot reach the others: what started this process closed the"
             " descriptors that it was given; name the script itself in `command`"
         )
-    if turns.state(Ground(handles), number) != State.NEW:
+    if turns.state(Ground(handles), number) != RankState.NEW:
         return None
     rank = Rank(handles, number, timeout_s=DEADLINE_S)
     rank.begin()
@@ -114,6 +114,6 @@ def _let_others_go_first(rank: Rank) -> None:
     if not rank.turns.words[turns.FAILED]:
         return
     others = [other for other in range(ground.ranks) if other != rank.number]
-    for other in (each for each in others if turns.state(ground, each) == State.DONE):
+    for other in (each for each in others if turns.state(ground, each) == RankState.DONE):
         while not ground.is_dead(other) and time.monotonic() < until_s:
             ground.sleep(rank.number, 0.01)

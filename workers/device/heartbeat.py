@@ -28,7 +28,7 @@ def now_us() -> int:
     return time.monotonic_ns() // 1000
 
 
-class Transport(Protocol):
+class HeartbeatTransport(Protocol):
     def send(self, alive: Alive) -> None:
         """Publish one report; any exception means that it was not sent."""
 
@@ -72,7 +72,9 @@ class Rhythm:
 
 
 class Pulse(threading.Thread):
-    def __init__(self, transport: Transport, *, clock_us: Callable[[], int] = now_us) -> None:
+    def __init__(
+        self, transport: HeartbeatTransport, *, clock_us: Callable[[], int] = now_us
+    ) -> None:
         super().__init__(name="pulse", daemon=True)
         self.transport, self.clock_us = transport, clock_us
         self._newest: Alive | None = None

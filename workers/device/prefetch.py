@@ -27,7 +27,7 @@ from workers.device import store_io
 from workers.device.store_io import Fetched, NotFetched
 from workers.process import slab
 from workers.transfer import checkpoint
-from workers.transfer.checkpoint import Found
+from workers.transfer.checkpoint import FoundImage
 from workers.transfer.host_context import House
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class PrefetchedImage:
     """A prefetched image in `slab`; `fetched_us` is how long the fetch took."""
 
     slab: int
-    found: Found
+    found: FoundImage
     fetched_us: int
 
 
@@ -130,7 +130,7 @@ class Coming(threading.Thread):
         self._get_ready(entry)
         image = entry["image"]
 
-        def fetched(held: int, before: Found | None) -> Found:
+        def fetched(held: int, before: FoundImage | None) -> FoundImage:
             return store_io.fill(
                 held, image, tenant=entry["tenant"], store=self.house.store, before=before
             )
@@ -144,7 +144,7 @@ class Coming(threading.Thread):
             self._told.wait(LOOK_S)
             return not self._told.is_set()
 
-        def followed(held: int, before: Found | None) -> Found | None:
+        def followed(held: int, before: FoundImage | None) -> FoundImage | None:
             assert before is not None
             return checkpoint.follow(
                 checkpoint.draft(entry["task"], entry["epoch"]),
@@ -158,7 +158,7 @@ class Coming(threading.Thread):
 
         self._followed = self._replace(followed)
 
-    def _replace(self, by: Callable[[int, Found | None], Found | None]) -> bool:
+    def _replace(self, by: Callable[[int, FoundImage | None], FoundImage | None]) -> bool:
         """Read another image over the present one; if that fails no image remains."""
         began_s, before = time.monotonic(), self.ahead
         held = slab.made(self.house.host_memory_bytes) if before is None else before.slab

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from app.core.device.device_records import ProcessRecord
-from app.core.device.token_bucket import Bucket
+from app.core.device.token_bucket import TokenBucket
 from app.core.model import messages
 from workers.device.stay import Stay
 from workers.process import slab
@@ -99,9 +99,9 @@ class Resident:
     said: deque[JSON] = field(default_factory=deque)  # messages read and not processed yet
     checked: JSON | None = None  # the event made of a final message that came in parts
     exit_status: int | None = None  # its exit status, if it exited while a message was parsed
-    frames: Bucket = field(default_factory=lambda: Bucket(FRAMES_BURST, FRAMES_PER_S))
-    said_bytes: Bucket = field(default_factory=lambda: Bucket(BYTES_BURST, BYTES_PER_S))
-    calm: Bucket = field(default_factory=lambda: Bucket(MUTED_BURST_S, MUTED_PER_S))
+    frames: TokenBucket = field(default_factory=lambda: TokenBucket(FRAMES_BURST, FRAMES_PER_S))
+    said_bytes: TokenBucket = field(default_factory=lambda: TokenBucket(BYTES_BURST, BYTES_PER_S))
+    calm: TokenBucket = field(default_factory=lambda: TokenBucket(MUTED_BURST_S, MUTED_PER_S))
     kernel: tuple[int, int] | None = None  # (own, shared) bytes of its processes in the kernel
     kernel_us: int = 0  # when the kernel was last asked for its memory
     refused: str = ""  # what its limits denied it, in a sentence

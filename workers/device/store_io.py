@@ -28,7 +28,7 @@ from workers.process.image_layout import BadLayout, from_json
 from workers.process.slab import BadIndex
 from workers.process.untrusted import Nonsense
 from workers.transfer import checkpoint, peer_blocks
-from workers.transfer.checkpoint import BadSlab, Found, Known, Written
+from workers.transfer.checkpoint import BadSlab, FoundImage, Known, Written
 from workers.transfer.code_unpack import BadBundle, unpacked
 from workers.transfer.host_context import House
 
@@ -84,7 +84,7 @@ def fetch(
     came: dict[str, str],
     *,
     held: int | None = None,
-    before: Found | None = None,
+    before: FoundImage | None = None,
 ) -> Fetched:
     """Verify and open what the launch names; raises NotFetched.
 
@@ -170,8 +170,8 @@ def unpack(bundle: str, house: House) -> Path:
 
 
 def fill(
-    held: int, image: dict[str, Any], *, tenant: str, store: Store, before: Found | None
-) -> Found:
+    held: int, image: dict[str, Any], *, tenant: str, store: Store, before: FoundImage | None
+) -> FoundImage:
     """Read a checkpoint that a Launch names into the slab `held`; raises NotFetched."""
     sha256, key = image["sha256"], image["key"]
     with _as_cause("image"):
@@ -188,7 +188,7 @@ def fill(
     return found
 
 
-def _indexed(held: int, image: dict[str, Any], found: Found) -> tuple[Saving, int]:
+def _indexed(held: int, image: dict[str, Any], found: FoundImage) -> tuple[Saving, int]:
     """Write the index behind the image; return the image's description and the index's size."""
     about = found.manifest.about
     index = {"layout": found.layout.as_json(), "fingerprint": dict(about.fingerprint)}

@@ -38,7 +38,7 @@ from app.core.model.messages import (
 )
 from app.storage.backend import make_private
 from workers.device import hung
-from workers.device.heartbeat import Rhythm, Transport, now_us
+from workers.device.heartbeat import HeartbeatTransport, Rhythm, now_us
 from workers.device.memory_tiers import Residency
 from workers.device.prefetch import Lookout
 from workers.device.resident import Resident
@@ -77,7 +77,11 @@ class Supervisor(threading.Thread):
     """
 
     def __init__(
-        self, house: House, transport: Transport, *, on_fatal: Callable[[], None] = lambda: None
+        self,
+        house: House,
+        transport: HeartbeatTransport,
+        *,
+        on_fatal: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(name=f"device {house.device}", daemon=True)
         self.house, self.on_fatal = house, on_fatal
@@ -96,7 +100,7 @@ class Supervisor(threading.Thread):
         self._make_state(transport)
         self._make_parts()
 
-    def _make_state(self, transport: Transport) -> None:
+    def _make_state(self, transport: HeartbeatTransport) -> None:
         """Make the parts that keep what is on the device."""
         house, rhythm = self.house, self.rhythm
         machine = DeviceMachine(

@@ -21,11 +21,11 @@ from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 from app.core.model.task_graph import INPUT, TaskGraph, Unit
-from app.core.placement.executors import EVERYBODY, Spread, Stop, lanes, part
+from app.core.placement.executors import EVERYBODY, ExecutorSpread, Stop, lanes, part
 from workers.capture.capture import Surroundings
 from workers.graph import runner
 from workers.graph.remote_blocks import Carried
-from workers.graph.runner import Call, GraphJob, Loaded, items_of, memory_of
+from workers.graph.runner import GraphJob, Loaded, UnitCall, items_of, memory_of
 from workers.graph.shared_blocks import Held, Passing
 from workers.hardware.accelerator import Accelerator
 from workers.ranks.turns import Turns
@@ -65,7 +65,7 @@ class LoadedLane(Loaded):
         find: Callable[[str], Callable[..., Any]],
         accelerator: Accelerator,
         *,
-        spread: Spread,
+        spread: ExecutorSpread,
         turns: Turns,
         around: Surroundings,
         late: Sequence[str] = (),
@@ -87,7 +87,7 @@ class LoadedLane(Loaded):
         )
         self.lay(spread)
 
-    def lay(self, spread: Spread) -> None:
+    def lay(self, spread: ExecutorSpread) -> None:
         """Set the order of the nodes and the executor of each."""
         self.spread = spread
         self.order(spread.order)
@@ -111,13 +111,13 @@ class LoadedLane(Loaded):
         return LaneJob(self, {"blocks": there, "lacks": lacks})
 
     def go_on(self, state: JSON) -> LaneJob:
-        before = Spread(**state["spread"])
+        before = ExecutorSpread(**state["spread"])
         if before != self.spread:  # another version computed another plan
             self.lay(before)
         return LaneJob(self, state)
 
 
-class LaneCall(Call):
+class LaneCall(UnitCall):
     """A call with inputs of other executors: `whole` are ports with a block that another executor
     made.
 
@@ -153,7 +153,7 @@ class LaneJob(GraphJob):
         self.held = {n for n, name in enumerate(self.program.blocks) if name in state["blocks"]}
         self.taken: dict[Held, Any] = {}
         # what its last node made, to be weighed later
-        self.unweighed: tuple[Call, JSON, float] | None = None
+        self.unweighed: tuple[UnitCall, JSON, float] | None = None
         # the result with which a node of this executor finished the graph early
         self.result: JSON | None = None
         passing = Carried if loaded.turns.ground.is_bridged else Passing
@@ -350,14 +350,14 @@ class LaneJob(GraphJob):
             self.unweighed = None
         return ctx.result is None
 
-    def _run(self, ctx: Any, call: Call) -> None:
+    def _run(self, ctx: Any, call: UnitCall) -> None:
         if not call.is_plain or self.room is not None:
             super()._run(ctx, call)
             return
         given = self._filled(call, call.given.copy())
         self._plain(ctx, call, self.done, given, runner._clock())
 
-    def _did(self, stop: Stop, call: Call) -> None:
+    def _did(self, stop: Stop, call: UnitCall) -> None:
         for n in stop.gives:  # first of all, because other executors wait
             self.blocks[n] = self.passing.post(n, self.blocks[n], self.lane.readers[n])
             if self.end in self.lane.readers[n].values():  # an output of the graph
@@ -464,18 +464,18 @@ class LaneJob(GraphJob):
         )
         return [item for each in parts for item in each]
 
-    def _weigh(self, call: Call, returned: JSON, took_s: float) -> None:
+    def _weigh(self, call: UnitCall, returned: JSON, took_s: float) -> None:
         """Postpone weighing, because other executors wait for the blocks."""
         self.unweighed = call, returned, took_s
 
-    def _given(self, call: Call) -> JSON:
+    def _given(self, call: UnitCall) -> JSON:
         """Return the inputs in the order in which a single executor gives them.
 
         Mapped lists come later.
         """
         return self._filled(call, dict.fromkeys(port for port, _ in (*call.takes, *call.lists)))
 
-    def _filled(self, call: Call, given: JSON) -> JSON:
+    def _filled(self, call: UnitCall, given: JSON) -> JSON:
         """Fill in all that the node reads except the lists that it maps over."""
         assert isinstance(call, LaneCall)
         for port, held in call.whole:
@@ -487,7 +487,7 @@ class LaneJob(GraphJob):
                 given[port] = [self._value(n) for n in many]
         return given
 
-    def _open(self, call: Call) -> None:
+    def _open(self, call: UnitCall) -> None:
         super()._open(call)
         self._set_first()
         lists = {n for port, n in call.takes if port in call.map}
@@ -498,7 +498,7 @@ class LaneJob(GraphJob):
     def _set_first(self) -> None:
         self.first = part(self.total, self.me, self.spread.executors).start
 
-    def _mapped(self, call: Call) -> dict[str, tuple[list[Any], int]]:
+    def _mapped(self, call: UnitCall) -> dict[str, tuple[list[Any], int]]:
         """Return the items of this executor's part.
 
         Items of a list that shards made are already here.

@@ -33,7 +33,7 @@ from workers.capture.capture import Surroundings
 from workers.graph.shared_blocks import Held, Passing
 from workers.hardware.accelerator import Accelerator
 from workers.ranks import host_bridge, turns
-from workers.ranks.host_bridge import HOME, Bridge, Link, Place, Said
+from workers.ranks.host_bridge import HOME, Bridge, Link, ReceivedPlace, Said
 from workers.ranks.shared_memory import Ground
 from workers.ranks.turns import GangFailed, Turns, Wait
 
@@ -113,13 +113,13 @@ class Deputy(Passing):
 
     def __init__(self, ground: Ground, executor: int, blocks: int) -> None:
         super().__init__(Turns(ground, executor), blocks, Surroundings(), Accelerator("cpu"))
-        self.lying: dict[int, tuple[Place, Collection[int]]] = {}
+        self.lying: dict[int, tuple[ReceivedPlace, Collection[int]]] = {}
 
-    def place(self, size: int) -> Place:
+    def place(self, size: int) -> ReceivedPlace:
         offset = self._taken(size)
-        return Place(self.ground.view(offset, size), offset)
+        return ReceivedPlace(self.ground.view(offset, size), offset)
 
-    def put(self, block: int, place: Place, readers: Collection[int]) -> None:
+    def put(self, block: int, place: ReceivedPlace, readers: Collection[int]) -> None:
         """Post a block of this executor that has arrived in this host's heap."""
         self.lying[block] = place, readers
         entry = self._entry((block, self.me))
@@ -191,12 +191,12 @@ class Carrier(Bridge):
             case _:
                 self._take_word(None, said)
 
-    def place(self, said: Said, size: int) -> Place:
+    def place(self, said: Said, size: int) -> ReceivedPlace:
         if self.has_failed:
-            return Place(memoryview(bytearray(size)))
+            return ReceivedPlace(memoryview(bytearray(size)))
         return self.deputies[said[2]].place(size)
 
-    def take(self, link: Link, said: Said, body: Place | None) -> None:
+    def take(self, link: Link, said: Said, body: ReceivedPlace | None) -> None:
         match said:
             case ("fail" | "bye" | "still" | "give up", *_):
                 super().take(link, said, body)
@@ -273,7 +273,9 @@ class Carrier(Bridge):
         body = self.ground.view(parcel.offset, parcel.size)
         self.links[host].say(("block", *held, parcel.beyond[host]), body)
 
-    def _arrived(self, link: Link, held: Held, readers: Collection[int], body: Place) -> None:
+    def _arrived(
+        self, link: Link, held: Held, readers: Collection[int], body: ReceivedPlace
+    ) -> None:
         block, whose = held
         here = [reader for reader in readers if self.ground.is_here(reader)]
         self.deputies[whose].put(block, body, here)

@@ -30,9 +30,16 @@ import numpy
 import torch
 
 from app.core.model import task_graph
-from app.core.model.task_graph import INPUT, MAX_BYTES, TaskGraph, Tensor, Unit, worth_telling
+from app.core.model.task_graph import (
+    INPUT,
+    MAX_BYTES,
+    DeclaredTensor,
+    TaskGraph,
+    Unit,
+    worth_telling,
+)
 from workers.graph.node_rng import Chance, seed_of
-from workers.graph.spill import Piece, Room
+from workers.graph.spill import Piece, SpillBudget
 from workers.hardware.accelerator import Accelerator
 
 JSON = dict[str, Any]
@@ -91,9 +98,9 @@ class Loaded:
         """
         self.graph = body if isinstance(body, TaskGraph) else task_graph.parse(body)
         self.late, self.ports = late, self.graph.ports
-        self.room: Room | None = None
+        self.room: SpillBudget | None = None
         if budget_bytes := self.graph.memory_bytes or budget_bytes:
-            self.room = Room(budget_bytes, host_bytes, accelerator)
+            self.room = SpillBudget(budget_bytes, host_bytes, accelerator)
         named = dict.fromkeys(node.function for node in self.graph.nodes)
         self.functions = {name: find(name) for name in named}
         self.chance = Chance(accelerator)
@@ -101,7 +108,7 @@ class Loaded:
 
     def order(self, names: Sequence[str]) -> None:
         self.program = task_graph.program(self.graph, names)
-        self.calls = [Call(unit, self.functions[unit.function]) for unit in self.program.units]
+        self.calls = [UnitCall(unit, self.functions[unit.function]) for unit in self.program.units]
         # bytes of blocks made here; None if they could not be weighed quickly
         self.weighed = dict[int, int | None]()
         units = enumerate(self.program.units)
@@ -282,7 +289,7 @@ class GraphJob:
     def _goes_on(self, ctx: Any, until_s: float) -> bool:
         return _clock() < until_s and ctx.result is None
 
-    def _node(self, ctx: Any, call: Call, until_s: float) -> bool:
+    def _node(self, ctx: Any, call: UnitCall, until_s: float) -> bool:
         """Run a node, or shards of it; True if the node is over."""
         try:
             if call.map:
@@ -292,7 +299,7 @@ class GraphJob:
             raise NodeFailed(call.name, call.unit.function) from error
         return True
 
-    def _run(self, ctx: Any, call: Call) -> None:
+    def _run(self, ctx: Any, call: UnitCall) -> None:
         blocks, given = self.blocks, self._given(call)
         copied = self._copied(call) if call.inout else ()
         if self.room is not None:
@@ -329,7 +336,7 @@ class GraphJob:
             raise NodeFailed(call.name, call.unit.function) from error
         return at + 1
 
-    def _plain(self, ctx: Any, call: Call, at: int, given: JSON, began_s: float) -> float:
+    def _plain(self, ctx: Any, call: UnitCall, at: int, given: JSON, began_s: float) -> float:
         """Run one plain call; returns its end time, which is the next call's start."""
         watched, blocks = [], self.blocks
         for port, _ in call.takes:
@@ -350,7 +357,7 @@ class GraphJob:
         self.count += 1
         return ended_s
 
-    def _keep(self, call: Call, returned: Any) -> None:
+    def _keep(self, call: UnitCall, returned: Any) -> None:
         """Store the blocks that a plain call returned, after checking them."""
         blocks = self.blocks
         if type(returned) is not dict or len(returned) != len(call.gives):
@@ -362,18 +369,18 @@ class GraphJob:
             if value is _NOTHING:
                 raise BadBlock(_not_the_outputs(call, returned))
 
-    def _copied(self, call: Call) -> list[str]:
+    def _copied(self, call: UnitCall) -> list[str]:
         """Return the in-out ports that need a copy, because something else needs their block."""
         return [p for p, n in call.inout if n not in call.only_here or self._is_shared(n)]
 
-    def _given(self, call: Call) -> JSON:
+    def _given(self, call: UnitCall) -> JSON:
         blocks = self.blocks
         given = {port: blocks[n] for port, n in call.takes}
         if call.lists:
             given.update((port, [blocks[n] for n in many]) for port, many in call.lists)
         return given
 
-    def _called(self, ctx: Any, call: Call, given: JSON, seed: int | None) -> JSON:
+    def _called(self, ctx: Any, call: UnitCall, given: JSON, seed: int | None) -> JSON:
         """Call the function and return its blocks.
 
         Raises BadBlock if they are not the declared ones.
@@ -409,7 +416,7 @@ class GraphJob:
 
     # --- shards ---
 
-    def _map(self, ctx: Any, call: Call, until_s: float) -> bool:
+    def _map(self, ctx: Any, call: UnitCall, until_s: float) -> bool:
         """Run shards while there is time; True if all have run."""
         if self.items is None:
             self._open(call)
@@ -440,7 +447,7 @@ class GraphJob:
         self.items, self.owned, self.shards = None, [], 0
         return True
 
-    def _open(self, call: Call) -> None:
+    def _open(self, call: UnitCall) -> None:
         """Open the lists to map over.
 
         If no other unit reads a list, each item is freed after its shard.
@@ -459,13 +466,13 @@ class GraphJob:
             self.blocks[n] = []
         self.items = lists
 
-    def _mapped(self, call: Call) -> dict[str, tuple[list[Any], int]]:
+    def _mapped(self, call: UnitCall) -> dict[str, tuple[list[Any], int]]:
         """Return by port the items to map over, and the length of the whole list."""
         found = {port: items_of(port, self.blocks[n]) for port, n in call.takes if port in call.map}
         found |= {p: [self.blocks[n] for n in many] for p, many in call.lists if p in call.map}
         return {port: (items, len(items)) for port, items in found.items()}
 
-    def _may_write(self, port: str, n: int, lists: JSON, call: Call) -> bool:
+    def _may_write(self, port: str, n: int, lists: JSON, call: UnitCall) -> bool:
         """True if a map may write to a list's items: they are unshared, also among themselves."""
         if n not in call.only_here or self._is_shared(n):
             return False
@@ -474,7 +481,7 @@ class GraphJob:
 
     # --- how large ---
 
-    def _weigh(self, call: Call, returned: JSON, took_s: float) -> None:
+    def _weigh(self, call: UnitCall, returned: JSON, took_s: float) -> None:
         """Weigh a node's blocks.
 
         For a short node this costs as much as the node, so it is done only once.
@@ -483,7 +490,7 @@ class GraphJob:
             self.weighed[n] = weigh(returned[name], PARTS + int(took_s / PART_S))
         call.weighs = False
 
-    def _weigh_lists(self, call: Call) -> None:
+    def _weigh_lists(self, call: UnitCall) -> None:
         """Weigh lists that shards made, by extrapolating from the first items made here."""
         for _, n in call.gives:
             items = self.blocks[n]
@@ -506,7 +513,9 @@ class GraphJob:
                 found[n].append(at)
         return found
 
-    def _make_room(self, room: Room, call: Call, given: JSON, copied: Sequence[str]) -> None:
+    def _make_room(
+        self, room: SpillBudget, call: UnitCall, given: JSON, copied: Sequence[str]
+    ) -> None:
         """Make room for all that a node reads and writes, with the copies of blocks that it writes
         to.
 
@@ -540,7 +549,7 @@ class GraphJob:
     def _values(self) -> Iterator[object]:
         return (value for _, value in self._pieces())
 
-    def _declared(self, call: Call) -> int:
+    def _declared(self, call: UnitCall) -> int:
         if not call.tensors:
             return 0
         written = [name for name, _ in call.gives if name not in call.unit.inout]
@@ -561,7 +570,7 @@ class GraphJob:
         others = (value for m, value in enumerate(self.blocks) if m != n and value is not None)
         return any(not own.isdisjoint(parts_of(value)) for value in others)
 
-    def _must_fit(self, declared: Mapping[str, Tensor], values: JSON) -> None:
+    def _must_fit(self, declared: Mapping[str, DeclaredTensor], values: JSON) -> None:
         for port, tensor in declared.items():
             if port in values and not self._fits(tensor, values[port]):
                 known = {s: self.sizes[s] for s in tensor.shape if s in self.sizes}
@@ -569,7 +578,7 @@ class GraphJob:
                     f"{port!r} is {_shown(values[port])}, but declared as {tensor} {known}"
                 )
 
-    def _fits(self, declared: Tensor, value: object) -> bool:
+    def _fits(self, declared: DeclaredTensor, value: object) -> bool:
         if not isinstance(value, torch.Tensor) or value.dim() != len(declared.shape):
             return False
         named = zip(declared.shape, value.shape, strict=True)
@@ -577,7 +586,7 @@ class GraphJob:
         return all(same) and str(value.dtype) == f"torch.{declared.dtype}"
 
 
-class Call:
+class UnitCall:
     """A unit, with everything precomputed that is the same for each call.
 
     `takes` are ports with one block, `lists` ports with several. `only_here` are blocks that only
@@ -627,7 +636,7 @@ def _versions(values: Iterable[Any]) -> list[tuple[torch.Tensor, int]]:
     return [(v, v._version) for v in values if type(v) is torch.Tensor and not v.is_inference()]
 
 
-def _not_the_outputs(call: Call, returned: object) -> str:
+def _not_the_outputs(call: UnitCall, returned: object) -> str:
     wanted = ", ".join(sorted(call.names)) or "nothing"
     if not isinstance(returned, dict):
         return f"it returned a {type(returned).__name__}; a node returns a dict of {wanted}"

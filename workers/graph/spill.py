@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from app.core.model.datablock import Held, victims
+from app.core.model.datablock import EvictableCopy, victims
 from workers.hardware.accelerator import Accelerator
 from workers.hardware.dirty_pages import PAGE, Range
 from workers.switching.staging import flat
@@ -58,7 +58,7 @@ class _Lying:
         return self.storage.nbytes()
 
 
-class Room:
+class SpillBudget:
     """The budget of one graph, and its spilled storages.
 
     `out_bytes` and `in_bytes` were copied from and to the device. `peak_bytes` is the most that its
@@ -203,7 +203,7 @@ class Room:
             return []
         by_name = {str(one.storage._cdata): one for one in here if not one.is_needed}
         held = [
-            Held(
+            EvictableCopy(
                 block=name,
                 bytes=one.size,
                 next_use=None if one.next_use == math.inf else int(one.next_use),

@@ -46,7 +46,7 @@ from workers.ranks import turns
 from workers.ranks.kv_store import Change, Keys
 from workers.ranks.rendezvous import BRIDGE_WAITS, Abroad, Group, Ticket, branches, group_key
 from workers.ranks.shared_memory import TOLD_LIMIT_BYTES, Ground
-from workers.ranks.turns import GangFailed, State, Turns, Wait
+from workers.ranks.turns import GangFailed, RankState, Turns, Wait
 
 HOME = 0
 QUIET_S = 0.05  # seconds without any message before the bridge checks for a deadlock
@@ -62,7 +62,7 @@ _UNCOUNTED = ("still", "bye", "fail")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ReceivedPlace:
     """The memory for received bytes: part of the heap, at `offset`, or private memory (-1)."""
 
     view: memoryview
@@ -86,7 +86,7 @@ class Link:
         self._out: deque[tuple[memoryview, Callable[[], None] | None]] = deque()
         self._in = bytearray()
         self._header: Said | None = None
-        self._into: Place | None = None
+        self._into: ReceivedPlace | None = None
         self._filled = 0
         sock.setblocking(False)
         if sock.family in (socket.AF_INET, socket.AF_INET6):
@@ -133,7 +133,9 @@ class Link:
         self.is_over = True
         self._out.clear()
 
-    def receive(self, place: Callable[[Said, int], Place]) -> Iterator[tuple[Said, Place | None]]:
+    def receive(
+        self, place: Callable[[Said, int], ReceivedPlace]
+    ) -> Iterator[tuple[Said, ReceivedPlace | None]]:
         """Yield complete messages; `place` returns memory for bytes that follow. Raises OSError."""
         while True:
             if self._header is None:
@@ -149,7 +151,7 @@ class Link:
                 self.still = None
                 yield said, body
 
-    def _has_begun(self, place: Callable[[Said, int], Place]) -> bool:
+    def _has_begun(self, place: Callable[[Said, int], ReceivedPlace]) -> bool:
         """True if a complete header has come; it is then stored in `_header`."""
         if len(self._in) < _LENGTHS.size:
             return False
@@ -222,7 +224,7 @@ class _Crossing:
     there: int
     calls: dict[int, _Call] = field(default_factory=dict)
     # messages that wait for a free call slot
-    held: deque[tuple[Said, Place | None]] = field(default_factory=deque)
+    held: deque[tuple[Said, ReceivedPlace | None]] = field(default_factory=deque)
     left_here: int = 0
     left_there: int = 0
     unsent: int = 0  # number of "close" messages that are still being sent
@@ -347,7 +349,7 @@ class Bridge:
     def _all_have_ended(self) -> bool:
         if self.is_home and not all(link.has_ended for link in self.links.values()):
             return False  # the other hosts may need us to forward messages
-        return all(turns.state(self.ground, r) == State.DONE for r in self.ground.here())
+        return all(turns.state(self.ground, r) == RankState.DONE for r in self.ground.here())
 
     # --- what ranks of this host do ---
 
@@ -437,13 +439,13 @@ class Bridge:
 
     # --- what comes from other hosts ---
 
-    def place(self, said: Said, size: int) -> Place:
+    def place(self, said: Said, size: int) -> ReceivedPlace:
         if said[1] in self.crossings:
             offset = self.abroad.exchange.arena.piece(size)
-            return Place(self.ground.view(offset, size), offset)
-        return Place(memoryview(bytearray(size)))
+            return ReceivedPlace(self.ground.view(offset, size), offset)
+        return ReceivedPlace(memoryview(bytearray(size)))
 
-    def take(self, link: Link, said: Said, body: Place | None) -> None:
+    def take(self, link: Link, said: Said, body: ReceivedPlace | None) -> None:
         match said:
             case ("fail", text):
                 link.has_failed = True
@@ -465,7 +467,7 @@ class Bridge:
             case _:
                 self._take_of_cut(link, said)
 
-    def _take_of_group(self, link: Link, said: Said, body: Place | None) -> None:
+    def _take_of_group(self, link: Link, said: Said, body: ReceivedPlace | None) -> None:
         if said[0] == "open":
             _, name, members = said
             key = group_key(name, members)
@@ -479,7 +481,7 @@ class Bridge:
         if key in self.crossings:
             self._come(self.crossings[key], said, body)
 
-    def _pass_on(self, link: Link, key: int, said: Said, body: Place | None) -> None:
+    def _pass_on(self, link: Link, key: int, said: Said, body: ReceivedPlace | None) -> None:
         others = self._links_to(self.hosts[key] - {link.host}) if self.is_home else []
         then = None
         if others and body and key in self.crossings:
@@ -501,7 +503,7 @@ class Bridge:
             self.crossings[key] = _Crossing(key, group, here, len(hosts) - here)
         return self.crossings[key]
 
-    def _come(self, crossing: _Crossing, said: Said, body: Place | None) -> None:
+    def _come(self, crossing: _Crossing, said: Said, body: ReceivedPlace | None) -> None:
         if crossing.held or not self._is_taken_in(crossing, said, body):
             crossing.held.append((said, body))
             # makes us try again: a call slot may just have become free
@@ -515,7 +517,7 @@ class Bridge:
                 crossing.held.popleft()
         self.words[BRIDGE_WAITS] = int(any(c.held for c in self.crossings.values()))
 
-    def _is_taken_in(self, crossing: _Crossing, said: Said, body: Place | None) -> bool:
+    def _is_taken_in(self, crossing: _Crossing, said: Said, body: ReceivedPlace | None) -> bool:
         """Do what a member did on its host; False if there is no call slot for its call yet."""
         match said:
             case ("post", _, number, me, text, fold, shapes):
@@ -538,7 +540,7 @@ class Bridge:
         text: str,
         fold: str,
         shapes: Any,
-        body: Place | None,
+        body: ReceivedPlace | None,
     ) -> bool:
         ticket = self._ticket(crossing, number, me, text)
         if self.abroad.differs(ticket) and self.host != min(crossing.group.hosts):
@@ -555,7 +557,7 @@ class Bridge:
         self._advance(crossing, call)
         return True
 
-    def _bring(self, ticket: Ticket, body: Place | None) -> None:
+    def _bring(self, ticket: Ticket, body: ReceivedPlace | None) -> None:
         if body is not None:
             self.abroad.bring(ticket, (body.offset, len(body.view)))
 

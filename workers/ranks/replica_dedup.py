@@ -72,7 +72,7 @@ class Unlike(Exception):
 
 
 @dataclass(slots=True)
-class Part:
+class ReplicaPart:
     """A tensor of the job, and the two views of its place in the region."""
 
     tensor: torch.Tensor
@@ -82,7 +82,7 @@ class Part:
     size_bytes: int
 
 
-class Region:
+class OptimizerRegion:
     """Common memory of one optimizer: a page of its own, the content, and room for gradients.
 
     The first page has the number of ranks that use the region.
@@ -95,16 +95,16 @@ class Region:
         self.private = torch.frombuffer(self.map, dtype=torch.uint8)
         common = ground.at(start + _PAGE, self.content_bytes)
         self.address = self.private.data_ptr()
-        self.parts: list[Part] = []
+        self.parts: list[ReplicaPart] = []
         at = 0
         for tensor in tensors:
             private, shared = _place(self.private, at, tensor), _place(common, at, tensor)
-            self.parts.append(Part(tensor, private, shared, at, _size(tensor)))
+            self.parts.append(ReplicaPart(tensor, private, shared, at, _size(tensor)))
             at += aligned(_size(tensor))
         self.uses = 0
 
     @classmethod
-    def make(cls, ground: Ground, tensors: list[torch.Tensor]) -> Region:
+    def make(cls, ground: Ground, tensors: list[torch.Tensor]) -> OptimizerRegion:
         """Make a fresh region; tensors move in one by one, so that little memory is used twice."""
         with ground.locked():
             start = ground.take_land(_PAGE + 2 * _pages(sum(map(_padded, tensors))))
@@ -116,7 +116,9 @@ class Region:
         return region
 
     @classmethod
-    def join(cls, ground: Ground, start: int, tensors: list[torch.Tensor]) -> Region | Part:
+    def join(
+        cls, ground: Ground, start: int, tensors: list[torch.Tensor]
+    ) -> OptimizerRegion | ReplicaPart:
         """Join the region at `start`, or return a part that differs from its tensor."""
         region = cls(ground, start, tensors)
         for part in region.parts:
@@ -181,7 +183,7 @@ class Region:
             at += aligned(_size(parameter))
         return places
 
-    def touched(self) -> Part | None:
+    def touched(self) -> ReplicaPart | None:
         """Return a part that this rank has changed by itself since it was bound or updated.
 
         Pages that were written but hold their former bytes become common again.
@@ -194,7 +196,7 @@ class Region:
             self.map.madvise(mmap.MADV_DONTNEED, at, _PAGE)
         return None
 
-    def _first_difference(self, at: int) -> Part:
+    def _first_difference(self, at: int) -> ReplicaPart:
         near = [p for p in self.parts if p.offset < at + _PAGE and p.offset + p.size_bytes > at]
         return next((p for p in near if not same_bytes(p.private, p.common)), near[0])
 
@@ -265,7 +267,7 @@ class Record:
     ordinal: int
     steps: int = 0
     refused: str = ""
-    region: Region | None = None
+    region: OptimizerRegion | None = None
     parameters: list[torch.Tensor] = field(default_factory=list)
     gradients: list[torch.Tensor] = field(default_factory=list)
     generation: int = -1  # generation of the map of slots under which the region was made
@@ -384,7 +386,7 @@ class Squash:
 
     def _make_common(self, record: Record, optimizer: Optimizer, group: Group) -> bool:
         """Compare with the ranks of this slot and, if all is equal, share. Runs no step."""
-        regions: list[Region] = []
+        regions: list[OptimizerRegion] = []
         generation = self.turns.generation  # before the vote, in which it may change
 
         def bring(first: bytes | None) -> bytes:
@@ -412,7 +414,9 @@ class Squash:
         self._tell(record, "squashed", f"{regions[0].content_bytes} bytes are kept once")
         return True
 
-    def _region(self, optimizer: Optimizer, first: JSON | None, old: Region | None) -> Region:
+    def _region(
+        self, optimizer: Optimizer, first: JSON | None, old: OptimizerRegion | None
+    ) -> OptimizerRegion:
         """Return the slot's region with our tensors in it; the first rank makes it.
 
         `old` is where the tensors lie now, if that is a region of an earlier map of slots.
@@ -423,13 +427,13 @@ class Squash:
         elif old.is_viewed() or not old.holds(tensors):
             raise Unlike("other tensors look into the memory of its optimizer")
         if first is None:
-            return Region.make(self.exchange.ground, tensors)
+            return OptimizerRegion.make(self.exchange.ground, tensors)
         if first.get("no"):
             raise Unlike("nothing to compare with")
         if first["layout"] != _layout(tensors):
             raise Unlike("its optimizer has other tensors")
-        found = Region.join(self.exchange.ground, first["start"], tensors)
-        if isinstance(found, Part):
+        found = OptimizerRegion.join(self.exchange.ground, first["start"], tensors)
+        if isinstance(found, ReplicaPart):
             raise Unlike(f"{_name_of(optimizer, found.tensor)} differs")
         return found
 
@@ -564,7 +568,7 @@ def _state_tensors(optimizer: Optimizer) -> list[tuple[int, str, int, int]]:
     return [(n, key, id(t), t.data_ptr()) for n, key, t in _state(optimizer)]
 
 
-def _must_be_untouched(region: Region, optimizer: Optimizer) -> None:
+def _must_be_untouched(region: OptimizerRegion, optimizer: Optimizer) -> None:
     """Raise Unlike unless the rank's tensors are as the last common step left them."""
     if not region.holds(_tensors(optimizer)):
         raise Unlike("its optimizer has other tensors than before")

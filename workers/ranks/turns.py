@@ -50,7 +50,7 @@ IDLE_S = 1.0  # seconds; a slot holder asleep so long waits for something unknow
 LOG_LENGTH = 10_000
 
 
-class State(IntEnum):
+class RankState(IntEnum):
     NEW = 0  # its process has not joined yet
     READY = 1  # could run, and waits for its slot
     RUNNING = 2
@@ -60,8 +60,8 @@ class State(IntEnum):
 
 
 # Looking a member up in its class takes longer than reading a word.
-_READY, _RUNNING, _WAITING = State.READY, State.RUNNING, State.WAITING
-_AWAY = State.AWAY
+_READY, _RUNNING, _WAITING = RankState.READY, RankState.RUNNING, RankState.WAITING
+_AWAY = RankState.AWAY
 
 
 class Wait(IntEnum):
@@ -191,9 +191,9 @@ def unbegun(ground: Ground) -> int:
     with ground.locked():
         here = [ground.rank(rank) for rank in ground.here()]
         for at in here:
-            held = words[at + STATE] == State.WAITING and words[at + KIND] == Wait.CUT
+            held = words[at + STATE] == RankState.WAITING and words[at + KIND] == Wait.CUT
             steps.append(words[at + PART] if held else words[at + STEP] + bool(words[at + STEP]))
-        if all(words[at + STATE] == State.DONE for at in here):
+        if all(words[at + STATE] == RankState.DONE for at in here):
             steps.append(1)
     return max(steps)
 
@@ -211,20 +211,20 @@ def wake_at_cut(turns: Turns) -> None:
         turns.ready(Wait.CUT)
 
 
-def state(ground: Ground, rank: int) -> State:
-    return State(ground.words[ground.rank(rank) + STATE])
+def state(ground: Ground, rank: int) -> RankState:
+    return RankState(ground.words[ground.rank(rank) + STATE])
 
 
 def waits_for(ground: Ground, rank: int) -> Wait:
     """Return what the rank waits for; NOTHING if it doesn't wait for other ranks."""
     at = ground.rank(rank)
-    waits = ground.words[at + STATE] == State.WAITING
+    waits = ground.words[at + STATE] == RankState.WAITING
     return Wait(ground.words[at + KIND]) if waits else Wait.NOTHING
 
 
 def are_still(ground: Ground) -> bool:
     """True if no rank of this host could move by itself."""
-    return all(state(ground, rank) in (State.WAITING, State.DONE) for rank in ground.here())
+    return all(state(ground, rank) in (RankState.WAITING, RankState.DONE) for rank in ground.here())
 
 
 def fail(ground: Ground, text: str) -> None:
@@ -312,7 +312,7 @@ class Turns:
         self.ground.hold_lifeline(self.rank)
         with self.board():
             self.words[self.me + PROCESS], self.words[self.me + SPACE] = os.getpid(), _space()
-            self.words[self.me + STATE] = State.READY
+            self.words[self.me + STATE] = RankState.READY
             self._seat_next(self.seat)
         self._sleep_until_running()
 
@@ -320,7 +320,7 @@ class Turns:
         """Mark this rank as done and pass its slot on."""
         with self.board():
             self._get_up("end")
-            self.words[self.me + STATE] = State.DONE
+            self.words[self.me + STATE] = RankState.DONE
             self._seat_next(self.seat)
             self._regroup_at_boundary()
             self._must_not_be_stuck()
@@ -336,7 +336,7 @@ class Turns:
 
     def seatmates(self) -> list[int]:
         """Return the ranks of this slot that are not done, this rank included."""
-        return [rank for rank in self.on_my_seat() if self._of(rank, STATE) != State.DONE]
+        return [rank for rank in self.on_my_seat() if self._of(rank, STATE) != RankState.DONE]
 
     def on_my_seat(self) -> list[int]:
         """Return all ranks of this slot, whatever their state."""
@@ -381,7 +381,7 @@ class Turns:
     def _wait_for(self, kind: Wait, text: str) -> None:
         self.ground.write_text(self.me + _TEXT, text)
         self._get_up("wait")
-        self.words[self.me + STATE] = State.WAITING
+        self.words[self.me + STATE] = RankState.WAITING
         self._seat_next(self.seat)
         self._regroup_at_boundary()
         self._must_not_be_stuck()
@@ -395,13 +395,13 @@ class Turns:
         with self.board():
             self.ground.write_text(self.me + _TEXT, text)
             self._get_up("away")
-            self.words[self.me + STATE] = State.AWAY
+            self.words[self.me + STATE] = RankState.AWAY
             self._seat_next(self.seat)
         try:
             yield
         finally:
             with self.board():
-                self.words[self.me + STATE] = State.READY
+                self.words[self.me + STATE] = RankState.READY
                 self._seat_next(self.seat)
             self._sleep_until_running()
 
@@ -421,7 +421,7 @@ class Turns:
         with self.board():
             self.ground.write_text(self.me + _TEXT, text)
             self._get_up("away")
-            words[at + STATE] = State.AWAY
+            words[at + STATE] = RankState.AWAY
             self._seat_next(self.seat)
         while not until():
             self.ground.sleep(self.rank, LOOK_EVERY_S, beside=fd)
@@ -518,13 +518,13 @@ class Turns:
 
         The slice is used up.
         """
-        others = [rank for rank in self.seatmates() if self._of(rank, STATE) == State.READY]
+        others = [rank for rank in self.seatmates() if self._of(rank, STATE) == RankState.READY]
         if not others:
             return
         self._move_out()
         with self.board():
             self._get_up("slice")
-            self.words[self.me + STATE] = State.READY
+            self.words[self.me + STATE] = RankState.READY
             self._seat_next(self.seat)
         self._sleep_until_running()
 
@@ -640,16 +640,16 @@ class Turns:
             self._stop_waiting_if_called()
             if until is not None and until():
                 self._stop_waiting()
-            if self.words[self.me + STATE] == State.READY:
+            if self.words[self.me + STATE] == RankState.READY:
                 self._take_idle_seat()
-            if time.monotonic() > end_s and self.words[self.me + STATE] == State.WAITING:
+            if time.monotonic() > end_s and self.words[self.me + STATE] == RankState.WAITING:
                 self._too_late(timeout_s)
         self._begun_ns = time.monotonic_ns()
         self._move_in()
 
     def _stop_waiting_if_called(self) -> None:
         words, me = self.words, self.me
-        if not self.apart or words[me + STATE] != State.WAITING:
+        if not self.apart or words[me + STATE] != RankState.WAITING:
             return
         is_called = self.is_called() if words[me + KIND] == Wait.BLOCK else self._is_cut_now()
         if is_called:
@@ -677,25 +677,25 @@ class Turns:
                 if (self.words[place] - 1, self._of(holder, TURNS)) == seen[:2]:
                     at = self.ground.rank(holder)
                     self.ground.write_text(at + _TEXT, "it sleeps in something of its own")
-                    self.words[at + STATE], self.words[place] = State.AWAY, 0
+                    self.words[at + STATE], self.words[place] = RankState.AWAY, 0
                     self._seat_next(self.seat)
 
     def _come_back(self) -> None:
         """Wait behind the other ready ranks if our slot was taken while we slept."""
-        if self.words[self.me + STATE] != State.AWAY:
+        if self.words[self.me + STATE] != RankState.AWAY:
             return
         with self.board():
-            self.words[self.me + STATE] = State.READY
+            self.words[self.me + STATE] = RankState.READY
             self._seat_next(self.seat)
         self._sleep_until_running()
 
     def _too_late(self, timeout_s: float) -> None:
         """Withdraw the wait and raise TimeoutError; the caller decides what that means."""
         with self.board():
-            if self.words[self.me + STATE] != State.WAITING:
+            if self.words[self.me + STATE] != RankState.WAITING:
                 return
             told = f"no end of it within {timeout_s:.1f} s: {self.standing()}"
-            self.words[self.me + STATE] = State.READY
+            self.words[self.me + STATE] = RankState.READY
             self._seat_next(self.seat)
         self._sleep_until_running()
         raise TimeoutError(told)
@@ -703,9 +703,9 @@ class Turns:
     def _must_be_alive(self) -> None:
         for rank in range(self.ground.ranks):
             state = self._of(rank, STATE)
-            if rank == self.rank or state in (State.NEW, State.DONE):
+            if rank == self.rank or state in (RankState.NEW, RankState.DONE):
                 continue
-            if self.ground.is_dead(rank) and self._of(rank, STATE) != State.DONE:
+            if self.ground.is_dead(rank) and self._of(rank, STATE) != RankState.DONE:
                 fail(self.ground, f"rank {rank} has died: {self.standing()}")
                 self.check()
         if self.ground.is_bridged and self.ground.has_no_bridge():
@@ -721,7 +721,7 @@ class Turns:
 
     def _runs_beside_me(self) -> bool:
         """True if any other rank could move by itself."""
-        still = (State.WAITING, State.DONE)
+        still = (RankState.WAITING, RankState.DONE)
         states = (self._of(rank, STATE) for rank in range(self.ground.ranks) if rank != self.rank)
         return any(state not in still for state in states)
 
@@ -732,10 +732,10 @@ class Turns:
                 self.call_bridge()
             return
         mine = self.words[self.me + STATE]
-        if mine not in (State.WAITING, State.DONE) or self._runs_beside_me():
+        if mine not in (RankState.WAITING, RankState.DONE) or self._runs_beside_me():
             return
         waiting = [
-            rank for rank in range(self.ground.ranks) if self._of(rank, STATE) == State.WAITING
+            rank for rank in range(self.ground.ranks) if self._of(rank, STATE) == RankState.WAITING
         ]
         if any(self._of(rank, KIND) == Wait.BOUNDARY for rank in waiting):
             self._regroup()  # all are parked, which is all that a change of slots needs
@@ -748,8 +748,8 @@ class Turns:
 
     def _regroup_at_boundary(self) -> None:
         """Regroup once every live rank waits at the boundary; the last one has come, or is done."""
-        live = [r for r in range(self.ground.ranks) if self._of(r, STATE) != State.DONE]
-        waiting = [r for r in live if self._of(r, STATE) == State.WAITING]
+        live = [r for r in range(self.ground.ranks) if self._of(r, STATE) != RankState.DONE]
+        waiting = [r for r in live if self._of(r, STATE) == RankState.WAITING]
         there = [r for r in waiting if self._of(r, KIND) == Wait.BOUNDARY]
         if there and there == live:
             self._regroup()
@@ -764,9 +764,9 @@ class Turns:
         for rank in range(ground.ranks):
             words[ground.seat(rank) + _HOLDER] = 0
             at = ground.rank(rank)
-            if words[at + STATE] == State.WAITING and words[at + KIND] == Wait.BOUNDARY:
+            if words[at + STATE] == RankState.WAITING and words[at + KIND] == Wait.BOUNDARY:
                 words[at + STEP] = step  # counts as begun, as in `boundary`
-        if words[self.me + STATE] == State.RUNNING:
+        if words[self.me + STATE] == RankState.RUNNING:
             words[ground.seat(self.seat) + _HOLDER] = self.rank + 1
         self.ready(Wait.BOUNDARY)
         for seat in range(seats):
@@ -775,14 +775,18 @@ class Turns:
     def standing_of(self, rank: int) -> str:
         if not self.ground.is_here(rank):
             return f"rank {rank} is on another host"
-        state = State(self._of(rank, STATE))
+        state = RankState(self._of(rank, STATE))
         text = self.ground.read_text(self.ground.rank(rank) + _TEXT)
-        if state == State.WAITING:
+        if state == RankState.WAITING:
             for_whom = self._lacked_by(rank)
             return f"rank {rank} waits in {text}{for_whom}"
-        if state == State.AWAY:
+        if state == RankState.AWAY:
             return f"rank {rank} is away ({text})"
-        names = {State.NEW: "has not come", State.READY: "is ready to run", State.DONE: "has ended"}
+        names = {
+            RankState.NEW: "has not come",
+            RankState.READY: "is ready to run",
+            RankState.DONE: "has ended",
+        }
         return f"rank {rank} {names.get(state, 'runs')}"
 
     def _lacked_by(self, rank: int) -> str:

@@ -497,7 +497,7 @@ class Conductor:
 
     def _look_whether_still(self) -> None:
         """Report when nothing steps on this device: each rank is still or waits for others."""
-        waits = (turns.State.WAITING, turns.State.DONE)
+        waits = (turns.RankState.WAITING, turns.RankState.DONE)
         still = all(
             rank.is_still or turns.state(self.board, rank.number) in waits for rank in self.here
         )

@@ -11,7 +11,7 @@ from typing import Any
 
 from workers.capture.capture import Uncapturable
 from workers.graph import node_rng, runner
-from workers.switching.staging import TooLarge
+from workers.switching.staging import ImageTooLarge
 
 JSON = dict[str, Any]
 
@@ -47,11 +47,11 @@ def told_as_ending() -> Iterator[None]:
         yield
     except Uncapturable as error:
         raise uncapturable(error) from error
-    except TooLarge as error:
+    except ImageTooLarge as error:
         raise too_large(error) from error
 
 
-def too_large(error: TooLarge) -> Ending:
+def too_large(error: ImageTooLarge) -> Ending:
     told = f"The job cannot be saved: {error} (ROUNDHOUSE_HOST_MEMORY_BYTES)."
     return Ending("failed", cause="uncapturable", message=told, detail="")
 

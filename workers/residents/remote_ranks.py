@@ -43,7 +43,7 @@ from workers.process import sandbox
 from workers.process.image_layout import Layout, from_json
 from workers.process.slab import Slab
 from workers.ranks import host_bridge, shared_memory, turns
-from workers.ranks.host_bridge import HOME, Link, Place, Said
+from workers.ranks.host_bridge import HOME, Link, ReceivedPlace, Said
 from workers.ranks.shared_memory import Ground
 from workers.residents.coordinator import JSON, Conductor, RankProcess, Region, fork, parted, unsaid
 
@@ -157,7 +157,7 @@ def _end(ranks: Iterable[RankProcess], bridge_pid: int) -> None:
 # --- parts of an image ----------------------------------------------------------------------------
 
 
-class Parts:
+class ImageParts:
     """An end of a line, for images: each part has the same offset in the slabs of both ends."""
 
     def __init__(self, slab: Slab, line: Link) -> None:
@@ -185,12 +185,12 @@ class Parts:
         """Send the index, which lies behind the image's part of the slab, or of a rank's region."""
         self.line.say(("index", start), memoryview(os.pread(self.slab.fd, size, start)))
 
-    def place(self, said: Said, size: int) -> Place:
+    def place(self, said: Said, size: int) -> ReceivedPlace:
         if said[0] == "part":
-            return Place(self._view(said[1], size))
-        return Place(memoryview(bytearray(size)))
+            return ReceivedPlace(self._view(said[1], size))
+        return ReceivedPlace(memoryview(bytearray(size)))
 
-    def take(self, said: Said, body: Place | None) -> bool:
+    def take(self, said: Said, body: ReceivedPlace | None) -> bool:
         """Store a message's part of an image; False if the message is none.
 
         Raises OSError for offsets that are outside the slab.
@@ -238,7 +238,7 @@ class Home(Conductor):
         super().__init__(work)
         self.live = live
         self.lines: dict[int, Link] = {}
-        self.parts: dict[int, Parts] = {}
+        self.parts: dict[int, ImageParts] = {}
         self.bridge_pid = 0
         self.wanted: Seats | None = None
         self.changes = False
@@ -265,7 +265,7 @@ class Home(Conductor):
         if seats.lines:
             self.bridge_pid = _fork_bridge(work, board, list(seats.lines.values()), seats.links)
         self.lines = {host: Link(host, sock) for host, sock in seats.lines.items()}
-        self.parts = {host: Parts(work.slab, line) for host, line in self.lines.items()}
+        self.parts = {host: ImageParts(work.slab, line) for host, line in self.lines.items()}
         for rank in range(ranks):
             if rank not in members:
                 members[rank] = self._far(rank, self.lines[board.hosts[rank]])
@@ -286,7 +286,7 @@ class Home(Conductor):
             self._send_parts(self.parts[host], host, image["index_bytes"])
         line.say(("begin", slab.limit_bytes, image))
 
-    def _send_parts(self, parts: Parts, host: int, index_bytes: int) -> None:
+    def _send_parts(self, parts: ImageParts, host: int, index_bytes: int) -> None:
         slab = self.work.slab
         index = slab.read_index(index_bytes)["layout"]
         whole = from_json(index, limit_bytes=slab.limit_bytes)
@@ -575,7 +575,7 @@ class Outpost:
             return False
         sockets = Seats.taken([0, 0], wire.fds)  # there is one other host: the coordinator
         self.line, self.links = Link(HOME, sockets.lines[1]), {HOME: sockets.links[1]}
-        self.parts = Parts(self.work.slab, self.line)
+        self.parts = ImageParts(self.work.slab, self.line)
         return True
 
     def _take_orders(self) -> None:

@@ -40,7 +40,7 @@ from workers.residents.outputs import Outgoing
 from workers.residents.progress import FIRST_POINTS_S, REPORT_S, FirstPoints
 from workers.residents.work import Work
 from workers.switching import context_switch, offload
-from workers.switching.staging import TooLarge
+from workers.switching.staging import ImageTooLarge
 
 RESULT_LIMIT_BYTES = 256 * 1024  # as JSON; larger values must be outputs
 
@@ -288,7 +288,7 @@ def _must_be_capturable(work: Work) -> None:
         size = work.images.staging.must_fit(captured)
     except Uncapturable as error:
         raise uncapturable(error) from error
-    except TooLarge as error:
+    except ImageTooLarge as error:
         raise too_large(error) from error
     if work.spec["checkpoint_every_s"] > 0:  # an image is sure to follow: prepare its memory
         threading.Thread(target=work.slab.make_ready, args=(size,), daemon=True).start()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from app.core.model.task_graph import TaskGraph
-from app.core.placement.executors import Spread
+from app.core.placement.executors import ExecutorSpread
 from workers.capture.capture import Surroundings
 from workers.capture.tensor_io import Lent
 from workers.graph.runner import GraphJob
@@ -42,7 +42,7 @@ class Work:
     spec: JSON = field(default_factory=dict)
     fds: list[int] = field(default_factory=list)
     graph: TaskGraph | None = None  # the graph, or the part of it that this task runs
-    spread: Spread | None = None  # executor of each node, if there are several
+    spread: ExecutorSpread | None = None  # executor of each node, if there are several
     entry: Any = None
     job: Any = None
     preset: JSON = field(default_factory=dict)

@@ -56,12 +56,12 @@ _copy_small.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _copy_small.restype = ctypes.c_void_p
 
 
-class TooLarge(Exception):
+class ImageTooLarge(Exception):
     """The image does not fit into the slab."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class StoragePart:
     """A large storage of host memory that is to be copied to `offset` of the slab."""
 
     storage: torch.UntypedStorage
@@ -98,9 +98,9 @@ class _Plan:
     """The way in which each storage is copied; small storages are copied already."""
 
     small: list[torch.UntypedStorage] = field(default_factory=list)
-    now: list[Part] = field(default_factory=list)
-    later: list[Part] = field(default_factory=list)
-    again: list[Part] = field(default_factory=list)  # to be copied only if it was written to
+    now: list[StoragePart] = field(default_factory=list)
+    later: list[StoragePart] = field(default_factory=list)
+    again: list[StoragePart] = field(default_factory=list)  # to be copied only if it was written to
     device: list[tuple[torch.UntypedStorage, int]] = field(default_factory=list)
 
 
@@ -191,7 +191,7 @@ class Staging:
         layout, limit = self._placed(captured), self.slab.limit_bytes
         if layout.end > limit:
             told = f"its state needs {layout.end} bytes; this device can keep at most {limit}"
-            raise TooLarge(told)
+            raise ImageTooLarge(told)
         return layout
 
     @property
@@ -278,7 +278,7 @@ class Staging:
         self._guarded &= known.keys()
         return plan
 
-    def _seen(self, part: Part) -> _Known:
+    def _seen(self, part: StoragePart) -> _Known:
         place = (part.address, part.size, part.offset)
         seen = self._known.get(part.storage._cdata)
         if seen is None or seen.alive.expired():
@@ -324,12 +324,12 @@ class Staging:
             _copy(self.slab.address + part.offset, part.address, part.size)
             self.copied_bytes += part.size
 
-    def _may_be_frozen(self, part: Part) -> bool:
+    def _may_be_frozen(self, part: StoragePart) -> bool:
         """True unless the storage is new: protecting it for only one step costs page faults."""
         known = self._known[part.storage._cdata]
         return known.images > 1 and not known.is_hot
 
-    def _copy_edges(self, part: Part) -> None:
+    def _copy_edges(self, part: StoragePart) -> None:
         """Copy the bytes of a storage on pages that it shares with other memory."""
         pages, to = part.pages, self.slab.address + part.offset
         if before := pages.start - part.address:
@@ -339,7 +339,7 @@ class Staging:
 
     # --- beside the next step ---
 
-    def _copy_later(self, parts: list[Part], event: Any) -> None:
+    def _copy_later(self, parts: list[StoragePart], event: Any) -> None:
         assert self.watch is not None or not parts
         if event is not None:
             event.synchronize()
@@ -355,7 +355,7 @@ class Staging:
             for part in parts:
                 self._known[part.storage._cdata].is_copied = not part.is_passing
 
-    def _copied(self, part: Part) -> bool:
+    def _copied(self, part: StoragePart) -> bool:
         pages = part.pages
         to = self.slab.address + part.offset - part.address
         for at in range(pages.start, pages.end, PIECE_BYTES):
@@ -365,7 +365,7 @@ class Staging:
         self.copied_bytes += part.size
         return True
 
-    def _is_hot(self, part: Part) -> None:
+    def _is_hot(self, part: StoragePart) -> None:
         known = self._known[part.storage._cdata]
         known.is_hot, known.is_copied = True, False
 
@@ -436,7 +436,7 @@ class Staging:
             yield part.storage, extents[_number(part.storage)]
         yield from self._brought_from_device(plan.device, layout, extents)
 
-    def _written(self, parts: list[Part]) -> set[Range]:
+    def _written(self, parts: list[StoragePart]) -> set[Range]:
         return set() if self.watch is None else self.watch.written(part.pages for part in parts)
 
     def _brought_from_device(
@@ -472,10 +472,12 @@ def _number(storage: torch.UntypedStorage) -> int:
     return number
 
 
-def _part(storage: torch.UntypedStorage, extent: Extent) -> Part:
+def _part(storage: torch.UntypedStorage, extent: Extent) -> StoragePart:
     address, size = storage.data_ptr(), extent.size
     pages = Range.inside(address, size)
-    return Part(storage=storage, address=address, size=size, offset=extent.offset, pages=pages)
+    return StoragePart(
+        storage=storage, address=address, size=size, offset=extent.offset, pages=pages
+    )
 
 
 def _storages(values: Iterable[Any]) -> Iterable[int]:

@@ -100,7 +100,7 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class FoundImage:
     """An image in a slab, and its manifest.
 
     `fetched_bytes` is the size of the chunks that were not in the slab before.
@@ -302,8 +302,8 @@ def _clock_s() -> float:
 
 
 def read(
-    sha256: str, *, into: int, tenant: str, key: str, store: Store, before: Found | None = None
-) -> Found:
+    sha256: str, *, into: int, tenant: str, key: str, store: Store, before: FoundImage | None = None
+) -> FoundImage:
     """Fill the memfd `into` with the checkpoint of that address; it is made long enough.
 
     `key` is the public key (hexadecimal) of the host that wrote it, as the Launch order has it.
@@ -340,9 +340,9 @@ def follow(
     tenant: str,
     key: str,
     store: Store,
-    before: Found,
+    before: FoundImage,
     wait: Callable[[], bool],
-) -> Found | None:
+) -> FoundImage | None:
     """Read an image that is being written now, as `read` does.
 
     `wait` waits a moment and returns whether to look again.  Returns None if `wait` returned False
@@ -372,9 +372,9 @@ def _laid(
     into: int,
     get: Callable[[Chunk], Bytes],
     *,
-    before: Found | None,
+    before: FoundImage | None,
     hands: int,
-) -> Found:
+) -> FoundImage:
     rank = manifest.ranks[0]
     graph, *storages = rank.parts
     layout = _laid_out(graph.size, [(part.size, part.device, part.pinned) for part in storages])
@@ -382,7 +382,7 @@ def _laid(
     new = [chunk for place, chunk in _placed_with(layout, rank) if place not in there]
     fill(into, layout, new, get, hands=hands)
     fetched = sum(chunk.size for chunk in new)
-    return Found(sha256=sha256, layout=layout, manifest=manifest, fetched_bytes=fetched)
+    return FoundImage(sha256=sha256, layout=layout, manifest=manifest, fetched_bytes=fetched)
 
 
 def _laid_out(graph_bytes: int, storages: list[tuple[int, str, bool]]) -> Layout:

@@ -56,7 +56,7 @@ class Giver:
 
     def __init__(self, cache: Cache, bytes_per_s: int = 0) -> None:
         self.secret = secrets.token_hex(32)
-        self._cache, self._pace = cache, Pace(bytes_per_s)
+        self._cache, self._pace = cache, SharedPace(bytes_per_s)
         self._hands = ThreadPoolExecutor(AT_ONCE, "giving")
         self._over = threading.Event()
 
@@ -92,7 +92,7 @@ class Giver:
                 sock.sendfile(file, at, min(_PIECE, size - at))
 
 
-class Pace:
+class SharedPace:
     """Limits the rate of all callers together to `bytes_per_s`; 0: no limit."""
 
     def __init__(self, bytes_per_s: int) -> None:

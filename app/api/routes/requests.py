@@ -146,7 +146,7 @@ def plan_of_request(id: str, caller: Authed, session: Db) -> dict[str, Any]:
     }
 
 
-def _plan(plan: graphs.Plan) -> dict[str, Any]:
+def _plan(plan: graphs.StoredPlan) -> dict[str, Any]:
     moved = sum(copy.moved_bytes or 0 for copy in plan.copies)
     return {
         "task": plan.task,

@@ -335,7 +335,9 @@ def task_outs(session: Session, tasks: Sequence[Task]) -> list[TaskOut]:
 
 
 def new_task_out(
-    request: Mapping[str, Any], task: Mapping[str, Any], needs: Iterable[dependencies.Need]
+    request: Mapping[str, Any],
+    task: Mapping[str, Any],
+    needs: Iterable[dependencies.DependencyEdge],
 ) -> dict[str, Any]:
     """Return the answer for a task that is being written; fields not given have their defaults."""
     return {

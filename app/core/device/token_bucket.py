@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class Bucket:
+class TokenBucket:
     """A bucket with up to `burst` tokens, refilled by `per_s` per second.
 
     More tokens may be taken than there are.  Then the bucket is in debt, and the caller must wait

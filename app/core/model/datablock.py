@@ -243,7 +243,7 @@ def check(block: TrackedBlock) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class EvictableCopy:
     """A block's copy on a device or host, which may be evicted from there.
 
     `next_use` is the position in the plan of the next task that reads the block here; None if no
@@ -257,14 +257,14 @@ class Held:
     clean: bool
 
 
-def victims(held: Iterable[Held], need_bytes: int) -> tuple[Held, ...]:
+def victims(held: Iterable[EvictableCopy], need_bytes: int) -> tuple[EvictableCopy, ...]:
     """Return the copies to drop, in order, to free `need_bytes`; all of them if that is too little.
 
     The order follows the known plan (Belady 1966): copies never used here again go first, then
     those used farthest in the future.  Among equals clean copies go first, then large ones.  Copies
     that turn out not to be needed for the sum stay.
     """
-    chosen, freed = list[Held](), 0
+    chosen, freed = list[EvictableCopy](), 0
     for copy in sorted(held, key=_farthest):
         if freed >= need_bytes:
             break
@@ -277,7 +277,7 @@ def victims(held: Iterable[Held], need_bytes: int) -> tuple[Held, ...]:
     return tuple(chosen)
 
 
-def _farthest(copy: Held) -> tuple[int, int, bool, int, str]:
+def _farthest(copy: EvictableCopy) -> tuple[int, int, bool, int, str]:
     never = copy.next_use is None
     return (not never, -(copy.next_use or 0), not copy.clean, -copy.bytes, copy.block)
 

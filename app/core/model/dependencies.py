@@ -15,7 +15,7 @@ from app.core.model.descriptor import Descriptor, Fault, Hints, TaskDescriptor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
+class DependencyEdge:
     """One edge into a task: the task starts when `task` is done; `port` takes its `output`.
 
     `port` and `output` are "" for an edge of `after`.  The task need not wait for an input that may
@@ -65,7 +65,7 @@ class Offer:
         return found
 
 
-def needs(descriptor: Descriptor) -> dict[str, tuple[Need, ...]]:
+def needs(descriptor: Descriptor) -> dict[str, tuple[DependencyEdge, ...]]:
     """Return the edges into each task, those of `after` first; datablocks make no edges."""
     return {task.name: tuple(need for _, need in _edges(task)) for task in descriptor.tasks}
 
@@ -107,14 +107,16 @@ def check(descriptor: Descriptor) -> tuple[Fault, ...]:
     return tuple(faults) or tuple(_cycle(descriptor))
 
 
-def _edges(task: TaskDescriptor) -> Iterator[tuple[str, Need]]:
+def _edges(task: TaskDescriptor) -> Iterator[tuple[str, DependencyEdge]]:
     """Yield (pointer below the task, edge)."""
     for n, name in enumerate(task.start.after):
-        yield f"start/after/{n}", Need(task=name)
+        yield f"start/after/{n}", DependencyEdge(task=name)
     late = (task.run.part or {}).get("late", ())
     for port, source in task.inputs.items():
         if source.kind == "task":
-            need = Need(task=source.name, port=port, output=source.output, late=port in late)
+            need = DependencyEdge(
+                task=source.name, port=port, output=source.output, late=port in late
+            )
             yield f"inputs/{port}", need
 
 

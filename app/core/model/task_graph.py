@@ -66,7 +66,7 @@ RESERVED = frozenset({"ctx"})  # arguments that a function gets in addition to i
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tensor:
+class DeclaredTensor:
     """The declaration of a block; a size is a number, or a name that stands for one number."""
 
     dtype: str
@@ -106,7 +106,7 @@ class Node:
     params: Mapping[str, Any] = field(default_factory=dict)
     inout: tuple[str, ...] = ()
     map: tuple[str, ...] = ()
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    tensors: Mapping[str, DeclaredTensor] = field(default_factory=dict)
     est_ms: float = 0.0
     memory_bytes: int = 0
     draws: bool = True
@@ -132,7 +132,7 @@ class TaskGraph:
 
     nodes: tuple[Node, ...]
     outputs: Mapping[str, str]
-    inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    inputs: Mapping[str, DeclaredTensor] = field(default_factory=dict)
     memory_bytes: int = 0
     made_bytes: Mapping[str, int] = field(default_factory=dict)
     where: str = ""
@@ -301,7 +301,7 @@ def _mapped(fields: Fields) -> tuple[str, ...]:
     return fields.texts("map", WORD, WORD_RULE)
 
 
-def _tensors(fields: Fields, key: str) -> dict[str, Tensor]:
+def _tensors(fields: Fields, key: str) -> dict[str, DeclaredTensor]:
     found = {}
     inside = fields.inside(key)
     for port in inside.body:
@@ -311,7 +311,7 @@ def _tensors(fields: Fields, key: str) -> dict[str, Tensor]:
         shape = tuple(_size(one, *said) for said in one.items("shape", least=0, most=MAX_RANK))
         one.close()
         if dtype:
-            found[port] = Tensor(dtype=dtype, shape=shape)
+            found[port] = DeclaredTensor(dtype=dtype, shape=shape)
     return found
 
 
@@ -354,7 +354,9 @@ def _sub_graph(fields: Fields, name: str, made: dict[str, str]) -> Iterator[Node
         )
 
 
-def _declared_outside(node: Node, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _declared_outside(
+    node: Node, inputs: Mapping[str, DeclaredTensor]
+) -> dict[str, DeclaredTensor]:
     """Return the sub-graph's declarations of the inputs that a node reads whole."""
     whole = {p: taken.sources[0] for p, taken in node.inputs.items() if not taken.is_list}
     mapped = frozenset(node.map)
@@ -376,7 +378,7 @@ def _lifted(taken: Binding, name: str, given: Mapping[str, Binding]) -> Binding:
     return Binding(sources=tuple(sources), is_list=taken.is_list)
 
 
-def _scoped(tensor: Tensor, name: str) -> Tensor:
+def _scoped(tensor: DeclaredTensor, name: str) -> DeclaredTensor:
     shape = (size if isinstance(size, int) else f"{name}/{size}" for size in tensor.shape)
     return replace(tensor, shape=tuple(shape))
 
@@ -516,7 +518,7 @@ class _Sizes:
         self.known.update(dict.fromkeys(passed, size))  # the way is short from now on
         return size
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def of(self, tensor: DeclaredTensor) -> DeclaredTensor:
         return replace(tensor, shape=tuple(self.root(size) for size in tensor.shape))
 
 
@@ -534,7 +536,7 @@ def _misfits(graph: TaskGraph) -> Iterator[Fault]:
     yield from _too_large(graph, made, sizes)
 
 
-def declared(graph: TaskGraph) -> dict[str, tuple[Tensor, bool]]:
+def declared(graph: TaskGraph) -> dict[str, tuple[DeclaredTensor, bool]]:
     """Return the declared blocks: (declaration, True if the block is a list of such tensors)."""
     found = {f"{INPUT}{port}": (tensor, False) for port, tensor in graph.inputs.items()}
     for node in graph.nodes:
@@ -547,7 +549,7 @@ def declared(graph: TaskGraph) -> dict[str, tuple[Tensor, bool]]:
 def _misfit(
     node: Node,
     port: str,
-    made: tuple[Tensor, bool] | None,
+    made: tuple[DeclaredTensor, bool] | None,
     taken: Binding,
     sizes: _Sizes,
     mapped: Set[str],
@@ -570,12 +572,12 @@ def _misfit(
     return f"is {shown} {_shown(sizes.of(wanted_tensor))}"
 
 
-def _shown(tensor: Tensor) -> str:
+def _shown(tensor: DeclaredTensor) -> str:
     return f"{tensor.dtype}[{', '.join(map(str, tensor.shape))}]"
 
 
 def _too_large(
-    graph: TaskGraph, made: Mapping[str, tuple[Tensor, bool]], sizes: _Sizes
+    graph: TaskGraph, made: Mapping[str, tuple[DeclaredTensor, bool]], sizes: _Sizes
 ) -> Iterator[Fault]:
     """Yield faults for nodes whose own blocks exceed the memory limit of the graph."""
     if not graph.memory_bytes:
@@ -589,7 +591,7 @@ def _too_large(
 
 
 def least_bytes(
-    node: Node, made: Mapping[str, tuple[Tensor, bool]], sizes: _Sizes | None = None
+    node: Node, made: Mapping[str, tuple[DeclaredTensor, bool]], sizes: _Sizes | None = None
 ) -> int:
     """Return the least bytes that a node, or one of its shards, needs at once, as declared."""
     sizes = sizes or _Sizes()
@@ -730,7 +732,7 @@ class Unit:
     inout: tuple[str, ...]
     map: tuple[str, ...]
     frees: tuple[int, ...]
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, DeclaredTensor]
     memory_bytes: int
     draws: bool
     is_sized: bool

@@ -20,7 +20,7 @@ from functools import cached_property
 from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple
 
-from app.core.model.datablock import Held, victims
+from app.core.model.datablock import EvictableCopy, victims
 
 NS = 1_000_000_000
 FAR = 1 << 62
@@ -463,11 +463,11 @@ class Timeline:
                 self.leaves.append((block, place, task))
         return at
 
-    def _held(self, task: int, place: int) -> list[Held]:
+    def _held(self, task: int, place: int) -> list[EvictableCopy]:
         """Return the copies at the place that may be evicted for the task."""
         reads, bit = self.problem.reads[task], 1 << place
         return [
-            Held(
+            EvictableCopy(
                 block=str(block),
                 bytes=self.problem.size[block],
                 next_use=self._next_use(block, place, self.position[task]),

@@ -44,7 +44,7 @@ _HOST = "host"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
+class ExecutorSpread:
     """The order of all nodes, and the executor of each, or EVERYBODY."""
 
     executors: int
@@ -83,7 +83,7 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lane:
+class ExecutorPlan:
     """All that one executor runs.  `takes` is what the graph's outputs need from others.
 
     `readers` maps each block that it gives to its readers, each with the last unit that reads it.
@@ -100,11 +100,11 @@ class Lane:
 
 def spread(
     graph: TaskGraph, executors: int, effort: Effort = EFFORT, *, order: Sequence[str] = ()
-) -> Spread:
+) -> ExecutorSpread:
     """Return the executor of each node, and the given order; without one, an order is found."""
     if executors == 1:
         names = tuple(order) or program(graph).order
-        return Spread(executors=1, order=names, seats=dict.fromkeys(names, 0))
+        return ExecutorSpread(executors=1, order=names, seats=dict.fromkeys(names, 0))
     plan = planner.place(_to_place(graph, executors), _topology(executors), effort)
     seats = {
         node.name: EVERYBODY if node.map else int(plan.seats[node.name][0]) for node in graph.nodes
@@ -113,7 +113,7 @@ def spread(
     for n, name in enumerate(plan.order):
         first.setdefault(name.partition("#")[0], n)
     found = tuple(order) or _in_order(graph, first)
-    return Spread(executors=executors, order=found, seats=seats)
+    return ExecutorSpread(executors=executors, order=found, seats=seats)
 
 
 def _in_order(graph: TaskGraph, first: Mapping[str, int]) -> tuple[str, ...]:
@@ -204,8 +204,8 @@ def _declared_items(graph: TaskGraph) -> dict[str, int]:
 
 
 def lanes(
-    graph: TaskGraph, spread: Spread, program: Program, late: Collection[str] = ()
-) -> tuple[Lane, ...]:
+    graph: TaskGraph, spread: ExecutorSpread, program: Program, late: Collection[str] = ()
+) -> tuple[ExecutorPlan, ...]:
     """Return what each executor runs of a program whose order is that of `spread`.
 
     Inputs of `late` come while the graph runs.
@@ -215,7 +215,7 @@ def lanes(
 
 class _Lanes:
     def __init__(
-        self, graph: TaskGraph, spread: Spread, program: Program, late: Collection[str]
+        self, graph: TaskGraph, spread: ExecutorSpread, program: Program, late: Collection[str]
     ) -> None:
         self.spread, self.program, self.n = spread, program, spread.executors
         self.number = {name: n for n, name in enumerate(program.blocks)}
@@ -237,10 +237,10 @@ class _Lanes:
                 for held in read:
                     self.last[held][e] = at
 
-    def found(self) -> tuple[Lane, ...]:
+    def found(self) -> tuple[ExecutorPlan, ...]:
         end = len(self.program.units)
         return tuple(
-            Lane(
+            ExecutorPlan(
                 executor=e,
                 stops=tuple(self._stop(e, at, unit) for at, unit in self._units(e)),
                 takes=tuple(h for h in self.reads[e].get(end, ()) if h[1] != e),
@@ -296,7 +296,9 @@ class _Lanes:
         return bool(self.last[held].keys() - {held[1]})
 
 
-def copies(graph: TaskGraph, spread: Spread, late: Collection[str] = ()) -> tuple[Copy, ...]:
+def copies(
+    graph: TaskGraph, spread: ExecutorSpread, late: Collection[str] = ()
+) -> tuple[Copy, ...]:
     """Return all copies between executors, by target and then in the order of the nodes."""
     made, known = program(graph, spread.order), known_bytes(graph)
     found = list[Copy]()

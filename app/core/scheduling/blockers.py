@@ -22,7 +22,7 @@ from app.core.model.snapshot import Reason, Task
 from app.core.scheduling import elastic
 from app.core.scheduling.board import MILLI, Board
 from app.core.scheduling.preemption import above, below, goes_before, sides
-from app.core.scheduling.stays import Stay, fresh_us, slice_us
+from app.core.scheduling.stays import BoardStay, fresh_us, slice_us
 
 
 def line(board: Board) -> Iterator[tuple[Task, tuple[Reason, ...]]]:
@@ -126,7 +126,7 @@ class _Held(NamedTuple):
     soon: bool = False  # equally urgent, of the same user: gives way after its minute (F8)
 
 
-def _holders(board: Board, task: Task, busy: list[Stay]) -> dict[str, Any]:
+def _holders(board: Board, task: Task, busy: list[BoardStay]) -> dict[str, Any]:
     leaf = board.leaf(task)
     seen = [(stay, _why_held(board, stay, task)) for stay in busy]
     staying = [stay for stay, why in seen if why.served]
@@ -159,7 +159,7 @@ def _shut(board: Board, task: Task) -> Iterator[Shut]:
             yield Shut(above=up, kind="", held=branch.running, limit=most)
 
 
-def _why_held(board: Board, stay: Stay, task: Task) -> _Held:
+def _why_held(board: Board, stay: BoardStay, task: Task) -> _Held:
     """Apply rules F4 to F7 and F9 as `core.scheduling.preemption` does once the holder's turn is
     over."""
     if not board.policy.turns:
@@ -182,7 +182,7 @@ def _lent(branch: Branch, kind: str) -> bool:
     return not branch.guarantee or branch.held[kind] > branch.guarantee.get(kind, 0)
 
 
-def _protected(board: Board, stay: Stay, task: Task) -> bool:
+def _protected(board: Board, stay: BoardStay, task: Task) -> bool:
     if board.urgency.protected(stay.task):
         return True
     held = stay.task
@@ -200,12 +200,12 @@ def _shed(board: Board, task: Task) -> bool:
     return due and task.tier not in board.urgency.honoured(task.kind)
 
 
-def _fee(board: Board, stay: Stay, task: Task) -> int:
+def _fee(board: Board, stay: BoardStay, task: Task) -> int:
     turn_us = slice_us(board.policy, task)
     return board.tree.faded(turn_us * board.rate_of(stay.task) // len(stay.devices) * task.width)
 
 
-def _standing(board: Board, task: Task, staying: list[Stay]) -> Standing | None:
+def _standing(board: Board, task: Task, staying: list[BoardStay]) -> Standing | None:
     """Compare the task's side with the best served of the stays; None without stays."""
     if not staying:
         return None

@@ -38,7 +38,7 @@ from app.core.scheduling.stays import (
     HOLDS_A_SEAT,
     LEAVES_A_SEAT,
     NEVER,
-    Stay,
+    BoardStay,
     fresh_us,
     is_lent,
     is_same_epoch,
@@ -65,15 +65,15 @@ class Board:
         self.users: dict[str, User] = {}
         self.devices: dict[str, Device] = {}
         self.tasks: dict[str, Task] = {}
-        self.stays: dict[str, Stay] = {}
+        self.stays: dict[str, BoardStay] = {}
         self.pools: dict[str, Pool] = {}
         self.urgency = Urgency(policy, self.tree, self.pools, self.tasks)
         self.seated: dict[str, str] = {}  # device -> the task that holds it or was assigned to it
         self.leaving: dict[str, str] = {}  # device -> the task that is leaving it
         self.beside: dict[str, dict[str, None]] = {}  # device -> tasks co-located with the holder
-        self.graphs: dict[str, Stay] = {}  # stays of graphs; some may share their devices
-        self.ripe: dict[Branch, dict[str, Stay]] = {}
-        self.settled: dict[Branch, dict[str, Stay]] = {}  # preemptible stays past `fresh_s`
+        self.graphs: dict[str, BoardStay] = {}  # stays of graphs; some may share their devices
+        self.ripe: dict[Branch, dict[str, BoardStay]] = {}
+        self.settled: dict[Branch, dict[str, BoardStay]] = {}  # preemptible stays past `fresh_s`
         self.memory = RoundMemory()
         self.news: set[str] = set()  # tasks to look at in the next cycle
         self.leases_due_s = NEVER
@@ -85,7 +85,7 @@ class Board:
         self.longer: dict[tuple[Branch, Lane], tuple[int, float, str]] = {}
         # queues of `longer` without loaded tasks left
         self.short: set[tuple[Branch, Lane]] = set()
-        self.elastic: dict[str, Stay] = {}  # elastic stays that are not leaving
+        self.elastic: dict[str, BoardStay] = {}  # elastic stays that are not leaving
         self.grown = 0  # devices that elastic stays hold beyond their need
         self.astray = False  # may a task be on a device that is lost or unknown?
         # (tenant, user, kind) -> idle-credit floor
@@ -305,7 +305,7 @@ class Board:
         found = (self.seated.get(device), *self.beside.get(device, ()), self.leaving.get(device))
         return [id for id in found if id is not None]
 
-    def group(self, device: str) -> list[Stay]:
+    def group(self, device: str) -> list[BoardStay]:
         """Return the stays that hold a device together and take turns on it."""
         holder = self.seated.get(device)
         if holder is None:
@@ -564,7 +564,7 @@ class Board:
 
     # --- stays ---
 
-    def _stay(self, task: Task, stay: Stay | None) -> None:
+    def _stay(self, task: Task, stay: BoardStay | None) -> None:
         self.unline(task.id)
         known = stay is not None
         if stay is None:
@@ -586,7 +586,7 @@ class Board:
             else:
                 heappush(self._ripening, (ripe_s(stay), task.id, task.epoch))
 
-    def _measure_turn(self, stay: Stay, task: Task) -> None:
+    def _measure_turn(self, stay: BoardStay, task: Task) -> None:
         """Adjust the turn's length once the switching cost is known."""
         turn_us = slice_us(self.policy, task)
         if stay.ripe or stay.leaving or turn_us == stay.turn_us:
@@ -596,12 +596,12 @@ class Board:
         stay.task, stay.turn_us = task, turn_us
         self.tree.charge(stay.leaf, self.tree.faded(self._owes(stay) - owed))
 
-    def _seat(self, task: Task) -> Stay:
+    def _seat(self, task: Task) -> BoardStay:
         """Rule F1: let a task hold its devices and charge it a full turn at once."""
         leaf, here = self.leaf(task), both_of(self.lane_in_line(task))[1]
         # a shared device reports what the task used
         rate = 0 if task.shares else self.rate_of(task)
-        stay = Stay(task, leaf, here, task.seats, rate, slice_us(self.policy, task))
+        stay = BoardStay(task, leaf, here, task.seats, rate, slice_us(self.policy, task))
         self.stays[task.id] = stay
         if task.graph:
             self.graphs[task.id] = stay
@@ -623,7 +623,7 @@ class Board:
         self._expect(stay)
         return stay
 
-    def _resize(self, stay: Stay, task: Task) -> None:
+    def _resize(self, stay: BoardStay, task: Task) -> None:
         """Apply a change of the task's devices and charge for the new set from now on."""
         had, rate, was_ripe, pool = {*stay.task.holds}, stay.rate, stay.ripe, self.pools[task.kind]
         self._unripe(stay)
@@ -647,7 +647,7 @@ class Board:
             self._set_ripe(stay)
             self.tree.accrue(stay.leaf, stay.rate - rate)
 
-    def _give_back(self, stay: Stay, devices: tuple[str, ...]) -> None:
+    def _give_back(self, stay: BoardStay, devices: tuple[str, ...]) -> None:
         """Offer the devices that the task will release, so that others can be launched on them."""
         stay.leaves = devices
         for id in devices:
@@ -656,7 +656,7 @@ class Board:
             self.leaving[id] = stay.id
             self._give(self.pools[stay.lane.kind], id)
 
-    def _count_grown(self, stay: Stay, sign: int = 1) -> None:
+    def _count_grown(self, stay: BoardStay, sign: int = 1) -> None:
         if sign > 0:
             self.elastic[stay.id] = stay
         elif self.elastic.pop(stay.id, None) is None:
@@ -667,7 +667,7 @@ class Board:
             self.tree.grow(stay.leaf, stay.lane.kind, sign * stay.grown)
         self.tree.version += 1
 
-    def _leave(self, stay: Stay) -> None:
+    def _leave(self, stay: BoardStay) -> None:
         """Mark a stay as leaving, so that other tasks can be launched on its devices."""
         if not stay.ripe:
             self._true_up(stay)
@@ -684,7 +684,7 @@ class Board:
             self.leaving[id] = stay.id
             self._give(pool, id)
 
-    def _leave_seat(self, device: str, stay: Stay) -> None:
+    def _leave_seat(self, device: str, stay: BoardStay) -> None:
         """Release a device; the next of the co-located tasks becomes its holder."""
         others = self.beside.get(device)
         if others is not None:
@@ -697,7 +697,7 @@ class Board:
         if others is not None and not others:
             del self.beside[device]
 
-    def _let_go(self, stay: Stay) -> None:
+    def _let_go(self, stay: BoardStay) -> None:
         """Remove a stay: the task has left its devices."""
         del self.stays[stay.id]
         self.graphs.pop(stay.id, None)
@@ -721,14 +721,14 @@ class Board:
                 del self.leaving[id]
             self._give(pool, id)
 
-    def _ripen(self, stay: Stay, *, late: bool) -> None:
+    def _ripen(self, stay: BoardStay, *, late: bool) -> None:
         """End a stay's turn: the stay is preemptible now and charged continuously."""
         if stay.ripe or stay.leaving:
             return
         self._set_ripe(stay)
         self.tree.accrue(stay.leaf, stay.rate, from_s=ripe_s(stay) if late else None)
 
-    def _set_ripe(self, stay: Stay) -> None:
+    def _set_ripe(self, stay: BoardStay) -> None:
         stay.ripe = True
         self.ripe.setdefault(stay.leaf, {})[stay.id] = stay
         self._ripe_tops.setdefault(stay.lane.kind, Counter())[stay.leaf.top] += len(stay.devices)
@@ -738,7 +738,7 @@ class Board:
         else:
             heappush(self._settling, (at_s, stay.id, stay.task.epoch))
 
-    def _set_settled(self, stay: Stay) -> None:
+    def _set_settled(self, stay: BoardStay) -> None:
         self.settled.setdefault(stay.leaf, {})[stay.id] = stay
         self.tree.version += 1  # a task of the same user may replace it now
 
@@ -768,7 +768,7 @@ class Board:
                 return score
         return None
 
-    def _unripe(self, stay: Stay) -> None:
+    def _unripe(self, stay: BoardStay) -> None:
         mine = self.ripe.get(stay.leaf)
         if mine is None or stay.id not in mine:
             return
@@ -784,7 +784,7 @@ class Board:
             del tops[stay.leaf.top]
             self._tops.pop(stay.lane.kind, None)
 
-    def _true_up(self, stay: Stay) -> None:
+    def _true_up(self, stay: BoardStay) -> None:
         """Give back the part of a turn that a stay does not use because it ends early."""
         unused_us = self._owes(stay) - stay.rate * self.unbooked_us(stay.task)
         self.tree.charge(stay.leaf, -self.tree.faded(max(0, unused_us)))
@@ -797,7 +797,7 @@ class Board:
         booked_us = task.held_us - task.accrued_us
         return max(0, round((self.now_s - since_s) * 1e6) - booked_us)
 
-    def _owes(self, stay: Stay) -> int:
+    def _owes(self, stay: BoardStay) -> int:
         """Return what a stay owes, at least a full turn: device-µs times thousandths of cost."""
         unbooked_us = self.unbooked_us(stay.task)
         # a resized task had its turn before it was resized
@@ -806,23 +806,23 @@ class Board:
             unbooked_us = max(unbooked_us, stay.turn_us - booked_us)
         return unbooked_us * stay.rate
 
-    def _end(self, stay: Stay) -> tuple[float, str, int]:
+    def _end(self, stay: BoardStay) -> tuple[float, str, int]:
         return self.end_s(stay), stay.id, len(stay.devices) - stay.grown
 
-    def end_s(self, stay: Stay) -> float:
+    def end_s(self, stay: BoardStay) -> float:
         """Return when the stay is expected to end; NEVER if unknown."""
         task = stay.task
         since_s = task.launched_s if task.started_s is None else task.started_s
         return since_s + (NEVER if task.expected_s is None else task.expected_s)
 
-    def _expect(self, stay: Stay) -> None:
+    def _expect(self, stay: BoardStay) -> None:
         pool = self.pools[stay.lane.kind]
         self._unexpect(pool, stay)
         if stay.task.expected_s is not None:
             stay.expected = self._end(stay)
             insort(pool.ends, stay.expected)
 
-    def _unexpect(self, pool: Pool, stay: Stay) -> None:
+    def _unexpect(self, pool: Pool, stay: BoardStay) -> None:
         if stay.expected is not None:
             del pool.ends[bisect_left(pool.ends, stay.expected)]
             stay.expected = None

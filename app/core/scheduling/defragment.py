@@ -18,7 +18,7 @@ from app.core.model.snapshot import Task
 from app.core.scheduling import preemption
 from app.core.scheduling.board import Board
 from app.core.scheduling.pool import Pool
-from app.core.scheduling.stays import Stay
+from app.core.scheduling.stays import BoardStay
 
 LANES = 64  # most lanes that are looked at; there may be as many as sizes of tasks
 
@@ -65,7 +65,7 @@ def _for(board: Board, pool: Pool, lane: Lane) -> list[tuple[str, str]]:
     return found if len(found) == lacking else []
 
 
-def _movable(board: Board, lane: Lane) -> list[Stay]:
+def _movable(board: Board, lane: Lane) -> list[BoardStay]:
     """Return the stays that can leave a device on which the lane fits, smallest first."""
     found = [
         stay

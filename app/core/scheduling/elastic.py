@@ -36,7 +36,7 @@ from app.core.model.snapshot import Policy, Task
 from app.core.scheduling.board import Board
 from app.core.scheduling.pool import Pool
 from app.core.scheduling.preemption import above, below, sides
-from app.core.scheduling.stays import NEVER, Stay, slice_us
+from app.core.scheduling.stays import NEVER, BoardStay, slice_us
 
 
 class ReturnOffer(NamedTuple):
@@ -46,7 +46,7 @@ class ReturnOffer(NamedTuple):
     device for its guarantee.
     """
 
-    stay: Stay
+    stay: BoardStay
     device: str
     suits: bool
     lent: bool
@@ -60,7 +60,7 @@ class ReturnOffer(NamedTuple):
 class ElasticResize:
     """A stay that continues with other `devices`; `leaves` are the devices that it gives up."""
 
-    stay: Stay
+    stay: BoardStay
     devices: tuple[str, ...]
     leaves: tuple[str, ...] = ()
     lent: bool = True
@@ -101,11 +101,11 @@ class _GrowClaim:
         self.fee = board.tree.faded(slice_us(board.policy, task) * board.rate(self.lane))
         self.all_kinds = any(ALL in branch.limit for branch in above(self.leaf))
 
-    def concerns(self, stay: Stay) -> bool:
+    def concerns(self, stay: BoardStay) -> bool:
         """True if the stay's devices are of the task's kind, or if a limit covers all kinds."""
         return stay.lane.kind == self.task.kind or self.all_kinds
 
-    def place(self, stay: Stay) -> tuple[int, int, int, float, str]:
+    def place(self, stay: BoardStay) -> tuple[int, int, int, float, str]:
         """Sort key: the most over-served stay first, as in `core.scheduling.preemption`."""
         score, kind = self.board.tree.score, stay.lane.kind
         theirs = sides(self.leaf, stay.leaf)[1]
@@ -113,16 +113,18 @@ class _GrowClaim:
         scores = -score(theirs, kind=kind), -score(stay.leaf, kind=kind)
         return (*scores, task.priority, -(task.started_s or 0.0), task.id)
 
-    def devices(self, stay: Stay) -> list[str]:
+    def devices(self, stay: BoardStay) -> list[str]:
         """Return the devices that a stay could give: suitable ones first, then the latest taken."""
         latest = stay.devices[self.board.policy.homebound :][::-1]
         return sorted(latest, key=lambda id: not self.suits(stay, id))
 
-    def suits(self, stay: Stay, id: str) -> bool:
+    def suits(self, stay: BoardStay, id: str) -> bool:
         same = self.pool is not None and stay.lane.kind == self.task.kind
         return same and self.pool is not None and self.pool.suits(id, self.lane)
 
-    def taken(self, stay: Stay, devices: Sequence[str], *, lent: bool) -> Iterator[ReturnOffer]:
+    def taken(
+        self, stay: BoardStay, devices: Sequence[str], *, lent: bool
+    ) -> Iterator[ReturnOffer]:
         """Yield offers for as many of these devices as may still be taken."""
         mine, theirs = sides(self.leaf, stay.leaf)
         branches = [] if mine is theirs else list(below(stay.leaf, theirs))
@@ -151,7 +153,7 @@ class _GrowClaim:
 
 
 def given_back(
-    board: Board, task: Task, offered: Sequence[ReturnOffer], paused: Sequence[Stay] = ()
+    board: Board, task: Task, offered: Sequence[ReturnOffer], paused: Sequence[BoardStay] = ()
 ) -> list[ElasticResize] | None:
     """Return the resizes that make `task` fit beside all others; None if they free too little now.
 
@@ -177,7 +179,7 @@ def given_back(
 class _Lacks:
     """The devices that a task still lacks, and by how many its limits are exceeded."""
 
-    def __init__(self, board: Board, task: Task, paused: Sequence[Stay]) -> None:
+    def __init__(self, board: Board, task: Task, paused: Sequence[BoardStay]) -> None:
         here, leaf, pool = board.lane(task), board.leaf(task), board.pools.get(task.kind)
         suits = [pool.suits(id, here) for s in paused for id in s.devices] if pool else []
         self.devices = here.width - _free(pool, board, task) - sum(suits)
@@ -213,7 +215,7 @@ class _Lacks:
                 yield branch, kind
 
 
-def _is_below(stay: Stay, branch: Branch) -> bool:
+def _is_below(stay: BoardStay, branch: Branch) -> bool:
     return stay.leaf.path[: branch.depth] == branch.path
 
 
@@ -289,7 +291,7 @@ def growth(board: Board, kept: Collection[str]) -> list[ElasticResize]:
     return found
 
 
-def _wants(stay: Stay) -> bool:
+def _wants(stay: BoardStay) -> bool:
     task = stay.task
     stays = task.state == State.running and task.moves_to is None
     return stays and len(stay.devices) < task.width_max
@@ -323,7 +325,7 @@ class _Shares:
         self.given: Counter[tuple[Branch, str]] = Counter()
         self.fees: Counter[Branch] = Counter()
 
-    def divide(self, stays: Sequence[Stay], free: list[str]) -> dict[str, list[str]]:
+    def divide(self, stays: Sequence[BoardStay], free: list[str]) -> dict[str, list[str]]:
         """Return the devices given to each task; `free` devices are given in their order."""
         given: dict[str, list[str]] = {}
         line = [(self._place(stay), stay) for stay in stays]
@@ -343,7 +345,7 @@ class _Shares:
             self._give(stay)
         return given
 
-    def _next(self, stay: Stay, mine: Sequence[str], free: Sequence[str]) -> str | None:
+    def _next(self, stay: BoardStay, mine: Sequence[str], free: Sequence[str]) -> str | None:
         """Return the first free device that the task may have; its coordinator host's go first."""
         found = None
         for id in free:
@@ -353,7 +355,7 @@ class _Shares:
                 found = found or id
         return found
 
-    def _may(self, stay: Stay, more: int, id: str) -> bool:
+    def _may(self, stay: BoardStay, more: int, id: str) -> bool:
         """True if the task can use this device as one more and all limits leave room (F4)."""
         if len(stay.devices) + more >= stay.task.width_max:
             return False
@@ -369,11 +371,11 @@ class _Shares:
             if k in branch.limit
         )
 
-    def _is_near(self, stay: Stay, id: str) -> bool:
+    def _is_near(self, stay: BoardStay, id: str) -> bool:
         devices = self.board.devices
         return devices[id].host == devices[stay.devices[0]].host
 
-    def _give(self, stay: Stay) -> None:
+    def _give(self, stay: BoardStay) -> None:
         one = lane(stay.lane.kind, 1, stay.lane.memory_bytes)
         turn_us = slice_us(self.board.policy, stay.task)
         fee = self.board.tree.faded(turn_us * self.board.rate(one))
@@ -382,7 +384,7 @@ class _Shares:
             for k in (stay.lane.kind, ALL):
                 self.given[branch, k] += 1
 
-    def _place(self, stay: Stay) -> tuple[object, ...]:
+    def _place(self, stay: BoardStay) -> tuple[object, ...]:
         """Sort key of rule F3 from the top down, with one more device for the task."""
         kind, task, score = stay.lane.kind, stay.task, self.board.tree.score
         path = list(above(stay.leaf))[-2::-1]

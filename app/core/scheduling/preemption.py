@@ -51,7 +51,7 @@ from app.core.fairness.fair_tree import score as scored
 from app.core.model.lifecycle import State
 from app.core.model.snapshot import TIERS, Task
 from app.core.scheduling.board import Board, place_in_line
-from app.core.scheduling.stays import NEVER, Stay, ripe_s, slice_us
+from app.core.scheduling.stays import NEVER, BoardStay, ripe_s, slice_us
 
 RESOLUTION_S = 0.001  # of the computed instants
 NOT_TO_BE_HAD = 1 << 30  # more devices than exist
@@ -64,7 +64,7 @@ LOOK_AHEAD_PAIRS = 16
 class Victim:
     """A stay that is paused, and the rule that allows it: "F5" or "F6/F8"."""
 
-    stay: Stay
+    stay: BoardStay
     rule: str
 
 
@@ -203,7 +203,7 @@ class _Claim:
     def _below_own(self, leaf: Branch) -> bool:
         return any(self._outranks(stay) for stay in self.board.ripe[leaf].values())
 
-    def _outranks(self, stay: Stay) -> bool:
+    def _outranks(self, stay: BoardStay) -> bool:
         """True if the waiting task goes before a running one of the same user."""
         if stay.task.priority != self.task.priority:
             return stay.task.priority < self.task.priority
@@ -259,7 +259,7 @@ class _Claim:
                     return list(chosen.values())
         return []
 
-    def _in_order(self, side: _Side, tier: str) -> list[Stay]:
+    def _in_order(self, side: _Side, tier: str) -> list[BoardStay]:
         stays = [
             stay
             for stay in self.board.ripe[side.leaf].values()
@@ -274,7 +274,7 @@ class _Claim:
         )
         return stays
 
-    def _may_ask(self, stay: Stay, side: _Side) -> bool:
+    def _may_ask(self, stay: BoardStay, side: _Side) -> bool:
         if not stay.ripe or stay.task.kind != self.task.kind:
             return False
         if self.over <= 0 and self.gain(stay) == 0:
@@ -287,7 +287,7 @@ class _Claim:
             return False
         return stay.task.state == State.running and not self._protected(stay)
 
-    def gives_way(self, stay: Stay) -> bool:
+    def gives_way(self, stay: BoardStay) -> bool:
         """True if the stay gives way after its turn and after those taken so far; take it then."""
         side = self.side(stay.leaf, None)
         if side is None or self._protected(stay) or self._rule(side, stay) is None:
@@ -295,15 +295,15 @@ class _Claim:
         self._take(stay, side)
         return True
 
-    def turn_over_s(self, stay: Stay) -> float:
+    def turn_over_s(self, stay: BoardStay) -> float:
         """Return when the stay has held its devices for as long as the waiting task's turn."""
         started_s = stay.task.started_s
         return NEVER if started_s is None else started_s + self.turn_us / 1e6
 
-    def held_us(self, stay: Stay) -> float:
+    def held_us(self, stay: BoardStay) -> float:
         return (self.board.now_s - (stay.task.started_s or self.board.now_s)) * 1e6
 
-    def _protected(self, stay: Stay) -> bool:
+    def _protected(self, stay: BoardStay) -> bool:
         task = stay.task
         if self.board.urgency.protected(task):
             return True
@@ -321,7 +321,7 @@ class _Claim:
         # Of two tasks behind their promises, the task that would be further behind continues.
         return left_s <= (self.board.urgency.slack_s(self.task) if promised else 0.0)
 
-    def _rule(self, side: _Side, stay: Stay) -> str | None:
+    def _rule(self, side: _Side, stay: BoardStay) -> str | None:
         """Return the rule by which the stay gives way after those taken so far, or None.
 
         A gang that is lent in part is given back whole, but only to a branch within its guarantee.
@@ -340,16 +340,16 @@ class _Claim:
         promised = self.board.promised[_parent(side).path, self.lane.kind]
         return self.pool is not None and promised <= self.pool.size()
 
-    def _take(self, stay: Stay, side: _Side) -> None:
+    def _take(self, stay: BoardStay, side: _Side) -> None:
         for branch in below(stay.leaf, side.theirs):
             self.taken[branch] += stay.lane.width
 
-    def gain(self, stay: Stay) -> int:
+    def gain(self, stay: BoardStay) -> int:
         """Count the suitable devices that pausing the stay yields, beyond those offered anyway."""
         gain = self._gain(stay)
         return gain - self.offered.get(stay.id, 0) if self.offered else gain
 
-    def _gain(self, stay: Stay) -> int:
+    def _gain(self, stay: BoardStay) -> int:
         assert self.pool is not None
         lane = self.lane
         anywhere = lane.pin is None and lane.host is None

@@ -24,7 +24,7 @@ from fractions import Fraction
 
 from app.core.fairness.fair_tree import Branch
 from app.core.scheduling.preemption import sides
-from app.core.scheduling.stays import Stay
+from app.core.scheduling.stays import BoardStay
 from app.core.scheduling.time_sharing import (
     APART_US,
     EVEN_US,
@@ -60,7 +60,7 @@ HELD = (
 class _Mover:
     """One of those on a device who could leave it; an `heir` leaves no turns to others."""
 
-    stay: Stay
+    stay: BoardStay
     device: str
     heir: bool
 
@@ -69,7 +69,7 @@ class _Mover:
         return self.stay.leaf
 
 
-def who_moves(here: Places) -> tuple[Stay, str] | None:
+def who_moves(here: Places) -> tuple[BoardStay, str] | None:
     """Who is to be paused, to go on on another device of the kind, and why."""
     movers = list(_movers(here)) if _is_calm(here) else []
     if not movers:
@@ -109,7 +109,7 @@ def _movers(here: Places) -> Iterator[_Mover]:
                 yield _Mover(own[-1], device, len(own) > 1)
 
 
-def _is_level(here: Places, leaf: Branch, group: list[Stay]) -> bool:
+def _is_level(here: Places, leaf: Branch, group: list[BoardStay]) -> bool:
     """Else the turns there are its own, until it has caught up."""
     return all(
         here.apart(leaf, stay.leaf) <= here.usage(stay.lane, EVEN_US)
@@ -166,7 +166,7 @@ def _may_move(here: Places, mover: _Mover, device: str) -> bool:
     return isinstance(join(here, mover.leaf, stay.lane, stay.task, device), Join)
 
 
-def _is_worth_it(here: Places, mover: _Mover, other: Branch, there: list[Stay]) -> bool:
+def _is_worth_it(here: Places, mover: _Mover, other: Branch, there: list[BoardStay]) -> bool:
     """Is one of those there ahead, and more to be had beside it?
 
     Not where a branch above both has turns beside others here and there: it has as many on either.

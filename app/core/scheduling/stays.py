@@ -17,7 +17,7 @@ NEVER = math.inf
 
 
 @dataclass(slots=True, eq=False)
-class Stay:
+class BoardStay:
     """A task's stay on the devices that it holds.
 
     A stay is charged one full turn when the task is launched, and continuously after that turn.
@@ -46,7 +46,7 @@ class Stay:
         return len(self.devices) - self.lane.width if self.task.elastic else 0
 
 
-def is_lent(stay: Stay) -> bool:
+def is_lent(stay: BoardStay) -> bool:
     """True if the stay's branches all hold more than their guarantee."""
     branch, kind = stay.leaf, stay.lane.kind
     while branch.parent is not None:
@@ -57,16 +57,16 @@ def is_lent(stay: Stay) -> bool:
     return True
 
 
-def is_same_epoch(stay: Stay, task: Task) -> bool:
+def is_same_epoch(stay: BoardStay, task: Task) -> bool:
     return task.state in ON_A_DEVICE and stay.task.epoch == task.epoch
 
 
-def is_same_stay(stay: Stay, task: Task) -> bool:
+def is_same_stay(stay: BoardStay, task: Task) -> bool:
     same = stay.devices == task.seats and stay.leaves == task.leaves
     return same and stay.task.shares == task.shares and is_same_epoch(stay, task)
 
 
-def ripe_s(stay: Stay) -> float:
+def ripe_s(stay: BoardStay) -> float:
     """Return when the stay's turn is over; a resized task had its turn before it was resized."""
     started_s = stay.task.started_s
     if stay.task.resized_s is not None:
@@ -79,7 +79,7 @@ def fresh_us(policy: Policy, task: Task) -> int:
     return max(int(1e6 * policy.fresh_s), slice_us(policy, task))
 
 
-def settled_s(policy: Policy, stay: Stay) -> float:
+def settled_s(policy: Policy, stay: BoardStay) -> float:
     """Return when the stay has held its devices long enough to yield to its own user's tasks."""
     started_s = stay.task.started_s
     if started_s is None:

@@ -38,7 +38,7 @@ from app.core.model.snapshot import Task, changed
 from app.core.scheduling import preemption
 from app.core.scheduling.board import Board
 from app.core.scheduling.preemption import above, sides
-from app.core.scheduling.stays import Stay, slice_us
+from app.core.scheduling.stays import BoardStay, slice_us
 from app.core.scheduling.turns import Level, Share
 
 # µs of device time: the less served graph must be able to catch up within this to share
@@ -83,13 +83,13 @@ class Places:
         self.board, self.kind, self.pool = board, kind, board.pools[kind]
         self.devices = devices
         self.groups = {device: board.group(device) for device in devices}
-        self._below: dict[Branch, list[tuple[str, Stay]]] | None = None
+        self._below: dict[Branch, list[tuple[str, BoardStay]]] | None = None
         self._highest: dict[str, tuple[set[Branch], int]] = {}
         self._spread: Counter[Branch] | None = None
         self._due: dict[Branch, Fraction] = {}
         self._loads: dict[str, Fraction] = {}
         self._rates: dict[Lane, int] = {}
-        self._turns: dict[tuple[str, ...], list[Stay]] = {}
+        self._turns: dict[tuple[str, ...], list[BoardStay]] = {}
 
     def apart(self, mine: Branch, other: Branch) -> int:
         """Return the usage that `mine` would need to catch up with `other`."""
@@ -102,7 +102,7 @@ class Places:
     def all_run(self) -> bool:
         return all(map(all_run, self.groups.values()))
 
-    def below(self, top: Branch) -> list[tuple[str, Stay]]:
+    def below(self, top: Branch) -> list[tuple[str, BoardStay]]:
         """Return (device, stay) of the stays that have turns below a top branch."""
         if self._below is None:
             self._below = defaultdict(list)
@@ -123,7 +123,7 @@ class Places:
         ahead = unscored(most - self.board.tree.score(top, kind=self.kind), top.weight)
         return ahead <= self.usage(lane_of(self.kind), apart_us)
 
-    def in_turn(self, group: Collection[Stay]) -> list[Stay]:
+    def in_turn(self, group: Collection[BoardStay]) -> list[BoardStay]:
         """Return the stays of a group that have turns now: no other stay of it is less served."""
         key = tuple(stay.id for stay in group)
         if key not in self._turns:
@@ -216,7 +216,7 @@ class Join:
 
     task: Task
     device: str
-    gone: tuple[Stay, ...] = ()
+    gone: tuple[BoardStay, ...] = ()
 
 
 class Else(Enum):
@@ -319,7 +319,7 @@ def join(here: Places, leaf: Branch, lane: Lane, task: Task, device: str) -> Joi
     return Join(task=task, device=device, gone=tuple(place))
 
 
-def _place(here: Places, leaf: Branch, task: Task, device: str) -> list[Stay] | None:
+def _place(here: Places, leaf: Branch, task: Task, device: str) -> list[BoardStay] | None:
     """Return the stays that make room for the task, if any must; None if none can."""
     group = here.groups[device]
     if own := of_user(leaf, group):
@@ -333,7 +333,7 @@ def _place(here: Places, leaf: Branch, task: Task, device: str) -> list[Stay] | 
     return None if gone is None else [gone]
 
 
-def _is_far_ahead(here: Places, leaf: Branch, stay: Stay) -> bool:
+def _is_far_ahead(here: Places, leaf: Branch, stay: BoardStay) -> bool:
     return here.apart(leaf, stay.leaf) > here.usage(stay.lane, NEAR_US)
 
 
@@ -363,7 +363,7 @@ def _is_better_soon(here: Places, leaf: Branch, lane: Lane, best: Join) -> bool:
     )
 
 
-def _is_new(here: Places, stay: Stay) -> bool:
+def _is_new(here: Places, stay: BoardStay) -> bool:
     """True if the stay was just launched and others may join as soon as it runs."""
     task = stay.task
     if task.kind != here.kind or task.shares or task.state != State.starting:
@@ -393,7 +393,7 @@ def would_give_way(here: Places, leaf: Branch, task: Task) -> list[preemption.Vi
     return found or preemption.victims(board, as_saved, within=leaf.top) or []
 
 
-def of_user(leaf: Branch, group: Sequence[Stay]) -> list[Stay]:
+def of_user(leaf: Branch, group: Sequence[BoardStay]) -> list[BoardStay]:
     """Return the stays of one user, in the order of the user's queue."""
     return sorted((stay for stay in group if stay.leaf is leaf), key=in_line)
 
@@ -417,12 +417,12 @@ def _heir(here: Places, device: str) -> Join | None:
     return None
 
 
-def in_line(stay: Stay) -> tuple[int, float, str]:
+def in_line(stay: BoardStay) -> tuple[int, float, str]:
     """Sort key: the order of the user's queue."""
     return -stay.task.priority, stay.task.submitted_s, stay.id
 
 
-def _an_heir(group: Sequence[Stay]) -> Stay | None:
+def _an_heir(group: Sequence[BoardStay]) -> BoardStay | None:
     """Return a standby that can be asked to make room; None without one."""
     ahead = set[Branch]()
     for stay in sorted(group, key=in_line):
@@ -432,22 +432,24 @@ def _an_heir(group: Sequence[Stay]) -> Stay | None:
     return None
 
 
-def _may_ask(stay: Stay) -> bool:
+def _may_ask(stay: BoardStay) -> bool:
     return stay.ripe and stay.task.state == State.running
 
 
-def _best_served(here: Places, leaf: Branch, task: Task, group: Sequence[Stay]) -> Stay | None:
+def _best_served(
+    here: Places, leaf: Branch, task: Task, group: Sequence[BoardStay]
+) -> BoardStay | None:
     """Return the best served stay of the group; None if it need not give way."""
     most = max(group, key=lambda stay: (_lead(here, leaf, task, stay), stay.id))
     return most if _gives(here, leaf, task, most) else None
 
 
-def _gives(here: Places, leaf: Branch, task: Task, stay: Stay) -> bool:
+def _gives(here: Places, leaf: Branch, task: Task, stay: BoardStay) -> bool:
     """Rule F6: True if the stay had a full slice, and more than the task will have had."""
     return _may_ask(stay) and _lead(here, leaf, task, stay) > 0
 
 
-def _lead(here: Places, leaf: Branch, task: Task, stay: Stay) -> int:
+def _lead(here: Places, leaf: Branch, task: Task, stay: BoardStay) -> int:
     """Return how much more the stay has had, by weight, with the task's next slice charged."""
     mine, theirs = sides(leaf, stay.leaf)
     fee = here.usage(stay.lane, slice_us(here.board.policy, task))
@@ -472,7 +474,7 @@ def _in_order(
         yield from _in_order(board, child, lanes)
 
 
-def fits(board: Board, device: str, group: Sequence[Stay], lane: Lane) -> bool:
+def fits(board: Board, device: str, group: Sequence[BoardStay], lane: Lane) -> bool:
     taken = sum(stay.lane.memory_bytes for stay in group)
     return taken + lane.memory_bytes <= board.devices[device].memory_bytes
 
@@ -486,7 +488,7 @@ def _near(here: Places, one: Branch, other: Branch, bound_us: int) -> bool:
 # --- parting --------------------------------------------------------------------------------------
 
 
-def who_parts(board: Board) -> list[Stay]:
+def who_parts(board: Board) -> list[BoardStay]:
     """Return the stays that must stop sharing a device; the least served of the group stays."""
     found = []
     for device in sorted(board.beside):
@@ -499,7 +501,7 @@ def who_parts(board: Board) -> list[Stay]:
     return found
 
 
-def _parts(here: Places, group: Sequence[Stay]) -> list[Stay]:
+def _parts(here: Places, group: Sequence[BoardStay]) -> list[BoardStay]:
     """Return the stays too far ahead of those in turn; all but the first if any may not share."""
     board = here.board
     if not all(may(board, stay.task) for stay in group):
@@ -509,7 +511,7 @@ def _parts(here: Places, group: Sequence[Stay]) -> list[Stay]:
     return [s for s in group if any(here.apart(one.leaf, s.leaf) > far for one in in_turn)]
 
 
-def _who_yields(here: Places) -> Iterator[Stay]:
+def _who_yields(here: Places) -> Iterator[BoardStay]:
     """Yield stays with turns that are due to another task of their tenant, elsewhere or waiting."""
     waiting = list(_who_need_all(here))
     for device in here.devices:
@@ -531,7 +533,9 @@ def _could_run(here: Places, lane: Lane) -> bool:
     return here.pool.size(here.board.bound(unpinned(lane))) >= lane.width
 
 
-def _owes(here: Places, stay: Stay, group: Sequence[Stay], leaf: Branch, task: Task) -> bool:
+def _owes(
+    here: Places, stay: BoardStay, group: Sequence[BoardStay], leaf: Branch, task: Task
+) -> bool:
     """True if the stay would give way to a task of its tenant, but other stays do not.
 
     While the stay continues, the others never give way: its tenant has what it is owed.
@@ -542,7 +546,7 @@ def _owes(here: Places, stay: Stay, group: Sequence[Stay], leaf: Branch, task: T
     return over.parent is not None and has_others(group, over) and _gives(here, leaf, task, stay)
 
 
-def yields(here: Places, leaf: Branch, group: Sequence[Stay], bound_us: int) -> bool:
+def yields(here: Places, leaf: Branch, group: Sequence[BoardStay], bound_us: int) -> bool:
     """True if a graph of the same tenant on another device is behind by more than `bound_us`.
 
     Both devices must also have graphs outside the lowest branch above both.  Then that branch gets
@@ -558,7 +562,7 @@ def yields(here: Places, leaf: Branch, group: Sequence[Stay], bound_us: int) -> 
     return False
 
 
-def all_run(group: Sequence[Stay]) -> bool:
+def all_run(group: Sequence[BoardStay]) -> bool:
     return all(stay.task.state == State.running for stay in group)
 
 
@@ -568,7 +572,7 @@ def above_both(one: Branch, other: Branch) -> Branch:
     return side if side.parent is None else side.parent
 
 
-def has_others(group: Sequence[Stay], over: Branch) -> bool:
+def has_others(group: Sequence[BoardStay], over: Branch) -> bool:
     """True if a stay of the group is not below the branch."""
     return any(stay.leaf.path[: over.depth] != over.path for stay in group)
 
@@ -584,7 +588,7 @@ def shares(board: Board, device: str) -> list[Share]:
     return [_share(board, stay, place) for place, stay in enumerate(group)]
 
 
-def _share(board: Board, stay: Stay, place: int) -> Share:
+def _share(board: Board, stay: BoardStay, place: int) -> Share:
     """Return a task's share as the ledger has it: how much of its slot time is booked."""
     task = stay.task
     path = reversed([branch for branch in above(stay.leaf) if branch.parent is not None])

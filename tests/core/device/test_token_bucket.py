@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from app.core.device.token_bucket import Bucket
+from app.core.device.token_bucket import TokenBucket
 
 
 def test_bucket_allows_a_burst_and_then_what_comes_back():
-    bucket = Bucket(10.0, 2.0)
+    bucket = TokenBucket(10.0, 2.0)
     bucket.take(10.0, 0)
     assert bucket.debt_us(0) == 0
     bucket.take(4.0, 0)
@@ -16,14 +16,14 @@ def test_bucket_allows_a_burst_and_then_what_comes_back():
 
 
 def test_bucket_never_holds_more_than_its_burst():
-    bucket = Bucket(10.0, 2.0)
+    bucket = TokenBucket(10.0, 2.0)
     bucket.take(0.0, 10**12)
     bucket.take(11.0, 10**12)
     assert bucket.debt_us(10**12) > 0
 
 
 def test_earlier_time_brings_nothing():
-    bucket = Bucket(1.0, 1.0)
+    bucket = TokenBucket(1.0, 1.0)
     bucket.take(1.0, 5_000_000)
     bucket.take(0.0, 1_000_000)
     assert bucket.left == 0.0

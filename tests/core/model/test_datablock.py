@@ -18,7 +18,7 @@ from app.core.model.datablock import (
     BlockGone,
     CopyMove,
     CopyState,
-    Held,
+    EvictableCopy,
     IllegalCopyMove,
     StillNeeded,
     TrackedBlock,
@@ -202,11 +202,11 @@ def test_what_is_wrong_between_copies_is_told() -> None:
 # --- who gives way ------------------------------------------------------------------------------
 
 
-def held(block: str, next_use: int | None, bytes_: int = 10, clean: bool = True) -> Held:
-    return Held(block=block, bytes=bytes_, next_use=next_use, clean=clean)
+def held(block: str, next_use: int | None, bytes_: int = 10, clean: bool = True) -> EvictableCopy:
+    return EvictableCopy(block=block, bytes=bytes_, next_use=next_use, clean=clean)
 
 
-def names(chosen: tuple[Held, ...]) -> str:
+def names(chosen: tuple[EvictableCopy, ...]) -> str:
     return " ".join(one.block for one in chosen)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.core.model import dependencies
-from app.core.model.dependencies import Alike, Need, Offer
+from app.core.model.dependencies import Alike, DependencyEdge, Offer
 from app.core.model.descriptor import Descriptor, parse
 
 HERE = {"cpu": Offer((Alike("a", "h", 4_000_000_000, 2),))}
@@ -46,9 +46,9 @@ def test_needs_are_the_edges_of_after_and_of_data() -> None:
         "prep": (),
         "check": (),
         "train": (
-            Need(task="check"),
-            Need(task="prep", port="a", output="x"),
-            Need(task="prep", port="b", output="y"),
+            DependencyEdge(task="check"),
+            DependencyEdge(task="prep", port="a", output="x"),
+            DependencyEdge(task="prep", port="b", output="y"),
         ),
     }
 

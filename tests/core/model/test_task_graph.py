@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from app.core.model import task_graph
 from app.core.model.descriptor import BadDescriptor, Fault
-from app.core.model.task_graph import INPUT, Program, TaskGraph, Tensor, order, parse, program
+from app.core.model.task_graph import (
+    INPUT,
+    DeclaredTensor,
+    Program,
+    TaskGraph,
+    order,
+    parse,
+    program,
+)
 
 
 def node(name: str, reads: str = "", writes: str = "y", **more: Any) -> dict[str, Any]:
@@ -223,9 +231,9 @@ def test_a_node_that_can_never_fit_is_refused() -> None:
 
 
 def test_a_tensor_knows_its_bytes_or_not() -> None:
-    assert Tensor(dtype="bfloat16", shape=(3, 5)).bytes == 30
-    assert Tensor(dtype="bool", shape=()).bytes == 1
-    assert Tensor(dtype="bool", shape=("N",)).bytes is None
+    assert DeclaredTensor(dtype="bfloat16", shape=(3, 5)).bytes == 30
+    assert DeclaredTensor(dtype="bool", shape=()).bytes == 1
+    assert DeclaredTensor(dtype="bool", shape=("N",)).bytes is None
 
 
 # --- the order ----------------------------------------------------------------------------------

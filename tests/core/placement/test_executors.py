@@ -11,7 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.core.model.task_graph import INPUT, Program, TaskGraph, Unit, parse, program
-from app.core.placement.executors import EVERYBODY, Lane, Spread, copies, lanes, part, spread
+from app.core.placement.executors import (
+    EVERYBODY,
+    ExecutorPlan,
+    ExecutorSpread,
+    copies,
+    lanes,
+    part,
+    spread,
+)
 from tests.core.model.test_task_graph import graph, node
 from tests.thoroughness import examples
 
@@ -170,7 +178,9 @@ def alone(found: Program) -> dict[str, Any]:
 class Executor:
     """One lane, played: what lies there, and what is posted for others."""
 
-    def __init__(self, lane: Lane, found: Program, posts: dict[tuple[int, int], Any]) -> None:
+    def __init__(
+        self, lane: ExecutorPlan, found: Program, posts: dict[tuple[int, int], Any]
+    ) -> None:
         self.lane, self.program, self.posts = lane, found, posts
         inputs = (n for n, name in enumerate(found.blocks) if name.startswith(INPUT))
         self.own: dict[int, Any] = {n: (found.blocks[n],) for n in inputs}
@@ -185,7 +195,7 @@ class Executor:
     def _are_there(self, takes: tuple[tuple[int, int], ...]) -> bool:
         return all(held in self.taken or held in self.posts for held in takes)
 
-    def value(self, n: int, spread: Spread, *, own_part: bool) -> Any:
+    def value(self, n: int, spread: ExecutorSpread, *, own_part: bool) -> Any:
         """As a whole, or as the part of it that was made here, if it was dealt out."""
         maker = next((u for u in self.program.units if n in dict(u.outputs).values()), None)
         if maker is None or spread.seats[maker.name] != EVERYBODY or own_part:
@@ -200,7 +210,7 @@ class Executor:
         (value,) = (value for held, value in self.taken.items() if held[0] == n)
         return value
 
-    def go_on(self, found: Spread) -> None:
+    def go_on(self, found: ExecutorSpread) -> None:
         stop = self.lane.stops[self.done]
         self.done += 1
         unit, me, among = self.program.units[stop.at], self.lane.executor, found.executors
@@ -240,7 +250,7 @@ class Executor:
         self.taken |= {held: self.posts[held] for held in takes if held not in self.taken}
 
 
-def together(found: Program, spread: Spread, graph_: TaskGraph, dice: random.Random) -> Any:
+def together(found: Program, spread: ExecutorSpread, graph_: TaskGraph, dice: random.Random) -> Any:
     posts = dict[tuple[int, int], Any]()
     executors = [Executor(lane, found, posts) for lane in lanes(graph_, spread, found)]
     while any(e.done < len(e.lane.stops) for e in executors):
@@ -267,6 +277,6 @@ def test_however_executors_overtake_each_other_the_outputs_are_the_same(
     assert together(ordered, whose, found, dice) == alone(ordered)
 
 
-def anyhow(found: TaskGraph, executors: int, dice: random.Random) -> Spread:
+def anyhow(found: TaskGraph, executors: int, dice: random.Random) -> ExecutorSpread:
     seats = {n.name: EVERYBODY if n.map else dice.randrange(executors) for n in found.nodes}
-    return Spread(executors=executors, order=program(found).order, seats=seats)
+    return ExecutorSpread(executors=executors, order=program(found).order, seats=seats)

@@ -24,7 +24,7 @@ from workers.device.prefetch import Lookout
 from workers.process import slab
 from workers.process.image_layout import from_json
 from workers.transfer import checkpoint
-from workers.transfer.checkpoint import Found, Known
+from workers.transfer.checkpoint import FoundImage, Known
 from workers.transfer.host_context import House
 
 SIZES = [6 * MB, 300 * KB, 10]
@@ -74,7 +74,9 @@ class Source:
         return {"sha256": written.sha256, "step": self.step, "key": self.signer.public}
 
 
-def read(image: dict[str, Any], into: int, store: Store, before: Found | None = None) -> Found:
+def read(
+    image: dict[str, Any], into: int, store: Store, before: FoundImage | None = None
+) -> FoundImage:
     return checkpoint.read(
         image["sha256"], into=into, tenant="ten_a", key=image["key"], store=store, before=before
     )
@@ -110,7 +112,7 @@ def test_what_lies_there_already_is_not_asked_for(near, signer, tmp_path):
 # --- while it is being written ------------------------------------------------------------------
 
 
-def follow(image, into, store, before, *, wait: Callable[[], bool]) -> Found | None:
+def follow(image, into, store, before, *, wait: Callable[[], bool]) -> FoundImage | None:
     return checkpoint.follow(
         checkpoint.draft("tsk_a", 1),
         into=into,

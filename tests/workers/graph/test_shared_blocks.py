@@ -136,7 +136,7 @@ def test_memory_that_was_asked_for_and_not_used_is_free_again(both: Any) -> None
 def test_who_is_about_to_sleep_is_seen_or_sees_the_block(both: Any) -> None:
     """Posted between two looks of whoever waits, before it was said that it sleeps."""
     one, other = both
-    other.turns.words[other.turns.me + turns.STATE] = turns.State.RUNNING
+    other.turns.words[other.turns.me + turns.STATE] = turns.RankState.RUNNING
     looked = []
 
     def is_there() -> bool:
@@ -161,11 +161,11 @@ def test_the_lock_is_taken_only_for_who_waits(both: Any, monkeypatch: pytest.Mon
     one.post(0, torch.ones(3), (1,))
     assert not locked
     words, me = other.turns.words, other.turns.me
-    words[me + turns.STATE], words[me + turns.KIND] = turns.State.WAITING, turns.Wait.BLOCK
+    words[me + turns.STATE], words[me + turns.KIND] = turns.RankState.WAITING, turns.Wait.BLOCK
     words[me + turns.NUMBER] = other._entry((1, 0))
     one.post(1, torch.ones(3), (1,))
     assert locked
-    assert words[me + turns.STATE] == turns.State.RUNNING
+    assert words[me + turns.STATE] == turns.RankState.RUNNING
 
 
 def test_who_was_not_told_finds_it_by_itself(both: Any) -> None:
@@ -176,7 +176,7 @@ def test_who_was_not_told_finds_it_by_itself(both: Any) -> None:
     maker.start()
     other.wait((0, 0), lambda: other.is_there((0, 0)), "it")
     maker.join()
-    assert other.turns.words[other.turns.me + turns.STATE] == turns.State.RUNNING
+    assert other.turns.words[other.turns.me + turns.STATE] == turns.RankState.RUNNING
 
 
 def test_the_first_end_in_the_order_counts(both: Any) -> None:

@@ -26,7 +26,7 @@ from tests.workers.graph.test_runner import (
 from workers.device.resident import Resident
 from workers.graph import runner
 from workers.graph.runner import Loaded, NodeFailed
-from workers.graph.spill import NoRoom, Room
+from workers.graph.spill import NoRoom, SpillBudget
 from workers.hardware.accelerator import Accelerator
 
 MB = 1 << 20
@@ -95,7 +95,7 @@ def on_device(job: Any) -> int:
 
 
 def test_what_is_read_last_goes_first() -> None:
-    room = Room(3 * MB, 64 * MB, Accelerator("cpu"))
+    room = SpillBudget(3 * MB, 64 * MB, Accelerator("cpu"))
     first, second, third = (torch.full((SIZE,), float(n)) for n in range(3))
     room.make([third], [(30, first), (20, second), (10, third)], MB)
     assert (aside(room, first), aside(room, second), aside(room, third)) == (True, False, False)
@@ -105,12 +105,12 @@ def test_what_is_read_last_goes_first() -> None:
     assert (room.out_bytes, room.in_bytes) == (2 * MB, MB)
 
 
-def aside(room: Room, tensor: torch.Tensor) -> bool:
+def aside(room: SpillBudget, tensor: torch.Tensor) -> bool:
     return room._is_aside(tensor.untyped_storage())
 
 
 def test_what_was_there_before_gives_way_without_a_copy_unless_it_was_written_to() -> None:
-    room = Room(MB, 64 * MB, Accelerator("cpu"))
+    room = SpillBudget(MB, 64 * MB, Accelerator("cpu"))
     one, other = torch.zeros(SIZE), torch.ones(SIZE)
     held = [(1, one), (2, other)]
     room.make([one], held, 0)  # the other goes
@@ -127,7 +127,7 @@ def test_what_was_there_before_gives_way_without_a_copy_unless_it_was_written_to
 
 
 def test_views_and_ties_hold() -> None:
-    room = Room(2 * MB, 64 * MB, Accelerator("cpu"))
+    room = SpillBudget(2 * MB, 64 * MB, Accelerator("cpu"))
     model = torch.nn.Linear(512, 512)
     block = {"model": model, "row": model.weight.detach()[3], "opt": [model.weight]}
     expected = block["row"].clone()
@@ -144,7 +144,7 @@ def test_views_and_ties_hold() -> None:
 
 
 def test_bits_of_views_hold() -> None:
-    room = Room(MB, 64 * MB, Accelerator("cpu"))
+    room = SpillBudget(MB, 64 * MB, Accelerator("cpu"))
     whole = torch.complex(torch.ones(SIZE // 2), torch.full((SIZE // 2,), 2.0))
     block = [whole, whole.conj(), whole.conj().imag]
     room.make([torch.zeros(SIZE)], [(1, block)], 0)
@@ -164,7 +164,7 @@ def test_bits_of_views_hold() -> None:
     ids=["sparse", "nested", "shared", "of numpy"],
 )
 def test_what_cannot_be_pointed_elsewhere_stays(odd: torch.Tensor) -> None:
-    room = Room(MB, 64 * MB, Accelerator("cpu"))
+    room = SpillBudget(MB, 64 * MB, Accelerator("cpu"))
     room.make([torch.zeros(SIZE)], [(1, odd)], 0)
     room.forget(odd)
     assert room.held_bytes == 0
@@ -172,7 +172,7 @@ def test_what_cannot_be_pointed_elsewhere_stays(odd: torch.Tensor) -> None:
 
 def test_who_holds_the_memory_itself_still_finds_the_bytes() -> None:
     """As an image does, while it is copied beside the next step."""
-    room = Room(MB, 64 * MB, Accelerator("cpu"))
+    room = SpillBudget(MB, 64 * MB, Accelerator("cpu"))
     one = torch.ones(SIZE)
     storage, address = one.untyped_storage(), one.data_ptr()
     room.make([torch.zeros(SIZE)], [(1, one)], 0)
@@ -182,7 +182,7 @@ def test_who_holds_the_memory_itself_still_finds_the_bytes() -> None:
 
 
 def test_what_nobody_holds_any_more_is_forgotten() -> None:
-    room = Room(MB, 64 * MB, Accelerator("cpu"))
+    room = SpillBudget(MB, 64 * MB, Accelerator("cpu"))
     one = torch.zeros(SIZE)
     room.make([torch.zeros(SIZE)], [(1, one)], 0)
     assert room.held_bytes == MB
@@ -213,13 +213,13 @@ def test_what_a_node_writes_is_made_room_for_if_it_is_declared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[tuple[int, int]] = []
-    make = Room.make
+    make = SpillBudget.make
 
-    def noted(self: Room, needed: Any, held: Any, more: int, *, likely_bytes: int) -> None:
+    def noted(self: SpillBudget, needed: Any, held: Any, more: int, *, likely_bytes: int) -> None:
         seen.append((more, likely_bytes))
         make(self, needed, held, more, likely_bytes=likely_bytes)
 
-    monkeypatch.setattr(Room, "make", noted)
+    monkeypatch.setattr(SpillBudget, "make", noted)
     tensors = {"y": {"dtype": "float32", "shape": ["N"]}, "x": {"dtype": "float32", "shape": ["N"]}}
     a = node("a", "start", params={"size": SIZE})
     b = node("b", "double", "x=a.y", tensors=tensors, est={"memory_bytes": 5})
@@ -230,7 +230,7 @@ def test_what_a_node_writes_is_made_room_for_if_it_is_declared(
 
 
 def test_what_is_only_likely_fails_nobody() -> None:
-    room = Room(3 * MB, 64 * MB, Accelerator("cpu"))
+    room = SpillBudget(3 * MB, 64 * MB, Accelerator("cpu"))
     one, two = torch.zeros(SIZE), torch.ones(SIZE)
     room.make([two], [(1, one), (0, two)], MB, likely_bytes=5 * MB)
     assert (aside(room, one), room.peak_bytes) == (True, 3 * MB)
@@ -238,9 +238,9 @@ def test_what_is_only_likely_fails_nobody() -> None:
 
 def test_as_long_as_all_fits_nothing_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[int] = []
-    tidy = Room._tidy
-    monkeypatch.setattr(Room, "_tidy", lambda room: (looked.append(1), tidy(room)))
-    room, blocks = Room(4 * MB, 64 * MB, Accelerator("cpu")), list[torch.Tensor]()
+    tidy = SpillBudget._tidy
+    monkeypatch.setattr(SpillBudget, "_tidy", lambda room: (looked.append(1), tidy(room)))
+    room, blocks = SpillBudget(4 * MB, 64 * MB, Accelerator("cpu")), list[torch.Tensor]()
     for n in range(6):
         room.make([], ((None, block) for block in blocks), 0)
         blocks.append(torch.full((SIZE,), float(n)))

@@ -20,7 +20,7 @@ from workers.process.sandbox import Room
 from workers.process.slab import Slab
 from workers.process.wire import Trust, Wire, pair
 from workers.ranks.host_bridge import Link
-from workers.residents.remote_ranks import Parts
+from workers.residents.remote_ranks import ImageParts
 
 JSON = dict[str, Any]
 
@@ -347,8 +347,8 @@ def test_equal_storages_of_an_image_cross_once() -> None:
         one.view(extent.offset, extent.size)[:] = filled * extent.size
     ends = socket.socketpair()
     sender, receiver = (Link(host, end) for host, end in enumerate(ends))
-    Parts(one, sender).send(0, layout)
-    came, taken = Parts(other, receiver), []
+    ImageParts(one, sender).send(0, layout)
+    came, taken = ImageParts(other, receiver), []
     while len(taken) < 1 + len(sizes):
         sender.flush()
         for said, body in receiver.receive(came.place):

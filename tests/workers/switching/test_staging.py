@@ -21,7 +21,7 @@ from workers.process import slab
 from workers.process.image_layout import Layout
 from workers.process.slab import Slab
 from workers.switching import context_switch, staging
-from workers.switching.staging import WATCHED_BYTES, Staging, TooLarge
+from workers.switching.staging import WATCHED_BYTES, ImageTooLarge, Staging
 
 CPU = Accelerator("cpu")
 WIDE = 256  # a weight of WIDE x WIDE floats is large enough to be watched
@@ -249,7 +249,7 @@ def test_a_child_that_trains_waits_for_nobody():
 
 def test_an_image_that_does_not_fit_is_refused_before_anything_is_copied():
     job, stage = Job(), Stage(limit=1 << 20)
-    with pytest.raises(TooLarge, match="can keep at most 1048576"):
+    with pytest.raises(ImageTooLarge, match="can keep at most 1048576"):
         stage.begin(job)
     assert slab.held_bytes(stage.slab.fd) == 0
 

@@ -21,7 +21,7 @@ from tests.workers.conftest import Ground
 from tests.workers.transfer.test_peer_auth import Desk
 from workers.transfer import peer_auth, peer_blocks
 from workers.transfer.host_cache import Cache, Draft
-from workers.transfer.peer_blocks import Giver, Pace
+from workers.transfer.peer_blocks import Giver, SharedPace
 
 MB = 1 << 20
 BODY = os.urandom(3 * MB + 17)
@@ -310,7 +310,7 @@ def test_all_together_go_no_faster_than_they_may(monkeypatch):
     clock = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(time, "sleep", lambda s: clock.__setitem__(0, clock[0] + s))
-    pace = Pace(1000)
+    pace = SharedPace(1000)
     for _ in range(11):
         pace.wait(100)
     assert clock[0] == pytest.approx(101.0 - peer_blocks.BURST_S)

@@ -8,7 +8,7 @@ from typing import Any
 from app.core.model.messages import (
     Alive,
 )
-from workers.device.heartbeat import LOGS_LIMIT_BYTES, Pulse, Rhythm, Transport, now_us
+from workers.device.heartbeat import LOGS_LIMIT_BYTES, HeartbeatTransport, Pulse, Rhythm, now_us
 from workers.device.memory_tiers import Residency
 from workers.device.prefetch import Lookout
 from workers.device.stay import log_lines
@@ -26,7 +26,7 @@ class DeviceReports:
     def __init__(
         self,
         house: House,
-        transport: Transport,
+        transport: HeartbeatTransport,
         rhythm: Rhythm,
         lives: DeviceLives,
         residency: Residency,
