@@ -146,6 +146,8 @@ def _serve(
     show(found, output, lambda: wording.served(verb, found, named))
 
 
+# The docstring is what the list of verbs shows.  The verb itself is slow to import, so
+# `Verbs.get_command` imports it when it is called.
 @app.command(SIMULATE, rich_help_panel=SHARES)
 def _stand_in() -> None:
     """Replay a list of jobs, or `history`, through the scheduler: waits, shares, pauses."""

@@ -50,7 +50,10 @@ def within(tenant_id: InstrumentedAttribute[Any], top: str) -> ColumnElement[boo
 
 @dataclass(frozen=True, slots=True)
 class OnPath:
-    """The settings of a tenant that bind all below it, except for the sharing of devices."""
+    """A tenant on the way up to the root, with its settings that also bind the tenants below it.
+
+    Weights, guarantees and limits are read elsewhere, by the scheduler.
+    """
 
     id: str
     name: str

@@ -145,7 +145,8 @@ async def get_session() -> AsyncIterator[Session]:
                 await run_in_threadpool(session.close)
 
 
-# scope="function": a transaction left open is detected before the response is sent.
+# scope="function" runs the check at the end of `get_session` before the response is sent; FastAPI's
+# default would run it afterwards.
 Db = Annotated[Session, Depends(get_session, scope="function")]
 
 

@@ -105,7 +105,7 @@ def _transport(redis_url: str) -> dict[str, Any]:
 
 
 def _written(body: tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]) -> str:
-    """Serialize Celery's arguments of a message: its text, or nothing."""
+    """Serialize a message, (args, kwargs, embed): its text is the only argument; "" without one."""
     return body[0][0] if body[0] else ""
 
 

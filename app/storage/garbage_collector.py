@@ -50,7 +50,8 @@ class Collector:
     def __init__(self, store: Store, rows: Rows, *, orphaned_s: float = ORPHANED_S) -> None:
         self.store, self.place = store, store.place
         self.rows, self.orphaned_s = rows, orphaned_s
-        self._read: dict[str, frozenset[str]] = {}  # manifest -> addresses; they never change
+        # manifest -> the chunks that it names; kept between rounds, as a manifest never changes
+        self._read: dict[str, frozenset[str]] = {}
 
     def sweep(self) -> Swept:
         """Run one round.  It may be stopped at any point, or fail because the store is

@@ -179,7 +179,11 @@ class Coming(threading.Thread):
 def fetch(
     launch: Launch, house: House, came: dict[str, str], taken: Callable[[], PrefetchedImage | None]
 ) -> Fetched:
-    """Fetch all that a launch names; of its image only the part that was not prefetched."""
+    """Fetch all that a launch names; of its image only the part that was not prefetched.
+
+    `taken` hands over the prefetched image, if there is one.  `came` says how each prefetched input
+    came, by its SHA-256.
+    """
     here = taken()
     if here is not None and not launch.images:
         os.close(here.slab)

@@ -77,7 +77,7 @@ def read_index(fd: int, size: int) -> JSON:
 def _write_at(fd: int, start: int, body: JSON, limit: int) -> int:
     text = "".join(f"{json.dumps(line)}\n" for line in _lines(body)).encode()
     if len(text) > limit:
-        raise BadIndex(f"it has {len(text)} bytes; the limit is {limit}")
+        raise BadIndex(f"the index has {len(text)} bytes; the limit is {limit}")
     at = 0
     while at < len(text):
         at += os.pwrite(fd, memoryview(text)[at:], start + at)
@@ -86,17 +86,17 @@ def _write_at(fd: int, start: int, body: JSON, limit: int) -> int:
 
 def _read_at(fd: int, start: int, size: int, limit: int) -> JSON:
     if size > limit:
-        raise BadIndex(f"it has {size} bytes; the limit is {limit}")
+        raise BadIndex(f"the index has {size} bytes; the limit is {limit}")
     body: JSON = {}
     for count, line in enumerate(_read_lines(fd, start, size)):
         if count >= LINES_LIMIT:
-            raise BadIndex(f"it has more than {LINES_LIMIT} lines")
+            raise BadIndex(f"the index has more than {LINES_LIMIT} lines")
         try:
             _take_line(body, line)
         except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
-            raise BadIndex(f"it has an invalid line: {error!r:.200}") from error
+            raise BadIndex(f"the index has an invalid line: {error!r:.200}") from error
     if not body:
-        raise BadIndex("it is empty")
+        raise BadIndex("the index is empty")
     return body
 
 
@@ -119,7 +119,7 @@ def _lines(body: JSON) -> Iterator[list[Any]]:
 
 def _take_line(body: JSON, line: bytes) -> None:
     if line.count(b",") + line.count(b"[") + line.count(b"{") > VALUES_LIMIT:
-        raise ValueError(f"it has more than {VALUES_LIMIT} values")
+        raise ValueError(f"more than {VALUES_LIMIT} values")
     match json.loads(line):
         case [str(key), value]:
             body[key] = value
@@ -138,9 +138,9 @@ def _read_lines(fd: int, start: int, size: int) -> Iterator[bytes]:
         *lines, rest = (rest + os.pread(fd, min(_PIECE_BYTES, size - at), start + at)).split(b"\n")
         yield from lines
         if len(rest) > LINE_LIMIT_BYTES:
-            raise BadIndex(f"a line of more than {LINE_LIMIT_BYTES} bytes")
+            raise BadIndex(f"the index has a line of more than {LINE_LIMIT_BYTES} bytes")
     if rest:
-        raise BadIndex("its last line does not end with a newline")
+        raise BadIndex("the last line of the index does not end with a newline")
 
 
 def _pages(size: int) -> int:

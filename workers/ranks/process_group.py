@@ -268,9 +268,8 @@ class SpliceGroup(dist.ProcessGroup):
                 lent.append(pending.lend())
             else:
                 pending.complete(pending.timeout_s)
-        for (
-            take_back
-        ) in lent:  # in turn: the reducer's callback, which reads, is in the row already
+        # DDP's own callback, which reads the lent sums, is queued already and so runs before these.
+        for take_back in lent:
             torch.autograd.Variable._execution_engine.queue_callback(take_back)
 
     # --- folded ---

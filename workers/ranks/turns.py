@@ -245,8 +245,8 @@ def _fail(ground: Ground, text: str) -> None:
         ground.words[FAILED] = 1
 
 
-class _Board:
-    """Context manager that `Turns.board` returns."""
+class _LockedTable:
+    """Hold the lock of the shared table; at the end wake the ranks that became ready."""
 
     def __init__(self, turns: Turns) -> None:
         self._turns, self._lock = turns, turns.ground.locked()
@@ -301,7 +301,7 @@ class Turns:
         self._out = False  # True while our device memory is out of the way
         self._begun_ns = 0
         self._bells: list[int] = []
-        self._board = _Board(self)
+        self._board = _LockedTable(self)
         self._ranks = [ground.rank(rank) for rank in range(ground.ranks)]
         self._fence = threading.Lock()  # locking it serves as a memory barrier
 
@@ -530,7 +530,7 @@ class Turns:
 
     # --- what a rank does for waiting ranks; under the lock, within `board` ---
 
-    def board(self) -> _Board:
+    def board(self) -> _LockedTable:
         """Return a context manager: lock the shared table, and wake affected ranks at the end."""
         return self._board
 

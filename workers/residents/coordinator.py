@@ -221,8 +221,9 @@ def fork(
 def _become(work: Work, sock: socket.socket, handles: Handles, rank: int, region: Region) -> None:
     """Turn this process into a rank, with its own wire and its own part of the slab."""
     work.wire, work.watch = Wire(sock), None
-    # The conductor's mapping is not inherited here; the caller `execute` keeps that Slab object
-    # until this process ends. Dropping the object would unmap whatever lies at its addresses here.
+    # Map the slab again: a fork does not inherit the conductor's mapping. The old Slab object is
+    # never dropped (`execute` holds it), because its destructor would unmap whatever lies at the
+    # old addresses now.
     work.whole, work.slab = Slab(work.slab.fd), region.slab(work.slab.fd)
     work.spec = {**work.spec, "rank": rank, "checkpoint_every_s": 0.0}
     if rank:

@@ -179,6 +179,6 @@ def follow() -> None:
 def _is_lent(storage: torch.UntypedStorage) -> bool:
     known = _lent.get(storage._cdata)
     if known is not None and known.expired():
-        del _lent[storage._cdata]  # the id belongs to another storage by now
+        del _lent[storage._cdata]  # the lent storage was freed, and this one reuses its address
         return False
     return known is not None

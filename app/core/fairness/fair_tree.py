@@ -884,7 +884,8 @@ class FairTree(Generic[Item]):
                 self._top(above)
                 above.keep(_stands)
         else:
-            line.right = -1  # the entry is too low; it is corrected when it comes to the top
+            # The key rose, so the old entry sorts too early; it is corrected at the top.
+            line.right = -1
 
     def _key(self, line: _Line) -> Any:
         """Return a line's entry as it is now; None if the branch has no room."""

@@ -262,7 +262,10 @@ _WORK = text(
 def _divided(
     tenants: _Tree, work: _TenantWork, kind: str, devices: int
 ) -> dict[tuple[str, ...], Fraction]:
-    """Return the part of each tenant and user that has work, by path."""
+    """Divide the devices of one kind fairly among the tenants and users that have work.
+
+    The result is the share of each of them in devices, by path.
+    """
 
     def branch(id: str) -> Claimant | None:
         row = tenants.rows[id]
