@@ -34,12 +34,12 @@ from app.core.explanation.estimator import (
     Estimate,
     Held,
     History,
-    Line,
-    Queued,
     RuntimeCurve,
     Runtimes,
     Scene,
+    TenantLine,
     Unknown,
+    WaitingTask,
     starts_in,
 )
 from benchmarks import Target, quick, report
@@ -374,9 +374,9 @@ def scene(world: World, *, known: bool) -> Scene:
             for job, at_s in world.running.items()
         ],
         lines={
-            tenant: Line(
+            tenant: TenantLine(
                 score_s=world.score[tenant] * faded,
-                tasks=[Queued(who=who(job), width=jobs[job].width) for job in queue],
+                tasks=[WaitingTask(who=who(job), width=jobs[job].width) for job in queue],
             )
             for tenant, queue in world.queues.items()
         },

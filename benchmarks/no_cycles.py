@@ -37,7 +37,16 @@ from itertools import pairwise
 
 from app.core.fairness.fair_tree import FIXED_POINT_BITS
 from app.core.model.lifecycle import Move
-from app.core.model.snapshot import Decision, Device, Plan, Policy, Snapshot, Task, Tenant, User
+from app.core.model.snapshot import (
+    BoardDevice,
+    BoardTask,
+    BoardTenant,
+    BoardUser,
+    Plan,
+    PlanDecision,
+    Policy,
+    Snapshot,
+)
 from app.core.scheduling.board import Board
 from app.core.scheduling.cycle import cycle, decide
 from app.core.scheduling.urgency import been_away
@@ -95,7 +104,7 @@ def island(seed: int, *, timeless: bool) -> Snapshot:
     dice, odds = random.Random(seed), _odds(seed)
     tenants, leaves = _tenants(dice, odds)
     users = {
-        id: User(
+        id: BoardUser(
             id=id,
             tenant=id.split(":")[0],
             weight=dice.choice([1000, 1000, 2000]),
@@ -105,7 +114,7 @@ def island(seed: int, *, timeless: bool) -> Snapshot:
         for id in (f"{leaf}:u", f"{leaf}:v")
     }
     devices = {
-        f"d{n}": Device(
+        f"d{n}": BoardDevice(
             id=f"d{n}",
             host="g" if n == 2 else "h",
             kind=dice.choice(odds.kinds) if n else "cpu",
@@ -145,9 +154,9 @@ def _bound(drawn: Snapshot) -> Snapshot:
     return replace(drawn, devices=devices, tasks=tasks)
 
 
-def _tenants(dice: random.Random, odds: Odds) -> tuple[dict[str, Tenant], list[str]]:
+def _tenants(dice: random.Random, odds: Odds) -> tuple[dict[str, BoardTenant], list[str]]:
     """Return a tree of tenants one to three deep, and the tenants without children."""
-    tenants: dict[str, Tenant] = {}
+    tenants: dict[str, BoardTenant] = {}
     level: list[str | None] = [None]
     ends: list[str] = []
     for depth in range(dice.randint(1, 3)):
@@ -164,13 +173,13 @@ def _tenants(dice: random.Random, odds: Odds) -> tuple[dict[str, Tenant], list[s
     return tenants, sorted(ends + [end for end in level if end is not None])
 
 
-def _tenant(dice: random.Random, odds: Odds, id: str, parent: str | None) -> Tenant:
+def _tenant(dice: random.Random, odds: Odds, id: str, parent: str | None) -> BoardTenant:
     guarantee = {"cpu": dice.randint(1, 3)} if dice.random() < odds.guaranteed else {}
     limit = {}
     if dice.random() < odds.limited:
         kind = dice.choice(["cpu", "*"])
         limit[kind] = guarantee.get("cpu", 0) + dice.randint(0 if guarantee else 1, 3)
-    return Tenant(
+    return BoardTenant(
         id=id,
         name=id,
         parent=parent,
@@ -181,10 +190,10 @@ def _tenant(dice: random.Random, odds: Odds, id: str, parent: str | None) -> Ten
     )
 
 
-def _tasks(dice: random.Random, odds: Odds, snapshot: Snapshot) -> dict[str, Task]:
+def _tasks(dice: random.Random, odds: Odds, snapshot: Snapshot) -> dict[str, BoardTask]:
     free = sorted(snapshot.devices)
     tables = Tables(snapshot)
-    tasks: dict[str, Task] = {}
+    tasks: dict[str, BoardTask] = {}
     for n in range(dice.randint(2, 12)):
         task = _task(dice, odds, f"t{n:02}", dice.choice(sorted(snapshot.users)))
         fitting = [id for id in free if fits(snapshot.devices[id], task)]
@@ -197,7 +206,7 @@ def _tasks(dice: random.Random, odds: Odds, snapshot: Snapshot) -> dict[str, Tas
     return tasks
 
 
-def _seats(dice: random.Random, tables: Tables, task: Task) -> int:
+def _seats(dice: random.Random, tables: Tables, task: BoardTask) -> int:
     """Return a number of devices: elastic tasks get more than they need, within limits."""
     if not task.elastic:
         return task.width
@@ -207,9 +216,9 @@ def _seats(dice: random.Random, tables: Tables, task: Task) -> int:
     return task.width + more
 
 
-def _task(dice: random.Random, odds: Odds, id: str, user: str) -> Task:
+def _task(dice: random.Random, odds: Odds, id: str, user: str) -> BoardTask:
     ran = dice.random() < 0.4
-    task = Task(
+    task = BoardTask(
         id=id,
         request=id,
         tenant=user.split(":")[0],
@@ -234,7 +243,7 @@ def _task(dice: random.Random, odds: Odds, id: str, user: str) -> Task:
     return task
 
 
-def _seated(dice: random.Random, task: Task, seats: tuple[str, ...]) -> Task:
+def _seated(dice: random.Random, task: BoardTask, seats: tuple[str, ...]) -> BoardTask:
     held_us = dice.choice([SECOND // 2, 10 * SECOND, 100 * SECOND])
     return replace(
         task,
@@ -248,7 +257,7 @@ def _seated(dice: random.Random, task: Task, seats: tuple[str, ...]) -> Task:
     )
 
 
-def fits(device: Device, task: Task) -> bool:
+def fits(device: BoardDevice, task: BoardTask) -> bool:
     return device.kind == task.kind and device.memory_bytes >= task.memory_bytes
 
 
@@ -267,7 +276,7 @@ class Shop:
         tasks = {id: self._measured(task) for id, task in self.tasks.items()}
         return replace(self.first, users=dict(self.users), tasks=tasks)
 
-    def _measured(self, task: Task) -> Task:
+    def _measured(self, task: BoardTask) -> BoardTask:
         if task.started_s is None:
             return task
         held_us = round((self.now_s - (task.held_since_s or 0.0)) * SECOND)
@@ -288,18 +297,18 @@ class Shop:
             if decision.move == Move.Launch:
                 self._start(self.board.tasks[decision.task])
 
-    def _start(self, task: Task) -> None:
+    def _start(self, task: BoardTask) -> None:
         away, window_s = task.away, self.first.policy.tier_window_s
         if task.waiting_since_s is not None:
             away = been_away(away, task.waiting_since_s, self.now_s, window_s=window_s)
         self._tell(replace(task, state="running", started_s=self.now_s, away=away))
 
-    def _charge(self, task: Task) -> None:
+    def _charge(self, task: BoardTask) -> None:
         user, rate = self.users[task.user], task.cost or 1000 * len(task.seats)
         charge = (task.accrued_us * rate << FIXED_POINT_BITS) // 1000
         self.users[user.id] = replace(user, faded_us=user.faded_us + charge)
 
-    def _splice(self, task: Task, decision: Decision) -> None:
+    def _splice(self, task: BoardTask, decision: PlanDecision) -> None:
         self._charge(task)
         self._tell(
             replace(
@@ -312,7 +321,7 @@ class Shop:
             )
         )
 
-    def _pause(self, task: Task) -> None:
+    def _pause(self, task: BoardTask) -> None:
         self._charge(task)
         self._tell(
             replace(
@@ -327,7 +336,7 @@ class Shop:
             )
         )
 
-    def _tell(self, task: Task) -> None:
+    def _tell(self, task: BoardTask) -> None:
         self.tasks[task.id] = task
         self.board.set_task(task)
 
@@ -355,7 +364,7 @@ class Tables:
             at = self.snapshot.tenants.get(at.parent or "")
         return found
 
-    def hold(self, task: Task, sign: int) -> None:
+    def hold(self, task: BoardTask, sign: int) -> None:
         for tenant in self.above(task.tenant):
             self.held[tenant, task.kind] += sign * task.width
             self.held[tenant, "*"] += sign * task.width
@@ -363,7 +372,7 @@ class Tables:
             for kind in (task.kind, "*"):
                 self.grown[tenant, kind] += sign * beyond(task)
 
-    def over(self, task: Task, more: int = 1, *, grown: int = 0) -> str | None:
+    def over(self, task: BoardTask, more: int = 1, *, grown: int = 0) -> str | None:
         """Return the lowest tenant with a limit that `more` such tasks would exceed, or None.
 
         `grown` is the number of further devices that this task holds beyond what it needs.
@@ -391,7 +400,7 @@ class Tables:
         held = self.held[id, kind] + self.grown[id, kind]
         return not guarantee or held > guarantee.get(kind, 0)
 
-    def owed(self, id: str, task: Task) -> bool:
+    def owed(self, id: str, task: BoardTask) -> bool:
         """True if the tenant would be within its guarantee with the task."""
         guarantee = self.snapshot.tenants[id].guarantee
         return bool(guarantee) and self.held[id, task.kind] + task.width <= guarantee.get(
@@ -405,13 +414,13 @@ class Tables:
         promised = sum(tenant.guarantee.get(kind, 0) for tenant in beside)
         return promised <= sum(device.kind == kind for device in devices)
 
-    def part(self, task: Task, other: Task) -> tuple[list[str], list[str]]:
+    def part(self, task: BoardTask, other: BoardTask) -> tuple[list[str], list[str]]:
         """Return for both tasks the tenants that are not common ancestors, upwards."""
         mine, theirs = self.above(task.tenant), self.above(other.tenant)
         return [id for id in mine if id not in theirs], [id for id in theirs if id not in mine]
 
 
-def beyond(task: Task) -> int:
+def beyond(task: BoardTask) -> int:
     """Return the number of devices that the task holds beyond its need."""
     return len(task.seats) - task.width if task.elastic and task.seats else 0
 
@@ -491,7 +500,7 @@ def _broken(before: Snapshot, plan: Plan) -> Iterator[str]:
     holding = {id: task for id, task in before.tasks.items() if task.seats}
     for task in holding.values():
         tables.hold(task, 1)
-    asked, grown = list[Task](), False
+    asked, grown = list[BoardTask](), False
     for decision in plan.decisions:
         task = before.tasks[decision.task]
         if decision.move == Move.Pause:
@@ -525,7 +534,7 @@ def _broken(before: Snapshot, plan: Plan) -> Iterator[str]:
             tables.hold(now, 1)
 
 
-def _goes_before(gains: Task, victim: Task) -> bool:
+def _goes_before(gains: BoardTask, victim: BoardTask) -> bool:
     """F8: among a user's tasks higher priority goes first.
 
     After a minute, the fresh or older task.
@@ -539,7 +548,7 @@ def _goes_before(gains: Task, victim: Task) -> bool:
     return held_us >= MINUTE_US and (gains.had_us < MINUTE_US or is_older)
 
 
-def _wronged(tables: Tables, victim: Task, gains: Task, rule: str) -> Iterator[str]:
+def _wronged(tables: Tables, victim: BoardTask, gains: BoardTask, rule: str) -> Iterator[str]:
     """F4, F5: check that this victim may be asked at all, before it gives way."""
     if victim.user == gains.user:
         if rule not in ("F7", "F9") and not _goes_before(gains, victim):
@@ -555,7 +564,11 @@ def _wronged(tables: Tables, victim: Task, gains: Task, rule: str) -> Iterator[s
 
 
 def _spared(
-    tables: Tables, holding: dict[str, Task], asked: list[Task], task: Task, seats: Sequence[str]
+    tables: Tables,
+    holding: dict[str, BoardTask],
+    asked: list[BoardTask],
+    task: BoardTask,
+    seats: Sequence[str],
 ) -> Iterator[str]:
     """F5: without any one of the victims the task would not fit, on its host if bound."""
     devices = tables.snapshot.devices
@@ -576,19 +589,21 @@ def _spared(
             _swap(tables, kept, now)
 
 
-def _one_more(had: Task, now: Task) -> list[Task]:
+def _one_more(had: BoardTask, now: BoardTask) -> list[BoardTask]:
     """Return the task with one more of the devices that it gave back, for each of them."""
     gone = [id for id in had.seats if id not in now.seats]
     return [replace(now, seats=(*now.seats, id)) for id in gone]
 
 
-def _swap(tables: Tables, now: Task | None, then: Task | None) -> None:
+def _swap(tables: Tables, now: BoardTask | None, then: BoardTask | None) -> None:
     for task, sign in ((now, -1), (then, 1)):
         if task is not None:
             tables.hold(task, sign)
 
 
-def _cut(tables: Tables, holding: dict[str, Task], now: Task, gains: Task) -> Iterator[str]:
+def _cut(
+    tables: Tables, holding: dict[str, BoardTask], now: BoardTask, gains: BoardTask
+) -> Iterator[str]:
     """An elastic task gives back only devices beyond its need, and only lent ones to borrowers."""
     had = holding[now.id]
     if not set(now.seats) < set(had.seats) or len(now.seats) < now.width:
@@ -619,7 +634,11 @@ def _spare(tables: Tables, tenants: list[str], kind: str) -> int:
 
 
 def _not_needed(
-    tables: Tables, holding: dict[str, Task], victim: Task, gains: Task, asked: list[Task]
+    tables: Tables,
+    holding: dict[str, BoardTask],
+    victim: BoardTask,
+    gains: BoardTask,
+    asked: list[BoardTask],
 ) -> Iterator[str]:
     """No task may be paused where tasks with more than they need could have given enough.
 
@@ -637,7 +656,7 @@ def _not_needed(
         return
     have = sum(fits(device, gains) for id, device in devices.items() if id not in held)
     after = [task for task in holding.values() if beyond(task) and task.kind == gains.kind]
-    best, cut = 0, list[tuple[Task, Task]]()
+    best, cut = 0, list[tuple[BoardTask, BoardTask]]()
     for task in after:
         _, theirs = tables.part(gains, task)
         spare = beyond(task) if task.user == gains.user else _spare(tables, theirs, task.kind)
@@ -653,7 +672,7 @@ def _not_needed(
 
 
 def _overgrown(
-    before: Snapshot, tables: Tables, holding: dict[str, Task], now: Task
+    before: Snapshot, tables: Tables, holding: dict[str, BoardTask], now: BoardTask
 ) -> Iterator[str]:
     """An elastic task grows onto free devices, within limits, not before waiting tasks."""
     had, devices = holding[now.id], before.devices
@@ -673,13 +692,13 @@ def _overgrown(
             yield f"{now.id} grew while {task.id} waited, who could have had {free}"
 
 
-def _most(snapshot: Snapshot, task: Task, ids: Sequence[str]) -> int:
+def _most(snapshot: Snapshot, task: BoardTask, ids: Sequence[str]) -> int:
     """Return how many of these devices the task could have at once; on one host if it is bound."""
     hosts = Counter(snapshot.devices[id].host for id in ids)
     return max(hosts.values(), default=0) if task.one_host else len(ids)
 
 
-def _near(snapshot: Snapshot, task: Task, id: str) -> bool:
+def _near(snapshot: Snapshot, task: BoardTask, id: str) -> bool:
     """True if the task may grow onto this device, by the device's host."""
     devices = snapshot.devices
     return not snapshot.policy.homebound or devices[id].host == devices[task.seats[0]].host
@@ -712,7 +731,7 @@ def _nothing_is_left(seed: int, snapshot: Snapshot, tables: Tables, held: set[st
             raise Unruly(seed, f"{task.id} is on {task.seats}, and {free} are free")
 
 
-def _standing(snapshot: Snapshot) -> tuple[Tables, list[Task], set[str]]:
+def _standing(snapshot: Snapshot) -> tuple[Tables, list[BoardTask], set[str]]:
     tables = Tables(snapshot)
     running = [task for task in snapshot.tasks.values() if task.seats]
     for task in running:

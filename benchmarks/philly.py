@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from app.core.model.snapshot import Device, Policy, Tenant
+from app.core.model.snapshot import BoardDevice, BoardTenant, Policy
 from app.core.simulation.simulator import Costs, Report
 from app.core.simulation.trace import Trace, read
 from app.core.simulation.what_if import Setup, quantile, run
@@ -95,8 +95,8 @@ def measure(trace: Trace, devices: int, named: str, runs: int) -> Figures:
     names = sorted({arrival.tenant for arrival in trace.arrivals})
     setup = Setup(
         arrivals=trace.arrivals,
-        devices=[Device(id=f"d{n:03}", host="h", kind="cuda") for n in range(devices)],
-        tenants=[Tenant(id=name, name=name, weight=1000) for name in names],
+        devices=[BoardDevice(id=f"d{n:03}", host="h", kind="cuda") for n in range(devices)],
+        tenants=[BoardTenant(id=name, name=name, weight=1000) for name in names],
         policy=Policy(slice_min_s=SLICE_S, slice_max_s=SLICE_S),
         named=named,
         costs=Costs(image_s=SWITCH_S, resume_s=SWITCH_S),

@@ -27,12 +27,12 @@ from app.core.placement.cost_model import PlacementProblem, Timeline
 from app.core.placement.heuristics import RULES, ranks
 from app.core.placement.local_search import Effort
 from app.core.placement.planner import (
-    Block,
-    Device,
-    Graph,
-    Link,
-    Node,
     Numbers,
+    PlannedBlock,
+    PlannedDevice,
+    PlannedGraph,
+    PlannedLink,
+    PlannedNode,
     Topology,
     place,
     place_by_rule,
@@ -61,10 +61,11 @@ def machine(devices: int, *, peers: bool, memory_bytes: int | None = None) -> To
         ways += [(a, b) for a in ids for b in ids if a != b]
     return Topology(
         devices=tuple(
-            Device(id=id, host="host", kind="cuda", memory_bytes=memory_bytes) for id in ids
+            PlannedDevice(id=id, host="host", kind="cuda", memory_bytes=memory_bytes) for id in ids
         ),
         links=tuple(
-            Link(source=a, target=b, bytes_per_s=12 * 10**9, latency_ns=10_000) for a, b in ways
+            PlannedLink(source=a, target=b, bytes_per_s=12 * 10**9, latency_ns=10_000)
+            for a, b in ways
         ),
     )
 
@@ -77,13 +78,13 @@ class Sketch:
 
     def __init__(self, draw: random.Random) -> None:
         self.draw = draw
-        self.nodes: list[Node] = []
-        self.blocks: list[Block] = []
+        self.nodes: list[PlannedNode] = []
+        self.blocks: list[PlannedBlock] = []
 
     def source(self, bytes_: int | None = None) -> str:
         """Add a block on the host; returns its name."""
         size = bytes_ or self.draw.choice((16, 64, 256)) * MB
-        self.blocks.append(Block(id=f"in{len(self.blocks)}", bytes=size, at=("host",)))
+        self.blocks.append(PlannedBlock(id=f"in{len(self.blocks)}", bytes=size, at=("host",)))
         return self.blocks[-1].id
 
     def task(self, reads: Sequence[str], bytes_: int | None = None, ms: float | None = None) -> str:
@@ -91,9 +92,9 @@ class Sketch:
         size = bytes_ if bytes_ is not None else self.draw.choice((1, 4, 16, 64, 256)) * MB
         time_ns = int((ms if ms is not None else self.draw.uniform(5, 40)) * MS)
         id = f"t{len(self.nodes)}"
-        self.blocks.append(Block(id=f"{id}.out", bytes=size))
+        self.blocks.append(PlannedBlock(id=f"{id}.out", bytes=size))
         self.nodes.append(
-            Node(
+            PlannedNode(
                 id=id,
                 time_ns={"cuda": time_ns},
                 reads=tuple(dict.fromkeys(reads)),
@@ -102,17 +103,17 @@ class Sketch:
         )
         return f"{id}.out"
 
-    def graph(self) -> Graph:
+    def graph(self) -> PlannedGraph:
         """Return the graph with max(2, n/4) more inputs, each read by one to three tasks."""
         for _ in range(max(2, len(self.nodes) // 4)):
             block = self.source()
             for n in self.draw.sample(range(len(self.nodes)), self.draw.randint(1, 3)):
                 node = self.nodes[n]
                 self.nodes[n] = replace(node, reads=(*node.reads, block))
-        return Graph(nodes=tuple(self.nodes), blocks=tuple(self.blocks))
+        return PlannedGraph(nodes=tuple(self.nodes), blocks=tuple(self.blocks))
 
 
-def layered(draw: random.Random, size: int) -> Graph:
+def layered(draw: random.Random, size: int) -> PlannedGraph:
     sketch, layers = Sketch(draw), list[list[str]]()
     while sum(map(len, layers)) < size:
         width = min(draw.randint(2, max(2, size // 4)), size - sum(map(len, layers)))
@@ -126,7 +127,7 @@ def layered(draw: random.Random, size: int) -> Graph:
     return sketch.graph()
 
 
-def fork_join(draw: random.Random, size: int) -> Graph:
+def fork_join(draw: random.Random, size: int) -> PlannedGraph:
     sketch, at = Sketch(draw), list[str]()
     while len(sketch.nodes) < size - 1:
         fork = sketch.task(at)
@@ -138,7 +139,7 @@ def fork_join(draw: random.Random, size: int) -> Graph:
     return sketch.graph()
 
 
-def tree(draw: random.Random, size: int) -> Graph:
+def tree(draw: random.Random, size: int) -> PlannedGraph:
     sketch = Sketch(draw)
     out = [sketch.task([])]
     for n in range(1, size):
@@ -146,7 +147,7 @@ def tree(draw: random.Random, size: int) -> Graph:
     return sketch.graph()
 
 
-def in_tree(draw: random.Random, size: int) -> Graph:
+def in_tree(draw: random.Random, size: int) -> PlannedGraph:
     sketch = Sketch(draw)
     open_ = [sketch.task([]) for _ in range((size + 1) // 2)]
     while len(open_) > 1 and len(sketch.nodes) < size:
@@ -155,7 +156,7 @@ def in_tree(draw: random.Random, size: int) -> Graph:
     return sketch.graph()
 
 
-def fft(draw: random.Random, size: int) -> Graph:
+def fft(draw: random.Random, size: int) -> PlannedGraph:
     """Butterflies: each task reads two outputs of the stage before it."""
     width = 4 if size < 24 else 8
     sketch = Sketch(draw)
@@ -166,7 +167,7 @@ def fft(draw: random.Random, size: int) -> Graph:
     return sketch.graph()
 
 
-def cholesky(draw: random.Random, size: int) -> Graph:
+def cholesky(draw: random.Random, size: int) -> PlannedGraph:
     """Tiles of one size: potrf, trsm, syrk and gemm, as far as the size allows."""
     tiles = next(n for n in range(2, 30) if n * (n + 1) * (n + 2) // 6 >= size or n == 29)
     sketch, tile_bytes = Sketch(draw), draw.choice((16, 64, 256)) * MB
@@ -184,17 +185,17 @@ def cholesky(draw: random.Random, size: int) -> Graph:
             step((i, i), (i, k), ms=12)
             for j in range(k + 1, i):
                 step((i, j), (i, k), (j, k), ms=20)
-    return Graph(nodes=tuple(sketch.nodes), blocks=tuple(sketch.blocks))
+    return PlannedGraph(nodes=tuple(sketch.nodes), blocks=tuple(sketch.blocks))
 
 
-def dag(draw: random.Random, size: int) -> Graph:
+def dag(draw: random.Random, size: int) -> PlannedGraph:
     sketch, out = Sketch(draw), list[str]()
     for _ in range(size):
         out.append(sketch.task([one for one in out if draw.random() < 2 / size][:4]))
     return sketch.graph()
 
 
-FAMILIES: dict[str, Callable[[random.Random, int], Graph]] = {
+FAMILIES: dict[str, Callable[[random.Random, int], PlannedGraph]] = {
     "layered": layered,
     "fork-join": fork_join,
     "tree": tree,
@@ -205,7 +206,7 @@ FAMILIES: dict[str, Callable[[random.Random, int], Graph]] = {
 }
 
 
-def random_graph(seed: int, size: int | None = None) -> tuple[str, Graph, Topology]:
+def random_graph(seed: int, size: int | None = None) -> tuple[str, PlannedGraph, Topology]:
     draw = random.Random(seed)
     names = list(FAMILIES)
     family, devices = names[seed % len(names)], 2 + seed // len(names) % 2
@@ -375,16 +376,18 @@ PROGRAMS: dict[str, Callable[[Sketch], None]] = {
 }
 
 
-def program(name: str) -> Graph:
+def program(name: str) -> PlannedGraph:
     sketch = Sketch(random.Random(0))
     PROGRAMS[name](sketch)
-    return Graph(nodes=tuple(sketch.nodes), blocks=tuple(sketch.blocks))
+    return PlannedGraph(nodes=tuple(sketch.nodes), blocks=tuple(sketch.blocks))
 
 
 # --- the minimum --------------------------------------------------------------------------------
 
 
-def least(graph: Graph, topology: Topology, orders: Sequence[Sequence[int]]) -> tuple[int, int]:
+def least(
+    graph: PlannedGraph, topology: Topology, orders: Sequence[Sequence[int]]
+) -> tuple[int, int]:
     """Return the best makespan, and the fewest bytes at up to 1.03 times that, over all
     assignments.
 

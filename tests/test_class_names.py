@@ -14,8 +14,7 @@ ROOT = Path(__file__).parent.parent
 
 USED_TWICE = set(
     """
-    Alive Answer Block Decision Device Event Graph Island Layout Lift Line Link Node
-    Order Place Placement Queued Room Run Start Supervisor Task Tenant User
+    Alive Event Order
     """.split()  # noqa: SIM905
 )
 

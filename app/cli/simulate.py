@@ -24,7 +24,7 @@ from app.cli.bundling import UnreadablePath
 from app.cli.client import JSON, Client
 from app.cli.tables import Column, Output, err, facts, show, table
 from app.core.fairness.fair_tree import half_life
-from app.core.model.snapshot import TIERS, Device, Policy, Tenant
+from app.core.model.snapshot import TIERS, BoardDevice, BoardTenant, Policy
 from app.core.simulation.simulator import Costs, InvariantBroken
 from app.core.simulation.trace import BadTrace, Trace, read
 from app.core.simulation.what_if import POLICIES, Setup, run
@@ -174,15 +174,15 @@ def _lines(source: Path) -> Iterator[IO[str]]:
         yield file
 
 
-def imagined(devices: dict[str, int]) -> list[Device]:
+def imagined(devices: dict[str, int]) -> list[BoardDevice]:
     return [
-        Device(id=f"{kind}.{n:06}", host="imaginary", kind=kind, memory_bytes=1 << 60)
+        BoardDevice(id=f"{kind}.{n:06}", host="imaginary", kind=kind, memory_bytes=1 << 60)
         for kind, count in devices.items()
         for n in range(count)
     ]
 
 
-def _tenants(trace: Trace, asked: SimulateOptions) -> list[Tenant]:
+def _tenants(trace: Trace, asked: SimulateOptions) -> list[BoardTenant]:
     names = sorted({arrival.tenant for arrival in trace.arrivals})
     given = {
         "weights": list(asked.weights),
@@ -196,7 +196,7 @@ def _tenants(trace: Trace, asked: SimulateOptions) -> list[Tenant]:
                 f"--{option}: unknown tenant {stranger!r}; the tenants are {shown}"
             )
     return [
-        Tenant(
+        BoardTenant(
             id=name,
             name=name,
             weight=round(1000 * asked.weights.get(name, 1.0)),

@@ -18,7 +18,14 @@ from sqlalchemy.orm import Session
 
 from app.core.model import task_graph
 from app.core.model.dependencies import Offer
-from app.core.model.descriptor import BadDescriptor, Descriptor, Devices, Fault, Run, TaskDescriptor
+from app.core.model.descriptor import (
+    BadDescriptor,
+    Descriptor,
+    Devices,
+    Fault,
+    RunSpec,
+    TaskDescriptor,
+)
 from app.core.model.messages import JSON
 from app.core.model.task_graph import MAX_NODES as MAX_KNOWN
 from app.core.model.task_graph import TaskGraph, timed
@@ -255,7 +262,7 @@ def named(descriptor: Descriptor, sent: Mapping[str, Sent]) -> Descriptor:
     return replace(descriptor, tasks=tuple(tasks))
 
 
-def _run(run: Run, sent: Sent) -> Run:
+def _run(run: RunSpec, sent: Sent) -> RunSpec:
     """Replace the graph by its hash; add known times and sizes of its nodes, so that all plan it
     alike.
     """

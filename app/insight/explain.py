@@ -30,7 +30,14 @@ from app.core.explanation.estimator import Unknown
 from app.core.explanation.waiting_reasons import Ahead, Obstacles
 from app.core.fairness.fair_tree import Branch, lane
 from app.core.model.lifecycle import NOT_STARTED, ON_A_DEVICE, State
-from app.core.model.snapshot import Lift, Reason, Snapshot, Task, Tenant, User
+from app.core.model.snapshot import (
+    BoardTask,
+    BoardTenant,
+    BoardUser,
+    IdleCreditFloor,
+    Reason,
+    Snapshot,
+)
 from app.core.scheduling import blockers
 from app.core.scheduling.blockers import Crowd, Party, before
 from app.core.scheduling.board import MILLI, Board
@@ -170,7 +177,7 @@ class _InLine:
 
     since: int = 0  # the oldest transaction with changes that may still be unread
     lines: dict[tuple[str, str, int, int], int] = field(default_factory=dict)
-    lifts: dict[str, dict[str, Lift]] = field(default_factory=lambda: defaultdict(dict))
+    lifts: dict[str, dict[str, IdleCreditFloor]] = field(default_factory=lambda: defaultdict(dict))
     waiting: dict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(dict))
     widths: dict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(dict))
     gangs: dict[str, int] = field(default_factory=lambda: defaultdict(int))
@@ -201,7 +208,7 @@ class _InLine:
 
     def lift(self, rows: Iterable[AnyRow]) -> None:
         for row in rows:
-            lift = Lift(
+            lift = IdleCreditFloor(
                 tenant=row.tenant_id, user=row.user_id, kind=row.kind, faded_us=int(row.faded)
             )
             self.lifts[lift.user or lift.tenant][lift.kind] = lift
@@ -228,7 +235,7 @@ class _Kept:
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     since: int = 0  # the oldest transaction with changes that may still be unread
-    tenants: dict[str, Tenant] = field(default_factory=dict)
+    tenants: dict[str, BoardTenant] = field(default_factory=dict)
     booked: dict[str, tuple[str, int]] = field(default_factory=dict)  # user -> (tenant, faded)
     used: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # by subtree
     in_line: dict[str, _InLine] = field(default_factory=dict)
@@ -279,7 +286,7 @@ class _Kept:
             parent = None if row.under_root else row.parent_id
             old = self.tenants.get(row.id)
             moved |= old is not None and old.parent != parent
-            self.tenants[row.id] = Tenant(
+            self.tenants[row.id] = BoardTenant(
                 id=row.id,
                 name=row.name,
                 weight=row.weight_milli,
@@ -407,7 +414,7 @@ class _Picture:
             if tenant.parent in rest:
                 rest[tenant.parent] -= used[tenant.id]
         for id, faded in rest.items():
-            board.set_user(User(id=_rest(id), tenant=id, faded_us=max(0, faded)))
+            board.set_user(BoardUser(id=_rest(id), tenant=id, faded_us=max(0, faded)))
 
     # --- the queue ---
 
@@ -470,7 +477,7 @@ class _Picture:
                 found[id] = self._party(kind, id, parent, faded, weight, waiting, int(widths))
         return found
 
-    def _has_room(self, kind: str, tenant: Tenant) -> bool:
+    def _has_room(self, kind: str, tenant: BoardTenant) -> bool:
         """True if the tenant may hold one more device.  Without room it is before no other now
         (rule F4).
         """
@@ -548,7 +555,7 @@ class _Answer:
 
     def _expected(
         self,
-        task: Task,
+        task: BoardTask,
         reasons: Sequence[Reason],
         ahead: Ahead,
         crowd: Crowd,
@@ -567,7 +574,7 @@ class _Answer:
             learned=self.picture.kept.learned,
         )
 
-    def _ahead(self, task: Task, rank: tuple[int, int, int | None]) -> tuple[Ahead, Crowd]:
+    def _ahead(self, task: BoardTask, rank: tuple[int, int, int | None]) -> tuple[Ahead, Crowd]:
         """Count the tasks before this one, and how many of them each party at the top has."""
         higher, earlier, highest = rank
         k, users, tenants = higher + earlier, 0, 0
@@ -584,7 +591,7 @@ class _Answer:
         ahead = Ahead(tenants=tenants, users=users, higher=higher, earlier=earlier, highest=highest)
         return ahead, crowd
 
-    def _alone(self, task: Task, branch: Branch) -> Party:
+    def _alone(self, task: BoardTask, branch: Branch) -> Party:
         """The party of a branch without counted tasks: it has just arrived, or a limit keeps it
         out.
         """
@@ -593,14 +600,14 @@ class _Answer:
         borrows = branch.borrows(self.board.lane_in_line(task))
         return Party(branch.name, usage, branch.weight, fee, 1, borrows)
 
-    def _ranks(self, tasks: Sequence[Task]) -> dict[str, tuple[int, int, int | None]]:
+    def _ranks(self, tasks: Sequence[BoardTask]) -> dict[str, tuple[int, int, int | None]]:
         """Return by task: the user's tasks of higher priority, the user's older ones, the highest
         priority.
 
         Tasks of one user, kind and priority form a row.  Between two tasks asked about, the tasks
         are counted, so that each is counted once, however many are asked about.
         """
-        rows: dict[Any, list[Task]] = defaultdict(list)
+        rows: dict[Any, list[BoardTask]] = defaultdict(list)
         for task in sorted(tasks, key=lambda task: (task.submitted_s, task.id)):
             rows[task.user, task.kind, task.priority].append(task)
         after: dict[str, str | None] = {}

@@ -29,14 +29,14 @@ from app.core.explanation.estimator import (
     Estimate,
     Held,
     History,
-    Line,
-    Queued,
     Scene,
+    TenantLine,
     Unknown,
+    WaitingTask,
 )
 from app.core.fairness import fair_tree
 from app.core.fairness.fair_tree import Branch
-from app.core.model.snapshot import Task
+from app.core.model.snapshot import BoardTask
 from app.core.scheduling import blockers
 from app.core.scheduling.blockers import Crowd
 from app.core.scheduling.board import Board
@@ -167,7 +167,7 @@ def _who(row: Any) -> estimator.Who:
 
 def start(
     board: Board,
-    task: Task,
+    task: BoardTask,
     *,
     asked: AnyRow,
     on_devices: Sequence[AnyRow],
@@ -188,7 +188,7 @@ def start(
     lines |= _of_holders(board, task.kind, lines)
     mine = _line(board.leaf(task).top, board, task.kind, stretch)
     lines[board.leaf(task).top.name] = replace(
-        mine, tasks=[Queued(who=me.who[1:], width=task.width)] * before + [me]
+        mine, tasks=[WaitingTask(who=me.who[1:], width=task.width)] * before + [me]
     )
     usual_s = learned.history.expected_remaining_s(me.who) or 0.0
     found = estimator.starts_in(
@@ -206,8 +206,8 @@ def start(
     return _start(told, board.now_s, not_before_s=task.retry_at_s)
 
 
-def _queued(row: AnyRow) -> Queued:
-    return Queued(
+def _queued(row: AnyRow) -> WaitingTask:
+    return WaitingTask(
         who=_who(row),
         width=row.devices_min,
         elapsed_s=_worked_s(row, row.held_us),
@@ -215,21 +215,21 @@ def _queued(row: AnyRow) -> Queued:
     )
 
 
-def _of_holders(board: Board, kind: str, known: Mapping[str, Line]) -> dict[str, Line]:
+def _of_holders(board: Board, kind: str, known: Mapping[str, TenantLine]) -> dict[str, TenantLine]:
     """Return lines for tenants that only hold devices: they wait again when their turn is over."""
     tops = {stay.leaf.top: None for stay in board.stays.values()}
     return {top.name: _line(top, board, kind) for top in tops if top.name not in known}
 
 
-def _line(top: Branch, board: Board, kind: str, stretch: int = 1) -> Line:
+def _line(top: Branch, board: Board, kind: str, stretch: int = 1) -> TenantLine:
     score_s = blockers.seconds(board, board.tree.score(top, kind=kind))
-    return Line(score_s=score_s, tasks=(), weight=top.weight / 1000 / stretch)
+    return TenantLine(score_s=score_s, tasks=(), weight=top.weight / 1000 / stretch)
 
 
 def _scene(
     board: Board,
-    task: Task,
-    lines: dict[str, Line],
+    task: BoardTask,
+    lines: dict[str, TenantLine],
     on_devices: Sequence[AnyRow],
     *,
     usual_s: float,
@@ -246,7 +246,9 @@ def _scene(
     )
 
 
-def _lines(board: Board, crowd: Crowd, *, stretch: int, unit: int) -> Iterator[tuple[str, Line]]:
+def _lines(
+    board: Board, crowd: Crowd, *, stretch: int, unit: int
+) -> Iterator[tuple[str, TenantLine]]:
     """Yield lines with one of every `stretch` tasks, which advances its tenant as far as all of
     them would.
     """
@@ -255,13 +257,15 @@ def _lines(board: Board, crowd: Crowd, *, stretch: int, unit: int) -> Iterator[t
     chosen = Counter(bisect_left(ends, at) for at in range(stretch, last + 1, stretch))
     for at, count in chosen.items():
         party = crowd[0][at]
-        task = Queued(who=((party.name,), ()), width=max(1, round(party.fee / unit)))
+        task = WaitingTask(who=((party.name,), ()), width=max(1, round(party.fee / unit)))
         score_s = blockers.seconds(board, fair_tree.score(party.faded, party.weight))
         weight = party.weight / 1000 / stretch
-        yield party.name, Line(score_s=score_s, tasks=[task] * count, weight=weight)
+        yield party.name, TenantLine(score_s=score_s, tasks=[task] * count, weight=weight)
 
 
-def _held(board: Board, task: Task, rows: Sequence[AnyRow], *, slice_s: float) -> Iterator[Held]:
+def _held(
+    board: Board, task: BoardTask, rows: Sequence[AnyRow], *, slice_s: float
+) -> Iterator[Held]:
     """Yield the tasks on devices.  What is left of a real turn is left of the simulated
     turn too.
     """
@@ -296,7 +300,9 @@ def _most_s(row: Any, held_us: int, worked_s: float, speed: float) -> float | No
     return worked_s + max(0.0, left_s) * speed
 
 
-def _slice_s(board: Board, task: Task, lines: dict[str, Line], *, usual_s: float) -> float:
+def _slice_s(
+    board: Board, task: BoardTask, lines: dict[str, TenantLine], *, usual_s: float
+) -> float:
     """Return the length of a simulated turn; infinite if all take part under one top-level tenant.
 
     It is longer than a real turn if a tenant keeps a device for many turns, because the scores

@@ -25,7 +25,7 @@ from sqlalchemy.orm import Session
 
 from app.core.model.descriptor import escaped
 from app.core.model.lifecycle import ENDED
-from app.core.model.snapshot import Device, Policy, Snapshot, Tenant
+from app.core.model.snapshot import BoardDevice, BoardTenant, Policy, Snapshot
 from app.core.simulation.simulator import Arrival, Costs, SimulationStopped
 from app.core.simulation.what_if import Setup, run
 from app.db.models import Island, Need, Task
@@ -106,7 +106,7 @@ def _still(session: Session, island: str) -> Snapshot:
     )
 
 
-def _told_apart(tenants: Mapping[str, Tenant]) -> dict[str, Tenant]:
+def _told_apart(tenants: Mapping[str, BoardTenant]) -> dict[str, BoardTenant]:
     """Add the id to the name of each tenant that shares its name with others."""
     times = Counter(tenant.name for tenant in tenants.values())
     return {
@@ -218,7 +218,7 @@ def of_made(
     as_is = _still(session, island)
     ids = {tenant.name: tenant.id for tenant in as_is.tenants.values()}
     strangers = {one.tenant: f"new {one.tenant}" for one in made if one.tenant not in ids}
-    new = {id: Tenant(id=id, name=name, weight=1000) for name, id in strangers.items()}
+    new = {id: BoardTenant(id=id, name=name, weight=1000) for name, id in strangers.items()}
     ids |= strangers
     arrivals = [
         Arrival(
@@ -313,20 +313,20 @@ def _policy(policy: Policy, what_if: WhatIf) -> Policy:
     return changed
 
 
-def _imagined(devices: Sequence[Device], counts: Mapping[str, int]) -> list[Device]:
+def _imagined(devices: Sequence[BoardDevice], counts: Mapping[str, int]) -> list[BoardDevice]:
     """Return that many devices of each kind, each like the largest existing device of its kind."""
     if sum(counts.values()) > MOST_DEVICES:
         raise BadInput.at("/devices", f"must be at most {MOST_DEVICES} devices", "too-many")
     found = []
     for kind, count in counts.items():
         models = [device for device in devices if device.kind == kind]
-        any_ = Device(id="", host="imaginary", kind=kind, memory_bytes=1 << 60)
+        any_ = BoardDevice(id="", host="imaginary", kind=kind, memory_bytes=1 << 60)
         model = max(models, key=lambda device: device.memory_bytes, default=any_)
         found += [replace(model, id=f"{kind}.{n:05}") for n in range(count)]
     return found
 
 
-def _tenants(tenants: Sequence[Tenant], what_if: WhatIf) -> list[Tenant]:
+def _tenants(tenants: Sequence[BoardTenant], what_if: WhatIf) -> list[BoardTenant]:
     names = {tenant.name for tenant in tenants}
     for where in ("weights", "guarantees", "limits"):
         for name in getattr(what_if, where):
@@ -336,7 +336,7 @@ def _tenants(tenants: Sequence[Tenant], what_if: WhatIf) -> list[Tenant]:
     return [_tenant(tenant, what_if) for tenant in tenants]
 
 
-def _tenant(tenant: Tenant, what_if: WhatIf) -> Tenant:
+def _tenant(tenant: BoardTenant, what_if: WhatIf) -> BoardTenant:
     name = tenant.name
     weight = what_if.weights.get(name, tenant.weight / 1000)
     guarantee = what_if.guarantees.get(name, tenant.guarantee)

@@ -25,12 +25,18 @@ from sqlalchemy.orm import Session, aliased
 from app.core.model.dependencies import Alike, Offer
 from app.core.model.lifecycle import ENDED
 from app.core.model.messages import JSON
-from app.core.model.snapshot import Tenant
+from app.core.model.snapshot import BoardTenant
 from app.core.placement.capacity import Stock
-from app.core.placement.islands import Island, Portions, Room, apportion, reassign
+from app.core.placement.islands import KindCapacity, PlacementIsland, Portions, apportion, reassign
 from app.core.placement.local_search import Effort
 from app.core.placement.partitions import LAUNCH_MS
-from app.core.placement.planner import Block, Graph, Link, Node, Unplaceable
+from app.core.placement.planner import (
+    PlannedBlock,
+    PlannedGraph,
+    PlannedLink,
+    PlannedNode,
+    Unplaceable,
+)
 from app.core.scheduling.island_gangs import divided
 from app.db.models import Device, Host, Line, Need, Placement, Task
 from app.db.models import Island as IslandRow
@@ -100,7 +106,7 @@ NOWHERE = "No set of islands has all devices of the request yet."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class AssignedIsland:
     """The island of a task, and why; `crossing_bytes` as expected when that was decided."""
 
     task: str
@@ -109,13 +115,15 @@ class Place:
     crossing_bytes: int
 
 
-def places(session: Session, request_id: str) -> list[Place]:
+def places(session: Session, request_id: str) -> list[AssignedIsland]:
     query = select(Task.name, Task.island, Task.assigned).where(Task.request_id == request_id)
     found = []
     for name, island, why in session.execute(query.order_by(Task.id)):
         because = (why or {}).get("because", NOWHERE if island is None else "")
         across = (why or {}).get("crossing_bytes", 0)
-        found.append(Place(task=name, island=island, because=because, crossing_bytes=across))
+        found.append(
+            AssignedIsland(task=name, island=island, because=because, crossing_bytes=across)
+        )
     return found
 
 
@@ -264,9 +272,9 @@ class _Scene:
     up: dict[str, dict[str, Stock]]
     all: dict[str, dict[str, Stock]]
     offers: Mapping[tuple[str, str], Offer]
-    tenants: Mapping[str, Tenant] = field(default_factory=dict)
+    tenants: Mapping[str, BoardTenant] = field(default_factory=dict)
     learned: forecast.Learned | None = None
-    links: dict[tuple[str, ...], tuple[Link, ...]] = field(default_factory=dict)
+    links: dict[tuple[str, ...], tuple[PlannedLink, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, session: Session, *, without: str = "") -> _Scene:
@@ -338,7 +346,7 @@ class _Scene:
             if not _stays(task) and task.island in (None, lost):
                 needed[task.kind] += work.time_ns[task.id] * work.width(task)
         islands = [
-            Island(
+            PlacementIsland(
                 id=name,
                 places=frozenset({name}),
                 rooms={
@@ -363,9 +371,9 @@ class _Scene:
             if task.island in (None, lost) and task.id in found.seats and not task.gang_id
         }
 
-    def _room(self, stock: Stock, tenant: str, work_ns: int) -> Room:
+    def _room(self, stock: Stock, tenant: str, work_ns: int) -> KindCapacity:
         if not self.tenants:
-            return Room(devices=stock.devices, share=stock.devices)
+            return KindCapacity(devices=stock.devices, share=stock.devices)
         return stock.room(tenant, work_ns, self.tenants)
 
     def _able(self, task: AnyRow, stocks: Mapping[str, Mapping[str, Stock]]) -> tuple[str, ...]:
@@ -404,7 +412,9 @@ class _Scene:
                 parted[task.id] = of
         return parted
 
-    def _portions(self, work: _Work, graph: Graph, islands: Sequence[Island]) -> Portions:
+    def _portions(
+        self, work: _Work, graph: PlannedGraph, islands: Sequence[PlacementIsland]
+    ) -> Portions:
         names = tuple(island.id for island in islands)
         links = self.links.setdefault(names, tuple(_links(names)))
         island = {task.id: task.island for task in work.tasks if task.island is not None}
@@ -421,7 +431,9 @@ class _Scene:
         return reassign(graph, islands, links, before=before, done=done, at=at, effort=EFFORT)
 
 
-def _graph(work: _Work, able: Mapping[str, tuple[str, ...]], *, all_: Sequence[str]) -> Graph:
+def _graph(
+    work: _Work, able: Mapping[str, tuple[str, ...]], *, all_: Sequence[str]
+) -> PlannedGraph:
     """Build the placement graph: tasks as nodes, the outputs that they take from each other as
     blocks.
 
@@ -429,7 +441,7 @@ def _graph(work: _Work, able: Mapping[str, tuple[str, ...]], *, all_: Sequence[s
     on one island.  Inputs that come late are left out, because the task runs at the same time as
     the task that makes them.
     """
-    blocks, nodes = dict[str, int](), list[Node]()
+    blocks, nodes = dict[str, int](), list[PlannedNode]()
     writes = defaultdict[str, dict[str, None]](dict)
     known = {task.id: task for task in work.tasks}
     for need in (need for needs in work.needs.values() for need in needs if need.port):
@@ -446,7 +458,7 @@ def _graph(work: _Work, able: Mapping[str, tuple[str, ...]], *, all_: Sequence[s
         early = [need for need in needs if need.port and not need.late]
         reads = dict.fromkeys(f"{need.needs_id}.{need.output}" for need in early)
         after = {need.needs_id: len(spells[need.needs_id]) - 1 for need in needs if not need.port}
-        whole = Node(
+        whole = PlannedNode(
             id=task.id,
             time_ns={task.kind: work.time_ns[task.id]},
             reads=tuple(reads),
@@ -456,8 +468,8 @@ def _graph(work: _Work, able: Mapping[str, tuple[str, ...]], *, all_: Sequence[s
         )
         nodes += _in_turn(whole, spells[task.id])
     held = {block: STAYS_BYTES for node in nodes for block in node.writes if block not in blocks}
-    sizes = tuple(Block(id=id, bytes=bytes_) for id, bytes_ in (blocks | held).items())
-    return Graph(nodes=tuple(nodes), blocks=sizes)
+    sizes = tuple(PlannedBlock(id=id, bytes=bytes_) for id, bytes_ in (blocks | held).items())
+    return PlannedGraph(nodes=tuple(nodes), blocks=sizes)
 
 
 def _stays(task: AnyRow) -> bool:
@@ -465,7 +477,7 @@ def _stays(task: AnyRow) -> bool:
     return task.state in ENDED or task.gang_id is not None
 
 
-def _in_turn(whole: Node, spells: Sequence[_Spell]) -> Iterator[Node]:
+def _in_turn(whole: PlannedNode, spells: Sequence[_Spell]) -> Iterator[PlannedNode]:
     """Yield a task as a sequence of nodes, each of which needs a block that the one before it
     holds.
     """
@@ -482,7 +494,7 @@ def _spell(task: str, n: int) -> str:
     return f"{task}/{n}" if n else task
 
 
-def _task_of(node: Node) -> str:
+def _task_of(node: PlannedNode) -> str:
     return node.id.partition("/")[0]
 
 
@@ -511,7 +523,7 @@ def _spells(task: AnyRow, time_ns: int, blocks: Collection[str]) -> Iterator[_Sp
     yield time_ns - ran_ns, together
 
 
-def _together(work: _Work, graph: Graph, islands: Sequence[str]) -> Iterator[Graph]:
+def _together(work: _Work, graph: PlannedGraph, islands: Sequence[str]) -> Iterator[PlannedGraph]:
     """Yield the graph with each partition of its graph tasks on an island of its own, in every
     way.
 
@@ -548,13 +560,13 @@ def _bytes(task: AnyRow, output: str) -> int:
     return int(declared.get(output, USUAL_BYTES))
 
 
-def _links(names: Sequence[str]) -> Iterator[Link]:
+def _links(names: Sequence[str]) -> Iterator[PlannedLink]:
     """Yield a link from every island to every other."""
     speed = settings().island_link_bytes_per_s
     for source in names:
         for target in names:
             if source != target:
-                yield Link(source=source, target=target, bytes_per_s=speed)
+                yield PlannedLink(source=source, target=target, bytes_per_s=speed)
 
 
 def _late_bytes(work: _Work, found: Portions, id: str) -> int:
@@ -626,9 +638,10 @@ def _tasks() -> AnySelect:
 
 
 def _unassigned() -> AnySelect:
-    """Select unassigned tasks, locked in the order of their ids, as users' actions lock them.
+    """Select and lock the tasks without an island, in the order of their ids.
 
-    None is skipped: all tasks of a request are assigned at once.
+    Users' actions lock in the same order, so neither waits for the other in a ring.  No row is
+    skipped: all tasks of a request are assigned at once.
     """
     mine = _tasks().where(Task.island.is_(None), Task.state.not_in(ENDED)).order_by(Task.id)
     return mine.with_for_update(key_share=True)

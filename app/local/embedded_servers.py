@@ -33,7 +33,7 @@ from pathlib import Path
 import psycopg
 import redis
 
-from app.local.process_supervisor import Spec, Supervisor, leashed
+from app.local.process_supervisor import ProcessSupervisor, Spec, leashed
 
 MAJOR = "18"
 DATABASE = "roundhouse"
@@ -353,7 +353,7 @@ def _pongs(url: str) -> bool:
 
 @contextmanager
 def _supervised(home: Path, spec: Spec) -> Iterator[None]:
-    supervisor = Supervisor(home / "logs")
+    supervisor = ProcessSupervisor(home / "logs")
     try:
         supervisor.start(spec)
         yield

@@ -1,7 +1,8 @@
 """Processes that are started together and end together.
 
-A `Spec` says how to run a program.  A `Child` runs it, again after each death.  A `Supervisor`
-starts stages of children in order, restarts dead ones, and stops all in reverse order.
+A `Spec` says how to run a program.  A `Child` runs it, again after each death.  A
+`ProcessSupervisor` starts stages of children in order, restarts dead ones, and stops all in reverse
+order.
 
 A child always ends when the thread that started it ends, even after `kill -9`
 (`app.local.exec_leash`).  So start children from a thread that lives as long as they should.  This
@@ -133,7 +134,7 @@ class Child:
 
 
 @dataclass
-class Supervisor:
+class ProcessSupervisor:
     """Starts, restarts and stops programs.
 
     `changed` is called whenever a process id has changed; `say` gets sentences for a person.

@@ -33,7 +33,7 @@ from app.core.security.sandbox_layers import Sandbox, warning
 from app.home import default_home
 from app.local import embedded_servers
 from app.local.embedded_servers import CannotStart
-from app.local.process_supervisor import NotReady, Spec, StopAsked, Supervisor, leashed
+from app.local.process_supervisor import NotReady, ProcessSupervisor, Spec, StopAsked, leashed
 from app.settings import settings
 from app.storage.signing import Signer
 
@@ -78,7 +78,7 @@ def up(wanted: WantedSystem, say: Callable[[str], None]) -> None:
     with embedded_servers.locked(wanted.home):
         port = wanted.port or _usual_port(wanted)
         state = _State(wanted, f"http://{wanted.host}:{port}")
-        supervisor = Supervisor(wanted.home / "logs", changed=state.write, say=say)
+        supervisor = ProcessSupervisor(wanted.home / "logs", changed=state.write, say=say)
         state.supervisor = supervisor
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, lambda *_: supervisor.ask_to_stop())
@@ -127,7 +127,7 @@ class _State:
 
     def __init__(self, wanted: WantedSystem, url: str) -> None:
         self.wanted, self.url, self.began_s = wanted, url, time.monotonic()
-        self.supervisor: Supervisor
+        self.supervisor: ProcessSupervisor
         self.database_url = self.redis_url = ""
         self.ready = False
 

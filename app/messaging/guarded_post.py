@@ -18,7 +18,7 @@ from typing import Any
 import httpcore2
 import httpx2
 
-from app.core.security.webhook_policy import Answer, Network, may_call
+from app.core.security.webhook_policy import AttemptAnswer, Network, may_call
 
 
 class _Refused(Exception):
@@ -34,7 +34,7 @@ def post(
     *,
     timeout_s: float,
     allowed: Iterable[Network] = (),
-) -> Answer:
+) -> AttemptAnswer:
     """Send the POST; never raises for what the other side does."""
     began_s = time.monotonic()
     status, error = None, ""
@@ -46,7 +46,9 @@ def post(
         error = f"no answer within {timeout_s:g} s"
     except (httpcore2.NetworkError, httpcore2.ProtocolError, httpx2.InvalidURL, OSError) as failed:
         error = str(failed) or type(failed).__name__
-    return Answer(status=status, error=error, took_us=round((time.monotonic() - began_s) * 1e6))
+    return AttemptAnswer(
+        status=status, error=error, took_us=round((time.monotonic() - began_s) * 1e6)
+    )
 
 
 def _status(url: str, body: str, headers: Mapping[str, str], network: _Guarded) -> int:

@@ -27,7 +27,7 @@ from sqlalchemy.orm import Session
 from standardwebhooks import Webhook as Signer
 
 from app.core.security import webhook_policy
-from app.core.security.webhook_policy import Answer, TaskEnd, Verdict
+from app.core.security.webhook_policy import AttemptAnswer, TaskEnd, Verdict
 from app.db import transactions
 from app.db.models import Delivery, Task, Webhook
 
@@ -208,7 +208,7 @@ def headers(taken: Taken) -> dict[str, str]:
     }
 
 
-def record(session: Session, taken: Taken, answer: Answer) -> None:
+def record(session: Session, taken: Taken, answer: AttemptAnswer) -> None:
     """Record the result of an attempt, unless another sender has taken the message over
     meanwhile.
     """

@@ -32,7 +32,7 @@ from sqlalchemy.orm import Session, aliased
 
 from app.core.fairness.fair_tree import Branch, Lane, lane
 from app.core.model.lifecycle import ENDED, State
-from app.core.model.snapshot import Plan, Task
+from app.core.model.snapshot import BoardTask, Plan
 from app.core.scheduling.board import Board, alike, place_in_line
 from app.core.scheduling.cycle import cycle
 from app.core.scheduling.idle_credit import Memory, recall
@@ -186,7 +186,7 @@ class Follower:
 
     def _mark_longer(self, session: Session, board: Board) -> None:
         """Mark the lines in which more tasks wait than were read."""
-        read: dict[tuple[str, Lane], list[Task]] = {}
+        read: dict[tuple[str, Lane], list[BoardTask]] = {}
         for task in board.tasks.values():
             if task.state == State.waiting:
                 read.setdefault((task.user, alike(task)), []).append(task)

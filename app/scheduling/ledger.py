@@ -18,7 +18,7 @@ from sqlalchemy.dialects.postgresql import Insert, insert
 from sqlalchemy.orm import Session
 
 from app.core.fairness import fair_tree
-from app.core.model.snapshot import Lift
+from app.core.model.snapshot import IdleCreditFloor
 from app.db import transactions
 from app.db.models import Account, Base, LedgerBase, Placement, Usage
 from app.db.models import Lift as LiftRow
@@ -133,7 +133,7 @@ _BUCKET = _grow(Base.metadata.tables["usage"], "held_us", "charged_us")
 _ACCOUNT = _grow(Base.metadata.tables["accounts"], "faded", "total_us")
 
 
-def lift(session: Session, island: str, lifts: Iterable[Lift]) -> None:
+def lift(session: Session, island: str, lifts: Iterable[IdleCreditFloor]) -> None:
     """Store the idle-credit floors that `core.scheduling.idle_credit` decided; they are charged to
     no account."""
     newest = {(lift.tenant, lift.user, lift.kind): lift.faded_us for lift in lifts}

@@ -20,15 +20,15 @@ from app.core.model.lifecycle import ENDED, ON_A_DEVICE
 from app.core.model.migration import MOVABLE
 from app.core.model.snapshot import (
     RESTARTS,
+    BoardDevice,
+    BoardTask,
+    BoardTenant,
+    BoardUser,
     Conditions,
-    Device,
-    Lift,
+    IdleCreditFloor,
     Policy,
     Snapshot,
-    Task,
-    Tenant,
     Terms,
-    User,
 )
 from app.core.scheduling.stays import LEAVES_A_SEAT
 from app.db.models import Account, Host, LedgerBase, Need, Placement
@@ -83,32 +83,32 @@ def policy(base: LedgerBase) -> Policy:
     )
 
 
-def users(session: Session, where: ColumnElement[bool] | None = None) -> dict[str, User]:
+def users(session: Session, where: ColumnElement[bool] | None = None) -> dict[str, BoardUser]:
     query = select(UserRow.id, UserRow.tenant_id, UserRow.weight_milli, Account.faded)
     query = query.outerjoin(Account, Account.user_id == UserRow.id)
     rows = session.execute(query if where is None else query.where(where))
     return {
-        id: User(id=id, tenant=tenant_id, weight=weight, faded_us=int(faded or 0))
+        id: BoardUser(id=id, tenant=tenant_id, weight=weight, faded_us=int(faded or 0))
         for id, tenant_id, weight, faded in rows
     }
 
 
-def lifts(session: Session, island: str) -> tuple[Lift, ...]:
+def lifts(session: Session, island: str) -> tuple[IdleCreditFloor, ...]:
     query = select(LiftRow.tenant_id, LiftRow.user_id, LiftRow.kind, LiftRow.faded)
     return tuple(
-        Lift(tenant=tenant, user=user, kind=kind, faded_us=int(faded))
+        IdleCreditFloor(tenant=tenant, user=user, kind=kind, faded_us=int(faded))
         for tenant, user, kind, faded in session.execute(query.where(LiftRow.island == island))
     )
 
 
-def tenants(session: Session) -> dict[str, Tenant]:
+def tenants(session: Session) -> dict[str, BoardTenant]:
     """Read the tenants.  The root stands beside its children: it owns no share, but its users may
     ask for devices.
     """
     rows = session.scalars(select(TenantRow)).all()
     root = {row.id for row in rows if row.parent_id is None}
     return {
-        row.id: Tenant(
+        row.id: BoardTenant(
             id=row.id,
             name=row.name,
             weight=row.weight_milli,
@@ -123,7 +123,7 @@ def tenants(session: Session) -> dict[str, Tenant]:
 
 def devices(
     session: Session, island: str, where: ColumnElement[bool] | None = None
-) -> dict[str, Device]:
+) -> dict[str, BoardDevice]:
     query = (
         select(*_DEVICE, Host.cordoned.label("drained"))
         .join(Host, Host.name == DeviceRow.host)
@@ -139,8 +139,8 @@ _DEVICE = (
 )  # fmt: skip
 
 
-def _device(row: AnyRow) -> Device:
-    return Device(
+def _device(row: AnyRow) -> BoardDevice:
+    return BoardDevice(
         id=row.id,
         host=row.host,
         kind=row.kind,
@@ -177,7 +177,7 @@ def tasks(*more: Any) -> AnySelect:
     return _TASKS.add_columns(*more)
 
 
-def tasks_of(session: Session, rows: Sequence[AnyRow], *, now_s: float) -> dict[str, Task]:
+def tasks_of(session: Session, rows: Sequence[AnyRow], *, now_s: float) -> dict[str, BoardTask]:
     """Turn rows of `tasks` into values, with what blocked tasks wait for."""
     blocked = [row.id for row in rows if row.state == "blocked"]
     waits_for, broken = _needs(session, blocked)
@@ -223,7 +223,7 @@ def _task(
     guests: Sequence[Placement],
     terms: Terms,
     now_s: float,
-) -> Task:
+) -> BoardTask:
     started_s = _seconds(row.started_at) if row.state in ON_A_DEVICE else None
     resized_s = None if started_s is None else _seconds(row.resized_at)
     accrued_us = held_us = 0
@@ -238,7 +238,7 @@ def _task(
     lets_go = row.state in LEAVES_A_SEAT  # it releases all its devices at once
     seats = [each.device_id for each in guests if lets_go or not each.leaving]
     leaves = [each.device_id for each in guests if each.device_id not in seats]
-    return Task(
+    return BoardTask(
         id=row.id,
         request=row.request_id,
         tenant=row.tenant_id,

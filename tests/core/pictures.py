@@ -22,7 +22,15 @@ from typing import Any
 
 from app.core.fairness.fair_tree import FIXED_POINT_BITS
 from app.core.model.lifecycle import Move
-from app.core.model.snapshot import Device, Plan, Policy, Snapshot, Task, Tenant, User
+from app.core.model.snapshot import (
+    BoardDevice,
+    BoardTask,
+    BoardTenant,
+    BoardUser,
+    Plan,
+    Policy,
+    Snapshot,
+)
 
 NOW_S = 1000.0
 SECOND = 1_000_000  # µs
@@ -87,8 +95,8 @@ def _change(victim: str | None, task: str) -> str:
     return f"{victim}>{task}" if victim else task
 
 
-def _device(id: str, cell: str) -> Device:
-    return Device(
+def _device(id: str, cell: str) -> BoardDevice:
+    return BoardDevice(
         id=id,
         host="h",
         kind="cpu",
@@ -99,7 +107,7 @@ def _device(id: str, cell: str) -> Device:
     )
 
 
-def _seated(name: str, cell: str, device: str) -> Task:
+def _seated(name: str, cell: str, device: str) -> BoardTask:
     mark = _parts(cell)["mark"].replace("#", "")
     held_us = {"'": SECOND // 2, "*": 0}.get(mark, 10 * SECOND)
     return _task(
@@ -113,12 +121,12 @@ def _seated(name: str, cell: str, device: str) -> Task:
     )
 
 
-def _task(name: str, cell: str, **details: Any) -> Task:
+def _task(name: str, cell: str, **details: Any) -> BoardTask:
     parts = _parts(cell)
     tenant = parts["tenant"]
     user = tenant + (parts["user"] or "1")
     values = {"epoch": 0, "kind": "cpu", "request": name, **details}
-    return Task(id=name, tenant=tenant, user=user, **values)
+    return BoardTask(id=name, tenant=tenant, user=user, **values)
 
 
 def _parts(cell: str) -> dict[str, str]:
@@ -135,8 +143,8 @@ def _name(cell: str, names: Counter[str]) -> str:
 
 
 def _parties(
-    tasks: list[Task], used: dict[str, float], weights: dict[str, float]
-) -> tuple[dict[str, Tenant], dict[str, User]]:
+    tasks: list[BoardTask], used: dict[str, float], weights: dict[str, float]
+) -> tuple[dict[str, BoardTenant], dict[str, BoardUser]]:
     """Tenants and users of the tasks; what seated tasks held is booked to them already."""
     faded: Counter[str] = Counter()
     for name, seconds in used.items():
@@ -145,11 +153,11 @@ def _parties(
     for task in tasks:
         faded[task.user] += task.held_us << FIXED_POINT_BITS
     tenants = {
-        id: Tenant(id=id, name=id, weight=int(1000 * weights.get(id, 1)))
+        id: BoardTenant(id=id, name=id, weight=int(1000 * weights.get(id, 1)))
         for id in {task.tenant for task in tasks}
     }
     users = {
-        task.user: User(id=task.user, tenant=task.tenant, faded_us=faded[task.user])
+        task.user: BoardUser(id=task.user, tenant=task.tenant, faded_us=faded[task.user])
         for task in tasks
     }
     return tenants, users

@@ -13,7 +13,16 @@ from dataclasses import dataclass, replace
 
 from app.core.fairness.fair_tree import FIXED_POINT_BITS
 from app.core.fairness.water_filling import Claimant, divide_tree
-from app.core.model.snapshot import Decision, Device, Plan, Policy, Snapshot, Task, Tenant, User
+from app.core.model.snapshot import (
+    BoardDevice,
+    BoardTask,
+    BoardTenant,
+    BoardUser,
+    Plan,
+    PlanDecision,
+    Policy,
+    Snapshot,
+)
 from app.core.scheduling import time_sharing
 from app.core.scheduling.board import Board
 from app.core.scheduling.cycle import decide
@@ -44,7 +53,7 @@ class Shared:
     def __init__(
         self,
         devices: int,
-        tenants: list[Tenant],
+        tenants: list[BoardTenant],
         wants: list[Wants],
         *,
         policy: Policy = POLICY,
@@ -59,16 +68,18 @@ class Shared:
         self.policy, self.wants = policy, {want.user: want for want in wants}
         self.tenants = {tenant.id: tenant for tenant in tenants}
         self.users = {
-            want.user: User(
+            want.user: BoardUser(
                 id=want.user, tenant=want.tenant, weight=(weights or {}).get(want.user, 1000)
             )
             for want in wants
         }
         self.devices = {
-            f"d{n}": Device(id=f"d{n}", host="h", kind="cpu", memory_bytes=8, lease_until_s=1e9)
+            f"d{n}": BoardDevice(
+                id=f"d{n}", host="h", kind="cpu", memory_bytes=8, lease_until_s=1e9
+            )
             for n in range(devices)
         }
-        self.tasks: dict[str, Task] = {}
+        self.tasks: dict[str, BoardTask] = {}
         self.held_us: Counter[str] = Counter()  # by user
         self.idle_us: Counter[str] = Counter()  # by device
         self.so_far: dict[str, int] = {}  # by task, in this epoch, as its device knows
@@ -90,7 +101,7 @@ class Shared:
     def come(self, want: Wants, *, is_graph: bool) -> None:
         self.count += 1
         id = f"{want.user}-{self.count:04}"
-        self.tasks[id] = Task(
+        self.tasks[id] = BoardTask(
             id=id,
             request=id,
             tenant=want.tenant,
@@ -174,7 +185,7 @@ class Shared:
                 self.due.remove(event)
                 self.set(id, state="running", started_s=self.now_s, image_on=None)
 
-    def is_taken(self, task: Task) -> bool:
+    def is_taken(self, task: BoardTask) -> bool:
         others = [t for t in self.tasks.values() if t.seats == task.seats and t.id != task.id]
         return any(not (task.shares and t.shares) and t.state != "starting" for t in others)
 
@@ -227,7 +238,7 @@ class Shared:
 
     # --- decisions ---
 
-    def obey(self, decision: Decision) -> None:
+    def obey(self, decision: PlanDecision) -> None:
         task = self.tasks[decision.task]
         self.rules[f"{decision.move} {decision.rule}"] += 1
         if decision.move == "Launch":
@@ -303,11 +314,13 @@ def _told(plan: Plan) -> str:
 def drawn(seed: int, *, jobs: float = 0.0) -> Shared:
     """A random island: 1 to 4 devices, tenants and users of random weights, bursts and lengths."""
     dice = random.Random(seed)
-    tenants = [Tenant(id="t0", name="t0", weight=dice.choice([1000, 2000, 4000, 8000]))]
+    tenants = [BoardTenant(id="t0", name="t0", weight=dice.choice([1000, 2000, 4000, 8000]))]
     for n in range(1, dice.randint(2, 6)):
         parent = dice.choice([None, None, None, tenants[0].id])
         tenants.append(
-            Tenant(id=f"t{n}", name=f"t{n}", weight=dice.choice([1000, 2000, 4000]), parent=parent)
+            BoardTenant(
+                id=f"t{n}", name=f"t{n}", weight=dice.choice([1000, 2000, 4000]), parent=parent
+            )
         )
     wants, weights = [], {}
     for tenant in tenants:

@@ -242,7 +242,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Queued:
+class WaitingTask:
     """A task that waits for `width` devices; `elapsed_s` is what it ran before it was paused."""
 
     who: Who
@@ -252,7 +252,7 @@ class Queued:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class TenantLine:
     """A tenant's waiting tasks in the order in which the tenant would start them.
 
     `score_s` is the tenant's usage in device-seconds over its weight, running tasks included, faded
@@ -260,7 +260,7 @@ class Line:
     """
 
     score_s: float
-    tasks: Sequence[Queued]
+    tasks: Sequence[WaitingTask]
     weight: float = 1.0
 
 
@@ -276,7 +276,7 @@ class Scene:
 
     free: int
     held: Sequence[Held]
-    lines: Mapping[str, Line]
+    lines: Mapping[str, TenantLine]
     slice_s: float = math.inf
     goes_on_first: bool = False
     half_life_s: float = 0.0
@@ -352,7 +352,7 @@ def _waits(cast: _Cast, seed: int, events: int) -> list[float]:
     return [_SimulatedRun(cast, chance).wait_s() for _ in range(runs)]
 
 
-def _refused(scene: Scene, task: Queued, blocked_by: str | None) -> Unknown | None:
+def _refused(scene: Scene, task: WaitingTask, blocked_by: str | None) -> Unknown | None:
     if blocked_by is not None:
         return Unknown(code="BLOCKED", message=f"It cannot start before this ends: {blocked_by}.")
     if task.width > _devices(scene):
@@ -436,7 +436,9 @@ class _SimulatedRun:
     def __init__(self, cast: _Cast, chance: random.Random) -> None:
         self.cast, self.random = cast, chance.random
         self.now_s, self.free, self.starts = 0.0, cast.scene.free, 0
-        self.queues = {name: deque[Queued | _Rest](tasks) for name, tasks in cast.lines.items()}
+        self.queues = {
+            name: deque[WaitingTask | _Rest](tasks) for name, tasks in cast.lines.items()
+        }
         self.scores = dict(cast.scores)
         self.order = [(self.scores[name], name) for name in self.queues]
         heapify(self.order)
@@ -529,7 +531,7 @@ class _SimulatedRun:
         score_s, tenant = entry
         return score_s != self.scores[tenant] or not self.queues[tenant]
 
-    def _drawn_s(self, task: Queued) -> float:
+    def _drawn_s(self, task: WaitingTask) -> float:
         """Draw a runtime from the curve, or take a peer's: equal tasks are alike (Polya's urn).
 
         The less is known of the most specific key, the more its tasks depend on the first draw.  So
@@ -550,7 +552,7 @@ class _SimulatedRun:
         """Seat the tenant's first task, charge its turn, and queue the tenant's next task."""
         scene, queue = self.cast.scene, self.queues[tenant]
         task = queue.popleft()
-        if tenant == self.cast.tenant and isinstance(task, Queued):
+        if tenant == self.cast.tenant and isinstance(task, WaitingTask):
             if self.before == 0:
                 return True
             self.before -= 1

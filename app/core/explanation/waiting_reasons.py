@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from app.core.model.snapshot import Change, Reason, Task, Terms
+from app.core.model.snapshot import BoardTask, Change, Reason, Terms
 from app.core.units import counted
 
 #: Every code, with the next action: "wait", "change_request" or "ask_admin".  The codes are in the
@@ -184,12 +184,12 @@ def nearest(reasons: Sequence[Reason]) -> Reason | None:
 # --- start conditions ---------------------------------------------------------------------------
 
 
-def unmet(task: Task, *, now_s: float) -> tuple[Reason, ...]:
+def unmet(task: BoardTask, *, now_s: float) -> tuple[Reason, ...]:
     """Return why the task may not start yet; empty if all its start conditions hold."""
     return tuple(_unmet(task, now_s))
 
 
-def _unmet(task: Task, now_s: float) -> Iterator[Reason]:
+def _unmet(task: BoardTask, now_s: float) -> Iterator[Reason]:
     conditions = task.conditions
     release = Change(action="release")
     if conditions.hold == "user":
@@ -230,12 +230,12 @@ def _by_terms(terms: Terms) -> Iterator[Reason]:
         yield _reason("GANG_WANTS_NONE", told, "its gang waits for devices again", change)
 
 
-def start(task: Task, *, now_s: float) -> tuple[Reason, ...]:
+def start(task: BoardTask, *, now_s: float) -> tuple[Reason, ...]:
     """Return everything that must come true before the task may start at all."""
     return unmet(task, now_s=now_s) + backoff(task, now_s=now_s)
 
 
-def backoff(task: Task, *, now_s: float) -> tuple[Reason, ...]:
+def backoff(task: BoardTask, *, now_s: float) -> tuple[Reason, ...]:
     """Return why a failed task is not tried again yet."""
     if task.retry_at_s <= now_s:
         return ()
@@ -275,7 +275,7 @@ def no_scheduler(island: str) -> Reason:
 # --- devices ------------------------------------------------------------------------------------
 
 
-def waiting(task: Task, obstacles: Obstacles, ahead: Ahead) -> tuple[Reason, ...]:
+def waiting(task: BoardTask, obstacles: Obstacles, ahead: Ahead) -> tuple[Reason, ...]:
     """Return why a task that could start does not: devices first, then what goes before it."""
     if task.stops and task.moves_to:
         return (_moving(task),)
@@ -288,7 +288,7 @@ def waiting(task: Task, obstacles: Obstacles, ahead: Ahead) -> tuple[Reason, ...
     )
 
 
-def _moving(task: Task) -> Reason:
+def _moving(task: BoardTask) -> Reason:
     to = task.moves_to
     told = f"Migrating: it is paused until the last of its state has been copied to {to}."
     change = Change(action="wait_for_move", of=to or "")
@@ -305,7 +305,7 @@ def _frozen(device: str) -> Reason:
     return _reason("FROZEN_ON_DEVICE", told, f"{device} is free", change)
 
 
-def _devices(task: Task, seen: Obstacles) -> Iterator[Reason]:
+def _devices(task: BoardTask, seen: Obstacles) -> Iterator[Reason]:
     what = _what(task)
     if seen.up == 0:
         told = f"No {what} is up (known: {seen.devices})."
@@ -348,7 +348,7 @@ def _devices(task: Task, seen: Obstacles) -> Iterator[Reason]:
         yield _reason("WAITING_FOR_DEVICE", told, f"a {what} becomes free", change)
 
 
-def _gang(task: Task, seen: Obstacles) -> Iterator[Reason]:
+def _gang(task: BoardTask, seen: Obstacles) -> Iterator[Reason]:
     what, once = _what(task), f"of {seen.host} at once" if seen.host else "at once"
     if 0 < seen.open < task.width:
         there = f"{seen.open} {_plural(what, seen.open)} take{'s' if seen.open == 1 else ''} work"
@@ -373,7 +373,7 @@ def _lent(seen: Obstacles) -> str:
     return f", and {seen.lent} more can be had from tasks that hold more than they need"
 
 
-def breadth(task: Task) -> str:
+def breadth(task: BoardTask) -> str:
     """Say what an elastic task holds and how much of it is lent; "" for other tasks."""
     if not task.elastic or not task.seats:
         return ""
@@ -386,7 +386,7 @@ def breadth(task: Task) -> str:
     return f"It holds {held} of the {most} devices that it can use, {lent}: it needs {task.width}."
 
 
-def company(task: Task, others: int) -> str:
+def company(task: BoardTask, others: int) -> str:
     """Say with how many others a task takes turns on its device; "" if it has the device alone."""
     if not task.shares or not task.seats or not others:
         return ""
@@ -397,7 +397,7 @@ def company(task: Task, others: int) -> str:
     )
 
 
-def _limits(task: Task, seen: Obstacles) -> Iterator[Reason]:
+def _limits(task: BoardTask, seen: Obstacles) -> Iterator[Reason]:
     for shut in seen.shut:
         if shut.kind:
             yield _limit(task, shut)
@@ -405,7 +405,7 @@ def _limits(task: Task, seen: Obstacles) -> Iterator[Reason]:
             yield _running(shut)
 
 
-def _limit(task: Task, shut: Shut) -> Reason:
+def _limit(task: BoardTask, shut: Shut) -> Reason:
     of = "devices" if shut.kind == "*" else f"{shut.kind} devices"
     needed = shut.held + task.width
     if shut.above:
@@ -466,7 +466,7 @@ def _compared(standing: Standing) -> str:
     return f"up to {more} device-seconds per weight more than those who run"
 
 
-def _own(task: Task, seen: Obstacles, ahead: Ahead) -> Iterator[Reason]:
+def _own(task: BoardTask, seen: Obstacles, ahead: Ahead) -> Iterator[Reason]:
     if ahead.higher:
         told = f"{ahead.higher} of your own tasks with higher priority {_go(ahead.higher)} first."
         until = "those tasks have started, or you change a priority"
@@ -498,12 +498,12 @@ def _own(task: Task, seen: Obstacles, ahead: Ahead) -> Iterator[Reason]:
         )
 
 
-def _above(task: Task, other: int | None) -> int:
+def _above(task: BoardTask, other: int | None) -> int:
     """Return a priority that puts the task before those ahead of it, up to the maximum."""
     return min(PRIORITY_MAX, (task.priority if other is None else other) + 1)
 
 
-def _promises(task: Task, seen: Obstacles) -> Iterator[Reason]:
+def _promises(task: BoardTask, seen: Obstacles) -> Iterator[Reason]:
     """Rules F4, F7 and F9: yield promises to others, and promises to the task that fail."""
     if seen.guaranteed:
         holds = f"{seen.guaranteed} {_plural(_what(task), seen.guaranteed)}"
@@ -541,7 +541,7 @@ def _reason(code: str, message: str, unblocked_by: str, change: Change) -> Reaso
     )
 
 
-def _what(task: Task) -> str:
+def _what(task: BoardTask) -> str:
     if task.memory_bytes == 0:
         return f"{task.kind} device"
     return f"{task.kind} device with {task.memory_bytes / 1e9:g} GB"

@@ -79,7 +79,7 @@ class BadDescriptor(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class RunSpec:
     """The code of a task: `kind` is one of RUNS; `entry` is "module:Name", `argv` a command.
 
     `graph` is "sha256:<hex>" of a stored graph of the tenant, or a graph as JSON
@@ -118,7 +118,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
+class StartConditions:
     """Start conditions other than the inputs; `not_before_s` is in seconds since 1970."""
 
     after: tuple[str, ...] = ()
@@ -163,12 +163,12 @@ class TaskDescriptor:
 
     name: str
     type: str
-    run: Run
+    run: RunSpec
     params: Mapping[str, Any] = field(default_factory=dict)
     inputs: Mapping[str, Source] = field(default_factory=dict)
     outputs: tuple[str, ...] = ()
     publish: Mapping[str, str] = field(default_factory=dict)
-    start: Start = field(default_factory=Start)
+    start: StartConditions = field(default_factory=StartConditions)
     world_size: int = 1
     devices: Devices = field(default_factory=Devices)
     islands: int = 1
@@ -271,7 +271,7 @@ def _task(fields: Fields) -> TaskDescriptor:
     return task
 
 
-def _run(fields: Fields) -> Run:
+def _run(fields: Fields) -> RunSpec:
     given = [kind for kind in RUNS if kind in fields.body]
     if fields.given and len(given) != 1:
         said = ", ".join(given) or "none of them"
@@ -286,8 +286,8 @@ def _run(fields: Fields) -> Run:
         fields.fault("command/0", "the first word must be the program to run; got an empty word")
     fields.close()
     if len(given) != 1:
-        return Run(kind="job")
-    return Run(kind=given[0], entry=entries.get(given[0], ""), argv=argv, graph=graph)
+        return RunSpec(kind="job")
+    return RunSpec(kind=given[0], entry=entries.get(given[0], ""), argv=argv, graph=graph)
 
 
 def _graph(fields: Fields) -> str | JSON:
@@ -406,8 +406,8 @@ def _publish(fields: Fields) -> dict[str, str]:
     return published
 
 
-def _start(fields: Fields) -> Start:
-    start = Start(
+def _start(fields: Fields) -> StartConditions:
+    start = StartConditions(
         after=fields.texts("after", NAME, NAME_RULE),
         not_before_s=fields.time("not_before"),
         hold=fields.flag("hold", False),

@@ -58,7 +58,7 @@ def _check_above_0(id: str, word: str, number: int) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tenant:
+class BoardTenant:
     """A node of the tree; `parent` is None at the top.  Its usage is the usage of its users.
 
     `guarantee` and `limit` (rule F4) are devices by kind; a limit may also cover all kinds
@@ -79,7 +79,7 @@ class Tenant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class User:
+class BoardUser:
     """A user; `faded_us` is the lazily decayed usage S of `core.fairness.fair_tree` (rule F2)."""
 
     id: str
@@ -92,7 +92,7 @@ class User:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lift:
+class IdleCreditFloor:
     """The idle-credit floor of a tenant or user: usage assumed for the time it was away.
 
     `faded_us` is like a user's, but in thousandths of cost.  The floor counts only in comparisons
@@ -107,7 +107,7 @@ class Lift:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
+class BoardDevice:
     """A device; it takes new work while it is `up`, its lease lasts and it is not `cordoned`."""
 
     id: str
@@ -154,7 +154,7 @@ RESTARTS = "restart"  # capability of tasks that can't move: on another device t
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class BoardTask:
     """A task as the island sees it.
 
     `seats` are the devices that the task holds or is about to hold.  `image_on` is the device with
@@ -250,14 +250,14 @@ class Task:
         return self.started_s if self.resized_s is None else self.resized_s
 
 
-_FIELDS = tuple(field_.name for field_ in fields(Task))
+_FIELDS = tuple(field_.name for field_ in fields(BoardTask))
 _VALUES = attrgetter(*_FIELDS)
-_SETTERS = {name: getattr(Task, name).__set__ for name in _FIELDS}
+_SETTERS = {name: getattr(BoardTask, name).__set__ for name in _FIELDS}
 
 
-def changed(task: Task, **after: object) -> Task:
+def changed(task: BoardTask, **after: object) -> BoardTask:
     """Like `dataclasses.replace` at half the cost: every move of every task makes a copy."""
-    new: Task = object.__new__(Task)
+    new: BoardTask = object.__new__(BoardTask)
     for set_, value in zip(_SETTERS.values(), _VALUES(task), strict=True):
         set_(new, value)
     for name, value in after.items():
@@ -269,18 +269,18 @@ def changed(task: Task, **after: object) -> Task:
 class Snapshot:
     island: str
     policy: Policy
-    tenants: Mapping[str, Tenant]
-    users: Mapping[str, User]
-    devices: Mapping[str, Device]
-    tasks: Mapping[str, Task]
-    lifts: tuple[Lift, ...] = ()
+    tenants: Mapping[str, BoardTenant]
+    users: Mapping[str, BoardUser]
+    devices: Mapping[str, BoardDevice]
+    tasks: Mapping[str, BoardTask]
+    lifts: tuple[IdleCreditFloor, ...] = ()
 
 
 # --- the plan -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
+class PlanDecision:
     """A move of a task.
 
     `move` is a move of `core.model.lifecycle`.  `devices` are the devices that a Launch takes, or
@@ -336,10 +336,10 @@ class Plan:
     floor of the same tenant or user and kind.
     """
 
-    decisions: tuple[Decision, ...] = ()
+    decisions: tuple[PlanDecision, ...] = ()
     reasons: Mapping[str, tuple[Reason, ...]] = field(default_factory=dict)
     places: Mapping[str, int] = field(default_factory=dict)
     look_again_s: float | None = None
     now_s: float = 0.0
-    before: Mapping[str, Task] = field(default_factory=dict, compare=False)
-    lifts: tuple[Lift, ...] = ()
+    before: Mapping[str, BoardTask] = field(default_factory=dict, compare=False)
+    lifts: tuple[IdleCreditFloor, ...] = ()

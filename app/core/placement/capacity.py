@@ -15,10 +15,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from app.core.model.snapshot import Tenant
-from app.core.placement.islands import Room
+from app.core.model.snapshot import BoardTenant
+from app.core.placement.islands import KindCapacity
 
-Tenants = Mapping[str, Tenant]
+Tenants = Mapping[str, BoardTenant]
 
 
 @dataclass(slots=True)
@@ -55,17 +55,17 @@ class Stock:
         owed = tenants[tenant].guarantee.get(self.kind, 0)
         return max(part, Fraction(min(owed, self.devices)))
 
-    def room(self, tenant: str, work_ns: int, tenants: Tenants) -> Room:
+    def room(self, tenant: str, work_ns: int, tenants: Tenants) -> KindCapacity:
         """Return the capacity that a tenant with this much new work finds."""
         part = self.part(tenant, tenants)
         alone_ns = (self.queued_ns[tenant] + work_ns) / part
         ends_ns = min(alone_ns, Fraction(self.total_ns + work_ns, self.devices))
         lanes = max(1, int(part))
         busy_ns = max(0, int(ends_ns - Fraction(work_ns, lanes)))
-        return Room(devices=self.devices, share=lanes, busy_ns=busy_ns)
+        return KindCapacity(devices=self.devices, share=lanes, busy_ns=busy_ns)
 
 
-def _upwards(tenant: str, tenants: Tenants) -> Iterator[Tenant]:
+def _upwards(tenant: str, tenants: Tenants) -> Iterator[BoardTenant]:
     """Yield the tenant and its ancestors."""
     at: str | None = tenant
     while at is not None:

@@ -504,7 +504,7 @@ class Timeline:
                     self._forget(block, place)
 
 
-class Layout:
+class PlacementChoice:
     """The option of every task, and the bytes that this moves with unlimited memory."""
 
     __slots__ = ("count", "need", "problem", "seats", "source", "total")

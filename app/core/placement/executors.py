@@ -34,7 +34,7 @@ from app.core.model.task_graph import (
 )
 from app.core.placement import planner
 from app.core.placement.local_search import Effort
-from app.core.placement.planner import Block, Device, Link, Topology
+from app.core.placement.planner import PlannedBlock, PlannedDevice, PlannedLink, Topology
 
 USUAL_NS = 1_000_000  # nanoseconds assumed for a node without an estimate
 RATE = 4 * 10**9  # bytes per second between two executors: one copy in host memory
@@ -139,20 +139,20 @@ def _topology(executors: int) -> Topology:
     names = [str(e) for e in range(executors)]
     pairs = [(a, b) for a in (*names, _HOST) for b in (*names, _HOST) if a != b]
     return Topology(
-        devices=tuple(Device(id=name, host=_HOST, kind="any") for name in names),
-        links=tuple(Link(source=a, target=b, bytes_per_s=RATE) for a, b in pairs),
+        devices=tuple(PlannedDevice(id=name, host=_HOST, kind="any") for name in names),
+        links=tuple(PlannedLink(source=a, target=b, bytes_per_s=RATE) for a, b in pairs),
     )
 
 
-def _to_place(graph: TaskGraph, executors: int) -> planner.Graph:
+def _to_place(graph: TaskGraph, executors: int) -> planner.PlannedGraph:
     """Convert to a placement graph: one node per executor for a mapped node, and lists as parts."""
     known, items = known_bytes(graph), _declared_items(graph)
     mapping = {node.name for node in graph.nodes if node.map}
-    nodes, blocks = list[planner.Node](), dict[str, Block]()
+    nodes, blocks = list[planner.PlannedNode](), dict[str, PlannedBlock]()
     ends = set(graph.outputs.values())
     for port in graph.ports:
         name = f"{INPUT}{port}"
-        blocks[name] = Block(id=name, bytes=known.get(name, USUAL_BYTES), at=(_HOST,))
+        blocks[name] = PlannedBlock(id=name, bytes=known.get(name, USUAL_BYTES), at=(_HOST,))
     for node in graph.nodes:
         for e in range(executors) if node.map else (EVERYBODY,):
             suffix = f"#{e}" if node.map else ""
@@ -162,9 +162,9 @@ def _to_place(graph: TaskGraph, executors: int) -> planner.Graph:
                 size = known.get(block, USUAL_BYTES)
                 if node.map:
                     size = known.get(block, items.get(block, USUAL_BYTES) * executors) // executors
-                blocks[id] = Block(id=id, bytes=size, to=to)
+                blocks[id] = PlannedBlock(id=id, bytes=size, to=to)
             nodes.append(
-                planner.Node(
+                planner.PlannedNode(
                     id=f"{node.name}{suffix}",
                     time_ns={"any": _time_ns(node, e, executors)},
                     reads=tuple(_parts_read(node, e, executors, mapping)),
@@ -172,7 +172,7 @@ def _to_place(graph: TaskGraph, executors: int) -> planner.Graph:
                     devices=(str(e),) if node.map else (),
                 )
             )
-    return planner.Graph(nodes=tuple(nodes), blocks=tuple(blocks.values()))
+    return planner.PlannedGraph(nodes=tuple(nodes), blocks=tuple(blocks.values()))
 
 
 def _parts_read(node: Node, executor: int, executors: int, mapping: set[str]) -> Iterator[str]:

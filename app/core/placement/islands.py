@@ -21,9 +21,9 @@ from app.core.placement.cost_model import Option, PlacementProblem, Timeline, op
 from app.core.placement.heuristics import Solution, listed
 from app.core.placement.local_search import Effort, solve
 from app.core.placement.planner import (
-    Graph,
-    Link,
-    Node,
+    PlannedGraph,
+    PlannedLink,
+    PlannedNode,
     Topology,
     Unplaceable,
     check,
@@ -36,7 +36,7 @@ EFFORT = Effort(guard=1050)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class KindCapacity:
     """An island's capacity of one device kind.
 
     `devices` limits the width of a gang.  `share` is how many of them the tenant may count on, at
@@ -52,11 +52,11 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Island:
+class PlacementIsland:
     """An island with its capacity by kind; blocks on its devices and hosts (`places`) lie on it."""
 
     id: str
-    rooms: Mapping[str, Room]
+    rooms: Mapping[str, KindCapacity]
     places: frozenset[str] = frozenset()
 
 
@@ -86,7 +86,10 @@ class Portions:
 
 
 def apportion(
-    graph: Graph, islands: Iterable[Island], links: Iterable[Link], effort: Effort = EFFORT
+    graph: PlannedGraph,
+    islands: Iterable[PlacementIsland],
+    links: Iterable[PlannedLink],
+    effort: Effort = EFFORT,
 ) -> Portions:
     """Assign an island to every node; raises Unplaceable.
 
@@ -96,9 +99,9 @@ def apportion(
 
 
 def reassign(
-    graph: Graph,
-    islands: Iterable[Island],
-    links: Iterable[Link],
+    graph: PlannedGraph,
+    islands: Iterable[PlacementIsland],
+    links: Iterable[PlannedLink],
     *,
     before: Mapping[str, str],
     done: Iterable[str],
@@ -119,7 +122,7 @@ def reassign(
     return replace(_assign(left, living, tuple(links), stay, effort), again=again)
 
 
-def _again(graph: Graph, ended: set[str], whole: frozenset[str]) -> tuple[str, ...]:
+def _again(graph: PlannedGraph, ended: set[str], whole: frozenset[str]) -> tuple[str, ...]:
     """Return ended nodes whose blocks are needed and exist nowhere any more."""
     maker = {block: node.id for node in graph.nodes for block in node.writes}
     wanted = {block for node in graph.nodes if node.id not in ended for block in node.reads}
@@ -132,9 +135,9 @@ def _again(graph: Graph, ended: set[str], whole: frozenset[str]) -> tuple[str, .
 
 
 def _assign(
-    graph: Graph,
-    islands: tuple[Island, ...],
-    links: tuple[Link, ...],
+    graph: PlannedGraph,
+    islands: tuple[PlacementIsland, ...],
+    links: tuple[PlannedLink, ...],
     stay: Mapping[str, str],
     effort: Effort,
 ) -> Portions:
@@ -171,7 +174,7 @@ def _found(problem: PlacementProblem, effort: Effort) -> Solution:
     return replace(found, least_makespan_ns=found.makespan_ns, exact=True)
 
 
-def _from_above(graph: Graph, islands: tuple[Island, ...]) -> Graph:
+def _from_above(graph: PlannedGraph, islands: tuple[PlacementIsland, ...]) -> PlannedGraph:
     """Return the graph with its blocks on islands instead of devices and hosts."""
     island = {place: one.id for one in islands for place in (*one.places, one.id)}
 
@@ -183,9 +186,9 @@ def _from_above(graph: Graph, islands: tuple[Island, ...]) -> Graph:
 
 
 def _options(
-    node: Node,
-    graph: Graph,
-    islands: tuple[Island, ...],
+    node: PlannedNode,
+    graph: PlannedGraph,
+    islands: tuple[PlacementIsland, ...],
     line: Mapping[tuple[int, str], int],
     stays: str | None,
 ) -> tuple[Option, ...]:
@@ -204,13 +207,13 @@ def _options(
     return tuple(able)
 
 
-def _lanes(node: Node, place: int, line: int, room: Room, kind: str) -> Option:
+def _lanes(node: PlannedNode, place: int, line: int, room: KindCapacity, kind: str) -> Option:
     """Return the node's option; a gang wider than the share takes all of it, for longer."""
     lanes = max(1, min(node.width, room.share))
     return option((place,), (line,), -(-node.time_ns[kind] * node.width // lanes), lanes)
 
 
-def _refused(node: Node, island: Island, kind: str, need: int) -> str | None:
+def _refused(node: PlannedNode, island: PlacementIsland, kind: str, need: int) -> str | None:
     room = island.rooms[kind]
     if kind not in node.time_ns:
         return "not of a kind that can run it"
@@ -226,7 +229,10 @@ def _refused(node: Node, island: Island, kind: str, need: int) -> str | None:
 
 
 def _named(
-    graph: Graph, islands: tuple[Island, ...], problem: PlacementProblem, found: Solution
+    graph: PlannedGraph,
+    islands: tuple[PlacementIsland, ...],
+    problem: PlacementProblem,
+    found: Solution,
 ) -> Portions:
     line = Timeline(problem)
     line.trips = []

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
-from app.core.placement.cost_model import FAR, Layout, Option, PlacementProblem, Timeline
+from app.core.placement.cost_model import FAR, Option, PlacementChoice, PlacementProblem, Timeline
 from app.core.placement.exact import THOUSAND, Exact, unavoidable
 from app.core.placement.heuristics import Solution, by_start, measure, starts
 
@@ -150,7 +150,7 @@ class Search:
         movable = [t for t, options in enumerate(self.problem.options) if len(options) > 1]
         at = best
         while movable and self.left > 0:
-            layout = Layout(self.problem, at.seats)
+            layout = PlacementChoice(self.problem, at.seats)
             for _ in range(self.draw.randint(1, 3)):
                 tasks: Sequence[int] = (self.draw.choice(movable),)
                 if self.clusters and self.draw.random() < 0.5:
@@ -295,7 +295,7 @@ class _Sweep:
     def __init__(self, search: Search, found: Solution, limit_ns: int) -> None:
         self.search, self.order, self.limit_ns = search, found.order, limit_ns
         self.begun_with = found
-        self.layout = Layout(search.problem, found.seats)
+        self.layout = PlacementChoice(search.problem, found.seats)
         self.line = Timeline(search.problem)
         self.makespan_ns, self.bytes = found.makespan_ns, found.bytes
         self.place = {task: n for n, task in enumerate(found.order)}
@@ -397,7 +397,7 @@ class _Pass:
         seats: Sequence[int],
         cap_ns: int,
     ) -> None:
-        self.problem, self.layout, self.units = problem, Layout(problem, seats), units
+        self.problem, self.layout, self.units = problem, PlacementChoice(problem, seats), units
         self.unit_of = {task: n for n, unit in enumerate(units) for task in unit}
         self.cap = [cap_ns * len(lanes) for lanes in problem.lanes]
         self.load = _load(problem, seats)

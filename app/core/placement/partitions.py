@@ -38,9 +38,9 @@ from app.core.model.task_graph import (
     waits,
 )
 from app.core.placement import planner
-from app.core.placement.islands import Island, Room, apportion
+from app.core.placement.islands import KindCapacity, PlacementIsland, apportion
 from app.core.placement.local_search import Effort
-from app.core.placement.planner import Link
+from app.core.placement.planner import PlannedLink
 
 JSON = dict[str, Any]
 
@@ -151,11 +151,14 @@ def cut(
     quicker.
     """
     names = [str(n) for n in range(islands)]
-    room = {"any": Room(devices=executors, share=executors)}
+    room = {"any": KindCapacity(devices=executors, share=executors)}
     links = [
-        Link(source=a, target=b, bytes_per_s=bytes_per_s) for a in names for b in names if a != b
+        PlannedLink(source=a, target=b, bytes_per_s=bytes_per_s)
+        for a in names
+        for b in names
+        if a != b
     ]
-    alike = [Island(id=name, rooms=room) for name in names]
+    alike = [PlacementIsland(id=name, rooms=room) for name in names]
     found = apportion(_to_place(graph), alike, links, EFFORT)
     planned = {int(name): nodes for name, nodes in found.portions.items() if nodes}
     several = _Cut(graph, planned, executors, launch_ms)
@@ -165,13 +168,13 @@ def cut(
     return several.found()
 
 
-def _to_place(graph: TaskGraph) -> planner.Graph:
+def _to_place(graph: TaskGraph) -> planner.PlannedGraph:
     """Return the graph for the planner: what the task is given lies in the store, as near to one
     island as to the other.
     """
     sizes = known_bytes(graph)
     nodes = tuple(
-        planner.Node(
+        planner.PlannedNode(
             id=node.name,
             time_ns={"any": int(_ms(node) * 1e6)},
             reads=tuple(block for block in node.reads if not block.startswith(INPUT)),
@@ -180,9 +183,9 @@ def _to_place(graph: TaskGraph) -> planner.Graph:
         for node in graph.nodes
     )
     blocks = (block for node in graph.nodes for block in node.writes)
-    return planner.Graph(
+    return planner.PlannedGraph(
         nodes=nodes,
-        blocks=tuple(planner.Block(id=one, bytes=_bytes(one, sizes)) for one in blocks),
+        blocks=tuple(planner.PlannedBlock(id=one, bytes=_bytes(one, sizes)) for one in blocks),
     )
 
 

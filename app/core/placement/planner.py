@@ -36,7 +36,7 @@ TYPICAL_BYTES = 1 << 20  # size of copy by which routes with equally many hops a
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class PlannedBlock:
     """A datablock of a graph: `at` are the places where it lies now, none if a node writes it.
 
     `to` are places where it must lie at the end.  `keep`: it is needed after the graph, in any
@@ -51,7 +51,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
+class PlannedNode:
     """An accelerator task of a graph.
 
     `time_ns` is its measured or expected time by device kind; it can run on those kinds only.  If
@@ -74,13 +74,13 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Graph:
-    nodes: tuple[Node, ...]
-    blocks: tuple[Block, ...]
+class PlannedGraph:
+    nodes: tuple[PlannedNode, ...]
+    blocks: tuple[PlannedBlock, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
+class PlannedDevice:
     """A device that takes work in `busy_ns` from now.
 
     `presets` are those that the device can be given; None means any.  `memory_bytes` None means no
@@ -96,7 +96,7 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class PlannedLink:
     """One direction between two places: a device and its host, two hosts, or two devices."""
 
     source: str
@@ -109,8 +109,8 @@ class Link:
 class Topology:
     """Devices and links.  Copies travel over links, through hosts if needed, and stay there."""
 
-    devices: tuple[Device, ...]
-    links: tuple[Link, ...]
+    devices: tuple[PlannedDevice, ...]
+    links: tuple[PlannedLink, ...]
 
     @property
     def places(self) -> tuple[str, ...]:
@@ -149,7 +149,7 @@ class Leave:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class GraphPlacement:
     """A plan: the devices of each node, one order for all, and every copy made or evicted.
 
     Copies that are no longer needed are not listed: they are freed when their last reader has
@@ -188,7 +188,7 @@ class Unplaceable(ValueError):
 # --- the functions ------------------------------------------------------------------------------
 
 
-def place(graph: Graph, topology: Topology, effort: Effort | None = None) -> Placement:
+def place(graph: PlannedGraph, topology: Topology, effort: Effort | None = None) -> GraphPlacement:
     """Return the plan with the fewest bytes within the guard; raises Unplaceable."""
     effort = effort or Effort()
     numbers = Numbers(graph, topology)
@@ -203,7 +203,7 @@ def place(graph: Graph, topology: Topology, effort: Effort | None = None) -> Pla
     return numbers.placement(found)
 
 
-def place_by_rule(graph: Graph, topology: Topology, rule: str) -> Placement:
+def place_by_rule(graph: PlannedGraph, topology: Topology, rule: str) -> GraphPlacement:
     """Return the plan of a simple rule of `heuristics.RULES`, to compare with; raises
     Unplaceable."""
     numbers = Numbers(graph, topology)
@@ -212,15 +212,20 @@ def place_by_rule(graph: Graph, topology: Topology, rule: str) -> Placement:
 
 
 def place_so(
-    graph: Graph, topology: Topology, seats: Mapping[str, tuple[str, ...]], order: Iterable[str]
-) -> Placement:
+    graph: PlannedGraph,
+    topology: Topology,
+    seats: Mapping[str, tuple[str, ...]],
+    order: Iterable[str],
+) -> GraphPlacement:
     """Return the plan with these devices and this order; raises Unplaceable if impossible."""
     numbers = Numbers(graph, topology)
     found = numbers.found(seats, tuple(order))
     return numbers.placement(replace(found, least_makespan_ns=found.makespan_ns))
 
 
-def remaining(graph: Graph, done: Iterable[str], at: Mapping[str, tuple[str, ...]]) -> Graph:
+def remaining(
+    graph: PlannedGraph, done: Iterable[str], at: Mapping[str, tuple[str, ...]]
+) -> PlannedGraph:
     """Return what is left when the nodes `done` have ended and whole copies lie `at` those places.
 
     If copies were lost, first take the nodes of `datablock.cone` out of `done`.
@@ -238,7 +243,7 @@ def remaining(graph: Graph, done: Iterable[str], at: Mapping[str, tuple[str, ...
         for block in graph.blocks
         if block.id in wanted or block.to or block.keep
     )
-    return Graph(nodes=nodes, blocks=blocks)
+    return PlannedGraph(nodes=nodes, blocks=blocks)
 
 
 def graph_of(
@@ -247,21 +252,21 @@ def graph_of(
     time_ns: Mapping[str, Mapping[str, int]],
     bytes_: Mapping[str, int],
     at: Mapping[str, tuple[str, ...]],
-) -> Graph:
+) -> PlannedGraph:
     """Convert a request's tasks to a graph.
 
     The block of a task's output is called "TASK.OUTPUT", a named datablock by its name.  `time_ns`
     are measured or expected times by task and kind, `bytes_` the size of every block, `at` the
     places of named datablocks.  Outputs that no task reads are kept.
     """
-    nodes, read = list[Node](), set[str]()
+    nodes, read = list[PlannedNode](), set[str]()
     for task in descriptor.tasks:
         reads = tuple(dict.fromkeys(source.block for source in task.inputs.values()))
         writes = tuple(f"{task.name}.{output}" for output in task.outputs)
         ports = sum(bytes_[block] for block in (*reads, *writes))
         read.update(reads)
         nodes.append(
-            Node(
+            PlannedNode(
                 id=task.name,
                 time_ns={task.devices.kind: time_ns[task.name][task.devices.kind]},
                 reads=reads,
@@ -273,10 +278,10 @@ def graph_of(
             )
         )
     blocks = [
-        Block(id=id, bytes=bytes_[id], at=at.get(id, ()), keep=id not in read)
+        PlannedBlock(id=id, bytes=bytes_[id], at=at.get(id, ()), keep=id not in read)
         for id in dict.fromkeys(block for node in nodes for block in (*node.reads, *node.writes))
     ]
-    return Graph(nodes=tuple(nodes), blocks=tuple(blocks))
+    return PlannedGraph(nodes=tuple(nodes), blocks=tuple(blocks))
 
 
 # --- numbers and back ---------------------------------------------------------------------------
@@ -293,7 +298,7 @@ def _overflows(numbers: Numbers, found: Solution) -> bool:
 class Numbers:
     """Converts a graph on a topology to a numbered problem, and results back to names."""
 
-    def __init__(self, graph: Graph, topology: Topology) -> None:
+    def __init__(self, graph: PlannedGraph, topology: Topology) -> None:
         self.graph, self.topology = graph, topology
         self.places = topology.places
         place = {id: n for n, id in enumerate(self.places)}
@@ -349,12 +354,12 @@ class Numbers:
             least_bytes=unavoidable(self.problem, whole)[0],
         )
 
-    def placement(self, found: Solution) -> Placement:
+    def placement(self, found: Solution) -> GraphPlacement:
         line = self.followed(found, budgeted=_overflows(self, found))
         nodes, problem = self.graph.nodes, self.problem
         order = [task for task in found.order if task < len(nodes)]
         devices = range(len(self.topology.devices))
-        return Placement(
+        return GraphPlacement(
             seats={
                 node.id: tuple(self.places[p] for p in problem.options[n][found.seats[n]].places)
                 for n, node in enumerate(nodes)
@@ -395,7 +400,7 @@ class Numbers:
 
 
 def problem_of(
-    graph: Graph,
+    graph: PlannedGraph,
     options: list[tuple[Option, ...]],
     *,
     place: Mapping[str, int],
@@ -447,7 +452,7 @@ def problem_of(
     )
 
 
-def check(graph: Graph, places: Mapping[str, int]) -> None:
+def check(graph: PlannedGraph, places: Mapping[str, int]) -> None:
     """Raises Unplaceable if the graph is not valid: repeated or unknown names, or a cycle."""
     _named_once("node", [node.id for node in graph.nodes], "two nodes have this name")
     _named_once("datablock", [one.id for one in graph.blocks], "two datablocks have this name")
@@ -467,7 +472,7 @@ def _named_once(what: str, names: list[str], why: str) -> None:
             raise Unplaceable(f"{what} {name}", why)
 
 
-def _check_node(node: Node, nodes: set[str], blocks: set[str]) -> None:
+def _check_node(node: PlannedNode, nodes: set[str], blocks: set[str]) -> None:
     def fault(why: str) -> Unplaceable:
         return Unplaceable(f"node {node.id}", why)
 
@@ -481,7 +486,7 @@ def _check_node(node: Node, nodes: set[str], blocks: set[str]) -> None:
         raise fault("its width is below 1, or its memory or time is negative")
 
 
-def _check_block(one: Block, written: set[str], places: Mapping[str, int]) -> None:
+def _check_block(one: PlannedBlock, written: set[str], places: Mapping[str, int]) -> None:
     if bool(one.at) == (one.id in written):
         why = (
             "it has a copy, and a node writes it"
@@ -495,7 +500,7 @@ def _check_block(one: Block, written: set[str], places: Mapping[str, int]) -> No
         raise Unplaceable(f"datablock {one.id}", "its size is negative")
 
 
-def _acyclic(graph: Graph) -> None:
+def _acyclic(graph: PlannedGraph) -> None:
     maker = {id: node.id for node in graph.nodes for id in node.writes}
     waits = {
         node.id: {*node.after, *(maker[id] for id in node.reads if id in maker)}
@@ -516,7 +521,7 @@ def _acyclic(graph: Graph) -> None:
         raise Unplaceable(f"node {id}", "it depends on itself, through a cycle")
 
 
-def _options(node: Node, graph: Graph, topology: Topology) -> tuple[Option, ...]:
+def _options(node: PlannedNode, graph: PlannedGraph, topology: Topology) -> tuple[Option, ...]:
     """Return the devices, or gangs of devices of one kind, that can run the node."""
     size = {one.id: one.bytes for one in graph.blocks}
     need = sum(size[id] for id in {*node.reads, *node.writes}) + node.memory_bytes
@@ -537,7 +542,7 @@ def _options(node: Node, graph: Graph, topology: Topology) -> tuple[Option, ...]
     return tuple(able)
 
 
-def _refused(node: Node, device: Device, need: int) -> str | None:
+def _refused(node: PlannedNode, device: PlannedDevice, need: int) -> str | None:
     if device.kind not in node.time_ns:
         return f"is of kind {device.kind}"
     if node.devices and device.id not in node.devices:

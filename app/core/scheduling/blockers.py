@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 from app.core.explanation import waiting_reasons
 from app.core.explanation.waiting_reasons import Ahead, Obstacles, Shut, Standing
 from app.core.fairness.fair_tree import ALL, Branch, Lane, Path, lane, unscored, usage_us
-from app.core.model.snapshot import Reason, Task
+from app.core.model.snapshot import BoardTask, Reason
 from app.core.scheduling import elastic
 from app.core.scheduling.board import MILLI, Board
 from app.core.scheduling.preemption import above, below, goes_before, sides
 from app.core.scheduling.stays import BoardStay, fresh_us, slice_us
 
 
-def line(board: Board) -> Iterator[tuple[Task, tuple[Reason, ...]]]:
+def line(board: Board) -> Iterator[tuple[BoardTask, tuple[Reason, ...]]]:
     """Yield each waiting task with the reasons why it waits, first to last; empties the queues."""
     seen: dict[tuple[Lane, Branch, int, str], Obstacles] = {}
     waiting = [task for task in board.tasks.values() if task.id in board.tree]
@@ -37,15 +37,15 @@ def line(board: Board) -> Iterator[tuple[Task, tuple[Reason, ...]]]:
         yield task, waiting_reasons.waiting(task, seen[alike(board, task)], before)
 
 
-def alike(board: Board, task: Task) -> tuple[Lane, Branch, int, str]:
+def alike(board: Board, task: BoardTask) -> tuple[Lane, Branch, int, str]:
     """Key of tasks with the same obstacles, except for what time does to each task."""
     shed = task.id if task.epoch else ""
     return board.lane_in_line(task), board.leaf(task), task.priority, shed
 
 
-def _order(board: Board) -> list[Task]:
+def _order(board: Board) -> list[BoardTask]:
     """Return the waiting tasks as they would be picked; tasks shut out by a limit come last."""
-    order, tree = list[Task](), board.tree
+    order, tree = list[BoardTask](), board.tree
     while (found := tree.first(tree.lanes)) is not None:
         leaf, lane, task = found
         tree.drop(task.id)
@@ -55,7 +55,7 @@ def _order(board: Board) -> list[Task]:
     return order + sorted(shut_out, key=lambda task: (task.submitted_s, task.id))
 
 
-def _ahead(order: list[Task]) -> Iterator[tuple[Task, Ahead]]:
+def _ahead(order: list[BoardTask]) -> Iterator[tuple[BoardTask, Ahead]]:
     """Yield each waiting task with the number of earlier tasks that want the same kind."""
     count: Counter[tuple[object, ...]] = Counter()
     for task in order:
@@ -76,7 +76,7 @@ def _ahead(order: list[Task]) -> Iterator[tuple[Task, Ahead]]:
 # --- obstacles ------------------------------------------------------------------------------------
 
 
-def obstacles(board: Board, task: Task, *, gangs: bool | None = None) -> Obstacles:
+def obstacles(board: Board, task: BoardTask, *, gangs: bool | None = None) -> Obstacles:
     """Return what keeps a waiting task off the devices.
 
     `gangs`: does any gang wait for this kind?  Without it, the board's queues are searched.
@@ -126,7 +126,7 @@ class _Held(NamedTuple):
     soon: bool = False  # equally urgent, of the same user: gives way after its minute (F8)
 
 
-def _holders(board: Board, task: Task, busy: list[BoardStay]) -> dict[str, Any]:
+def _holders(board: Board, task: BoardTask, busy: list[BoardStay]) -> dict[str, Any]:
     leaf = board.leaf(task)
     seen = [(stay, _why_held(board, stay, task)) for stay in busy]
     staying = [stay for stay, why in seen if why.served]
@@ -147,7 +147,7 @@ def _gangs(board: Board, kind: str) -> bool:
     return any(here.kind == kind and here.width > 1 for here in board.tree.lanes)
 
 
-def _shut(board: Board, task: Task) -> Iterator[Shut]:
+def _shut(board: Board, task: BoardTask) -> Iterator[Shut]:
     """Yield each limit above the task that it would exceed (rule F4)."""
     for up, branch in enumerate(above(board.leaf(task).parent or board.tree.root)):
         for kind in (task.kind, ALL):
@@ -159,7 +159,7 @@ def _shut(board: Board, task: Task) -> Iterator[Shut]:
             yield Shut(above=up, kind="", held=branch.running, limit=most)
 
 
-def _why_held(board: Board, stay: BoardStay, task: Task) -> _Held:
+def _why_held(board: Board, stay: BoardStay, task: BoardTask) -> _Held:
     """Apply rules F4 to F7 and F9 as `core.scheduling.preemption` does once the holder's turn is
     over."""
     if not board.policy.turns:
@@ -182,7 +182,7 @@ def _lent(branch: Branch, kind: str) -> bool:
     return not branch.guarantee or branch.held[kind] > branch.guarantee.get(kind, 0)
 
 
-def _protected(board: Board, stay: BoardStay, task: Task) -> bool:
+def _protected(board: Board, stay: BoardStay, task: BoardTask) -> bool:
     if board.urgency.protected(stay.task):
         return True
     held = stay.task
@@ -194,18 +194,18 @@ def _protected(board: Board, stay: BoardStay, task: Task) -> bool:
     return board.urgency.slack_s(held) < away_s
 
 
-def _shed(board: Board, task: Task) -> bool:
+def _shed(board: Board, task: BoardTask) -> bool:
     """Rule F9: True if the task is due but its tier's promise cannot be kept."""
     due = task.epoch > 0 and board.policy.turns and board.urgency.slack_ends_s(task) <= board.now_s
     return due and task.tier not in board.urgency.honoured(task.kind)
 
 
-def _fee(board: Board, stay: BoardStay, task: Task) -> int:
+def _fee(board: Board, stay: BoardStay, task: BoardTask) -> int:
     turn_us = slice_us(board.policy, task)
     return board.tree.faded(turn_us * board.rate_of(stay.task) // len(stay.devices) * task.width)
 
 
-def _standing(board: Board, task: Task, staying: list[BoardStay]) -> Standing | None:
+def _standing(board: Board, task: BoardTask, staying: list[BoardStay]) -> Standing | None:
     """Compare the task's side with the best served of the stays; None without stays."""
     if not staying:
         return None
@@ -268,7 +268,7 @@ def soonest_first(board: Board, ids: Iterable[str]) -> list[str]:
     """
     waiting = [board.tasks[id] for id in ids if id in board.tree and id in board.tasks]
 
-    def compared(one: Task, other: Task) -> int:
+    def compared(one: BoardTask, other: BoardTask) -> int:
         mine, theirs = sides(board.leaf(one), board.leaf(other))
         if mine is theirs:
             return -1 if _in_leaf(one) < _in_leaf(other) else 1
@@ -277,11 +277,11 @@ def soonest_first(board: Board, ids: Iterable[str]) -> list[str]:
     return [task.id for task in sorted(waiting, key=cmp_to_key(compared))]
 
 
-def _in_leaf(task: Task) -> tuple[int, float, str]:
+def _in_leaf(task: BoardTask) -> tuple[int, float, str]:
     return -task.priority, task.submitted_s, task.id
 
 
-def _of_branch(board: Board, branch: Branch, task: Task) -> tuple[bool, int, str]:
+def _of_branch(board: Board, branch: Branch, task: BoardTask) -> tuple[bool, int, str]:
     """Sort key: a branch that stays within its guarantee first, then the least served."""
     borrows = branch.borrows(board.lane_in_line(task))
     return borrows, board.tree.score(branch, kind=task.kind), branch.name
@@ -319,7 +319,7 @@ def before(me: Party, k: int, others: Iterable[Party]) -> Crowd:
     return who, counts
 
 
-def place(board: Board, task: Task) -> tuple[int, Ahead]:
+def place(board: Board, task: BoardTask) -> tuple[int, Ahead]:
     """Return the task's place, from 1, among all that wait for its kind, and what is before it.
 
     Guarantees and limits count as they are now.  The place is exact if a turn costs every task the
@@ -347,7 +347,7 @@ def place(board: Board, task: Task) -> tuple[int, Ahead]:
 class _Crowd:
     """The number of tasks that wait below each branch of a board, for one kind."""
 
-    def __init__(self, board: Board, tasks: Iterable[Task]) -> None:
+    def __init__(self, board: Board, tasks: Iterable[BoardTask]) -> None:
         self.board = board
         self.lanes: dict[Path, Counter[Lane]] = defaultdict(Counter)
         for task in tasks:

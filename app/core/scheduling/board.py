@@ -23,13 +23,13 @@ from app.core.fairness.dominant_resource import dominant_cost
 from app.core.fairness.fair_tree import Branch, FairTree, Lane, Path, both_of, lane, on_host
 from app.core.model.lifecycle import ENDED, ON_A_DEVICE, State
 from app.core.model.snapshot import (
-    Device,
-    Lift,
+    BoardDevice,
+    BoardTask,
+    BoardTenant,
+    BoardUser,
+    IdleCreditFloor,
     Policy,
     Snapshot,
-    Task,
-    Tenant,
-    User,
     changed,
 )
 from app.core.scheduling.pool import Pool
@@ -57,14 +57,14 @@ class Board:
 
     def __init__(self, policy: Policy, *, now_s: float) -> None:
         self.policy, self.now_s = policy, now_s
-        self.tree: FairTree[Task] = FairTree(
+        self.tree: FairTree[BoardTask] = FairTree(
             half_life_s=policy.half_life_s, since_s=policy.since_s, fresh_first=waited_longer
         )
         self.tree.at(now_s)
-        self.tenants: dict[str, Tenant] = {}
-        self.users: dict[str, User] = {}
-        self.devices: dict[str, Device] = {}
-        self.tasks: dict[str, Task] = {}
+        self.tenants: dict[str, BoardTenant] = {}
+        self.users: dict[str, BoardUser] = {}
+        self.devices: dict[str, BoardDevice] = {}
+        self.tasks: dict[str, BoardTask] = {}
         self.stays: dict[str, BoardStay] = {}
         self.pools: dict[str, Pool] = {}
         self.urgency = Urgency(policy, self.tree, self.pools, self.tasks)
@@ -89,7 +89,7 @@ class Board:
         self.grown = 0  # devices that elastic stays hold beyond their need
         self.astray = False  # may a task be on a device that is lost or unknown?
         # (tenant, user, kind) -> idle-credit floor
-        self.lifts: dict[tuple[str, str, str], Lift] = {}
+        self.lifts: dict[tuple[str, str, str], IdleCreditFloor] = {}
         self._paths: dict[str, Path] = {}
         self._ripening: list[tuple[float, str, int]] = []
         self._settling: list[tuple[float, str, int]] = []
@@ -169,7 +169,7 @@ class Board:
             self._paths[tenant] = (*above, tenant)
         return self._paths[tenant]
 
-    def set_tenant(self, tenant: Tenant) -> None:
+    def set_tenant(self, tenant: BoardTenant) -> None:
         """Add a tenant, or change the values of a tenant that keeps its place in the tree."""
         self.tenants[tenant.id] = tenant
         branch = self._plant(tenant)
@@ -180,7 +180,7 @@ class Board:
         branch.scored_at = -1
         self.tree.refresh(branch)
 
-    def _plant(self, tenant: Tenant) -> Branch:
+    def _plant(self, tenant: BoardTenant) -> Branch:
         path = self.path_of(tenant.id)
         self.guarantees |= bool(tenant.guarantee)
         self.heaviest = max(self.heaviest, tenant.weight)
@@ -202,7 +202,7 @@ class Board:
         for kind, devices in guarantee.items():
             self.promised[branch.path[:-1], kind] += sign * devices
 
-    def set_user(self, user: User) -> None:
+    def set_user(self, user: BoardUser) -> None:
         """Set a user's usage to what the ledger has booked plus what the user's stays still owe."""
         old = self.users.get(user.id)
         self.users[user.id] = user
@@ -214,7 +214,7 @@ class Board:
         if old is None or old.faded_us != user.faded_us:
             self._settle(leaf, user)
 
-    def set_lift(self, lift: Lift) -> None:
+    def set_lift(self, lift: IdleCreditFloor) -> None:
         """Set the idle-credit floor of a tenant or user; it never falls."""
         path = self.path_of(lift.tenant)
         branch = self.tree.branches.get((*path, lift.user) if lift.user else path)
@@ -222,12 +222,12 @@ class Board:
             self.lifts[lift.tenant, lift.user, lift.kind] = lift
             self.tree.lift(branch, lift.kind, lift.faded_us)
 
-    def _settle(self, leaf: Branch, user: User) -> None:
+    def _settle(self, leaf: Branch, user: BoardUser) -> None:
         owed = sum(self._owes(stay) for stay in self.stays.values() if stay.leaf is leaf)
         right = user.faded_us * MILLI + self.tree.faded(owed)
         self.tree.charge(leaf, right - self.tree.usage(leaf))
 
-    def leaf(self, task: Task) -> Branch:
+    def leaf(self, task: BoardTask) -> Branch:
         return self.tree.branches[(*self.path_of(task.tenant), task.user)]
 
     # --- devices ---
@@ -237,11 +237,11 @@ class Board:
         device = self.devices.get(id or "")
         return device is not None and device.up and device.lease_until_s > self.now_s
 
-    def open(self, device: Device) -> bool:
+    def open(self, device: BoardDevice) -> bool:
         """True if the device may be given new work."""
         return not device.cordoned and self.alive(device.id)
 
-    def set_device(self, device: Device) -> None:
+    def set_device(self, device: BoardDevice) -> None:
         old = self.devices.get(device.id)
         self.devices[device.id] = device
         lasts_s = device.lease_until_s
@@ -255,7 +255,7 @@ class Board:
         self.tree.version += 1  # a waiting task may find a device now
         self._offer(device, old)
 
-    def _offer(self, device: Device, old: Device | None) -> None:
+    def _offer(self, device: BoardDevice, old: BoardDevice | None) -> None:
         """Make the device assignable if it accepts work, otherwise not."""
         pool = self.pools.setdefault(device.kind, Pool(device.kind))
         pool.known += old is None
@@ -281,7 +281,7 @@ class Board:
         if id in pool.open and id not in self.seated and id not in self.kept_for:
             pool.add(id, leaving=id in self.leaving)
 
-    def _keep_for(self, task: Task) -> None:
+    def _keep_for(self, task: BoardTask) -> None:
         """Keep the device that a moving task goes to, so that no other task gets it."""
         to = task.moves_to if task.state != State.blocked and task.state not in ENDED else None
         before = next((id for id, who in self.kept_for.items() if who == task.id), None)
@@ -293,7 +293,7 @@ class Board:
             self.kept_for[to] = task.id
             self.pools[self.devices[to].kind].remove(to)
 
-    def _lands(self, task: Task) -> bool:
+    def _lands(self, task: BoardTask) -> bool:
         """True if the task waits for exactly the device that it is being moved to."""
         to = task.moves_to
         if not task.stops or to is None or self.kept_for.get(to) != task.id:
@@ -333,7 +333,7 @@ class Board:
 
     # --- tasks ---
 
-    def set_task(self, task: Task) -> None:
+    def set_task(self, task: BoardTask) -> None:
         """Add or update a task."""
         id = task.id
         if task.state in ENDED:
@@ -385,7 +385,7 @@ class Board:
                 del self._siblings[gone.request]
             self._requeue_siblings(gone.request, had_begun)
 
-    def _count(self, task: Task | None, change: int) -> None:
+    def _count(self, task: BoardTask | None, change: int) -> None:
         if task is None:
             return
         self.priorities[task.priority] += change
@@ -398,7 +398,7 @@ class Board:
             if not self._begun[task.request]:
                 del self._begun[task.request]
 
-    def pin(self, task: Task) -> str | None:
+    def pin(self, task: BoardTask) -> str | None:
         """Return the only device that the task can resume on; None if any device will do.
 
         If that device is lost, the task resumes from its last checkpoint on any device.  A task
@@ -411,12 +411,12 @@ class Board:
         stays = task.restarts and not self.devices[on].cordoned
         return on if stays or not task.saved else None
 
-    def lane_in_line(self, task: Task) -> Lane:
+    def lane_in_line(self, task: BoardTask) -> Lane:
         """Return the lane in which the task waits, before a host is chosen for it."""
         host, fresh = "" if task.one_host else None, self.is_fresh(task)
         return lane(task.kind, task.width, task.memory_bytes, self.pin(task), host, fresh)
 
-    def is_fresh(self, task: Task) -> bool:
+    def is_fresh(self, task: BoardTask) -> bool:
         """Rule F8: True if the task has held devices for less than a minute (and a slice).
 
         A task is not fresh while another task of its request is on a device or was paused to go on
@@ -437,14 +437,14 @@ class Board:
             if id in self.tree:
                 self._line_up(self.tasks[id], returns=True)
 
-    def lane(self, task: Task) -> Lane:
+    def lane(self, task: BoardTask) -> Lane:
         """Return what the task needs, with the host that is chosen as things are now."""
         here = self.lane_in_line(task)
         if task.id in self.sought:
             return on_host(here, self.sought[task.id])
         return self.bound(here)
 
-    def others(self, task: Task) -> list[str]:
+    def others(self, task: BoardTask) -> list[str]:
         """Return the hosts with enough devices for a one-host task, except the one `lane` chose."""
         pool = self.pools.get(task.kind)
         if pool is None or not task.one_host:
@@ -471,7 +471,7 @@ class Board:
         ]
         return [(stay.grown, stay.devices[self.policy.homebound :]) for stay in stays]
 
-    def _line_up(self, task: Task, *, returns: bool) -> None:
+    def _line_up(self, task: BoardTask, *, returns: bool) -> None:
         self.unline(task.id)
         if task.image_on is not None and (task.restarts or not task.saved):
             self._pinned.setdefault(task.image_on, set()).add(task.id)
@@ -492,7 +492,7 @@ class Board:
         if not_before_s is not None and not_before_s > self.now_s:
             heappush(self._wake, (not_before_s, task.id))
 
-    def _is_away(self, task: Task) -> bool:
+    def _is_away(self, task: BoardTask) -> bool:
         """True if the task isn't queued now: it moves, isn't loaded, or has no durable image.
 
         Only a gang has to wait for a durable image.
@@ -500,7 +500,7 @@ class Board:
         is_kept = task.width == 1 or self.pin(task) is None
         return not is_kept or self.beyond(task) or self._lands(task)
 
-    def beyond(self, task: Task) -> bool:
+    def beyond(self, task: BoardTask) -> bool:
         """True if the task comes after the loaded part of its queue."""
         if not self.longer:
             return False
@@ -535,11 +535,11 @@ class Board:
         cost = max(pool.costs, default=MILLI) if pool is not None else MILLI
         return self._dominant(lane, cost * lane.width)
 
-    def rate_of(self, task: Task) -> int:
+    def rate_of(self, task: BoardTask) -> int:
         """Return the cost of one second of the task on its devices, in thousandths."""
         return task.cost or self._cost_of(task.holds)
 
-    def cost(self, task: Task, devices: Iterable[str]) -> int:
+    def cost(self, task: BoardTask, devices: Iterable[str]) -> int:
         """Return the task's cost of one second on these devices if charged by memory; else 0."""
         if not task.memory_bytes:
             return 0
@@ -564,7 +564,7 @@ class Board:
 
     # --- stays ---
 
-    def _stay(self, task: Task, stay: BoardStay | None) -> None:
+    def _stay(self, task: BoardTask, stay: BoardStay | None) -> None:
         self.unline(task.id)
         known = stay is not None
         if stay is None:
@@ -586,7 +586,7 @@ class Board:
             else:
                 heappush(self._ripening, (ripe_s(stay), task.id, task.epoch))
 
-    def _measure_turn(self, stay: BoardStay, task: Task) -> None:
+    def _measure_turn(self, stay: BoardStay, task: BoardTask) -> None:
         """Adjust the turn's length once the switching cost is known."""
         turn_us = slice_us(self.policy, task)
         if stay.ripe or stay.leaving or turn_us == stay.turn_us:
@@ -596,7 +596,7 @@ class Board:
         stay.task, stay.turn_us = task, turn_us
         self.tree.charge(stay.leaf, self.tree.faded(self._owes(stay) - owed))
 
-    def _seat(self, task: Task) -> BoardStay:
+    def _seat(self, task: BoardTask) -> BoardStay:
         """Rule F1: let a task hold its devices and charge it a full turn at once."""
         leaf, here = self.leaf(task), both_of(self.lane_in_line(task))[1]
         # a shared device reports what the task used
@@ -623,7 +623,7 @@ class Board:
         self._expect(stay)
         return stay
 
-    def _resize(self, stay: BoardStay, task: Task) -> None:
+    def _resize(self, stay: BoardStay, task: BoardTask) -> None:
         """Apply a change of the task's devices and charge for the new set from now on."""
         had, rate, was_ripe, pool = {*stay.task.holds}, stay.rate, stay.ripe, self.pools[task.kind]
         self._unripe(stay)
@@ -789,7 +789,7 @@ class Board:
         unused_us = self._owes(stay) - stay.rate * self.unbooked_us(stay.task)
         self.tree.charge(stay.leaf, -self.tree.faded(max(0, unused_us)))
 
-    def unbooked_us(self, task: Task) -> int:
+    def unbooked_us(self, task: BoardTask) -> int:
         """Return what the task has held in this epoch and the ledger has not booked, in µs."""
         if task.started_s is None or task.shares:
             return 0
@@ -828,17 +828,17 @@ class Board:
             stay.expected = None
 
 
-def alike(task: Task) -> Lane:
+def alike(task: BoardTask) -> Lane:
     """Return the task's lane without pin, host and freshness."""
     return lane(task.kind, task.width, task.memory_bytes)
 
 
-def place_in_line(task: Task) -> tuple[int, float, str]:
+def place_in_line(task: BoardTask) -> tuple[int, float, str]:
     """Sort key of one user's tasks (rule F3); lower goes first."""
     return -task.priority, task.submitted_s, task.id
 
 
-def waited_longer(fresh: Task, older: Task) -> bool:
+def waited_longer(fresh: BoardTask, older: BoardTask) -> bool:
     """Rule F8: True if a fresh task gets a device before an older task of its user.
 
     The fresh task does if it began to wait before the older task was paused.  So it need not wait
@@ -847,12 +847,12 @@ def waited_longer(fresh: Task, older: Task) -> bool:
     return fresh.waits_since_s < older.waits_since_s
 
 
-def _has_begun(task: Task) -> bool:
+def _has_begun(task: BoardTask) -> bool:
     """True if the task is on devices, or was paused and goes on when its turn comes."""
     return task.state in ON_A_DEVICE or (task.state == State.waiting and task.had_us > 0)
 
 
-def _conditional(task: Task) -> bool:
+def _conditional(task: BoardTask) -> bool:
     conditions = task.conditions
     return bool(
         conditions.waits_for

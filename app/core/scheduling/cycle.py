@@ -23,7 +23,14 @@ from app.core.explanation import waiting_reasons
 from app.core.fairness.fair_tree import Branch, Lane, both_of
 from app.core.model import lifecycle
 from app.core.model.lifecycle import NOT_STARTED, ON_A_DEVICE, Move, State
-from app.core.model.snapshot import Decision, Lift, Plan, Snapshot, Task, changed
+from app.core.model.snapshot import (
+    BoardTask,
+    IdleCreditFloor,
+    Plan,
+    PlanDecision,
+    Snapshot,
+    changed,
+)
 from app.core.scheduling import blockers, elastic, idle_credit, preemption, regroup, time_sharing
 from app.core.scheduling.board import Board
 from app.core.scheduling.island_gangs import OVER
@@ -32,7 +39,7 @@ from app.core.units import counted
 
 BACKFILL_DEPTH = 16  # most tasks considered behind a gang for which devices are kept
 
-Found = tuple[Branch, Lane, Task]
+Found = tuple[Branch, Lane, BoardTask]
 
 
 def decide(snapshot: Snapshot, *, now_s: float) -> Plan:
@@ -126,7 +133,7 @@ def _nothing_moved(paper: _Paper) -> bool:
     return not board.urgency.tasks()
 
 
-def _taken(lifted: dict[tuple[str, str, str], Lift]) -> tuple[Lift, ...]:
+def _taken(lifted: dict[tuple[str, str, str], IdleCreditFloor]) -> tuple[IdleCreditFloor, ...]:
     found = tuple(lifted[key] for key in sorted(lifted))
     lifted.clear()
     return found
@@ -137,14 +144,14 @@ class _Paper:
 
     def __init__(self, board: Board) -> None:
         self.board = board
-        self.decisions: list[Decision] = []
-        self.before: dict[str, Task] = {}  # the moved tasks as they were before the round
+        self.decisions: list[PlanDecision] = []
+        self.before: dict[str, BoardTask] = {}  # the moved tasks as they were before the round
         self.again_s = NEVER  # when a task that could not be seated must be looked at again
         self.left_over = False  # did victims hold more than the launched task took?
 
     def move(
         self,
-        task: Task,
+        task: BoardTask,
         move: Move,
         rule: str,
         because: str,
@@ -159,7 +166,7 @@ class _Paper:
         state = lifecycle.after(task.id, task.state, move)
         self.before.setdefault(task.id, task)
         self.decisions.append(
-            Decision(
+            PlanDecision(
                 task=task.id,
                 move=move,
                 rule=rule,
@@ -224,7 +231,7 @@ def _look_at_news(paper: _Paper) -> None:
     board.news = set()
 
 
-def _end(paper: _Paper, task: Task) -> None:
+def _end(paper: _Paper, task: BoardTask) -> None:
     if task.state not in NOT_STARTED:
         return
     broken = task.conditions.broken
@@ -237,7 +244,7 @@ def _end(paper: _Paper, task: Task) -> None:
         paper.move(task, Move.GaveUp, "needs", because)
 
 
-def _unlock_or_lock(paper: _Paper, task: Task) -> None:
+def _unlock_or_lock(paper: _Paper, task: BoardTask) -> None:
     if task.state not in NOT_STARTED:
         return
     unmet = waiting_reasons.unmet(task, now_s=paper.board.now_s)
@@ -247,7 +254,7 @@ def _unlock_or_lock(paper: _Paper, task: Task) -> None:
         paper.move(task, Move.Locked, "start", unmet[0].message)
 
 
-def _obey(paper: _Paper, task: Task) -> None:
+def _obey(paper: _Paper, task: BoardTask) -> None:
     if task.state not in ON_A_DEVICE or task.state == State.stopping:
         return
     if task.ticket:
@@ -260,7 +267,7 @@ def _obey(paper: _Paper, task: Task) -> None:
         _obey_while_it_runs(paper, task)
 
 
-def _obey_while_it_runs(paper: _Paper, task: Task) -> None:
+def _obey_while_it_runs(paper: _Paper, task: BoardTask) -> None:
     drained = _drained(paper, task)
     if task.conditions.hold:
         because = "Pausing, as requested. Resume the task to continue."
@@ -282,7 +289,7 @@ def _obey_while_it_runs(paper: _Paper, task: Task) -> None:
         _make_smaller(paper, task, task.seats[:most], "wish", because)
 
 
-def _keep_for_its_gang(paper: _Paper, ticket: Task) -> None:
+def _keep_for_its_gang(paper: _Paper, ticket: BoardTask) -> None:
     """Release a ticket's devices once its gang has no ranks there.
 
     Until then the gang is asked for the devices by pausing it.
@@ -305,19 +312,21 @@ def _keep_for_its_gang(paper: _Paper, ticket: Task) -> None:
         paper.move(ticket, Move.Pause, "drain", because, devices=ticket.seats)
 
 
-def _drained(paper: _Paper, task: Task) -> list[str]:
+def _drained(paper: _Paper, task: BoardTask) -> list[str]:
     devices = paper.board.devices
     return [id for id in task.seats if devices[id].cordoned]
 
 
-def _drain(paper: _Paper, task: Task, drained: list[str]) -> None:
+def _drain(paper: _Paper, task: BoardTask, drained: list[str]) -> None:
     because = f"{drained[0]} is being drained"
     if not _goes_on_without(paper, task, drained, "drain", because):
         because = f"{because}; it resumes elsewhere."
         paper.move(task, Move.Pause, "drain", because, devices=task.seats)
 
 
-def _goes_on_without(paper: _Paper, task: Task, gone: list[str], rule: str, because: str) -> bool:
+def _goes_on_without(
+    paper: _Paper, task: BoardTask, gone: list[str], rule: str, because: str
+) -> bool:
     """Let an elastic task continue on its other devices; False if they are too few.
 
     While the task is resized or leaves, its coordinator host has to finish first; the caller then
@@ -335,7 +344,7 @@ def _goes_on_without(paper: _Paper, task: Task, gone: list[str], rule: str, beca
     return True
 
 
-def _are_near(board: Board, task: Task, devices: list[str]) -> bool:
+def _are_near(board: Board, task: BoardTask, devices: list[str]) -> bool:
     """True if the devices are on the task's coordinator host, where its ranks run."""
     home = board.devices[task.seats[0]].host
     return all(board.devices[id].host == home for id in devices)
@@ -343,7 +352,7 @@ def _are_near(board: Board, task: Task, devices: list[str]) -> bool:
 
 def _make_smaller(
     paper: _Paper,
-    task: Task,
+    task: BoardTask,
     seats: tuple[str, ...],
     rule: str,
     because: str,
@@ -416,7 +425,7 @@ def _seat_urgent(paper: _Paper) -> dict[str, _KeptForGang]:
     return kept
 
 
-def _urgent_by(board: Board, task: Task) -> str | None:
+def _urgent_by(board: Board, task: BoardTask) -> str | None:
     """Return the rule by which a task goes before all others; None if that cannot be kept now."""
     if board.urgency.patience_ends_s(task) <= board.now_s and board.urgency.may_age(task):
         return "F7"
@@ -424,7 +433,7 @@ def _urgent_by(board: Board, task: Task) -> str | None:
     return "F9" if promised and task.tier in board.urgency.honoured(task.kind) else None
 
 
-def _keep(board: Board, task: Task, *, turns: bool) -> _KeptForGang:
+def _keep(board: Board, task: BoardTask, *, turns: bool) -> _KeptForGang:
     """Return when enough devices are expected: when tasks end, or with `turns` when turns end."""
     pool, lane = board.pools[task.kind], board.lane(task)
     have = pool.fitting(lane)
@@ -494,7 +503,7 @@ def _regroup(paper: _Paper, kept: dict[str, _KeptForGang]) -> bool:
 def _seat(paper: _Paper, kept: dict[str, _KeptForGang]) -> None:
     """Launch tasks, least served first; a task without a device closes its lane for the round."""
     board, tree = paper.board, paper.board.tree
-    open_, aside = _lanes(board, kept), list[Task]()
+    open_, aside = _lanes(board, kept), list[BoardTask]()
     while not board.short and (found := tree.first(open_)) is not None:
         _, lane, task = found
         board.memory.looked_at(task, *tree.led())
@@ -546,7 +555,7 @@ def _could_gain(board: Board, lane: Lane) -> bool:
 
 
 def _find_no_seat(
-    board: Board, kept: dict[str, _KeptForGang], open_: dict[Lane, None], task: Task
+    board: Board, kept: dict[str, _KeptForGang], open_: dict[Lane, None], task: BoardTask
 ) -> None:
     """Keep devices for the first task that does not fit, or close the lanes behind it."""
     backfill = board.policy.backfill
@@ -573,7 +582,7 @@ def _free(board: Board, lane: Lane) -> int:
     return 0 if pool is None else pool.fitting(board.bound(lane)) + pool.grown
 
 
-def _takes(board: Board, task: Task, lane: Lane, kept: _KeptForGang) -> int:
+def _takes(board: Board, task: BoardTask, lane: Lane, kept: _KeptForGang) -> int:
     """Rule F7, EASY: count the devices, suitable for the gang, that the task holds too long."""
     ends_s = NEVER if task.expected_s is None else board.now_s + task.expected_s
     if ends_s <= kept.at_s:
@@ -585,7 +594,7 @@ def _takes(board: Board, task: Task, lane: Lane, kept: _KeptForGang) -> int:
     return sum(pool.suits(id, kept.lane) for id in devices) if devices else lane.width
 
 
-def _launch_free(paper: _Paper, task: Task, rule: str) -> bool:
+def _launch_free(paper: _Paper, task: BoardTask, rule: str) -> bool:
     """Launch a task on free devices or on extra devices of elastic tasks; False if too few."""
     board = paper.board
     pool = board.pools.get(task.kind)
@@ -615,7 +624,7 @@ def _launch_free(paper: _Paper, task: Task, rule: str) -> bool:
 
 def _launch(
     paper: _Paper,
-    task: Task,
+    task: BoardTask,
     devices: tuple[str, ...],
     rule: str,
     because: str,
@@ -649,7 +658,7 @@ def _launch(
 # --- 7. make room -------------------------------------------------------------------------------
 
 
-def _make_room(paper: _Paper, task: Task, rule: str, *, within: Branch | None = None) -> bool:
+def _make_room(paper: _Paper, task: BoardTask, rule: str, *, within: Branch | None = None) -> bool:
     """Launch a task in the place of tasks that had more or borrowed; False if too few give way.
 
     For a one-host task every host with enough devices is tried.
@@ -666,7 +675,7 @@ def _make_room(paper: _Paper, task: Task, rule: str, *, within: Branch | None = 
     return False
 
 
-def _make_room_there(paper: _Paper, task: Task, rule: str, within: Branch | None) -> bool:
+def _make_room_there(paper: _Paper, task: BoardTask, rule: str, within: Branch | None) -> bool:
     board = paper.board
     if not board.policy.turns:
         return False
@@ -715,7 +724,9 @@ def _make_room_there(paper: _Paper, task: Task, rule: str, within: Branch | None
     return True
 
 
-def _give_back(paper: _Paper, back: list[elastic.ElasticResize], task: Task, rule: str) -> None:
+def _give_back(
+    paper: _Paper, back: list[elastic.ElasticResize], task: BoardTask, rule: str
+) -> None:
     """Rules F5, F6: shrink elastic tasks first, because that is the cheapest way to make room."""
     told = "Returned devices that it does not need to waiting tasks."
     for resize in back:
@@ -782,5 +793,5 @@ def _look_again_s(board: Board, urgent: dict[str, _KeptForGang], again_s: float)
     return at_s if at_s < NEVER else None
 
 
-def _not_started(board: Board) -> list[Task]:
+def _not_started(board: Board) -> list[BoardTask]:
     return [task for task in board.tasks.values() if task.state in NOT_STARTED]

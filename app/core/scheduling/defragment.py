@@ -14,7 +14,7 @@ from itertools import islice
 
 from app.core.fairness.fair_tree import Lane
 from app.core.model.lifecycle import State
-from app.core.model.snapshot import Task
+from app.core.model.snapshot import BoardTask
 from app.core.scheduling import preemption
 from app.core.scheduling.board import Board
 from app.core.scheduling.pool import Pool
@@ -35,7 +35,7 @@ def moves(board: Board) -> list[tuple[str, str]]:
     return found
 
 
-def _first_without_room(board: Board, pool: Pool) -> Task | None:
+def _first_without_room(board: Board, pool: Pool) -> BoardTask | None:
     """Return the first waiting task with too few large free devices but enough free ones in all."""
     lanes = (
         lane

@@ -1,8 +1,8 @@
 """Give elastic tasks devices beyond their need, and take them back (rules F5, F8).
 
-An elastic task is seated with what it needs (`Task.width`), like any other task.  Free devices that
-no waiting task could take are lent to tasks that can use more.  Waiting tasks get lent devices back
-at once.  So the following always holds.
+An elastic task is seated with what it needs (`BoardTask.width`), like any other task.  Free devices
+that no waiting task could take are lent to tasks that can use more.  Waiting tasks get lent devices
+back at once.  So the following always holds.
 
 * Devices that a task holds beyond its need count as free for all waiting tasks, however well served
   those are.  The elastic task gives devices back and continues with the rest, before any task is
@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 from app.core.fairness.fair_tree import ALL, Branch, lane
 from app.core.model.lifecycle import State
-from app.core.model.snapshot import Policy, Task
+from app.core.model.snapshot import BoardTask, Policy
 from app.core.scheduling.board import Board
 from app.core.scheduling.pool import Pool
 from app.core.scheduling.preemption import above, below, sides
@@ -69,7 +69,7 @@ class ElasticResize:
 # --- giving back --------------------------------------------------------------------------------
 
 
-def offers(board: Board, task: Task, *, urgent: bool = False) -> list[ReturnOffer]:
+def offers(board: Board, task: BoardTask, *, urgent: bool = False) -> list[ReturnOffer]:
     """Return what `task` may take from tasks that hold more than they need, in order.
 
     Lent devices come first.  For a task within a guarantee, devices that are not lent follow.  In
@@ -93,7 +93,7 @@ def offers(board: Board, task: Task, *, urgent: bool = False) -> list[ReturnOffe
 class _GrowClaim:
     """A waiting task, and what it may take from tasks that hold more than they need."""
 
-    def __init__(self, board: Board, task: Task, *, urgent: bool) -> None:
+    def __init__(self, board: Board, task: BoardTask, *, urgent: bool) -> None:
         self.board, self.task, self.urgent = board, task, urgent
         self.lane, self.leaf = board.lane(task), board.leaf(task)
         self.pool = board.pools.get(task.kind)
@@ -153,7 +153,7 @@ class _GrowClaim:
 
 
 def given_back(
-    board: Board, task: Task, offered: Sequence[ReturnOffer], paused: Sequence[BoardStay] = ()
+    board: Board, task: BoardTask, offered: Sequence[ReturnOffer], paused: Sequence[BoardStay] = ()
 ) -> list[ElasticResize] | None:
     """Return the resizes that make `task` fit beside all others; None if they free too little now.
 
@@ -179,7 +179,7 @@ def given_back(
 class _Lacks:
     """The devices that a task still lacks, and by how many its limits are exceeded."""
 
-    def __init__(self, board: Board, task: Task, paused: Sequence[BoardStay]) -> None:
+    def __init__(self, board: Board, task: BoardTask, paused: Sequence[BoardStay]) -> None:
         here, leaf, pool = board.lane(task), board.leaf(task), board.pools.get(task.kind)
         suits = [pool.suits(id, here) for s in paused for id in s.devices] if pool else []
         self.devices = here.width - _free(pool, board, task) - sum(suits)
@@ -219,7 +219,7 @@ def _is_below(stay: BoardStay, branch: Branch) -> bool:
     return stay.leaf.path[: branch.depth] == branch.path
 
 
-def _free(pool: Pool | None, board: Board, task: Task) -> int:
+def _free(pool: Pool | None, board: Board, task: BoardTask) -> int:
     here = board.lane(task)
     if pool is None:
         return 0
@@ -242,12 +242,12 @@ def _by_stay(chosen: Iterable[ReturnOffer]) -> list[ElasticResize]:
 # --- growing ------------------------------------------------------------------------------------
 
 
-def calm_s(policy: Policy, task: Task) -> float:
+def calm_s(policy: Policy, task: BoardTask) -> float:
     """Return how long a task is left unchanged after it was seated or resized, in s."""
     return max(policy.grow_after_s, slice_us(policy, task) / 1e6)
 
 
-def grows_s(board: Board, task: Task) -> float:
+def grows_s(board: Board, task: BoardTask) -> float:
     """Return when a running task may grow."""
     since_s = task.held_since_s
     return NEVER if since_s is None else since_s + calm_s(board.policy, task)
@@ -304,7 +304,7 @@ def _nobodys(board: Board, kind: str) -> list[str]:
     return sorted(free, key=lambda id: (pool.open[id], id))
 
 
-def _could_sit(board: Board, kind: str) -> Task | None:
+def _could_sit(board: Board, kind: str) -> BoardTask | None:
     """Return a waiting task that could take the free devices but was held back, or None."""
     pool = board.pools[kind]
     for here in sorted(board.tree.lanes, key=lambda here: (here.width, here.memory_bytes)):

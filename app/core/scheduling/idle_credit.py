@@ -28,7 +28,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from app.core.fairness.fair_tree import Branch, Path, unscored
-from app.core.model.snapshot import Lift
+from app.core.model.snapshot import IdleCreditFloor
 from app.core.scheduling.board import MILLI, Board
 from app.core.scheduling.preemption import above
 from app.core.scheduling.round_memory import Service
@@ -66,7 +66,7 @@ def _lift(board: Board, branch: Branch, kind: str, floor: int) -> None:
     if lift_us <= branch.lifts.get(kind, 0):
         return
     tenant, user = (branch.name, "") if branch.inner else branch.path[-2:]
-    lift = Lift(tenant=tenant, user=user, kind=kind, faded_us=lift_us)
+    lift = IdleCreditFloor(tenant=tenant, user=user, kind=kind, faded_us=lift_us)
     board.set_lift(lift)
     board.memory.lifted[tenant, user, kind] = lift
 

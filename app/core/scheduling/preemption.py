@@ -49,7 +49,7 @@ from itertools import product
 from app.core.fairness.fair_tree import ALL, Branch, Lane, unscored
 from app.core.fairness.fair_tree import score as scored
 from app.core.model.lifecycle import State
-from app.core.model.snapshot import TIERS, Task
+from app.core.model.snapshot import TIERS, BoardTask
 from app.core.scheduling.board import Board, place_in_line
 from app.core.scheduling.stays import NEVER, BoardStay, ripe_s, slice_us
 
@@ -81,7 +81,7 @@ class _Side:
 
 def victims(
     board: Board,
-    task: Task,
+    task: BoardTask,
     *,
     within: Branch | None = None,
     urgent: bool = False,
@@ -117,7 +117,7 @@ def victims(
     return found
 
 
-def hopeless(board: Board, task: Task) -> bool:
+def hopeless(board: Board, task: BoardTask) -> bool:
     """Quick check: True if no other top branch is better served and none owes the task a device.
 
     Tasks below the task's own top branch are considered when that branch's turns are taken.
@@ -144,7 +144,7 @@ def hopeless(board: Board, task: Task) -> bool:
     return free + board.better_served(kind, score, top) < lane.width
 
 
-def nobody_can_gain(board: Board, head: Task) -> bool:
+def nobody_can_gain(board: Board, head: BoardTask) -> bool:
     """True if no stay gives way to `head`, the least served task, and so to none of the others."""
     top = board.leaf(head).top
     if board.guarantees or not board.ripe:
@@ -157,7 +157,7 @@ class _Claim:
     """A waiting task and the devices that it needs from others."""
 
     def __init__(
-        self, board: Board, task: Task, *, urgent: bool, offered: Mapping[str, int] = NOTHING
+        self, board: Board, task: BoardTask, *, urgent: bool, offered: Mapping[str, int] = NOTHING
     ) -> None:
         self.board, self.task, self.urgent, self.offered = board, task, urgent, offered
         self.lane, self.leaf = board.lane(task), board.leaf(task)
@@ -466,7 +466,7 @@ class _Claim:
                 yield side.borrows(lane), self.board.tree.score(side, kind=lane.kind), side
 
 
-def turns_end(board: Board, task: Task) -> list[tuple[float, str, int]]:
+def turns_end(board: Board, task: BoardTask) -> list[tuple[float, str, int]]:
     """Return when stays end, or when they may give way to an urgent task; like `Pool.ends`.
 
     Stays that may not give way even then count only at their own end.  Otherwise devices would be
@@ -494,7 +494,7 @@ def _last_beside(
     yield from last.values()
 
 
-def shut_by(board: Board, task: Task) -> Branch | None:
+def shut_by(board: Board, task: BoardTask) -> Branch | None:
     """Return the lowest branch above a task with limits that leave no room for it, or None."""
     leaf, lane = board.leaf(task), board.lane_in_line(task)
     return next((branch for branch in above(leaf) if not branch.room(lane)), None)
@@ -524,7 +524,7 @@ def above(leaf: Branch) -> Iterator[Branch]:
         branch = branch.parent
 
 
-def goes_before(board: Board, task: Task, settled: Task) -> bool:
+def goes_before(board: Board, task: BoardTask, settled: BoardTask) -> bool:
     """Rule F8: True if a waiting task goes before an equally urgent settled task of the same user.
 
     A fresh task does; otherwise the older task goes first.
@@ -565,7 +565,7 @@ def next_turn_s(board: Board) -> float:
     Scores cross because running tasks use more.  With too many pairs to compute, the result is the
     next step of an eighth of the shortest slice at which a task may gain.
     """
-    claims, most = list[tuple[Task, Branch]](), LOOK_AHEAD_PAIRS / len(board.ripe)
+    claims, most = list[tuple[BoardTask, Branch]](), LOOK_AHEAD_PAIRS / len(board.ripe)
     if most < 2:
         return _look_s(board)
     for node in (board.tree.root, *shared(board)):

@@ -20,16 +20,16 @@ from typing import Any
 from app.core.fairness.fair_tree import Lane, Path, both_of
 from app.core.model.lifecycle import State
 from app.core.model.snapshot import (
+    BoardDevice,
+    BoardTask,
+    BoardTenant,
+    BoardUser,
     Conditions,
-    Device,
-    Lift,
+    IdleCreditFloor,
     Plan,
     Policy,
     Snapshot,
-    Task,
-    Tenant,
     Terms,
-    User,
     changed,
 )
 from app.core.scheduling.board import MILLI, Board
@@ -37,7 +37,7 @@ from app.core.scheduling.board import MILLI, Board
 JSON = dict[str, Any]
 
 
-def seen_by(board: Board, plan: Plan, before: Mapping[str, Task], *, island: str) -> Snapshot:
+def seen_by(board: Board, plan: Plan, before: Mapping[str, BoardTask], *, island: str) -> Snapshot:
     """Return what the round saw that made `plan`; `before` has the moved tasks as they were."""
     moved = [before[decision.task] for decision in plan.decisions if decision.task in before]
     held = [before.get(id, stay.task) for id, stay in board.stays.items()]
@@ -61,13 +61,13 @@ def seen_by(board: Board, plan: Plan, before: Mapping[str, Task], *, island: str
     )
 
 
-def _waited(board: Board, moved: Iterable[Task]) -> list[Task]:
+def _waited(board: Board, moved: Iterable[BoardTask]) -> list[BoardTask]:
     """Return the tasks that waited, were not picked, and changed what others got."""
     tasks, tried = board.tasks, defaultdict[Lane, list[str]](list)
     for id in board.memory.tried.keys() & tasks.keys():
         tried[_need(board, tasks[id])].append(id)
     ids = (board.memory.in_the_way | set(_pinned(board))) & tasks.keys()
-    found, new = dict[str, Task](), [*moved, *(tasks[id] for id in ids)]
+    found, new = dict[str, BoardTask](), [*moved, *(tasks[id] for id in ids)]
     while new:
         task = new.pop()
         if task.id not in found:
@@ -78,7 +78,7 @@ def _waited(board: Board, moved: Iterable[Task]) -> list[Task]:
     return [found[id] for id in sorted(found)]
 
 
-def _need(board: Board, task: Task) -> Lane:
+def _need(board: Board, task: BoardTask) -> Lane:
     """Return the task's lane without its freshness, which the round may have changed (F8)."""
     return both_of(board.lane_in_line(task))[1]
 
@@ -91,8 +91,8 @@ def _pinned(board: Board) -> Iterator[str]:
 
 
 def _guaranteed(
-    board: Board, tenants: Mapping[str, Tenant], kinds: Iterable[str]
-) -> Iterator[Tenant]:
+    board: Board, tenants: Mapping[str, BoardTenant], kinds: Iterable[str]
+) -> Iterator[BoardTenant]:
     """Yield tenants that stand for all omitted siblings, with their guarantees in total."""
     kept = Counter[tuple[Path, str]]()
     for tenant in tenants.values():
@@ -105,10 +105,10 @@ def _guaranteed(
     for above, guarantee in left.items():
         parent = above[-1] if above else None
         id = f"tenants beside those of {parent or 'the island'}"
-        yield Tenant(id=id, name=id, weight=1, parent=parent, guarantee=guarantee)
+        yield BoardTenant(id=id, name=id, weight=1, parent=parent, guarantee=guarantee)
 
 
-def _in_sums(board: Board, tasks: Mapping[str, Task]) -> Iterator[Task]:
+def _in_sums(board: Board, tasks: Mapping[str, BoardTask]) -> Iterator[BoardTask]:
     """Yield held tasks that stand for the sums of all omitted tasks.
 
     Rule F9: whether the promises to all started tasks of a tier can be kept decides which tasks are
@@ -131,8 +131,8 @@ def _in_sums(board: Board, tasks: Mapping[str, Task]) -> Iterator[Task]:
         yield _held("others of another priority", like, epoch=0, priority=min(others))
 
 
-def _held(id: str, like: Task, **after: object) -> Task:
-    held = Task(
+def _held(id: str, like: BoardTask, **after: object) -> BoardTask:
+    held = BoardTask(
         id=id,
         request="",
         tenant=like.tenant,
@@ -146,7 +146,9 @@ def _held(id: str, like: Task, **after: object) -> Task:
     return changed(held, **after)
 
 
-def _others(board: Board, tenants: Iterable[str], users: Mapping[str, User]) -> Iterator[User]:
+def _others(
+    board: Board, tenants: Iterable[str], users: Mapping[str, BoardUser]
+) -> Iterator[BoardUser]:
     """Yield a user in place of all omitted users below a tenant, with their usage in total.
 
     Omitted users hold no device, so their usage did not change in the round.
@@ -162,20 +164,22 @@ def _others(board: Board, tenants: Iterable[str], users: Mapping[str, User]) -> 
         below = kept.get(branch.path, ())
         if branch.children > len(below):
             left = board.tree.usage(branch) - sum(board.tree.usage(branches[one]) for one in below)
-            yield User(id=f"others of {id}", tenant=id, faded_us=left // MILLI)
+            yield BoardUser(id=f"others of {id}", tenant=id, faded_us=left // MILLI)
 
 
 def _lifts(
-    board: Board, tenants: Iterable[str], users: Mapping[str, User], kinds: Iterable[str]
-) -> Iterator[Lift]:
+    board: Board, tenants: Iterable[str], users: Mapping[str, BoardUser], kinds: Iterable[str]
+) -> Iterator[IdleCreditFloor]:
     whose = [(id, "") for id in tenants] + [(user.tenant, user.id) for user in users.values()]
     for key in sorted((*who, kind) for who in whose for kind in kinds):
         if key in board.lifts:
             yield board.lifts[key]
 
 
-def _with_those_above(tenants: Mapping[str, Tenant], ids: Iterable[str]) -> dict[str, Tenant]:
-    found: dict[str, Tenant] = {}
+def _with_those_above(
+    tenants: Mapping[str, BoardTenant], ids: Iterable[str]
+) -> dict[str, BoardTenant]:
+    found: dict[str, BoardTenant] = {}
     for id in sorted(ids):
         above: str | None = id
         while above is not None and above not in found:
@@ -202,11 +206,16 @@ def from_json(body: JSON) -> Snapshot:
         name: {item["id"]: _value(kind, item) for item in body[name]}
         for name, kind in _KINDS.items()
     }
-    parts["lifts"] = tuple(_value(Lift, item) for item in body.get("lifts", ()))
+    parts["lifts"] = tuple(_value(IdleCreditFloor, item) for item in body.get("lifts", ()))
     return Snapshot(island=body["island"], policy=_value(Policy, body["policy"]), **parts)
 
 
-_KINDS: dict[str, type] = {"tenants": Tenant, "users": User, "devices": Device, "tasks": Task}
+_KINDS: dict[str, type] = {
+    "tenants": BoardTenant,
+    "users": BoardUser,
+    "devices": BoardDevice,
+    "tasks": BoardTask,
+}
 
 
 def _plain(value: Any) -> Any:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from app.core.fairness.fair_tree import Branch
-from app.core.model.snapshot import Lift, Task
+from app.core.model.snapshot import BoardTask, IdleCreditFloor
 
 
 @dataclass(slots=True)
@@ -46,12 +46,12 @@ class RoundMemory:
     goes_on: bool = False
     quiet: tuple[int, float] = (-1, -math.inf)
     services: dict[tuple[Branch, str], Service] = field(default_factory=dict)
-    lifted: dict[tuple[str, str, str], Lift] = field(default_factory=dict)
+    lifted: dict[tuple[str, str, str], IdleCreditFloor] = field(default_factory=dict)
     ended: dict[tuple[Branch, str], None] = field(default_factory=dict)
     new: dict[tuple[Branch, str], None] = field(default_factory=dict)
     gone: dict[tuple[Branch, str], None] = field(default_factory=dict)
 
-    def looked_at(self, task: Task, *others: Task) -> None:
+    def looked_at(self, task: BoardTask, *others: BoardTask) -> None:
         """Note that a task went first in this round, and the tasks that led to it or blocked it."""
         self.tried[task.id] = self.tried.get(task.id, ()) + tuple(other.id for other in others)
 

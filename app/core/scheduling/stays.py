@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from app.core.fairness.fair_tree import Branch, Lane
 from app.core.model.lifecycle import ON_A_DEVICE, State
-from app.core.model.snapshot import Policy, Task
+from app.core.model.snapshot import BoardTask, Policy
 
 HOLDS_A_SEAT = frozenset({State.starting, State.running, State.splicing})
 LEAVES_A_SEAT = frozenset({State.pausing, State.stopping})
@@ -25,7 +25,7 @@ class BoardStay:
     thousandths.  `lane` is what the task needs; the task may hold more devices than that.
     """
 
-    task: Task
+    task: BoardTask
     leaf: Branch
     lane: Lane
     devices: tuple[str, ...]
@@ -57,11 +57,11 @@ def is_lent(stay: BoardStay) -> bool:
     return True
 
 
-def is_same_epoch(stay: BoardStay, task: Task) -> bool:
+def is_same_epoch(stay: BoardStay, task: BoardTask) -> bool:
     return task.state in ON_A_DEVICE and stay.task.epoch == task.epoch
 
 
-def is_same_stay(stay: BoardStay, task: Task) -> bool:
+def is_same_stay(stay: BoardStay, task: BoardTask) -> bool:
     same = stay.devices == task.seats and stay.leaves == task.leaves
     return same and stay.task.shares == task.shares and is_same_epoch(stay, task)
 
@@ -74,7 +74,7 @@ def ripe_s(stay: BoardStay) -> float:
     return NEVER if started_s is None else started_s + stay.turn_us / 1e6
 
 
-def fresh_us(policy: Policy, task: Task) -> int:
+def fresh_us(policy: Policy, task: BoardTask) -> int:
     """Rule F8: how long a task goes before its user's other tasks of equal urgency, in µs."""
     return max(int(1e6 * policy.fresh_s), slice_us(policy, task))
 
@@ -87,7 +87,7 @@ def settled_s(policy: Policy, stay: BoardStay) -> float:
     return max(ripe_s(stay), started_s + max(policy.fresh_s, stay.turn_us / 1e6))
 
 
-def slice_us(policy: Policy, *tasks: Task) -> int:
+def slice_us(policy: Policy, *tasks: BoardTask) -> int:
     """Rule F8: return the length of a turn, so that switching costs at most `switch_share` of it.
 
     A ticket's turn has the maximum length: its gang can start only after tasks on other islands

@@ -34,7 +34,7 @@ from itertools import islice
 from app.core.fairness.fair_tree import Branch, Lane, unpinned, unscored, usage_us
 from app.core.fairness.fair_tree import lane as lane_of
 from app.core.model.lifecycle import State
-from app.core.model.snapshot import Task, changed
+from app.core.model.snapshot import BoardTask, changed
 from app.core.scheduling import preemption
 from app.core.scheduling.board import Board
 from app.core.scheduling.preemption import above, sides
@@ -55,7 +55,7 @@ PATIENT_S = 10.0  # s; how long to wait for a durable image that pins a graph to
 # --- may share ------------------------------------------------------------------------------------
 
 
-def may(board: Board, task: Task) -> bool:
+def may(board: Board, task: BoardTask) -> bool:
     """True if the task itself may share a device."""
     if not task.graph or task.width != 1 or task.elastic or task.moves_to is not None:
         return False
@@ -68,7 +68,7 @@ def _is_plain(branch: Branch) -> bool:
     return not branch.guarantee and not branch.limit and branch.most_running is None
 
 
-def _runs(task: Task) -> bool:
+def _runs(task: BoardTask) -> bool:
     """True if the task runs, or will at once, beside others."""
     return task.state == State.running or (task.shares and task.state == State.starting)
 
@@ -214,7 +214,7 @@ def _is_place(board: Board, device: str) -> bool:
 class Join:
     """The launch of a waiting task beside others; the stays in `gone` make room for it."""
 
-    task: Task
+    task: BoardTask
     device: str
     gone: tuple[BoardStay, ...] = ()
 
@@ -245,7 +245,7 @@ def who_joins(here: Places) -> Join | None:
     return next((heir for heir in heirs if heir is not None), None)
 
 
-def has_a_place(board: Board, task: Task) -> bool:
+def has_a_place(board: Board, task: BoardTask) -> bool:
     """True if a waiting task joins others, now or soon; then no task is paused for it."""
     here = next((one for one in places(board) if one.kind == task.kind), None)
     if here is None:
@@ -263,14 +263,14 @@ def may_not_be_passed(here: Places) -> list[Branch]:
     ]
 
 
-def who_wait(here: Places) -> Iterator[tuple[Branch, Lane, Task]]:
+def who_wait(here: Places) -> Iterator[tuple[Branch, Lane, BoardTask]]:
     """Yield the first waiting task of each user, in the order of rule F3, up to `DEPTH` users."""
     tree = here.board.tree
     lanes = [lane for lane in tree.lanes if lane.kind == here.kind]
     return islice(_in_order(here.board, tree.root, lanes), DEPTH)
 
 
-def choice_of(here: Places, leaf: Branch, lane: Lane, task: Task) -> Join | Else:
+def choice_of(here: Places, leaf: Branch, lane: Lane, task: BoardTask) -> Join | Else:
     """Return where a waiting task goes once its image is durable; it may have to wait for that."""
     board = here.board
     if task.cancel_asked or not may(board, task):
@@ -292,12 +292,12 @@ def choice_of(here: Places, leaf: Branch, lane: Lane, task: Task) -> Join | Else
     return Else.waits if _is_better_soon(here, leaf, lane, best) else best
 
 
-def _waited_s(board: Board, task: Task) -> float:
+def _waited_s(board: Board, task: BoardTask) -> float:
     since_s = task.waits_since_s
     return board.now_s - since_s
 
 
-def join(here: Places, leaf: Branch, lane: Lane, task: Task, device: str) -> Join | Else:
+def join(here: Places, leaf: Branch, lane: Lane, task: BoardTask, device: str) -> Join | Else:
     """Return the join on this device, if the user has no graph there and levels are close."""
     group = here.groups[device]
     place = _place(here, leaf, task, device)
@@ -319,7 +319,7 @@ def join(here: Places, leaf: Branch, lane: Lane, task: Task, device: str) -> Joi
     return Join(task=task, device=device, gone=tuple(place))
 
 
-def _place(here: Places, leaf: Branch, task: Task, device: str) -> list[BoardStay] | None:
+def _place(here: Places, leaf: Branch, task: BoardTask, device: str) -> list[BoardStay] | None:
     """Return the stays that make room for the task, if any must; None if none can."""
     group = here.groups[device]
     if own := of_user(leaf, group):
@@ -371,7 +371,9 @@ def _is_new(here: Places, stay: BoardStay) -> bool:
     return here.board.now_s < task.launched_s + SOON_S and may(here.board, task)
 
 
-def takes_from(here: Places, leaf: Branch, lane: Lane, task: Task, joined: Collection[str]) -> bool:
+def takes_from(
+    here: Places, leaf: Branch, lane: Lane, task: BoardTask, joined: Collection[str]
+) -> bool:
     """True if stays further ahead than those it could join would give way to the task (F6).
 
     These stays do not share, or share with graphs that are too far from the task.
@@ -386,7 +388,7 @@ def takes_from(here: Places, leaf: Branch, lane: Lane, task: Task, joined: Colle
     return theirs - most > here.usage(lane, APART_US)
 
 
-def would_give_way(here: Places, leaf: Branch, task: Task) -> list[preemption.Victim]:
+def would_give_way(here: Places, leaf: Branch, task: BoardTask) -> list[preemption.Victim]:
     """Return the victims for the task (F6) once its image is durable: of all, or of its tenant."""
     board, as_saved = here.board, changed(task, saved=True)
     found = preemption.victims(board, as_saved)
@@ -437,19 +439,19 @@ def _may_ask(stay: BoardStay) -> bool:
 
 
 def _best_served(
-    here: Places, leaf: Branch, task: Task, group: Sequence[BoardStay]
+    here: Places, leaf: Branch, task: BoardTask, group: Sequence[BoardStay]
 ) -> BoardStay | None:
     """Return the best served stay of the group; None if it need not give way."""
     most = max(group, key=lambda stay: (_lead(here, leaf, task, stay), stay.id))
     return most if _gives(here, leaf, task, most) else None
 
 
-def _gives(here: Places, leaf: Branch, task: Task, stay: BoardStay) -> bool:
+def _gives(here: Places, leaf: Branch, task: BoardTask, stay: BoardStay) -> bool:
     """Rule F6: True if the stay had a full slice, and more than the task will have had."""
     return _may_ask(stay) and _lead(here, leaf, task, stay) > 0
 
 
-def _lead(here: Places, leaf: Branch, task: Task, stay: BoardStay) -> int:
+def _lead(here: Places, leaf: Branch, task: BoardTask, stay: BoardStay) -> int:
     """Return how much more the stay has had, by weight, with the task's next slice charged."""
     mine, theirs = sides(leaf, stay.leaf)
     fee = here.usage(stay.lane, slice_us(here.board.policy, task))
@@ -459,7 +461,7 @@ def _lead(here: Places, leaf: Branch, task: Task, stay: BoardStay) -> int:
 
 def _in_order(
     board: Board, branch: Branch, lanes: Collection[Lane]
-) -> Iterator[tuple[Branch, Lane, Task]]:
+) -> Iterator[tuple[Branch, Lane, BoardTask]]:
     """Yield the first task of each user in these lanes, in the order of rule F3."""
     if not branch.inner:
         found = board.tree.first_below(branch, lanes)
@@ -522,7 +524,7 @@ def _who_yields(here: Places) -> Iterator[BoardStay]:
                 yield stay
 
 
-def _who_need_all(here: Places) -> Iterator[tuple[Branch, Task]]:
+def _who_need_all(here: Places) -> Iterator[tuple[Branch, BoardTask]]:
     """Yield the waiting tasks that need devices for themselves."""
     for leaf, lane, task in who_wait(here):
         if not may(here.board, task) and _could_run(here, lane):
@@ -534,7 +536,7 @@ def _could_run(here: Places, lane: Lane) -> bool:
 
 
 def _owes(
-    here: Places, stay: BoardStay, group: Sequence[BoardStay], leaf: Branch, task: Task
+    here: Places, stay: BoardStay, group: Sequence[BoardStay], leaf: Branch, task: BoardTask
 ) -> bool:
     """True if the stay would give way to a task of its tenant, but other stays do not.
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from heapq import heappop, heappush
 
 from app.core.fairness.fair_tree import FairTree
-from app.core.model.snapshot import TIERS, Policy, Task
+from app.core.model.snapshot import TIERS, BoardTask, Policy
 from app.core.scheduling.pool import Pool
 from app.core.scheduling.stays import NEVER
 
@@ -29,9 +29,9 @@ class Urgency:
     def __init__(
         self,
         policy: Policy,
-        tree: FairTree[Task],
+        tree: FairTree[BoardTask],
         pools: Mapping[str, Pool],
-        all_tasks: Mapping[str, Task],
+        all_tasks: Mapping[str, BoardTask],
     ) -> None:
         self.policy, self.tree, self.pools, self.all_tasks = policy, tree, pools, all_tasks
         # (kind, tier) -> devices needed by tasks that have started once (F9)
@@ -47,7 +47,7 @@ class Urgency:
         """Return when time alone next makes a task urgent; NEVER if it will not."""
         return min(self._promise_due_s, self._aging[0][0]) if self._aging else self._promise_due_s
 
-    def watch(self, task: Task) -> None:
+    def watch(self, task: BoardTask) -> None:
         if not self.policy.turns and task.width == 1:
             return
         due_s = self.patience_ends_s(task)
@@ -58,12 +58,12 @@ class Urgency:
         if task.epoch and self.policy.tier_share.get(task.tier):
             self._behind.setdefault((task.kind, task.tier), {})[task.id] = None
 
-    def forget(self, task: Task) -> None:
+    def forget(self, task: BoardTask) -> None:
         """Forget the promise of a task that left its queue."""
         if task.epoch:
             self._behind.get((task.kind, task.tier), {}).pop(task.id, None)
 
-    def tasks(self) -> list[Task]:
+    def tasks(self) -> list[BoardTask]:
         """Return the waiting tasks that must go before all others now, longest due first."""
         while self._aging and self._aging[0][0] <= self.tree.now_s:
             due_s, id, epoch = heappop(self._aging)
@@ -105,12 +105,12 @@ class Urgency:
             kept.append(tier)
         return tuple(kept)
 
-    def lead_s(self, task: Task) -> float:
+    def lead_s(self, task: BoardTask) -> float:
         """Rule F9: return how early a task is urgent, since a turn and a switch may come first."""
         burst_s, _ = self._bucket(task)
         return min(self.policy.slice_max_s, burst_s / 4)
 
-    def _bucket(self, task: Task) -> tuple[float, float]:
+    def _bucket(self, task: BoardTask) -> tuple[float, float]:
         """Rule F9: return (seconds that a task may wait at once, more of every second).
 
         Both together are the waiting time that a window allows.  If there are at least as many
@@ -129,7 +129,7 @@ class Urgency:
         burst_s = may_s * max((1.0 - part) ** 2, LEAST_BURST)
         return burst_s, (may_s - burst_s) / window_s
 
-    def patience_s(self, task: Task) -> float:
+    def patience_s(self, task: BoardTask) -> float:
         """Rule F7: return how long a gang waits in total before it goes before all others, in s.
 
         Narrower gangs wait longer, because a few devices often become free together.  A task with
@@ -141,16 +141,16 @@ class Urgency:
         wide = self.policy.wide_share * len(pool.open)
         return self.policy.patience_s * max(1.0, wide / task.width)
 
-    def patience_ends_s(self, task: Task) -> float:
+    def patience_ends_s(self, task: BoardTask) -> float:
         since_s = task.waits_since_s
         waited_s = task.waited_s if self._ages(task) else 0.0
         return since_s + max(0.0, self.patience_s(task) - waited_s)
 
-    def protected(self, task: Task) -> bool:
+    def protected(self, task: BoardTask) -> bool:
         """Rule F7: True if a wide gang has waited out its patience once: it is not preempted."""
         return self._ages(task) and task.waited_s >= self.patience_s(task)
 
-    def _ages(self, task: Task) -> bool:
+    def _ages(self, task: BoardTask) -> bool:
         """True if the gang's waits are added up; if not, its patience starts again after each turn.
 
         Waits are not added up for narrow gangs, which may be many, nor for a gang that alone
@@ -158,18 +158,18 @@ class Urgency:
         """
         return self.patience_s(task) <= self.policy.patience_s and not self._too_wide(task)
 
-    def _too_wide(self, task: Task) -> bool:
+    def _too_wide(self, task: BoardTask) -> bool:
         pool = self.pools.get(task.kind)
         return pool is not None and task.width > self.policy.aged_share * pool.size()
 
-    def may_age(self, task: Task) -> bool:
+    def may_age(self, task: BoardTask) -> bool:
         """Rule F7: True if gangs with ended patience stay within their share with this task."""
         pool = self.pools.get(task.kind)
         if pool is None or not self._ages(task):
             return pool is not None
         return self.aged[task.kind] + task.width <= self.policy.aged_share * pool.size()
 
-    def slack_s(self, task: Task, *, at_s: float | None = None) -> float:
+    def slack_s(self, task: BoardTask, *, at_s: float | None = None) -> float:
         """Rule F9: return how much longer the task may wait at once and keep its share in every
         window.
         """
@@ -186,7 +186,7 @@ class Urgency:
             used_s = max(used_s, total_s - rate * (at_s - begin_s))
         return burst_s - used_s
 
-    def slack_ends_s(self, task: Task) -> float:
+    def slack_ends_s(self, task: BoardTask) -> float:
         """Rule F9: return when a waiting task must go first, early enough to be seated in time."""
         if task.epoch == 0 or not self.policy.tier_share.get(task.tier):
             return NEVER
@@ -198,7 +198,7 @@ class Urgency:
 def been_away(
     away: tuple[tuple[float, float], ...], from_s: float, to_s: float, *, window_s: float
 ) -> tuple[tuple[float, float], ...]:
-    """Return `Task.away` with one more interval, without intervals that left the window (rule F9).
+    """Return `BoardTask.away` with one more interval, without those that left the window (F9).
 
     Intervals that end in the same part of a window are merged at the end of both.  The remembered
     time is therefore never too short, and at most one part too long.

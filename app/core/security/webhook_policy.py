@@ -91,7 +91,7 @@ def wait_s(tries: int, luck: float) -> float | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class AttemptAnswer:
     """An attempt's answer; `status` is None if there was none, and `error` says why."""
 
     status: int | None

@@ -25,15 +25,15 @@ from app.core.fairness.fair_tree import faded, rebase
 from app.core.model import lifecycle
 from app.core.model.lifecycle import NOT_STARTED, ON_A_DEVICE, Move, State
 from app.core.model.snapshot import (
+    BoardDevice,
+    BoardTask,
+    BoardTenant,
+    BoardUser,
     Conditions,
-    Decision,
-    Device,
     Plan,
+    PlanDecision,
     Policy,
     Snapshot,
-    Task,
-    Tenant,
-    User,
     changed,
 )
 from app.core.scheduling.board import Board
@@ -117,7 +117,7 @@ class StoryLine:
     """A decision, and when it was made."""
 
     at_s: float
-    decision: Decision
+    decision: PlanDecision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,15 +165,15 @@ class SimulationStopped(Exception):
 
 def simulate(
     arrivals: Iterable[Arrival],
-    devices: Iterable[Device],
-    tenants: Iterable[Tenant],
+    devices: Iterable[BoardDevice],
+    tenants: Iterable[BoardTenant],
     policy: Policy,
     *,
     costs: Costs | None = None,
     until_s: float = math.inf,
     checked: bool = True,
     keep_timeline: bool = True,
-    users: Iterable[User] = (),
+    users: Iterable[BoardUser] = (),
     go_on: Callable[[], bool] = lambda: True,
 ) -> Report:
     """Run an island from 0 s until all tasks are done or `until_s` is reached.
@@ -259,18 +259,18 @@ class World:
     def __init__(
         self,
         arrivals: Iterable[Arrival],
-        devices: Iterable[Device],
-        tenants: Iterable[Tenant],
+        devices: Iterable[BoardDevice],
+        tenants: Iterable[BoardTenant],
         policy: Policy,
         costs: Costs,
         *,
-        users: Iterable[User] = (),
+        users: Iterable[BoardUser] = (),
     ) -> None:
         self.policy, self.costs = policy, costs
         self.arrivals = sorted(arrivals, key=lambda arrival: (arrival.at_s, arrival.task))
         self._comes_us = [_us(arrival.at_s) for arrival in self.arrivals]
         self.tenants = {tenant.id: tenant for tenant in tenants}
-        self.users = {a.user: User(id=a.user, tenant=a.tenant) for a in self.arrivals}
+        self.users = {a.user: BoardUser(id=a.user, tenant=a.tenant) for a in self.arrivals}
         self.users |= {user.id: user for user in users if user.id in self.users}
         self.devices = {d.id: replace(d, lease_until_s=math.inf) for d in devices}
         self._faded = {id: user.faded_us for id, user in self.users.items()}
@@ -296,7 +296,7 @@ class World:
         return self.now_us / 1e6
 
     @property
-    def tasks(self) -> dict[str, Task]:
+    def tasks(self) -> dict[str, BoardTask]:
         return self.board.tasks
 
     # --- time passes ---
@@ -351,7 +351,7 @@ class World:
         for id in waits_for:
             self._waited_for.setdefault(id, []).append(arrival.task)
         self.board.set_task(
-            Task(
+            BoardTask(
                 id=arrival.task,
                 request=arrival.request or arrival.task,
                 tenant=arrival.tenant,
@@ -400,7 +400,7 @@ class World:
         run = self.runs[event[3]]
         return event[2] == Move.Finished and run.resizes > 0 and event[0] != run.ends_us
 
-    def _take_seats(self, task: Task) -> None:
+    def _take_seats(self, task: BoardTask) -> None:
         """Let a task that is ready take its devices once all are free."""
         run = self.runs[task.id]
         if not run.ready or any(device in self.seated for device in task.seats):
@@ -427,14 +427,14 @@ class World:
         self._meter.hold(self.now_us, run.arrival.counted_for, len(task.seats))
         self._will_end(started, resume_us)
 
-    def _will_end(self, task: Task, in_us: int) -> None:
+    def _will_end(self, task: BoardTask, in_us: int) -> None:
         """Let the task step on all its devices after `in_us`; it is done when no work is left."""
         run = self.runs[task.id]
         lasts_us = in_us + -(-run.left_us // run.speed)
         run.ends_us = self.now_us + lasts_us
         self._say(Move.Finished, task, lasts_us)
 
-    def _let_go(self, task: Task, says: str) -> None:
+    def _let_go(self, task: BoardTask, says: str) -> None:
         run = self.runs[task.id]
         paused = says == Move.Paused
         run.step(self.now_us - (_us(self.costs.image_s) if paused else 0))
@@ -455,7 +455,7 @@ class World:
             if follower is not None:
                 self._take_seats(self.tasks[follower])
 
-    def _park(self, task: Task) -> None:
+    def _park(self, task: BoardTask) -> None:
         if task.elastic and len(task.seats) > task.width:
             wanted = self.runs[task.id].arrival.counted_for
             self._meter.want(self.now_us, wanted, task.width - len(task.seats))
@@ -476,7 +476,7 @@ class World:
         if not waiting.saved:
             self._say("Saved", waiting, _us(self.costs.save_s))
 
-    def _splice(self, before: Task, task: Task, cost: int) -> None:
+    def _splice(self, before: BoardTask, task: BoardTask, cost: int) -> None:
         """Let the task come to a safe point and continue with other devices after the move."""
         run, more = self.runs[task.id], len(task.seats) - len(before.seats)
         run.resizes += 1
@@ -490,7 +490,7 @@ class World:
             self._meter.want(self.now_us, run.arrival.counted_for, more)
         self._say(Move.Spliced, task, _us(self.costs.pause_s) + _us(self.costs.resizing_s))
 
-    def _spliced(self, task: Task) -> None:
+    def _spliced(self, task: BoardTask) -> None:
         run, left = self.runs[task.id], task.leaves
         run.step(int(run.safe_us))
         run.steps_from_us, run.safe_us, run.speed = self.now_us, math.inf, len(task.seats)
@@ -510,7 +510,7 @@ class World:
         self._will_end(resized, 0)
         self._free(left)
 
-    def _charge(self, task: Task) -> None:
+    def _charge(self, task: BoardTask) -> None:
         """Book what the task has held since it was seated or resized."""
         counted_for, held_us = self.runs[task.id].arrival.counted_for, self._held_us(task)
         self._device_us[counted_for[0]] += held_us * len(task.holds)
@@ -523,7 +523,7 @@ class World:
             half_life_s=self.policy.half_life_s,
         )
 
-    def _finish(self, done: Task) -> None:
+    def _finish(self, done: BoardTask) -> None:
         run = self.runs[done.id]
         run.finished_us = self.now_us
         self.done += 1
@@ -535,7 +535,7 @@ class World:
             left = tuple(needed for needed in task.conditions.waits_for if needed != done.id)
             self.board.set_task(changed(task, conditions=Conditions(waits_for=left)))
 
-    def _say(self, says: str, task: Task, in_us: int) -> None:
+    def _say(self, says: str, task: BoardTask, in_us: int) -> None:
         self._seq += 1
         event = (self.now_us + max(0, in_us), self._seq, says, task.id, task.epoch)
         heappush(self._events, event)
@@ -546,7 +546,7 @@ class World:
         """Return what a ledger and heartbeats would show: nothing that runs is booked yet."""
         return self._seen({id: self._measured(task) for id, task in self.tasks.items()})
 
-    def _seen(self, tasks: Mapping[str, Task]) -> Snapshot:
+    def _seen(self, tasks: Mapping[str, BoardTask]) -> Snapshot:
         return Snapshot(
             island="imaginary",
             policy=self.policy,
@@ -556,13 +556,13 @@ class World:
             tasks=tasks,
         )
 
-    def _measured(self, task: Task) -> Task:
+    def _measured(self, task: BoardTask) -> BoardTask:
         if task.started_s is None:
             return task
         held_us = self._held_us(task)
         return changed(task, held_us=held_us, accrued_us=held_us)
 
-    def _held_us(self, task: Task) -> int:
+    def _held_us(self, task: BoardTask) -> int:
         """Return how long the task has held exactly these devices, in µs."""
         return self.now_us - _us(task.held_since_s or 0.0)
 
@@ -585,7 +585,7 @@ class World:
         finite = math.isfinite(again_s)
         self._look_again_us = max(math.ceil(again_s * 1e6), self.now_us + 1) if finite else None
 
-    def _launch(self, task: Task) -> None:
+    def _launch(self, task: BoardTask) -> None:
         if task.waiting_since_s is not None:
             window_s = self.policy.tier_window_s
             away = been_away(task.away, task.waiting_since_s, self.now_s, window_s=window_s)
@@ -599,7 +599,7 @@ class World:
             self.runs[task.id].ready = True
             self._take_seats(task)
 
-    def _pause(self, task: Task) -> None:
+    def _pause(self, task: BoardTask) -> None:
         run, comes_us = self.runs[task.id], _us(self.costs.pause_s)
         run.pauses += 1
         run.safe_us = self.now_us + comes_us
@@ -629,7 +629,7 @@ class World:
 _FREE = Conditions()
 
 
-def _left_s(task: Task, run: _Run, devices: int) -> float | None:
+def _left_s(task: BoardTask, run: _Run, devices: int) -> float | None:
     """Return how much of the expected work is left, in s on so many devices; always more than 0."""
     arrival = run.arrival
     if task.expected_s is None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from app.core.fairness import water_filling
 from app.core.fairness.fair_tree import ALL
-from app.core.model.snapshot import Device, Policy, Tenant, User
+from app.core.model.snapshot import BoardDevice, BoardTenant, BoardUser, Policy
 from app.core.simulation.meter import Interval, Key
 from app.core.simulation.simulator import Arrival, Costs, Report, simulate
 
@@ -44,9 +44,9 @@ class Setup:
     """The input of a replay.  `users` need only hold users with a weight other than 1."""
 
     arrivals: Sequence[Arrival]
-    devices: Sequence[Device]
-    tenants: Sequence[Tenant]
-    users: Sequence[User] = ()
+    devices: Sequence[BoardDevice]
+    tenants: Sequence[BoardTenant]
+    users: Sequence[BoardUser] = ()
     policy: Policy = field(default_factory=Policy)
     named: str = "fair"
     costs: Costs = field(default_factory=Costs)
@@ -62,7 +62,7 @@ def run(setup: Setup, *, go_on: Callable[[], bool] = lambda: True) -> tuple[Repo
     in_line, tenants, users = fitting, setup.tenants, setup.users
     if POLICIES[setup.named][0]:
         in_line = [replace(a, tenant=_ALL, user=_ALL, owner=a.tenant) for a in fitting]
-        tenants, users = (Tenant(id=_ALL, name=_ALL, weight=1000),), ()
+        tenants, users = (BoardTenant(id=_ALL, name=_ALL, weight=1000),), ()
     report = simulate(
         in_line,
         setup.devices,
@@ -287,7 +287,7 @@ def _owed(setup: Setup, interval: Interval) -> dict[str, float]:
 
 
 def owed_by_tree(
-    devices: int, kind: str, tenants: Iterable[Tenant], wanted: Mapping[str, float]
+    devices: int, kind: str, tenants: Iterable[BoardTenant], wanted: Mapping[str, float]
 ) -> dict[str, Fraction]:
     """Return what each tenant that wants devices of a kind is owed of them now.
 

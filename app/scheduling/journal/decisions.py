@@ -8,7 +8,7 @@ from sqlalchemy.orm import Session
 
 from app.core.model import lifecycle
 from app.core.model.lifecycle import Move
-from app.core.model.snapshot import Decision, Plan, Snapshot
+from app.core.model.snapshot import Plan, PlanDecision, Snapshot
 from app.core.scheduling.record import as_json
 from app.db import transactions
 from app.db.models import Cycle, Placement, Task
@@ -54,7 +54,7 @@ def _keep_cycle(session: Session, plan: Plan, seen: Snapshot | None) -> Cycle | 
     return cycle
 
 
-def _keep_decision(session: Session, cycle: Cycle, task: Task, decision: Decision) -> None:
+def _keep_decision(session: Session, cycle: Cycle, task: Task, decision: PlanDecision) -> None:
     session.add(
         DecisionRow(
             cycle_id=cycle.id,
@@ -69,16 +69,16 @@ def _keep_decision(session: Session, cycle: Cycle, task: Task, decision: Decisio
     )
 
 
-def _unlock(session: Session, rows: PlanRows, task: Task, decision: Decision) -> None:
+def _unlock(session: Session, rows: PlanRows, task: Task, decision: PlanDecision) -> None:
     task_writer.move_task(session, task, decision.move)
 
 
-def _lock(session: Session, rows: PlanRows, task: Task, decision: Decision) -> None:
+def _lock(session: Session, rows: PlanRows, task: Task, decision: PlanDecision) -> None:
     task_writer.move_task(session, task, decision.move)
     task_writer.tell(session, task, "task.held", decision.because)
 
 
-def _launch(session: Session, rows: PlanRows, task: Task, decision: Decision) -> None:
+def _launch(session: Session, rows: PlanRows, task: Task, decision: PlanDecision) -> None:
     device = rows.devices[str(decision.device)]
     if any(isinstance(row, Placement) for row in session.dirty):
         session.flush()  # a flush inserts before it updates: first release the slot
@@ -121,13 +121,13 @@ def _launch(session: Session, rows: PlanRows, task: Task, decision: Decision) ->
     )
 
 
-def _share(session: Session, rows: PlanRows, task: Task, decision: Decision) -> None:
+def _share(session: Session, rows: PlanRows, task: Task, decision: PlanDecision) -> None:
     task_writer.move_task(session, task, Move.Share)
     task.shares = True
     task_writer.tell(session, task, "task.shares", decision.because, device=task.seat)
 
 
-def _pause(session: Session, rows: PlanRows, task: Task, decision: Decision) -> None:
+def _pause(session: Session, rows: PlanRows, task: Task, decision: PlanDecision) -> None:
     task_writer.move_task(session, task, Move.Pause)
     _leaves(rows, task)
     if gang_tickets.is_ticket(task):
@@ -147,7 +147,7 @@ def _leaves(rows: PlanRows, task: Task) -> None:
         placement.leaving = True
 
 
-def _splice(session: Session, rows: PlanRows, task: Task, decision: Decision) -> None:
+def _splice(session: Session, rows: PlanRows, task: Task, decision: PlanDecision) -> None:
     task_writer.move_task(session, task, Move.Splice)
     home, guests = rows.open[task.id], rows.guests.get(task.id, [])
     for guest in guests:
@@ -167,7 +167,7 @@ def _splice(session: Session, rows: PlanRows, task: Task, decision: Decision) ->
     )
 
 
-def _cancel(session: Session, rows: PlanRows, task: Task, decision: Decision) -> None:
+def _cancel(session: Session, rows: PlanRows, task: Task, decision: PlanDecision) -> None:
     on_a_device = task.state in lifecycle.ON_A_DEVICE
     task_writer.move_task(session, task, Move.Cancel)
     if on_a_device:
@@ -177,13 +177,13 @@ def _cancel(session: Session, rows: PlanRows, task: Task, decision: Decision) ->
         task_writer.end_task(session, task, "task.cancelled", decision.because)
 
 
-def _give_up(session: Session, rows: PlanRows, task: Task, decision: Decision) -> None:
+def _give_up(session: Session, rows: PlanRows, task: Task, decision: PlanDecision) -> None:
     task_writer.move_task(session, task, Move.GaveUp)
     task.cause, task.message = "needs", decision.because
     task_writer.end_task(session, task, "task.failed", decision.because)
 
 
-def _lose(session: Session, rows: PlanRows, task: Task, decision: Decision) -> None:
+def _lose(session: Session, rows: PlanRows, task: Task, decision: PlanDecision) -> None:
     """End the stay of a task after the lease of its unheard device has ended.
 
     What the task held since the device's last heartbeat is charged after the commit, for the reason

@@ -10,7 +10,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from app.core.model.lifecycle import ENDED, Move
-from app.core.model.snapshot import Decision
+from app.core.model.snapshot import PlanDecision
 from app.db import transactions
 from app.db.models import Placement, Task
 from app.scheduling import gang_tickets, guest_placements, ledger
@@ -21,7 +21,7 @@ from app.scheduling.journal.plan_rows import PlanRows
 
 
 def keep_seats(
-    session: Session, rows: PlanRows, ticket: Task, placement: Placement, decision: Decision
+    session: Session, rows: PlanRows, ticket: Task, placement: Placement, decision: PlanDecision
 ) -> None:
     """Start a ticket at once, without a report of a device: its slots are kept for its gang from
     now on.
@@ -51,7 +51,7 @@ def begin_to_keep(session: Session, ticket: Task, placement: Placement) -> None:
     guest_placements.seated(session, guest_placements.of_task(session, ticket))
 
 
-def let_go(session: Session, rows: PlanRows, ticket: Task, decision: Decision) -> None:
+def let_go(session: Session, rows: PlanRows, ticket: Task, decision: PlanDecision) -> None:
     """Release a ticket's slots: no ranks of its gang run there any more.
 
     What the ticket held since the last heartbeat of its device is charged in a transaction of its

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from app.local.process_supervisor import NotReady, Spec, Supervisor
+from app.local.process_supervisor import NotReady, ProcessSupervisor, Spec
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +43,7 @@ def wait_until(what, timeout_s=10.0):
 
 @pytest.fixture
 def supervisor(tmp_path):
-    supervisor = Supervisor(tmp_path / "logs")
+    supervisor = ProcessSupervisor(tmp_path / "logs")
     yield supervisor
     supervisor.stop()
 

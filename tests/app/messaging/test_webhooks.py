@@ -16,7 +16,7 @@ from sqlalchemy import func, select, update
 from standardwebhooks import Webhook as Verifier
 from standardwebhooks import WebhookVerificationError
 
-from app.core.security.webhook_policy import WAITS_S, Answer
+from app.core.security.webhook_policy import WAITS_S, AttemptAnswer
 from app.db import transactions
 from app.db.models import AuditEvent, Delivery, Request, Task, Webhook
 from app.db.transactions import transaction
@@ -123,7 +123,7 @@ def take(session, most=16):
 
 
 def answered(status, error=""):
-    return Answer(status=status, error=error, took_us=1)
+    return AttemptAnswer(status=status, error=error, took_us=1)
 
 
 @pytest.mark.usefixtures("world")

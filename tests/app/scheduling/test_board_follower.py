@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import func, select, text
 
 from app.core.fairness import fair_tree
-from app.core.model.snapshot import Decision, Plan
+from app.core.model.snapshot import Plan, PlanDecision
 from app.core.scheduling.board import Board
 from app.core.scheduling.cycle import cycle
 from app.core.scheduling.record import as_json, from_json, seen_by
@@ -286,7 +286,7 @@ def _disturb(session, dice):
     tasks = session.scalars(select(Task).where(Task.state.not_in(("done", "cancelled"))))
     for task in tasks.all():
         if task.state == "starting" and dice.random() < 0.5:
-            decision = Decision(task=task.id, move="Lost", rule="test", because="for the test")
+            decision = PlanDecision(task=task.id, move="Lost", rule="test", because="for the test")
             journal.store(session, Plan(decisions=(decision,)))
         elif dice.random() < 0.05:
             task.hold = dice.choice(["", "user"])

@@ -13,7 +13,7 @@ from sqlalchemy import select, text, update
 from sqlalchemy.event import listen, remove
 
 from app.core.model.messages import Alive, Finished, ResidentView, Started, decode
-from app.core.model.snapshot import Decision, Plan
+from app.core.model.snapshot import Plan, PlanDecision
 from app.db import transactions
 from app.db.models import (
     Account,
@@ -523,7 +523,7 @@ class TestRowLocks:
     def test_a_plan_does_not_wait_for_a_wish_that_is_being_written(self, shared):
         with transactions.transaction() as api:
             api.execute(select(Task).where(Task.id == "tsk_a").with_for_update()).all()
-            pause = Decision(task="tsk_a", move="Pause", rule="F3", because="for the test")
+            pause = PlanDecision(task="tsk_a", move="Pause", rule="F3", because="for the test")
             with transactions.transaction() as island:
                 island.execute(text("set local lock_timeout = '1s'"))
                 assert not journal.store(island, Plan(decisions=(pause,)))

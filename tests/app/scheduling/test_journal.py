@@ -25,7 +25,7 @@ from app.core.model.messages import (
     Stopped,
     decode,
 )
-from app.core.model.snapshot import Decision, Plan
+from app.core.model.snapshot import Plan, PlanDecision
 from app.db import transactions
 from app.db.models import (
     Account,
@@ -150,7 +150,7 @@ def lose(session, task, **more):
 
 
 def decide(session, task, move, **more):
-    decision = Decision(task=task.id, move=move, rule="F3", because="for the test", **more)
+    decision = PlanDecision(task=task.id, move=move, rule="F3", because="for the test", **more)
     journal.store(session, Plan(decisions=(decision,)))
     journal.settle(session)
     session.refresh(task)

@@ -15,11 +15,11 @@ from app.core.explanation.estimator import (
     Estimate,
     Held,
     History,
-    Line,
-    Queued,
     RuntimeCurve,
     Scene,
+    TenantLine,
     Unknown,
+    WaitingTask,
     starts_in,
 )
 
@@ -168,11 +168,11 @@ def held(tenant, width, runtime_s, elapsed_s=0.0, **more):
 
 
 def queued(width, runtime_s, **more):
-    return Queued(width=width, who=(runtime_s,), **more)
+    return WaitingTask(width=width, who=(runtime_s,), **more)
 
 
 def line(score_s, *tasks, **more):
-    return Line(score_s=score_s, tasks=tasks, **more)
+    return TenantLine(score_s=score_s, tasks=tasks, **more)
 
 
 def wait_s(scene, tenant="a", place=0):
@@ -309,7 +309,7 @@ def test_equal_scenes_have_equal_answers_with_the_percentiles_in_order():
     scene = Scene(
         free=0,
         held=[Held(tenant="a", who=who, width=1, elapsed_s=60.0 * n) for n in range(20)],
-        lines={"a": Line(score_s=0, tasks=[Queued(who=who, width=1)] * 30)},
+        lines={"a": TenantLine(score_s=0, tasks=[WaitingTask(who=who, width=1)] * 30)},
     )
     told = starts_in(scene, "a", 29, history)
     assert told == starts_in(scene, "a", 29, history)

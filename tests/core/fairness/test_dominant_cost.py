@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.core.fairness.dominant_resource import dominant_cost
-from app.core.model.snapshot import Device, Policy, Snapshot, Task, Tenant, User
+from app.core.model.snapshot import BoardDevice, BoardTask, BoardTenant, BoardUser, Policy, Snapshot
 from app.core.scheduling.board import Board
 from app.core.scheduling.cycle import cycle
 from app.core.simulation.simulator import Arrival, Report, simulate
@@ -44,24 +44,24 @@ def test_where_memory_is_not_told_it_costs_nothing() -> None:
     assert dominant_cost(1000, 80 * GB, all_cost=9000, all_memory_bytes=0) == (1000, "devices")
 
 
-def devices(memories: list[int], cost: int = 1000) -> dict[str, Device]:
+def devices(memories: list[int], cost: int = 1000) -> dict[str, BoardDevice]:
     return {
-        f"d{n}": Device(id=f"d{n}", host="h", kind="cuda", memory_bytes=memory, cost=cost,
+        f"d{n}": BoardDevice(id=f"d{n}", host="h", kind="cuda", memory_bytes=memory, cost=cost,
                         lease_until_s=1e9)
         for n, memory in enumerate(memories)
     }  # fmt: skip
 
 
 def board_of(memories: list[int], *, memory_bytes: int, width: int = 1, cost: int = 1000) -> Board:
-    task = Task(
+    task = BoardTask(
         id="t", request="t", tenant="a", user="a1", state="waiting", epoch=0, kind="cuda",
         memory_bytes=memory_bytes, width=width,
     )  # fmt: skip
     snapshot = Snapshot(
         island="isle",
         policy=Policy(half_life_s=0.0),
-        tenants={"a": Tenant(id="a", name="a", weight=1000)},
-        users={"a1": User(id="a1", tenant="a")},
+        tenants={"a": BoardTenant(id="a", name="a", weight=1000)},
+        users={"a1": BoardUser(id="a1", tenant="a")},
         devices=devices(memories, cost),
         tasks={"t": task},
     )
@@ -120,7 +120,7 @@ def run(memory: dict[str, int]) -> Report:
     return simulate(
         arrivals,
         devices([8 * GB, 80 * GB]).values(),
-        [Tenant(id=name, name=name, weight=1000) for name in memory],
+        [BoardTenant(id=name, name=name, weight=1000) for name in memory],
         Policy(half_life_s=0.0),
         until_s=2000.0,
         checked=False,

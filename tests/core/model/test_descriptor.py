@@ -19,7 +19,7 @@ from app.core.model.descriptor import (
     Devices,
     Fault,
     Notify,
-    Run,
+    RunSpec,
     Source,
     as_json,
     parse,
@@ -111,7 +111,7 @@ def test_the_example_of_the_design_is_read() -> None:
         0,
         BUNDLE,
     )
-    assert prep.run == Run(kind="function", entry="ops:tokenize")
+    assert prep.run == RunSpec(kind="function", entry="ops:tokenize")
     assert prep.inputs == {"raw": Source(kind="datablock", name="corpus-v3")}
     assert train.inputs == {"tokens": Source(kind="task", name="prep", output="tokens")}
     assert train.devices == Devices(kind="cuda", min=1, max=4, memory_bytes=8_000_000_000)
@@ -161,7 +161,7 @@ def test_null_means_not_given() -> None:
 
 def test_a_command_needs_no_bundle() -> None:
     body = {"tasks": [{"name": "t", "run": {"command": ["python", "train.py", "--x", "--x"]}}]}
-    assert parse(body).tasks[0].run == Run(
+    assert parse(body).tasks[0].run == RunSpec(
         kind="command", argv=("python", "train.py", "--x", "--x")
     )
 

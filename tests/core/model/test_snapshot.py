@@ -8,9 +8,16 @@ from dataclasses import replace
 import pytest
 
 from app.core.fairness.fair_tree import FairTree
-from app.core.model.snapshot import Conditions, Device, Task, Tenant, User, changed
+from app.core.model.snapshot import (
+    BoardDevice,
+    BoardTask,
+    BoardTenant,
+    BoardUser,
+    Conditions,
+    changed,
+)
 
-TASK = Task(
+TASK = BoardTask(
     id="t", request="r", tenant="a", user="u", state="waiting", epoch=3, kind="cpu",
     conditions=Conditions(hold="user"), away=((1.0, 2.0),), seats=("d0",), switch_us=5,
 )  # fmt: skip
@@ -35,9 +42,9 @@ def test_a_field_that_does_not_exist_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("what", "made"),
     [
-        ("lab: weight 0", lambda: Tenant(id="lab", name="lab", weight=0)),
-        ("ann: weight -1", lambda: User(id="ann", tenant="lab", weight=-1)),
-        ("d0: cost 0", lambda: Device(id="d0", host="h", kind="cpu", cost=0)),
+        ("lab: weight 0", lambda: BoardTenant(id="lab", name="lab", weight=0)),
+        ("ann: weight -1", lambda: BoardUser(id="ann", tenant="lab", weight=-1)),
+        ("d0: cost 0", lambda: BoardDevice(id="d0", host="h", kind="cpu", cost=0)),
     ],
 )
 def test_a_weight_or_cost_of_0_is_refused_by_name(what: str, made: Callable[[], object]) -> None:

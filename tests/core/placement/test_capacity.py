@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from app.core.model.snapshot import Tenant
+from app.core.model.snapshot import BoardTenant
 from app.core.placement.capacity import Stock
 
 S = 10**9
 TENANTS = {
-    "a": Tenant(id="a", name="a", weight=1000),
-    "b": Tenant(id="b", name="b", weight=3000),
-    "b1": Tenant(id="b1", name="b1", weight=1000, parent="b"),
-    "b2": Tenant(id="b2", name="b2", weight=1000, parent="b"),
-    "sure": Tenant(id="sure", name="sure", weight=1, guarantee={"cpu": 2}),
+    "a": BoardTenant(id="a", name="a", weight=1000),
+    "b": BoardTenant(id="b", name="b", weight=3000),
+    "b1": BoardTenant(id="b1", name="b1", weight=1000, parent="b"),
+    "b2": BoardTenant(id="b2", name="b2", weight=1000, parent="b"),
+    "sure": BoardTenant(id="sure", name="sure", weight=1, guarantee={"cpu": 2}),
 }
 
 

@@ -12,27 +12,42 @@ from hypothesis import settings as Profile
 from hypothesis import strategies as st
 
 from app.core.model.datablock import BlockGone
-from app.core.placement.islands import Island, Portions, Room, apportion, reassign
+from app.core.placement.islands import KindCapacity, PlacementIsland, Portions, apportion, reassign
 from app.core.placement.local_search import Effort
-from app.core.placement.planner import Block, Graph, Link, Node, Unplaceable
+from app.core.placement.planner import (
+    PlannedBlock,
+    PlannedGraph,
+    PlannedLink,
+    PlannedNode,
+    Unplaceable,
+)
 from tests.thoroughness import examples
 
 MB, MS = 10**6, 10**6
 
 
-def island(id: str, **room: object) -> Island:
+def island(id: str, **room: object) -> PlacementIsland:
     """Two cuda devices, both of which the tenant may count on."""
-    rooms = {"cuda": Room(**{"devices": 2, "share": 2, **room})}  # type: ignore[arg-type]
-    return Island(id=id, rooms=rooms, places=frozenset({f"{id}.host", f"{id}.d0", f"{id}.d1"}))
+    rooms = {"cuda": KindCapacity(**{"devices": 2, "share": 2, **room})}  # type: ignore[arg-type]
+    return PlacementIsland(
+        id=id, rooms=rooms, places=frozenset({f"{id}.host", f"{id}.d0", f"{id}.d1"})
+    )
 
 
-def links(*ids: str) -> list[Link]:
+def links(*ids: str) -> list[PlannedLink]:
     """10 Gb/s each way."""
-    return [Link(source=a, target=b, bytes_per_s=1_250_000_000) for a in ids for b in ids if a != b]
+    return [
+        PlannedLink(source=a, target=b, bytes_per_s=1_250_000_000)
+        for a in ids
+        for b in ids
+        if a != b
+    ]
 
 
-def node(id: str, reads: str = "", writes: str = "", ms: float = 100, **more: object) -> Node:
-    return Node(
+def node(
+    id: str, reads: str = "", writes: str = "", ms: float = 100, **more: object
+) -> PlannedNode:
+    return PlannedNode(
         id=id,
         time_ns={"cuda": int(ms * MS)},
         reads=tuple(reads.split()),
@@ -41,12 +56,12 @@ def node(id: str, reads: str = "", writes: str = "", ms: float = 100, **more: ob
     )
 
 
-def block(id: str, mb: int, at: str = "") -> Block:
-    return Block(id=id, bytes=mb * MB, at=tuple(at.split()))
+def block(id: str, mb: int, at: str = "") -> PlannedBlock:
+    return PlannedBlock(id=id, bytes=mb * MB, at=tuple(at.split()))
 
 
-def graph(nodes: list[Node], blocks: list[Block]) -> Graph:
-    return Graph(nodes=tuple(nodes), blocks=tuple(blocks))
+def graph(nodes: list[PlannedNode], blocks: list[PlannedBlock]) -> PlannedGraph:
+    return PlannedGraph(nodes=tuple(nodes), blocks=tuple(blocks))
 
 
 ONE = graph([node("t", "x")], [block("x", 50, "b.host")])
@@ -80,14 +95,14 @@ def test_without_data_it_goes_where_it_ends_first() -> None:
     ("one", "room", "told"),
     [
         (node("t", width=3), {}, "2 devices, 3 are wanted"),
-        (Node(id="t", time_ns={"cpu": 1}), {}, "not of a kind that can run it"),
+        (PlannedNode(id="t", time_ns={"cpu": 1}), {}, "not of a kind that can run it"),
         (node("t", memory_bytes=9), {"memory_bytes": 8}, "8 bytes of memory for 9"),
         (node("t", preset="train"), {"presets": frozenset()}, "no preset train"),
         (node("t", devices=("b.d0",)), {}, "not among the devices that it names"),
     ],
 )
 def test_what_fits_no_island_is_refused_with_the_reason(
-    one: Node, room: dict[str, object], told: str
+    one: PlannedNode, room: dict[str, object], told: str
 ) -> None:
     with pytest.raises(Unplaceable, match=f"node t: cuda of island a: {told}"):
         apportion(graph([one], []), [island("a", **room)], [])
@@ -153,7 +168,7 @@ def test_a_gang_wider_than_the_share_takes_as_much_longer() -> None:
 @Profile(max_examples=examples(30))
 def test_the_cut_is_counted_as_in_a_hypergraph(seed: int) -> None:
     draw = random.Random(seed)
-    nodes, blocks = list[Node](), [block("x", 9, "a.host"), block("y", 7, "b.host")]
+    nodes, blocks = list[PlannedNode](), [block("x", 9, "a.host"), block("y", 7, "b.host")]
     for n in range(6):
         reads = [one.id for one in blocks if draw.random() < 0.35]
         blocks.append(block(f"b{n}", draw.choice((1, 5, 30))))
@@ -182,7 +197,7 @@ def test_the_cut_is_the_least_of_all(seed: int) -> None:
     assert found.bytes == min(cut(work, dict(zip(names, seats, strict=True))) for seats in balanced)
 
 
-def cut(work: Graph, seats: Mapping[str, str]) -> int:
+def cut(work: PlannedGraph, seats: Mapping[str, str]) -> int:
     """For each block its bytes times (islands that have or need it, less one)."""
     total = 0
     for one in work.blocks:
@@ -204,12 +219,12 @@ CHAINS = graph(
 )
 
 
-def places(*ids: str) -> list[Island]:
+def places(*ids: str) -> list[PlacementIsland]:
     """The store is a place of each island's links, here of the first that lives."""
     return [
-        Island(
+        PlacementIsland(
             id=id,
-            rooms={"cuda": Room(devices=1)},
+            rooms={"cuda": KindCapacity(devices=1)},
             places=frozenset({f"{id}.d0", *(["store"] if not n else [])}),
         )
         for n, id in enumerate(ids)

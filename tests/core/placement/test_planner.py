@@ -17,17 +17,17 @@ from hypothesis import settings as Profile
 from hypothesis import strategies as st
 
 from app.core.model.descriptor import parse
-from app.core.placement.cost_model import Layout, Timeline
+from app.core.placement.cost_model import PlacementChoice, Timeline
 from app.core.placement.heuristics import RULES, measure
 from app.core.placement.local_search import Effort
 from app.core.placement.planner import (
-    Block,
-    Device,
-    Graph,
-    Link,
-    Node,
+    GraphPlacement,
     Numbers,
-    Placement,
+    PlannedBlock,
+    PlannedDevice,
+    PlannedGraph,
+    PlannedLink,
+    PlannedNode,
     Topology,
     Unplaceable,
     graph_of,
@@ -42,8 +42,8 @@ from tests.thoroughness import examples, seeds
 LITTLE = Effort(search=3000, exact=4000)
 
 
-def node(id: str, reads: str = "", writes: str = "", ms: float = 10, **more: object) -> Node:
-    return Node(
+def node(id: str, reads: str = "", writes: str = "", ms: float = 10, **more: object) -> PlannedNode:
+    return PlannedNode(
         id=id,
         time_ns={"cuda": int(ms * MS)},
         reads=tuple(reads.split()),
@@ -52,15 +52,15 @@ def node(id: str, reads: str = "", writes: str = "", ms: float = 10, **more: obj
     )
 
 
-def block(id: str, mb: float, at: str = "", **more: object) -> Block:
-    return Block(id=id, bytes=int(mb * MB), at=tuple(at.split()), **more)  # type: ignore[arg-type]
+def block(id: str, mb: float, at: str = "", **more: object) -> PlannedBlock:
+    return PlannedBlock(id=id, bytes=int(mb * MB), at=tuple(at.split()), **more)  # type: ignore[arg-type]
 
 
-def graph(nodes: list[Node], blocks: list[Block]) -> Graph:
-    return Graph(nodes=tuple(nodes), blocks=tuple(blocks))
+def graph(nodes: list[PlannedNode], blocks: list[PlannedBlock]) -> PlannedGraph:
+    return PlannedGraph(nodes=tuple(nodes), blocks=tuple(blocks))
 
 
-def ways(plan: Placement) -> list[tuple[str, str, str]]:
+def ways(plan: GraphPlacement) -> list[tuple[str, str, str]]:
     return [(one.block, one.source, one.target) for one in plan.transfers]
 
 
@@ -141,25 +141,25 @@ def test_a_gang_has_all_of_its_devices_at_once_and_leaves_its_output_on_each() -
 
 def test_kinds_have_their_own_times() -> None:
     devices = (
-        Device(id="gpu", host="host", kind="cuda"),
-        Device(id="cpu", host="host", kind="cpu"),
+        PlannedDevice(id="gpu", host="host", kind="cuda"),
+        PlannedDevice(id="cpu", host="host", kind="cpu"),
     )
     links = machine(1, peers=False).links
     links = tuple(
-        Link(source=a, target=b, bytes_per_s=10**9)
+        PlannedLink(source=a, target=b, bytes_per_s=10**9)
         for a, b in (("host", "gpu"), ("gpu", "host"), ("host", "cpu"), ("cpu", "host"))
     )
     top = Topology(devices=devices, links=links)
-    both = Node(id="t", time_ns={"cuda": 5 * MS, "cpu": 50 * MS})
+    both = PlannedNode(id="t", time_ns={"cuda": 5 * MS, "cpu": 50 * MS})
     assert place(graph([both], []), top).seats == {"t": ("gpu",)}
-    only = Node(id="t", time_ns={"cpu": 50 * MS})
+    only = PlannedNode(id="t", time_ns={"cpu": 50 * MS})
     assert place(graph([only], []), top).seats == {"t": ("cpu",)}
 
 
 def test_a_preset_is_run_only_where_it_can_be_given() -> None:
     top = machine(2, peers=False)
-    one = Device(id="d1", host="host", kind="cuda", presets=frozenset({"train"}))
-    none = Device(id="d0", host="host", kind="cuda", presets=frozenset())
+    one = PlannedDevice(id="d1", host="host", kind="cuda", presets=frozenset({"train"}))
+    none = PlannedDevice(id="d0", host="host", kind="cuda", presets=frozenset())
     plan = place(
         graph([node("t", preset="train")], []), Topology(devices=(none, one), links=top.links)
     )
@@ -168,7 +168,7 @@ def test_a_preset_is_run_only_where_it_can_be_given() -> None:
 
 def test_a_busy_device_is_waited_for_or_left() -> None:
     top = machine(2, peers=False)
-    busy = Device(id="d0", host="host", kind="cuda", busy_ns=7 * MS)
+    busy = PlannedDevice(id="d0", host="host", kind="cuda", busy_ns=7 * MS)
     top = Topology(devices=(busy, top.devices[1]), links=top.links)
     assert place(graph([node("t")], []), top).seats == {"t": ("d1",)}
     assert place(graph([node("t", devices=("d0",))], []), top).starts_ns == {"t": 7 * MS}
@@ -177,7 +177,7 @@ def test_a_busy_device_is_waited_for_or_left() -> None:
 def test_a_device_that_is_busy_for_long_might_as_well_not_be_there() -> None:
     _, work, _ = random_graph(16)
     two, three = machine(2, peers=True), machine(3, peers=True)
-    busy = Device(id="d2", host="host", kind="cuda", busy_ns=3600 * 1000 * MS)
+    busy = PlannedDevice(id="d2", host="host", kind="cuda", busy_ns=3600 * 1000 * MS)
     effort = Effort(search=1, exact=1_000_000)
     with_it = place(work, Topology(devices=(*three.devices[:2], busy), links=three.links), effort)
     assert with_it.exact
@@ -194,13 +194,14 @@ def test_an_output_is_brought_where_it_is_wanted() -> None:
 
 def test_across_hosts_a_block_travels_from_host_to_host_once() -> None:
     devices = tuple(
-        Device(id=f"{host}{n}", host=host, kind="cuda") for host in "ab" for n in range(2)
+        PlannedDevice(id=f"{host}{n}", host=host, kind="cuda") for host in "ab" for n in range(2)
     )
     pairs = [(d.id, d.host) for d in devices] + [(d.host, d.id) for d in devices]
     top = Topology(
         devices=devices,
         links=tuple(
-            Link(source=a, target=b, bytes_per_s=10**9) for a, b in [*pairs, ("a", "b"), ("b", "a")]
+            PlannedLink(source=a, target=b, bytes_per_s=10**9)
+            for a, b in [*pairs, ("a", "b"), ("b", "a")]
         ),
     )
     work = graph(
@@ -299,7 +300,7 @@ def test_a_working_set_of_four_times_the_memory_completes_within_it() -> None:
         ([node("t", devices=("d9",))], [], "d0 is not among those that it names"),
         ([node("t", memory_bytes=200 * MB)], [], "d0 has 100000000 bytes of memory for 200000000"),
         ([node("t", width=3)], [], "it needs 3 devices"),
-        ([Node(id="t", time_ns={"cpu": 1})], [], "d0 is of kind cuda"),
+        ([PlannedNode(id="t", time_ns={"cpu": 1})], [], "d0 is of kind cuda"),
         ([node("t", "x")], [], "the graph has no datablock x"),
         ([node("t", "x")], [block("x", 1)], "datablock x: it has no copy, and no node writes it"),
         ([node("t", "x")], [block("x", 1, "moon")], "there is no place moon"),
@@ -316,7 +317,7 @@ def test_a_working_set_of_four_times_the_memory_completes_within_it() -> None:
     ],
 )
 def test_what_cannot_be_placed_is_refused_with_the_reason(
-    nodes: list[Node], blocks: list[Block], told: str
+    nodes: list[PlannedNode], blocks: list[PlannedBlock], told: str
 ) -> None:
     with pytest.raises(Unplaceable, match=told):
         place(graph(nodes, blocks), machine(2, peers=False, memory_bytes=100 * MB))
@@ -331,7 +332,7 @@ def test_places_that_no_link_leads_to_are_refused() -> None:
 # --- every plan is sound ------------------------------------------------------------------------
 
 
-def sound(work: Graph, top: Topology, plan: Placement) -> None:
+def sound(work: PlannedGraph, top: Topology, plan: GraphPlacement) -> None:
     """Plain arithmetic on the plan, sharing no code with the planner."""
     assert sorted(plan.order) == sorted(one.id for one in work.nodes)
     assert plan.bytes == sum(trip.bytes for trip in plan.transfers)
@@ -343,7 +344,9 @@ def sound(work: Graph, top: Topology, plan: Placement) -> None:
     _fitted(work, top, plan)
 
 
-def _copied(work: Graph, top: Topology, plan: Placement) -> dict[tuple[str, str], list[int]]:
+def _copied(
+    work: PlannedGraph, top: Topology, plan: GraphPlacement
+) -> dict[tuple[str, str], list[int]]:
     """Each copy begins when its source is there; a link carries one at a time.  Returns when each
     block came to each place."""
     came = defaultdict[tuple[str, str], list[int]](list)
@@ -367,7 +370,7 @@ def _copied(work: Graph, top: Topology, plan: Placement) -> dict[tuple[str, str]
     return came
 
 
-def _ran(work: Graph, plan: Placement, came: dict[tuple[str, str], list[int]]) -> None:
+def _ran(work: PlannedGraph, plan: GraphPlacement, came: dict[tuple[str, str], list[int]]) -> None:
     """Each node runs behind what it needs, and no device runs two at once."""
     nodes = {one.id: one for one in work.nodes}
     maker = {id: one.id for one in work.nodes for id in one.writes}
@@ -383,7 +386,7 @@ def _ran(work: Graph, plan: Placement, came: dict[tuple[str, str], list[int]]) -
         ended.add(id)
 
 
-def _fitted(work: Graph, top: Topology, plan: Placement) -> None:
+def _fitted(work: PlannedGraph, top: Topology, plan: GraphPlacement) -> None:
     """In the plan's order: what a copy is made from is there, and what lies on a device fits."""
     nodes = {one.id: one for one in work.nodes}
     there = defaultdict[str, set[str]](set)
@@ -404,7 +407,7 @@ def _fitted(work: Graph, top: Topology, plan: Placement) -> None:
             lying -= {b for b in lying if not left[b]} & {*nodes[id].reads, *nodes[id].writes}
 
 
-def _moved(plan: Placement, id: str, there: dict[str, set[str]]) -> None:
+def _moved(plan: GraphPlacement, id: str, there: dict[str, set[str]]) -> None:
     for trip in plan.transfers:
         if trip.node == id:
             assert trip.block in there[trip.source]
@@ -415,7 +418,11 @@ def _moved(plan: Placement, id: str, there: dict[str, set[str]]) -> None:
 
 
 def _held(
-    work: Graph, top: Topology, plan: Placement, node_: Node, there: dict[str, set[str]]
+    work: PlannedGraph,
+    top: Topology,
+    plan: GraphPlacement,
+    node_: PlannedNode,
+    there: dict[str, set[str]],
 ) -> None:
     size = {one.id: one.bytes for one in work.blocks}
     for device in top.devices:
@@ -483,17 +490,17 @@ def test_the_bytes_of_seats_are_known_without_a_clock(seed: int, size: int) -> N
     _, work, top = random_graph(seed, size)
     problem, draw = Numbers(work, top).problem, random.Random(seed)
     seats = [draw.randrange(len(options)) for options in problem.options]
-    layout = Layout(problem, [0] * problem.tasks)
+    layout = PlacementChoice(problem, [0] * problem.tasks)
     for task in draw.sample(range(problem.tasks), problem.tasks):
         layout.move(task, seats[task])
     found = measure(problem, seats, problem.sorted_by(lambda task: 0))
-    assert layout.total == found.bytes == Layout(problem, seats).total
+    assert layout.total == found.bytes == PlacementChoice(problem, seats).total
 
 
 # --- the optimum --------------------------------------------------------------------------------
 
 
-def everything(work: Graph, top: Topology) -> tuple[int, int]:
+def everything(work: PlannedGraph, top: Topology) -> tuple[int, int]:
     """Best makespan and fewest bytes within 1.03 of it, over all assignments and all orders."""
     problem = Numbers(work, top).problem
     tasks = range(problem.tasks)

@@ -9,7 +9,7 @@ import pytest
 
 from app.core.explanation import waiting_reasons
 from app.core.fairness.fair_tree import FIXED_POINT_BITS
-from app.core.model.snapshot import Device, Policy, Snapshot, Task, Tenant, User
+from app.core.model.snapshot import BoardDevice, BoardTask, BoardTenant, BoardUser, Policy, Snapshot
 from app.core.scheduling import blockers
 from app.core.scheduling.blockers import Party, before
 from app.core.scheduling.board import Board
@@ -30,11 +30,11 @@ def tree_of(chance: random.Random, *, tied: bool = False) -> Snapshot:
         parent = chance.choice([None, *tenants])
         weight = 1000 if tied else chance.randint(1, 4) * 500 + chance.randint(0, 9)
         guarantee = {"cpu": chance.choice([0, 0, 1])}
-        tenants[f"t{n}"] = Tenant(
+        tenants[f"t{n}"] = BoardTenant(
             id=f"t{n}", name=f"t{n}", weight=weight, parent=parent, guarantee=guarantee
         )
     users = {
-        f"u{n}": User(
+        f"u{n}": BoardUser(
             id=f"u{n}",
             tenant=chance.choice(list(tenants)),
             faded_us=0 if tied else chance.randint(0, 10**7) << FIXED_POINT_BITS,
@@ -43,14 +43,14 @@ def tree_of(chance: random.Random, *, tied: bool = False) -> Snapshot:
         for n in range(chance.randint(1, 8))
     }
     tasks = {
-        f"k{n}": Task(
+        f"k{n}": BoardTask(
             id=f"k{n}", request="r", tenant=users[user].tenant, user=user, state="waiting",
             epoch=0, kind="cpu", priority=chance.choice([0, 0, 1]), submitted_s=chance.random(),
         )
         for n in range(chance.randint(1, 25))
         for user in [chance.choice(list(users))]
     }  # fmt: skip
-    device = Device(id="d0", host="h", kind="cpu", lease_until_s=NOW_S + 10)
+    device = BoardDevice(id="d0", host="h", kind="cpu", lease_until_s=NOW_S + 10)
     return Snapshot(
         island="drawn",
         policy=Policy(half_life_s=0.0),
@@ -115,7 +115,7 @@ def test_levels_count_as_the_formula_says() -> None:
 
 
 def test_the_nearest_change_is_that_of_the_first_reason_to_fall() -> None:
-    task = Task(
+    task = BoardTask(
         id="a", request="r", tenant="t", user="u", state="waiting", epoch=0, kind="cpu", width=4
     )
     seen = waiting_reasons.Obstacles(devices=2, up=2, open=2, busy=1, free=1, turn_s=1.0)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from app.core.explanation.waiting_reasons import bound
-from app.core.model.snapshot import Conditions, Plan, Policy, Snapshot, Task
+from app.core.model.snapshot import BoardTask, Conditions, Plan, Policy, Snapshot
 from app.core.scheduling.cycle import decide
 from app.core.scheduling.stays import slice_us
 from tests.core.pictures import NOW_S, SECOND, codes, island, moves, seats
@@ -218,7 +218,7 @@ def test_a_slice_is_so_long_that_switching_costs_its_share(
 # --- wishes -------------------------------------------------------------------------------------
 
 
-def held(task: Task) -> dict[str, object]:
+def held(task: BoardTask) -> dict[str, object]:
     return {"conditions": replace(task.conditions, hold="user")}
 
 

@@ -16,7 +16,15 @@ import pytest
 
 from app.core.explanation.waiting_reasons import Reason, breadth
 from app.core.model.lifecycle import Move
-from app.core.model.snapshot import Device, Plan, Policy, Snapshot, Task, Tenant, User
+from app.core.model.snapshot import (
+    BoardDevice,
+    BoardTask,
+    BoardTenant,
+    BoardUser,
+    Plan,
+    Policy,
+    Snapshot,
+)
 from app.core.scheduling.board import Board
 from app.core.scheduling.cycle import cycle, decide
 from app.core.scheduling.record import as_json, from_json, seen_by
@@ -29,23 +37,27 @@ NOW_S = 1000.0
 SECOND = 1_000_000
 
 
-def on(*tasks: Task, devices: int = 4, tenants: dict[str, Tenant] | None = None) -> Snapshot:
+def on(
+    *tasks: BoardTask, devices: int = 4, tenants: dict[str, BoardTenant] | None = None
+) -> Snapshot:
     """An island of `devices` d0, d1, ... and these tasks; tenants are named by a letter."""
-    named = {task.tenant: Tenant(id=task.tenant, name=task.tenant, weight=1000) for task in tasks}
+    named = {
+        task.tenant: BoardTenant(id=task.tenant, name=task.tenant, weight=1000) for task in tasks
+    }
     return Snapshot(
         island="drawn",
         policy=Policy(half_life_s=0.0, grow_after_s=60.0),
         tenants=named | (tenants or {}),
-        users={task.user: User(id=task.user, tenant=task.tenant) for task in tasks},
+        users={task.user: BoardUser(id=task.user, tenant=task.tenant) for task in tasks},
         devices={
-            f"d{n}": Device(id=f"d{n}", host="h", kind="cpu", lease_until_s=NOW_S + 1e6)
+            f"d{n}": BoardDevice(id=f"d{n}", host="h", kind="cpu", lease_until_s=NOW_S + 1e6)
             for n in range(devices)
         },
         tasks={task.id: task for task in tasks},
     )
 
 
-def task(id: str, seats: str = "", *, held_s: float = 100.0, **details: Any) -> Task:
+def task(id: str, seats: str = "", *, held_s: float = 100.0, **details: Any) -> BoardTask:
     """`a` of tenant a runs on its `seats` ("d0 d1") for `held_s`, or waits."""
     values: dict[str, Any] = {"width": 1, "user": f"{id[0]}1", **details}
     if seats:
@@ -54,10 +66,10 @@ def task(id: str, seats: str = "", *, held_s: float = 100.0, **details: Any) -> 
         values["accrued_us"] = values["held_us"]
     else:
         values |= {"state": "waiting", "epoch": 0, "submitted_s": NOW_S - 1}
-    return Task(id=id, request=id, tenant=id[0], kind="cpu", **values)
+    return BoardTask(id=id, request=id, tenant=id[0], kind="cpu", **values)
 
 
-def grown(id: str, seats: str, *, ago_s: float = 70.0, **details: Any) -> Task:
+def grown(id: str, seats: str, *, ago_s: float = 70.0, **details: Any) -> BoardTask:
     """As `task`, on more devices than it needs since `ago_s`."""
     held_us = round(ago_s * SECOND)
     one = task(id, seats, **{"width_max": 8, **details})
@@ -97,7 +109,7 @@ def test_a_task_that_switches_slowly_stays_as_it_is_for_a_turn() -> None:
 
 def test_devices_go_one_by_one_to_who_has_used_least() -> None:
     """Both were charged a turn for nothing yet: 100 s of a device each, a has twice the weight."""
-    heavy = {"a": Tenant(id="a", name="a", weight=2000)}
+    heavy = {"a": BoardTenant(id="a", name="a", weight=2000)}
     both = on(
         task("a", "d0", width_max=8), task("b", "d1", width_max=8), devices=302, tenants=heavy
     )
@@ -111,7 +123,7 @@ def test_devices_go_one_by_one_to_who_has_used_least() -> None:
 
 
 def test_no_limit_is_exceeded_by_growing() -> None:
-    limited = {"a": Tenant(id="a", name="a", weight=1000, limit={"cpu": 2})}
+    limited = {"a": BoardTenant(id="a", name="a", weight=1000, limit={"cpu": 2})}
     plan = decide(on(task("a", "d0", width_max=4), tenants=limited), now_s=NOW_S)
     assert told(plan) == ["a: d0 d1"]
 
@@ -139,7 +151,7 @@ def test_who_comes_takes_a_device_that_is_only_lent_and_nobody_is_paused() -> No
 
 def test_even_who_has_had_more_takes_it_and_so_do_ones_own() -> None:
     greedy = on(grown("a", "d0 d1 d2 d3"), task("b"))
-    users = {**greedy.users, "b1": User(id="b1", tenant="b", faded_us=1 << 80)}
+    users = {**greedy.users, "b1": BoardUser(id="b1", tenant="b", faded_us=1 << 80)}
     assert told(decide(replace(greedy, users=users), now_s=NOW_S)) == ["a: d0 d1 d2", "b: d3"]
     own = on(grown("a", "d0 d1 d2 d3"), task("a2"))
     assert told(decide(own, now_s=NOW_S)) == ["a: d0 d1 d2", "a2: d3"]
@@ -152,7 +164,7 @@ def test_it_needs_no_full_turn_to_give_back() -> None:
 
 def test_nobody_gives_back_what_it_needs() -> None:
     drawn = on(grown("a", "d0 d1 d2 d3", width=3), task("b", width=2))
-    users = {**drawn.users, "b1": User(id="b1", tenant="b", faded_us=1 << 80)}
+    users = {**drawn.users, "b1": BoardUser(id="b1", tenant="b", faded_us=1 << 80)}
     assert decide(replace(drawn, users=users), now_s=NOW_S).decisions == ()
 
 
@@ -169,7 +181,7 @@ def test_only_what_is_lacking_besides_is_paused() -> None:
 
 
 def test_what_is_guaranteed_is_not_lent() -> None:
-    a = {"a": Tenant(id="a", name="a", weight=1000, guarantee={"cpu": 3})}
+    a = {"a": BoardTenant(id="a", name="a", weight=1000, guarantee={"cpu": 3})}
     plan = decide(on(grown("a", "d0 d1 d2 d3"), task("b"), tenants=a), now_s=NOW_S)
     assert told(plan) == ["a: d0 d1 d2", "b: d3"]
     held = on(grown("a", "d0 d1 d2", width=2), task("c", "d3", held_s=0.5), task("b"), tenants=a)
@@ -178,7 +190,7 @@ def test_what_is_guaranteed_is_not_lent() -> None:
 
 def test_a_limit_has_room_when_a_device_is_given_back() -> None:
     """Tenant a may hold two and holds two; d2 is free, and still a gives one back for a2."""
-    limited = {"a": Tenant(id="a", name="a", weight=1000, limit={"cpu": 2})}
+    limited = {"a": BoardTenant(id="a", name="a", weight=1000, limit={"cpu": 2})}
     drawn = on(grown("a", "d0 d1"), task("a2"), devices=3, tenants=limited)
     assert told(decide(drawn, now_s=NOW_S)) == ["a: d0", "a2: d2"]
 
@@ -238,7 +250,7 @@ def test_who_is_cancelled_while_it_is_made_smaller_lets_go_of_all() -> None:
 # --- whose ranks are conducted by its home -------------------------------------------------------
 
 
-def at_home(*tasks: Task, far: str = "", **drawn: Any) -> Snapshot:
+def at_home(*tasks: BoardTask, far: str = "", **drawn: Any) -> Snapshot:
     """As `on`; the devices named in `far` are another host's."""
     island = on(*tasks, **drawn)
     devices = {
@@ -259,7 +271,7 @@ def test_if_its_ranks_may_part_it_grows_onto_other_hosts_but_first_onto_its_own(
     assert told(decide(at_home(parts, far="d0 d2 d3"), now_s=NOW_S)) == ["a: d1 d0 d2"]
 
 
-def waits_for_two(**more: Any) -> Task:
+def waits_for_two(**more: Any) -> BoardTask:
     return task("g", width=2, width_max=4, one_host=True, **more)
 
 
@@ -287,7 +299,7 @@ def test_it_waits_while_free_ones_lie_on_two_hosts_and_says_so() -> None:
 def test_who_gives_way_to_it_is_of_the_host_that_it_goes_to() -> None:
     """On the other host nobody is paused for it, however much it had."""
     tenants = {
-        id: Tenant(id=id, name=id, weight=1000, guarantee={"cpu": 2} if id == "a" else {})
+        id: BoardTenant(id=id, name=id, weight=1000, guarantee={"cpu": 2} if id == "a" else {})
         for id in ("a", "b")
     }
     others = [
@@ -320,7 +332,7 @@ def test_several_begin_in_one_round_each_on_its_host_and_nobody_is_paused_for_th
 
 def test_where_nobody_gives_way_it_goes_to_another_host() -> None:
     """On the first by name two run that are more urgent, of the same user."""
-    owed = {"g": Tenant(id="g", name="g", weight=1000, guarantee={"cpu": 4})}
+    owed = {"g": BoardTenant(id="g", name="g", weight=1000, guarantee={"cpu": 4})}
     urgent = [
         replace(task(id, on), tenant="g", user="g1", priority=50)
         for id, on in (("x", "d1"), ("y", "d3"))
@@ -438,7 +450,7 @@ def test_a_device_being_given_back_is_promised_once() -> None:
 
 def test_a_gang_that_waits_is_told_what_could_be_had() -> None:
     """b needs four: one is free, a can give back one; a's other two are guaranteed to it."""
-    a = {"a": Tenant(id="a", name="a", weight=1000, guarantee={"cpu": 2})}
+    a = {"a": BoardTenant(id="a", name="a", weight=1000, guarantee={"cpu": 2})}
     drawn = on(grown("a", "d0 d1 d2", ago_s=1.0), task("b", width=4), tenants=a)
     said: dict[str, Reason] = {r.code: r for r in decide(drawn, now_s=NOW_S).reasons["b"]}
     gang = said["GANG_NEEDS_MORE_DEVICES"]
@@ -452,11 +464,11 @@ def test_a_gang_that_waits_is_told_what_could_be_had() -> None:
 # --- replays ------------------------------------------------------------------------------------
 
 
-def devices(n: int) -> list[Device]:
-    return [Device(id=f"d{i}", host="h", kind="cpu") for i in range(n)]
+def devices(n: int) -> list[BoardDevice]:
+    return [BoardDevice(id=f"d{i}", host="h", kind="cpu") for i in range(n)]
 
 
-TENANTS = [Tenant(id=name, name=name, weight=1000) for name in "ab"]
+TENANTS = [BoardTenant(id=name, name=name, weight=1000) for name in "ab"]
 
 
 def arrival(id: str, at_s: float, work_s: float, width: int = 1, most: int = 0) -> Arrival:
@@ -559,7 +571,7 @@ def _played(seed: int) -> tuple[Report, list[Arrival], int]:
     return report, arrivals, len(base.devices)
 
 
-def _room(base: Snapshot, one: Task) -> int:
+def _room(base: Snapshot, one: BoardTask) -> int:
     """The least limit above it."""
     room, at = 99, base.tenants.get(one.tenant)
     while at is not None:

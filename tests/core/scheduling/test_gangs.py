@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 
 from app.core.model.lifecycle import Move
-from app.core.model.snapshot import Device, Policy, Tenant
+from app.core.model.snapshot import BoardDevice, BoardTenant, Policy
 from app.core.simulation.simulator import Arrival, Costs, Report, simulate
 
 COSTS = Costs(start_s=0.05, pause_s=0.01, image_s=0.02, resume_s=0.02)
 
 
-def devices(n: int, **details: Any) -> list[Device]:
-    return [Device(id=f"d{i:02}", host="h", kind="cpu", **details) for i in range(n)]
+def devices(n: int, **details: Any) -> list[BoardDevice]:
+    return [BoardDevice(id=f"d{i:02}", host="h", kind="cpu", **details) for i in range(n)]
 
 
-def tenants(*names: str) -> list[Tenant]:
-    return [Tenant(id=name, name=name, weight=1000) for name in names]
+def tenants(*names: str) -> list[BoardTenant]:
+    return [BoardTenant(id=name, name=name, weight=1000) for name in names]
 
 
 def started_s(report: Report, task: str) -> float:
@@ -95,7 +95,10 @@ def test_without_a_reservation_singles_pass_the_gang_for_as_long_as_they_come() 
 
 def test_a_device_too_small_for_the_gang_is_not_kept_for_it() -> None:
     policy = Policy(half_life_s=0, turns=False)
-    some = [*devices(2, memory_bytes=8), Device(id="small", host="h", kind="cpu", memory_bytes=4)]
+    some = [
+        *devices(2, memory_bytes=8),
+        BoardDevice(id="small", host="h", kind="cpu", memory_bytes=4),
+    ]
     work = [
         Arrival(at_s=0, task="r", tenant="a", user="a1", work_s=50, memory_bytes=8, expected_s=50),
         Arrival(at_s=1, task="gang", tenant="a", user="a1", work_s=5, width=2, memory_bytes=8),
@@ -223,7 +226,7 @@ def test_the_first_task_of_every_user_starts_within_the_bound() -> None:
         names = "abcdefgh"[: dice.randint(2, 8)]
         weights = {name: dice.choice([1, 1, 2, 4, 8]) for name in names}
         n = dice.randint(1, 4)
-        everyone = [Tenant(id=id, name=id, weight=1000 * w) for id, w in weights.items()]
+        everyone = [BoardTenant(id=id, name=id, weight=1000 * w) for id, w in weights.items()]
         work = [
             Arrival(at_s=0, task=f"{id}{k}", tenant=id, user=f"{id}1", work_s=1e5, tier="basic")
             for id in names

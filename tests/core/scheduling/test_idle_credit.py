@@ -14,7 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.core.fairness.fair_tree import FIXED_POINT_BITS
-from app.core.model.snapshot import Conditions, Device, Plan, Policy, Task, Tenant, User
+from app.core.model.snapshot import (
+    BoardDevice,
+    BoardTask,
+    BoardTenant,
+    BoardUser,
+    Conditions,
+    Plan,
+    Policy,
+)
 from app.core.scheduling.board import Board
 from app.core.scheduling.cycle import cycle, decide
 from app.core.scheduling.idle_credit import Memory, recall
@@ -31,15 +39,15 @@ def board_of(cells: str, policy: Policy = POLICY, **drawn: object) -> Board:
     board = Board.of(island(cells, policy=policy, **drawn), now_s=NOW_S)  # type: ignore[arg-type]
     for name in "abcd":
         if name not in board.tenants:
-            board.set_tenant(Tenant(id=name, name=name, weight=1000))
-            board.set_user(User(id=f"{name}1", tenant=name))
+            board.set_tenant(BoardTenant(id=name, name=name, weight=1000))
+            board.set_user(BoardUser(id=f"{name}1", tenant=name))
     return board
 
 
 def come(board: Board, tenant: str, name: str = "", kind: str = "cpu") -> None:
     name = name or tenant
     board.set_task(
-        Task(id=name, request=name, tenant=tenant, user=f"{tenant}1", state="waiting", epoch=0,
+        BoardTask(id=name, request=name, tenant=tenant, user=f"{tenant}1", state="waiting", epoch=0,
              kind=kind, submitted_s=NOW_S)
     )  # fmt: skip
 
@@ -67,7 +75,7 @@ def test_who_comes_begins_at_the_level_of_those_who_wait_less_its_part_of_the_cr
 
 def test_credit_is_parted_by_weight() -> None:
     board = board_of("b", queue="b", used={"b": 99_990})
-    board.set_tenant(Tenant(id="a", name="a", weight=3000))
+    board.set_tenant(BoardTenant(id="a", name="a", weight=3000))
     come(board, "a")
     # Three quarters of 1000 s are a's; b's level is 100,000 s for a weight of 1, a's thrice it.
     assert lifts_s(cycle(board)) == {"a": 3 * 100_000 - 750}
@@ -81,7 +89,7 @@ def test_who_is_not_behind_by_more_than_the_credit_is_not_lifted() -> None:
 
 def test_those_who_come_one_after_the_other_begin_at_one_level_and_tie() -> None:
     board = board_of("b", queue="b", used={"b": 99_990})
-    board.set_tenant(Tenant(id="c", name="c", weight=7000))
+    board.set_tenant(BoardTenant(id="c", name="c", weight=7000))
     come(board, "a")
     assert lifts_s(cycle(board)) == {"a": 99_500}
     # a is now the lowest of those who wait or hold: the level stays at b's.
@@ -96,7 +104,7 @@ def test_those_who_come_one_after_the_other_begin_at_one_level_and_tie() -> None
 
 def test_two_of_any_weights_that_come_at_once_tie_exactly() -> None:
     board = board_of("b", queue="b", used={"b": 99_990})
-    board.set_tenant(Tenant(id="c", name="c", weight=7001))
+    board.set_tenant(BoardTenant(id="c", name="c", weight=7001))
     come(board, "a", "a.1")
     come(board, "c", "c.1")
     tree = board.tree
@@ -147,7 +155,7 @@ def test_a_lift_for_one_kind_counts_for_no_other() -> None:
 
 def test_who_stays_in_line_is_never_lifted() -> None:
     board = board_of("b", queue="b", used={"b": 99_990})
-    board.set_tenant(Tenant(id="a", name="a", weight=1000, limit={"cpu": 0}))
+    board.set_tenant(BoardTenant(id="a", name="a", weight=1000, limit={"cpu": 0}))
     board.policy = replace(POLICY, idle_credit_s=1e9)
     come(board, "a")
     assert cycle(board).lifts == ()
@@ -201,8 +209,8 @@ def test_a_round_that_was_not_written_down_lifts_again() -> None:
     come(board, "a")
     lost = cycle(board)
     anew = Board.of(drawn, now_s=NOW_S)
-    anew.set_tenant(Tenant(id="a", name="a", weight=1000))
-    anew.set_user(User(id="a1", tenant="a"))
+    anew.set_tenant(BoardTenant(id="a", name="a", weight=1000))
+    anew.set_user(BoardUser(id="a1", tenant="a"))
     come(anew, "a")
     recall(anew, Memory.of(board))
     assert cycle(anew).lifts == lost.lifts != ()
@@ -237,8 +245,8 @@ CREDIT_S, WINDOW_S = 120.0, 600.0
 def run(arrivals: list[Arrival], *, until_s: float, tenants: str = "ab", **policy: float) -> Report:
     return simulate(
         arrivals,
-        [Device(id="d0", host="h", kind="cpu")],
-        [Tenant(id=name, name=name, weight=1000) for name in tenants],
+        [BoardDevice(id="d0", host="h", kind="cpu")],
+        [BoardTenant(id=name, name=name, weight=1000) for name in tenants],
         Policy(**{"half_life_s": 0.0, "idle_credit_s": CREDIT_S, **policy}),  # type: ignore[arg-type]
         until_s=until_s,
         checked=False,

@@ -11,15 +11,15 @@ import pytest
 from app.core.explanation import waiting_reasons
 from app.core.model.lifecycle import ENDED, ON_A_DEVICE, Move, State, after
 from app.core.model.snapshot import (
-    Decision,
-    Device,
+    BoardDevice,
+    BoardTask,
+    BoardTenant,
+    BoardUser,
     Plan,
+    PlanDecision,
     Policy,
     Snapshot,
-    Task,
-    Tenant,
     Terms,
-    User,
 )
 from app.core.model.snapshot import changed as moved
 from app.core.scheduling import island_gangs
@@ -104,7 +104,7 @@ def test_the_reasons_name_what_is_lacking() -> None:
 # --- whatever happens first ---------------------------------------------------------------------
 
 POLICY = Policy(slice_min_s=1.0, slice_max_s=3.0, half_life_s=0.0)
-TENANTS = {id: Tenant(id=id, name=id, weight=1000) for id in ("t0", "t1", "t2")}
+TENANTS = {id: BoardTenant(id=id, name=id, weight=1000) for id in ("t0", "t1", "t2")}
 
 
 class World:
@@ -117,7 +117,11 @@ class World:
     def __init__(self, chance: random.Random) -> None:
         self.chance, self.now_s = chance, 0.0
         self.devices = {island: chance.randint(1, 3) for island in "abc"}
-        self.rows, self.island, self.good_for = dict[str, Task](), dict[str, str](), Counter[str]()
+        self.rows, self.island, self.good_for = (
+            dict[str, BoardTask](),
+            dict[str, str](),
+            Counter[str](),
+        )
         self.steps, self.used_us = dict[str, int](), Counter[str]()
         self.plans = dict[str, Plan]()
         for n in range(chance.randint(2, 4)):
@@ -139,7 +143,9 @@ class World:
     def _add(self, id: str, island: str, tenant: str, width: int, **more: object) -> None:
         self.island[id], self.steps[id] = island, self.chance.randint(1, 3)
         self.rows[id] = moved(
-            Task(id=id, request=id, tenant=tenant, user=tenant, state="blocked", epoch=0, kind="c"),
+            BoardTask(
+                id=id, request=id, tenant=tenant, user=tenant, state="blocked", epoch=0, kind="c"
+            ),
             width=width,
             across_hosts=True,
             **more,
@@ -164,7 +170,7 @@ class World:
             return of_gang(self.member(gang), tickets)
         return of_ticket(ids.index(id), self.member(gang), tickets)
 
-    def seen(self, id: str) -> Task:
+    def seen(self, id: str) -> BoardTask:
         row = self.rows[id]
         accrued_us = 0 if row.started_s is None else int((self.now_s - row.started_s) * 1e6)
         return moved(
@@ -177,9 +183,9 @@ class World:
     def look(self, island: str) -> None:
         mine = [id for id, row in self.rows.items() if self.island[id] == island]
         tasks = {id: self.seen(id) for id in mine if self.rows[id].state not in ENDED}
-        devices = [Device(id=f"{island}{n}", host=f"{island}{n}", kind="c", lease_until_s=1e9)
+        devices = [BoardDevice(id=f"{island}{n}", host=f"{island}{n}", kind="c", lease_until_s=1e9)
                    for n in range(self.devices[island])]  # fmt: skip
-        users = {id: User(id=id, tenant=id, faded_us=self.used_us[id] << 40) for id in TENANTS}
+        users = {id: BoardUser(id=id, tenant=id, faded_us=self.used_us[id] << 40) for id in TENANTS}
         self.plans[island] = decide(
             Snapshot(
                 island=island, policy=POLICY, tenants=TENANTS, users=users,
@@ -195,13 +201,13 @@ class World:
         for decision in plan.decisions:
             self._write(decision)
 
-    def _is_as_seen(self, task: Task) -> bool:
+    def _is_as_seen(self, task: BoardTask) -> bool:
         """An event of its own island would have made that look again."""
         row = self.rows[task.id]
         same = (row.state, row.epoch) == (task.state, task.epoch)
         return same and self.terms(task.id) == task.conditions.terms
 
-    def _write(self, decision: Decision) -> None:
+    def _write(self, decision: PlanDecision) -> None:
         row, move = self.rows[decision.task], Move(decision.move)
         state = after(row.id, row.state, move)
         if move == Move.Launch:
@@ -213,7 +219,7 @@ class World:
             row = self._charged(row)
         self.rows[row.id] = moved(row, state=state)
 
-    def _charged(self, row: Task) -> Task:
+    def _charged(self, row: BoardTask) -> BoardTask:
         if row.started_s is not None:
             self.used_us[row.tenant] += int((self.now_s - row.started_s) * 1e6) * len(row.seats)
         return moved(row, seats=(), started_s=None)

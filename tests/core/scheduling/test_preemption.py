@@ -14,7 +14,15 @@ import pytest
 
 from app.core.fairness.fair_tree import FIXED_POINT_BITS
 from app.core.model.lifecycle import Move
-from app.core.model.snapshot import Device, Plan, Policy, Snapshot, Task, Tenant, User
+from app.core.model.snapshot import (
+    BoardDevice,
+    BoardTask,
+    BoardTenant,
+    BoardUser,
+    Plan,
+    Policy,
+    Snapshot,
+)
 from app.core.scheduling.board import Board
 from app.core.scheduling.cycle import cycle, decide
 from app.core.scheduling.preemption import nobody_gains_until_s
@@ -33,21 +41,23 @@ def drawn(
     changed: Mapping[str, dict[str, Any]] | None = None,
     policy: Policy | None = None,
 ) -> Snapshot:
-    """An island with the tenants as `Tenant` fields by name, and tasks "name=user width place".
+    """An island with tenants (fields by name), and tasks "name=user width place".
 
     A user is "tenant" or "tenant.name".  The place is "-" for who waits, or "+" for who runs on the
     next free devices.  `used` is in device-seconds by user, beyond what its tasks now hold.
     """
     kinds = ["cpu"] * devices if isinstance(devices, int) else devices
     all_devices = {
-        f"d{n}": Device(id=f"d{n}", host="h", kind=kind, memory_bytes=8, lease_until_s=NOW_S + 99)
+        f"d{n}": BoardDevice(
+            id=f"d{n}", host="h", kind=kind, memory_bytes=8, lease_until_s=NOW_S + 99
+        )
         for n, kind in enumerate(kinds)
     }
-    free, found = list(all_devices), dict[str, Task]()
+    free, found = list(all_devices), dict[str, BoardTask]()
     for n, said in enumerate(tasks.split(",")):
         name, width, place = said.split()
         id, _, user = name.partition("=")
-        task = Task(
+        task = BoardTask(
             id=id, request=id, tenant=user.partition(".")[0], user=user, state="waiting", epoch=0,
             kind="cpu", width=int(width), tier="basic", submitted_s=float(n),
         )  # fmt: skip
@@ -58,7 +68,7 @@ def drawn(
             task = _running(task, tuple(mine))
         found[id] = task
     users = {
-        task.user: User(
+        task.user: BoardUser(
             id=task.user,
             tenant=task.tenant,
             faded_us=int((used or {}).get(task.user, 0) * SECOND) << FIXED_POINT_BITS,
@@ -69,7 +79,7 @@ def drawn(
         island="drawn",
         policy=policy or Policy(half_life_s=0.0),
         tenants={
-            id: Tenant(**{"id": id, "name": id, "weight": 1000, **told})
+            id: BoardTenant(**{"id": id, "name": id, "weight": 1000, **told})
             for id, told in tenants.items()
         },
         users=users,
@@ -78,7 +88,7 @@ def drawn(
     )  # fmt: skip
 
 
-def _running(task: Task, seats: tuple[str, ...]) -> Task:
+def _running(task: BoardTask, seats: tuple[str, ...]) -> BoardTask:
     held_us = task.held_us or 10 * SECOND
     return replace(
         task,
@@ -429,10 +439,10 @@ def test_who_returns_has_its_guarantee_within_one_slice() -> None:
     """Whenever it comes: at most a slice, a pause and a start later it has what is guaranteed."""
     costs = Costs(start_s=0.05, pause_s=0.02, image_s=0.03, resume_s=0.02)
     tenants = [
-        Tenant(id="a", name="a", weight=1000, guarantee=cpu(2)),
-        Tenant(id="b", name="b", weight=1000),
+        BoardTenant(id="a", name="a", weight=1000, guarantee=cpu(2)),
+        BoardTenant(id="b", name="b", weight=1000),
     ]
-    devices = [Device(id=f"d{n}", host="h", kind="cpu") for n in range(4)]
+    devices = [BoardDevice(id=f"d{n}", host="h", kind="cpu") for n in range(4)]
     for tenths in range(0, 40, 3):
         back_s = 30 + tenths / 10
         work = [

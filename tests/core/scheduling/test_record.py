@@ -8,7 +8,15 @@ from dataclasses import replace
 
 import pytest
 
-from app.core.model.snapshot import Conditions, Device, Policy, Snapshot, Task, Tenant, User
+from app.core.model.snapshot import (
+    BoardDevice,
+    BoardTask,
+    BoardTenant,
+    BoardUser,
+    Conditions,
+    Policy,
+    Snapshot,
+)
 from app.core.scheduling.board import Board
 from app.core.scheduling.cycle import cycle, decide
 from app.core.scheduling.record import as_json, from_json, seen_by
@@ -43,7 +51,7 @@ def _crowded(drawn: Snapshot, dice: random.Random) -> Snapshot:
     tasks = dict(drawn.tasks)
     for n in range(40):
         like, user = dice.choice(likes), dice.choice(users)
-        task = Task(
+        task = BoardTask(
             id=f"w{n:02}",
             request="",
             tenant=user.split(":")[0],
@@ -112,7 +120,7 @@ def _size(drawn: Snapshot) -> tuple[int, int]:
 def _island(waiting: int) -> Snapshot:
     tenants = [f"t{n:03}" for n in range(300)]
     tasks = [
-        Task(
+        BoardTask(
             id=f"w{n:04}",
             request="",
             tenant=tenants[n % 300],
@@ -127,7 +135,7 @@ def _island(waiting: int) -> Snapshot:
         for n in range(waiting)
     ]
     tasks += [
-        Task(
+        BoardTask(
             id=f"r{n}",
             request="",
             tenant=tenants[n],
@@ -145,10 +153,12 @@ def _island(waiting: int) -> Snapshot:
     return Snapshot(
         island="i",
         policy=Policy(half_life_s=0.0),
-        tenants={id: Tenant(id=id, name=id, weight=1000, guarantee={"cpu": 1}) for id in tenants},
-        users={f"{id}:u": User(id=f"{id}:u", tenant=id) for id in tenants},
+        tenants={
+            id: BoardTenant(id=id, name=id, weight=1000, guarantee={"cpu": 1}) for id in tenants
+        },
+        users={f"{id}:u": BoardUser(id=f"{id}:u", tenant=id) for id in tenants},
         devices={
-            f"d{n}": Device(
+            f"d{n}": BoardDevice(
                 id=f"d{n}", host="h", kind="cpu", memory_bytes=64, lease_until_s=NOW_S + 1e6
             )
             for n in range(8)

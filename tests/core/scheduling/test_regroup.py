@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from app.core.model.snapshot import Tenant
+from app.core.model.snapshot import BoardTenant
 from app.core.scheduling.cycle import decide
 from tests.core.pictures import NOW_S, moves
 from tests.core.scheduling.test_time_sharing import grouped
@@ -92,7 +92,7 @@ def test_one_lets_go_of_its_turns_to_take_a_device_from_a_job_that_has_had_more(
 
 
 def island_of(weights, *, graphs, devices=2, work_s=float("inf")):
-    tenants = [Tenant(id=id, name=id, weight=1000 * weight) for id, weight in weights.items()]
+    tenants = [BoardTenant(id=id, name=id, weight=1000 * weight) for id, weight in weights.items()]
     wants = [Wants(id, id, graphs=graphs, work_s=work_s) for id in weights]
     return Shared(devices, tenants, wants)
 

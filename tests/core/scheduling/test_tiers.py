@@ -11,7 +11,7 @@ import random
 import pytest
 
 from app.core.model.lifecycle import Move
-from app.core.model.snapshot import Device, Policy, Snapshot, Task, Tenant, User
+from app.core.model.snapshot import BoardDevice, BoardTask, BoardTenant, BoardUser, Policy, Snapshot
 from app.core.scheduling.board import Board
 from app.core.scheduling.urgency import been_away
 from app.core.simulation.simulator import Arrival, Costs, Report, simulate
@@ -41,8 +41,11 @@ def run(
     names = sorted({arrival.tenant for arrival in arrivals})
     report = simulate(
         arrivals,
-        [Device(id=f"d{n}", host="h", kind="cpu") for n in range(devices)],
-        [Tenant(id=id, name=id, weight=int(1000 * (weights or {}).get(id, 1))) for id in names],
+        [BoardDevice(id=f"d{n}", host="h", kind="cpu") for n in range(devices)],
+        [
+            BoardTenant(id=id, name=id, weight=int(1000 * (weights or {}).get(id, 1)))
+            for id in names
+        ],
         POLICY,
         costs=COSTS,
         until_s=hours * HOUR,
@@ -156,7 +159,7 @@ def test_the_highest_tiers_whose_promises_fit_are_honoured(
     started: dict[str, int], devices: int, kept: tuple[str, ...]
 ) -> None:
     tasks = {
-        f"{tier}{n}": Task(
+        f"{tier}{n}": BoardTask(
             id=f"{tier}{n}", request="r", tenant="a", user="u", state="waiting", epoch=1,
             kind="cpu", tier=tier,
         )
@@ -166,10 +169,10 @@ def test_the_highest_tiers_whose_promises_fit_are_honoured(
     island = Snapshot(
         island="drawn",
         policy=Policy(),
-        tenants={"a": Tenant(id="a", name="a", weight=1000)},
-        users={"u": User(id="u", tenant="a")},
+        tenants={"a": BoardTenant(id="a", name="a", weight=1000)},
+        users={"u": BoardUser(id="u", tenant="a")},
         devices={
-            f"d{n}": Device(id=f"d{n}", host="h", kind="cpu", lease_until_s=9)
+            f"d{n}": BoardDevice(id=f"d{n}", host="h", kind="cpu", lease_until_s=9)
             for n in range(devices)
         },
         tasks=tasks,

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from app.core.model.snapshot import Device, Policy, Tenant
+from app.core.model.snapshot import BoardDevice, BoardTenant, Policy
 from app.core.simulation.simulator import Arrival, Costs
 from app.core.simulation.trace import read
 from app.core.simulation.what_if import Setup, run
@@ -28,8 +28,8 @@ def replay(arrivals: list[Arrival], devices: int, *, slice_s: float, tenants: st
     """Replays a list as `roundhouse simulate` does; returns when the last task ended."""
     setup = Setup(
         arrivals=arrivals,
-        devices=[Device(id=f"cuda.{n}", host="h", kind="cuda") for n in range(devices)],
-        tenants=[Tenant(id=name, name=name, weight=1000) for name in tenants],
+        devices=[BoardDevice(id=f"cuda.{n}", host="h", kind="cuda") for n in range(devices)],
+        tenants=[BoardTenant(id=name, name=name, weight=1000) for name in tenants],
         policy=Policy(slice_min_s=slice_s, slice_max_s=slice_s),
         costs=Costs(image_s=60.0, resume_s=60.0),
     )

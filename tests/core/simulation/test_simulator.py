@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from app.core.fairness.fair_tree import FIXED_POINT_BITS, LONGEST_HALF_LIFE_S, SHORTEST_HALF_LIFE_S
 from app.core.model.lifecycle import Move
-from app.core.model.snapshot import Device, Plan, Policy, Snapshot, Task, Tenant
+from app.core.model.snapshot import BoardDevice, BoardTask, BoardTenant, Plan, Policy, Snapshot
 from app.core.scheduling.cycle import cycle, decide
 from app.core.scheduling.stays import HOLDS_A_SEAT, slice_us
 from app.core.simulation.simulator import (
@@ -37,12 +37,12 @@ from tests.thoroughness import examples
 REAL = Costs(start_s=0.05, pause_s=0.01, save_s=0.5)
 
 
-def devices(n: int, **details: object) -> list[Device]:
-    return [Device(id=f"d{i}", host="h", kind="cpu", **details) for i in range(n)]
+def devices(n: int, **details: object) -> list[BoardDevice]:
+    return [BoardDevice(id=f"d{i}", host="h", kind="cpu", **details) for i in range(n)]
 
 
-def tenants(**weights: float) -> list[Tenant]:
-    return [Tenant(id=id, name=id, weight=int(1000 * w)) for id, w in weights.items()]
+def tenants(**weights: float) -> list[BoardTenant]:
+    return [BoardTenant(id=id, name=id, weight=int(1000 * w)) for id, w in weights.items()]
 
 
 def busy(tenant: str, *, at_s: float = 0.0, tasks: int = 3, work_s: float = 1e6) -> list[Arrival]:
@@ -209,7 +209,7 @@ def test_what_is_broken_is_told_with_its_story() -> None:
 def test_random_islands_keep_all_invariants_and_finish(dice: random.Random) -> None:
     names = "abcd"[: dice.randint(1, 4)]
     some = [
-        Device(
+        BoardDevice(
             id=f"d{n}",
             host="h",
             kind=dice.choice(["cpu", "cpu", "cuda"]) if n else "cpu",
@@ -287,8 +287,10 @@ COSTS_MILLI = [1, 1000, 10**9]
 def test_replays_with_numbers_at_their_bounds_end(
     half_life_s: float, weights: list[int], costs: list[int], starts_s: list[float]
 ) -> None:
-    owners = [Tenant(id=id, name=id, weight=w) for id, w in zip("abc", weights, strict=True)]
-    some = [Device(id=f"d{n}", host="h", kind="cpu", cost=cost) for n, cost in enumerate(costs)]
+    owners = [BoardTenant(id=id, name=id, weight=w) for id, w in zip("abc", weights, strict=True)]
+    some = [
+        BoardDevice(id=f"d{n}", host="h", kind="cpu", cost=cost) for n, cost in enumerate(costs)
+    ]
     work = [
         Arrival(at_s=at_s, task=f"{id}{n}", tenant=id, user=id, work_s=20.0 + n, width=1 + n // 4)
         for n, (at_s, id) in enumerate(zip(starts_s, "abcabc", strict=True))
@@ -390,7 +392,7 @@ def _check_pauses(drawn: Snapshot, plan: Plan) -> None:
 
 
 def _served_us(
-    drawn: Snapshot, owing: Iterable[Task], id: str, level: str, extra_us: int
+    drawn: Snapshot, owing: Iterable[BoardTask], id: str, level: str, extra_us: int
 ) -> Fraction:
     """Usage over weight; whoever holds a seat owes what is left of a slice."""
     users = [u for u in drawn.users.values() if id in (u.id, u.tenant)]

@@ -15,18 +15,18 @@ from typing import Any
 import pytest
 
 from app.core.model.lifecycle import Move
-from app.core.model.snapshot import Conditions, Device, Policy, Tenant
+from app.core.model.snapshot import BoardDevice, BoardTenant, Conditions, Policy
 from app.core.scheduling.cycle import cycle
 from app.core.simulation.simulator import Arrival, Costs, Report, World, simulate
 
 UNTIL_S = 800.0
-DEVICES = [Device(id=f"d{n}", host="h", kind="cpu") for n in range(4)]
+DEVICES = [BoardDevice(id=f"d{n}", host="h", kind="cpu") for n in range(4)]
 POLICY = Policy(half_life_s=600.0)
 TOLD = 0.01  # less than a hundredth
 
 
-def tenants(*names: str, parent: str | None = None) -> list[Tenant]:
-    return [Tenant(id=name, name=name, weight=1000, parent=parent) for name in names]
+def tenants(*names: str, parent: str | None = None) -> list[BoardTenant]:
+    return [BoardTenant(id=name, name=name, weight=1000, parent=parent) for name in names]
 
 
 def work(tenant: str, tasks: int, *, work_s: float = 1e6, **details: Any) -> list[Arrival]:
@@ -41,7 +41,7 @@ def work(tenant: str, tasks: int, *, work_s: float = 1e6, **details: Any) -> lis
 OTHERS = [*work("b", 4), *work("c", 4)]
 
 
-def run(mine: Iterable[Arrival], everyone: Iterable[Tenant] | None = None) -> Report:
+def run(mine: Iterable[Arrival], everyone: Iterable[BoardTenant] | None = None) -> Report:
     some = tenants("a", "b", "c") if everyone is None else everyone
     return simulate([*mine, *OTHERS], DEVICES, some, POLICY, until_s=UNTIL_S, checked=False)
 

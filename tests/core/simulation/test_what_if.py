@@ -9,7 +9,7 @@ from fractions import Fraction
 
 import pytest
 
-from app.core.model.snapshot import Device, Policy, Tenant, User
+from app.core.model.snapshot import BoardDevice, BoardTenant, BoardUser, Policy
 from app.core.simulation.meter import MOST, Meter
 from app.core.simulation.simulator import Arrival, Costs, SimulationStopped, simulate
 from app.core.simulation.what_if import POLICIES, Setup, owed_by_tree, policy, quantile, run, spread
@@ -17,8 +17,8 @@ from app.core.simulation.what_if import POLICIES, Setup, owed_by_tree, policy, q
 NO_FADING = Policy(half_life_s=0)
 
 
-def tenants(*names: str, **more: object) -> list[Tenant]:
-    return [Tenant(id=f"id {name}", name=name, weight=1000, **more) for name in names]
+def tenants(*names: str, **more: object) -> list[BoardTenant]:
+    return [BoardTenant(id=f"id {name}", name=name, weight=1000, **more) for name in names]
 
 
 def arrival(task: str, work_s: float, **more: object) -> Arrival:
@@ -31,7 +31,7 @@ def arrival(task: str, work_s: float, **more: object) -> Arrival:
 def setup(*arrivals: Arrival, devices: int = 1, **more: object) -> Setup:
     return Setup(
         arrivals=arrivals,
-        devices=[Device(id=f"d{n}", host="h", kind="cpu") for n in range(devices)],
+        devices=[BoardDevice(id=f"d{n}", host="h", kind="cpu") for n in range(devices)],
         tenants=tenants("a", "b"),
         **{"policy": NO_FADING, **more},
     )
@@ -153,10 +153,10 @@ def test_every_policy_does_all_the_work() -> None:
 # --- shares -------------------------------------------------------------------------------------
 
 LAB = [
-    Tenant(id="lab", name="lab", weight=1000),
-    Tenant(id="x", name="x", weight=1000, parent="lab"),
-    Tenant(id="y", name="y", weight=3000, parent="lab"),
-    Tenant(id="z", name="z", weight=1000),
+    BoardTenant(id="lab", name="lab", weight=1000),
+    BoardTenant(id="x", name="x", weight=1000, parent="lab"),
+    BoardTenant(id="y", name="y", weight=3000, parent="lab"),
+    BoardTenant(id="z", name="z", weight=1000),
 ]
 
 
@@ -213,7 +213,7 @@ def test_however_long_it_lasts_there_are_few_intervals_and_nothing_is_lost(lasts
 
 def test_a_timeline_that_is_not_kept_changes_nothing_else() -> None:
     work = [arrival(f"{t}{n}", 30) for t in "ab" for n in range(3)]
-    one = [Device(id="d", host="h", kind="cpu")]
+    one = [BoardDevice(id="d", host="h", kind="cpu")]
     told = [
         simulate(work, one, tenants("a", "b"), Policy(), checked=False, keep_timeline=kept)
         for kept in (True, False)
@@ -232,8 +232,8 @@ def test_who_asks_may_stop_it() -> None:
 
 def test_users_share_by_their_own_weights() -> None:
     work = [arrival(f"a{user}", 1000, user=user, owner=user) for user in ("u", "v")]
-    one = [Device(id="d", host="h", kind="cpu")]
-    users = [User(id="v", tenant="id a", weight=3000)]
+    one = [BoardDevice(id="d", host="h", kind="cpu")]
+    users = [BoardUser(id="v", tenant="id a", weight=3000)]
     report = simulate(work, one, tenants("a"), NO_FADING, users=users, until_s=400.0)
     assert report.device_s["u"] == pytest.approx(100, abs=3)
     assert report.device_s["v"] == pytest.approx(300, abs=3)
