@@ -22,7 +22,7 @@ from app import errors
 from app.api import descriptor_schema
 from app.api.problems import MEANINGS
 from app.cli import main as cli
-from app.core.device import device_state, stay_state
+from app.core.device import device_machine, stay_state
 from app.core.model import lifecycle
 from app.core.model.descriptor import NAME_RULE
 from app.core.model.phase import OF_STATE, Phase
@@ -281,7 +281,7 @@ def states() -> str:
         phases=phases,
         table=lifecycle.table(),
         stays=stay_state.stay_table(),
-        silent=", ".join(f"`{reason}`" for reason in sorted(device_state.SILENT_REASONS)),
+        silent=", ".join(f"`{reason}`" for reason in sorted(device_machine.SILENT_REASONS)),
     )
 
 
@@ -319,7 +319,7 @@ moves that it expected. `python -m app.core.model.lifecycle` prints the table.
 
 ## The table of a stay on a device
 
-A **stay** is one epoch of a task on a device. `app/core/device/device_state.py` decides about the
+A **stay** is one epoch of a task on a device. `app/core/device/device_machine.py` decides about the
 stays of a device: events in, instructions out, with the time as an argument. The supervisor of the
 device (`workers/device/supervision`) carries the instructions out.
 `python -m app.core.device.stay_state` prints the table.

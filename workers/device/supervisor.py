@@ -30,7 +30,7 @@ from collections.abc import Callable
 from typing import Any
 
 from app.core.device.device_events import Instruction, LeaveAsked
-from app.core.device.device_state import DeviceMachine
+from app.core.device.device_machine import DeviceMachine
 from app.core.model.messages import (
     Answer,
     Given,

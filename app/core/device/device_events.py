@@ -2,7 +2,7 @@
 
 An event says what came: an order, an answer, a message of a resident, the end of a process, the
 time.  An instruction says what to do: send a word, kill a process, tell the island.  Both are
-values; `core.device.device_state` turns events into instructions, and the supervisor of a device
+values; `core.device.device_machine` turns events into instructions, and the supervisor of a device
 (`workers.device.supervisor`) carries them out.
 
 A stay is named by its task and epoch, a process by a number that is never used again.

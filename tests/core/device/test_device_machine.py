@@ -41,7 +41,7 @@ from app.core.device.device_events import (
     TellIsland,
     TellVerdict,
 )
-from app.core.device.device_state import PREPARE_US, DeviceMachine
+from app.core.device.device_machine import PREPARE_US, DeviceMachine
 from app.core.model import messages
 from app.core.model.messages import Cancel, Launch, Order, Pause, Save
 from tests.core.device.orders import (

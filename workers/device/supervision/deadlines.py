@@ -1,4 +1,7 @@
-"""Applies all that depends on time alone, and says when that is due next."""
+"""Applies all that depends on time alone, and says when that is due next.
+
+Whether the end of the lease kills a process is decided in `app.core.device.device_machine`.
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from app.core.device.device_events import (
     StayKey,
     TaskUnable,
 )
-from app.core.device.device_state import DeviceMachine
+from app.core.device.device_machine import DeviceMachine
 from workers.device.heartbeat import now_us
 from workers.device.resident import Resident
 from workers.device.stay import Stay

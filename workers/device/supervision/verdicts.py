@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from app.core.device.device_state import PREPARE_US
+from app.core.device.device_machine import PREPARE_US
 from app.core.model import messages
 from workers.device import resident as residents
 from workers.device.resident import Resident

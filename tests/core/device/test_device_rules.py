@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from app.core.device import device_state
+from app.core.device import device_machine
 from app.core.device.device_events import (
     AnswerCame,
     ContinueProcess,
@@ -42,7 +42,7 @@ from app.core.device.device_events import (
     TellSaved,
     TellVerdict,
 )
-from app.core.device.device_state import DeviceMachine
+from app.core.device.device_machine import DeviceMachine
 from app.core.model.messages import Cancel, Failed, Pause, Paused, Resize, Resized, Save, Stopped
 from app.core.scheduling.turns import TURN_US, Level, Share, as_json
 from tests.core.device.orders import (
@@ -349,7 +349,7 @@ def test_task_is_killed_when_its_slot_time_is_over(device: Device) -> None:
 def test_process_that_does_not_get_ready_is_killed(device: Device) -> None:
     device.launch("t1")
     device.give(ProcessBegan(process=1, stay=("t1", 1)))
-    device.later(device_state.PREPARE_US)
+    device.later(device_machine.PREPARE_US)
     assert device.killed() == [(1, "slow")]
     device.give(ProcessExited(process=1))
     assert device.said(TellVerdict)
@@ -365,7 +365,7 @@ def test_death_of_a_paused_process_reports_nothing(device: Device) -> None:
     assert not device.said(KillProcess)
 
 
-@pytest.mark.parametrize("reason", sorted(device_state.SILENT_REASONS))
+@pytest.mark.parametrize("reason", sorted(device_machine.SILENT_REASONS))
 def test_silent_kill_reason_reports_nothing(device: Device, reason: str) -> None:
     process = device.run("t1")
     device.give(KillAsked(process=process, reason=reason))
@@ -497,7 +497,7 @@ def test_successor_prepares_and_gets_the_slot_when_the_other_has_left(device: De
 def test_task_waits_no_longer_than_the_handover_for_its_successor(device: Device) -> None:
     device.run("t1")
     device.pause("t1", successor="t2")
-    device.now_us += device_state.HANDOVER_US
+    device.now_us += device_machine.HANDOVER_US
     device.round()
     assert device.words() == ["pause"]
 
