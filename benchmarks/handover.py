@@ -203,14 +203,14 @@ class Ours:
 
 def passing(handles: Any, rank: int) -> Any:
     from workers.capture.capture import Surroundings
-    from workers.graph.shared_blocks import Passing
+    from workers.graph.shared_blocks import BlockTable
     from workers.hardware.accelerator import Accelerator
     from workers.ranks.shared_memory import Ground
     from workers.ranks.turns import Turns
 
     mine = Turns(Ground(handles), rank)
     mine.join()
-    return Passing(mine, MOST_BLOCKS, Surroundings(), Accelerator("cpu"))
+    return BlockTable(mine, MOST_BLOCKS, Surroundings(), Accelerator("cpu"))
 
 
 def read(mine: Any) -> None:

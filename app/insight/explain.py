@@ -39,7 +39,7 @@ from app.core.model.snapshot import (
     Snapshot,
 )
 from app.core.scheduling import blockers
-from app.core.scheduling.blockers import Crowd, Party, before
+from app.core.scheduling.blockers import WaitingBefore, WaitingBranch, before
 from app.core.scheduling.board import MILLI, Board
 from app.core.scheduling.preemption import above
 from app.db import gc_freeze, transactions
@@ -185,7 +185,7 @@ class _InLine:
         default_factory=lambda: defaultdict(list)
     )
     stale: set[str] = field(default_factory=set)
-    parties: dict[tuple[str, str | None], dict[str, Party]] = field(default_factory=dict)
+    parties: dict[tuple[str, str | None], dict[str, WaitingBranch]] = field(default_factory=dict)
     units: dict[str, int] = field(default_factory=dict)
     units_s: float = 0.0
 
@@ -352,7 +352,7 @@ class _Picture:
         self.kept, self.island, self.line, self.on_devices = kept, island, line, on_devices
         self.drawn_s, self.now_s = time.monotonic(), transactions.now_s(session)
         self.led = bool(session.scalar(_LED, {"island": island}))
-        self._users: dict[tuple[str, str], dict[str, Party]] = {}
+        self._users: dict[tuple[str, str], dict[str, WaitingBranch]] = {}
         self.board = self._draw(session)
         line.take_units_anew(self.board.policy.half_life_s)
         if old is not None:
@@ -425,7 +425,9 @@ class _Picture:
             units[kind] = blockers.fee(self.board, kind, 1, 1)
         return units[kind]
 
-    def beside(self, session: Session, kind: str, parent: str | None) -> Mapping[str, Party]:
+    def beside(
+        self, session: Session, kind: str, parent: str | None
+    ) -> Mapping[str, WaitingBranch]:
         """The parties with waiting tasks right below a tenant; None: at the top."""
         found = self.line.parties.get((kind, parent))
         if found is None:
@@ -450,7 +452,7 @@ class _Picture:
                     found.pop(id, None)
         self.line.stale.clear()
 
-    def _tenant(self, kind: str, id: str) -> Party | None:
+    def _tenant(self, kind: str, id: str) -> WaitingBranch | None:
         """The party of a tenant; None if none of its tasks waits, or if a limit keeps all of them
         out.
         """
@@ -465,9 +467,9 @@ class _Picture:
             return self._party(kind, id, tenant.parent, used, tenant.weight, waiting, widths)
         fee = unit if widths == waiting else unit * widths // waiting
         used = used * MILLI + self.line.lifted(id, kind)
-        return Party(id, used, tenant.weight, fee, waiting)
+        return WaitingBranch(id, used, tenant.weight, fee, waiting)
 
-    def _users_below(self, session: Session, kind: str, parent: str) -> dict[str, Party]:
+    def _users_below(self, session: Session, kind: str, parent: str) -> dict[str, WaitingBranch]:
         found = self._users.get((kind, parent))
         if found is None:
             found = self._users[kind, parent] = {}
@@ -495,7 +497,7 @@ class _Picture:
         weight: int,
         waiting: int,
         widths: int,
-    ) -> Party:
+    ) -> WaitingBranch:
         """Build a party, including what its tasks hold if it is on the board."""
         above_it = self.board.path_of(parent) if parent in self.board.tenants else ()
         branch = self.board.tree.branches.get((*above_it, id))
@@ -503,11 +505,11 @@ class _Picture:
         if branch is not None:
             borrows = branch.borrows(lane(kind, max(1, widths // waiting)))
             used = self.board.tree.usage(branch) + branch.lifts.get(kind, 0)
-            return Party(id, used, weight, fee, waiting, borrows)
+            return WaitingBranch(id, used, weight, fee, waiting, borrows)
         tenant = self.kept.tenants.get(id)
         owed = tenant.guarantee.get(kind, 0) if tenant is not None else 0
         used = faded * MILLI + self.line.lifted(id, kind)
-        return Party(id, used, weight, fee, waiting, owed * waiting < widths)
+        return WaitingBranch(id, used, weight, fee, waiting, owed * waiting < widths)
 
 
 def _rest(tenant: str) -> str:
@@ -558,7 +560,7 @@ class _Answer:
         task: BoardTask,
         reasons: Sequence[Reason],
         ahead: Ahead,
-        crowd: Crowd,
+        crowd: WaitingBefore,
     ) -> Start | Unknown | None:
         """Forecast the start; None if something unpredictable must happen first."""
         if any(reason.code in says.CLOSED for reason in reasons):
@@ -574,11 +576,13 @@ class _Answer:
             learned=self.picture.kept.learned,
         )
 
-    def _ahead(self, task: BoardTask, rank: tuple[int, int, int | None]) -> tuple[Ahead, Crowd]:
+    def _ahead(
+        self, task: BoardTask, rank: tuple[int, int, int | None]
+    ) -> tuple[Ahead, WaitingBefore]:
         """Count the tasks before this one, and how many of them each party at the top has."""
         higher, earlier, highest = rank
         k, users, tenants = higher + earlier, 0, 0
-        crowd: Crowd = ([], [])
+        crowd: WaitingBefore = ([], [])
         for up, branch in enumerate(above(self.board.leaf(task))):
             if branch.parent is None:
                 break
@@ -591,14 +595,14 @@ class _Answer:
         ahead = Ahead(tenants=tenants, users=users, higher=higher, earlier=earlier, highest=highest)
         return ahead, crowd
 
-    def _alone(self, task: BoardTask, branch: Branch) -> Party:
+    def _alone(self, task: BoardTask, branch: Branch) -> WaitingBranch:
         """The party of a branch without counted tasks: it has just arrived, or a limit keeps it
         out.
         """
         fee = self.picture.unit(task.kind) * task.width
         usage = self.board.tree.usage(branch) + branch.lifts.get(task.kind, 0)
         borrows = branch.borrows(self.board.lane_in_line(task))
-        return Party(branch.name, usage, branch.weight, fee, 1, borrows)
+        return WaitingBranch(branch.name, usage, branch.weight, fee, 1, borrows)
 
     def _ranks(self, tasks: Sequence[BoardTask]) -> dict[str, tuple[int, int, int | None]]:
         """Return by task: the user's tasks of higher priority, the user's older ones, the highest

@@ -38,7 +38,7 @@ from app.core.fairness import fair_tree
 from app.core.fairness.fair_tree import Branch
 from app.core.model.snapshot import BoardTask
 from app.core.scheduling import blockers
-from app.core.scheduling.blockers import Crowd
+from app.core.scheduling.blockers import WaitingBefore
 from app.core.scheduling.board import Board
 from app.core.scheduling.stays import slice_us
 from app.db.models import Placement
@@ -172,7 +172,7 @@ def start(
     asked: AnyRow,
     on_devices: Sequence[AnyRow],
     own: int,
-    crowd: Crowd,
+    crowd: WaitingBefore,
     unit: int,
     learned: Learned,
 ) -> Start | Unknown:
@@ -247,7 +247,7 @@ def _scene(
 
 
 def _lines(
-    board: Board, crowd: Crowd, *, stretch: int, unit: int
+    board: Board, crowd: WaitingBefore, *, stretch: int, unit: int
 ) -> Iterator[tuple[str, TenantLine]]:
     """Yield lines with one of every `stretch` tasks, which advances its tenant as far as all of
     them would.

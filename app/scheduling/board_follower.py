@@ -35,7 +35,7 @@ from app.core.model.lifecycle import ENDED, State
 from app.core.model.snapshot import BoardTask, Plan
 from app.core.scheduling.board import Board, alike, place_in_line
 from app.core.scheduling.cycle import cycle
-from app.core.scheduling.idle_credit import Memory, recall
+from app.core.scheduling.idle_credit import CarriedLevels, recall
 from app.db.models import Account, Device, Host, Need, User, Xid8
 from app.db.models import Line as LineRow
 from app.db.models import Task as TaskRow
@@ -92,12 +92,12 @@ class Follower:
     blocked: set[str] = field(default_factory=set)  # blocked tasks read since the last round
     behind: bool = False  # True if there are changes that were not read yet
     news: News | None = None  # result of the last look
-    memory: Memory | None = None  # what is remembered of the previous board
+    memory: CarriedLevels | None = None  # what is remembered of the previous board
 
     def forget(self) -> None:
         """Discard the board, because what it holds may not have been written."""
         if self.board is not None:
-            self.memory, self.board = Memory.of(self.board), None
+            self.memory, self.board = CarriedLevels.of(self.board), None
 
     def look(self, session: Session, *, now_s: float) -> Board:
         """Return the board after reading what has changed.

@@ -36,7 +36,7 @@ RESENDS_SURE = 10  # resends during which no Launch counts as lost (`journal.LAU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shelf:
+class LaunchFacts:
     """Everything that the launches of one plan refer to, by task; presets by kind of device."""
 
     bundles: Mapping[str, str] = field(default_factory=dict)
@@ -76,13 +76,13 @@ class Shelf:
         return {**preset.defaults(device.kind, threads=device.threads), **chosen}
 
 
-def look_up(session: Session, launches: Sequence[tuple[Task, Device]]) -> Shelf:
+def look_up(session: Session, launches: Sequence[tuple[Task, Device]]) -> LaunchFacts:
     """Read what the launches of these tasks, each on its device, refer to."""
     if not launches:
-        return Shelf()
+        return LaunchFacts()
     ids = [task.id for task, _ in launches]
     kinds = sorted({device.kind for _, device in launches})
-    return Shelf(
+    return LaunchFacts(
         bundles=_bundles(session, ids),
         presets=_presets(session, kinds),
         inputs=inputs(session, [task for task, _ in launches]),

@@ -6,7 +6,7 @@ strictly in order, waits until the blocks that they read are posted, and posts b
 read (`shared_blocks`).
 
 *Late inputs* of the graph come to the first executor, which posts them like blocks of its own, and
-gives the graph's outputs to others as soon as they are made (`Outside`).
+gives the graph's outputs to others as soon as they are made (`PartitionLink`).
 
 *The image* of an executor holds the blocks that it made and that an executor still needs. Blocks of
 other executors are not in it: their makers post them again. So all executors may be stopped
@@ -24,16 +24,16 @@ from app.core.model.task_graph import INPUT, TaskGraph, Unit
 from app.core.placement.executors import EVERYBODY, ExecutorSpread, Stop, lanes, part
 from workers.capture.capture import Surroundings
 from workers.graph import runner
-from workers.graph.remote_blocks import Carried
+from workers.graph.remote_blocks import RemoteBlockTable
 from workers.graph.runner import GraphJob, Loaded, UnitCall, items_of, memory_of
-from workers.graph.shared_blocks import Held, Passing
+from workers.graph.shared_blocks import BlockTable, Held
 from workers.hardware.accelerator import Accelerator
 from workers.ranks.turns import Turns
 
 JSON = dict[str, Any]
 
 
-class Outside(Protocol):
+class PartitionLink(Protocol):
     """What the first executor of a partition hears from outside its gang, and tells there."""
 
     @property
@@ -102,19 +102,19 @@ class LoadedLane(Loaded):
         unit = replace(self.program.units[stop.at], frees=stop.frees)
         return LaneCall(unit, self.functions[unit.function], stop, self.maker)
 
-    def begin(self, inputs: JSON) -> LaneJob:
+    def begin(self, inputs: JSON) -> ExecutorJob:
         lacks = [port for port in self.late if port not in inputs]
         there = {f"{INPUT}{port}": inputs.pop(port) for port in self.ports if port not in lacks}
         if self.turns.rank:  # the first executor passes these on
             lacks, late = [], {f"{INPUT}{port}" for port in self.late}
             there = {name: value for name, value in there.items() if name not in late}
-        return LaneJob(self, {"blocks": there, "lacks": lacks})
+        return ExecutorJob(self, {"blocks": there, "lacks": lacks})
 
-    def go_on(self, state: JSON) -> LaneJob:
+    def go_on(self, state: JSON) -> ExecutorJob:
         before = ExecutorSpread(**state["spread"])
         if before != self.spread:  # another version computed another plan
             self.lay(before)
-        return LaneJob(self, state)
+        return ExecutorJob(self, state)
 
 
 class LaneCall(UnitCall):
@@ -137,7 +137,7 @@ class LaneCall(UnitCall):
         self.others = [(port, n) for port, n in takes if n not in taken]
 
 
-class LaneJob(GraphJob):
+class ExecutorJob(GraphJob):
     """The progress of one executor: `done` stops of its plan are over.
 
     `held` are blocks that were made here or given to the task, and are still read here. `taken` are
@@ -156,7 +156,7 @@ class LaneJob(GraphJob):
         self.unweighed: tuple[UnitCall, JSON, float] | None = None
         # the result with which a node of this executor finished the graph early
         self.result: JSON | None = None
-        passing = Carried if loaded.turns.ground.is_bridged else Passing
+        passing = RemoteBlockTable if loaded.turns.ground.is_bridged else BlockTable
         self.passing = passing(
             loaded.turns, len(self.program.blocks) + 1, loaded.around, loaded.accelerator
         )
@@ -222,7 +222,7 @@ class LaneJob(GraphJob):
 
     # --- before a step ---
 
-    def await_next(self, outside: Outside | None = None) -> bool:
+    def await_next(self, outside: PartitionLink | None = None) -> bool:
         """Wait until the next node can run; False if all executors must stop before that."""
         passing = self.passing
         while True:
@@ -249,7 +249,7 @@ class LaneJob(GraphJob):
             self._waits_for(),
         )
 
-    def _wait_outside(self, early: Held | None, outside: Outside) -> None:
+    def _wait_outside(self, early: Held | None, outside: PartitionLink) -> None:
         """Wait like `_wait`, or until there is news from outside or an output for others."""
         outside.waits()
 

@@ -36,7 +36,7 @@ def seed_of(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1
 
 
-class Chance:
+class NodeRandom:
     """The node RNG: all random generators from which nodes draw, in this process."""
 
     def __init__(self, accelerator: Accelerator) -> None:

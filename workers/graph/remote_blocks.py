@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from workers.capture.capture import Surroundings
-from workers.graph.shared_blocks import Held, Passing
+from workers.graph.shared_blocks import BlockTable, Held
 from workers.hardware.accelerator import Accelerator
 from workers.ranks import host_bridge, turns
 from workers.ranks.host_bridge import HOME, Bridge, Link, ReceivedPlace, Said
@@ -43,8 +43,8 @@ WINDOW_BYTES = 1 << 26
 # --- at an executor -------------------------------------------------------------------------------
 
 
-class Carried(Passing):
-    """`Passing` for a gang with some of the executors on other hosts."""
+class RemoteBlockTable(BlockTable):
+    """`BlockTable` for a gang with some of the executors on other hosts."""
 
     def __init__(
         self, turns: Turns, blocks: int, around: Surroundings, accelerator: Accelerator
@@ -108,7 +108,7 @@ class Carried(Passing):
 # --- in a carrier ---------------------------------------------------------------------------------
 
 
-class Deputy(Passing):
+class ReaderStandIn(BlockTable):
     """Repeats on this host what one remote executor did on its own."""
 
     def __init__(self, ground: Ground, executor: int, blocks: int) -> None:
@@ -165,12 +165,12 @@ class _Way:
         return not self.open_bytes or self.open_bytes + size <= WINDOW_BYTES
 
 
-class Carrier(Bridge):
+class BlockBridge(Bridge):
     """The bridge of a gang with the executors of a graph as ranks."""
 
     def __init__(self, ground: Ground, links: dict[int, socket.socket]) -> None:
         super().__init__(ground, links)
-        self.deputies: dict[int, Deputy] = {}
+        self.deputies: dict[int, ReaderStandIn] = {}
         self.parcels: dict[Held, _Parcel] = {}
         self.ways = {host: _Way() for host in self.links}
         self.cut_told = 0
@@ -224,7 +224,7 @@ class Carrier(Bridge):
             case ("blocks", count):
                 for executor in range(self.ground.ranks):
                     if not self.ground.is_here(executor):
-                        self.deputies[executor] = Deputy(self.ground, executor, count)
+                        self.deputies[executor] = ReaderStandIn(self.ground, executor, count)
             case ("over", executor) if link:
                 self.deputies[executor].end()
             case ("early", executor, at) if link:
@@ -323,4 +323,4 @@ class Carrier(Bridge):
 
 def main(ground: Ground, links: dict[int, socket.socket]) -> int:
     """Run a carrier's process, as `host_bridge.main` does a bridge's."""
-    return host_bridge.run(Carrier(ground, links))
+    return host_bridge.run(BlockBridge(ground, links))

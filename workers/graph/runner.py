@@ -38,7 +38,7 @@ from app.core.model.task_graph import (
     Unit,
     worth_telling,
 )
-from workers.graph.node_rng import Chance, seed_of
+from workers.graph.node_rng import NodeRandom, seed_of
 from workers.graph.spill import Piece, SpillBudget
 from workers.hardware.accelerator import Accelerator
 
@@ -103,7 +103,7 @@ class Loaded:
             self.room = SpillBudget(budget_bytes, host_bytes, accelerator)
         named = dict.fromkeys(node.function for node in self.graph.nodes)
         self.functions = {name: find(name) for name in named}
-        self.chance = Chance(accelerator)
+        self.chance = NodeRandom(accelerator)
         self.order(order)
 
     def order(self, names: Sequence[str]) -> None:

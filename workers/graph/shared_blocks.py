@@ -99,7 +99,7 @@ class _Made:
     storage: torch.UntypedStorage
 
 
-class Passing:
+class BlockTable:
     """An executor's side of the table, for a graph with this number of `blocks`."""
 
     def __init__(

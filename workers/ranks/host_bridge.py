@@ -44,7 +44,14 @@ import torch
 
 from workers.ranks import turns
 from workers.ranks.kv_store import Change, Keys
-from workers.ranks.rendezvous import BRIDGE_WAITS, Abroad, Group, Ticket, branches, group_key
+from workers.ranks.rendezvous import (
+    BRIDGE_WAITS,
+    CallView,
+    Group,
+    RemoteMembers,
+    branches,
+    group_key,
+)
 from workers.ranks.shared_memory import TOLD_LIMIT_BYTES, Ground
 from workers.ranks.turns import GangFailed, RankState, Turns, Wait
 
@@ -206,7 +213,7 @@ def _must_answer(sock: socket.socket) -> None:
 class _Call:
     """A call of a group over hosts, until all have made it and everything is sent."""
 
-    ticket: Ticket
+    ticket: CallView
     fold: str = ""
     here: int = 0  # number of arrived members of this host
     there: int = 0  # number of arrived members of other hosts
@@ -241,7 +248,7 @@ class Bridge:
         self.ground, self.host = ground, ground.host
         self.words = ground.words
         self.turns = Turns(ground, ground.here()[0])
-        self.abroad, self.keys = Abroad(self.turns), Keys(self.turns)
+        self.abroad, self.keys = RemoteMembers(self.turns), Keys(self.turns)
         self.links = {host: Link(host, sock) for host, sock in links.items()}
         self.crossings: dict[int, _Crossing] = {}  # by key
         self.by_index: dict[int, _Crossing] = {}
@@ -557,13 +564,13 @@ class Bridge:
         self._advance(crossing, call)
         return True
 
-    def _bring(self, ticket: Ticket, body: ReceivedPlace | None) -> None:
+    def _bring(self, ticket: CallView, body: ReceivedPlace | None) -> None:
         if body is not None:
             self.abroad.bring(ticket, (body.offset, len(body.view)))
 
     # --- calls and groups to their ends ---
 
-    def _ticket(self, crossing: _Crossing, number: int, me: int, text: str = "") -> Ticket:
+    def _ticket(self, crossing: _Crossing, number: int, me: int, text: str = "") -> CallView:
         return self.abroad.ticket(replace(crossing.group, me=me), number, text)
 
     def _call(self, crossing: _Crossing, number: int, fold: str = "", shapes: Any = ()) -> _Call:

@@ -44,7 +44,7 @@ from torch.distributed import ReduceOp, distributed_c10d
 from torch.distributed.distributed_c10d import GroupName
 
 from workers.ranks.kv_store import Change, Keys
-from workers.ranks.rendezvous import EVERYBODY, FOLDS, NOBODY, Exchange, Group, Ticket
+from workers.ranks.rendezvous import EVERYBODY, FOLDS, NOBODY, CallView, Group, Rendezvous
 from workers.ranks.shared_memory import uses
 from workers.ranks.turns import Spared, Turns, Wait
 
@@ -52,7 +52,7 @@ Tensors = list[torch.Tensor]
 
 BACKEND = "splice"
 
-_here: Exchange  # the exchange of this process's rank
+_here: Rendezvous  # the exchange of this process's rank
 _store: SharedStore  # C++ holds it too, but its methods would be lost once Python had freed it
 
 
@@ -65,7 +65,7 @@ class Pending(Work):
     def __init__(
         self,
         group: SpliceGroup,
-        tickets: list[Ticket],
+        tickets: list[CallView],
         finish: Callable[[], None],
         value: Any,
         timeout_s: float,
@@ -167,7 +167,7 @@ class Pending(Work):
     _source_rank = source_rank
 
 
-def _in_words(ticket: Ticket, timeout_s: float) -> None:
+def _in_words(ticket: CallView, timeout_s: float) -> None:
     try:
         ticket.wait(timeout_s)
     except TimeoutError as error:
@@ -217,7 +217,7 @@ class SpliceGroup(dist.ProcessGroup):
         self,
         text: str,
         parts: Sequence[torch.Tensor] | None,
-        finish: Callable[[Ticket], None],
+        finish: Callable[[CallView], None],
         value: Any,
         *,
         opts: Any = None,
@@ -289,7 +289,7 @@ class SpliceGroup(dist.ProcessGroup):
         op = _op(opts)
         fold, scale = _fold_of(op, self.size())
 
-        def finish(ticket: Ticket) -> None:
+        def finish(ticket: CallView) -> None:
             if needs == EVERYBODY:
                 for tensor, total in zip(tensors, ticket.sums(), strict=True):
                     tensor.copy_(scale(total.view(tensor.shape)))
@@ -325,7 +325,7 @@ class SpliceGroup(dist.ProcessGroup):
         op = _op(opts)
         fold, scale = _fold_of(op, self.size())
 
-        def finish(ticket: Ticket) -> None:
+        def finish(ticket: CallView) -> None:
             sums = ticket.sums()[self.me :: self.size()]
             for output, total in zip(outputs, sums, strict=True):
                 output.copy_(scale(total.view(output.shape)))
@@ -349,7 +349,7 @@ class SpliceGroup(dist.ProcessGroup):
         text = f"broadcast(from {root}, {_shapes(tensors)})"
         return self.issue(text, mine, finish, tensors, opts=opts, needs=needs)
 
-    def _take_row(self, into: Tensors, member: int, ticket: Ticket) -> None:
+    def _take_row(self, into: Tensors, member: int, ticket: CallView) -> None:
         if member != self.me:
             for tensor, row in zip(into, ticket.row(member), strict=True):
                 _take(tensor, row, ticket, self.ranks[member])
@@ -395,21 +395,21 @@ class SpliceGroup(dist.ProcessGroup):
     ) -> Pending:
         """Gather from all members; `outputs` has one tensor per member for each input."""
 
-        def finish(ticket: Ticket) -> None:
+        def finish(ticket: CallView) -> None:
             for member in range(self.size()):
                 self._take_all([places[member] for places in outputs], member, ticket)
 
         text = f"{name}({len(inputs)} of {inputs[0].dtype})" if inputs else name
         return self.issue(text, [_flat(t) for t in inputs], finish, value, opts=opts)
 
-    def _take_all(self, into: Tensors, member: int, ticket: Ticket) -> None:
+    def _take_all(self, into: Tensors, member: int, ticket: CallView) -> None:
         for tensor, row in zip(into, ticket.row(member), strict=True):
             _take(tensor, row, ticket, self.ranks[member])
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> Pending:
         root = opts.rootRank
 
-        def finish(ticket: Ticket) -> None:
+        def finish(ticket: CallView) -> None:
             for member, place in enumerate(outputs[0] if root == self.me else []):
                 _take(place, ticket.row(member)[0], ticket, self.ranks[member])
 
@@ -420,7 +420,7 @@ class SpliceGroup(dist.ProcessGroup):
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> Pending:
         root = opts.rootRank
 
-        def finish(ticket: Ticket) -> None:
+        def finish(ticket: CallView) -> None:
             _take(outputs[0], ticket.row(root)[self.me], ticket, self.ranks[root])
 
         mine = [_flat(t) for t in inputs[0]] if root == self.me else None
@@ -428,7 +428,7 @@ class SpliceGroup(dist.ProcessGroup):
         return self.issue(text, mine, finish, outputs, opts=opts, needs=root)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Pending:
-        def finish(ticket: Ticket) -> None:
+        def finish(ticket: CallView) -> None:
             for member, output in enumerate(outputs):
                 _take(output, ticket.row(member)[self.me], ticket, self.ranks[member])
 
@@ -491,7 +491,7 @@ class SpliceGroup(dist.ProcessGroup):
             tensors[0].copy_(self.to_myself[tag].popleft())
             return self._done(tensors)
 
-        def finish(ticket: Ticket) -> None:
+        def finish(ticket: CallView) -> None:
             _take(tensors[0], ticket.row(0)[0], ticket, self.ranks[src])
 
         channel = self._channel(src, self.me, tag)
@@ -647,7 +647,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1)
 
 
-def _take(tensor: torch.Tensor, row: torch.Tensor, ticket: Ticket, rank: int) -> None:
+def _take(tensor: torch.Tensor, row: torch.Tensor, ticket: CallView, rank: int) -> None:
     size = tensor.numel() * tensor.element_size()
     if size != len(row):
         raise RuntimeError(
@@ -810,7 +810,7 @@ def _bytes(value: Any) -> bytes:
 # --- in a rank's process --------------------------------------------------------------------------
 
 
-def install(exchange: Exchange) -> None:
+def install(exchange: Rendezvous) -> None:
     """Make this process a rank: register `splice`, and let blocking calls give the slot away."""
     global _here
     _here = exchange

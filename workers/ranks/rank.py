@@ -39,10 +39,10 @@ import torch
 import torch.distributed as dist
 
 from workers.ranks import host_bridge, process_group, turns
-from workers.ranks.rendezvous import Exchange
+from workers.ranks.rendezvous import Rendezvous
 from workers.ranks.replica_dedup import Squash
 from workers.ranks.shared_memory import Ground, Handles, close, make
-from workers.ranks.swap import Stow
+from workers.ranks.swap import RankOffload
 from workers.ranks.turns import GangFailed, Turns
 
 JSON = dict[str, Any]
@@ -112,13 +112,13 @@ class Rank:
         device: torch.device | None = None,
         apart: bool = False,
     ) -> None:
-        self.stow = Stow(device or torch.device("cpu")) if swap else None
+        self.stow = RankOffload(device or torch.device("cpu")) if swap else None
         leave = self.stow.leave if self.stow else None
         enter = self.stow.enter if self.stow else None
         self.turns = Turns(
             Ground(handles), rank, slice_s=slice_s, leave=leave, enter=enter, apart=apart
         )
-        self.exchange = Exchange(self.turns, timeout_s=timeout_s)
+        self.exchange = Rendezvous(self.turns, timeout_s=timeout_s)
         self.squash = Squash(self.exchange) if squash else None
         self.timeout_s = timeout_s
 

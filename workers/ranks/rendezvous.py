@@ -17,7 +17,7 @@ Invariants:
 * a member that is DEPTH calls ahead waits for the slowest member;
 * no contribution changes once it is posted, and none is freed before all members have taken it.
 
-`Exchange`, `Group` and `Ticket` are the only transport interface of `process_group` and
+`Rendezvous`, `Group` and `CallView` are the only transport interface of `process_group` and
 `replica_dedup`.  Where members of a group live on several hosts, a rank folds as far up the tree as
 the branches lie on its own host, and tells this host's bridge of each call
 (`workers.ranks.host_bridge`). The bridge sends the contributions of this host, receives those of
@@ -155,10 +155,10 @@ class Group:
 
 
 @dataclass(slots=True)
-class Ticket:
+class CallView:
     """A member's view of one call."""
 
-    exchange: Exchange
+    exchange: Rendezvous
     group: Group
     number: int
     slot: int
@@ -222,7 +222,7 @@ class Ticket:
             self.exchange.taken(self)
 
 
-class Exchange:
+class Rendezvous:
     """A rank's side of all calls."""
 
     def __init__(self, turns: Turns, *, timeout_s: float) -> None:
@@ -290,7 +290,7 @@ class Exchange:
         *,
         fold: str = "",
         needs: int = EVERYBODY,
-    ) -> Ticket:
+    ) -> CallView:
         """Make the group's next call. `parts` are flat; they are copied before this returns.
 
         `fold` is one of FOLDS; without it the contribution is kept.
@@ -359,11 +359,11 @@ class Exchange:
             )
         return self._outcome(ticket)
 
-    def _payload(self, ticket: Ticket, member: int) -> bytes:
+    def _payload(self, ticket: CallView, member: int) -> bytes:
         at = self.member(ticket, member)
         return self.ground.read(self.ground.words[at + _OFFSET], self.ground.words[at + _BYTES])
 
-    def _set_outcome(self, ticket: Ticket, outcome: bytes) -> None:
+    def _set_outcome(self, ticket: CallView, outcome: bytes) -> None:
         words, offset = self.ground.words, self.arena.take(ticket, len(outcome))
         self.ground.write(offset, outcome)
         words[ticket.slot + _OUTCOME] = offset
@@ -372,7 +372,7 @@ class Exchange:
             self.arrive(ticket)
             self.turns.ready(Wait.VOTE, ticket.group.index, ticket.number)
 
-    def _outcome(self, ticket: Ticket) -> bytes | None:
+    def _outcome(self, ticket: CallView) -> bytes | None:
         words = self.ground.words
         if words[ticket.slot + _GIVEN_UP]:
             return None
@@ -387,11 +387,11 @@ class Exchange:
 
     # --- entering and posting ---
 
-    def _enter(self, group: Group, text: str, needs: int, *, vote: bool = False) -> Ticket:
+    def _enter(self, group: Group, text: str, needs: int, *, vote: bool = False) -> CallView:
         number = group.calls
         group.calls += 1
         slot = self.ground.slot(group.index, number)
-        ticket = Ticket(self, group, number, slot, text, needs)
+        ticket = CallView(self, group, number, slot, text, needs)
         self.turns.check()
         while not self.claimed(ticket, vote):
             self.turns.wait(
@@ -404,13 +404,13 @@ class Exchange:
             )
         return ticket
 
-    def _is_free(self, ticket: Ticket) -> bool:
+    def _is_free(self, ticket: CallView) -> bool:
         words, slot = self.ground.words, ticket.slot
         unused = not words[slot + _CALL] or words[slot + _CALL] == ticket.number + 1
         over = words[slot + _TAKEN] == ticket.group.size or words[slot + _GIVEN_UP]
         return bool(unused or over)
 
-    def claimed(self, ticket: Ticket, vote: bool) -> bool:
+    def claimed(self, ticket: CallView, vote: bool) -> bool:
         """Claim the call slot, or check that our call equals that of the first member.
 
         Returns False while the call slot is still in use by an earlier call.
@@ -434,7 +434,7 @@ class Exchange:
             self._mismatch(ticket)
         return True
 
-    def _mismatch(self, ticket: Ticket) -> None:
+    def _mismatch(self, ticket: CallView) -> None:
         members, first = ticket.group.members, self.ground.words[ticket.slot + _FIRST]
         theirs = self.ground.read_text(ticket.slot + _TEXT)
         told = (
@@ -445,7 +445,7 @@ class Exchange:
         fail(self.ground, told)
         self.turns.check()
 
-    def arrive(self, ticket: Ticket) -> None:
+    def arrive(self, ticket: CallView) -> None:
         """Record our arrival and wake the ranks that waited for it; call under the lock."""
         words, slot, group = self.ground.words, ticket.slot, ticket.group
         words[self.member(ticket, group.me) + _POSTED] = 1
@@ -464,7 +464,7 @@ class Exchange:
         is_made = words[slot + _CALL] == channel.calls + 1  # else the call slot holds another call
         return is_made and bool(words[slot + SLOT_WORDS + _POSTED])
 
-    def taken(self, ticket: Ticket, members: int = 1) -> None:
+    def taken(self, ticket: CallView, members: int = 1) -> None:
         words = self.ground.words
         with self.turns.board():
             words[ticket.slot + _TAKEN] += members
@@ -475,13 +475,13 @@ class Exchange:
 
     # --- contributions ---
 
-    def member(self, ticket: Ticket, member: int) -> int:
+    def member(self, ticket: CallView, member: int) -> int:
         return ticket.slot + SLOT_WORDS + 4 * member
 
-    def node(self, ticket: Ticket, node: int) -> int:
+    def node(self, ticket: CallView, node: int) -> int:
         return ticket.slot + SLOT_WORDS + 4 * self.ground.ranks + node
 
-    def parts_of(self, ticket: Ticket, member: int, *, apart: bool = False) -> list[torch.Tensor]:
+    def parts_of(self, ticket: CallView, member: int, *, apart: bool = False) -> list[torch.Tensor]:
         """Return the typed parts of a folded contribution, as views of the shared heap."""
         start, parts = self.ground.words[self.member(ticket, member) + _OFFSET], []
         place = self.ground.apart if apart else self.ground.at
@@ -491,7 +491,7 @@ class Exchange:
             start += aligned(size)
         return parts
 
-    def _keep(self, ticket: Ticket, parts: Sequence[torch.Tensor]) -> None:
+    def _keep(self, ticket: CallView, parts: Sequence[torch.Tensor]) -> None:
         sizes = [part.numel() * part.element_size() for part in parts]
         table = torch.tensor([len(sizes), *sizes], dtype=torch.int64).view(torch.uint8)
         length = aligned(len(table)) + sum(map(aligned, sizes))
@@ -503,13 +503,13 @@ class Exchange:
                 self.ground.at(start, size).view(part.dtype).copy_(part)
             start += aligned(size)
 
-    def _own_land(self, ticket: Ticket, length: int) -> int:
+    def _own_land(self, ticket: CallView, length: int) -> int:
         offset = self.arena.take(ticket, length)
         at = self.member(ticket, ticket.group.me)
         self.ground.words[at + _OFFSET], self.ground.words[at + _BYTES] = offset, length
         return offset
 
-    def _fold(self, ticket: Ticket, parts: Sequence[torch.Tensor], fold: str) -> None:
+    def _fold(self, ticket: CallView, parts: Sequence[torch.Tensor], fold: str) -> None:
         """Fold up the tree as far as the other branches have come, and leave our sum there.
 
         Only the member that comes second to a node combines there, so no two ever write to the same
@@ -530,13 +530,13 @@ class Exchange:
             holder = self.combine(ticket, parts, holder, other, fold)
             at = parent
 
-    def _copied_in(self, ticket: Ticket, parts: Sequence[torch.Tensor]) -> int:
+    def _copied_in(self, ticket: CallView, parts: Sequence[torch.Tensor]) -> int:
         self._own_land(ticket, sum(aligned(p.numel() * p.element_size()) for p in parts))
         for place, part in zip(self.parts_of(ticket, ticket.group.me), parts, strict=True):
             place.copy_(part)
         return ticket.group.me
 
-    def _leave_at(self, ticket: Ticket, at: int, holder: int, sibling: int, parent: int) -> int:
+    def _leave_at(self, ticket: CallView, at: int, holder: int, sibling: int, parent: int) -> int:
         """Leave our sum at its node, unless the other branch has just come.
 
         Returns that sum's holder, or -1.
@@ -549,7 +549,7 @@ class Exchange:
         return other
 
     def combine(
-        self, ticket: Ticket, parts: Sequence[torch.Tensor], ours: int, theirs: int, fold: str
+        self, ticket: CallView, parts: Sequence[torch.Tensor], ours: int, theirs: int, fold: str
     ) -> int:
         """Fold our sum into theirs; returns the member with the result in its memory."""
         into = self.parts_of(ticket, theirs)
@@ -579,48 +579,48 @@ class Exchange:
 # --- a bridge's side ------------------------------------------------------------------------------
 
 
-class Abroad:
+class RemoteMembers:
     """A host's stand-in for group members on other hosts; its bridge makes their calls here."""
 
     def __init__(self, turns: Turns) -> None:
-        self.exchange = Exchange(turns, timeout_s=0.0)
+        self.exchange = Rendezvous(turns, timeout_s=0.0)
         self.turns, self.ground = turns, turns.ground
 
-    def ticket(self, group: Group, number: int, text: str) -> Ticket:
+    def ticket(self, group: Group, number: int, text: str) -> CallView:
         """Return the ticket of the member `group.me` for this call."""
         slot = self.ground.slot(group.index, number)
-        return Ticket(self.exchange, group, number, slot, text, EVERYBODY)
+        return CallView(self.exchange, group, number, slot, text, EVERYBODY)
 
-    def brought(self, ticket: Ticket) -> memoryview:
+    def brought(self, ticket: CallView) -> memoryview:
         """Return this member's kept contribution, or its sum, as a view of the shared heap."""
         at = self.exchange.member(ticket, ticket.group.me)
         offset, size = self.ground.words[at + _OFFSET], self.ground.words[at + _BYTES]
         return self.ground.view(offset, size)
 
-    def holder(self, ticket: Ticket, node: int) -> int:
+    def holder(self, ticket: CallView, node: int) -> int:
         """Return the member with the sum of this node in its memory."""
         return self.ground.words[self.exchange.node(ticket, node)] - 1
 
-    def has_room(self, ticket: Ticket) -> bool:
+    def has_room(self, ticket: CallView) -> bool:
         """True if the call slot could be claimed.
 
         Fails the gang if the call differs from that of others.
         """
         return self.exchange.claimed(ticket, vote=False)
 
-    def differs(self, ticket: Ticket) -> bool:
+    def differs(self, ticket: CallView) -> bool:
         words, slot = self.ground.words, ticket.slot
         with self.ground.locked():  # a member of this host may be claiming it now
             known = words[slot + _CALL] == ticket.number + 1
             return known and words[slot + _SIGNATURE] != _number(ticket.text)
 
-    def bring(self, ticket: Ticket, piece: tuple[int, int]) -> None:
+    def bring(self, ticket: CallView, piece: tuple[int, int]) -> None:
         """Make heap memory that holds the member's contribution its contribution to the call."""
         at = self.exchange.member(ticket, ticket.group.me)
         self.ground.words[at + _OFFSET], self.ground.words[at + _BYTES] = piece
         self.exchange.arena.hold(ticket, *piece)
 
-    def come(self, ticket: Ticket, *, folded: bool) -> None:
+    def come(self, ticket: CallView, *, folded: bool) -> None:
         """Record that the member has made its call.
 
         If the call is folded, only the member is marked as posted: `join` counts arrivals when the
@@ -634,7 +634,7 @@ class Abroad:
             if ticket.group.size == 2:
                 self.turns.ready(Wait.MESSAGE, ticket.group.members[1])
 
-    def join(self, ticket: Ticket, sums: dict[int, int], fold: str, members: int) -> None:
+    def join(self, ticket: CallView, sums: dict[int, int], fold: str, members: int) -> None:
         """Combine the hosts' sums at the root, add `members` arrivals and complete the call."""
         words, group = self.ground.words, ticket.group
         for left, right, parent in branches(group.hosts).joins:
@@ -667,13 +667,13 @@ class _Arena:
 
     def __init__(self, ground: Ground) -> None:
         self.ground = ground
-        self.in_use: deque[tuple[Ticket, int, int]] = deque()
+        self.in_use: deque[tuple[CallView, int, int]] = deque()
         self.free: dict[
             int, list[tuple[int, int]]
         ] = {}  # size -> (offset, `takes` when it was freed)
         self.takes = 0
 
-    def take(self, ticket: Ticket, size_bytes: int) -> int:
+    def take(self, ticket: CallView, size_bytes: int) -> int:
         offset = self.piece(size_bytes)
         self.hold(ticket, offset, size_bytes)
         return offset
@@ -693,7 +693,7 @@ class _Arena:
         with self.ground.locked():
             return self.ground.take_land(rounded(size_bytes))
 
-    def hold(self, ticket: Ticket, offset: int, size_bytes: int) -> None:
+    def hold(self, ticket: CallView, offset: int, size_bytes: int) -> None:
         self.in_use.append((ticket, offset, rounded(size_bytes)))
 
     def _reclaim(self) -> None:
@@ -704,7 +704,7 @@ class _Arena:
             else:
                 self.in_use.append(piece)
 
-    def _is_over(self, ticket: Ticket, offset: int) -> bool:
+    def _is_over(self, ticket: CallView, offset: int) -> bool:
         words, slot, group = self.ground.words, ticket.slot, ticket.group
         if words[slot + _CALL] != ticket.number + 1 or words[slot + _GIVEN_UP]:
             return True

@@ -5,7 +5,7 @@
 
 The first two steps of an optimizer are watched: it is squashed only if its step does nothing but
 change tensors in place. Then the ranks of the slot compare everything, byte by byte, and move it
-into one region of shared memory. From then on a step is a vote of these ranks (`Exchange.meet`).
+into one region of shared memory. From then on a step is a vote of these ranks (`Rendezvous.meet`).
 Each rank shows that its copy is untouched, and that its gradients (by a digest of 128 bits) and
 hyper-parameters are equal to those of the first rank. The last rank to arrive updates for all. So
 the step runs once per slot, however many ranks share the slot.
@@ -43,7 +43,7 @@ import torch._dynamo
 import xxhash
 from torch.optim import Optimizer
 
-from workers.ranks.rendezvous import Exchange, Group
+from workers.ranks.rendezvous import Group, Rendezvous
 from workers.ranks.shared_memory import Ground, aligned, uses
 from workers.ranks.turns import Spared
 
@@ -278,7 +278,7 @@ class Record:
 class Squash:
     """A rank's side of all common steps. `events` is what happened, for the log."""
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Rendezvous) -> None:
         self.exchange, self.turns = exchange, exchange.turns
         self.records: weakref.WeakKeyDictionary[Optimizer, Record] = weakref.WeakKeyDictionary()
         self.events: list[JSON] = []

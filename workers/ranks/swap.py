@@ -27,7 +27,7 @@ SMALL_BYTES = 1024  # smaller storages are not worth moving
 LOOK_EVERY = 50  # steps
 
 
-class Stow:
+class RankOffload:
     """A rank's list of its device tensors, and the host memory that takes their contents."""
 
     def __init__(self, device: torch.device) -> None:

@@ -6,7 +6,7 @@ import os
 import time
 from typing import Any
 
-from workers.graph.lane import LaneJob
+from workers.graph.lane import ExecutorJob
 from workers.graph.runner import GraphJob
 from workers.residents import inbox, orders, outputs
 from workers.residents.endings import as_ending
@@ -80,7 +80,7 @@ class FirstExecutor:
     time that a launch takes, or longer while no other task wants the device.
     """
 
-    def __init__(self, work: Work, job: LaneJob) -> None:
+    def __init__(self, work: Work, job: ExecutorJob) -> None:
         self.work, self.job = work, job
         self.since_s: float | None = None  # since when the next node has been waiting
         self.seated_s = work.seated_s  # as `Work.seated_s` at that time

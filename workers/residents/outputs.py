@@ -13,7 +13,7 @@ import torch
 
 from workers.capture.capture import Uncapturable
 from workers.capture.tensor_io import Published, Unpublishable
-from workers.graph.lane import LaneJob
+from workers.graph.lane import ExecutorJob
 from workers.residents import inbox
 from workers.residents.endings import JSON, Abandoned, Ending, uncapturable
 from workers.residents.work import Work
@@ -168,7 +168,7 @@ def _output(
             return Published(value, f"result[{root!r}]")
         around, accelerator = work.around, work.accelerator
         # How far an executor is when an output comes to it depends on the others.
-        step = 0 if isinstance(work.job, LaneJob) else work.step
+        step = 0 if isinstance(work.job, ExecutorJob) else work.step
         return context_switch.stage(
             value, step=step, around=around, accelerator=accelerator, root=root, new=new
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from workers.graph.lane import LaneJob
+from workers.graph.lane import ExecutorJob
 from workers.graph.runner import GraphJob
 from workers.ranks.turns import GangFailed
 from workers.residents import inbox, late_inputs, orders
@@ -21,7 +21,7 @@ def safe_point(work: Work) -> None:
     try:
         while not is_ready:
             # An executor waits for its next node's inputs, and can be stopped while it waits.
-            is_ready = not isinstance(work.job, LaneJob) or work.job.await_next(work.outside)
+            is_ready = not isinstance(work.job, ExecutorJob) or work.job.await_next(work.outside)
             with work.member.between(work.step + 1, lambda: _stand_at_cut(work)):
                 orders.obey(work)
     except (GangFailed, TimeoutError) as error:

@@ -16,7 +16,7 @@ from app.core.placement.executors import spread
 from workers.capture import data_loader, tensor_io
 from workers.capture.capture import Surroundings, Uncapturable, capture
 from workers.graph import runner
-from workers.graph.lane import LaneJob, LoadedLane
+from workers.graph.lane import ExecutorJob, LoadedLane
 from workers.graph.runner import GraphJob, NodeFailed
 from workers.hardware import preset
 from workers.hardware.accelerator import Accelerator
@@ -201,7 +201,7 @@ def build(work: Work) -> None:
 
 def run(work: Work) -> None:
     work.saved_s = time.monotonic()
-    if isinstance(work.job, LaneJob):
+    if isinstance(work.job, ExecutorJob):
         work.ctx.allocate = work.job.passing.empty
         if "part" in work.spec["run"] and not work.spec["rank"]:
             work.outside = FirstExecutor(work, work.job)
@@ -265,7 +265,7 @@ def settle(work: Work) -> None:
             told = f"the output {name!r} could not be stored: {why}"
             raise Ending("failed", cause="exit", message=told, detail="")
     progress.report(work)
-    passed = work.job.passed() if isinstance(work.job, LaneJob) else []
+    passed = work.job.passed() if isinstance(work.job, ExecutorJob) else []
     took_ms = work.job.took_ms() if work.is_graph else {}
     made_bytes = work.job.made_bytes() if work.is_graph else {}
     measured = {"took_ms": took_ms, "made_bytes": made_bytes}

@@ -4,8 +4,8 @@ puts it into words.
 `line` yields all waiting tasks in the order in which they would be picked if one device after
 another became free.  It empties the board's queues, so it needs a board of its own.  `obstacles`
 looks at one task and changes nothing.  `place` gives the same place as `line` without picking
-tasks: it needs only the number of tasks that wait below each branch (`Party`).  So it can answer
-for one task in a million, in O(depth * fan-out).
+tasks: it needs only the number of tasks that wait below each branch (`WaitingBranch`).  So it can
+answer for one task in a million, in O(depth * fan-out).
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ def seconds(board: Board, score: int) -> float:
 # --- places ---------------------------------------------------------------------------------------
 
 
-class Party(NamedTuple):
+class WaitingBranch(NamedTuple):
     """A branch that waits for one kind of device, as seen beside its siblings.
 
     `faded` is its usage with its idle-credit floor.  `fee` is what each of its tasks is charged for
@@ -287,11 +287,11 @@ def _of_branch(board: Board, branch: Branch, task: BoardTask) -> tuple[bool, int
     return borrows, board.tree.score(branch, kind=task.kind), branch.name
 
 
-Crowd = tuple[list[Party], list[int]]
+WaitingBefore = tuple[list[WaitingBranch], list[int]]
 """Parties, and how many of each; two lists, as ten thousand pairs would wake the collector."""
 
 
-def before(me: Party, k: int, others: Iterable[Party]) -> Crowd:
+def before(me: WaitingBranch, k: int, others: Iterable[WaitingBranch]) -> WaitingBefore:
     """Count how many tasks of each sibling go before the k-th task of mine (from 0), where any do.
 
     The j-th pick of a branch finds it at the level (faded + j * fee) / weight, and picks are made
@@ -300,7 +300,7 @@ def before(me: Party, k: int, others: Iterable[Party]) -> Crowd:
     here).
     """
     mine, level, weight, borrow = me.name, me.faded + k * me.fee, me.weight, me.borrows
-    who, counts = list[Party](), list[int]()
+    who, counts = list[WaitingBranch](), list[int]()
     for other in others:
         name, faded, their_weight, fee, waiting, borrows = other
         if borrows is borrow:
@@ -327,7 +327,7 @@ def place(board: Board, task: BoardTask) -> tuple[int, Ahead]:
     in rows.
     """
     in_line = [other for other in board.tasks.values() if other.id in board.tree]
-    crowd = _Crowd(board, [other for other in in_line if other.kind == task.kind])
+    crowd = _WaitingCounts(board, [other for other in in_line if other.kind == task.kind])
     leaf = board.leaf(task)
     mine = [other for other in in_line if board.leaf(other) is leaf and other.kind == task.kind]
     higher = sum(other.priority > task.priority for other in mine)
@@ -344,7 +344,7 @@ def place(board: Board, task: BoardTask) -> tuple[int, Ahead]:
     return k + 1, Ahead(tenants=counts[True], users=counts[False], higher=higher, earlier=earlier)
 
 
-class _Crowd:
+class _WaitingCounts:
     """The number of tasks that wait below each branch of a board, for one kind."""
 
     def __init__(self, board: Board, tasks: Iterable[BoardTask]) -> None:
@@ -354,18 +354,18 @@ class _Crowd:
             for branch in above(board.leaf(task)):
                 self.lanes[branch.path][board.lane_in_line(task)] += 1
 
-    def siblings(self, branch: Branch) -> Iterator[Party]:
+    def siblings(self, branch: Branch) -> Iterator[WaitingBranch]:
         branches = self.board.tree.branches
         for path, lanes in self.lanes.items():
             beside = path and path[:-1] == branch.path[:-1] and path != branch.path
             if beside and any(branches[path].room(here) for here in lanes):
                 yield self.party(branches[path])
 
-    def party(self, branch: Branch) -> Party:
+    def party(self, branch: Branch) -> WaitingBranch:
         lanes, board = self.lanes[branch.path], self.board
         waiting, kind = lanes.total(), next(iter(lanes)).kind
         widths = sum(here.width * count for here, count in lanes.items())
-        return Party(
+        return WaitingBranch(
             branch.name,
             board.tree.usage(branch) + branch.lifts.get(kind, 0),
             branch.weight,

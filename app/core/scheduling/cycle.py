@@ -59,74 +59,74 @@ def decide(snapshot: Snapshot, *, now_s: float) -> Plan:
 
 def cycle(board: Board, *, lift: bool = True) -> Plan:
     """Run one round at the board's time; afterwards the board shows the decisions as done."""
-    paper = _Paper(board)
+    draft = _DraftPlan(board)
     if not board.memory.goes_on:
         board.memory.in_the_way, board.memory.tried = set(), {}
     # 1.  Mark tasks as lost if the lease of a device has ended.
-    _count_the_lost(paper)
+    _count_the_lost(draft)
     # 2.  End tasks that were cancelled while they held no device, and tasks that can never start.
     # 3.  Unlock tasks if all start conditions hold; lock tasks with unmet conditions.
     # 4.  Carry out requested actions for tasks on devices; empty the devices that are drained.
-    _look_at_news(paper)
+    _look_at_news(draft)
     # Launch moving tasks that can start now on their new devices.
-    _land(paper)
+    _land(draft)
     # Pause tasks that may no longer share a device.
-    _part(paper)
+    _part(draft)
     # Raise new arrivals to the idle-credit floor.
     if lift:
         idle_credit.welcome(board)
-    if _nothing_moved(paper):
+    if _nothing_moved(draft):
         return Plan(look_again_s=_look_again_s(board, {}, NEVER), now_s=board.now_s)
     # 5.  Seat the tasks that must not wait longer.
-    urgent = _seat_urgent(paper)
+    urgent = _seat_urgent(draft)
     # Launch graphs that can take turns with running graphs.
     kept = dict(urgent)
-    _share(paper, kept)
+    _share(draft, kept)
     # 6.  Launch the least served tasks on free devices, or
     # 7. in the place of tasks that had more.
-    _seat(paper, kept)
+    _seat(draft, kept)
     # 8.  Let tasks of one branch take turns.
-    _take_turns(paper)
+    _take_turns(draft)
     # Victims released more than was needed: others may use it, or a limit has room again.
-    while paper.left_over:
-        paper.left_over = False
-        _seat(paper, kept)
-        _take_turns(paper)
+    while draft.left_over:
+        draft.left_over = False
+        _seat(draft, kept)
+        _take_turns(draft)
     # All devices that could be taken are taken now: launch graphs beside others.
-    _share(paper, kept)
+    _share(draft, kept)
     # 9.  Give what no waiting task could take to sharing graphs or to elastic tasks.
-    moves = bool(board.beside) and not board.short and _regroup(paper, kept)
+    moves = bool(board.beside) and not board.short and _regroup(draft, kept)
     if moves:
-        _share(paper, kept)
+        _share(draft, kept)
     if board.elastic and not board.short and not moves:
-        _grow(paper, kept)
+        _grow(draft, kept)
     board.memory.goes_on = bool(board.short)
     seen = not board.short and not board.longer  # are all waiting tasks loaded?
-    if seen and not paper.decisions and not kept and not urgent and paper.again_s == NEVER:
+    if seen and not draft.decisions and not kept and not urgent and draft.again_s == NEVER:
         until_s = preemption.nobody_gains_until_s(board)
         if board.elastic:
             until_s = min(until_s, elastic.next_growth_s(board))
         board.memory.quiet = (board.tree.moved, until_s)
     return Plan(
-        decisions=tuple(paper.decisions),
-        before=paper.before,
-        look_again_s=_look_again_s(board, urgent, paper.again_s),
+        decisions=tuple(draft.decisions),
+        before=draft.before,
+        look_again_s=_look_again_s(board, urgent, draft.again_s),
         now_s=board.now_s,
         lifts=_taken(board.memory.lifted),
     )
 
 
-def _nothing_moved(paper: _Paper) -> bool:
+def _nothing_moved(draft: _DraftPlan) -> bool:
     """True if only time has passed since a round without effect, and not enough to change that.
 
     A task that arrived meanwhile is queued behind tasks that found no device.
     """
-    board = paper.board
+    board = draft.board
     moved, until_s = board.memory.quiet
     if (
         moved != board.tree.moved
         or board.now_s >= until_s
-        or paper.decisions
+        or draft.decisions
         or board.memory.lifted
     ):
         return False
@@ -139,7 +139,7 @@ def _taken(lifted: dict[tuple[str, str, str], IdleCreditFloor]) -> tuple[IdleCre
     return found
 
 
-class _Paper:
+class _DraftPlan:
     """The decisions of one round, before they are committed."""
 
     def __init__(self, board: Board) -> None:
@@ -187,8 +187,8 @@ class _Paper:
 # --- 1. lost ------------------------------------------------------------------------------------
 
 
-def _count_the_lost(paper: _Paper) -> None:
-    board = paper.board
+def _count_the_lost(draft: _DraftPlan) -> None:
+    board = draft.board
     if board.now_s < board.leases_due_s and not board.astray:
         return
     later = False
@@ -196,10 +196,10 @@ def _count_the_lost(paper: _Paper) -> None:
         task = board.tasks[id]
         lost = [id for id in task.holds if board.is_lost(id)]
         because = f"the lease of {' and '.join(lost)} expired without a heartbeat"
-        if _goes_on_without(paper, task, lost, "lease", because):
+        if _goes_on_without(draft, task, lost, "lease", because):
             later |= task.state != State.running
             continue
-        paper.move(
+        draft.move(
             task,
             Move.Lost,
             "lease",
@@ -220,76 +220,76 @@ def _count_the_lost(paper: _Paper) -> None:
 # --- 2. to 4. changed tasks ---------------------------------------------------------------------
 
 
-def _look_at_news(paper: _Paper) -> None:
+def _look_at_news(draft: _DraftPlan) -> None:
     """Look once at each changed task; it is looked at again only after it changes again."""
-    board = paper.board
+    board = draft.board
     news, board.news = sorted(board.news), set()
     for steps in (_end, _unlock_or_lock, _obey):
         for id in news:
             if id in board.tasks:
-                steps(paper, board.tasks[id])
+                steps(draft, board.tasks[id])
     board.news = set()
 
 
-def _end(paper: _Paper, task: BoardTask) -> None:
+def _end(draft: _DraftPlan, task: BoardTask) -> None:
     if task.state not in NOT_STARTED:
         return
     broken = task.conditions.broken
     if task.cancel_asked:
-        paper.move(task, Move.Cancel, "cancel", "It was cancelled while it held no device.")
+        draft.move(task, Move.Cancel, "cancel", "It was cancelled while it held no device.")
     elif task.conditions.terms.lets_go:
-        paper.move(task, Move.Cancel, "tickets", "Ended with its gang.")
+        draft.move(task, Move.Cancel, "tickets", "Ended with its gang.")
     elif broken:
         because = f"Not started: {', '.join(broken)} did not succeed."
-        paper.move(task, Move.GaveUp, "needs", because)
+        draft.move(task, Move.GaveUp, "needs", because)
 
 
-def _unlock_or_lock(paper: _Paper, task: BoardTask) -> None:
+def _unlock_or_lock(draft: _DraftPlan, task: BoardTask) -> None:
     if task.state not in NOT_STARTED:
         return
-    unmet = waiting_reasons.unmet(task, now_s=paper.board.now_s)
+    unmet = waiting_reasons.unmet(task, now_s=draft.board.now_s)
     if task.state == State.blocked and not unmet:
-        paper.move(task, Move.Unlocked, "start", "All its start conditions hold.")
+        draft.move(task, Move.Unlocked, "start", "All its start conditions hold.")
     elif task.state == State.waiting and unmet:
-        paper.move(task, Move.Locked, "start", unmet[0].message)
+        draft.move(task, Move.Locked, "start", unmet[0].message)
 
 
-def _obey(paper: _Paper, task: BoardTask) -> None:
+def _obey(draft: _DraftPlan, task: BoardTask) -> None:
     if task.state not in ON_A_DEVICE or task.state == State.stopping:
         return
     if task.ticket:
-        _keep_for_its_gang(paper, task)
+        _keep_for_its_gang(draft, task)
     elif task.cancel_asked:
         held = task.holds
         because = "It was cancelled."
-        paper.move(task, Move.Cancel, "cancel", because, devices=held, seats=held, leaves=())
+        draft.move(task, Move.Cancel, "cancel", because, devices=held, seats=held, leaves=())
     elif task.state == State.running:  # in any other state, pause the task once it runs
-        _obey_while_it_runs(paper, task)
+        _obey_while_it_runs(draft, task)
 
 
-def _obey_while_it_runs(paper: _Paper, task: BoardTask) -> None:
-    drained = _drained(paper, task)
+def _obey_while_it_runs(draft: _DraftPlan, task: BoardTask) -> None:
+    drained = _drained(draft, task)
     if task.conditions.hold:
         because = "Pausing, as requested. Resume the task to continue."
-        paper.move(task, Move.Pause, "hold", because, devices=task.seats)
+        draft.move(task, Move.Pause, "hold", because, devices=task.seats)
     elif island := task.conditions.terms.lets_go:
         because = f"Preempted: its gang spans islands, and {island} needs its devices."
-        paper.move(task, Move.Pause, "tickets", because, devices=task.seats)
+        draft.move(task, Move.Pause, "tickets", because, devices=task.seats)
     elif task.moves_to is not None:
         if len(task.seats) > task.width:
             because = "Migrating: it keeps only the devices that it needs."
-            _make_smaller(paper, task, task.seats[: task.width], "move", because)
+            _make_smaller(draft, task, task.seats[: task.width], "move", because)
         elif task.stops:
             because = f"Migrating to {task.moves_to}: only its last changes are left to copy."
-            paper.move(task, Move.Pause, "move", because, devices=task.seats)
+            draft.move(task, Move.Pause, "move", because, devices=task.seats)
     elif drained:
-        _drain(paper, task, drained)
+        _drain(draft, task, drained)
     elif len(task.seats) > (most := max(task.width, task.width_max)):
         because = f"Reduced to {counted(most, 'device')}, as was asked."
-        _make_smaller(paper, task, task.seats[:most], "wish", because)
+        _make_smaller(draft, task, task.seats[:most], "wish", because)
 
 
-def _keep_for_its_gang(paper: _Paper, ticket: BoardTask) -> None:
+def _keep_for_its_gang(draft: _DraftPlan, ticket: BoardTask) -> None:
     """Release a ticket's devices once its gang has no ranks there.
 
     Until then the gang is asked for the devices by pausing it.
@@ -299,33 +299,33 @@ def _keep_for_its_gang(paper: _Paper, ticket: BoardTask) -> None:
         seats=(), leaves=(), resized_s=None, held_us=0, accrued_us=0, started_s=None
     )
     if why == OVER:
-        paper.move(ticket, Move.Finished, "tickets", "Ended with its gang.", **nothing)
+        draft.move(ticket, Move.Finished, "tickets", "Ended with its gang.", **nothing)
     elif why:
         because = "Paused: its gang does not use these devices at the moment."
-        paper.move(ticket, Move.Paused, "tickets", because, **nothing)
-        _unlock_or_lock(paper, paper.board.tasks[ticket.id])
+        draft.move(ticket, Move.Paused, "tickets", because, **nothing)
+        _unlock_or_lock(draft, draft.board.tasks[ticket.id])
     elif ticket.state == State.running and ticket.conditions.hold:
         because = "Pausing with its gang, as requested."
-        paper.move(ticket, Move.Pause, "hold", because, devices=ticket.seats)
-    elif ticket.state == State.running and _drained(paper, ticket):
+        draft.move(ticket, Move.Pause, "hold", because, devices=ticket.seats)
+    elif ticket.state == State.running and _drained(draft, ticket):
         because = "Preempted: one of its devices is drained."
-        paper.move(ticket, Move.Pause, "drain", because, devices=ticket.seats)
+        draft.move(ticket, Move.Pause, "drain", because, devices=ticket.seats)
 
 
-def _drained(paper: _Paper, task: BoardTask) -> list[str]:
-    devices = paper.board.devices
+def _drained(draft: _DraftPlan, task: BoardTask) -> list[str]:
+    devices = draft.board.devices
     return [id for id in task.seats if devices[id].cordoned]
 
 
-def _drain(paper: _Paper, task: BoardTask, drained: list[str]) -> None:
+def _drain(draft: _DraftPlan, task: BoardTask, drained: list[str]) -> None:
     because = f"{drained[0]} is being drained"
-    if not _goes_on_without(paper, task, drained, "drain", because):
+    if not _goes_on_without(draft, task, drained, "drain", because):
         because = f"{because}; it resumes elsewhere."
-        paper.move(task, Move.Pause, "drain", because, devices=task.seats)
+        draft.move(task, Move.Pause, "drain", because, devices=task.seats)
 
 
 def _goes_on_without(
-    paper: _Paper, task: BoardTask, gone: list[str], rule: str, because: str
+    draft: _DraftPlan, task: BoardTask, gone: list[str], rule: str, because: str
 ) -> bool:
     """Let an elastic task continue on its other devices; False if they are too few.
 
@@ -333,14 +333,14 @@ def _goes_on_without(
     looks at the task again.
     """
     left = tuple(id for id in task.seats if id not in gone)
-    homeless = paper.board.policy.homebound and task.seat in gone
+    homeless = draft.board.policy.homebound and task.seat in gone
     if not task.elastic or len(left) < task.width or homeless:
         return False
     if task.state != State.running:
         return True
-    if rule == "lease" and paper.board.policy.homebound and not _are_near(paper.board, task, gone):
+    if rule == "lease" and draft.board.policy.homebound and not _are_near(draft.board, task, gone):
         return False  # ranks have died with the lost devices
-    _make_smaller(paper, task, left, rule, f"{because}; it continues with fewer devices.")
+    _make_smaller(draft, task, left, rule, f"{because}; it continues with fewer devices.")
     return True
 
 
@@ -351,32 +351,32 @@ def _are_near(board: Board, task: BoardTask, devices: list[str]) -> bool:
 
 
 def _make_smaller(
-    paper: _Paper,
+    draft: _DraftPlan,
     task: BoardTask,
     seats: tuple[str, ...],
     rule: str,
     because: str,
     against: str | None = None,
 ) -> None:
-    paper.move(
+    draft.move(
         task,
         Move.Splice,
         rule,
         because,
         devices=seats,
         against=against,
-        cost=paper.board.cost(task, seats),
+        cost=draft.board.cost(task, seats),
         seats=seats,
         leaves=tuple(id for id in task.seats if id not in seats),
     )
 
 
-def _land(paper: _Paper) -> None:
+def _land(draft: _DraftPlan) -> None:
     """Launch moving tasks on their new devices once the image is durable, or lost.
 
     They held a device until now, so they are not queued; limits still apply.
     """
-    board = paper.board
+    board = draft.board
     for id in sorted(board.landing):
         task = board.tasks[id]
         to = str(task.moves_to)
@@ -384,7 +384,7 @@ def _land(paper: _Paper) -> None:
         if here or preemption.shut_by(board, task) is not None:
             continue
         because = f"Migrating to {to}: all of its state has been copied there."
-        _launch(paper, task, (to,), "move", because, against=None)
+        _launch(draft, task, (to,), "move", because, against=None)
 
 
 # --- 5. urgent ----------------------------------------------------------------------------------
@@ -403,25 +403,25 @@ class _KeptForGang:
     spare: int
 
 
-def _seat_urgent(paper: _Paper) -> dict[str, _KeptForGang]:
+def _seat_urgent(draft: _DraftPlan) -> dict[str, _KeptForGang]:
     """Rules F7, F9: seat the tasks that waited too long; keep devices for the others."""
-    board = paper.board
+    board = draft.board
     kept: dict[str, _KeptForGang] = {}
     for task in board.urgency.tasks():
         rule = _urgent_by(board, task)
         if rule is None or task.kind in kept:
             continue
         shut = preemption.shut_by(board, task)
-        if shut is None and _launch_free(paper, task, rule):
+        if shut is None and _launch_free(draft, task, rule):
             continue
-        if not _make_room(paper, task, rule) and shut is None:
+        if not _make_room(draft, task, rule) and shut is None:
             keeper = _keep(board, task, turns=True)
             if keeper.at_s < NEVER:
                 kept[task.kind] = keeper
                 board.memory.in_the_way.add(task.id)
             else:  # protection of running tasks ends some time
                 later_s = max(slice_us(board.policy, task) / 1e6, preemption.RESOLUTION_S)
-                paper.again_s = min(paper.again_s, board.now_s + later_s)
+                draft.again_s = min(draft.again_s, board.now_s + later_s)
     return kept
 
 
@@ -452,18 +452,18 @@ def _keep(board: Board, task: BoardTask, *, turns: bool) -> _KeptForGang:
 # --- graphs that share a device -----------------------------------------------------------------
 
 
-def _part(paper: _Paper) -> None:
+def _part(draft: _DraftPlan) -> None:
     because = "Preempted: its device can no longer be shared. Resumes automatically."
-    for stay in time_sharing.who_parts(paper.board) if paper.board.beside else ():
-        paper.move(stay.task, Move.Pause, "share", because, devices=stay.devices)
+    for stay in time_sharing.who_parts(draft.board) if draft.board.beside else ():
+        draft.move(stay.task, Move.Pause, "share", because, devices=stay.devices)
 
 
-def _share(paper: _Paper, kept: dict[str, _KeptForGang]) -> None:
+def _share(draft: _DraftPlan, kept: dict[str, _KeptForGang]) -> None:
     """Launch graphs beside running graphs; on a full device one of those makes room."""
-    board = paper.board
+    board = draft.board
     for kind in [here.kind for here in time_sharing.places(board) if here.kind not in kept]:
         while (join := _who_joins(board, kind)) is not None:
-            _join(paper, join)
+            _join(draft, join)
 
 
 def _who_joins(board: Board, kind: str) -> time_sharing.Join | None:
@@ -471,28 +471,28 @@ def _who_joins(board: Board, kind: str) -> time_sharing.Join | None:
     return None if here is None else time_sharing.who_joins(here)
 
 
-def _join(paper: _Paper, join: time_sharing.Join) -> None:
+def _join(draft: _DraftPlan, join: time_sharing.Join) -> None:
     task, device = join.task, join.device
-    for stay in paper.board.group(device):
+    for stay in draft.board.group(device):
         if not stay.task.shares:
             told = "Shares its device with another graph from now on."
-            paper.move(stay.task, Move.Share, "share", told, shares=True)
+            draft.move(stay.task, Move.Share, "share", told, shares=True)
     for gone in join.gone:
         told = "Preempted: graphs with less usage share its device. Resumes automatically."
-        paper.move(gone.task, Move.Pause, "share", told, devices=(device,), against=task.id)
+        draft.move(gone.task, Move.Pause, "share", told, devices=(device,), against=task.id)
     because = "Started: shares a device with other graphs, in turns of milliseconds."
     against = join.gone[0].id if join.gone else None
-    _launch(paper, task, (device,), "share", because, against=against, shares=True)
+    _launch(draft, task, (device,), "share", because, against=against, shares=True)
 
 
-def _regroup(paper: _Paper, kept: dict[str, _KeptForGang]) -> bool:
+def _regroup(draft: _DraftPlan, kept: dict[str, _KeptForGang]) -> bool:
     """Pause graphs that share so that they can move to other devices; False if none moves."""
     moves = False
-    for here in time_sharing.places(paper.board):
+    for here in time_sharing.places(draft.board):
         found = None if here.kind in kept else regroup.who_moves(here)
         if found is not None:
             stay, because = found
-            paper.move(stay.task, Move.Pause, "regroup", because, devices=stay.devices)
+            draft.move(stay.task, Move.Pause, "regroup", because, devices=stay.devices)
             moves = True
     return moves
 
@@ -500,9 +500,9 @@ def _regroup(paper: _Paper, kept: dict[str, _KeptForGang]) -> bool:
 # --- 6. launch ----------------------------------------------------------------------------------
 
 
-def _seat(paper: _Paper, kept: dict[str, _KeptForGang]) -> None:
+def _seat(draft: _DraftPlan, kept: dict[str, _KeptForGang]) -> None:
     """Launch tasks, least served first; a task without a device closes its lane for the round."""
-    board, tree = paper.board, paper.board.tree
+    board, tree = draft.board, draft.board.tree
     open_, aside = _lanes(board, kept), list[BoardTask]()
     while not board.short and (found := tree.first(open_)) is not None:
         _, lane, task = found
@@ -516,10 +516,10 @@ def _seat(paper: _Paper, kept: dict[str, _KeptForGang]) -> None:
                 board.memory.in_the_way.add(task.id)
             else:
                 del open_[lane]
-        elif _launch_free(paper, task, "F3"):
+        elif _launch_free(draft, task, "F3"):
             if keeper is not None:
                 kept[task.kind] = replace(keeper, spare=keeper.spare - taken)
-        elif keeper is not None or not _make_room(paper, task, "F5/F6/F8"):
+        elif keeper is not None or not _make_room(draft, task, "F5/F6/F8"):
             del open_[lane]
             _find_no_seat(board, kept, open_, task)
     for task in aside:
@@ -594,9 +594,9 @@ def _takes(board: Board, task: BoardTask, lane: Lane, kept: _KeptForGang) -> int
     return sum(pool.suits(id, kept.lane) for id in devices) if devices else lane.width
 
 
-def _launch_free(paper: _Paper, task: BoardTask, rule: str) -> bool:
+def _launch_free(draft: _DraftPlan, task: BoardTask, rule: str) -> bool:
     """Launch a task on free devices or on extra devices of elastic tasks; False if too few."""
-    board = paper.board
+    board = draft.board
     pool = board.pools.get(task.kind)
     if pool is None:
         return False
@@ -606,7 +606,7 @@ def _launch_free(paper: _Paper, task: BoardTask, rule: str) -> bool:
         back = elastic.given_back(board, task, offered)
         if back is None:
             return False
-        _give_back(paper, back, task, rule)
+        _give_back(draft, back, task, rule)
         against = back[0].stay.id if back else None
     devices = pool.best(lane, task.image_on, board.pinned())
     if not devices:
@@ -618,12 +618,12 @@ def _launch_free(paper: _Paper, task: BoardTask, rule: str) -> bool:
     }[rule]
     if against is not None and rule == "F3":
         because = "Started: another task returned a device that it did not need."
-    _launch(paper, task, tuple(devices), rule, because, against=against)
+    _launch(draft, task, tuple(devices), rule, because, against=against)
     return True
 
 
 def _launch(
-    paper: _Paper,
+    draft: _DraftPlan,
     task: BoardTask,
     devices: tuple[str, ...],
     rule: str,
@@ -632,10 +632,10 @@ def _launch(
     against: str | None,
     shares: bool = False,
 ) -> None:
-    board = paper.board
+    board = draft.board
     cost = board.cost(task, devices)
     since_s = task.waits_since_s
-    paper.move(
+    draft.move(
         task,
         Move.Launch,
         rule,
@@ -658,25 +658,27 @@ def _launch(
 # --- 7. make room -------------------------------------------------------------------------------
 
 
-def _make_room(paper: _Paper, task: BoardTask, rule: str, *, within: Branch | None = None) -> bool:
+def _make_room(
+    draft: _DraftPlan, task: BoardTask, rule: str, *, within: Branch | None = None
+) -> bool:
     """Launch a task in the place of tasks that had more or borrowed; False if too few give way.
 
     For a one-host task every host with enough devices is tried.
     """
-    if _make_room_there(paper, task, rule, within):
+    if _make_room_there(draft, task, rule, within):
         return True
-    board = paper.board
+    board = draft.board
     for host in board.others(task) if board.policy.turns else ():
         board.sought[task.id] = host
-        has_room = _make_room_there(paper, task, rule, within)
+        has_room = _make_room_there(draft, task, rule, within)
         del board.sought[task.id]
         if has_room:
             return True
     return False
 
 
-def _make_room_there(paper: _Paper, task: BoardTask, rule: str, within: Branch | None) -> bool:
-    board = paper.board
+def _make_room_there(draft: _DraftPlan, task: BoardTask, rule: str, within: Branch | None) -> bool:
+    board = draft.board
     if not board.policy.turns:
         return False
     if task.graph and rule not in ("F7", "F9") and time_sharing.has_a_place(board, task):
@@ -692,15 +694,15 @@ def _make_room_there(paper: _Paper, task: BoardTask, rule: str, within: Branch |
         back = elastic.given_back(board, task, offered, [victim.stay for victim in victims])
         if back is None:
             return False
-        _give_back(paper, back, task, rule)
+        _give_back(draft, back, task, rule)
     given = sum(victim.stay.lane.width + victim.stay.grown for victim in victims)
-    paper.left_over |= given > task.width or len(victims) > 1
+    draft.left_over |= given > task.width or len(victims) > 1
     for victim in victims:
         told = "Preempted: time slice over. Resumes automatically."
         if victim.rule == "F5":
             told = "Preempted: borrowed device returned to its guaranteed owner."
         stay = victim.stay
-        paper.move(
+        draft.move(
             stay.task,
             Move.Pause,
             victim.rule if rule.startswith("F5") else rule,
@@ -720,27 +722,27 @@ def _make_room_there(paper: _Paper, task: BoardTask, rule: str, within: Branch |
         "Started: replaced a task whose time slice was over.",
     )
     chosen = first.rule if rule.startswith("F5") else rule
-    _launch(paper, task, tuple(devices), chosen, because, against=first.stay.id)
+    _launch(draft, task, tuple(devices), chosen, because, against=first.stay.id)
     return True
 
 
 def _give_back(
-    paper: _Paper, back: list[elastic.ElasticResize], task: BoardTask, rule: str
+    draft: _DraftPlan, back: list[elastic.ElasticResize], task: BoardTask, rule: str
 ) -> None:
     """Rules F5, F6: shrink elastic tasks first, because that is the cheapest way to make room."""
     told = "Returned devices that it does not need to waiting tasks."
     for resize in back:
-        paper.left_over = True  # a device may suit another task, or a limit may have room
+        draft.left_over = True  # a device may suit another task, or a limit may have room
         by = rule if rule in ("F7", "F9") else "F5" if resize.lent else "F6/F8"
-        _make_smaller(paper, resize.stay.task, resize.devices, by, told, task.id)
+        _make_smaller(draft, resize.stay.task, resize.devices, by, told, task.id)
 
 
-def _take_turns(paper: _Paper) -> None:
+def _take_turns(draft: _DraftPlan) -> None:
     """Rules F6 and F8 below the top: let tasks of one branch replace each other.
 
     This step gives the turns that no other branch could take.
     """
-    board = paper.board
+    board = draft.board
     if not board.policy.turns or not board.tree.lanes:
         return
     for branch in preemption.shared(board):
@@ -751,21 +753,21 @@ def _take_turns(paper: _Paper) -> None:
                 break
             _, lane, task = found
             board.memory.looked_at(task, *board.tree.led())
-            if not _make_room(paper, task, "F5/F6/F8", within=branch):
+            if not _make_room(draft, task, "F5/F6/F8", within=branch):
                 del open_[lane]
 
 
 # --- 9. grow ------------------------------------------------------------------------------------
 
 
-def _grow(paper: _Paper, kept: dict[str, _KeptForGang]) -> None:
+def _grow(draft: _DraftPlan, kept: dict[str, _KeptForGang]) -> None:
     """Give elastic tasks more devices; they are charged from now on, ready or not."""
-    board = paper.board
+    board = draft.board
     told = "Uses these devices until another task needs them."
     for resize in elastic.growth(board, kept):
         task = resize.stay.task
         cost = board.cost(task, resize.devices)
-        paper.move(
+        draft.move(
             task,
             Move.Splice,
             "grow",

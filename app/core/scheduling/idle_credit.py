@@ -35,7 +35,7 @@ from app.core.scheduling.round_memory import Service
 
 FORGOTTEN_S = 60.0  # s after which the memory of an earlier board is not used
 
-Seat = tuple[Branch, str]  # a branch, and the kind of device that it waits for
+BranchAndKind = tuple[Branch, str]  # a branch, and the kind of device that it waits for
 
 
 def welcome(board: Board) -> None:
@@ -49,7 +49,7 @@ def welcome(board: Board) -> None:
     tree.came.clear()
     board.memory.ended = {}
     board.memory.new.update(dict.fromkeys(came))
-    new: dict[Seat, dict[Branch, None]] = defaultdict(dict)
+    new: dict[BranchAndKind, dict[Branch, None]] = defaultdict(dict)
     for branch, kind in came:
         if branch.parent is not None:
             new[branch.parent, kind][branch] = None
@@ -116,7 +116,9 @@ def _who_holds(board: Board, parent: Branch, kind: str) -> set[Branch]:
     return found
 
 
-def _see_off(board: Board, leaf: Branch, kind: str, new: Mapping[Seat, Collection[Branch]]) -> None:
+def _see_off(
+    board: Board, leaf: Branch, kind: str, new: Mapping[BranchAndKind, Collection[Branch]]
+) -> None:
     """Keep the level of a branch that neither holds nor wants devices now, for new arrivals."""
     branch = leaf
     while branch.parent is not None and not branch.held[kind] and not branch.in_line(kind):
@@ -132,7 +134,7 @@ def _see_off(board: Board, leaf: Branch, kind: str, new: Mapping[Seat, Collectio
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class CarriedLevels:
     """Facts that the next board needs of this one: waiting branches, and how well they were served.
 
     A branch that held devices counts as in line, since it may have been preempted meanwhile.  A
@@ -145,7 +147,7 @@ class Memory:
     at_s: float
 
     @classmethod
-    def of(cls, board: Board) -> Memory:
+    def of(cls, board: Board) -> CarriedLevels:
         tree = board.tree
         here = {(b, lane.kind) for b in tree.branches.values() for lane in b.lines}
         here |= {(b, stay.lane.kind) for stay in board.stays.values() for b in above(stay.leaf)}
@@ -164,7 +166,7 @@ class Memory:
         )
 
 
-def recall(board: Board, memory: Memory | None) -> None:
+def recall(board: Board, memory: CarriedLevels | None) -> None:
     """Treat only branches as new arrivals on a new board that were not in line on the old one.
 
     Without a memory, or with an old one, no branch is new: the scheduler just began to lead its

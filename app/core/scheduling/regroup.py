@@ -29,7 +29,7 @@ from app.core.scheduling.time_sharing import (
     APART_US,
     EVEN_US,
     Join,
-    Places,
+    SharedDevices,
     above_both,
     all_run,
     has_others,
@@ -69,7 +69,7 @@ class _Mover:
         return self.stay.leaf
 
 
-def who_moves(here: Places) -> tuple[BoardStay, str] | None:
+def who_moves(here: SharedDevices) -> tuple[BoardStay, str] | None:
     """Who is to be paused, to go on on another device of the kind, and why."""
     movers = list(_movers(here)) if _is_calm(here) else []
     if not movers:
@@ -87,7 +87,7 @@ def who_moves(here: Places) -> tuple[BoardStay, str] | None:
     return None if mover is None else (mover.stay, HELD)
 
 
-def _is_calm(here: Places) -> bool:
+def _is_calm(here: SharedDevices) -> bool:
     """Is nobody on the way from one device to another, or might be?"""
     graphs = (stay for stay in here.board.graphs.values() if stay.lane.kind == here.kind)
     if any(stay.leaving for stay in graphs):
@@ -95,7 +95,7 @@ def _is_calm(here: Places) -> bool:
     return not any(task.graph and lane.pin is not None for _, lane, task in who_wait(here))
 
 
-def _movers(here: Places) -> Iterator[_Mover]:
+def _movers(here: SharedDevices) -> Iterator[_Mover]:
     """Of each user on a device the last in its line, if no more is to be had there for it."""
     for device in here.devices:
         group = here.groups[device]
@@ -109,7 +109,7 @@ def _movers(here: Places) -> Iterator[_Mover]:
                 yield _Mover(own[-1], device, len(own) > 1)
 
 
-def _is_level(here: Places, leaf: Branch, group: list[BoardStay]) -> bool:
+def _is_level(here: SharedDevices, leaf: Branch, group: list[BoardStay]) -> bool:
     """Else the turns there are its own, until it has caught up."""
     return all(
         here.apart(leaf, stay.leaf) <= here.usage(stay.lane, EVEN_US)
@@ -118,13 +118,13 @@ def _is_level(here: Places, leaf: Branch, group: list[BoardStay]) -> bool:
     )
 
 
-def _goes_before(here: Places, leaf: Branch, other: Branch) -> bool:
+def _goes_before(here: SharedDevices, leaf: Branch, other: Branch) -> bool:
     mine, theirs = sides(leaf, other)
     score = here.board.tree.score
     return mine is not theirs and score(mine, kind=here.kind) <= score(theirs, kind=here.kind)
 
 
-def _to_free(here: Places, movers: list[_Mover]) -> _Mover | None:
+def _to_free(here: SharedDevices, movers: list[_Mover]) -> _Mover | None:
     """Heirs first, who had no turns; then one of those to whom most is due, for half of it."""
     free = [id for id, leaving in here.pool.free.items() if not leaving]
 
@@ -136,11 +136,11 @@ def _to_free(here: Places, movers: list[_Mover]) -> _Mover | None:
     return min(fit, key=rank, default=None)
 
 
-def _takes_along(here: Places, mover: _Mover) -> Fraction:
+def _takes_along(here: SharedDevices, mover: _Mover) -> Fraction:
     return here.due(mover.leaf) / here.spread(mover.leaf)
 
 
-def _to_others(here: Places, movers: list[_Mover]) -> _Mover | None:
+def _to_others(here: SharedDevices, movers: list[_Mover]) -> _Mover | None:
     """From those who are behind, and stay so, to those who are ahead; what is due on both devices
     then differs least.
     """
@@ -153,7 +153,7 @@ def _to_others(here: Places, movers: list[_Mover]) -> _Mover | None:
     return min(pairs, key=lambda pair: pair[:3])[3] if pairs else None
 
 
-def _may_move(here: Places, mover: _Mover, device: str) -> bool:
+def _may_move(here: SharedDevices, mover: _Mover, device: str) -> bool:
     group, stay = here.groups[device], mover.stay
     if here.is_level(mover.leaf, device, APART_US):
         return False
@@ -166,7 +166,7 @@ def _may_move(here: Places, mover: _Mover, device: str) -> bool:
     return isinstance(join(here, mover.leaf, stay.lane, stay.task, device), Join)
 
 
-def _is_worth_it(here: Places, mover: _Mover, other: Branch, there: list[BoardStay]) -> bool:
+def _is_worth_it(here: SharedDevices, mover: _Mover, other: Branch, there: list[BoardStay]) -> bool:
     """Is one of those there ahead, and more to be had beside it?
 
     Not where a branch above both has turns beside others here and there: it has as many on either.
@@ -179,7 +179,7 @@ def _is_worth_it(here: Places, mover: _Mover, other: Branch, there: list[BoardSt
     return not (has_others(group, over) and has_others(there, over))
 
 
-def _difference(here: Places, mover: _Mover, device: str) -> Fraction:
+def _difference(here: SharedDevices, mover: _Mover, device: str) -> Fraction:
     """Between what is due on both devices when it has moved; an heir's user then is on both."""
     due, spread = here.due(mover.leaf), here.spread(mover.leaf)
     each = due / (spread + mover.heir)
@@ -187,7 +187,7 @@ def _difference(here: Places, mover: _Mover, device: str) -> Fraction:
     return left - (here.load(device) + each)
 
 
-def _takes(here: Places, mover: _Mover) -> bool:
+def _takes(here: SharedDevices, mover: _Mover) -> bool:
     stay, leaf = mover.stay, mover.leaf
     if not would_give_way(here, leaf, stay.task):
         return False

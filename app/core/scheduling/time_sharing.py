@@ -76,7 +76,7 @@ def _runs(task: BoardTask) -> bool:
 # --- places ---------------------------------------------------------------------------------------
 
 
-class Places:
+class SharedDevices:
     """The devices of a kind on which graphs run and may be shared, at one instant."""
 
     def __init__(self, board: Board, kind: str, devices: Sequence[str]) -> None:
@@ -188,7 +188,7 @@ def _due(leaves: Collection[Branch]) -> dict[Branch, Fraction]:
     return due
 
 
-def places(board: Board) -> list[Places]:
+def places(board: Board) -> list[SharedDevices]:
     """Return the places of each kind that has any."""
     if board.policy.sharers_max < 2 or not board.policy.turns:
         return []
@@ -196,7 +196,7 @@ def places(board: Board) -> list[Places]:
     for device in sorted({id for stay in board.graphs.values() for id in stay.devices}):
         if device in board.devices and _is_place(board, device):
             found[board.devices[device].kind].append(device)
-    return [Places(board, kind, found[kind]) for kind in sorted(found)]
+    return [SharedDevices(board, kind, found[kind]) for kind in sorted(found)]
 
 
 def _is_place(board: Board, device: str) -> bool:
@@ -219,7 +219,7 @@ class Join:
     gone: tuple[BoardStay, ...] = ()
 
 
-class Else(Enum):
+class WhyNoJoin(Enum):
     """Reasons why a waiting task does not join now."""
 
     waits = "it will, in a moment, or when others have caught up with it"
@@ -227,7 +227,7 @@ class Else(Enum):
     stops = "nobody may go before it"
 
 
-def who_joins(here: Places) -> Join | None:
+def who_joins(here: SharedDevices) -> Join | None:
     """Return the first waiting task that may take turns on a device, and where.
 
     Stays on the device may have to make room, each after a full slice: a stay of the same user with
@@ -239,7 +239,7 @@ def who_joins(here: Places) -> Join | None:
         choice = choice_of(here, leaf, lane, task)
         if isinstance(choice, Join):
             return choice
-        if choice is Else.stops:
+        if choice is WhyNoJoin.stops:
             break
     heirs = (_heir(here, device) for device in here.devices)
     return next((heir for heir in heirs if heir is not None), None)
@@ -251,45 +251,47 @@ def has_a_place(board: Board, task: BoardTask) -> bool:
     if here is None:
         return False
     choice = choice_of(here, board.leaf(task), board.lane_in_line(task), task)
-    return isinstance(choice, Join) or choice is Else.waits
+    return isinstance(choice, Join) or choice is WhyNoJoin.waits
 
 
-def may_not_be_passed(here: Places) -> list[Branch]:
+def may_not_be_passed(here: SharedDevices) -> list[Branch]:
     """Return the users with a first task that can't share now and must not be passed by others."""
     return [
         leaf
         for leaf, lane, task in who_wait(here)
-        if choice_of(here, leaf, lane, task) is Else.stops
+        if choice_of(here, leaf, lane, task) is WhyNoJoin.stops
     ]
 
 
-def who_wait(here: Places) -> Iterator[tuple[Branch, Lane, BoardTask]]:
+def who_wait(here: SharedDevices) -> Iterator[tuple[Branch, Lane, BoardTask]]:
     """Yield the first waiting task of each user, in the order of rule F3, up to `DEPTH` users."""
     tree = here.board.tree
     lanes = [lane for lane in tree.lanes if lane.kind == here.kind]
     return islice(_in_order(here.board, tree.root, lanes), DEPTH)
 
 
-def choice_of(here: Places, leaf: Branch, lane: Lane, task: BoardTask) -> Join | Else:
+def choice_of(here: SharedDevices, leaf: Branch, lane: Lane, task: BoardTask) -> Join | WhyNoJoin:
     """Return where a waiting task goes once its image is durable; it may have to wait for that."""
     board = here.board
     if task.cancel_asked or not may(board, task):
-        return Else.stops if _could_run(here, lane) else Else.passes
+        return WhyNoJoin.stops if _could_run(here, lane) else WhyNoJoin.passes
     if here.pool.fitting(unpinned(lane)):  # a device is free for it
-        return Else.stops if lane.pin is None else Else.waits
+        return WhyNoJoin.stops if lane.pin is None else WhyNoJoin.waits
     found = [join(here, leaf, lane, task, device) for device in here.devices]
     joins = [one for one in found if isinstance(one, Join)]
     is_pinned = lane.pin is not None and _waited_s(board, task) < PATIENT_S
     if lane.pin is not None and not is_pinned:
         joins = [one for one in joins if one.device == lane.pin]
     if not joins:
-        return next((each for each in (Else.stops, Else.waits) if each in found), Else.passes)
+        return next(
+            (each for each in (WhyNoJoin.stops, WhyNoJoin.waits) if each in found), WhyNoJoin.passes
+        )
     best = min(joins, key=lambda one: _rank(here, leaf, lane, one))
     if takes_from(here, leaf, lane, task, [one.device for one in joins]):
-        return Else.waits if is_pinned else Else.passes
+        return WhyNoJoin.waits if is_pinned else WhyNoJoin.passes
     if is_pinned and lane.pin != best.device:
-        return Else.waits
-    return Else.waits if _is_better_soon(here, leaf, lane, best) else best
+        return WhyNoJoin.waits
+    return WhyNoJoin.waits if _is_better_soon(here, leaf, lane, best) else best
 
 
 def _waited_s(board: Board, task: BoardTask) -> float:
@@ -297,29 +299,33 @@ def _waited_s(board: Board, task: BoardTask) -> float:
     return board.now_s - since_s
 
 
-def join(here: Places, leaf: Branch, lane: Lane, task: BoardTask, device: str) -> Join | Else:
+def join(
+    here: SharedDevices, leaf: Branch, lane: Lane, task: BoardTask, device: str
+) -> Join | WhyNoJoin:
     """Return the join on this device, if the user has no graph there and levels are close."""
     group = here.groups[device]
     place = _place(here, leaf, task, device)
     if place is None:
-        return Else.passes
+        return WhyNoJoin.passes
     if yields(here, leaf, group, APART_US):
-        return Else.waits
+        return WhyNoJoin.waits
     others = [stay for stay in group if stay not in place]
     far = [s for s in here.in_turn(others) if not _near(here, leaf, s.leaf, NEAR_US)]
     if far:
         ahead = [stay for stay in others if _is_far_ahead(here, leaf, stay)]
         if not set(far) <= set(ahead):
-            return Else.passes  # the task is far ahead of them
+            return WhyNoJoin.passes  # the task is far ahead of them
         if len(ahead) == len(others) or not all(_gives(here, leaf, task, s) for s in ahead):
-            return Else.stops
+            return WhyNoJoin.stops
         place, others = [*place, *ahead], [stay for stay in others if stay not in ahead]
     if not fits(here.board, device, others, lane):
-        return Else.passes
+        return WhyNoJoin.passes
     return Join(task=task, device=device, gone=tuple(place))
 
 
-def _place(here: Places, leaf: Branch, task: BoardTask, device: str) -> list[BoardStay] | None:
+def _place(
+    here: SharedDevices, leaf: Branch, task: BoardTask, device: str
+) -> list[BoardStay] | None:
     """Return the stays that make room for the task, if any must; None if none can."""
     group = here.groups[device]
     if own := of_user(leaf, group):
@@ -333,23 +339,25 @@ def _place(here: Places, leaf: Branch, task: BoardTask, device: str) -> list[Boa
     return None if gone is None else [gone]
 
 
-def _is_far_ahead(here: Places, leaf: Branch, stay: BoardStay) -> bool:
+def _is_far_ahead(here: SharedDevices, leaf: Branch, stay: BoardStay) -> bool:
     return here.apart(leaf, stay.leaf) > here.usage(stay.lane, NEAR_US)
 
 
-def _rank(here: Places, leaf: Branch, lane: Lane, one: Join) -> tuple[int, int, Fraction, int, str]:
+def _rank(
+    here: SharedDevices, leaf: Branch, lane: Lane, one: Join
+) -> tuple[int, int, Fraction, int, str]:
     """Sort key: graphs that are ahead, no one to make room, the least share due."""
     load, sharers = here.load(one.device), len(here.groups[one.device])
     return -_step(here, leaf, lane, one.device), len(one.gone), load, sharers, one.device
 
 
-def _step(here: Places, leaf: Branch, lane: Lane, device: str) -> int:
+def _step(here: SharedDevices, leaf: Branch, lane: Lane, device: str) -> int:
     """Return how far ahead they are, in units that matter; around 0 while they are level."""
     apart = here.usage(lane, APART_US)
     return (here.ahead(leaf, device) + apart // 2) // apart
 
 
-def _is_better_soon(here: Places, leaf: Branch, lane: Lane, best: Join) -> bool:
+def _is_better_soon(here: SharedDevices, leaf: Branch, lane: Lane, best: Join) -> bool:
     """True if a graph was just launched on a device where the task will have more."""
     if not best.gone and _step(here, leaf, lane, best.device) > 0:
         return False
@@ -363,7 +371,7 @@ def _is_better_soon(here: Places, leaf: Branch, lane: Lane, best: Join) -> bool:
     )
 
 
-def _is_new(here: Places, stay: BoardStay) -> bool:
+def _is_new(here: SharedDevices, stay: BoardStay) -> bool:
     """True if the stay was just launched and others may join as soon as it runs."""
     task = stay.task
     if task.kind != here.kind or task.shares or task.state != State.starting:
@@ -372,7 +380,7 @@ def _is_new(here: Places, stay: BoardStay) -> bool:
 
 
 def takes_from(
-    here: Places, leaf: Branch, lane: Lane, task: BoardTask, joined: Collection[str]
+    here: SharedDevices, leaf: Branch, lane: Lane, task: BoardTask, joined: Collection[str]
 ) -> bool:
     """True if stays further ahead than those it could join would give way to the task (F6).
 
@@ -388,7 +396,7 @@ def takes_from(
     return theirs - most > here.usage(lane, APART_US)
 
 
-def would_give_way(here: Places, leaf: Branch, task: BoardTask) -> list[preemption.Victim]:
+def would_give_way(here: SharedDevices, leaf: Branch, task: BoardTask) -> list[preemption.Victim]:
     """Return the victims for the task (F6) once its image is durable: of all, or of its tenant."""
     board, as_saved = here.board, changed(task, saved=True)
     found = preemption.victims(board, as_saved)
@@ -400,7 +408,7 @@ def of_user(leaf: Branch, group: Sequence[BoardStay]) -> list[BoardStay]:
     return sorted((stay for stay in group if stay.leaf is leaf), key=in_line)
 
 
-def _heir(here: Places, device: str) -> Join | None:
+def _heir(here: SharedDevices, device: str) -> Join | None:
     """Return the join of a standby: the next task of a user with a graph on the device.
 
     Every less served user must have a graph there already.  Only a task that was never launched
@@ -439,19 +447,19 @@ def _may_ask(stay: BoardStay) -> bool:
 
 
 def _best_served(
-    here: Places, leaf: Branch, task: BoardTask, group: Sequence[BoardStay]
+    here: SharedDevices, leaf: Branch, task: BoardTask, group: Sequence[BoardStay]
 ) -> BoardStay | None:
     """Return the best served stay of the group; None if it need not give way."""
     most = max(group, key=lambda stay: (_lead(here, leaf, task, stay), stay.id))
     return most if _gives(here, leaf, task, most) else None
 
 
-def _gives(here: Places, leaf: Branch, task: BoardTask, stay: BoardStay) -> bool:
+def _gives(here: SharedDevices, leaf: Branch, task: BoardTask, stay: BoardStay) -> bool:
     """Rule F6: True if the stay had a full slice, and more than the task will have had."""
     return _may_ask(stay) and _lead(here, leaf, task, stay) > 0
 
 
-def _lead(here: Places, leaf: Branch, task: BoardTask, stay: BoardStay) -> int:
+def _lead(here: SharedDevices, leaf: Branch, task: BoardTask, stay: BoardStay) -> int:
     """Return how much more the stay has had, by weight, with the task's next slice charged."""
     mine, theirs = sides(leaf, stay.leaf)
     fee = here.usage(stay.lane, slice_us(here.board.policy, task))
@@ -481,7 +489,7 @@ def fits(board: Board, device: str, group: Sequence[BoardStay], lane: Lane) -> b
     return taken + lane.memory_bytes <= board.devices[device].memory_bytes
 
 
-def _near(here: Places, one: Branch, other: Branch, bound_us: int) -> bool:
+def _near(here: SharedDevices, one: Branch, other: Branch, bound_us: int) -> bool:
     """True if the less served of the two would catch up within this device time."""
     bound = here.usage(lane_of(here.kind), bound_us)
     return here.apart(one, other) <= bound and here.apart(other, one) <= bound
@@ -496,14 +504,14 @@ def who_parts(board: Board) -> list[BoardStay]:
     for device in sorted(board.beside):
         group, kind = board.group(device), board.devices[device].kind
         if device in board.pools[kind].open:  # otherwise the device is emptied anyway
-            here = Places(board, kind, [device])
+            here = SharedDevices(board, kind, [device])
             found += [stay for stay in _parts(here, group) if _may_ask(stay)]
     for here in places(board) if board.beside else ():
         found += [s for s in _who_yields(here) if s not in found and _may_ask(s)]
     return found
 
 
-def _parts(here: Places, group: Sequence[BoardStay]) -> list[BoardStay]:
+def _parts(here: SharedDevices, group: Sequence[BoardStay]) -> list[BoardStay]:
     """Return the stays too far ahead of those in turn; all but the first if any may not share."""
     board = here.board
     if not all(may(board, stay.task) for stay in group):
@@ -513,7 +521,7 @@ def _parts(here: Places, group: Sequence[BoardStay]) -> list[BoardStay]:
     return [s for s in group if any(here.apart(one.leaf, s.leaf) > far for one in in_turn)]
 
 
-def _who_yields(here: Places) -> Iterator[BoardStay]:
+def _who_yields(here: SharedDevices) -> Iterator[BoardStay]:
     """Yield stays with turns that are due to another task of their tenant, elsewhere or waiting."""
     waiting = list(_who_need_all(here))
     for device in here.devices:
@@ -524,19 +532,19 @@ def _who_yields(here: Places) -> Iterator[BoardStay]:
                 yield stay
 
 
-def _who_need_all(here: Places) -> Iterator[tuple[Branch, BoardTask]]:
+def _who_need_all(here: SharedDevices) -> Iterator[tuple[Branch, BoardTask]]:
     """Yield the waiting tasks that need devices for themselves."""
     for leaf, lane, task in who_wait(here):
         if not may(here.board, task) and _could_run(here, lane):
             yield leaf, task
 
 
-def _could_run(here: Places, lane: Lane) -> bool:
+def _could_run(here: SharedDevices, lane: Lane) -> bool:
     return here.pool.size(here.board.bound(unpinned(lane))) >= lane.width
 
 
 def _owes(
-    here: Places, stay: BoardStay, group: Sequence[BoardStay], leaf: Branch, task: BoardTask
+    here: SharedDevices, stay: BoardStay, group: Sequence[BoardStay], leaf: Branch, task: BoardTask
 ) -> bool:
     """True if the stay would give way to a task of its tenant, but other stays do not.
 
@@ -548,7 +556,7 @@ def _owes(
     return over.parent is not None and has_others(group, over) and _gives(here, leaf, task, stay)
 
 
-def yields(here: Places, leaf: Branch, group: Sequence[BoardStay], bound_us: int) -> bool:
+def yields(here: SharedDevices, leaf: Branch, group: Sequence[BoardStay], bound_us: int) -> bool:
     """True if a graph of the same tenant on another device is behind by more than `bound_us`.
 
     Both devices must also have graphs outside the lowest branch above both.  Then that branch gets

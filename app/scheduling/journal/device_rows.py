@@ -18,7 +18,7 @@ from app.scheduling.journal import task_writer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Believed:
+class LockedRows:
     """All rows that some heartbeats may touch, locked, as they were before the heartbeats.
 
     `open` has the placements that have not ended, and `unanswered` the orders that the device has
@@ -63,7 +63,7 @@ class DeviceRows:
         return self.open[task.id, task.epoch]
 
 
-def lock(session: Session, alives: Sequence[Alive]) -> Believed:
+def lock(session: Session, alives: Sequence[Alive]) -> LockedRows:
     """Lock the devices, and every task that the heartbeats name or that is believed to be on the
     devices.
     """
@@ -93,7 +93,7 @@ def lock(session: Session, alives: Sequence[Alive]) -> Believed:
         query = select(Order).where(Order.device_id.in_(ids), Order.answered_at.is_(None))
         for order in session.scalars(query.order_by(Order.id).options(defer(Order.body))):
             unanswered[order.device_id].append(order)
-    return Believed(devices=devices, tasks=tasks, open=open_, lent=lent, unanswered=unanswered)
+    return LockedRows(devices=devices, tasks=tasks, open=open_, lent=lent, unanswered=unanswered)
 
 
 def _shelve(session: Session, tasks: Mapping[str, Task], alives: Sequence[Alive]) -> None:
@@ -123,7 +123,7 @@ def _lock_needs(session: Session, alives: Sequence[Alive]) -> None:
     session.execute(mine.order_by(Need.task_id, Need.needs_id, Need.port).with_for_update())
 
 
-def rows_of_device(device: Device, believed: Believed) -> DeviceRows:
+def rows_of_device(device: Device, believed: LockedRows) -> DeviceRows:
     tasks = believed.tasks
     open_, lent = believed.open.get(device.id, ()), believed.lent.get(device.id, ())
     return DeviceRows(

@@ -25,7 +25,7 @@ from app.scheduling.journal import (
     task_writer,
     tickets,
 )
-from app.scheduling.journal.device_rows import Believed, DeviceRows
+from app.scheduling.journal.device_rows import DeviceRows, LockedRows
 from app.settings import settings
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ def record_all(session: Session, alives: Sequence[Alive], *, careful: bool) -> l
 
 
 def _record_apart(
-    session: Session, alive: Alive, believed: Believed, *, careful: bool
+    session: Session, alive: Alive, believed: LockedRows, *, careful: bool
 ) -> Recorded | None:
     if not careful:
         return _record(session, alive, believed, careful=False)
@@ -72,7 +72,7 @@ def record(session: Session, alive: Alive) -> Recorded | None:
 
 
 def _record(
-    session: Session, alive: Alive, believed: Believed, *, careful: bool
+    session: Session, alive: Alive, believed: LockedRows, *, careful: bool
 ) -> Recorded | None:
     with session.no_autoflush:
         unheard_us = losses.unheard_us_of_device(session, believed.devices.get(alive.device))
@@ -112,7 +112,7 @@ def _record(
         return answer, changed
 
 
-def _heard(session: Session, alive: Alive, believed: Believed) -> Device | None:
+def _heard(session: Session, alive: Alive, believed: LockedRows) -> Device | None:
     """Renew the lease on the device's row.  None if this heartbeat is not the device's newest."""
     device, now = believed.devices.get(alive.device), transactions.now(session)
     if device is None:

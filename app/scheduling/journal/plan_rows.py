@@ -28,7 +28,7 @@ class PlanRows:
     seats: Mapping[str, str] = field(default_factory=dict)  # launched task -> its device
     lent: set[str] = field(default_factory=set)  # devices on which a guest of another task still is
     devices: Mapping[str, Device] = field(default_factory=dict)
-    shelf: launch_order.Shelf = field(default_factory=launch_order.Shelf)
+    shelf: launch_order.LaunchFacts = field(default_factory=launch_order.LaunchFacts)
 
 
 def load(session: Session, plan: Plan) -> PlanRows | None:

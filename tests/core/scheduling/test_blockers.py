@@ -11,7 +11,7 @@ from app.core.explanation import waiting_reasons
 from app.core.fairness.fair_tree import FIXED_POINT_BITS
 from app.core.model.snapshot import BoardDevice, BoardTask, BoardTenant, BoardUser, Policy, Snapshot
 from app.core.scheduling import blockers
-from app.core.scheduling.blockers import Party, before
+from app.core.scheduling.blockers import WaitingBranch, before
 from app.core.scheduling.board import Board
 from tests.core.pictures import NOW_S, island
 from tests.thoroughness import seeds
@@ -99,15 +99,19 @@ def test_a_tenant_within_its_guarantee_goes_before_all_who_borrow() -> None:
 
 
 def test_levels_count_as_the_formula_says() -> None:
-    me = Party("m", faded=10, weight=2, fee=4, waiting=9)
+    me = WaitingBranch("m", faded=10, weight=2, fee=4, waiting=9)
     # My 2nd task stands at (10 + 1 * 4) / 2 = 7.
     others = [
-        Party("a", faded=0, weight=1, fee=3, waiting=9),  # 0 3 6 | 9: three
-        Party("b", faded=0, weight=1, fee=3, waiting=2),  # only two wait
-        Party("l", faded=7, weight=1, fee=1, waiting=9),  # 7 is equal, and l is before m: one
-        Party("z", faded=7, weight=1, fee=1, waiting=9),  # equal, but z is behind
-        Party("y", faded=8, weight=1, fee=1, waiting=9),
-        Party("g", faded=99, weight=1, fee=1, waiting=5, borrows=False),  # all within a guarantee
+        WaitingBranch("a", faded=0, weight=1, fee=3, waiting=9),  # 0 3 6 | 9: three
+        WaitingBranch("b", faded=0, weight=1, fee=3, waiting=2),  # only two wait
+        WaitingBranch(
+            "l", faded=7, weight=1, fee=1, waiting=9
+        ),  # 7 is equal, and l is before m: one
+        WaitingBranch("z", faded=7, weight=1, fee=1, waiting=9),  # equal, but z is behind
+        WaitingBranch("y", faded=8, weight=1, fee=1, waiting=9),
+        WaitingBranch(
+            "g", faded=99, weight=1, fee=1, waiting=5, borrows=False
+        ),  # all within a guarantee
     ]
     who, counts = before(me, 1, others)
     assert [other.name for other in who] == ["a", "b", "l", "g"]

@@ -25,7 +25,7 @@ from app.core.model.snapshot import (
 )
 from app.core.scheduling.board import Board
 from app.core.scheduling.cycle import cycle, decide
-from app.core.scheduling.idle_credit import Memory, recall
+from app.core.scheduling.idle_credit import CarriedLevels, recall
 from app.core.scheduling.record import as_json, from_json, seen_by
 from app.core.simulation.simulator import Arrival, Report, simulate
 from tests.core.pictures import NOW_S, SECOND, island, moves
@@ -212,7 +212,7 @@ def test_a_round_that_was_not_written_down_lifts_again() -> None:
     anew.set_tenant(BoardTenant(id="a", name="a", weight=1000))
     anew.set_user(BoardUser(id="a1", tenant="a"))
     come(anew, "a")
-    recall(anew, Memory.of(board))
+    recall(anew, CarriedLevels.of(board))
     assert cycle(anew).lifts == lost.lifts != ()
 
 
@@ -223,7 +223,7 @@ def test_on_the_next_board_nobody_is_new_who_was_there() -> None:
     board.memory.written_down()
     anew = board_of("b", queue="b", used={"b": 99_990})
     come(anew, "a")
-    recall(anew, Memory.of(board))
+    recall(anew, CarriedLevels.of(board))
     assert cycle(anew).lifts == ()
 
 

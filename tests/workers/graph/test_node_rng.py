@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from workers.graph import node_rng as chances
-from workers.graph.node_rng import Chance, seed_of
+from workers.graph.node_rng import NodeRandom, seed_of
 from workers.hardware.accelerator import Accelerator
 
 
@@ -18,7 +18,7 @@ from workers.hardware.accelerator import Accelerator
 def chance(request, monkeypatch):
     if request.param == "not watched":
         monkeypatch.setattr(chances, "_moves_are_seen", lambda positions: False)
-    return Chance(Accelerator("cpu"))
+    return NodeRandom(Accelerator("cpu"))
 
 
 def quiet(x):
@@ -82,7 +82,7 @@ def called(chance, function, number, may_repeat, x):
 
 def drawn(function, number, x=0):
     """Alone, in a world that was just seeded."""
-    fresh = Chance(Accelerator("cpu"))
+    fresh = NodeRandom(Accelerator("cpu"))
     fresh.seed(number)
     return function(x)
 
@@ -104,7 +104,7 @@ def test_whatever_ran_before_the_numbers_are_the_same(seed, chance):
 
 
 def test_who_draws_for_the_first_time_later_is_called_again():
-    chance, some = Chance(Accelerator("cpu")), Sometimes(3)
+    chance, some = NodeRandom(Accelerator("cpu")), Sometimes(3)
     got = [called(chance, some, 7, True, x) for x in range(6)]
     assert some.calls == [0, 1, 2, 3, 3, 4, 5]
     assert got == [None, None, None, drawn(by_all, 7), None, None]
@@ -130,7 +130,7 @@ in_a_graph = {function: lambda ctx, x, function=function: function(x) for functi
 @pytest.mark.parametrize("draw", [by_torch, by_torch_apart, one_normal, state_of_torch])
 def test_who_draws_from_torch_for_the_first_time_later_is_called_again_once(draw):
     """And is seeded from then on, as it may draw any time."""
-    chance, some = Chance(Accelerator("cpu")), Sometimes(3, 4, 6, draw=draw)
+    chance, some = NodeRandom(Accelerator("cpu")), Sometimes(3, 4, 6, draw=draw)
     got = [called(chance, some, 7, True, x) for x in range(8)]
     assert some.calls == [0, 1, 2, 3, 3, 4, 5, 6, 7]
     assert got == [drawn(draw, 7) if x in (3, 4, 6) else None for x in range(8)]
@@ -151,14 +151,14 @@ def test_what_ends_a_graph_in_vain_or_fails_in_vain_does_not_count(draw):
         ctx.result = {}
 
     for last in (3, 4):
-        chance, ctx = Chance(Accelerator("cpu")), SimpleNamespace(result=None)
+        chance, ctx = NodeRandom(Accelerator("cpu")), SimpleNamespace(result=None)
         got = [chance.called(some, 7, True, ctx, {"x": x}) for x in (0, 1, last)]
         assert got == [0, 1, right]
         assert ctx.result is None
 
 
 def test_who_fails_with_the_right_numbers_fails():
-    chance, calls = Chance(Accelerator("cpu")), []
+    chance, calls = NodeRandom(Accelerator("cpu")), []
 
     def some(ctx, x):
         calls.append(x)
@@ -172,7 +172,7 @@ def test_who_fails_with_the_right_numbers_fails():
 
 
 def test_torch_is_not_seeded_for_who_draws_nothing_and_says_that_it_is(monkeypatch):
-    chance = Chance(Accelerator("cpu"))
+    chance = NodeRandom(Accelerator("cpu"))
     seeded = []
     monkeypatch.setattr(chance, "_torch", [seeded.append])
     told = [called(chance, told_seed, 2**62 + n, True, 0) for n in range(9)]
@@ -182,7 +182,7 @@ def test_torch_is_not_seeded_for_who_draws_nothing_and_says_that_it_is(monkeypat
 
 def test_where_torch_is_not_as_we_think_it_is_seeded_each_time(monkeypatch):
     monkeypatch.setattr(chances, "_SEARCHED_BYTES", 8)
-    chance = Chance(Accelerator("cpu"))
+    chance = NodeRandom(Accelerator("cpu"))
     assert chance._engine is None
     for n in range(3):
         assert called(chance, told_seed, n, True, 0) == n
@@ -190,7 +190,7 @@ def test_where_torch_is_not_as_we_think_it_is_seeded_each_time(monkeypatch):
 
 
 def test_what_was_seeded_ahead_and_forgotten_is_seeded_again():
-    chance = Chance(Accelerator("cpu"))
+    chance = NodeRandom(Accelerator("cpu"))
     called(chance, by_torch, 1, True, 0)
     chance.seed_ahead(by_torch, 7)
     chance.forget()
@@ -201,7 +201,7 @@ def test_what_was_seeded_ahead_and_forgotten_is_seeded_again():
 @pytest.mark.parametrize("function", [quiet, by_torch])
 def test_who_draws_between_does_not_change_what_was_seeded_ahead(function):
     """As a block may that is unpickled meanwhile."""
-    chance = Chance(Accelerator("cpu"))
+    chance = NodeRandom(Accelerator("cpu"))
     called(chance, function, 1, True, 0)
     chance.seed_ahead(function, 7)
     torch.rand(3)
@@ -209,7 +209,7 @@ def test_who_draws_between_does_not_change_what_was_seeded_ahead(function):
 
 
 def test_who_may_not_be_called_twice_is_seeded_each_time():
-    chance, some = Chance(Accelerator("cpu")), Sometimes(3)
+    chance, some = NodeRandom(Accelerator("cpu")), Sometimes(3)
     got = [called(chance, some, 7, False, x) for x in range(6)]
     assert some.calls == list(range(6))
     assert got[3] == drawn(by_all, 7)
@@ -218,7 +218,7 @@ def test_who_may_not_be_called_twice_is_seeded_each_time():
 @pytest.mark.parametrize("draws", [1, 2, 3, 311, 312, 313, 623, 624, 625, 1248])
 @pytest.mark.parametrize("draw", [random.random, numpy.random.rand, lambda: random.getrandbits(32)])
 def test_a_move_is_seen_however_far(draws, draw):
-    chance = Chance(Accelerator("cpu"))
+    chance = NodeRandom(Accelerator("cpu"))
     assert chance._is_watched
     for number in (0, 5):
         chance.seed(number)

@@ -23,7 +23,7 @@ from tests.workers.graph.test_runner import SLOW, body, node, ran
 from tests.workers.residents.test_remote_ranks import Gang, Residents, _connected, _spec
 from workers.capture.capture import Surroundings
 from workers.graph import remote_blocks
-from workers.graph.remote_blocks import Carried, Carrier
+from workers.graph.remote_blocks import BlockBridge, RemoteBlockTable
 from workers.hardware.accelerator import Accelerator
 from workers.process.wire import Wire
 from workers.ranks import shared_memory, turns
@@ -262,11 +262,11 @@ class Hosts:
             turns.seat_all(board, len(hosts))
         around, cpu = Surroundings(), Accelerator("cpu")
         self.executors = [
-            Carried(Turns(self.grounds[host], rank, apart=True), BLOCKS, around, cpu)
+            RemoteBlockTable(Turns(self.grounds[host], rank, apart=True), BLOCKS, around, cpu)
             for rank, host in enumerate(hosts)
         ]
         pairs = zip(self.grounds, links, strict=True)
-        self.carriers = [Carrier(board, own) for board, own in pairs]
+        self.carriers = [BlockBridge(board, own) for board, own in pairs]
         self._note_what_is_sent()
         self.settle()
 
@@ -292,7 +292,7 @@ class Hosts:
             waiting = any(link.is_waiting for link in self._links())
             still = 0 if moved or waiting else still + 1
 
-    def pump(self, carrier: Carrier) -> None:
+    def pump(self, carrier: BlockBridge) -> None:
         """One round of its loop."""
         carrier._hear_ranks()
         for link in carrier.links.values():
@@ -442,7 +442,7 @@ def test_a_block_that_its_readers_had_done_with_when_their_image_was_made_does_n
 class Lane:
     """An executor that reads blocks and makes one, and again, as fast as it is let."""
 
-    def __init__(self, passing: Carried, nodes: list[tuple[int, list[int]]]) -> None:
+    def __init__(self, passing: RemoteBlockTable, nodes: list[tuple[int, list[int]]]) -> None:
         self.passing, self.nodes = passing, nodes
         self.taken: dict[int, torch.Tensor] = {}
 

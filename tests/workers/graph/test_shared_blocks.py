@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from workers.capture.capture import Surroundings
-from workers.graph.shared_blocks import _HEAD_BYTES, LARGE_BYTES, Passing
+from workers.graph.shared_blocks import _HEAD_BYTES, LARGE_BYTES, BlockTable
 from workers.hardware.accelerator import Accelerator
 from workers.ranks import turns
 from workers.ranks.shared_memory import Ground, close, make
@@ -22,13 +22,13 @@ LARGE = LARGE_BYTES // 4
 
 
 @pytest.fixture
-def both() -> Iterator[tuple[Passing, Passing]]:
+def both() -> Iterator[tuple[BlockTable, BlockTable]]:
     """The two sides of a table, here in one process."""
     handles = make(2)
     turns.seat_all(Ground(handles), 2)
     around = Surroundings(code=Path("/nowhere"), scratch=Path("/nowhere"), ctx=None)
     sides = (Turns(Ground(handles), rank, apart=True) for rank in range(2))
-    one, other = (Passing(side, BLOCKS, around, Accelerator("cpu")) for side in sides)
+    one, other = (BlockTable(side, BLOCKS, around, Accelerator("cpu")) for side in sides)
     yield one, other
     close(handles)
 

@@ -12,7 +12,7 @@ from tests.workers.ddp import features
 from tests.workers.gangs import Gangs, bits
 from tests.workers.ranks.test_process_group import WARM
 from workers.ranks import shared_memory
-from workers.ranks.rendezvous import Abroad, Group, ascent, branches
+from workers.ranks.rendezvous import Group, RemoteMembers, ascent, branches
 from workers.ranks.shared_memory import DEPTH, Ground
 from workers.ranks.turns import Turns, hosts_of
 
@@ -119,7 +119,7 @@ def test_groups_make_room_on_every_host(gangs: Gangs) -> None:
 def test_a_call_that_is_just_being_claimed_differs_from_none() -> None:
     """Whose number stands there while what it is does not yet: a bridge waits for the whole."""
     board = Ground(shared_memory.make(2, (0, 1), 1))
-    abroad, said = Abroad(Turns(board, 1)), []
+    abroad, said = RemoteMembers(Turns(board, 1)), []
     index = abroad.exchange.index("pair", (0, 1))
     ticket = abroad.ticket(Group("pair", index, (0, 1), 0, (0, 1)), 0, "barrier()")
     asks = Thread(target=lambda: said.append(abroad.differs(ticket)))
