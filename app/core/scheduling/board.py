@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from heapq import heappop, heappush
 from operator import itemgetter
 
@@ -58,7 +58,9 @@ class Board:
     def __init__(self, policy: Policy, *, now_s: float) -> None:
         self.policy, self.now_s = policy, now_s
         self.tree: FairTree[BoardTask] = FairTree(
-            half_life_s=policy.half_life_s, since_s=policy.since_s, fresh_first=waited_longer
+            half_life_s=policy.half_life_s,
+            since_s=policy.since_s,
+            fresh_first=lambda fresh, older: waited_longer(fresh, older, self.now_s),
         )
         self.tree.at(now_s)
         self.tenants: dict[str, BoardTenant] = {}
@@ -94,8 +96,8 @@ class Board:
         self._ripening: list[tuple[float, str, int]] = []
         self._settling: list[tuple[float, str, int]] = []
         self._siblings: dict[str, dict[str, None]] = {}  # request -> its tasks that have not ended
-        # request -> how many of its tasks are on devices, or were paused to go on later
-        self._begun: Counter[str] = Counter()
+        # request -> its tasks that are on devices, or were paused to go on later
+        self._begun: dict[str, dict[str, None]] = {}
         self._wake: list[tuple[float, str]] = []
         # kind -> top branch -> devices of preemptible stays
         self._ripe_tops: dict[str, Counter[Branch]] = {}
@@ -339,11 +341,11 @@ class Board:
         if task.state in ENDED:
             self.drop_task(id)
             return
-        had_begun = task.request in self._begun
         self._count(self.tasks.get(id), -1)
         self._count(task, 1)
         self.tasks[id] = task
         self._siblings.setdefault(task.request, {})[id] = None
+        self._note_begun(task, _has_begun(task))
         self.landing.pop(id, None)
         if task.moves_to is not None or self.kept_for:
             self._keep_for(task)
@@ -358,7 +360,6 @@ class Board:
             self._stay(task, stay)
         else:
             self._line_up(task, returns=returns)
-        self._requeue_siblings(task.request, had_begun)
         if task.state != State.waiting or task.cancel_asked or _conditional(task):
             self.news.add(id)
         if task.state == State.waiting and self._lands(task):
@@ -367,7 +368,6 @@ class Board:
     def drop_task(self, id: str) -> None:
         """Remove a task that ended or belongs to another island now."""
         gone = self.tasks.pop(id, None)
-        had_begun = gone is not None and gone.request in self._begun
         self._count(gone, -1)
         self.landing.pop(id, None)
         if gone is not None and self.kept_for:
@@ -383,7 +383,7 @@ class Board:
             siblings.pop(id, None)
             if not siblings:
                 del self._siblings[gone.request]
-            self._requeue_siblings(gone.request, had_begun)
+            self._note_begun(gone, False)
 
     def _count(self, task: BoardTask | None, change: int) -> None:
         if task is None:
@@ -393,10 +393,6 @@ class Board:
             del self.priorities[task.priority]
         if task.epoch:
             self.urgency.started[task.kind, task.tier] += change * task.width
-        if _has_begun(task):
-            self._begun[task.request] += change
-            if not self._begun[task.request]:
-                del self._begun[task.request]
 
     def pin(self, task: BoardTask) -> str | None:
         """Return the only device that the task can resume on; None if any device will do.
@@ -427,15 +423,29 @@ class Board:
             return False
         if task.had_us and task.had_us >= fresh_us(self.policy, task):
             return False
-        return self._begun[task.request] <= _has_begun(task)
+        begun = self.begun(task.request)
+        return not begun or (len(begun) == 1 and task.id in begun)
 
-    def _requeue_siblings(self, request: str, had_begun: bool) -> None:
-        """Queue the request's tasks anew if its first task began or its last one ended."""
-        if had_begun == (request in self._begun):
-            return
-        for id in list(self._siblings.get(request, ())):
-            if id in self.tree:
-                self._line_up(self.tasks[id], returns=True)
+    def begun(self, request: str) -> Collection[str]:
+        """Return the request's tasks that are on devices or were paused to go on later."""
+        return self._begun.get(request, ())
+
+    def _note_begun(self, task: BoardTask, has_begun: bool) -> None:
+        """Note whether a task has begun, and queue those anew that this makes fresh or not (F8)."""
+        begun = self._begun.setdefault(task.request, {})
+        others = [id for id in begun if id != task.id][:2]
+        if has_begun != (task.id in begun):
+            if has_begun:
+                begun[task.id] = None
+            else:
+                del begun[task.id]
+            # Beside one other task that has begun, only that task's own freshness changes.
+            changes = others if others else self._siblings.get(task.request, ())
+            for id in () if len(others) > 1 else list(changes):
+                if id != task.id and id in self.tree:
+                    self._line_up(self.tasks[id], returns=True)
+        if not begun:
+            del self._begun[task.request]
 
     def lane(self, task: BoardTask) -> Lane:
         """Return what the task needs, with the host that is chosen as things are now."""
@@ -838,13 +848,14 @@ def place_in_line(task: BoardTask) -> tuple[int, float, str]:
     return -task.priority, task.submitted_s, task.id
 
 
-def waited_longer(fresh: BoardTask, older: BoardTask) -> bool:
+def waited_longer(fresh: BoardTask, older: BoardTask, now_s: float) -> bool:
     """Rule F8: True if a fresh task gets a device before an older task of its user.
 
-    The fresh task does if it began to wait before the older task was paused.  So it need not wait
-    until the older task ends, and no stream of new tasks keeps the older task away.
+    The fresh task does if it had waited for longer when the older task was paused than the older
+    task has waited since.  So it need not wait until the older task ends; and the longer the older
+    task waits, the fewer tasks pass it.
     """
-    return fresh.waits_since_s < older.waits_since_s
+    return older.waits_since_s - fresh.waits_since_s > now_s - older.waits_since_s
 
 
 def _has_begun(task: BoardTask) -> bool:

@@ -15,6 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
+from itertools import islice
 from typing import Any
 
 from app.core.fairness.fair_tree import Lane, Path, both_of
@@ -74,7 +75,9 @@ def _waited(board: Board, moved: Iterable[BoardTask]) -> list[BoardTask]:
             found[task.id] = task
             # A task that went first in its lane and failed closed the lane to the tasks behind it.
             others = (*tried.pop(_need(board, task), ()), *board.memory.tried.get(task.id, ()))
-            new += [tasks[id] for id in others if id in tasks]
+            # Two tasks of a request that have begun tell whether its tasks are fresh (F8).
+            begun = islice(board.begun(task.request), 2)
+            new += [tasks[id] for id in (*others, *begun) if id in tasks]
     return [found[id] for id in sorted(found)]
 
 

@@ -490,6 +490,16 @@ def test_short_tasks_and_a_long_one_of_their_user_alternate_while_others_take_tu
     assert report.finished["long"] < 2 * (600 + 20 * 4) + 60
 
 
+def test_a_long_task_gets_turns_while_its_user_asks_for_more_than_the_user_can_have() -> None:
+    """The short tasks alone need 4 s of 5; the user's share is a half."""
+    short = [own(f"s{n:03}", at_s=130 + 5.0 * n, work_s=4) for n in range(300)]
+    work = [own("long", work_s=240), other("b", work_s=9000), *short]
+    policy = Policy(slice_min_s=5, slice_max_s=5)
+    report = simulate(work, devices(1), tenants(a=1, b=1), policy, costs=REAL)
+    share_of_the_long_task = (240 - 60) / (0.5 * (report.finished["long"] - 120))
+    assert share_of_the_long_task > 0.1
+
+
 def test_tasks_of_one_request_end_one_after_the_other_while_others_take_turns() -> None:
     sweep = [replace(own(f"t{n}", work_s=100), request="sweep") for n in range(3)]
     work = [*sweep, other("b", work_s=3600)]
