@@ -193,6 +193,11 @@ class DeviceMachine:
         before = self.living(launch.task)
         for older in self._without_process(launch.task):
             self._drop(older, "replaced")
+        # A resize sends the other hosts another launch of the same epoch.  A stay there whose ranks
+        # run already goes on beside the new one, until the ranks have moved.
+        same = self.stays.get(stay.key)
+        if same is not None and same.state == StayState.SEATING:
+            self._drop(same, "replaced")
         self.stays[stay.key] = stay
         self._say(OpenStay(launch=launch))
         # The island sends a co-located task its share only after a report that names the task.
@@ -330,8 +335,9 @@ class DeviceMachine:
         if stay is None:
             return
         stay.is_linked = True
-        if stay.wanted is not None and stay.process is not None:
-            self._send(stay.process, "resize")
+        process = stay.process
+        if stay.wanted is not None and process is not None and process.stay is stay:
+            self._send(process, "resize")
 
     def _hosts_missed(self, event: HostsMissed, now_us: int) -> None:
         stay = self.stays.get(event.stay)
@@ -472,7 +478,7 @@ class DeviceMachine:
         if stay.state == StayState.STOPPING:
             self._kill(process, "cancel")
         elif stay.state == StayState.PAUSING or stay.is_remote:
-            self._paused(process, now_us)
+            self._paused(process, now_us, lacks if event.is_lacking else "")
         elif lacks and event.is_lacking:  # else the input has just come: as after a slice
             self._paused(process, now_us, lacks)
 
@@ -581,9 +587,13 @@ class DeviceMachine:
 
 
 def _can_go_on(process: ProcessRecord, launch: Launch) -> bool:
-    """True if the process's state in memory is at least as new as the newest checkpoint."""
+    """True if the process can run this launch: its state is as new as the newest checkpoint.
+
+    A coordinator's process cannot become the remote ranks of its gang.
+    """
     newest_step = launch.images[0]["step"] if launch.images else 0
-    return process.stay.state == StayState.PAUSED and process.stay.step >= newest_step
+    is_new = process.stay.state == StayState.PAUSED and process.stay.step >= newest_step
+    return is_new and not launch.host
 
 
 def _validate_stay(stay: StayRecord, holder: ProcessRecord | None) -> None:

@@ -655,6 +655,50 @@ def test_remote_ranks_end_without_an_event(device: Device) -> None:
     assert not device.said(TellVerdict)
 
 
+REMOTE = {"seats": [1, 1], "host": 1, "links": {"secret": "x", "home": ["127.0.0.1", 1]}}
+
+
+def test_second_launch_of_an_epoch_replaces_remote_ranks_that_are_being_fetched(
+    device: Device,
+) -> None:
+    """A resize sends the other hosts a launch of the same epoch."""
+    device.launch("t1", **REMOTE)
+    first = device.machine.stays["t1", 1]
+    device.launch("t1", seq=5, **REMOTE)
+    assert device.said(DropStay)
+    assert first.is_over
+    assert device.machine.stays["t1", 1] is not first
+    process = device.prepare("t1")
+    device.answer()
+    device.round()
+    assert [one.process for one in device.said(GiveSlot)] == [process]
+
+
+def test_second_launch_of_an_epoch_leaves_remote_ranks_that_run(device: Device) -> None:
+    process = device.run("t1", **REMOTE)
+    device.launch("t1", seq=5, **REMOTE)
+    assert not device.said(DropStay)
+    assert not device.said(KillProcess)
+    assert device.machine.slot.holder is device.machine.processes[process]
+
+
+def test_process_of_a_coordinator_does_not_go_on_as_remote_ranks(device: Device) -> None:
+    process = device.run("t1")
+    device.pause("t1")
+    device.give(ProcessPaused(process=process, step=3, has_state=True))
+    device.launch("t1", 2, **REMOTE)
+    assert not device.said(ContinueProcess)
+    assert [one.reason for one in device.said(KillProcess)] == ["replaced"]
+
+
+def test_pause_that_crosses_a_missing_input_names_the_input(device: Device) -> None:
+    process = device.run("t1")
+    device.pause("t1")
+    lacking = ProcessPaused(process=process, step=3, has_state=True, lacks="x", is_lacking=True)
+    device.give(lacking)
+    assert device.said(TellIsland)[0].details["lacks"] == "x"
+
+
 def test_stay_is_forgotten_only_when_it_is_over(device: Device) -> None:
     process = device.run("t1")
     assert device.give(StayForgotten(stay=("t1", 1))) == []

@@ -114,9 +114,12 @@ class InstructionRunner:
     def _take_fetched(self, stay: Stay, fetched: Fetched | BaseException) -> None:
         if isinstance(fetched, Fetched):
             self.admission.take(stay, fetched)
-        else:
-            assert isinstance(fetched, NotFetched), fetched
+        elif isinstance(fetched, NotFetched):
             self.lives.fail(stay, fetched.cause, fetched.message, "unfetched")
+        else:
+            log.error("cannot fetch the inputs of task %s", stay.launch.task, exc_info=fetched)
+            told = f"Its inputs could not be fetched: {type(fetched).__name__}."
+            self.lives.fail(stay, "store", told, "unfetched")
 
     def _tell_island(self, telling: TellIsland, now: int) -> None:
         if (stay := self._find(telling.stay)) is not None:

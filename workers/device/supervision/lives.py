@@ -51,15 +51,26 @@ class DeviceLives:
         self.give(KillAsked(process=resident.id, reason=reason))
 
     def pause(self, stay: Stay) -> None:
-        self.give(PauseAsked(stay=stay.key))
+        if self._is_newest(stay):
+            self.give(PauseAsked(stay=stay.key))
 
     def drop(self, stay: Stay, reason: str) -> None:
         """Drop the stay without an event; its process is killed."""
-        self.give(DropAsked(stay=stay.key, reason=reason))
+        if self._is_newest(stay):
+            self.give(DropAsked(stay=stay.key, reason=reason))
+        elif stay.resident is not None:
+            self.kill(stay.resident, reason)
 
     def fail(self, stay: Stay, cause: str, told: str, reason: str) -> None:
         """End the stay as failed; `reason` is the kill reason of its process, if it has one."""
-        self.give(TaskUnable(stay=stay.key, cause=cause, told=told, reason=reason))
+        if self._is_newest(stay):
+            self.give(TaskUnable(stay=stay.key, cause=cause, told=told, reason=reason))
+        elif stay.resident is not None:
+            self.kill(stay.resident, reason)
+
+    def _is_newest(self, stay: Stay) -> bool:
+        """False if the stay is over, or another launch of its epoch has come since (a resize)."""
+        return self.machine.stays.get(stay.key) is stay.record
 
     def evict(self, resident: Resident) -> None:
         """End a resident to make room."""
