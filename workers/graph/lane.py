@@ -254,7 +254,7 @@ class ExecutorJob(GraphJob):
         outside.waits()
 
         def is_enough() -> bool:
-            news = outside.has_news() or next(self._new_outputs(), None) is not None
+            news = outside.has_news() or self.has_new_outputs
             return news or self._is_ready() or self.passing.early != early
 
         self._tell_passed()
@@ -436,6 +436,11 @@ class ExecutorJob(GraphJob):
             new[port] = self._value(n)
         self.results |= new
         return new
+
+    @property
+    def has_new_outputs(self) -> bool:
+        """True if outputs are there that `made` has not returned."""
+        return next(self._new_outputs(), None) is not None
 
     def _new_outputs(self) -> Iterator[tuple[str, int]]:
         """Yield the outputs that `made` has not returned, by port and number, if all of it is

@@ -84,6 +84,7 @@ class FirstExecutor:
         self.work, self.job = work, job
         self.since_s: float | None = None  # since when the next node has been waiting
         self.seated_s = work.seated_s  # as `Work.seated_s` at that time
+        self.port = job.lacked()  # the input that it has waited for since then
         self.has_asked = self.has_left = False
 
     @property
@@ -102,9 +103,10 @@ class FirstExecutor:
         return self.work.trust.left_us() <= 0
 
     def waits(self) -> None:
-        if self.since_s is None or self.seated_s != self.work.seated_s:
+        now = self.work.seated_s, self.job.lacked()
+        if self.since_s is None or (self.seated_s, self.port) != now:
             self.since_s, self.work.patience_s = time.monotonic(), self.work.spec["patience_s"]
-            self.seated_s = self.work.seated_s
+            self.seated_s, self.port = now
             self.has_asked = self.has_left = False
         if self._may_ask():
             self.work.say("awaits", port=self.job.lacked())
@@ -128,7 +130,8 @@ class FirstExecutor:
         """True if the gang has waited for too long, and all that it made is durable or lost."""
         if self.has_left or not self.job.lacks or self._waited_s() < self.work.patience_s:
             return False
-        return self.job.stands_still and not self.work.outgoing.busy
+        # Once all stand still none can make another output, so this order of questions is enough.
+        return self.job.stands_still and not (self.work.outgoing.busy or self.job.has_new_outputs)
 
     def _waited_s(self) -> float:
         return 0.0 if self.since_s is None else time.monotonic() - self.since_s
