@@ -326,7 +326,8 @@ WIDE = body(
     node("again", "pairs", "x=draws.y y=parts.parts", map=["x", "y"]),
     node("all", "total", "xs=again.y"),
     node("both", "total", "xs=all.y,mine.y"),
-    node("one", "listed", "x=both.y"),
+    node("rest", "nap", "x=both.y", params={"nap_s": 0.6}),  # so that a pause comes before the end
+    node("one", "listed", "x=rest.y"),
     node("two", "listed", "x=mine.y"),
     one="one.y",
     two="two.y",
