@@ -90,7 +90,7 @@ def test_a_folder_that_is_filled_has_no_more_space(small, path):
 
 def test_a_task_without_disk_for_its_folder_fails_and_is_told(small):
     _needs(small, "disk")
-    template = small.supervisor.template
+    template = small.supervisor.spawner.template
     os.truncate(template, 2**43)  # more than the host has, as if its disk were full
     try:
         small.launch("large", "jobs:Count", params={"steps": 3})
@@ -103,7 +103,7 @@ def test_a_task_without_disk_for_its_folder_fails_and_is_told(small):
 
 def test_the_groups_of_residents_are_gone_when_they_are(small):
     _needs(small, "memory")
-    parents = [parent for _, parent in small.supervisor.groups.parents]
+    parents = [parent for _, parent in small.supervisor.spawner.groups.parents]
     task = f"short{next(_number)}"
     small.launch(task, "jobs:Count", params={"steps": 3})
     small.event(Finished, task)

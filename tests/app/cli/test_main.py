@@ -25,7 +25,7 @@ from safetensors import safe_open
 from safetensors.numpy import save, save_file
 from typer.testing import CliRunner, Result
 
-from app.cli import main, verbs
+from app.cli import main, verbs, watching
 from app.cli.client import Client
 from app.core.model.manifest import About
 from app.local.embedded_servers import embedded_postgres, temporary_home
@@ -696,7 +696,7 @@ class TestFollowing:
     def test_watching_tells_why_it_waits_once_and_again_when_that_changes(
         self, run, service, code, monkeypatch
     ):
-        monkeypatch.setattr(main, "SILENT_S", 0.1)
+        monkeypatch.setattr(watching, "SILENT_S", 0.1)
         name = f"waits-{time.time_ns()}"
 
         def play() -> None:

@@ -118,8 +118,8 @@ def test_who_ignores_the_request_to_stop_is_killed(supervisor, tmp_path):
 def test_children_die_with_a_supervisor_that_is_killed(tmp_path):
     program = f"""
         import pathlib, sys
-        from app.local.process_supervisor import Spec, Supervisor
-        supervisor = Supervisor(pathlib.Path({str(tmp_path)!r}))
+        from app.local.process_supervisor import ProcessSupervisor, Spec
+        supervisor = ProcessSupervisor(pathlib.Path({str(tmp_path)!r}))
         supervisor.start(Spec(name="sleeper", command=("/bin/sleep", "300"), env={{}}))
         print(supervisor.pids()["sleeper"], flush=True)
         supervisor.watch()
