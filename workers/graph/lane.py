@@ -34,7 +34,7 @@ JSON = dict[str, Any]
 
 
 class PartitionLink(Protocol):
-    """What the first executor of a partition hears from outside its gang, and tells there."""
+    """Connects the first executor of a partition with all that lies outside its gang."""
 
     @property
     def fd(self) -> int:

@@ -200,8 +200,9 @@ def _bytes(block: str, sizes: Mapping[str, int]) -> int:
 
 @dataclass(slots=True)
 class _Played:
-    """What happens in a partition, in ms from now: it begins, waits within, and has run its
-    nodes.
+    """Tells when a partition begins, how long it waits within, and when its nodes have run.
+
+    All times are in ms from now, but those of `ran_ms`.
     """
 
     begins_ms: float

@@ -27,7 +27,7 @@ class Service:
 
 @dataclass(slots=True)
 class RoundMemory:
-    """What the next round needs to know of the rounds before.
+    """Carries from round to round what the next one needs to know.
 
     `in_the_way` lists waiting tasks of the last round for which other tasks were held back.
     `tried` maps the tasks that went first in the last round to the tasks that made them first or
