@@ -20,7 +20,7 @@ test: setup browser  ## everything the project promises, but what needs a CUDA d
 
 FAST := --fast -n 2 --dist loadfile -m "not slow and not gpu and not long" tests/core tests/app
 
-test-fast: setup  ## tests of core and app that start no processes, with fewer examples; some 90 s
+test-fast: setup  ## tests of core and app that start no processes, with fewer examples; some 150 s
 	$(BIN)/python -m pytest -q $(FAST)
 
 coverage: setup  ## which lines of app the same tests reach
