@@ -17,6 +17,7 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from heapq import heappop, heappush
+from itertools import islice
 from operator import itemgetter
 
 from app.core.fairness.dominant_resource import dominant_cost
@@ -433,19 +434,23 @@ class Board:
     def _note_begun(self, task: BoardTask, has_begun: bool) -> None:
         """Note whether a task has begun, and queue those anew that this makes fresh or not (F8)."""
         begun = self._begun.setdefault(task.request, {})
-        others = [id for id in begun if id != task.id][:2]
         if has_begun != (task.id in begun):
             if has_begun:
                 begun[task.id] = None
             else:
                 del begun[task.id]
-            # Beside one other task that has begun, only that task's own freshness changes.
-            changes = others if others else self._siblings.get(task.request, ())
-            for id in () if len(others) > 1 else list(changes):
-                if id != task.id and id in self.tree:
-                    self._line_up(self.tasks[id], returns=True)
+            others = list(islice((id for id in begun if id != task.id), 2))
+            if not others:
+                self._requeue(task, self._siblings.get(task.request, ()))
+            elif len(others) == 1:  # only the freshness of this other task changes
+                self._requeue(task, others)
         if not begun:
             del self._begun[task.request]
+
+    def _requeue(self, but: BoardTask, ids: Iterable[str]) -> None:
+        for id in list(ids):
+            if id != but.id and id in self.tree:
+                self._line_up(self.tasks[id], returns=True)
 
     def lane(self, task: BoardTask) -> Lane:
         """Return what the task needs, with the host that is chosen as things are now."""
