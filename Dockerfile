@@ -16,6 +16,9 @@ COPY app app
 COPY workers workers
 COPY migrations migrations
 RUN pip install --no-cache-dir --constraint constraints.txt --editable .
+# CRIU=1: with the program that stores processes of commands, for device workers that are root
+ARG CRIU=
+RUN test -z "$CRIU" || { apt-get update && python -m app.local.criu_prefix .criu; }
 
 USER roundhouse
 ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \

@@ -4,23 +4,25 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+SIMULATOR := $(VENV)/.simulated_accelerator
 TORCH := 2.13.0
 
-.PHONY: demo up test test-fast coverage check bench gpu setup browser
+.PHONY: demo up test test-fast coverage check bench sim-orders gpu criu setup browser
 
-demo: setup  ## three tenants share two devices; ends by itself
-	$(BIN)/python -m examples.demo
+demo: setup  ## three tenants share two devices; ends by itself; SIM=1: with simulated accelerators
+	$(BIN)/python -m examples.$(if $(SIM),accelerators,demo)
 
 up: setup  ## the same system, kept running until Ctrl-C
 	$(BIN)/python -m app.local.up
 
 test: setup browser  ## everything the project promises, but what needs a CUDA device (make gpu)
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder \
+	@test -x .criu/bin/criu || $(MAKE) --no-print-directory criu || echo "Its tests are skipped."
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder \
 	    --durations 30 -m "not gpu and not long"
 
-FAST := --fast -n 2 --dist loadfile -m "not slow and not gpu and not long" tests/core tests/app
+FAST := --fast -n auto --dist loadfile -m "not slow and not gpu and not long" tests/core tests/app
 
-test-fast: setup  ## tests of core and app that start no processes, with fewer examples; some 150 s
+test-fast: setup  ## tests of core and app that start no processes, with fewer examples
 	$(BIN)/python -m pytest -q $(FAST)
 
 coverage: setup  ## which lines of app the same tests reach
@@ -33,16 +35,26 @@ check: setup  ## form, types, who imports whom, and that the migrations give the
 	$(BIN)/lint-imports
 	$(BIN)/python -m app.local.embedded_servers sh -c "$(BIN)/alembic upgrade head && $(BIN)/alembic check"
 
+SEEDS := 20
+
 bench: setup  ## every benchmark and the long tests; QUICK=--quick for the short form
 	status=0; test -n "$(QUICK)" || $(BIN)/python -m pytest -m long || status=1; \
+	test -n "$(QUICK)" || $(MAKE) sim-orders || status=1; \
 	for file in $$(ls benchmarks/*.py | grep -v __init__); do \
 	    $(BIN)/python -m benchmarks.$$(basename $$file .py) $(QUICK) || status=1; done; exit $$status
 
-gpu: setup  ## what needs a CUDA device: the tests (first, whether the driver may checkpoint), then figures
-	$(BIN)/python -m pytest -m gpu
-	$(BIN)/python -m benchmarks.context_switch
+sim-orders: setup  ## tests of the workers on the simulated accelerator, its work in 20 random orders
+	status=0; for seed in $$(seq $(SEEDS)); do \
+	    SIM_MODE=random SIM_SEED=$$seed $(BIN)/python -m pytest -q -m "sim and not long" tests/workers \
+	        || { echo "in the order of SIM_SEED=$$seed"; status=1; }; done; exit $$status
 
-setup: $(STAMP)
+gpu: setup  ## all that needs a CUDA device, in half an hour; SIM=1 on a simulated one; RESULTS=FOLDER
+	$(BIN)/python -m tests.gpu --kind $(if $(SIM),sim,cuda) $(if $(RESULTS),--results "$(RESULTS)")
+
+criu: setup  ## the program that stores processes of commands, into .criu; MIRROR=ADDRESS of Debian
+	$(BIN)/python -m app.local.criu_prefix .criu "$(MIRROR)"
+
+setup: $(STAMP) $(SIMULATOR)
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -55,6 +67,10 @@ $(STAMP): pyproject.toml constraints.txt
 	@found=$$($(BIN)/python -c 'from importlib.metadata import version; print(version("torch"))'); \
 	    test "$${found%%+*}" = $(TORCH) || { echo "torch $(TORCH) is needed, found $$found" >&2; exit 1; }
 	@touch $(STAMP)
+
+$(SIMULATOR): $(STAMP) tests/sim/build.py $(shell find tests/sim/backend tests/sim/torch_sim* -name '*.[hcp]*')
+	@$(BIN)/python tests/sim/build.py
+	@touch $(SIMULATOR)
 
 browser: setup  # for the tests of the pages: one that is there, else Debian's, else playwright's own
 	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit 0; done; \

@@ -22,7 +22,7 @@ AppError                 500 internal
 
 from __future__ import annotations
 
-from app.core.model.descriptor import Fault
+from app.core.model.fields import Fault
 
 
 class AppError(Exception):

@@ -31,14 +31,19 @@ from app.api.routes import bundles as bundle_routes
 from app.api.routes import checkpoints as checkpoint_routes
 from app.api.routes import datablocks as datablock_routes
 from app.api.routes import devices as device_routes
+from app.api.routes import environments as environment_routes
+from app.api.routes import folders as folder_routes
 from app.api.routes import graphs as graph_routes
+from app.api.routes import mounts as mount_routes
 from app.api.routes import presets as preset_routes
 from app.api.routes import requests as request_routes
+from app.api.routes import secrets as secret_routes
 from app.api.routes import shares as share_routes
 from app.api.routes import simulations as simulation_routes
 from app.api.routes import streams
 from app.api.routes import tasks as task_routes
 from app.api.routes import tenants as tenant_routes
+from app.api.routes import tunnels as tunnel_routes
 from app.api.routes import webhooks as webhook_routes
 from app.db import gc_freeze
 from app.db.transactions import engine, transaction
@@ -80,6 +85,8 @@ def _routers() -> list[Any]:
         request_routes.router,
         streams.router,
         task_routes.router,
+        tunnel_routes.router,
+        tunnel_routes.sockets,
         checkpoint_routes.router,
         bundle_routes.router,
         graph_routes.router,
@@ -89,8 +96,12 @@ def _routers() -> list[Any]:
         tenant_routes.tenants,
         tenant_routes.users,
         webhook_routes.router,
+        secret_routes.router,
         device_routes.router,
         preset_routes.router,
+        mount_routes.router,
+        folder_routes.router,
+        environment_routes.router,
         audit_routes.router,
         probes.router,
         metric_routes.router,

@@ -10,21 +10,41 @@ import os
 import ssl
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from app.core.fairness.fair_tree import half_life
+from app.core.model.provisions.network_policy import destination
+from app.core.model.wellformed import is_path
 from app.core.security import grants
+from app.core.security.addresses import addresses_by_name, networks
 from app.core.security.sandbox_layers import Mode
-from app.core.security.webhook_policy import networks
 from app.home import HOST, PORT, default_home
 
 
 def _networks(listed: str) -> str:
     networks(listed)  # reports a mistake when a process starts
+    return listed
+
+
+def _folders(listed: str) -> str:
+    for folder in filter(None, listed.split(":")):
+        if not is_path(folder):
+            raise ValueError(f"must be absolute paths with ':' between them; got {folder!r}")
+    return listed
+
+
+def _hosts(listed: str) -> str:
+    addresses_by_name(listed)
+    return listed
+
+
+def _destinations(listed: str) -> str:
+    for written in filter(None, listed.split(",")):
+        destination(written)
     return listed
 
 
@@ -38,6 +58,11 @@ def _issuer(url: str) -> str:
 def _grants(written: dict[str, str]) -> dict[str, str]:
     grants.read(written)
     return written
+
+
+_LABEL = r"[a-z0-9][a-z0-9._-]{0,62}"
+_LOCATION = r"^([A-Za-z0-9][A-Za-z0-9._:-]{0,62}(/[A-Za-z0-9][A-Za-z0-9._:-]{0,62}){0,7})?$"
+_LABELS = rf"^({_LABEL}(,{_LABEL})*)?$"
 
 
 class Settings(BaseSettings):
@@ -65,6 +90,8 @@ class Settings(BaseSettings):
     key_writes_per_min: int = Field(120_000, ge=0)
     tenant_reads_per_min: int = Field(240_000, ge=0)
     tenant_writes_per_min: int = Field(240_000, ge=0)
+    # file with the keys that encrypt the secrets of tenants; default: home/secrets.key
+    secrets_key: Path | None = None
     wrong_keys_per_min: int = Field(120, ge=0)  # from one address; 0: no limit
     # calls of a key that are under way at once in one process, streams and waits included
     key_calls_max: int = Field(200, gt=0)
@@ -81,7 +108,20 @@ class Settings(BaseSettings):
     # webhooks: networks, separated by commas, that may be called although they are not public
     webhook_networks: Annotated[str, AfterValidator(_networks)] = ""
     webhook_timeout_s: float = Field(15.0, gt=0)  # time for a receiver to answer
+    # the index of packages for environments, an address as `uv` takes it; default: uv's own
+    # configuration on this machine
+    package_index: str = Field("", pattern=r"^\S*$")
+    # what a build reaches beside the index, HOST:PORT with commas: where the index has its wheels
+    package_hosts: Annotated[str, AfterValidator(_destinations)] = ""
+    wheels: Path | None = None  # a folder of wheels, used instead of any index
+    package_lock_s: float = Field(120.0, gt=0, allow_inf_nan=False)  # limit for locking one
     metrics_tenants_max: int = Field(500, ge=0)  # number of tenants in /metrics
+
+    # control: how long it keeps what is over; 0: for ever
+    requests_kept_days: float = Field(0, ge=0, allow_inf_nan=False)  # with all that belongs to them
+    checkpoints_kept_days: float = Field(1, ge=0, allow_inf_nan=False)  # those of ended tasks
+    decisions_kept_days: float = Field(7, ge=0, allow_inf_nan=False)
+    deliveries_kept_days: float = Field(30, ge=0, allow_inf_nan=False)  # sent webhooks
 
     # the island
     island: str = "local"
@@ -92,6 +132,8 @@ class Settings(BaseSettings):
     idle_credit_s: float = Field(3 * 86400.0, ge=0, allow_inf_nan=False)
     slice_min_s: float = Field(1.0, ge=0, allow_inf_nan=False)
     slice_max_s: float = Field(60.0, ge=0, allow_inf_nan=False)
+    # the longest notice before a pause; a reclaimed device waits for it (`notice` of a task)
+    notice_max_s: float = Field(300.0, ge=0, le=300, allow_inf_nan=False)
     sharers_max: int = Field(4, ge=0)  # graphs that may take turns on one device; 0 or 1: no turns
     grow_after_s: float = Field(
         5.0, ge=0, allow_inf_nan=False
@@ -110,14 +152,24 @@ class Settings(BaseSettings):
     lease_s: float = 10.0
     lease_margin_s: float = 3.0
     beat_s: float = 2.0
+    # limit of the time after a lease for which a device with long steps is left alone
+    step_grace_s: float = Field(60.0, ge=0, allow_inf_nan=False)
 
     # a device worker
     device: str = ""  # "<host>.<n>"
     # its island's public key, or a file with it; default: home/islands/<island>.pub
     island_public_key: str = ""
-    device_kind: str = "cpu"
+    device_kind: str = "cpu"  # as torch names it
+    # words with "," between them, for which tasks ask (`devices.labels`, `avoid_labels`)
+    device_labels: str = Field("", pattern=_LABELS)
+    rack: str = Field("", pattern=_LOCATION)  # of this host; gangs are placed near
+    # the device's location inside its host, such as numa0/switch1; default: what the PCI tree of
+    # the host says of a GPU
+    device_location: str = Field("", pattern=_LOCATION)
+    accelerator: str = ""  # UUID or index of the accelerator that this worker serves
+    device_nodes: str = ""  # device nodes of it, between commas, where its kind has no finder
     device_threads: int = 1
-    device_memory_bytes: int = 4 * 2**30
+    device_memory_bytes: int = Field(0, ge=0)  # 0: all of an accelerator; 4 GiB of a CPU device
     host_memory_bytes: int = Field(0, ge=0)  # for images of residents; 0: the device's memory
     # host memory of a resident in addition to the device's memory and its images: the interpreter,
     # data loaders, pages of files, /tmp and /dev/shm
@@ -125,14 +177,41 @@ class Settings(BaseSettings):
     # disk of a resident's scratch folder, reserved while it lives; 0: a 16th of the free space
     scratch_bytes: int = Field(0, ge=0)
     host_cache_bytes: int = Field(16 * 2**30, ge=0)  # disk for inputs and outputs
+    # disk of the host for environments; those in use stay beyond it
+    environments_bytes: int = Field(32 * 2**30, ge=0)
+    environment_build_s: float = Field(900.0, gt=0, allow_inf_nan=False)  # limit for building one
+    # disk of the host for unpacked container images, together and each; those in use stay beyond it
+    images_bytes: int = Field(64 * 2**30, ge=0)
     block_bytes_per_s: int = Field(0, ge=0)  # rate of blocks sent to other hosts; 0: no limit
+    # folders of this host, with ":" between them, below which tasks may see mounts; none: nowhere
+    mount_roots: Annotated[str, AfterValidator(_folders)] = ""
+    # what watches the device's health: auto, none, nvidia, or file:FOLDER with a file DEVICE.json
+    device_monitor: str = Field("auto", pattern=r"^(auto|none|nvidia|file:/.+)$")
+    health_every_s: float = Field(5.0, gt=0, allow_inf_nan=False)  # interval of its readings
+    # how long a device may be too hot, silent or without its monitor before it is cordoned
+    health_patience_s: float = Field(30.0, gt=0, allow_inf_nan=False)
+    # CRIU, which stores processes of commands: its prefix, or the program; default: the prefix that
+    # `make criu` makes
+    criu: str = ""
+    # the network of tasks (`network.allow`): off, or through the proxy of this worker
+    egress: Literal["on", "off"] = "on"
+    # networks, separated by commas, that tasks may reach although they are not public
+    egress_private: Annotated[str, AfterValidator(_networks)] = ""
+    # names with fixed addresses for tasks, as in index.house=10.1.0.7,hub.house=10.1.0.8
+    egress_hosts: Annotated[str, AfterValidator(_hosts)] = ""
     residents_max: int = 4  # jobs kept in memory on a device: one runs, the others are paused
     stop_grace_s: float = 5.0
+    # a worker that is told to stop pauses and saves its tasks within this
+    drain_s: float = Field(8.0, gt=0, allow_inf_nan=False)
     sandbox: Mode = "required"
 
     @property
     def island_key_file(self) -> Path:
         return self.island_key or self.home / "islands" / f"{self.island}.key"
+
+    @property
+    def secrets_key_file(self) -> Path:
+        return self.secrets_key or self.home / "secrets.key"
 
     @property
     def host_key_file(self) -> Path:

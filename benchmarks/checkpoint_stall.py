@@ -263,7 +263,7 @@ def with_ours(job: Training, folder: Path) -> tuple[Save, Callable[[], float]]:
 
     fd = slab.made(4 << 30)
     mapped, around, cpu = slab.Slab(fd), Surroundings(), Accelerator("cpu")
-    staging = Staging(mapped, Watch())
+    staging = Staging(mapped, Watch(), cpu)
     worker = subprocess.Popen(
         [
             *(sys.executable, "-m", "benchmarks.checkpoint_stall"),
@@ -302,6 +302,7 @@ def with_ours(job: Training, folder: Path) -> tuple[Save, Callable[[], float]]:
 
 def write_for(fd: int, folder: Path) -> int:
     """Act as the device worker: write the slab's image to the store whenever a line says so."""
+    from app.core.model.descriptor import RunSpec, TaskDescriptor
     from app.core.model.messages import Launch
     from app.storage.store import Store
     from workers.device import store_io
@@ -310,11 +311,9 @@ def write_for(fd: int, folder: Path) -> int:
 
     house = House(device="h.0", island="i", store=Store.at(folder / "store"), run=folder / "run")
     known = Known()
-    nothing: JSON = {
-        "run": {}, "bundle": "", "params": {}, "inputs": {}, "outputs": [], "world_size": 1,
-        "preset": {}, "images": [], "budget_us": 0, "checkpoint_every_s": 0.0, "memory_bytes": 0,
-    }  # fmt: skip
-    launch = Launch(task="t", epoch=1, seq=1, tenant="t", **nothing)
+    spec = TaskDescriptor(name="t", type="default", run=RunSpec(kind="job"))
+    nothing: JSON = {"bundle": "", "inputs": {}, "preset": {}, "images": [], "budget_us": 0}
+    launch = Launch(task="t", epoch=1, seq=1, tenant="t", spec=spec, **nothing)
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     for line in sys.stdin:

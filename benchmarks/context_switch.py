@@ -38,7 +38,7 @@ import torch
 
 from app.core.model.messages import Paused, Started
 from benchmarks import Target, quick, report
-from tests.workers.conftest import Ground, bundled
+from tests.workers.conftest import DeviceRig, bundled
 
 MB = 2**20
 PART_BYTES = 4 * MB
@@ -96,7 +96,7 @@ def main() -> int:
         "load average": round(os.getloadavg()[0], 1),
     }
     if torch.cuda.is_available():
-        more, told = on_cuda(size)
+        more, told = on_accelerator("cuda", max(size, 2**30))
         targets, peers = targets + more, {**peers, **told}
     else:
         peers["cuda"] = "no CUDA device here: not measured"
@@ -115,7 +115,7 @@ def median(rows: list[JSON], name: str) -> float:
 
 
 def switched(home: Path, size: int, turns: int, *, memory_bytes: int) -> list[JSON]:
-    ground = Ground(
+    ground = DeviceRig(
         home,
         lease_s=60.0,
         memory_bytes=memory_bytes,
@@ -138,7 +138,7 @@ def switched(home: Path, size: int, turns: int, *, memory_bytes: int) -> list[JS
         ground.close()
 
 
-def switch(ground: Ground, before: tuple[str, int], after: tuple[str, int], size: int) -> JSON:
+def switch(ground: DeviceRig, before: tuple[str, int], after: tuple[str, int], size: int) -> JSON:
     turn(ground, *after, size)
     ground.until(lambda: ground.view(*after))
     at_rest(ground)
@@ -153,14 +153,14 @@ def switch(ground: Ground, before: tuple[str, int], after: tuple[str, int], size
     return {"switch_s": began_s - ended_s, "told_s": started.switch_us / 1e6}
 
 
-def turn(ground: Ground, task: str, epoch: int, size: int) -> None:
+def turn(ground: DeviceRig, task: str, epoch: int, size: int) -> None:
     bundle, _ = ground.store.put([bundled({"turns.py": JOB})])
     params = {"parts": size // PART_BYTES, "part_bytes": PART_BYTES}
     more = {"bundle": bundle, "params": params, "memory_bytes": size + 16 * MB}
     ground.launch(task, "turns:Turns", epoch, budget_us=10**12, **more)
 
 
-def at_rest(ground: Ground) -> None:
+def at_rest(ground: DeviceRig) -> None:
     """Wait until earlier images are in the store, so that nothing but steps goes on."""
     residents = ground.supervisor.lives.residents
 
@@ -218,10 +218,10 @@ def restarted_s(folder: Path, size: int) -> float:
     return min(once_s() for _ in range(3))
 
 
-# --- on a CUDA device -----------------------------------------------------------------------------
+# --- on an accelerator ----------------------------------------------------------------------------
 
 
-def on_cuda(size: int) -> tuple[list[Target], JSON]:
+def on_accelerator(kind: str, size: int) -> tuple[list[Target], JSON]:
     """Measure each direction beside a pinned copy of the same bytes, and both at once."""
     from workers.capture.capture import Surroundings, capture
     from workers.hardware.accelerator import Accelerator
@@ -230,21 +230,21 @@ def on_cuda(size: int) -> tuple[list[Target], JSON]:
     from workers.switching.offload import Absence
     from workers.switching.staging import Staging
 
-    size, cuda = max(size, 2**30), Accelerator("cuda")
+    accelerator = Accelerator(kind)
 
     class Parked:
         """A job's state on the device, with the code that offloads it and brings it back."""
 
         def __init__(self) -> None:
             count = size // (16 * MB)
-            self.parts = [torch.randn(4 * MB, device=cuda.device) for _ in range(count)]
+            self.parts = [torch.randn(4 * MB, device=accelerator.device) for _ in range(count)]
             held = Slab(slab.made(2 * size))
             held.make_ready(size + MB)
-            self.staging = Staging(held, None)
-            self.absence = Absence(held, cuda, self.staging.pinned)
+            self.staging = Staging(held, None, accelerator)
+            self.absence = Absence(held, accelerator, self.staging.pinned)
 
         def leave(self) -> None:
-            captured = capture(self.parts, around=Surroundings(), accelerator=cuda)
+            captured = capture(self.parts, around=Surroundings(), accelerator=accelerator)
             _, lying = self.staging.bring(captured)
             self.absence.leave(lying, lambda: None)
 
@@ -252,31 +252,33 @@ def on_cuda(size: int) -> tuple[list[Target], JSON]:
             self.absence.come_back(lambda size: None)
 
     host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    device = torch.empty(size, dtype=torch.uint8, device=cuda.device)
+    device = torch.empty(size, dtype=torch.uint8, device=accelerator.device)
     one, other = Parked(), Parked()
     for parked in (one, other):  # a first time, for the page tables
         parked.leave()
         parked.come_back()
     rows = []
     for _ in range(5):
-        row = {"peer out": timed(cuda, lambda: host.copy_(device, non_blocking=True))}
-        row["out"] = timed(cuda, one.leave)
-        row["peer in"] = timed(cuda, lambda: device.copy_(host, non_blocking=True))
-        row["in"] = timed(cuda, one.come_back)
+        row = {"peer out": timed(accelerator, lambda: host.copy_(device, non_blocking=True))}
+        row["out"] = timed(accelerator, one.leave)
+        row["peer in"] = timed(accelerator, lambda: device.copy_(host, non_blocking=True))
+        row["in"] = timed(accelerator, one.come_back)
         other.leave()
         with ThreadPoolExecutor(2) as both:
-            row["both"] = timed(cuda, lambda: list(both.map(_call, (one.leave, other.come_back))))
+            row["both"] = timed(
+                accelerator, lambda: list(both.map(_call, (one.leave, other.come_back)))
+            )
         one.come_back()
         rows.append(row)
     larger_s = max(median(rows, "out"), median(rows, "in"))
     targets = [
-        target(f"CUDA, {way}: of a pinned copy's bandwidth", median(rows, f"peer {way}")
+        target(f"{kind}, {way}: of a pinned copy's bandwidth", median(rows, f"peer {way}")
                / median(rows, way), "of it", ">=", 0.90)
         for way in ("out", "in")
     ]  # fmt: skip
     both = median(rows, "both") / larger_s
-    targets.append(target("CUDA, out with in, to the larger", both, "times", "<=", 1.15))
-    told = {f"CUDA, {name}, ms": round(1000 * median(rows, name), 1) for name in rows[0]}
+    targets.append(target(f"{kind}, out with in, to the larger", both, "times", "<=", 1.15))
+    told = {f"{kind}, {name}, ms": round(1000 * median(rows, name), 1) for name in rows[0]}
     return targets, told
 
 
@@ -284,11 +286,11 @@ def _call(work: Callable[[], None]) -> None:
     work()
 
 
-def timed(cuda: Any, work: Callable[[], Any]) -> float:
-    cuda.synchronize()
+def timed(accelerator: Any, work: Callable[[], Any]) -> float:
+    accelerator.synchronize()
     began_s = time.perf_counter()
     work()
-    cuda.synchronize()
+    accelerator.synchronize()
     return time.perf_counter() - began_s
 
 

@@ -5,7 +5,8 @@
 As in Pathways (section 5.1): a chain of 128 nodes, each of which adds two tensors of four numbers.
 OpByOp runs one node at a time and waits for each, chained is one call for the chain, fused one node
 that does the work of all. Ours is a graph in its resident, from its beginning to its result, with
-everything on: safe points between bursts, the wire to the supervisor, seeded nodes, watched inputs.
+everything on: safe points between bursts, the wire to the supervisor, watched inputs. Its nodes
+declare that they draw no random numbers, as no peer seeds any; seeded is the chain that does not.
 The way of a graph to its resident is not counted here (benchmarks.submit_to_first_step).
 
 A hop is the same chain, with successive nodes on different executors of two: processes with a
@@ -82,6 +83,8 @@ def turns(name: str) -> Iterator[tuple[list[str], Key]]:
     """Yield the processes to measure in turn, and what; ours always beside the others."""
     for what in ("op_by_op", "chain", "fused"):
         yield ["ours", name], (what, 0.0)
+    if name == "direct":
+        yield ["ours"], ("seeded", 0.0)
     if name == "ray-compiled":
         yield [name], HOPS
     for spin_us in SPINS_US if name in ("direct", "ray-compiled") else ():
@@ -229,8 +232,7 @@ class Ours:
     def __init__(self) -> None:
         from benchmarks.overhead import resident
 
-        self.work = resident(Nothing())
-        self.work.spec.update(run={"graph": "sha256:of a benchmark"}, outputs=[])
+        self.work = resident(Nothing(), "graph")
 
     def op_by_op(self, nodes: int, spin_us: float) -> Any:
         one = self.chain(1, spin_us)
@@ -245,10 +247,15 @@ class Ours:
     def chain(self, nodes: int, spin_us: float) -> Any:
         return self._graph("add", nodes, {"spin_us": spin_us})
 
+    def seeded(self, nodes: int, spin_us: float) -> Any:
+        return self._graph("add", nodes, {"spin_us": spin_us}, draws=True)
+
     def fused(self, nodes: int) -> Any:
         return self._graph("add_many", 1, {"nodes": nodes})
 
-    def _graph(self, function: str, nodes: int, params: dict[str, Any]) -> Any:
+    def _graph(
+        self, function: str, nodes: int, params: dict[str, Any], *, draws: bool = False
+    ) -> Any:
         from benchmarks.peers import dispatch
         from workers.graph.runner import Loaded
         from workers.residents import stages
@@ -260,6 +267,7 @@ class Ours:
                 "inputs": {"x": f"n{n - 1}.y" if n else "input:x"},
                 "outputs": ["y"],
                 "params": params,
+                "draws": draws,
             }
             for n in range(nodes)
         ]
@@ -308,11 +316,11 @@ def hop_us() -> float:
     import torch
 
     from workers.ranks import turns
-    from workers.ranks.shared_memory import Ground, make
+    from workers.ranks.shared_memory import Arena, make
 
     torch.set_num_threads(1)
     handles = make(2)
-    turns.seat_all(Ground(handles), 2)
+    turns.seat_all(Arena(handles), 2)
     pid = os.fork()
     if not pid:
         status = 1
@@ -349,12 +357,12 @@ def _run_lane(handles: Any, rank: int) -> float:
         return {"y": x + 1}
 
     names = ["ready", *(f"n{n}" for n in range(WARM + HOPPED))]
-    nodes = [{"name": "ready", "function": "m:ready", "outputs": ["y"]}]
+    nodes: list[dict[str, Any]] = [{"name": "ready", "function": "m:ready", "outputs": ["y"]}]
     for before, name in pairwise(names):
         inputs = {"x": f"{before}.y"}
-        nodes.append({"name": name, "function": "m:add", "inputs": inputs, "outputs": ["y"]})
-    work = resident(Nothing())
-    work.spec.update(run={"graph": "sha256:of a benchmark"}, world_size=2, rank=rank)
+        node = {"name": name, "function": "m:add", "inputs": inputs, "outputs": ["y"]}
+        nodes.append({**node, "draws": False})
+    work = resident(Nothing(), "graph", world_size=2, rank=rank)
     work.member = Member(handles, rank, collective=False)
     work.member.begin()
     loaded = LoadedLane(

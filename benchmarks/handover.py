@@ -172,7 +172,7 @@ class Ours:
         from workers.ranks import shared_memory, turns
 
         handles = shared_memory.make(2)
-        turns.seat_all(shared_memory.Ground(handles), 2)
+        turns.seat_all(shared_memory.Arena(handles), 2)
         self.reader = os.fork()
         if not self.reader:
             read(passing(handles, 1))
@@ -205,10 +205,10 @@ def passing(handles: Any, rank: int) -> Any:
     from workers.capture.capture import Surroundings
     from workers.graph.shared_blocks import BlockTable
     from workers.hardware.accelerator import Accelerator
-    from workers.ranks.shared_memory import Ground
+    from workers.ranks.shared_memory import Arena
     from workers.ranks.turns import Turns
 
-    mine = Turns(Ground(handles), rank)
+    mine = Turns(Arena(handles), rank)
     mine.join()
     return BlockTable(mine, MOST_BLOCKS, Surroundings(), Accelerator("cpu"))
 

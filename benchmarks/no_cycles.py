@@ -749,7 +749,10 @@ def _nothing_is_owed(seed: int, shop: Shop) -> None:
     """
     tables, waiting, _ = _standing(shop.snapshot())
     devices = shop.first.devices
-    if any(shop.board.urgency.patience_s(task) <= shop.board.policy.patience_s for task in waiting):
+    if any(
+        shop.board.urgency.patience.total_s(task) <= shop.board.policy.patience_s
+        for task in waiting
+    ):
         return
     for task in waiting:
         if task.width > 1 or tables.over(task) is not None:

@@ -181,13 +181,18 @@ def cpu_s(step: Callable[[], object], times: int) -> float:
     return time.thread_time() - began_s
 
 
-def resident(job: Job) -> Any:
-    """Return a resident on its slot, up to its first step; its supervisor only reads."""
+def resident(job: Job, kind: str = "job", *, world_size: int = 1, rank: int = 0) -> Any:
+    """Return a resident on its slot, up to its first step; its supervisor only reads.
+
+    Its task is of this `kind`, and it makes no checkpoints.
+    """
+    from app.core.model.descriptor import RunSpec, TaskDescriptor
     from workers.capture.capture import Surroundings
     from workers.hardware.accelerator import Accelerator
     from workers.hardware.dirty_pages import Watch
     from workers.process import slab
     from workers.process.slab import Slab
+    from workers.process.task_start import TaskStart
     from workers.process.wire import Trust, TrustSeen, Wire
     from workers.residents import stages
     from workers.residents.context import Context
@@ -206,7 +211,13 @@ def resident(job: Job) -> Any:
         wire=Wire(ours), bulk=bulk, trust=TrustSeen(os.dup(trust.fd)), slab=held, watch=Watch()
     )
     accelerator = Accelerator("cpu")
-    work.spec = {"run": {"job": "overhead:Job"}, "checkpoint_every_s": 0.0, "image": None}
+    run = RunSpec(kind=kind)
+    work.start = TaskStart(
+        **{"task": "t", "kind": "cpu", "inputs": {}, "preset": {}, "code": "", "scratch": ""},
+        spec=TaskDescriptor(name="t", type="default", run=run, world_size=world_size),
+        lease_margin_s=1.0,
+        patience_s=1.0,
+    ).as_rank(rank)
     work.ctx = Context(device=accelerator.device, rank=0, world_size=1, params={})
     work.around, work.accelerator, work.job = Surroundings(), accelerator, job
     work.outgoing, work.images = Outgoing(work), Images(work)

@@ -55,7 +55,7 @@ insert into tasks (id, request_id, tenant_id, user_id, island, ordinal, name, ty
     priority, submitted_at, waiting_since, descriptor)
   select 'k' || n, 'r' || who, 't' || who, 'u' || who, 'isle', n / {tenants}, 'k' || n, 'train',
     'cpu', 'waiting', n % 3, now() - interval '1 s' * (n % 86400), now(),
-    '{{"run": {{"job": "train:Train"}}, "max_duration_s": 100, "outputs": [],
+    '{{"name": "k", "run": {{"job": "train:Train"}}, "max_duration_s": 100, "outputs": [],
        "checkpoint": {{"every_s": 60, "keep": 3}}}}'
   from (select n, 1 + n % {tenants} as who from generate_series(1, {tasks}) n) numbered;
 insert into lines (island, user_id, kind, memory_bytes, width, tenant_id, waiting)

@@ -11,27 +11,30 @@ a temporary folder, or to ROUNDHOUSE_HOME if that is set.
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from app.cli.bundling import bundle_folder
-from app.cli.client import Client
-from app.local.embedded_servers import CannotStart, temporary_home
-from app.local.up import ROOT, Handle, running
+from app.local.up import Handle
 from examples import judge
 from examples.judge import Kill, Life, Sample
+from examples.session import (
+    WEIGHTS,
+    Job,
+    Session,
+    alone,
+    folder_of,
+    on_devices_enough,
+    run_demo,
+    run_python,
+    why,
+)
 from examples.view import ENDED, View, summary, verdicts
 
 JSON = dict[str, Any]
@@ -44,9 +47,7 @@ KILL_AFTER_S = 25.0
 LEAST_WINDOW_S = 45.0  # in a shorter window the shares would prove little
 GIVE_UP_S = 270.0  # five minutes are promised
 LOOK_S = 1.0
-PLAIN_WIDTH = 120  # columns, where the terminal does not say
 KILLED = "device.1"
-CHECKPOINT_EVERY_S = 2.0
 RANKS = 4  # of the last job
 # steps of the last job per step of a digits job: on one device it takes 15 to 40 s
 RANKS_STEPS = 2.3
@@ -67,65 +68,29 @@ class Wish:
     params: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """An accepted job, with the parameters of its request."""
-
-    tenant: str
-    name: str
-    folder: str
-    params: Mapping[str, Any]
-    ranks: int = 1
-
-
 DIGITS = Wish(folder="digits", params={"width": 16, "work": 4})
 CHARS = Wish(folder="chars", params={"width": 48, "work": 1})
 WISHES = {"alpha": DIGITS, "beta": DIGITS, "gamma": CHARS}
 DDP = Wish(folder="ddp", params={})
-WEIGHTS = {"alpha": 1.0, "beta": 1.0, "gamma": 2.0}
+FOLDERS = {wish.folder for wish in WISHES.values()}
 
 
 def main() -> int:
-    for number in (signal.SIGTERM, signal.SIGHUP):  # end as tidily as on Ctrl-C
-        signal.signal(number, signal.default_int_handler)
-    width = None if sys.stdout.isatty() else PLAIN_WIDTH
-    console, began_s = Console(highlight=False, width=width), time.monotonic()
-    console.print("Roundhouse: three tenants share two devices, by weight 1 : 1 : 2")
-    try:
-        with home() as folder, running(folder, devices=DEVICES, env=ENV) as system:
-            console.print(f"up after {time.monotonic() - began_s:.1f} s; while this runs:")
-            console.print(places(system), markup=False, soft_wrap=True)
-            found = Demo(console, system, began_s).run()
-    except CannotStart as error:
-        console.print(str(error), style="red", markup=False)
-        return 1
-    except KeyboardInterrupt:
-        console.print("interrupted; everything is stopped")
-        return 130
-    broken = [verdict for verdict in found if not verdict.held]
-    took_s = time.monotonic() - began_s
-    console.print(f"{len(found) - len(broken)} of {len(found)} promises held, in {took_s:.0f} s")
-    console.print("`make up` keeps the same system running and prints its addresses and keys")
-    return 1 if broken else 0
+    title = "Roundhouse: three tenants share two devices, by weight 1 : 1 : 2"
+    return run_demo(title, DEVICES, ENV, lambda *system: Demo(*system).run())
 
 
-class Demo:
-    """A run of the demo; `jobs` are the accepted jobs, by task id."""
+class Demo(Session):
+    """A run of the demo."""
 
     def __init__(self, console: Console, system: Handle, began_s: float) -> None:
-        self.console, self.system, self.began_s = console, system, began_s
-        self.admin = Client(system.url, system.keys["platform"]["platform_admin"], patience_s=30)
-        self.members = {
-            tenant: Client(system.url, system.keys[tenant]["member"], patience_s=30)
-            for tenant in WISHES
-        }
-        self.bundles = {wish.folder: self._upload(wish) for wish in (*WISHES.values(), DDP)}
-        self.jobs: dict[str, Job] = {}
+        super().__init__(console, system, began_s, sorted({*FOLDERS, DDP.folder}))
         self.samples: list[Sample] = []
         self.kill: Kill | None = None
 
     def run(self) -> list[judge.Verdict]:
         # 1. Measure a step here, so that the demo takes equally long on any machine.
+        self.console.print("measuring how long a step takes on this machine")
         steps = {folder: round(1e3 * JOB_S / ms) for folder, ms in step_times_ms().items()}
         told = ", ".join(f"{folder} {count}" for folder, count in steps.items())
         self.console.print(f"steps of each job: {told}")
@@ -139,15 +104,9 @@ class Demo:
             # 4. Four ranks take all devices, give one back to a new job, and take it again.
             self._splice(view, steps)
         # 5. Judge.
-        return self._judge([self._life(id, job) for id, job in self.jobs.items()])
+        return self._judge(self.lives())
 
     # --- submit ---
-
-    def _upload(self, wish: Wish) -> str:
-        bundle = bundle_folder(folder_of(wish.folder))
-        for member in self.members.values():
-            member.upload(bundle.sha256, bundle.body)
-        return bundle.sha256
 
     def _submit(self, tenant: str, steps: Mapping[str, int]) -> str:
         """Submit a job of the tenant; returns the task's id."""
@@ -155,13 +114,7 @@ class Demo:
         n = sum(job.tenant == tenant for job in self.jobs.values()) + 1
         params = {**wish.params, "steps": steps[wish.folder], "seed": n}
         name = f"{wish.folder}-{n}"
-        return self._accepted(Job(tenant=tenant, name=name, folder=wish.folder, params=params))
-
-    def _accepted(self, job: Job) -> str:
-        asked = descriptor(job, self.bundles[job.folder])
-        id: str = self.members[job.tenant].submit(asked)["tasks"][0]["id"]
-        self.jobs[id] = job
-        return id
+        return self.accepted(Job(tenant=tenant, name=name, folder=wish.folder, params=params))
 
     # --- watch ---
 
@@ -184,31 +137,28 @@ class Demo:
 
     def _splice(self, view: View, steps: Mapping[str, int]) -> None:
         params = {**DDP.params, "steps": round(RANKS_STEPS * steps[DIGITS.folder])}
-        id = self._accepted(
+        id = self.accepted(
             Job(tenant="alpha", name="ddp-1", folder=DDP.folder, params=params, ranks=RANKS)
         )
         if self._until(view, id, lent=True, told=f"its {RANKS} ranks have both devices"):
             self._submit("beta", steps)
-            self._until(view, id, lent=False, told="it gave one back to who came, and goes on")
+            self._until(view, id, lent=False, told="it gave one back to a new job, and goes on")
             self._until(view, id, lent=True, told="it has both again")
-        while self._at_s() < GIVE_UP_S and any(self._look(view, self._at_s()).unfinished.values()):
+        while self.at_s() < GIVE_UP_S and any(self._look(view, self.at_s()).unfinished.values()):
             time.sleep(LOOK_S)
 
     def _until(self, view: View, id: str, *, lent: bool, told: str) -> bool:
         """Watch until the task holds lent devices, or none any more; False if it ended before."""
-        while self._at_s() < GIVE_UP_S:
-            self._look(view, self._at_s())
+        while self.at_s() < GIVE_UP_S:
+            self._look(view, self.at_s())
             task = self.admin.get(f"/v1/tasks/{id}")
             if task["state"] in ENDED:
                 return False
             if task["state"] == "running" and bool(task["lent"]) == lent:
-                view.note(self._at_s(), f"{self.jobs[id].name}: {told}")
+                view.note(self.at_s(), f"{self.jobs[id].name}: {told}")
                 return True
             time.sleep(LOOK_S / 4)
         return False
-
-    def _at_s(self) -> float:
-        return time.monotonic() - self.began_s
 
     def _look(self, view: View, at_s: float) -> Sample:
         """Take a sample and show it."""
@@ -240,18 +190,6 @@ class Demo:
 
     # --- judge ---
 
-    def _life(self, id: str, job: Job) -> Life:
-        def oldest_first(what: str) -> list[JSON]:
-            return list(self.admin.items(f"/v1/tasks/{id}/{what}", limit=100))[::-1]
-
-        return Life(
-            tenant=job.tenant,
-            name=f"{job.tenant}/{job.name}",
-            task=self.admin.get(f"/v1/tasks/{id}"),
-            placements=oldest_first("placements"),
-            checkpoints=oldest_first("checkpoints"),
-        )
-
     def _judge(self, lives: Sequence[Life]) -> list[judge.Verdict]:
         window = judge.saturated(self.samples)
         self.console.print(summary(window, WEIGHTS, lives))
@@ -266,40 +204,14 @@ class Demo:
         found = [
             judge.all_done(lives),
             judge.shares_follow_weights(window, WEIGHTS, least_s=LEAST_WINDOW_S),
-            judge.ledger_adds_up(lives, self._booked()),
+            judge.ledger_adds_up(lives, self.booked_us()),
             judge.pauses_lose_nothing(lives, kill),
             judge.kill_costs_little(lives, kill),
-            judge.same_bits(chosen, alone(job.folder, job.params, chosen.task["preset"])),
-            judge.spliced(spliced, on_devices_enough(self.jobs[spliced.task["id"]])),
+            judge.same_bits(chosen, alone(job, chosen.task["preset"], ENV)),
+            judge.spliced(spliced, on_devices_enough(self.jobs[spliced.task["id"]], ENV)),
         ]
         self.console.print(verdicts(found))
         return found
-
-    def _booked(self) -> dict[str, int]:
-        rows = self.admin.get("/v1/usage", group_by="tenant")["items"]
-        booked = {row["tenant"]: row["held_us"] for row in rows}
-        return {tenant: booked.get(tenant, 0) for tenant in WEIGHTS}
-
-
-def why(life: Life) -> str:
-    """Describe why a job did not get done."""
-    said = life.task["message"] or "it gave no reason"
-    return f"{life.name} is {life.task['state']}: {said}\n{life.task['detail'] or ''}"
-
-
-# --- requests -------------------------------------------------------------------------------------
-
-
-def descriptor(job: Job, bundle: str) -> JSON:
-    task = {
-        "name": job.name,
-        "type": "train",
-        "run": {"job": "train:Train"},
-        "params": dict(job.params),
-        "world_size": job.ranks,
-        "checkpoint": {"every_s": CHECKPOINT_EVERY_S},
-    }
-    return {"name": job.name, "bundle": f"sha256:{bundle}", "tasks": [task]}
 
 
 def step_times_ms() -> dict[str, float]:
@@ -311,59 +223,7 @@ def step_times_ms() -> dict[str, float]:
 
 def step_ms(wish: Wish) -> float:
     words = ("-m", "examples.pace", str(folder_of(wish.folder)), json.dumps(dict(wish.params)))
-    return float(run_python(*words).splitlines()[-1])
-
-
-def alone(folder: str, params: Mapping[str, Any], preset: JSON) -> JSON:
-    """Return the result of a job that runs undisturbed in a process of its own."""
-    words = (str(folder_of(folder)), "train:Train", "--params", json.dumps(dict(params)))
-    said = run_python("-m", "workers.residents.run_alone", *words, "--preset", json.dumps(preset))
-    result: JSON = json.loads(said.splitlines()[-1])["result"]
-    return result
-
-
-def on_devices_enough(job: Job) -> JSON:
-    """Return the result of a job of several ranks, run by hand with a slot for each rank."""
-    many = (
-        "--ranks",
-        str(job.ranks),
-        "--seats",
-        str(job.ranks),
-        "--params",
-        json.dumps(job.params),
-    )
-    steps = ("--steps", str(job.params["steps"]))
-    entry = f"examples.{job.folder}.train:Train"
-    said = run_python("-m", "workers.ranks.rank", entry, *many, *steps)
-    result: JSON = json.loads(said.splitlines()[-job.ranks])["result"]
-    return result
-
-
-def run_python(*words: str) -> str:
-    """Run a Python command and return its output; its errors go to our standard error."""
-    command, env = [sys.executable, *words], {**os.environ, **ENV}
-    return subprocess.run(
-        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, check=True
-    ).stdout
-
-
-def folder_of(name: str) -> Path:
-    return Path(__file__).parent / name
-
-
-@contextmanager
-def home() -> Iterator[Path]:
-    """Yield ROUNDHOUSE_HOME, which is kept, or a temporary folder."""
-    if named := os.environ.get("ROUNDHOUSE_HOME"):
-        yield Path(named).absolute()
-        return
-    with temporary_home() as folder:
-        yield folder
-
-
-def places(system: Handle) -> str:
-    keys = [f"    sign in as {tenant}: {system.keys[tenant]['tenant_admin']}" for tenant in WEIGHTS]
-    return "\n".join([f"  pages {system.url}/ui/", *keys, f"  API   {system.url}/docs"])
+    return float(run_python(ENV, *words).splitlines()[-1])
 
 
 if __name__ == "__main__":

@@ -124,7 +124,7 @@ def ledger_adds_up(lives: Sequence[Life], usage: Mapping[str, int]) -> Verdict:
     )
 
 
-def pauses_lose_nothing(lives: Sequence[Life], kill: Kill) -> Verdict:
+def pauses_lose_nothing(lives: Sequence[Life], kill: Kill | None) -> Verdict:
     """A planned pause loses no step, unless the kill destroyed the image in host memory."""
     planned = [
         (life.name, before, after)
@@ -203,8 +203,10 @@ def _lost(before: JSON, after: JSON) -> int:
     return max(0, (before["last_step"] or 0) - (after["first_step"] or 0))
 
 
-def _struck(before: JSON, after: JSON, kill: Kill) -> bool:
+def _struck(before: JSON, after: JSON, kill: Kill | None) -> bool:
     """True if the kill hit a task's device between the launches of these two placements."""
+    if kill is None:
+        return False
     return before["device_id"] == kill.device and _when(before["launched_at"]) <= kill.at <= _when(
         after["launched_at"]
     )

@@ -148,13 +148,14 @@ def _job_row(life: Life) -> tuple[str, ...]:
 
 
 def _seats(tasks: Mapping[str, Sequence[JSON]]) -> dict[str, str]:
-    """Return for each device the task that holds it, with its step."""
+    """Return for each device the task that holds it or was lent it, with its step."""
     holding = ("starting", "running", "pausing")
     return {
-        task["seat"]: f"{tenant} {task['name']} step {task['step']}"
+        device: f"{tenant} {task['name']} step {task['step']}"
         for tenant, own in tasks.items()
         for task in own
         if task["seat"] and task["state"] in holding
+        for device in (task["seat"], *task["lent"])
     }
 
 

@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -23,7 +24,7 @@ from alembic import command
 from alembic.config import Config
 from hypothesis import HealthCheck
 from hypothesis import settings as Profile
-from sqlalchemy import Engine, create_engine, text
+from sqlalchemy import Connection, Engine, create_engine, text
 from sqlalchemy.engine import make_url
 from sqlalchemy.orm import Session, sessionmaker
 
@@ -32,7 +33,9 @@ from app.db.models import Base
 from app.local import embedded_servers
 from app.messaging import outbox
 from app.settings import settings
-from tests import thoroughness
+from app.storage.sealing import Keyring
+from tests import distribution, thoroughness
+from tests.sim import build
 
 ROOT = Path(__file__).parent.parent
 
@@ -48,6 +51,24 @@ Profile.load_profile("roundhouse")
 Profile.register_profile("fast", Profile.get_profile("roundhouse"), max_examples=10)
 
 
+NO_SIM = build.why_missing()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Give this process the simulated accelerator if one of its tests is marked `sim`.
+
+    It comes before all tests: autograd counts the devices once, at its first backward pass.
+    """
+    if not NO_SIM and any(item.get_closest_marker("sim") for item in session.items):
+        build.load()
+
+
+def pytest_report_header() -> str:
+    if NO_SIM:
+        return f"tests marked `sim` are skipped: {NO_SIM}"
+    return "tests marked `sim` run on the simulated accelerator"
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fast", action="store_true", help="take fewer examples and seeds")
 
@@ -58,28 +79,24 @@ def pytest_configure(config: pytest.Config) -> None:
         Profile.load_profile("fast")
 
 
-# The folders whose tests mostly wait for processes, the longest first.
-_WAITING = ("acceptance", "workers", "security", "pages", "examples")
-# The part of a run over which their files are spread.  At the end no process is left with one.
-_SPREAD = 0.75
+@pytest.hookimpl(tryfirst=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return the number of processes for `-n auto`; tests of `make test-fast` start none."""
+    return distribution.process_count(starts_processes=not config.getoption("--fast"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    dist = config.getoption("dist")
+    return distribution.FilesTogether(config, log) if dist == "loadfile" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let tests that compute run beside tests that wait.
-
-    `--dist loadfile` shares out whole files in this order.
-    """
-    files = sorted({item.path for item in items}, key=lambda path: (_place_in_line(path), path))
-    waiting = [path for path in files if _place_in_line(path) < len(_WAITING)]
-    computing = [path for path in files if _place_in_line(path) == len(_WAITING)]
-    due = {path: _SPREAD * at / len(waiting) for at, path in enumerate(waiting)}
-    due |= {path: at / len(computing) for at, path in enumerate(computing)}
+    for item in items if NO_SIM else []:
+        if item.get_closest_marker("sim"):
+            item.add_marker(pytest.mark.skip(reason=NO_SIM))
+    due = distribution.due({item.path for item in items})
     items.sort(key=lambda item: (due[item.path], item.path))
-
-
-def _place_in_line(path: Path) -> int:
-    folder = path.relative_to(ROOT / "tests").parts[0]
-    return _WAITING.index(folder) if folder in _WAITING else len(_WAITING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +145,22 @@ def engine(servers: Servers) -> Iterator[Engine]:
     engine.dispose()
 
 
+@pytest.fixture(scope="session")
+def secrets_key(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with a key that encrypts the secrets of tenants."""
+    path = tmp_path_factory.mktemp("secrets") / "secrets.key"
+    Keyring.make(path)
+    return path
+
+
 @pytest.fixture
-def environment(servers: Servers, tmp_path: Path) -> Iterator[None]:
+def environment(servers: Servers, tmp_path: Path, secrets_key: Path) -> Iterator[None]:
     """The settings of a process of this deployment, with a store of its own."""
     given = {
         "DATABASE_URL": servers.database_url,
         "REDIS_URL": servers.redis_url,
         "ROUNDHOUSE_HOME": str(tmp_path / "home"),
+        "ROUNDHOUSE_SECRETS_KEY": str(secrets_key),
     }
     with mock.patch.dict(os.environ, given):
         _forget()
@@ -170,8 +196,22 @@ def session(environment: None, engine: Engine) -> Iterator[Session]:
 def committed(environment: None, engine: Engine) -> Iterator[None]:
     """What is written is there for every connection; afterwards every table is empty."""
     yield
-    names = ", ".join(table.name for table in Base.metadata.sorted_tables)
     with engine.begin() as connection:
-        connection.execute(text("alter table audit_events disable trigger stay"))
-        connection.execute(text(f"truncate {names} restart identity cascade"))
-        connection.execute(text("alter table audit_events enable trigger stay"))
+        _empty(connection)
+
+
+def _empty(connection: Connection) -> None:
+    """Empty the tables that have rows; to truncate all takes ten times as long."""
+    tables = [table.name for table in reversed(Base.metadata.sorted_tables)]
+    rows = " union all ".join(
+        f"select '{name}' where exists (select from {name})" for name in tables
+    )
+    filled = set(connection.scalars(text(rows)))
+    used = "select sequencename from pg_sequences where last_value is not null"
+    statements = [
+        "alter table audit_events disable trigger stay",
+        *(f"delete from {name}" for name in tables if name in filled),
+        "alter table audit_events enable trigger stay",
+        *(f"alter sequence {name} restart" for name in connection.scalars(text(used))),
+    ]
+    connection.execute(text("; ".join(statements)))

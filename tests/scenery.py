@@ -15,7 +15,9 @@ from sqlalchemy import func, select, text
 from sqlalchemy.orm import Session
 
 from app.api.access import auth
+from app.core.model.device_choice import choice_in
 from app.core.model.lifecycle import ON_A_DEVICE
+from app.db import lines
 from app.db.models import Device, Host, Island, Line, Placement, Request, Task, Tenant, User
 from app.scheduling import ledger
 
@@ -69,12 +71,17 @@ class Scenery:
             Task(
                 id=_id("tsk"),
                 request_id=request.id,
-                island="isle",
                 ordinal=0,
                 name=name,
                 type="train",
                 state=state,
-                **{"kind": "cpu", "epoch": int(state in ON_A_DEVICE), **owner, **more},
+                **{
+                    "island": "isle",
+                    "kind": "cpu",
+                    "epoch": int(state in ON_A_DEVICE),
+                    **owner,
+                    **more,
+                },
             )
         )
         if state in ON_A_DEVICE:
@@ -86,12 +93,11 @@ class Scenery:
     def line(self, task: Task, change: int) -> None:
         """So many more wait as this one does; the journal counts them as they come and go."""
         self.session.refresh(task)
-        key = (task.island, task.user_id, task.kind, task.memory_bytes, task.devices_min)
+        key = lines.key_of(task)
         line = self.session.get(Line, key)
         if line is None:
-            names = ("island", "user_id", "kind", "memory_bytes", "width")
             owner = {"tenant_id": task.tenant_id, "waiting": 0}
-            line = self.add(Line(**dict(zip(names, key, strict=True)), **owner))
+            line = self.add(Line(**key, **owner))
         line.waiting += change
         self.session.flush()
 
@@ -116,6 +122,7 @@ class Scenery:
                 kind=device.kind,
                 cost_milli=device.cost_milli,
                 incarnation="p1",
+                fraction_milli=choice_in(task.device_choice or "").fraction_milli,
                 leaving=task.state in ("pausing", "stopping"),
                 started_at=None if task.state == "starting" else func.now(),
                 **more,
@@ -140,7 +147,7 @@ def until_somebody_waits(session: Session) -> None:
         "select count(*) from pg_locks where not granted and locktype = 'advisory'"
         " and database = (select oid from pg_database where datname = current_database())"
     )
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + 90
     while not session.scalar(waiting):
         assert time.monotonic() < deadline_s, "nobody waits"
         time.sleep(0.01)

@@ -13,12 +13,14 @@ import pytest
 import uvicorn
 
 from app.api.http_protocol import BoundedProtocol
+from app.api.routes import requests, streams
 from app.db.transactions import transaction
 from app.main import create_app
 from app.messaging.live_updates import changes
 from tests.app.conftest import World, people
 
-SOON_S = 5.0  # far below the 15 s after which a stream looks by itself
+PATIENT_S = 60.0  # a busy machine answers within this time
+NEVER_S = 3600.0  # here no call looks again by itself: one that is not woken fails its test
 
 
 @dataclass
@@ -30,11 +32,13 @@ class Server:
 
     def client(self, who: str = "red.member") -> httpx2.Client:
         headers = {"Authorization": f"Bearer {self.world.keys[who]}"}
-        return httpx2.Client(base_url=self.url, headers=headers, timeout=SOON_S)
+        return httpx2.Client(base_url=self.url, headers=headers, timeout=PATIENT_S)
 
 
 @pytest.fixture
-def server(committed: None) -> Iterator[Server]:
+def server(committed: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setattr(streams, "LONGEST_WAIT_S", NEVER_S)
+    monkeypatch.setattr(requests, "LOOK_AGAIN_S", NEVER_S)
     with transaction() as session:
         world = people(session)
     with socket.socket() as listening:

@@ -14,6 +14,7 @@ from app.api.problems import MEANINGS
 from app.cli import main
 from app.core.device import stay_state
 from app.core.model import dependencies, descriptor, lifecycle
+from app.core.model.device_choice import DeviceTraits
 from app.local import reference_pages
 from app.settings import Settings
 
@@ -30,12 +31,12 @@ JOBS = (ROOT / "docs" / "reference" / "descriptor.md").read_text()
 SESSION = re.findall(r"^roundhouse (.*?)(?: +#.*)?$", README + TUTORIAL, re.MULTILINE)
 
 
-def test_the_life_of_a_task_is_the_table_of_the_code() -> None:
+def test_table_of_task_states_is_that_of_the_code() -> None:
     assert lifecycle.table() in STATES
 
 
 @pytest.mark.parametrize("name", reference_pages.PAGES)
-def test_a_page_made_of_the_code_is_up_to_date(name: str) -> None:
+def test_generated_page_is_up_to_date(name: str) -> None:
     written = (ROOT / "docs" / "reference" / name).read_text()
     assert written == reference_pages.PAGES[name](), "run python -m app.local.reference_pages"
 
@@ -55,11 +56,11 @@ def _pages_linked_from(page: Path) -> set[Path]:
     return {(page.parent / target).resolve() for target in targets if "://" not in target}
 
 
-def test_the_life_of_a_stay_is_the_table_of_the_code() -> None:
+def test_table_of_stay_states_is_that_of_the_code() -> None:
     assert stay_state.stay_table() in STATES
 
 
-def test_the_map_names_every_room_and_nothing_else() -> None:
+def test_map_names_every_room_and_nothing_else() -> None:
     [table] = re.findall(r"^\| room \|.*?\n\n", ARCHITECTURE, re.DOTALL | re.MULTILINE)
     first = "\n".join(line.split("|")[1] for line in table.split("\n") if line)
     rows = re.findall(r"`([a-z/]+)`", first)
@@ -77,7 +78,7 @@ def test_the_map_names_every_room_and_nothing_else() -> None:
 OF_THE_ENVIRONMENT = {
     *("ROUNDHOUSE_URL", "ROUNDHOUSE_KEY", "ROUNDHOUSE_AS", "ROUNDHOUSE_SECRETS"),
     *("ROUNDHOUSE_TASK", "ROUNDHOUSE_PARAMS", "ROUNDHOUSE_INPUTS", "ROUNDHOUSE_METRICS"),
-    *("ROUNDHOUSE_RESTARTS", "ROUNDHOUSE_TRACES"),
+    *("ROUNDHOUSE_NOTICE", "ROUNDHOUSE_RESTARTS", "ROUNDHOUSE_TRACES"),
 }
 
 
@@ -153,19 +154,22 @@ def _settings() -> set[str]:
     return {str(field.validation_alias or f"ROUNDHOUSE_{name.upper()}") for name, field in fields}
 
 
-def test_the_request_of_the_docs_is_one_that_could_run() -> None:
+def test_example_request_of_the_docs_could_run() -> None:
     [text] = re.findall(r"```yaml\n(.*?)```", JOBS, re.DOTALL)
     body = yaml.safe_load(text)
     body["bundle"] = "sha256:" + "0" * 64  # what the command makes of the folder
     body["tasks"][1]["devices"]["memory_bytes"] = 1e9  # as YAML 1.2 and the command read it
     found = descriptor.parse(body)
     assert not dependencies.check(found)
-    offers = {"cpu": dependencies.Offer((dependencies.Alike("local", "local", 4 * 2**30, 2),))}
+    needs = {need for task in found.tasks for need in task.devices.choice.needs}
+    traits = DeviceTraits(offers=tuple(needs))  # what a host can do depends on the host
+    alike = dependencies.Alike("local", "local", 4 * 2**30, 2, traits)
+    offers = {"cpu": dependencies.Offer((alike,))}
     assert not dependencies.unsatisfiable(found, offers)
 
 
 @pytest.mark.parametrize("line", dict.fromkeys(SESSION))
-def test_the_first_session_uses_verbs_and_options_that_exist(line: str) -> None:
+def test_first_session_uses_verbs_and_options_that_exist(line: str) -> None:
     words = line.partition(" -- ")[0].split()  # behind that comes a command's own
     verb = next(word for word in words if word in dict.fromkeys(_verbs()))
     helped = CliRunner().invoke(main.app, [verb, "--help"], env={"COLUMNS": "200"})
@@ -182,7 +186,7 @@ def _verbs() -> list[str]:
 PROMISED = "up submit ps show logs why cancel pause resume usage devices"
 
 
-def test_the_first_session_shows_every_verb_that_is_promised() -> None:
+def test_first_session_shows_every_promised_verb() -> None:
     for verb in PROMISED.split():
         assert verb in _verbs()
         assert re.search(rf"^(roundhouse .*|make ){verb}\b", TUTORIAL, re.MULTILINE), verb
@@ -225,7 +229,7 @@ def test_every_benchmark_has_its_line() -> None:
     assert set(re.findall(r"python -m benchmarks\.(\w+)`", text)) == programs
 
 
-def test_the_rules_that_are_cited_are_described() -> None:
+def test_cited_rules_are_described() -> None:
     cited = {
         rule
         for path in (ROOT / "app").rglob("*.py")
@@ -235,6 +239,6 @@ def test_the_rules_that_are_cited_are_described() -> None:
     assert all(f"**{rule} " in ARCHITECTURE for rule in cited)
 
 
-def test_the_command_is_installed_under_the_name_that_the_docs_use() -> None:
+def test_command_is_installed_under_the_name_in_the_docs() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["scripts"] == {"roundhouse": "app.cli.main:main"}

@@ -32,5 +32,9 @@ def rest_long(seeds: Sequence[Any], *, keep: int = 1) -> list[Any]:
     """Return seeds of which `make test` takes the first `keep`, and `make bench` all others."""
     return [
         *seeds[:keep],
-        *(pytest.param(seed, marks=pytest.mark.long) for seed in seeds[keep:]),
+        *(pytest.param(*_values(seed), marks=pytest.mark.long) for seed in seeds[keep:]),
     ]
+
+
+def _values(seed: Any) -> tuple[Any, ...]:
+    return seed if isinstance(seed, tuple) else (seed,)

@@ -9,7 +9,10 @@ some milliseconds.  If the kernel allows a PID namespace, the resident is proces
 all processes that it started end with it.  A zygote without root gets a PID namespace only by way
 of a user namespace: then a `keeper` process in between waits for the resident and ends like it.
 
-Messages: `begin` and `spawn` come in; `ready`, `spawned` and `exited` go back.
+Messages: `begin`, `spawn` and `enter` come in; `ready`, `spawned` and `exited` go back.
+
+Invariant: no message has what belongs to a tenant: variables, words, secrets.  Each resident
+inherits the zygote's memory, which keeps traces of all messages before.
 """
 
 from __future__ import annotations
@@ -27,11 +30,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from app.core.model.provisions.tunnel import FrameKind, frame_of
+from workers.criu import pids
 from workers.device import births
 from workers.hardware.dirty_pages import Unwatchable, Watch
-from workers.process import cgroups, sandbox, volumes
+from workers.process import cgroups, own_packages, sandbox, volumes
+from workers.process.host_mounts import HostMount
 from workers.process.sandbox import Room
-from workers.process.wire import FDS_PER_RESIDENT, ToSupervisor, Wire
+from workers.process.wire import FDS_BESIDE, FDS_PER_RESIDENT, ToSupervisor, TrustSeen, Wire
 
 JSON = dict[str, Any]
 
@@ -56,6 +62,7 @@ def import_what_jobs_need() -> None:
     import numpy  # noqa: F401
     import torch._dynamo  # noqa: F401
 
+    import workers.commands.job_shell
     import workers.commands.runner
     import workers.residents.entry
     import workers.residents.executor
@@ -138,10 +145,15 @@ def _room(body: JSON) -> Room:
         code=Path(body["code"]),
         scratch=Path(body["scratch"]),
         uid=body["uid"],
-        kind=body["kind"],
+        nodes=tuple(map(Path, body["nodes"])),
+        folders=tuple(map(Path, body["folders"])),
         passages=tuple(map(Path, body["passages"])),
         groups=tuple(body["groups"]),
+        mounts=tuple(HostMount(*mount) for mount in body["mounts"]),
+        environment=Path(body["environment"]) if body["environment"] else None,
+        image=Path(body["image"]) if body["image"] else None,
         tmp_bytes=body["tmp_bytes"],
+        processes=body["processes"],
         template=Path(body["template"]) if body["template"] else None,
     )
 
@@ -152,14 +164,19 @@ def _serve(wire: Wire, lock_fd: int, records: Path) -> None:
     os.set_blocking(write, False)
     signal.set_wakeup_fd(write)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    children: dict[int, tuple[int, Path]] = {}  # process id -> id of the resident, its record
+    # process id -> id of the resident, its record; None of a process beside a resident
+    children: dict[int, tuple[int, Path] | None] = {}
     while not wire.closed:
         ready, _, _ = select.select([wire.fileno(), read], [], [])
         if read in ready:
             os.read(read, 4096)
         if wire.fileno() in ready:
             for message in wire.receive():
-                fds = [wire.fds.pop(0) for _ in range(FDS_PER_RESIDENT)]
+                if message["is"] == "enter":
+                    children[_fork_beside(wire, message)] = None
+                    continue
+                number = FDS_PER_RESIDENT + bool(message["has_egress"])
+                fds = [wire.fds.pop(0) for _ in range(number)]
                 pid, record = _spawn(wire, message, fds, lock_fd, records)
                 children[pid] = message["id"], record
         _report_exits(wire, children)
@@ -202,13 +219,26 @@ def _kept_by(fd: int) -> int:
     return int(_PID.unpack(told)[0]) if told else 0
 
 
-def _report_exits(wire: Wire, children: dict[int, tuple[int, Path]]) -> None:
+def _fork_beside(wire: Wire, message: JSON) -> int:
+    """Fork a process that goes beside a resident, into its walls; return the process id."""
+    fds = [wire.fds.pop(0) for _ in range(FDS_BESIDE)]
+    pid = os.fork()
+    if not pid:
+        _go_beside(message, fds)
+    for fd in fds:
+        os.close(fd)
+    return pid
+
+
+def _report_exits(wire: Wire, children: dict[int, tuple[int, Path] | None]) -> None:
     while children:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if not pid:
             return
         code = os.waitstatus_to_exitcode(status)
-        id, record = children.pop(pid)
+        if (resident := children.pop(pid)) is None:
+            continue
+        id, record = resident
         record.unlink(missing_ok=True)
         wire.send({"is": "exited", "id": id, "status": code})
 
@@ -234,11 +264,70 @@ def _become(message: JSON, fds: list[int], lock_fd: int, waits: int, tell: int) 
         os.close(tell)
         if not os.read(waits, 1):
             os._exit(sandbox.CANNOT_START)  # the zygote is gone
+        if message["last_pid"]:
+            pids.begin_above(message["last_pid"])  # inside the sandbox no process may
         os._exit(_live(room, walls, fds, message["sort"]))
     except BaseException as error:
         sys.stderr.write(f"Roundhouse cannot run this job: {type(error).__name__}: {error}\n")
         sys.stderr.flush()
         os._exit(sandbox.CANNOT_START)
+
+
+def _go_beside(message: JSON, fds: list[int]) -> NoReturn:
+    """Enter the walls of a resident, and run an inner end of a tunnel there."""
+    control, outer, trust, resident, begin = fds
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()
+        sandbox.die_with_parent()
+        null = os.open(os.devnull, os.O_RDWR)
+        for fd in range(3):
+            os.dup2(null, fd)
+        close_all_but({0, 1, 2, *fds})
+        room, walls = _room(message["room"]), message["walls"]
+        cgroups.join(room.groups)
+        sandbox.enter(resident, walls)
+        if inner := os.fork():
+            close_all_but({0, 1, 2, resident})
+            _keep_beside(inner, resident)
+        sandbox.die_with_parent()
+        os.close(resident)
+        sandbox.confine(room, walls)
+        sandbox.die_with_parent()
+        os._exit(_serve_beside(room, walls, control, outer, trust, begin))
+    except BaseException as error:
+        why = f"no process can be started beside the job: {type(error).__name__}: {error}"
+        os.write(outer, frame_of(FrameKind.FAILED, 0, why.encode()))
+        os._exit(sandbox.CANNOT_START)
+
+
+def _keep_beside(inner: int, resident: int) -> NoReturn:
+    """Reap the process beside the resident, which as process 1 cannot end before.
+
+    A shell has the same user, so it can stop or kill the process that stops it with its job, and
+    would run on while the job is paused.  Then the resident ends, and all in its PID namespace.
+    """
+    _, status = os.waitpid(inner, os.WUNTRACED)
+    if not os.WIFEXITED(status):
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(resident, signal.SIGKILL)
+    if os.WIFSTOPPED(status):
+        os.waitpid(inner, 0)
+    os._exit(0)
+
+
+def _serve_beside(
+    room: Room, walls: list[str], control: int, outer: int, trust: int, begin: int
+) -> int:
+    from workers.commands import job_shell
+
+    _, scratch = room.inside(walls)
+    os.chdir(scratch)
+    os.environ.update(sandbox.environment(scratch))
+    if (environment := room.environment_inside(walls)) is not None:
+        own_packages.enter(environment, is_command=True)
+    return job_shell.serve(socket.socket(fileno=control), outer, TrustSeen(trust), begin)
 
 
 def _redirect(fds: list[int]) -> None:
@@ -262,19 +351,25 @@ def _live(room: Room, walls: list[str], fds: list[int], sort: str) -> int:
     """Run the resident's task.  `sort` is "command", or "job" for all code of a bundle."""
     from workers.commands import runner
     from workers.process.slab import Slab
-    from workers.process.wire import TrustSeen
     from workers.residents import executor
 
-    close_all_but({0, 1, 2, *fds[:3], fds[5]})
+    close_all_but({0, 1, 2, *fds[:3], *fds[5:]})
     watch = _watch()  # inside the sandbox none can be opened
     if room.template is not None:  # needs a loop device, which its control group denies
         room = replace(room, volume=volumes.mounted(room.template, room.uid))
+    if len(fds) > FDS_PER_RESIDENT:
+        room = replace(room, egress=fds[FDS_PER_RESIDENT])
+        os.environ.update(sandbox.proxy_environment())
     cgroups.join(room.groups)  # before any tenant code runs or any of its data is in memory
     _, scratch = room.inside(walls)
     sandbox.enclose(room, walls)
     sandbox.die_with_parent()
     os.chdir(scratch)
     os.environ.update(sandbox.environment(scratch))
+    if room.image is not None:
+        sandbox.enter_image()
+    if (environment := room.environment_inside(walls)) is not None:
+        own_packages.enter(environment, is_command=sort == "command")
     sys.dont_write_bytecode = True
     gc.enable()
     control, bulk = ToSupervisor(socket.socket(fileno=fds[0])), socket.socket(fileno=fds[1])

@@ -12,6 +12,11 @@ from typing import Annotated, Any
 from fastapi import Body
 from pydantic import WithJsonSchema
 
+from app.core.model.provisions.network_policy import MAX_DESTINATIONS
+from app.core.model.provisions.notice import MOST_S, SIGNALS
+from app.core.model.provisions.session import LEAST_IDLE_S, MOST_IDLE_S, USUAL_IDLE_S
+from app.core.model.provisions.variables import MAX_SECRETS
+
 EXAMPLE: dict[str, Any] = {
     "name": "digits-7",
     "priority": 0,
@@ -70,8 +75,9 @@ def _texts(description: str) -> dict[str, Any]:
     return {"type": "array", "items": {"type": "string"}, "description": description}
 
 
-def _whole(description: str, default: int) -> dict[str, Any]:
-    return {"type": "integer", "description": description, "default": default}
+def _whole(description: str, default: int | None) -> dict[str, Any]:
+    said: dict[str, Any] = {"type": "integer", "description": description}
+    return said if default is None else {**said, "default": default}
 
 
 GRAPH_EXAMPLE: dict[str, Any] = {
@@ -171,9 +177,10 @@ _TASK = _object(
                     "function": {"type": "string", "description": 'a function: "module:name"'},
                     "command": _texts(
                         "an unmodified program and its arguments. It runs in a copy of the bundle."
-                        " A pause freezes its processes. It cannot be moved: if it must leave its"
-                        " device, it begins again in its working folder, as last kept"
-                        " (`checkpoint.every_s`, at pauses and drains)"
+                        " A pause freezes its processes. If it must leave its device, it goes on"
+                        " where it stood if the device offers `command-images`; else it begins"
+                        " again in its working folder, as last kept (`checkpoint.every_s`, at"
+                        " pauses and drains)"
                     ),
                     "graph": {
                         "anyOf": [{"type": "string"}, _ref("Graph")],
@@ -222,7 +229,9 @@ _TASK = _object(
             "description": "start conditions beyond the inputs",
         },
         "world_size": _whole(
-            "number of ranks; they take turns on the devices that the task holds", 1
+            "number of ranks; they take turns on the devices that the task holds. Each rank of a"
+            " command on accelerators needs a device of its own",
+            1,
         ),
         "devices": _object(
             {
@@ -235,7 +244,9 @@ _TASK = _object(
                     "devices that it needs at once, on one host unless `across_hosts` is set", 1
                 ),
                 "max": _whole(
-                    "devices that it can use; default: as many as ranks for a job, else `min`", 1
+                    "devices that it can use; default: as many as ranks for a job, else `min`. A"
+                    " command keeps `min`",
+                    1,
                 ),
                 "memory_bytes": _whole("memory that each device must have", 0),
                 "across_hosts": {
@@ -243,6 +254,25 @@ _TASK = _object(
                     "default": False,
                     "description": "its ranks or executors may lie on several hosts",
                 },
+                "fraction": {
+                    "type": "number",
+                    "minimum": 0.001,
+                    "maximum": 0.999,
+                    "description": "the part of one device that it takes, in thousandths, such as"
+                    " `0.5`; other tasks have the rest at the same time. Its memory is bounded by"
+                    " `memory_bytes`, or else by this part of the device's. Not for graphs",
+                },
+                "model": {
+                    "type": "string",
+                    "description": "words of the model's name that each device has, such as `h100`,"
+                    " or the profile of a MIG instance, such as `1g.10gb`",
+                },
+                "compute_capability": {
+                    "type": "string",
+                    "description": "the least compute capability of each device, such as `9.0`",
+                },
+                "labels": _texts("labels that each device must have, such as `nvlink`"),
+                "avoid_labels": _texts("labels of devices that it must not get, such as `spot`"),
             }
         ),
         "islands": _whole(
@@ -255,7 +285,8 @@ _TASK = _object(
                 "every_s": {
                     "type": "number",
                     "default": 60.0,
-                    "description": "seconds between checkpoints",
+                    "description": "seconds between checkpoints. A command stands still for"
+                    " them at most one fiftieth of its time",
                 },
                 "keep": _whole("number of checkpoints that are kept", 3),
             }
@@ -271,7 +302,98 @@ _TASK = _object(
         "from_checkpoint": {
             "type": "string",
             "description": "id of a checkpoint of the same job and of your tenant, from which this"
-            " task continues; `params` are those of the checkpoint, and may be left out",
+            " task continues; `params` are those of the checkpoint, and may be left out. A command"
+            " begins in the working folder of another command's checkpoint, with any `world_size`."
+            " If it is the same program with the same parameters, and the checkpoint has its"
+            " processes, these go on where they stood",
+        },
+        "network": _object(
+            {
+                "allow": {
+                    **_texts(
+                        "what it may reach, as HOST:PORT; `*.pypi.org:443` stands for the names"
+                        " below pypi.org. The tenant's policy must allow it"
+                    ),
+                    "maxItems": MAX_DESTINATIONS,
+                }
+            }
+        ),
+        "env": {
+            "type": "object",
+            "additionalProperties": {"type": "string"},
+            "description": "environment variables of its process and of all that this starts, by"
+            " name. Variables that the platform sets are refused",
+        },
+        "secrets": {
+            **_texts(
+                "secrets of yours or of your tenant, such as HF_TOKEN: each becomes the environment"
+                " variable of its name, and its value is replaced in logs"
+            ),
+            "maxItems": MAX_SECRETS,
+        },
+        "mounts": {
+            "type": "object",
+            "additionalProperties": {"type": "string"},
+            "description": "target -> mount: a folder of the host, named by an administrator, which"
+            " the task sees at the target, read-only, such as `/data`",
+        },
+        "image": {
+            "type": "string",
+            "description": "a container image, named by an administrator, whose files are the root"
+            " of this command; read-only",
+        },
+        "resources": {
+            **_object(
+                {
+                    "cpus": {
+                        "type": "number",
+                        "minimum": 0.1,
+                        "description": "processors that it may use at once; 1.5 is one and a half",
+                    },
+                    "memory_bytes": _whole("host memory of its processes together", None),
+                    "disk_bytes": _whole("disk of its working folder", None),
+                    "processes": _whole("processes and threads, 1,000 at most", None),
+                }
+            ),
+            "description": "limits on what it takes of its host. A host that cannot keep one of"
+            " them never gets the task",
+        },
+        "notice": {
+            **_object(
+                {
+                    "signal": {
+                        "type": "string",
+                        "enum": list(SIGNALS),
+                        "default": "SIGUSR1",
+                        "description": "sent to the first process of each rank; `none` sends none",
+                    },
+                    "seconds": {
+                        "type": "number",
+                        "default": 60.0,
+                        "exclusiveMinimum": 0,
+                        "maximum": MOST_S,
+                        "description": "time before the stop, and less than `max_duration_s`; an"
+                        " administrator may bound it",
+                    },
+                }
+            ),
+            "description": "notice that a command gets before its processes are stopped for good."
+            " With it, exit status 85 means that the command begins again in its working folder",
+        },
+        "session": {
+            **_object(
+                {
+                    "idle_s": {
+                        "type": "number",
+                        "default": USUAL_IDLE_S,
+                        "minimum": LEAST_IDLE_S,
+                        "maximum": MOST_IDLE_S,
+                        "description": "seconds without computing and without input, after which"
+                        " its device is given back; it comes back at the next keystroke",
+                    },
+                }
+            ),
+            "description": "a command that a person uses through `roundhouse shell` or `forward`",
         },
     },
     ["name", "run"],
@@ -294,6 +416,29 @@ SCHEMA = {
             ),
             "tasks": {"type": "array", "items": _ref("DescriptorTask"), "minItems": 1},
             "bundle": {"type": "string", "description": "the code: sha256:… of an uploaded bundle"},
+            "environment": {
+                **_object(
+                    {
+                        "requirements": {
+                            "type": "string",
+                            "description": "path of a requirements.txt in the bundle",
+                        },
+                        "lock": {
+                            "type": "string",
+                            "description": "path of a uv.lock, a pylock.toml, or requirements with"
+                            " hashes in the bundle",
+                        },
+                        "python": {
+                            "type": "string",
+                            "description": "version of Python, such as `3.12`; another one than the"
+                            " platform's only where all tasks are commands",
+                        },
+                    }
+                ),
+                "description": "the packages that its tasks bring: `requirements` or `lock`."
+                " They are locked with their hashes, are wheels only, and lie over the"
+                " platform's",
+            },
             "labels": {
                 "type": "object",
                 "additionalProperties": {"type": "string"},

@@ -37,6 +37,7 @@ class BoundedProtocol(HttpToolsProtocol):
     BODY_BYTES: ClassVar = 2**12  # least bytes of a body that must arrive in each BODY_S
     BODY_S: ClassVar = 20.0
     WRITE_S: ClassVar = 60.0  # seconds that an answer may wait before the client takes any of it
+    MESSAGE_BYTES: ClassVar = 2**16  # limit of a message of a WebSocket, which is not compressed
     CONNECTIONS_MAX: ClassVar = 4000
     HALF_OPEN_MAX: ClassVar = 2000  # connections without a complete header section yet
     PIPELINED_MAX: ClassVar = 16  # calls of a connection that wait for the answer to an earlier one
@@ -45,6 +46,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def __init__(self, config: Any, server_state: ServerState, *args: Any, **more: Any) -> None:
         super().__init__(config, server_state, *args, **more)
+        config.ws_max_size, config.ws_per_message_deflate = self.MESSAGE_BYTES, False
         self._others = self._half_open.setdefault(server_state, OrderedDict())
         self._awaits_head = self._awaits_body = False
         self._unread_bytes = 0  # received since the parser last completed something
@@ -143,6 +145,13 @@ class BoundedProtocol(HttpToolsProtocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         self._abort_later()
+
+    def handle_websocket_upgrade(self) -> None:
+        """Leave the connection to the protocol of WebSockets, which has its own time limits."""
+        self._head_is_there()
+        self._awaits_body = False
+        _cancel(self._reading)
+        super().handle_websocket_upgrade()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

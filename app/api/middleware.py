@@ -31,7 +31,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from app.api import problems
 from app.api.access import auth, rate_headers
 from app.api.access.scoped import ScopedRoute
-from app.core.model.descriptor import Fault
+from app.core.model.fields import Fault
 from app.errors import BadInput, TooLarge, TooManyCalls, WrongMediaType
 from app.settings import settings
 

@@ -209,8 +209,14 @@ TAGS: list[dict[str, Any]] = [
     {"name": "tenants", "description": "Tenants, their weights and their quotas."},
     {"name": "users and keys", "description": "The users of a tenant, and their API keys."},
     {"name": "webhooks", "description": "Notifications of ended requests, and their deliveries."},
+    {"name": "secrets", "description": "Values for environment variables, never shown again."},
     {"name": "devices", "description": "Islands, hosts and devices."},
     {"name": "presets", "description": "Device settings for each type of task."},
+    {"name": "environments", "description": "Packages that requests bring, as they are locked."},
+    {
+        "name": "mounts",
+        "description": "Folders and container images of the hosts that tasks can see, read-only.",
+    },
     {"name": "audit", "description": "The actions of administrators."},
     {"name": "meta", "description": "The service itself."},
 ]

@@ -24,7 +24,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from app import errors
-from app.core.model.descriptor import MAX_FAULTS, Fault
+from app.core.model.fields import MAX_FAULTS, Fault
 from app.errors import AppError
 
 log = logging.getLogger(__name__)

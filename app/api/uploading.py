@@ -51,7 +51,7 @@ class SentRange:
 
     @classmethod
     def of(cls, content_range: str | None, length: str | None) -> SentRange:
-        """Parse the headers; raises BadInput."""
+        """Parse the headers Content-Range and Content-Length of an upload; raises BadInput."""
         if content_range is None:
             if length is None or not length.isdecimal() or int(length) == 0:
                 told = "missing length: send a Content-Length or a Content-Range"

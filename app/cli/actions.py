@@ -1,4 +1,4 @@
-"""Verbs that change work: cancel, pause, resume, migrate, resize, checkpoint."""
+"""Verbs that change work: cancel, pause, resume, migrate, resize, checkpoint, keep, delete."""
 
 from __future__ import annotations
 
@@ -10,27 +10,47 @@ import typer
 from rich.text import Text
 
 from app.cli import names, verbs, wording
-from app.cli.client import JSON, ApiProblem
+from app.cli.client import JSON, ApiProblem, Client
 from app.cli.tables import Output, err, show
 from app.cli.verbs import WORK, Format, Several, Which, app
 
 
 @app.command(rich_help_panel=WORK)
 def cancel(ctx: typer.Context, ids: Several, output: Format = Output.table) -> None:
-    """End it at its next safe point; its progress is discarded."""
+    """End a request or task at its next safe point; its progress is discarded."""
     _ask(ctx, "cancel", ids, {"requests": "cancel", "tasks": "cancel"}, output)
 
 
 @app.command(rich_help_panel=WORK)
 def pause(ctx: typer.Context, ids: Several, output: Format = Output.table) -> None:
-    """Give its device to others; it loses no step and waits until it is resumed."""
+    """Pause a request or task: it frees its device, loses no step, and waits for `resume`."""
     _ask(ctx, "pause", ids, {"requests": "hold", "tasks": "pause"}, output)
 
 
 @app.command(rich_help_panel=WORK)
 def resume(ctx: typer.Context, ids: Several, output: Format = Output.table) -> None:
-    """Let it run again; it continues after the last step that it finished."""
+    """Resume a paused request or task, after the last step that it finished."""
     _ask(ctx, "resume", ids, {"requests": "release", "tasks": "resume"}, output)
+
+
+@app.command(rich_help_panel=WORK)
+def keep(
+    ctx: typer.Context,
+    ids: Several,
+    release: Annotated[
+        bool, typer.Option("--release", help="let them go again, as old as they are")
+    ] = False,
+    output: Format = Output.table,
+) -> None:
+    """Keep requests with their checkpoints, however old they are."""
+    verb = "release" if release else "keep"
+    _each(ctx, verb, ids, lambda client, path: client.patch(path, {"keep": not release}), output)
+
+
+@app.command(rich_help_panel=WORK)
+def delete(ctx: typer.Context, ids: Several, output: Format = Output.table) -> None:
+    """Delete ended requests with their logs, outputs and checkpoints; they stay charged."""
+    _each(ctx, "delete", ids, lambda client, path: client.delete(path), output)
 
 
 @app.command(rich_help_panel=WORK)
@@ -42,7 +62,7 @@ def migrate(
     ] = None,
     output: Format = Output.table,
 ) -> None:
-    """Move it to another device while it runs; it loses no step."""
+    """Move a task to another device while it runs; it loses no step."""
     with verbs.connect(ctx) as client:
         asked = [
             (task, client.post(f"/v1/tasks/{task['id']}/migrate", {"to": to}))
@@ -61,7 +81,7 @@ def resize(
     most: Annotated[int, typer.Argument(min=1, help="the most devices that the task may hold")],
     output: Format = Output.table,
 ) -> None:
-    """Let a task of several ranks hold fewer devices, or more; its results stay bit-identical."""
+    """Set how many devices a task of several ranks may hold; its results stay bit-identical."""
     with verbs.connect(ctx) as client:
         asked = [
             (task, client.post(f"/v1/tasks/{task['id']}/resize", {"devices_max": most}))
@@ -72,7 +92,7 @@ def resize(
 
 @app.command(rich_help_panel=WORK)
 def checkpoint(ctx: typer.Context, id: Which, output: Format = Output.table) -> None:
-    """Write a durable checkpoint at its next safe point; it continues to run."""
+    """Write a durable checkpoint of a task at its next safe point; the task continues."""
     with verbs.connect(ctx) as client:
         asked = [
             (task, client.post(f"/v1/tasks/{task['id']}/checkpoint"))
@@ -95,14 +115,45 @@ def show_asked(
 def _ask(
     ctx: typer.Context, verb: str, ids: list[str], paths: dict[str, str], output: Output
 ) -> None:
+    def post(client: Client, given: str) -> JSON:
+        kind, id = names.resolve(client, given)
+        return client.post(f"/v1/{kind}/{id}/{paths[kind]}")
+
+    _try_all(ctx, verb, ids, post, output)
+
+
+def _each(
+    ctx: typer.Context,
+    verb: str,
+    ids: list[str],
+    act: Callable[[Client, str], JSON],
+    output: Output,
+) -> None:
+    """Try the action on all these requests; a task has no such action."""
+
+    def act_on(client: Client, given: str) -> JSON:
+        kind, id = names.resolve(client, given)
+        if kind == "tasks":
+            raise typer.BadParameter(f"{given} is a task; {verb} its request")
+        return act(client, f"/v1/requests/{id}")
+
+    _try_all(ctx, verb, ids, act_on, output)
+
+
+def _try_all(
+    ctx: typer.Context,
+    verb: str,
+    ids: list[str],
+    act: Callable[[Client, str], JSON],
+    output: Output,
+) -> None:
     """Try the action on all ids; the exit code is that of the first problem."""
     done: list[tuple[str, JSON]] = []
     first = None
     with verbs.connect(ctx) as client:
         for given in ids:
             try:
-                kind, id = names.resolve(client, given)
-                done.append((given, client.post(f"/v1/{kind}/{id}/{paths[kind]}")))
+                done.append((given, act(client, given)))
             except ApiProblem as problem:
                 first = first or problem
                 err().print(Text.assemble(f"{given}: ", wording.problem(problem)))

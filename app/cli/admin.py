@@ -7,12 +7,19 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from app.cli import names, verbs, wording
+from app.cli import verbs, wording
 from app.cli.client import JSON, Client
-from app.cli.tables import Output, short, show, table
+from app.cli.names import find_named
+from app.cli.tables import Output, show, table
 from app.cli.verbs import ADMIN, NOT_FOUND, Format, Verbs, app
 
-Weight = Annotated[float | None, typer.Option("--weight", "-w", help="weight among siblings")]
+Weight = Annotated[
+    float | None,
+    typer.Option("--weight", "-w", help="weight among siblings; counts for usage from now on"),
+]
+ForPast = Annotated[
+    bool, typer.Option("--for-past-usage", help="the weight counts for usage of the past, too")
+]
 _Kinds = list[str] | None
 _A_BOUND = "a number, or none"
 
@@ -32,6 +39,7 @@ def tenant(
     new: Annotated[bool, typer.Option("--new", help="create the tenant")] = False,
     under: Annotated[str, typer.Option(help="with --new: the parent tenant")] = "",
     weight: Weight = None,
+    for_past_usage: ForPast = False,
     guarantee: Annotated[
         _Kinds,
         typer.Option(
@@ -48,23 +56,42 @@ def tenant(
     tier: Annotated[str, typer.Option(help="highest tier for its requests")] = "",
     max_running: Annotated[str, typer.Option(help=f"most running tasks: {_A_BOUND}")] = "",
     max_queued: Annotated[str, typer.Option(help=f"most queued tasks: {_A_BOUND}")] = "",
+    idle_pause: Annotated[
+        str, typer.Option(help="seconds after which a task that computes nothing is paused; none")
+    ] = "",
+    session_end: Annotated[
+        str, typer.Option(help="seconds without input after which a session ends; none")
+    ] = "",
+    network: Annotated[
+        _Kinds,
+        typer.Option(
+            "--network",
+            help="what its tasks may reach: HOST:PORT, such as huggingface.co:443; repeatable, and "
+            "replaces the list; none: nothing; inherit: as the tenant above",
+        ),
+    ] = None,
     output: Format = Output.table,
 ) -> None:
     """Show a tenant, and change it by the given options; or create one."""
     if under and not new:
         raise typer.BadParameter("--under needs --new: an existing tenant cannot be moved here")
     with verbs.connect(ctx) as client:
-        found = {"guarantee": {}, "limit": {}} if new else _named(client, "tenant", which)
+        found = {"guarantee": {}, "limit": {}} if new else find_named(client, "tenant", which)
         changed: JSON = {} if weight is None else {"weight": weight}
+        changed |= {"for_past_usage": True} if for_past_usage and not new else {}
         changed |= {"tier": tier} if tier else {}
         for name, kinds in (("guarantee", guarantee), ("limit", limit)):
             if kinds:
                 changed[name] = _changed_kinds(found[name], kinds)
-        for name, bound in (("max_running", max_running), ("max_queued", max_queued)):
+        bounds = {"max_running": max_running, "max_queued": max_queued, "idle_pause_s": idle_pause}
+        bounds["session_end_s"] = session_end
+        for name, bound in bounds.items():
             if bound:
                 changed[name] = _number_or_none(name, bound)
+        if network:
+            changed["network"] = _network_policy(network)
         if new:
-            above = {"parent_id": _named(client, "tenant", under)["id"]} if under else {}
+            above = {"parent_id": find_named(client, "tenant", under)["id"]} if under else {}
             found = client.post("/v1/tenants", {"name": which, **above, **changed})
         else:
             found = _changed(client, "tenant", found, changed)
@@ -89,6 +116,7 @@ def user(
         str, typer.Option(help="with --new: tenant of the user; default: your own")
     ] = "",
     weight: Weight = None,
+    for_past_usage: ForPast = False,
     output: Format = Output.table,
 ) -> None:
     """Show a user of your tenant, and change it by the given options; or create one.
@@ -102,12 +130,13 @@ def user(
         if new:
             found = _new_user(client, {"name": which, **given}, tenant)
         else:
-            found = _changed(client, "user", _named(client, "user", which), given)
+            given |= {"for_past_usage": True} if for_past_usage else {}
+            found = _changed(client, "user", find_named(client, "user", which), given)
     show(found, output, lambda: wording.user(found))
 
 
 def _new_user(client: Client, body: JSON, tenant: str) -> JSON:
-    whose = {"tenant_id": _named(client, "tenant", tenant)["id"]} if tenant else {}
+    whose = {"tenant_id": find_named(client, "tenant", tenant)["id"]} if tenant else {}
     return client.post("/v1/users", {**body, **whose})
 
 
@@ -293,7 +322,7 @@ def add_key(
     body: JSON = {"role": role, "name": name or user, "scopes": scope or None}
     body |= {"expires_at": expires} if expires else {}
     with verbs.connect_once(ctx) as client:
-        made = client.post("/v1/keys", body | {"user_id": _named(client, "user", user)["id"]})
+        made = client.post("/v1/keys", body | {"user_id": find_named(client, "user", user)["id"]})
     show(made, output, lambda: wording.key(made))
 
 
@@ -342,22 +371,6 @@ def add_account(
     show([made], output, lambda: table(rows, wording.ACCOUNTS))
 
 
-def _named(client: Client, kind: str, which: str) -> JSON:
-    """Return the tenant or user of this id or name; if the name is ambiguous, the error lists the
-    ids.
-    """
-    listed = list(client.items(f"/v1/{kind}s"))
-    found = [item for item in listed if which in (item["id"], item["name"], short(item["id"]))]
-    if len(found) > 1:
-        raise typer.BadParameter(
-            f"{which} is ambiguous: {', '.join(item['id'] for item in found)}; give an id"
-        )
-    if not found:
-        told = f"no visible {kind} has the name or id {which!r}"
-        raise names.not_found(told)
-    return found[0]
-
-
 def _with_tenants(client: Client, users: list[JSON]) -> list[JSON]:
     """Add the name of its tenant to each user."""
     names = {tenant["id"]: tenant["name"] for tenant in client.items("/v1/tenants")}
@@ -368,6 +381,13 @@ def _changed(client: Client, kind: str, found: JSON, changes: JSON) -> JSON:
     if not changes:
         return found
     return client.patch(f"/v1/{kind}s/{found['id']}", changes, version=found["version"])
+
+
+def _network_policy(given: list[str]) -> list[str] | None:
+    """Return the policy of a tenant; None if it has none of its own."""
+    if given == ["inherit"]:
+        return None
+    return [] if given == ["none"] else given
 
 
 def _changed_kinds(now: JSON, given: list[str]) -> JSON:

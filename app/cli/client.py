@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -89,8 +90,10 @@ class Client:
         patience_s: float = 10.0,
         timeout_s: float | None = None,
         sleep: Callable[[float], None] = time.sleep,
+        clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.url, self.patience_s, self._sleep = url.rstrip("/"), patience_s, sleep
+        self.url, self.patience_s = url.rstrip("/"), patience_s
+        self._sleep, self._clock_s = sleep, clock_s
         self._http = httpx2.Client(
             base_url=self.url,
             headers={"Authorization": f"Bearer {key}"} if key else {},
@@ -138,6 +141,21 @@ class Client:
             sha256, size = hashlib.file_digest(body, "sha256").hexdigest(), body.tell()
             upload = _Upload(f"/v1/datablocks/{name}", {"sha256": sha256}, size)
             return self._put(upload, body, sent)
+
+    def put_file(
+        self, sha256: str, file: Path, *, sent: Callable[[int], None] = lambda size: None
+    ) -> JSON:
+        """Upload a file of a folder, resumed as in `put_datablock`."""
+        with file.open("rb") as body:
+            size = body.seek(0, os.SEEK_END)
+            return self._put(_Upload(f"/v1/files/{sha256}", {}, size), body, sent)
+
+    def name_folder(self, name: str, files: list[JSON]) -> JSON:
+        """Make a folder of these files the newest version of a datablock; return the version.
+
+        If the service lacks some of the files, it returns {"missing": their hashes} instead.
+        """
+        return _body(self._call("POST", f"/v1/datablocks/{name}/folder", json={"files": files}))
 
     def _put(
         self, upload: _Upload, body: IO[bytes], sent: Callable[[int], None] = lambda size: None
@@ -254,13 +272,16 @@ class Client:
         how: JSON = {} if body is None else {"json": body}
         return _body(self._call("POST", path, headers=headers, **how))
 
-    def patch(self, path: str, body: JSON, *, version: int) -> JSON:
-        """Change what was read at `version`; a Problem of status 412 if it has another version by
-        now.
+    def put(self, path: str, body: JSON) -> JSON:
+        return _body(self._call("PUT", path, json=body))
+
+    def patch(self, path: str, body: JSON, *, version: int | None = None) -> JSON:
+        """Change what was read at `version`, if it has versions; a Problem of status 412 if it has
+        another by now.
 
         That also happens if an answer was lost and the repeated change then had no effect.
         """
-        headers = {"If-Match": f'"{version}"'}
+        headers = {} if version is None else {"If-Match": f'"{version}"'}
         return _body(self._call("PATCH", path, json=body, headers=headers))
 
     def delete(self, path: str) -> JSON:
@@ -284,7 +305,7 @@ class Client:
         """
         retries = self._retries()
         while True:
-            opened_s = time.monotonic()
+            opened_s = self._clock_s()
             try:
                 for event in self._connect(path, last_id, params):
                     last_id, retries = event.id or last_id, self._retries()
@@ -298,7 +319,7 @@ class Client:
                 if not _passes(problem):
                     raise
                 why = problem
-            if time.monotonic() - opened_s > self.patience_s:  # the stream was open but silent
+            if self._clock_s() - opened_s > self.patience_s:  # the stream was open but silent
                 retries = self._retries()
             retries.wait(why)
 

@@ -11,8 +11,9 @@ import typer
 from app.cli import names, verbs, wording
 from app.cli.bundling import UnreadablePath
 from app.cli.client import JSON, Client
+from app.cli.folders import get_folder, put_folder
 from app.cli.tables import Output, err, show, table
-from app.cli.verbs import DATA, NOT_FOUND, WORK, Format, Which, app
+from app.cli.verbs import DATA, NOT_FOUND, WORK, Format, Verbs, Which, app
 
 
 @app.command(rich_help_panel=WORK)
@@ -24,7 +25,7 @@ def outputs(
     ] = None,
     output: Format = Output.table,
 ) -> None:
-    """List the outputs of its tasks, and the files in a command's folder `artifacts`."""
+    """List outputs of a request or task, and the files in a command's folder `artifacts`."""
     with verbs.connect(ctx) as client:
         kind, id = names.resolve(client, id)
         found = client.get(f"/v1/{kind}/{id}")
@@ -156,3 +157,36 @@ def datablocks(
     with verbs.connect(ctx) as client:
         found = list(client.items("/v1/datablocks", name=name, latest=latest, limit=200))
     show(found, output, lambda: table(found, wording.DATABLOCKS))
+
+
+datablock = typer.Typer(cls=Verbs, help="Folders of files as datablocks.", no_args_is_help=True)
+app.add_typer(datablock, name="datablock", rich_help_panel=DATA)
+
+
+@datablock.command("put")
+def put_datablock(
+    ctx: typer.Context,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="name of the datablock")],
+    path: Annotated[Path, typer.Argument(help="a folder, or one file of any kind")],
+    output: Format = Output.table,
+) -> None:
+    """Upload a folder, or one file of any kind, as the newest version of a datablock.
+
+    Only files that your tenant does not have yet are sent; an interrupted transfer continues.
+    """
+    with verbs.connect(ctx) as client:
+        row, sent = put_folder(client, name, path)
+    err().print(f"{sent} of {row['file_bytes']} bytes were sent.")
+    show(row, output, lambda: wording.datablock(row))
+
+
+@datablock.command("get")
+def get_datablock(
+    ctx: typer.Context,
+    name: Annotated[str, typer.Argument(metavar="NAME[@VERSION]")],
+    folder: Annotated[Path, typer.Argument(help="the folder to write the files into")],
+) -> None:
+    """Download a folder; files that are there already are not fetched again."""
+    with verbs.connect(ctx) as client:
+        named, fetched = get_folder(client, name, folder)
+    err().print(f"{folder}: {named}, {fetched} bytes were fetched.")

@@ -43,9 +43,20 @@ def share(ctx: typer.Context, output: Format = Output.table) -> None:
 
 
 @app.command(rich_help_panel=SHARES)
-def devices(ctx: typer.Context, output: Format = Output.table) -> None:
-    """List the devices: which are up, which are free, what runs there."""
+def devices(
+    ctx: typer.Context,
+    device: Annotated[
+        str, typer.Argument(metavar="[DEVICE]", help="show this device only, with its health")
+    ] = "",
+    output: Format = Output.table,
+) -> None:
+    """List the devices: which are up, which are free, what runs there, how they are."""
     with verbs.connect(ctx) as client:
+        if device:
+            one = client.get(f"/v1/devices/{device}")
+            named = _on_devices(client, [one])
+            show(one, output, lambda: wording.one_device(one, named))
+            return
         found = list(client.items("/v1/devices"))
         named = _on_devices(client, found)
     show(found, output, lambda: table(wording.named_devices(found, named), wording.DEVICES))
@@ -120,7 +131,7 @@ _Place = Annotated[
 
 @app.command(rich_help_panel=SHARES)
 def drain(ctx: typer.Context, place: _Place, output: Format = Output.table) -> None:
-    """Take a host or a device out of service: what runs there moves elsewhere."""
+    """Take a host or a device out of service: tasks there move elsewhere, none starts there."""
     _serve(ctx, "drain", place, output, {"hosts": "drain", "devices": "cordon"})
 
 

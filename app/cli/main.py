@@ -14,11 +14,28 @@ from app.cli.verbs import app
 
 # isort: off
 # Each import registers verbs; `--help` lists them in this order.
-from app.cli import service, submit, work, data, actions, fleet, admin
+from app.cli import service, submit, work
+from app.cli.interactive import tunnels, sessions, notebooks
+from app.cli import data, environments, mounts, container_images, actions, secrets, fleet, admin
 
 # isort: on
 
-MODULES = (service, submit, work, data, actions, fleet, admin)
+MODULES = (
+    service,
+    submit,
+    work,
+    tunnels,
+    sessions,
+    notebooks,
+    data,
+    environments,
+    mounts,
+    container_images,
+    actions,
+    secrets,
+    fleet,
+    admin,
+)
 
 __all__ = ["MODULES", "app", "main"]
 

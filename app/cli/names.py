@@ -8,6 +8,7 @@ import typer
 
 from app.cli import wording
 from app.cli.client import JSON, ApiProblem, Client
+from app.cli.tables import short
 
 NOTHING = "Not found"
 
@@ -15,6 +16,10 @@ NOTHING = "Not found"
 def open_tasks(client: Client, request_id: str) -> list[JSON]:
     tasks = client.get(f"/v1/requests/{request_id}")["tasks"]
     return [task for task in tasks if task["state"] not in wording.ENDED] or tasks
+
+
+def is_unfinished(task: JSON) -> bool:
+    return task["state"] not in wording.ENDED
 
 
 def resolve(client: Client, given: str) -> tuple[str, str]:
@@ -62,3 +67,19 @@ def named_tasks(client: Client, given: str) -> list[JSON]:
 
 def not_found(told: str) -> ApiProblem:
     return ApiProblem(404, {"type": "not-found", "title": NOTHING, "detail": told})
+
+
+def find_named(client: Client, kind: str, which: str) -> JSON:
+    """Return the tenant or user of this id or name; if the name is ambiguous, the error lists the
+    ids.
+    """
+    listed = list(client.items(f"/v1/{kind}s"))
+    found = [item for item in listed if which in (item["id"], item["name"], short(item["id"]))]
+    if len(found) > 1:
+        raise typer.BadParameter(
+            f"{which} is ambiguous: {', '.join(item['id'] for item in found)}; give an id"
+        )
+    if not found:
+        told = f"no visible {kind} has the name or id {which!r}"
+        raise not_found(told)
+    return found[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,15 +16,28 @@ from app.cli.tables import Output, err, facts, show, table
 from app.cli.verbs import HERE, NO_ANSWER, Format, app
 
 
-@app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    rich_help_panel=HERE,
-)
-def up(ctx: typer.Context) -> None:
-    """Run the whole system on this machine, until Ctrl-C (options: those of python -m
-    app.local.up)."""
+@app.command(rich_help_panel=HERE)
+def up(
+    home: Annotated[Path | None, typer.Option(help="folder for all data")] = None,
+    devices: Annotated[int | None, typer.Option(help="number of CPU devices; default 2")] = None,
+    device: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KIND[:WHICH]",
+            help="a device, instead of --devices: cpu, or as torch names its kind, with its UUID or"
+            " index (cuda:0); may be repeated",
+        ),
+    ] = None,
+    hosts: Annotated[int | None, typer.Option(help="number of simulated hosts; default 1")] = None,
+    host: Annotated[str | None, typer.Option(help="address to listen on")] = None,
+    port: Annotated[int | None, typer.Option(help="port of the API; default: a free one")] = None,
+) -> None:
+    """Run the whole system on this machine, until Ctrl-C."""
+    given = {"home": home, "devices": devices, "hosts": hosts, "host": host, "port": port}
+    words = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    words += [f"--device={one}" for one in device or ()]
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "app.local.up", *ctx.args])
+    os.execv(sys.executable, [sys.executable, "-m", "app.local.up", *words])
 
 
 @app.command("login", rich_help_panel=HERE)
@@ -54,9 +68,7 @@ def whoami(ctx: typer.Context, output: Format = Output.table) -> None:
 
 @app.command(rich_help_panel=HERE)
 def doctor(ctx: typer.Context, output: Format = Output.table) -> None:
-    """Check that the service answers, knows you, and can work.  Exits with 6 if anything is
-    wrong.
-    """
+    """Check that the service answers, knows you, and can work; exit with 6 if not."""
     who = credentials.found(ctx.obj)
     with Client(who.url, who.key, patience_s=0.0) as client:
         began_s = time.perf_counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +12,7 @@ from typer._click.exceptions import NoSuchOption
 from typer.core import TyperCommand
 
 from app.cli import verbs, watching, wording
-from app.cli.bundling import PackedBundle, bundle_file, bundle_folder
+from app.cli.bundling import PackedBundle, UnreadablePath, bundle_file, bundle_folder
 from app.cli.client import JSON, ApiProblem, Client, Unreachable
 from app.cli.tables import Output, err, show
 from app.cli.verbs import WORK, Format, app
@@ -50,11 +51,35 @@ def submit(
         list[str] | None,
         typer.Option("--param", "-p", help="parameter of the job: name=value; repeatable"),
     ] = None,
-    name: Annotated[str, typer.Option(help="name of the request")] = "",
+    name: Annotated[str, typer.Option(help="name of the request; default: the code's")] = "",
     ranks: Annotated[
         int,
         typer.Option(min=1, help="number of ranks of a job or command, which share its devices"),
     ] = 1,
+    kind: Annotated[
+        str, typer.Option(help="kind of device; each rank of a command gets an accelerator")
+    ] = "cpu",
+    network: Annotated[
+        list[str] | None,
+        typer.Option("--network", help="what it may reach, such as huggingface.co:443; repeatable"),
+    ] = None,
+    mount: Annotated[
+        list[str] | None,
+        typer.Option("--mount", help="folder of its host, such as /data=imagenet; repeatable"),
+    ] = None,
+    image: Annotated[
+        str, typer.Option("--image", help="container image in which the command runs")
+    ] = "",
+    environment: Annotated[
+        str,
+        typer.Option(
+            "--environment",
+            "-e",
+            metavar="FILE",
+            help="file of the folder that names its packages: requirements.txt, or a lock",
+        ),
+    ] = "",
+    python: Annotated[str, typer.Option(help="version of Python, with --environment")] = "",
     watch: Annotated[
         bool, typer.Option("--watch", "-w", help="print events until the request ends")
     ] = False,
@@ -69,22 +94,29 @@ def submit(
     \b
     roundhouse submit train.py -- --epochs 2  (a script; its folder is sent along)
     roundhouse submit folder -- python train.py --lr 0.1
+    roundhouse submit train.py -e requirements.txt -- --epochs 2  (with packages)
     roundhouse submit folder --job train:Train -p lr=0.1
     roundhouse submit request.yaml
     roundhouse submit folder                  (with a roundhouse.yaml in it)
     """
+    usual_name = _usual_name(source)
     source, command = _script(source, command or [])
     run = _run(source, job, command, bundle)
-    descriptor = _descriptor(source, run, ranks)
-    if name:
-        descriptor["name"] = name
+    descriptor = _descriptor(source, run, ranks, kind)
+    if name or (run is not None and usual_name):
+        descriptor["name"] = name or usual_name
     if param:
         _set_params(descriptor, param)
+    if network:
+        _only_task(descriptor, "--network")["network"] = {"allow": network}
+    _set_files(descriptor, mount or [], image)
+    if environment or python:
+        descriptor["environment"] = environment_of(environment, python)
     code = _code(descriptor, source, bundle)
     key = key or str(uuid.uuid4())
     with verbs.connect(ctx) as client:
         if code is not None:
-            _upload(client, code)
+            upload(client, code)
             descriptor["bundle"] = f"sha256:{code.sha256}"
         if check:
             checked = client.post("/v1/requests:validate", descriptor)
@@ -120,7 +152,23 @@ def _script(source: Path | None, words: list[str]) -> tuple[Path | None, list[st
     return source.parent, ["python", source.name, *words]
 
 
-_OWN_OPTIONS = {"--watch", "--check", "--ranks", "--idempotency-key"}
+def _usual_name(source: Path | None) -> str:
+    """Return the name of the script or folder as the name of a request; "" if it gives none."""
+    named = "" if source is None else source.resolve().stem.lower()
+    return re.sub(r"[^a-z0-9._-]+", "-", named).strip("._-")[:63]
+
+
+_OWN_OPTIONS = {
+    "--environment",
+    "--watch",
+    "--check",
+    "--ranks",
+    "--kind",
+    "--network",
+    "--mount",
+    "--image",
+    "--idempotency-key",
+}
 
 
 def _not_there(source: Path, words: list[str]) -> str:
@@ -148,36 +196,69 @@ def _run(source: Path | None, job: str, command: list[str], bundle: Path | None)
     return {"job": job} if job else {"command": command}
 
 
-def _descriptor(source: Path | None, run: JSON | None, ranks: int) -> JSON:
+def _descriptor(source: Path | None, run: JSON | None, ranks: int, kind: str) -> JSON:
     if run is not None:
-        kind = "train" if "job" in run else "command"
-        return {"tasks": [{"name": kind, "type": "train", "run": run, "world_size": ranks}]}
+        name = "train" if "job" in run else "command"
+        task: JSON = {"name": name, "type": "train", "run": run, "world_size": ranks}
+        if kind != "cpu":
+            task["devices"] = {"kind": kind, **({"min": ranks} if "command" in run else {})}
+        return {"tasks": [task]}
     if source is None:
         raise typer.BadParameter(
             "name what to submit: a script, a descriptor, or a folder with code"
         )
-    if ranks > 1:
+    if ranks > 1 or kind != "cpu":
         raise typer.BadParameter(
-            "--ranks does not apply to a descriptor; set world_size in its tasks"
+            "--ranks and --kind do not apply to a descriptor; set world_size and devices in its "
+            "tasks"
         )
     from app.cli.descriptor_file import read_descriptor
 
     return read_descriptor(source)
 
 
-def _set_params(descriptor: JSON, params: list[str]) -> None:
+def _set_files(descriptor: JSON, mounts: list[str], image: str) -> None:
+    """Say which files of its host the only task sees."""
+    if mounts:
+        _only_task(descriptor, "--mount")["mounts"] = _mounts(mounts)
+    if image:
+        _only_task(descriptor, "--image")["image"] = image
+
+
+def _mounts(given: list[str]) -> JSON:
+    """Return the mounts by target; the service checks both."""
+    pairs = [each.partition("=") for each in given]
+    if wrong := [each for each, (_, equals, _) in zip(given, pairs, strict=True) if not equals]:
+        raise typer.BadParameter(f"--mount must be TARGET=MOUNT; got {wrong[0]}")
+    return {target: name for target, _, name in pairs}
+
+
+def _only_task(descriptor: JSON, option: str) -> JSON:
+    """Return the descriptor's task; an option says nothing of several tasks."""
     tasks = descriptor.get("tasks")
     if not isinstance(tasks, list) or len(tasks) != 1 or not isinstance(tasks[0], dict):
-        raise typer.BadParameter(
-            "--param needs a single task; set the parameters of several tasks in the file"
-        )
+        raise typer.BadParameter(f"{option} needs a single task; set it for several in the file")
+    task: JSON = tasks[0]
+    return task
+
+
+def environment_of(path: str, python: str) -> JSON:
+    """Return the environment of a file: a lock by its name, else requirements."""
+    if not path:
+        raise typer.BadParameter("--python goes with --environment")
+    is_lock = path.endswith((".lock", ".toml"))
+    return {"lock" if is_lock else "requirements": path, **({"python": python} if python else {})}
+
+
+def _set_params(descriptor: JSON, params: list[str]) -> None:
+    task = _only_task(descriptor, "--param")
     from app.cli.descriptor_file import parse_param
 
     try:
         given = dict(parse_param(text) for text in params)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    tasks[0]["params"] = {**(tasks[0].get("params") or {}), **given}
+    task["params"] = {**(task.get("params") or {}), **given}
 
 
 def _code(descriptor: JSON, source: Path | None, given: Path | None) -> PackedBundle | None:
@@ -190,6 +271,8 @@ def _code(descriptor: JSON, source: Path | None, given: Path | None) -> PackedBu
     elif isinstance(named, str) and not named.startswith("sha256:"):
         assert source is not None, "only a file can name a bundle"
         place = (source if source.is_dir() else source.parent) / named
+        if not place.exists():
+            raise UnreadablePath(f"{source}: its bundle {named} does not exist ({place})")
     elif named is None and source is not None and source.is_dir():
         place = source
     else:
@@ -197,7 +280,7 @@ def _code(descriptor: JSON, source: Path | None, given: Path | None) -> PackedBu
     return bundle_file(place) if place.is_file() else bundle_folder(place)
 
 
-def _upload(client: Client, code: PackedBundle) -> None:
+def upload(client: Client, code: PackedBundle) -> None:
     err().print(wording.bundle(code))
     try:
         sent = client.upload(code.sha256, code.body)

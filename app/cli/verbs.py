@@ -51,7 +51,7 @@ def _simulate() -> Any:
     """Return the real verb, which imports the scheduler; that is slow."""
     from app.cli import simulate
 
-    real = typer.Typer()
+    real = typer.Typer(add_completion=False)
     real.command(SIMULATE, rich_help_panel=SHARES)(simulate.simulate)
     return typer.main.get_command(real)
 

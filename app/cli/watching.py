@@ -17,7 +17,7 @@ from app.cli.verbs import JOB_FAILED
 log = logging.getLogger(__name__)
 
 
-SILENT_S = 5.0  # time without events after which a watcher is told why
+SILENT_S = 5.0  # after so long without an event, `--watch` prints why nothing happens
 
 
 def explain(client: Client, task: JSON) -> JSON:

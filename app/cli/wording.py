@@ -5,7 +5,8 @@ There is one function or list of columns for each kind of answer.  Nothing is as
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from operator import itemgetter
 from typing import TYPE_CHECKING
@@ -104,6 +105,7 @@ def request(value: JSON) -> RenderableType:
             ("bundle", value["bundle"]),
             ("submitted", ago(value["submitted_at"])),
             ("ended", ago(value["ended_at"])),
+            ("look inside", "" if value["ended_at"] else _look_inside_first(value)),
         ]
     )
     tasks = value["tasks"]
@@ -127,8 +129,10 @@ def _checkpoint_state(checkpoint: JSON) -> str:
 
 
 def asked(verb: str, given: str, now: JSON) -> Text:
-    """Say what `pause`, `resume` or `cancel` of `given` has done, and what happens next."""
+    """Say what the verb has done with `given`, and what happens next."""
     given = called(given)
+    if verb in _OF_ANY:
+        return words(f"{given}: {_OF_ANY[verb]}")
     if now["state"] in ENDED:
         return words(f"{given}: already {now['state']}; nothing changed.")
     tasks = [task for task in now.get("tasks", [now]) if task["state"] not in ENDED]
@@ -146,6 +150,14 @@ def asked(verb: str, given: str, now: JSON) -> Text:
             f"{given}: cancel requested{_at_step(on_devices)}. It ends at its next safe point."
         )
     return words(f"{given}: cancel requested. It ends before it runs again.")
+
+
+_OF_ANY = {
+    "keep": "it is kept with its checkpoints, however old it is. `roundhouse keep --release` lets "
+    "it go.",
+    "release": "it is no longer kept.",
+    "delete": "it is gone in some minutes. Its device time stays charged.",
+}
 
 
 def called(given: str) -> str:
@@ -261,8 +273,8 @@ CHECKPOINTS = [
 
 DATABLOCKS = [
     Column("DATABLOCK", lambda b: f"{b['name']}@{b['version']}"),
-    Column("SIZE", lambda b: size(b["size_bytes"]), right=True),
-    Column("TENSORS", lambda b: _tensors(b)),
+    Column("SIZE", lambda b: size(b["file_bytes"] or b["size_bytes"]), right=True),
+    Column("CONTENT", lambda b: _content(b)),
     Column("USED BY", lambda b: b["holders"] and counted(b["holders"], "task")),
     Column("FROM", lambda b: "a task" if b["task_id"] else "an upload"),
     Column("CREATED", lambda b: ago(b["created_at"]), whole=True),
@@ -274,16 +286,18 @@ def datablock(value: JSON) -> RenderableType:
     return facts(
         [
             ("datablock", f"{value['name']}@{value['version']}"),
-            ("size", size(value["size_bytes"])),
+            ("size", size(value["file_bytes"] or value["size_bytes"])),
             ("sha256", value["sha256"]),
             ("format", value["format"]),
-            ("tensors", _tensors(value)),
+            ("files" if value["format"] == "folder" else "tensors", _content(value)),
         ]
     )
 
 
-def _tensors(value: JSON) -> str:
-    """The first three tensors, and the number of further ones."""
+def _content(value: JSON) -> str:
+    """The number of files; or the first three tensors, and the number of further ones."""
+    if value["format"] == "folder":
+        return counted(value["file_count"], "file")
     told = [f"{t['name']} {t['dtype']}{t['shape']}".strip() for t in value["tensors"][:3]]
     more = value["tensor_count"] - len(told)
     return ", ".join([*told, *([f"{more} more"] if more else [])])
@@ -306,6 +320,47 @@ def _seats(task: JSON) -> str:
     return ", ".join([task["seat"], *task["lent"]]) if task["seat"] else ""
 
 
+def _peaks(task: JSON) -> str:
+    """The most memory that the task held on a device, and of the host for its images."""
+    told = {"on the device": task["peak_device_bytes"], "of the host": task["peak_host_bytes"]}
+    return ", ".join(f"{size(peak)} {where}" for where, peak in told.items() if peak)
+
+
+def _network_use(used: JSON | None) -> str:
+    """Say what the task may reach of the network, and what it used of it."""
+    if used is None:
+        return ""
+    told = [counted(used["connections"], "connection")]
+    told += [f"{used['refused']} refused"] if used["refused"] else []
+    for way in ("sent", "received"):
+        told.append(f"{size(used[f'{way}_bytes']) or '0 B'} {way}")
+    return f"{', '.join(used['allow'])}: {', '.join(told)}"
+
+
+def _next_request(task: JSON) -> str:
+    asked = task["memory_to_request_bytes"]
+    device = "" if asked is None else f"{size(asked)} (devices.memory_bytes: {asked})"
+    limits = _given(task.get("resources_to_request") or {})
+    said = ", ".join(f"{name}: {value:.15g}" for name, value in limits.items())
+    return "; ".join(filter(None, (device, said and f"resources: {{{said}}}")))
+
+
+def _given(resources: JSON) -> JSON:
+    return {name: value for name, value in resources.items() if value}
+
+
+def _host_peaks(task: JSON) -> str:
+    """The most that the task took of its host."""
+    peaks = _given(task.get("peak_resources") or {})
+    told = {
+        "cpus": lambda n: f"{n:.1f} processors",
+        "memory_bytes": lambda n: f"{size(n)} of memory",
+        "disk_bytes": lambda n: f"{size(n)} of disk",
+        "processes": lambda n: f"{n} processes",
+    }
+    return ", ".join(told[name](value) for name, value in peaks.items())
+
+
 def task(value: JSON, stays: Sequence[JSON]) -> RenderableType:
     head = facts(
         [
@@ -323,10 +378,16 @@ def task(value: JSON, stays: Sequence[JSON]) -> RenderableType:
             ("held", seconds(_device_us(value))),
             ("pauses", value["pauses"]),
             ("steps lost", value["lost_steps"]),
+            ("peak memory", _peaks(value)),
+            ("peaks on its host", _host_peaks(value)),
+            ("next time request", _next_request(value)),
+            ("network", _network_use(value.get("network"))),
             ("metrics", value["metrics"]),
             ("result", value["result"]),
             ("outputs", ", ".join(value["outputs"])),
+            ("look inside", _look_inside(value, short(value["request_id"]) + "/" + value["name"])),
             ("can be", ", ".join(value["capabilities"])),
+            ("elsewhere", value["movement"]),
             ("preset", value["preset"]),
         ]
     )
@@ -336,6 +397,22 @@ def task(value: JSON, stays: Sequence[JSON]) -> RenderableType:
     if value["cause"]:
         parts.append(failure(value))
     return Group(*parts)
+
+
+def _look_inside(task: JSON, given: str) -> str:
+    """Say how to get a terminal or a port of the task, or why there is none."""
+    if task["no_tunnel"]:
+        return f"no shell: {task['no_tunnel']}"
+    given = shlex.quote(given)
+    waits = "" if task["state"] == "running" else "; it waits until the task runs"
+    return f"roundhouse shell {given}, or roundhouse forward {given} PORT{waits}"
+
+
+def _look_inside_first(request: JSON) -> str:
+    """Say how to look into the first task that permits it, else why the first task does not."""
+    tasks, end = request["tasks"], short(request["id"])
+    first = next((task for task in tasks if not task["no_tunnel"]), tasks[0])
+    return _look_inside(first, end if len(tasks) == 1 else f"{end}/{first['name']}")
 
 
 def failure(task: JSON) -> Text:
@@ -348,7 +425,23 @@ def failure(task: JSON) -> Text:
         if line in told:
             continue  # the last line of a traceback is the message
         text.append("\n  ").append_text(words(line))
-    return text
+    seen = f"{task['message']}\n{task['detail']}"
+    hint = next((hint for sign, hint in _HINTS if sign in seen), "")
+    return text.append(f"\n{hint}") if hint else text
+
+
+_NO_NETWORK = (
+    "A task reaches only what its `network.allow` names, through the proxy of http_proxy. Without "
+    "it, send data in its folder."
+)
+_HINTS = (
+    (
+        "ModuleNotFoundError: No module named",
+        "A task finds its own files and the packages that the service was installed with.",
+    ),
+    ("Temporary failure in name resolution", _NO_NETWORK),
+    ("Network is unreachable", _NO_NETWORK),
+)
 
 
 def _task_state(task: JSON) -> Text:
@@ -396,6 +489,42 @@ def waits(told: JSON) -> Text:
     return words(f"{told['task']}: {told['phase']}{place}. {told['message']}", "dim")
 
 
+def notebook_at(url: str) -> Text:
+    return words(f"JupyterLab: {url}\nCtrl-C leaves it running.")
+
+
+def left_notebook(id: str, port: int) -> Text:
+    return words(
+        f"The notebook goes on.  `roundhouse forward {id} {port}` reaches it again, `roundhouse "
+        f"cancel {id}` ends it."
+    )
+
+
+def ended_notebook(task: JSON) -> Text:
+    told = words(f"The notebook has ended: it is {task['state']}.")
+    if "No module named" in (task["detail"] or ""):
+        told.append(
+            "  Python has no jupyterlab there: put it into a requirements.txt of a folder, and "
+            "give --folder and --environment; or ask the administrator to install it."
+        )
+    elif task["message"]:
+        told.append(f"  {task['message']}")
+        if task["cause"] == "environment":
+            told.append(f"\n{task['detail'] or ''}")  # in the words of uv
+    return told
+
+
+def left_session(id: str) -> Text:
+    return words(
+        f"The session goes on.  `roundhouse shell {id}` enters it again, `roundhouse cancel {id}` "
+        "ends it."
+    )
+
+
+def forwarding(here: str, port: int) -> Text:
+    return words(f"{here} is port {port} of the task.  Ctrl-C ends it.")
+
+
 def silent(value: JSON) -> Text:
     """Say that a request or task has ended and printed nothing."""
     tasks = value.get("tasks", [value])
@@ -405,10 +534,11 @@ def silent(value: JSON) -> Text:
     return text.append(f"  roundhouse show {value['id']}")
 
 
-def quiet(value: JSON) -> Text:
+def quiet(value: JSON, given: str) -> Text:
     """Say that a request or task has printed nothing so far."""
     text = words(f"{value['name']} ({value['phase']}) has printed nothing yet.")
-    return text.append(f"  roundhouse why {value['id']}")
+    verb = "logs -f" if value["phase"] == "running" else "why"
+    return text.append(f"  roundhouse {verb} {given}")
 
 
 def _cause(task: JSON, of: str = "") -> Text:
@@ -422,7 +552,7 @@ def _explained(task: JSON, given: str) -> Text:
     text = Text.assemble(words(task["task"], "bold"), ": ", state(task["phase"]), place)
     if not task["reasons"]:
         text.append("\n  ").append_text(words(task["message"]))
-        return text.append("\n  ").append_text(_time_spent(task["time"]))
+        return _at_its_end(text, task)
     for reason in task["reasons"]:
         text.append("\n  ").append_text(words(reason["message"]))
         text.append("\n    ").append_text(words(_next(reason, given)))
@@ -432,7 +562,18 @@ def _explained(task: JSON, given: str) -> Text:
             words(f"Most likely next: {task['nearest']['message']}", "bold")
         )
     text.append("\n  ").append_text(words(_starts(task), "bold"))
-    return text.append("\n  ").append_text(_time_spent(task["time"]))
+    return _at_its_end(text, task)
+
+
+def _at_its_end(text: Text, task: JSON) -> Text:
+    """Append what is said of each task, whether it has reasons or not."""
+    return text.append_text(_movement(task)).append("\n  ").append_text(_time_spent(task["time"]))
+
+
+def _movement(task: JSON) -> Text:
+    """Say whether the task can move, in a line of its own; nothing before its first start."""
+    movement = task.get("movement", "")
+    return Text.assemble("\n  ", words(movement)) if movement else Text()
 
 
 _SPENT = {
@@ -463,7 +604,7 @@ def _starts(task: JSON) -> str:
 
 
 def _next(reason: JSON, given: str) -> str:
-    if reason["code"] == "HELD_BY_USER":
+    if reason["code"] in ("HELD_BY_USER", "IDLE_SESSION"):
         return f"Run `roundhouse resume {given}`."
     what = _WHAT_TO_DO.get(reason["next_action"], reason["next_action"])
     return f"{what} {reason['unblocked_by']}." if reason["unblocked_by"] else ""
@@ -489,10 +630,15 @@ DEVICES = [
     Column("DEVICE", lambda d: d["id"]),
     Column("KIND", lambda d: d["kind"]),
     Column("STATE", lambda d: _device_state(d)),
-    Column("TASK", lambda d: d["task"]),
+    Column("TASK", lambda d: _device_tasks(d)),
+    Column("HEALTH", lambda d: device_health(d)),
     Column("THREADS", lambda d: d["threads"], right=True),
     Column("MEMORY", lambda d: size(d["memory_bytes"]), right=True),
     Column("COST", lambda d: d["cost"], right=True),
+    Column("MODEL", lambda d: d["facts"].get("model"), wide=True),
+    Column("CAPABILITY", lambda d: d["facts"].get("compute_capability"), wide=True),
+    Column("LOCATION", lambda d: _location(d["facts"]), wide=True),
+    Column("LABELS", lambda d: ", ".join(d["facts"].get("labels", ())), wide=True),
     Column("LAST SEEN", lambda d: ago(d["seen_at"]), whole=True),
     Column("TASK ID", lambda d: d["task_id"], whole=True, wide=True),
 ]
@@ -547,6 +693,8 @@ def served(verb: str, devices: Sequence[JSON], named: Mapping[str, str]) -> Rend
     """Say what `drain` or `undrain` changed, and what happens next."""
     many, busy = counted(len(devices), "device"), sum(device["busy"] for device in devices)
     told = f"{many} {'takes' if len(devices) == 1 else 'take'} work again."
+    if checking := sum(_health_of(device).get("is_checking", False) for device in devices):
+        told = f"{counted(checking, 'device')} will take work again after a health check."
     if verb == "drain":
         told = f"{many} drained: no new work starts there."
         if busy:
@@ -557,12 +705,114 @@ def served(verb: str, devices: Sequence[JSON], named: Mapping[str, str]) -> Rend
     return Group(words(told), Text(), table(named_devices(devices, named), DEVICES))
 
 
+def _health_of(device: JSON) -> JSON:
+    """Return the health of a device; empty if nothing watches it, or for an older service."""
+    health: JSON = device.get("health", {})
+    is_known = health.get("is_watched") or health.get("cordon_reason")
+    return health if is_known else {}
+
+
+def _device_tasks(device: JSON) -> str:
+    """Name one task on the device, and count the others that take turns or share it."""
+    more = len(device.get("tasks", ())) - 1
+    return f"{device['task']} and {more} more" if more > 0 else device["task"]
+
+
+def device_health(device: JSON) -> str:
+    """Say in a few words how a device is: why it is cordoned, what is wrong, or its figures."""
+    health = _health_of(device)
+    if not health:
+        return ""
+    if health["is_checking"]:
+        return "is being checked"
+    if health["cordon_reason"]:
+        return str(health["cordon_reason"])
+    return " ".join(health["warnings"]) or ", ".join(_figures(health["reading"]))
+
+
+def _figures(reading: Mapping[str, float]) -> list[str]:
+    """Return the figures of a device that say most, with their units."""
+    shown = (
+        ("utilisation_percent", "{:.0f} %"),
+        ("temperature_c", "{:.0f} °C"),
+        ("power_w", "{:.0f} W"),
+    )
+    return [form.format(reading[name]) for name, form in shown if name in reading]
+
+
+def one_device(device: JSON, named: Mapping[str, str]) -> RenderableType:
+    """Show a device, all its figures, and what rules decided about it."""
+    health = _health_of(device)
+    lines = [
+        ("device", device["id"]),
+        ("state", _device_state(device)),
+        ("task", named.get(device["task_id"] or "", "")),
+        ("health", device_health(device) if health else "not watched"),
+    ]
+    if not health:
+        return facts(lines)
+    since = health["cordoned_at"]
+    lines += [("cordoned", ago(since))] if since else []
+    lines += [("warning", told) for told in health["warnings"]]
+    lines += [(name, _figure(name, value)) for name, value in sorted(health["reading"].items())]
+    lines += [(ago(note["at"]), note["told"]) for note in health["notes"]]
+    return facts(lines)
+
+
+def _figure(name: str, value: float) -> str:
+    return size(int(value)) if name.endswith("_bytes") else f"{value:g}"
+
+
 PRESETS = [
     Column("TYPE", lambda p: p["task_type"]),
     Column("KIND", lambda p: p["kind"]),
     Column("PARAMETERS", lambda p: ", ".join(f"{k}={v}" for k, v in p["params"].items())),
     Column("VERSION", lambda p: p["version"], right=True),
 ]
+
+ENVIRONMENTS = [
+    Column("ENVIRONMENT", lambda e: e["path"]),
+    Column("", lambda e: state(e["state"])),
+    Column("PACKAGES", lambda e: len(e["packages"]) or "-", right=True),
+    Column("PYTHON", lambda e: e["python"]),
+    Column("SIZE", lambda e: _largest(e["hosts"], "size_bytes", size), right=True),
+    Column("BUILT IN", lambda e: _largest(e["hosts"], "build_us", lambda us: f"{us / 1e6:.1f} s")),
+    Column("HOSTS", lambda e: len(e["hosts"]) or "-", right=True),
+    Column("USED", lambda e: ago(e["used_at"]) if e["used_at"] else "-", whole=True),
+    Column("ID", lambda e: e["id"], whole=True, wide=True),
+]
+
+
+def _largest(hosts: list[JSON], name: str, told: Callable[[int], str]) -> str:
+    """Return the largest figure of the hosts that have something, in words."""
+    figures = [host[name] for host in hosts]
+    return told(max(figures)) if figures else "-"
+
+
+MOUNTS = [
+    Column("NAME", lambda m: m["name"]),
+    Column("PATH", lambda m: m["path"] or "-"),
+    Column("TENANTS", lambda m: _whose_mount(m)),
+    Column("HOSTS", lambda m: m["hosts"], right=True),
+]
+
+
+IMAGES = [
+    *MOUNTS,
+    Column("DIGEST", lambda m: m["unpacked"][0]["digest"][7:19] if m["unpacked"] else "-"),
+    Column("SIZE", lambda m: _largest(m["unpacked"], "size_bytes", size), right=True),
+    Column(
+        "UNPACKED IN",
+        lambda m: _largest(m["unpacked"], "unpack_us", lambda us: f"{us / 1e6:.1f} s"),
+    ),
+]
+
+
+def _whose_mount(mount: JSON) -> str:
+    if mount["path"] is None:
+        return "yours"  # others are not told
+    return "all" if mount["tenants"] is None else ", ".join(mount["tenants"])
+
 
 CHECKS = [
     Column("CHECK", lambda c: c["check"]),
@@ -578,6 +828,12 @@ def usage_columns(groups: Sequence[str]) -> list[Column]:
         Column("HELD", lambda row: seconds(row["held_us"]), right=True),
         Column("CHARGED", lambda row: seconds(row["charged_us"]), right=True),
     ]
+
+
+def _location(of_device: JSON) -> str:
+    """Return the location of a device: its rack, then where it is inside its host."""
+    parts = [of_device.get("rack"), *of_device.get("location", ())]
+    return "/".join(part for part in parts if part)
 
 
 def _device_state(device: JSON) -> Text:
@@ -621,6 +877,14 @@ def webhook(value: JSON) -> RenderableType:
         ]
     )
 
+
+SECRETS = [
+    Column("NAME", lambda s: s["name"], whole=True),
+    Column("FOR", lambda s: "the tenant" if s["user_id"] is None else "you"),
+    Column("SET", lambda s: ago(s["set_at"])),
+    Column("USED", lambda s: ago(s["last_used_at"])),
+    Column("TENANT ID", lambda s: s["tenant_id"], whole=True, wide=True),
+]
 
 KEYS = [
     Column("ID", lambda k: k["id"], whole=True),
@@ -706,9 +970,20 @@ def tenant(value: JSON) -> RenderableType:
             ("limit", value["limit"]),
             ("max running tasks", value["max_running"]),
             ("max queued tasks", value["max_queued"]),
+            ("idle tasks pause after", _idle_pause(value.get("idle_pause_s"))),
+            ("sessions end after", _idle_pause(value.get("session_end_s"))),
+            ("network", _network_policy(value.get("network"))),
             ("max tier", value["tier"]),
         ]
     )
+
+
+def _network_policy(allow: list[str] | None) -> str | None:
+    return None if allow is None else ", ".join(allow) or "nothing"
+
+
+def _idle_pause(pause_s: int | None) -> str | None:
+    return None if pause_s is None else seconds(pause_s * 1_000_000)
 
 
 def user(value: JSON) -> RenderableType:

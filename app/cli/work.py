@@ -53,7 +53,7 @@ def show_one(ctx: typer.Context, id: Which, output: Format = Output.table) -> No
 
 @app.command(rich_help_panel=WORK)
 def why(ctx: typer.Context, given: Which, output: Format = Output.table) -> None:
-    """Explain why it waits, and what would let it start."""
+    """Explain why a request or task waits, and what would let it start."""
     with verbs.connect(ctx) as client:
         kind, id = names.resolve(client, given)
         tasks = [client.get(f"/v1/tasks/{id}")] if kind == "tasks" else names.open_tasks(client, id)
@@ -65,7 +65,7 @@ def why(ctx: typer.Context, given: Which, output: Format = Output.table) -> None
 @app.command(rich_help_panel=WORK)
 def logs(
     ctx: typer.Context,
-    id: Which,
+    given: Which,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="follow until the task ends")
     ] = False,
@@ -80,7 +80,7 @@ def logs(
     """Print what a request or task printed, on all devices and in all of its launches."""
     which = {"grep": grep, "tail": tail}
     with verbs.connect(ctx) as client:
-        kind, id = names.resolve(client, id)
+        kind, id = names.resolve(client, given)
         path = f"/v1/requests/{id}/logs"
         if kind == "tasks":
             found = client.get(f"/v1/tasks/{id}")
@@ -93,7 +93,9 @@ def logs(
             return
         value = client.get(f"/v1/{kind}/{id}")
         err().print(
-            wording.silent(value) if value["state"] in wording.ENDED else wording.quiet(value)
+            wording.silent(value)
+            if value["state"] in wording.ENDED
+            else wording.quiet(value, wording.called(given))
         )
 
 
@@ -109,7 +111,7 @@ def _lines(client: Client, path: str, which: JSON, follow: bool) -> Iterator[JSO
 
 @app.command(rich_help_panel=WORK)
 def watch(ctx: typer.Context, id: Which, output: Format = Output.table) -> None:
-    """Print the events of a request until it ends; exits with 1 if it does not end well."""
+    """Print the events of a request until it ends; exit with 1 if it failed or was cancelled."""
     with verbs.connect(ctx) as client:
         kind, id = names.resolve(client, id)
         request_id = client.get(f"/v1/tasks/{id}")["request_id"] if kind == "tasks" else id

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import ast
 import gzip
+import shutil
 import struct
 import tarfile
+import tempfile
 import unicodedata
 import warnings
 import zipfile
@@ -23,7 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from app.core.model.signature import Signature, of_class
+from app.core.model.entry_signature import Signature, of_class
+from app.core.model.provisions import environment, requirements
 from app.errors import BadInput
 
 MAX_FILES = 2000
@@ -33,6 +36,7 @@ MAX_DEPTH = 16
 MAX_NAME_BYTES = 255  # of each part of a path
 MAX_SOURCE_BYTES = 2**18  # a larger .py file is stored, but not searched for entry points
 MAX_SOURCES_BYTES = 2**23  # of all parsed files; files nearest to the top are parsed first
+MAX_PACKAGE_FILES = 20  # files that a request may name as its environment; the first are taken
 _MAX_DIRECTORY_BYTES = MAX_FILES * 1024
 _PIECE = 1 << 16
 
@@ -43,7 +47,7 @@ class Contents:
     reason.
 
     `signatures` are the arguments with which job classes can be constructed, as far as the source
-    shows them.
+    shows them.  `package_files` are the files, by path, that may be a request's environment.
     """
 
     files: int
@@ -51,6 +55,7 @@ class Contents:
     entry_points: dict[str, str]
     unparsed: dict[str, str]
     signatures: dict[str, Signature]
+    package_files: dict[str, bytes]
 
 
 def inspect(path: Path) -> Contents:
@@ -80,7 +85,16 @@ def inspect(path: Path) -> Contents:
         entry_points=entry_points,
         unparsed=unparsed,
         signatures=signatures,
+        package_files=look.package_files,
     )
+
+
+def inspect_stored(stored: IO[bytes]) -> Contents:
+    """Inspect a bundle that the store has; raises BadInput."""
+    with tempfile.NamedTemporaryFile(prefix="roundhouse-bundle-") as file:
+        shutil.copyfileobj(stored, file)
+        file.flush()
+        return inspect(Path(file.name))
 
 
 def _refused(member: str, detail: str, code: str) -> BadInput:
@@ -101,6 +115,7 @@ class _Look:
     files: set[str] = field(default_factory=set)
     folders: set[str] = field(default_factory=set)
     sources: dict[str, bytes] = field(default_factory=dict)
+    package_files: dict[str, bytes] = field(default_factory=dict)
 
     def folder(self, name: str) -> None:
         folded = _checked(name.rstrip("/")).casefold()
@@ -117,9 +132,13 @@ class _Look:
         self.files.add(folded)
         if len(self.files) > MAX_FILES:
             raise _refused(name, f"must have at most {MAX_FILES} files", "too-many")
-        kept = self._read(name, body, keep=name.endswith(".py"))
-        if name.endswith(".py") and len(kept) <= MAX_SOURCE_BYTES:
+        is_source, names_packages = name.endswith(".py"), environment.may_hold(name)
+        kept = self._read(name, body, keep=is_source or names_packages)
+        if is_source and len(kept) <= MAX_SOURCE_BYTES:
             self.sources[name] = kept
+        fits = len(kept) <= requirements.MAX_BYTES and len(self.package_files) < MAX_PACKAGE_FILES
+        if names_packages and fits:
+            self.package_files[name] = kept
 
     def _claim(self, name: str, folded: str) -> None:
         for parent in PurePosixPath(folded).parents:
@@ -283,7 +302,7 @@ def _outline(module: str, source: bytes, *, file: str) -> _Outline:
     package = file.endswith("__init__.py")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings about tenants' code are not for our log
-        tree = ast.parse(source)
+        tree = ast.parse(source, filename=file)
     outline = _Outline()
     known: dict[str, str] = {}
     for node in tree.body:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import uuid_utils
 from sqlalchemy import (
     ColumnElement,
     and_,
@@ -33,10 +32,12 @@ from sqlalchemy import (
 from sqlalchemy.dialects.postgresql import distinct_on, insert
 from sqlalchemy.orm import Session
 
-from app.core.model.descriptor import Source, near_name
+from app.core.model.descriptor import Source
+from app.core.model.fields import near_name
 from app.core.model.lifecycle import ENDED
 from app.core.model.messages import JSON
-from app.db.models import Datablock, DatablockPlace, DatablockUse, Device, Task, Upload
+from app.db.ids import new_id
+from app.db.models import Datablock, DatablockPlace, DatablockUse, Device, StoredFile, Task, Upload
 from app.errors import QuotaExceeded
 from app.settings import settings
 
@@ -117,7 +118,7 @@ def added(session: Session, new: New) -> Datablock:
     of_name = (Datablock.tenant_id == new.tenant_id, Datablock.name == new.name)
     last = session.scalar(select(func.max(Datablock.version)).where(*of_name)) or 0
     row = Datablock(
-        id=f"blk_{uuid_utils.uuid7().hex}",
+        id=new_id("blk"),
         tenant_id=new.tenant_id,
         user_id=new.user_id,
         name=new.name,
@@ -254,10 +255,16 @@ def kept_bytes(session: Session, tenant_id: str) -> int:
     """Return the bytes that a tenant keeps; equal bytes count once, unfinished uploads count in
     full.
     """
+    blocks = select(Datablock.sha256, Datablock.size_bytes).where(
+        Datablock.tenant_id == tenant_id, is_kept()
+    )
+    files = select(StoredFile.sha256, StoredFile.size_bytes).where(
+        StoredFile.tenant_id == tenant_id
+    )
+    all_ = union(blocks, files).subquery()
     each = (
-        select(Datablock.sha256, func.max(Datablock.size_bytes).label("size_bytes"))
-        .where(Datablock.tenant_id == tenant_id, is_kept())
-        .group_by(Datablock.sha256)
+        select(all_.c.sha256, func.max(all_.c.size_bytes).label("size_bytes"))
+        .group_by(all_.c.sha256)
         .subquery()
     )
     coming = select(func.coalesce(func.sum(Upload.size_bytes), 0))

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from sqlalchemy import distinct, func, select
+from sqlalchemy import select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
@@ -21,11 +21,11 @@ from app.core.model.dependencies import Offer
 from app.core.model.descriptor import (
     BadDescriptor,
     Descriptor,
-    Devices,
-    Fault,
     RunSpec,
     TaskDescriptor,
+    run_from_json,
 )
+from app.core.model.fields import Fault
 from app.core.model.messages import JSON
 from app.core.model.task_graph import MAX_NODES as MAX_KNOWN
 from app.core.model.task_graph import TaskGraph, timed
@@ -33,7 +33,7 @@ from app.core.placement.executors import EVERYBODY, Copy, ExecutorSpread, copies
 from app.core.placement.partitions import MAX_NODES, Partition, expanded, late, of_run
 from app.core.placement.partitions import cut as partitions_of
 from app.core.placement.partitions import order as order_of_partition
-from app.db.models import Device, Graph, Task
+from app.db.models import Graph, Task
 from app.settings import settings
 from app.storage.store import Store
 
@@ -128,6 +128,7 @@ def too_large(
         offer = kinds.get(task.devices.kind)
         if task.name not in sent or offer is None:
             continue
+        offer = offer.chosen(task.devices.choice)
         node, least = task_graph.largest(sent[task.name].graph)
         if least > offer.memory_bytes:
             told = f"the node {node.name} needs at least {least} bytes at once"
@@ -136,7 +137,7 @@ def too_large(
 
 
 def cut(
-    session: Session, descriptor: Descriptor, sent: Mapping[str, Sent]
+    descriptor: Descriptor, sent: Mapping[str, Sent], kinds: Mapping[str, Offer]
 ) -> tuple[Descriptor, list[Fault]]:
     """Replace each graph that may use several islands by its partitions.
 
@@ -147,7 +148,7 @@ def cut(
     for n, task in enumerate(descriptor.tasks):
         if task.islands == 1 or task.name not in sent:
             continue
-        islands = min(task.islands, _islands(session, task.devices))
+        islands = min(task.islands, kinds[task.devices.kind].islands(task.devices))
         if islands < 2:
             continue
         graph = sent[task.name].graph
@@ -165,14 +166,6 @@ def cut(
         return descriptor, faults
     descriptor, more = expanded(descriptor, cuts)
     return descriptor, [*faults, *more]
-
-
-def _islands(session: Session, wanted: Devices) -> int:
-    fits = (Device.kind == wanted.kind, Device.memory_bytes >= wanted.memory_bytes)
-    lie = (Device.island,) if wanted.across_hosts else (Device.island, Device.host)
-    hosts = select(Device.island).where(*fits).group_by(*lie)
-    able = hosts.having(func.count() >= wanted.min).subquery()
-    return session.scalar(select(func.count(distinct(able.c.island)))) or 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,16 +202,18 @@ def plans(session: Session, request_id: str) -> list[StoredPlan]:
 
 
 def _plan(session: Session, task: Task) -> StoredPlan:
-    sha256 = task.descriptor["run"]["graph"].removeprefix("sha256:")
+    spec = task.spec
+    sha256 = spec.run.graph_sha256
     body = session.get_one(Graph, (task.tenant_id, sha256)).body
-    executors = task.descriptor.get("world_size", 1)
-    planned, passing = _spread(json.dumps(body), json.dumps(task.descriptor["run"]), executors)
+    planned, passing = _spread(
+        json.dumps(body), json.dumps(task.descriptor["run"]), spec.world_size
+    )
     moved = {_way(one): one["bytes"] for one in task.passed or ()}
     unmoved = None if task.passed is None else 0
     return StoredPlan(
         task=task.name,
         graph=sha256,
-        executors=executors,
+        executors=spec.world_size,
         is_done=task.passed is not None,
         nodes=[(name, _executor(planned.seats[name])) for name in planned.order],
         copies=[
@@ -239,10 +234,10 @@ def _spread(body: str, run: str, executors: int) -> tuple[ExecutorSpread, tuple[
     """Plan the graph that a task with this `run` runs, both as JSON; a large graph takes
     seconds.
     """
-    how = json.loads(run)
+    how = run_from_json(json.loads(run))
     graph = of_run(task_graph.parse(json.loads(body)), how)
-    planned = spread(graph, executors, order=order_of_partition(how))
-    return planned, copies(graph, planned, late(how))
+    planned = spread(graph, executors, order=order_of_partition(how.part))
+    return planned, copies(graph, planned, late(how.part))
 
 
 def _way(passed: JSON) -> tuple[str, int, int]:
@@ -281,7 +276,7 @@ def learn(
 
     Skipped if another transaction has the row locked: the next run will do.
     """
-    sha256 = task.descriptor["run"]["graph"].removeprefix("sha256:")
+    sha256 = task.spec.run.graph_sha256
     mine = select(Graph).where(Graph.tenant_id == task.tenant_id, Graph.sha256 == sha256)
     row = session.scalar(mine.with_for_update(skip_locked=True))
     if row is None:

@@ -1,23 +1,24 @@
-"""The sorts of uploads: datablocks, which are tensors, and bundles, which are code."""
+"""The sorts of uploads: datablocks, which are tensors, files of folders, and bundles of code."""
 
 from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from sqlalchemy import select
+from sqlalchemy import func, select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
 from app.core.model import tensor_file
 from app.core.model.messages import JSON
+from app.core.model.provisions.folder import FOLDER
 from app.core.model.tensor_file import HEAD_BYTES, BadTensorFile, TensorFile
 from app.data import bundles, datablocks
 from app.data.uploads import Done, WantedUpload
-from app.db.models import Bundle, Datablock
+from app.db.models import Bundle, Datablock, PackageFile, StoredFile
 from app.errors import BadInput
 from app.settings import settings
 from app.storage.backend import Bytes
@@ -40,10 +41,12 @@ class Tensors:
         mine = (Datablock.tenant_id == wanted.tenant_id, Datablock.deleted_at.is_(None))
         newest = select(Datablock).where(*mine, Datablock.name == wanted.name)
         row = session.scalars(newest.order_by(Datablock.version.desc()).limit(1)).first()
-        if row is not None and row.sha256 == wanted.sha256:
+        if row is not None and row.sha256 == wanted.sha256 and row.format != FOLDER:
             return Done(row=row, is_new=False)
         # The lock prevents its deletion before our row exists, so the bytes always have a name.
-        same = select(Datablock).where(*mine, Datablock.sha256 == wanted.sha256)
+        same = select(Datablock).where(
+            *mine, Datablock.sha256 == wanted.sha256, Datablock.format != FOLDER
+        )
         row = session.scalars(same.limit(1).with_for_update(read=True)).first()
         if row is None:
             return None
@@ -95,6 +98,46 @@ def _described(head: bytes, size_bytes: int) -> TensorFile:
         raise BadInput.at("", told, "format") from error
 
 
+class Files:
+    """Uploads that become files of folders, of any content; a tenant has each under its SHA-256."""
+
+    #: Stands in an `Upload` instead of a name, so that its bytes count for the tenant's quota.
+    NAME = "@file"
+
+    @property
+    def limit_bytes(self) -> int:
+        return settings().datablock_limit_bytes
+
+    def known(self, session: Session, wanted: WantedUpload) -> Done | None:
+        datablocks.shelve(session, [wanted.tenant_id])
+        row = session.get(StoredFile, (wanted.tenant_id, wanted.sha256), with_for_update=True)
+        if row is None:
+            return None
+        row.touched_at = func.now()
+        return Done(row=row, is_new=False)
+
+    def check_room(self, session: Session, wanted: WantedUpload) -> None:
+        datablocks.check_room(session, wanted.tenant_id, wanted.size_bytes)
+
+    def look_at_head(self, wanted: WantedUpload, head: bytes) -> None:
+        """Any bytes are a file."""
+
+    def store(self, wanted: WantedUpload, pieces: Iterable[Bytes]) -> JSON:
+        try:
+            Store.at(settings().store_address).put(pieces, promised=wanted.sha256)
+        except OtherBytes as error:
+            raise _other_bytes(wanted, error.found, "{sha256}") from error
+        return {}
+
+    def made(self, session: Session, wanted: WantedUpload, summary: JSON) -> Done:
+        row = StoredFile(
+            tenant_id=wanted.tenant_id, sha256=wanted.sha256, size_bytes=wanted.size_bytes
+        )
+        session.add(row)
+        session.flush()
+        return Done(row=row, is_new=True)
+
+
 class Code:
     """Uploads that become a bundle; a tenant has each bundle once, under its SHA-256."""
 
@@ -133,6 +176,9 @@ class Code:
             "size_bytes": wanted.size_bytes,
             "entry_points": summary["entry_points"],
             "signatures": summary["signatures"],
+            "package_files": keep_package_files(
+                session, wanted.tenant_id, summary["package_files"]
+            ),
         }
         row = insert(Bundle).values(values).on_conflict_do_nothing().returning(Bundle.sha256)
         is_new = session.execute(row).one_or_none() is not None
@@ -140,9 +186,24 @@ class Code:
         return Done(row=made, is_new=is_new, summary=summary)
 
 
+def keep_package_files(
+    session: Session, tenant_id: str, files: Mapping[str, bytes]
+) -> dict[str, str]:
+    """Store files of a bundle that name packages; return their hashes, by path."""
+    hashes = {path: hashlib.sha256(body).hexdigest() for path, body in files.items()}
+    rows = {hashes[path]: body for path, body in files.items()}
+    if rows:
+        values = [
+            {"tenant_id": tenant_id, "sha256": sha256, "body": body}
+            for sha256, body in sorted(rows.items())
+        ]
+        session.execute(insert(PackageFile).values(values).on_conflict_do_nothing())
+    return hashes
+
+
 def _other_bytes(wanted: WantedUpload, found: str, pointer: str) -> BadInput:
     told = f"the bytes must hash to {wanted.sha256}; got {found}"
     return BadInput.at(pointer, told, "digest")
 
 
-TENSORS, CODE = Tensors(), Code()
+TENSORS, FILES, CODE = Tensors(), Files(), Code()

@@ -16,13 +16,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import uuid_utils
 from sqlalchemy import delete, func, select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
 from app.core.model.messages import JSON
 from app.core.model.tensor_file import HEAD_BYTES
+from app.db.ids import new_id
 from app.db.models import Upload, UploadPart
 from app.db.transactions import transaction
 from app.errors import BadInput, Conflict, TooLarge
@@ -111,7 +111,7 @@ def _begun(session: Session, wanted: WantedUpload) -> Begun:
     upload = session.scalar(query)
     if upload is None:
         wanted.sort.check_room(session, wanted)
-        id = f"upl_{uuid_utils.uuid7().hex}"
+        id = new_id("upl")
         upload = Upload(id=id, tenant_id=wanted.tenant_id, **this)
         session.add(upload)
         session.flush()

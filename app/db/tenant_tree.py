@@ -15,6 +15,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, any_, bindparam, select, text
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
+from app.core.model.provisions.network_policy import Destination, destinations, effective
 from app.db.models import Tenant
 
 ALL = "*"  # in a limit: devices of all kinds together
@@ -59,16 +60,25 @@ class OnPath:
     name: str
     tier: str
     max_queued: int | None
+    network: list[str] | None = None
+
+
+def network_of(path: Iterable[OnPath]) -> tuple[Destination, ...]:
+    """Return what tasks of the first tenant on the path may reach."""
+    own = (tenant.network for tenant in path)
+    return effective(None if listed is None else destinations(listed) for listed in own)
 
 
 #: From the tenant :id up to the root.
 WAY = """way as (
-    select 0 as up, id, parent_id, name, tier, max_queued from tenants where id = :id
+    select 0 as up, id, parent_id, name, tier, max_queued, network from tenants where id = :id
     union all
-    select way.up + 1, t.id, t.parent_id, t.name, t.tier, t.max_queued
+    select way.up + 1, t.id, t.parent_id, t.name, t.tier, t.max_queued, t.network
     from tenants t join way on t.id = way.parent_id
 )"""
-_PATH = text(f"with recursive {WAY} select id, name, tier, max_queued from way order by up")
+_PATH = text(
+    f"with recursive {WAY} select id, name, tier, max_queued, network from way order by up"
+)
 
 
 def path(session: Session, id: str) -> list[OnPath]:

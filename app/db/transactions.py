@@ -117,6 +117,18 @@ def after_commit(session: Session, act: Callable[[], None]) -> None:
     session.info.setdefault("after_commit", []).append(act)
 
 
+@contextmanager
+def savepoint(session: Session) -> Iterator[None]:
+    """Run the block in a savepoint: if it fails, its changes and its `after_commit` are undone."""
+    acts = list(session.info.get("after_commit", ()))
+    try:
+        with session.begin_nested():
+            yield
+    except BaseException:
+        session.info["after_commit"] = acts
+        raise
+
+
 def is_awaited(session: Session) -> bool:
     """True if something is to be done after the commit."""
     return bool(session.info.get("after_commit"))
@@ -133,7 +145,7 @@ def released(session: Session) -> Iterator[Session]:
 
 
 async def get_session() -> AsyncIterator[Session]:
-    """Yield a session without a connection; an endpoint works in it with `released`."""
+    """Yield a session that holds no connection; an endpoint uses one only inside `released`."""
     session = _sessions()()
     try:
         yield session

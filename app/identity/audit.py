@@ -7,8 +7,8 @@ belongs to another tenant (`looked`).  All of it is written right before the com
 transaction: an action and its record are committed together, or not at all.
 
 There is one chain, and so one writer at a time, from reading the chain's end to the commit.  No
-lock is taken after this one, so it delays only other audited calls.  Submitting users, islands,
-devices and control never take it.
+lock is taken after this one, so it delays only other audited calls.  Submitting users, devices and
+control never take it, and an island only when it launches a task with secrets (`used`).
 
 Not recorded are: actions of members on their own work (the request's events show them), lists, and
 refused calls, except those with wrong keys (`app.api.access.wrong_keys`).
@@ -19,9 +19,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from decimal import Decimal
 from typing import Any
 
 from sqlalchemy import event, func, insert, inspect, select, text
@@ -36,9 +37,12 @@ from app.db.models import (
     Datablock,
     Device,
     Enrolment,
+    Environment,
     Host,
+    Mount,
     Preset,
     Request,
+    Secret,
     Task,
     Tenant,
     User,
@@ -57,24 +61,31 @@ WATCHED: dict[type[Base], tuple[str, ...]] = {
         "name",
         "parent_id",
         "weight_milli",
+        "carried",
         "guarantee",
         "limit",
         "max_running",
         "max_queued",
+        "idle_pause_s",
+        "session_end_s",
+        "network",
         "tier",
     ),
-    User: ("tenant_id", "name", "weight_milli", "service"),
+    User: ("tenant_id", "name", "weight_milli", "carried", "service"),
     ApiKey: ("user_id", "role", "scopes", "name", "replaced_by", "expires_at", "revoked_at"),
+    Secret: ("tenant_id", "user_id", "name", "set_by", "set_at"),
     Webhook: ("tenant_id", "url", "events", "rotated_at", "disabled_at"),
     Host: ("cordoned",),
-    Device: ("cordoned", "cost_milli"),
+    Device: ("cordoned", "cost_milli", "fitness"),
     Enrolment: ("key", "enrolled_by", "revoked_at"),
     Preset: ("params",),
+    Mount: ("path", "tenants", "sort"),
 }
 _ASKED: dict[type[Base], tuple[str, ...]] = {
-    Request: ("priority", "labels"),
+    Request: ("priority", "labels", "keep", "delete_asked_at"),
     Task: ("hold", "priority", "devices_max", "save_asked", "cancel_asked_at", "move_to"),
     Datablock: ("deleted_at",),
+    Environment: ("state",),
 }
 _COLUMNS = WATCHED | _ASKED | {Checkpoint: ()}
 _KINDS: dict[type[Base], str] = {ApiKey: "key"}
@@ -118,7 +129,7 @@ def begin(session: Session, call: Call) -> None:
     session.info["audit"] = _Book(call)
 
 
-def asked(session: Session, row: Request | Task | Webhook | Datablock) -> None:
+def asked(session: Session, row: Request | Task | Webhook | Datablock | Environment) -> None:
     """Record that an action is requested on the row, unless the caller owns it.  A webhook has no
     owner.
     """
@@ -154,10 +165,45 @@ def refused(session: Session, call: Call, take_number: Callable[[], int]) -> Non
 
 
 def append(
-    session: Session, call: Call, action: str, *, target: tuple[str, str], tenant_id: str | None
+    session: Session,
+    call: Call,
+    action: str,
+    *,
+    target: tuple[str, str],
+    tenant_id: str | None,
+    after: dict[str, Any] | None = None,
 ) -> None:
     """Write a record now; nothing may be locked after this in the same transaction."""
-    _write(session, call, [_record(tenant_id, action, target, {}, {})])
+    _write(session, call, [_record(tenant_id, action, target, {}, after or {})])
+
+
+def refused_tunnel(
+    session: Session, call: Call, *, target: tuple[str, str], tenant_id: str | None, why: str
+) -> None:
+    """Record that a tunnel was refused: once in REFUSED_AGAIN_S for each key and target."""
+    whose = call.key_id or call.address
+    if _lately.new(session, (whose, call.operation, target[1]), REFUSED_AGAIN_S):
+        append(session, call, "refused", target=target, tenant_id=tenant_id, after={"why": why})
+
+
+def used(session: Session, secrets: Iterable[Secret], task: Task, device: str) -> None:
+    """Record that a launch gives these secrets to a task, when the transaction commits."""
+    user = session.get_one(User, task.user_id).name
+    whose = {"user": user, "user_id": task.user_id, "tenant_id": task.tenant_id}
+    found = session.info.setdefault("secrets used", [])
+    found += [
+        (
+            Call(operation="launchTask", **whose),
+            _record(
+                row.tenant_id,
+                "read",
+                ("secret", row.id),
+                {},
+                {"name": row.name, "task": task.id, "epoch": task.epoch, "device": device},
+            ),
+        )
+        for row in secrets
+    ]
 
 
 class _Lately:
@@ -211,7 +257,12 @@ def _values(row: Base) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    return _told(value) if isinstance(value, datetime) else value
+    match value:
+        case datetime():
+            return _told(value)
+        case Decimal():  # of a whole number
+            return int(value)
+    return value
 
 
 def _told(at: datetime) -> str:
@@ -257,8 +308,14 @@ for _model in WATCHED:
 
 @event.listens_for(Session, "before_commit")
 def _write_down(session: Session) -> None:
+    if session.in_nested_transaction():
+        return
+    if uses := session.info.pop("secrets used", None):
+        session.flush()
+        for call, record in uses:
+            _write(session, call, [record])
     book = _book(session)
-    if book is None or session.in_nested_transaction():
+    if book is None:
         return
     session.flush()
     done = [_done(session, noted) for noted in book.noted.values()]

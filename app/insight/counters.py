@@ -22,9 +22,9 @@ from app.db.transactions import after_commit, now
 WRITTEN_EVERY_S = 1.0
 ROUND_BOUNDS_S = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 
-# The keys of a tally.  The first three are prefixes, followed by a place in ROUND_BOUNDS_S, by the
-# type of an event, and by one of core.model.messages.WAYS.
-ROUNDS, TOLD, CAME = "rounds.", "told.", "came."
+# The keys of a tally.  The first four are prefixes, followed by a place in ROUND_BOUNDS_S, by the
+# type of an event, by one of core.model.messages.WAYS, by one of provisions.network_policy.FIGURES.
+ROUNDS, TOLD, CAME, NETWORK = "rounds.", "told.", "came.", "network."
 ROUNDS_US, SWITCHES, SWITCH_US = "rounds_us", "switches", "switch_us"
 
 
@@ -78,6 +78,13 @@ def _came(row: Placement, ways: dict[str, str], before: Any, initiator: Any) -> 
     known = before if isinstance(before, dict) else {}
     if (told := _new(row)) is not None:
         told.update(f"{CAME}{way}" for port, way in ways.items() if port not in known)
+
+
+@event.listens_for(Placement.network, "set")
+def _used(row: Placement, now: dict[str, int], before: Any, initiator: Any) -> None:
+    known = before if isinstance(before, dict) else {}
+    if (told := _new(row)) is not None:
+        told.update({f"{NETWORK}{name}": n - known.get(name, 0) for name, n in now.items()})
 
 
 def _new(row: Any) -> Counter[str] | None:

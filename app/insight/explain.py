@@ -43,6 +43,7 @@ from app.core.scheduling.blockers import WaitingBefore, WaitingBranch, before
 from app.core.scheduling.board import MILLI, Board
 from app.core.scheduling.preemption import above
 from app.db import gc_freeze, transactions
+from app.db.lines import IN_LINE
 from app.db.models import Island, Placement
 from app.db.models import Task as TaskRow
 from app.db.models import User as UserRow
@@ -84,11 +85,19 @@ def explain(session: Session, tasks: Sequence[TaskRow]) -> dict[str, Why]:
     with kept.lock:
         for island, asked in by_island.items():
             if island is None:
-                found |= {task.id: _told((says.not_looked_at(),)) for task in asked}
+                found |= {task.id: _told((_unassigned(task),)) for task in asked}
             else:
                 picture = kept.picture(session, island, know={row.tenant_id for row in asked})
                 found |= _Answer(session, picture, asked).told()
     return found
+
+
+def _unassigned(task: TaskRow) -> Reason:
+    """Return why a task has no island yet."""
+    environment = task.descriptor.get("environment")
+    if environment and not environment["lock"]:
+        return says.environment_pending()
+    return says.not_looked_at()
 
 
 def breadth(session: Session, task: TaskRow) -> str:
@@ -176,7 +185,7 @@ class _InLine:
     """
 
     since: int = 0  # the oldest transaction with changes that may still be unread
-    lines: dict[tuple[str, str, int, int], int] = field(default_factory=dict)
+    lines: dict[tuple[str, str, int, int, str], int] = field(default_factory=dict)
     lifts: dict[str, dict[str, IdleCreditFloor]] = field(default_factory=lambda: defaultdict(dict))
     waiting: dict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(dict))
     widths: dict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(dict))
@@ -191,7 +200,7 @@ class _InLine:
 
     def count(self, rows: Iterable[AnyRow], tree: _Kept) -> None:
         for row in rows:
-            key = row.user_id, row.kind, row.memory_bytes, row.width
+            key = row.user_id, row.kind, row.memory_bytes, row.width, row.device_choice
             more = row.waiting - self.lines.get(key, 0)
             self.lines[key] = row.waiting
             if not more:
@@ -294,6 +303,7 @@ class _Kept:
                 guarantee=row.guarantee,
                 limit=row.limit,
                 most_running=row.max_running,
+                carried_us=int(row.carried),
             )
             for line in self.in_line.values():
                 line.stale.add(row.id)
@@ -459,7 +469,8 @@ class _Picture:
         waiting, tenant = self.line.waiting[kind].get(id, 0), self.kept.tenants[id]
         if waiting <= 0:
             return None
-        widths, unit, used = self.line.widths[kind][id], self.unit(kind), self.kept.used[id]
+        widths, unit = self.line.widths[kind][id], self.unit(kind)
+        used = self.kept.used[id] + tenant.carried_us
         bound = tenant.guarantee or tenant.limit or tenant.most_running is not None
         if bound or id in self.board.tenants:
             if not self._has_room(kind, tenant):
@@ -474,15 +485,13 @@ class _Picture:
         if found is None:
             found = self._users[kind, parent] = {}
             values = {"island": self.island, "tenant": parent, "kind": kind}
-            for id, weight, waiting, widths in session.execute(_USERS, values):
-                faded = self.kept.booked.get(id, ("", 0))[1]
+            for id, weight, carried, waiting, widths in session.execute(_USERS, values):
+                faded = self.kept.booked.get(id, ("", 0))[1] + int(carried)
                 found[id] = self._party(kind, id, parent, faded, weight, waiting, int(widths))
         return found
 
     def _has_room(self, kind: str, tenant: BoardTenant) -> bool:
-        """True if the tenant may hold one more device.  Without room it is before no other now
-        (rule F4).
-        """
+        """True if the tenant may hold one more device; else it goes before no other (rule F4)."""
         if tenant.id in self.board.tenants:
             return self.board.tree.branches[self.board.path_of(tenant.id)].room(lane(kind))
         shut = any(tenant.limit.get(each, 1) < 1 for each in (kind, "*"))
@@ -672,8 +681,8 @@ _HORIZON = text("select pg_snapshot_xmin(pg_current_snapshot())::text")
 
 _TENANTS = text(
     """
-    select t.id, t.name, t.parent_id, t.weight_milli, t.guarantee, t."limit", t.max_running,
-           coalesce(p.parent_id is null, false) as under_root
+    select t.id, t.name, t.parent_id, t.weight_milli, t.carried, t.guarantee,
+           t."limit", t.max_running, coalesce(p.parent_id is null, false) as under_root
     from tenants t left join tenants p on p.id = t.parent_id
     where t.txid >= cast(:since as xid8)
     """
@@ -686,7 +695,7 @@ _ACCOUNTS = text(
 # Lines have no `txid` column: the row's `xmin` says what wrote it last, for recent transactions.
 _LINES = text(
     """
-    select user_id, kind, memory_bytes, width, tenant_id, waiting from lines
+    select user_id, kind, memory_bytes, width, device_choice, tenant_id, waiting from lines
     where island = :island and age(xmin) <= age(cast(cast(:since as xid8) as xid))
     """
 )
@@ -711,10 +720,11 @@ _PAUSED = text(
 
 _USERS = text(
     """
-    select l.user_id, u.weight_milli, sum(l.waiting)::bigint, sum(l.waiting * l.width)::bigint
+    select l.user_id, u.weight_milli, u.carried, sum(l.waiting)::bigint,
+        sum(l.waiting * l.width)::bigint
     from users u join lines l on l.user_id = u.id
     where u.tenant_id = :tenant and l.island = :island and l.kind = :kind and l.waiting > 0
-    group by 1, 2
+    group by 1, 2, 3
     """
 )
 
@@ -722,22 +732,19 @@ _USERS = text(
 # counted for the first task of a row only.  Of equal priority, only tasks between the task and the
 # previous task asked about are counted.  So no task is counted twice.
 _RANKS = text(
-    """
+    f"""
     select a.id,
         sum((select count(*) from tasks t where b.id is null and t.state = 'waiting'
-            and t.island = l.island and t.user_id = l.user_id and t.kind = l.kind
-            and t.memory_bytes = l.memory_bytes and t.devices_min = l.width
+            and {IN_LINE}
             and t.priority > a.priority)) as higher,
         sum((select count(*) from tasks t where t.state = 'waiting'
-            and t.island = l.island and t.user_id = l.user_id and t.kind = l.kind
-            and t.memory_bytes = l.memory_bytes and t.devices_min = l.width
+            and {IN_LINE}
             and t.priority = a.priority
             and (t.submitted_at, t.id) < (a.submitted_at, a.id)
             and (t.submitted_at, t.id)
                 >= (coalesce(b.submitted_at, '-infinity'), coalesce(b.id, '')))) as earlier,
         max((select max(t.priority) from tasks t where b.id is null and t.state = 'waiting'
-            and t.island = l.island and t.user_id = l.user_id and t.kind = l.kind
-            and t.memory_bytes = l.memory_bytes and t.devices_min = l.width
+            and {IN_LINE}
             and t.priority > a.priority)) as highest
     from unnest(cast(:ids as text[]), cast(:after as text[])) as asked (id, after)
     join tasks a on a.id = asked.id

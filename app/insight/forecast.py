@@ -272,6 +272,8 @@ def _held(
     by_id = {row.id: row for row in rows}
     turn_s = slice_us(board.policy, task) / 1e6
     beside = {id for others in board.beside.values() for id in others}  # simulate a device once
+    for device, here in board.fractions.items():
+        beside |= here.keys() - {board.seated[device]}
     for stay in board.stays.values():
         holder = stay.task
         if holder.kind != task.kind or stay.leaving or stay.id in beside:

@@ -28,9 +28,19 @@ from prometheus_client.core import (
 from sqlalchemy import and_, case, func, select, text
 from sqlalchemy.orm import Session
 
+from app.db.lines import IN_LINE
 from app.db.models import AuditEvent, Checkpoint, Delivery, Device, Host, Island, Order
 from app.insight import reports
-from app.insight.counters import CAME, ROUND_BOUNDS_S, ROUNDS, ROUNDS_US, SWITCH_US, SWITCHES, TOLD
+from app.insight.counters import (
+    CAME,
+    NETWORK,
+    ROUND_BOUNDS_S,
+    ROUNDS,
+    ROUNDS_US,
+    SWITCH_US,
+    SWITCHES,
+    TOLD,
+)
 from app.insight.reports import TenantShare
 from app.settings import settings
 
@@ -75,7 +85,9 @@ def read(session: Session) -> list[Metric]:
     found = [
         *_tenants(session, now),
         *_devices(session, now),
+        *_health(session, now),
         *_islands(session, now),
+        *_network(session),
         *_checkpoints(session, now),
         _audit(session),
         _messages(session),
@@ -210,12 +222,11 @@ def _waiting(shares: list[TenantShare], told: list[TenantShare], waits: Waits) -
 
 # Reads only the first task of each line, with the index that launches use.
 _WAITS = text(
-    """
+    f"""
     select l.tenant_id, l.kind, max(extract(epoch from now() - first.since))::float8
     from lines l cross join lateral (
         select coalesce(t.waiting_since, t.submitted_at) as since from tasks t
-        where t.island = l.island and t.user_id = l.user_id and t.kind = l.kind
-          and t.memory_bytes = l.memory_bytes and t.devices_min = l.width and t.state = 'waiting'
+        where {IN_LINE} and t.state = 'waiting'
         order by t.priority desc, t.submitted_at, t.id limit 1
     ) first
     where l.waiting > 0
@@ -274,6 +285,51 @@ def _devices(session: Session, now: datetime) -> Iterator[Metric]:
     yield ages
 
 
+#: Figures of devices with a monitor, by island and kind: name -> (what, of a reading, how summed).
+_HEALTH: dict[str, tuple[str, str, Any]] = {
+    "utilisation_percent": ("Mean load of watched devices.", "utilisation_percent", func.avg),
+    "memory_used_bytes": ("Memory in use on watched devices.", "memory_used_bytes", func.sum),
+    "power_watts": ("Power that watched devices take.", "power_w", func.sum),
+    "temperature_celsius": (
+        "Temperature of the hottest watched device.",
+        "temperature_c",
+        func.max,
+    ),
+    "ecc_uncorrected": (
+        "Uncorrectable memory errors of watched devices since their drivers were loaded.",
+        "ecc_uncorrected",
+        func.sum,
+    ),
+}
+
+
+def _health(session: Session, now: datetime) -> Iterator[Metric]:
+    reading = Device.health["reading"]
+    sums = [of(reading[name].as_float()) for _, name, of in _HEALTH.values()]
+    watched = select(Device.island, Device.kind, *sums, func.count()).where(
+        Device.health.has_key("checked"), Device.lease_until > now
+    )
+    rows = session.execute(watched.group_by(Device.island, Device.kind)).all()
+    gauges = [
+        _gauge(f"roundhouse_device_{name}", told, "island", "kind")
+        for name, (told, _, _) in _HEALTH.items()
+    ]
+    number = _gauge("roundhouse_watched_devices", "Devices with a monitor.", "island", "kind")
+    for island, kind, *values in rows:
+        for gauge, value in zip((*gauges, number), values, strict=True):
+            if value is not None:
+                gauge.add_metric([island, kind], float(value))
+    yield from (*gauges, number)
+    unfit = _gauge(
+        "roundhouse_unfit_devices", "Devices cordoned by a health rule.", "island", "kind", "rule"
+    )
+    rule = Device.fitness["cordon"]["rule"].astext
+    counted = select(Device.island, Device.kind, rule, func.count()).where(rule.is_not(None))
+    for island, kind, why, n in session.execute(counted.group_by(Device.island, Device.kind, rule)):
+        unfit.add_metric([island, kind, why], n)
+    yield unfit
+
+
 def _islands(session: Session, now: datetime) -> Iterator[Metric]:
     led = _gauge("roundhouse_island_led", "1 if a scheduler leads the island.", "island")
     age = _gauge(
@@ -305,6 +361,19 @@ def _islands(session: Session, now: datetime) -> Iterator[Metric]:
             elif key.startswith(CAME):
                 came.add_metric([row.name, key.removeprefix(CAME)], count)
     yield from (led, age, rounds, events, came, switches, switching, _unanswered(session))
+
+
+def _network(session: Session) -> Iterator[Metric]:
+    made = _counter("roundhouse_network_connections", "Connections of tasks.", "island")
+    refused = _counter("roundhouse_network_refusals", "Refused connections of tasks.", "island")
+    bytes_ = _counter("roundhouse_network_bytes", "Bytes of tasks.", "island", "direction")
+    for name, tally in session.execute(select(Island.name, Island.tally).order_by(Island.name)):
+        made.add_metric([name], tally.get(f"{NETWORK}connections", 0))
+        refused.add_metric([name], tally.get(f"{NETWORK}refused", 0))
+        for direction in ("sent", "received"):
+            count = tally.get(f"{NETWORK}{direction}_bytes", 0)
+            bytes_.add_metric([name, direction], count)
+    yield from (made, refused, bytes_)
 
 
 def _buckets(tallied: Mapping[str, int]) -> list[tuple[str, float]]:

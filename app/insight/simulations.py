@@ -23,7 +23,8 @@ from typing import Any
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from app.core.model.descriptor import escaped
+from app.core.model.device_choice import with_packages
+from app.core.model.fields import escaped
 from app.core.model.lifecycle import ENDED
 from app.core.model.snapshot import BoardDevice, BoardTenant, Policy, Snapshot
 from app.core.simulation.simulator import Arrival, Costs, SimulationStopped
@@ -155,8 +156,8 @@ def of_history(
 
 _COLUMNS = (
     Task.id, Task.tenant_id, Task.user_id, Task.kind, Task.devices_min, Task.memory_bytes,
-    Task.priority, Task.tier, Task.submitted_at, Task.not_before, Task.total_held_us, Task.pauses,
-    Task.switch_us,
+    Task.device_choice, Task.priority, Task.tier, Task.submitted_at, Task.not_before,
+    Task.total_held_us, Task.pauses, Task.switch_us,
 )  # fmt: skip
 
 
@@ -204,6 +205,7 @@ def _arrival(row: Any, began_s: float, after: tuple[str, ...], *, known: bool) -
         width=row.devices_min,
         kind=row.kind,
         memory_bytes=row.memory_bytes,
+        choice=with_packages(row.device_choice, ""),  # as if they were ready
         priority=row.priority,
         tier=row.tier,
         after=after,
@@ -280,8 +282,8 @@ def _setup(scene: ReplayInput, costs: Costs) -> Setup:
     return Setup(
         arrivals=scene.arrivals,
         devices=[replace(d, up=True) for d in as_is.devices.values() if not d.cordoned],
-        tenants=list(as_is.tenants.values()),
-        users=[replace(user, faded_us=0) for user in as_is.users.values()],
+        tenants=[replace(tenant, carried_us=0) for tenant in as_is.tenants.values()],
+        users=[replace(user, faded_us=0, carried_us=0) for user in as_is.users.values()],
         policy=replace(as_is.policy, since_s=0.0),  # its clock begins with the first arrival
         costs=costs,
     )

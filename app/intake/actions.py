@@ -1,12 +1,13 @@
 """Actions that users request after they submitted: cancel, hold, release, save, move, resize,
-priority.
+priority, keep, delete.
 
 An action is written and answered at once; the island carries it out and writes the state.  A
 repeated request changes nothing more.  Each request that changes something leaves an event with the
 name of the user.  After the commit, the open streams and the island are notified (or control, if
 the task has no island yet); both notifications may be lost.
 
-What has ended does not change: to cancel it is no error, any other action is a Conflict.
+What has ended does not change: to cancel it is no error, to keep or delete a request is for ended
+ones too, any other action is a Conflict.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from sqlalchemy.orm import Session
 
 from app.core.model.lifecycle import ENDED, ON_A_DEVICE, State
 from app.core.model.migration import ANYWHERE, MOVABLE
+from app.core.model.provisions import session as session_model
+from app.core.model.provisions.notice import NEED
 from app.core.units import counted
+from app.db import transactions
 from app.db.models import Event, Request, Task
 from app.db.transactions import after_commit
 from app.errors import BadInput, Conflict, Forbidden
@@ -28,6 +32,7 @@ from app.messaging.live_updates import changes
 from app.scheduling import gang_tickets
 
 ADMIN_HOLD, USER_HOLD = "admin", "user"
+IDLE_HOLD = session_model.HOLD
 
 
 # --- about a request ----------------------------------------------------------------------------
@@ -51,17 +56,41 @@ def release_request(session: Session, request: Request, *, by: str, as_admin: bo
         _tell(session, request, None, "request.release_asked", f"Resumed by {by}.")
 
 
+def delete_request(session: Session, request: Request, *, by: str) -> None:
+    """Ask to delete an ended request; control does it.  Raises Conflict if tasks go on, or if it is
+    to be kept.
+    """
+    session.refresh(request, with_for_update={"key_share": True})
+    live = select(Task.state).where(Task.request_id == request.id, Task.state.not_in(ENDED))
+    if request.state not in ENDED or session.scalar(live.limit(1)):
+        raise Conflict(
+            f"the request is {request.state}; only an ended one can be deleted. Cancel it first: "
+            f"POST /v1/requests/{request.id}/cancel"
+        )
+    if request.keep:
+        raise Conflict(
+            "the request is to be kept. Release it first: PATCH /v1/requests/"
+            f'{request.id} with {{"keep": false}}'
+        )
+    if request.delete_asked_at is None:
+        request.delete_asked_at = transactions.now(session)
+        _tell(session, request, None, "request.delete_asked", f"Delete requested by {by}.")
+
+
 def change_request(
     session: Session,
     request: Request,
     *,
     priority: int | None,
     labels: dict[str, str] | None,
+    keep: bool | None = None,
     by: str,
 ) -> None:
-    """Change priority or labels.  Raises Conflict if the priority of an ended request is to
-    change.
+    """Change priority or labels, or whether the request is kept.  Raises Conflict if the priority
+    of an ended request is to change, or if a request that is being deleted is to be kept.
     """
+    if keep is not None and keep != request.keep:
+        _keep(session, request, keep, by)
     if priority is not None and priority != request.priority:
         if request.state in ENDED:
             raise Conflict(f"the request is {request.state}, so its priority has no effect")
@@ -71,6 +100,15 @@ def change_request(
         _tell(session, request, None, "request.priority_set", told)
     if labels is not None:
         request.labels = labels
+
+
+def _keep(session: Session, request: Request, keep: bool, by: str) -> None:
+    session.refresh(request, with_for_update={"key_share": True})
+    if request.delete_asked_at is not None:
+        raise Conflict("the request is being deleted, so it cannot be kept any more")
+    request.keep = keep
+    told = f"Kept by {by}." if keep else f"No longer kept: {by} released it."
+    _tell(session, request, None, "request.kept" if keep else "request.let_go", told)
 
 
 # --- about a task -------------------------------------------------------------------------------
@@ -100,6 +138,12 @@ def resume_task(session: Session, task: Task, *, by: str, as_admin: bool) -> Non
         _tell(session, task, task, "task.release_asked", f"Resumed by {by}.")
 
 
+def wake_task(session: Session, task: Task, *, by: str) -> None:
+    """Queue a session again that gave its device back; nothing changes if it did not."""
+    if _one(session, task, _wish_wake):
+        _tell(session, task, task, "task.woken", f"It comes back: {by} types.")
+
+
 def save_task(session: Session, task: Task, *, by: str) -> None:
     """Ask for a checkpoint.  Raises Conflict unless the task is on a device."""
     _check_live(task)
@@ -124,8 +168,11 @@ def move_task(session: Session, task: Task, to: str, *, by: str) -> None:
         raise Conflict(
             "the task needs several devices at once; only tasks on one device can be moved"
         )
-    if task.state == State.running and MOVABLE not in task.capabilities:
-        raise Conflict("the state of the task cannot be captured, so the task cannot be moved")
+    if task.state == State.running and not {MOVABLE, NEED} & {*task.capabilities}:
+        raise Conflict(
+            "the state of the task cannot be captured, so the task cannot be moved; a command with"
+            " `notice` can, because it saves its state when it is told"
+        )
     if _one(session, task, lambda task: _wish_move(task, to)):
         where = "any other device" if to == ANYWHERE else to
         _tell(session, task, task, "task.move_asked", f"Move to {where} requested by {by}.")
@@ -134,10 +181,11 @@ def move_task(session: Session, task: Task, to: str, *, by: str) -> None:
 def resize_task(session: Session, task: Task, most: int, *, by: str) -> None:
     """Limit the task to `most` devices.  Raises Conflict if it has no ranks that can share them."""
     _check_live(task)
-    ranks = task.descriptor["world_size"]
+    spec = task.spec
+    ranks = spec.world_size
     if ranks == 1:
         raise Conflict("the task has one rank, which uses one device; see `world_size`")
-    if "job" not in task.descriptor["run"]:
+    if spec.run.kind != "job":
         raise Conflict(
             "only a job can change its number of devices, because it does so between steps"
         )
@@ -249,6 +297,10 @@ def _wish_hold(task: Task, hold: str) -> bool:
     return task.hold != ADMIN_HOLD and _set(task, "hold", hold)
 
 
+def _wish_wake(task: Task) -> bool:
+    return task.hold == IDLE_HOLD and _set(task, "hold", "")
+
+
 def _wish_release(task: Task, as_admin: bool) -> bool:
     if task.hold == ADMIN_HOLD and not as_admin:
         raise Forbidden(
@@ -270,6 +322,11 @@ def _nudge(island: str) -> None:
         outbox.nudge_island(island)
     else:
         outbox.nudge_control()
+
+
+def tell(session: Session, task: Task, type_: str, message: str) -> None:
+    """Add an event about the task, and wake the streams that show it."""
+    _tell(session, task, task, type_, message)
 
 
 def _tell(

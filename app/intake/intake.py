@@ -21,32 +21,36 @@ from difflib import get_close_matches
 from itertools import chain
 from typing import Any
 
-import uuid_utils
 from sqlalchemy import func, select, text
 from sqlalchemy.orm import Session
 
-from app.core.model import dependencies, signature
+from app.core.model import dependencies, entry_signature
 from app.core.model import descriptor as descriptors
-from app.core.model.descriptor import (
-    TIERS,
-    BadDescriptor,
-    Descriptor,
+from app.core.model.descriptor import TIERS, BadDescriptor, Descriptor, Source, TaskDescriptor
+from app.core.model.device_choice import TRAITS, text_of, traits_in, with_packages
+from app.core.model.entry_signature import Signature
+from app.core.model.fields import (
+    MAX_COMPARED,
+    MAX_FAULTS,
     Fault,
-    Source,
-    TaskDescriptor,
     escaped,
     near_name,
+    shortened,
 )
 from app.core.model.messages import JSON
-from app.core.model.signature import Signature
+from app.core.model.provisions.network_policy import destination, is_allowed, listed
 from app.core.security import webhook_policy
-from app.core.security.webhook_policy import networks
-from app.data import datablocks, graphs
+from app.core.security.addresses import networks
+from app.data import datablocks, graphs, mounts
 from app.data.graphs import Sent
 from app.db import tenant_tree
+from app.db.ids import new_id
 from app.db.models import Checkpoint, Datablock, Idempotency, Task, Tenant
 from app.db.transactions import after_commit
 from app.errors import AppError, BadInput, KeyReused, QueueFull, Unsatisfiable
+from app.identity import secret_store
+from app.intake import environments
+from app.intake.environments import WantedEnvironment
 from app.messaging import outbox, webhooks
 from app.messaging.live_updates import changes
 from app.scheduling import gang_tickets
@@ -102,6 +106,10 @@ class RequestFacts:
     preset_types: Sequence[str]
 
 
+# Grouped as texts: grouping by JSON takes four times as long for ten thousand devices.
+_AS_TEXTS = ", ".join(f"cast(facts -> '{name}' as text) as {name}" for name in TRAITS)
+_AS_JSON = ", ".join(f"'{name}', cast({name} as json)" for name in TRAITS)
+
 # A single statement, because a round trip costs more than the reads.
 _GROUND = text(
     f"""
@@ -113,21 +121,23 @@ _GROUND = text(
         on conflict do nothing returning 1
     ),
     alike as (
-        select kind, island, host, memory_bytes, count(*) as devices
-        from devices group by kind, island, host, memory_bytes
+        select kind, island, host, memory_bytes, {_AS_TEXTS}, count(*) as devices
+        from devices group by kind, island, host, memory_bytes, {", ".join(TRAITS)}
     )
     select now(),
-        (select json_agg(json_build_array(id, name, tier, max_queued) order by up) from way),
+        (select json_agg(json_build_array(id, name, tier, max_queued, network) order by up)
+            from way),
         (select entry_points from bundles where tenant_id = :id and sha256 = :bundle),
         (select signatures from bundles where tenant_id = :id and sha256 = :bundle),
-        (select json_agg(json_build_array(kind, island, host, memory_bytes, devices)) from alike),
+        (select json_agg(json_build_array(kind, island, host, memory_bytes, devices,
+            json_build_object({_AS_JSON}))) from alike),
         cast(:key as text) is null or exists (select from once),
         (select json_agg(distinct task_type) from presets)
     """
 )
 
 
-def ground(session: Session, owner: Owner, once: Once) -> RequestFacts:
+def request_facts(session: Session, owner: Owner, once: Once) -> RequestFacts:
     """Read the facts for a call; waits for another call with the same key that is under way."""
     bundle = once.body.get("bundle")
     given = {
@@ -154,8 +164,9 @@ def ground(session: Session, owner: Owner, once: Once) -> RequestFacts:
 
 def _offers(rows: Sequence[Sequence[Any]]) -> dict[str, dependencies.Offer]:
     by_kind = defaultdict[str, list[dependencies.Alike]](list)
-    for kind, *alike in rows:
-        by_kind[kind].append(dependencies.Alike(*alike))
+    for kind, island, host, memory_bytes, devices, traits in rows:
+        alike = dependencies.Alike(island, host, memory_bytes, devices, traits_in(traits))
+        by_kind[kind].append(alike)
     return {kind: dependencies.Offer(tuple(found)) for kind, found in by_kind.items()}
 
 
@@ -176,6 +187,7 @@ class Checked:
     graphs: Mapping[str, Sent]
     taken: Mapping[Source, Datablock]
     notes: Sequence[str] = ()
+    environment: WantedEnvironment | None = None
 
     def shown(self) -> JSON:
         """Return the request with every default filled in."""
@@ -196,33 +208,44 @@ class Checked:
         return {"name": name, "tier": tier, "tasks": tasks, "notes": [*self.notes]}
 
 
-def checked(session: Session, owner: Owner, body: JSON, ground: RequestFacts) -> Checked:
+def checked(session: Session, owner: Owner, body: JSON, facts: RequestFacts) -> Checked:
     """Check a request.  Raises BadInput or Unsatisfiable with all faults, not only the first."""
     try:
         descriptor = descriptors.parse(body)
     except BadDescriptor as error:
         raise _refused(BadInput, error.faults) from error
     if body.get("tier") is None:
-        descriptor = replace(descriptor, tier=_lower(descriptor.tier, _best_tier(ground.path)))
+        descriptor = replace(descriptor, tier=_lower(descriptor.tier, _best_tier(facts.path)))
     sent, faults = graphs.of_tasks(session, owner.tenant_id, descriptor)
     faults += [
         *dependencies.check(descriptor),
-        *_entry_faults(descriptor, ground.entry_points, sent),
+        *_entry_faults(descriptor, facts.entry_points, sent),
     ]
-    faults += _params_faults(descriptor, ground.signatures)
+    faults += _params_faults(descriptor, facts.signatures)
     begun = _begun(session, owner, descriptor)
     descriptor, more = _continued(session, descriptor, begun)
     descriptor, taken, unknown = _taken(session, owner, descriptor)
-    more += [*unknown, *_tier_faults(descriptor.tier, ground.path), *_notify_faults(descriptor)]
+    environment, bad = environments.wanted(session, owner.tenant_id, descriptor)
+    more += [
+        *unknown,
+        *bad,
+        *_secret_faults(session, owner, descriptor),
+        *_tier_faults(descriptor.tier, facts.path),
+        *_notify_faults(descriptor),
+    ]
+    more += _network_faults(descriptor, facts.path)
+    more += mounts.faults(session, descriptor, [tenant.id for tenant in facts.path])
     if faults := [*faults, *more]:
         raise _refused(BadInput, faults)
-    never = dependencies.unsatisfiable(descriptor, ground.offers)
-    if faults := [*never, *graphs.too_large(descriptor, sent, ground.offers)]:
+    descriptor = environments.entered(descriptor, environment)
+    never = dependencies.unsatisfiable(descriptor, facts.offers)
+    if faults := [*never, *graphs.too_large(descriptor, sent, facts.offers)]:
         raise _refused(Unsatisfiable, faults)
-    descriptor, uncut = graphs.cut(session, graphs.named(descriptor, sent), sent)
+    descriptor, uncut = graphs.cut(graphs.named(descriptor, sent), sent, facts.offers)
     if uncut:
         raise _refused(BadInput, uncut)
-    return Checked(descriptor, begun, sent, taken, _notes(descriptor, ground.preset_types))
+    notes = _notes(descriptor, facts.preset_types)
+    return Checked(descriptor, begun, sent, taken, notes, environment)
 
 
 def _notes(descriptor: Descriptor, preset_types: Sequence[str]) -> list[str]:
@@ -251,6 +274,20 @@ def _lower(tier: str, other: str) -> str:
     return max(tier, other, key=TIERS.index)
 
 
+def _secret_faults(session: Session, owner: Owner, descriptor: Descriptor) -> Iterator[Fault]:
+    """Yield faults for secrets that neither the user nor the tenant has."""
+    names = {name for task in descriptor.tasks for name in task.secrets}
+    if not names:
+        return
+    known = secret_store.find(session, owner.tenant_id, owner.user_id, names)
+    for n, task in enumerate(descriptor.tasks):
+        for m, name in enumerate(task.secrets):
+            if name not in known:
+                told = f"neither you nor your tenant has a secret {name}"
+                told = f"{told}; set it with `roundhouse secret set {name}`"
+                yield Fault(f"/tasks/{n}/secrets/{m}", told, "unknown-secret")
+
+
 def _tier_faults(tier: str, path: Sequence[tenant_tree.OnPath]) -> list[Fault]:
     best = _best_tier(path)
     if _lower(tier, best) == tier:
@@ -258,6 +295,19 @@ def _tier_faults(tier: str, path: Sequence[tenant_tree.OnPath]) -> list[Fault]:
     allowed = " or ".join(TIERS[TIERS.index(best) :])
     told = f"requests of {path[0].name} may ask for {allowed}, not for {tier}"
     return [Fault("/tier", f"{told}; ask an administrator to raise it", "tier")]
+
+
+def _network_faults(descriptor: Descriptor, path: Sequence[tenant_tree.OnPath]) -> Iterator[Fault]:
+    """Yield a fault for each destination that the policies of the tenants do not allow."""
+    if not any(task.network.allow for task in descriptor.tasks):
+        return
+    allow = tenant_tree.network_of(path)
+    told = f"{path[0].name} may reach {listed(allow)}; an administrator can change that"
+    for n, task in enumerate(descriptor.tasks):
+        for at, wanted in enumerate(task.network.allow):
+            if not is_allowed(allow, destination(wanted)):
+                where = f"/tasks/{n}/network/allow/{at}"
+                yield Fault(where, f"{wanted} is not allowed: {told}", "network")
 
 
 def _notify_faults(descriptor: Descriptor) -> Iterator[Fault]:
@@ -272,7 +322,7 @@ def _notify_faults(descriptor: Descriptor) -> Iterator[Fault]:
 def _refused(kind: type[AppError], faults: Sequence[Fault]) -> AppError:
     more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
     first = f"{faults[0].pointer or 'the body'}: {faults[0].detail}"
-    return kind(first + more, errors=descriptors.shortened(faults))
+    return kind(first + more, errors=shortened(faults))
 
 
 def _entry_faults(
@@ -316,7 +366,7 @@ def _params_faults(descriptor: Descriptor, signatures: Mapping[str, JSON]) -> It
         if found is None or task.run.kind != "job" or task.from_checkpoint is not None:
             continue
         known = Signature(**{**found, "takes": tuple(found["takes"])})
-        for word, told in signature.faults(task.run.entry, known, task.params):
+        for word, told in entry_signature.faults(task.run.entry, known, task.params):
             pointer = f"/tasks/{n}/params/{escaped(word)}" if word else f"/tasks/{n}/params"
             yield Fault(pointer, told, "parameter")
 
@@ -328,7 +378,7 @@ def _listed(entry_points: Mapping[str, str], wanted: str, named: str = "") -> st
     there = sorted(name for name, sort in entry_points.items() if sort == wanted)
     if not there:
         return "none (a job is a top-level class with a step method)"
-    compared = there[: descriptors.MAX_COMPARED]
+    compared = there[:MAX_COMPARED]
     close = get_close_matches(named, compared, LISTED, 0.0) if len(there) > LISTED else there
     more = len(there) - len(close)
     return ", ".join(close) + (f" and {more} more" if more else "")
@@ -362,10 +412,16 @@ def _continued(
     tasks = []
     for n, task in enumerate(descriptor.tasks):
         if task.from_checkpoint is not None and task.name in begun:
-            before = session.get_one(Task, begun[task.name].task_id).descriptor
-            lent = _datablocks_of(before)
+            before = session.get_one(Task, begun[task.name].task_id).spec
+            if before.run.kind != task.run.kind:
+                told = f"is a checkpoint of a {before.run.kind}, and this is a {task.run.kind}"
+                faults.append(Fault(f"/tasks/{n}/from_checkpoint", told, "another-kind"))
+            if task.run.kind == "command":  # its folder refers to nothing
+                tasks.append(replace(task, params=task.params or before.params))
+                continue
+            lent = {p: it for p, it in before.inputs.items() if it.kind == "datablock"}
             faults += _fork_faults(f"/tasks/{n}", task, before, lent)
-            task = replace(task, params=before["params"], inputs={**task.inputs, **lent})
+            task = replace(task, params=before.params, inputs={**task.inputs, **lent})
         elif task.from_checkpoint is not None:
             told = "your tenant has no such checkpoint"
             faults.append(Fault(f"/tasks/{n}/from_checkpoint", told, "unknown-checkpoint"))
@@ -373,22 +429,16 @@ def _continued(
     return replace(descriptor, tasks=tuple(tasks)), faults
 
 
-def _datablocks_of(before: JSON) -> dict[str, Source]:
-    said = before.get("inputs") or {}
-    sources = {port: descriptors.source_of(source) for port, source in said.items()}
-    return {port: it for port, it in sources.items() if it is not None and it.kind == "datablock"}
-
-
 def _fork_faults(
-    pointer: str, task: TaskDescriptor, before: JSON, lent: Mapping[str, Source]
+    pointer: str, task: TaskDescriptor, before: TaskDescriptor, lent: Mapping[str, Source]
 ) -> Iterator[Fault]:
     """Return faults for settings that differ from those with which the checkpoint's objects were
     made.
     """
-    if task.run.kind == "job" and task.run.entry != before["run"].get("job"):
-        told = f"must be {before['run'].get('job')}, the job of the checkpoint"
+    if task.run.kind == "job" and task.run.entry != before.run.entry:
+        told = f"must be {before.run.entry}, the job of the checkpoint"
         yield Fault(f"{pointer}/run/job", told, "another-job")
-    if task.params and dict(task.params) != before["params"]:
+    if task.params and task.params != before.params:
         told = (
             "the checkpoint's job has other parameters, which cannot be changed: omit `params`, "
             "or change the values in the code of the job"
@@ -401,8 +451,8 @@ def _fork_faults(
                 "omit this input or name the same version"
             )
             yield Fault(f"{pointer}/inputs/{escaped(port)}", told, "other-input")
-    if task.world_size != before["world_size"]:
-        told = f"must be {before['world_size']}, as in the checkpoint"
+    if task.world_size != before.world_size:
+        told = f"must be {before.world_size}, as in the checkpoint"
         yield Fault(f"{pointer}/world_size", told, "other-ranks")
 
 
@@ -432,7 +482,7 @@ def _taken(
     ]
     faults = [
         Fault(where, datablocks.missing(session, owner.tenant_id, source), "unknown-datablock")
-        for where, source in unknown[: descriptors.MAX_FAULTS]  # each asks the database
+        for where, source in unknown[:MAX_FAULTS]  # each asks the database
     ]
     exact = {source: replace(source, version=row.version) for source, row in found.items()}
     tasks = tuple(
@@ -447,32 +497,46 @@ def _taken(
 
 
 @dataclass(frozen=True, slots=True)
+class NewTask:
+    """A task that is to be written; `step` is that of the checkpoint from which it starts, or 0."""
+
+    id: str
+    ordinal: int
+    spec: TaskDescriptor
+    step: int
+
+    @property
+    def hold(self) -> str:
+        return "user" if self.spec.start.hold else ""
+
+
+@dataclass(frozen=True, slots=True)
 class Accepted:
-    """A request that is to be written: the values of its row and of its tasks' rows.
+    """A request that is to be written, with its tasks.
 
     Values that are equal in every new row are left out.  `needs` is by the task's name.
     """
 
     owner: Owner
     request: dict[str, Any]
-    tasks: Sequence[dict[str, Any]]
+    tasks: Sequence[NewTask]
     needs: Mapping[str, Sequence[dependencies.DependencyEdge]]
     found: Checked
 
 
-def accept(session: Session, owner: Owner, body: JSON, ground: RequestFacts) -> Accepted:
+def accept(session: Session, owner: Owner, body: JSON, facts: RequestFacts) -> Accepted:
     """Check a request and build its rows.  Raises BadInput, Unsatisfiable, QueueFull or
     QuotaExceeded.
     """
-    found = checked(session, owner, body, ground)
+    found = checked(session, owner, body, facts)
     descriptor = found.descriptor
-    _check_room(session, ground.path, len(descriptor.tasks))
+    _check_room(session, facts.path, len(descriptor.tasks))
     if any(task.publish for task in descriptor.tasks):
         datablocks.check_room(session, owner.tenant_id, 0)
-    request = _request(owner, descriptor, body, ground.now)
+    request = _request(owner, descriptor, body, facts.now)
     tasks = [
-        _task(task, ordinal, found.begun.get(task.name))
-        for ordinal, task in enumerate(descriptor.tasks)
+        _new_task(spec, ordinal, found.begun.get(spec.name))
+        for ordinal, spec in enumerate(descriptor.tasks)
     ]
     ordinals = {task.name: n for n, task in enumerate(descriptor.tasks)}
     needs = {
@@ -483,27 +547,32 @@ def accept(session: Session, owner: Owner, body: JSON, ground: RequestFacts) -> 
 
 
 # Writes all rows of a request in one statement.  They are passed as JSON, so that the number of
-# rows does not change the statement.
+# rows does not change the statement.  Whatever scheduling filters on is read out of the descriptors
+# here, and here only.
 _WRITE = text(
     """
     with request as (
         insert into requests
-            (id, tenant_id, user_id, name, tier, priority, labels, descriptor, submitted_at)
+            (id, tenant_id, user_id, name, tier, priority, labels, descriptor, environment_id,
+             submitted_at)
         values (:id, :tenant, :user, :name, :tier, :priority, cast(:labels as jsonb),
-            cast(:descriptor as jsonb), :at)
+            cast(:descriptor as jsonb), :environment, :at)
     ),
     task as (
         insert into tasks
             (id, request_id, tenant_id, user_id, ordinal, name, type, kind, descriptor,
-             memory_bytes, devices_min, devices_max, across_hosts, tier, priority, hold,
-             not_before, retry_max, step, submitted_at)
-        select t.id, :id, :tenant, :user, t.ordinal, t.name, t.type, t.kind, t.descriptor,
-            t.memory_bytes, t.devices_min, t.devices_max, t.across_hosts, :tier, :priority, t.hold,
-            t.not_before, t.retry_max, t.step, :at
+             memory_bytes, devices_min, devices_max, across_hosts, device_choice, tier, priority,
+             hold, not_before, retry_max, step, submitted_at)
+        select t.id, :id, :tenant, :user, t.ordinal, t.spec ->> 'name', t.spec ->> 'type',
+            devices.kind, t.spec, devices.memory_bytes, devices.min, devices.max,
+            devices.across_hosts, t.choice, :tier, :priority,
+            case when start.hold then 'user' else '' end, start.not_before,
+            cast(t.spec #>> '{retry,max}' as int), t.step, :at
         from json_to_recordset(cast(:tasks as json)) as t
-            (id text, ordinal int, name text, type text, kind text, descriptor jsonb,
-             memory_bytes bigint, devices_min int, devices_max int, across_hosts bool, hold text,
-             not_before timestamptz, retry_max int, step bigint)
+            (id text, ordinal int, spec jsonb, choice text, step bigint),
+            jsonb_to_record(t.spec -> 'devices') as devices
+            (kind text, memory_bytes bigint, min int, max int, across_hosts bool),
+            jsonb_to_record(t.spec -> 'start') as start (hold bool, not_before timestamptz)
     ),
     need as (
         insert into needs (task_id, needs_id, port, output, late)
@@ -528,7 +597,13 @@ def write(session: Session, accepted: Accepted, once: Once, answer: IntakeRespon
     graphs.keep(session, owner.tenant_id, found.graphs.values())
     if found.descriptor.notify is not None:
         webhooks.expect_addresses(session, owner.tenant_id)
-    ids = {task["name"]: task["id"] for task in accepted.tasks}
+    environment, locked, lock = None, None, ""
+    if found.environment is not None:
+        environment, lock = environments.take(
+            session, owner.tenant_id, owner.user_id, found.environment
+        )
+        locked = found.environment.of_task(lock)
+    ids = {task.spec.name: task.id for task in accepted.tasks}
     needs = [
         {
             "task_id": ids[name],
@@ -541,6 +616,16 @@ def write(session: Session, accepted: Accepted, once: Once, answer: IntakeRespon
         for n in needed
     ]
     n = len(ids)
+    tasks = [
+        {
+            "id": one.id,
+            "ordinal": one.ordinal,
+            "spec": descriptors.as_json(replace(one.spec, environment=locked)),
+            "choice": with_packages(text_of(one.spec.devices.choice), lock),
+            "step": one.step,
+        }
+        for one in accepted.tasks
+    ]
     given = {
         "id": request["id"],
         "tenant": owner.tenant_id,
@@ -550,8 +635,9 @@ def write(session: Session, accepted: Accepted, once: Once, answer: IntakeRespon
         "priority": request["priority"],
         "labels": json.dumps(request["labels"]),
         "descriptor": json.dumps(request["descriptor"]),
+        "environment": environment,
         "at": request["submitted_at"],
-        "tasks": json.dumps(accepted.tasks),
+        "tasks": json.dumps(tasks),
         "needs": json.dumps(needs),
         "key": once.key,
         "status": answer.status,
@@ -606,7 +692,7 @@ def _no_room(name: str, queued: int, wanted: int, most: int) -> str:
 
 def _request(owner: Owner, descriptor: Descriptor, body: JSON, now: datetime) -> dict[str, Any]:
     """Return the values of the request's row."""
-    id = _new_id("req")
+    id = new_id("req")
     return dict(
         id=id,
         tenant_id=owner.tenant_id,
@@ -621,9 +707,13 @@ def _request(owner: Owner, descriptor: Descriptor, body: JSON, now: datetime) ->
 
 
 def _copied(begun: Checkpoint, task_id: str) -> Checkpoint:
-    """The new task's own first checkpoint: its bytes stay, whatever becomes of the other task."""
+    """The new task's own first checkpoint: its bytes stay, whatever becomes of the other task.
+
+    All that the new task prints comes after it.
+    """
+    printed = None if begun.printed_epoch is None else 0
     return Checkpoint(
-        id=_new_id("ckp"),
+        id=new_id("ckp"),
         task_id=task_id,
         tenant_id=begun.tenant_id,
         epoch=0,
@@ -633,32 +723,14 @@ def _copied(begun: Checkpoint, task_id: str) -> Checkpoint:
         took_us=begun.took_us,
         host=begun.host,
         key=begun.key,
+        printed_epoch=printed,
+        printed_lines=printed,
     )
 
 
-def _task(task: TaskDescriptor, ordinal: int, begun: Checkpoint | None) -> dict[str, Any]:
-    """Return the values of a task's row that are not its request's."""
-    descriptor = descriptors.as_json(task)
-    return dict(
-        id=_new_id("tsk"),
-        ordinal=ordinal,
-        name=task.name,
-        type=task.type,
-        kind=task.devices.kind,
-        descriptor=descriptor,
-        memory_bytes=task.devices.memory_bytes,
-        devices_min=task.devices.min,
-        devices_max=task.devices.max,
-        across_hosts=task.devices.across_hosts,
-        hold="user" if task.start.hold else "",
-        not_before=descriptor["start"]["not_before"],
-        retry_max=task.retry_max,
-        step=0 if begun is None else begun.step,
-    )
-
-
-def _new_id(kind: str) -> str:
-    return f"{kind}_{uuid_utils.uuid7().hex}"
+def _new_task(spec: TaskDescriptor, ordinal: int, begun: Checkpoint | None) -> NewTask:
+    step = 0 if begun is None else begun.step
+    return NewTask(id=new_id("tsk"), ordinal=ordinal, spec=spec, step=step)
 
 
 # --- once only ----------------------------------------------------------------------------------

@@ -19,10 +19,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import permutations
 
-from sqlalchemy import and_, func, literal, or_, select, text
+from sqlalchemy import Text, and_, cast, func, literal, or_, select, text
 from sqlalchemy.orm import Session, aliased
 
 from app.core.model.dependencies import Alike, Offer
+from app.core.model.device_choice import TRAITS, choice_in, traits_in
 from app.core.model.lifecycle import ENDED
 from app.core.model.messages import JSON
 from app.core.model.snapshot import BoardTenant
@@ -42,6 +43,7 @@ from app.db.models import Device, Host, Line, Need, Placement, Task
 from app.db.models import Island as IslandRow
 from app.db.transactions import AnyRow, AnySelect
 from app.insight import forecast
+from app.intake import environments
 from app.scheduling import gang_tickets, journal, snapshot_reader
 from app.settings import settings
 
@@ -187,9 +189,12 @@ def crossings(session: Session, request_id: str) -> list[Crossing]:
 
 
 def dark(session: Session) -> set[str]:
-    """Return islands that have work, but neither a leader nor a device with a valid lease."""
+    """Return islands that have work, but neither a leader nor a device with a valid lease or grace
+    after it.
+    """
+    grace = Device.grace_us * text("interval '1 microsecond'")
     alive = select(Device.id).where(
-        Device.island == IslandRow.name, Device.lease_until > func.now()
+        Device.island == IslandRow.name, Device.lease_until + grace > func.now()
     )
     work = select(Task.id).where(Task.island == IslandRow.name, Task.state.not_in(ENDED))
     led = func.coalesce(IslandRow.leader_until > func.now(), False)
@@ -289,10 +294,7 @@ class _Scene:
             all_[island][kind] = Stock(kind=kind, devices=sum(row.devices for row in rows))
             if can := sum(row.up for row in rows):
                 up[island][kind] = Stock(kind=kind, devices=can)
-        offers = {
-            of: Offer(tuple(Alike(of[0], row.host, row.memory_bytes, row.devices) for row in rows))
-            for of, rows in found.items()
-        }
+        offers = {of: Offer(tuple(_alike(row) for row in rows)) for of, rows in found.items()}
         if len(all_) < 2:  # with a single island there is no choice to weigh
             return cls(up=up, all=all_, offers=offers)
         scene = cls(
@@ -388,7 +390,7 @@ class _Scene:
 
     def _most(self, task: AnyRow, island: str) -> int:
         """The number of devices that the task can have at once on the island."""
-        offer = self.offers[island, task.kind]
+        offer = self.offers[island, task.kind].chosen(choice_in(task.device_choice))
         if task.across_hosts:
             return offer.by_island(task.memory_bytes)[island]
         return offer.together(task.memory_bytes)
@@ -628,7 +630,7 @@ _learned = forecast.Learned()  # how long tasks run
 def _tasks() -> AnySelect:
     return select(
         Task.id, Task.request_id, Task.tenant_id, Task.user_id, Task.name, Task.island, Task.state,
-        Task.kind, Task.memory_bytes, Task.devices_min, Task.across_hosts,
+        Task.kind, Task.memory_bytes, Task.devices_min, Task.across_hosts, Task.device_choice,
         Task.cancel_asked_at, Task.outputs,
         Task.descriptor["run"]["part"].label("part"),
         Task.descriptor["islands"].as_integer().label("islands"),
@@ -641,10 +643,12 @@ def _unassigned() -> AnySelect:
     """Select and lock the tasks without an island, in the order of their ids.
 
     Users' actions lock in the same order, so neither waits for the other in a ring.  No row is
-    skipped: all tasks of a request are assigned at once.
+    skipped: all tasks of a request are assigned at once.  A request whose environment is not locked
+    yet waits.
     """
-    mine = _tasks().where(Task.island.is_(None), Task.state.not_in(ENDED)).order_by(Task.id)
-    return mine.with_for_update(key_share=True)
+    is_pending = func.coalesce(environments.IS_PENDING, False)
+    mine = _tasks().where(Task.island.is_(None), Task.state.not_in(ENDED), ~is_pending)
+    return mine.order_by(Task.id).with_for_update(key_share=True)
 
 
 def _works(
@@ -716,14 +720,22 @@ def _devices(without: str) -> AnySelect:
         ~Host.cordoned,
     )
     alike = (Device.island, Device.kind, Device.host, Device.memory_bytes)
+    # as texts: grouping by JSON takes longer
+    traits = [cast(Device.facts[name], Text) for name in TRAITS]
+    named = [trait.label(name) for name, trait in zip(TRAITS, traits, strict=True)]
     counts = (func.count().label("devices"), func.count().filter(can).label("up"))
     return (
-        select(*alike, *counts)
+        select(*alike, *named, *counts)
         .join(Host, Host.name == Device.host)
         .join(IslandRow, IslandRow.name == Device.island)
         .where(Device.island != without)
-        .group_by(*alike)
+        .group_by(*alike, *traits)
     )
+
+
+def _alike(row: AnyRow) -> Alike:
+    told = {name: json.loads(getattr(row, name) or "null") for name in TRAITS}
+    return Alike(row.island, row.host, row.memory_bytes, row.devices, traits_in(told))
 
 
 def _queued() -> Iterator[AnySelect]:

@@ -3,9 +3,10 @@
     python -m app.local.container_secrets FOLDER --hosts NAME,...
 
 Below FOLDER there is a folder for each volume: `redis` (certificate, users, configuration), one for
-each kind of process (the URL with its user's password, and the CA certificate), `island-key` (the
-key that signs orders), `hosts/NAME` (the key of a host), `public` (public keys).  Existing secrets
-are kept.  A certificate that expires soon is replaced, with all passwords: then restart all.
+each kind of process (the URL with its user's password, and the CA certificate; for the API and the
+islands the key that encrypts secrets of tenants), `island-key` (the key that signs orders),
+`hosts/NAME` (the key of a host), `public` (public keys).  Existing secrets are kept.  A certificate
+that expires soon is replaced, with all passwords: then restart all.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from app.storage.backend import make_private
+from app.storage.sealing import Keyring
 from app.storage.signing import Signer
 
 LIVES = datetime.timedelta(days=3650)
@@ -75,6 +77,17 @@ def make(folder: Path, hosts: Iterable[str]) -> None:
         _publish(folder / "public" / f"{host}.pub", Signer.at(folder / "hosts" / host / KEY))
     if not _is_good(folder / "redis" / "server.pem"):
         _make_redis(folder)
+    _share_key(folder)
+
+
+def _share_key(folder: Path) -> None:
+    """Give the API and the islands one key for the secrets of tenants; keep the one that is there.
+
+    An administrator who puts a newer key into the API's file gives it to the islands in this way.
+    """
+    files = [folder / role / "secrets.key" for role in ("api", "island")]
+    Keyring.make(files[0])
+    _write(files[1], files[0].read_bytes())
 
 
 KEY = "signing.key"  # file name that a device worker expects

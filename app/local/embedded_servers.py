@@ -66,14 +66,21 @@ def prepare(home: Path) -> None:
     if not home.exists():
         home.mkdir(parents=True, mode=0o700)
         _let_postgres_pass(home)
-    elif _as_root() and stat.S_IMODE(home.stat().st_mode) == 0o711:
-        _let_postgres_pass(home)  # made by an earlier version, open to all accounts
+    elif _as_root() and _is_made_by_us(home):
+        _let_postgres_pass(home)
     if _as_root() and (closed := closed_to(home, NOBODY)):
         raise CannotStart(
             f"{closed} is closed to user {NOBODY[0]} (nobody), as whom Postgres runs, because it"
-            f" refuses to run as root. Set ROUNDHOUSE_HOME to a folder that others may enter, such"
-            f" as /var/lib/roundhouse, or start as an ordinary user, or set DATABASE_URL"
+            f" refuses to run as root. Set ROUNDHOUSE_HOME to a new folder below one that others"
+            f" may enter, such as /var/lib, or start as an ordinary user, or set DATABASE_URL"
         )
+
+
+def _is_made_by_us(home: Path) -> bool:
+    """True for a home of an earlier version, or one that another program of ours made for a key."""
+    mode = stat.S_IMODE(home.stat().st_mode)
+    ours = any((home / name).is_dir() for name in ("islands", "run", "postgres"))
+    return mode == 0o711 or (mode == 0o700 and home.stat().st_uid == 0 and ours)
 
 
 @contextmanager

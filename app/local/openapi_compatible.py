@@ -26,7 +26,7 @@ _SAME = ("pattern", "format", "const", "propertyNames")
 
 
 def breaks(before: Schema, after: Schema, *, under: str) -> list[str]:
-    """What a client of `before` could stumble over in `after`, at paths that begin with `under`."""
+    """Return what breaks clients of `before` in `after`, at paths that begin with `under`."""
     return [
         f"{method.upper()} {path}: {told}"
         for path, operations in before["paths"].items()
@@ -118,7 +118,7 @@ class _Fits:
     def faults(
         self, inner: Schema, outer: Schema, where: str, seen: _Seen = frozenset()
     ) -> Iterator[str]:
-        """What does not fit; `where` is the place, as "/name"; `seen` are pairs on the way here."""
+        """Return what does not fit at `where`, such as "/name"; `seen`: pairs already compared."""
         if (id(inner), id(outer)) in seen:
             return
         seen |= {(id(inner), id(outer))}

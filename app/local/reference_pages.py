@@ -24,7 +24,7 @@ from app.api.problems import MEANINGS
 from app.cli import main as cli
 from app.core.device import device_machine, stay_state
 from app.core.model import lifecycle
-from app.core.model.descriptor import NAME_RULE
+from app.core.model.fields import NAME_RULE
 from app.core.model.phase import OF_STATE, Phase
 from app.main import create_app
 

@@ -18,13 +18,13 @@ import json
 import os
 from pathlib import Path
 
-import uuid_utils
 from alembic import command
 from alembic.config import Config
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from app.api.access import auth
+from app.db.ids import new_id
 from app.db.models import ApiKey, Tenant, User
 from app.db.transactions import transaction
 from app.identity import audit, enrolment
@@ -78,7 +78,7 @@ def _tenant(session: Session, name: str, *, parent: Tenant | None, weight_milli:
     tenant = session.scalars(select(Tenant).where(Tenant.name == name, here)).one_or_none()
     if tenant is None:
         tenant = Tenant(
-            id=_new_id("ten"),
+            id=new_id("ten"),
             name=name,
             parent_id=parent.id if parent else None,
             weight_milli=weight_milli,
@@ -107,14 +107,10 @@ def _user(session: Session, tenant: Tenant, name: str) -> User:
     query = select(User).where(User.tenant_id == tenant.id, User.name == name)
     user = session.scalars(query).one_or_none()
     if user is None:
-        user = User(id=_new_id("usr"), tenant_id=tenant.id, name=name)
+        user = User(id=new_id("usr"), tenant_id=tenant.id, name=name)
         session.add(user)
         session.flush()
     return user
-
-
-def _new_id(kind: str) -> str:
-    return f"{kind}_{uuid_utils.uuid7().hex}"
 
 
 def _device(written: str) -> tuple[str, str]:

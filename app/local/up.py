@@ -1,11 +1,13 @@
 """Run the whole system on one machine, with one command, until Ctrl-C.
 
-    python -m app.local.up [--home FOLDER] [--devices N] [--hosts N] [--port PORT]
+    python -m app.local.up [--home FOLDER] [--devices N | --device KIND[:WHICH] ...] [--hosts N]
+                           [--port PORT]
 
 It starts embedded Postgres and Redis (`app.local.embedded_servers`; DATABASE_URL and REDIS_URL
 replace them), the schema and the first keys (`app.local.seed`), then the API, control, one island
-scheduler and N CPU devices.  Each is a process that is restarted when it dies and ends with this
-one (`app.local.process_supervisor`).
+scheduler and N CPU devices, or a worker for each `--device` (`--device cpu --device cuda:0`).  Each
+is a process that is restarted when it dies and ends with this one
+(`app.local.process_supervisor`).
 
 HOME/run/up.json has the address, the process ids, and the places of keys and logs.  `running` does
 the same for tests, the demo and benchmarks, in a separate process.
@@ -22,7 +24,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,27 +33,50 @@ from typing import IO, Any
 
 from app.cli.client import Client
 from app.core.security.sandbox_layers import Sandbox, warning
+from app.core.units import counted
 from app.home import default_home
 from app.local import embedded_servers
 from app.local.embedded_servers import CannotStart
 from app.local.process_supervisor import NotReady, ProcessSupervisor, Spec, StopAsked, leashed
 from app.settings import settings
+from app.storage.sealing import Keyring
 from app.storage.signing import Signer
 
 ROOT = Path(__file__).parents[2]  # where the packages `app` and `workers` lie
 HOST_NAME = "local"  # host name of the devices that we start
 DEVICE_GRACE_S = 15.0  # time for devices to pause and save their tasks
 SEED_TIMEOUT_S = 120.0
-READY_TIMEOUT_S = 90.0
+READY_TIMEOUT_S = 180.0
+HANDLE_TIMEOUT_S = 300.0  # for a whole start, on a slow machine beside other tests
 LOOK_S = 0.05
 
 Env = dict[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WantedDevice:
+    """A device of this machine: its kind, as torch names it, and which of this kind it is.
+
+    `which` is a UUID or an index, as in ROUNDHOUSE_ACCELERATOR.
+    """
+
+    kind: str
+    which: str = ""
+
+    @classmethod
+    def read(cls, text: str) -> WantedDevice:
+        """Read `KIND` or `KIND:WHICH`."""
+        kind, _, which = text.partition(":")
+        return cls(kind=kind, which=which)
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.which}" if self.which else self.kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WantedSystem:
     home: Path
-    devices: int = 2
+    devices: tuple[WantedDevice, ...]
     hosts: int = 1  # number of hosts that these devices claim to belong to
     host: str = "127.0.0.1"
     port: int = 0  # 0: any free one
@@ -66,7 +92,8 @@ class WantedSystem:
     @property
     def device_names(self) -> list[str]:
         hosts = [HOST_NAME, *(f"{HOST_NAME}-{n}" for n in range(2, self.hosts + 1))]
-        return [f"{hosts[n * self.hosts // self.devices]}.{n}" for n in range(self.devices)]
+        count = len(self.devices)
+        return [f"{hosts[n * self.hosts // count]}.{n}" for n in range(count)]
 
 
 # --- running the system ---------------------------------------------------------------------------
@@ -75,8 +102,11 @@ class WantedSystem:
 def up(wanted: WantedSystem, say: Callable[[str], None]) -> None:
     """Run the system until SIGINT, SIGTERM or SIGHUP; raises CannotStart or NotReady."""
     embedded_servers.prepare(wanted.home)
-    with embedded_servers.locked(wanted.home):
-        port = wanted.port or _usual_port(wanted)
+    with (
+        embedded_servers.locked(wanted.home),
+        _asked_port(wanted) if wanted.port else _usual_port(wanted) as reserved,
+    ):
+        port: int = reserved.getsockname()[1]
         state = _State(wanted, f"http://{wanted.host}:{port}")
         supervisor = ProcessSupervisor(wanted.home / "logs", changed=state.write, say=say)
         state.supervisor = supervisor
@@ -106,12 +136,13 @@ def _start(wanted: WantedSystem, state: _State, port: int) -> None:
     if not state.redis_url:
         supervisor.start(embedded_servers.redis_server(wanted.home))
         state.redis_url = embedded_servers.redis_url(wanted.home)
-    # 2. Create the schema, three tenants and their keys.
+    # 2. Create the schema, three tenants and their keys, and the key for their secrets.
+    Keyring.make(settings().secrets_key or wanted.home / "secrets.key")
     env = _env(wanted, state, port)
     _seed(wanted, env)
     # 3. Start our processes.  Devices end first, so that the island still hears what they paused.
     supervisor.start(_api(env, wanted.host, port), *_schedulers(wanted, env))
-    supervisor.start(*(_device(env, wanted, n) for n in range(wanted.devices)))
+    supervisor.start(*(_device(env, wanted, n) for n in range(len(wanted.devices))))
     why = f"{state.url}/readyz and {supervisor.logs} say why"
     supervisor.wait_until(
         lambda: answers(state.url, "/readyz" if wanted.devices else "/livez"),
@@ -201,18 +232,23 @@ def _schedulers(wanted: WantedSystem, env: Env) -> list[Spec]:
     ]
 
 
-_PASSWORDS = {"DATABASE_URL", "ROUNDHOUSE_OIDC_CLIENT_SECRET"}
+_PASSWORDS = {"DATABASE_URL", "ROUNDHOUSE_OIDC_CLIENT_SECRET", "ROUNDHOUSE_SECRETS_KEY"}
 
 
 def _device(env: Env, wanted: WantedSystem, n: int) -> Spec:
-    device = wanted.device_names[n]
+    device, asked = wanted.device_names[n], wanted.devices[n]
     without_password = {k: v for k, v in env.items() if k not in _PASSWORDS}
     return _celery(
         f"device.{n}",
         "workers.device.worker",
         f"device.{device}",
         wanted,
-        {**without_password, "ROUNDHOUSE_DEVICE": device},
+        {
+            **without_password,
+            "ROUNDHOUSE_DEVICE": device,
+            "ROUNDHOUSE_DEVICE_KIND": asked.kind,
+            "ROUNDHOUSE_ACCELERATOR": asked.which,
+        },
         grace_s=DEVICE_GRACE_S,
     )
 
@@ -243,13 +279,46 @@ def answers(url: str, path: str) -> bool:
         connection.close()
 
 
-def _usual_port(wanted: WantedSystem) -> int:
-    """The port of the last run, if it is free, so that addresses in use stay valid."""
+def _asked_port(wanted: WantedSystem) -> socket.socket:
+    """Reserve the port that was asked for; raises CannotStart if another program has it."""
+    try:
+        return reserve_port(wanted.host, wanted.port)
+    except OSError as error:
+        why = os.strerror(error.errno) if error.errno else str(error)
+        raise CannotStart(
+            f"cannot listen on port {wanted.port} of {wanted.host}: {why}. Name another one with"
+            " --port, or none to get a free one"
+        ) from error
+
+
+def _usual_port(wanted: WantedSystem) -> socket.socket:
+    """Reserve the port of the last run, if it is free, so that addresses in use stay valid."""
     kept = wanted.home / "port"
-    port = _free_port(wanted.host, int(kept.read_text()) if kept.exists() else 0)
+    try:
+        reserved = reserve_port(wanted.host, int(kept.read_text()) if kept.exists() else 0)
+    except OSError:
+        reserved = reserve_port(wanted.host, 0)
     with _own_file(kept) as out:
-        out.write(f"{port}\n".encode())
-    return port
+        out.write(f"{reserved.getsockname()[1]}\n".encode())
+    return reserved
+
+
+def reserve_port(host: str, port: int) -> socket.socket:
+    """Bind the port, or a free one for 0, without listening; raises OSError if it is in use.
+
+    While the socket is open the kernel gives the port to no program that asks for any free one. A
+    program that names the port can listen there, as the API does, each time it starts.
+    """
+    reserved = socket.socket()
+    try:
+        reserved.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # else the API could not bind
+        reserved.bind((host, port))
+    except OSError:
+        reserved.close()
+        raise
+    return reserved
 
 
 def _own_file(path: Path) -> IO[bytes]:
@@ -259,21 +328,10 @@ def _own_file(path: Path) -> IO[bytes]:
     return os.fdopen(fd, "wb")
 
 
-def _free_port(host: str, wish: int = 0) -> int:
-    try:
-        with socket.create_server((host, wish)) as listener:
-            port: int = listener.getsockname()[1]
-            return port
-    except OSError:
-        if not wish:
-            raise
-        return _free_port(host)
-
-
 def _welcome(wanted: WantedSystem, state: _State) -> str:
     took_s = time.monotonic() - state.began_s
     lines = [
-        f"Roundhouse is up after {took_s:.1f} s, with {wanted.devices} CPU devices",
+        f"Roundhouse is up after {took_s:.1f} s, with {_told(wanted.devices)}",
         f"  pages  {state.url}/ui/",
         f"  API    {state.url}/docs",
         f"  logs   {state.supervisor.logs}",
@@ -284,6 +342,12 @@ def _welcome(wanted: WantedSystem, state: _State) -> str:
     if wanted.home != default_home():
         lines.append(f"For `roundhouse` in another terminal: export ROUNDHOUSE_HOME={wanted.home}")
     return "\n".join([*lines, *warning(_sandboxes(state)), "Ctrl-C stops everything."])
+
+
+def _told(devices: Iterable[WantedDevice]) -> str:
+    """Return "1 CPU device, 2 CUDA devices"."""
+    kinds = Counter(device.kind.upper() for device in devices)
+    return ", ".join(counted(n, f"{kind} device") for kind, n in kinds.items()) or "no device"
 
 
 def _sandboxes(state: _State) -> list[tuple[str, Sandbox]]:
@@ -343,8 +407,8 @@ class Handle:
         os.kill(pid, signal.SIGKILL)
         return pid
 
-    def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
-        """Wait until all has started and the API says that it is ready; raises CannotStart."""
+    def wait_ready(self, timeout_s: float = HANDLE_TIMEOUT_S) -> None:
+        """Wait until the API says that it is ready and each device is up; raises CannotStart."""
         until_s = time.monotonic() + timeout_s
         while not self._is_ready():
             if self.process.poll() is not None or time.monotonic() > until_s:
@@ -354,7 +418,7 @@ class Handle:
                 )
             time.sleep(LOOK_S)
 
-    def wait_restarted(self, name: str, old_pid: int, timeout_s: float = 30.0) -> int:
+    def wait_restarted(self, name: str, old_pid: int, timeout_s: float = HANDLE_TIMEOUT_S) -> int:
         """Wait for another process of this name; returns its id."""
         until_s = time.monotonic() + timeout_s
         while (pid := self.pids().get(name, old_pid)) == old_pid:
@@ -370,18 +434,32 @@ class Handle:
 
     def _is_ready(self) -> bool:
         facts = self.facts
-        return bool(facts.get("ready")) and answers(facts["url"], "/readyz")
+        is_ready = bool(facts.get("ready")) and answers(facts["url"], "/readyz")
+        return is_ready and self._devices_up() >= len(self.wanted.devices)
+
+    def _devices_up(self) -> int:
+        with Client(self.url, self.keys["platform"]["platform_admin"]) as admin:
+            return sum(device["up"] for device in admin.items("/v1/devices"))
 
 
 @contextmanager
 def running(
-    home: Path, *, devices: int = 2, hosts: int = 1, env: Mapping[str, str] | None = None
+    home: Path,
+    *,
+    devices: int | Sequence[WantedDevice] = 2,
+    hosts: int = 1,
+    env: Mapping[str, str] | None = None,
 ) -> Iterator[Handle]:
-    """Run the system on `home`, ready, until the context ends; call it from a long-lived thread."""
-    wanted = WantedSystem(home=home, devices=devices, hosts=hosts)
+    """Run the system on `home`, ready, until the context ends; call it from a long-lived thread.
+
+    `devices` are the devices, or the number of CPU devices if the settings name no other kind.
+    """
+    each = _alike(devices) if isinstance(devices, int) else tuple(devices)
+    wanted = WantedSystem(home=home, devices=each, hosts=hosts)
     embedded_servers.prepare(home)
     output = home / "up.log"
-    words = ("-m", "app.local.up", "--home", home, "--devices", devices, "--hosts", hosts)
+    asked = [word for one in each for word in ("--device", str(one))] or ["--devices", "0"]
+    words = ("-m", "app.local.up", "--home", home, "--hosts", hosts, *asked)
     spec = Spec(
         name="up",
         command=(sys.executable, *map(str, words)),
@@ -416,7 +494,7 @@ def main(arguments: list[str] | None = None) -> int:
     asked = _arguments(arguments)
     wanted = WantedSystem(
         home=asked.home.absolute(),
-        devices=asked.devices,
+        devices=tuple(asked.device) or _alike(asked.devices),
         hosts=asked.hosts,
         host=asked.host,
         port=asked.port,
@@ -429,11 +507,25 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+def _alike(count: int) -> tuple[WantedDevice, ...]:
+    """Return so many devices of the kind in the settings."""
+    return (WantedDevice(kind=settings().device_kind, which=settings().accelerator),) * count
+
+
 def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m app.local.up", description=__doc__)
     home, port = settings().home, int(os.environ.get("ROUNDHOUSE_PORT", "0"))
     parser.add_argument("--home", type=Path, default=home, help=f"data folder ({home})")
     parser.add_argument("--devices", type=int, default=2, help="how many CPU devices (2)")
+    parser.add_argument(
+        "--device",
+        type=WantedDevice.read,
+        action="append",
+        default=[],
+        metavar="KIND[:WHICH]",
+        help="a device, instead of --devices: cpu, or as torch names its kind, with its UUID or"
+        " index: cuda:0; may be repeated",
+    )
     parser.add_argument(
         "--hosts", type=int, default=1, help="so many hosts are played on this machine (1)"
     )

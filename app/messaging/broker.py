@@ -3,10 +3,10 @@
 Here are the names of queues and messages, and the settings that all processes share.  A bare client
 made by `make_celery` can send to workers that it does not import.
 
-A message carries one text, which `app.messaging.envelope` signs and opens; a nudge carries none.
-Anyone with write access to Redis can put anything into a queue.  So `Channel` checks the size and
-the form of what it reads before anything parses it, and discards what is no message for this
-process.
+A message carries one text, which `app.messaging.signed_messages` signs and opens; a nudge carries
+none.  Anyone with write access to Redis can put anything into a queue.  So `Channel` checks the
+size and the form of what it reads before anything parses it, and discards what is no message for
+this process.
 """
 
 from __future__ import annotations
@@ -15,12 +15,17 @@ import base64
 import json
 import logging
 import time
+import uuid
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from celery import Celery
+from celery.utils.nodenames import anon_nodename
 from kombu import serialization
 from kombu.transport import TRANSPORT_ALIASES
 from kombu.transport import redis as over_redis
+from kombu.utils.json import loads
 from redis.exceptions import ResponseError
 
 log = logging.getLogger(__name__)
@@ -37,6 +42,8 @@ MESSAGE_LIMIT_BYTES = 32 * 2**20
 WRAPPING_LIMIT_BYTES = 8 * 2**10  # size limit of a message without its text
 BRACKETS_LIMIT = 32  # brackets in a message without its text: bounds depth and number of objects
 COMPLAIN_EVERY_S = 10.0
+READ_TOGETHER = 16  # messages in one exchange: bounds memory, as each may be large
+TURNS_TOGETHER = 8  # such exchanges, before the reader looks at other things
 
 #: Names of the messages that this process accepts.
 HEARD: set[str] = set()
@@ -81,6 +88,77 @@ def send(celery: Celery, name: str, queue: str, text: str = "", *, expires_s: fl
     shown = {"argsrepr": "", "kwargsrepr": ""}
     args = (text,) if text else ()
     celery.send_task(name, args=args, queue=queue, expires=expires_s, ignore_result=True, **shown)
+
+
+def send_all(
+    celery: Celery, name: str, texts: Sequence[tuple[str, str]], *, expires_s: float = 30.0
+) -> list[str]:
+    """Publish hints, each (queue, text), in one exchange with Redis.
+
+    The messages have the form that Celery gives to those of `send`, but are made here: Celery would
+    declare each queue and wait for Redis at each message.  Returns the queues whose key in Redis
+    takes no message; raises kombu.exceptions.OperationalError or redis.exceptions.RedisError if
+    Redis does not answer, and then some messages may have been published.
+    """
+    wrapped = _wrappings(name, expires_s)
+    with celery.producer_or_acquire() as producer, producer.channel.conn_or_acquire() as client:
+        pipeline = client.pipeline(transaction=False)
+        for queue, text in texts:
+            pipeline.lpush(queue, json.dumps(_message(queue, text, *wrapped)))
+        replies = pipeline.execute(raise_on_error=False)
+    return [
+        queue
+        for (queue, _), reply in zip(texts, replies, strict=True)
+        if isinstance(reply, Exception)
+    ]
+
+
+def _wrappings(name: str, expires_s: float) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what is equal in all messages that are sent together: headers and properties."""
+    until = datetime.now(UTC) + timedelta(seconds=expires_s)
+    shown = {"argsrepr": "", "kwargsrepr": ""}
+    unused = dict.fromkeys(
+        ("shadow", "eta", "group", "group_index", "parent_id", "stamped_headers")
+    )
+    headers = {
+        **unused,
+        **shown,
+        "lang": "py",
+        "task": name,
+        "expires": until.isoformat(),
+        "retries": 0,
+        "timelimit": [None, None],
+        "origin": anon_nodename(),
+        "ignore_result": True,
+        "replaced_task_nesting": 0,
+        "stamps": {},
+    }
+    properties = {
+        "delivery_mode": 2,
+        "expiration": str(int(expires_s * 1e3)),
+        "priority": 0,
+        "body_encoding": "base64",
+        **shown,
+    }
+    return headers, properties
+
+
+def _message(
+    queue: str, text: str, headers: Mapping[str, Any], properties: Mapping[str, Any]
+) -> dict[str, Any]:
+    id = str(uuid.uuid4())
+    return {
+        "body": base64.b64encode(text.encode()).decode(),
+        "content-encoding": "utf-8",
+        "content-type": CONTENT_TYPE,
+        "headers": {**headers, "id": id, "root_id": id},
+        "properties": {
+            **properties,
+            "correlation_id": id,
+            "delivery_info": {"exchange": "", "routing_key": queue},
+            "delivery_tag": id,
+        },
+    }
 
 
 def _broker_url(redis_url: str) -> str:
@@ -155,7 +233,9 @@ class Channel(over_redis.Channel):
 
     def _brpop_read(self, **options: Any) -> Any:
         try:
-            return super()._brpop_read(**options)
+            found = super()._brpop_read(**options)
+            self._take_what_waits()
+            return found
         except NotAMessage as error:
             self._complaint.say(error)
         except ResponseError as error:
@@ -164,6 +244,29 @@ class Channel(over_redis.Channel):
             self._complaint.say(error)
             self._remove_what_is_no_queue()
         return True
+
+    def _take_what_waits(self) -> None:
+        """Deliver what waits behind the message that was read, many messages in one exchange.
+
+        An island gets thousands of heartbeats a second.  Otherwise each would cost an exchange with
+        Redis and a turn of Celery's loop.
+        """
+        with self.conn_or_acquire() as client:
+            for queue in self.active_queues:
+                for _ in range(TURNS_TOGETHER):
+                    items = client.rpop(queue, READ_TOGETHER) or ()
+                    for item in items:
+                        self._take(queue, item)
+                    if len(items) < READ_TOGETHER:
+                        break
+
+    def _take(self, queue: str, item: bytes) -> None:
+        try:
+            checked((queue.encode(), item))
+        except NotAMessage as error:
+            self._complaint.say(error)
+            return
+        self.connection._deliver(loads(item.decode()), queue)
 
     def _remove_what_is_no_queue(self) -> None:
         """Delete keys of other types that were put in a queue's place, so that the queue works

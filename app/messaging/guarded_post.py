@@ -18,7 +18,8 @@ from typing import Any
 import httpcore2
 import httpx2
 
-from app.core.security.webhook_policy import AttemptAnswer, Network, may_call
+from app.core.security.addresses import Network, may_call
+from app.core.security.webhook_policy import AttemptAnswer
 
 
 class _Refused(Exception):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -26,11 +26,13 @@ from sqlalchemy.orm import Session
 from app.core.model.messages import JSON, Answer, encode
 from app.db.models import Order
 from app.messaging import broker
-from app.messaging.envelope import sealed_news
+from app.messaging.signed_messages import sealed_news
 from app.settings import settings
 from app.storage.signing import Signer
 
 log = logging.getLogger(__name__)
+
+AT_ONCE = 256  # messages to devices that are sealed and published together
 
 
 @lru_cache
@@ -98,12 +100,8 @@ def hint(message: str, queue: str, text: str = "") -> bool:
 
 def tell(device: str, message: Any) -> None:
     """Send one message to a device.  It may be lost, because answers repeat its content."""
-    _send_news(device, [encode(message)])
-
-
-def _send_news(device: str, bodies: Sequence[JSON]) -> bool:
-    text = sealed_news(signer(), device, bodies)
-    return hint(broker.DEVICE_NEWS, broker.device_queue(device), text)
+    text = sealed_news(signer(), device, [encode(message)])
+    hint(broker.DEVICE_NEWS, broker.device_queue(device), text)
 
 
 def reachable() -> bool:
@@ -139,19 +137,37 @@ def take_unsent(
 def send(answers: Iterable[Answer], orders: Sequence[Order]) -> list[int]:
     """Publish one message to each device: its answer, then its orders.
 
-    Returns the ids of the orders that Redis did not take.  Call it outside any transaction.
+    Returns the ids of the orders that Redis may not have taken.  Call it outside any transaction.
     """
     news = defaultdict[str, list[JSON]](list)
     for answer in answers:
         news[answer.device].append(encode(answer))
     for order in orders:
         news[order.device_id].append(order.body)
-    unsent = dict(news)
-    for device, bodies in news.items():
-        if not _send_news(device, bodies):
+    devices, sent = list(news), set[str]()
+    for first in range(0, len(devices), AT_ONCE):
+        some = devices[first : first + AT_ONCE]
+        taken = post({device: sealed_news(signer(), device, news[device]) for device in some})
+        if taken is None:
             break  # each of the rest would run into the same timeout
-        del unsent[device]
-    return [order.id for order in orders if order.device_id in unsent]
+        sent |= taken
+    return [order.id for order in orders if order.device_id not in sent]
+
+
+def post(texts: Mapping[str, str]) -> set[str] | None:
+    """Publish one text to each device; returns the devices whose queues took theirs.
+
+    None if Redis does not answer.
+    """
+    hints = [(broker.device_queue(device), text) for device, text in texts.items()]
+    try:
+        refused = set(broker.send_all(celery(), broker.DEVICE_NEWS, hints))
+    except (OperationalError, OSError, RedisError) as error:
+        log.warning("could not send news to %d devices: %s", len(texts), error)
+        return None
+    if refused:
+        log.warning("in Redis these keys are no queues: %s", ", ".join(sorted(refused)[:5]))
+    return {device for device in texts if broker.device_queue(device) not in refused}
 
 
 def mark_unsent(session: Session, ids: list[int]) -> None:

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-import uuid_utils
 from sqlalchemy import func, select, text, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
@@ -29,16 +28,13 @@ from standardwebhooks import Webhook as Signer
 from app.core.security import webhook_policy
 from app.core.security.webhook_policy import AttemptAnswer, TaskEnd, Verdict
 from app.db import transactions
+from app.db.ids import new_id
 from app.db.models import Delivery, Task, Webhook
 
 SECRET_BYTES = 32
 ATTEMPTS_KEPT = 30  # newest attempts that are recorded for a message
 PER_TENANT = 4  # messages of a tenant that are sent at the same time
 RESOLVING_S = 30.0  # time for the resolution of a name, in addition to the time of a call
-
-
-def new_id(kind: str) -> str:
-    return f"{kind}_{uuid_utils.uuid7().hex}"
 
 
 def new_secret() -> str:

@@ -41,9 +41,15 @@ def mount(app: FastAPI) -> None:
 
 def routers() -> list[APIRouter]:
     """Return the routers in matching order: the very last route takes all other addresses."""
-    from app.pages import admin_views, operator_views, task_forms, views
+    from app.pages import admin_views, operator_views, secret_views, task_forms, views
 
-    return [task_forms.router, admin_views.router, operator_views.router, views.router]
+    return [
+        task_forms.router,
+        admin_views.router,
+        operator_views.router,
+        secret_views.router,
+        views.router,
+    ]
 
 
 class ContentPolicy:

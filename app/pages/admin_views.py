@@ -22,8 +22,9 @@ from app.api.cursors import Paging
 from app.api.routes import audit as of_audit
 from app.api.routes import tenants as of_tenants
 from app.api.routes import webhooks as of_webhooks
-from app.api.schemas.people import KeyIn, RotateKeyIn, UserIn
+from app.api.schemas.people import KeyIn, RotateKeyIn, TenantPatch, UserIn
 from app.api.times import day
+from app.api.versions import etag
 from app.core.security.grants import ROLES
 from app.core.security.scopes import MEANINGS
 from app.core.security.webhook_policy import TYPES
@@ -42,9 +43,14 @@ KEYS_SHOWN = 200
 OVERLAPS = {0: "not at all", 3600: "an hour", 86_400: "a day", 7 * 86_400: "a week"}
 #: The lifetime of a new key, in days; 0 is never.
 LIVES = {0: "never", 30: "in 30 days", 90: "in 90 days", 365: "in a year"}
+#: The limits of a tenant for what nobody uses, in words.
+IDLE_LIMITS = {
+    "idle_pause_s": "Pause what computes nothing, after seconds",
+    "session_end_s": "End sessions without input, after seconds",
+}
 TARGETS = (
     "key", "user", "tenant", "webhook", "request", "task", "checkpoint", "session", "device",
-    "host", "preset",
+    "host", "preset", "secret",
 )  # fmt: skip
 
 router = APIRouter(include_in_schema=False, route_class=GatedRoute)
@@ -101,7 +107,47 @@ def list_members(request: Request, session: Db, caller: Admin, cursor: str = "")
         next_cursor=found["next_cursor"],
         keys=_good_keys(session, [user["id"] for user in found["items"]]),
         tenants=_tenants(session, caller),
+        idle_limits=_idle_limits(session, caller),
+        idle_words=IDLE_LIMITS,
     )
+
+
+def _idle_limits(session: Session, caller: Caller) -> list[dict[str, Any]]:
+    """Return the idle limits of the first tenants, and whether the caller may change them."""
+    query = select(Tenant).where(of_caller(caller, Tenant.id))
+    found = session.scalars(query.order_by(Tenant.id != caller.tenant_id, Tenant.name))
+    return [
+        {
+            "id": tenant.id,
+            "name": tenant.name,
+            "version": tenant.version,
+            "has_parent": tenant.parent_id is not None,
+            "may_change": caller.sees_all or tenant.id != caller.tenant_id,
+            "limits": {name: getattr(tenant, name) for name in IDLE_LIMITS},
+        }
+        for tenant in found.fetchmany(ON_A_PAGE)
+    ]
+
+
+@router.post("/ui/members/limits")
+def change_idle_limits(
+    request: Request,
+    session: Db,
+    caller: SendingAdmin,
+    tenant_id: Field = "",
+    version: Field = "",
+    idle_pause_s: Field = "",
+    session_end_s: Field = "",
+) -> Response:
+    """Set the idle limits of a tenant; an empty one is that of the tenant above."""
+    views.acts_as(request, session, caller, of_tenants.change_tenant)
+    given = {"idle_pause_s": idle_pause_s, "session_end_s": session_end_s}
+    seconds = {name: _seconds(text) if text else None for name, text in given.items()}
+    body = forms.filled(TenantPatch, **seconds)
+    number = int(version) if version.isdecimal() else 0
+    changed = of_tenants.change_tenant(tenant_id, body, Response(), caller, session, etag(number))
+    words = f"The idle limits of {changed['name']} are changed."
+    return views.answered(request, forms.Told(words=words), at="/ui/members")
 
 
 def _good_keys(session: Session, users: list[str]) -> dict[str, Any]:

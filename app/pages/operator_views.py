@@ -64,7 +64,7 @@ def change_devices(
     platform_admin(caller)
     known: dict[str, tuple[Callable[..., Any], str]] = {
         "cordon": (of_devices.cordon_device, "{} takes no new work; its tasks move away."),
-        "uncordon": (of_devices.uncordon_device, "{} takes work again."),
+        "uncordon": (of_devices.uncordon_device, "{} takes work again, if need be after a check."),
         "drain": (of_devices.drain_host, "{} is drained: its tasks move away."),
         "open": (of_devices.uncordon_host, "{} takes work again."),
     }

@@ -6,19 +6,24 @@ requested.
 
 from __future__ import annotations
 
+import shlex
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from app.api.access.auth import Caller
+from app.api.access.tunnel_access import why_closed
 from app.api.access.visibility import may_act
 from app.core.model.lifecycle import ENDED, ON_A_DEVICE, State
 from app.core.model.migration import MOVABLE
 from app.db.models import Request, Task
 from app.intake.actions import ADMIN_HOLD
+
+ID_END = 8  # characters of an id that the command-line tool takes for the whole
+INSIDE_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +49,51 @@ class OfTask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LookInside:
+    """How the reader looks into the tasks of a request with the command-line tool.
+
+    `given` are the first tasks that can be looked into, as the tool is told them; `others` is how
+    many more there are.  `waits` is true if none of them runs now.  `closed` are names of tasks
+    that cannot be looked into, by the reason.
+    """
+
+    given: tuple[str, ...] = ()
+    others: int = 0
+    waits: bool = False
+    closed: Mapping[str, Sequence[str]]
+
+
+def look_inside(session: Session, caller: Caller, request: Request) -> LookInside:
+    query = select(Task).where(Task.request_id == request.id).order_by(Task.ordinal)
+    tasks = session.scalars(query).all()
+    closed: dict[str, list[str]] = {}
+    opens = []
+    for task in tasks:
+        if why := why_closed(caller, task):
+            closed.setdefault(why, []).append(task.name)
+        else:
+            opens.append(task)
+    end = request.id[-ID_END:]
+    given = [end if len(tasks) == 1 else f"{end}/{shlex.quote(task.name)}" for task in opens]
+    return LookInside(
+        given=tuple(given[:INSIDE_SHOWN]),
+        others=len(given[INSIDE_SHOWN:]),
+        waits=all(task.state != State.running for task in opens),
+        closed=closed,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """The actions on a request; none if the reader may not act, or if all tasks have ended."""
+    """The actions on a request; none if the reader may not act.
+
+    `delete` is for a request that has ended, all others are for tasks that have not.
+    """
 
     cancel: bool = False
     hold: bool = False
     release: bool = False
+    delete: bool = False
     of_task: defaultdict[str, OfTask]
 
 
@@ -64,6 +108,7 @@ def choices(session: Session, caller: Caller, request: Request) -> Choices:
         cancel=any(task.cancel_asked_at is None for task in live),
         hold="" in held,
         release=any(held) and (caller.sees_all or ADMIN_HOLD not in held),
+        delete=not live and not request.keep and request.delete_asked_at is None,
         of_task=defaultdict(OfTask, {task.id: _of_task(task, caller.sees_all) for task in live}),
     )
 
@@ -84,7 +129,7 @@ def _of_task(task: Task, as_admin: bool) -> OfTask:
 
 
 def _widths(task: Task) -> Sequence[int]:
-    ranks = task.descriptor.get("world_size", 1)
+    ranks = task.descriptor.get("world_size", 1)  # a ticket of a gang has no whole descriptor
     if ranks == 1 or "job" not in task.descriptor["run"]:
         return ()
     return range(task.devices_min, ranks + 1)

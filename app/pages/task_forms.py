@@ -29,10 +29,14 @@ router = APIRouter(include_in_schema=False, route_class=GatedRoute)
 
 @dataclass(frozen=True, slots=True)
 class _Wish:
-    """An operation, and the message after it, a format string for the operation's answer."""
+    """An operation, and the message after it, a format string for the operation's answer.
+
+    `of_ended`: the operation is for what has ended.
+    """
 
     operation: Callable[..., Any]
     told: str
+    of_ended: bool = False
 
 
 _OF_REQUEST = {
@@ -46,6 +50,9 @@ _OF_REQUEST = {
         "until it is resumed.",
     ),
     "release": _Wish(of_requests.release_request, "{name} resumed: it is queued again."),
+    "delete": _Wish(
+        of_requests.delete_request, "Deleting {name}: it is gone in some minutes.", of_ended=True
+    ),
 }
 _OF_TASK = {
     "cancel": _Wish(
@@ -91,7 +98,7 @@ def wish(
 
 
 def _words(wished: _Wish, found: dict[str, Any]) -> str:
-    if found["state"] in ENDED:
+    if found["state"] in ENDED and not wished.of_ended:
         return f"{found['name']} is already {found['state']}. Nothing changed."
     return wished.told.format(**found)
 

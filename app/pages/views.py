@@ -45,7 +45,10 @@ from app.api.access.visibility import visible_request
 from app.api.event_stream import EventStream
 from app.core import units
 from app.core.model.phase import Phase
-from app.data import datablocks
+from app.core.model.provisions import network_policy
+from app.core.model.provisions.mounts import IMAGE
+from app.data import datablocks, mounts
+from app.db import tenant_tree
 from app.db.transactions import Db, transaction
 from app.errors import AppError, BadInput, Forbidden, NotFound, Unauthenticated, Unavailable
 from app.identity import audit, directory
@@ -67,6 +70,7 @@ RUNNING_SHOWN = 12
 LOG_SHOWN = 200
 REQUESTS_SHOWN = 50
 DATABLOCKS_SHOWN = 50
+ENVIRONMENTS_SHOWN = 50
 
 router = APIRouter(include_in_schema=False, route_class=GatedRoute)
 templates = Jinja2Templates(directory=Path(__file__).parent / "templates")
@@ -366,9 +370,16 @@ def overview(request: Request, session: Db, caller: Visitor, window: str = "15m"
         running_shown=RUNNING_SHOWN,
         paces=reports.paces(session, [task.id for task in running[:RUNNING_SHOWN]]),
         devices=devices,
+        network=_may_reach(session, caller.tenant_id) if mine else "",
         happened=reports.events(session, tenant, without=charts.ROUTINE, limit=10),
         **_usage(session, tenant, window, now, devices=len(devices)),
     )
+
+
+def _may_reach(session: Session, tenant: str) -> str:
+    """Return what tasks of the tenant may reach over the network; "" for nothing."""
+    allow = tenant_tree.network_of(tenant_tree.path(session, tenant))
+    return network_policy.listed(allow) if allow else ""
 
 
 @router.get("/ui/queue")
@@ -463,7 +474,9 @@ def show_request(
         section="requests",
         topic=id,
         item=found,
+        row=asked_for,
         acts=acts,
+        inside=task_actions.look_inside(session, caller, asked_for),
         tasks=tasks,
         spent=time_spent(session, [task.id for task in tasks]),
         times=charts.TIMES,
@@ -485,6 +498,9 @@ def show_request(
 def list_datablocks(request: Request, session: Db, caller: Visitor, before: str = "") -> Response:
     tenant = None if caller.sees_all else caller.tenant_id
     found = reports.datablocks(session, tenant, before=before or None, limit=DATABLOCKS_SHOWN + 1)
+    path = [above.id for above in tenant_tree.path(session, caller.tenant_id)]
+    usable = mounts.usable(session, path)
+    images = mounts.usable(session, path, IMAGE)
     return page(
         request,
         "datablocks.html",
@@ -492,9 +508,27 @@ def list_datablocks(request: Request, session: Db, caller: Visitor, before: str 
         now=reports.clock(session),
         section="datablocks",
         datablocks=found[:DATABLOCKS_SHOWN],
+        mounts=mounts.hosts(session, usable.values()) if usable else {},
+        images=mounts.hosts(session, images.values()) if images else {},
         more=len(found) > DATABLOCKS_SHOWN,
         kept_bytes=None if tenant is None else datablocks.kept_bytes(session, tenant),
         quota_bytes=settings().datablock_quota_bytes,
+    )
+
+
+@router.get("/ui/environments")
+def list_environments(request: Request, session: Db, caller: Visitor, before: str = "") -> Response:
+    tenant = None if caller.sees_all else caller.tenant_id
+    limit = ENVIRONMENTS_SHOWN + 1
+    found = reports.newest_environments(session, tenant, before=before or None, limit=limit)
+    return page(
+        request,
+        "environments.html",
+        caller,
+        now=reports.clock(session),
+        section="environments",
+        environments=found[:ENVIRONMENTS_SHOWN],
+        more=len(found) > ENVIRONMENTS_SHOWN,
     )
 
 

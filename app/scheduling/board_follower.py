@@ -12,7 +12,7 @@ transaction fails after the board was changed, the board is discarded and read a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,12 +30,13 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import Session, aliased
 
-from app.core.fairness.fair_tree import Branch, Lane, lane
+from app.core.fairness.fair_tree import Branch, Lane
 from app.core.model.lifecycle import ENDED, State
 from app.core.model.snapshot import BoardTask, Plan
 from app.core.scheduling.board import Board, alike, place_in_line
 from app.core.scheduling.cycle import cycle
 from app.core.scheduling.idle_credit import CarriedLevels, recall
+from app.db import lines
 from app.db.models import Account, Device, Host, Need, User, Xid8
 from app.db.models import Line as LineRow
 from app.db.models import Task as TaskRow
@@ -150,10 +151,10 @@ class Follower:
         board = Board.of(
             snapshot_reader.without_line(session, self.island, now_s=now_s), now_s=now_s
         )
-        self._take_in(session, board, self._beginnings())
+        beginnings = self._take_in(session, board, self._beginnings())
         if news.moves:
             self._take_in(session, board, self._moving())
-        self._mark_longer(session, board)
+        self._mark_longer(board, beginnings)
         self._unlock(session, board)
         self._take_in(session, board, self._members())
         recall(board, self.memory)
@@ -165,7 +166,7 @@ class Follower:
 
     def _beginnings(self) -> AnySelect:
         line = (
-            self._line(LineRow.user_id, LineRow.kind, LineRow.memory_bytes, LineRow.width)
+            self._line({name: getattr(LineRow, name) for name in lines.KEY})
             .limit(BEGINNING)
             .lateral("line")
         )
@@ -184,21 +185,18 @@ class Follower:
             TaskRow.island == self.island, TaskRow.move_to.is_not(None), TaskRow.state == "waiting"
         )
 
-    def _mark_longer(self, session: Session, board: Board) -> None:
-        """Mark the lines in which more tasks wait than were read."""
-        read: dict[tuple[str, Lane], list[BoardTask]] = {}
-        for task in board.tasks.values():
-            if task.state == State.waiting:
-                read.setdefault((task.user, alike(task)), []).append(task)
-        shape = (LineRow.user_id, LineRow.kind, LineRow.width, LineRow.memory_bytes)
-        query = select(*shape, LineRow.waiting).where(
-            LineRow.island == self.island, LineRow.waiting >= BEGINNING
-        )
-        for user, kind, width, memory_bytes, waiting in session.execute(query):
-            mine = read.get((user, lane(kind, width, memory_bytes)), [])
-            if mine and waiting > len(mine):
-                last = max(mine, key=place_in_line)
-                board.longer[board.leaf(last), alike(last)] = place_in_line(last)
+    def _mark_longer(self, board: Board, rows: Sequence[AnyRow]) -> None:
+        """Mark the lines of whose tasks as many were read as may be: more may wait behind them.
+
+        The counts in `lines` may not say it: they are written at the end of each transaction, also
+        of ours.
+        """
+        read: dict[Line, list[BoardTask]] = {}
+        for task in (board.tasks[row.id] for row in rows):
+            read.setdefault((board.leaf(task), alike(task)), []).append(task)
+        for line, tasks in read.items():
+            if len(tasks) == BEGINNING:
+                board.longer[line] = max(place_in_line(task) for task in tasks)
 
     # --- what changed ---
 
@@ -346,7 +344,8 @@ class Follower:
             if task.state == State.blocked:
                 self.blocked.add(task.id)
             beyond = task.state == State.waiting and task.user in board.users
-            ends = task.stops or task.cancel_asked or task.conditions.terms.lets_go
+            conditions = task.conditions
+            ends = task.stops or task.cancel_asked or conditions.broken or conditions.terms.lets_go
             if beyond and not ends and board.beyond(task):
                 board.drop_task(task.id)
             elif task.user in board.users:
@@ -371,23 +370,24 @@ class Follower:
         read = tuple_(func.to_timestamp(submitted_s), literal(id))
         later = tuple_(TaskRow.submitted_at, TaskRow.id) > read
         beyond = or_(TaskRow.priority < -urgency, later)
-        line_of = self._line(leaf.name, here.kind, here.memory_bytes, here.width)
-        return line_of.where(TaskRow.priority <= -urgency, beyond).limit(MORE)
+        key = {
+            "island": self.island,
+            "user_id": leaf.name,
+            "kind": here.kind,
+            "memory_bytes": here.memory_bytes,
+            "width": here.width,
+            "device_choice": here.choice,
+        }
+        return self._line(key).where(TaskRow.priority <= -urgency, beyond).limit(MORE)
 
-    def _line(self, user: Any, kind: Any, memory_bytes: Any, width: Any) -> AnySelect:
-        """Select the tasks that wait in a line, in the order of rule F3; arguments are values or
-        columns.
+    def _line(self, key: Mapping[str, Any]) -> AnySelect:
+        """Select the tasks that wait in the line of a key of values or columns, in the order of
+        rule F3.
         """
+        of_line = (getattr(TaskRow, lines.KEY[name]) == value for name, value in key.items())
         return (
             snapshot_reader.tasks()
-            .where(
-                TaskRow.island == self.island,
-                TaskRow.state == "waiting",
-                TaskRow.user_id == user,
-                TaskRow.kind == kind,
-                TaskRow.memory_bytes == memory_bytes,
-                TaskRow.devices_min == width,
-            )
+            .where(TaskRow.state == "waiting", *of_line)
             .order_by(TaskRow.priority.desc(), TaskRow.submitted_at, TaskRow.id)
         )
 

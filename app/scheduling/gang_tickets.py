@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import uuid_utils
 from sqlalchemy import ColumnElement, and_, func, select, text
 from sqlalchemy.orm import Session
 
@@ -21,6 +20,7 @@ from app.core.model.snapshot import Terms
 from app.core.scheduling import island_gangs
 from app.core.scheduling.island_gangs import GangMember
 from app.db import transactions
+from app.db.ids import new_id
 from app.db.models import Device, Placement, Task
 from app.db.transactions import AnyRow
 from app.messaging import outbox
@@ -131,9 +131,7 @@ def issue(session: Session, parts: Mapping[str, Mapping[str, int]]) -> None:
         for island, width in of.items()
     ]
     for one in given:
-        session.execute(
-            _GANG if one["home"] else _TICKET, {**one, "id": f"tsk_{uuid_utils.uuid7().hex}"}
-        )
+        session.execute(_GANG if one["home"] else _TICKET, {**one, "id": new_id("tsk")})
 
 
 _GANG = text(
@@ -154,14 +152,15 @@ _TICKET = text(
         update tasks set abroad = true where id in (select needs_id from needed)
     )
     insert into tasks (id, request_id, tenant_id, user_id, island, assigned, gang_id, ordinal, name,
-        type, kind, descriptor, memory_bytes, devices_min, devices_max, across_hosts, tier,
-        priority, hold, not_before, submitted_at)
+        type, kind, descriptor, memory_bytes, devices_min, devices_max, across_hosts,
+        device_choice, tier, priority, hold, not_before, submitted_at)
     select :id, request_id, tenant_id, user_id, cast(:island as text), assigned,
         id, (select max(ordinal) + 1 from tasks as all_ where all_.request_id = tasks.request_id),
         name || '@' || :island, type, kind,
         descriptor || jsonb_build_object('run', jsonb_build_object('ticket', name),
             'inputs', '{}'::jsonb, 'outputs', '[]'::jsonb, 'publish', '{}'::jsonb),
-        memory_bytes, :width, :width, true, tier, priority, hold, not_before, submitted_at
+        memory_bytes, :width, :width, true, device_choice, tier, priority, hold, not_before,
+        submitted_at
     from tasks where id = :gang
     """
 )

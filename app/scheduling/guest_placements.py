@@ -3,9 +3,10 @@
 The task's ranks are coordinated at its home device (`workers.residents.coordinator`).  On the
 home's host, the other ranks are processes of the home.  The device workers of the guests there are
 not involved: only these rows say that their slots are taken.  On each other host, the device worker
-of one guest runs the remote ranks (`workers.residents.remote_ranks`) and gets orders of its own.  A
-guest is charged for the time that the home held its slot meanwhile, so only the home's clock is
-read.  A guest has started when the home reports it.
+of one guest runs the remote ranks (`workers.residents.remote_ranks`) and gets orders of its own.
+The processes of an accelerator's worker see this accelerator alone, so each accelerator counts as a
+host of its own here.  A guest is charged for the time that the home held its slot meanwhile, so
+only the home's clock is read.  A guest has started when the home reports it.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 
-from sqlalchemy import ColumnElement, or_, select
-from sqlalchemy.orm import InstrumentedAttribute, Session
+from sqlalchemy import ColumnElement, and_, func, or_, select
+from sqlalchemy.orm import InstrumentedAttribute, Session, aliased
 
+from app.core.model.device_choice import WHOLE_MILLI, choice_in, traits_in
 from app.db import transactions
 from app.db.models import Device, Placement, Task
 from app.scheduling import gang_tickets, ledger
@@ -36,6 +38,18 @@ def guests(session: Session, tasks: Collection[str]) -> dict[str, list[Placement
     return found
 
 
+def of_last_epoch(session: Session, tasks: Collection[str]) -> dict[str, list[str]]:
+    """Return the devices that were guests in each task's last stay, ended or not."""
+    found = defaultdict[str, list[str]](list)
+    if not tasks:
+        return found
+    last = and_(Placement.task_id == Task.id, Placement.epoch == Task.epoch, Placement.guest)
+    query = select(Task.id, Placement.device_id).join(Placement, last)
+    for id, device in session.execute(query.where(Task.id.in_(tasks)).order_by(Placement.id)):
+        found[id].append(device)
+    return found
+
+
 def of_task(session: Session, task: Task) -> Sequence[Placement]:
     """Return the task's guests; no query if it had none in this epoch."""
     return guests(session, [task.id])[task.id] if task.resized_at is not None else ()
@@ -48,23 +62,86 @@ def is_lent(device: ColumnElement[str] | InstrumentedAttribute[str]) -> ColumnEl
     return select(Placement.id).where(*there).exists()
 
 
+def has_fractions(
+    device: ColumnElement[str] | InstrumentedAttribute[str],
+) -> ColumnElement[bool]:
+    """Condition: a task holds a fraction of the device in the given column."""
+    is_fraction = Placement.fraction_milli < WHOLE_MILLI
+    there = (Placement.device_id == device, Placement.ended_at.is_(None), is_fraction)
+    return select(Placement.id).where(*there).exists()
+
+
+def check_fractions(session: Session, devices: Collection[str]) -> None:
+    """Raise OverfullDevice if more than the whole of one of these devices is given to tasks.
+
+    Tasks that leave, or that share a device in turns, do not count.  Only the island's leader gives
+    its devices to tasks, so nothing is added between this check and the commit.
+    """
+    session.flush()
+    given = func.sum(Placement.fraction_milli)
+    query = (
+        select(Placement.device_id, given)
+        .where(
+            Placement.device_id.in_(devices),
+            Placement.ended_at.is_(None),
+            ~Placement.leaving,
+            ~Placement.shares,
+        )
+        .group_by(Placement.device_id)
+        .having(given > WHOLE_MILLI)
+    )
+    if overfull := session.execute(query).all():
+        told = ", ".join(f"{milli} thousandths of {device}" for device, milli in overfull)
+        raise OverfullDevice(f"tasks were given {told}")
+
+
+class OverfullDevice(Exception):
+    """The plan gives more of a device than there is: nothing of it is written."""
+
+
 def lend(session: Session, task: Task, devices: Sequence[Device], cost_milli: int) -> None:
     """Lend these devices to the task from now on; a second of all of them costs `cost_milli`."""
     whole, more = divmod(max(0, cost_milli), len(devices))
     for n, device in enumerate(devices):
-        guest = Placement(
-            task_id=task.id,
-            epoch=task.epoch,
-            device_id=device.id,
-            tenant_id=task.tenant_id,
-            user_id=task.user_id,
-            kind=device.kind,
-            cost_milli=whole + (n < more),
-            incarnation=device.incarnation,
-            launched_at=transactions.now(session),
-            guest=True,
-        )
+        guest = placement_on(task, device, whole + (n < more))
+        guest.launched_at, guest.guest = transactions.now(session), True
         session.add(guest)
+
+
+def placement_on(task: Task, device: Device, cost_milli: int) -> Placement:
+    """Return a new placement of the task, in its present epoch; a second costs `cost_milli`."""
+    return Placement(
+        task_id=task.id,
+        epoch=task.epoch,
+        device_id=device.id,
+        tenant_id=task.tenant_id,
+        user_id=task.user_id,
+        kind=device.kind,
+        cost_milli=cost_milli,
+        incarnation=device.incarnation,
+        fraction_milli=choice_in(task.device_choice).fraction_milli,  # a ticket has no spec
+    )
+
+
+def awaits(session: Session, task: Task) -> bool:
+    """True if a command has to wait: a task placed before it still holds one of its guests.
+
+    Its processes use all of its accelerators as soon as they begin.  Remote ranks wait by
+    themselves, as each has a device worker that gives it the slot.
+    """
+    if task.resized_at is None or task.started_at is not None or task.spec.run.kind != "command":
+        return False
+    before = aliased(Placement)
+    held = and_(
+        before.device_id == Placement.device_id,
+        before.id < Placement.id,
+        before.task_id != Placement.task_id,
+        before.ended_at.is_(None),
+    )
+    mine = (Placement.task_id == task.id, Placement.epoch == task.epoch, Placement.guest)
+    return bool(
+        session.scalar(select(select(before.id).join(Placement, held).where(*mine).exists()))
+    )
 
 
 def seated(session: Session, lent: Iterable[Placement]) -> None:
@@ -74,11 +151,20 @@ def seated(session: Session, lent: Iterable[Placement]) -> None:
 
 
 def by_host(devices: Iterable[Device]) -> list[list[Device]]:
-    """Group a task's devices by host: the home's host first, then each other host."""
-    found = dict[str, list[Device]]()
+    """Group a task's devices by the host of their ranks: the home's first, then each other one.
+
+    A device whose ranks are apart is a group of its own.
+    """
+    found = dict[tuple[str, str], list[Device]]()
     for device in devices:
-        found.setdefault(device.host, []).append(device)
+        place = device.host, device.id if are_ranks_apart(device) else ""
+        found.setdefault(place, []).append(device)
     return list(found.values())
+
+
+def are_ranks_apart(device: Device) -> bool:
+    """True if processes of the device's worker see this device alone."""
+    return traits_in(device.facts).ranks_apart
 
 
 def charge(session: Session, task: Task, lent: Iterable[Placement], held_us: int) -> None:

@@ -9,7 +9,7 @@ from sqlalchemy.dialects.postgresql import JSONB, insert
 from sqlalchemy.orm import Session, aliased
 
 from app.core.model.lifecycle import ENDED
-from app.data import datablocks
+from app.data import datablocks, folders
 from app.db.models import (
     Bundle,
     Checkpoint,
@@ -17,31 +17,35 @@ from app.db.models import (
     Datablock,
     DatablockPlace,
     Delivery,
+    Environment,
     Graph,
     Idempotency,
     Need,
     Order,
+    Request,
+    StoredFile,
     Task,
+    Tunnel,
     Upload,
     UploadPart,
     Usage,
     WebSession,
 )
 from app.db.transactions import engine, transaction
+from app.scheduling.retention import is_over
 from app.settings import settings
 from app.storage.garbage_collector import Collector, Swept, condemned
 from app.storage.store import UPLOADS, Store, blob, manifest
 
 FINE_USAGE_KEPT = text("interval '2 days'")
-DECISIONS_KEPT = text("interval '7 days'")
 ANSWERED_ORDERS_KEPT = text("interval '1 hour'")
-DELIVERIES_KEPT = text("interval '30 days'")
 IDEMPOTENCY_KEPT = text("interval '1 day'")
-ENDED_CHECKPOINTS_KEPT = text("interval '1 day'")
+DAMAGED_CHECKPOINTS_KEPT = text("interval '1 day'")
 MARKED_CHECKPOINTS_KEPT = text("interval '10 minutes'")
 DELETED_DATABLOCKS_KEPT = text("interval '10 minutes'")
 PLACES_KEPT = text("interval '7 days'")  # hosts have dropped data that was unused for so long
 UNFINISHED_UPLOADS_KEPT = text("interval '1 day'")
+TUNNELS_KEPT = text("interval '30 days'")  # the audit log keeps who opened them
 HOUR_S = 3600
 SWEEPING = 0x526F756E64  # key of the advisory lock that lets one collector run at a time
 
@@ -54,10 +58,13 @@ def tidy(session: Session) -> list[str]:
         delete(Idempotency).where(Idempotency.created_at < func.now() - IDEMPOTENCY_KEPT)
     )
     session.execute(delete(Order).where(Order.answered_at < func.now() - ANSWERED_ORDERS_KEPT))
-    session.execute(delete(Cycle).where(Cycle.at < func.now() - DECISIONS_KEPT))
-    session.execute(delete(Delivery).where(Delivery.ended_at < func.now() - DELIVERIES_KEPT))
+    session.execute(delete(Cycle).where(is_over(Cycle.at, settings().decisions_kept_days)))
+    session.execute(
+        delete(Delivery).where(is_over(Delivery.ended_at, settings().deliveries_kept_days))
+    )
     session.execute(delete(DatablockPlace).where(DatablockPlace.seen_at < func.now() - PLACES_KEPT))
     session.execute(delete(WebSession).where(WebSession.expires_at < func.now()))
+    session.execute(delete(Tunnel).where(Tunnel.created_at < func.now() - TUNNELS_KEPT))
     roll_up(session)
     prune_checkpoints(session)
     return [
@@ -88,8 +95,8 @@ def roll_up(session: Session) -> None:
 
 
 def prune_checkpoints(session: Session) -> None:
-    """Mark checkpoints for deletion: beyond `checkpoint.keep` of a live task, and all of old ended
-    tasks.
+    """Mark checkpoints for deletion: beyond `checkpoint.keep` of a task, and all of old ended
+    tasks of requests that are not kept.
 
     The checkpoint that a task began from (epoch 0) stays as long as the task lives, because the
     task has no other beginning.
@@ -109,12 +116,14 @@ def prune_checkpoints(session: Session) -> None:
     left_over = (
         select(Checkpoint.id)
         .join(Task, Task.id == Checkpoint.task_id)
-        .where(Task.state.in_(ENDED), Task.ended_at < func.now() - ENDED_CHECKPOINTS_KEPT)
+        .join(Request, Request.id == Task.request_id)
+        .where(Task.state.in_(ENDED), ~Request.keep)
+        .where(is_over(Task.ended_at, settings().checkpoints_kept_days))
     )
     of_no_use = or_(
         Checkpoint.id.in_(surplus),
         Checkpoint.id.in_(left_over),
-        Checkpoint.damaged_at < func.now() - ENDED_CHECKPOINTS_KEPT,
+        Checkpoint.damaged_at < func.now() - DAMAGED_CHECKPOINTS_KEPT,
     )
     marked = update(Checkpoint).where(Checkpoint.deleted_at.is_(None), of_no_use)
     session.execute(
@@ -155,7 +164,7 @@ def forget_datablocks(session: Session) -> list[str]:
     freed = gone.values(freed_at=func.now()).returning(Datablock.id, Datablock.sha256)
     sums = {id: sha256 for id, sha256 in session.execute(freed)}
     session.execute(delete(DatablockPlace).where(DatablockPlace.datablock_id.in_(sums)))
-    names = {blob(sha256) for sha256 in sums.values()}
+    names = {blob(sha256) for sha256 in sums.values()} | {*folders.forget(session, sums)}
     return sorted(names - named(session, names))
 
 
@@ -181,9 +190,20 @@ def named(session: Session, names: Collection[str]) -> set[str]:
     bundles = session.scalars(select(Bundle.sha256).where(Bundle.sha256.in_(digests)))
     graphs = session.scalars(select(Graph.sha256).where(Graph.sha256.in_(digests)))
     kept = select(Datablock.sha256).where(Datablock.sha256.in_(digests), datablocks.is_kept())
-    blobs = (*bundles, *graphs, *session.scalars(kept), *_outputs(session, digests))
-    found |= {blob(sha256) for sha256 in blobs}
+    files = session.scalars(select(StoredFile.sha256).where(StoredFile.sha256.in_(digests)))
+    blobs = (*bundles, *graphs, *files, *_locks(session, digests), *session.scalars(kept))
+    found |= {blob(sha256) for sha256 in (*blobs, *_outputs(session, digests))}
     return found & set(names)
+
+
+def _locks(session: Session, digests: Collection[str]) -> Iterator[str]:
+    """Yield the given hashes that are the lock of an environment, or of a task that goes on."""
+    known = select(Environment.lock_sha256).where(Environment.lock_sha256.in_(digests))
+    yield from filter(None, session.scalars(known))
+    named = Task.descriptor["environment"]["lock"].astext
+    yield from session.scalars(
+        select(named).where(Task.state.not_in(ENDED), named.in_(digests)).distinct()
+    )
 
 
 def _outputs(session: Session, digests: Collection[str]) -> Sequence[str]:

@@ -7,16 +7,20 @@ the moment of the launch.  They are configured on the device that will run the t
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sqlalchemy import and_, func, or_, select
 from sqlalchemy.orm import Session
 
-from app.core.model import migration, preset
-from app.core.model.messages import JSON
+from app.core.model import codec, preset
+from app.core.model.descriptor import TaskDescriptor
+from app.core.model.device_choice import WHOLE_MILLI
+from app.core.model.messages import JSON, CheckpointRef, ExpectedTask, Launch
 from app.core.model.migration import Moving
-from app.data import datablocks
+from app.core.model.provisions.network_policy import NetworkWish, withdrawn
+from app.data import datablocks, mounts
+from app.db import tenant_tree
 from app.db.models import (
     Checkpoint,
     Datablock,
@@ -28,6 +32,7 @@ from app.db.models import (
     Request,
     Task,
 )
+from app.scheduling.launch_image_key import expected_with_image_key
 from app.settings import settings
 from app.storage.signing import block_key
 
@@ -42,38 +47,46 @@ class LaunchFacts:
     bundles: Mapping[str, str] = field(default_factory=dict)
     presets: Mapping[str, Mapping[str, JSON]] = field(default_factory=dict)
     inputs: Mapping[str, JSON] = field(default_factory=dict)
-    images: Mapping[str, list[JSON]] = field(default_factory=dict)
+    images: Mapping[str, list[CheckpointRef]] = field(default_factory=dict)
+    mounts: Mapping[str, JSON] = field(default_factory=dict)
+    roots: Mapping[str, str] = field(default_factory=dict)
+    withdrawn: Mapping[str, list[str]] = field(default_factory=dict)
 
-    def body(self, task: Task, device: Device) -> JSON:
-        """Return the fields of `core.model.messages.Launch` beyond (task, epoch, seq)."""
-        wanted = task.descriptor
-        return {
-            "tenant": task.tenant_id,
-            "run": wanted["run"],
-            "bundle": self.bundles[task.id],  # "" for a command without a bundle
-            "params": wanted.get("params", {}),
-            "inputs": self.inputs.get(task.id, {}),
-            "outputs": list(wanted.get("outputs", [])),
-            "publish": sorted(wanted.get("publish") or {}),
-            "world_size": wanted.get("world_size", 1),
-            "preset": self._preset(task.type, device),
-            "images": self.images.get(task.id, []),
-            "budget_us": max(
-                0, int(wanted["max_duration_s"] * 1e6) - task.total_held_us + task.unheard_us
-            ),
-            "checkpoint_every_s": float(wanted["checkpoint"]["every_s"]),
-            "memory_bytes": task.memory_bytes,
-            "incarnation": device.incarnation,
-            "surely_until_us": device.heard_us + int(_sure_s() * 1e6),
-        }
+    def launch(self, task: Task, device: Device) -> Launch:
+        """Return the launch of the task on the device, on one slot and with the last order's
+        number.
+        """
+        spec = task.spec
+        max_us = int(spec.max_duration_s * 1e6)
+        return Launch(
+            task=task.id,
+            epoch=task.epoch,
+            seq=task.order_seq,
+            tenant=task.tenant_id,
+            spec=spec,
+            bundle=self.bundles[task.id],  # "" for a command without a bundle
+            inputs=self.inputs.get(task.id, {}),
+            preset=self._preset(spec, task.type, device),
+            images=self.images.get(task.id, []),
+            mounts=self.mounts.get(task.id, {}),
+            root=self.roots.get(task.id, ""),
+            withdrawn=self.withdrawn.get(task.id, []),
+            budget_us=max(0, max_us - task.total_held_us + task.unheard_us),
+            incarnation=device.incarnation,
+            surely_until_us=device.heard_us + int(_sure_s() * 1e6),
+        )
 
-    def _preset(self, task_type: str, device: Device) -> JSON:
-        """The parameters for this type of task on this kind of device; those of "*" if there are
-        none.
+    def _preset(self, spec: TaskDescriptor, type_: str, device: Device) -> JSON:
+        """Return the preset for this type of task on this kind of device, or else that for "*".
+
+        A task with a fraction of a device gets no settings of the device's driver, as other tasks
+        use the device too.
         """
         by_type = self.presets.get(device.kind, {})
-        chosen = by_type.get(task_type, by_type.get("*", {}))
-        return {**preset.defaults(device.kind, threads=device.threads), **chosen}
+        chosen = by_type.get(type_, by_type.get("*", {}))
+        params = {**preset.defaults(device.kind, threads=device.threads), **chosen}
+        is_whole = spec.devices.choice.fraction_milli == WHOLE_MILLI
+        return params if is_whole else preset.of_process(params)
 
 
 def look_up(session: Session, launches: Sequence[tuple[Task, Device]]) -> LaunchFacts:
@@ -87,35 +100,56 @@ def look_up(session: Session, launches: Sequence[tuple[Task, Device]]) -> Launch
         presets=_presets(session, kinds),
         inputs=inputs(session, [task for task, _ in launches]),
         images=_images(session, [task.id for task, _ in launches if _may_have_images(task)]),
+        mounts=mounts.of_tasks(session, [task for task, _ in launches]),
+        roots=mounts.roots_of_tasks(session, [task for task, _ in launches]),
+        withdrawn=_withdrawn(session, [task for task, _ in launches]),
     )
 
 
-def ahead(session: Session, tasks: Sequence[Task]) -> list[JSON]:
-    """Return what devices can prefetch for tasks before their launch: the inputs that exist
-    so far.
+def _withdrawn(session: Session, tasks: Iterable[Task]) -> dict[str, list[str]]:
+    """Return what the policies do not allow any more of what tasks want to reach."""
+    wishing = [(task, wish) for task in tasks if (wish := task.descriptor.get("network"))]
+    may_reach = {
+        tenant: tenant_tree.network_of(tenant_tree.path(session, tenant))
+        for tenant in {task.tenant_id for task, _ in wishing}
+    }
+    return {
+        task.id: withdrawn(NetworkWish(allow=tuple(wish["allow"])), may_reach[task.tenant_id])
+        for task, wish in wishing
+    }
+
+
+def ahead(session: Session, device: Device, tasks: Sequence[Task]) -> list[ExpectedTask]:
+    """Return what a device can prefetch for tasks before their launch: the inputs that exist so
+    far, and the newest image.
     """
     if not tasks:
         return []
     bundles = _bundles(session, [task.id for task in tasks])
     taken = inputs(session, tasks)
-    return [
-        {
-            "task": task.id,
-            "epoch": task.epoch,
-            "tenant": task.tenant_id,
-            "bundle": bundles[task.id],
-            "inputs": list(taken.get(task.id, {}).values()),
-            "image": _newest(migration.from_json(task.moving)) if task.moving else None,
-        }
+    expected = (
+        ExpectedTask(
+            task=task.id,
+            epoch=task.epoch,
+            tenant=task.tenant_id,
+            bundle=bundles[task.id],
+            inputs=list(taken.get(task.id, {}).values()),
+            image=_newest(codec.from_json(Moving, task.moving)) if task.moving else None,
+            environment=(task.descriptor.get("environment") or {}).get("lock", ""),
+        )
         for task in tasks
+    )
+    return [
+        expected_with_image_key(session, task, device, each)
+        for task, each in zip(tasks, expected, strict=True)
     ]
 
 
-def _newest(moving: Moving) -> JSON | None:
+def _newest(moving: Moving) -> CheckpointRef | None:
     if not moving.rounds:
         return None
     newest = moving.rounds[-1]
-    return {"sha256": newest.sha256, "step": newest.step, "key": newest.key}
+    return CheckpointRef(sha256=newest.sha256, step=newest.step, key=newest.key)
 
 
 def _sure_s() -> float:
@@ -209,7 +243,7 @@ def _may_have_images(task: Task) -> bool:
     return task.epoch > 0 or task.descriptor.get("from_checkpoint") is not None
 
 
-def _images(session: Session, ids: Sequence[str]) -> dict[str, list[JSON]]:
+def _images(session: Session, ids: Sequence[str]) -> dict[str, list[CheckpointRef]]:
     """Return the newest checkpoints of each task."""
     if not ids:
         return {}
@@ -224,7 +258,7 @@ def _images(session: Session, ids: Sequence[str]) -> dict[str, list[JSON]]:
         )
         .order_by(Checkpoint.step.desc(), Checkpoint.created_at.desc())
     )
-    found: dict[str, list[JSON]] = defaultdict(list)
+    found: dict[str, list[CheckpointRef]] = defaultdict(list)
     for id, sha256, step, key in session.execute(query):
-        found[id].append({"sha256": sha256, "step": step, "key": key})
+        found[id].append(CheckpointRef(sha256=sha256, step=step, key=key))
     return {id: images[:IMAGES_OFFERED] for id, images in found.items()}

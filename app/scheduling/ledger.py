@@ -2,7 +2,8 @@
 
 A charge is the growth of a placement's `held_us`, times the device's cost.  Placement, account and
 bucket are written in one transaction (`note`, `book`), so the three sums agree to the microsecond
-at any instant: sum(placements.charged_us) = sum(usage.charged_us) = sum(accounts.total_us).
+at any instant: sum(placements.charged_us) = sum(usage.charged_us) = sum(accounts.total_us).  When
+a request is deleted, its placements go and the other two stay.
 
 Rules F1 and F2.  A running task is charged at every heartbeat; decay is lazy
 (`core.fairness.fair_tree`).
@@ -10,18 +11,19 @@ Rules F1 and F2.  A running task is charged at every heartbeat; decay is lazy
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 
-from sqlalchemy import Table, select
+from sqlalchemy import ColumnElement, Table, func, select, tuple_, update
 from sqlalchemy.dialects.postgresql import Insert, insert
 from sqlalchemy.orm import Session
 
 from app.core.fairness import fair_tree
 from app.core.model.snapshot import IdleCreditFloor
-from app.db import transactions
-from app.db.models import Account, Base, LedgerBase, Placement, Usage
+from app.db import tenant_tree, transactions
+from app.db.models import Account, Base, LedgerBase, Placement, Tenant, Usage, User
 from app.db.models import Lift as LiftRow
+from app.scheduling.round_notes import notes_of
 from app.settings import settings
 
 REBASE_HALF_LIVES = 200  # far below the number at which fixed-point sums overflow their column
@@ -54,13 +56,13 @@ def it_is(session: Session, row: LedgerBase | None) -> None:
 
 
 def charge(session: Session, placement: Placement, held_us: int) -> int:
-    """Call `note` and `book`; returns the charge."""
+    """Charge what the placement held since its last charge, at once; returns the charge.
+
+    To charge several placements, call `note` for each, and `book` once.
+    """
     charged = note(session, placement, held_us)
     book(session)
     return charged
-
-
-NOTED = "booked"  # key in `session.info` of the notes: (user, tenant, kind) -> sums
 
 
 def note(session: Session, placement: Placement, held_us: int) -> int:
@@ -74,7 +76,7 @@ def note(session: Session, placement: Placement, held_us: int) -> int:
     held = held_us - placement.held_us
     charged = held_us * placement.cost_milli // 1000 - placement.charged_us
     placement.held_us, placement.charged_us = held_us, placement.charged_us + charged
-    noted = session.info.setdefault(NOTED, {})
+    noted = notes_of(session).charges
     key = (placement.user_id, placement.tenant_id, placement.kind)
     old = noted.get(key, (0, 0, 0))
     noted[key] = old[0] + held, old[1] + charged, old[2] + _faded(session, charged)
@@ -93,7 +95,8 @@ def _faded(session: Session, charged_us: int) -> int:
 
 def book(session: Session) -> None:
     """Write all notes: one row for each account and bucket, however many charges there were."""
-    noted = session.info.pop(NOTED, None)
+    notes = notes_of(session)
+    noted, notes.charges = notes.charges, {}
     if not noted:
         return
     bucket_s = settings().usage_bucket_s
@@ -144,6 +147,36 @@ def lift(session: Session, island: str, lifts: Iterable[IdleCreditFloor]) -> Non
     session.connection().execute(_LIFT, rows)
 
 
+def reweigh(session: Session, row: Tenant | User, weight_milli: int, *, past: bool) -> None:
+    """Give a tenant or user another weight that counts from now on; with `past`, for all usage.
+
+    The caller holds the row's lock.  Idle-credit floors stay where they are in the order.
+    """
+    old, row.weight_milli = row.weight_milli, weight_milli
+    if past:
+        row.carried = 0
+    elif old != weight_milli:
+        used = int(session.scalar(select(func.sum(Account.faded)).where(_of(row))) or 0)
+        row.carried = fair_tree.carried_over(
+            used, int(row.carried), weight=old, new_weight=weight_milli
+        )
+    whose = (row.id, "") if isinstance(row, Tenant) else (row.tenant_id, row.id)
+    session.execute(
+        update(LiftRow)
+        .where(tuple_(LiftRow.tenant_id, LiftRow.user_id) == whose)
+        .values(faded=func.div(LiftRow.faded * weight_milli, old))
+    )
+
+
+def _of(row: Tenant | User) -> ColumnElement[bool]:
+    """Select the accounts whose usage is the row's; the root stands beside its children."""
+    if isinstance(row, User):
+        return Account.user_id == row.id
+    if row.parent_id is None:
+        return Account.tenant_id == row.id
+    return tenant_tree.within(Account.tenant_id, row.id)
+
+
 def _rebase(session: Session, row: LedgerBase) -> None:
     """Move T0 forward by whole half-lives before the numbers grow too long; the order does not
     change.
@@ -161,22 +194,37 @@ def _rebase(session: Session, row: LedgerBase) -> None:
         account.faded = fair_tree.rebase(int(account.faded), halvings)
     for lift in session.scalars(select(LiftRow).with_for_update()):
         lift.faded = fair_tree.rebase(int(lift.faded), halvings)
+    for branch in _reweighed(session):
+        branch.carried = fair_tree.rebase(int(branch.carried), halvings)
     row.since_s += halvings * row.half_life_s
 
 
 def _change_half_life(session: Session, row: LedgerBase, half_life_s: float) -> None:
     """Rebuild the sums from the buckets, because another half-life means other sums.
 
-    An idle-credit floor has no buckets: what is left of it now decays with the new half-life.
+    An idle-credit floor has no buckets, nor has what a changed weight carries over: what is left of
+    them now decays with the new half-life.
     """
     now_s, was_s, was_half_life_s = transactions.now_s(session), row.since_s, row.half_life_s
-    for lift in session.scalars(select(LiftRow).with_for_update()):
+
+    def left(faded: int) -> int:
         left_us = fair_tree.usage_us(
-            int(lift.faded), now_s=now_s, since_s=was_s, half_life_s=was_half_life_s
+            int(faded), now_s=now_s, since_s=was_s, half_life_s=was_half_life_s
         )
-        lift.faded = left_us << fair_tree.FIXED_POINT_BITS
+        return left_us << fair_tree.FIXED_POINT_BITS
+
+    for lift in session.scalars(select(LiftRow).with_for_update()):
+        lift.faded = left(lift.faded)
+    for branch in _reweighed(session):
+        branch.carried = left(branch.carried)
     row.half_life_s, row.since_s = half_life_s, now_s
     rebuild(session)
+
+
+def _reweighed(session: Session) -> Iterator[Tenant | User]:
+    """Yield the tenants and users that carry something over, locked."""
+    yield from session.scalars(select(Tenant).where(Tenant.carried != 0).with_for_update())
+    yield from session.scalars(select(User).where(User.carried != 0).with_for_update())
 
 
 def rebuild(session: Session) -> None:

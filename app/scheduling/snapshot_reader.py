@@ -16,7 +16,8 @@ from typing import Any
 from sqlalchemy import ColumnElement, Text, and_, cast, func, select
 from sqlalchemy.orm import Session, aliased
 
-from app.core.model.lifecycle import ENDED, ON_A_DEVICE
+from app.core.model.device_choice import NOW, TRAITS, traits_now
+from app.core.model.lifecycle import ENDED, ON_A_DEVICE, State
 from app.core.model.migration import MOVABLE
 from app.core.model.snapshot import (
     RESTARTS,
@@ -84,12 +85,19 @@ def policy(base: LedgerBase) -> Policy:
 
 
 def users(session: Session, where: ColumnElement[bool] | None = None) -> dict[str, BoardUser]:
-    query = select(UserRow.id, UserRow.tenant_id, UserRow.weight_milli, Account.faded)
+    whose = (UserRow.id, UserRow.tenant_id, UserRow.weight_milli, UserRow.carried)
+    query = select(*whose, Account.faded)
     query = query.outerjoin(Account, Account.user_id == UserRow.id)
     rows = session.execute(query if where is None else query.where(where))
     return {
-        id: BoardUser(id=id, tenant=tenant_id, weight=weight, faded_us=int(faded or 0))
-        for id, tenant_id, weight, faded in rows
+        row.id: BoardUser(
+            id=row.id,
+            tenant=row.tenant_id,
+            weight=row.weight_milli,
+            faded_us=int(row.faded or 0),
+            carried_us=int(row.carried),
+        )
+        for row in rows
     }
 
 
@@ -116,6 +124,7 @@ def tenants(session: Session) -> dict[str, BoardTenant]:
             guarantee=row.guarantee,
             limit=row.limit,
             most_running=row.max_running,
+            carried_us=int(row.carried),
         )
         for row in rows
     }
@@ -135,20 +144,30 @@ def devices(
 
 _DEVICE = (
     DeviceRow.id, DeviceRow.host, DeviceRow.kind, DeviceRow.lease_until, DeviceRow.cordoned,
-    DeviceRow.memory_bytes, DeviceRow.cost_milli,
+    DeviceRow.memory_bytes, DeviceRow.cost_milli, DeviceRow.grace_us,
+    DeviceRow.fitness["cordon"]["reason"].astext.label("unfit"),
+    DeviceRow.facts["stopping"].label("stopping"),
+    *(DeviceRow.facts[name].label(name) for name in (*TRAITS, *NOW, "rack", "location")),
 )  # fmt: skip
 
 
 def _device(row: AnyRow) -> BoardDevice:
+    cordoned, stopping = row.cordoned or row.drained, bool(row.stopping)
     return BoardDevice(
         id=row.id,
         host=row.host,
         kind=row.kind,
         up=row.lease_until is not None,
-        cordoned=row.cordoned or row.drained,
+        cordoned=cordoned or stopping,
+        stopping=stopping and not cordoned,
+        unfit=row.unfit or "",
         memory_bytes=row.memory_bytes,
         cost=row.cost_milli,
         lease_until_s=_seconds(row.lease_until) or 0.0,
+        grace_s=row.grace_us / 1e6,
+        traits=traits_now(row._mapping),
+        rack=row.rack or "",
+        inside=tuple(row.location or ()),
     )
 
 
@@ -159,13 +178,15 @@ _COLUMNS = (
     TaskRow.resized_at, TaskRow.held_us, TaskRow.total_held_us,
     TaskRow.image_on, TaskRow.saved, TaskRow.switch_us, TaskRow.cancel_asked_at,
     TaskRow.attempts, TaskRow.retry_max, TaskRow.retry_at, TaskRow.tier, TaskRow.devices_min,
-    TaskRow.devices_max, TaskRow.across_hosts, TaskRow.island,
+    TaskRow.devices_max, TaskRow.across_hosts, TaskRow.device_choice, TaskRow.island,
     TaskRow.waiting_since, TaskRow.waited_us, TaskRow.cost_milli, TaskRow.move_to, TaskRow.moving,
     cast(TaskRow.away, Text).label("away"), TaskRow.capabilities, TaskRow.shares, TaskRow.gang_id,
+    TaskRow.goes_on_with,
     and_(
         TaskRow.descriptor["run"].has_key("graph"),
         func.coalesce(TaskRow.descriptor["world_size"].as_integer(), 1) == 1,
     ).label("graph"),
+    TaskRow.descriptor["run"].has_key("part").label("part"),
 )  # fmt: skip
 
 
@@ -181,9 +202,12 @@ def tasks_of(session: Session, rows: Sequence[AnyRow], *, now_s: float) -> dict[
     """Turn rows of `tasks` into values, with what blocked tasks wait for."""
     blocked = [row.id for row in rows if row.state == "blocked"]
     waits_for, broken = _needs(session, blocked)
+    parts = [row.id for row in rows if row.part and row.state not in (State.blocked, *ENDED)]
+    broken = {**broken, **_never_given(session, parts)}
     splicing = _splicing(session, rows)
     spread = [row.id for row in rows if row.resized_at is not None]
     guests = guest_placements.guests(session, spread)
+    frozen = guest_placements.of_last_epoch(session, [row.id for row in rows if _is_frozen(row)])
     terms = gang_tickets.terms(session, rows)
     return {
         row.id: _task(
@@ -192,6 +216,7 @@ def tasks_of(session: Session, rows: Sequence[AnyRow], *, now_s: float) -> dict[
             broken.get(row.id, ()),
             elastic=(row.island, row.kind) in splicing,
             guests=guests.get(row.id, ()),
+            frozen_with=frozen.get(row.id, ()),
             terms=terms.get(row.id, gang_tickets.NO_TERMS),
             now_s=now_s,
         )
@@ -221,6 +246,7 @@ def _task(
     *,
     elastic: bool,
     guests: Sequence[Placement],
+    frozen_with: Sequence[str],
     terms: Terms,
     now_s: float,
 ) -> BoardTask:
@@ -257,6 +283,7 @@ def _task(
         width_max=row.devices_max if elastic else 0,
         across_hosts=row.across_hosts,
         one_host=row.devices_min > 1 and not row.across_hosts,
+        choice=row.device_choice,
         tier=row.tier,
         movable=MOVABLE in row.capabilities,
         moves_to=_moves_to(row),
@@ -270,8 +297,10 @@ def _task(
         held_us=held_us,
         had_us=row.total_held_us,
         image_on=row.image_on,
+        image_with=tuple(frozen_with),
         saved=row.saved,
         restarts=RESTARTS in row.capabilities,
+        goes_on_with=row.goes_on_with,
         switch_us=row.switch_us,
         graph=row.graph,
         gang=row.gang_id or "",
@@ -283,6 +312,12 @@ def _task(
         retry_max=row.retry_max,
         retry_at_s=_seconds(row.retry_at) or 0.0,
     )
+
+
+def _is_frozen(row: AnyRow) -> bool:
+    """True if the processes of a command are frozen on several devices."""
+    lies = row.image_on is not None and row.state not in ON_A_DEVICE
+    return lies and row.devices_min > 1 and RESTARTS in row.capabilities
 
 
 def _moves_to(row: AnyRow) -> str | None:
@@ -330,6 +365,28 @@ def _needs(
     for task_id, needs_id, state in session.execute(query):
         (broken if state in _BROKEN else waits_for)[task_id].append(needs_id)
     return waits_for, broken
+
+
+def _never_given(session: Session, parts: Sequence[str]) -> Mapping[str, list[str]]:
+    """Return by partition the tasks that failed or were cancelled before they made its input.
+
+    These partitions have begun, or may begin, without that input.
+    """
+    broken: dict[str, list[str]] = defaultdict(list)
+    if not parts:
+        return broken
+    maker = aliased(TaskRow)
+    query = (
+        select(Need.task_id, maker.id)
+        .join(maker, maker.id == Need.needs_id)
+        .where(Need.task_id == func.any(list(parts)), Need.given.is_(None))
+        .where(maker.state.in_(_BROKEN))
+        .group_by(Need.task_id, maker.id)
+        .order_by(Need.task_id, func.min(maker.ordinal))
+    )
+    for task_id, maker_id in session.execute(query):
+        broken[task_id].append(maker_id)
+    return broken
 
 
 def _seconds(at: datetime | None) -> float | None:

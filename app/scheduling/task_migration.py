@@ -17,9 +17,12 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from app.core.fairness.fair_tree import lane
-from app.core.model import migration
+from app.core.model import codec, migration
+from app.core.model.device_choice import with_packages
 from app.core.model.lifecycle import ON_A_DEVICE, State
 from app.core.model.migration import ANYWHERE, MOVABLE, Act, MoveScene, Moving
+from app.core.model.provisions.notice import NEED
+from app.core.model.provisions.process_images import choice_where_it_goes_on
 from app.core.scheduling import defragment
 from app.core.scheduling.board import Board
 from app.db import transactions
@@ -43,7 +46,7 @@ def advance(session: Session, board: Board, *, island: str) -> bool:
 
 
 def _go_on(session: Session, board: Board, task: Task, taken: set[str]) -> bool:
-    moving = migration.from_json(task.moving) if task.moving is not None else None
+    moving = codec.from_json(Moving, task.moving) if task.moving is not None else None
     if moving is None or moving.to != task.move_to:
         return _begin(session, board, task, taken)
     scene = MoveScene(
@@ -52,6 +55,7 @@ def _go_on(session: Session, board: Board, task: Task, taken: set[str]) -> bool:
         seat=task.seat,
         open=_is_open(board, moving.to),
         now_s=board.now_s,
+        bound_because="" if _may_leave(board, task) else task.bound_because,
     )
     match migration.next_act(moving, scene, POLICY):
         case migration.Next(Act.off, because):
@@ -59,8 +63,10 @@ def _go_on(session: Session, board: Board, task: Task, taken: set[str]) -> bool:
         case migration.Next(Act.copy):
             journal.order_round(session, task, moving)
         case migration.Next(Act.stop, _, until_s):
-            stopping = replace(moving, stopping=True, until_s=until_s)
-            task.moving = migration.as_json(stopping)
+            told = task.spec.notice
+            told_s = min(told.seconds, settings().notice_max_s) if told is not None else 0.0
+            stopping = replace(moving, stopping=True, until_s=until_s + told_s)
+            task.moving = codec.to_json(stopping, whole=True)
         case _:
             return False
     return True
@@ -113,7 +119,7 @@ def _begin(session: Session, board: Board, task: Task, taken: set[str]) -> bool:
         epoch=task.epoch,
         until_s=board.now_s + settings().move_deadline_s,
     )
-    task.move_to, task.moving = to, migration.as_json(moving)
+    task.move_to, task.moving = to, codec.to_json(moving, whole=True)
     told = f"Moving from {task.seat} to {to}: its state is copied while it runs."
     journal.tell(session, task, "task.moving", told, to=to, source=task.seat)
     return True
@@ -126,16 +132,40 @@ def _why_not(board: Board, task: Task) -> str | None:
         return "the task no longer holds a device"
     if task.seat == to:
         return "the task is already there"
-    if task.state == State.running and MOVABLE not in task.capabilities:
-        return "the state of the task cannot be captured"
+    drained = board.devices.get(task.seat or "")
+    is_drained = drained is not None and drained.cordoned
+    if task.state == State.running and not _is_movable(task, is_drained=is_drained):
+        return task.bound_because or "the state of the task cannot be captured"
     if to != ANYWHERE and not _is_open(board, to):
         return f"{to} takes no work"
+    if to != ANYWHERE and not _goes_on_on(board, task, to):
+        return f"{to} has another processor, kernel or CRIU: its processes cannot go on there"
     if asked_at is not None and board.now_s >= asked_at.timestamp() + settings().move_deadline_s:
         return "no device was free for it in time"
-    drained = board.devices.get(task.seat or "")
-    if to == ANYWHERE and drained is not None and drained.cordoned and task.state == State.running:
+    if to == ANYWHERE and is_drained and task.state == State.running:
         return None if _free(board, task, set()) else "no other device is free for it"
     return None
+
+
+def _is_movable(task: Task, *, is_drained: bool) -> bool:
+    """True if the state of the task moves with it, or if it saves its state when it is told.
+
+    A command leaves a drained device like any other: it need not wait until a free one is found.
+    """
+    return MOVABLE in task.capabilities or (NEED in task.capabilities and not is_drained)
+
+
+def _may_leave(board: Board, task: Task) -> bool:
+    """True if a move that has begun may end in another start: of a drained device, or by notice."""
+    source = board.devices.get(task.seat or task.image_on or "")
+    is_drained = source is not None and source.cordoned
+    return is_drained or bool({MOVABLE, NEED} & {*task.capabilities})
+
+
+def _goes_on_on(board: Board, task: Task, to: str) -> bool:
+    """True if the processes of a command can go on on the device, or the task has none."""
+    need = task.goes_on_with
+    return not need or NEED in task.capabilities or need in board.devices[to].traits.offers
 
 
 def _free(board: Board, task: Task, taken: Any) -> str | None:
@@ -143,7 +173,8 @@ def _free(board: Board, task: Task, taken: Any) -> str | None:
     pool = board.pools.get(task.kind)
     if pool is None:
         return None
-    here = lane(task.kind, 1, task.memory_bytes)
+    choice = with_packages(_choice_of(task), "")  # they are installed while its image is copied
+    here = lane(task.kind, 1, task.memory_bytes, choice=choice)
     if task.move_to != ANYWHERE:
         to = str(task.move_to)
         fits = pool.suits(to, here) and pool.free.get(to) is False
@@ -152,3 +183,10 @@ def _free(board: Board, task: Task, taken: Any) -> str | None:
     fitting = [id for id in empty if pool.suits(id, here)]
     waited_for = set(board.pinned())
     return min(fitting, key=lambda id: (id in waited_for, pool.open[id], id), default=None)
+
+
+def _choice_of(task: Task) -> str:
+    """Return the choice of devices on which the task goes on where it is, as a text."""
+    if not task.goes_on_with or NEED in task.capabilities:
+        return task.device_choice
+    return choice_where_it_goes_on(task.device_choice, task.goes_on_with)

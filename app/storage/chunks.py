@@ -1,8 +1,9 @@
 """Chunks: pieces of images, stored by the BLAKE3 hash of their bytes, separately for each tenant.
 
 Tenants never share a chunk, so no tenant can find out what another one has stored.  The last byte
-of a stored chunk names its encoding: plain, or zstd if a sample showed that compression pays.  The
-address is the hash of the plain bytes, whatever the encoding.
+of a stored chunk names its encoding: plain, or zstd if a sample showed that compression pays; each
+of them also encrypted (`app.storage.chunk_cipher`).  The address is the hash of the plain bytes,
+whatever the encoding; of encrypted chunks it is a keyed hash.
 """
 
 from __future__ import annotations
@@ -16,8 +17,12 @@ import zstandard
 from blake3 import blake3
 
 from app.storage.backend import Batch, Bytes, Missing, Place
+from app.storage.chunk_cipher import ChunkCipher
 
 PLAIN, ZSTD = b"\x00", b"\x01"
+#: The encodings of encrypted chunks, by those of what is encrypted.
+ENCRYPTED = {PLAIN: b"\x02", ZSTD: b"\x03"}
+_DECRYPTED = {sealed: encoding for encoding, sealed in ENCRYPTED.items()}
 SAMPLE_BYTES = 16 * 2**10  # from the beginning, the middle and the end
 PAYS = 0.75  # compressed over plain size of a sample, below which the chunk is compressed
 _TENANT = re.compile(r"[A-Za-z0-9_-]{1,100}")
@@ -53,16 +58,20 @@ def fetched(place: Place, name: str) -> bytes:
 
 
 class Chunks:
-    """The chunks of one tenant."""
+    """The chunks of one tenant: those of one key, or without a `cipher` those in plain."""
 
-    def __init__(self, place: Place, tenant: str) -> None:
+    def __init__(self, place: Place, tenant: str, cipher: ChunkCipher | None = None) -> None:
         if not _TENANT.fullmatch(tenant):
             raise ValueError(f"not the id of a tenant: {tenant!r:.120}")
-        self.place = place
+        self.place, self.tenant, self.cipher = place, tenant, cipher
         self.folder = f"{CHUNKS}/{tenant}"
 
     def name(self, address: str) -> str:
         return f"{self.folder}/{address[:2]}/{address}"
+
+    def address(self, body: Bytes) -> str:
+        """Return the address that a chunk with these bytes has."""
+        return blake3(body).hexdigest() if self.cipher is None else self.cipher.address(body)
 
     def has(self, address: str) -> bool:
         """True if the chunk is stored.  False if it is condemned: then it must be put again."""
@@ -72,14 +81,35 @@ class Chunks:
         """Return the chunk's bytes, checked; `size` is the promised number.  Raises Damaged."""
         what = f"chunk {address[:16]}…"
         try:
-            body = unpacked(fetched(self.place, self.name(address)), size)
+            body = self._opened(address, fetched(self.place, self.name(address)), size)
         except Missing:
             raise Damaged(what, "it is not there") from None
         except ValueError as error:
             raise Damaged(what, str(error)) from error
-        if (digest := blake3(body).hexdigest()) != address:
+        if (digest := self.address(body)) != address:
             raise Damaged(what, f"its bytes hash to {digest[:16]}…")
         return body
+
+    def packed(self, address: str, body: Bytes) -> list[Bytes]:
+        """Return the pieces of the chunk as it is stored."""
+        *pieces, encoding = packed_up(body)
+        if self.cipher is None:
+            return [*pieces, encoding]
+        encoding = ENCRYPTED[bytes(encoding)]
+        return [*self.cipher.encrypted(self.tenant, address, pieces[0], encoding), encoding]
+
+    def _opened(self, address: str, packed: bytes, size: int) -> Bytes:
+        """Return the bytes of a chunk that was stored as `packed`; raises ValueError."""
+        encoding = packed[-1:]
+        if self.cipher is None:
+            if encoding in _DECRYPTED:
+                raise ValueError("it is encrypted")
+            return unpacked(packed, size)
+        if encoding not in _DECRYPTED:
+            raise ValueError("it is not encrypted, and its image is")
+        sealed = memoryview(packed)[:-1]
+        body = self.cipher.decrypted(self.tenant, address, sealed, encoding)
+        return _decoded(body, _DECRYPTED[encoding], size)
 
     def set_aside(self, address: str) -> None:
         """Move a damaged chunk away, where it can be examined for a while."""
@@ -112,7 +142,7 @@ class Writing:
             self._claimed.add(address)
         if self.chunks.has(address):
             return
-        packed = packed_up(body)
+        packed = self.chunks.packed(address, body)
         self.batch.put(self.chunks.name(address), packed)
         with self._lock:
             self.new_bytes += sum(len(piece) for piece in packed)
@@ -138,12 +168,14 @@ def unpacked(packed: bytes, size: int) -> Bytes:
 
     It never produces more than `size` bytes, whatever the compressed data claims.
     """
-    codec = packed[-1:]
-    rest: Bytes = memoryview(packed)[:-1]
+    return _decoded(memoryview(packed)[:-1], packed[-1:], size)
+
+
+def _decoded(rest: Bytes, codec: bytes, size: int) -> Bytes:
     if codec == ZSTD:
         rest = _decompressed(rest, size)
     elif codec != PLAIN:
-        told = f"the last of its {len(packed)} bytes, {codec!r}, names no known codec"
+        told = f"the last of its {len(rest) + len(codec)} bytes, {codec!r}, names no known codec"
         raise ValueError(told)
     if len(rest) != size:
         raise ValueError(f"it has {len(rest)} bytes; its manifest says {size}")

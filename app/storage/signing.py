@@ -5,7 +5,7 @@ covers a context and the body, so that it is worthless for any other purpose.  A
 leaves the hosts that need it.  A host's public key is sent with each heartbeat, and comes back with
 a launch.  An administrator gives it to the islands, and an island's public key to the devices.
 
-The key with which a device worker gives a block to others is made here too.
+The keys with which a device worker gives a block to others, or opens a tunnel, are made here too.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import hmac
 import os
 import re
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature
@@ -25,12 +26,34 @@ from app.storage.backend import make_private
 CHECKPOINT = b"roundhouse checkpoint 1\n"
 HEARTBEAT = b"roundhouse heartbeat 1\n"
 NEWS = b"roundhouse news 1\n"
+SEALING_KEY = b"roundhouse sealing key 1\n"
 _DIGITS = 128
 _PUBLIC_KEY = re.compile(r"[0-9a-f]{64}")
 
 
 class BadSignature(Exception):
     """The signer is wrong, or the content differs from what was signed."""
+
+
+def kept_private(path: Path, make: Callable[[], bytes]) -> bytes:
+    """Return the content of a file that only its owner can read; `make` gives it if it is missing.
+
+    Processes that start together get the same content: the first complete file wins.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        return path.read_bytes()
+    make_private(path.parent)
+    draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+    try:
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(make())
+            file.flush()
+            os.fsync(file.fileno())
+        with contextlib.suppress(FileExistsError):
+            os.link(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+    return path.read_bytes()
 
 
 class Signer:
@@ -45,20 +68,8 @@ class Signer:
 
         Devices of one host may start together: the first complete file wins.
         """
-        with contextlib.suppress(FileNotFoundError):
-            return cls(Ed25519PrivateKey.from_private_bytes(path.read_bytes()))
-        make_private(path.parent)
-        draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
-        try:
-            with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(Ed25519PrivateKey.generate().private_bytes_raw())
-                file.flush()
-                os.fsync(file.fileno())
-            with contextlib.suppress(FileExistsError):
-                os.link(draft, path)
-        finally:
-            draft.unlink(missing_ok=True)
-        return cls(Ed25519PrivateKey.from_private_bytes(path.read_bytes()))
+        made = kept_private(path, lambda: Ed25519PrivateKey.generate().private_bytes_raw())
+        return cls(Ed25519PrivateKey.from_private_bytes(made))
 
     def publish(self, path: Path) -> None:
         """Write the public key to a file, for use by all that trust it."""
@@ -116,3 +127,8 @@ def block_key(secret: str, named: str) -> str:
     `named` is the hash of the block.
     """
     return hmac.digest(bytes.fromhex(secret), b"block " + bytes.fromhex(named), "sha256").hex()
+
+
+def tunnel_key(secret: str, named: str) -> str:
+    """Return the key (hexadecimal) for the one tunnel whose ticket has the hash `named`."""
+    return hmac.digest(bytes.fromhex(secret), b"tunnel " + bytes.fromhex(named), "sha256").hex()

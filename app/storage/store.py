@@ -17,6 +17,7 @@ from typing import IO, TypeVar
 
 from app.core.model.manifest import BadManifest, Manifest, decode
 from app.storage.backend import INCOMING, Bytes, Folder, Missing, Place, close_to_others
+from app.storage.chunk_cipher import ChunkCipher, Ciphers, NoImageKey
 from app.storage.chunks import CONDEMNED, Chunks, Damaged, fetched
 from app.storage.signing import BadSignature, unsealed
 
@@ -128,8 +129,16 @@ class Store:
 
     # --- checkpoints ---
 
-    def chunks(self, tenant: str) -> Chunks:
-        return Chunks(self.place, tenant)
+    def chunks(self, tenant: str, cipher: ChunkCipher | None = None) -> Chunks:
+        return Chunks(self.place, tenant, cipher)
+
+    def chunks_of(self, manifest: Manifest, ciphers: Ciphers) -> Chunks:
+        """Return the chunks of an image, to be read; raises NoImageKey."""
+        if not manifest.image_key:
+            return self.chunks(manifest.about.tenant)
+        if (cipher := ciphers.get(manifest.image_key)) is None:
+            raise NoImageKey("the image is encrypted, and its key is not here")
+        return self.chunks(manifest.about.tenant, cipher)
 
     def put_manifest(self, tenant: str, sealed: bytes) -> str:
         """Durably store a signed manifest; returns its SHA-256."""

@@ -23,10 +23,10 @@ class Train:
 
     def __init__(self, ctx, *, lr=2e-3, width=64, steps=400, seed=0, work=4):
         torch.manual_seed(seed)  # all ranks begin with the same parameters
-        images, labels = digits()
+        images, labels = (tensor.to(ctx.device) for tensor in digits())
         self.train = images[:TRAINED_ON], labels[:TRAINED_ON]
         self.test = images[TRAINED_ON:], labels[TRAINED_ON:]
-        self.model = DistributedDataParallel(net(width))
+        self.model = DistributedDataParallel(net(width).to(ctx.device))
         self.opt = torch.optim.AdamW(self.model.parameters(), lr)
         torch.manual_seed(1000 * seed + ctx.rank)  # and each draws random numbers of its own
         self.steps, self.work = steps, work
@@ -82,5 +82,5 @@ def fingerprint(model):
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         digest.update(name.encode())
-        digest.update(tensor.detach().contiguous().numpy().tobytes())
+        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
+import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,24 @@ from app.cli.bundling import bundle_folder
 from app.cli.client import Client
 from app.local.embedded_servers import temporary_home
 from app.local.up import Handle, running
+from tests.processes import children, is_living, runs, used_s
+from tests.wheels import add_wheel
 
 JSON = dict[str, Any]
 
 JOBS = Path(__file__).parent / "jobs"
-SETTLE_S = 60.0
+SETTLE_S = 300.0  # of every wait: long, as only a test that fails waits so long
+WAIT = "3s"  # of one call that waits for a change
+#: An address of this machine stands for a server in the house, names for all sorts of addresses.
+HOUSE = "127.77.0.5"
+NETWORK = {
+    "ROUNDHOUSE_EGRESS_PRIVATE": "127.77.0.0/16",
+    "ROUNDHOUSE_EGRESS_HOSTS": f"files.test={HOUSE},labels.example.org={HOUSE}"
+    ",local.test=127.0.0.1,meta.test=169.254.169.254",
+}
+#: No lease runs out because the machine is busy: a test that wants it sets its own.  A worker that
+#: was killed is known to be lost as soon as it reports again.  Tasks grow as soon as they can.
+STEADY = {"ROUNDHOUSE_LEASE_S": "60", "ROUNDHOUSE_GROW_AFTER_S": "1"}
 ENDED = ("done", "failed", "cancelled")
 SUMS = """
     select (select coalesce(sum(held_us), 0)::bigint from placements),
@@ -52,20 +66,35 @@ class TenantClient(Client):
             self._bundle = f"sha256:{found.sha256}"
         return self._bundle
 
-    def submit_job(self, entry: str, *, name: str, params: JSON | None = None, **task: Any) -> str:
+    def submit_job(
+        self,
+        entry: str,
+        *,
+        name: str,
+        params: JSON | None = None,
+        gate: Gate | None = None,
+        **task: Any,
+    ) -> str:
         """Submit one task that runs this class; returns the request's id."""
-        job = {"name": "job", "type": "train", "run": {"job": entry}, "params": params or {}}
+        params = params or {}
+        if gate is not None:
+            params, task["mounts"] = {**params, "gate": gate.file}, gate.mounts
+        job = {"name": "job", "type": "train", "run": {"job": entry}, "params": params}
         request = {"name": name.lower(), "bundle": self.bundle, "tasks": [{**job, **task}]}
         return str(self.submit(request)["id"])
 
     def request(self, id: str) -> JSON:
         return self.get(f"/v1/requests/{id}")
 
-    def wait(self, id: str, *, timeout_s: float) -> JSON:
-        """Wait for the request to end and return it."""
-        return self.wait_until(id, lambda request: request["state"] in ENDED, timeout_s=timeout_s)
+    def wait(self, id: str, *, timeout_s: float = SETTLE_S) -> JSON:
+        """Wait for the request to end and return it; the answer comes when it changes."""
+        until_s = time.monotonic() + timeout_s
+        while (request := self.get(f"/v1/requests/{id}", wait=WAIT))["state"] not in ENDED:
+            if time.monotonic() > until_s:
+                raise TimeoutError(f"after {timeout_s} s: {request}")
+        return request
 
-    def wait_until(self, id: str, what: Any, *, timeout_s: float) -> JSON:
+    def wait_until(self, id: str, what: Any, *, timeout_s: float = SETTLE_S) -> JSON:
         """Wait until `what(request)` is true and return the request."""
         until_s = time.monotonic() + timeout_s
         while not what(request := self.request(id)):
@@ -81,10 +110,39 @@ class TenantClient(Client):
         return [line["text"] for line in lines]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gate:
+    """Keeps jobs and graphs slow until it opens, so that none ends before a test has looked.
+
+    `file` is where tasks look for the file, in the folder of `mounts`.
+    """
+
+    path: Path
+
+    @property
+    def file(self) -> str:
+        return f"/gates/{self.path.name}"
+
+    @property
+    def mounts(self) -> dict[str, str]:
+        return {"/gates": "gates"}
+
+    def open(self) -> None:
+        self.path.touch()
+
+
+def _shows_gates(device: JSON) -> bool:
+    return "mount:gates" in device["facts"]["offers"]
+
+
 class System:
-    def __init__(self, handle: Handle) -> None:
+    """The whole system; its hosts show what is below `shared`, if that is given."""
+
+    def __init__(self, handle: Handle, shared: Path | None = None) -> None:
         self.handle, self.url, self.keys = handle, handle.url, handle.keys
+        self.shared, self._gates = shared, shared and shared / "gates"
         self._clients: dict[tuple[str, str], TenantClient] = {}
+        self._others: list[TenantClient] = []
 
     def client(self, tenant: str, role: str = "member") -> TenantClient:
         """Return the only client of this tenant and role; `close` closes all clients."""
@@ -93,51 +151,87 @@ class System:
             self._clients[who] = TenantClient(self.url, self.keys[tenant][role])
         return self._clients[who]
 
+    def client_with(self, key: str) -> TenantClient:
+        """Return a new client with this key; `close` closes it, also after a test that failed."""
+        client = TenantClient(self.url, key)
+        self._others.append(client)
+        return client
+
     def close(self) -> None:
-        for client in self._clients.values():
+        for client in (*self._clients.values(), *self._others):
             client.close()
 
-    def wait_running(self, client: TenantClient, id: str, timeout_s: float = 60.0) -> None:
+    @contextlib.contextmanager
+    def gate(self) -> Iterator[Gate]:
+        """Give a gate that opens at the end, also after a failure."""
+        assert self._gates is not None
+        admin = self.client("platform", "platform_admin")
+        if not self._gates.exists():
+            self._gates.mkdir()
+            admin.post("/v1/mounts", {"name": "gates", "path": str(self._gates)})
+        assert self.until(lambda: all(map(_shows_gates, admin.items("/v1/devices"))))
+        gate = Gate(path=self._gates / uuid.uuid4().hex)
+        try:
+            yield gate
+        finally:
+            gate.open()
+
+    def wait_running(self, client: TenantClient, id: str) -> None:
         """Wait until a task of this request has made a step."""
 
         def steps(request: JSON) -> bool:
             return any(task["state"] == "running" and task["step"] for task in request["tasks"])
 
-        client.wait_until(id, steps, timeout_s=timeout_s)
+        client.wait_until(id, steps)
 
     def kill(self, victim: str) -> None:
         """Send `kill -9` to a process of the system, by its name in up.json, or to a "resident"."""
         if victim == "resident":
-            os.kill(self.resident(), signal.SIGKILL)
+            assert self.until(self._kill_resident)
             return
         pid = self.handle.kill(victim)
         self.handle.wait_restarted(victim, pid)
 
-    def resident(self) -> int:
-        """Return the process id of a job that computes now."""
+    def _kill_resident(self) -> bool:
+        """Kill a job that computes; False if it ended by itself before the kill."""
+        try:
+            self.resident().kill()
+        except psutil.NoSuchProcess:
+            return False
+        return True
+
+    def resident(self) -> psutil.Process:
+        """Return the process of a job that computes now."""
         until_s = time.monotonic() + SETTLE_S
         while time.monotonic() < until_s:
-            before = {process: sum(process.cpu_times()[:2]) for process in self.residents()}
+            before = {process: used_s(process) for process in self.residents()}
             time.sleep(0.5)
-            used_s = {p: sum(p.cpu_times()[:2]) - before[p] for p in before if p.is_running()}
-            busiest = max(used_s, key=lambda p: used_s[p], default=None)
-            if busiest is not None and used_s[busiest] > 0:
-                return int(busiest.pid)
+            gained_s = {p: used_s(p) - before[p] for p in before if is_living(p)}
+            busiest = max(gained_s, key=lambda p: gained_s[p], default=None)
+            if busiest is not None and gained_s[busiest] > 0:
+                return busiest
         raise TimeoutError(f"no job computes within {SETTLE_S} s")
 
     def residents(self) -> list[psutil.Process]:
         """Return the residents: the ends of device worker -> zygote -> (keeper ->) resident."""
-        below = [child for zygote in self.zygotes() for child in zygote.children(recursive=True)]
-        return [process for process in below if not process.children()]
+        below = [child for zygote in self.zygotes() for child in children(zygote, recursive=True)]
+        return [process for process in below if is_living(process) and not children(process)]
 
     def zygotes(self) -> list[psutil.Process]:
+        return [each for each in self.of_devices() if runs(each, "workers.zygote")]
+
+    def of_devices(self) -> list[psutil.Process]:
+        """Return the processes that the device workers started: zygotes, and proxies of tasks."""
         devices = [pid for name, pid in self.handle.pids().items() if name.startswith("device.")]
-        return [child for pid in devices for child in psutil.Process(pid).children()]
+        found = []
+        for pid in devices:
+            found += children(pid)  # none while it is being started again
+        return found
 
     def holders_of(self, name: str) -> list[str]:
         """Return processes of the device workers that have this shared memory open or mapped."""
         devices = [pid for name, pid in self.handle.pids().items() if name.startswith("device.")]
-        below = [p for pid in devices for p in psutil.Process(pid).children(recursive=True)]
+        below = [p for pid in devices for p in children(pid, recursive=True)]
         found = []
         for process in below:
             with contextlib.suppress(OSError, psutil.NoSuchProcess):
@@ -167,10 +261,42 @@ class System:
 
 
 @pytest.fixture(scope="session")
-def system() -> Iterator[System]:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The root below which the hosts of the system show mounts."""
+    return tmp_path_factory.mktemp("shared")
+
+
+@pytest.fixture(scope="session")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that is the index of packages of the system."""
+    folder = tmp_path_factory.mktemp("wheels")
+    add_wheel(folder, "blocks")
+    add_wheel(folder, "towers", requires=["blocks>=1", "torch>=2"])
+    return folder
+
+
+@pytest.fixture(scope="session")
+def system(shared: Path, wheels: Path) -> Iterator[System]:
+    allowed = {"ROUNDHOUSE_MOUNT_ROOTS": str(shared), "ROUNDHOUSE_WHEELS": str(wheels)}
+    # `test_commands_that_move` has a system of its own, whose devices store processes
+    allowed["ROUNDHOUSE_CRIU"] = str(shared / "no-criu")
     with (
         temporary_home() as home,
-        running(home) as handle,
-        contextlib.closing(System(handle)) as system,
+        running(home, env={**allowed, **NETWORK, **STEADY}) as handle,
+        contextlib.closing(System(handle, shared)) as system,
     ):
         yield system
+
+
+@contextlib.contextmanager
+def running_system(
+    home: Path, kind: type[Any] = System, *, env: dict[str, str], **how: Any
+) -> Iterator[Any]:
+    """Run a system of a file's own, whose hosts show gates."""
+    with tempfile.TemporaryDirectory() as shared:
+        env = {"ROUNDHOUSE_MOUNT_ROOTS": shared, **STEADY, **env}
+        with (
+            running(home, env=env, **how) as handle,
+            contextlib.closing(kind(handle, Path(shared))) as system,
+        ):
+            yield system

@@ -47,13 +47,16 @@ def downloaded(client, name, folder):
     return load_file(folder / "down")["tensor"]
 
 
-def test_killing_the_device_while_it_works_publishes_the_right_thing_once(system, client, tmp_path):
-    id = submit(client, "killed-sums", checkpoint={"every_s": 0.5})
-    task = client.wait_until(id, is_past(client, 40), timeout_s=60)["tasks"][0]
-    assert task["inputs"] == {"x": f"datablock:rows@{versions(client, 'rows')[-1]}"}
-    system.kill("device." + client.get(f"/v1/tasks/{task['id']}")["seat"].rpartition(".")[2])
+def test_result_is_published_once_although_its_device_is_killed(system, client, tmp_path):
+    with system.gate() as gate:
+        id = submit(
+            client, "killed-sums", checkpoint={"every_s": 0.5}, params={"step_s": 0.2}, gate=gate
+        )
+        task = client.wait_until(id, is_past(client, 10))["tasks"][0]
+        assert task["inputs"] == {"x": f"datablock:rows@{versions(client, 'rows')[-1]}"}
+        system.kill("device." + client.get(f"/v1/tasks/{task['id']}")["seat"].rpartition(".")[2])
 
-    done = client.wait(id, timeout_s=120)["tasks"][0]
+    done = client.wait(id)["tasks"][0]
     assert (done["state"], done["result"]) == ("done", {"total": int(SUMS[-1])})
     assert done["outputs"]["sums"]["datablock"] == "killed-sums@1"
     after, before = client.items(f"/v1/tasks/{task['id']}/placements")
@@ -68,6 +71,9 @@ def test_killing_the_device_while_it_works_publishes_the_right_thing_once(system
     system.check_ledger()
 
 
+VICTIMS = ("island", "device.0", "redis")
+
+
 def is_past(client, step):
     def has_come(request):
         task = request["tasks"][0]
@@ -77,15 +83,18 @@ def is_past(client, step):
     return has_come
 
 
-@pytest.mark.parametrize("victim", ["island", "device.0", "postgres", "redis"])
-def test_whatever_is_killed_while_tasks_end_each_of_them_publishes_once(system, client, victim):
+@pytest.mark.parametrize(
+    "victim",
+    ["postgres", *(pytest.param(each, marks=pytest.mark.long) for each in VICTIMS)],
+)
+def test_result_is_published_once_whichever_process_is_killed(system, client, victim):
     name = f"ends-{victim.replace('.', '-')}"
     ids = [submit(client, name, params={"step_s": 0.001}) for _ in range(6)]
-    client.wait_until(ids[0], lambda request: request["state"] == "done", timeout_s=60)
+    client.wait_until(ids[0], lambda request: request["state"] == "done")
 
     system.kill(victim)
 
-    tasks = [client.wait(id, timeout_s=120)["tasks"][0] for id in ids]
+    tasks = [client.wait(id)["tasks"][0] for id in ids]
     assert [task["state"] for task in tasks] == ["done"] * 6
     published = {task["outputs"]["sums"]["datablock"] for task in tasks}
     assert published == {f"{name}@{version}" for version in range(1, 7)}
@@ -93,7 +102,7 @@ def test_whatever_is_killed_while_tasks_end_each_of_them_publishes_once(system, 
     assert len({row["sha256"] for row in client.items("/v1/datablocks", name=name)}) == 1
 
 
-def test_an_upload_goes_on_after_the_api_was_killed(system, client, tmp_path, monkeypatch):
+def test_upload_continues_after_the_api_was_killed(system, client, tmp_path, monkeypatch):
     monkeypatch.setattr("app.cli.client.PART_BYTES", 4 * 2**20)
     large = torch.from_numpy(numpy.random.default_rng(4).integers(0, 2**62, 3 * 2**20))
     save_file({"x": large}, tmp_path / "large")
@@ -110,7 +119,7 @@ def test_an_upload_goes_on_after_the_api_was_killed(system, client, tmp_path, mo
     assert (tmp_path / "back").read_bytes() == (tmp_path / "large").read_bytes()
 
 
-def test_functions_and_commands_take_and_publish_as_well(client, tmp_path):
+def test_functions_and_commands_read_and_publish_too(client, tmp_path):
     double = {"run": {"function": "blocks:double"}, "outputs": ["y"]}
     copy = ["bash", "-c", "cp $ROUNDHOUSE_INPUTS/y.safetensors z.safetensors"]
     tasks = [
@@ -125,13 +134,13 @@ def test_functions_and_commands_take_and_publish_as_well(client, tmp_path):
         {**double, "name": "again", "inputs": {"x": "copy.z"}, "publish": {"y": "four-times"}},
     ]
     id = client.submit({"name": "chain", "bundle": client.bundle, "tasks": tasks})["id"]
-    request = client.wait(id, timeout_s=90)
+    request = client.wait(id)
     assert request["state"] == "done", request
     assert torch.equal(downloaded(client, "copied", tmp_path), 2 * ROWS)
     assert torch.equal(downloaded(client, "four-times", tmp_path), 4 * ROWS)
 
 
-def test_another_tenant_learns_nothing_and_takes_nothing(system, client):
+def test_other_tenant_learns_and_gets_nothing(system, client):
     beta = system.client("beta")
     with pytest.raises(ApiProblem) as refused:
         submit(beta, "stolen")
@@ -147,21 +156,21 @@ def test_another_tenant_learns_nothing_and_takes_nothing(system, client):
     assert list(beta.items("/v1/datablocks", name="rows")) == []
 
 
-def test_a_version_that_is_deleted_while_a_task_needs_it_is_there_for_that_task(client, tmp_path):
+def test_deleted_version_is_there_for_a_task_that_needs_it(client, tmp_path):
     save_file({"x": ROWS[:60]}, tmp_path / "short")
     version = client.put_datablock("rows", tmp_path / "short")["version"]
     later = {"start": {"hold": True}}
     id = submit(client, "after-delete", **later)
     assert client.delete(f"/v1/datablocks/rows@{version}")["holders"] == 1
     client.post(f"/v1/requests/{id}/release")
-    task = client.wait(id, timeout_s=60)["tasks"][0]
+    task = client.wait(id)["tasks"][0]
     assert task["result"] == {"total": int(SUMS[59])}
 
 
 # --- the example ----------------------------------------------------------------------------------
 
 
-def test_the_example_by_the_words_of_its_own_file(system, tmp_path, monkeypatch):
+def test_example_runs_as_its_file_says(system, tmp_path, monkeypatch):
     """Run each line that the file shows; compare the parameters with a plain run."""
     for name in ("ROUNDHOUSE_URL", "ROUNDHOUSE_KEY", "ROUNDHOUSE_AS"):
         monkeypatch.delenv(name, raising=False)

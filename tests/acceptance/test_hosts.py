@@ -6,38 +6,43 @@ their ranks communicate by TCP only.
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 
 from app.local.embedded_servers import temporary_home
-from app.local.up import running
-from tests.acceptance import test_graphs
-from tests.acceptance.conftest import System
+from tests.acceptance import graphs
+from tests.acceptance.conftest import running_system
+from tests.acceptance.graphs import COUNT
 from tests.acceptance.history import overlaps, runs
-from tests.acceptance.test_graphs import COUNT
-from tests.acceptance.test_islands import Processes, crossed, ended, is_up, submit_graph
-from tests.acceptance.test_splicing import RANKS, REST_S, ended_right, train, until_held
+from tests.acceptance.test_islands import (
+    Processes,
+    all_placed,
+    both_run,
+    crossed,
+    ended,
+    is_up,
+    on,
+    submit_graph,
+    told,
+)
+from tests.acceptance.test_splicing import RANKS, comes, ended_right, train, until_held
 
 pytestmark = pytest.mark.acceptance
 
 APART = {"across_hosts": True}
+SHORT_STEP_S = 0.03  # for a job that only has to run until it could have grown
 
 
 @pytest.fixture(scope="module")
 def hosts():
-    with (
-        temporary_home() as home,
-        running(home, devices=2, hosts=2) as handle,
-        contextlib.closing(System(handle)) as system,
-    ):
+    env = {"ROUNDHOUSE_ISLAND_LOST_S": "5"}
+    with temporary_home() as home, running_system(home, devices=2, hosts=2, env=env) as system:
         yield system
 
 
 @pytest.fixture(scope="module")
 def undisturbed(hosts):
     client = hosts.client("alpha")
-    return client.wait(train(client, "alone", step_s=0.0), timeout_s=REST_S)["tasks"][0]
+    return client.wait(train(client, "alone", step_s=0.0))["tasks"][0]
 
 
 def events(client, id):
@@ -52,14 +57,14 @@ def is_right(hosts, client, id, undisturbed):
     return task
 
 
-def test_it_grows_onto_another_host_and_gives_way_without_a_pause(hosts, undisturbed):
+def test_gang_grows_onto_another_host_and_gives_way_without_a_pause(hosts, undisturbed):
     client, other = hosts.client("alpha"), hosts.client("beta")
-    id = train(client, "parts", devices={"max": RANKS, **APART})
-    task = until_held(client, id, 2)["tasks"][0]
-    assert {task["seat"], *task["lent"]} == {"local.0", "local-2.1"}
-    comes = other.submit_job("train:Train", name="comes", params={"steps": 30})
-    until_held(client, id, 1)
-    assert other.wait(comes, timeout_s=REST_S)["state"] == "done"
+    with hosts.gate() as gate:
+        id = train(client, "parts", gate=gate, devices={"max": RANKS, **APART})
+        task = until_held(client, id, 2)["tasks"][0]
+        assert {task["seat"], *task["lent"]} == {"local.0", "local-2.1"}
+        with comes(hosts, other):
+            until_held(client, id, 1)
     task = is_right(hosts, client, id, undisturbed)
     assert (task["pauses"], task["epoch"], task["lost_steps"]) == (0, 1, 0), events(client, id)
     assert any(told.endswith("on 2 devices of 2 hosts.") for told in events(client, id))
@@ -67,39 +72,40 @@ def test_it_grows_onto_another_host_and_gives_way_without_a_pause(hosts, undistu
     assert all(stay["held_us"] > 0 for stay in stays if stay["end"] == "resized")
 
 
-def test_it_stays_on_its_host_if_nothing_else_is_said(hosts, undisturbed):
+def test_gang_stays_on_its_host_by_default(hosts, undisturbed):
     client = hosts.client("alpha")
-    id = train(client, "stays")
+    id = train(client, "stays", step_s=SHORT_STEP_S)
     task = is_right(hosts, client, id, undisturbed)
     assert len(list(client.items(f"/v1/tasks/{task['id']}/placements"))) == 1
 
 
-def test_a_gang_that_needs_two_devices_begins_on_two_hosts_and_is_paused_as_any_other(
-    hosts, undisturbed
-):
+def test_gang_that_needs_two_devices_begins_on_two_hosts_and_is_paused(hosts, undisturbed):
     client = hosts.client("alpha")
-    id = train(client, "wide", devices={"min": 2, "max": 2, **APART})
-    hosts.wait_running(client, id)
-    assert len(client.request(id)["tasks"][0]["lent"]) == 1
-    for _ in range(6):  # at any time, also while its images are being kept
-        client.post(f"/v1/requests/{id}/hold")
-        client.wait_until(id, lambda it: it["tasks"][0]["state"] != "running", timeout_s=REST_S)
-        client.wait_until(id, lambda it: not it["tasks"][0]["seat"], timeout_s=REST_S)
-        client.post(f"/v1/requests/{id}/release")
+    with hosts.gate() as gate:
+        id = train(client, "wide", gate=gate, devices={"min": 2, "max": 2, **APART})
         hosts.wait_running(client, id)
+        assert len(client.request(id)["tasks"][0]["lent"]) == 1
+        for _ in range(3):  # at any time, also while its images are being kept
+            client.post(f"/v1/requests/{id}/hold")
+            client.wait_until(id, lambda it: it["tasks"][0]["state"] != "running")
+            client.wait_until(id, lambda it: not it["tasks"][0]["seat"])
+            client.post(f"/v1/requests/{id}/release")
+            hosts.wait_running(client, id)
     task = is_right(hosts, client, id, undisturbed)
     assert task["lost_steps"] == 0, events(client, id)
 
 
-@pytest.mark.parametrize("victim", ["home", "other"])
-def test_the_worker_of_a_host_is_killed_and_it_goes_on_from_its_checkpoint(
+@pytest.mark.parametrize("victim", ["home", pytest.param("other", marks=pytest.mark.long)])
+def test_gang_resumes_from_its_checkpoint_after_the_worker_of_a_host_is_killed(
     hosts, undisturbed, victim
 ):
     client = hosts.client("alpha")
-    id = train(client, f"killed-{victim}", devices={"max": 2, **APART}, retry={"max": 1})
-    task = until_held(client, id, 2)["tasks"][0]
-    device = task["seat"] if victim == "home" else task["lent"][0]
-    hosts.kill(f"device.{device.rpartition('.')[2]}")
+    wide = {"devices": {"max": 2, **APART}, "retry": {"max": 1}}
+    with hosts.gate() as gate:
+        id = train(client, f"killed-{victim}", gate=gate, **wide)
+        task = until_held(client, id, 2)["tasks"][0]
+        device = task["seat"] if victim == "home" else task["lent"][0]
+        hosts.kill(f"device.{device.rpartition('.')[2]}")
     task = is_right(hosts, client, id, undisturbed)
     assert (task["epoch"], task["attempts"]) == (2, 0), events(client, id)
 
@@ -107,11 +113,14 @@ def test_the_worker_of_a_host_is_killed_and_it_goes_on_from_its_checkpoint(
 # --- graphs ---------------------------------------------------------------------------------------
 
 BOTH = {"min": 2, "max": 2, **APART}
-NAP_S = 0.1
+NAP_S = 0.3  # until the gate of the graph opens
 
 
-def submit(client, name, *, nap_s=NAP_S, **task):
-    return test_graphs.submit(client, name, test_graphs.graph(nap_s), **task)
+def submit(client, name, *, gate=None, **task):
+    if gate is None:
+        return graphs.submit(client, name, graphs.graph(nap_s=0.0), **task)
+    slow = graphs.graph(NAP_S, gate=gate.file)
+    return graphs.submit(client, name, slow, mounts=gate.mounts, **task)
 
 
 def graph_of(request):
@@ -123,16 +132,16 @@ def until_executors_hold(client, id, devices):
         task = graph_of(request)
         return task["state"] == "running" and 1 + len(task["lent"]) == devices
 
-    return graph_of(client.wait_until(id, held, timeout_s=REST_S))
+    return graph_of(client.wait_until(id, held))
 
 
 @pytest.fixture(scope="module")
 def alone(hosts):
     """Return the graph's result on one device, and the blocks its two executors passed."""
     client = hosts.client("alpha")
-    task = test_graphs.done(client, submit(client, "graph-alone", nap_s=0.0))
-    id = submit(client, "graph-of-two", nap_s=0.0, world_size=2)
-    assert test_graphs.done(client, id)["result"] == task["result"]
+    task = graphs.done(client, submit(client, "graph-alone"))
+    id = submit(client, "graph-of-two", world_size=2)
+    assert graphs.done(client, id)["result"] == task["result"]
     return task["result"], passed(client, id)
 
 
@@ -144,7 +153,7 @@ def passed(client, id):
 
 
 def graph_is_right(hosts, client, id, alone):
-    task = test_graphs.done(client, id)
+    task = graphs.done(client, id)
     assert (task["result"], task["step"]) == (alone[0], COUNT), events(client, id)
     ran = runs(client.log_text(task["id"]))
     assert overlaps(ran) == []
@@ -154,20 +163,20 @@ def graph_is_right(hosts, client, id, alone):
 
 def test_a_graph_grows_onto_another_host_and_gives_way_without_a_pause(hosts, alone):
     client, other = hosts.client("alpha"), hosts.client("beta")
-    id = submit(client, "graph-parts", devices={"max": 2, **APART})
-    task = until_executors_hold(client, id, 2)
-    assert {task["seat"], *task["lent"]} == {"local.0", "local-2.1"}
-    comes = other.submit_job("train:Train", name="comes", params={"steps": 30})
-    until_executors_hold(client, id, 1)
-    assert other.wait(comes, timeout_s=REST_S)["state"] == "done"
+    with hosts.gate() as gate:
+        id = submit(client, "graph-parts", gate=gate, devices={"max": 2, **APART})
+        task = until_executors_hold(client, id, 2)
+        assert {task["seat"], *task["lent"]} == {"local.0", "local-2.1"}
+        with comes(hosts, other):
+            until_executors_hold(client, id, 1)
     task = graph_is_right(hosts, client, id, alone)
     assert (task["pauses"], task["epoch"], task["lost_steps"]) == (0, 1, 0), events(client, id)
     assert any(told.endswith("on 2 devices of 2 hosts.") for told in events(client, id))
 
 
-def test_blocks_that_executors_of_two_hosts_need_are_those_that_pass_on_one(hosts, alone):
+def test_only_blocks_that_both_hosts_need_are_sent(hosts, alone):
     client = hosts.client("alpha")
-    id = submit(client, "graph-both", nap_s=0.0, devices=BOTH)
+    id = submit(client, "graph-both", devices=BOTH)
     task = graph_is_right(hosts, client, id, alone)
     stays = [*client.items(f"/v1/tasks/{task['id']}/placements")]
     assert {stay["device_id"] for stay in stays} == {"local.0", "local-2.1"}
@@ -176,28 +185,30 @@ def test_blocks_that_executors_of_two_hosts_need_are_those_that_pass_on_one(host
 
 def test_a_graph_on_two_hosts_is_paused_at_any_moment_and_goes_on(hosts, alone):
     client = hosts.client("alpha")
-    id = submit(client, "graph-held", devices=BOTH)
-    until_executors_hold(client, id, 2)
-    for _ in range(4):
-        client.post(f"/v1/requests/{id}/hold")
-        client.wait_until(id, lambda it: graph_of(it)["state"] != "running", timeout_s=REST_S)
-        client.wait_until(id, lambda it: not graph_of(it)["seat"], timeout_s=REST_S)
-        client.post(f"/v1/requests/{id}/release")
+    with hosts.gate() as gate:
+        id = submit(client, "graph-held", gate=gate, devices=BOTH)
         until_executors_hold(client, id, 2)
+        for _ in range(2):
+            client.post(f"/v1/requests/{id}/hold")
+            client.wait_until(id, lambda it: graph_of(it)["state"] != "running")
+            client.wait_until(id, lambda it: not graph_of(it)["seat"])
+            client.post(f"/v1/requests/{id}/release")
+            until_executors_hold(client, id, 2)
     task = graph_is_right(hosts, client, id, alone)
     assert task["lost_steps"] == 0, events(client, id)
 
 
-@pytest.mark.parametrize("victim", ["home", "other"])
-def test_the_worker_of_a_host_is_killed_and_its_graph_goes_on_from_its_checkpoint(
+@pytest.mark.parametrize("victim", ["other", pytest.param("home", marks=pytest.mark.long)])
+def test_graph_resumes_from_its_checkpoint_after_the_worker_of_a_host_is_killed(
     hosts, alone, victim
 ):
     client = hosts.client("alpha")
     devices = {"max": 2, **APART}
-    id = submit(client, f"graph-{victim}", devices=devices, retry={"max": 1})
-    task = until_executors_hold(client, id, 2)
-    device = task["seat"] if victim == "home" else task["lent"][0]
-    hosts.kill(f"device.{device.rpartition('.')[2]}")
+    with hosts.gate() as gate:
+        id = submit(client, f"graph-{victim}", gate=gate, devices=devices, retry={"max": 1})
+        task = until_executors_hold(client, id, 2)
+        device = task["seat"] if victim == "home" else task["lent"][0]
+        hosts.kill(f"device.{device.rpartition('.')[2]}")
     task = graph_is_right(hosts, client, id, alone)
     assert (task["epoch"], task["attempts"]) == (2, 0), events(client, id)
     assert hosts.until(lambda: not hosts.holders_of("gang-land")), hosts.holders_of("gang-land")
@@ -205,10 +216,11 @@ def test_the_worker_of_a_host_is_killed_and_its_graph_goes_on_from_its_checkpoin
 
 def test_a_graph_on_two_hosts_is_cancelled_and_leaves_nothing(hosts, alone):
     client = hosts.client("alpha")
-    id = submit(client, "graph-cancelled", devices=BOTH)
-    until_executors_hold(client, id, 2)
-    client.post(f"/v1/requests/{id}/cancel")
-    assert client.wait(id, timeout_s=REST_S)["state"] == "cancelled"
+    with hosts.gate() as gate:
+        id = submit(client, "graph-cancelled", gate=gate, devices=BOTH)
+        until_executors_hold(client, id, 2)
+        client.post(f"/v1/requests/{id}/cancel")
+        assert client.wait(id)["state"] == "cancelled"
     assert hosts.until(lambda: not hosts.holders_of("gang-land")), hosts.holders_of("gang-land")
     hosts.check_ledger()
 
@@ -221,22 +233,67 @@ class OnHosts(Processes):
         return f"{self.island}-{number}.{number}"
 
 
-def test_partitions_of_a_graph_on_two_islands_have_executors_on_two_hosts_each(hosts):
-    """Runs last, because the other island is removed again."""
-    client = hosts.client("alpha")
-    whole = ended(client, submit_graph(client, "whole", islands=1, nap_s=0.0, graph=crossed))
-    east = OnHosts(hosts.handle, "east")
+@pytest.fixture(scope="module")
+def east(hosts):
+    """Run an island with two hosts more; set up last, because it is removed again."""
+    more = {"ROUNDHOUSE_LEASE_S": "10", "ROUNDHOUSE_MOUNT_ROOTS": str(hosts.shared)}
+    client, island = hosts.client("alpha"), OnHosts(hosts.handle, "east", **more)
     try:
-        east.start("leader", "device.0", "device.1")
+        island.start("leader", "device.0", "device.1")
         for number in range(2):
             assert hosts.until(lambda n=number: is_up(client, f"east-{n}.{n}"))
-        id = submit_graph(client, "parted", nap_s=0.3, graph=crossed, devices=BOTH)
-        assert ended(client, id) == whole
+        yield island
     finally:
-        east.kill()
+        island.kill()
+
+
+@pytest.fixture(scope="module")
+def whole(hosts):
+    """Return the result of a graph of two partitions when it stays in one piece."""
+    client = hosts.client("alpha")
+    return ended(client, submit_graph(client, "whole", islands=1, nap_s=0.0, graph=crossed))
+
+
+def hosts_of(client, task):
+    stays = client.items(f"/v1/tasks/{task['id']}/placements")
+    return {stay["device_id"].partition(".")[0] for stay in stays}
+
+
+def test_partitions_on_two_islands_have_executors_on_two_hosts_each(hosts, whole, east):
+    client = hosts.client("alpha")
+    id = submit_graph(client, "parted", nap_s=0.3, graph=crossed, devices=BOTH)
+    assert ended(client, id) == whole
     parts = client.request(id)["tasks"]
     assert {part["island"] for part in parts} == {"local", "east"}
     for part in parts:
-        stays = client.items(f"/v1/tasks/{part['id']}/placements")
-        assert len({stay["device_id"].partition(".")[0] for stay in stays}) == 2
+        assert len(hosts_of(client, part)) == 2
+    hosts.check_ledger()
+
+
+def test_partition_on_two_hosts_leaves_them_for_an_input_and_ends_with_its_maker(hosts, east):
+    client = hosts.client("alpha")
+    id = submit_graph(client, "lacking", nap_s=0.3, graph=crossed, devices=BOTH, hold=True)
+    request = client.wait_until(id, all_placed)
+    client.post(f"/v1/tasks/{on(request, 'east')['id']}/resume")
+    client.wait_until(id, lambda _: "task.lacks" in told(client, id))
+    lacking = on(client.request(id), "east")
+    assert (lacking["seat"], len(hosts_of(client, lacking))) == (None, 2)
+    client.post(f"/v1/tasks/{on(request, 'local')['id']}/cancel")
+    assert client.wait(id)["state"] == "failed"
+    lacking = on(client.request(id), "east")
+    assert (lacking["state"], lacking["cause"]) == ("failed", "needs")
+    hosts.check_ledger()
+
+
+def test_partitions_on_the_hosts_of_one_island_take_turns_with_their_blocks(hosts, whole, east):
+    """Each needs all slots of the island, and blocks that the other makes. Removes the island."""
+    client = hosts.client("alpha")
+    with hosts.gate() as gate:
+        # no block is made before the island is killed
+        id = submit_graph(client, "turns", nap_s=30.0, graph=crossed, devices=BOTH, gate=gate)
+        client.wait_until(id, both_run)
+        east.kill()
+    assert ended(client, id) == whole
+    assert {task["island"] for task in client.request(id)["tasks"]} == {"local"}
+    assert "task.lacks" in told(client, id)
     hosts.check_ledger()

@@ -5,22 +5,26 @@ Through HTTP alone, on two CPU devices.
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
 pytestmark = pytest.mark.acceptance
 
 RANKS, STEPS, STEP_S = 4, 150, 0.1
-REST_S = 60.0
+GATED_STEP_S = 0.3  # until the gate of the job opens
 
 
 @pytest.fixture(scope="module")
 def undisturbed(system):
     """Return the finished job on one device, without sleeps in its steps."""
     client = system.client("alpha")
-    return client.wait(train(client, "splice-alone", step_s=0.0), timeout_s=REST_S)["tasks"][0]
+    return client.wait(train(client, "splice-alone", step_s=0.0))["tasks"][0]
 
 
-def train(client, name, *, step_s=STEP_S, **task):
+def train(client, name, *, step_s=None, **task):
+    if step_s is None:
+        step_s = GATED_STEP_S if "gate" in task else STEP_S
     params = {"steps": STEPS, "step_s": step_s}
     every = {"every_s": 1.0, "keep": 2}
     task = {"world_size": RANKS, "checkpoint": every, "params": params, **task}
@@ -33,26 +37,36 @@ def held(request):
 
 
 def until_held(client, id, devices):
-    return client.wait_until(id, lambda request: held(request) == devices, timeout_s=REST_S)
+    return client.wait_until(id, lambda request: held(request) == devices)
 
 
 def ended_right(client, id, undisturbed):
     """Assert that the job is done with the bits of the undisturbed job; returns its task."""
-    request = client.wait(id, timeout_s=2 * REST_S)
+    request = client.wait(id)
     task = request["tasks"][0]
     assert (request["state"], task["result"]) == ("done", undisturbed["result"]), task
     return task
 
 
-def test_it_grows_gives_way_without_a_pause_and_grows_again(system, undisturbed):
+@contextlib.contextmanager
+def comes(system, client, **task):
+    """Submit a job that runs, and holds its device, at the end of the context; wait for its end."""
+    with system.gate() as gate:
+        params = {"steps": 30, "step_s": 0.5}
+        id = client.submit_job("train:Train", name="comes", params=params, gate=gate, **task)
+        yield
+        system.wait_running(client, id)
+    assert client.wait(id)["state"] == "done"
+
+
+def test_gang_grows_gives_way_without_a_pause_and_grows_again(system, undisturbed):
     client, other = system.client("alpha"), system.client("beta")
-    id = train(client, "splice")
-    until_held(client, id, 2)
-    comes = other.submit_job("train:Train", name="comes", params={"steps": 30})
-    until_held(client, id, 1)
-    system.wait_running(other, comes)
-    assert other.wait(comes, timeout_s=REST_S)["state"] == "done"
-    until_held(client, id, 2)
+    with system.gate() as gate:
+        id = train(client, "splice", gate=gate)
+        until_held(client, id, 2)
+        with comes(system, other):
+            until_held(client, id, 1)
+        until_held(client, id, 2)
     task = ended_right(client, id, undisturbed)
     assert (task["pauses"], task["epoch"], task["lost_steps"]) == (0, 1, 0)
     stays = list(client.items(f"/v1/tasks/{task['id']}/placements"))
@@ -67,29 +81,29 @@ def test_it_grows_gives_way_without_a_pause_and_grows_again(system, undisturbed)
     system.check_ledger()
 
 
-def test_its_owner_says_how_many_it_may_hold(system, undisturbed):
+def test_owner_sets_how_many_devices_a_gang_may_hold(system, undisturbed):
     client = system.client("alpha")
-    id = train(client, "splice-asked", devices={"max": 1})
-    url = f"/v1/tasks/{client.request(id)['tasks'][0]['id']}"
-    system.wait_running(client, id)
-    client.post(f"{url}/resize", {"devices_max": RANKS})
-    until_held(client, id, 2)
-    client.post(f"{url}/resize", {"devices_max": 1})
-    until_held(client, id, 1)
+    with system.gate() as gate:
+        id = train(client, "splice-asked", gate=gate, devices={"max": 1})
+        url = f"/v1/tasks/{client.request(id)['tasks'][0]['id']}"
+        system.wait_running(client, id)
+        client.post(f"{url}/resize", {"devices_max": RANKS})
+        until_held(client, id, 2)
+        client.post(f"{url}/resize", {"devices_max": 1})
+        until_held(client, id, 1)
     assert ended_right(client, id, undisturbed)["pauses"] == 0
 
 
-def test_one_that_needs_two_of_a_host_begins_on_both_and_is_paused_as_any_other(
-    system, undisturbed
-):
+def test_gang_that_needs_two_devices_begins_on_both_and_is_paused(system, undisturbed):
     client, other = system.client("alpha"), system.client("beta")
     first = other.submit_job("train:Train", name="splice-first", params={"steps": 30})
     system.wait_running(other, first)
-    id = train(client, "splice-both", devices={"min": 2, "max": 2})
-    until_held(client, id, 2)
-    client.post(f"/v1/requests/{id}/hold")
-    client.wait_until(id, lambda it: not it["tasks"][0]["seat"], timeout_s=REST_S)
-    client.post(f"/v1/requests/{id}/release")
+    with system.gate() as gate:
+        id = train(client, "splice-both", gate=gate, devices={"min": 2, "max": 2})
+        until_held(client, id, 2)
+        client.post(f"/v1/requests/{id}/hold")
+        client.wait_until(id, lambda it: not it["tasks"][0]["seat"])
+        client.post(f"/v1/requests/{id}/release")
     task = ended_right(client, id, undisturbed)
     assert (task["epoch"] >= 2, task["lost_steps"]) == (True, 0)
     stays = list(client.items(f"/v1/tasks/{task['id']}/placements"))
@@ -98,15 +112,16 @@ def test_one_that_needs_two_of_a_host_begins_on_both_and_is_paused_as_any_other(
     system.check_ledger()
 
 
-@pytest.mark.parametrize("victim", ["lent", "home"])
-def test_it_goes_on_with_one_device_when_the_worker_of_the_other_is_killed(
+@pytest.mark.parametrize("victim", ["lent", pytest.param("home", marks=pytest.mark.long)])
+def test_gang_goes_on_with_one_device_when_the_worker_of_the_other_is_killed(
     system, undisturbed, victim
 ):
     client = system.client("alpha")
-    id = train(client, f"splice-{victim}", retry={"max": 2})
-    task = until_held(client, id, 2)["tasks"][0]
-    device = task["seat"] if victim == "home" else task["lent"][0]
-    system.kill(f"device.{device.rpartition('.')[2]}")
+    with system.gate() as gate:
+        id = train(client, f"splice-{victim}", gate=gate, retry={"max": 2})
+        task = until_held(client, id, 2)["tasks"][0]
+        device = task["seat"] if victim == "home" else task["lent"][0]
+        system.kill(f"device.{device.rpartition('.')[2]}")
     task = ended_right(client, id, undisturbed)
     told = [event["message"] for event in client.items(f"/v1/requests/{id}/events", limit=200)]
     assert (task["epoch"] == 1) == (victim == "lent"), told

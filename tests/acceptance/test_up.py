@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ import pytest
 from app.cli.client import ApiProblem, Client
 from app.local.embedded_servers import socket_folder, temporary_home
 from app.local.up import ROOT, running
+from tests.acceptance.conftest import SETTLE_S
 
 pytestmark = pytest.mark.acceptance
 
@@ -38,11 +40,16 @@ def family(home: Path) -> list[str]:
     return found
 
 
-def wait_until_gone(home: Path, timeout_s: float) -> None:
-    until_s = time.monotonic() + timeout_s
+def wait_until_gone(home: Path) -> None:
+    until_s = time.monotonic() + SETTLE_S
     while left := family(home):
         assert time.monotonic() < until_s, f"still there: {left}"
         time.sleep(0.1)
+
+
+def launched(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run a launcher that is to end by itself."""
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SETTLE_S)
 
 
 def me(system, tenant: str = "alpha") -> dict:
@@ -50,40 +57,40 @@ def me(system, tenant: str = "alpha") -> dict:
         return client.get("/v1/me")
 
 
-def test_two_side_by_side_know_nothing_of_each_other(system, home):
-    with running(home, devices=1) as other:
-        assert other.url != system.url
-        assert me(other)["tenant_id"] != me(system.handle)["tenant_id"]
-        stranger = Client(other.url, system.keys["alpha"]["member"], patience_s=0)
-        with stranger, pytest.raises(ApiProblem, match="key"):
-            stranger.get("/v1/me")
-    assert me(system.handle)["tenant"] == "alpha"
-
-
-def test_a_second_one_on_the_same_home_is_refused_and_told_why(system):
+def test_second_service_on_one_home_is_refused_with_the_reason(system):
     home = system.handle.wanted.home
-    command = [sys.executable, "-m", "app.local.up", "--home", str(home)]
-    second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
+    command = [sys.executable, "-m", "app.cli.main", "up", "--home", str(home)]
+    second = launched(command)
     assert second.returncode == 1
     assert f"already runs on {home} (process {system.handle.process.pid})" in second.stderr
     assert me(system.handle)["tenant"] == "alpha"
 
 
-def test_ctrl_c_leaves_nothing_behind_and_data_survive(home):
+def test_port_that_another_program_has_is_refused_with_advice(home):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        command = [sys.executable, "-m", "app.cli.main", "up", "--home", str(home), "--port", port]
+        refused = launched(command)
+    assert refused.returncode == 1
+    assert refused.stderr.startswith(f"cannot listen on port {port} of 127.0.0.1: Address already")
+
+
+def test_service_beside_another_leaves_nothing_behind_and_keeps_its_data(system, home):
+    """Check what Ctrl-C leaves, then `kill -9` of the supervisor, and that each start recovers."""
     with running(home, devices=1) as first:
         before, url = me(first), first.url
+        assert url != system.url
+        assert before["tenant_id"] != me(system.handle)["tenant_id"]
+        stranger = Client(url, system.keys["alpha"]["member"], patience_s=0)
+        with stranger, pytest.raises(ApiProblem, match="key"):
+            stranger.get("/v1/me")
         assert first.stop(signal.SIGINT) == 0
         assert family(home) == []
         assert not socket_folder(home).exists()
+    assert me(system.handle)["tenant"] == "alpha"
     with running(home, devices=1) as again:
-        assert me(again) == before
-        assert again.url == url
-
-
-def test_kill_9_of_the_supervisor_leaves_nothing_behind_and_the_next_start_recovers(home):
-    with running(home, devices=1) as first:
-        before = me(first)
-        first.process.kill()
-        wait_until_gone(home, timeout_s=15)
-    with running(home, devices=1) as again:
-        assert me(again) == before
+        assert (me(again), again.url) == (before, url)
+        again.process.kill()
+        wait_until_gone(home)
+    with running(home, devices=1) as third:
+        assert me(third) == before

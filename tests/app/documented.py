@@ -18,10 +18,13 @@ from sqlalchemy.orm import Session
 
 from app.api import descriptor_schema
 from app.api.access import auth
+from app.api.routes.secrets import SecretOut
 from app.api.routes.webhooks import DeliveryOut, WebhookOut
 from app.api.schemas.base import example_of
 from app.api.schemas.data import DatablockOut
+from app.api.schemas.environments import EnvironmentWithLock
 from app.api.schemas.fleet import DeviceOut, HostOut, IslandOut, PresetOut
+from app.api.schemas.mounts import MountOut
 from app.api.schemas.people import KeyOut, TenantOut, UserOut
 from app.api.schemas.requests import RequestOut
 from app.api.schemas.tasks import CheckpointOut, MigrateIn
@@ -35,6 +38,7 @@ from app.db.models import (
     Decision,
     Delivery,
     Device,
+    Environment,
     Event,
     Graph,
     Host,
@@ -42,9 +46,11 @@ from app.db.models import (
     Island,
     LogLine,
     Metric,
+    Mount,
     Placement,
     Preset,
     Request,
+    Secret,
     Task,
     Tenant,
     Usage,
@@ -57,11 +63,14 @@ from app.messaging import webhooks
 TENANT, USER = example_of(TenantOut), example_of(UserOut)
 REQUEST, CHECKPOINT, KEY = example_of(RequestOut), example_of(CheckpointOut), example_of(KeyOut)
 DEVICE, HOST, ISLAND = example_of(DeviceOut), example_of(HostOut), example_of(IslandOut)
+SECRET = example_of(SecretOut)
 WEBHOOK, DELIVERY = example_of(WebhookOut), example_of(DeliveryOut)
+MOUNT = example_of(MountOut)
+ENVIRONMENT = example_of(EnvironmentWithLock)
 TASK, DATABLOCK = REQUEST["tasks"][0], example_of(DatablockOut)
 CHILD = "ten_" + "7" * 32
 WAITING_REQUEST, WAITING_TASK = "req_" + "7" * 32, "tsk_" + "7" * 32
-DECISION = 4711
+DECISION = 20_471_147  # more digits than a fraction of a second
 LONG_AGO = text("'3'::xid8")  # a transaction that every reader knows to be over
 
 _TRAIN = descriptors.parse(descriptor_schema.EXAMPLE).tasks[1]
@@ -136,7 +145,28 @@ def _rows(root: str) -> Iterator[Any]:
             version=version, format="npy", sha256=DATABLOCK["sha256"], size_bytes=1,
             tensors=[{"name": "secret of vision", "dtype": "uint8", "shape": [1]}], tensor_count=1,
         )  # fmt: skip
+    for name in (MOUNT["name"], "secret-of-vision"):
+        yield Mount(name=name, path="/secret of/vision", tenants=[TENANT["id"]])
+    for n, id in enumerate((ENVIRONMENT["id"], "env_" + "7" * 32)):
+        yield Environment(
+            id=id, tenant_id=TENANT["id"], user_id=USER["id"], path="secret of vision",
+            sort="requirements", source_sha256=f"{n}", python="3.11", alone=False,
+            message="secret of vision", lock_sha256="7" * 64,
+        )  # fmt: skip
     yield from _told()
+    yield from _secrets()
+
+
+def _secrets() -> Iterator[Any]:
+    """One of the member and two of the tenant."""
+    told = {"key_id": "k", "encrypted": b"secret of vision", "set_by": USER["id"]}
+    for n, user, name in (
+        ("", USER["id"], SECRET["name"]),
+        ("1", None, SECRET["name"]),
+        ("2", None, "secret_of_vision"),
+    ):
+        id = SECRET["id"] if not n else f"sct_{n}" + "7" * 31
+        yield Secret(id=id, tenant_id=TENANT["id"], user_id=user, name=name, **told)
 
 
 def _told() -> Iterator[Any]:

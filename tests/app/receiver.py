@@ -115,7 +115,7 @@ def receiver(context: ssl.SSLContext | None = None) -> Iterator[Receiver]:
             server.socket = context.wrap_socket(server.socket, server_side=True)
         scheme = "https" if context else "http"
         server.found = Receiver(f"{scheme}://127.0.0.1:{server.server_port}")
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         try:
             yield server.found

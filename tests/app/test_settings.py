@@ -27,6 +27,15 @@ def test_settings_scheduler_number_out_of_bounds_is_refused(
         Settings()
 
 
+@pytest.mark.parametrize("labels", ["spot, old", "spot,", "Spot", "a,,b"])
+def test_settings_device_labels_of_another_form_are_refused(
+    monkeypatch: pytest.MonkeyPatch, labels: str
+) -> None:
+    monkeypatch.setenv("ROUNDHOUSE_DEVICE_LABELS", labels)
+    with pytest.raises(ValidationError, match=r"DEVICE_LABELS|device_labels"):
+        Settings()
+
+
 @pytest.mark.parametrize("number", ["0", "1", "604800", "3162240000"])
 def test_settings_half_life_within_bounds_is_taken(
     monkeypatch: pytest.MonkeyPatch, number: str

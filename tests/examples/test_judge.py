@@ -40,7 +40,7 @@ def life(*placements, saved=(), **task):
     )
 
 
-def test_the_window_ends_when_a_tenant_has_one_job_left():
+def test_window_ends_when_a_tenant_has_one_job_left():
     def sample(at_s, used, left):
         return Sample(at_s=at_s, used_us={"a": used}, unfinished={"a": left})
 
@@ -57,18 +57,18 @@ def test_the_window_ends_when_a_tenant_has_one_job_left():
         (0, 0, False),  # nothing was used at all
     ],
 )
-def test_shares_may_lie_five_points_off(a_us, b_us, held):
+def test_shares_may_be_five_percentage_points_off(a_us, b_us, held):
     window = Window(seconds=60, used_us={"a": a_us, "b": b_us})
     found = judge.shares_follow_weights(window, {"a": 1.0, "b": 3.0}, least_s=45)
     assert found.held is held
 
 
-def test_a_short_window_proves_nothing():
+def test_short_window_proves_nothing():
     window = Window(seconds=44, used_us={"a": 1, "b": 1})
     assert not judge.shares_follow_weights(window, {"a": 1.0, "b": 1.0}, least_s=45).held
 
 
-def test_one_microsecond_too_much_is_found():
+def test_charge_of_one_microsecond_too_much_is_found():
     lives = [life(stay("local.0", "finished", first=0, last=9, at_s=0))]
     assert judge.ledger_adds_up(lives, {"alpha": 1_000_000}).held
     assert not judge.ledger_adds_up(lives, {"alpha": 1_000_001}).held
@@ -82,7 +82,7 @@ def test_a_planned_pause_that_loses_a_step_is_found():
     assert not judge.pauses_lose_nothing([short], KILL).held
 
 
-def test_what_was_paused_on_the_killed_device_may_lose_steps_back_to_its_checkpoint():
+def test_task_paused_on_the_killed_device_may_lose_steps_since_its_checkpoint():
     before = stay("local.1", "paused", first=0, last=10, at_s=-9)
     after = stay("local.0", "finished", first=4, last=20, at_s=9)
     hit = life(before, after, saved=[(4, -5)])
@@ -91,19 +91,19 @@ def test_what_was_paused_on_the_killed_device_may_lose_steps_back_to_its_checkpo
     assert not judge.kill_costs_little([too_far], KILL).held
 
 
-def test_a_launch_that_never_took_its_seat_loses_nothing():
+def test_launch_that_never_got_its_slot_loses_nothing():
     before = stay("local.0", "paused", first=0, last=10, at_s=-9)
     unseated = stay("local.1", "lost", first=None, last=None, at_s=-1, held_us=0)
     after = stay("local.0", "finished", first=10, last=20, at_s=9)
     assert judge.pauses_lose_nothing([life(before, unseated, after)], KILL).held
 
 
-def test_a_kill_that_hit_nobody_proves_nothing():
+def test_kill_without_a_victim_proves_nothing():
     quiet = life(stay("local.0", "finished", first=0, last=9, at_s=0))
     assert not judge.kill_costs_little([quiet], KILL).held
 
 
-def test_other_bits_and_missing_results_are_found():
+def test_different_bits_and_missing_results_are_found():
     assert judge.same_bits(life(), {"parameters": "abc"}).held
     assert not judge.same_bits(life(), {"parameters": "abd"}).held
     assert not judge.same_bits(life(result=None), {}).held

@@ -233,7 +233,7 @@ def ran(body: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("plain", PLAIN, ids=lambda plain: plain.__name__)
-def test_a_program_gives_what_plain_code_gives(plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_program_gives_what_plain_code_gives(plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     name = plain.__name__.replace("_", "-")
     found, expected = ran(programs.PROGRAMS[name](), monkeypatch), plain()
     assert found.keys() == expected.keys()
@@ -254,7 +254,7 @@ def test_the_command_prints_a_request(capsys: pytest.CaptureFixture[str]) -> Non
     assert programs.main(["nothing"]) == 2
 
 
-def test_the_bundle_imports_nothing_of_ours() -> None:
+def test_bundle_imports_nothing_of_roundhouse() -> None:
     for file in OPS.glob("*.py"):
         imported = re.findall(
             r"^import (\w+)$|^from (\w+)\S* import", file.read_text(), re.MULTILINE

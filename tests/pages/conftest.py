@@ -16,13 +16,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
-from sqlalchemy import URL, Engine, create_engine, func, make_url, text
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+from sqlalchemy import URL, Engine, create_engine, func, make_url, select, text
 from sqlalchemy.orm import Session
 
 from app.core.security.webhook_policy import TYPES
 from app.data import datablocks
-from app.db.models import Cycle, Decision, LogLine, Metric, Task, Usage, Webhook
+from app.db.ids import new_id
+from app.db.models import (
+    Cycle,
+    Decision,
+    Device,
+    Environment,
+    LogLine,
+    Metric,
+    Mount,
+    Secret,
+    Task,
+    Usage,
+    Webhook,
+)
 from app.insight import reports
 from app.messaging import webhooks
 from app.scheduling import journal
@@ -40,6 +53,10 @@ FLAGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
+PATIENCE_MS = 60_000  # of every wait: long, as only a test that fails waits so long
+expect.set_options(timeout=PATIENCE_MS)
+HEAR = """window.heard = new Promise(heard => document.getElementById("stream")
+    .addEventListener("changed", () => heard("changed"), { once: true })); null"""
 CHROMIUMS = ("chromium", "chromium-browser", "google-chrome")
 
 
@@ -71,7 +88,7 @@ class Service:
     @property
     def pages(self) -> tuple[str, ...]:
         request = f"/ui/requests/{self.tracked.request_id}"
-        lists = ("/ui/requests", "/ui/queue", "/ui/datablocks")
+        lists = ("/ui/requests", "/ui/queue", "/ui/datablocks", "/ui/environments", "/ui/secrets")
         return ("/ui/", "/ui/?window=1h", *lists, request, "/ui/requests/none", "/docs")
 
     @property
@@ -132,7 +149,7 @@ def _running(url: URL, listener: socket.socket) -> Iterator[None]:
         yield
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait(timeout=20)
+        process.wait(timeout=60)
 
 
 def _environment(url: URL) -> dict[str, str]:
@@ -153,8 +170,14 @@ def _fill(session: Session) -> dict[str, Any]:
         session.add(Metric(task_id=tracked.id, step=step, values={"loss": 1 / (1 + step)}))
         line = {"task_id": tracked.id, "epoch": 1, "line": step, "stream": "stdout"}
         session.add(LogLine(**line, text=f"step {step} " + "x" * 200))
+    session.add(Mount(name="pictures", path="/data/pictures", tenants=[a.id]))
+    session.add(Mount(name="hidden", path="/data/hidden", tenants=[b.id]))
+    session.add(Mount(name="debian", path="/images/debian", sort="image", tenants=[a.id]))
+    session.add(Mount(name="hidden-too", path="/images/x", sort="image", tenants=[b.id]))
+    _folder(session, tracked)
     for task, name in ((tracked, "faces"), (foreign, "theirs")):
         _datablocks(session, task, name)
+        _environments(session, task, name)
     now = reports.clock(session)
     for back in range(1, 60):
         held = {"held_us": 4 * 10**6, "charged_us": 4 * 10**6, "bucket_s": 10, "kind": "cpu"}
@@ -174,6 +197,9 @@ def _fill(session: Session) -> dict[str, Any]:
     whose = {"cycle_id": cycle.id, "task_id": tracked.id, "tenant_id": a.id}
     scenery.add(Decision(**whose, **what, devices=["d0"]))
     hook = _webhook(session, a.id, tracked.request_id)
+    for name in ("HF_TOKEN", "WANDB_API_KEY"):
+        whose = {"tenant_id": tracked.tenant_id, "key_id": "k", "encrypted": b"", "set_by": ""}
+        session.add(Secret(id=new_id("sct"), name=name, **whose))
     made = {"tracked": tracked, "foreign": foreign, "waiting": waiting}
     return {"keys": keys, "member": tracked.user_id, "hook": hook, **made}
 
@@ -181,7 +207,7 @@ def _fill(session: Session) -> dict[str, Any]:
 def _webhook(session: Session, tenant_id: str, request_id: str) -> str:
     """One of the tenant, to which three messages were written, each with another end."""
     url = "https://hooks.example.org/roundhouse"
-    whose = {"id": webhooks.new_id("whk"), "tenant_id": tenant_id, "url": url}
+    whose = {"id": new_id("whk"), "tenant_id": tenant_id, "url": url}
     hook = Webhook(**whose, events=list(TYPES), secret=webhooks.new_secret())
     session.add(hook)
     session.flush()
@@ -194,6 +220,28 @@ def _webhook(session: Session, tenant_id: str, request_id: str) -> str:
         delivery.due_at = func.now() + timedelta(hours=1)
     session.flush()
     return hook.id
+
+
+def _environments(session: Session, task: Task, name: str) -> None:
+    """Two environments: one that is locked and lies on a host, and one that failed."""
+    whose = {"tenant_id": task.tenant_id, "user_id": task.user_id, "sort": "requirements"}
+    packages = [[f"package-{n}", f"1.{n}"] for n in range(6)]
+    locked = {"state": "locked", "lock_sha256": "5" * 64, "platform": {"torch": "2.13.0"}}
+    failed = {"state": "failed", "message": "castles was not found\nhint: none"}
+    for n, more in enumerate(({**locked, "packages": packages}, failed)):
+        path = f"{name}/requirements.txt"
+        more = {**whose, **more, "python": "3.11", "alone": False, "source_sha256": str(n)}
+        session.add(Environment(id=new_id("env"), path=path, **more))
+    for device in session.scalars(select(Device)):
+        device.facts = {**device.facts, "environments": {"5" * 64: [4096, 1_500_000]}}
+
+
+def _folder(session: Session, task: Task) -> None:
+    summary = {"format": "folder", "tensors": [], "tensor_count": 0}
+    whose = {"tenant_id": task.tenant_id, "user_id": task.user_id, "name": "corpus"}
+    new = datablocks.New(**whose, sha256="2" * 64, size_bytes=300, summary=summary)
+    row = datablocks.added(session, new)
+    row.file_count, row.file_bytes = 1200, 5000
 
 
 def _datablocks(session: Session, task: Task, name: str) -> None:
@@ -243,7 +291,7 @@ class Visit:
 
     def documented(self) -> None:
         """Wait until the page of the API has read and drawn the document."""
-        self.page.locator(".opblock-tag").first.wait_for(timeout=60_000)
+        self.page.locator(".opblock-tag").first.wait_for()
 
     def sign_in(self, who: str) -> None:
         self.go("/ui/login")
@@ -254,6 +302,12 @@ class Visit:
     def live(self) -> None:
         """Wait until the page listens."""
         self.page.locator("#stream[data-state=live]").wait_for()
+        self.page.evaluate(HEAR)
+
+    def hear(self) -> None:
+        """Wait until the stream, and not only the fetch of each 10 s, tells of a change."""
+        late = f"new Promise(late => setTimeout(late, {PATIENCE_MS}, 'late'))"
+        assert self.page.evaluate(f"Promise.race([window.heard, {late}])") != "late"
 
     def api(self, path: str) -> Any:
         """What the API says to this browser's session."""
@@ -266,7 +320,6 @@ class Visit:
 def visit(browser: Browser, service: Service, request: pytest.FixtureRequest) -> Iterator[Visit]:
     """An indirect parameter gives options of the browser context, such as its size."""
     context = browser.new_context(**getattr(request, "param", {}))
-    context.set_default_timeout(10_000)
-    context.set_default_navigation_timeout(30_000)  # the first page of a busy machine is slow
+    context.set_default_timeout(PATIENCE_MS)
     yield Visit(context.new_page(), service)
     context.close()

@@ -11,11 +11,20 @@ PHONE = {"viewport": {"width": 360, "height": 740}}
 DARK = {"color_scheme": "dark"}
 LOOKS = {"wide": {}, "wide, dark": DARK, "phone": PHONE, "phone, dark": {**PHONE, **DARK}}
 
+TRIED = ("wide", "phone, dark")  # each width and each theme; all pairs in the long tests
+
 OPEN = "document.querySelectorAll('details').forEach(each => { each.open = true; })"
 
 
-@pytest.mark.parametrize("visit", LOOKS.values(), ids=LOOKS, indirect=True)
-def test_axe_finds_nothing(visit, service):
+@pytest.mark.parametrize(
+    "visit",
+    [
+        pytest.param(look, id=name, marks=() if name in TRIED else pytest.mark.long)
+        for name, look in LOOKS.items()
+    ],
+    indirect=True,
+)
+def test_axe_finds_no_fault_on_any_page(visit, service):
     visit.go("/ui/login")
     found = {"/ui/login": _violations(visit)}
     visit.sign_in("a admin")
@@ -32,7 +41,7 @@ def test_axe_finds_nothing(visit, service):
 
 
 @pytest.mark.parametrize("visit", [LOOKS["wide"], LOOKS["phone, dark"]], indirect=True)
-def test_axe_finds_nothing_on_the_pages_of_the_api(visit):
+def test_axe_finds_no_fault_on_the_pages_of_the_api(visit):
     """All that can be opened there in an operation with a body, and where one says who one is."""
     found = {}
     for path in ("/problems", "/problems/gone"):

@@ -40,7 +40,7 @@ def test_metrics_are_short():
     ]
 
 
-def test_an_estimate_has_no_more_digits_than_it_is_worth():
+def test_estimate_has_no_more_digits_than_it_is_worth():
     assert [about(seconds) for seconds in (0.4, 19.46, 59.6, 245.2)] == [
         "0 s",
         "19 s",
@@ -75,27 +75,27 @@ def test_no_interval_shows_more_devices_in_use_than_there_are():
     assert two.rows[0][1] == pytest.approx((0.45, 0.15))  # bob used most, so he is first
 
 
-def test_usage_becomes_devices_held_in_each_whole_interval():
+def test_usage_is_shown_as_devices_held_per_interval():
     drawn = chart([row(0, "ann", 5), row(0, "bob", 10), row(20, "ann", 10)])
     assert drawn.names == ("ann", "bob")  # most used first
     assert [values for _, values in drawn.rows] == [(0.5, 1.0), (0, 0), (1.0, 0)]
     assert [total.held_us for total in drawn.totals] == [15e6, 10e6]
 
 
-def test_the_open_interval_is_in_the_totals_but_not_drawn():
+def test_unfinished_interval_is_in_the_totals_but_not_drawn():
     drawn = chart([row(0, "ann", 5), row(30, "ann", 1)], seconds=34)
     assert len(drawn.rows) == 3
     assert drawn.totals[0].held_us == 6e6
 
 
-def test_beyond_eight_names_the_least_used_are_drawn_as_one():
+def test_all_but_the_eight_largest_users_are_drawn_as_one():
     drawn = chart([row(0, f"user{n}", 10 - n) for n in range(10)], devices=10)
     assert drawn.names == (*(f"user{n}" for n in range(7)), "all others")
     assert drawn.totals[-1].held_us == (3 + 2 + 1) * 1e6
     assert drawn.rows[0][1][-1] == pytest.approx(0.6)
 
 
-def test_curves_of_several_tasks_share_their_steps():
+def test_curves_of_several_tasks_share_their_axis():
     loss, other = (
         Curve(task="a", name="loss", points=((1, 0.5), (2, 0.25))),
         Curve(task="b", name="loss", points=((2, 0.75),)),
@@ -114,7 +114,7 @@ def stay(task, device, begun_s, ended_s, *, guest=False):
     )  # fmt: skip
 
 
-def test_stays_become_lengths_on_one_line():
+def test_stays_are_drawn_as_bars_on_one_line():
     until = NOON + timedelta(seconds=100)
     lent = stay("b", "d1", 60, 80, guest=True)
     stays = [stay("a", "d1", 0, 50), stay("b", "d0", 50, None), lent]
@@ -128,18 +128,18 @@ def test_stays_become_lengths_on_one_line():
     ]
 
 
-def test_the_line_of_a_paused_task_goes_on_to_now():
+def test_line_of_a_paused_task_goes_on_to_now():
     submitted, now = NOON - timedelta(seconds=40), NOON + timedelta(seconds=60)
     line = time_line([stay("a", "d0", 0, 10)], since=submitted, until=now)
     ((part,),) = (lane.parts for lane in line.lanes)
     assert (part.x, part.width) == (40, 10)
 
 
-def test_no_stay_is_an_empty_line():
+def test_task_without_a_stay_has_an_empty_line():
     assert time_line([], since=NOON, until=NOON).lanes == ()
 
 
-def test_a_task_s_seconds_are_told_with_their_part_of_the_whole():
+def test_seconds_of_a_task_are_shown_with_their_part_of_the_whole():
     spent = TimeSpent(waited_s=50, switched_s=1, moved_s=0, computed_s=48, staged_s=1)
     told = dict(zip(TIMES.values(), breakdown(spent), strict=True))
     assert told == {
@@ -163,7 +163,7 @@ def queued(place, phase="queued", p50_s=None):
     )  # fmt: skip
 
 
-def test_the_queue_is_in_the_order_of_its_places_and_its_first_start_is_told():
+def test_queue_is_in_order_of_places_with_the_first_start():
     queue = [
         queued(29),
         queued(None, "paused"),
@@ -198,7 +198,7 @@ def test_many_turns_in_a_row_become_one_line_and_none_is_lost():
     assert (turns.message, list(turns.turns)) == ("2 turns: paused and resumed", events[1:-1])
 
 
-def test_a_few_turns_and_those_of_several_tasks_stay_apart():
+def test_few_turns_and_turns_of_several_tasks_stay_apart():
     few = happened(*(ONE_TURN * 2)[:8])
     assert folded(few) == few
     mixed = few + happened(*ONE_TURN, task="u")

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import expect
+from sqlalchemy import func, update
+
+from app.db.models import Request, Task
 
 pytestmark = pytest.mark.browser
+
+COMMAND, GRAPH = {"command": ["python", "train.py"]}, {"graph": f"sha256:{'5' * 64}"}
 
 
 def _page(service):
@@ -13,7 +19,7 @@ def _page(service):
 
 
 class TestActing:
-    def test_by_keyboard_with_script(self, visit, service):
+    def test_task_is_acted_on_by_keyboard_with_scripts(self, visit, service):
         visit.sign_in("a admin")
         visit.go(_page(service))
         visit.live()
@@ -32,7 +38,7 @@ class TestActing:
         expect(visit.page.get_by_role("button", name="Pause")).to_be_visible()
         assert visit.page.evaluate("window.untouched")
 
-    def test_a_refusal_stands_above_the_page_and_changes_nothing_on_it(self, visit, service):
+    def test_refusal_is_shown_above_the_page_and_changes_nothing_on_it(self, visit, service):
         visit.sign_in("a admin")
         visit.go(_page(service))
         visit.live()
@@ -43,7 +49,7 @@ class TestActing:
         expect(visit.page.locator("#tasks")).to_be_visible()
         expect(visit.page.get_by_role("button", name="Pause")).to_be_visible()
 
-    def test_without_script_a_cancel_asks_once_more(self, browser, service, visit):
+    def test_cancel_without_scripts_asks_for_confirmation(self, browser, service, visit):
         visit.sign_in("a admin")
         context = browser.new_context(
             java_script_enabled=False, storage_state=visit.page.context.storage_state()
@@ -62,14 +68,51 @@ class TestActing:
         expect(page.locator("#told")).to_be_empty()
         context.close()
 
+    def test_ended_request_is_deleted_from_its_page(self, visit, service):
+        id = service.waiting[-1].request_id
+        with service.change() as session:
+            session.execute(update(Task).where(Task.request_id == id).values(state="done"))
+            ended = {"state": "done", "ended_at": func.now()}
+            session.execute(update(Request).where(Request.id == id).values(**ended))
+        visit.sign_in("a admin")
+        visit.go(f"/ui/requests/{id}")
+        visit.page.get_by_text("Delete the request…").click()
+        visit.page.get_by_role("button", name="Delete request").click()
+        expect(visit.page.get_by_role("status").last).to_contain_text("gone in some minutes")
+        expect(visit.page.locator(".facts").first).to_contain_text("in some minutes")
+        expect(visit.page.get_by_text("Delete the request…")).to_have_count(0)
+
+
+class TestLookingInside:
+    def test_page_says_how_to_look_into_a_command_and_why_not_into_a_graph(self, visit, service):
+        inside = visit.page.locator("section", has=visit.page.get_by_role("heading", name="Look"))
+        id = service.tracked.id
+        visit.sign_in("a admin")
+        with service.change() as session:
+            task = session.get_one(Task, id)
+            before, task.descriptor = task.descriptor, {**task.descriptor, "run": GRAPH}
+        try:
+            visit.go(_page(service))
+            expect(inside).to_contain_text("No shell: the task runs a graph; only a command")
+            with service.change() as session:
+                session.get_one(Task, id).descriptor = {**before, "run": COMMAND}
+            visit.go(_page(service))
+            given = service.tracked.request_id[-8:]
+            expect(inside).to_contain_text(f"roundhouse shell {given}")
+            expect(inside).to_contain_text(f"roundhouse forward {given} PORT")
+            assert Axe().run(visit.page).response["violations"] == []
+        finally:
+            with service.change() as session:
+                session.get_one(Task, id).descriptor = before
+
 
 class TestAdministering:
     def test_a_new_key_is_shown_once(self, visit, service):
         visit.sign_in("a admin")
         visit.page.get_by_role("link", name="Members").click()
         visit.page.get_by_role("link", name="a", exact=True).click()
-        visit.page.get_by_label("Name").fill("laptop")
-        visit.page.get_by_label("Name").press("Enter")
+        visit.page.get_by_role("textbox", name="Name").fill("laptop")
+        visit.page.get_by_role("textbox", name="Name").press("Enter")
         expect(visit.page.locator("#told .secret")).to_contain_text("rh_")
         visit.go(f"/ui/members/{service.member}")
         expect(visit.page.locator("#keys")).to_contain_text("laptop")

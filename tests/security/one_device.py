@@ -1,4 +1,4 @@
-"""Run a device worker's supervisor until it ends, and print the reports that its island got.
+"""Run a device worker's supervisor until it or its task ends, and print the reports of that time.
 
     python -m tests.security.one_device HOME MODE
 
@@ -13,20 +13,27 @@ import sys
 import threading
 from pathlib import Path
 
+from app.core.model.messages import Finished
 from app.core.security.sandbox_layers import Mode
-from tests.workers.conftest import Ground
+from tests.workers.conftest import PATIENCE_S, DeviceRig
 
 
 def main(home: Path, mode: Mode) -> None:
     logging.basicConfig(level=logging.WARNING)
     ended = threading.Event()
-    ground = Ground(home, sandbox=mode)
-    ground.supervisor.on_fatal = ended.set
-    ground.supervisor.start()
-    ground.launch("t1", "jobs:Count", params={"steps": 3})
-    ended.wait(20.0)
-    ground.supervisor.join(10.0)
-    for report in ground.reports:
+    rig = DeviceRig(home, sandbox=mode)
+
+    def end() -> None:
+        ended.set()
+        with rig.changed:
+            rig.changed.notify_all()
+
+    rig.supervisor.on_fatal = end
+    rig.supervisor.start()
+    rig.launch("t1", "jobs:Count", params={"steps": 3})
+    rig.until(lambda: ended.is_set() or rig.all(Finished, "t1"))
+    rig.supervisor.join(PATIENCE_S if ended.is_set() else 0.0)
+    for report in rig.reports:
         sys.stdout.write(json.dumps({**report.facts, "held": len(report.residents)}) + "\n")
     sys.stdout.write("ended\n" if ended.is_set() else "still serves\n")
 

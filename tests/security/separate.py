@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from tests.security.devices import attack
-from tests.workers.conftest import Ground
+from tests.workers.conftest import DeviceRig
 
 
 def main() -> None:
@@ -19,11 +19,11 @@ def main() -> None:
     parser.add_argument("home", type=Path)
     parser.add_argument("--sandbox", default="preferred")
     options = parser.parse_args()
-    ground = Ground(options.home, sandbox=options.sandbox)
-    ground.open()
-    attack(ground, "bad", "outlive_the_device")
-    ground.until(lambda: ground.printed("bad"))
-    sys.stdout.write(ground.printed("bad")[0] + "\n")
+    rig = DeviceRig(options.home, sandbox=options.sandbox)
+    rig.open()
+    attack(rig, "bad", "outlive_the_device")
+    rig.until(lambda: rig.printed("bad"))
+    sys.stdout.write(rig.printed("bad")[0] + "\n")
     sys.stdout.flush()
     time.sleep(60)
 

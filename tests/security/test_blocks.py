@@ -7,6 +7,7 @@ import socket
 
 import pytest
 
+from app.core.security import peer_proof
 from app.storage.signing import Signer, block_key
 from tests.workers.transfer.test_peer_blocks import BODY, OTHER, SHA256, Giving, filled
 from workers.transfer import peer_auth
@@ -24,16 +25,16 @@ def desk(tmp_path):
 
 def fetched(place, key, sha256=SHA256):
     """Fetch the block as a device worker does; raises OSError."""
-    with peer_auth.at_desk(peer_auth.BLOCK, place, key, sha256) as sock:
+    with peer_auth.at_desk(peer_proof.BLOCK, place, key, sha256) as sock:
         size = int.from_bytes(peer_auth.read(sock, 8), "big")
         return peer_auth.read(sock, size)
 
 
-def test_whoever_was_told_the_key_gets_it(desk):
+def test_host_with_the_key_gets_the_block(desk):
     assert fetched(desk.links.place, desk.copy()["key"]) == BODY
 
 
-def test_a_hash_an_address_and_a_public_key_are_not_enough(desk, tmp_path):
+def test_hash_address_and_public_key_are_not_enough_to_get_a_block(desk, tmp_path):
     public = Signer.at(tmp_path / "signing.key").public
     before = Giver(filled(tmp_path / "before"))  # the worker before this one, with another secret
     before.close()
@@ -53,20 +54,20 @@ def test_a_hash_an_address_and_a_public_key_are_not_enough(desk, tmp_path):
             fetched(desk.links.place, key)
 
 
-def test_a_handshake_that_was_heard_opens_nothing_again(desk, monkeypatch):
+def test_overheard_handshake_is_useless(desk, monkeypatch):
     """Replay a reader's recorded messages: they fail, because the challenge is a new one."""
     heard = []
     sendall = socket.socket.sendall
     monkeypatch.setattr(
         socket.socket, "sendall", lambda sock, data: heard.append(data) or sendall(sock, data)
     )
-    with peer_auth.at_desk(peer_auth.BLOCK, desk.links.place, desk.copy()["key"], SHA256) as sock:
+    with peer_auth.at_desk(peer_proof.BLOCK, desk.links.place, desk.copy()["key"], SHA256) as sock:
         assert peer_auth.read(sock, 8)
-        ours = [each for each in heard if len(each) in (peer_auth._HELLO.size + 32, 32)]
+        ours = [each for each in heard if len(each) in (peer_proof.HELLO.size + 32, 32)]
     hello, proof = ours[0], ours[-1]
     with socket.create_connection(tuple(desk.links.place), timeout=5.0) as again:
         sendall(again, hello)
-        peer_auth.read(again, peer_auth._CHALLENGE_BYTES + peer_auth._PROOF_BYTES)
+        peer_auth.read(again, peer_proof.CHALLENGE_BYTES + peer_proof.PROOF_BYTES)
         sendall(again, proof)
         with pytest.raises(ConnectionResetError):
             peer_auth.read(again, 8)

@@ -16,7 +16,8 @@ import pytest
 
 from app.api.middleware import strict_json
 from app.core.model import dependencies, preset, task_graph
-from app.core.model.descriptor import MAX_FAULTS, UNKNOWN_TOLD, BadDescriptor, parse
+from app.core.model.descriptor import BadDescriptor, parse
+from app.core.model.fields import MAX_FAULTS, UNKNOWN_TOLD
 
 pytestmark = pytest.mark.security
 

@@ -48,7 +48,7 @@ def test_a_device_requires_its_sandbox_and_holds_no_password(name):
         ("store", {"api", "control", *DEVICES}),
     ],
 )
-def test_a_volume_is_seen_by_those_who_need_it(volume, seen_by):
+def test_volume_is_mounted_only_where_it_is_needed(volume, seen_by):
     found = {
         name
         for name, service in SERVICES.items()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from app.core.model.messages import Failed, Finished, Stopped
-from tests.workers.conftest import Ground
+from tests.workers.conftest import DeviceRig
 from workers.process import cgroups
 
 pytestmark = pytest.mark.security
@@ -27,48 +27,48 @@ _number = count(1)
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceRig]:
     """A device for all tests, with residents that may take 768 MiB each."""
-    made = Ground(tmp_path_factory.mktemp("small"), **SMALL)
+    made = DeviceRig(tmp_path_factory.mktemp("small"), **SMALL)
     made.open()
     yield made
     made.close()
 
 
-def _needs(ground: Ground, *limits: str) -> None:
+def _needs(rig: DeviceRig, *limits: str) -> None:
     for name in limits:
-        if name not in ground.reports[-1].facts["limits"]:
-            pytest.skip(f"no limit of {name} stands here: {ground.supervisor.unlimited[name]}")
+        if name not in rig.reports[-1].facts["limits"]:
+            pytest.skip(f"no limit of {name} stands here: {rig.supervisor.unlimited[name]}")
 
 
-def _goes_on_beside(ground: Ground, attack: str) -> Failed:
+def _goes_on_beside(rig: DeviceRig, attack: str) -> Failed:
     """Return how the attack ended; a neighbour must step before and after, in the same process."""
     number = next(_number)
     good, bad = f"good{number}", f"bad{number}"
     steps: dict[str, Any] = {"params": {"steps": 4000, "nap_s": 0.02}}
-    ground.launch(good, "jobs:Everything", **steps)
-    ground.steps(good, 3)
-    ground.pause(good)
-    ground.until(lambda: ground.view(good).state == "paused")
-    ground.launch(bad, attack)
-    failed: Failed = ground.event(Failed, bad, timeout_s=40.0)
-    step = ground.view(good).step
-    ground.launch(good, "jobs:Everything", 2, **steps)
-    ground.steps(good, step + 3, 2)
-    ground.cancel(good, 2)
-    ground.event(Stopped, good, 2)
+    rig.launch(good, "jobs:Everything", **steps)
+    rig.steps(good, 3)
+    rig.pause(good)
+    rig.until(lambda: rig.view(good).state == "paused")
+    rig.launch(bad, attack)
+    failed: Failed = rig.event(Failed, bad)
+    step = rig.view(good).step
+    rig.launch(good, "jobs:Everything", 2, **steps)
+    rig.steps(good, step + 3, 2)
+    rig.cancel(good, 2)
+    rig.event(Stopped, good, 2)
     return failed
 
 
 @pytest.mark.parametrize("attack", ["greedy:eat_memory", "greedy:eat_memory_in_child"])
-def test_a_task_past_its_memory_is_ended_and_told_the_bound(small, attack):
+def test_task_that_exceeds_its_memory_is_ended_and_told_the_limit(small, attack):
     _needs(small, "memory")
     failed = _goes_on_beside(small, attack)
     bound = "It used more than 768.0 MiB of host memory (limit of this device)"
     assert failed.message.startswith(f"{bound} and was ended by the kernel.")
 
 
-def test_a_fork_bomb_fails_and_is_told_the_bound(small):
+def test_fork_bomb_fails_and_is_told_the_limit(small):
     _needs(small, "processes")
     failed = _goes_on_beside(small, "greedy:fork_all")
     bound = f"It reached {cgroups.PROCESSES_MAX} processes and threads (limit of this device)."
@@ -76,7 +76,7 @@ def test_a_fork_bomb_fails_and_is_told_the_bound(small):
 
 
 @pytest.mark.parametrize("path", ["/scratch", "/tmp", "/dev/shm"])
-def test_a_folder_that_is_filled_has_no_more_space(small, path):
+def test_full_working_folder_has_no_more_space(small, path):
     _needs(small, *(["disk"] if path == "/scratch" else []))
     if "files" not in small.reports[-1].facts["sandbox"]:
         pytest.skip("this machine gives no mount namespaces")
@@ -88,7 +88,7 @@ def test_a_folder_that_is_filled_has_no_more_space(small, path):
     assert 0.8 * most <= found["bytes"] <= most
 
 
-def test_a_task_without_disk_for_its_folder_fails_and_is_told(small):
+def test_task_without_disk_for_its_folder_fails_with_the_reason(small):
     _needs(small, "disk")
     template = small.supervisor.spawner.template
     os.truncate(template, 2**43)  # more than the host has, as if its disk were full
@@ -101,7 +101,7 @@ def test_a_task_without_disk_for_its_folder_fails_and_is_told(small):
     small.until(lambda: any("reserving disk" in line for line in small.printed("large")))
 
 
-def test_the_groups_of_residents_are_gone_when_they_are(small):
+def test_control_groups_of_residents_are_removed_with_them(small):
     _needs(small, "memory")
     parents = [parent for _, parent in small.supervisor.spawner.groups.parents]
     task = f"short{next(_number)}"

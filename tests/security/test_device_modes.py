@@ -13,7 +13,7 @@ from app.core.model.messages import Finished, Saved
 from app.local import embedded_servers
 from app.storage.backend import close_to_others
 from app.storage.store import BLOBS, Store
-from tests.workers.conftest import grounds  # noqa: F401  a fixture
+from tests.workers.conftest import rigs  # noqa: F401  a fixture
 
 pytestmark = pytest.mark.security
 
@@ -37,31 +37,31 @@ def _all_modes(root: Path) -> dict[str, int]:
     }
 
 
-def test_a_device_worker_after_a_run_has_left_nothing_that_others_can_read(grounds, tmp_path):  # noqa: F811
+def test_files_left_by_a_device_worker_are_private(rigs, tmp_path):  # noqa: F811
     umask = os.umask(0o022)  # a careless umask
     try:
-        ground = grounds(sandbox="preferred")
-        ground.launch("t1", "jobs:Count")
-        ground.steps("t1", 3)
-        ground.save("t1")
-        ground.event(Saved, "t1")
-        ground.launch("t2", "jobs:tokenize", params={"text": "abc"}, outputs=["tokens"])
-        ground.pause("t1")
-        ground.event(Finished, "t2")
+        rig = rigs(sandbox="preferred")
+        rig.launch("t1", "jobs:Count")
+        rig.steps("t1", 3)
+        rig.save("t1")
+        rig.event(Saved, "t1")
+        rig.launch("t2", "jobs:tokenize", params={"text": "abc"}, outputs=["tokens"])
+        rig.pause("t1")
+        rig.event(Finished, "t2")
     finally:
         os.umask(umask)
-    home = ground.house.run.parent
+    home = rig.house.run.parent
     assert [*_open_paths(home / "run")] == []
-    assert [*_open_paths(ground.house.folder)] == []
+    assert [*_open_paths(rig.house.folder)] == []
     store = _all_modes(home / "store")
     assert {name for name, mode in store.items() if mode not in (0o700, 0o400)} == set()
     assert len(store) > 5
     # A resident has a user of its own, and gets its code without access to these folders.
-    code = _all_modes(ground.house.folder / "code")
+    code = _all_modes(rig.house.folder / "code")
     assert {name for name, mode in code.items() if mode & 0o022} == set()
 
 
-def test_a_store_of_an_earlier_version_is_closed_when_it_is_opened(tmp_path):
+def test_store_of_an_earlier_version_becomes_private_when_opened(tmp_path):
     place = tmp_path / "store"
     sha256, _ = Store.at(place).put([b"of a tenant"])
     for path in (place, *place.rglob("*")):
@@ -73,7 +73,7 @@ def test_a_store_of_an_earlier_version_is_closed_when_it_is_opened(tmp_path):
         assert file.read() == b"of a tenant"
 
 
-def test_a_folder_that_holds_nothing_of_ours_keeps_its_mode(tmp_path):
+def test_foreign_folder_keeps_its_mode(tmp_path):
     (tmp_path / "theirs").mkdir(mode=0o755)
     (tmp_path / "theirs").chmod(0o755)
     close_to_others(tmp_path / "theirs", BLOBS)
@@ -81,7 +81,7 @@ def test_a_folder_that_holds_nothing_of_ours_keeps_its_mode(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root runs Postgres as another user")
-def test_a_home_lets_postgres_pass_and_nobody_else(tmp_path):
+def test_home_lets_only_postgres_pass(tmp_path):
     home = Path("/var/tmp") / f"roundhouse-test-{tmp_path.name}-{os.getpid()}"
     home.mkdir()
     home.chmod(0o711)  # as an earlier version made it

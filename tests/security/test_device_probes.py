@@ -23,7 +23,7 @@ from app.core.security.sandbox_layers import missing
 from tests.conftest import Servers
 from tests.security.bundle import probes
 from tests.security.devices import hostile_bundle
-from tests.workers.conftest import ROOT, Ground
+from tests.workers.conftest import ROOT, DeviceRig
 
 pytestmark = pytest.mark.security
 
@@ -42,25 +42,25 @@ NOT_EVERYWHERE = {
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
-    made = Ground(tmp_path_factory.mktemp("probed"))
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceRig]:
+    made = DeviceRig(tmp_path_factory.mktemp("probed"))
     made.open()
     yield made
     made.close()
 
 
 @pytest.fixture(scope="module")
-def where(ground: Ground, servers: Servers) -> Iterator[dict[str, Any]]:
+def where(rig: DeviceRig, servers: Servers) -> Iterator[dict[str, Any]]:
     """Start a neighbour, and listen on the host; return the targets."""
-    walls = ground.reports[-1].facts["sandbox"]
+    walls = rig.reports[-1].facts["sandbox"]
     if lacking := missing(walls):
         pytest.skip(f"this machine does not give the layers {', '.join(lacking)}")
-    bundle = hostile_bundle(ground)
+    bundle = hostile_bundle(rig)
     before = set(_descendants())
-    ground.launch("neighbour", "probes:Neighbour", bundle=bundle, tenant="good")
-    ground.until(lambda: ground.printed("neighbour"))
-    ground.pause("neighbour")  # it stays in memory, and the device is free for the probes
-    ground.until(lambda: ground.view("neighbour").state == "paused")
+    rig.launch("neighbour", "probes:Neighbour", bundle=bundle, tenant="good")
+    rig.until(lambda: rig.printed("neighbour"))
+    rig.pause("neighbour")  # it stays in memory, and the device is free for the probes
+    rig.until(lambda: rig.view("neighbour").state == "paused")
     neighbour = next(pid for pid in set(_descendants()) - before if _is_process_1(pid))
     with contextlib.ExitStack() as stack:
         listening = stack.enter_context(socket.create_server(("0.0.0.0", 0)))
@@ -69,7 +69,7 @@ def where(ground: Ground, servers: Servers) -> Iterator[dict[str, Any]]:
         unix.bind("\0" + abstract)
         unix.listen()
         yield {
-            "files": _files(ground, neighbour),
+            "files": _files(rig, neighbour),
             "pids": {
                 "device worker": os.getpid(),
                 "zygote": _parent(neighbour),
@@ -83,21 +83,21 @@ def where(ground: Ground, servers: Servers) -> Iterator[dict[str, Any]]:
         }
 
 
-def _files(ground: Ground, neighbour: int) -> dict[str, str]:
-    home = ground.house.run.parent
+def _files(rig: DeviceRig, neighbour: int) -> dict[str, str]:
+    home = rig.house.run.parent
     for name in SECRETS.values():
         path = home / name
         path.parent.mkdir(exist_ok=True)
         if not path.exists():
             path.write_text("secret")
         path.chmod(0o644)  # so that only the sandbox hides it
-    stored = next((home / "store").rglob(f"*{ground.bundle[2:]}*"))
+    stored = next((home / "store").rglob(f"*{rig.bundle[2:]}*"))
     scratch = f"/proc/{neighbour}/root/scratch/neighbour"
     return {
         **{label: str(home / name) for label, name in SECRETS.items()},
         "stored object": str(stored),
         "store": str(home / "store"),
-        "run folder": str(ground.house.run),
+        "run folder": str(rig.house.run),
         "neighbour's scratch": scratch,
         "code of the service": str(ROOT / "app" / "settings.py"),
         "password hashes": "/etc/shadow",
@@ -157,12 +157,12 @@ def _redis(servers: Servers) -> str | list[Any]:
 
 
 @pytest.fixture(scope="module")
-def inside(ground: Ground, where: dict[str, Any]) -> dict[str, str]:
+def inside(rig: DeviceRig, where: dict[str, Any]) -> dict[str, str]:
     """Return what each probe reached inside a resident of another tenant."""
     params = {"where": where}
-    bundle = hostile_bundle(ground)
-    ground.launch("probe", "probes:Probe", bundle=bundle, tenant="bad", params=params)
-    finished = ground.event(Finished, "probe", timeout_s=60.0)
+    bundle = hostile_bundle(rig)
+    rig.launch("probe", "probes:Probe", bundle=bundle, tenant="bad", params=params)
+    finished = rig.event(Finished, "probe")
     if os.geteuid() == 0:
         assert finished.result["uid"] >= 200_000
     reached: dict[str, str] = finished.result["reached"]
@@ -198,9 +198,9 @@ def test_probe_outside_the_sandbox_reaches_its_target(name, outside):
     assert outside[name] != ""
 
 
-def test_neighbour_of_the_probes_goes_on_in_the_same_process(ground, inside, where):
-    bundle = hostile_bundle(ground)
-    ground.launch("neighbour", "probes:Neighbour", 2, bundle=bundle, tenant="good")
-    ground.until(lambda: ground.printed("neighbour", 2))
+def test_neighbour_of_the_probes_goes_on_in_the_same_process(rig, inside, where):
+    bundle = hostile_bundle(rig)
+    rig.launch("neighbour", "probes:Neighbour", 2, bundle=bundle, tenant="good")
+    rig.until(lambda: rig.printed("neighbour", 2))
     assert _is_process_1(where["pids"]["neighbour"])
-    ground.cancel("neighbour", 2)
+    rig.cancel("neighbour", 2)

@@ -15,12 +15,12 @@ import pytest
 
 from app.core.model.messages import Failed, Started, Stopped
 from tests.security.devices import attack, hostile_bundle, longest_silence_s, serves
-from tests.workers.conftest import Ground
+from tests.workers.conftest import DeviceRig
 from workers.device.heartbeat import now_us
 
 pytestmark = pytest.mark.security
 
-LEASE_S = 6.0
+LEASE_S = 10.0
 WAYS = (
     "hold_descriptors",
     "send_lingering_sockets",
@@ -51,20 +51,20 @@ WAYS = (
 
 
 @pytest.fixture
-def both(tmp_path) -> Iterator[tuple[Ground, Ground]]:
+def both(tmp_path) -> Iterator[tuple[DeviceRig, DeviceRig]]:
     """The bad job's device, and its neighbour's, on one host."""
     opened = []
     try:
         for name in ("bad", "good"):
-            opened.append(Ground(tmp_path / name, lease_s=LEASE_S))
+            opened.append(DeviceRig(tmp_path / name, lease_s=LEASE_S))
             opened[-1].open()
         yield opened[0], opened[1]
     finally:
-        for ground in opened:
-            ground.close()
+        for rig in opened:
+            rig.close()
 
 
-def _behave_badly(bad: Ground, dice: random.Random, number: int) -> float:
+def _behave_badly(bad: DeviceRig, dice: random.Random, number: int) -> float:
     """Play one draw; returns the longest silence of its device in seconds."""
     task, do = f"bad{number}", "+".join(dice.sample(WAYS, dice.randint(1, 3)))
     since = len(bad.reports)
@@ -76,20 +76,20 @@ def _behave_badly(bad: Ground, dice: random.Random, number: int) -> float:
         bad.pause(task)
     bad.cancel(task)
 
-    bad.until(lambda: bad.view(task) is None, timeout_s=20.0)
+    bad.until(lambda: bad.view(task) is None)
     views = [view for alive in bad.reports[since:] for view in alive.residents]
     held_s = max(view.held_us for view in views if view.task == task) / 1e6
     for ended in (*bad.all(Failed, task), *bad.all(Stopped, task)):  # none if it was paused
         held_s = max(held_s, ended.held_us / 1e6)
         assert held_s > 0.0, do
     assert held_s <= (now_us() - began_us) / 1e6 + 0.5, do
-    serves(bad, f"good{number}", timeout_s=30.0)
+    serves(bad, f"good{number}")
     silent_s = longest_silence_s(bad, since)
     assert silent_s < LEASE_S, do
     return silent_s
 
 
-def _attack(both: tuple[Ground, Ground], draws: int, seed: int) -> None:
+def _attack(both: tuple[DeviceRig, DeviceRig], draws: int, seed: int) -> None:
     bad, good = both
     dice = random.Random(seed)
     good.launch("neighbour", "attacks:Steady", bundle=hostile_bundle(good), tenant="other")

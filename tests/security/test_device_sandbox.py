@@ -16,6 +16,7 @@ import pytest
 from app.core.security.sandbox_layers import LAYERS, missing
 from app.local import embedded_servers
 from app.settings import Settings
+from workers.device.device_check import find_device
 from workers.process import sandbox
 from workers.transfer.host_context import House
 
@@ -28,25 +29,25 @@ pytestmark = pytest.mark.security
 def test_a_device_worker_by_default_requires_its_sandbox(monkeypatch, tmp_path):
     monkeypatch.delenv("ROUNDHOUSE_SANDBOX", raising=False)
     monkeypatch.setenv("ROUNDHOUSE_HOME", str(tmp_path))
-    assert Settings().sandbox == House.of(Settings()).sandbox == "required"
+    assert Settings().sandbox == House.of(Settings(), find_device(Settings())).sandbox == "required"
     monkeypatch.setenv("ROUNDHOUSE_SANDBOX", "on")  # a word that is not a mode
     with pytest.raises(ValueError, match="sandbox"):
         Settings()
 
 
-def test_the_layers_that_are_raised_are_those_that_are_told_of():
+def test_applied_layers_are_those_that_are_reported():
     assert tuple(LAYERS) == sandbox.WALLS
 
 
 def _reports(home: Path, mode: str) -> tuple[list[dict[str, object]], str, str]:
     """Run a device where namespaces are refused; returns its reports, its end and its log."""
     words = (*REFUSING, sys.executable, "-m", "tests.security.one_device", str(home), mode)
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
     *reports, end = done.stdout.splitlines()
     return [json.loads(line) for line in reports], end, done.stderr
 
 
-def test_where_namespaces_are_refused_a_device_refuses_to_serve(tmp_path):
+def test_device_refuses_to_serve_where_namespaces_are_refused(tmp_path):
     reports, end, log = _reports(tmp_path, "required")
     assert end == "ended"
     assert reports, "the island is told why"
@@ -59,7 +60,7 @@ def test_where_namespaces_are_refused_a_device_refuses_to_serve(tmp_path):
     assert "deploy/seccomp.json" in log
 
 
-def test_where_namespaces_are_refused_a_device_that_may_goes_on_and_says_what_is_missing(tmp_path):
+def test_device_in_preferred_mode_serves_without_namespaces_and_says_so(tmp_path):
     reports, end, log = _reports(tmp_path, "preferred")
     assert end == "still serves"
     assert {"files", "network"} <= set(missing(reports[-1]["sandbox"]))
@@ -73,7 +74,7 @@ def test_where_namespaces_are_refused_a_device_that_may_goes_on_and_says_what_is
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["required", "preferred"])
-def test_make_up_where_namespaces_are_refused(tmp_path_factory, mode):
+def test_make_up_explains_where_namespaces_are_refused(tmp_path_factory, mode):
     with embedded_servers.temporary_home() as home:
         words = (
             *REFUSING,
@@ -91,20 +92,21 @@ def test_make_up_where_namespaces_are_refused(tmp_path_factory, mode):
             process = subprocess.Popen(words, cwd=ROOT, env=environment, stdout=log, stderr=log)
         try:
             if mode == "required":
-                assert process.wait(120) == 1
+                assert process.wait(300) == 1
                 assert "its sandbox is required, but its host" in output.read_text()
                 return
-            until(lambda: "Ctrl-C stops everything" in output.read_text(), 120)
+            until(lambda: "Ctrl-C stops everything" in output.read_text(), 300)
             said = output.read_text()
             assert "WARNING: local.0 without a complete sandbox" in said
             assert "reach the network, Postgres and Redis" in said
             url = json.loads((home / "run" / "up.json").read_text())["url"]
-            checks = json.loads(urllib.request.urlopen(f"{url}/readyz").read())["checks"]
+            with urllib.request.urlopen(f"{url}/readyz") as answer:
+                checks = json.load(answer)["checks"]
             assert checks["sandbox"]["ok"]
             assert "runs tenants' code without the layers" in checks["sandbox"]["detail"]
         finally:
             process.terminate()
-            process.wait(60)
+            process.wait(120)
 
 
 def until(true: Callable[[], bool], timeout_s: float) -> None:

@@ -20,16 +20,16 @@ from app.core.model.messages import (
     Cancel,
     Failed,
     Finished,
-    Launch,
     LogLines,
     encode,
 )
 from app.local.embedded_servers import temporary_home
 from app.local.up import running
 from app.messaging import broker
-from app.messaging.envelope import sealed_heartbeat, sealed_news
+from app.messaging.signed_messages import sealed_heartbeat, sealed_news
 from app.storage.signing import Signer
 from tests.acceptance.conftest import System
+from tests.launches import launch_of
 from tests.security.test_garbage import GARBAGE
 
 pytestmark = [pytest.mark.acceptance, pytest.mark.security]
@@ -113,14 +113,14 @@ def victim(system, intruder):
     request = beta.submit({"name": "victim", "tasks": [{"name": "t", "run": STAYS}]})
     task = request["tasks"][0]["id"]
     beta.wait_until(
-        request["id"], lambda found: found["tasks"][0]["state"] == "running", timeout_s=60
+        request["id"], lambda found: found["tasks"][0]["state"] == "running", timeout_s=180
     )
     assert system.until(lambda: beta.log_text(task) == ["began"])
     device = beta.get(f"/v1/tasks/{task}/placements")["items"][0]["device_id"]
     yield request["id"], task, device
     if beta.request(request["id"])["state"] == "running":
         beta.post(f"/v1/requests/{request['id']}/cancel")
-    beta.wait(request["id"], timeout_s=60)
+    beta.wait(request["id"], timeout_s=180)
 
 
 def believed(system, device):
@@ -155,23 +155,21 @@ def assert_nothing_came_of_it(system, victim, pids):
     assert [(each["id"], each["up"]) for each in devices] == [("local.0", True), ("local.1", True)]
 
 
-def launch_of(task, incarnation, **more):
+def forged_launch(task, incarnation, **more):
     """Return a Launch as an old intruder used it: any task, with every tenant's store at /code."""
     given = {
-        "tenant": "ten", "run": {"command": ["sh", "-c", "echo FORGED; ls -R /code"]},
-        "bundle": "../../../store", "params": {}, "inputs": {}, "outputs": [], "world_size": 1,
-        "preset": {}, "images": [], "budget_us": 10**9, "checkpoint_every_s": 0.0,
-        "memory_bytes": 0, "incarnation": incarnation, "surely_until_us": 2**60,
+        "run": {"command": ["sh", "-c", "echo FORGED; ls -R /code"]}, "bundle": "../../../store",
+        "budget_us": 10**9, "incarnation": incarnation, "surely_until_us": 2**60,
     }  # fmt: skip
-    return Launch(task=task, epoch=1, seq=9, **{**given, **more})
+    return launch_of(task, seq=9, **{**given, **more})
 
 
 def test_forged_orders_and_answers_are_not_obeyed(system, intruder, victim):
     _, task, device = victim
     pids, (_, incarnation, heard_us) = system.handle.pids(), believed(system, device)
     orders = [
-        launch_of(task, incarnation),
-        launch_of("tsk_" + "0" * 32, incarnation, bundle=""),
+        forged_launch(task, incarnation),
+        forged_launch("tsk_" + "0" * 32, incarnation, bundle=""),
         Cancel(task=task, epoch=1, seq=9),
         Answer(
             device=device, incarnation=incarnation, sent_us=heard_us + 10**9, lease_us=10**9,
@@ -208,9 +206,7 @@ def test_forged_heartbeats_are_not_believed(system, intruder, victim):
     assert_nothing_came_of_it(system, victim, pids)
 
 
-def test_what_was_sent_changes_nothing_if_it_is_repeated_or_sent_elsewhere(
-    system, intruder, victim
-):
+def test_repeated_or_redirected_message_changes_nothing(system, intruder, victim):
     device, pids = victim[2], system.handle.pids()
     other = "local.1" if device == "local.0" else "local.0"
     here, there = broker.device_queue(device), broker.device_queue(other)
@@ -235,7 +231,7 @@ def test_garbage_ends_no_worker(system, intruder, victim):
     assert len(re.findall("dropped an invalid message", logs)) < 20
 
 
-def test_what_a_process_heard_is_nothing_to_the_one_after_it(system, intruder, victim):
+def test_messages_to_one_process_mean_nothing_to_the_next(system, intruder, victim):
     """Repeat a process's orders and reports when its successor is there."""
     request, task, device = victim
     old = [*intruder.seen]
@@ -253,4 +249,4 @@ def test_what_a_process_heard_is_nothing_to_the_one_after_it(system, intruder, v
     assert beta.log_text(task) == ["began", "began"]
     assert beta.request(request)["tasks"][0]["state"] == "running"
     beta.post(f"/v1/requests/{request}/cancel")
-    assert beta.wait(request, timeout_s=60)["state"] == "cancelled"
+    assert beta.wait(request, timeout_s=180)["state"] == "cancelled"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-import time
 
 import pytest
 
@@ -23,15 +22,14 @@ def desk():
     desk.close()
 
 
-def test_peer_joins_beside_64_silent_connections(desk):
+def test_peer_joins_beside_64_silent_connections(desk, monkeypatch):
+    monkeypatch.setattr(peer_auth, "HANDSHAKE_S", 3600.0)  # none of them ends meanwhile
     desk.expect(1)
     with contextlib.ExitStack() as strangers:
         for _ in range(64):
             strangers.enter_context(socket.create_connection(desk.links.place))
-        began_s = time.monotonic()
         theirs = connect(desk.links.place, SECRET, 1, once)
-        ours = desk.joined.get(timeout=10)
-        assert time.monotonic() - began_s < 2.0
+        ours = desk.joined.get(timeout=60)
         close([*theirs, *ours])
 
 
@@ -51,7 +49,7 @@ def test_peer_joins_beside_strangers_that_come_without_end(desk):
     try:
         desk.expect(1)
         theirs = connect(desk.links.place, SECRET, 1, lambda: True)
-        close([*theirs, *desk.joined.get(timeout=10)])
+        close([*theirs, *desk.joined.get(timeout=60)])
     finally:
         ended.set()
         thread.join()
@@ -61,6 +59,6 @@ def test_peer_joins_beside_strangers_that_come_without_end(desk):
 def test_silent_connection_is_closed_at_its_deadline(desk, monkeypatch):
     monkeypatch.setattr(peer_auth, "HANDSHAKE_S", 0.3)
     with socket.create_connection(desk.links.place) as stranger:
-        stranger.settimeout(10)
+        stranger.settimeout(60)
         stranger.sendall(b"half a hello")
         assert stranger.recv(1) == b""

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from app.core.model import older_launch
 from app.core.model.messages import _KINDS, BadMessage, Finished, Launch, decode, encode
 from tests.core.model.test_messages import sample
 
@@ -29,14 +30,16 @@ NAMES: list[tuple[str, list[Any]]] = [
     ("Launch", ["inputs", KEY]),
     ("Launch", ["inputs", "x", "sha256"]),
     ("Launch", ["inputs", "x", "copies", 0, "key"]),
-    ("Launch", ["outputs", 0]),
-    ("Launch", ["publish", 0]),
+    ("Launch", ["spec", "name"]),
+    ("Launch", ["spec", "outputs", 0]),
+    ("Launch", ["spec", "publish", KEY]),
     ("Launch", ["images", 0, "sha256"]),
     ("Launch", ["links", "secret"]),
     ("Launch", ["preset", KEY]),
     ("Pause", ["task"]),
     ("Given", ["port"]),
     ("Given", ["source", "sha256"]),
+    ("Answer", ["mounts", KEY]),
     ("Answer", ["device"]),
     ("Answer", ["expect", 0, "task"]),
     ("Answer", ["expect", 0, "tenant"]),
@@ -96,19 +99,29 @@ def test_hostile_name_is_refused(kind: str, way: list[Any]) -> None:
 
 
 @pytest.mark.parametrize(
+    "path", [name for name in HOSTILE if name != "/etc/passwd"] + ["/a/../b", "/a/", "//a", "/."]
+)
+def test_path_of_a_mount_that_is_not_plain_is_refused(path: Any) -> None:
+    """Which paths a host shows is up to its roots (`workers.process.host_mounts`)."""
+    for kind, way in (("Launch", ["mounts", "/data"]), ("Answer", ["mounts", "imagenet"])):
+        with pytest.raises(BadMessage):
+            decode(spoilt(kind, way, path))
+
+
+@pytest.mark.parametrize(
     "run",
     [
         {}, {"job": "a:b", "command": []}, {"command": "sh"}, {"command": [1]}, {"job": "../a:b"},
-        {"graph": "sha256:../../store"}, {"graph": "0" * 64}, {"function": "os.path:__"} | {"x": 1},
+        {"graph": "sha256:../../store"}, {"graph": "0" * 64}, {"function": "os.path:__", "x": 1},
+        {"graph": {"nodes": []}}, "m:J", None, 7,
     ],
 )  # fmt: skip
-def test_what_is_run_has_one_of_four_forms(run: Any) -> None:
-    body = {**encode(sample(Launch)), "run": run}
-    if run == {"function": "os.path:__", "x": 1}:
-        decode(body)  # further fields are allowed: a graph's partition has some
-        return
-    with pytest.raises(BadMessage):
-        decode(body)
+def test_entry_point_has_one_of_four_forms(run: Any) -> None:
+    body = encode(sample(Launch))
+    older = {**older_launch.flattened(body), "run": run}
+    for forged in ({**body, "spec": {**body["spec"], "run": run}}, older):
+        with pytest.raises(BadMessage):
+            decode(forged)
 
 
 JSONS = st.recursive(
@@ -127,13 +140,13 @@ BODIES = st.sampled_from(sorted(_KINDS)).flatmap(
 @given(JSONS | BODIES)
 @example({"is": []})
 @example({"is": "Alive", "residents": [{"is": "Pause", "task": "t", "epoch": 1, "seq": 1}]})
-def test_whatever_json_says_it_is_a_message_or_refused(body: Any) -> None:
+def test_any_json_is_a_message_or_refused(body: Any) -> None:
     with suppress(BadMessage):
         decode(body)
 
 
 @given(st.sampled_from(sorted(_KINDS)), st.data())
-def test_a_message_with_one_other_value_is_a_message_or_refused(kind: str, data: Any) -> None:
+def test_message_with_one_changed_value_is_a_message_or_refused(kind: str, data: Any) -> None:
     body = encode(sample(_KINDS[kind]))
     body[data.draw(st.sampled_from(sorted(body)))] = data.draw(JSONS)
     found = None

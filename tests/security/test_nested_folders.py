@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from workers.transfer.host_context import remove_tree, set_aside
+from workers.transfer.host_context import set_aside
+from workers.transfer.tree_removal import remove_tree
 
 pytestmark = pytest.mark.security
 

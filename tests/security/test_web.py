@@ -86,15 +86,16 @@ def test_cookie_changes_nothing_in_a_call_from_elsewhere(name, app, world, sessi
     assert told not in own.text
 
 
-@pytest.mark.parametrize("name", TAKING_JSON)
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "text/json"])
-def test_form_of_another_origin_is_no_json(name, kind, as_, rows):
-    before = rows()
-    content = json.dumps(_example(OPERATIONS[name]["requestBody"]["content"]["application/json"]))
-    headers = {"Content-Type": kind}
-    answer = as_("root").request(name.split()[0], _path(name), content=content, headers=headers)
-    problem(answer, 415, "unsupported-media-type")
-    assert rows() == before
+def test_form_of_another_origin_is_no_json(kind, as_, rows, subtests):
+    before, root, headers = rows(), as_("root"), {"Content-Type": kind}
+    for name in TAKING_JSON:
+        media = OPERATIONS[name]["requestBody"]["content"]["application/json"]
+        with subtests.test(name):
+            content = json.dumps(_example(media))
+            answer = root.request(name.split()[0], _path(name), content=content, headers=headers)
+            problem(answer, 415, "unsupported-media-type")
+            assert rows() == before
 
 
 # --- scripts in what tenants write ----------------------------------------------------------------
@@ -225,15 +226,16 @@ def test_no_path_leads_out_of_the_static_files(up, port):
         assert b"root:" not in got
 
 
+NAMING = ["/v1/bundles/{}", "/v1/graphs/{}", "/v1/datablocks/{}", "/v1/checkpoints/{}/tensors",
+          "/v1/tasks/TASK/outputs/{}", "/v1/requests/{}", "/v1/presets/{}/cpu"]  # fmt: skip
+
+
 @pytest.mark.parametrize("up", ["..%2f..", "%2e%2e", "..%5c..", "..%00", "%2fetc%2fpasswd"])
-@pytest.mark.parametrize(
-    "path",
-    ["/v1/bundles/{}", "/v1/graphs/{}", "/v1/datablocks/{}", "/v1/checkpoints/{}/tensors",
-     "/v1/tasks/TASK/outputs/{}", "/v1/requests/{}", "/v1/presets/{}/cpu"],
-)  # fmt: skip
-def test_no_name_in_a_path_leads_to_a_file(path, up, red, submitted):
-    target = path.replace("TASK", submitted["tasks"][0]["id"]).format(up)
-    assert red.get(target).status_code in (404, 405, 422)
+def test_no_name_in_a_path_leads_to_a_file(up, red, submitted, subtests):
+    for path in NAMING:
+        with subtests.test(path):
+            target = path.replace("TASK", submitted["tasks"][0]["id"]).format(up)
+            assert red.get(target).status_code in (404, 405, 422)
 
 
 # --- versions, and calls that take effect once ----------------------------------------------------
@@ -242,14 +244,15 @@ NO_MATCH = ['"7"', 'W/"1"', "1", '"1', "'1'", '"01"', '" 1"', '"-1"', '"1.0"', '
             '"99999999999999999999999999"', '"1"x', '"*"', "W/*"]  # fmt: skip
 
 
-@pytest.mark.parametrize("match", NO_MATCH)
 @pytest.mark.parametrize("path", ["/v1/tenants/ten_red", "/v1/users/usr_red.member"])
-def test_version_that_is_not_the_newest_changes_nothing(path, match, as_, rows):
-    before = rows()
-    headers = [("If-Match", match.encode())]
-    answer = as_("root").patch(path, json={"weight": 3.0}, headers=headers)
-    assert answer.status_code in (412, 422, 428), answer.text
-    assert rows() == before
+def test_version_that_is_not_the_newest_changes_nothing(path, as_, rows, subtests):
+    before, root = rows(), as_("root")
+    for match in NO_MATCH:
+        with subtests.test(match):
+            headers = [("If-Match", match.encode())]
+            answer = root.patch(path, json={"weight": 3.0}, headers=headers)
+            assert answer.status_code in (412, 422, 428), answer.text
+            assert rows() == before
 
 
 @pytest.mark.parametrize(

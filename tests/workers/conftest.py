@@ -1,14 +1,16 @@
-"""A device of its own for each test: a real supervisor, zygote and residents; the island is played.
+"""Give each test a device of its own: a real supervisor, zygote and residents.
 
-`Ground` is what the island would see and say.  It hears every report and answers it at once, unless
-a test makes it deaf.
+The test plays the island: a `DeviceRig` hears every report and answers it at once, unless a test
+makes it deaf.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -25,21 +27,30 @@ from app.core.model.messages import (
     Alive,
     Answer,
     Cancel,
+    CheckpointRef,
     Event,
+    ExpectedTask,
     Launch,
     Pause,
+    Paused,
     Resize,
     Save,
     Saved,
     Started,
+    about_image_key,
     decode,
     encode,
     key,
 )
+from app.core.model.provisions.mounts import digest
 from app.core.scheduling.turns import Level, Share, as_json
+from app.storage.sealing import sealed_to
 from app.storage.store import Store
+from tests.launches import image_of, launch_of
+from tests.sim import orders
 from tests.workers import warm_zygotes as warm
 from workers.device.supervisor import Supervisor
+from workers.process.device_access import find_access
 from workers.transfer.host_context import House
 
 ROOT = Path(__file__).parent.parent.parent
@@ -54,24 +65,25 @@ PRESET = {
 }
 
 
-def alone(entry: str, params: dict[str, Any]) -> Any:
+def alone(entry: str, params: dict[str, Any], kind: str = "cpu") -> Any:
     """What the job gives when it runs undisturbed, in a plain process of its own.
 
     A job that was asked about before is not run again.
     """
-    return json.loads(_said_alone(entry, json.dumps(params)))
+    return json.loads(_said_alone(entry, json.dumps(params), kind))
 
 
 @functools.cache
-def _said_alone(entry: str, params: str) -> bytes:
+def _said_alone(entry: str, params: str, kind: str) -> bytes:
     done = subprocess.run(
         [
             *(sys.executable, "-m", "workers.residents.run_alone", str(BUNDLE), entry),
-            *("--params", params, "--preset", json.dumps(PRESET)),
+            *("--params", params, "--preset", json.dumps(PRESET), "--kind", kind),
         ],
         stdout=subprocess.PIPE,
         check=True,
         cwd=ROOT,
+        env={**os.environ, "SIM_DEVICES": "1" if kind == "sim" else ""},
     )
     return done.stdout.splitlines()[-1]
 
@@ -80,8 +92,21 @@ def bundled(files: dict[str, str]) -> bytes:
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as archive:
         for name, text in files.items():
-            archive.writestr(name, text)
+            archive.writestr(zipfile.ZipInfo(name), text)  # equal files are an equal bundle
     return out.getvalue()
+
+
+def words_in_memory(pid: int, *words: str) -> list[str]:
+    """Return which of the words are in the memory that a fork of the process inherits."""
+    found = dict[str, None]()
+    with open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "rb", 0) as memory:
+        for where, may, *_ in map(str.split, maps):
+            if may != "rw-p":
+                continue
+            begin, end = (int(address, 16) for address in where.split("-"))
+            held = os.pread(memory.fileno(), end - begin, begin)
+            found |= {word: None for word in words if word.encode() in held}
+    return [*found]
 
 
 def _run(run: str | list[str] | dict[str, Any]) -> dict[str, Any]:
@@ -92,29 +117,57 @@ def _run(run: str | list[str] | dict[str, Any]) -> dict[str, Any]:
     return {"function" if run.partition(":")[2][0].islower() else "job": run}
 
 
+IMAGE_KEY = "5e" * 32  # with which the images of commands are encrypted
+
+PATIENCE_S = 90.0  # for what comes soon, but on a slow machine beside other tests
+
 _HURRIED = {"lease_margin_s": 1.0, "beat_s": 0.5, "stop_grace_s": 1.0}
 
 
-class Ground:
+@contextlib.contextmanager
+def separate_device(home: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a device in a process of its own (`tests.workers.separate`) until its job steps."""
+    device = subprocess.Popen(
+        [sys.executable, "-m", "tests.workers.separate", str(home), *options],
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+    )
+    assert device.stdout is not None
+    try:
+        assert device.stdout.readline() == b"running\n"
+        yield device
+    finally:
+        device.kill()
+        device.wait()
+        device.stdout.close()
+
+
+class DeviceRig:
     """The island, as far as one device can tell."""
 
-    def __init__(self, home: Path, *, lease_s: float = 6.0, **house: Any) -> None:
+    def __init__(
+        self, home: Path, *, lease_s: float = 30.0, grace_s: float = 0.0, **house: Any
+    ) -> None:
         self.store = Store.at(home / "store")
         self.bundle, _ = self.store.put([bundled(CODE)])
-        self.lease_s = lease_s
+        self.lease_s, self.grace_s = lease_s, grace_s
         self.deaf = False
         self.drop: list[list[Any]] = []
         self.wanted = True
+        self.expected: list[ExpectedTask] = []  # that are being moved here
+        self.check = 0  # number of the health check that is asked for
+        self.mounts: dict[str, str] = {}  # the path of each registered mount, by name
+        self.environments: list[str] = []  # locks that tasks wait for
+        self.images: dict[str, str] = {}  # and of each container image
         self.reports: list[Alive] = []
         self.events: list[Event] = []
         self.lines: dict[str, list[list[str]]] = {}
         self.changed = threading.Condition()
         self.house = House(
-            device="h.0",
             island="test",
             store=self.store,
             run=home / "run",
-            **{**_HURRIED, "sandbox": "preferred", **house},
+            **{**_HURRIED, "device": "h.0", "sandbox": "preferred", "criu": "/none", **house},
         )
         self.supervisor = Supervisor(self.house, self)
         self.orders: dict[tuple[str, int], int] = {}
@@ -142,16 +195,25 @@ class Ground:
                 incarnation=alive.incarnation,
                 sent_us=alive.sent_us,
                 lease_us=int(self.lease_s * 1e6),
+                grace_us=min(alive.grace_us, int(self.grace_s * 1e6)),
                 heard=heard,
                 logged={name: len(lines) for name, lines in self.lines.items()},
                 keep=[
                     [v.task, v.epoch] for v in alive.residents if [v.task, v.epoch] not in self.drop
                 ],
                 drop=self.drop,
+                expect=self.expected,
                 wanted=self.wanted,
                 rota=[as_json(share) for share in self._shares(alive)],
+                check=self.check,
+                environments=self.environments,
+                mounts=self._unknown(alive.facts.get("mounts"), self.mounts),
+                images=self._unknown(alive.facts.get("images"), self.images),
             )
         )
+
+    def _unknown(self, known: str | None, present: dict[str, str]) -> dict[str, str] | None:
+        return None if known in (None, digest(present)) else present
 
     def _shares(self, alive: Alive) -> list[Share]:
         """Tenants beside each other, who used nothing but this device; `t+` is of the same as t."""
@@ -197,31 +259,31 @@ class Ground:
     ) -> Launch:
         """`run` is an entry of the bundle, the words of a command, or what an order says."""
         self.orders[task, epoch] = 1
-        order = Launch(
-            task=task,
-            epoch=epoch,
-            seq=1,
+        if isinstance(run, list):
+            more = {"image_key": self.image_key(task, epoch), **more}
+        order = launch_of(
+            task,
+            epoch,
             **{
-                "tenant": "ten",
                 "run": _run(run),
                 "bundle": self.bundle,
-                "params": {},
-                "inputs": {},
-                "outputs": [],
-                "world_size": 1,
                 "preset": PRESET,
-                "images": [],
-                "budget_us": 60_000_000,
-                "checkpoint_every_s": 0.0,
-                "memory_bytes": 0,
+                "budget_us": 600_000_000,
                 **more,
             },
         )
         self.supervisor.receive(order)
         return order
 
-    def pause(self, task: str, epoch: int = 1) -> None:
-        self.supervisor.receive(Pause(task=task, epoch=epoch, seq=self._seq(task, epoch)))
+    def image_key(self, task: str, epoch: int = 1) -> dict[str, str]:
+        """Return the key of images as a launch has it for this host."""
+        house = self.house
+        about = about_image_key(task, epoch, house.device)
+        announced, host_key = house.facts["sealing_key"], house.signer.public
+        return {"sealed": sealed_to(announced, IMAGE_KEY, about, host_key=host_key)}
+
+    def pause(self, task: str, epoch: int = 1, **more: Any) -> None:
+        self.supervisor.receive(Pause(task=task, epoch=epoch, seq=self._seq(task, epoch), **more))
 
     def save(self, task: str, epoch: int = 1) -> None:
         self.supervisor.receive(Save(task=task, epoch=epoch, seq=self._seq(task, epoch)))
@@ -233,13 +295,19 @@ class Ground:
         seq = self._seq(task, epoch)
         self.supervisor.receive(Resize(task=task, epoch=epoch, seq=seq, seats=[seats]))
 
+    def let_end(self, task: str, epoch: int = 1) -> None:
+        """Make the file `end` in the folder of a task that has started: it waits for the file."""
+        residents = list(self.supervisor.lives.residents.values())
+        (here,) = (each for each in residents if each.stay.key == (task, epoch))
+        Path(f"/proc/{here.pid}/cwd/end").touch()
+
     def _seq(self, task: str, epoch: int) -> int:
         self.orders[task, epoch] += 1
         return self.orders[task, epoch]
 
     # --- looking ---
 
-    def until(self, true: Callable[[], Any], timeout_s: float = 20.0) -> Any:
+    def until(self, true: Callable[[], Any], timeout_s: float = PATIENCE_S) -> Any:
         """Wait, over as many reports as it takes; what `true` returned."""
         with self.changed:
             found = self.changed.wait_for(true, timeout_s)
@@ -262,6 +330,11 @@ class Ground:
         held = self.reports[-1].residents if self.reports else []
         return next((v for v in held if (v.task, v.epoch) == (task, epoch)), None)
 
+    def views(self, task: str, epoch: int = 1) -> list[Any]:
+        """Return how each report showed it so far, also those that came between two looks."""
+        held = [view for report in list(self.reports) for view in report.residents]
+        return [view for view in held if (view.task, view.epoch) == (task, epoch)]
+
     def steps(self, task: str, at_least: int, epoch: int = 1) -> Any:
         def there() -> Any:
             view = self.view(task, epoch)
@@ -270,14 +343,30 @@ class Ground:
         return self.until(there)
 
     def went_on_from(self, saved: Saved) -> bool:
-        """Did the next epoch begin at this image, or a newer one that this one kept here?"""
-        kept = {one.step for one in self.all(Saved, saved.task, saved.epoch)}
-        began = self.event(Started, saved.task, saved.epoch + 1).step
-        return began in kept and began >= saved.step > 0
+        """Return whether the next epoch began at this image, or at a newer one kept here.
 
-    def image(self, saved: Saved) -> dict[str, Any]:
+        A task that is dropped tells no more of its checkpoints: one that was being stored at that
+        moment is newer than all that were told.
+        """
+        told = {one.step for one in self.all(Saved, saved.task, saved.epoch)}
+        began = self.event(Started, saved.task, saved.epoch + 1)
+        newest = began.step in told or began.step > max(told)
+        return began.resumed == "image" and newest and began.step >= saved.step > 0
+
+    def paused_and_saved(self, task: str, epoch: int) -> list[CheckpointRef]:
+        """Pause the task; return the checkpoint of where it stood, as a Launch names it."""
+        self.pause(task, epoch)
+        paused = self.event(Paused, task, epoch)
+
+        def saved() -> Saved | None:
+            there = self.all(Saved, task, epoch)
+            return next((saved for saved in there if saved.step == paused.step), None)
+
+        return [self.image(self.until(saved))]
+
+    def image(self, saved: Saved) -> CheckpointRef:
         """The checkpoint as a Launch names it."""
-        return {"sha256": saved.sha256, "step": saved.step, "key": self.house.signer.public}
+        return image_of(saved.sha256, saved.step, self.house.signer.public)
 
     def printed(self, task: str, epoch: int = 1) -> list[str]:
         return [text for _, text in self.lines.get(key(task, epoch), [])]
@@ -286,11 +375,11 @@ class Ground:
 
     def open(self) -> None:
         self.supervisor.start()
-        self.until(lambda: self.reports, timeout_s=40.0)
+        self.until(lambda: self.reports)
 
     def close(self) -> None:
         self.supervisor.stop()
-        deadline_s = time.monotonic() + 10
+        deadline_s = time.monotonic() + PATIENCE_S
         while self.supervisor.is_alive() and time.monotonic() < deadline_s:
             self.supervisor.join(0.1)
         assert not self.supervisor.is_alive()
@@ -321,12 +410,12 @@ def fresh_zygotes() -> Iterator[None]:
 
 
 @pytest.fixture
-def grounds(tmp_path: Path) -> Iterator[Callable[..., Ground]]:
+def rigs(tmp_path: Path) -> Iterator[Callable[..., DeviceRig]]:
     """Makes devices; all of them are closed at the end."""
     opened = []
 
-    def make(**options: Any) -> Ground:
-        made = Ground(options.pop("home", tmp_path), **options)
+    def make(**options: Any) -> DeviceRig:
+        made = DeviceRig(options.pop("home", tmp_path), **options)
         made.open()
         opened.append(made)
         return made
@@ -338,6 +427,29 @@ def grounds(tmp_path: Path) -> Iterator[Callable[..., Ground]]:
 
 
 @pytest.fixture
-def ground(grounds: Callable[..., Ground]) -> Ground:
+def accelerators(rigs: Callable[..., DeviceRig], tmp_path: Path) -> Callable[..., DeviceRig]:
+    """Make a device worker of a simulated accelerator with so much memory."""
+
+    def make(memory_bytes: int, **options: Any) -> DeviceRig:
+        home = tmp_path / "accelerator"
+        home.mkdir()
+        home.chmod(0o755)
+        node = home / "budget"  # in the place of a device node
+        node.touch()
+        node.chmod(0o666)
+        environ = {
+            "SIM_DEVICES": "1",
+            **orders.ENVIRON,
+            "SIM_HOME": str(home),
+            "SIM_MEMORY_BYTES": str(memory_bytes),
+        }
+        access = find_access("sim", "0", environ=environ, nodes=(node,))
+        return rigs(kind="sim", access=access, memory_bytes=memory_bytes, **options)
+
+    return make
+
+
+@pytest.fixture
+def rig(rigs: Callable[..., DeviceRig]) -> DeviceRig:
     """A device with nothing special about it."""
-    return grounds()
+    return rigs()

@@ -93,22 +93,22 @@ def _conductor(own: Turns, board: Notes, seed: int) -> Iterator[None]:
 
 
 def _conduct(own: Turns, board: Notes, dice: random.Random, parent: int) -> None:
-    ground, calling = own.ground, False
+    arena, calling = own.arena, False
     while (standing := board.standing()) and os.getppid() == parent:
         if calling and all(standing):
             assert len(set(standing)) == 1, standing
             if dice.random() < 0.5:
-                turns.wish(ground, dice.randint(1, board.ranks))
-            turns.end_cut(ground)
+                turns.wish(arena, dice.randint(1, board.ranks))
+            turns.end_cut(arena)
             board.words[board.row(board.ranks) + _LET_GO] += 1
             while any(board.standing()):  # until all have gone on
                 pause(PAUSE_S)
             calling = False
         elif dice.random() < 0.4:
             if calling or dice.random() < 0.5:
-                turns.wish(ground, dice.randint(1, board.ranks))
+                turns.wish(arena, dice.randint(1, board.ranks))
             else:
-                turns.call_to_cut(ground)
+                turns.call_to_cut(arena)
                 calling = True
         pause(dice.random() * 10 * PAUSE_S)
 

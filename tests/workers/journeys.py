@@ -56,13 +56,18 @@ ANIMALS = (
     Animal("ddp"),
     Animal("ddp", (("sharded", True),)),
 )
+#: Those that an accelerator of another vendor runs as well: torch has sparse gradients for few.
+CLEAN = tuple(
+    Animal("rnn", (("sparse", False),)) if animal.module == "rnn" else animal for animal in ANIMALS
+)
 SLOW = (Animal("compiled", (("backend", "inductor"),)),)  # its compiler takes seconds
 
 
 class Station:
-    """Forks legs; use it in a `with`."""
+    """Forks legs, which compute on one kind of device; use it in a `with`."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str = "cpu") -> None:
+        self.kind = kind
         self.folder = tempfile.TemporaryDirectory(prefix="journeys-")
         self.number = itertools.count()
         self.process = subprocess.Popen(
@@ -71,7 +76,12 @@ class Station:
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
-            env={**os.environ, "PYTHONHASHSEED": "0", "TORCHINDUCTOR_COMPILE_THREADS": "1"},
+            env={
+                **os.environ,
+                "PYTHONHASHSEED": "0",
+                "TORCHINDUCTOR_COMPILE_THREADS": "1",
+                "SIM_DEVICES": "1" if kind == "sim" else "",
+            },
         )
 
     def __enter__(self) -> Station:
@@ -80,7 +90,7 @@ class Station:
     def __exit__(self, *_: object) -> None:
         self.process.stdin.close()  # type: ignore[union-attr]
         self.process.stdout.close()  # type: ignore[union-attr]
-        self.process.wait(timeout=60)
+        self.process.wait(timeout=120)
         self.folder.cleanup()
 
     def leg(self, animal: Animal, until: int, **how: Any) -> JSON:
@@ -88,6 +98,7 @@ class Station:
         scratch = Path(self.folder.name) / f"scratch-{next(self.number)}"
         scratch.mkdir()
         wanted = {"module": animal.module, "params": dict(animal.params), "until": until, **how}
+        wanted["kind"] = self.kind
         self.process.stdin.write(json.dumps({**wanted, "scratch": str(scratch)}) + "\n")  # type: ignore[union-attr]
         self.process.stdin.flush()  # type: ignore[union-attr]
         said: JSON = json.loads(self.process.stdout.readline())  # type: ignore[union-attr]
@@ -166,6 +177,7 @@ def _live(wanted: JSON, write: int) -> None:
 
 def _leg(
     *,
+    kind: str,
     module: str,
     params: JSON,
     scratch: str,
@@ -179,28 +191,34 @@ def _leg(
     """From the image `before`, or the first step, to step `until`, and into the image `after`."""
     import torch
 
+    from tests.sim import through_host
     from workers.capture import data_loader
-    from workers.capture.capture import Surroundings, capture, rebuilt, return_to
+    from workers.capture.capture import Surroundings, capture
+    from workers.capture.restore import rebuilt, return_to
     from workers.hardware import preset
     from workers.hardware.accelerator import Accelerator
+    from workers.hardware.storages import follow_lending
     from workers.residents.context import Context
     from workers.residents.entry import load_entry, seed, take_step
-    from workers.switching import offload
 
     def captured() -> Any:
+        accelerator.synchronize()  # as a resident does: a job may compute on streams of its own
         began_s = time.process_time()
         found = capture(job, around=around, accelerator=accelerator)
         times["capture"].append((time.process_time() - began_s) * 1e3)
         return found
 
     os.chdir(scratch)
-    away, away_bytes = Away() if leaves else None, list[int]()
-    accelerator, times = Accelerator("cpu"), {"capture": list[float](), "restore": list[float]()}
-    preset.configure(PRESET)
+    accelerator, times = Accelerator(kind), {"capture": list[float](), "restore": list[float]()}
+    away, away_bytes = Away(accelerator) if leaves else None, list[int]()
+    if kind == "sim":
+        through_host.register(kind)
+    # Few kernels of other kinds of devices are deterministic; the others would raise.
+    preset.configure(PRESET if kind == "cpu" else {**PRESET, "deterministic": "warn"})
     ctx = Context(device=accelerator.device, rank=0, world_size=1, params=params)
     around = Surroundings(code=ZOO, scratch=Path(scratch), ctx=ctx)
-    seed()
-    offload.follow()
+    seed(accelerator)
+    follow_lending()
     if follow:
         data_loader.follow()
     entry = load_entry(ZOO, f"{module}:Train")
@@ -210,7 +228,7 @@ def _leg(
     else:
         done, graph, blocks = pickle.loads(Path(before).read_bytes())
         began_s = time.process_time()
-        storages = [block_of(block) for block in blocks]
+        storages = [block_of(block).to(device=device) for device, block in blocks]
         world = rebuilt(memoryview(graph), storages, around=around)
         return_to(world, accelerator)
         times["restore"].append((time.process_time() - began_s) * 1e3)
@@ -226,19 +244,18 @@ def _leg(
         vars(job).pop("batches", None)
     found = captured()
     if after is not None:
-        blocks = [bytes_of(storage) for storage in found.storages]
+        blocks = [(storage.device.type, bytes_of(storage)) for storage in found.storages]
         Path(after).write_bytes(pickle.dumps((done, bytes(found.graph), blocks)))
-    drawn = [torch.rand(1).item(), random.random()]
-    digest = [_digest(found), drawn]
+    drawn = [torch.rand(1, device=place).item() for place in {"cpu", kind}]
+    digest = [_digest(found), *sorted(drawn), random.random()]
     return {"trace": trace, "digest": digest, "times_ms": times, "away_bytes": away_bytes}
 
 
 class Away:
     """Off the device and back, as a paused resident goes: sometimes an image lies there already."""
 
-    def __init__(self) -> None:
+    def __init__(self, accelerator: Any) -> None:
         from tests.workers.watching import WATCH
-        from workers.hardware.accelerator import Accelerator
         from workers.hardware.dirty_pages import PAGE
         from workers.process import slab
         from workers.switching import offload, staging
@@ -248,8 +265,8 @@ class Away:
         # These jobs are small.
         offload.LEAVES_BYTES, staging.WATCHED_BYTES = 64, 2 * PAGE
         held = slab.Slab(slab.made(1 << 28))
-        self.staging = Staging(held, WATCH)
-        self.absence = Absence(held, Accelerator("cpu"), self.staging.pinned)
+        self.staging = Staging(held, WATCH, accelerator)
+        self.absence = Absence(held, accelerator, self.staging.pinned)
         self.dice = random.Random(0)
 
     def leave_and_return(self, captured: Any) -> int:
@@ -271,6 +288,7 @@ class Away:
 
 
 def bytes_of(storage: Any) -> bytes:
+    storage = storage.cpu()
     return bytes((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr()))
 
 

@@ -23,7 +23,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from tests.workers.journeys import block_of, bytes_of
-from workers.capture.capture import Surroundings, capture, rebuilt, return_to
+from workers.capture.capture import Surroundings, capture
+from workers.capture.restore import rebuilt, return_to
 from workers.hardware.accelerator import Accelerator
 
 CPU = Accelerator("cpu")
@@ -51,8 +52,14 @@ class Job:
         return total.item()
 
 
-def rank(folder: str, number: int, kind: str, steps: int, before: str, after: str) -> list[float]:
-    """The losses of some steps: from the image `before`, if any, into the image `after`, if any."""
+def rank(
+    folder: str, number: int, kind: str, steps: int, before: str, after: str
+) -> tuple[list[float], Job]:
+    """Return the losses of some steps, from the image `before`, if any, into the image `after`, if
+    any.  The job comes with them, and must live until the process ends: where its last reference
+    is dropped, torch 2.13 joins the thread of its group with Python's lock held, and that thread
+    may be waiting for the lock.
+    """
     store = dist.FileStore(f"{folder}/store-{before}-{after}", 2)  # each run has its own
     wait = timedelta(seconds=120)
     dist.init_process_group("gloo", timeout=wait, rank=number, world_size=2, store=store)
@@ -71,7 +78,7 @@ def rank(folder: str, number: int, kind: str, steps: int, before: str, after: st
         Path(folder, f"{after}-{number}").write_bytes(pickle.dumps(image))
     dist.barrier()
     dist.destroy_process_group()
-    return losses
+    return losses, job
 
 
 def run(folder: str, kind: str, steps: int, before: str = "", after: str = "") -> list[list[float]]:
@@ -82,14 +89,15 @@ def run(folder: str, kind: str, steps: int, before: str = "", after: str = "") -
         if not (pid := os.fork()):
             status = 1
             try:
-                losses = rank(folder, number, kind, steps, before, after)
+                losses, _job = rank(folder, number, kind, steps, before, after)
                 told[number].write_text(json.dumps(losses))
                 status = 0
             finally:
-                os._exit(status)
+                os._exit(status)  # with the job alive
         pids.append(pid)
     for pid in pids:
-        os.waitpid(pid, 0)
+        if os.waitpid(pid, 0)[1]:
+            raise RuntimeError(f"a rank failed: {folder}, {kind}")
     return [json.loads(path.read_text()) for path in told]
 
 

@@ -20,7 +20,8 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NoReturn
 from unittest import mock
@@ -56,12 +57,14 @@ class _Warm:
     def __init__(self) -> None:
         self._one_at_a_time = threading.Lock()
         self._of_thread = threading.local()
-        self._environment = zygote_handle.zygote_environment()
+        self._environment = zygote_handle.zygote_environment({})
 
-    def start_zygote(self, fd: int, lock_fd: int) -> _ForkedZygote | subprocess.Popen[bytes]:
+    def start_zygote(
+        self, fd: int, lock_fd: int, variables: Mapping[str, str]
+    ) -> _ForkedZygote | subprocess.Popen[bytes]:
         """Fork a zygote; in another environment than the warm process's, start it afresh."""
-        if zygote_handle.zygote_environment() != self._environment:
-            return _start_fresh(fd, lock_fd)
+        if zygote_handle.zygote_environment(variables) != self._environment:
+            return _start_fresh(fd, lock_fd, variables)
         ends, end = os.pipe()
         lifelines = vars(self._of_thread).setdefault("lifelines", [])
         lifelines.append(_Lifeline(end))
@@ -92,7 +95,7 @@ class _Warm:
         if "_started" in vars(self):
             process, ask = self._started
             ask.close()
-            process.wait(timeout=30)
+            process.wait(timeout=90)
 
 
 class _Lifeline:
@@ -204,7 +207,8 @@ def _become_zygote(given: list[int], tell: int, works_for: set[bytes]) -> NoRetu
 
 def _kind_of(room: Room) -> bytes:
     """Return what decides which layers work, and whether a volume does."""
-    said = [room.kind, room.uid == os.geteuid()]
+    own = zlib.crc32(repr((room.nodes, room.folders)).encode())
+    said = [own, room.uid == os.geteuid()]
     if room.template is not None:
         about = room.template.stat()
         said += [about.st_dev, about.st_size]

@@ -1,8 +1,7 @@
-"""Capture a job's whole object graph as bytes beside its storages, and restore it.
+"""Captures a job's whole object graph as bytes beside its storages; `restore` is the way back.
 
 `capture` is called at a safe point. It pickles the graph and lists the storages to which the graph
-refers; their bytes stay where they are (`context_switch` moves them). `rebuilt` makes equal objects
-around storages that are already filled.
+refers; their bytes stay where they are (`context_switch` moves them).
 
 Invariants:
 * two objects that share memory before a restore share it after (`tensors`);
@@ -39,13 +38,22 @@ from torch.utils.hooks import RemovableHandle
 
 from workers.capture import data_loader, job_files, process_handles, tensors
 from workers.capture.paths import Refused, Uncapturable, find, named
-from workers.capture.rebuild import Loading, Name, Surroundings, current, known, rebuilding
+from workers.capture.rebuild import Name, Surroundings
+from workers.capture.restore import (
+    TRAILER_BYTES,
+    make_generator,
+    make_module,
+    make_optimizer,
+    make_parametrized,
+    named_here,
+    set_module,
+    whats_named,
+)
 from workers.hardware.accelerator import Accelerator
 
-__all__ = ["Captured", "Surroundings", "Uncapturable", "capture", "rebuilt", "return_to"]
+__all__ = ["Captured", "Surroundings", "Uncapturable", "capture"]
 
 NAMES_LIMIT = 10_000
-_TRAILER_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +67,6 @@ class Captured:
     graph: memoryview
     storages: list[torch.UntypedStorage]
     tensors: dict[str, list[Any]] = field(default_factory=dict)
-
-
-# --- to bytes ------------------------------------------------------------------------------------
 
 
 def capture(
@@ -128,7 +133,7 @@ def _pickled(
         "lent": pickler.lent,
     }
     pickle.dump(header, out, protocol=5)
-    out.write(begins.to_bytes(_TRAILER_BYTES, "big"))
+    out.write(begins.to_bytes(TRAILER_BYTES, "big"))
     return out.getbuffer(), pickler
 
 
@@ -178,7 +183,7 @@ class Capture(cloudpickle.Pickler):
     def __init__(self, out: io.BytesIO, around: Surroundings, *, weakly: bool = False) -> None:
         super().__init__(out, protocol=5)
         self.around, self.weakly = around, weakly
-        self.numbers: dict[tuple[int, int], int] = {}
+        self.numbers: dict[tuple[str, int, int], int] = {}
         self.storages: list[torch.UntypedStorage] = []
         self.lent: list[Name] = []  # have the numbers -1, -2, ...; no image holds them
         self.rows: dict[int, tensors.Row] = {}  # id -> location of a tensor or an array
@@ -187,7 +192,7 @@ class Capture(cloudpickle.Pickler):
         self.mapped: set[str] = set()  # paths of files that are changed through a memory map
         self.stateful: dict[int, Any] = {}  # id of an iterator -> its StatefulDataLoader
         self.unhooked: dict[tuple[str, ...], tuple[str, ...]] = {}
-        self._names = {id(obj): name for name, obj in _named_here(around).items()}
+        self._names = {id(obj): name for name, obj in named_here(around).items()}
         self._reducers: dict[type, Reducer | None] = {}
 
     def reducer_override(self, obj: Any) -> Any:
@@ -207,10 +212,10 @@ class Capture(cloudpickle.Pickler):
     def number(self, storage: torch.UntypedStorage) -> int:
         """Return a storage's number.
 
-        Storages are equal by address and size, empty ones by identity.
+        Storages are equal by device, address and size, empty ones by identity.
         """
-        size = storage.nbytes()
-        key = (storage.data_ptr(), size) if size else (-storage._cdata, 0)
+        size, where = storage.nbytes(), str(storage.device)
+        key = (where, storage.data_ptr(), size) if size else (where, -storage._cdata, 0)
         number = self.numbers.get(key)
         if number is None:
             number = self.numbers[key] = self._new_number(storage)
@@ -225,8 +230,8 @@ class Capture(cloudpickle.Pickler):
 
     def must_not_overlap(self) -> None:
         """Refuse two storages over the same memory, which a restore would separate."""
-        for (before, size), later in itertools.pairwise(sorted(self.numbers)):
-            if before + size > later[0] and size:
+        for (where, before, size), later in itertools.pairwise(sorted(self.numbers)):
+            if size and where == later[0] and before + size > later[1]:
                 raise Refused(
                     self.storages[self.numbers[later]],
                     "memory that a tensor and a part of a numpy array share",
@@ -318,90 +323,3 @@ _ADVICE = {
 def _advice(what: str) -> str:
     kept_out = "Keep it out of the job's attributes: create it where it is used."
     return _ADVICE.get(what, kept_out)
-
-
-def _named_here(around: Surroundings) -> dict[str, object]:
-    """Return the objects that images refer to by name: surroundings and random generators."""
-    on_cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
-    return {
-        **around.named,
-        "torch.default_generator": torch.default_generator,
-        "random": random._inst,
-        "numpy.random": numpy.random.mtrand._rand,
-        **{f"torch.cuda.default_generators.{n}": it for n, it in enumerate(on_cuda)},
-    }
-
-
-# --- and back -------------------------------------------------------------------------------------
-
-
-def rebuilt(
-    graph: memoryview, storages: list[torch.UntypedStorage], *, around: Surroundings
-) -> dict[str, Any]:
-    """Restore what was captured around `storages`: the job under "job", and the random states.
-
-    The working folder's files are written first. Call it only inside the tenant's sandbox:
-    unpickling runs code.
-    """
-    begins = int.from_bytes(graph[-_TRAILER_BYTES:], "big")
-    header = pickle.loads(graph[begins:])
-    RemovableHandle.next_id = max(RemovableHandle.next_id, header["hooks"])
-    for number in header["shared"]:
-        storages[number].share_memory_()
-    if header["files"] is not None:
-        job_files.restore(header["files"], storages, around)
-    process_handles.restore_groups(header["groups"])
-    lent = [around.lent.storage(name) for name in reversed(header.get("lent", ()))]
-    with rebuilding(Loading([*storages, *lent], _named_here(around), around)):
-        world: dict[str, Any] = pickle.loads(graph[:begins])
-    return world
-
-
-def return_to(world: dict[str, Any], accelerator: Accelerator) -> None:
-    """Give this process the random states and the defaults of `world`."""
-    torch.set_default_dtype(world["default_dtype"])
-    if str(torch.get_default_device()) != world["default_device"]:
-        torch.set_default_device(world["default_device"])
-    torch.set_grad_enabled(world["gradients"])
-    numpy.random.set_state(world["numpy"])
-    random.setstate(world["random"])
-    accelerator.set_random_state(world["accelerator"])
-    torch.set_rng_state(world["torch"])
-
-
-@known
-def whats_named(name: str) -> object:
-    return current().named[name]
-
-
-@known
-def make_module(cls: Any, empty: tuple[str, ...]) -> object:
-    module = object.__new__(cls)  # FSDP's classes have a __new__ that would build a new module
-    vars(module).update((name, OrderedDict()) for name in empty)
-    return module
-
-
-@known
-def make_parametrized(cls: Any, names: tuple[str, ...]) -> object:
-    """Make a module with a class of its own that has a property for each computed parameter."""
-    module = object.__new__(cls)
-    parametrize._inject_new_class(module)
-    for name in names:
-        parametrize._inject_property(module, name)
-    return module
-
-
-@known
-def set_module(module: torch.nn.Module, state: dict[str, Any]) -> None:
-    vars(module).update(state)
-
-
-@known
-def make_optimizer(cls: Any, scheduled: bool) -> object:
-    optimizer = cls.__new__(cls)
-    return process_handles.with_counted_steps(optimizer) if scheduled else optimizer
-
-
-@known
-def make_generator(device: str, state: torch.Tensor) -> torch.Generator:
-    return torch.Generator(device).set_state(state)

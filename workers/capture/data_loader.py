@@ -530,7 +530,9 @@ def _reduce_loader(capture: Capture, loader: Any) -> Any:
 def _reduce_other(capture: Capture, batches: Any) -> Any:
     if not _is_stateful(batches):
         return NotImplemented
-    loader = capture.stateful.get(id(batches)) or _loader_of(batches)
+    loader = capture.stateful.get(id(batches))
+    if loader is None:  # not `or`: a loader of an iterable dataset may have no length
+        loader = _loader_of(batches)
     if loader is None:
         advice = "Make it with iter(loader), and keep the loader as well."
         raise Refused(batches, "an iterator without its StatefulDataLoader", advice)

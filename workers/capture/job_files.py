@@ -11,7 +11,6 @@ folder. Sockets, pipes and files without a name cannot be restored.
 from __future__ import annotations
 
 import bz2
-import ctypes
 import fcntl
 import gzip
 import io
@@ -31,6 +30,7 @@ import torch
 
 from workers.capture.paths import Refused
 from workers.capture.rebuild import Surroundings, current, known
+from workers.hardware.storages import memory_of
 
 if TYPE_CHECKING:
     from workers.capture.capture import Capture
@@ -117,18 +117,10 @@ def _read(
         seen = ()
     storage = torch.UntypedStorage(status.st_size)
     with open(path, "rb", buffering=0) as file:
-        view, at = _view(storage), 0
+        view, at = memory_of(storage), 0
         while at < len(view) and (length := file.readinto(view[at:])):
             at += length
     return FileContent(seen, storage)
-
-
-def _view(storage: torch.UntypedStorage) -> memoryview:
-    if not storage.nbytes():
-        return memoryview(bytearray())
-    array: Any = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
-    array._storage = storage
-    return memoryview(array).cast("B")
 
 
 def restore(
@@ -175,7 +167,7 @@ def _is_as(entry: Entry, storages: list[torch.UntypedStorage], path: Path) -> bo
     if number is None or not path.is_file():
         return number is None and path.is_dir()
     # Writing to a mapped file does not change its time of change, so compare the bytes.
-    return path.read_bytes() == _view(storages[number])
+    return path.read_bytes() == memory_of(storages[number])
 
 
 def _fill(entries: list[Entry], storages: list[torch.UntypedStorage], scratch: Path) -> None:
@@ -189,7 +181,7 @@ def _fill(entries: list[Entry], storages: list[torch.UntypedStorage], scratch: P
             folders.append((path, mode, changed_ns))
         else:
             with path.open("wb", buffering=0) as file:
-                write_all(file, _view(storages[number]))
+                write_all(file, memory_of(storages[number]))
             date(path, mode, changed_ns)
     # a folder's time of change lasts only if nothing is added afterwards
     for folder in reversed(folders):

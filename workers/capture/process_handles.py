@@ -117,7 +117,8 @@ def process_group(name: str) -> object:
 
 def _reduce_stream(capture: Capture, stream: Any) -> Any:
     is_default = stream.stream_id == 0
-    return make_stream, (type(stream), str(stream.device), is_default, stream.priority)
+    priority = getattr(stream, "priority", 0)  # only the classes of some kinds tell it
+    return make_stream, (type(stream), str(stream.device), is_default, priority)
 
 
 def _reduce_event(capture: Capture, event: Any) -> Any:
@@ -169,9 +170,10 @@ def set_handle(handle: Any, state: tuple[int, list[Any]]) -> None:
 
 @known
 def make_stream(cls: Any, device: str, is_default: bool, priority: int) -> object:
-    if is_default and issubclass(cls, torch.cuda.Stream):
-        return torch.cuda.default_stream(device)
-    return cls(device=device, priority=priority)
+    if not is_default:
+        return cls(device=device, priority=priority)
+    current = torch.accelerator.current_stream(device)
+    return cls(stream_id=0, device_index=current.device_index, device_type=current.device_type)
 
 
 @known

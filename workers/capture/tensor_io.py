@@ -113,7 +113,7 @@ def _tensor(tensor: FileTensor, fd: int, whole: mmap.mmap | None) -> torch.Tenso
         count = prod(tensor.shape)
         flat = torch.frombuffer(whole, dtype=dtype, count=count, offset=tensor.offset)
     else:
-        flat = torch.empty(prod(tensor.shape), dtype=dtype)
+        flat = torch.empty(prod(tensor.shape), dtype=dtype, device="cpu")
         _fill(flat, fd, tensor.offset)
     if tensor.reversed:
         return flat.reshape(tensor.shape[::-1]).permute(*reversed(range(len(tensor.shape))))

@@ -357,7 +357,8 @@ def make_array(
     writeable: bool,
 ) -> Array:
     storage = current().storages[number]
-    flat = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
+    whole = torch.empty(0, dtype=torch.uint8, device="cpu")
+    flat = whole.set_(storage, 0, (storage.nbytes(),), (1,))
     array: Array = numpy.ndarray(shape, dtype, flat.numpy(), offset, strides)
     array.flags.writeable = writeable
     return array

@@ -11,7 +11,8 @@ kill it.  Processes that the command itself had stopped stay stopped when the tr
 
 Invariant: between the return of `freeze` and `thaw`, the tree executes no instruction.  A thread in
 an uninterruptible system call (state D) stops before it returns to its program.  Such a thread is
-waited for only briefly: a parent in `vfork` stays there as long as its stopped child.
+waited for only briefly.  A parent in `vfork` stays in this state until its child begins a program,
+and could not be stored there, so the child is let run until then.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,6 +31,8 @@ _PROC = Path("/proc")
 _STILL = frozenset("TtZXx")  # stopped, traced, or dead
 _IN_KERNEL = "D"
 _PATIENCE_S = 0.25  # how long to wait for threads in uninterruptible system calls
+_BEGINS_S = 1.0  # and how long if one may wait for its child to begin a program
+_RUNS_S = 0.02  # for which a child is let run to this end, before all are stopped again
 _LOOK_AGAIN_S = 0.0005
 
 
@@ -76,12 +79,39 @@ class Tree:
             moving = {pid: states for pid in self.pids() if (states := _moving(pid))}
             waited_s = time.monotonic() - began_s
             in_kernel = all(set(states) == {_IN_KERNEL} for states in moving.values())
-            if not moving or (in_kernel and waited_s >= _PATIENCE_S):
+            children = self._children(moving) if in_kernel else []
+            patience_s = min(within_s, _BEGINS_S if children else _PATIENCE_S)
+            if not moving or (in_kernel and waited_s >= patience_s):
                 self.is_frozen = True
                 return
             if waited_s >= within_s:
                 raise WontStop(_told(moving, within_s))
             time.sleep(_LOOK_AGAIN_S)
+            if waited_s >= _RUNS_S:
+                self._let_begin(children, moving)
+
+    def _children(self, parents: Iterable[int]) -> list[int]:
+        """Return the children of these processes that we have stopped."""
+        wanted = {*parents}
+        stopped = (pid for pid, parent in _parents().items() if parent in wanted)
+        return [pid for pid in stopped if pid not in self._stopped_before]
+
+    def _let_begin(self, children: Iterable[int], parents: Iterable[int]) -> None:
+        """Let the children run until no parent is in the kernel any more, but only briefly."""
+        for child in children:
+            self._send(child, signal.SIGCONT)
+        until_s = time.monotonic() + _RUNS_S
+        while time.monotonic() < until_s and any(_moving(parent) for parent in parents):
+            time.sleep(_LOOK_AGAIN_S)
+
+    @property
+    def stopped_before(self) -> frozenset[int]:
+        """Processes that the command itself had stopped before the tree was."""
+        return frozenset(self._stopped_before)
+
+    def adopt(self, stopped_before: Iterable[int]) -> None:
+        """Take over a restored tree, which is stopped."""
+        self.is_frozen, self._stopped_before = True, {*stopped_before}
 
     def thaw(self) -> None:
         self.is_frozen = False
@@ -97,7 +127,8 @@ class Tree:
         while True:
             self.send(signal.SIGKILL)
             left = {pid: states for pid in self.pids() if (states := _alive(pid))}
-            _reap_all()
+            for _ in reaped():
+                pass
             if not left:
                 return
             if time.monotonic() >= until_s:
@@ -189,10 +220,16 @@ def _written_maps(pid: int, folder: str) -> Iterator[str]:
             yield path.removeprefix(folder)
 
 
-def _reap_all() -> None:
+def reaped() -> Iterator[tuple[int, int]]:
+    """Reap the children that have ended, also orphans that this process adopted; yield the id and
+    the exit status of each.
+    """
     with suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                return
+            yield pid, os.waitstatus_to_exitcode(status)
 
 
 def _told(moving: dict[int, str], within_s: float) -> str:

@@ -3,7 +3,8 @@
 Inputs lie in the folder ROUNDHOUSE_INPUTS:
 * PORT: the bytes of a file that another command made;
 * PORT.pt: a value from a job or a function, for `torch.load`;
-* PORT.safetensors or PORT.npy: a datablock, or an output published as one.
+* PORT.safetensors or PORT.npy: a datablock, or an output published as one;
+* PORT: a datablock that is a folder, read-only.
 
 An output NAME is the file NAME, or NAME with any extension, in the working folder; a task that
 takes it as an input gets its bytes.  A published output is safetensors or npy.  The files below the
@@ -25,9 +26,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from app.core.model import tensor_file
+from app.core.model.provisions.folder import FOLDER
+from app.core.model.provisions.resources import DISK, exceeded
 from app.core.model.tensor_file import HEAD_BYTES, BadTensorFile
 from workers.capture.capture import Surroundings
 from workers.hardware.accelerator import Accelerator
+from workers.process.sandbox import INPUTS
+from workers.process.task_start import InputFile
 from workers.residents.endings import Ending
 from workers.residents.entry import metrics_of
 from workers.switching import context_switch
@@ -43,14 +48,16 @@ _PIECE = 1 << 20
 # --- inputs ---------------------------------------------------------------------------------------
 
 
-def bring_in(inputs: Mapping[str, JSON], take: Callable[[], int], folder: Path) -> None:
+def bring_in(inputs: Mapping[str, InputFile], take: Callable[[], int], folder: Path) -> None:
     """Write the inputs into the new `folder`; `take` returns each open file.  Raises Ending."""
     folder.mkdir()
     for port, source in sorted(inputs.items()):
         fd = take()
         try:
-            if source["format"]:
-                _copy(fd, folder / f"{port}.{source['format']}")
+            if source.format == FOLDER:
+                (folder / port).symlink_to(INPUTS / port)
+            elif source.format:
+                _copy(fd, folder / f"{port}.{source.format}")
             else:
                 _unpickle(images.load(fd), port, folder)
         finally:
@@ -221,3 +228,14 @@ class Progress:
             told = f"a line in ROUNDHOUSE_METRICS is no JSON object: {line[:100]!r}"
             self._complain(f"{told}; such lines are ignored")
         return None
+
+
+def full_disk(folder: Path, most: int) -> str:
+    """Say what fills the folder of a task that asked for `most` bytes of disk; "" if nothing."""
+    disk = os.statvfs(folder)
+    used, files = (disk.f_blocks - disk.f_bfree) * disk.f_frsize, disk.f_files - disk.f_ffree
+    if most and (used >= most or not disk.f_bavail):
+        return exceeded(DISK, used, most)
+    if most and not disk.f_ffree:
+        return f"It made {files:,} files, as many as its disk takes (resources.disk_bytes)."
+    return ""

@@ -24,13 +24,14 @@ import torch.distributed as dist
 from workers.commands.ranks import GANG
 from workers.ranks import process_group, turns
 from workers.ranks.rank import Rank
-from workers.ranks.shared_memory import LAND_BYTES, Ground, Handles
+from workers.ranks.shared_memory import LAND_BYTES, STORED_LAND_BYTES, Arena, Handles
 from workers.ranks.turns import RankState
 
 # Ranks that wait for each other, or for a dead rank, are detected without a deadline.  A deadline
 # would also expire while all ranks are frozen.
 DEADLINE_S = 365 * 86400.0
-GO_FIRST_S = 10.0  # limit of the wait of a rank that ends because of others, until they have ended
+# Seconds that a rank whose group failed waits at most for the ranks that ended before it.
+GO_FIRST_S = 10.0
 
 _rank: Rank | None = None
 _begun = 1  # default groups made so far
@@ -65,8 +66,9 @@ def _joined(world_size: int) -> Rank | None:
             f"rank {number} cannot reach the others: what started this process closed the"
             " descriptors that it was given; name the script itself in `command`"
         )
-    if turns.state(Ground(handles), number) != RankState.NEW:
+    if turns.state(Arena(handles), number) != RankState.NEW:
         return None
+    _open_lock_anew(handles.lock)
     rank = Rank(handles, number, timeout_s=DEADLINE_S)
     rank.begin()
     atexit.register(_leave, rank, os.getpid())
@@ -74,12 +76,22 @@ def _joined(world_size: int) -> Rank | None:
     return rank
 
 
+def _open_lock_anew(fd: int) -> None:
+    """Give this process an open file of its own for its locks, under the same number.
+
+    Where ranks share one open file, CRIU stores the locks of one rank only.
+    """
+    own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
+    os.dup2(own, fd)
+    os.close(own)
+
+
 def _begin_again(rank: Rank) -> None:
     """Make a default group after one was destroyed; all ranks take part, as its name is reused."""
     global _begun
     _begun += 1
     store = process_group.SharedStore(rank.turns, rank.timeout_s)
-    if store.add(f"ranks that begin group {_begun}", 1) == rank.turns.ground.ranks:
+    if store.add(f"ranks that begin group {_begun}", 1) == rank.turns.arena.ranks:
         store.set(f"all begin group {_begun}", b"")
     store.wait([f"all begin group {_begun}"])
     process_group.start(rank.turns, rank.timeout_s)
@@ -88,7 +100,7 @@ def _begin_again(rank: Rank) -> None:
 def _is_open(handles: Handles) -> bool:
     """True if these descriptors are still open as they were at the start of the process."""
     try:
-        return os.fstat(handles.land).st_size == LAND_BYTES
+        return os.fstat(handles.land).st_size in (LAND_BYTES, STORED_LAND_BYTES)
     except OSError:
         return False
 
@@ -110,10 +122,10 @@ def _let_others_go_first(rank: Rank) -> None:
 
     So the failure of the first rank is reported.
     """
-    ground, until_s = rank.turns.ground, time.monotonic() + GO_FIRST_S
+    arena, until_s = rank.turns.arena, time.monotonic() + GO_FIRST_S
     if not rank.turns.words[turns.FAILED]:
         return
-    others = [other for other in range(ground.ranks) if other != rank.number]
-    for other in (each for each in others if turns.state(ground, each) == RankState.DONE):
-        while not ground.is_dead(other) and time.monotonic() < until_s:
-            ground.sleep(rank.number, 0.01)
+    others = [other for other in range(arena.ranks) if other != rank.number]
+    for other in (each for each in others if turns.state(arena, each) == RankState.DONE):
+        while not arena.is_dead(other) and time.monotonic() < until_s:
+            arena.sleep(rank.number, 0.01)

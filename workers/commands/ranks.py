@@ -12,9 +12,12 @@ import os
 import socket
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from workers.ranks import shared_memory, turns
-from workers.ranks.shared_memory import Ground
+from workers.ranks.shared_memory import LAND_BYTES, STORED_LAND_BYTES, Arena, Handles
+
+JSON = dict[str, Any]
 
 GANG = "ROUNDHOUSE_GANG"  # environment variable of a rank: `Handles` and "rank", as JSON
 SITE = Path(__file__).parent / "site"  # part of the PYTHONPATH of its ranks
@@ -24,14 +27,34 @@ LOOK_S = 0.05  # interval of looks whether the number of slots has changed
 class Gang:
     """The ranks of one start of the command."""
 
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
-        self.handles = shared_memory.make(ranks)
+    def __init__(self, handles: Handles, slots: int) -> None:
+        self.ranks, self.handles = handles.ranks, handles
+        self.inside = handles  # as the ranks have them
         self.is_told = True  # False until the wanted number of slots is reached and reported
-        self._wanted = 1
-        self._board = Ground(self.handles)
+        self._wanted = slots
+        self._board = Arena(handles)
         self._port = _free_port()
-        turns.seat_all(self._board, 1)
+
+    @classmethod
+    def made(cls, ranks: int, slots: int, *, is_stored: bool) -> Gang:
+        """Return a new gang; with `is_stored` its processes may be stored."""
+        land_bytes = STORED_LAND_BYTES if is_stored else LAND_BYTES
+        gang = cls(shared_memory.make(ranks, land_bytes=land_bytes), slots)
+        turns.seat_all(gang._board, slots)
+        return gang
+
+    @classmethod
+    def adopted(cls, inside: JSON, pid: int, slots: int) -> Gang:
+        """Return the gang of restored ranks, whose memory process `pid` has open.
+
+        `inside` are their handles.  Raises OSError, ValueError, TypeError if they are not there.
+        """
+        theirs = Handles(**{**inside, "bells": tuple(inside["bells"])})
+        numbers = theirs.board, theirs.land, theirs.lock
+        board, land, lock = (os.open(f"/proc/{pid}/fd/{n}", os.O_RDWR) for n in numbers)
+        gang = cls(Handles(ranks=theirs.ranks, board=board, land=land, lock=lock, bells=()), slots)
+        gang.inside = theirs
+        return gang
 
     @property
     def fds(self) -> tuple[int, ...]:
@@ -48,8 +71,9 @@ class Gang:
     def has_resized(self) -> int:
         """Return the new number of slots, once, when the ranks have adopted it; else 0."""
         words, seats = self._board.words, turns.seats(self._board)
-        # The word is written in one store, with or without the lock, and again until it takes
-        # effect.  Never 0: a rank that has just seen a request would then find none.
+        # The request is one word, so it is written whole even without the lock; it is written again
+        # until the ranks have obeyed it.  It is never 0: a rank that has just seen that there is a
+        # request would then find none.
         if words[turns.WISH] != self._wanted and (words[turns.WISH] or seats != self._wanted):
             words[turns.WISH] = self._wanted
         if self.is_told or seats != self._wanted:
@@ -59,9 +83,11 @@ class Gang:
 
     # --- the environment of a rank ---
 
-    def environment(self, rank: int, restarts: int) -> dict[str, str]:
-        """Return a rank's environment: torchrun's variables, and how it finds the other ranks."""
-        given = os.environ.get("PYTHONPATH")
+    def environment(self, rank: int, restarts: int, path: str) -> dict[str, str]:
+        """Return a rank's environment: torchrun's variables, and how it finds the other ranks.
+
+        `path` is the PYTHONPATH that it would have alone.
+        """
         gang = {**asdict(self.handles), "rank": rank}
         return {
             "RANK": str(rank),
@@ -79,7 +105,7 @@ class Gang:
             "TORCHELASTIC_RESTART_COUNT": str(restarts),
             "TORCHELASTIC_USE_AGENT_STORE": "False",
             GANG: json.dumps(gang),
-            "PYTHONPATH": os.pathsep.join([str(SITE), *([given] if given else [])]),
+            "PYTHONPATH": os.pathsep.join([str(SITE), *([path] if path else [])]),
         }
 
 

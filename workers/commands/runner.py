@@ -12,9 +12,10 @@ moment (`freezer`) and stays in memory.
 Invariants:
 * No process of the command runs without the slot or past the trust deadline.  The stub reads the
   deadline by itself, even if the supervisor hangs.  A tree that does not stop in time is killed.
-* The working folder is stored as an image at each pause and every `checkpoint_every_s`; it is
-  copied while the tree is stopped.  If the processes are lost, the command is started again in that
-  folder.
+* The working folder is stored as an image at each pause and every `checkpoint.every_s`; it is
+  copied while the tree is stopped.  Where the device stores processes, these are in the image: the
+  device worker dumps them before the tree runs on.  If the processes are lost, they are restored
+  from the last image, or the command is started again in that folder.
 * The command cannot reach into the stub, though both run as the same user: the stub is not
   dumpable, and as process 1 it gets no signal from inside.
 
@@ -32,27 +33,53 @@ import select
 import signal
 import socket
 import subprocess
-import threading
 import time
-import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from app.core.model import codec
+from app.core.model.descriptor import TaskDescriptor
 from app.core.model.messages import ARTIFACTS
-from workers.commands import ranks, working_folder
+from app.core.model.provisions.notice import AGAIN, NEED
+from app.core.units import counted
+from workers.commands import notices, ranks, working_folder
 from workers.commands.cuda_checkpoint import NotDone, TreeMemory
-from workers.commands.freezer import Tree, WontStop
-from workers.commands.inputs_outputs import File, Progress, artifacts_of, bring_in, output_of
+from workers.commands.freezer import Tree, WontStop, reaped
+from workers.commands.idle_clock import IdleClock
+from workers.commands.image_keeping import Keeping
+from workers.commands.inputs_outputs import (
+    File,
+    Progress,
+    artifacts_of,
+    bring_in,
+    full_disk,
+    output_of,
+)
+from workers.commands.notices import NoticeSignal, write_notice
+from workers.commands.rank_tree import ENDS, RankTree
 from workers.commands.ranks import Gang
-from workers.commands.working_folder import INTERNAL, FolderImage, FolderTooLarge, WorkingFolder
+from workers.commands.stored_processes import (
+    BESIDE,
+    AdoptedProcess,
+    FirstProcess,
+    NotStored,
+    adopt,
+    announced,
+    clear_beside,
+)
+from workers.commands.stub_thread import tell_owner, teller
+from workers.commands.tunnels import InnerEnds
+from workers.commands.wakeups import Wakeups
+from workers.commands.working_folder import INTERNAL, WorkingFolder
 from workers.process import sandbox
 from workers.process import slab as slabs
 from workers.process.image_layout import BadLayout
 from workers.process.slab import Slab
+from workers.process.task_start import TaskStart
 from workers.process.wire import TrustSeen, Wire
 from workers.residents.endings import Abandoned, Ending
-from workers.residents.images import SAVES_APART_S
 from workers.residents.progress import REPORT_S
 from workers.switching.image_file import Image
 
@@ -71,7 +98,7 @@ def execute(wire: Wire, bulk: socket.socket, trust: TrustSeen, slab: Slab) -> in
     stub = Stub(wire=wire, bulk=bulk, trust=trust, slab=slab)
     try:
         stub.prepare()
-        while stub.status is None:
+        while stub.status is None or stub.ended_at_its_pause():
             stub.turn()
         stub.settle()
     except Ending as ending:
@@ -89,8 +116,8 @@ def execute(wire: Wire, bulk: socket.socket, trust: TrustSeen, slab: Slab) -> in
 class Stub:
     """Runs one command task.
 
-    `held` has the reasons why the tree is stopped: "pause", "trust", "copy"; it runs while `held`
-    is empty.
+    `held` has the reasons why the tree is stopped: "pause", "trust", "copy", "image"; it runs while
+    `held` is empty.
 
     `status` is how the command ended, as in `os.waitstatus_to_exitcode`.  It is set when the first
     process of every rank has ended, or when the first process of one rank has failed:
@@ -101,19 +128,30 @@ class Stub:
     bulk: socket.socket
     trust: TrustSeen
     slab: Slab
-    spec: JSON = field(default_factory=dict)
+    start: TaskStart = None  # type: ignore[assignment]  # filled by `prepare`
     step: int = 0
     restarts: int = 0
     is_seated: bool = False
     has_run: bool = False  # it ran since the step was last counted up
     held: set[str] = field(default_factory=lambda: {"pause"})
     wishes: set[str] = field(default_factory=set)
+    notice: JSON | None = None  # of a stop; the command is not told yet
+    signal: NoticeSignal | None = None  # of a notice; not all ranks have it yet
+    slots: int = 1  # of this host, on which it was told to go
     asked_seats: int = 0  # 0: no resize was ordered
     # the first process of each rank
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    processes: list[FirstProcess] = field(default_factory=list)
+    stopped_before: list[int] = field(default_factory=list)  # in the image, by the command itself
+    adopted: JSON | None = None  # the answer to `adopts`
+    not_stored: set[str] = field(default_factory=set)  # why processes were in no image, as told
+    is_in_doubt: bool = False  # whether they can be stored at all
     gang: Gang | None = None  # set if there are several ranks
+    rank_tree: RankTree | None = None  # set if their processes can be stored
+    tree_before: JSON | None = None  # of the image: its ranks and their gang
+    tunnels: InnerEnds = field(default_factory=InnerEnds)
     status: int | None = None
     failed_rank: int = 0
+    ends: list[int | None] = field(default_factory=list)  # of all ranks when the first one failed
     cancelled: bool = False
     reported_s: float = 0.0
     measured_s: float = 0.0
@@ -124,7 +162,12 @@ class Stub:
     progress: Progress = None  # type: ignore[assignment]
     devices: TreeMemory = None  # type: ignore[assignment]
     wakeups: Wakeups = None  # type: ignore[assignment]
+    idle: IdleClock | None = None  # set for a session
     settled: dict[str, JSON] = field(default_factory=dict)  # answers to outputs: stored or failed
+
+    @property
+    def spec(self) -> TaskDescriptor:
+        return self.start.spec
 
     def say(self, word: str, **said: Any) -> None:
         try:
@@ -136,43 +179,123 @@ class Stub:
 
     def prepare(self) -> None:
         sandbox.hide_memory()
-        while not self.spec:
+        while self.start is None:
             self.listen(None)
+        os.environ.update(sandbox.image_environment(self.start.image_variables))
         self.wakeups = Wakeups()
-        folder = Path(self.spec["scratch"])
+        teller()  # it begins before the command
+        folder = Path(self.start.scratch)
         self.tree = Tree(is_alone=os.getpid() == 1)
-        self.devices = TreeMemory.found(
-            self.spec["kind"], may_go_on=lambda: self.trust.left_us() > 0
-        )
+        self.idle = IdleClock(self.tree) if self.spec.session is not None else None
+        self.devices = TreeMemory.found(self.start.kind, may_go_on=lambda: self.trust.left_us() > 0)
         self._fill(folder)
-        if self.spec["world_size"] > 1:
-            self.gang = Gang(self.spec["world_size"])
+        if self.spec.world_size > 1:
+            self._make_gang()
         try:
-            self.progress = Progress(folder / INTERNAL / "metrics", _tell_owner)
+            self.progress = Progress(folder / INTERNAL / "metrics", tell_owner)
             inputs = folder / INTERNAL / "inputs"
-            bring_in(self.spec["inputs"], lambda: self.wire.fds.pop(0), inputs)
+            bring_in(self.start.inputs, lambda: self.wire.fds.pop(0), inputs)
             self.tree.end(END_WITHIN_S)  # kill processes that unpickling started
         except OSError as error:
             raise _failed("exit", f"Its working folder cannot be created: {error}") from error
-        self.keeping = Keeping(self, WorkingFolder(folder, self.slab))
-        self.keeping.last_step = self.step if self.spec["image"] else None
-        self.say("prepared", preset={}, capabilities=capabilities(self.devices))
+        beside = BESIDE if self.start.stores_processes else {}
+        self.keeping = Keeping(self, WorkingFolder(folder, self.slab, beside))
+        self.keeping.last_step = self.step if self.start.image is not None else None
+        if self.start.adopts:
+            self._adopt()
+        self.say("prepared", preset={}, capabilities=self._capabilities())
+
+    def _make_gang(self) -> None:
+        size, is_stored = self.spec.world_size, self.start.stores_processes
+        self.gang = Gang.made(size, self.start.seats[0], is_stored=is_stored)
 
     def _fill(self, folder: Path) -> None:
         """Fill the folder from its image, or from the bundle for a new command."""
-        image = self.spec["image"]
+        image = self.start.image
         try:
-            if not image:
-                working_folder.begun_from(Path(self.spec["code"]), folder)
+            if image is None:
+                working_folder.begun_from(Path(self.start.code), folder)
             else:
-                index = slabs.read_index(self.slab.fd, image["index_bytes"])
-                about = working_folder.restore(self.slab, index["layout"], folder)
-                self.step, self.restarts = image["step"], int(about["restarts"]) + 1
+                index = slabs.read_index(self.slab.fd, image.index_bytes)
+                beside = BESIDE if self.start.adopts else {}
+                about = working_folder.restore(self.slab, index["layout"], folder, beside)
+                self.step, self.restarts = image.step, int(about["restarts"]) + 1
+                self.stopped_before = about.get("stopped", [])
+                self.tree_before = about.get("tree")
+                self._tell_other_ranks(about)
             (folder / INTERNAL).mkdir()
         except (BadLayout, working_folder.BadFolder, slabs.BadIndex) as error:
             raise _failed("image", f"Its working folder could not be restored: {error}") from error
         except OSError as error:  # the disk is at fault, not the image
             raise _failed("exit", f"Its working folder cannot be created: {error}") from error
+
+    def _adopt(self) -> None:
+        """Let the processes of the image be restored below us; else the command begins again."""
+        self.say("adopts")
+        process, why = adopt(self.tree, self.stopped_before, self._answer_to_adopts)
+        if process is not None and self.gang is not None:
+            why = self._adopt_ranks(process)
+        if process is None or why:
+            self.tree.end(END_WITHIN_S)
+            clear_beside()
+            tell_owner(f"it begins again in its folder, as it could not go on where it was: {why}")
+            return
+        self.restarts -= 1
+        if self.gang is None:
+            self.processes = [process]
+
+    def _adopt_ranks(self, root: AdoptedProcess) -> str:
+        """Take over restored ranks; return why they cannot go on, or ""."""
+        try:
+            told: JSON = self.tree_before or {}
+            ranks = RankTree.adopted(root, told)
+            self.gang = Gang.adopted(told["gang"], root.pid, self.start.seats[0])
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            self._make_gang()
+            return f"its ranks are not as they were: {error!r:.200}"
+        self.rank_tree, self.processes = ranks, [*ranks.ranks]
+        return ""
+
+    def _answer_to_adopts(self) -> JSON:
+        while self.adopted is None:
+            self.listen(None)
+        return self.adopted
+
+    def processes_to_store(self) -> JSON:
+        """Return what is to be said of our processes with an image, and keep them stopped then."""
+        root = self.rank_tree.root if self.rank_tree is not None else self._only_process
+        if root is None or not self.keeping.may_have_processes():
+            return {}
+        has_beside, has_tunnels = self.keeping.has_beside, self.tunnels.are_open
+        try:
+            told = announced(self.tree, root, has_beside=has_beside, has_tunnels=has_tunnels)
+        except NotStored as error:
+            self.tell_not_stored(str(error), is_lasting=not has_tunnels)
+            return {"bound_because": str(error)}
+        if told:
+            self.held.add("image")
+        return told
+
+    @property
+    def _only_process(self) -> FirstProcess | None:
+        return self.processes[0] if len(self.processes) == 1 else None
+
+    def tell_not_stored(self, why: str, *, is_lasting: bool = True) -> None:
+        self.is_in_doubt |= bool(why) and is_lasting
+        if why and why not in self.not_stored:
+            self.not_stored.add(why)
+            tell_owner(f"on another device it would begin again in its folder: {why}")
+
+    def _tell_other_ranks(self, about: JSON) -> None:
+        now, before = self.spec.world_size, about.get("ranks", self.spec.world_size)
+        if now != before:
+            told = (
+                f"it begins again with {counted(now, 'rank')}; its files are of a run with {before}"
+            )
+            tell_owner(told)
+
+    def _capabilities(self) -> list[str]:
+        return capabilities(self.devices) + ([NEED] if self.spec.notice is not None else [])
 
     # --- one round of the loop ---
 
@@ -181,6 +304,7 @@ class Stub:
         self._mind_orders()
         self._mind_trust()
         self.keeping.mind()
+        self._mind_tunnels()
         self._reap()
         self._mind_seats()
         self._mind_progress()
@@ -194,6 +318,7 @@ class Stub:
         due_s = [self.keeping.due_in_s()]
         if self.is_seated:
             due_s += [REPORT_S if self.progress.is_new else MEMORY_S]
+            due_s += [notices.RETRY_S] if self.signal is not None else []
             due_s += [0.25 if "trust" in self.held else max(0, self.trust.left_us()) / 1e6]
             if self.gang is not None and not self.gang.is_told:
                 due_s.append(ranks.LOOK_S)
@@ -212,13 +337,24 @@ class Stub:
     def _take(self, message: JSON) -> None:
         match message["is"]:
             case "begin":
-                self.spec = message["spec"]
+                self.start = codec.from_json(TaskStart, message["start"])
             case "kept" if message["what"] == "image":
                 self.keeping.kept(message)
             case "kept":
                 self.settled[message["what"]] = message
+            case "dumped":
+                self.keeping.dumped()
+            case "adopted":
+                self.adopted = message
+            case "open":
+                self.tunnels.add(message["ticket"], self.wire.fds.pop(0))
+            case "notice":
+                self.notice = message
             case "resize":
                 (self.asked_seats,) = message["seats"]
+            case "go":
+                (self.slots,) = message["seats"]
+                self.wishes.add("go")
             case wish:
                 self.wishes.add(wish)
 
@@ -226,15 +362,28 @@ class Stub:
 
     def _mind_orders(self) -> None:
         self.wishes -= {"look"}
-        if "cancel" in self.wishes and not self.cancelled:
+        if "cancel" in self.wishes and not self.cancelled and not self._stands_for_an_image():
             self._cancel()
         if "go" in self.wishes and not self.is_seated:
             self._go()
+        if self.notice is not None:
+            self._give_notice(self.notice)
+        if self.signal is not None:
+            self.signal.send()
+            self.signal = self.signal if self.signal.waiting else None
         if self.asked_seats and self.gang is not None:  # after `go`, which may have come with it
             self.gang.want(self.asked_seats, tell=True)
             self.asked_seats = 0
         if "pause" in self.wishes and self.is_seated and not self._must_run_to_leave():
-            self._pause()
+            self.mind_ends()
+            if any(self._is_again(process.returncode) for process in self.processes):
+                self.status = AGAIN  # the other ranks cannot go on without those that left
+            else:
+                self._pause()
+
+    def _stands_for_an_image(self) -> bool:
+        """True while the tree is stopped in its slot for an image, and runs on soon."""
+        return self.is_seated and bool(self.held) and self.held <= {"copy", "image"}
 
     def _must_run_to_leave(self) -> bool:
         """True if a pause must wait: device memory can leave only while the tree is not stopped."""
@@ -247,11 +396,33 @@ class Stub:
             raise Ending("stopped")  # it may not run any more, not even to clean up
         self.tree.send(signal.SIGTERM)
 
+    def _give_notice(self, notice: JSON) -> None:
+        """Tell the command why and when it will be stopped; a frozen process hears it later."""
+        self.notice, asked = None, self.spec.notice
+        if asked is None or not self.is_seated:
+            return
+        left_s = max(0.0, notice["left_us"] / 1e6)
+        try:
+            write_notice(self._notice_file, notice["why"], left_s)
+        except OSError as error:
+            tell_owner(f"the file of its notice cannot be written: {error}")
+        tell_owner(f"it will be stopped in {left_s:.1f} s ({notice['why']}); it gets its notice")
+        self.signal = NoticeSignal(self.processes, asked.signal)
+
+    @property
+    def _notice_file(self) -> Path:
+        return Path(self.start.scratch) / INTERNAL / "notice"
+
     def _pause(self) -> None:
         self.wishes -= {"pause"}
         self.hold("pause")
+        self._reap()
+        if self.status is not None:  # it ended before it stopped, and ends here
+            self.let_go("pause")
+            return
         self.count_stop()
         self.held -= {"trust"}  # off the slot nothing runs anyway
+        self.signal = None
         self._report()
         self.is_seated = False
         self.say("paused", has_state=bool(self.processes))
@@ -259,9 +430,12 @@ class Stub:
     def _go(self) -> None:
         self.wishes -= {"go"}
         self.is_seated = True
+        self._notice_file.unlink(missing_ok=True)
         if self.gang is not None:  # extra slots from before are not theirs any more
-            self.gang.want(1, tell=False)
+            self.gang.want(self.slots, tell=False)
         self.keeping.off_the_seat_no_more()
+        if self.idle is not None:
+            self.idle.leave_out_stop()
         self._mind_trust()
         self.let_go("pause")
 
@@ -270,7 +444,7 @@ class Stub:
             return
         is_over = self.trust.left_us() <= 0
         if is_over and "trust" not in self.held:
-            self.hold("trust", within_s=self.spec["lease_margin_s"] / 2)
+            self.hold("trust", within_s=self.start.lease_margin_s / 2)
             self.say("still")
             if self.cancelled:
                 raise Ending("stopped")
@@ -314,62 +488,124 @@ class Stub:
 
     # --- the command ---
 
+    def _mind_tunnels(self) -> None:
+        """Start the inner ends of tunnels, which may run only while the tree may."""
+        if self.processes and self.is_seated and not self.held and self.status is None:
+            self.tunnels.start(self.start.scratch, self._environment(0), self._bound)
+
+    @property
+    def _bound(self) -> Callable[[], None] | None:
+        return None if self.tree.is_alone else sandbox.die_with_parent
+
     def _start(self) -> None:
-        argv, folder = self.spec["run"]["command"], self.spec["scratch"]
-        bound = None if self.tree.is_alone else sandbox.die_with_parent
+        argv, folder, bound = self.spec.run.argv, self.start.scratch, self._bound
         try:
-            for rank in range(self.spec["world_size"]):
+            if self.gang is not None and self.start.stores_processes:
+                self._start_ranks(self.gang)
+                return
+            for rank in range(self.spec.world_size):
                 begun = subprocess.Popen(
                     argv,
                     cwd=folder,
                     env=self._environment(rank),
                     stdin=subprocess.DEVNULL,
                     preexec_fn=bound,
+                    start_new_session=self.start.stores_processes,
                     pass_fds=self.gang.fds if self.gang is not None else (),
                 )
                 self.processes.append(begun)
         except OSError as error:
             raise _failed("bundle", _cannot_start(argv[0], error), str(error)) from error
 
+    def _start_ranks(self, gang: Gang) -> None:
+        """Start the ranks below one process, so that they can be stored together."""
+        self.rank_tree = RankTree.begun(
+            self.spec.run.argv,
+            self.start.scratch,
+            [self._environment(rank) for rank in range(self.spec.world_size)],
+            gang.fds,
+            self._ends_file,
+            AGAIN if self.spec.notice is not None else None,
+        )
+        self.processes = [*self.rank_tree.ranks]
+
+    @property
+    def _ends_file(self) -> Path:
+        return Path(self.start.scratch) / INTERNAL / ENDS
+
     def _environment(self, rank: int) -> dict[str, str]:
-        spec, internal = self.spec, Path(self.spec["scratch"]) / INTERNAL
-        threads = str(spec["preset"].get("threads", 1))
+        start, internal = self.start, Path(self.start.scratch) / INTERNAL
+        threads = str(start.preset.get("threads", 1))
         return {
             **os.environ,
             "PYTHONUNBUFFERED": "1",  # its output is seen at once
             "PYTHONDONTWRITEBYTECODE": "1",
+            **self.spec.env,
+            **start.secrets,
+            **start.variables,
             "OMP_NUM_THREADS": threads,
             "MKL_NUM_THREADS": threads,
-            "ROUNDHOUSE_TASK": spec["task"],
-            "ROUNDHOUSE_DEVICE": spec["kind"],
-            "ROUNDHOUSE_PARAMS": json.dumps(spec["params"]),
+            "ROUNDHOUSE_TASK": start.task,
+            "ROUNDHOUSE_DEVICE": start.kind,
+            "ROUNDHOUSE_PARAMS": json.dumps({**self.spec.params}),
             "ROUNDHOUSE_INPUTS": str(internal / "inputs"),
             # One rank reports progress; reports of all ranks would be counted several times.
             "ROUNDHOUSE_METRICS": os.devnull if rank else str(internal / "metrics"),
             "ROUNDHOUSE_RESTARTS": str(self.restarts),
-            **(self.gang.environment(rank, self.restarts) if self.gang is not None else {}),
+            "ROUNDHOUSE_NOTICE": str(self._notice_file),
+            **(self._of_rank(rank) if self.gang is not None else {}),
         }
 
+    def _of_rank(self, rank: int) -> dict[str, str]:
+        assert self.gang is not None
+        path = self.spec.env.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+        return self.gang.environment(rank, self.restarts, path)
+
     def _reap(self) -> None:
-        """Reap ended processes, also orphans: the stub is their parent."""
-        with contextlib.suppress(ChildProcessError):
-            while True:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-                if not pid:
-                    return
-                self._ended(pid, os.waitstatus_to_exitcode(status))
+        for pid, status in reaped():
+            self._ended(pid, status)
 
     def _ended(self, pid: int, status: int) -> None:
+        self.tunnels.ended(pid, status)
+        if self.rank_tree is not None and pid == self.rank_tree.root.pid:
+            self.rank_tree.root.returncode = status
+            self.mind_ends()
+            for rank, process in enumerate(self.processes):
+                if self.status is None and process.returncode is None:  # it was not told
+                    self._rank_ended(rank, process, status)
         for rank, process in enumerate(self.processes):
-            if process.pid != pid:
-                continue
-            process.returncode = status
-            # after a cancel all ranks may clean up
-            if status and self.status is None and not self.cancelled:
-                self.failed_rank, self.status = rank, status
+            if process.pid == pid:
+                self._rank_ended(rank, process, status)
+        self._mind_all_ended()
+
+    def mind_ends(self) -> None:
+        """Note the ends of ranks that are not our children."""
+        for rank, status in self.rank_tree.ended(self._ends_file) if self.rank_tree else ():
+            if self.processes[rank].returncode is None:
+                self._rank_ended(rank, self.processes[rank], status)
+
+    def _rank_ended(self, rank: int, process: FirstProcess, status: int) -> None:
+        process.returncode = status
+        # after a cancel all ranks may clean up, and after a notice all may save
+        if status and not self._is_again(status) and not (self.status or self.cancelled):
+            self.failed_rank, self.status = rank, status
+            self.ends = [process.returncode for process in self.processes]
+
+    def _mind_all_ended(self) -> None:
         codes = [process.returncode for process in self.processes]
         if codes and None not in codes and self.status is None:
-            self.status = 0
+            self.status = AGAIN if any(map(self._is_again, codes)) else 0
+
+    def _is_again(self, status: int | None) -> bool:
+        return status == AGAIN and self.spec.notice is not None
+
+    def _ends_of_ranks(self) -> list[str]:
+        """Say of each rank how it ended: by itself, or with the others after the first failure."""
+        told = (
+            "It was ended with the others." if status is None else _how_it_ended(status)
+            for status in self.ends
+        )
+        return [f"rank {rank}: {how}" for rank, how in enumerate(told)]
 
     def end_tree(self) -> None:
         """Kill what is left of the tree: the command ends with its first processes."""
@@ -377,6 +613,7 @@ class Stub:
             return
         with contextlib.suppress(WontStop):  # if the stub is process 1, the tree ends with it
             self.tree.end(END_WITHIN_S)
+        self.tunnels.close()
         for process in self.processes:
             process.returncode = process.returncode or 0
 
@@ -398,16 +635,23 @@ class Stub:
     def _report(self) -> None:
         now_s = time.monotonic()
         if now_s - self.measured_s >= MEMORY_S or not self.is_seated:
-            self.measured_s, self.memory_bytes = now_s, self.tree.memory_bytes()
+            self.measured_s = now_s
+            if self.start.kind == "cpu":  # memory of an accelerator is counted by its driver
+                self.memory_bytes = self.tree.memory_bytes()
         self.reported_s, self.progress.is_new = now_s, False
         self.say(
             "progress",
             metrics=self.progress.metrics,
             memory_bytes=self.memory_bytes,
             staged_us=int(self.stood_s * 1e6),
+            **({"idle_us": self.idle.idle_us()} if self.idle is not None else {}),
         )
 
     # --- the end ---
+
+    def ended_at_its_pause(self) -> bool:
+        """True if it ended by itself as it was paused: that is told when it has the slot again."""
+        return not self.is_seated and self.status is not None and self.status >= 0
 
     def settle(self) -> None:
         """Store the outputs and send the final message, once the command has ended."""
@@ -416,19 +660,32 @@ class Stub:
             raise Abandoned  # killed while frozen: a task ends only in the slot
         if self.cancelled:
             raise Ending("stopped")
+        if self._is_again(self.status):
+            self._begin_again()
         self.step += self.progress.read() + self.has_run
         self._report()
-        folder, publish = Path(self.spec["scratch"]), self.spec["publish"]
+        folder, publish = Path(self.start.scratch), self.spec.publish
         if self.status:
             with contextlib.suppress(Ending):  # the failure of the command is what counts
                 self._put_artifacts(folder)
-            who = f"rank {self.failed_rank}: " if self.gang is not None else ""
-            raise _failed("exit", who + _how_it_ended(self.status))
-        for name in self.spec["outputs"]:
+            full = full_disk(folder, self.spec.resources.disk_bytes)
+            full += " " if full else ""
+            if self.gang is None:
+                raise _failed("exit", f"{full}{_how_it_ended(self.status)}")
+            first = f"{full}rank {self.failed_rank}: {_how_it_ended(self.status)}"
+            raise _failed("exit", first, "\n".join(self._ends_of_ranks()))
+        for name in self.spec.outputs:
             body = output_of(name, folder, step=self.step, publish=name in publish)
             self._put(name, body)
         self._put_artifacts(folder)
         raise Ending("finished", result={"exit_status": 0})
+
+    def _begin_again(self) -> None:
+        """Store the folder as the command left it, then ask for another launch."""
+        self.say("ending")
+        if not self.keeping.store_last():
+            tell_owner("it begins again in its working folder as that was stored before")
+        raise _failed("again", f"It asked to begin again (exit status {AGAIN}).")
 
     def _put_artifacts(self, folder: Path) -> None:
         try:
@@ -454,138 +711,6 @@ class Stub:
             raise _failed("exit", f"the output {name!r} could not be stored: {why}")
 
 
-# --- images of the working folder -----------------------------------------------------------------
-
-
-class Keeping:
-    """Makes images of the working folder, one at a time; a thread copies, and nothing waits for it.
-
-    While the command runs, changed files are copied ahead, then the tree is stopped for the rest.
-    While the command is paused, everything is copied at once, as nothing changes.
-    """
-
-    def __init__(self, stub: Stub, folder: WorkingFolder) -> None:
-        self.stub, self.folder = stub, folder
-        self.last_step: int | None = None  # step of the newest image that is stored or on its way
-        self.left_s = -1e9  # when the newest image left
-        self.saved_s = self.told_s = time.monotonic()
-        # "", "ahead", "copy" or "told"; from "told" on the slab is the supervisor's
-        self.stage = ""
-        self.failed = False  # the last image was not stored; the supervisor says when to retry
-        self.is_wished = False  # an order requested the current image
-        self._result: FolderImage | BaseException | None = None
-        self._done = False
-        self._began_s = 0.0
-
-    def due_in_s(self) -> float:
-        """Return the seconds until the next image is due."""
-        if self.stage or not self.stub.processes:
-            return 60.0
-        if "save" in self.stub.wishes:
-            return 0.0
-        if not self.stub.is_seated:
-            waits = self.last_step == self.stub.step or self.failed
-            return 60.0 if waits else self.left_s + SAVES_APART_S - time.monotonic()
-        every_s = self.stub.spec["checkpoint_every_s"]
-        return self.saved_s + every_s - time.monotonic() if every_s > 0 else 60.0
-
-    def mind(self) -> None:
-        if self._done:
-            self._done = False
-            self._copied()
-        if not self.stage and self.due_in_s() <= 0:
-            self.is_wished = "save" in self.stub.wishes
-            self.stub.wishes -= {"save"}
-            self.saved_s, self.failed = time.monotonic(), False
-            if self.stub.is_seated:
-                self._aside("ahead", self.folder.ahead)
-            else:
-                self._copy()
-
-    def off_the_seat_no_more(self) -> None:
-        """Abandon a copy that no order requested: the slot is more urgent.  Copied files stay."""
-        self.saved_s = time.monotonic()
-        every_s = self.stub.spec["checkpoint_every_s"]
-        is_overdue = 0 < every_s < self.saved_s - self.told_s
-        if self.stage == "copy" and not self.is_wished and not is_overdue:
-            self.folder.is_abandoned = True
-
-    def kept(self, message: JSON) -> None:
-        self.stage = ""
-        if message.get("error"):
-            self.last_step, self.failed = None, True
-
-    def finish(self) -> None:
-        """Wait until no image is on its way."""
-        while self.stage:
-            self.stub.listen(0.05, self.stub.wakeups.fd)
-            self.stub.wakeups.clear()
-            if self._done:
-                self._done, self.stage = False, ""
-
-    def _copy(self) -> None:
-        """Stop the tree and copy the folder; the tree stays stopped until all is copied."""
-        stub = self.stub
-        self._began_s = time.monotonic()
-        stub.hold("copy")
-        stub.count_stop()
-        self.last_step = stub.step
-        about = {"restarts": stub.restarts}
-        mapped = stub.tree.written_maps(self.folder.path)
-        self.folder.is_abandoned = False
-        self._aside("copy", lambda: self.folder.copy(about, mapped))
-
-    def _aside(self, stage: str, work: Any) -> None:
-        self.stage, self._result = stage, None
-        threading.Thread(target=self._work, args=(work,), daemon=True).start()
-
-    def _work(self, work: Any) -> None:
-        try:
-            self._result = work()
-        except BaseException as error:
-            self._result = error
-        self._done = True
-        self.stub.wakeups.wake()
-
-    def _copied(self) -> None:
-        """Continue after a thread has done its part."""
-        stage, result = self.stage, self._result
-        self.stage, self._result = "", None
-        if stage == "copy":
-            if self.stub.is_seated:
-                self.stub.stood_s += time.monotonic() - self._began_s
-            self.stub.let_go("copy")
-        if isinstance(result, BaseException):
-            self._not_copied(result)
-        elif stage == "ahead":
-            self._copy()
-        elif isinstance(result, FolderImage):
-            self._tell(result)
-
-    def _not_copied(self, error: BaseException) -> None:
-        self.last_step, self.left_s = None, time.monotonic()
-        if isinstance(error, working_folder.ImageUnwanted):
-            return
-        self.failed = True
-        if isinstance(error, FolderTooLarge | OSError | slabs.BadIndex):
-            _tell_owner(
-                f"its working folder could not be saved, so a restart would lose its files: {error}"
-            )
-        else:
-            _tell_owner("".join(traceback.format_exception(error)))
-
-    def _tell(self, kept: FolderImage) -> None:
-        index = {"layout": kept.layout.as_json(), "fingerprint": {}, "tensors": {}}
-        try:
-            size = slabs.write_index(self.stub.slab.fd, index)
-        except (OSError, slabs.BadIndex) as error:
-            self._not_copied(error)
-            return
-        self.stage, self.left_s = "told", time.monotonic()
-        self.told_s = self.left_s
-        self.stub.say("saving", what="image", at_step=self.last_step, index_bytes=size)
-
-
 # --- helpers --------------------------------------------------------------------------------------
 
 
@@ -596,33 +721,6 @@ def capabilities(devices: TreeMemory) -> list[str]:
     folder. "device_memory": its device memory is free for other tasks while it is paused.
     """
     return ["pause", "restart", *(["device_memory"] if devices.can_leave else [])]
-
-
-class Wakeups:
-    """Provides a descriptor that becomes readable when a child ends or a thread is done."""
-
-    def __init__(self) -> None:
-        self.fd, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-
-    def wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # the pipe is full, so it wakes already
-            os.write(self._write, b"w")
-
-    def clear(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.read(self.fd, 4096)
-
-
-def _tell_owner(what: str) -> None:
-    """Write a line into the task's log, in a thread, as the command may have filled the pipe."""
-
-    def write() -> None:
-        with contextlib.suppress(OSError):
-            os.write(2, f"Roundhouse: {what}\n".encode())
-
-    threading.Thread(target=write, daemon=True).start()
 
 
 def _failed(cause: str, message: str, detail: str = "") -> Ending:

@@ -22,7 +22,7 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,10 +76,14 @@ class FolderImage:
 
 @dataclass
 class WorkingFolder:
-    """The working folder `path` of a command, and the slab for its images."""
+    """The working folder `path` of a command, and the slab for its images.
+
+    `beside` are other folders that an image may have, each under a name inside `INTERNAL`.
+    """
 
     path: Path
     slab: Slab
+    beside: Mapping[str, Path] = field(default_factory=dict)
     is_abandoned: bool = False  # set by another thread to stop a running copy
     _slots: dict[str, _Slot] = field(default_factory=dict)
     _end: int = 0
@@ -87,17 +91,20 @@ class WorkingFolder:
     def ahead(self) -> None:
         """Copy changed files while the command may still change them; raises TooLarge."""
         with suppress(FileNotFoundError, NotADirectoryError):  # a folder was removed
-            self._copy_all(mapped=())
+            self._copy_all((), with_beside=False)
 
-    def copy(self, about: JSON, mapped: Collection[str] = ()) -> FolderImage:
+    def copy(
+        self, about: JSON, mapped: Collection[str] = (), *, with_beside: bool = False
+    ) -> FolderImage:
         """Make the image, with `about` in it; no process of the command may run.
 
         `mapped` are files that a process has mapped for writing.  Raises TooLarge, Abandoned.
         """
-        found, moved_bytes = self._copy_all(mapped)
+        found, moved_bytes = self._copy_all(mapped, with_beside=with_beside)
         storages = [Extent(offset=slot.offset, size=size) for _, slot, size in found]
         numbers = {path: number for number, (path, _, _) in enumerate(found)}
-        body = {"format": FORMAT, **about, "entries": list(self._entries(numbers))}
+        entries = list(self._entries(numbers, with_beside=with_beside))
+        body = {"format": FORMAT, **about, "entries": entries}
         graph = json.dumps(body).encode()
         at = self._room(len(graph))
         self.slab.view(at, len(graph))[:] = graph
@@ -105,9 +112,11 @@ class WorkingFolder:
         self.slab.used(layout.end)
         return FolderImage(layout=layout, moved_bytes=moved_bytes)
 
-    def _copy_all(self, mapped: Collection[str]) -> tuple[list[tuple[str, _Slot, int]], int]:
+    def _copy_all(
+        self, mapped: Collection[str], *, with_beside: bool
+    ) -> tuple[list[tuple[str, _Slot, int]], int]:
         """Copy changed files; return (each file with its place and size, bytes copied)."""
-        files = {name: status for name, status in self._files()}
+        files = {name: status for name, status in self._files(with_beside=with_beside)}
         for name in self._slots.keys() - files.keys():
             del self._slots[name]
         self._make_room(files)
@@ -121,8 +130,20 @@ class WorkingFolder:
             found.append((name, slot, size))
         return found, moved_bytes
 
-    def _files(self) -> Iterator[tuple[str, os.stat_result]]:
-        for entry, name in _below(self.path):
+    def _walk(self, *, with_beside: bool) -> Iterator[tuple[os.DirEntry[str], str]]:
+        yield from _below(self.path)
+        for name, folder in self.beside.items() if with_beside else ():
+            yield from _below(folder, f"{name}/", device=folder.stat().st_dev)
+
+    def _place_of(self, name: str) -> Path:
+        """Return where the file of this name lies."""
+        for under, folder in self.beside.items():
+            if name.startswith(f"{under}/"):
+                return folder / name.removeprefix(f"{under}/")
+        return self.path / name
+
+    def _files(self, *, with_beside: bool) -> Iterator[tuple[str, os.stat_result]]:
+        for entry, name in self._walk(with_beside=with_beside):
             with suppress(FileNotFoundError):
                 status = entry.stat(follow_symlinks=False)
                 if stat.S_ISREG(status.st_mode):
@@ -170,7 +191,7 @@ class WorkingFolder:
     def _copy(self, name: str, slot: _Slot) -> int:
         """Copy a file into its place; return its length, cut at the end of the place."""
         try:
-            fd = os.open(self.path / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            fd = os.open(self._place_of(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO):
                 return 0  # removed or replaced, which happens only while the command runs
@@ -184,12 +205,15 @@ class WorkingFolder:
                 if not (length := file.readinto(view)):
                     break
                 at += length
-        if time.time_ns() - max(before.st_mtime_ns, before.st_ctime_ns) >= SETTLED_NS:
+        # a mapping of shared memory, which lies beside, changes no time
+        is_inside = not name.startswith(f"{INTERNAL}/")
+        is_settled = time.time_ns() - max(before.st_mtime_ns, before.st_ctime_ns) >= SETTLED_NS
+        if is_settled and is_inside:
             slot.seen = _seen(before)
         return at
 
-    def _entries(self, numbers: dict[str, int]) -> Iterator[Entry]:
-        for entry, name in _below(self.path):
+    def _entries(self, numbers: dict[str, int], *, with_beside: bool) -> Iterator[Entry]:
+        for entry, name in self._walk(with_beside=with_beside):
             status, number, target = entry.stat(follow_symlinks=False), numbers.get(name), None
             if entry.is_symlink():
                 target = os.readlink(entry.path)
@@ -198,17 +222,30 @@ class WorkingFolder:
             yield (name, stat.S_IMODE(status.st_mode), status.st_mtime_ns, number, target)
 
 
-def _below(folder: Path, under: str = "") -> Iterator[tuple[os.DirEntry[str], str]]:
-    """Yield (entry, its path inside the folder), parents first, in the same order everywhere."""
+def _below(
+    folder: Path, under: str = "", device: int | None = None
+) -> Iterator[tuple[os.DirEntry[str], str]]:
+    """Yield (entry, its path inside the folder), parents first, in the same order everywhere.
+
+    With `device`, entries of other file systems and of other users are left out: in /tmp these are
+    what the sandbox shows of the host there, and the folders on the way to it.
+    """
     with os.scandir(folder) as inside:
         entries = sorted(inside, key=lambda entry: entry.name)
     for entry in entries:
         name = f"{under}{entry.name}"
-        if name == INTERNAL:
+        if name == INTERNAL or (device is not None and not _is_own(entry, device)):
             continue
         yield entry, name
         if entry.is_dir(follow_symlinks=False):
-            yield from _below(Path(entry.path), f"{name}/")
+            yield from _below(Path(entry.path), f"{name}/", device)
+
+
+def _is_own(entry: os.DirEntry[str], device: int) -> bool:
+    with suppress(FileNotFoundError):
+        status = entry.stat(follow_symlinks=False)
+        return status.st_dev == device and status.st_uid == os.geteuid()
+    return False
 
 
 def _seen(status: os.stat_result) -> tuple[int, ...]:
@@ -227,17 +264,24 @@ def _pages(size: int) -> int:
 # --- restoring ------------------------------------------------------------------------------------
 
 
-def restore(slab: Slab, layout: JSON, folder: Path) -> JSON:
+def restore(
+    slab: Slab, layout: JSON, folder: Path, beside: Mapping[str, Path] | None = None
+) -> JSON:
     """Fill the empty `folder` from the image; return the data that was stored as `about`.
 
+    The folders `beside` are filled too; without them, what the image has of them is left out.
     Raises BadLayout, BadFolder; OSError if it cannot be written (the disk is full).
     """
     placed = from_json(layout, limit_bytes=slab.limit_bytes)
     body = _read(slab, placed.graph)
-    made: set[str] = {""}
+    others = beside or {}
+    made: set[str] = {"", *others}
+    place = WorkingFolder(folder, slab, others)._place_of
     folders = list[tuple[Path, int, int]]()
     for name, mode, changed_ns, number, target in body["entries"]:
-        path = folder / _inside(name, made)
+        if not others and name.startswith(f"{INTERNAL}/"):
+            continue
+        path = place(_inside(name, made))
         if target is not None:
             path.symlink_to(target)
         elif number is None:
@@ -275,6 +319,7 @@ def _inside(name: str, made: set[str]) -> str:
 def begun_from(code: Path, folder: Path) -> None:
     """Fill the working folder of a new command with a writable copy of its bundle."""
     shutil.copytree(code, folder, dirs_exist_ok=True, symlinks=True, copy_function=_copied)
+    folder.chmod(0o700)  # as it is when it is restored
 
 
 def _copied(source: str, target: str) -> str:

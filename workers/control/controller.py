@@ -16,12 +16,14 @@ from sqlalchemy import select
 
 from app.db import transactions
 from app.db.models import Island
-from app.intake import island_assignment
+from app.intake import island_assignment, sessions, tunnels
 from app.messaging import broker, outbox
 from app.scheduling import gang_tickets, housekeeping
 from app.scheduling.housekeeping import Sweeper
 from app.settings import settings
 from workers.control.loop import Loop, keep
+from workers.control.package_locker import PackageLocker
+from workers.control.request_deleter import RequestDeleter
 from workers.control.webhook_sender import Deliverer
 from workers.process.celery_inbox import hears
 
@@ -96,6 +98,8 @@ class Control(Loop):
         self.chores_due_s = time.monotonic() + CHORES_S
         with transactions.transaction() as session:
             freed = housekeeping.tidy(session)
+            sessions.end_silent(session)
+            tunnels.end_lost(session)
         housekeeping.free(freed)
         self._sweep()
 
@@ -135,8 +139,12 @@ def _sweep(sweeper: Sweeper) -> None:
 control = Control()
 keep(celery, control)
 keep(celery, Deliverer())
+keep(celery, RequestDeleter())
+package_locker = PackageLocker()
+keep(celery, package_locker)
 
 
 @hears(celery, broker.CONTROL_NUDGE)
 def nudge() -> None:
     control.nudge()
+    package_locker.wake.set()

@@ -14,10 +14,12 @@ import queue
 import threading
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
-from sqlalchemy import ColumnElement, Select, bindparam, func, select, true, update
+from sqlalchemy import ColumnElement, Select, bindparam, func, select, text, true, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.orm import Session
@@ -28,6 +30,8 @@ from app.core.model.wellformed import BadMessage
 from app.core.scheduling import record
 from app.core.scheduling.blockers import is_wanted, soonest_first
 from app.core.scheduling.board import Board
+from app.core.scheduling.heartbeat_backlog import HeartbeatBacklog
+from app.core.scheduling.heartbeat_news import HeartbeatNews
 from app.core.scheduling.time_sharing import shares
 from app.core.scheduling.turns import as_json
 from app.db import gc_freeze, transactions
@@ -35,7 +39,7 @@ from app.db.models import Device, Island, LedgerBase, Order, Placement, Task
 from app.identity.enrolment import Roster
 from app.insight.counters import Tally
 from app.messaging import broker, outbox
-from app.messaging.envelope import opened_heartbeat
+from app.messaging.signed_messages import opened_heartbeat
 from app.scheduling import journal, ledger, task_migration
 from app.scheduling.board_follower import Follower
 from app.settings import settings
@@ -47,22 +51,32 @@ log = logging.getLogger(__name__)
 
 BUSY_S = 0.05  # retry after this, while a requested action is being written
 TOLD_TASKS = 5  # limit of tasks named in the log if a round asks for a time in the past
+ROUNDS_A_LEASE = 5  # a round should take at most this part of the leader's lease
+GATHER_S = 0.25  # time between rounds that only take heartbeats that say nothing new
 RESEND_LOOKS = 4  # looks for orders to resend, per resend interval
 
 celery = broker.make_celery("island", settings().redis_url.get_secret_value(), settings().redis_tls)
 
 
 class Scheduler(Loop):
-    """Schedules `island`; `inbox` holds the heartbeats received since the last round."""
+    """Schedules `island`.
+
+    `inbox` holds the heartbeats received since the last round; `backlog` those that no round has
+    taken yet.
+    """
 
     def __init__(self, island: str) -> None:
         super().__init__(f"island {island}")
         self.island, self.me = island, uuid.uuid4().hex
-        self.inbox: queue.SimpleQueue[Alive] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[tuple[Alive, float]] = queue.SimpleQueue()
+        self.backlog = HeartbeatBacklog()
         self.roster = Roster(island)
         # device -> incarnation and time of its newest heartbeat
         self.spoken: dict[str, tuple[str, int]] = {}
+        self.heartbeat_news = HeartbeatNews()
         self.nudged = threading.Event()
+        self.pressing = threading.Event()  # set if a round is to begin at once
+        self.gathers_until_s = 0.0  # by the monotonic clock
         self.follower = Follower(island)
         self.tally, self.leads = Tally(), False
         self.began_s = 0.0  # start of this round's transaction, by the monotonic clock
@@ -70,13 +84,13 @@ class Scheduler(Loop):
         self.resend_s = 0.0  # when to look for orders to resend, by the monotonic clock
         self.deaf_until_s = 0.0  # until when silence proves nothing, by the monotonic clock
 
-    def receive(self, text: str) -> None:
+    def receive(self, sealed: str) -> None:
         """Queue a heartbeat that came over Redis; raises BadSignature or BadMessage if it is
         invalid.
 
         The thread that reads from Redis calls it.
         """
-        alive = opened_heartbeat(text, hosts=self.roster.hosts)
+        alive = opened_heartbeat(sealed, hosts=self.roster.hosts)
         if objection := self.roster.objection(alive):
             raise BadSignature(objection)
         sent = alive.incarnation, alive.sent_us
@@ -85,27 +99,51 @@ class Scheduler(Loop):
             self.hear(alive)
 
     def hear(self, alive: Alive) -> None:
-        self.inbox.put(alive)
+        self.inbox.put((alive, time.monotonic()))
+        if self.heartbeat_news.is_new(alive):
+            self.pressing.set()
         self.wake.set()
 
     def nudge(self) -> None:
         self.nudged.set()
+        self.pressing.set()
         self.wake.set()
 
+    def stop(self, timeout_s: float = 10.0) -> None:
+        self.pressing.set()
+        super().stop(timeout_s)
+
     def look(self) -> float:
+        """Run one round; 0 if heartbeats are left for another one."""
+        self._gather()
         began_s, heard = time.monotonic(), self._heard()
         look_now = self.nudged.is_set() or time.monotonic() >= self.due_s
         self.nudged.clear()
         try:
             answers, due = self._written_down(heard, look_now)
         except BaseException:
-            self._not_written_down(heard)
+            self._not_written_down()
             raise
         # 4. Send only what is committed.
         self._send(answers, due)
+        took_s = time.monotonic() - began_s
+        self.backlog.adapt(took_s, most_s=settings().leader_s / ROUNDS_A_LEASE)
         if self.leads:
-            self.tally.round(time.monotonic() - began_s)
+            self.tally.round(took_s)
+        if self.backlog:
+            return 0.0
         return max(0.0, self.due_s - time.monotonic())
+
+    def _gather(self) -> None:
+        """Wait a moment for more heartbeats if nothing is pressing.
+
+        Most of what a round costs does not depend on the number of heartbeats that it takes.
+        """
+        until_s = min(self.gathers_until_s, self.due_s)
+        if not self.backlog:
+            self.pressing.wait(max(0.0, until_s - time.monotonic()))
+        self.pressing.clear()
+        self.gathers_until_s = time.monotonic() + GATHER_S
 
     def _written_down(self, heard: list[Alive], look_now: bool) -> tuple[list[Answer], list[Order]]:
         """Run one round.  If it fails, run it again carefully.
@@ -133,10 +171,12 @@ class Scheduler(Loop):
             self.roster.read(session)
             # 2. Record the reports of devices.
             recorded = journal.record_all(session, heard, careful=careful) if heard else []
+            _spare_the_waiting(session, self.backlog.alive_since())
             changed = look_now or any(changed for _, changed in recorded)
             # actions that wait for the commit need not wait for the plan
             if changed and transactions.is_awaited(session):
                 due = self._settled(session)
+                self._hold_lead(row)
                 transactions.commit(session)
                 session.expunge_all()
                 row = self._begin(session)
@@ -147,6 +187,7 @@ class Scheduler(Loop):
                 self.due_s = time.monotonic() + again_s
             due += self._settled(session)
             self.tally.write(session, row, leads=self.leads)
+            self._hold_lead(row)
             return [self._with_order(answer) for answer, _ in recorded], due
 
     def _begin(self, session: Session) -> Island:
@@ -188,11 +229,11 @@ class Scheduler(Loop):
         soonest = soonest_first(board, [task for task, _ in answer.keep])
         return replace(answer, next=soonest, rota=rota, wanted=is_wanted(board, answer.device))
 
-    def _not_written_down(self, heard: list[Alive]) -> None:
-        for alive in heard:
-            self.inbox.put(alive)
+    def _not_written_down(self) -> None:
+        self.backlog.put_back()
         self.follower.forget()
         self.nudged.set()
+        self.pressing.set()
 
     def leave(self) -> None:
         """Give up the lease, so that a standby takes over at once."""
@@ -202,14 +243,10 @@ class Scheduler(Loop):
                 row.leader_until = func.now()
 
     def _heard(self) -> list[Alive]:
-        """Return the newest heartbeat of every device process, which replaces all earlier ones."""
-        newest: dict[tuple[str, str], Alive] = {}
+        """Return the heartbeats for one round."""
         while not self.inbox.empty():
-            alive = self.inbox.get()
-            process = (alive.device, alive.incarnation)
-            if process not in newest or newest[process].sent_us < alive.sent_us:
-                newest[process] = alive
-        return [newest[process] for process in sorted(newest)]
+            self.backlog.put(*self.inbox.get())
+        return self.backlog.take()
 
     def _row(self, session: Session) -> tuple[Island, float]:
         """Return the island's row, locked, and the seconds left of its leader's lease."""
@@ -237,6 +274,16 @@ class Scheduler(Loop):
         if left_s < settings().leader_s / 2:
             row.leader_until = func.now() + timedelta(seconds=settings().leader_s)
         return True
+
+    def _hold_lead(self, row: Island) -> None:
+        """Renew the lease at the end of a round that took a large part of it.
+
+        The row has been locked since the round began, so nobody else can have taken the lead, even
+        if the lease has ended meanwhile.
+        """
+        if self.leads and time.monotonic() - self.began_s > settings().leader_s / 4:
+            until = func.clock_timestamp() + timedelta(seconds=settings().leader_s)
+            row.leader_until = until
 
     def _plan(self, session: Session) -> float:
         """Plan in a savepoint: if the plan fails, the recorded reports of devices remain."""
@@ -352,6 +399,45 @@ def _spare_leases(session: Session, island: str) -> None:
     session.execute(spared.values(lease_until=func.greatest(Device.lease_until, until)))
 
 
+def _spare_the_waiting(session: Session, waiting: Sequence[tuple[Alive, float]]) -> None:
+    """Extend the leases of devices whose heartbeats wait for a round, each until one lease after
+    its heartbeat came.
+
+    Such a device is alive, so its tasks must not count as lost.  It gets no answer yet: it goes by
+    the lease of its last answer, and nothing runs twice meanwhile.  What the heartbeat says of
+    tasks counts only when a round takes it.
+    """
+    if not waiting:
+        return
+    left_s = settings().lease_s - time.monotonic()
+    values: dict[str, Any] = {
+        "ids": [alive.device for alive, _ in waiting],
+        "processes": [alive.incarnation for alive, _ in waiting],
+        "sent": [alive.sent_us for alive, _ in waiting],
+        "left": [came_s + left_s for _, came_s in waiting],
+        "lease": timedelta(seconds=settings().lease_s),
+    }
+    session.execute(_SPARE_THE_WAITING, values)
+
+
+# Only the process that the row names, and only what it sent later than what was recorded.
+_SPARE_THE_WAITING = text(
+    """
+    update devices set lease_until = spared.until
+    from (
+        select id, now() + make_interval(secs => left_s) as until from devices
+        join unnest(cast(:ids as text[]), cast(:processes as text[]), cast(:sent as bigint[]),
+                cast(:left as float8[])) as waiting (device, incarnation, sent_us, left_s)
+            on waiting.device = id and waiting.incarnation = devices.incarnation
+        where heard_us < sent_us and lease_until < now() + cast(:lease as interval) / 2
+            and lease_until < now() + make_interval(secs => left_s)
+        order by id for no key update of devices
+    ) as spared
+    where devices.id = spared.id
+    """
+)
+
+
 def _seats_somebody() -> ColumnElement[bool]:
     open_ = select(Placement.id).where(
         Placement.device_id == Device.id, Placement.ended_at.is_(None)
@@ -376,8 +462,8 @@ not_heard = broker.Complaint(log, "rejected a heartbeat")
 
 
 @hears(celery, broker.ISLAND_ALIVE)
-def alive(text: str) -> None:
+def alive(sealed: str) -> None:
     try:
-        scheduler.receive(text)
+        scheduler.receive(sealed)
     except (BadSignature, BadMessage) as error:
         not_heard.say(error)

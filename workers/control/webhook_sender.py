@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 
-from app.core.security.webhook_policy import networks
+from app.core.security.addresses import networks
 from app.db import transactions
 from app.messaging import guarded_post, webhooks
 from app.messaging.webhooks import Taken

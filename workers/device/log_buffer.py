@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
+
+from app.core.security.redaction import NO_SECRETS
 
 JSON = dict[str, Any]
 
@@ -22,11 +25,17 @@ class Log:
         self.held_bytes = 0
         self.dropped = 0
         self.last = deque[str](maxlen=LAST_LINES)  # last lines of stderr, acknowledged or not
-        self._open = {"stdout": b"", "stderr": b""}  # incomplete last lines
+        self._open = {"stdout": b"", "stderr": b""}  # incomplete last lines, not redacted yet
+        self.redactor = NO_SECRETS
 
     @property
     def is_full(self) -> bool:
         return self.held_bytes >= LOG_LIMIT_BYTES
+
+    @property
+    def next_line(self) -> int:
+        """The number of the next line."""
+        return self.first + len(self.waiting)
 
     def write(self, stream: str, data: bytes) -> None:
         if self.is_full:  # lines of a flood are only counted
@@ -34,20 +43,45 @@ class Log:
             if b"\n" in data:
                 self._open[stream] = b""
             data = data[data.rfind(b"\n") + 1 :]
-        *whole, rest = (self._open[stream] + data).split(b"\n")
+        data = self._open[stream] + data
+        end = data.rfind(b"\n") + 1
+        *whole, _ = self.redactor.clean(data[:end]).split(b"\n")
         for line in whole:
             self._add(stream, _last_frame(line))
-        rest = _last_frame(rest)
-        while len(rest) > LINE_LIMIT_BYTES:
-            self._add(stream, rest[:LINE_LIMIT_BYTES])
-            rest = rest[LINE_LIMIT_BYTES:]
+        rest = _last_frame(data[end:])
+        # A value that has come in part stays together until all of it is there.
+        while len(rest) > LINE_LIMIT_BYTES + self.redactor.longest:
+            part, rest = self.redactor.split(rest, LINE_LIMIT_BYTES)
+            self._add(stream, part)
         self._open[stream] = rest
+
+    def say(self, text: str) -> None:
+        """Add a line of our own between those that the task prints."""
+        self._add("stderr", self.redactor.clean(text.encode()))
+
+    def goes_on_from(self, before: Log) -> None:
+        """Take over the incomplete last lines: what completes them comes here."""
+        self._open, before._open = before._open, self._open
+
+    @property
+    def begun(self) -> dict[str, str]:
+        """The incomplete last lines, for an image of the processes that complete them."""
+        return {stream: rest.decode("latin-1") for stream, rest in self._open.items() if rest}
+
+    def begin_with(self, begun: Mapping[str, str]) -> None:
+        """Take over the incomplete last lines of an image."""
+        for stream in self._open:
+            self._open[stream] = begun.get(stream, "").encode("latin-1")
+
+    def leave_begun(self) -> None:
+        """Forget the incomplete last lines: an image has them."""
+        self.begin_with({})
 
     def end(self) -> None:
         """Add the incomplete last lines as lines."""
         for stream, rest in self._open.items():
             if rest:
-                self._add(stream, rest)
+                self._add(stream, self.redactor.clean_cut(rest))
             self._open[stream] = b""
         self._say_what_was_dropped()
 

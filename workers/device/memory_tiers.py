@@ -19,13 +19,17 @@ This module has the supervisor's side and imports no torch; `offload` has the re
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from workers.device.device_memory import DeviceAccount
 from workers.device.heartbeat import now_us
 from workers.device.resident import Resident
 from workers.process.untrusted import Nonsense, number
 from workers.transfer.host_context import House
+
+log = logging.getLogger(__name__)
 
 JSON = dict[str, Any]
 
@@ -51,7 +55,9 @@ class Residency:
     ) -> None:
         self.house, self.residents, self.end = house, residents, end
         self.held_ahead = held_ahead
+        self.account = DeviceAccount(house.memory_bytes)
         self.expected: list[str] = []
+        self.guest_bytes = 0  # asked for here by commands with another home device
         self.lacks = ""
 
     # --- accounting ---
@@ -63,7 +69,9 @@ class Residency:
     @property
     def free_bytes(self) -> int:
         """The free device memory; negative if a resident grew."""
-        return self.house.memory_bytes - sum(r.on_device_bytes for r in self.living)
+        held = sum(r.on_device_bytes for r in self.living)
+        others = max(self.account.leftover_bytes, self.guest_bytes)
+        return self.house.memory_bytes - held - others
 
     @property
     def free_host_bytes(self) -> int:
@@ -77,7 +85,32 @@ class Residency:
             pair = held.setdefault(resident.stay.launch.tenant, [0, 0])
             pair[0] += resident.on_device_bytes
             pair[1] += resident.host_bytes
+        for tenant, left_bytes in self.account.by_tenant().items():
+            held.setdefault(tenant, [0, 0])[0] += left_bytes
         return held
+
+    def measured(
+        self, counted: Iterable[tuple[int, int]], kill: Callable[[Resident, str], None], now_us: int
+    ) -> None:
+        """Book what the driver counted on the device, as (process, bytes); `kill` ends a resident
+        beyond its cap.
+        """
+        beyond, stayed = self.account.measure(counted, self.living)
+        for resident in beyond:
+            log.warning(
+                "task %s holds %d bytes on the device, and may hold %d and a context",
+                resident.task,
+                resident.measured_bytes,
+                resident.cap_bytes(self.account.budget_bytes),
+            )
+            kill(resident, "device_memory")
+        for resident in stayed:
+            log.warning(
+                "task %s said that it had left the device, and holds %d bytes there",
+                resident.task,
+                resident.measured_bytes,
+            )
+            self._did_not_leave(resident, now_us)
 
     # --- free memory ---
 
@@ -194,8 +227,10 @@ class Residency:
     def heard(self, resident: Resident, message: JSON) -> None:
         """Process an `away` message: bytes off the device; `settled` if the last order is done."""
         away_bytes, turn = number(message, "bytes"), number(message, "turn")
-        house = self.house
+        house, is_settled = self.house, message.get("settled") is True
         told = number(message, "memory_bytes")
+        if is_settled and turn == resident.turn:
+            resident.measured_bytes = None  # counted before it left or came
         memory_bytes = resident.bounded_memory(told, house.memory_bytes, house.kind, now_us())
         if turn > resident.turn:
             raise Nonsense("it says what is away without being asked")
@@ -205,7 +240,7 @@ class Residency:
         if away_bytes > resident.slab_bytes:
             raise Nonsense("more is away than lies in its slab")
         resident.away_bytes = away_bytes
-        if message.get("settled") is True:
+        if is_settled:
             resident.level = _level_of(resident, memory_bytes)
             resident.granted_bytes, resident.memory_bytes = 0, memory_bytes
 
@@ -239,7 +274,7 @@ def _level_of(resident: Resident, memory_bytes: int) -> str:
     """
     if resident.away_bytes or resident.level == "leaving":
         return "host"
-    may_grow = memory_bytes < resident.stay.launch.memory_bytes and resident.lacking_bytes > 0
+    may_grow = memory_bytes < resident.stay.spec.devices.memory_bytes and resident.lacking_bytes > 0
     return "coming" if resident.level == "coming" and may_grow else "device"
 
 

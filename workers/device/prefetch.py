@@ -5,7 +5,8 @@ elsewhere.
 
 While a task is being moved here, its image is fetched in rounds; each round writes only changed
 chunks.  When the task stops, its last image is fetched while it is still being written
-(`checkpoint.follow`).  The Launch then takes over the slab and fetches what is missing.
+(`checkpoint.follow`).  The Launch then takes over the slab and fetches what is missing.  Chunks of
+a command's processes stay in the device worker's own memory until the Launch.
 
 Prefetched data was verified when it came, and no process has the slab until a resident is born with
 it.  Prefetching is only an optimization: what is lost here is fetched again.
@@ -18,10 +19,11 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from app.core.model.messages import Launch
+from app.core.model.messages import CheckpointRef, ExpectedTask, Launch
+from app.core.model.provisions.folder import FOLDER
 from app.storage.store import Damaged
 from workers.device import store_io
 from workers.device.store_io import Fetched, NotFetched
@@ -47,15 +49,19 @@ class PrefetchedImage:
     found: FoundImage
     fetched_us: int
 
+    @property
+    def held_bytes(self) -> int:
+        return self.found.layout.end + sum(map(len, self.found.beside.values()))
+
 
 class Coming(threading.Thread):
     """Prefetches one task.  Only this thread touches the slab until the thread has ended."""
 
     def __init__(
-        self, entry: JSON, house: House, came: dict[str, str], happened: Callable[[], None]
+        self, entry: ExpectedTask, house: House, came: dict[str, str], happened: Callable[[], None]
     ) -> None:
         """Start the thread; `came` receives, by SHA-256, the ways of the inputs that it fetches."""
-        super().__init__(name=f"ahead {entry['task']}", daemon=True)
+        super().__init__(name=f"ahead {entry.task}", daemon=True)
         self.entry, self.house, self.came, self.happened = entry, house, came, happened
         self.ahead: PrefetchedImage | None = None
         self._told = threading.Event()  # there is new work, or no more work
@@ -64,8 +70,8 @@ class Coming(threading.Thread):
 
     # --- from the supervisor's thread ---
 
-    def go_on(self, entry: JSON) -> None:
-        if entry != self.entry:
+    def go_on(self, entry: ExpectedTask) -> None:
+        if entry != replace(self.entry, image_key=entry.image_key):  # which is sealed each time
             self.entry = entry
             self._told.set()
 
@@ -99,45 +105,55 @@ class Coming(threading.Thread):
     def _work(self) -> None:
         """Do the next possible step, or wait until there is one."""
         self._told.clear()
-        entry, image = self.entry, self.entry["image"]
+        entry, image = self.entry, self.entry.image
         if image is None:
             self._get_ready(entry)
             self._wait(None)
         elif self._followed:
             self._wait(None)
-        elif self.ahead is None or self.ahead.found.sha256 != image["sha256"]:
-            self._fetch(entry)
+        elif self.ahead is None or self.ahead.found.sha256 != image.sha256:
+            self._fetch(entry, image)
         elif self.house.store.place.is_near:
             self._wait(None)  # a near store is fast, and shows an image only when it is complete
         else:
-            self._follow(entry)
+            self._follow(entry, image)
 
     def _wait(self, seconds: float | None) -> None:
         if not self._over:
             self._told.wait(seconds)
 
-    def _get_ready(self, entry: JSON) -> None:
-        """Fetch its code and its inputs to the disk of this host."""
-        store_io.unpack(entry["bundle"], self.house)
-        for source in entry["inputs"]:
+    def _get_ready(self, entry: ExpectedTask) -> None:
+        """Fetch its code, its packages and its inputs to the disk of this host."""
+        if entry.environment:
+            store_io.held_environment(entry.environment, self.house).close()
+        store_io.unpack(entry.bundle, self.house)
+        for source in entry.inputs:
             if source["size_bytes"] <= self.house.cache.limit_bytes:
                 fd, way = store_io.opened(source, self.house, {})
-                os.close(fd)
+                try:
+                    if source.get("format") == FOLDER:
+                        os.close(store_io.built_folder(source, fd, self.house).lock)
+                finally:
+                    os.close(fd)
                 if way != "here":
                     self.came[source["sha256"]] = way
 
-    def _fetch(self, entry: JSON) -> None:
+    def _fetch(self, entry: ExpectedTask, image: CheckpointRef) -> None:
         self._get_ready(entry)
-        image = entry["image"]
 
         def fetched(held: int, before: FoundImage | None) -> FoundImage:
             return store_io.fill(
-                held, image, tenant=entry["tenant"], store=self.house.store, before=before
+                *(held, image),
+                tenant=entry.tenant,
+                store=self.house.store,
+                before=before,
+                ciphers=store_io.opened_image_key(entry, self.house),
+                ahead_bytes=self.house.host_memory_bytes,
             )
 
         self._replace(fetched)
 
-    def _follow(self, entry: JSON) -> None:
+    def _follow(self, entry: ExpectedTask, image: CheckpointRef) -> None:
         """Wait for the image of the task's pause, and fetch it while it is being written."""
 
         def look_again() -> bool:
@@ -147,13 +163,15 @@ class Coming(threading.Thread):
         def followed(held: int, before: FoundImage | None) -> FoundImage | None:
             assert before is not None
             return checkpoint.follow(
-                checkpoint.draft(entry["task"], entry["epoch"]),
+                checkpoint.draft(entry.task, entry.epoch),
                 into=held,
-                tenant=entry["tenant"],
-                key=entry["image"]["key"],
+                tenant=entry.tenant,
+                key=image.key,
                 store=self.house.store,
                 before=before,
                 wait=look_again,
+                ciphers=store_io.opened_image_key(entry, self.house),
+                ahead_bytes=self.house.host_memory_bytes,
             )
 
         self._followed = self._replace(followed)
@@ -206,14 +224,14 @@ class Lookout:
     def held_bytes(self) -> int:
         """The host memory of all prefetched images."""
         found = [coming.ahead for coming in self.coming.values()]
-        return sum(ahead.found.layout.end for ahead in found if ahead is not None)
+        return sum(ahead.held_bytes for ahead in found if ahead is not None)
 
-    def expect(self, entries: Iterable[JSON], *, here: Iterable[str]) -> None:
+    def expect(self, entries: Iterable[ExpectedTask], *, here: Iterable[str]) -> None:
         """Prefetch exactly these tasks; tasks that are already `here` need nothing."""
         launched = set(here)
         while len(self.came) > REMEMBERED:
             del self.came[next(iter(self.came))]
-        wanted = {entry["task"]: entry for entry in entries if entry["task"] not in launched}
+        wanted = {entry.task: entry for entry in entries if entry.task not in launched}
         for task in self.coming.keys() - wanted.keys():
             self.coming.pop(task).drop()
         for task, entry in wanted.items():

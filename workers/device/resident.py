@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,16 @@ from typing import Any
 from app.core.device.device_records import ProcessRecord
 from app.core.device.token_bucket import TokenBucket
 from app.core.model import messages
+from app.core.model.device_choice import WHOLE_MILLI
+from app.core.model.device_fraction import cap_bytes
+from app.core.model.manifest import Manifest
+from workers.device.job_shells import JobShells
 from workers.device.stay import Stay
 from workers.process import slab
 from workers.process.sandbox import Room
 from workers.process.wire import Parts, TenantWire
-from workers.transfer.checkpoint import Known
+from workers.transfer.checkpoint import HeldChunks, Known
+from workers.transfer.environments import HeldEnvironment
 
 JSON = dict[str, Any]
 
@@ -32,6 +38,7 @@ OWED_US = 30_000_000  # how long a paused process may lack an image while others
 UNREAD_US = 10_000_000  # how long a process may leave its messages unread; then it is ended
 KERNEL_US = 100_000  # least interval between two reads of a process's memory from the kernel
 PROCESSES_LIMIT = 256  # most processes and threads read for one such count
+STORED_LIMIT = 16 * 1024  # most processes and threads of a command that are stored or restored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +48,9 @@ class Saving:
     size_bytes: int
     took_us: int = 0
     new_bytes: int = 0
+    has_processes: bool = False  # of its command
+    bound_because: str = ""  # why it has none, though they were asked for
+    printed: tuple[int, ...] = ()  # epoch and number of log lines, when they were dumped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +63,23 @@ class Leaving:
     size_bytes: int
     head_bytes: int
     early: bool
+
+
+@dataclass
+class Adoption:
+    """The processes of a command's image, and our ends of the pipes that they write to.
+
+    `held` are chunks of the image that were fetched ahead.
+    """
+
+    manifest: Manifest
+    pipes: dict[str, int]
+    held: HeldChunks = field(default_factory=dict, repr=False)
+
+    def close(self) -> None:
+        for fd in self.pipes.values():
+            os.close(fd)
+        self.pipes = {}
 
 
 @dataclass
@@ -69,12 +96,24 @@ class Resident:
     pipes: dict[int, str]  # descriptor -> "stdout" or "stderr"
     room: Room
     stay: Stay
+    # locks of the folders that it sees (`workers.transfer.folder_cache`)
+    folders: list[int] = field(default_factory=list)
     pidfd: int | None = None
     pid: int = 0
     preset: JSON = field(default_factory=dict)
+    device_preset: JSON = field(default_factory=dict)  # its part that the driver has taken
     capabilities: list[str] = field(default_factory=list)
     saved: Saving | None = None  # its newest durable image
+    # of its newest durable image that has its processes too, if it is a command
+    processes_step: int | None = None
+    bound_because: str = ""  # why the processes of a command cannot go to another device
+    # epoch and number of its log lines when its processes were dumped last
+    printed: tuple[int, ...] = ()
+    adoption: Adoption | None = None  # the processes of a command wait to be restored below it
+    dump_damaged: bool = False  # a dump has damaged the processes of its command, now or before
     memory_bytes: int = 0
+    measured_bytes: int | None = None  # on the device by the driver's count; None: not counted yet
+    idle_us: int = 0  # how long the processes of a session have computed nothing
     staged_us: int = 0  # how long it stopped in the slot to copy its state
     slab_bytes: int = 0  # as counted by the kernel
     spilled_bytes: int = 0  # blocks of a graph in host memory
@@ -93,6 +132,7 @@ class Resident:
     is_gone: bool = False
     outputs: JSON = field(default_factory=dict)
     verdict: JSON | None = None
+    shells: JobShells = field(default_factory=JobShells)  # processes beside a job
     parts: Parts = field(default_factory=Parts)  # received parts of a long message
     is_parsed: bool = False  # another thread parses a long message; later messages wait
     is_muted: bool = False  # not read from for a while, as it sent too much
@@ -104,7 +144,12 @@ class Resident:
     calm: TokenBucket = field(default_factory=lambda: TokenBucket(MUTED_BURST_S, MUTED_PER_S))
     kernel: tuple[int, int] | None = None  # (own, shared) bytes of its processes in the kernel
     kernel_us: int = 0  # when the kernel was last asked for its memory
+    environment: HeldEnvironment | None = None  # in use until the process is gone
     refused: str = ""  # what its limits denied it, in a sentence
+    # resource -> the most that it was seen to take of its host (`provisions.resources`)
+    peaks: dict[str, int] = field(default_factory=dict)
+    look_us: int = 0  # when it is looked at next
+    cpu: tuple[int, int] = (0, 0)  # its processor time, and when that was seen
 
     @property
     def id(self) -> int:
@@ -143,12 +188,12 @@ class Resident:
         return self.record.is_command
 
     def may_give(self, output: str) -> bool:
-        declared = output in self.stay.launch.outputs
+        declared = output in self.stay.spec.outputs
         return declared or (self.is_command and output == messages.ARTIFACTS)
 
     def is_awaited(self, output: str) -> bool:
         """True if other tasks may start with the output while this one runs on."""
-        return output in self.stay.launch.run.get("part", {}).get("after_ms", ())
+        return output in (self.stay.spec.run.part or {}).get("after_ms", ())
 
     @property
     def artifacts(self) -> JSON:
@@ -163,8 +208,15 @@ class Resident:
 
     @property
     def is_durable(self) -> bool:
-        """True if ending it now loses nothing; the processes of a command are never durable."""
-        return self.is_kept and not (self.is_command and self.has_state)
+        """True if ending it now loses nothing; of a command, also its processes are stored."""
+        has_all = not (self.is_command and self.has_state)
+        return self.is_kept and (has_all or self.processes_step == self.record.saved_step)
+
+    @property
+    def is_in_image(self) -> bool:
+        """True if its newest image has its processes as they were at its last step."""
+        step = self.processes_step
+        return step is not None and step == self.record.saved_step == self.stay.step
 
     @property
     def on_device_bytes(self) -> int:
@@ -173,13 +225,13 @@ class Resident:
             return self.memory_bytes
         if self.level == "coming":
             return self.memory_bytes + self.granted_bytes
-        reserved = max(self.memory_bytes, self.stay.launch.memory_bytes)
+        reserved = max(self.memory_bytes, self.stay.spec.devices.memory_bytes)
         return max(0, reserved - self.away_bytes) if self.level == "leaving" else reserved
 
     @property
     def lacking_bytes(self) -> int:
         """The memory that it must still be granted before it is back on the device."""
-        asked = self.stay.launch.memory_bytes - self.memory_bytes
+        asked = self.stay.spec.devices.memory_bytes - self.memory_bytes
         return max(0, max(self.away_bytes, asked) - self.granted_bytes)
 
     @property
@@ -190,18 +242,40 @@ class Resident:
         held = {"on_device_bytes": self.on_device_bytes, "host_bytes": self.host_bytes}
         return {"level": self.level, **held}
 
+    def cap_bytes(self, device_bytes: int) -> int:
+        """Return the most memory that it may have on a device with so much."""
+        asked_bytes = self.stay.spec.devices.memory_bytes
+        return cap_bytes(self.record.stay.milli, asked_bytes, device_bytes)
+
+    @property
+    def is_fraction(self) -> bool:
+        """True if it has a fraction of the device, and other tasks have the rest."""
+        return self.record.stay.milli < WHOLE_MILLI
+
     def was_absent(self, now_us: int) -> None:
         """Update the usual time between a pause and the next slice, as it has the slot again."""
         if self.paused_us:
             took_us = max(1, now_us - self.paused_us)
             self.absent_us = (self.absent_us + took_us) // 2 if self.absent_us else took_us
 
+    def reach(self, resource: str, used: int) -> None:
+        """Note a peak."""
+        if used > self.peaks.get(resource, 0):
+            self.peaks[resource] = used
+
     def measure(self) -> None:
         if self.slab >= 0:
             self.slab_bytes = slab.held_bytes(self.slab)
 
     def bounded_memory(self, told: int, house_bytes: int, kind: str, now_us: int) -> int:
-        """Bound the memory that a job reports by its device and by the kernel's count."""
+        """Bound the memory that a job reports by its device, and by the count of the kernel or the
+        driver.
+
+        The kernel counts the memory of a CPU device now.  The driver of an accelerator has counted
+        it a while ago, and the job may have taken more since then.
+        """
+        if kind != "cpu":
+            return max(min(told, house_bytes), self.measured_bytes or 0)
         return self._bounded(min(told, house_bytes), 0, kind, now_us)
 
     def bounded_spill(self, told: int, house_bytes: int, kind: str, now_us: int) -> int:
@@ -242,6 +316,8 @@ class Resident:
     def send(self, word: str, fds: list[int] | None = None, **said: Any) -> None:
         if self.kill_reason:
             return
+        if word == "go":
+            self.shells.seat(is_seated=True)
         try:
             self.wire.send({"is": word, **said}, fds)
         except OSError:
@@ -270,37 +346,87 @@ class Resident:
 
     def close(self) -> None:
         """Close all but the wire, `bulk` and `slab`, which may take long to close."""
-        for fd in self.pipes:
+        self.shells.close()
+        for fd in (*self.pipes, *self.folders):
             os.close(fd)
-        self.pipes = {}
+        self.pipes, self.folders = {}, []
+        if self.adoption is not None:
+            self.adoption.close()
         if self.pidfd is not None:
             os.close(self.pidfd)
             self.pidfd = None
+        if self.environment is not None:
+            self.environment.close()
+            self.environment = None
 
 
 def kernel_memory(pid: int) -> tuple[int, int] | None:
     """Return the (own, shared) bytes of memory of a process and its descendants, by the kernel's
     count.
 
-    None if they cannot be read, or there are too many processes.
+    Descendants that end meanwhile are left out, so a task cannot evade the count by programs that
+    come and go.  None if the process itself has ended, or there are too many processes.
     """
-    own = shared = looked = 0
-    left = [pid]
+    own = shared = 0
     try:
-        while left:
-            at = left.pop()
-            status = Path(f"/proc/{at}/status").read_text()
+        for at in family(pid):
+            status = _read(f"/proc/{at}/status", must=at == pid)
             own += _status_bytes(status, "RssAnon:")
             shared += _status_bytes(status, "RssShmem:")
-            tasks = os.listdir(f"/proc/{at}/task")
-            looked += len(tasks)
-            if looked > PROCESSES_LIMIT:
-                return None
-            for task in tasks:
-                left += map(int, Path(f"/proc/{at}/task/{task}/children").read_text().split())
     except (OSError, ValueError):
         return None
     return own, shared
+
+
+def below(pid: int) -> list[int]:
+    """Return the descendants of the stub of a command; raises as `family`."""
+    return list(family(pid, STORED_LIMIT))[1:]
+
+
+def memory_to_dump(pid: int) -> int:
+    """Return the bytes that a dump of the processes below a stub writes of their memory.
+
+    A page that processes have in common since a fork counts for each, as the dump has it for each;
+    memory that they share for writing counts once.  Raises as `family`.
+    """
+    all_bytes = 0
+    for at in below(pid):
+        status = _read(f"/proc/{at}/status")
+        all_bytes += _status_bytes(status, "RssAnon:") + _status_bytes(status, "VmSwap:")
+        all_bytes += _status_bytes(_read(f"/proc/{at}/smaps_rollup"), "Pss_Shmem:")
+    return all_bytes
+
+
+def family(pid: int, limit: int = PROCESSES_LIMIT) -> Iterator[int]:
+    """Yield a process and its descendants; those that end meanwhile may be left out.
+
+    Raises OSError if the process itself has ended, and ValueError when there are too many.
+    """
+    looked, left = 0, [pid]
+    while left:
+        at = left.pop()
+        yield at
+        try:
+            tasks = os.listdir(f"/proc/{at}/task")
+        except (FileNotFoundError, ProcessLookupError):
+            if at == pid:
+                raise
+            continue
+        looked += len(tasks)
+        if looked > limit:
+            raise ValueError(f"process {pid} has more than {limit} descendants")
+        for task in tasks:
+            left += map(int, _read(f"/proc/{at}/task/{task}/children").split())
+
+
+def _read(path: str, *, must: bool = False) -> str:
+    """Read a file of /proc; "" if its process has ended, or OSError if it `must` be there."""
+    try:
+        return Path(path).read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        if must:
+            raise
+        return ""
 
 
 def _status_bytes(status: str, name: str) -> int:

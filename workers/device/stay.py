@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from app.core.device.device_records import StayRecord
 from app.core.device.stay_state import StayState
+from app.core.model.descriptor import TaskDescriptor
 from app.core.model.messages import Event, Launch, LogLines, ResidentView
 from app.core.placement.partitions import late
+from app.core.security.redaction import NO_SECRETS, Redactor
 from workers.device.log_buffer import Log
 from workers.transfer.peer_auth import Sockets
 
@@ -39,6 +41,7 @@ class Stay:
     event_seq: int = 0
     events: list[Event] = field(default_factory=list)
     log: Log = field(default_factory=Log)
+    redactor: Redactor = NO_SECRETS
     unstaged_us: int = 0  # `staged_us` of its process when this stay began
     input_bytes: int = 0  # of all its inputs
     fetched_bytes: int = 0  # of its inputs that came from the store
@@ -47,10 +50,11 @@ class Stay:
     given: JSON = field(default_factory=dict)  # port -> source of a late input that can be fetched
     coming: set[str] = field(default_factory=set)  # ports of late inputs being fetched
     awaits: str = ""  # port of the input that its process waits for
+    network: JSON = field(default_factory=dict)  # what it used of the network (`ResidentView`)
 
     @classmethod
     def of(cls, launch: Launch, record: StayRecord) -> Stay:
-        lacks = set(late(launch.run)) - launch.inputs.keys()
+        lacks = set(late(launch.spec.run.part)) - launch.inputs.keys()
         return cls(launch=launch, record=record, lacks=lacks)
 
     @property
@@ -66,8 +70,16 @@ class Stay:
         return self.record.arrived_us
 
     @property
+    def spec(self) -> TaskDescriptor:
+        return self.launch.spec
+
+    @property
     def key(self) -> tuple[str, int]:
         return self.launch.task, self.launch.epoch
+
+    def keep_out(self, redactor: Redactor) -> None:
+        """Replace the values of these secrets in all that its process says from now on."""
+        self.redactor = self.log.redactor = redactor
 
     def is_given(self, port: str, source: JSON) -> None:
         if port in self.lacks:
@@ -79,6 +91,8 @@ class Stay:
         Inputs that did not reach the process are still lacking, even if the launch names them.
         """
         self.metrics, self.lacks = before.metrics, {*before.lacks}
+        self.keep_out(before.redactor)
+        self.log.goes_on_from(before.log)
         for port, source in self.launch.inputs.items():
             self.is_given(port, source)
 
@@ -149,6 +163,9 @@ class Stay:
             lacks=sorted({self.awaits} & (self.lacks - self.given.keys())),
             metrics=self.metrics,
             points=self.points,
+            peaks=dict(self.resident.peaks) if self.resident else {},
+            network=self.network,
+            idle_us=self.process.idle_us if self.process else 0,
         )
 
 

@@ -8,28 +8,49 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from app.core.model import tensor_file
-from app.core.model.manifest import About
-from app.core.model.messages import Launch
+from app.core.model.manifest import About, Manifest
+from app.core.model.messages import (
+    CheckpointRef,
+    ExpectedTask,
+    Launch,
+    about_image_key,
+    about_secrets,
+)
+from app.core.model.provisions.folder import FOLDER, BadFolderManifest
 from app.core.model.tensor_file import HEAD_BYTES, BadTensorFile
+from app.core.security.redaction import (
+    MAX_LINES_TOGETHER,
+    NO_SECRETS,
+    Redactor,
+    are_too_long,
+)
+from app.storage.chunk_cipher import NO_CIPHERS, ChunkCipher, Ciphers, NoImageKey, ciphers
+from app.storage.sealing import CannotOpen
 from app.storage.store import Damaged, Store
 from workers.device.resident import Saving
-from workers.process import slab, untrusted
+from workers.process import host_mounts, slab, untrusted
+from workers.process.device_access import DeviceAccess, NoSuchDevice, with_guests
 from workers.process.image_layout import BadLayout, from_json
 from workers.process.slab import BadIndex
 from workers.process.untrusted import Nonsense
-from workers.transfer import checkpoint, peer_blocks
-from workers.transfer.checkpoint import BadSlab, FoundImage, Known, Written
+from workers.process.uv import NoUv
+from workers.transfer import checkpoint, folder_cache, peer_blocks
+from workers.transfer.checkpoint import BadSlab, FoundImage, HeldChunks, Known, Written
 from workers.transfer.code_unpack import BadBundle, unpacked
+from workers.transfer.container_images import HeldContainerImage, NotUnpacked
+from workers.transfer.environments import HeldEnvironment, NotBuilt
+from workers.transfer.folder_cache import BuiltFolder, FolderBeyondCache
 from workers.transfer.host_context import House
 
 JSON = dict[str, Any]
@@ -45,11 +66,13 @@ class Fetched:
     """All that a launch names, verified: its code, open files of its inputs, its image.
 
     If the launch runs a graph, the first file is the graph; the other files are its inputs, by
-    port.
+    port.  By `access` its process uses its devices.
 
     The image lies in `slab`, which is empty without an image.  `input_bytes` is the size of all
     inputs.  `fetched_bytes` of them were read from the store, as neither this host nor another had
-    them.  `ways` has for each port how the input came: one of core.model.messages.WAYS.
+    them.  `ways` has for each port how the input came: one of core.model.messages.WAYS.  `folders`
+    are the inputs that are folders, by port; their files among `fds` are their manifests.
+    `secrets` are the values that the launch has sealed, by name; `redactor` knows them.
     """
 
     code: Path
@@ -60,9 +83,25 @@ class Fetched:
     ways: dict[str, str] = field(default_factory=dict)
     index_bytes: int = 0
     image: Saving | None = None
+    access: DeviceAccess = field(default_factory=DeviceAccess)
+    environment: HeldEnvironment | None = None
+    root: HeldContainerImage | None = None
+    folders: dict[str, BuiltFolder] = field(default_factory=dict)
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    redactor: Redactor = NO_SECRETS
+    manifest: Manifest | None = None  # of the image
+    beside: HeldChunks = field(default_factory=dict, repr=False)  # of its second image
+
+    @property
+    def locks(self) -> list[int]:
+        """Return the locks that keep its folders and its container image on the disk."""
+        of_image = [] if self.root is None else [self.root.fd]
+        return [*(one.lock for one in self.folders.values()), *of_image]
 
     def close(self) -> None:
-        close_all([*self.fds, self.slab])
+        close_all([*self.fds, self.slab, *self.locks])
+        if self.environment is not None:
+            self.environment.close()
 
 
 class NotFetched(Exception):
@@ -94,26 +133,135 @@ def fetch(
     if held is None:
         held = slab.made(house.host_memory_bytes)
     fds: list[int] = []
+    folders: dict[str, BuiltFolder] = {}
+    environment: HeldEnvironment | None = None
+    root: HeldContainerImage | None = None
     try:
+        root = held_image(launch, house)
+        if launch.spec.environment is not None:
+            environment = held_environment(launch.spec.environment.lock, house)
+        secrets, redactor = opened_secrets(launch, house)
         code = unpack(launch.bundle, house)
         with _as_cause("bundle"):
-            if "graph" in launch.run:
-                graph = launch.run["graph"].removeprefix("sha256:")
-                fds.append(house.cache.opened(graph, house.store).fd)
-        counted = _inputs(launch, house, came, fds)
+            if launch.spec.run.kind == "graph":
+                fds.append(house.cache.opened(launch.spec.run.graph_sha256, house.store).fd)
+        counted = {
+            **_inputs(launch, house, came, fds, folders),
+            "access": _access(launch, house),
+            "environment": environment,
+            "root": root,
+            "folders": folders,
+            "secrets": secrets,
+            "redactor": redactor,
+        }
         if not launch.images:
             return Fetched(code=code, fds=fds, slab=held, **counted)
         newest = launch.images[0]
-        found = fill(held, newest, tenant=launch.tenant, store=house.store, before=before)
+        found = fill(
+            *(held, newest),
+            tenant=launch.tenant,
+            store=house.store,
+            before=before,
+            ciphers=opened_image_key(launch, house),
+        )
         with _as_cause("image"):
             image, index_bytes = _indexed(held, newest, found)
     except BaseException:
-        close_all([*fds, held])
+        close_all([*fds, held, *(one.lock for one in folders.values())])
+        if root is not None:
+            os.close(root.fd)
+        if environment is not None:
+            environment.close()
         raise
-    return Fetched(code=code, fds=fds, slab=held, index_bytes=index_bytes, image=image, **counted)
+    counted |= {"index_bytes": index_bytes, "image": image, "manifest": found.manifest}
+    counted["beside"] = found.beside
+    return Fetched(code=code, fds=fds, slab=held, **counted)
 
 
-def _inputs(launch: Launch, house: House, came: dict[str, str], fds: list[int]) -> JSON:
+def held_environment(lock: str, house: House) -> HeldEnvironment:
+    """Return the environment of a lock, built if this is its first use here; raises NotFetched."""
+    with _as_cause("environment"):
+        try:
+            return house.environments.opened(lock, house.store)
+        except (NotBuilt, NoUv) as error:
+            raise NotFetched("environment", str(error)) from error
+
+
+def held_image(launch: Launch, house: House) -> HeldContainerImage | None:
+    """Return the task's container image, unpacked if this is its first use here; raises
+    NotFetched.
+    """
+    if (name := launch.spec.image) is None:
+        return None
+    if not launch.root:
+        told = f"Its tenant may not use the container image {name} any more, or it was removed."
+        raise NotFetched("mount", told)
+    place = host_mounts.place_of(launch.root, house.mount_roots, may_be_file=True)
+    if place is None:
+        raise NotFetched("mount", f"This host may not show the container image {name}.")
+    try:
+        return house.images.opened(name, place)
+    except NotUnpacked as error:
+        why = str(error)
+    except Exception as error:  # a launch that is tried again would meet it again
+        log.exception("task %s: its container image %s is not unpacked", launch.task, name)
+        reason = error.strerror if isinstance(error, OSError) else None
+        why = f"this host failed ({reason or type(error).__name__})"
+    raise NotFetched("mount", f"Its container image {name} could not be unpacked: {why}.")
+
+
+def opened_secrets(launch: Launch, house: House) -> tuple[dict[str, str], Redactor]:
+    """Open the secrets that the launch has for this host; raises NotFetched.
+
+    A task never runs without one that it names.
+    """
+    names, given = launch.spec.secrets, launch.secrets
+    if not names:
+        return {}, NO_SECRETS
+    if told := given.get("refused"):
+        raise NotFetched("secret", f"It cannot have its secrets: {told}.")
+    about = about_secrets(launch.task, launch.epoch, house.device)
+    try:
+        values = json.loads(house.host_key.opened(given.get("sealed", ""), about))
+    except CannotOpen as error:
+        raise NotFetched("secret", f"Its secrets do not open here: {error}.") from error
+    if values.keys() != {*names}:
+        raise NotFetched("secret", "Its secrets are not those that it names.")
+    if are_too_long(values.values()):
+        told = f"they have more than {MAX_LINES_TOGETHER} lines together"
+        raise NotFetched("secret", f"It cannot have its secrets: {told}.")
+    return values, Redactor(values.values())
+
+
+def opened_image_key(order: Launch | ExpectedTask, house: House) -> Ciphers:
+    """Return the cipher of the task's images; none if the order has no key for this host."""
+    if "sealed" not in order.image_key:
+        return NO_CIPHERS
+    about = about_image_key(order.task, order.epoch, house.device)
+    try:
+        return ciphers([house.host_key.opened(order.image_key["sealed"], about)])
+    except (CannotOpen, ValueError) as error:
+        log.error("task %s: the key of its images does not open here: %s", order.task, error)
+        return NO_CIPHERS
+
+
+def _access(launch: Launch, house: House) -> DeviceAccess:
+    """Return the access to this device, and to the further devices of a command."""
+    if not launch.guests or house.kind == "cpu":
+        return house.access
+    try:
+        return with_guests(house.access, house.kind, launch.guests, house.devices_folder)
+    except NoSuchDevice as error:
+        raise NotFetched("exit", f"It cannot use its devices: {error}.") from error
+
+
+def _inputs(
+    launch: Launch,
+    house: House,
+    came: dict[str, str],
+    fds: list[int],
+    folders: dict[str, BuiltFolder],
+) -> JSON:
     """Open the inputs, in the order of their ports; return their sizes and how each came."""
     all_bytes = fetched_bytes = 0
     ways = dict[str, str]()
@@ -124,7 +272,24 @@ def _inputs(launch: Launch, house: House, came: dict[str, str], fds: list[int]) 
             size = os.fstat(fd).st_size
             all_bytes += size
             fetched_bytes += size if ways[port] == "store" else 0
+            if launch.inputs[port].get("format") == FOLDER:
+                found = folders[port] = built_folder(launch.inputs[port], fd, house)
+                all_bytes += found.size_bytes
+                fetched_bytes += found.fetched_bytes
+                if found.fetched_bytes:
+                    ways[port] = "store"
     return {"input_bytes": all_bytes, "fetched_bytes": fetched_bytes, "ways": ways}
+
+
+def built_folder(source: JSON, fd: int, house: House) -> BuiltFolder:
+    """Return the folder whose manifest is open at `fd`; raises NotFetched, or the store's
+    errors.
+    """
+    manifest = os.pread(fd, os.fstat(fd).st_size, 0)
+    try:
+        return folder_cache.built(source["sha256"], manifest, house.cache, house.store)
+    except (BadFolderManifest, FolderBeyondCache) as error:
+        raise NotFetched("exit", f"It cannot be given a folder: {error}.") from error
 
 
 def opened(source: JSON, house: House, came: dict[str, str]) -> tuple[int, str]:
@@ -170,14 +335,30 @@ def unpack(bundle: str, house: House) -> Path:
 
 
 def fill(
-    held: int, image: dict[str, Any], *, tenant: str, store: Store, before: FoundImage | None
+    held: int,
+    image: CheckpointRef,
+    *,
+    tenant: str,
+    store: Store,
+    before: FoundImage | None,
+    ciphers: Ciphers,
+    ahead_bytes: int = 0,
 ) -> FoundImage:
-    """Read a checkpoint that a Launch names into the slab `held`; raises NotFetched."""
-    sha256, key = image["sha256"], image["key"]
+    """Read a checkpoint that a Launch names into the slab `held`; raises NotFetched.
+
+    Its second image is fetched ahead if it has up to `ahead_bytes`.
+    """
     with _as_cause("image"):
         try:
             found = checkpoint.read(
-                sha256, into=held, tenant=tenant, key=key, store=store, before=before
+                image.sha256,
+                into=held,
+                tenant=tenant,
+                key=image.key,
+                store=store,
+                before=before,
+                ciphers=ciphers,
+                ahead_bytes=ahead_bytes,
             )
         except PermissionError as error:
             if error.errno != errno.EPERM:
@@ -188,12 +369,12 @@ def fill(
     return found
 
 
-def _indexed(held: int, image: dict[str, Any], found: FoundImage) -> tuple[Saving, int]:
+def _indexed(held: int, image: CheckpointRef, found: FoundImage) -> tuple[Saving, int]:
     """Write the index behind the image; return the image's description and the index's size."""
     about = found.manifest.about
     index = {"layout": found.layout.as_json(), "fingerprint": dict(about.fingerprint)}
     size_bytes = found.manifest.size_bytes
-    saved = Saving(step=image["step"], sha256=image["sha256"], size_bytes=size_bytes)
+    saved = Saving(step=image.step, sha256=image.sha256, size_bytes=size_bytes)
     return saved, slab.write_index(held, index)
 
 
@@ -209,6 +390,8 @@ def _as_cause(cause: str) -> Iterator[None]:
         yield
     except (Damaged, BadBundle, BadIndex) as error:
         raise NotFetched(cause, str(error)) from error
+    except NoImageKey as error:  # the image is sound, and an older one would need the key too
+        raise NotFetched("store", f"Its image cannot be read: {error}.") from error
     except OSError as error:  # the store is away; its content may be sound
         raise NotFetched("store", f"{type(error).__name__}: {error}") from error
 
@@ -222,10 +405,15 @@ def keep(
     known: Known,
     house: House,
     awaited: bool = False,
+    beside: Sequence[memoryview] = (),
+    dump_damaged: bool = False,
+    cipher: ChunkCipher | None = None,
 ) -> Written:
     """Store the image that a resident announced in its slab; raises OutOfStep, OSError.
 
     If it is `awaited` on another device, that device can fetch it while it is being written.
+    `beside` are the parts of a second image of the same moment; `dump_damaged` goes into the
+    manifest.  With a `cipher` both are encrypted.
     """
     try:
         index = slab.read_index(held, index_bytes)
@@ -236,6 +424,7 @@ def keep(
             epoch=launch.epoch,
             step=step,
             fingerprint=untrusted.table(index, "fingerprint"),
+            dump_damaged=dump_damaged,
         )
         if not isinstance(tensors := index.get("tensors"), dict):
             raise Nonsense("tensors is no table")
@@ -246,6 +435,8 @@ def keep(
             signer=house.signer,
             known=known,
             draft=checkpoint.draft(launch.task, launch.epoch) if awaited else "",
+            beside=beside,
+            cipher=cipher,
         )
     except (BadIndex, BadLayout, BadSlab, Nonsense) as error:
         raise OutOfStep(str(error)) from error

@@ -12,7 +12,7 @@ Invariants:
 * A stale or repeated order changes nothing.  An order alone gives no task the slot unless the order
   is fresh: otherwise the island must first have answered a report that names the resident.
 * No job steps past the trust deadline that the island's answers set.  A job that cannot stop is
-  killed when the lease ends.
+  killed when the lease and its grace have ended.
 * Every event is reported until the island acknowledges it.
 
 This module imports no torch, opens no database and interprets no bytes of a tenant.
@@ -25,49 +25,62 @@ import logging
 import os
 import queue
 import selectors
+import socket
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from app.core.device.device_events import Instruction, LeaveAsked
 from app.core.device.device_machine import DeviceMachine
+from app.core.device.health_readings import Reading
 from app.core.model.messages import (
     Answer,
     Given,
     Order,
 )
+from app.core.model.provisions.tunnel import TunnelTicket
+from app.core.security import peer_proof
 from app.storage.backend import make_private
-from workers.device import hung
+from workers.device import hang_report
 from workers.device.heartbeat import HeartbeatTransport, Rhythm, now_us
+from workers.device.host.device_presets import DevicePresets
+from workers.device.host.egress import EgressDesk
+from workers.device.host.environments import DeviceEnvironments
+from workers.device.host.gang_hosts import GangHosts
+from workers.device.host.health import DeviceHealth
+from workers.device.host.host_memory_caps import HostMemoryCaps
+from workers.device.host.mounts import DeviceMounts
+from workers.device.host.resource_watch import ResourceWatch
+from workers.device.host.tunnel_opener import TunnelOpener
 from workers.device.memory_tiers import Residency
 from workers.device.prefetch import Lookout
 from workers.device.resident import Resident
-from workers.device.supervision.admission import Admission
+from workers.device.stays.admission import Admission
+from workers.device.stays.command_images import CommandImages
+from workers.device.stays.exits import ResidentExits
+from workers.device.stays.listening import ResidentListener
+from workers.device.stays.lives import DeviceLives
+from workers.device.stays.resident_messages import ResidentMessages
+from workers.device.stays.spawning import LOCK_WAIT_S, Spawner
+from workers.device.stays.starting import TaskStarter
+from workers.device.stays.storing import ResultStore
 from workers.device.supervision.answers import AnswerDesk
 from workers.device.supervision.deadlines import DeadlineWatch
-from workers.device.supervision.exits import ResidentExits
-from workers.device.supervision.gang_hosts import GangHosts
 from workers.device.supervision.instructions import InstructionRunner
 from workers.device.supervision.late_inputs import LateInputs
-from workers.device.supervision.listening import ResidentListener
-from workers.device.supervision.lives import DeviceLives
 from workers.device.supervision.orders import OrderDesk
 from workers.device.supervision.reports import DeviceReports
-from workers.device.supervision.resident_messages import ResidentMessages
 from workers.device.supervision.side_work import SideWork
-from workers.device.supervision.spawning import LOCK_WAIT_S, Spawner
-from workers.device.supervision.starting import TaskStarter
-from workers.device.supervision.storing import ResultStore
-from workers.device.watchdog import Watchdog
+from workers.device.supervisor_watchdog import Watchdog
+from workers.device.tunnels import TunnelServer
 from workers.process.wire import Trust
-from workers.transfer import peer_auth
-from workers.transfer.host_context import CannotServe, House, locked, set_aside
-from workers.transfer.peer_auth import Links
+from workers.transfer.host_context import CannotServe, House, lock_device, locked, set_aside
+from workers.transfer.peer_auth import Desk, Links
 from workers.transfer.peer_blocks import Giver
 
 log = logging.getLogger(__name__)
 
-DRAIN_S = 8.0  # seconds to pause and save all jobs when the worker stops
+SAVE_PART = 0.5  # of the time to drain: what remains to save a command after its notice
 
 
 class Supervisor(threading.Thread):
@@ -89,16 +102,23 @@ class Supervisor(threading.Thread):
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector = selectors.DefaultSelector()
         self._lock_fd = -1
+        self._device_fd: int | None = None
         self.watchdog = Watchdog(self._end_at_once)
         self.rhythm = Rhythm(int(house.beat_s * 1e6))
         self.trust = Trust()
         self.stop_by_us: int | None = None  # when a stopping worker ends at the latest
         self.lookout = Lookout(house, self._look_around)
         self.giver = Giver(house.cache, house.block_bytes_per_s)
-        self.links = Links(house.address, self.receive, {peer_auth.BLOCK: self.giver})
+        self.tunnels = TunnelServer(self.giver.secret, self.receive, self._open_tunnel)
+        desks: dict[int, Desk] = {peer_proof.BLOCK: self.giver, peer_proof.TUNNEL: self.tunnels}
+        self.links = Links(house.address, self.receive, desks)
         self.side = SideWork(self.receive, house.residents_max + 4)
+        self.health = DeviceHealth(house, self.receive, self.rhythm)
+        self.mounts = DeviceMounts(house, self.receive, self.rhythm)
+        self.environments = DeviceEnvironments(house, self.receive, self.rhythm)
         self._make_state(transport)
         self._make_parts()
+        self.health.on_reading = self._measured
 
     def _make_state(self, transport: HeartbeatTransport) -> None:
         """Make the parts that keep what is on the device."""
@@ -115,10 +135,13 @@ class Supervisor(threading.Thread):
         )
         self.reports = DeviceReports(
             *(house, transport, rhythm, lives, self.residency),
-            *(self.lookout, self.links, self.giver),
+            *(self.lookout, self.links, self.giver, self.health, self.mounts),
+            self.environments,
         )
         self.hosts = GangHosts(lives, self.links, self.side)
         self.storing = ResultStore(self.receive, house, lives, rhythm, self.side)
+        self.presets = DevicePresets(house, lives, self.receive)
+        self.caps = HostMemoryCaps(house, lives)
 
     def _make_parts(self) -> None:
         """Make the parts that act on messages, orders, answers and time."""
@@ -126,34 +149,47 @@ class Supervisor(threading.Thread):
         selector, side, residency = self._selector, self.side, self.residency
         self.listener = ResidentListener(selector, side, lives, rhythm, self._exited)
         self.spawner = Spawner(house, selector, lives, self.reports, rhythm, self._exited)
-        self.exits = ResidentExits(lives, self.listener, self.spawner, self.storing, side)
+        self.tunnel_opener = TunnelOpener(lives, self.spawner, self.trust)
+        self.images = CommandImages(house, self.spawner, self.reports, side)
+        self.storing.images = self.images
+        self.egress = EgressDesk(house, selector, lives, self.spawner, rhythm, self._exited)
+        self.exits = ResidentExits(
+            *(lives, self.listener, self.spawner, self.storing, side, self.egress)
+        )
         self.late = LateInputs(house, lives, self.lookout, rhythm, side)
         self.starter = TaskStarter(
-            *(house, lives, self.trust, self.spawner, self.listener, selector, self.late)
+            *(house, lives, self.trust, self.spawner, self.listener, selector, self.late),
+            *(self.mounts, self.egress),
         )
+        self.starter.images = self.images
         self.admission = Admission(lives, self.starter, self.spawner, residency)
         self.orders = OrderDesk(lives, self.storing)
         self.answers = AnswerDesk(
-            *(house, self.trust, lives, self.late, self.reports),
-            *(residency, self.lookout, rhythm, self.watchdog),
+            *(house, lives, self.late, self.reports, residency, self.lookout),
+            *(rhythm, self.watchdog, self.health, self.mounts),
         )
         self.deadlines = DeadlineWatch(
             *(lives, self.hosts, self.admission, self.spawner),
-            *(self.listener, self.reports, residency, rhythm),
+            *(self.listener, self.reports, residency),
+            *(rhythm, self.egress, ResourceWatch(lives, lambda: self.spawner.groups)),
         )
         self.runner = InstructionRunner(
-            *(house, lives, self.hosts, self.storing, self.late, self.admission),
-            *(residency, self.lookout, rhythm, side),
+            *(house, self.trust, lives, self.hosts, self.storing, self.late, self.admission),
+            *(residency, self.lookout, rhythm, side, self.presets, self.egress),
         )
         messages = ResidentMessages(house, lives, self.hosts, residency, rhythm)
         self.listener.handlers = {
             **messages.handlers(),
             "part": self.listener.take_part,
             "saving": self.storing.saving,
+            "adopts": self.images.adopt,
         }
 
     def _run_instruction(self, instruction: Instruction, now: int) -> None:
         self.runner.run(instruction, now)
+
+    def _open_tunnel(self, ticket: TunnelTicket, theirs: socket.socket) -> str:
+        return self.tunnel_opener.open(ticket, theirs)
 
     def _exited(self, resident: Resident, status: int) -> None:
         self.exits.exited(resident, status)
@@ -163,10 +199,10 @@ class Supervisor(threading.Thread):
         self.inbox.put(message)
         os.eventfd_write(self._woken, 1)
 
-    def stop(self, timeout_s: float = DRAIN_S + 2.0) -> None:
-        """Pause and durably save all jobs, report that, and end everything."""
+    def stop(self) -> None:
+        """Pause and durably save all tasks, report that, and end everything."""
         self.receive(self._begin_to_leave)
-        self.join(timeout_s)
+        self.join(self.house.drain_s + 2.0)
 
     def run(self) -> None:
         try:
@@ -200,10 +236,10 @@ class Supervisor(threading.Thread):
     def _write_down_why(self) -> None:
         hearing = self.listener.hearing
         there = {resident.stay.key for resident in list(self.lives.residents.values())}
-        tasks = hung.blamed(hearing.stay.key if hearing is not None else None, there)
+        tasks = hang_report.blamed(hearing.stay.key if hearing is not None else None, there)
         if tasks:
             log.critical("%s hung while it was busy with %s", self.house.device, tasks)
-            hung.write_down(self.reports.hung_file, tasks)
+            hang_report.write_down(self.reports.hung_file, tasks)
 
     def _round(self) -> None:
         # 1. Read messages of residents, the zygote and the inbox.
@@ -220,9 +256,13 @@ class Supervisor(threading.Thread):
             self._hear(self.inbox.get())
         # 2. Apply deadlines.
         self.deadlines.apply(now_us())
+        self.caps.look(now_us())
+        self.health.look()
+        self.mounts.look(self.spawner.walls)
         # 3. Start processes, let tasks yield, and fill the slot.
         self.admission.admit()
         self.admission.end_round()
+        self.presets.look()
         # 4. Report changes.
         self.reports.report_if_due()
 
@@ -240,14 +280,24 @@ class Supervisor(threading.Thread):
     def _move_in(self) -> None:
         make_private(self.house.folder)
         self._lock_fd = locked(self.house.run / f"{self.house.device}.lock", LOCK_WAIT_S)
-        self.reports.hung = hung.written_down(self.reports.hung_file)
+        self._device_fd = lock_device(self.house, LOCK_WAIT_S)
+        self.reports.hung = hang_report.written_down(self.reports.hung_file)
         self.spawner.end_predecessors()
         for name in ("code", "scratch"):
             self.side.remove(set_aside(self.house.folder / name))
             make_private(self.house.folder / name)
         self._selector.register(self._woken, selectors.EVENT_READ, self._awake)
+        self.tunnels.start()
         self.links.listen()
         self.reports.pulse.start()
+        self.presets.start()
+        self.health.start()
+        self.mounts.start()
+        self.environments.start()
+        if self.house.kind == "cpu":
+            self.spawner.offer_fractions()
+        else:
+            self.spawner.count_device_memory(is_counted=self.health.has_monitor)
         self.spawner.open(self._lock_fd)
 
     def _awake(self) -> None:
@@ -256,8 +306,11 @@ class Supervisor(threading.Thread):
 
     def _begin_to_leave(self) -> None:
         if self.stop_by_us is None:
-            self.stop_by_us = now_us() + int(DRAIN_S * 1e6)
-            self.lives.give(LeaveAsked())
+            drain_us = int(self.house.drain_s * 1e6)
+            self.stop_by_us = now_us() + drain_us
+            pause_by_us = self.stop_by_us - int(drain_us * SAVE_PART)
+            self.reports.begin_to_stop()
+            self.lives.give(LeaveAsked(pause_by_us=pause_by_us))
 
     def _may_leave(self) -> bool:
         if self.stop_by_us is None:
@@ -269,7 +322,11 @@ class Supervisor(threading.Thread):
     def _move_out(self) -> None:
         if self.spawner.zygote is not None:
             self.spawner.zygote.end()
+        self.egress.close()
         self.reports.pulse.end()
+        self.health.end()
+        self.presets.end()
+        self.images.end()
         self.side.cancel_waiting()  # their peers are dead
         for resident in self.lives.residents.values():
             resident.close()
@@ -280,13 +337,21 @@ class Supervisor(threading.Thread):
         for _, fetched in self.admission.fetched:
             fetched.close()
         self.lookout.close()
+        self.environments.end()
         self.links.close()
+        self.tunnels.close()
         self.giver.close()
         self._selector.close()
         self.trust.close()
         self.spawner.close()
+        if self._device_fd is not None:
+            os.close(self._device_fd)
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
+
+    def _measured(self, reading: Reading) -> None:
+        if self.house.kind != "cpu":
+            self.residency.measured(reading.processes, self.lives.kill, now_us())
 
     def _look_around(self) -> None:
         """Make the next report due now.  Called from another thread."""

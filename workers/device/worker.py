@@ -18,9 +18,10 @@ from celery import bootsteps
 from app.core.model.messages import Alive
 from app.core.model.wellformed import BadMessage
 from app.messaging import broker
-from app.messaging.envelope import Mail, sealed_heartbeat
+from app.messaging.signed_messages import Mail, sealed_heartbeat
 from app.settings import settings
 from app.storage.signing import BadSignature, Signer, public_key
+from workers.device.device_check import find_device
 from workers.device.supervisor import Supervisor
 from workers.process.celery_inbox import hears
 from workers.transfer.host_context import CannotServe, House
@@ -49,9 +50,9 @@ class Serve(bootsteps.StartStopStep):
     mail: Mail | None = None
 
     def start(self, parent: Any) -> None:
-        house = House.of(settings())
-        if not house.device:
+        if not settings().device:
             raise RuntimeError("ROUNDHOUSE_DEVICE must be set to the id of this device")
+        house = House.of(settings(), find_device(settings()))
         Serve.mail = Mail(house.device, _island_key())
         to_island = ToIsland(house.island, house.signer)
         Serve.supervisor = Supervisor(house, to_island, on_fatal=_end_worker)

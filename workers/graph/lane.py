@@ -156,7 +156,7 @@ class ExecutorJob(GraphJob):
         self.unweighed: tuple[UnitCall, JSON, float] | None = None
         # the result with which a node of this executor finished the graph early
         self.result: JSON | None = None
-        passing = RemoteBlockTable if loaded.turns.ground.is_bridged else BlockTable
+        passing = RemoteBlockTable if loaded.turns.arena.is_bridged else BlockTable
         self.passing = passing(
             loaded.turns, len(self.program.blocks) + 1, loaded.around, loaded.accelerator
         )
@@ -298,19 +298,11 @@ class ExecutorJob(GraphJob):
     def _comes_soon(self) -> bool:
         """Poll for the next node's blocks for a moment, which is faster than sleeping; True if they
         come.
-
-        The random numbers of the next node are prepared first.
         """
         if self.awaited() is not None:
             return False
-        stop, call, passing = self.lane.stops[self.done], self.calls[self.done], self.passing
-        if call.seed is not None and not call.map:
-            self.chance.seed_ahead(call.function, call.seed)
-        for held in stop.takes:
-            if not (passing.is_there(held) or passing.is_soon(held)):
-                self.chance.forget()
-                return False
-        return True
+        stop, passing = self.lane.stops[self.done], self.passing
+        return all(passing.is_there(held) or passing.is_soon(held) for held in stop.takes)
 
     def _waits_for(self) -> str:
         missing = self._missing()
@@ -422,8 +414,8 @@ class ExecutorJob(GraphJob):
 
     @property
     def stands_still(self) -> bool:
-        """True if no other executor runs; unknown, and False, if some lie on other hosts."""
-        return not self.passing.ground.is_bridged and self.passing.turns.is_last_to_move
+        """True if no other executor can run before the first one posts a block."""
+        return self.passing.others_are_still
 
     def made(self) -> JSON:
         """Return the graph's outputs, by port, that came to the first executor since the last
@@ -528,7 +520,7 @@ class ExecutorJob(GraphJob):
         return self.total
 
     def _is_shared(self, n: int) -> bool:
-        """True also if the block is in the shared heap, where others may read it."""
+        """True if the block is in the heap, where others may read it, or overlaps another block."""
         return any(
-            map(self.passing.ground.is_land, memory_of(self.blocks[n]))
+            map(self.passing.arena.is_land, memory_of(self.blocks[n]))
         ) or super()._is_shared(n)

@@ -14,6 +14,9 @@ are not requested: their makers know their readers.
   executor waits is sent at once: so a full window never blocks an executor's next input.
 * When all readers behind a connection have dropped a block, this is reported. Its maker keeps the
   block until then, as on one host, since the images of other executors do not hold it.
+* The coordinator's carrier learns when the executors of all other hosts stand still, from the
+  reports that also find deadlocks (`host_bridge`). It tells the first executor, as of which message
+  of this host's executors that holds. No remote executor can run before a later message.
 * Three further facts travel the same way: the graph is over, a node ended it early, an executor has
   come to its own end. They may arrive before a block that was held back.
 
@@ -34,10 +37,13 @@ from workers.graph.shared_blocks import BlockTable, Held
 from workers.hardware.accelerator import Accelerator
 from workers.ranks import host_bridge, turns
 from workers.ranks.host_bridge import HOME, Bridge, Link, ReceivedPlace, Said
-from workers.ranks.shared_memory import Ground
+from workers.ranks.shared_memory import Arena
 from workers.ranks.turns import GangFailed, Turns, Wait
 
 WINDOW_BYTES = 1 << 26
+# Word of the shared table's head: the number of messages of this host's executors after which the
+# executors of all other hosts stand still.
+_STILL_AFTER = 25
 
 
 # --- at an executor -------------------------------------------------------------------------------
@@ -56,7 +62,7 @@ class RemoteBlockTable(BlockTable):
 
     def post(self, block: int, value: Any, readers: Collection[int]) -> Any:
         value = super().post(block, value, readers)
-        if afar := tuple(reader for reader in readers if not self.ground.is_here(reader)):
+        if afar := tuple(reader for reader in readers if not self.arena.is_here(reader)):
             posted = self.posted[block]
             self._tell("post", block, self.me, posted.offset, posted.size, afar)
         return value
@@ -75,7 +81,7 @@ class RemoteBlockTable(BlockTable):
         super().wait(held, until, text, outside=outside)
 
     def want(self, held: Held) -> None:
-        if not self.ground.is_here(held[1]):
+        if not self.arena.is_here(held[1]):
             self._tell("want", *held)
 
     def end(self) -> None:
@@ -92,32 +98,49 @@ class RemoteBlockTable(BlockTable):
             self._passed = at
             self._tell("passed", self.me, at)
 
+    @property
+    def others_are_still(self) -> bool:
+        """As in `BlockTable`, on all hosts.
+
+        A block of another host is there before that host is known to stand still, and an executor
+        of this host waits only after all its messages.  So the other hosts are asked about before
+        the executors here, and once more after them.
+        """
+        return self._hosts_are_still and super().others_are_still and self._hosts_are_still
+
+    @property
+    def _hosts_are_still(self) -> bool:
+        arena = self.arena
+        told = sum(arena.words[arena.rank(rank) + turns.TOLD] for rank in arena.here())
+        return told == arena.words[_STILL_AFTER]
+
     def _is_dropped(self, held: Held) -> bool:
         is_dropped = super()._is_dropped(held)
-        if is_dropped and not self.ground.is_here(held[1]):
+        if is_dropped and not self.arena.is_here(held[1]):
             self._tell("drop", *held)
         return is_dropped
 
     def _tell(self, *said: Any) -> None:
+        self.arena.words[self.turns.me + turns.TOLD] += 1
         try:
-            self.ground.tell_bridge(said)
+            self.arena.tell_bridge(said)
         except OSError as error:
-            raise GangFailed(f"the bridge of host {self.ground.host} is gone: {error}") from error
+            raise GangFailed(f"the bridge of host {self.arena.host} is gone: {error}") from error
 
 
 # --- in a carrier ---------------------------------------------------------------------------------
 
 
 class ReaderStandIn(BlockTable):
-    """Repeats on this host what one remote executor did on its own."""
+    """Stands in for one remote executor: repeats here what that executor did on its own host."""
 
-    def __init__(self, ground: Ground, executor: int, blocks: int) -> None:
-        super().__init__(Turns(ground, executor), blocks, Surroundings(), Accelerator("cpu"))
+    def __init__(self, arena: Arena, executor: int, blocks: int) -> None:
+        super().__init__(Turns(arena, executor), blocks, Surroundings(), Accelerator("cpu"))
         self.lying: dict[int, tuple[ReceivedPlace, Collection[int]]] = {}
 
     def place(self, size: int) -> ReceivedPlace:
         offset = self._taken(size)
-        return ReceivedPlace(self.ground.view(offset, size), offset)
+        return ReceivedPlace(self.arena.view(offset, size), offset)
 
     def put(self, block: int, place: ReceivedPlace, readers: Collection[int]) -> None:
         """Post a block of this executor that has arrived in this host's heap."""
@@ -168,16 +191,18 @@ class _Way:
 class BlockBridge(Bridge):
     """The bridge of a gang with the executors of a graph as ranks."""
 
-    def __init__(self, ground: Ground, links: dict[int, socket.socket]) -> None:
-        super().__init__(ground, links)
+    def __init__(self, arena: Arena, links: dict[int, socket.socket]) -> None:
+        super().__init__(arena, links)
         self.deputies: dict[int, ReaderStandIn] = {}
         self.parcels: dict[Held, _Parcel] = {}
         self.ways = {host: _Way() for host in self.links}
         self.cut_told = 0
+        self.told = 0  # number of messages of this host's executors
 
     # --- messages ---
 
     def hear_rank(self, said: Said) -> None:
+        self.told += 1
         if self.has_failed:
             return
         match said:
@@ -209,7 +234,7 @@ class BlockBridge(Bridge):
             case ("done", block, whose):
                 self._is_let_go(link, (block, whose))
             case ("cut", number):
-                turns.set_cut(self.ground, number)
+                turns.set_cut(self.arena, number)
             case _:
                 self._take_word(link, said)
 
@@ -222,9 +247,9 @@ class BlockBridge(Bridge):
             case ("blocks", _) if self.deputies:
                 return  # another executor has reported the number
             case ("blocks", count):
-                for executor in range(self.ground.ranks):
-                    if not self.ground.is_here(executor):
-                        self.deputies[executor] = ReaderStandIn(self.ground, executor, count)
+                for executor in range(self.arena.ranks):
+                    if not self.arena.is_here(executor):
+                        self.deputies[executor] = ReaderStandIn(self.arena, executor, count)
             case ("over", executor) if link:
                 self.deputies[executor].end()
             case ("early", executor, at) if link:
@@ -236,14 +261,14 @@ class BlockBridge(Bridge):
                 other.say(said)
 
     def _toward(self, executor: int) -> Link:
-        return self.links[self.ground.hosts[executor] if self.is_home else HOME]
+        return self.links[self.arena.hosts[executor] if self.is_home else HOME]
 
     # --- blocks ---
 
     def _beyond(self, readers: Collection[int]) -> dict[int, tuple[int, ...]]:
         found = defaultdict[int, tuple[int, ...]](tuple)
         for reader in readers:
-            if not self.ground.is_here(reader):
+            if not self.arena.is_here(reader):
                 found[self._toward(reader).host] += (reader,)
         return dict(found)
 
@@ -270,14 +295,14 @@ class BlockBridge(Bridge):
         """
         parcel = self.parcels[held]
         self.ways[host].open_bytes += parcel.size
-        body = self.ground.view(parcel.offset, parcel.size)
+        body = self.arena.view(parcel.offset, parcel.size)
         self.links[host].say(("block", *held, parcel.beyond[host]), body)
 
     def _arrived(
         self, link: Link, held: Held, readers: Collection[int], body: ReceivedPlace
     ) -> None:
         block, whose = held
-        here = [reader for reader in readers if self.ground.is_here(reader)]
+        here = [reader for reader in readers if self.arena.is_here(reader)]
         self.deputies[whose].put(block, body, here)
         self._carry(held, _Parcel(body.offset, len(body.view), link, self._beyond(readers)))
         # readers that went on from an image may have dropped it before
@@ -287,7 +312,7 @@ class BlockBridge(Bridge):
         way = self.ways[link.host]
         if held not in self.parcels:
             way.wanted.add(held)
-            if not self.ground.is_here(held[1]):
+            if not self.arena.is_here(held[1]):
                 self._toward(held[1]).say(("want", *held))
         elif held in way.held:
             way.held.remove(held)
@@ -312,6 +337,20 @@ class BlockBridge(Bridge):
             del self.parcels[held]
             parcel.source.say(("done", *held))
 
+    # --- stillness ---
+
+    def look(self) -> None:
+        super().look()
+        if self.is_home and not self.has_failed:
+            self._look_whether_still()
+
+    def _look_whether_still(self) -> None:
+        """Tell the first executor if the executors of all other hosts stand still."""
+        are_still = all(link.has_ended or link.is_still for link in self.links.values())
+        if are_still and self.words[_STILL_AFTER] != self.told:
+            self.words[_STILL_AFTER] = self.told
+            self.arena.ring(0)
+
     # --- the cut ---
 
     def look_at_cut(self) -> None:
@@ -321,6 +360,6 @@ class BlockBridge(Bridge):
             self.say_all(("cut", self.cut_told))
 
 
-def main(ground: Ground, links: dict[int, socket.socket]) -> int:
+def main(arena: Arena, links: dict[int, socket.socket]) -> int:
     """Run a carrier's process, as `host_bridge.main` does a bridge's."""
-    return host_bridge.run(BlockBridge(ground, links))
+    return host_bridge.run(BlockBridge(arena, links))

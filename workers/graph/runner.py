@@ -103,7 +103,7 @@ class Loaded:
             self.room = SpillBudget(budget_bytes, host_bytes, accelerator)
         named = dict.fromkeys(node.function for node in self.graph.nodes)
         self.functions = {name: find(name) for name in named}
-        self.chance = NodeRandom(accelerator)
+        self.random = NodeRandom(accelerator)
         self.order(order)
 
     def order(self, names: Sequence[str]) -> None:
@@ -159,7 +159,7 @@ class GraphJob:
     total = 0  # number of shards of all executors
 
     def __init__(self, loaded: Loaded, state: JSON) -> None:
-        self.program, self.calls, self.chance = loaded.program, loaded.calls, loaded.chance
+        self.program, self.calls, self.random = loaded.program, loaded.calls, loaded.random
         self.room = loaded.room
         self.maker_at, self.gives = loaded.maker_at, loaded.gives
         self.plain_until = loaded.plain_until
@@ -343,7 +343,8 @@ class GraphJob:
             value = given[port]
             if type(value) is _Tensor and not value.is_inference():
                 watched.append((value, value._version))
-        returned = self.chance.called(call.function, call.seed, True, ctx, given)
+        self.random.seed(call.seed)
+        returned = call.function(ctx, **given)
         ended_s = _clock()
         for value, version in watched:
             if value._version != version:
@@ -389,8 +390,8 @@ class GraphJob:
             self._must_fit(call.tensors, given)
         read = given.values() if not call.inout else [given[port] for port in call.only_read]
         before, began_s = _versions(read), _clock()
-        given_all = {**given, **call.params}
-        returned = self.chance.called(call.function, seed, not call.inout, ctx, given_all)
+        self.random.seed(seed)
+        returned = call.function(ctx, **{**given, **call.params})
         took_s = _clock() - began_s
         self._count(took_s, is_shard=bool(call.map))
         for tensor, version in before:

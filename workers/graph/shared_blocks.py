@@ -30,11 +30,12 @@ from typing import Any
 
 import torch
 
-from workers.capture.capture import Surroundings, capture, rebuilt
+from workers.capture.capture import Surroundings, capture
+from workers.capture.restore import rebuilt
 from workers.hardware.accelerator import Accelerator
+from workers.hardware.storages import flat
 from workers.ranks.shared_memory import aligned, rounded
 from workers.ranks.turns import GangFailed, Turns, Wait
-from workers.switching.staging import flat
 
 _TABLE = 24  # word of the shared table's head: where in the heap the table of blocks is
 # words of the table of blocks; from _PASSED on there is one for each executor
@@ -105,11 +106,11 @@ class BlockTable:
     def __init__(
         self, turns: Turns, blocks: int, around: Surroundings, accelerator: Accelerator
     ) -> None:
-        self.turns, self.ground = turns, turns.ground
+        self.turns, self.arena = turns, turns.arena
         self.around, self.accelerator = around, accelerator
-        self.me, self.executors = turns.rank, turns.ground.ranks
+        self.me, self.executors = turns.rank, turns.arena.ranks
         self.entries = _PASSED + self.executors
-        self.words = self.ground.land_words()
+        self.words = self.arena.land_words()
         self.table = self._table(blocks)
         self._first, self._words_each = self.table + self.entries, 1 + self.executors
         self.posted: dict[int, _Posted] = {}
@@ -123,11 +124,11 @@ class BlockTable:
         self._seats, self._alone = -1, False
 
     def _table(self, blocks: int) -> int:
-        words = self.ground.words
-        with self.ground.locked():
+        words = self.arena.words
+        with self.arena.locked():
             if not words[_TABLE]:
                 size = 8 * (self.entries + blocks * self.executors * (1 + self.executors))
-                words[_TABLE] = self.ground.take_land(size)
+                words[_TABLE] = self.arena.take_land(size)
             return words[_TABLE] // 8
 
     def _entry(self, held: Held) -> int:
@@ -223,10 +224,15 @@ class BlockTable:
     def want(self, held: Held) -> None:
         """Have a block of another host sent as soon as it is made; on one host it is there."""
 
+    @property
+    def others_are_still(self) -> bool:
+        """True if no other executor can run before this one posts a block."""
+        return self.turns.is_last_to_move
+
     def call_first(self) -> None:
         """Wake the first executor: an output of the graph is there."""
-        if self.me and self.ground.is_here(0):
-            self.ground.ring(0)
+        if self.me and self.arena.is_here(0):
+            self.arena.ring(0)
 
     # --- posting ---
 
@@ -268,14 +274,14 @@ class BlockTable:
         else:
             offset, storages = self._taken(size), []
             self._copy(offset + _HEAD_BYTES, value, size - _HEAD_BYTES)
-        self.ground.write(offset, head)
+        self.arena.write(offset, head)
         return offset, size, storages
 
     def _copy(self, start: int, tensor: torch.Tensor, size: int) -> None:
         if size >= LARGE_BYTES:
-            self.ground.at(start, size).copy_(tensor.view(-1).view(torch.uint8))
+            self.arena.at(start, size).copy_(tensor.view(-1).view(torch.uint8))
         elif size:  # for a small copy torch's overhead exceeds the copy
-            ctypes.memmove(self.ground.address + start, tensor.data_ptr(), size)
+            ctypes.memmove(self.arena.address + start, tensor.data_ptr(), size)
 
     def _graph(self, value: Any) -> tuple[int, int]:
         captured = capture(
@@ -287,11 +293,11 @@ class BlockTable:
         size = start + sum(aligned(length) for length, _ in about)
         offset = self._taken(size)
         content_bytes = sum(length for length, _ in about)
-        self.ground.write(offset, _words(_VALUE, len(graph), content_bytes) + graph)
+        self.arena.write(offset, _words(_VALUE, len(graph), content_bytes) + graph)
         place = offset + start
         for storage in captured.storages:
             if storage.nbytes():
-                self.ground.at(place, storage.nbytes()).copy_(flat(storage))
+                self.arena.at(place, storage.nbytes()).copy_(flat(storage))
             place += aligned(storage.nbytes())
         return offset, size
 
@@ -299,9 +305,9 @@ class BlockTable:
         """Return memory for a tensor that will be posted, so that the post needs no copy."""
         size = torch.Size(shape).numel() * dtype.itemsize
         if not size:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         offset = self._taken(_HEAD_BYTES + size)
-        made = self.ground.apart(offset + _HEAD_BYTES, size)
+        made = self.arena.apart(offset + _HEAD_BYTES, size)
         self._made[made.data_ptr()] = _Made(offset, _HEAD_BYTES + size, made.untyped_storage())
         return made.view(dtype).view(shape)
 
@@ -314,7 +320,7 @@ class BlockTable:
         self.passed_bytes[held] = self.passed_bytes.get(held, 0) + head.content_bytes
         # the same as below, in as few calls as possible
         if head.dtype is not None and head.content_bytes:
-            value = self.ground.tensor(offset + _HEAD_BYTES, head.shape, head.dtype)
+            value = self.arena.tensor(offset + _HEAD_BYTES, head.shape, head.dtype)
             self.mapped[held] = [value.untyped_storage()]
             return value
         storages = self.mapped[held] = self._lying(offset)
@@ -325,7 +331,7 @@ class BlockTable:
         head, start = self._head(offset), offset + _HEAD_BYTES
         if head.dtype is not None:
             return [self._storage(start, head.content_bytes)]
-        lengths, _ = pickle.loads(self.ground.read(start, head.graph_bytes))
+        lengths, _ = pickle.loads(self.arena.read(start, head.graph_bytes))
         start, found = offset + aligned(_HEAD_BYTES + head.graph_bytes), []
         for length, _ in lengths:
             found.append(self._storage(start, length))
@@ -335,14 +341,14 @@ class BlockTable:
     def _storage(self, start: int, size: int) -> torch.UntypedStorage:
         if not size:
             return torch.UntypedStorage(0)
-        return self.ground.apart(start, size).untyped_storage()
+        return self.arena.apart(start, size).untyped_storage()
 
     def _value(self, offset: int, storages: list[torch.UntypedStorage]) -> Any:
         head = self._head(offset)
         if head.dtype is not None:
-            whole = torch.empty(0, dtype=head.dtype)
+            whole = torch.empty(0, dtype=head.dtype, device="cpu")
             return whole.set_(storages[0], 0, head.shape)  # type: ignore[call-overload]
-        lengths, graph = pickle.loads(self.ground.read(offset + _HEAD_BYTES, head.graph_bytes))
+        lengths, graph = pickle.loads(self.arena.read(offset + _HEAD_BYTES, head.graph_bytes))
         there = self.accelerator.device
         lying = [
             storage if kind == "cpu" else storage.to(device=there)
@@ -351,7 +357,7 @@ class BlockTable:
         return rebuilt(memoryview(graph), lying, around=self.around)["job"]
 
     def _head(self, offset: int) -> _Head:
-        return _read(self.ground.read(offset, _HEAD_BYTES))
+        return _read(self.arena.read(offset, _HEAD_BYTES))
 
     # --- dropping ---
 
@@ -414,14 +420,14 @@ class BlockTable:
             return pieces.pop()
         if length <= _SMALL_BYTES:
             return self._cut_off(length)
-        with self.ground.locked():
-            return self.ground.take_land(length)
+        with self.arena.locked():
+            return self.arena.take_land(length)
 
     def _cut_off(self, length: int) -> int:
         """Cut a small piece from a larger region, because heap memory is taken by pages."""
         if self._rest_bytes < length:
-            with self.ground.locked():
-                self._rest = self.ground.take_land(_TAKEN_BYTES)
+            with self.arena.locked():
+                self._rest = self.arena.take_land(_TAKEN_BYTES)
             self._rest_bytes = _TAKEN_BYTES
         offset = self._rest
         self._rest, self._rest_bytes = offset + length, self._rest_bytes - length
@@ -430,7 +436,7 @@ class BlockTable:
     def _give_back(self, offset: int, size: int) -> None:
         length = rounded(size)
         if self._free_bytes + length > KEPT_BYTES and length > _SMALL_BYTES:
-            self.ground.give_back(offset, length)
+            self.arena.give_back(offset, length)
             return
         self._free.setdefault(length, []).append(offset)
         self._free_bytes += length

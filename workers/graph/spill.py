@@ -14,7 +14,6 @@ like the slab: the kernel counts it apart from the process's own.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import math
 import mmap
@@ -28,12 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from app.core.model.datablock import EvictableCopy, victims
 from workers.hardware.accelerator import Accelerator
-from workers.hardware.dirty_pages import PAGE, Range
-from workers.switching.staging import flat
-
-_DONTNEED = 4  # the value of MADV_DONTNEED
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+from workers.hardware.storages import AT_ONCE, flat, may_leave, release_pages
 
 SPILLED_BYTES = 64 * 1024  # smaller storages stay: they are not worth a mapping
 
@@ -46,7 +40,7 @@ class NoRoom(Exception):
 
 @dataclass(slots=True)
 class _Lying:
-    """A storage of some pieces: the tensors that view it, and the next use of any of them."""
+    """A storage that blocks use: the tensors that view it, and when one of them is used next."""
 
     storage: torch.UntypedStorage
     tensors: list[torch.Tensor] = field(default_factory=list)
@@ -144,7 +138,7 @@ class SpillBudget:
         for tensor in aside:
             storage = tensor.untyped_storage()
             self._aside[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        if self.accelerator.kind != "cpu":
+        if not self.accelerator.is_host:
             return
         # A restore puts them into memory that counts as the device's.
         for one in self._survey((), ((None, value) for value in (*aside, *held))):
@@ -190,9 +184,7 @@ class SpillBudget:
             return False
         if self._is_aside(storage):
             return True
-        kind = storage.device.type
-        shared = kind == "cpu" and storage.is_shared()  # on CUDA torch says so of every storage
-        return kind == self.accelerator.kind and storage.resizable() and not shared
+        return storage.device.type == self.accelerator.kind and may_leave(storage)
 
     def _is_aside(self, storage: torch.UntypedStorage) -> bool:
         known = self._aside.get(storage._cdata)
@@ -225,8 +217,8 @@ class SpillBudget:
         copy = kept[1] if kept is not None else self._copied(one.storage)
         self._aside[copy._cdata] = StorageWeakRef(copy), copy.nbytes()
         _point(one.tensors, copy)
-        if self.accelerator.kind == "cpu" and _is_unused(one):
-            _give_back(one.storage)
+        if self.accelerator.is_host and _is_unused(one):
+            release_pages(one.storage, AT_ONCE)
         one.storage = copy
 
     def _copied(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
@@ -281,13 +273,6 @@ def _is_unused(one: _Lying) -> bool:
     of_torch = torch._C._storage_Use_Count(one.storage._cdata)
     # the references of `one` and of this call
     return of_torch == 1 and sys.getrefcount(one.storage) == 2
-
-
-def _give_back(storage: torch.UntypedStorage) -> None:
-    """Return the storage's pages to the kernel at once; malloc would keep them in its heap."""
-    # Not the first and the last page, where malloc keeps its own bookkeeping.
-    pages = Range.inside(storage.data_ptr() + PAGE, storage.nbytes() - 2 * PAGE)
-    _libc.madvise(pages.start, pages.end - pages.start, _DONTNEED)
 
 
 _NOT_ENTERED = (types.ModuleType, type, types.FunctionType, types.BuiltinFunctionType)

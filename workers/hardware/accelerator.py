@@ -1,55 +1,208 @@
-"""Wraps torch's devices: the CPU always, CUDA if there is one."""
+"""Wraps torch's devices: the one place that knows the kinds of accelerators.
+
+The CPU is always there.  Of any other kind torch has a module (`torch.cuda`, `torch.xpu`, or what a
+backend registers), and all code here uses only what these modules have in common.  Registering
+memory of the host is the exception: there is a table for it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import mmap
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
+DeviceModule = Any  # torch's module for a kind of device
+
 
 class Accelerator:
-    """A torch device; `kind` is the island's name for it: "cpu" or "cuda"."""
+    """A torch device; `kind` is torch's name for its family: "cpu", "cuda", "xpu", ...
+
+    A worker sees one device of its kind, so the device has number 0.
+    """
 
     def __init__(self, kind: str) -> None:
-        if kind == "cuda" and not torch.cuda.is_available():
-            raise RuntimeError("this device worker serves cuda, but torch finds no CUDA device")
         self.kind = kind
-        self.device = torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu")
+        self.module: DeviceModule = None if kind == "cpu" else _available_module(kind)
+        self.device = torch.device("cpu") if kind == "cpu" else torch.device(kind, 0)
+
+    @property
+    def is_host(self) -> bool:
+        """True if the device's memory is the host's."""
+        return self.module is None
 
     def synchronize(self) -> None:
         """Wait until all work issued so far is done."""
-        if self.kind == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.module is not None:
+            self.module.synchronize(self.device)
+
+    # --- memory ---
 
     def empty_cache(self) -> None:
-        if self.kind == "cuda":
-            torch.cuda.empty_cache()
+        if self.module is not None:
+            self.module.empty_cache()
 
     def held_bytes(self) -> int:
         """Return the device memory that this process holds; 0 if that is host memory."""
-        return torch.cuda.memory_reserved(self.device) if self.kind == "cuda" else 0
+        return 0 if self.module is None else int(self.module.memory_reserved(self.device))
+
+    def free_bytes(self) -> int:
+        """Return the device memory that no process holds."""
+        free_bytes, _ = self.module.mem_get_info(self.device)
+        return int(free_bytes)
+
+    # --- what it is ---
+
+    def description(self) -> dict[str, Any]:
+        """Return the model of the device and the versions of the libraries that compute on it."""
+        if self.module is None:
+            return {}
+        told: dict[str, Any] = {"accelerator": self.kind}
+        for name in ("name", "capability"):
+            if ask := getattr(self.module, f"get_device_{name}", None):
+                said = ask(self.device)
+                told[f"accelerator_{name}"] = [*said] if isinstance(said, tuple) else said
+        return told | _LIBRARIES.get(self.kind, dict)()
+
+    # --- streams ---
+
+    def new_stream(self) -> torch.Stream:
+        return torch.Stream(device=self.device)
+
+    def on_default_stream(self) -> contextlib.AbstractContextManager[object]:
+        """Let the block use the stream on which code computes that chooses none."""
+        if self.module is None:
+            return contextlib.nullcontext()
+        now = self.current_stream()
+        return torch.Stream(stream_id=0, device_index=now.device_index, device_type=now.device_type)
+
+    def current_stream(self) -> torch.Stream:
+        return torch.accelerator.current_stream(self.device)
+
+    # --- random numbers ---
+
+    def generators(self) -> list[torch.Generator]:
+        """Return the generators from which code draws that names none: the CPU's and its own."""
+        if self.module is None:
+            return [torch.default_generator]
+        self.module.init()  # before, CUDA has none
+        return [torch.default_generator, self.module.default_generators[self.device.index]]
+
+    def seed(self, number: int) -> None:
+        for generator in self.generators():
+            generator.manual_seed(number)
 
     def random_state(self) -> list[torch.Tensor]:
-        return [torch.cuda.get_rng_state(self.device)] if self.kind == "cuda" else []
+        return [] if self.module is None else [self.module.get_rng_state(self.device)]
 
     def set_random_state(self, states: list[torch.Tensor]) -> None:
         for state in states:
-            torch.cuda.set_rng_state(state, self.device)
+            self.module.set_rng_state(state, self.device)
+
+
+def device_types() -> list[str]:
+    """Return the kinds of devices on which this process may have tensors.
+
+    It asks how torch was built, and not whether there is a device: so a process may still fork.
+    """
+    found = torch.accelerator.current_accelerator(check_available=False)
+    return ["cpu"] if found is None else ["cpu", found.type]
+
+
+def default_generators() -> dict[str, torch.Generator]:
+    """Return the default generators of the accelerator that this process uses, by their names."""
+    found = torch.accelerator.current_accelerator()
+    if found is None:
+        return {}
+    module = torch.get_device_module(found)
+    generators = module.default_generators if module.is_initialized() else ()
+    return {f"torch.{found.type}.default_generators.{n}": it for n, it in enumerate(generators)}
+
+
+def _cuda_libraries() -> dict[str, Any]:
+    return {
+        "driver": torch._C._cuda_getDriverVersion(),  # type: ignore[attr-defined]
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+    }
+
+
+#: The libraries of a kind, whose versions decide which kernels run.
+_LIBRARIES: dict[str, Callable[[], dict[str, Any]]] = {"cuda": _cuda_libraries}
+
+
+def _available_module(kind: str) -> DeviceModule:
+    try:
+        module = torch.get_device_module(kind)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"this device worker serves {kind}, which is no kind of device that torch knows"
+        ) from error
+    if not module.is_available():
+        raise RuntimeError(f"this device worker serves {kind}, but torch finds no {kind} device")
+    return module
+
+
+# --- pinned memory --------------------------------------------------------------------------------
+
+
+class _CudaHost:
+    """Registers memory of the host with CUDA's runtime."""
+
+    @staticmethod
+    def register(address: int, size: int) -> bool:
+        return int(torch.cuda.cudart().cudaHostRegister(address, size, 0)) == 0
+
+    @staticmethod
+    def unregister(address: int) -> None:
+        torch.cuda.cudart().cudaHostUnregister(address)
+
+
+class _BackendHost:
+    """Registers memory of the host by two functions of the backend's module, if it has them."""
+
+    def __init__(self, module: DeviceModule) -> None:
+        self.module = module
+
+    def register(self, address: int, size: int) -> bool:
+        if not hasattr(self.module, "host_register"):
+            return False
+        self.module.host_register(address, size)
+        return True
+
+    def unregister(self, address: int) -> None:
+        self.module.host_unregister(address)
 
 
 class Pinned:
-    """Host memory at `address`, pinned as far as requested for access by a CUDA device."""
+    """Memory of the host, pinned as far as requested for access by an accelerator.
 
-    def __init__(self, address: int) -> None:
-        self.address, self.size = address, 0
+    `held` owns the memory at `address`: the memory is unregistered before `held` is let go.
+    """
+
+    def __init__(self, address: int, held: object, accelerator: Accelerator) -> None:
+        self.address, self.size, self._held = address, 0, held
+        is_cuda = accelerator.kind == "cuda"
+        self.host = _CudaHost() if is_cuda else _BackendHost(accelerator.module)
+        self._unpin: Callable[[], object] = int
 
     def reach(self, size: int) -> None:
         if size <= self.size:
             return
-        runtime = torch.cuda.cudart()
-        if self.size:
-            runtime.cudaHostUnregister(self.address)
+        self._unpin()
         self.size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-        failed = runtime.cudaHostRegister(self.address, self.size, 0)
-        if int(failed) != 0:
+        if self.host.register(self.address, self.size):
+            whose = (self.host, self.address, self._held, os.getpid())
+            self._unpin = unpin = weakref.finalize(self, _unpin, *whose)
+            unpin.atexit = False  # the process's end unpins everything
+        else:
             self.size = 0  # not pinned: copies are slower and block the host
+
+
+def _unpin(host: _CudaHost | _BackendHost, address: int, held: object, process: int) -> None:
+    if os.getpid() == process:  # a fork has no part in what its parent registered
+        host.unregister(address)

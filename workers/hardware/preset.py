@@ -22,6 +22,7 @@ import numpy
 import torch
 
 from app.core.model import preset as presets
+from workers.hardware.accelerator import Accelerator
 
 _CPUINFO = Path("/proc/cpuinfo")
 
@@ -40,9 +41,13 @@ class Setting:
     read: Callable[[], Any]
 
 
-def _deterministic(wanted: bool) -> None:
-    torch.use_deterministic_algorithms(wanted)
-    torch.backends.cudnn.deterministic = wanted
+def _deterministic(wanted: bool | str) -> None:
+    torch.use_deterministic_algorithms(bool(wanted), warn_only=wanted == presets.WARN)
+    torch.backends.cudnn.deterministic = bool(wanted)
+
+
+def _is_deterministic() -> bool | str:
+    return (False, presets.WARN, True)[torch.get_deterministic_debug_mode()]
 
 
 def _cudnn_benchmark(wanted: bool) -> None:
@@ -51,7 +56,7 @@ def _cudnn_benchmark(wanted: bool) -> None:
 
 def _flushes_denormals() -> bool:
     # torch has no getter: test with the smallest float64
-    smallest = torch.full((1,), 5e-324, dtype=torch.float64)
+    smallest = torch.full((1,), 5e-324, dtype=torch.float64, device="cpu")
     return bool(smallest.mul(1.0).item() == 0.0)
 
 
@@ -60,7 +65,7 @@ SETTINGS = {
     "interop_threads": Setting(
         apply=torch.set_num_interop_threads, read=torch.get_num_interop_threads
     ),
-    "deterministic": Setting(apply=_deterministic, read=torch.are_deterministic_algorithms_enabled),
+    "deterministic": Setting(apply=_deterministic, read=_is_deterministic),
     "float32_matmul_precision": Setting(
         apply=torch.set_float32_matmul_precision, read=torch.get_float32_matmul_precision
     ),
@@ -151,11 +156,11 @@ IMPOSABLE = {
 }
 
 
-def fingerprint() -> dict[str, Any]:
-    """Return everything known to change the bits of a result, as JSON."""
+def fingerprint(accelerator: Accelerator) -> dict[str, Any]:
+    """Return everything known to change the bits of a result on this device, as JSON."""
     return {
         **_of_machine(),
-        **_of_cuda(),
+        **accelerator.description(),
         **{name: setting.read() for name, setting in IMPOSABLE.items()},
         **{name: os.environ.get(name) for name in _VARIABLES},
     }
@@ -183,24 +188,7 @@ def _processor() -> str:
     return " ".join(told).strip() or platform.processor()
 
 
-def _of_cuda() -> dict[str, Any]:
-    if not torch.cuda.is_available():
-        return {}
-    return _of_gpu()
-
-
-@functools.cache
-def _of_gpu() -> dict[str, Any]:
-    return {
-        "gpu": torch.cuda.get_device_name(0),
-        "gpu_capability": list(torch.cuda.get_device_capability(0)),
-        "driver": torch._C._cuda_getDriverVersion(),  # type: ignore[attr-defined]
-        "cuda": torch.version.cuda,
-        "cudnn_version": torch.backends.cudnn.version(),
-    }
-
-
-def impose(before: Mapping[str, Any]) -> list[str]:
+def impose(before: Mapping[str, Any], accelerator: Accelerator) -> list[str]:
     """Make this process compute like that of a fingerprint; return the remaining differences."""
     for name, setting in IMPOSABLE.items():
         if name in before and setting.read() != before[name]:
@@ -208,7 +196,7 @@ def impose(before: Mapping[str, Any]) -> list[str]:
                 setting.apply(before[name])
             except (AttributeError, RuntimeError, TypeError, ValueError):
                 continue  # not available or no longer changeable: a difference
-    return differences(before, fingerprint())
+    return differences(before, fingerprint(accelerator))
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -1,6 +1,6 @@
 """Limits with control groups what the residents of a device take of their host.
 
-    <group of the device worker>/roundhouse-<device>-<instance>/<resident>
+    <group of the device worker>/roundhouse-<device>-<instance>-<owner>/<resident>
 
 The device worker makes one group for its device, and below it one group for each resident, with
 plain file operations.  A resident joins its group before any tenant code runs.  Version 2 has one
@@ -20,12 +20,14 @@ import stat
 import subprocess
 import time
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from app.core import units
+from app.core.model.provisions.resources import CPUS, MEMORY, PROCESSES, exceeded
+from workers.process.group_owners import owned_name, predecessors, remove_orphans
 
 #: Limit -> its controller in version 1 and in version 2; "": none.
 CONTROLLERS = {
@@ -43,6 +45,10 @@ PROCESSES_MAX = 1000
 _WORKER = "roundhouse-worker"
 _WORKER_WEIGHT = 1000  # version 2: ten times a thread, so that no tenant starves the device worker
 _CONTROL_DEVICES = "rwm"
+_PERIOD_US = 100_000  # of a quota of processor time
+OWN_PROCESSES = 4  # the platform's own in a resident, beside those of a task with a limit
+_NOTHING: Mapping[str, int] = {}
+_TERMINALS = 136  # major number
 _NEARLY_BYTES = 2 * 2**20  # a huge page, the largest single charge
 
 
@@ -55,6 +61,7 @@ class Bounds:
     residents_max: int
     threads: int
     nodes: tuple[Path, ...] = ()  # device nodes that a resident may open
+    image_bytes: int = 0  # of `resident_memory_bytes`, for the image of a resident
 
     @classmethod
     def of(
@@ -76,8 +83,14 @@ class Bounds:
             resident_memory_bytes=shared + overhead_bytes,
             residents_max=residents_max,
             threads=threads,
+            image_bytes=host_memory_bytes,
             nodes=tuple(nodes),
         )
+
+    @property
+    def task_memory_bytes(self) -> int:
+        """The most host memory that a task may ask for as its limit."""
+        return self.resident_memory_bytes - self.image_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +100,17 @@ class Toll:
     oom_kills: int = 0
     memory_refused: int = 0  # times its own limit was reached; version 1: 0 or 1
     forks_refused: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupUsage:
+    """Counts what the processes of a resident hold now, and the most processes that it had.
+
+    `memory_bytes` is memory that the kernel cannot take back: no pages of files.
+    """
+
+    memory_bytes: int = 0
+    processes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,14 +171,20 @@ class ControlGroups:
     missing: dict[str, str] = field(default_factory=dict)
     parents: list[tuple[Hierarchy, Path]] = field(default_factory=list)
     left: set[Path] = field(default_factory=set)  # groups that could not be removed yet
+    # resident -> the limits that its task asked for (`provisions.resources`)
+    asked: dict[str, Mapping[str, int]] = field(default_factory=dict)
     disks: Path = Path("/sys/block")
+    smaller: dict[str, int] = field(default_factory=dict)  # resident -> its own limit of memory
 
     @classmethod
     def made(cls, device: str, run: Path, bounds: Bounds) -> ControlGroups:
-        """Make the groups of this device; end the processes that an earlier device worker left."""
+        """Make the groups of this device; end the processes that an earlier device worker left.
+
+        Empty groups that killed device workers of other devices left are removed too.
+        """
         mountinfo = Path("/proc/self/mountinfo").read_text()
         own = Path("/proc/self/cgroup").read_text()
-        groups = cls(name=group_name(device, run), bounds=bounds)
+        groups = cls(name=owned_name(group_name(device, run)), bounds=bounds)
         groups.take(hierarchies(mountinfo, own))
         return groups
 
@@ -165,8 +195,9 @@ class ControlGroups:
             parent = _own_group(hierarchy) / self.name
             try:
                 handed = _prepare(hierarchy)
-                # made again: version 1 takes no rules once it has child groups
-                _remove_all([parent])
+                # its own too: version 1 takes no rules once it has child groups
+                _remove_all(predecessors(parent.parent, self.name))
+                remove_orphans(parent.parent)
                 parent.mkdir(exist_ok=True)
                 if handed:
                     _write(parent / "cgroup.subtree_control", handed)
@@ -198,16 +229,35 @@ class ControlGroups:
             self.missing["io"] = "no disk has the scheduler bfq, and others take no weights"
         return standing
 
-    def make(self, resident: str) -> list[str]:
-        """Make the groups of one resident, which joins them itself (`join`); return their paths."""
+    def limits_cpus(self) -> bool:
+        """True if the groups of residents can have a quota of processor time."""
+        return any(
+            (parent / _quota_file(hierarchy.version)).exists()
+            for hierarchy, parent in self.parents
+            if "cpu" in hierarchy.limits and "cpu" in self.standing
+        )
+
+    def make(
+        self, resident: str, asked: Mapping[str, int] = _NOTHING, spare_bytes: int = 0
+    ) -> list[str]:
+        """Make the groups of one resident, which joins them itself (`join`); return their paths.
+
+        `asked` are the limits of its task.  A task with a fraction of the device may have
+        `spare_bytes` less memory than others.  Raises OSError if a limit cannot be set.
+        """
         made = []
+        self.asked[resident] = asked
+        most_bytes = self.bounds.resident_memory_bytes - spare_bytes
+        bounds = replace(self.bounds, resident_memory_bytes=most_bytes)
+        if spare_bytes:
+            self.smaller[resident] = most_bytes
         for hierarchy, parent in self.parents:
             group = parent / resident
             _remove(group)  # an old group with this number has old counts
             group.mkdir(exist_ok=True)
             for name in hierarchy.limits:
                 if name in self.standing:
-                    _write_all(group, _of_resident(hierarchy.version, name, self.bounds))
+                    _write_all(group, _of_resident(hierarchy.version, name, bounds, asked))
             made.append(str(group))
         return made
 
@@ -222,11 +272,28 @@ class ControlGroups:
             forks_refused=counted.get("forks_refused", 0),
         )
 
-    def refused(self, resident: str) -> str:
-        """Return what the kernel refused this resident, in a sentence; "" if nothing."""
-        toll = self.toll(resident)
+    def usage(self, resident: str) -> GroupUsage:
+        """Return what one resident holds, as long as its groups exist."""
+        counted: dict[str, int] = {}
+        for _, parent in self.parents:
+            counted |= _held(parent / resident)
+        processes = counted.get("processes", 0)
+        return GroupUsage(memory_bytes=counted.get("memory", 0), processes=processes)
+
+    def refused(self, resident: str, *, held_bytes: int = 0) -> str:
+        """Return what the kernel refused this resident, in a sentence; "" if nothing.
+
+        `held_bytes` is the most memory that it was seen to hold.
+        """
+        toll, asked = self.toll(resident), self.asked.get(resident, _NOTHING)
+        memory, processes = asked.get(MEMORY, 0), asked.get(PROCESSES, 0)
+        if toll.oom_kills and toll.memory_refused and memory:
+            return f"{exceeded(MEMORY, max(held_bytes, memory), memory)} The kernel ended it."
+        if toll.forks_refused and processes:
+            return exceeded(PROCESSES, processes, processes)
         if toll.oom_kills and toll.memory_refused:
-            most = units.size(self.bounds.resident_memory_bytes)
+            usual_bytes = self.bounds.resident_memory_bytes
+            most = units.size(self.smaller.get(resident, usual_bytes))
             return (
                 f"It used more than {most} of host memory (limit of this device)"
                 " and was ended by the kernel."
@@ -243,6 +310,8 @@ class ControlGroups:
 
     def remove(self, resident: str) -> None:
         """Remove the groups of a resident that has ended; kill the processes that it left."""
+        self.asked.pop(resident, None)
+        self.smaller.pop(resident, None)
         self.left |= {parent / resident for _, parent in self.parents}
         self.left = {group for group in self.left if not _remove(group)}
 
@@ -327,12 +396,39 @@ def _of_device(version: int, limit: str, bounds: Bounds) -> list[Line]:
             return _of_devices(bounds.nodes)
 
 
-def _of_resident(version: int, limit: str, bounds: Bounds) -> list[Line]:
-    """Return the lines of one resident; shares that are equal for all residents need none."""
+def _of_resident(
+    version: int, limit: str, bounds: Bounds, asked: Mapping[str, int] = _NOTHING
+) -> list[Line]:
+    """Return the lines of one resident; shares that are equal for all residents need none.
+
+    An image of a task is a copy of its own memory or folder, and not counted as its memory; so the
+    kernel's limit leaves room for it, and the supervisor watches the rest.
+    """
     if limit == "memory":
         together = [("memory.oom.group", "1", True)] if version == 2 else []
-        return _of_memory(version, bounds.resident_memory_bytes) + together
-    return [("pids.max", str(PROCESSES_MAX), False)] if limit == "processes" else []
+        most = bounds.resident_memory_bytes
+        if MEMORY in asked:
+            most = min(most, asked[MEMORY] + bounds.image_bytes)
+        return _of_memory(version, most) + together
+    if limit == "cpu" and CPUS in asked:
+        return _of_quota(version, asked[CPUS] * _PERIOD_US // 1000)
+    if limit == "processes":
+        most = asked.get(PROCESSES, PROCESSES_MAX) + (OWN_PROCESSES if PROCESSES in asked else 0)
+        return [("pids.max", str(min(most, PROCESSES_MAX)), False)]
+    return []
+
+
+def _quota_file(version: int) -> str:
+    return "cpu.cfs_quota_us" if version == 1 else "cpu.max"
+
+
+def _of_quota(version: int, quota_us: int) -> list[Line]:
+    if version == 1:
+        return [
+            ("cpu.cfs_period_us", str(_PERIOD_US), False),
+            ("cpu.cfs_quota_us", str(quota_us), False),
+        ]
+    return [("cpu.max", f"{quota_us} {_PERIOD_US}", False)]
 
 
 def _of_memory(version: int, size_bytes: int) -> list[Line]:
@@ -360,6 +456,8 @@ def _of_devices(nodes: tuple[Path, ...]) -> list[Line]:
         if stat.S_ISCHR(status.st_mode):
             number = f"{os.major(status.st_rdev)}:{os.minor(status.st_rdev)}"
             lines.append(("devices.allow", f"c {number} {_CONTROL_DEVICES}", False))
+    # the terminals of its own, which get their numbers later (`sandbox._give_terminals`)
+    lines.append(("devices.allow", f"c {_TERMINALS}:* {_CONTROL_DEVICES}", False))
     return lines
 
 
@@ -380,6 +478,24 @@ def _counts(group: Path) -> dict[str, int]:
         most = int((group / "memory.max_usage_in_bytes").read_text())
         limit = int((group / "memory.limit_in_bytes").read_text())
         found["memory_refused"] = int(most >= limit - _NEARLY_BYTES)
+    return found
+
+
+#: Rows of memory.stat that count memory which the kernel cannot take back, by version.
+_FIXED_MEMORY = {1: ("total_rss", "total_shmem"), 2: ("anon", "shmem")}
+
+
+def _held(group: Path) -> dict[str, int]:
+    """Return the memory that a group holds, and the most processes that it had."""
+    found: dict[str, int] = {}
+    with suppress(FileNotFoundError):
+        lines = (group / "memory.stat").read_text().splitlines()
+        rows = dict(line.split(maxsplit=1) for line in lines)
+        version = 1 if "total_rss" in rows else 2
+        found["memory"] = sum(int(rows.get(name, 0)) for name in _FIXED_MEMORY[version])
+    for name in ("pids.current", "pids.peak"):  # older kernels keep no peak
+        with suppress(FileNotFoundError):
+            found["processes"] = int((group / name).read_text())
     return found
 
 

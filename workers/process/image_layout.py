@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from app.core.model.wellformed import is_word
+
 JSON = dict[str, Any]
 
 ALIGNMENT = 4096  # bytes; a page, so that writes can be attributed to single storages
@@ -21,7 +23,7 @@ class BadLayout(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """A range of `size` bytes at `offset`; `device` is where the storage lay: "cpu" or "cuda"."""
+    """A range of `size` bytes at `offset`; `device` is the kind that the storage lay on."""
 
     offset: int
     size: int
@@ -79,8 +81,8 @@ def _extent(body: Any, limit_bytes: int) -> Extent:
     numbers = (extent.offset, extent.size)
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise BadLayout(f"invalid offset and size of a part of an image: {numbers!r}")
-    if extent.device not in ("cpu", "cuda") or type(extent.pinned) is not bool:
-        raise BadLayout(f"unknown device of a storage: {extent.device!r:.40}")
+    if not is_word(extent.device) or type(extent.pinned) is not bool:
+        raise BadLayout(f"invalid device of a storage: {extent.device!r:.40}")
     if _end(extent) > limit_bytes:
         raise BadLayout(
             f"a part of an image ends at {_end(extent)}; its slab has {limit_bytes} bytes"

@@ -6,8 +6,12 @@ device worker tries once at its start which layers work (`try_out`).  Every resi
 exactly these layers, or does not start.
 
 A sandboxed process sees: the interpreter, its libraries and this package, its code (read-only, as
-/code), its scratch folder (/scratch, its home), its own /tmp, a few devices, no network.  It does
-not see the Roundhouse home, the store, other processes, or any secret in its environment.
+/code), its environment (read-only, as /environment), its scratch folder (/scratch, its home), its
+own /tmp, a few devices, the mounts that it asked for and may use (read-only), no network.  It does
+not see the Roundhouse home, the store, other processes, or any secret in its environment.  A
+resident whose task may reach the network has a listener of the host's proxy on its own loopback.
+A command in a container image sees the files of the image in place of the interpreter and the
+libraries; its stub has all that it needs in memory.
 
 The sandbox shares the kernel with the host.  Memory, processes and CPU are limited by control
 groups (`workers.process.cgroups`), which a resident joins before the layers apply.
@@ -28,13 +32,18 @@ import stat
 import struct
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from workers.process import host_mounts
+from workers.process.host_mounts import HostMount
+
 CANNOT_START = 97  # exit status of a resident that could not be set up
-CODE, SCRATCH = Path("/code"), Path("/scratch")
+CODE, SCRATCH, PACKAGES = Path("/code"), Path("/scratch"), Path("/environment")
+PROXY_PORT, PROXY_BACKLOG = 3128, 128  # where a resident with a network finds its proxy
+INPUTS = Path("/inputs")  # inputs that are folders, by port
 PASSAGE = 0o711  # mode of a folder that others may pass through but not list
 
 #: The environment of every process that runs tenant code; parts of it decide the bits of results.
@@ -62,23 +71,35 @@ ENVIRONMENT = {
 class Room:
     """The resources of the host for one resident; `uid` is used only where root may set it.
 
-    `passages` are our folders on the path to its code and scratch folder.
+    `passages` are our folders on the path to its code and scratch folder.  `nodes` and `folders`
+    are those of its device (`workers.process.device_access`).
     """
 
     code: Path
     scratch: Path
     uid: int
-    kind: str = "cpu"
+    nodes: tuple[Path, ...] = ()
+    folders: tuple[Path, ...] = ()
     passages: tuple[Path, ...] = ()
     groups: tuple[str, ...] = ()  # control groups (`workers.process.cgroups`) that it joins first
+    mounts: tuple[HostMount, ...] = ()  # folders of the host that it sees, read-only
+    environment: Path | None = None  # the packages that its request brings
+    image: Path | None = None  # the root of its container image, in place of the host's files
     tmp_bytes: int = 2**30  # size of /tmp, and of /dev/shm
+    processes: int = 1024  # its most processes and threads, where it has a user of its own
     # file system image for its scratch folder (`workers.process.volumes`)
     template: Path | None = None
     volume: int | None = None  # descriptor of its mount, in the resident itself
+    # descriptor, in the resident itself, of a socket that takes the listener of its proxy
+    egress: int | None = None
 
     def inside(self, walls: Iterable[str]) -> tuple[Path, Path]:
         """Return (code, scratch) as the resident sees them."""
         return (CODE, SCRATCH) if "files" in walls else (self.code, self.scratch)
+
+    def environment_inside(self, walls: Iterable[str]) -> Path | None:
+        """Return its environment as the resident sees it."""
+        return PACKAGES if self.environment and "files" in walls else self.environment
 
 
 class LayerBroken(Exception):
@@ -128,6 +149,24 @@ def enclose(room: Room, walls: Iterable[str]) -> None:
     os.umask(0o077)
 
 
+def enter(resident: int, walls: Iterable[str]) -> None:
+    """Enter the namespaces of a resident, by its pidfd; then fork, as only a child is in its PID
+    namespace, and call `confine` there.  Raises OSError.
+    """
+    kinds = sum(kind for name, kind in _NAMESPACES.items() if name in walls)
+    _checked(_libc.setns(resident, kinds), "setns")
+
+
+def confine(room: Room, walls: Iterable[str]) -> None:
+    """Apply the layers that are no namespaces, in a process that has entered those of a
+    resident.
+    """
+    for name, raise_wall in _INNER.items():
+        if name in walls and name not in _NAMESPACES:
+            raise_wall(room)
+    os.umask(0o077)
+
+
 def environment(scratch: Path) -> dict[str, str]:
     return {
         "PATH": f"{sys.prefix}/bin:/usr/local/bin:/usr/bin:/bin",
@@ -141,12 +180,35 @@ def environment(scratch: Path) -> dict[str, str]:
     }
 
 
+def enter_image() -> None:
+    """Forget where the programs and libraries of the host lie."""
+    for name in _OF_HOST:
+        os.environ.pop(name, None)
+    os.environ["PATH"] = _IMAGE_PATH
+
+
+def image_environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a container image that its command gets.
+
+    The sandbox decides where the home and temporary files are, and how the network is reached.
+    """
+    kept = ("HOME", "TMPDIR", "USER", "LOGNAME", *proxy_environment())
+    return {name: value for name, value in variables.items() if name not in kept}
+
+
+def proxy_environment() -> dict[str, str]:
+    """Return the variables by which programs find the proxy of the task."""
+    proxy, local = f"http://127.0.0.1:{PROXY_PORT}", "localhost,127.0.0.1,::1"
+    given = {"http_proxy": proxy, "https_proxy": proxy, "no_proxy": local}
+    return given | {name.upper(): value for name, value in given.items()}
+
+
 # --- trying the layers ----------------------------------------------------------------------------
 
 
 def try_out(room: Room) -> tuple[list[str], dict[str, str]]:
     """Return (layers that work here, reasons why others don't); each is tried with those before."""
-    _shown(room.kind)  # so that no fork computes it again
+    _shown(room.nodes, room.folders)  # so that no fork computes it again
     standing: list[str] = []
     missing: dict[str, str] = {}
     for name in WALLS:
@@ -227,14 +289,34 @@ def _network(room: Room) -> None:
     _unshare(_NEWNET)
     with socket.socket() as sock:  # loopback only, so that a process can talk to its children
         fcntl.ioctl(sock, _SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", _IFF_UP))
+    if room.egress is not None:
+        _give_listener(room.egress)
+
+
+def _give_listener(fd: int) -> None:
+    """Give the proxy of the host a listener in our network, and keep no descriptor of it.
+
+    A socket stays in the network where it was made, so only our own processes can connect.
+    """
+    with socket.socket(fileno=fd) as to_proxy, socket.socket() as listener:
+        listener.bind(("127.0.0.1", PROXY_PORT))
+        listener.listen(PROXY_BACKLOG)
+        socket.send_fds(to_proxy, [b"!"], [listener.fileno()])
 
 
 def _files(room: Room) -> None:
     """Make a new root with only the files named here."""
     _unshare(_NEWNS)
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
-    trees = [(_tree(path, writable=path in _DEVICES), path) for path in _shown(room.kind)]
+    nodes = {*_DEVICES, *room.nodes}
+    shown = _shown(room.nodes, room.folders) if room.image is None else _of_device(room)
+    trees = [(_tree(path, is_node=path in nodes), path) for path in shown]
+    if room.image is not None:
+        trees += [(_tree(path), Path("/") / path.name) for path in _top_of_image(room.image)]
+    trees += [(_mounted(mount), Path(mount.target)) for mount in room.mounts]
     trees.append((_tree(room.code), CODE))
+    if room.environment is not None:
+        trees.append((_tree(room.environment), PACKAGES))
     scratch = _tree(room.scratch, writable=True) if room.volume is None else room.volume
     trees.append((scratch, SCRATCH))
     # All trees are held by descriptor, so this mount may hide their paths.
@@ -257,7 +339,7 @@ def _limits(room: Room) -> None:
     files = 4096 if most == resource.RLIM_INFINITY else min(4096, most)
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     if os.geteuid() == 0:  # counted per user, and the resident is about to get its own
-        resource.setrlimit(resource.RLIMIT_NPROC, (1024, 1024))
+        resource.setrlimit(resource.RLIMIT_NPROC, (room.processes, room.processes))
 
 
 def _user(room: Room) -> None:
@@ -291,7 +373,7 @@ def _privileges(room: Room) -> None:
 
 
 def _syscalls(room: Room) -> None:
-    program = _filter()
+    program = filter_program()
     buffer = ctypes.create_string_buffer(program)
     head = struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(buffer))
     _checked(_libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, head, 0, 0), "seccomp")
@@ -324,13 +406,22 @@ _ETC = (
     "mime.types",
     "ssl",
 )
+#: Names at the top of every sandbox that are its own, whatever a container image has there.
+_OWN_TOP = frozenset({"code", "dev", "environment", "inputs", "proc", "scratch", "sys", "tmp"})
+_IMAGE_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_OF_HOST = ("LD_LIBRARY_PATH", "CUDA_HOME")  # they name files that the image does not have
 _TMP_FILES_MAX = 262_144
-_DEVICES = tuple(Path("/dev") / name for name in ("null", "zero", "full", "random", "urandom"))
+_TERMINALS_MAX = 64
+_DEVICES = tuple(
+    Path("/dev") / name for name in ("null", "zero", "full", "random", "urandom", "tty")
+)
 
 
 @cache
-def _shown(kind: str) -> list[Path]:
-    """Return the paths of the host that a resident sees, under the same names."""
+def _shown(nodes: tuple[Path, ...], folders: tuple[Path, ...]) -> list[Path]:
+    """Return the paths of the host that a resident sees, under the same names: those of every
+    resident, and those of its device.
+    """
     python = {
         sys.prefix,
         sys.base_prefix,
@@ -339,7 +430,7 @@ def _shown(kind: str) -> list[Path]:
     wanted = [*map(Path, _SYSTEM), *(Path("/etc") / name for name in _ETC)]
     wanted += [*sorted(Path(p) for p in python), *(Path(p).resolve() for p in sorted(python))]
     wanted.append(Path(__file__).parents[1])  # ranks of a command import it again
-    wanted += [*_DEVICES, *(_of_cuda() if kind == "cuda" else [])]
+    wanted += [*_DEVICES, *nodes, *folders]
     shown: list[Path] = []
     for path in wanted:
         below_another = any(
@@ -350,32 +441,97 @@ def _shown(kind: str) -> list[Path]:
     return shown
 
 
-def device_nodes(kind: str) -> list[Path]:
-    """Return the device nodes that a resident may open, even if no layer hides the others."""
-    wanted = [*_DEVICES, Path("/dev/tty"), *(_of_cuda()[1:] if kind == "cuda" else [])]
+def overlaid(target: str, nodes: tuple[Path, ...], folders: tuple[Path, ...]) -> str:
+    """Return a path of every sandbox that a mount at `target` would lie over or in; "" if none."""
+    for shown in (*_shown(nodes, folders), CODE, SCRATCH, PACKAGES, INPUTS, Path("/tmp")):
+        if shown.is_relative_to(target) or Path(target).is_relative_to(shown):
+            return str(shown)
+    return ""
+
+
+def trouble_in_image(image: Path, target: str) -> str:
+    """Say why nothing can be shown at a target in a container image; "" if it can.
+
+    What the image lacks at its top can be added, and below only what it has.  A symbolic link on
+    the way would be followed in the host, before the image is the root.
+    """
+    if Path(target).parts[1] in _OWN_TOP:
+        return ""
+    at = image
+    for n, part in enumerate(Path(target).parts[1:]):
+        at /= part
+        if at.is_symlink():
+            return f"in the container image /{at.relative_to(image)} is a symbolic link"
+        if not at.exists():
+            return "" if n == 0 else f"the container image lacks the folder {target}"
+        if not at.is_dir():
+            return f"in the container image /{at.relative_to(image)} is no folder"
+    return ""
+
+
+def _top_of_image(image: Path) -> list[Path]:
+    """Return what lies at the top of a container image, but what every sandbox has of its own."""
+    return [path for path in sorted(image.iterdir()) if path.name not in _OWN_TOP]
+
+
+def _of_device(room: Room) -> list[Path]:
+    """Return the paths of the host that a resident in a container image sees."""
+    wanted = [*_DEVICES, *room.nodes, *room.folders]
+    if lost := [path for path in wanted if path.parts[1] not in _OWN_TOP]:
+        told = f"{lost[0]} of the device cannot be shown in a container image"
+        raise OSError(errno.ENOTSUP, told)
+    return [path for path in dict.fromkeys(wanted) if path.exists()]
+
+
+def shown_paths(room: Room) -> list[Path]:
+    """Return the paths of the host that a resident sees, read-only, but its code."""
+    shown = [*_shown(room.nodes, room.folders), *(Path(mount.target) for mount in room.mounts)]
+    return [*shown, PACKAGES] if room.environment is not None else shown
+
+
+def device_nodes(own: Iterable[Path]) -> list[Path]:
+    """Return the device nodes that a resident may open, even if no layer hides the others; `own`
+    are those of its device.
+    """
+    wanted = [*_DEVICES, Path("/dev/ptmx"), *own]
     return [path for path in wanted if path.exists()]
 
 
-def _of_cuda() -> list[Path]:
-    # Read-only device nodes would be useless; `_tree` keeps all paths below /dev writable.
-    return [Path("/sys"), *sorted(Path("/dev").glob("nvidia*"))]
+def _tree(path: Path, *, writable: bool = False, is_node: bool = False) -> int | str:
+    """Return a detached copy of the mount at `path`, or the target of a symbolic link.
 
-
-def _tree(path: Path, *, writable: bool = False) -> int | str:
-    """Return a detached copy of the mount at `path`, or the target of a symbolic link."""
+    A device node that is read-only would be useless.
+    """
     if path.is_symlink():
         return os.readlink(path)
-    flags = _OPEN_TREE_CLONE | os.O_CLOEXEC | _AT_RECURSIVE
-    fd = _libc.syscall(_SYS_OPEN_TREE, _AT_FDCWD, os.fsencode(path), flags)
-    _checked(fd, f"open_tree {path}")
-    is_device = path.is_relative_to("/dev")
-    wanted = _MOUNT_ATTR_NOSUID | (0 if is_device else _MOUNT_ATTR_NODEV)
-    wanted |= 0 if writable or is_device else _MOUNT_ATTR_RDONLY
+    wanted = _MOUNT_ATTR_NOSUID | (0 if is_node else _MOUNT_ATTR_NODEV)
+    wanted |= 0 if writable or is_node else _MOUNT_ATTR_RDONLY
+    return _clone(_AT_FDCWD, os.fsencode(path), wanted, str(path))
+
+
+def _mounted(mount: HostMount) -> int:
+    """Return a detached, read-only copy of the tree of a mount; errors name its target only."""
+    try:
+        folder = host_mounts.opened(mount)
+    except OSError as error:
+        raise OSError(error.errno, f"the mount at {mount.target}: {error.strerror}") from None
+    try:
+        wanted = _MOUNT_ATTR_NOSUID | _MOUNT_ATTR_NODEV | _MOUNT_ATTR_RDONLY
+        return _clone(folder, b"", wanted, mount.target)
+    finally:
+        os.close(folder)
+
+
+def _clone(at: int, path: bytes, wanted: int, told: str) -> int:
+    """Return a detached copy of the mounts at `path` and below, with the `wanted` attributes."""
+    flags = _OPEN_TREE_CLONE | os.O_CLOEXEC | _AT_RECURSIVE | (0 if path else _AT_EMPTY_PATH)
+    fd = _libc.syscall(_SYS_OPEN_TREE, at, path, flags)
+    _checked(fd, f"open_tree {told}")
     attributes = struct.pack("=QQQQ", wanted, 0, 0, 0)
     found = _libc.syscall(
         _SYS_MOUNT_SETATTR, fd, b"", _AT_EMPTY_PATH | _AT_RECURSIVE, attributes, len(attributes)
     )
-    _checked(found, f"mount_setattr {path}")
+    _checked(found, f"mount_setattr {told}")
     return int(fd)
 
 
@@ -396,18 +552,34 @@ def _place(tree: int | str, target: Path) -> None:
 
 
 def _furnish(root: Path, room: Room) -> None:
-    etc, dev = root / "etc", root / "dev"
-    (etc / "passwd").write_text("root:x:0:0:::\njob:x:65534:65534::/scratch:\n")
-    (etc / "group").write_text("root:x:0:\njob:x:65534:\n")
-    (etc / "hosts").write_text("127.0.0.1 localhost job\n")
+    dev = root / "dev"
+    if room.image is None:
+        _furnish_etc(root / "etc")
     for name, target in (("fd", "/proc/self/fd"), ("stdin", "fd/0"), ("stdout", "fd/1")):
         (dev / name).symlink_to(target)
     (root / "proc").mkdir()
     _give_tmp(dev / "shm", room.tmp_bytes)
+    _give_terminals(dev)
     try:
         _mount("proc", str(root / "proc"), "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
     except PermissionError:
         return  # in a container that hides parts of /proc there is none at all
+
+
+def _furnish_etc(etc: Path) -> None:
+    (etc / "passwd").write_text("root:x:0:0:::\njob:x:65534:65534::/scratch:\n")
+    (etc / "group").write_text("root:x:0:\njob:x:65534:\n")
+    if not (etc / "hosts").exists():  # the proxy of the host sees those of the host
+        (etc / "hosts").write_text("127.0.0.1 localhost job\n")
+
+
+def _give_terminals(dev: Path) -> None:
+    """Give it terminals of its own, for shells; where none can be made, it has none."""
+    (dev / "pts").mkdir()
+    bounds = f"newinstance,ptmxmode=0666,mode=0600,max={_TERMINALS_MAX}"
+    with contextlib.suppress(OSError):
+        _mount("devpts", str(dev / "pts"), "devpts", _MS_NOSUID | _MS_NOEXEC, bounds)
+        (dev / "ptmx").symlink_to("pts/ptmx")
 
 
 def _give_tmp(path: Path, size_bytes: int) -> None:
@@ -487,7 +659,7 @@ _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 
 
-def _filter() -> bytes:
+def filter_program() -> bytes:
     """Return a seccomp program that allows all calls except the refused ones above."""
     if platform.machine() not in _ARCHITECTURES:
         raise OSError(errno.ENOSYS, f"no list of system calls for {platform.machine()}")
@@ -508,17 +680,19 @@ def _filter() -> bytes:
     lines += [(_EQUAL, 0, 3, _SOL_SOCKET), (_LOAD, 0, 0, 32)]
     lines += [(_EQUAL, 0, 1, _SO_LINGER), (_RETURN, 0, 0, no)]
     lines += [(_LOAD, 0, 0, 0), (_AT_LEAST, 0, 1, _NEWEST + 1), (_RETURN, 0, 0, unknown)]
-    sockets = [*_only(16, _FAMILIES), *_only(32, _PROTOCOLS)]
+    # A family that is "not available" (socket(2)) is one that libraries can do without: libzmq, of
+    # every Jupyter kernel, would abort at another error.
+    sockets = [*_only(16, _FAMILIES, errno.EINVAL), *_only(32, _PROTOCOLS, errno.EPERM)]
     lines += [(_EQUAL, 1, 0, _SOCKET[column]), (_EQUAL, 0, len(sockets), _SOCKETPAIR[column])]
     lines += [*sockets, (_RETURN, 0, 0, _ALLOW)]
     return b"".join(struct.pack("HBBI", *line) for line in lines)
 
 
-def _only(offset: int, allowed: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
+def _only(offset: int, allowed: tuple[int, ...], refusal: int) -> list[tuple[int, int, int, int]]:
     """Return lines that refuse the call unless this argument is one of the allowed values."""
     lines = [(_LOAD, 0, 0, offset)]
     lines += [(_EQUAL, len(allowed) - at, 0, value) for at, value in enumerate(allowed)]
-    return [*lines, (_RETURN, 0, 0, _ERRNO | errno.EPERM)]
+    return [*lines, (_RETURN, 0, 0, _ERRNO | refusal)]
 
 
 # --- the kernel -----------------------------------------------------------------------------------
@@ -527,6 +701,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 _NEWNS, _NEWUTS, _NEWIPC, _NEWUSER = 0x00020000, 0x04000000, 0x08000000, 0x10000000
 _NEWPID, _NEWNET = 0x20000000, 0x40000000
+_NAMESPACES = {
+    "processes": _NEWPID,
+    "ipc": _NEWIPC | _NEWUTS,
+    "network": _NEWNET,
+    "files": _NEWNS,
+}
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT = 1, 2, 4, 8, 32
 _MS_BIND, _MS_REC, _MS_PRIVATE, _MNT_DETACH = 4096, 16384, 1 << 18, 2
 _SYS_OPEN_TREE, _SYS_MOVE_MOUNT, _SYS_MOUNT_SETATTR = 428, 429, 442

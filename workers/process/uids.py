@@ -15,6 +15,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from workers.process.file_locks import hold
+
 FIRST_UID, RANGES, UIDS_PER_RANGE = 200_000, 4096, 256
 #: The folder for all device workers of a host that run as root, whatever their instance.
 HOST_FOLDER = Path("/run/roundhouse-uids")
@@ -32,7 +34,12 @@ class UidRange:
     fd: int
 
     def uid(self, resident: int) -> int:
-        return self.first + resident % UIDS_PER_RANGE
+        return self.first + resident % (UIDS_PER_RANGE - 1)
+
+    @property
+    def of_proxy(self) -> int:
+        """The user of the proxy, which no resident has."""
+        return self.first + UIDS_PER_RANGE - 1
 
     def close(self) -> None:
         os.close(self.fd)
@@ -54,10 +61,7 @@ def _reserve_in(folder: Path, begin: int) -> UidRange:
     for number in (*range(begin, RANGES), *range(begin)):
         how = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(folder / str(number), how, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-        else:
+        if hold(fd, fcntl.LOCK_EX):
             return UidRange(FIRST_UID + number * UIDS_PER_RANGE, fd)
+        os.close(fd)
     raise NoUids(f"all {RANGES} ranges of user ids in {folder} are held by device workers")

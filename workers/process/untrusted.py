@@ -9,6 +9,7 @@ from typing import Any
 
 from app.core.model import messages
 from app.core.model.task_graph import MAX_BYTES, MAX_EST_MS, MAX_NODES, SIZED_LIMIT
+from app.core.security.redaction import Redactor
 from workers.process.wire import parsed_parts
 
 JSON = dict[str, Any]
@@ -30,8 +31,20 @@ TEXT_LIMIT = 64 * 1024
 NAMES_LIMIT = 20_000
 
 
-def verdict(message: JSON) -> JSON:
-    """Return the event for a resident's final message: its type, as `is`, and its fields."""
+def verdict(message: JSON, redactor: Redactor) -> JSON:
+    """Return the event for a resident's final message: its type, as `is`, and its fields.
+
+    What it tells people has no value of a secret.
+    """
+    said = _verdict(message)
+    told = {name: redactor.json(said[name]) for name in _TOLD & said.keys()}
+    return {**said, **told}
+
+
+_TOLD = {"message", "detail", "result"}
+
+
+def _verdict(message: JSON) -> JSON:
     if message["is"] == "failed":
         return {"is": messages.Failed, **failed(message)}
     if message["is"] == "stopped":
@@ -45,10 +58,10 @@ def verdict(message: JSON) -> JSON:
     }
 
 
-def whole(body: bytes) -> tuple[JSON, JSON | None]:
+def whole(body: bytes, redactor: Redactor) -> tuple[JSON, JSON | None]:
     """Parse a message that came in parts; also return its event if it is a final message.  Slow."""
     message = parsed_parts(body)
-    return message, verdict(message) if message["is"] in LAST_WORDS else None
+    return message, verdict(message, redactor) if message["is"] in LAST_WORDS else None
 
 
 def number(message: JSON, name: str) -> int:
@@ -177,7 +190,8 @@ def _measured(message: JSON, what: str, kind: type[int | float], *, rows: int, m
 def failed(message: JSON) -> JSON:
     """Return the fields of core.model.messages.Failed from a resident's final message."""
     cause = text(message, "cause")
-    if cause not in messages.CAUSES or cause == "store":  # a resident knows nothing of the store
+    # a resident knows nothing of the store, of mounts and of how its environment was built
+    if cause not in messages.CAUSES or cause in ("store", "mount", "environment"):
         raise Nonsense(f"cause is {cause!r}")
     return {
         "cause": cause,

@@ -20,6 +20,9 @@ import struct
 import subprocess
 from pathlib import Path
 
+from workers.process import detached_mounts
+from workers.process.detached_mounts import NODEV, NOSUID
+
 SHARE = 16  # default size: free disk space divided by this
 LARGEST_BYTES = 16 * 2**30
 LEAST_BYTES = 64 * 2**20
@@ -32,6 +35,11 @@ def usual_bytes(folder: Path) -> int:
     free = os.statvfs(folder)
     part = free.f_bavail * free.f_frsize // SHARE
     return max(LEAST_BYTES, min(LARGEST_BYTES, part) // 2**20 * 2**20)
+
+
+def with_overhead(size_bytes: int) -> int:
+    """Return the size of a file system that holds files of so many bytes, in whole MiB."""
+    return -(-(size_bytes + size_bytes // 16 + 8 * 2**20) // 2**20) * 2**20
 
 
 def make_template(path: Path, size_bytes: int) -> str:
@@ -58,7 +66,7 @@ def mounted(template: Path, uid: int) -> int:
     finally:
         os.close(image)
     try:
-        mount = _mounted(name)
+        mount = detached_mounts.mounted("ext4", {"source": name}, NOSUID | NODEV)
     finally:
         os.close(loop)
     root = f"/proc/self/fd/{mount}"
@@ -141,30 +149,11 @@ def _looped(image: int) -> tuple[int, str]:
                 return loop, name
 
 
-def _mounted(device: str) -> int:
-    context = _libc.syscall(_SYS_FSOPEN, b"ext4", _CLOEXEC)
-    _checked(context, "fsopen")
-    try:
-        source = os.fsencode(device)
-        done = _libc.syscall(_SYS_FSCONFIG, context, _FSCONFIG_SET_STRING, b"source", source, 0)
-        _checked(done, "fsconfig source")
-        _checked(_libc.syscall(_SYS_FSCONFIG, context, _FSCONFIG_CMD_CREATE, 0, 0, 0), "fsconfig")
-        attributes = _MOUNT_ATTR_NOSUID | _MOUNT_ATTR_NODEV
-        mount = _libc.syscall(_SYS_FSMOUNT, context, _CLOEXEC, attributes)
-        _checked(mount, "fsmount")
-        return int(mount)
-    finally:
-        os.close(context)
-
-
 # --- system calls ---------------------------------------------------------------------------------
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _LOOP_CTL_GET_FREE, _LOOP_CONFIGURE = 0x4C82, 0x4C0A
 _LO_FLAGS_AUTOCLEAR, _LO_FLAGS_DIRECT_IO = 4, 16
-_SYS_FSOPEN, _SYS_FSCONFIG, _SYS_FSMOUNT = 430, 431, 432  # the same on all architectures
-_FSCONFIG_SET_STRING, _FSCONFIG_CMD_CREATE, _CLOEXEC = 1, 6, 1
-_MOUNT_ATTR_NOSUID, _MOUNT_ATTR_NODEV = 2, 4
 
 assert platform.architecture()[0] == "64bit"  # sizes are passed as long
 

@@ -38,8 +38,12 @@ CONTAINERS_LIMIT = 2_000  # lists and tables in one frame
 PARTS_CONTAINERS_LIMIT = 250_000
 PART_CHARACTERS = 24_000  # of a message in parts; escaped again, they fit into a frame
 FDS_LIMIT = 64
-#: The descriptors that a new resident gets: control, bulk, trust, stdout, stderr, slab.
+#: The descriptors that a new resident gets: control, bulk, trust, stdout, stderr, slab; a resident
+#: with a network gets one more, for the listener of its proxy.
 FDS_PER_RESIDENT = 6
+#: The descriptors of a process beside a resident: control, tunnel, trust, pidfd of the resident,
+#: and the file in memory with what it begins with.
+FDS_BESIDE = 5
 
 _LENGTH = struct.Struct("!I")
 _DEADLINE = struct.Struct("=q")

@@ -52,7 +52,7 @@ from workers.ranks.rendezvous import (
     branches,
     group_key,
 )
-from workers.ranks.shared_memory import TOLD_LIMIT_BYTES, Ground
+from workers.ranks.shared_memory import TOLD_LIMIT_BYTES, Arena
 from workers.ranks.turns import GangFailed, RankState, Turns, Wait
 
 HOME = 0
@@ -109,6 +109,11 @@ class Link:
         self._out.append((memoryview(head), None if body else then))
         if body:
             self._out.append((body, then))
+
+    @property
+    def is_still(self) -> bool:
+        """True if the peer's ranks wait, with all received that was sent to them."""
+        return self.still is not None and self.still[1] == self.sent
 
     @property
     def is_waiting(self) -> bool:
@@ -244,10 +249,10 @@ class Bridge:
     the coordinator.
     """
 
-    def __init__(self, ground: Ground, links: dict[int, socket.socket]) -> None:
-        self.ground, self.host = ground, ground.host
-        self.words = ground.words
-        self.turns = Turns(ground, ground.here()[0])
+    def __init__(self, arena: Arena, links: dict[int, socket.socket]) -> None:
+        self.arena, self.host = arena, arena.host
+        self.words = arena.words
+        self.turns = Turns(arena, arena.here()[0])
         self.abroad, self.keys = RemoteMembers(self.turns), Keys(self.turns)
         self.links = {host: Link(host, sock) for host, sock in links.items()}
         self.crossings: dict[int, _Crossing] = {}  # by key
@@ -260,14 +265,14 @@ class Bridge:
 
     def run(self) -> None:
         """Run until the gang ends, well or not."""
-        self.ground.bridge_comes()
+        self.arena.bridge_comes()
         while not self.is_done:
             if not self._wait() and not self.has_failed:
                 self._is_quiet()
             self._hear_ranks()
             for link in self.links.values():
                 self._hear(link)
-            self._look()
+            self.look()
             for link in self.links.values():
                 self._flush(link)
 
@@ -287,15 +292,15 @@ class Bridge:
 
         Returns False if nothing has come and all ranks of this host have been still for QUIET_S.
         """
-        poll, bell = select.poll(), self.ground.handles.bells[self.ground.bridge]
+        poll, bell = select.poll(), self.arena.handles.bells[self.arena.bridge]
         poll.register(bell, select.POLLIN)
-        poll.register(self.ground.handles.outbox[1], select.POLLIN)
+        poll.register(self.arena.handles.outbox[1], select.POLLIN)
         for link in self.links.values():
             events = 0 if link.is_over else select.POLLIN
             events |= select.POLLOUT if link.is_waiting else 0
             if events:
                 poll.register(link.sock, events)
-        quiet = turns.are_still(self.ground) and not self.has_told_still and not self.has_failed
+        quiet = turns.are_still(self.arena) and not self.has_told_still and not self.has_failed
         come = poll.poll(QUIET_S * 1000 if quiet else None)
         if any(fd == bell for fd, _ in come):
             os.eventfd_read(bell)
@@ -327,15 +332,15 @@ class Bridge:
             return
         ranks = ", ".join(map(str, self._ranks_of(link)))
         turns.fail(
-            self.ground, f"the connection to host {link.host}, of rank {ranks}, is lost: {why}"
+            self.arena, f"the connection to host {link.host}, of rank {ranks}, is lost: {why}"
         )
 
     def _ranks_of(self, link: Link) -> list[int]:
-        return [rank for rank, host in enumerate(self.ground.hosts) if host == link.host]
+        return [rank for rank, host in enumerate(self.arena.hosts) if host == link.host]
 
-    def _look(self) -> None:
+    def look(self) -> None:
         """Check the arena for a failure, a cut, room for held messages, and the end."""
-        if not self.has_failed and (text := turns.failure(self.ground)):
+        if not self.has_failed and (text := turns.failure(self.arena)):
             self._has_failed(text)
         if self.has_failed:
             return
@@ -356,7 +361,7 @@ class Bridge:
     def _all_have_ended(self) -> bool:
         if self.is_home and not all(link.has_ended for link in self.links.values()):
             return False  # the other hosts may need us to forward messages
-        return all(turns.state(self.ground, r) == RankState.DONE for r in self.ground.here())
+        return all(turns.state(self.arena, r) == RankState.DONE for r in self.arena.here())
 
     # --- what ranks of this host do ---
 
@@ -365,7 +370,7 @@ class Bridge:
         told = 0
         while True:
             try:
-                data = os.read(self.ground.handles.outbox[1], TOLD_LIMIT_BYTES)
+                data = os.read(self.arena.handles.outbox[1], TOLD_LIMIT_BYTES)
             except BlockingIOError:
                 return told
             self.hear_rank(marshal.loads(data))
@@ -448,15 +453,15 @@ class Bridge:
 
     def place(self, said: Said, size: int) -> ReceivedPlace:
         if said[1] in self.crossings:
-            offset = self.abroad.exchange.arena.piece(size)
-            return ReceivedPlace(self.ground.view(offset, size), offset)
+            offset = self.abroad.exchange.heap.piece(size)
+            return ReceivedPlace(self.arena.view(offset, size), offset)
         return ReceivedPlace(memoryview(bytearray(size)))
 
     def take(self, link: Link, said: Said, body: ReceivedPlace | None) -> None:
         match said:
             case ("fail", text):
                 link.has_failed = True
-                turns.fail(self.ground, text)
+                turns.fail(self.arena, text)
             case ("bye",):
                 link.has_ended = True
             case _ if self.has_failed:
@@ -478,7 +483,7 @@ class Bridge:
         if said[0] == "open":
             _, name, members = said
             key = group_key(name, members)
-            self.hosts[key] = {self.ground.hosts[member] for member in members}
+            self.hosts[key] = {self.arena.hosts[member] for member in members}
             self._pass_on(link, key, said, None)
             if self.host in self.hosts[key]:
                 self._opened(name, members)
@@ -501,7 +506,7 @@ class Bridge:
 
     def _opened(self, name: str, members: tuple[int, ...]) -> _Crossing:
         key = group_key(name, members)
-        self.hosts[key] = {self.ground.hosts[member] for member in members}
+        self.hosts[key] = {self.arena.hosts[member] for member in members}
         if key not in self.crossings:
             index = self.abroad.exchange.index(name, members)
             hosts = self.abroad.exchange.hosts_of(members)
@@ -610,19 +615,19 @@ class Bridge:
         self._changed(rank, number, change)
 
     def _changed(self, rank: int, number: int, change: Change) -> None:
-        self.keys.change(change, (rank, number) if self.ground.is_here(rank) else None)
+        self.keys.change(change, (rank, number) if self.arena.is_here(rank) else None)
 
     # --- deadlock detection ---
 
     def _is_quiet(self) -> None:
         """Report that all ranks of this host wait; called when nothing has come for QUIET_S."""
         self.has_told_still = True
-        if self.is_ending or not turns.are_still(self.ground):
+        if self.is_ending or not turns.are_still(self.arena):
             return
         if self._hear_ranks():
             return  # messages sent before the ranks waited: these may make others move
-        here = self.ground.here()
-        waits = {rank: turns.waits_for(self.ground, rank) for rank in here}
+        here = self.arena.here()
+        waits = {rank: turns.waits_for(self.arena, rank) for rank in here}
         if Wait.CUT in waits.values():
             return
         standing = {rank: self.turns.standing_of(rank) for rank in here}
@@ -639,7 +644,7 @@ class Bridge:
         for link in self.links.values():
             if link.has_ended:
                 standing.update({r: f"rank {r} has ended" for r in self._ranks_of(link)})
-            elif link.still is None or link.still[1] != link.sent:
+            elif link.still is None or not link.is_still:
                 return  # the host has something to receive, or its report is on its way
             else:
                 standing.update(link.still[2])
@@ -650,7 +655,7 @@ class Bridge:
                 link.say(("give up",))
         elif any_waits:
             told = "; ".join(text for _, text in sorted(standing.items()))
-            turns.fail(self.ground, f"the ranks wait for each other: {told}")
+            turns.fail(self.arena, f"the ranks wait for each other: {told}")
 
     # --- the cut ---
 
@@ -666,12 +671,12 @@ class Bridge:
                 turns.wake_at_cut(self.turns)
             if self.cut is not None and len(self.cut) == len(self.links):
                 self._name_cut()
-        elif self.must_hold and (step := turns.unbegun(self.ground)):
+        elif self.must_hold and (step := turns.unbegun(self.arena)):
             self.must_hold = False
             self.links[HOME].say(("held", step))
 
     def _name_cut(self) -> None:
-        step = turns.unbegun(self.ground)
+        step = turns.unbegun(self.arena)
         if not step:
             return  # no rank has come to a boundary here: the first to come wakes us
         assert self.cut is not None
@@ -684,15 +689,15 @@ class Bridge:
         match said:
             case ("hold",):
                 self.must_hold = True
-                turns.end_cut(self.ground)  # ends a cut that we were not told has ended
-                turns.call_to_cut(self.ground)
+                turns.end_cut(self.arena)  # ends a cut that we were not told has ended
+                turns.call_to_cut(self.arena)
             case ("held", step) if self.cut is not None:
                 self.cut[link.host] = step
             case ("cut", step):
                 turns.name_cut(self.turns, step)
             case ("go on",):
                 self.must_hold = False
-                turns.end_cut(self.ground)
+                turns.end_cut(self.arena)
                 turns.wake_at_cut(self.turns)
 
     def say_all(self, said: Said) -> None:
@@ -700,16 +705,16 @@ class Bridge:
             link.say(said)
 
 
-def main(ground: Ground, links: dict[int, socket.socket]) -> int:
+def main(arena: Arena, links: dict[int, socket.socket]) -> int:
     """Run a bridge's process; returns its exit status."""
-    return run(Bridge(ground, links))
+    return run(Bridge(arena, links))
 
 
 def run(bridge: Bridge) -> int:
     try:
         bridge.run()
     except BaseException as error:
-        host = bridge.ground.host
-        turns.fail(bridge.ground, f"the bridge of host {host} failed: {error!r}")
+        host = bridge.arena.host
+        turns.fail(bridge.arena, f"the bridge of host {host} failed: {error!r}")
         raise
     return 0

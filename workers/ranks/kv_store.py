@@ -53,26 +53,26 @@ class Keys:
 
     def _read(self) -> tuple[dict[str, bytes], dict[int, tuple[int, Any]]]:
         """Read without a lock, again if a change came in between; it writes to the other half."""
-        words, ground = self.turns.words, self.turns.ground
+        words, arena = self.turns.words, self.turns.arena
         while True:
             version, place = words[_VERSION], words[_PLACE]
             if not place:
                 return {}, {}
-            size = int.from_bytes(ground.read(place, 8), "little")
-            data = ground.read(place + 8, size)
+            size = int.from_bytes(arena.read(place, 8), "little")
+            data = arena.read(place + 8, size)
             if (version, place) == (words[_VERSION], words[_PLACE]):
                 content, answers = marshal.loads(data)
                 return content, answers
 
     def _write(self, data: bytes) -> None:
         """Write to the half that does not hold the current content."""
-        words, ground, size = self.turns.words, self.turns.ground, len(data) + 8
+        words, arena, size = self.turns.words, self.turns.arena, len(data) + 8
         if size > words[_ROOM]:
             words[_ROOM] = max(4096, aligned(2 * size))
-            words[_BASE] = ground.take_land(2 * words[_ROOM])
+            words[_BASE] = arena.take_land(2 * words[_ROOM])
         base = words[_BASE]
         place = base + words[_ROOM] if words[_PLACE] == base else base
-        ground.write(place, len(data).to_bytes(8, "little") + data)
+        arena.write(place, len(data).to_bytes(8, "little") + data)
         words[_PLACE] = place
         words[_VERSION] += 1
 

@@ -43,6 +43,7 @@ from torch._C._distributed_c10d import Store, Work
 from torch.distributed import ReduceOp, distributed_c10d
 from torch.distributed.distributed_c10d import GroupName
 
+from workers.hardware.accelerator import device_types
 from workers.ranks.kv_store import Change, Keys
 from workers.ranks.rendezvous import EVERYBODY, FOLDS, NOBODY, CallView, Group, Rendezvous
 from workers.ranks.shared_memory import uses
@@ -794,11 +795,11 @@ class SharedStore(Store):
 
     def _change(self, change: Change) -> Any:
         """Make a change at once; in a gang over several hosts, in an order that all hosts share."""
-        if not self.turns.ground.is_bridged:
+        if not self.turns.arena.is_bridged:
             return self.keys.change(change)
         self.asked += 1
         me, number = self.turns.rank, self.asked
-        self.turns.ground.tell_bridge(("change", me, number, change))
+        self.turns.arena.tell_bridge(("change", me, number, change))
         self._wait(lambda: self.keys.answers().get(me, (0,))[0] == number, f"store.{change[0]}")
         return self.keys.answers()[me][1]
 
@@ -816,7 +817,7 @@ def install(exchange: Rendezvous) -> None:
     _here = exchange
     if BACKEND.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(
-            BACKEND, _make_group, extended_api=True, devices=["cpu", "cuda"]
+            BACKEND, _make_group, extended_api=True, devices=device_types()
         )
     _sleep_without_a_seat(exchange.turns)
     for name, own in (
@@ -837,7 +838,7 @@ def start(turns: Turns, timeout_s: float) -> None:
         BACKEND,
         store=_store,
         rank=turns.rank,
-        world_size=turns.ground.ranks,
+        world_size=turns.arena.ranks,
         timeout=timedelta(seconds=timeout_s),
     )
 

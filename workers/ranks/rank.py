@@ -37,11 +37,13 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from workers.hardware.accelerator import Accelerator, default_generators
 from workers.ranks import host_bridge, process_group, turns
 from workers.ranks.rendezvous import Rendezvous
 from workers.ranks.replica_dedup import Squash
-from workers.ranks.shared_memory import Ground, Handles, close, make
+from workers.ranks.shared_memory import Arena, Handles, close, make
 from workers.ranks.swap import RankOffload
 from workers.ranks.turns import GangFailed, Turns
 
@@ -56,7 +58,8 @@ BRIDGE_ENDS_S = 30.0  # seconds that a bridge may take to end after the ranks
 class GangSpec:
     """The description of a gang to run.
 
-    `entry` is "module:name". `resize` maps a step to the number of slots from that step on; step 0
+    `entry` is "module:name". `kind` is that of the devices: on an accelerator each slot is a device
+    of this host. `resize` maps a step to the number of slots from that step on; step 0
     stands for the first opportunity. `hosts` gives the number of slots on each host, if there are
     several: each simulated host is a shared memory arena on this machine, connected as real hosts
     are.
@@ -74,6 +77,7 @@ class GangSpec:
     slice_s: float = 1.0
     measure_from: int = 1  # step from which processor time counts
     hosts: tuple[int, ...] = ()
+    kind: str = "cpu"
     path: str = ""  # a folder to add to the module search path
     # rendezvous file; if set, run stock gloo over it instead of turns, to compare with
     peers: str = ""
@@ -83,7 +87,7 @@ class RankContext:
     """The `ctx` that tenant code gets."""
 
     def __init__(self, gang: GangSpec, rank: int) -> None:
-        self.device = torch.device("cpu")
+        self.device = Accelerator(gang.kind).device
         self.rank, self.world_size = rank, gang.ranks
         self.params, self.inputs = gang.params, {}  # type: ignore[var-annotated]
         self.step = 0
@@ -109,18 +113,23 @@ class Rank:
         swap: bool = False,
         slice_s: float = 1.0,
         timeout_s: float = TIMEOUT_S,
-        device: torch.device | None = None,
+        accelerator: Accelerator | None = None,
         apart: bool = False,
     ) -> None:
-        self.stow = RankOffload(device or torch.device("cpu")) if swap else None
-        leave = self.stow.leave if self.stow else None
-        enter = self.stow.enter if self.stow else None
-        self.turns = Turns(
-            Ground(handles), rank, slice_s=slice_s, leave=leave, enter=enter, apart=apart
-        )
+        self.stow: RankOffload | None = None
+        self.turns = Turns(Arena(handles), rank, slice_s=slice_s, apart=apart)
+        if swap:
+            self.swap(accelerator or Accelerator("cpu"))
         self.exchange = Rendezvous(self.turns, timeout_s=timeout_s)
         self.squash = Squash(self.exchange) if squash else None
         self.timeout_s = timeout_s
+
+    def swap(self, accelerator: Accelerator) -> RankOffload:
+        """Offload the rank's memory of this device between its turns, from now on."""
+        self.stow = RankOffload(accelerator)
+        self.turns.leave, self.turns.enter = self.stow.leave, self.stow.enter
+        register_optimizer_step_post_hook(self.stow.after_optimizer)
+        return self.stow
 
     def begin(self) -> None:
         """Install the process group, and wait for the first turn."""
@@ -140,10 +149,10 @@ class Rank:
         Request `seats` slots from there on, if all ranks say so.
         """
         if self.stow is not None:
-            self.stow.look(step)
+            self.stow.begin_step()
         words = self.turns.words
         if seats not in (None, words[turns.SEATS], words[turns.WISH]):
-            turns.wish(self.turns.ground, seats)
+            turns.wish(self.turns.arena, seats)
         self.turns.boundary(step, self.timeout_s)
 
     def end(self) -> None:
@@ -255,7 +264,8 @@ def state_hash(job: Any) -> str:
         if callable(state) and not isinstance(value, type):
             digest.update(name.encode())
             _add(digest, state())
-    digest.update(bytes(torch.get_rng_state().numpy()))
+    for generator in (torch.default_generator, *default_generators().values()):
+        digest.update(bytes(generator.get_state().numpy()))
     return digest.hexdigest()
 
 
@@ -269,7 +279,7 @@ def _add(digest: Any, value: Any) -> None:
             _add(digest, part)
     elif isinstance(value, torch.Tensor):
         local = value.to_local() if hasattr(value, "to_local") else value
-        digest.update(local.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+        digest.update(local.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy())
     else:
         digest.update(repr(value).encode())
 
@@ -283,21 +293,21 @@ def run(gang: GangSpec) -> list[JSON]:
     A rank's report has "error" if the rank failed, and "killed" if it was killed. No child process
     is left behind.
     """
-    grounds = [Ground(handles) for handles in _handles(gang)]
-    for ground in grounds:
-        turns.seat_all(ground, sum(gang.hosts) or gang.seats)
+    arenas = [Arena(handles) for handles in _handles(gang)]
+    for arena in arenas:
+        turns.seat_all(arena, sum(gang.hosts) or gang.seats)
         if 0 in gang.resize:
-            turns.wish(ground, gang.resize[0])
+            turns.wish(arena, gang.resize[0])
     sys.stdout.flush()
     sys.stderr.flush()
     children: dict[int, _Child] = {}
     bridges: list[int] = []
     try:
         for rank in range(gang.ranks):
-            ground = next(ground for ground in grounds if ground.is_here(rank))
-            pid, read = _fork(gang, ground.handles, rank)
-            children[pid] = _Child(rank, read, ground)
-        bridges = _bridged(grounds) if gang.hosts else []
+            arena = next(arena for arena in arenas if arena.is_here(rank))
+            pid, read = _fork(gang, arena.handles, rank)
+            children[pid] = _Child(rank, read, arena)
+        bridges = _bridged(arenas) if gang.hosts else []
         stories = _told_by(children)
         _must_end(bridges)
         return stories
@@ -306,7 +316,7 @@ def run(gang: GangSpec) -> list[JSON]:
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
-        for handles in [ground.handles for ground in grounds]:
+        for handles in [arena.handles for arena in arenas]:
             close(handles)
 
 
@@ -324,7 +334,7 @@ class _Child:
 
     rank: int
     read: int  # file descriptor from which its report is read
-    ground: Ground
+    arena: Arena
 
 
 def _fork(gang: GangSpec, handles: Handles, rank: int) -> tuple[int, int]:
@@ -347,12 +357,14 @@ def _child(gang: GangSpec, handles: Handles, rank: int, write: int) -> int:
     torch.set_num_threads(1)
     gc.enable()
     try:
+        if gang.kind != "cpu":
+            _see_one_device(gang, rank)
         own = StockRank(gang, rank) if gang.peers else _ready(gang, handles, rank)
         told = live(gang, own)
     except BaseException as error:
         told = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
         if not isinstance(error, GangFailed):
-            turns.fail(Ground(handles), f"rank {rank} failed: {told['error']}")
+            turns.fail(Arena(handles), f"rank {rank} failed: {told['error']}")
     with os.fdopen(write, "w") as pipe:
         json.dump(told, pipe)
     return 1 if "error" in told else 0
@@ -363,6 +375,14 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
+def _see_one_device(gang: GangSpec, rank: int) -> None:
+    """Let this process see the device of its slot only, as a resident does."""
+    if gang.resize:
+        raise ValueError("a rank cannot change its device: begin the gang again from its image")
+    seat = turns.seat_of(rank, gang.ranks, sum(gang.hosts) or gang.seats)
+    os.environ[f"{gang.kind.upper()}_VISIBLE_DEVICES"] = str(seat)
+
+
 def _ready(gang: GangSpec, handles: Handles, rank: int) -> Rank:
     return Rank(
         handles,
@@ -371,6 +391,7 @@ def _ready(gang: GangSpec, handles: Handles, rank: int) -> Rank:
         swap=gang.swap,
         slice_s=gang.slice_s,
         timeout_s=gang.timeout_s,
+        accelerator=Accelerator(gang.kind),
     )
 
 
@@ -382,7 +403,7 @@ def _told_by(children: dict[int, _Child]) -> list[JSON]:
         code = os.waitstatus_to_exitcode(status)
         stories[child.rank] = json.loads(text) if text else {"killed": code}
         if not text:
-            turns.fail(child.ground, f"rank {child.rank} has died (exit status {code})")
+            turns.fail(child.arena, f"rank {child.rank} has died (exit status {code})")
     return [stories[rank] for rank in sorted(stories)]
 
 
@@ -400,18 +421,18 @@ def _until_all_ended(children: dict[int, _Child]) -> Iterator[tuple[int, str]]:
                 yield pid, text.decode()
 
 
-def _bridged(grounds: list[Ground]) -> list[int]:
+def _bridged(arenas: list[Arena]) -> list[int]:
     """Fork a bridge process for each host; returns the process ids.
 
     The ranks exist already, so they hold no end of a link.
     """
-    links: list[dict[int, socket.socket]] = [{} for _ in grounds]
+    links: list[dict[int, socket.socket]] = [{} for _ in arenas]
     with socket.create_server(("127.0.0.1", 0)) as server:
-        for host in range(1, len(grounds)):
+        for host in range(1, len(arenas)):
             links[host][host_bridge.HOME] = socket.create_connection(server.getsockname())
             links[host_bridge.HOME][host] = server.accept()[0]
     pids = []
-    for ground, own in zip(grounds, links, strict=True):
+    for arena, own in zip(arenas, links, strict=True):
         pid = os.fork()
         if not pid:
             status = 1
@@ -420,7 +441,7 @@ def _bridged(grounds: list[Ground]) -> list[int]:
                 for others in links:
                     for sock in others.values() if others is not own else ():
                         sock.close()
-                status = host_bridge.main(ground, own)
+                status = host_bridge.main(arena, own)
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -529,6 +550,7 @@ def main() -> int:
     parser.add_argument("--hosts", type=parse_hosts, default=(), help="seats of each, like 2,1")
     parser.add_argument("--params", type=json.loads, default={}, help="as JSON")
     parser.add_argument("--swap", action="store_true", help="device memory to the host at a switch")
+    parser.add_argument("--kind", default="cpu", help="of the devices, as torch names it")
     parser.add_argument("--no-squash", dest="squash", action="store_false")
     arguments = vars(parser.parse_args())
     warm = arguments.pop("warm")

@@ -34,7 +34,7 @@ from functools import cache
 
 import torch
 
-from workers.ranks.shared_memory import DEPTH, GROUPS, SLOT_WORDS, Ground, aligned, rounded
+from workers.ranks.shared_memory import DEPTH, GROUPS, SLOT_WORDS, Arena, aligned, rounded
 from workers.ranks.turns import ABOUT, NUMBER, Turns, Wait, are_still, fail, waits_for
 
 EVERYBODY, NOBODY = -1, -2  # the awaited member, where it isn't a single one
@@ -148,7 +148,7 @@ class Group:
 
     @property
     def way(self) -> tuple[tuple[int, int], ...]:
-        """This member's way up the folding tree, as far as its leaves live on this host."""
+        """The nodes of the folding tree above this member that combine only ranks of this host."""
         if self.hosts:
             return branches(self.hosts).ways[self.me]
         return ascent(self.size)[self.me]
@@ -168,7 +168,7 @@ class CallView:
     taken: bool = False
 
     def ready(self) -> bool:
-        words = self.exchange.ground.words
+        words = self.exchange.arena.words
         if self.needs == EVERYBODY:
             return bool(words[self.slot + _DONE])
         return self.needs == NOBODY or bool(words[self.exchange.member(self, self.needs)])
@@ -191,16 +191,16 @@ class CallView:
 
     def row(self, member: int) -> list[torch.Tensor]:
         """Return a kept contribution as bytes: one tensor per part."""
-        ground = self.exchange.ground
+        arena = self.exchange.arena
         at = self.exchange.member(self, member)
-        offset, length = ground.words[at + _OFFSET], ground.words[at + _BYTES]
+        offset, length = arena.words[at + _OFFSET], arena.words[at + _BYTES]
         if not length:
             return []
-        parts = int(ground.at(offset, 8).view(torch.int64))
-        sizes = ground.at(offset, 8 * (parts + 1)).view(torch.int64)[1:].tolist()
+        parts = int(arena.at(offset, 8).view(torch.int64))
+        sizes = arena.at(offset, 8 * (parts + 1)).view(torch.int64)[1:].tolist()
         start, rows = offset + aligned(8 * (parts + 1)), []
         for size in sizes:
-            rows.append(ground.at(start, size))
+            rows.append(arena.at(start, size))
             start += aligned(size)
         return rows
 
@@ -211,7 +211,7 @@ class CallView:
         With `apart` each tensor has a storage of its own.
         """
         way = ascent(self.group.size)[0]
-        words = self.exchange.ground.words
+        words = self.exchange.arena.words
         holder = words[self.exchange.node(self, way[-1][1])] - 1 if way else 0
         return self.exchange.parts_of(self, holder, apart=apart)
 
@@ -226,8 +226,8 @@ class Rendezvous:
     """A rank's side of all calls."""
 
     def __init__(self, turns: Turns, *, timeout_s: float) -> None:
-        self.turns, self.ground, self.timeout_s = turns, turns.ground, timeout_s
-        self.arena = _Arena(self.ground)
+        self.turns, self.arena, self.timeout_s = turns, turns.arena, timeout_s
+        self.heap = _ContributionHeap(self.arena)
         self.posted = 0
         turns.lacking, turns.give_up_vote = self._lacking, self._give_up_vote
 
@@ -239,42 +239,42 @@ class Rendezvous:
         me = members.index(self.turns.rank)
         hosts = self.hosts_of(members)
         if hosts:
-            self.ground.tell_bridge(("open", index, name, tuple(members)))
+            self.arena.tell_bridge(("open", index, name, tuple(members)))
         return Group(name=name, index=index, members=tuple(members), me=me, hosts=hosts)
 
     def hosts_of(self, members: Sequence[int]) -> tuple[int, ...]:
         """Return the value for `Group.hosts`."""
-        if all(map(self.ground.is_here, members)):
+        if all(map(self.arena.is_here, members)):
             return ()
-        return tuple(self.ground.hosts[member] for member in members)
+        return tuple(self.arena.hosts[member] for member in members)
 
     def close(self, group: Group) -> None:
         """Leave the group; the last member to leave frees its place for another group."""
         self.left(group.index, group.size)
         if group.hosts:
-            self.ground.tell_bridge(("close", group.index))
+            self.arena.tell_bridge(("close", group.index))
 
     def left(self, index: int, size: int, members: int = 1) -> None:
         """Count `members` that have left a group of `size`; clear the group once all have left."""
-        with self.ground.locked():
-            at = self.ground.group(index)
-            self.ground.words[at + _CLOSED] += members
-            if self.ground.words[at + _CLOSED] == size:
-                self.ground.clear_group(index)
+        with self.arena.locked():
+            at = self.arena.group(index)
+            self.arena.words[at + _CLOSED] += members
+            if self.arena.words[at + _CLOSED] == size:
+                self.arena.clear_group(index)
 
     def index(self, name: str, members: Sequence[int]) -> int:
-        key, words = group_key(name, members), self.ground.words
-        with self.ground.locked():
+        key, words = group_key(name, members), self.arena.words
+        with self.arena.locked():
             free = None
             for index in range(GROUPS):
-                at = self.ground.group(index)
+                at = self.arena.group(index)
                 if words[at + _NAME] == key:
                     return index
                 if free is None and not words[at + _NAME]:
                     free = index
             if free is None:
                 raise RuntimeError(f"a gang may have {GROUPS} groups at a time; {name!r} is more")
-            at = self.ground.group(free)
+            at = self.arena.group(free)
             words[at + _NAME], words[at + _SIZE] = key, len(members)
             for place, rank in enumerate(members):
                 words[at + _MEMBERS + place] = rank
@@ -291,11 +291,11 @@ class Rendezvous:
         fold: str = "",
         needs: int = EVERYBODY,
     ) -> CallView:
-        """Make the group's next call. `parts` are flat; they are copied before this returns.
+        """Post this member's contribution to the group's next call; returns a view of the call.
 
-        `fold` is one of FOLDS; without it the contribution is kept.
-
-        `text` describes the call, and must be the same on all members.
+        `parts` are flat tensors, which are copied before this returns. `fold` is one of FOLDS, by
+        which contributions are combined; without it each one is kept as it is. `text` describes the
+        call, and must be the same on all members.
         """
         ticket = self._enter(group, text, needs)
         self.posted += 1
@@ -309,7 +309,7 @@ class Rendezvous:
         if group.hosts:
             shapes = tuple((count, _type_name(dtype)) for count, dtype in ticket.shapes)
             told = (group.index, ticket.number, group.me, text, fold, shapes)
-            self.ground.tell_bridge(("post", *told))
+            self.arena.tell_bridge(("post", *told))
         return ticket
 
     def call(self, rank: int) -> None:
@@ -317,7 +317,7 @@ class Rendezvous:
 
         On another host its bridge does this.
         """
-        if self.ground.is_here(rank):
+        if self.arena.is_here(rank):
             with self.turns.board():
                 self.turns.ready(Wait.MESSAGE, rank)
 
@@ -335,12 +335,12 @@ class Rendezvous:
         Unlike a collective, a vote may fail without harm.
         """
         ticket = self._enter(group, text, EVERYBODY, vote=True)
-        words, slot = self.ground.words, ticket.slot
+        words, slot = self.arena.words, ticket.slot
         if words[slot + _CALL] != ticket.number + 1 or words[slot + _GIVEN_UP]:
             return None
         first = words[slot + _FIRST]
         payload = bring(None if first == group.me else self._payload(ticket, first))
-        self.ground.write(self._own_land(ticket, len(payload)), payload)
+        self.arena.write(self._own_land(ticket, len(payload)), payload)
         with self.turns.board():
             last = words[slot + _ARRIVED] == group.size - 1
             if not last:
@@ -361,11 +361,11 @@ class Rendezvous:
 
     def _payload(self, ticket: CallView, member: int) -> bytes:
         at = self.member(ticket, member)
-        return self.ground.read(self.ground.words[at + _OFFSET], self.ground.words[at + _BYTES])
+        return self.arena.read(self.arena.words[at + _OFFSET], self.arena.words[at + _BYTES])
 
     def _set_outcome(self, ticket: CallView, outcome: bytes) -> None:
-        words, offset = self.ground.words, self.arena.take(ticket, len(outcome))
-        self.ground.write(offset, outcome)
+        words, offset = self.arena.words, self.heap.take(ticket, len(outcome))
+        self.arena.write(offset, outcome)
         words[ticket.slot + _OUTCOME] = offset
         words[ticket.slot + _OUTCOME_BYTES] = len(outcome)
         with self.turns.board():
@@ -373,16 +373,16 @@ class Rendezvous:
             self.turns.ready(Wait.VOTE, ticket.group.index, ticket.number)
 
     def _outcome(self, ticket: CallView) -> bytes | None:
-        words = self.ground.words
+        words = self.arena.words
         if words[ticket.slot + _GIVEN_UP]:
             return None
         offset, size = words[ticket.slot + _OUTCOME], words[ticket.slot + _OUTCOME_BYTES]
-        outcome = self.ground.read(offset, size)
+        outcome = self.arena.read(offset, size)
         ticket.take()
         return outcome
 
     def _give_up_vote(self, index: int, number: int) -> None:
-        self.ground.words[self.ground.slot(index, number) + _GIVEN_UP] = 1
+        self.arena.words[self.arena.slot(index, number) + _GIVEN_UP] = 1
         self.turns.ready(Wait.VOTE, index, number)
 
     # --- entering and posting ---
@@ -390,7 +390,7 @@ class Rendezvous:
     def _enter(self, group: Group, text: str, needs: int, *, vote: bool = False) -> CallView:
         number = group.calls
         group.calls += 1
-        slot = self.ground.slot(group.index, number)
+        slot = self.arena.slot(group.index, number)
         ticket = CallView(self, group, number, slot, text, needs)
         self.turns.check()
         while not self.claimed(ticket, vote):
@@ -405,7 +405,7 @@ class Rendezvous:
         return ticket
 
     def _is_free(self, ticket: CallView) -> bool:
-        words, slot = self.ground.words, ticket.slot
+        words, slot = self.arena.words, ticket.slot
         unused = not words[slot + _CALL] or words[slot + _CALL] == ticket.number + 1
         over = words[slot + _TAKEN] == ticket.group.size or words[slot + _GIVEN_UP]
         return bool(unused or over)
@@ -415,17 +415,17 @@ class Rendezvous:
 
         Returns False while the call slot is still in use by an earlier call.
         """
-        words, slot, signature = self.ground.words, ticket.slot, _number(ticket.text)
+        words, slot, signature = self.arena.words, ticket.slot, _number(ticket.text)
         with self.turns.board():
             if vote and words[slot + _CALL] > ticket.number + 1:
                 return True
             if words[slot + _CALL] != ticket.number + 1:
                 if not self._is_free(ticket):
                     return False
-                self.ground.clear_slot(slot)
+                self.arena.clear_slot(slot)
                 words[slot + _CALL], words[slot + _SIGNATURE] = ticket.number + 1, signature
                 words[slot + _FIRST] = ticket.group.me
-                self.ground.write_text(slot + _TEXT, ticket.text)
+                self.arena.write_text(slot + _TEXT, ticket.text)
                 return True
             same = words[slot + _SIGNATURE] == signature
             if vote and not same:
@@ -435,24 +435,24 @@ class Rendezvous:
         return True
 
     def _mismatch(self, ticket: CallView) -> None:
-        members, first = ticket.group.members, self.ground.words[ticket.slot + _FIRST]
-        theirs = self.ground.read_text(ticket.slot + _TEXT)
+        members, first = ticket.group.members, self.arena.words[ticket.slot + _FIRST]
+        theirs = self.arena.read_text(ticket.slot + _TEXT)
         told = (
             f"mismatched collectives: as call {ticket.number + 1} of group {ticket.group.name!r} "
             f"rank {members[first]} called {theirs}, "
             f"rank {members[ticket.group.me]} called {ticket.text}"
         )
-        fail(self.ground, told)
+        fail(self.arena, told)
         self.turns.check()
 
     def arrive(self, ticket: CallView) -> None:
         """Record our arrival and wake the ranks that waited for it; call under the lock."""
-        words, slot, group = self.ground.words, ticket.slot, ticket.group
+        words, slot, group = self.arena.words, ticket.slot, ticket.group
         words[self.member(ticket, group.me) + _POSTED] = 1
         words[slot + _ARRIVED] += 1
         if words[slot + _ARRIVED] == group.size:
             words[slot + _DONE] = 1
-            if group.size == self.ground.ranks:
+            if group.size == self.arena.ranks:
                 self.turns.regroup_here()
             self.turns.ready(Wait.CALL, group.index, ticket.number)
         else:
@@ -460,12 +460,12 @@ class Rendezvous:
 
     def has_come(self, channel: Group) -> bool:
         """True if the first member has made the call that this member makes next."""
-        words, slot = self.ground.words, self.ground.slot(channel.index, channel.calls)
+        words, slot = self.arena.words, self.arena.slot(channel.index, channel.calls)
         is_made = words[slot + _CALL] == channel.calls + 1  # else the call slot holds another call
         return is_made and bool(words[slot + SLOT_WORDS + _POSTED])
 
     def taken(self, ticket: CallView, members: int = 1) -> None:
-        words = self.ground.words
+        words = self.arena.words
         with self.turns.board():
             words[ticket.slot + _TAKEN] += members
             if words[ticket.slot + _TAKEN] == ticket.group.size:
@@ -479,12 +479,12 @@ class Rendezvous:
         return ticket.slot + SLOT_WORDS + 4 * member
 
     def node(self, ticket: CallView, node: int) -> int:
-        return ticket.slot + SLOT_WORDS + 4 * self.ground.ranks + node
+        return ticket.slot + SLOT_WORDS + 4 * self.arena.ranks + node
 
     def parts_of(self, ticket: CallView, member: int, *, apart: bool = False) -> list[torch.Tensor]:
         """Return the typed parts of a folded contribution, as views of the shared heap."""
-        start, parts = self.ground.words[self.member(ticket, member) + _OFFSET], []
-        place = self.ground.apart if apart else self.ground.at
+        start, parts = self.arena.words[self.member(ticket, member) + _OFFSET], []
+        place = self.arena.apart if apart else self.arena.at
         for count, dtype in ticket.shapes:
             size = count * dtype.itemsize
             parts.append(place(start, size).view(dtype))
@@ -493,20 +493,21 @@ class Rendezvous:
 
     def _keep(self, ticket: CallView, parts: Sequence[torch.Tensor]) -> None:
         sizes = [part.numel() * part.element_size() for part in parts]
-        table = torch.tensor([len(sizes), *sizes], dtype=torch.int64).view(torch.uint8)
+        sized = torch.tensor([len(sizes), *sizes], dtype=torch.int64, device="cpu")
+        table = sized.view(torch.uint8)
         length = aligned(len(table)) + sum(map(aligned, sizes))
         start = self._own_land(ticket, length)
-        self.ground.at(start, len(table)).copy_(table)
+        self.arena.at(start, len(table)).copy_(table)
         start += aligned(len(table))
         for part, size in zip(parts, sizes, strict=True):
             if size:
-                self.ground.at(start, size).view(part.dtype).copy_(part)
+                self.arena.at(start, size).view(part.dtype).copy_(part)
             start += aligned(size)
 
     def _own_land(self, ticket: CallView, length: int) -> int:
-        offset = self.arena.take(ticket, length)
+        offset = self.heap.take(ticket, length)
         at = self.member(ticket, ticket.group.me)
-        self.ground.words[at + _OFFSET], self.ground.words[at + _BYTES] = offset, length
+        self.arena.words[at + _OFFSET], self.arena.words[at + _BYTES] = offset, length
         return offset
 
     def _fold(self, ticket: CallView, parts: Sequence[torch.Tensor], fold: str) -> None:
@@ -515,7 +516,7 @@ class Rendezvous:
         Only the member that comes second to a node combines there, so no two ever write to the same
         sum.
         """
-        words, me = self.ground.words, ticket.group.me
+        words, me = self.arena.words, ticket.group.me
         way = ticket.group.way
         # current node; the member with the sum in its memory, -1 if not yet copied
         at, holder = me, -1
@@ -537,12 +538,12 @@ class Rendezvous:
         return ticket.group.me
 
     def _leave_at(self, ticket: CallView, at: int, holder: int, sibling: int, parent: int) -> int:
-        """Leave our sum at its node, unless the other branch has just come.
+        """Put our sum at its node, unless the sum of the other branch is there already.
 
-        Returns that sum's holder, or -1.
+        Returns the member with that other sum, or -1.
         """
-        words = self.ground.words
-        with self.ground.locked():
+        words = self.arena.words
+        with self.arena.locked():
             other = words[self.node(ticket, sibling)] - 1 if parent >= 0 else -1
             if other < 0:
                 words[self.node(ticket, at)] = holder + 1
@@ -557,15 +558,15 @@ class Rendezvous:
         for target, part in zip(into, mine, strict=True):
             FOLDS[fold](target, part if part.device == target.device else part.to(target.device))
         if ours >= 0:
-            self.ground.words[self.member(ticket, ours) + _MERGED] = 1
+            self.arena.words[self.member(ticket, ours) + _MERGED] = 1
         return theirs
 
     def _lacking(self, index: int, number: int) -> list[int]:
         """Return the ranks that have not made a call in which a rank waits."""
         words, slot, at = (
-            self.ground.words,
-            self.ground.slot(index, number),
-            self.ground.group(index),
+            self.arena.words,
+            self.arena.slot(index, number),
+            self.arena.group(index),
         )
         if words[slot + _CALL] != number + 1:
             return []
@@ -584,22 +585,22 @@ class RemoteMembers:
 
     def __init__(self, turns: Turns) -> None:
         self.exchange = Rendezvous(turns, timeout_s=0.0)
-        self.turns, self.ground = turns, turns.ground
+        self.turns, self.arena = turns, turns.arena
 
     def ticket(self, group: Group, number: int, text: str) -> CallView:
         """Return the ticket of the member `group.me` for this call."""
-        slot = self.ground.slot(group.index, number)
+        slot = self.arena.slot(group.index, number)
         return CallView(self.exchange, group, number, slot, text, EVERYBODY)
 
     def brought(self, ticket: CallView) -> memoryview:
         """Return this member's kept contribution, or its sum, as a view of the shared heap."""
         at = self.exchange.member(ticket, ticket.group.me)
-        offset, size = self.ground.words[at + _OFFSET], self.ground.words[at + _BYTES]
-        return self.ground.view(offset, size)
+        offset, size = self.arena.words[at + _OFFSET], self.arena.words[at + _BYTES]
+        return self.arena.view(offset, size)
 
     def holder(self, ticket: CallView, node: int) -> int:
         """Return the member with the sum of this node in its memory."""
-        return self.ground.words[self.exchange.node(ticket, node)] - 1
+        return self.arena.words[self.exchange.node(ticket, node)] - 1
 
     def has_room(self, ticket: CallView) -> bool:
         """True if the call slot could be claimed.
@@ -609,16 +610,16 @@ class RemoteMembers:
         return self.exchange.claimed(ticket, vote=False)
 
     def differs(self, ticket: CallView) -> bool:
-        words, slot = self.ground.words, ticket.slot
-        with self.ground.locked():  # a member of this host may be claiming it now
+        words, slot = self.arena.words, ticket.slot
+        with self.arena.locked():  # a member of this host may be claiming it now
             known = words[slot + _CALL] == ticket.number + 1
             return known and words[slot + _SIGNATURE] != _number(ticket.text)
 
     def bring(self, ticket: CallView, piece: tuple[int, int]) -> None:
         """Make heap memory that holds the member's contribution its contribution to the call."""
         at = self.exchange.member(ticket, ticket.group.me)
-        self.ground.words[at + _OFFSET], self.ground.words[at + _BYTES] = piece
-        self.exchange.arena.hold(ticket, *piece)
+        self.arena.words[at + _OFFSET], self.arena.words[at + _BYTES] = piece
+        self.exchange.heap.hold(ticket, *piece)
 
     def come(self, ticket: CallView, *, folded: bool) -> None:
         """Record that the member has made its call.
@@ -628,7 +629,7 @@ class RemoteMembers:
         """
         with self.turns.board():
             if folded:
-                self.ground.words[self.exchange.member(ticket, ticket.group.me) + _POSTED] = 1
+                self.arena.words[self.exchange.member(ticket, ticket.group.me) + _POSTED] = 1
             else:
                 self.exchange.arrive(ticket)
             if ticket.group.size == 2:
@@ -636,7 +637,7 @@ class RemoteMembers:
 
     def join(self, ticket: CallView, sums: dict[int, int], fold: str, members: int) -> None:
         """Combine the hosts' sums at the root, add `members` arrivals and complete the call."""
-        words, group = self.ground.words, ticket.group
+        words, group = self.arena.words, ticket.group
         for left, right, parent in branches(group.hosts).joins:
             sums[parent] = self.exchange.combine(ticket, (), sums[right], sums[left], fold)
             words[self.exchange.node(ticket, parent)] = sums[parent] + 1
@@ -650,23 +651,23 @@ class RemoteMembers:
 
         Nothing can move, here or on other hosts.
         """
-        words = self.ground.words
+        words = self.arena.words
         with self.turns.board():
-            for rank in self.ground.here() if are_still(self.ground) else ():
-                at = self.ground.rank(rank)
-                if waits_for(self.ground, rank) == Wait.VOTE:
+            for rank in self.arena.here() if are_still(self.arena) else ():
+                at = self.arena.rank(rank)
+                if waits_for(self.arena, rank) == Wait.VOTE:
                     self.turns.give_up_vote(words[at + ABOUT], words[at + NUMBER])
 
 
-class _Arena:
+class _ContributionHeap:
     """This rank's own heap memory for contributions, which is reused.
 
     A piece is free again when all members have taken the call that it belongs to, or when it was
     folded into another member's sum.
     """
 
-    def __init__(self, ground: Ground) -> None:
-        self.ground = ground
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
         self.in_use: deque[tuple[CallView, int, int]] = deque()
         self.free: dict[
             int, list[tuple[int, int]]
@@ -690,8 +691,8 @@ class _Arena:
         pieces = self.free.get(rounded(size_bytes))
         if pieces:
             return pieces.pop()[0]
-        with self.ground.locked():
-            return self.ground.take_land(rounded(size_bytes))
+        with self.arena.locked():
+            return self.arena.take_land(rounded(size_bytes))
 
     def hold(self, ticket: CallView, offset: int, size_bytes: int) -> None:
         self.in_use.append((ticket, offset, rounded(size_bytes)))
@@ -705,7 +706,7 @@ class _Arena:
                 self.in_use.append(piece)
 
     def _is_over(self, ticket: CallView, offset: int) -> bool:
-        words, slot, group = self.ground.words, ticket.slot, ticket.group
+        words, slot, group = self.arena.words, ticket.slot, ticket.group
         if words[slot + _CALL] != ticket.number + 1 or words[slot + _GIVEN_UP]:
             return True
         if words[slot + _TAKEN] == group.size:
@@ -719,7 +720,7 @@ class _Arena:
                 continue
             for index, (offset, since) in enumerate(pieces):
                 if 0 <= since < self.takes - UNUSED_TAKES:
-                    self.ground.give_back(offset, size)
+                    self.arena.give_back(offset, size)
                     pieces[index] = (offset, self.takes)
 
 

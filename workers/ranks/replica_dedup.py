@@ -19,7 +19,8 @@ the bits are the same, only the step is slower.
 
 Invariant: the common memory is written only by a step to which all ranks of the slot agreed.
 
-On a device without private mappings of memory (CUDA) nothing is squashed; the events say so.
+Only memory of the host can be mapped like this: an optimizer of tensors on an accelerator is not
+squashed, and the events name the device.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ import torch._dynamo
 import xxhash
 from torch.optim import Optimizer
 
+from workers.hardware.accelerator import default_generators
 from workers.ranks.rendezvous import Group, Rendezvous
-from workers.ranks.shared_memory import Ground, aligned, uses
+from workers.ranks.shared_memory import Arena, aligned, uses
 from workers.ranks.turns import Spared
 
 WATCHED_STEPS = 2  # steps of an optimizer before it may be squashed
@@ -88,12 +90,12 @@ class OptimizerRegion:
     The first page has the number of ranks that use the region.
     """
 
-    def __init__(self, ground: Ground, start: int, tensors: list[torch.Tensor]) -> None:
-        self.ground, self.start = ground, start
+    def __init__(self, arena: Arena, start: int, tensors: list[torch.Tensor]) -> None:
+        self.arena, self.start = arena, start
         self.content_bytes = _pages(sum(aligned(_size(t)) for t in tensors))
-        self.map = ground.private(start + _PAGE, max(self.content_bytes, _PAGE))
+        self.map = arena.private(start + _PAGE, max(self.content_bytes, _PAGE))
         self.private = torch.frombuffer(self.map, dtype=torch.uint8)
-        common = ground.at(start + _PAGE, self.content_bytes)
+        common = arena.at(start + _PAGE, self.content_bytes)
         self.address = self.private.data_ptr()
         self.parts: list[ReplicaPart] = []
         at = 0
@@ -104,11 +106,11 @@ class OptimizerRegion:
         self.uses = 0
 
     @classmethod
-    def make(cls, ground: Ground, tensors: list[torch.Tensor]) -> OptimizerRegion:
+    def make(cls, arena: Arena, tensors: list[torch.Tensor]) -> OptimizerRegion:
         """Make a fresh region; tensors move in one by one, so that little memory is used twice."""
-        with ground.locked():
-            start = ground.take_land(_PAGE + 2 * _pages(sum(map(_padded, tensors))))
-        region = cls(ground, start, tensors)
+        with arena.locked():
+            start = arena.take_land(_PAGE + 2 * _pages(sum(map(_padded, tensors))))
+        region = cls(arena, start, tensors)
         for part in region.parts:
             part.common.copy_(part.tensor.detach())
             part.tensor.data = part.private
@@ -117,10 +119,10 @@ class OptimizerRegion:
 
     @classmethod
     def join(
-        cls, ground: Ground, start: int, tensors: list[torch.Tensor]
+        cls, arena: Arena, start: int, tensors: list[torch.Tensor]
     ) -> OptimizerRegion | ReplicaPart:
         """Join the region at `start`, or return a part that differs from its tensor."""
-        region = cls(ground, start, tensors)
+        region = cls(arena, start, tensors)
         for part in region.parts:
             if not same_bytes(part.tensor, part.common):
                 return part
@@ -172,11 +174,11 @@ class OptimizerRegion:
         """Stop using the region; the last rank to leave frees it."""
         self.parts = []
         if not self._count(-1):
-            self.ground.give_back(self.start, _PAGE + 2 * self.content_bytes)
+            self.arena.give_back(self.start, _PAGE + 2 * self.content_bytes)
 
     def gradients(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return room beside the content, laid out like the gradients of these parameters."""
-        area = self.ground.at(self.start + _PAGE + self.content_bytes, self.content_bytes)
+        area = self.arena.at(self.start + _PAGE + self.content_bytes, self.content_bytes)
         places, at = [], 0
         for parameter in parameters:
             places.append(_place(area, at, parameter))
@@ -184,11 +186,12 @@ class OptimizerRegion:
         return places
 
     def touched(self) -> ReplicaPart | None:
-        """Return a part that this rank has changed by itself since it was bound or updated.
+        """Return a tensor that this rank wrote to outside a common step; None if there is none.
 
-        Pages that were written but hold their former bytes become common again.
+        Where written pages hold the same bytes as the common memory, they are given back, so that
+        this rank sees the common memory there again.
         """
-        common = self.ground.land.data_ptr() + self.start + _PAGE
+        common = self.arena.land.data_ptr() + self.start + _PAGE
         for page in own_pages(self.address, self.content_bytes):
             at = page - self.address
             if _libc.memcmp(page, common + at, _PAGE):
@@ -202,8 +205,8 @@ class OptimizerRegion:
 
     def _count(self, more: int) -> int:
         """Change the number of ranks that use the region by `more` and return it."""
-        with self.ground.locked():
-            return int(self.ground.at(self.start, 8).view(torch.int64).add_(more))
+        with self.arena.locked():
+            return int(self.arena.at(self.start, 8).view(torch.int64).add_(more))
 
 
 def own_pages(address: int, size_bytes: int) -> list[int]:
@@ -319,6 +322,11 @@ class Squash:
         try:
             if any(value is not None for value in (*args, *kwargs.values())):
                 self._refuse(record, "its step is given a closure")
+            if device := _device_off_host(_tensors(optimizer)):
+                self._refuse(
+                    record,
+                    f"its tensors lie on {device}, and ranks can share memory of the host only",
+                )
             if record.steps <= WATCHED_STEPS:
                 return self._watch(record, optimizer, run)
             if not self._squashed(record, optimizer):
@@ -344,8 +352,9 @@ class Squash:
 
     def _surroundings(self) -> tuple[Any, ...]:
         numbers = numpy.random.get_state(legacy=False)["state"]
+        generators = (torch.default_generator, *default_generators().values())
         return (
-            bytes(torch.get_rng_state().numpy()),
+            *(bytes(generator.get_state().numpy()) for generator in generators),
             random.getstate(),
             str(numbers),
             self.exchange.posted,
@@ -385,7 +394,7 @@ class Squash:
         return self._group[1]
 
     def _make_common(self, record: Record, optimizer: Optimizer, group: Group) -> bool:
-        """Compare with the ranks of this slot and, if all is equal, share. Runs no step."""
+        """Share state with the ranks of this slot if all of it is equal. Runs no step."""
         regions: list[OptimizerRegion] = []
         generation = self.turns.generation  # before the vote, in which it may change
 
@@ -427,12 +436,12 @@ class Squash:
         elif old.is_viewed() or not old.holds(tensors):
             raise Unlike("other tensors look into the memory of its optimizer")
         if first is None:
-            return OptimizerRegion.make(self.exchange.ground, tensors)
+            return OptimizerRegion.make(self.exchange.arena, tensors)
         if first.get("no"):
             raise Unlike("nothing to compare with")
         if first["layout"] != _layout(tensors):
             raise Unlike("its optimizer has other tensors")
-        found = OptimizerRegion.join(self.exchange.ground, first["start"], tensors)
+        found = OptimizerRegion.join(self.exchange.arena, first["start"], tensors)
         if isinstance(found, ReplicaPart):
             raise Unlike(f"{_name_of(optimizer, found.tensor)} differs")
         return found
@@ -587,6 +596,11 @@ def _must_be_common_kind(tensors: list[torch.Tensor]) -> None:
         whole = tensor.untyped_storage().nbytes() == _size(tensor)
         if not whole or uses(tensor) > _USES_ALONE:
             raise Unlike("other tensors look into the memory of its optimizer")
+
+
+def _device_off_host(tensors: list[torch.Tensor]) -> str:
+    """Return a device on which one of the tensors lies, if that is not the host; else ""."""
+    return next((str(tensor.device) for tensor in tensors if tensor.device.type != "cpu"), "")
 
 
 def _layout(tensors: list[torch.Tensor]) -> str:

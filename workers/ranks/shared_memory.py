@@ -39,6 +39,8 @@ import numpy
 import torch
 
 LAND_BYTES = 1 << 42  # of addresses; memory is used only where something was written
+#: The same where the processes may be stored: CRIU looks at each page, 64 GiB in 0.1 s.
+STORED_LAND_BYTES = 1 << 36
 ALIGN_BYTES = 64  # as torch aligns its own memory, so that the same kernels compute the same bits
 GROUPS = 256
 DEPTH = 256  # calls of one group that may be open before its fastest member has to wait
@@ -76,7 +78,9 @@ class Handles:
         return (self.board, self.land, self.lock, *self.bells, *self.outbox)
 
 
-def make(ranks: int, hosts: tuple[int, ...] = (), host: int = 0) -> Handles:
+def make(
+    ranks: int, hosts: tuple[int, ...] = (), host: int = 0, land_bytes: int = LAND_BYTES
+) -> Handles:
     """Create shared memory for a gang of `ranks` ranks; any open descriptor keeps it alive.
 
     `hosts` has the host number of each rank, if not all live on this host.
@@ -85,7 +89,7 @@ def make(ranks: int, hosts: tuple[int, ...] = (), host: int = 0) -> Handles:
     board = os.memfd_create("gang-board")
     os.ftruncate(board, _Layout(ranks).words * 8)
     land = os.memfd_create("gang-land")
-    os.ftruncate(land, LAND_BYTES)
+    os.ftruncate(land, land_bytes)
     lock = os.memfd_create("gang-lock")
     bells = tuple(os.eventfd(0, os.EFD_NONBLOCK) for _ in range(ranks + bool(hosts)))
     outbox: tuple[int, ...] = ()
@@ -143,7 +147,7 @@ class _Lock:
         self._threads.release()
 
 
-class Ground:
+class Arena:
     """A process's view of the shared memory arena."""
 
     def __init__(self, handles: Handles) -> None:
@@ -154,7 +158,8 @@ class Ground:
         self._lock = _Lock(handles.lock)
         self._polls: dict[tuple[int, ...], Any] = {}
         self.words = memoryview(self._board).cast("q")
-        self._land = mmap.mmap(handles.land, LAND_BYTES)
+        self._land_bytes = min(os.fstat(handles.land).st_size, LAND_BYTES)
+        self._land = mmap.mmap(handles.land, self._land_bytes)
         self.land = torch.frombuffer(self._land, dtype=torch.uint8)
         self.address = self.land.data_ptr()
 
@@ -300,8 +305,8 @@ class Ground:
         start = max(self.words[_LAND_TAKEN], mmap.PAGESIZE)
         pages = -(-size_bytes // mmap.PAGESIZE)
         self.words[_LAND_TAKEN] = start + pages * mmap.PAGESIZE
-        if self.words[_LAND_TAKEN] > LAND_BYTES:
-            raise MemoryError(f"a gang's land of {LAND_BYTES} bytes is used up")
+        if self.words[_LAND_TAKEN] > self._land_bytes:
+            raise MemoryError(f"a gang's land of {self._land_bytes} bytes is used up")
         return start
 
     def land_words(self) -> memoryview:
@@ -325,7 +330,7 @@ class Ground:
 
     def is_land(self, address: int) -> bool:
         """True if this address of the process lies in the heap."""
-        return 0 <= address - self.address < LAND_BYTES
+        return 0 <= address - self.address < self._land_bytes
 
     def read(self, offset: int, size_bytes: int) -> bytes:
         return self._land[offset : offset + size_bytes]

@@ -4,12 +4,20 @@
 resizes them back and fills them. Tensors keep their identity, and so do their views; code that
 touches an offloaded tensor gets an error from torch, not garbage.
 
-What stays on the device: storages that cannot be resized (numpy views them, they are shared between
-processes, or they are squashed and belong to the slot), and storages that only C++ can reach, such
-as activations between a forward and a backward pass.
+What stays on the device: storages that other code knows by their address (numpy views them, DLPack
+lent them, they are shared between processes, or they are squashed and belong to the slot), and
+storages that only C++ can reach, such as activations between a forward and a backward pass.
 
-Tensors are found through Python's garbage collector, which takes some milliseconds. So this happens
-only at the first steps and at every LOOK_EVERY-th step reported to `look`.
+Only what lasts from step to step is moved: a tensor that is there at the boundary before a step, or
+after an optimizer's step. What a step makes for a while stays: it may belong to a stream of its
+own (those of FSDP2 do), and memory that comes back belongs to the current stream, so that it might
+be used for something else while the other stream still works on it. Tensors are found through
+Python's garbage collector, which takes some milliseconds. So this happens only in the first steps
+of the process and at every LOOK_EVERY-th step.
+
+An accelerator's allocator keeps what is freed for its own process. So its cache is emptied, and the
+other ranks of the device find the memory free. It gives back whole segments only: a segment stays
+as long as one small block in it does.
 """
 
 from __future__ import annotations
@@ -20,40 +28,60 @@ from collections.abc import Iterable
 
 import torch
 
+from workers.hardware.accelerator import Accelerator
+from workers.hardware.storages import flat, follow_lending, may_leave
 from workers.ranks.shared_memory import aligned
 from workers.ranks.turns import Spared
 
 SMALL_BYTES = 1024  # smaller storages are not worth moving
-LOOK_EVERY = 50  # steps
+FIRST_STEPS, LOOK_EVERY = 3, 50  # steps
 
 
 class RankOffload:
     """A rank's list of its device tensors, and the host memory that takes their contents."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
         self.known: dict[int, weakref.ref[torch.Tensor]] = {}
         # storage, its bytes, and its content: an offset in `slab`, a copy, or None if not kept
         self.away: list[tuple[torch.UntypedStorage, int, int | torch.Tensor | None]] = []
-        self.slab = torch.empty(0, dtype=torch.uint8)
+        self.places: dict[int, tuple[int, int | torch.Tensor | None]] = {}  # the same, by storage
+        self.slab = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.out_bytes = self.in_bytes = self.largest_bytes = self.last_bytes = 0
-        self.looks = 0
+        self.steps = 0
+        follow_lending()
 
-    def look(self, step: int) -> None:
-        """Find new tensors, at the first steps and from time to time."""
-        if step > 3 and step % LOOK_EVERY:
-            return
+    def begin_step(self) -> None:
+        """Count the steps of this process, and find new tensors from time to time."""
+        self.steps += 1
+        if self.steps <= FIRST_STEPS or self.steps % LOOK_EVERY == 0:
+            self.look()
+
+    def after_optimizer(self, *_: object) -> None:
+        """Find the state that an optimizer has made in one of its first steps."""
+        if self.steps <= FIRST_STEPS:
+            self.look()
+
+    def look(self) -> None:
+        """Find all tensors of the device that have memory now."""
         # Torch's own classes only: asking a tenant's object for its class may run tenant code.
         found = (obj for obj in gc.get_objects() if type(obj) in (torch.Tensor, torch.nn.Parameter))
         self.note(found)
 
     def note(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
-            if tensor.device.type == self.device.type and id(tensor) not in self.known:
+            if tensor.device.type != self.accelerator.kind or tensor.layout is not torch.strided:
+                continue
+            known = self.known.get(id(tensor))
+            is_new = known is None or known() is None  # an object may have the id of a dead one
+            if is_new and tensor.untyped_storage().nbytes() >= SMALL_BYTES:
                 self.known[id(tensor)] = weakref.ref(tensor)
 
     def leave(self, spared: list[Spared]) -> None:
         """Offload all storages that can be moved; spared ones are dropped without a copy."""
+        if not self.steps:
+            self.look()
+        self.accelerator.synchronize()  # work on any stream may still use them
         kept = {_key(tensor): copy for tensor, copy in spared if _is_whole(tensor)}
         at = 0
         for storage in self._storages():
@@ -63,24 +91,42 @@ class RankOffload:
                 self.away.append((storage, storage.nbytes(), at))
                 at += aligned(storage.nbytes())
         if len(self.slab) < at:
-            self.slab = torch.empty(at, dtype=torch.uint8)
+            self.slab = torch.empty(at, dtype=torch.uint8, device="cpu")
         for storage, size, place in self.away:
             if isinstance(place, int):
-                self.slab[place : place + size].copy_(_bytes(storage))
+                self.slab[place : place + size].copy_(flat(storage))
                 self.out_bytes += size
             storage.resize_(0)
+        self.places = {storage._cdata: (size, place) for storage, size, place in self.away}
+        self.accelerator.empty_cache()
         self.last_bytes = sum(size for _, size, _ in self.away)
         self.largest_bytes = max(self.largest_bytes, self.last_bytes)
 
+    def content(self, storage: torch.UntypedStorage) -> torch.Tensor | None:
+        """Return the bytes of an offloaded storage, in host memory; None if it is in its place."""
+        found = self.places.get(storage._cdata)
+        if found is None:
+            return None
+        size, place = found
+        if place is None:  # a call under way will overwrite it: any bytes will do
+            return torch.zeros(size, dtype=torch.uint8, device="cpu")
+        return self.slab[place : place + size] if isinstance(place, int) else _bytes_of(place)
+
     def enter(self) -> None:
-        for storage, size, place in self.away:
-            storage.resize_(size)
-            if isinstance(place, int):
-                _bytes(storage).copy_(self.slab[place : place + size])
-            elif place is not None:
-                _bytes(storage).copy_(_bytes_of(place))
-            self.in_bytes += 0 if place is None else size
-        self.away = []
+        """Bring all storages back, in memory of the default stream.
+
+        The call in which this rank slept may have been issued on a side stream.  An allocator would
+        give memory of that stream away once it is freed, while the default one still uses it.
+        """
+        with self.accelerator.on_default_stream():
+            for storage, size, place in self.away:
+                storage.resize_(size)
+                if isinstance(place, int):
+                    flat(storage).copy_(self.slab[place : place + size])
+                elif place is not None:
+                    flat(storage).copy_(_bytes_of(place))
+                self.in_bytes += 0 if place is None else size
+        self.away, self.places = [], {}
 
     def _storages(self) -> list[torch.UntypedStorage]:
         """Return the storages that can be moved now, each once, in the order of discovery."""
@@ -110,14 +156,9 @@ def _is_whole(tensor: torch.Tensor) -> bool:
 def _bytes_of(copy: torch.Tensor) -> torch.Tensor:
     """Return the bytes that a dense tensor covers, in their order in memory."""
     start, size = copy.storage_offset() * copy.element_size(), copy.numel() * copy.element_size()
-    whole = torch.empty(0, dtype=torch.uint8)
+    whole = torch.empty(0, dtype=torch.uint8, device=copy.device)
     return whole.set_(copy.untyped_storage(), start, (size,), (1,))
 
 
 def _can_move(storage: torch.UntypedStorage) -> bool:
-    return storage.nbytes() >= SMALL_BYTES and storage.resizable() and not storage.is_shared()
-
-
-def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return whole.set_(storage, 0, (storage.nbytes(),), (1,))
+    return storage.nbytes() >= SMALL_BYTES and may_leave(storage)

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
-from workers.ranks.shared_memory import LOOK_EVERY_S, Ground
+from workers.ranks.shared_memory import LOOK_EVERY_S, Arena
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +41,7 @@ FAILED, GENERATION, SEATS, WISH, BOUNDARY, CUT, CUT_AT, _CUTS = range(8)
 _FAILED_TEXT, _FAILED_WORDS = 64, 448
 
 # The 64-bit words of a rank in the shared table, by offset.
-STATE, SEAT, STEP, KIND, ABOUT, NUMBER, PART, TURNS, ON_SEAT_NS, PROCESS, SPACE = range(11)
+STATE, SEAT, STEP, KIND, ABOUT, NUMBER, PART, TURNS, ON_SEAT_NS, PROCESS, SPACE, TOLD = range(12)
 _TEXT = 32
 
 _HOLDER = 0  # word of a slot: the number of the rank that runs there plus 1, 0 if none
@@ -113,83 +113,83 @@ def hosts_of(ranks: int, seats: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(all_seats[seat_of(rank, ranks, len(all_seats))] for rank in range(ranks))
 
 
-def seat_all(ground: Ground, seats: int) -> None:
+def seat_all(arena: Arena, seats: int) -> None:
     """Assign every rank its slot.
 
     Call this before the first rank joins or while no rank holds a slot.
     """
-    words = ground.words
+    words = arena.words
     words[SEATS] = seats
-    for rank in range(ground.ranks):
-        words[ground.rank(rank) + SEAT] = seat_of(rank, ground.ranks, seats)
+    for rank in range(arena.ranks):
+        words[arena.rank(rank) + SEAT] = seat_of(rank, arena.ranks, seats)
 
 
-def reseat(ground: Ground, seats: int) -> None:
+def reseat(arena: Arena, seats: int) -> None:
     """Drop any requested change and let the ranks return to `seats` slots.
 
     All ranks must be away.
     """
-    words = ground.words
-    with ground.locked():
+    words = arena.words
+    with arena.locked():
         words[WISH] = words[BOUNDARY] = 0
         if words[SEATS] != seats:
             words[GENERATION] += 1
-            seat_all(ground, seats)
+            seat_all(arena, seats)
 
 
-def seats(ground: Ground) -> int:
+def seats(arena: Arena) -> int:
     """Return the current number of slots.
 
     A requested number holds once all ranks reach a boundary.
     """
-    return ground.words[SEATS]
+    return arena.words[SEATS]
 
 
-def wish(ground: Ground, seats: int) -> None:
+def wish(arena: Arena, seats: int) -> None:
     """Request another number of slots.
 
     It takes effect at the next boundary that all ranks reach.
     """
-    if ground.is_bridged:
+    if arena.is_bridged:
         raise ValueError("ranks of several hosts change their seats only when they begin again")
-    if not 1 <= seats <= ground.ranks:
-        raise ValueError(f"{ground.ranks} ranks take 1 to {ground.ranks} seats, not {seats}")
-    with ground.locked():
-        ground.words[WISH] = seats
-    ground.ring_all()
+    if not 1 <= seats <= arena.ranks:
+        raise ValueError(f"{arena.ranks} ranks take 1 to {arena.ranks} seats, not {seats}")
+    with arena.locked():
+        arena.words[WISH] = seats
+    arena.ring_all()
 
 
-def call_to_cut(ground: Ground) -> None:
+def call_to_cut(arena: Arena) -> None:
     """Ask all ranks to stop before the same step (`Turns.is_cut`)."""
-    with ground.locked():
-        ground.words[_CUTS] += 1
-        ground.words[CUT] = ground.words[_CUTS]
-    ground.ring_all()
+    with arena.locked():
+        arena.words[_CUTS] += 1
+        arena.words[CUT] = arena.words[_CUTS]
+    arena.ring_all()
 
 
-def set_cut(ground: Ground, number: int) -> None:
+def set_cut(arena: Arena, number: int) -> None:
     """Set this host's cut number to that of the coordinator host; 0 means no cut."""
-    with ground.locked():
-        ground.words[CUT] = number
+    with arena.locked():
+        arena.words[CUT] = number
     if number:
-        ground.ring_all()
+        arena.ring_all()
 
 
-def end_cut(ground: Ground) -> None:
-    with ground.locked():
-        ground.words[CUT] = ground.words[CUT_AT] = 0
-    if ground.is_bridged:
-        ground.ring(ground.bridge)
+def end_cut(arena: Arena) -> None:
+    with arena.locked():
+        arena.words[CUT] = arena.words[CUT_AT] = 0
+    if arena.is_bridged:
+        arena.ring(arena.bridge)
 
 
-def unbegun(ground: Ground) -> int:
+def unbegun(arena: Arena) -> int:
     """Return a step that no rank of this host has begun or will begin before the cut's step is set.
 
     Returns 0 while the step isn't known, because no rank has come to a boundary yet.
     """
-    words, steps = ground.words, [0]
-    with ground.locked():
-        here = [ground.rank(rank) for rank in ground.here()]
+    words, steps = arena.words, [0]
+    with arena.locked():
+        here = [arena.rank(rank) for rank in arena.here()]
         for at in here:
             held = words[at + STATE] == RankState.WAITING and words[at + KIND] == Wait.CUT
             steps.append(words[at + PART] if held else words[at + STEP] + bool(words[at + STEP]))
@@ -211,45 +211,45 @@ def wake_at_cut(turns: Turns) -> None:
         turns.ready(Wait.CUT)
 
 
-def state(ground: Ground, rank: int) -> RankState:
-    return RankState(ground.words[ground.rank(rank) + STATE])
+def state(arena: Arena, rank: int) -> RankState:
+    return RankState(arena.words[arena.rank(rank) + STATE])
 
 
-def waits_for(ground: Ground, rank: int) -> Wait:
+def waits_for(arena: Arena, rank: int) -> Wait:
     """Return what the rank waits for; NOTHING if it doesn't wait for other ranks."""
-    at = ground.rank(rank)
-    waits = ground.words[at + STATE] == RankState.WAITING
-    return Wait(ground.words[at + KIND]) if waits else Wait.NOTHING
+    at = arena.rank(rank)
+    waits = arena.words[at + STATE] == RankState.WAITING
+    return Wait(arena.words[at + KIND]) if waits else Wait.NOTHING
 
 
-def are_still(ground: Ground) -> bool:
+def are_still(arena: Arena) -> bool:
     """True if no rank of this host could move by itself."""
-    return all(state(ground, rank) in (RankState.WAITING, RankState.DONE) for rank in ground.here())
+    return all(state(arena, rank) in (RankState.WAITING, RankState.DONE) for rank in arena.here())
 
 
-def fail(ground: Ground, text: str) -> None:
+def fail(arena: Arena, text: str) -> None:
     """End the gang: every rank gets this text at its next call, or at once if it waits."""
-    with ground.locked():
-        _fail(ground, text)
-    ground.ring_all()
+    with arena.locked():
+        _fail(arena, text)
+    arena.ring_all()
 
 
-def failure(ground: Ground) -> str:
+def failure(arena: Arena) -> str:
     """Return why the gang cannot go on; empty while it can."""
-    return ground.read_text(_FAILED_TEXT, _FAILED_WORDS) if ground.words[FAILED] else ""
+    return arena.read_text(_FAILED_TEXT, _FAILED_WORDS) if arena.words[FAILED] else ""
 
 
-def _fail(ground: Ground, text: str) -> None:
-    if not ground.words[FAILED]:
-        ground.write_text(_FAILED_TEXT, text, _FAILED_WORDS)
-        ground.words[FAILED] = 1
+def _fail(arena: Arena, text: str) -> None:
+    if not arena.words[FAILED]:
+        arena.write_text(_FAILED_TEXT, text, _FAILED_WORDS)
+        arena.words[FAILED] = 1
 
 
 class _LockedTable:
     """Hold the lock of the shared table; at the end wake the ranks that became ready."""
 
     def __init__(self, turns: Turns) -> None:
-        self._turns, self._lock = turns, turns.ground.locked()
+        self._turns, self._lock = turns, turns.arena.locked()
 
     def __enter__(self) -> None:
         self._lock.__enter__()
@@ -260,11 +260,11 @@ class _LockedTable:
             if kind is None:
                 bells, turns._bells = turns._bells, bells
                 for rank in bells[:1]:  # rank `bells[0]` wakes up while the lock is being released
-                    turns.ground.ring(rank)
+                    turns.arena.ring(rank)
         finally:
             self._lock.__exit__()
         for rank in bells[1:]:
-            turns.ground.ring(rank)
+            turns.arena.ring(rank)
 
 
 class Turns:
@@ -272,7 +272,7 @@ class Turns:
 
     def __init__(
         self,
-        ground: Ground,
+        arena: Arena,
         rank: int,
         *,
         slice_s: float = 1.0,
@@ -285,9 +285,9 @@ class Turns:
         `apart`: the steps of different ranks are independent. Each rank may then stop before any of
         its own steps, and where it waits for a block.
         """
-        self.ground, self.rank, self.slice_s = ground, rank, slice_s
+        self.arena, self.rank, self.slice_s = arena, rank, slice_s
         self.apart = apart
-        self.words, self.me = ground.words, ground.rank(rank)
+        self.words, self.me = arena.words, arena.rank(rank)
         self.leave, self.enter = leave, enter
         self.log: deque[Turn] = deque(maxlen=LOG_LENGTH)
         # `rendezvous` sets both: the ranks missing from a call, and how to give up a vote.
@@ -302,14 +302,14 @@ class Turns:
         self._begun_ns = 0
         self._bells: list[int] = []
         self._board = _LockedTable(self)
-        self._ranks = [ground.rank(rank) for rank in range(ground.ranks)]
+        self._ranks = [arena.rank(rank) for rank in range(arena.ranks)]
         self._fence = threading.Lock()  # locking it serves as a memory barrier
 
     # --- a rank's life ---
 
     def join(self) -> None:
         """Register this process and wait for the first turn."""
-        self.ground.hold_lifeline(self.rank)
+        self.arena.hold_lifeline(self.rank)
         with self.board():
             self.words[self.me + PROCESS], self.words[self.me + SPACE] = os.getpid(), _space()
             self.words[self.me + STATE] = RankState.READY
@@ -340,7 +340,7 @@ class Turns:
 
     def on_my_seat(self) -> list[int]:
         """Return all ranks of this slot, whatever their state."""
-        return [rank for rank in range(self.ground.ranks) if self._of(rank, SEAT) == self.seat]
+        return [rank for rank in range(self.arena.ranks) if self._of(rank, SEAT) == self.seat]
 
     # --- ends of a turn ---
 
@@ -375,11 +375,11 @@ class Turns:
         if came:
             self._move_in()
         else:
-            crowd = math.ceil(self.ground.ranks / max(1, self.words[SEATS]))
+            crowd = math.ceil(self.arena.ranks / max(1, self.words[SEATS]))
             self._sleep_until_running(timeout_s * crowd, until if kind == Wait.BLOCK else None)
 
     def _wait_for(self, kind: Wait, text: str) -> None:
-        self.ground.write_text(self.me + _TEXT, text)
+        self.arena.write_text(self.me + _TEXT, text)
         self._get_up("wait")
         self.words[self.me + STATE] = RankState.WAITING
         self._seat_next(self.seat)
@@ -392,18 +392,11 @@ class Turns:
     def away(self, text: str) -> Iterator[None]:
         """Let others run while this rank waits for something outside the gang."""
         self._move_out()
-        with self.board():
-            self.ground.write_text(self.me + _TEXT, text)
-            self._get_up("away")
-            self.words[self.me + STATE] = RankState.AWAY
-            self._seat_next(self.seat)
+        self._go_away(text)
         try:
             yield
         finally:
-            with self.board():
-                self.words[self.me + STATE] = RankState.READY
-                self._seat_next(self.seat)
-            self._sleep_until_running()
+            self._come_back()
 
     def wait_outside(self, number: int, fd: int, *, until: Callable[[], bool], text: str) -> None:
         """Wait as in `wait` for a block, or for news on `fd`, which comes from outside the gang.
@@ -418,13 +411,9 @@ class Turns:
         at, words = self.me, self.words
         words[at + KIND], words[at + ABOUT], words[at + NUMBER] = Wait.BLOCK, 0, number
         words[at + PART] = 0
-        with self.board():
-            self.ground.write_text(self.me + _TEXT, text)
-            self._get_up("away")
-            words[at + STATE] = RankState.AWAY
-            self._seat_next(self.seat)
+        self._go_away(text)
         while not until():
-            self.ground.sleep(self.rank, LOOK_EVERY_S, beside=fd)
+            self.arena.sleep(self.rank, LOOK_EVERY_S, beside=fd)
             self.check()
             self._must_be_alive()
         self._come_back()
@@ -438,12 +427,12 @@ class Turns:
         self.check()
         self._come_back()
         words = self.words
-        if self.ground.is_bridged and not self.apart:
+        if self.arena.is_bridged and not self.apart:
             self._hear_of_cut(step, timeout_s)
         with self.board():
             if words[WISH] and not words[BOUNDARY]:
                 words[BOUNDARY] = self._first_unbegun(step)
-            if words[CUT] and not words[CUT_AT] and not self.ground.is_bridged:
+            if words[CUT] and not words[CUT_AT] and not self.arena.is_bridged:
                 words[CUT_AT] = self._first_unbegun(step)
             is_here = words[BOUNDARY] == step or self._parks()
             if not is_here:
@@ -463,7 +452,7 @@ class Turns:
 
     def _first_unbegun(self, step: int) -> int:
         """Return the first step that no rank has begun; this rank is about to begin `step`."""
-        return max(step - 1, *(self._of(rank, STEP) for rank in range(self.ground.ranks))) + 1
+        return max(step - 1, *(self._of(rank, STEP) for rank in range(self.arena.ranks))) + 1
 
     def _hear_of_cut(self, step: int, timeout_s: float) -> None:
         """Begin no step while the hosts agree on a cut before a step that no rank has begun."""
@@ -567,7 +556,7 @@ class Turns:
 
     def call_bridge(self) -> None:
         """Wake the bridge to the other hosts: it has something to do."""
-        self._bells.append(self.ground.bridge)
+        self._bells.append(self.arena.bridge)
 
     def regroup_here(self) -> None:
         """Change the slots in a script without steps.
@@ -581,16 +570,16 @@ class Turns:
     def check(self) -> None:
         """Raises GangFailed once any rank has failed."""
         if self.words[FAILED]:
-            raise GangFailed(failure(self.ground))
+            raise GangFailed(failure(self.arena))
 
     def standing(self) -> str:
         """Describe in a sentence where every rank stands."""
-        return "; ".join(self.standing_of(rank) for rank in range(self.ground.ranks))
+        return "; ".join(self.standing_of(rank) for rank in range(self.arena.ranks))
 
     # --- inside ---
 
     def _of(self, rank: int, word: int) -> int:
-        return self.words[self.ground.rank(rank) + word]
+        return self.words[self.arena.rank(rank) + word]
 
     def _move_out(self) -> None:
         if self.leave is not None and not self._out and len(self.seatmates()) > 1:
@@ -603,7 +592,7 @@ class Turns:
             self.enter()
 
     def _get_up(self, why: str) -> None:
-        seat = self.ground.seat(self.seat)
+        seat = self.arena.seat(self.seat)
         if self.words[seat + _HOLDER] == self.rank + 1:
             self.words[seat + _HOLDER] = 0
         now_ns = time.monotonic_ns()
@@ -613,10 +602,10 @@ class Turns:
 
     def _seat_next(self, seat: int) -> None:
         """Give a free slot to the next ready rank in rank order."""
-        words, place = self.words, self.ground.seat(seat) + _HOLDER
+        words, place = self.words, self.arena.seat(seat) + _HOLDER
         if words[place]:
             return
-        ranks = range(self.ground.ranks)
+        ranks = range(self.arena.ranks)
         for rank in (*ranks[self.rank + 1 :], *ranks[: self.rank + 1]):
             at = self._ranks[rank]
             if words[at + SEAT] == seat and words[at + STATE] == _READY:
@@ -632,7 +621,7 @@ class Turns:
         """Sleep until this rank has its slot; if `until` is given, poll it now and then, too."""
         end_s = time.monotonic() + timeout_s
         while self.words[self.me + STATE] != _RUNNING:
-            self.ground.sleep(self.rank, LOOK_EVERY_S)
+            self.arena.sleep(self.rank, LOOK_EVERY_S)
             self.check()
             if self.words[self.me + STATE] == _RUNNING:
                 break
@@ -664,7 +653,7 @@ class Turns:
 
     def _take_idle_seat(self) -> None:
         """Take the slot from a sleeping holder (in a lock or a socket, say), which may need us."""
-        place = self.ground.seat(self.seat) + _HOLDER
+        place = self.arena.seat(self.seat) + _HOLDER
         holder = self.words[place] - 1
         if holder < 0 or self._of(holder, SPACE) != self._of(self.rank, SPACE):
             return
@@ -675,13 +664,21 @@ class Turns:
         elif time.monotonic() - self._idle[1] >= IDLE_S:
             with self.board():
                 if (self.words[place] - 1, self._of(holder, TURNS)) == seen[:2]:
-                    at = self.ground.rank(holder)
-                    self.ground.write_text(at + _TEXT, "it sleeps in something of its own")
+                    at = self.arena.rank(holder)
+                    self.arena.write_text(at + _TEXT, "it sleeps in something of its own")
                     self.words[at + STATE], self.words[place] = RankState.AWAY, 0
                     self._seat_next(self.seat)
 
+    def _go_away(self, text: str) -> None:
+        """Give the slot to the next rank while we wait for something outside the gang."""
+        with self.board():
+            self.arena.write_text(self.me + _TEXT, text)
+            self._get_up("away")
+            self.words[self.me + STATE] = RankState.AWAY
+            self._seat_next(self.seat)
+
     def _come_back(self) -> None:
-        """Wait behind the other ready ranks if our slot was taken while we slept."""
+        """Wait behind the other ready ranks if we were away, or our slot was taken as we slept."""
         if self.words[self.me + STATE] != RankState.AWAY:
             return
         with self.board():
@@ -701,41 +698,41 @@ class Turns:
         raise TimeoutError(told)
 
     def _must_be_alive(self) -> None:
-        for rank in range(self.ground.ranks):
+        for rank in range(self.arena.ranks):
             state = self._of(rank, STATE)
             if rank == self.rank or state in (RankState.NEW, RankState.DONE):
                 continue
-            if self.ground.is_dead(rank) and self._of(rank, STATE) != RankState.DONE:
-                fail(self.ground, f"rank {rank} has died: {self.standing()}")
+            if self.arena.is_dead(rank) and self._of(rank, STATE) != RankState.DONE:
+                fail(self.arena, f"rank {rank} has died: {self.standing()}")
                 self.check()
-        if self.ground.is_bridged and self.ground.has_no_bridge():
-            fail(self.ground, f"the bridge of host {self.ground.host} has died: {self.standing()}")
+        if self.arena.is_bridged and self.arena.has_no_bridge():
+            fail(self.arena, f"the bridge of host {self.arena.host} has died: {self.standing()}")
             self.check()
 
     # --- stuck, and regrouped ---
 
     @property
     def is_last_to_move(self) -> bool:
-        """True if no other rank could move by itself."""
+        """True if no other rank of this host could move by itself."""
         return not self._runs_beside_me()
 
     def _runs_beside_me(self) -> bool:
-        """True if any other rank could move by itself."""
+        """True if any other rank of this host could move by itself."""
         still = (RankState.WAITING, RankState.DONE)
-        states = (self._of(rank, STATE) for rank in range(self.ground.ranks) if rank != self.rank)
+        states = (self._of(rank, STATE) for rank in self.arena.here() if rank != self.rank)
         return any(state not in still for state in states)
 
     def _must_not_be_stuck(self) -> None:
         """Apply a requested change of slots, give up votes, or fail the gang, if all ranks wait."""
-        if self.ground.is_bridged:
-            if are_still(self.ground):  # the bridges find out whether all hosts are still
+        if self.arena.is_bridged:
+            if are_still(self.arena):  # the bridges find out whether all hosts are still
                 self.call_bridge()
             return
         mine = self.words[self.me + STATE]
         if mine not in (RankState.WAITING, RankState.DONE) or self._runs_beside_me():
             return
         waiting = [
-            rank for rank in range(self.ground.ranks) if self._of(rank, STATE) == RankState.WAITING
+            rank for rank in range(self.arena.ranks) if self._of(rank, STATE) == RankState.WAITING
         ]
         if any(self._of(rank, KIND) == Wait.BOUNDARY for rank in waiting):
             self._regroup()  # all are parked, which is all that a change of slots needs
@@ -743,12 +740,12 @@ class Turns:
             for rank in votes:
                 self.give_up_vote(self._of(rank, ABOUT), self._of(rank, NUMBER))
         elif waiting:
-            _fail(self.ground, f"the ranks wait for each other: {self.standing()}")
-            self._bells += range(self.ground.ranks)
+            _fail(self.arena, f"the ranks wait for each other: {self.standing()}")
+            self._bells += range(self.arena.ranks)
 
     def _regroup_at_boundary(self) -> None:
         """Regroup once every live rank waits at the boundary; the last one has come, or is done."""
-        live = [r for r in range(self.ground.ranks) if self._of(r, STATE) != RankState.DONE]
+        live = [r for r in range(self.arena.ranks) if self._of(r, STATE) != RankState.DONE]
         waiting = [r for r in live if self._of(r, STATE) == RankState.WAITING]
         there = [r for r in waiting if self._of(r, KIND) == Wait.BOUNDARY]
         if there and there == live:
@@ -756,27 +753,27 @@ class Turns:
 
     def _regroup(self) -> None:
         """Apply the requested map of slots. No rank runs, except perhaps this one."""
-        words, ground = self.words, self.ground
+        words, arena = self.words, self.arena
         seats, step = words[WISH], words[BOUNDARY]
         words[WISH] = words[BOUNDARY] = 0
         words[GENERATION] += 1
-        seat_all(ground, seats)
-        for rank in range(ground.ranks):
-            words[ground.seat(rank) + _HOLDER] = 0
-            at = ground.rank(rank)
+        seat_all(arena, seats)
+        for rank in range(arena.ranks):
+            words[arena.seat(rank) + _HOLDER] = 0
+            at = arena.rank(rank)
             if words[at + STATE] == RankState.WAITING and words[at + KIND] == Wait.BOUNDARY:
                 words[at + STEP] = step  # counts as begun, as in `boundary`
         if words[self.me + STATE] == RankState.RUNNING:
-            words[ground.seat(self.seat) + _HOLDER] = self.rank + 1
+            words[arena.seat(self.seat) + _HOLDER] = self.rank + 1
         self.ready(Wait.BOUNDARY)
         for seat in range(seats):
             self._seat_next(seat)
 
     def standing_of(self, rank: int) -> str:
-        if not self.ground.is_here(rank):
+        if not self.arena.is_here(rank):
             return f"rank {rank} is on another host"
         state = RankState(self._of(rank, STATE))
-        text = self.ground.read_text(self.ground.rank(rank) + _TEXT)
+        text = self.arena.read_text(self.arena.rank(rank) + _TEXT)
         if state == RankState.WAITING:
             for_whom = self._lacked_by(rank)
             return f"rank {rank} waits in {text}{for_whom}"

@@ -1,1 +1,1 @@
-"""Runs one task inside its process, from its spec to its end."""
+"""Runs one task inside its process, from its start to its end."""

@@ -40,7 +40,7 @@ from workers.process.slab import INDEX_LIMIT_BYTES, Slab
 from workers.process.wire import Wire, pair
 from workers.ranks import turns
 from workers.ranks.rank import Rank
-from workers.ranks.shared_memory import Ground, Handles
+from workers.ranks.shared_memory import Arena, Handles
 
 if TYPE_CHECKING:
     from workers.residents.work import Work
@@ -225,16 +225,14 @@ def _become(work: Work, sock: socket.socket, handles: Handles, rank: int, region
     # never dropped (`execute` holds it), because its destructor would unmap whatever lies at the
     # old addresses now.
     work.whole, work.slab = Slab(work.slab.fd), region.slab(work.slab.fd)
-    work.spec = {**work.spec, "rank": rank, "checkpoint_every_s": 0.0}
-    if rank:
-        work.spec["outputs"] = []
+    work.start = work.start.as_rank(rank)
     work.member = Member(handles, rank, collective=not work.is_graph)
 
 
 class Conductor:
     """The process that forwards orders to the ranks of a gang and reports for them."""
 
-    board: Ground
+    board: Arena
 
     def __init__(self, work: Work) -> None:
         self.work = work
@@ -253,12 +251,14 @@ class Conductor:
         self.round = 0
         self.is_still = False
         self.saved_s = time.monotonic()
-        self.came: dict[str, int] = {}  # late inputs that came: port -> descriptor
+        # late inputs that came and are in no image: port -> descriptor
+        self.came: dict[str, int] = {}
+        self.leaving: set[str] = set()  # outputs that are on their way to the store
         self.lacks = ""  # the input without which the gang leaves its slots
         self.poll = select.poll()
         self.poll.register(work.wire.fileno(), select.POLLIN)
 
-    def take_up(self, board: Ground, ranks: list[RankProcess]) -> None:
+    def take_up(self, board: Arena, ranks: list[RankProcess]) -> None:
         """Adopt these ranks as the gang."""
         self.board, self.ranks, self.round = board, ranks, 0
         self.here = [rank for rank in ranks if rank.pid]
@@ -296,6 +296,7 @@ class Conductor:
     def order(self, message: JSON) -> None:
         match message["is"]:
             case "kept" | "patience" if message.get("what") != "image":
+                self.leaving.discard(message.get("what"))
                 self._tell_first(message)
             case "block":
                 self.came[message["port"]] = self.work.wire.fds.pop(0)
@@ -389,6 +390,7 @@ class Conductor:
             if rank.number == 0 or self.work.is_graph:
                 self._say_progress()
         elif word == "saving" and message["what"] != "image":
+            self.leaving.add(message["what"])
             self.work.say("saving", **_without_head(message))
         elif word in ("spoiled", "awaits", "lacks"):
             self._take_wish(message)
@@ -476,6 +478,8 @@ class Conductor:
         parts = zip(self.ranks, sizes, strict=True)
         indices = [rank.part.read_index(size) for rank, size in parts]
         self.index_bytes = slab.write_index(joined(slab, indices, regions))
+        for port in self.came.keys() - said[0]["lacks"]:  # ranks forked anew have it, too
+            os.close(self.came.pop(port))
         self.saved_step, self.is_saving = said[0]["at_step"], True
         self.saved_s = time.monotonic()
 
@@ -509,7 +513,7 @@ class Conductor:
     # --- time ---
 
     def keep_time(self) -> None:
-        now_s, every_s = time.monotonic(), self.work.spec["checkpoint_every_s"]
+        now_s, every_s = time.monotonic(), self.work.spec.checkpoint.every_s
         if self.wished and turns.seats(self.board) == self.wished:
             self.work.say("resized", seats=[self.wished], step=self.step())
             self.wished = 0
@@ -529,7 +533,7 @@ class Conductor:
     def look_in_ms(self) -> float:
         if self.wished or any(rank.is_still for rank in self.ranks):
             return LOOK_S * 1000
-        every_s = self.work.spec["checkpoint_every_s"]
+        every_s = self.work.spec.checkpoint.every_s
         return 1000 * min(every_s or 1.0, 1.0)
 
     # --- all of them ---
@@ -551,7 +555,13 @@ class Conductor:
         return sum(ran) if self.work.is_graph else min(ran)
 
     def _memory_bytes(self) -> int:
-        return sum(rank.progress.get("memory_bytes", 0) for rank in self.here)
+        """Return the memory that the ranks of this host hold on the device.
+
+        On an accelerator each rank reports what it holds in its turn, and has left before the next.
+        """
+        held = [rank.progress.get("memory_bytes", 0) for rank in self.here]
+        takes_turns = self.work.start.kind != "cpu" and not self.work.is_graph
+        return max(held, default=0) if takes_turns else sum(held)
 
 
 def _together(said: list[JSON]) -> JSON:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from workers.capture.capture import Uncapturable
-from workers.graph import node_rng, runner
+from workers.graph import runner
 from workers.switching.staging import ImageTooLarge
 
 JSON = dict[str, Any]
@@ -20,7 +20,6 @@ DETAIL_LIMIT = 60_000  # characters of a traceback
 # Files whose frames are left out at the top of a traceback: they only call the tenant's code.
 _CALLERS = {
     runner.__file__,
-    node_rng.__file__,
     *(
         str(Path(__file__).with_name(f"{name}.py"))
         for name in ("context", "entry", "late_inputs", "outputs", "safe_point", "stages")
@@ -57,8 +56,7 @@ def too_large(error: ImageTooLarge) -> Ending:
 
 
 def uncapturable(error: Uncapturable) -> Ending:
-    detail = f"{error.path}: {error.what}\n{error.advice}"
-    return Ending("failed", cause="uncapturable", message=str(error), detail=detail)
+    return Ending("failed", cause="uncapturable", message=str(error), detail="")
 
 
 def as_ending(error: BaseException, *, cause: str = "exception", begun: str = "") -> Ending:

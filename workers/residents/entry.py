@@ -91,13 +91,11 @@ def _own_modules() -> list[str]:
     return found
 
 
-def seed() -> None:
+def seed(accelerator: Accelerator) -> None:
+    """Seed all generators; `torch.manual_seed` keeps a stack trace for each missing device."""
     random.seed(SEED)
     numpy.random.seed(SEED)
-    if torch.backends.cuda.is_built():
-        torch.manual_seed(SEED)
-    else:  # `manual_seed` keeps a stack trace for each missing kind of device
-        torch.default_generator.manual_seed(SEED)
+    accelerator.seed(SEED)
 
 
 def take_step(job: Any, ctx: Context, step: int) -> JSON:

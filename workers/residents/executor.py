@@ -1,8 +1,8 @@
-"""Runs one task inside a resident: from its spec to its end, with a safe point after each step.
+"""Runs one task inside a resident: from its start to its end, with a safe point after each step.
 
 The task passes through a pipeline of `stages`, each of which reads and fills one `Work`:
 
-    take_spec -> configure -> load_code -> bring_in -> take_seat -> build -> run -> settle
+    take_start -> configure -> load_code -> bring_in -> take_seat -> build -> run -> settle
 
 A stage that cannot go on raises `Ending` with the final message of the process.  Orders arrive over
 `Wire` and wait as requested actions until the next safe point.  The trust deadline is read before
@@ -33,15 +33,15 @@ def execute(
     work = Work(wire=wire, bulk=bulk, trust=trust, slab=slab, watch=watch)
     if not is_begun(work):
         return 1
-    if work.spec["world_size"] > 1:
+    if work.spec.world_size > 1:
         return remote_ranks.conduct(work, live)
     return live(work)
 
 
 def is_begun(work: Work) -> bool:
-    """Wait for the spec; False if the supervisor is gone."""
+    """Wait for the start; False if the supervisor is gone."""
     try:
-        stages.take_spec(work)
+        stages.take_start(work)
     except Abandoned:
         return False
     if work.is_graph:
@@ -50,7 +50,7 @@ def is_begun(work: Work) -> bool:
 
 
 def live(work: Work) -> int:
-    """Run a job, or one rank of it, from its spec on; return the exit status."""
+    """Run a job, or one rank of it, from its start on; return the exit status."""
     try:
         for stage in stages.ALL:
             stage(work)

@@ -11,6 +11,7 @@ from functools import partial
 from typing import cast
 
 from workers.capture.capture import Captured, capture
+from workers.graph.runner import GraphJob
 from workers.hardware import preset
 from workers.process import slab as slabs
 from workers.process.image_layout import Layout
@@ -30,6 +31,7 @@ class Lies:
     fingerprint: JSON
     captured: Captured
     layout: Layout
+    lacks: list[str]  # the late inputs that a graph had not taken in
     round: int = 0
 
     def index(self) -> JSON:
@@ -44,7 +46,7 @@ class Images:
     """
 
     def __init__(self, work: Work) -> None:
-        self.work, self.staging = work, Staging(work.slab, work.watch)
+        self.work, self.staging = work, Staging(work.slab, work.watch, work.accelerator)
         self.absence = Absence(work.slab, work.accelerator, self.staging.pinned)
         self.lies: Lies | None = None  # set while nothing steps
         self.busy = False  # an image is in the slab or on its way there
@@ -62,7 +64,13 @@ class Images:
             return
         with told_as_ending():
             captured = self._captured()
-            lies = partial(Lies, self.work.step, preset.fingerprint(), captured)
+            lies = partial(
+                Lies,
+                self.work.step,
+                preset.fingerprint(self.work.accelerator),
+                captured,
+                lacks=self._lacks(),
+            )
             self._is_leaving()
             told = partial(lies, round=self.round)
             layout = self.staging.begin(captured, lambda layout: self._tell(told(layout)))
@@ -72,6 +80,10 @@ class Images:
         work = self.work
         work.accelerator.synchronize()
         return capture(work.state, around=work.around, accelerator=work.accelerator)
+
+    def _lacks(self) -> list[str]:
+        job = self.work.job
+        return list(job.lacks.values()) if isinstance(job, GraphJob) else []
 
     def _is_leaving(self) -> None:
         self.busy, self.last_step, self.left_s = True, self.work.step, time.monotonic()
@@ -101,7 +113,13 @@ class Images:
             captured = self._captured()
             layout, brought = self.staging.bring(captured)
         self.absence.leave(brought, freed)
-        self.lies = Lies(self.work.step, preset.fingerprint(), captured, layout)
+        self.lies = Lies(
+            self.work.step,
+            preset.fingerprint(self.work.accelerator),
+            captured,
+            layout,
+            lacks=self._lacks(),
+        )
 
     def come_back(self, room: Callable[[int], None]) -> None:
         self.staging.lies(self.absence.come_back(room))
@@ -149,7 +167,10 @@ class Images:
 
         The slab belongs to the supervisor until the image is stored.
         """
-        index, about = lies.index(), {"at_step": lies.step, "round": lies.round}
+        about: JSON = {"at_step": lies.step, "round": lies.round}
+        if self.work.member is not None:
+            about["lacks"] = lies.lacks
+        index = lies.index()
         try:
             size = self.work.slab.write_index(index)
             self.work.say("saving", what="image", **about, index_bytes=size)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from app.core.model import codec
+from workers.process.task_start import TaskStart
 from workers.residents.endings import JSON, Abandoned
 from workers.residents.work import Work
 
@@ -18,7 +20,8 @@ def listen(work: Work, timeout_s: float | None) -> None:
 def _take(work: Work, message: JSON) -> None:
     match message["is"]:
         case "begin":
-            work.spec, work.wishes = message["spec"], set()
+            work.start = codec.from_json(TaskStart, message["start"])
+            work.wishes = set()
             work.fds = _files(work, message["files"])
         case "pause" | "yield" | "go":
             _take_turn(work, message)

@@ -41,7 +41,7 @@ def may_be_mapped(work: Work) -> bool:
     """
     if work.graph is None:
         return work.is_function
-    return work.member is None and not (work.graph.memory_bytes or work.spec["memory_bytes"])
+    return work.member is None and not (work.graph.memory_bytes or work.spec.devices.memory_bytes)
 
 
 def await_inputs(work: Work, job: GraphJob) -> None:
@@ -56,7 +56,7 @@ def await_inputs(work: Work, job: GraphJob) -> None:
     while (port := _awaited(work, job)) is not None:
         if awaited != (port, work.seated_s):
             awaited, since_s, asked = (port, work.seated_s), time.monotonic(), False
-            work.patience_s = work.spec["patience_s"]
+            work.patience_s = work.start.patience_s
         waited_s = time.monotonic() - since_s
         if waited_s >= UNHEARD_S and not asked:
             work.say("awaits", port=port)
@@ -77,12 +77,14 @@ class FirstExecutor:
     """The ties of a partition's first executor to the outside: late inputs, and early outputs.
 
     The gang waits on its slots for an input as a single executor does (`await_inputs`): for the
-    time that a launch takes, or longer while no other task wants the device.
+    time that a launch takes, or longer while no other task wants the device.  That time begins when
+    no other executor runs any more.
     """
 
     def __init__(self, work: Work, job: ExecutorJob) -> None:
         self.work, self.job = work, job
         self.since_s: float | None = None  # since when the next node has been waiting
+        self.still_s: float | None = None  # since when all executors have been waiting
         self.seated_s = work.seated_s  # as `Work.seated_s` at that time
         self.port = job.lacked()  # the input that it has waited for since then
         self.has_asked = self.has_left = False
@@ -93,6 +95,8 @@ class FirstExecutor:
 
     def look(self) -> None:
         inbox.listen(self.work, 0)
+        if self.work.arrived:
+            self.still_s = None  # an executor may run with the new input
         _take_arrived(self.work, self.job)
         outputs.give_early(self.work)
 
@@ -105,36 +109,43 @@ class FirstExecutor:
     def waits(self) -> None:
         now = self.work.seated_s, self.job.lacked()
         if self.since_s is None or (self.seated_s, self.port) != now:
-            self.since_s, self.work.patience_s = time.monotonic(), self.work.spec["patience_s"]
+            self.since_s, self.work.patience_s = time.monotonic(), self.work.start.patience_s
             self.seated_s, self.port = now
-            self.has_asked = self.has_left = False
+            self.still_s, self.has_asked, self.has_left = None, False, False
         if self._may_ask():
             self.work.say("awaits", port=self.job.lacked())
             self.has_asked = True
         if not self._may_leave():
             return
         if self.work.outgoing.unkept:
-            self.since_s += PUT_AGAIN_S
+            self.still_s = time.monotonic() - self.work.patience_s + PUT_AGAIN_S
             self.work.outgoing.put_again()
         else:
             self.work.say("lacks", port=self.job.lacked())
             self.has_left = True
 
     def runs(self) -> None:
-        self.since_s = None
+        self.since_s = self.still_s = None
 
     def _may_ask(self) -> bool:
-        return not self.has_asked and bool(self.job.lacks) and self._waited_s() >= UNHEARD_S
+        return not self.has_asked and bool(self.job.lacks) and _seconds(self.since_s) >= UNHEARD_S
 
     def _may_leave(self) -> bool:
         """True if the gang has waited for too long, and all that it made is durable or lost."""
-        if self.has_left or not self.job.lacks or self._waited_s() < self.work.patience_s:
+        if self.has_left or not self.job.lacks or self.since_s is None:
             return False
+        if not self.job.stands_still:
+            self.still_s = None
+            return False
+        self.still_s = self.still_s or time.monotonic()
         # Once all stand still none can make another output, so this order of questions is enough.
-        return self.job.stands_still and not (self.work.outgoing.busy or self.job.has_new_outputs)
+        return _seconds(self.still_s) >= self.work.patience_s and not (
+            self.work.outgoing.busy or self.job.has_new_outputs
+        )
 
-    def _waited_s(self) -> float:
-        return 0.0 if self.since_s is None else time.monotonic() - self.since_s
+
+def _seconds(since_s: float | None) -> float:
+    return 0.0 if since_s is None else time.monotonic() - since_s
 
 
 def _awaited(work: Work, job: GraphJob) -> str | None:

@@ -53,7 +53,7 @@ def pause(work: Work, **told: str) -> None:
     if not work.is_back_soon or time.monotonic() - work.reported_s >= REPORT_S:
         progress.report(work)
     if work.member is not None:  # this process ends if the gang changes its hosts
-        work.outgoing.hold()
+        work.outgoing.hold()  # the conductor waits for outputs that are leaving
     work.say("paused", has_state=work.job is not None, **told)
     work.images.wait(AFTER_PAUSING_S)
     saved_s = work.saved_s
@@ -135,7 +135,7 @@ def _return(work: Work) -> None:
     work.images.come_back(room)
     work.granted_bytes = 0
     work.wishes -= {"return"}
-    if not work.images.absence.away and work.accelerator.kind == "cpu":
+    if not work.images.absence.away and work.accelerator.is_host:
         # Malloc took new memory; the kernel may reclaim the old memory.
         grown_bytes = progress.memory_bytes(work) + work.lazy_bytes - work.before_bytes
         work.lazy_bytes = max(0, grown_bytes)
@@ -157,7 +157,7 @@ def _save_in_s(work: Work) -> float | None:
     images = work.images
     if images.staging.is_copying:
         return LOOK_S
-    if images.busy or work.outgoing.busy:
+    if images.busy or work.outgoing.is_sending:
         return None  # one thing leaves at a time; a message reports its end
     if work.job is None or work.ending or images.last_step == work.step:
         return None
@@ -190,7 +190,7 @@ def _stand_still(work: Work) -> None:
 def _save_if_wished(work: Work) -> None:
     if work.images.busy or work.outgoing.busy or work.job is None:
         return
-    every_s = work.spec["checkpoint_every_s"]
+    every_s = work.spec.checkpoint.every_s
     due = every_s > 0 and time.monotonic() - work.saved_s >= every_s
     if "save" in work.wishes or due:
         work.wishes -= {"save"}

@@ -14,7 +14,6 @@ import torch
 from workers.capture.capture import Uncapturable
 from workers.capture.tensor_io import Published, Unpublishable
 from workers.graph.lane import ExecutorJob
-from workers.residents import inbox
 from workers.residents.endings import JSON, Abandoned, Ending, uncapturable
 from workers.residents.work import Work
 from workers.switching import context_switch
@@ -95,6 +94,11 @@ class Outgoing:
         return bool(self.waiting or self.leaving)
 
     @property
+    def is_sending(self) -> bool:
+        """True if an output leaves now, or will by itself."""
+        return bool(self.leaving) or (bool(self.waiting) and not self.is_held)
+
+    @property
     def unkept(self) -> list[str]:
         """The outputs that could not be stored."""
         settled = (name for name in self.values if f"output:{name}" in self.settled)
@@ -107,11 +111,9 @@ class Outgoing:
             self._put(self.values[name], name)
 
     def hold(self) -> None:
-        """Send no more outputs, and wait until all that have left are stored."""
+        """Send no more outputs; the supervisor knows of all that have begun to leave."""
         with self._lock:
             self.is_held = True
-        while self.leaving:
-            inbox.listen(self.work, None)
 
     def go_on(self) -> None:
         self.is_held = False
@@ -133,18 +135,20 @@ class Outgoing:
 
     def _write_all(self) -> None:
         with contextlib.suppress(Abandoned):  # the main thread will notice
-            while (output := self._taken()) is not None:
-                self.work.say("saving", at_step=self.work.step, **output.said())
+            while (output := self._begun()) is not None:
                 _write(self.work.bulk, output.body)
 
-    def _taken(self) -> Output | None:
+    def _begun(self) -> Output | None:
+        """Begin to send the next output, if it may leave."""
         with self._lock:
             self._writes = self._may_leave()
             if not self._writes:
                 return None
             output = self.waiting[0]
             self.leaving[output.what] = output  # first, so that it is always in one of the two
-            return self.waiting.popleft()
+            self.waiting.popleft()
+            self.work.say("saving", at_step=self.work.step, **output.said())
+            return output
 
 
 def _write(bulk: socket.socket, body: Image | Published) -> None:
@@ -156,7 +160,7 @@ def _write(bulk: socket.socket, body: Image | Published) -> None:
 def give_early(work: Work) -> None:
     """Store the outputs of a graph once they are made: other tasks wait for the last of them."""
     for name, value in work.job.made().items():
-        if name in work.spec["outputs"]:
+        if name in work.spec.outputs:
             work.outgoing.put(value, name)
 
 
@@ -164,7 +168,7 @@ def _output(
     work: Work, value: object, root: str, new: Callable[[int], torch.UntypedStorage]
 ) -> Image | Published:
     try:
-        if root in work.spec["publish"]:
+        if root in work.spec.publish:
             return Published(value, f"result[{root!r}]")
         around, accelerator = work.around, work.accelerator
         # How far an executor is when an output comes to it depends on the others.

@@ -61,9 +61,14 @@ def report(work: Work) -> None:
 
 
 def memory_bytes(work: Work) -> int:
-    away_bytes = work.images.absence.bytes if work.accelerator.kind == "cpu" else 0
-    own_bytes = max(0, anonymous_bytes() - work.base_bytes - away_bytes - work.lazy_bytes)
-    return own_bytes + work.accelerator.held_bytes()
+    """Return the memory of this process on the device.
+
+    On an accelerator its host memory is another account, which its control groups limit.
+    """
+    if not work.accelerator.is_host:
+        return work.accelerator.held_bytes()
+    away_bytes = work.images.absence.bytes
+    return max(0, anonymous_bytes() - work.base_bytes - away_bytes - work.lazy_bytes)
 
 
 def anonymous_bytes() -> int:

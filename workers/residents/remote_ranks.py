@@ -31,20 +31,22 @@ import socket
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from app.core.model import codec
 from workers.graph import remote_blocks
 from workers.process import sandbox
 from workers.process.image_layout import Layout, from_json
 from workers.process.slab import Slab
+from workers.process.task_start import SlabImage
 from workers.ranks import host_bridge, shared_memory, turns
 from workers.ranks.host_bridge import HOME, Link, ReceivedPlace, Said
-from workers.ranks.shared_memory import Ground
+from workers.ranks.shared_memory import Arena
 from workers.residents.coordinator import JSON, Conductor, RankProcess, Region, fork, parted, unsaid
 
 if TYPE_CHECKING:
@@ -60,15 +62,15 @@ PRINTED_WITHIN_S = 5.0  # seconds to wait for the log at the end, for each piece
 def conduct(work: Work, live: Live) -> int:
     """Fork the ranks, each of which runs `live`, and conduct them; returns the exit status.
 
-    The spec gives the number of the gang's slots on each host, the coordinator's first, and which
+    The start gives the number of the gang's slots on each host, the coordinator's first, and which
     `host` this is. The coordinator's last file descriptors are the line and the link of each other
     host. An outpost gets its line and link when it is connected.
     """
-    if work.spec["host"] != HOME:
+    if work.start.host != HOME:
         return Outpost(work, live).run()
     home = Home(work, live)
     try:
-        home.begin(Seats.taken(work.spec["seats"], work.fds))
+        home.begin(Seats.taken(work.start.seats, work.fds))
         return home.run()
     finally:
         home.end_all()
@@ -83,7 +85,7 @@ class Seats:
     links: dict[int, socket.socket] = field(default_factory=dict)
 
     @staticmethod
-    def taken(numbers: list[int], fds: list[int]) -> Seats:
+    def taken(numbers: Sequence[int], fds: list[int]) -> Seats:
         """Take the connections from the end of `fds`."""
         seats = Seats(tuple(numbers))
         for host in reversed(range(1, len(numbers))):
@@ -91,24 +93,31 @@ class Seats:
             seats.lines[host] = socket.socket(fileno=fds.pop())
         return seats
 
+    @staticmethod
+    def taken_first(numbers: list[int], fds: list[int]) -> Seats:
+        """Take the connections from the front of `fds`; the rest belongs to later orders."""
+        first = 2 * (len(numbers) - 1)
+        own, fds[:] = fds[:first], fds[first:]
+        return Seats.taken(numbers, own)
+
     def close(self) -> None:
         for sock in (*self.lines.values(), *self.links.values()):
             sock.close()
 
 
-def _ground(ranks: int, seats: tuple[int, ...], host: int) -> Ground:
+def _arena(ranks: int, seats: tuple[int, ...], host: int) -> Arena:
     """Create an arena on this host, with the ranks assigned to slots."""
     hosts = turns.hosts_of(ranks, seats) if len(seats) > 1 else ()
-    board = Ground(shared_memory.make(ranks, hosts, host))
+    board = Arena(shared_memory.make(ranks, hosts, host))
     turns.seat_all(board, sum(seats))
     return board
 
 
 def _fork_all(
-    work: Work, live: Live, board: Ground, not_theirs: list[socket.socket]
+    work: Work, live: Live, board: Arena, not_theirs: list[socket.socket]
 ) -> dict[int, RankProcess]:
     """Fork the ranks of this host; `not_theirs` are sockets that no rank may hold."""
-    ranks, held = work.spec["world_size"], tuple(sock.fileno() for sock in not_theirs)
+    ranks, held = work.spec.world_size, tuple(sock.fileno() for sock in not_theirs)
     regions = {rank: Region.of(rank, ranks, work.slab.limit_bytes) for rank in board.here()}
     return {
         rank: fork(work, live, board.handles, rank, region, held)
@@ -117,7 +126,7 @@ def _fork_all(
 
 
 def _fork_bridge(
-    work: Work, board: Ground, lines: list[socket.socket], links: dict[int, socket.socket]
+    work: Work, board: Arena, lines: list[socket.socket], links: dict[int, socket.socket]
 ) -> int:
     """Fork the bridge and return its process id. The links belong to the bridge from now on."""
     pid = os.fork()
@@ -247,6 +256,7 @@ class Home(Conductor):
         # True if a host stops: the gang ends when the image of the cut is kept
         self.is_left = False
         self.has_begun = False  # True once the gang has run on its slots
+        self.is_off = True  # True if all ranks are off their slots, and begin to send no output
         # the step after which all ranks stand during a pause or change, -1 before
         self.stand_at = -1
         self.later: list[JSON] = []
@@ -258,8 +268,8 @@ class Home(Conductor):
         An outpost forks its own once it has received their parts.
         """
         self.seats = seats.numbers
-        ranks, work = self.work.spec["world_size"], self.work
-        board = _ground(ranks, seats.numbers, HOME)
+        ranks, work = self.work.spec.world_size, self.work
+        board = _arena(ranks, seats.numbers, HOME)
         socks = [*seats.lines.values(), *seats.links.values()]
         members = _fork_all(work, self.live, board, socks)
         if seats.lines:
@@ -276,15 +286,15 @@ class Home(Conductor):
         self._flush()
 
     def _far(self, rank: int, line: Link) -> RankProcess:
-        region = Region.of(rank, self.work.spec["world_size"], self.work.slab.limit_bytes)
+        region = Region.of(rank, self.work.spec.world_size, self.work.slab.limit_bytes)
         wire: Any = _Away(line, rank)
         return RankProcess(rank, 0, -1, wire, region, region.slab(self.work.slab.fd))
 
     def _brief(self, host: int, line: Link) -> None:
-        slab, image = self.work.slab, self.work.spec["image"]
-        if image:
-            self._send_parts(self.parts[host], host, image["index_bytes"])
-        line.say(("begin", slab.limit_bytes, image))
+        slab, image = self.work.slab, self.work.start.image
+        if image is not None:
+            self._send_parts(self.parts[host], host, image.index_bytes)
+        line.say(("begin", slab.limit_bytes, codec.to_json(image)))
 
     def _send_parts(self, parts: ImageParts, host: int, index_bytes: int) -> None:
         slab = self.work.slab
@@ -306,20 +316,31 @@ class Home(Conductor):
     # --- a change of hosts ---
 
     def order(self, message: JSON) -> None:
+        self._take_connections(message)
         match message["is"]:
             case "kept" | "leave" | "return" | "block":
                 super().order(message)
             case _ if self.changes:
                 self.later.append(message)
             case "resize" if self.lines or len(message["seats"]) > 1:
-                self._want(Seats.taken(message["seats"], self.work.wire.fds))
+                self._want(message["to"])
             case "go" if message["linked"] or (self.lines and len(message["seats"]) == 1):
-                self._go_to(Seats.taken(message["seats"], self.work.wire.fds))
+                self._go_to(message["to"])
             case _:
                 super().order(message)
 
+    def _take_connections(self, message: JSON) -> None:
+        """Take the connections that came with an order, also of one that must wait."""
+        if message["is"] not in ("resize", "go") or "to" in message:
+            return
+        seats = message["seats"]
+        if message["is"] == "resize" or message["linked"]:
+            message["to"] = Seats.taken_first(seats, self.work.wire.fds)
+        else:
+            message["to"] = Seats(tuple(seats))
+
     def go(self, seats: list[int]) -> None:
-        self.has_begun = True
+        self.has_begun, self.is_off = True, False
         super().go(seats)
 
     def _want(self, seats: Seats) -> None:
@@ -360,8 +381,9 @@ class Home(Conductor):
             case "prepared" if self.changes:
                 self._go_on(said[0]["step"])
             case "paused" if self.changes:
-                pass
+                self.is_off = True
             case "paused":
+                self.is_off = True
                 self.stand_at = said[0]["step"]
                 for line in self.lines.values():
                     line.say(("off", self.stand_at))
@@ -374,7 +396,8 @@ class Home(Conductor):
 
     def keep_time(self) -> None:
         lies = not self.has_begun or self.saved_step == self.stand_at
-        if self.changes and self.wanted is not None and lies and not self.is_saving:
+        busy = self.is_saving or self.leaving or not self.is_off
+        if self.changes and self.wanted is not None and lies and not busy:
             seats, self.wanted = self.wanted, None
             self._begin_again(seats)
         super().keep_time()
@@ -393,8 +416,8 @@ class Home(Conductor):
         self.end_all()
         shared_memory.close(self.board.handles)
         if self.has_begun:
-            image = {"step": self.stand_at, "index_bytes": self.index_bytes, "is_kept": False}
-            self.work.spec = {**self.work.spec, "image": image}
+            image = SlabImage(step=self.stand_at, index_bytes=self.index_bytes, is_kept=False)
+            self.work.start = replace(self.work.start, image=image)
         self.saved_step = -1
         self.begin(seats)
         for rank in self.ranks:
@@ -413,7 +436,7 @@ class Home(Conductor):
     def take(self, rank: RankProcess, message: JSON) -> None:
         if message["is"] == "unsaved" and self.changes:
             self._want_no_more()  # the rank reports the reason once it runs again
-            self.changes, self.is_seated = False, True
+            self.changes, self.is_seated, self.is_off = False, True, False
             self.tell({"is": "go"}, self.ranks)
         super().take(rank, message)
 
@@ -538,7 +561,7 @@ class Outpost:
 
     def __init__(self, work: Work, live: Live) -> None:
         self.work, self.live = work, live
-        self.board = _ground(work.spec["world_size"], tuple(work.spec["seats"]), work.spec["host"])
+        self.board = _arena(work.spec.world_size, work.start.seats, work.start.host)
         self.ranks: dict[int, RankProcess] = {}
         self.bridge_pid = 0
         self.brief: Said = ()  # arguments of the "begin" message, until they are used
@@ -555,7 +578,10 @@ class Outpost:
         self.work.say("prepared", preset={}, capabilities=[])
         try:
             if self._is_linked():
-                self._serve()
+                # The line is closed before the bridge ends: the coordinator must learn that this
+                # host is gone before its own ranks fail for the lack of it.
+                with self.line.sock:
+                    self._serve()
         except OSError as error:
             sys.stderr.write(f"the coordinator host of the gang is lost: {error}\n")
         finally:
@@ -642,7 +668,8 @@ class Outpost:
             for rank in self.board.here():
                 self.line.say(("said", rank, said))
             return
-        self.work.spec = {**self.work.spec, "image": image}
+        found = codec.from_json(SlabImage, image) if image else None
+        self.work.start = replace(self.work.start, image=found)
         self._redirect()
         sockets = [self.line.sock, *self.links.values()]
         self.ranks = _fork_all(self.work, self.live, self.board, sockets)

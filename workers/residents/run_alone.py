@@ -34,11 +34,12 @@ def run_alone(
     "module:function" or the path of a graph without inputs.
     """
     taken = preset.configure(settings)
-    ctx = Context(device=Accelerator(kind).device, rank=0, world_size=1, params=params)
-    seed()
+    accelerator = Accelerator(kind)
+    ctx = Context(device=accelerator.device, rank=0, world_size=1, params=params)
+    seed(accelerator)
     if entry.endswith(".json"):
         body = json.loads(Path(entry).read_text(encoding="utf-8"))
-        job: Any = load_graph(folder.resolve(), body, Accelerator(kind)).begin({})
+        job: Any = load_graph(folder.resolve(), body, accelerator).begin({})
     else:
         built = load_entry(folder.resolve(), entry)
         if not isinstance(built, type):

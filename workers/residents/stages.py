@@ -1,4 +1,4 @@
-"""The stages of a task, from its spec to its final message."""
+"""The stages of a task, from its start to its final message."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from app.core.model import preset as presets
 from app.core.model import task_graph
+from app.core.model.provisions.folder import FOLDER
 from app.core.placement import partitions
 from app.core.placement.executors import spread
 from workers.capture import data_loader, tensor_io
@@ -20,8 +22,12 @@ from workers.graph.lane import ExecutorJob, LoadedLane
 from workers.graph.runner import GraphJob, NodeFailed
 from workers.hardware import preset
 from workers.hardware.accelerator import Accelerator
+from workers.hardware.memory_cap import cap_memory
+from workers.hardware.storages import follow_lending
 from workers.process import slab as slabs
 from workers.process.image_layout import from_json
+from workers.process.sandbox import INPUTS
+from workers.process.task_start import InputFile
 from workers.residents import (
     coordinator,
     entry,
@@ -39,30 +45,37 @@ from workers.residents.late_inputs import NOT_LOADED, FirstExecutor
 from workers.residents.outputs import Outgoing
 from workers.residents.progress import FIRST_POINTS_S, REPORT_S, FirstPoints
 from workers.residents.work import Work
-from workers.switching import context_switch, offload
+from workers.switching import context_switch
 from workers.switching.staging import ImageTooLarge
 
 RESULT_LIMIT_BYTES = 256 * 1024  # as JSON; larger values must be outputs
 
 
-def take_spec(work: Work) -> None:
-    while not work.spec:
+def take_start(work: Work) -> None:
+    while work.start is None:
         inbox.listen(work, None)
+    os.environ.update(work.spec.env)  # before any code of the tenant runs
+    os.environ.update(work.start.secrets)
 
 
 def read_graph(work: Work) -> None:
     """Read the graph and decide which executor runs each node, before the executors fork."""
-    work.graph = partitions.of_run(task_graph.parse(_read_json(work.fds.pop(0))), work.spec["run"])
-    if (executors := work.spec["world_size"]) > 1:
-        work.spread = spread(work.graph, executors, order=partitions.order(work.spec["run"]))
+    run = work.spec.run
+    work.graph = partitions.of_run(task_graph.parse(_read_json(work.fds.pop(0))), run)
+    if (executors := work.spec.world_size) > 1:
+        work.spread = spread(work.graph, executors, order=partitions.order(run.part))
 
 
 def configure(work: Work) -> None:
     work.base_bytes = progress.anonymous_bytes()
     try:
-        work.accelerator = Accelerator(work.spec["kind"])
+        work.accelerator = Accelerator(work.start.kind)
+        cap_memory(work.accelerator, work.start.device_fraction)
         work.outgoing, work.images = Outgoing(work), Images(work)
-        work.preset = preset.configure(work.spec["preset"])
+        if work.member is not None and work.member.collective and not work.accelerator.is_host:
+            # device memory holds the state of one rank at a time
+            work.images.staging.offloaded = work.member.rank.swap(work.accelerator).content
+        work.preset = preset.configure(work.start.preset)
     except preset.NotTaken as error:
         detail = "\n".join(error.differences)
         raise Ending("failed", cause="preset", message=str(error), detail=detail) from error
@@ -80,32 +93,32 @@ def join(work: Work) -> None:
 
 
 def load_code(work: Work) -> None:
-    spec, code = work.spec, Path(work.spec["code"])
-    rank, ranks = (0, 1) if work.is_graph else (spec["rank"], spec["world_size"])
+    start, spec, code = work.start, work.spec, Path(work.start.code)
+    rank, ranks = (0, 1) if work.is_graph else (start.rank, spec.world_size)
     work.ctx = Context(
-        device=work.accelerator.device, rank=rank, world_size=ranks, params=spec["params"]
+        device=work.accelerator.device, rank=rank, world_size=ranks, params={**spec.params}
     )
-    work.around = Surroundings(code=code, scratch=Path(spec["scratch"]), ctx=work.ctx)
+    work.around = Surroundings(code=code, scratch=Path(start.scratch), ctx=work.ctx)
     work.around.lent = work.lent
-    entry.seed()
+    entry.seed(work.accelerator)
     data_loader.follow()
-    offload.follow()
+    follow_lending()
     try:
         if work.is_graph:
             work.entry = _load_graph(work, code)
         else:
-            work.entry = entry.load_entry(code, spec["run"].get("job") or spec["run"]["function"])
+            work.entry = entry.load_entry(code, spec.run.entry)
     except BaseException as error:
         raise as_ending(error, cause="bundle") from error
 
 
 def _load_graph(work: Work, code: Path) -> runner.Loaded:
     host_bytes = work.slab.limit_bytes
-    memory = {"budget_bytes": work.spec["memory_bytes"], "host_bytes": host_bytes}
+    memory: JSON = {"budget_bytes": work.spec.devices.memory_bytes, "host_bytes": host_bytes}
     assert work.graph is not None, "read before anything else"
-    late = partitions.late(work.spec["run"])
+    late = partitions.late(work.spec.run.part)
     if work.spread is None or work.member is None:
-        order = partitions.order(work.spec["run"])
+        order = partitions.order(work.spec.run.part)
         return entry.load_graph(
             code, work.graph, work.accelerator, late=late, order=order, **memory
         )
@@ -116,32 +129,33 @@ def _load_graph(work: Work, code: Path) -> runner.Loaded:
         turns=work.member.rank.turns,
         around=work.around,
         late=late,
-        is_part="part" in work.spec["run"],
+        is_part=work.spec.run.part is not None,
         **memory,
     )
 
 
 def bring_in(work: Work) -> None:
     """Load the inputs and, for a task that has run before, its image."""
-    spec = work.spec
+    start = work.start
     try:
-        for port, source in sorted(spec["inputs"].items()):
-            work.ctx.inputs[port] = _input(work, source["format"], source["datablock"])
-            if source["datablock"]:
-                work.ctx.blocks[source["datablock"]] = port
+        for port, source in sorted(start.inputs.items()):
+            work.ctx.inputs[port] = _input(work, port, source)
+            if source.datablock:
+                work.ctx.blocks[source.datablock] = port
     except BaseException as error:
         raise as_ending(error, cause="exception", begun=NOT_LOADED) from error
-    work.capabilities = [] if work.is_function else ["pause", "save", "move", "exact"]
-    if not spec["image"]:
+    promise = "exact" if presets.promises_bits(start.preset) else "equivalent"
+    work.capabilities = [] if work.is_function else ["pause", "save", "move", promise]
+    if start.image is None:
         return
     try:
-        index = slabs.read_index(work.slab.fd, spec["image"]["index_bytes"])
-        if preset.impose(index["fingerprint"]):
+        index = slabs.read_index(work.slab.fd, start.image.index_bytes)
+        if preset.impose(index["fingerprint"], work.accelerator):
             work.capabilities = ["pause", "save", "move", "equivalent"]
         restored = _restored(work, index["layout"])
         work.job = _go_on(work, restored) if work.is_graph else restored
-        work.step = spec["image"]["step"]
-        work.images.last_step = work.step if spec["image"].get("is_kept", True) else None
+        work.step = start.image.step
+        work.images.last_step = work.step if start.image.is_kept else None
     except BaseException as error:
         raise as_ending(error, cause="image", begun="The image could not be restored: ") from error
 
@@ -155,10 +169,13 @@ def _go_on(work: Work, state: Any) -> GraphJob:
     return job
 
 
-def _input(work: Work, format: str, block: str) -> Any:
-    fd = work.fds.pop(0)
-    if not format:
+def _input(work: Work, port: str, source: InputFile) -> Any:
+    fd, block = work.fds.pop(0), source.datablock
+    if not source.format:
         return late_inputs.image_value(work, fd)
+    if source.format == FOLDER:
+        os.close(fd)  # its manifest
+        return INPUTS / port
     try:
         # A mapped value is not part of an image, only a reference to it; a function has no images.
         tensors = tensor_io.given(fd, mapped=bool(block) or work.is_function)
@@ -176,7 +193,7 @@ def _restored(work: Work, layout: JSON) -> Any:
             work.slab, layout, around=around, accelerator=accelerator, then=lies
         )
     whole = from_json(layout, limit_bytes=work.whole.limit_bytes)
-    own = coordinator.parted(work.whole, whole, work.spec["rank"]).as_json()
+    own = coordinator.parted(work.whole, whole, work.start.rank).as_json()
     return context_switch.restored(work.whole, own, around=around, accelerator=accelerator)
 
 
@@ -194,7 +211,7 @@ def build(work: Work) -> None:
         if work.is_graph:
             work.job = work.entry.begin(work.ctx.inputs)
         else:
-            work.job = work.entry(work.ctx, **work.spec["params"])
+            work.job = work.entry(work.ctx, **work.spec.params)
     except BaseException as error:
         raise as_ending(error) from error
 
@@ -203,9 +220,9 @@ def run(work: Work) -> None:
     work.saved_s = time.monotonic()
     if isinstance(work.job, ExecutorJob):
         work.ctx.allocate = work.job.passing.empty
-        if "part" in work.spec["run"] and not work.spec["rank"]:
+        if work.spec.run.part is not None and not work.start.rank:
             work.outside = FirstExecutor(work, work.job)
-    checked = work.spec["image"]
+    checked = work.start.image is not None
     if not checked and not work.is_graph and work.member is None:
         work.points = FirstPoints(until_s=time.monotonic() + FIRST_POINTS_S)
     if work.is_graph and work.member is None:
@@ -244,9 +261,9 @@ def settle(work: Work) -> None:
     """Store the outputs, then send the final message."""
     work.images.settle()
     result = dict(work.ctx.result or {})
-    if work.member is not None and work.spec["rank"]:
+    if work.member is not None and work.start.rank:
         result = {}  # the first rank's result is the gang's result
-    for name in work.spec["outputs"]:
+    for name in work.spec.outputs:
         if name not in result:
             told = f"the result lacks {name!r}, which the descriptor names in `outputs`"
             raise Ending("failed", cause="exception", message=told, detail="")
@@ -260,7 +277,7 @@ def settle(work: Work) -> None:
         work.member.end()
     while work.images.busy or work.outgoing.busy:
         inbox.listen(work, None)
-    for name in work.spec["outputs"]:
+    for name in work.spec.outputs:
         if why := work.outgoing.settled[f"output:{name}"].get("error"):
             told = f"the output {name!r} could not be stored: {why}"
             raise Ending("failed", cause="exit", message=told, detail="")
@@ -290,7 +307,7 @@ def _must_be_capturable(work: Work) -> None:
         raise uncapturable(error) from error
     except ImageTooLarge as error:
         raise too_large(error) from error
-    if work.spec["checkpoint_every_s"] > 0:  # an image is sure to follow: prepare its memory
+    if work.spec.checkpoint.every_s > 0:  # an image is sure to follow: prepare its memory
         threading.Thread(target=work.slab.make_ready, args=(size,), daemon=True).start()
 
 

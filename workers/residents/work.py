@@ -10,6 +10,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from app.core.model.descriptor import TaskDescriptor
 from app.core.model.task_graph import TaskGraph
 from app.core.placement.executors import ExecutorSpread
 from workers.capture.capture import Surroundings
@@ -18,6 +19,7 @@ from workers.graph.runner import GraphJob
 from workers.hardware.accelerator import Accelerator
 from workers.hardware.dirty_pages import Watch
 from workers.process.slab import Slab
+from workers.process.task_start import TaskStart
 from workers.process.wire import TrustSeen, Wire
 from workers.residents.context import Context
 from workers.residents.coordinator import Member
@@ -39,7 +41,7 @@ class Work:
     trust: TrustSeen
     slab: Slab
     watch: Watch | None
-    spec: JSON = field(default_factory=dict)
+    start: TaskStart = None  # type: ignore[assignment]  # filled by take_start
     fds: list[int] = field(default_factory=list)
     graph: TaskGraph | None = None  # the graph, or the part of it that this task runs
     spread: ExecutorSpread | None = None  # executor of each node, if there are several
@@ -78,12 +80,16 @@ class Work:
     _speaking: threading.Lock = field(default_factory=threading.Lock)
 
     @property
+    def spec(self) -> TaskDescriptor:
+        return self.start.spec
+
+    @property
     def is_function(self) -> bool:
-        return "function" in self.spec["run"]
+        return self.spec.run.kind == "function"
 
     @property
     def is_graph(self) -> bool:
-        return "graph" in self.spec["run"]
+        return self.spec.run.kind == "graph"
 
     @property
     def state(self) -> Any:

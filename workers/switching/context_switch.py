@@ -16,9 +16,11 @@ from typing import Any
 
 import torch
 
-from workers.capture.capture import Surroundings, capture, rebuilt, return_to
+from workers.capture.capture import Surroundings, capture
+from workers.capture.restore import rebuilt, return_to
 from workers.hardware.accelerator import Accelerator
 from workers.hardware.preset import fingerprint
+from workers.hardware.storages import memory_of
 from workers.process.image_layout import Extent, Layout, from_json
 from workers.process.slab import Slab
 from workers.switching.image_file import ALIGN_BYTES, Image, ImageBlock
@@ -70,7 +72,7 @@ def stage(
     captured = capture(job, around=around, accelerator=accelerator, root=root, whole=root == "job")
     return Image(
         step=step,
-        fingerprint=fingerprint(),
+        fingerprint=fingerprint(accelerator),
         graph=captured.graph,
         blocks=tuple(_copied(storage, new or _new) for storage in captured.storages),
     )
@@ -82,20 +84,17 @@ def _copied(
     private = new(storage.nbytes())
     private.copy_(storage)
     return ImageBlock(
-        data=_bytes(private),
+        data=memory_of(private),
         device=storage.device.type,
         pinned=storage.device.type == "cpu" and storage.is_pinned(),
     )
 
 
-def _bytes(storage: torch.UntypedStorage) -> memoryview:
-    """Return a host storage's memory without a copy; the view keeps the storage alive."""
-    if not storage.nbytes():
-        return memoryview(bytearray())
-    # Not through numpy: a storage that numpy has viewed can never be resized again.
-    array: Any = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
-    array._storage = storage
-    return memoryview(array).cast("B")
+class WrongKind(Exception):
+    """Raised when a job lay on another kind of device than this process has.
+
+    Its random numbers cannot go on: each kind draws them in its own way.
+    """
 
 
 # --- and back -------------------------------------------------------------------------------------
@@ -104,8 +103,9 @@ def _bytes(storage: torch.UntypedStorage) -> memoryview:
 def restore(image: Image, *, around: Surroundings, accelerator: Accelerator) -> Any:
     """Return the job, restored in this process.
 
-    Call it only in the tenant's sandbox: unpickling runs code.
+    Call it only in the tenant's sandbox: unpickling runs code.  Raises WrongKind.
     """
+    _must_serve((block.device for block in image.blocks), accelerator)
     storages = [_filled(block, accelerator) for block in image.blocks]
     world = rebuilt(image.graph, storages, around=around)
     return_to(world, accelerator)
@@ -120,11 +120,14 @@ def restored(
     accelerator: Accelerator,
     then: Callable[[Iterable[Lying], Layout], None] = lambda lying, layout: None,
 ) -> Any:
-    """Return the job with its image in the slab, restored in this process; raises BadLayout.
+    """Return the job with its image in the slab, restored in this process.
+
+    Raises BadLayout and WrongKind.
 
     `then` gets each storage with the extent of the slab from which it was filled.
     """
     placed = from_json(layout, limit_bytes=slab.limit_bytes)
+    _must_serve((part.device for part in placed.storages), accelerator)
     with ThreadPoolExecutor(COPIERS) as copiers:
         copied = copiers.map(lambda part: _out_of(slab, part, accelerator), placed.storages)
         storages = list(copied)
@@ -133,6 +136,14 @@ def restored(
     return_to(world, accelerator)
     then(zip(storages, placed.storages, strict=True), placed)
     return world["job"]
+
+
+def _must_serve(devices: Iterable[str], accelerator: Accelerator) -> None:
+    for device in devices:
+        if device not in ("cpu", accelerator.kind):
+            raise WrongKind(
+                f"the image lay on {device}; this device worker serves {accelerator.kind}"
+            )
 
 
 def _out_of(slab: Slab, part: Extent, accelerator: Accelerator) -> torch.UntypedStorage:
@@ -158,7 +169,7 @@ def value(
 
 
 def _as_it_lies(saved: ImageBlock, accelerator: Accelerator) -> torch.UntypedStorage:
-    if accelerator.kind != "cpu" or not len(saved.data):
+    if not accelerator.is_host or not len(saved.data):
         return _filled(saved, accelerator)
     lies = torch.frombuffer(saved.data, dtype=torch.uint8).untyped_storage()
     return lies if lies.data_ptr() % ALIGN_BYTES == 0 else _filled(saved, accelerator)
@@ -166,7 +177,7 @@ def _as_it_lies(saved: ImageBlock, accelerator: Accelerator) -> torch.UntypedSto
 
 def _filled(saved: ImageBlock, accelerator: Accelerator) -> torch.UntypedStorage:
     host = _new(len(saved.data))
-    _bytes(host)[:] = saved.data
+    memory_of(host)[:] = saved.data
     return _in_place(host, saved.device, saved.pinned, accelerator)
 
 
@@ -187,6 +198,6 @@ def _new(size: int) -> torch.UntypedStorage:
 def _in_place(
     host: torch.UntypedStorage, device: str, pinned: bool, accelerator: Accelerator
 ) -> torch.UntypedStorage:
-    if pinned and accelerator.kind == "cuda":
+    if pinned and not accelerator.is_host:
         host = host.pin_memory()
     return host if device == "cpu" else host.to(device=accelerator.device)

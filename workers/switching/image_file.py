@@ -29,7 +29,7 @@ class Unreadable(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageBlock:
-    """A storage's bytes, and where the storage was: `device` is "cpu" or "cuda"."""
+    """A storage's bytes, and the kind of device that it was on."""
 
     data: memoryview
     device: str = "cpu"

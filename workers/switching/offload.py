@@ -6,7 +6,7 @@ optimizer stay valid. Code that reads an offloaded storage (only a thread of the
 error from torch, or crashes; it never sees other bytes.
 
 What stays: small storages, and memory that other code knows by its address (numpy views it,
-processes share it, it is pinned, or it was lent by DLPack). On a CUDA device, host memory stays.
+processes share it, it is pinned, or it was lent by DLPack). On an accelerator, host memory stays.
 
 Memory of a CPU device goes back to the kernel lazily (MADV_FREE): the kernel takes the pages when
 it needs them. If it didn't, coming back costs no page faults, which take longer than the copy.
@@ -15,29 +15,23 @@ it needs them. If it didn't, coming back costs no page faults, which take longer
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from workers.hardware.accelerator import Accelerator, Pinned
-from workers.hardware.dirty_pages import Range
+from workers.hardware.storages import LAZILY, flat, may_leave, release_pages
 from workers.process.image_layout import Extent
 from workers.process.slab import Slab
 
 LEAVES_BYTES = 64 * 1024  # smaller storages stay
 PIECE_BYTES = 16 * 2**20  # copied by one thread at a time
 COPIERS = 2  # threads that fill storages; a single thread does not use the full memory bandwidth
-_FREE = 8  # MADV_FREE
 
 Lying = tuple[torch.UntypedStorage, Extent]  # a storage, and where its bytes are in the slab
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class CalledOff(Exception):
@@ -86,24 +80,18 @@ class Absence:
     def _can_leave(self, storage: torch.UntypedStorage, extent: Extent) -> bool:
         if extent.device != self.accelerator.kind or extent.size < LEAVES_BYTES or extent.pinned:
             return False
-        # on CUDA torch says so of every storage
-        shared = extent.device == "cpu" and storage.is_shared()
-        return storage.resizable() and not shared and not _is_lent(storage)
+        return may_leave(storage)
 
     def _copiers(self) -> _OnHost | _OnStream:
-        if self.accelerator.kind == "cpu":
+        if self.accelerator.is_host:
             return _OnHost(self.slab)
         self.pinned.reach(max((extent.offset + extent.size for _, extent in self.away), default=0))
-        return _OnStream(self.slab)
+        return _OnStream(self.slab, self.accelerator)
 
 
 def _let_go(storage: torch.UntypedStorage) -> None:
     if storage.device.type == "cpu":
-        # Not the first and the last page, where malloc keeps its own bookkeeping.
-        page, address, size = mmap.PAGESIZE, storage.data_ptr(), storage.nbytes()
-        pages = Range.inside(address + page, size - 2 * page)
-        # If madvise fails, malloc keeps the memory for later allocations.
-        _libc.madvise(pages.start, pages.end - pages.start, _FREE)
+        release_pages(storage, LAZILY)
     storage.resize_(0)
 
 
@@ -134,51 +122,25 @@ class _OnHost:
 
 
 class _OnStream:
-    """Copies by the device, on a CUDA stream of its own, from pinned memory."""
+    """Copies by the device, on a stream of its own, from pinned memory.
 
-    def __init__(self, slab: Slab) -> None:
+    All copies are complete at exit: until then, nothing frees the storages that they fill.
+    """
+
+    def __init__(self, slab: Slab, accelerator: Accelerator) -> None:
         self.whole = torch.frombuffer(slab.memory, dtype=torch.uint8)
-        self.stream = torch.cuda.Stream()
+        self.accelerator, self.stream = accelerator, accelerator.new_stream()
 
     def __enter__(self) -> _OnStream:
         return self
 
     def __call__(self, storage: torch.UntypedStorage, extent: Extent) -> None:
-        flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        whole = flat(storage)
         source = self.whole[extent.offset : extent.offset + extent.size]
         # The allocator may return memory that the job's stream is still using.
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            flat.copy_(source, non_blocking=True)
-        flat.record_stream(self.stream)
+        self.stream.wait_stream(self.accelerator.current_stream())
+        with self.stream:
+            whole.copy_(source, non_blocking=True)
 
     def __exit__(self, *_: object) -> None:
         self.stream.synchronize()
-
-
-# --- memory that others know by its address -------------------------------------------------------
-
-_lent: dict[int, StorageWeakRef] = {}
-
-
-def follow() -> None:
-    """Note which storages are lent by DLPack from now on: there is no way to get them back."""
-    if getattr(torch.Tensor.__dlpack__, "_noticed", False):
-        return
-    lend = torch.Tensor.__dlpack__
-
-    def lending(tensor: torch.Tensor, *how: Any, **more: Any) -> Any:
-        storage = tensor.untyped_storage()
-        _lent[storage._cdata] = StorageWeakRef(storage)
-        return lend(tensor, *how, **more)
-
-    lending._noticed = True  # type: ignore[attr-defined]
-    torch.Tensor.__dlpack__ = lending  # type: ignore[method-assign, assignment]
-
-
-def _is_lent(storage: torch.UntypedStorage) -> bool:
-    known = _lent.get(storage._cdata)
-    if known is not None and known.expired():
-        del _lent[storage._cdata]  # the lent storage was freed, and this one reuses its address
-        return False
-    return known is not None

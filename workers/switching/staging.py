@@ -13,8 +13,10 @@ The last two are not assumed but watched (`dirty_pages`): the kernel reports wri
 page was written to before its copy was done (a weight clipped in forward, an average kept by hand),
 the image is `spoiled`: it is not reported, and later images copy that storage at once.
 
-Where memory cannot be watched, everything is copied at once. Memory of a CUDA device is never
-watched: it is copied within the device first, if there is room for it.
+Where memory cannot be watched, everything is copied at once. Memory of an accelerator is never
+watched: it is copied within the device first, if there is room for it. Of a storage that a rank has
+`offloaded` between its turns, the content on the host is copied: the rank need not come back to the
+device for an image.
 
 While nothing steps, `bring` makes an image storage by storage, for a job that is to be offloaded
 (`offload`). `lies` records that storages equal their bytes in the slab, because they were filled
@@ -39,8 +41,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from workers.capture.capture import Captured
-from workers.hardware.accelerator import Pinned
+from workers.hardware.accelerator import Accelerator, Pinned
 from workers.hardware.dirty_pages import Range, Watch
+from workers.hardware.storages import flat
 from workers.process.image_layout import Extent, Layout, laid_out
 from workers.process.slab import Slab
 from workers.switching.offload import Lying
@@ -107,8 +110,8 @@ class _Plan:
 class Staging:
     """The staging of one resident; everything but the copying itself happens in its main thread."""
 
-    def __init__(self, slab: Slab, watch: Watch | None) -> None:
-        self.slab, self.watch = slab, watch
+    def __init__(self, slab: Slab, watch: Watch | None, accelerator: Accelerator) -> None:
+        self.slab, self.watch, self.accelerator = slab, watch, accelerator
         self.spoiled = False
         self.copied_bytes = 0  # bytes that were copied for the last image
         self.waited_s = 0.0  # total wait of optimizers and safe points, in seconds
@@ -122,8 +125,10 @@ class Staging:
         self._done.set()
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._process = os.getpid()
-        self._side: Any = None  # the CUDA stream on which copies leave the device
-        self.pinned = Pinned(slab.address)
+        self._side: torch.Stream | None = None  # on which copies leave the device
+        self.pinned = Pinned(slab.address, slab.memory, accelerator)
+        # returns the content of a storage whose device memory has been let go, or None
+        self.offloaded: Callable[[torch.UntypedStorage], torch.Tensor | None] = lambda storage: None
         register_optimizer_step_pre_hook(self._before_optimizer)
 
     def begin(self, captured: Captured, then: Callable[[Layout], None]) -> Layout:
@@ -232,8 +237,11 @@ class Staging:
         Storages keep their places as long as their number and sizes are the same.
         """
         graph = Extent(offset=0, size=len(captured.graph))
-        with_cuda = torch.cuda.is_available()
-        sizes = [_extent(storage, with_cuda=with_cuda) for storage in captured.storages]
+        may_pin = not self.accelerator.is_host
+        sizes = [
+            _extent(storage, self.offloaded(storage), may_pin=may_pin)
+            for storage in captured.storages
+        ]
         before = self._layout.storages
         if sizes == [(part.size, part.device, part.pinned) for part in before] and (
             not before or graph.size <= before[0].offset
@@ -247,13 +255,17 @@ class Staging:
     # --- how each storage is copied ---
 
     def _planned(self, storages: Iterable[torch.UntypedStorage], layout: Layout) -> _Plan:
-        """Copy the small storages right here, and sort the large ones."""
+        """Copy the small and the offloaded storages right here, and sort the large ones."""
         plan, known = _Plan(), dict[int, _Known]()
         stable, passing = self._stable(), self._passing()
         base, watched = self.slab.address, self.watch is not None
         for storage, extent in zip(storages, layout.storages, strict=True):
             size = extent.size
-            if extent.device != "cpu":
+            if (content := self.offloaded(storage)) is not None:
+                _copy(base + extent.offset, content.data_ptr(), size)
+                self.copied_bytes += size
+                plan.small.append(storage)
+            elif extent.device != "cpu":
                 plan.device.append((storage, extent.offset))
             elif size < WATCHED_BYTES:
                 _copy_small(base + extent.offset, storage.data_ptr(), size)
@@ -384,7 +396,7 @@ class Staging:
                 known.is_copied = False
         self._guarded = set()
 
-    # --- from a CUDA device ---
+    # --- from an accelerator ---
 
     def _leave_device(self, parts: list[tuple[torch.UntypedStorage, int]], layout: Layout) -> Any:
         """Copy device storages on a stream of their own; return an event for the end, or None.
@@ -399,21 +411,32 @@ class Staging:
         whole = torch.frombuffer(self.slab.memory, dtype=torch.uint8)
         size = sum(storage.nbytes() for storage, _ in parts)
         self.copied_bytes += size
-        free_bytes, _ = torch.cuda.mem_get_info()
-        has_room = free_bytes > 2 * size
-        self._side = self._side or torch.cuda.Stream()
+        side = self._side = self._side or self.accelerator.new_stream()
         sources = [flat(storage) for storage, _ in parts]
-        if has_room:
-            sources = [source.clone() for source in sources]
-        torch.cuda.current_stream().synchronize()
-        with torch.cuda.stream(self._side):
-            for source, (storage, offset) in zip(sources, parts, strict=True):
+        copies = self._copies_on_device(sources, size)
+        self.accelerator.current_stream().synchronize()
+        with side:
+            for source, (storage, offset) in zip(copies or sources, parts, strict=True):
                 whole[offset : offset + storage.nbytes()].copy_(source, non_blocking=True)
-                source.record_stream(self._side)
-            event = self._side.record_event()
-        if not has_room:
+                source.record_stream(side)
+            event = side.record_event()
+        if copies is None:
             event.synchronize()
         return event
+
+    def _copies_on_device(
+        self, sources: list[torch.Tensor], size: int
+    ) -> list[torch.Tensor] | None:
+        """Return copies of the sources on the device, or None if it has no room for them.
+
+        Another process may take the room between the look and the copy.
+        """
+        if self.accelerator.free_bytes() <= 2 * size:
+            return None
+        try:
+            return [source.clone() for source in sources]
+        except torch.OutOfMemoryError:
+            return None
 
     # --- while nothing steps ---
 
@@ -453,10 +476,10 @@ class Staging:
             return
         self.pinned.reach(layout.end)
         whole = torch.frombuffer(self.slab.memory, dtype=torch.uint8)
-        side = self._side = self._side or torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
+        side = self._side = self._side or self.accelerator.new_stream()
+        side.wait_stream(self.accelerator.current_stream())
         events = []
-        with torch.cuda.stream(side):
+        with side:
             for storage, offset in parts:
                 part = whole[offset : offset + storage.nbytes()]
                 part.copy_(flat(storage), non_blocking=True)
@@ -485,11 +508,10 @@ def _storages(values: Iterable[Any]) -> Iterable[int]:
     return [value.untyped_storage()._cdata for value in values if type(value) in plain]
 
 
-def _extent(storage: torch.UntypedStorage, *, with_cuda: bool) -> tuple[int, str, bool]:
+def _extent(
+    storage: torch.UntypedStorage, content: torch.Tensor | None, *, may_pin: bool
+) -> tuple[int, str, bool]:
     kind = storage.device.type
-    return storage.nbytes(), kind, with_cuda and kind == "cpu" and storage.is_pinned()
-
-
-def flat(storage: torch.UntypedStorage) -> torch.Tensor:
-    """Return the storage's bytes as a tensor."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    if content is not None:
+        return len(content), kind, False
+    return storage.nbytes(), kind, may_pin and kind == "cpu" and storage.is_pinned()

@@ -25,10 +25,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from blake3 import blake3
 from xxhash import xxh3_128_digest
 
 from app.core.model import manifest as manifests
@@ -42,7 +41,8 @@ from app.core.model.manifest import (
     RankImage,
 )
 from app.storage.backend import INCOMING, Bytes, Missing
-from app.storage.chunks import Writing
+from app.storage.chunk_cipher import NO_CIPHERS, ChunkCipher, Ciphers
+from app.storage.chunks import Chunks, Writing
 from app.storage.signing import Signer
 from app.storage.store import Damaged, Store
 from workers.process.image_layout import Extent, Layout, laid_out
@@ -79,6 +79,12 @@ class Known:
 
     def __init__(self) -> None:
         self.seen: dict[bytes, _Seen] = {}
+        self.image_key = ""  # with which they are encrypted
+
+    def use_key(self, image_key: str) -> None:
+        """Forget the chunks if they are encrypted with another key than those to be written."""
+        if image_key != self.image_key:
+            self.seen, self.image_key = {}, image_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,17 +105,22 @@ class Written:
     chunks: int
 
 
+HeldChunks = Mapping[str, Bytes]  # checked and in plain, by address, in our own memory
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundImage:
     """An image in a slab, and its manifest.
 
-    `fetched_bytes` is the size of the chunks that were not in the slab before.
+    `fetched_bytes` is the size of the chunks that were not here before.  `beside` are chunks of its
+    second image that were fetched ahead.
     """
 
     sha256: str
     layout: Layout
     manifest: Manifest
     fetched_bytes: int
+    beside: HeldChunks = field(default_factory=dict, repr=False)
 
 
 # --- to the store -------------------------------------------------------------------------------
@@ -125,6 +136,8 @@ def write(
     signer: Signer,
     known: Known,
     draft: str = "",
+    beside: Sequence[memoryview] = (),
+    cipher: ChunkCipher | None = None,
 ) -> Written:
     """Make the image in `slab` durable; returns when it is.
 
@@ -135,6 +148,9 @@ def write(
     capture, `{name: [storage, dtype, shape, stride, offset]}`.  It is only for the export; invalid
     rows are left out.
 
+    `beside` are the parts of a second image of the same moment, in memory that the resident cannot
+    reach: the processes of a command.  With a `cipher` all chunks are encrypted.
+
     Under the name `draft` the manifest exists for a while before its chunks do, for a device that
     waits for them (`follow`): so chunks go to the store and from the store at the same time.
 
@@ -142,55 +158,66 @@ def write(
     away; the message says which).  After either, nothing new is listed and the same image may be
     written again.
     """
-    extents = (layout.graph, *layout.storages)
-    parts = tuple(Part(size=e.size, device=e.device, pinned=e.pinned) for e in extents)
-    table = manifests.tensors_told(tensors, parts[1:])
-    memory = _mapped(slab, extents)
-    with store.chunks(about.tenant).writing() as writing:
-        writer = _Writer(memory, extents, store, known, writing)
-        cuts = manifests.planned([part.size for part in parts])
+    images: list[_InMemory] = [(*_in_slab(slab, layout), tensors)]
+    if beside:
+        images.append(([Part(size=len(part)) for part in beside], beside, {}))
+    image_key = "" if cipher is None else cipher.id
+    known.use_key(image_key)
+    with store.chunks(about.tenant, cipher).writing() as writing:
+        writers = [_Writer(*image, store, known, writing) for image in images]
 
-        def manifest_of(chunks: Sequence[Chunk]) -> Manifest:
-            rank = RankImage(parts=parts, chunks=tuple(chunks), tensors=table)
-            return Manifest(about=about, ranks=(rank,))
+        def manifest_of(rank_of: Callable[[_Writer], RankImage]) -> Manifest:
+            ranks = tuple(map(rank_of, writers))
+            return Manifest(about=about, ranks=ranks, image_key=image_key)
 
         # in a near store all chunks appear at once
         drafted = bool(draft) and not store.place.is_near
         if drafted:
-            chunks = _all_hands(store.place.hands, writer.announced, cuts)
-            sealed = signer.sealed(manifests.encode(manifest_of(chunks)))
+            announced = manifest_of(lambda writer: writer.rank(writer.announced))
+            sealed = signer.sealed(manifests.encode(announced))
             store.place.keep([sealed], lambda: draft)
-        chunks = _all_hands(store.place.hands, writer.keep, cuts)
+        manifest = manifest_of(lambda writer: writer.rank(writer.keep))
         writing.settle()
-        manifest = manifest_of(chunks)
         sha256 = store.put_manifest(about.tenant, signer.sealed(manifests.encode(manifest)))
-        writer.must_be_in_time()
-        known.seen = writer.seen
+        for writer in writers:
+            writer.must_be_in_time()
+        known.seen = {quick: seen for writer in writers for quick, seen in writer.seen.items()}
     if drafted:
         store.place.delete(draft)
     return Written(
         sha256=sha256,
         size_bytes=manifest.size_bytes,
         new_bytes=writing.new_bytes,
-        chunks=len(chunks),
+        chunks=sum(len(rank.chunks) for rank in manifest.ranks),
     )
 
 
+_InMemory = tuple[Sequence[Part], Sequence[memoryview], Mapping[str, Any]]  # and its tensors
+
+
 class _Writer:
-    """Does one write; `keep` runs in several threads."""
+    """Writes one image; `keep` runs in several threads."""
 
     def __init__(
         self,
-        memory: memoryview,
-        extents: Sequence[Extent],
+        parts: Sequence[Part],
+        memory: Sequence[memoryview],  # of each part
+        tensors: Mapping[str, Any],
         store: Store,
         known: Known,
         writing: Writing,
     ) -> None:
-        self.memory, self.extents, self.store = memory, extents, store
-        self.known, self.writing = known, writing
+        self.parts, self.memory = tuple(parts), memory
+        self.tensors = manifests.tensors_told(tensors, self.parts[1:])
+        self.store, self.known, self.writing = store, known, writing
         self.seen: dict[bytes, _Seen] = {}
         self._mine = threading.local()
+
+    def rank(self, do: Callable[[Cut], Chunk]) -> RankImage:
+        """Call `do` for all chunks; return the image as the manifest has it."""
+        cuts = manifests.planned([part.size for part in self.parts])
+        chunks = _all_hands(self.store.place.hands, do, cuts)
+        return RankImage(parts=self.parts, chunks=tuple(chunks), tensors=self.tensors)
 
     def keep(self, cut: Cut) -> Chunk:
         spans = [self._span(span.part, span.offset, span.size) for span in cut]
@@ -204,7 +231,7 @@ class _Writer:
         quick = xxh3_128_digest(body)
         seen = self._still_there(quick)
         if seen is None:
-            seen = _Seen(blake3(body).hexdigest(), _clock_s())
+            seen = _Seen(self.writing.chunks.address(body), _clock_s())
             self.writing.put(seen.address, body)
         self.seen[quick] = seen
         return Chunk(address=seen.address, spans=cut)
@@ -214,7 +241,8 @@ class _Writer:
         spans = [self._span(span.part, span.offset, span.size) for span in cut]
         body = spans[0] if len(spans) == 1 else self._copied(spans)
         seen = self.known.seen.get(xxh3_128_digest(body))
-        return Chunk(address=seen.address if seen else blake3(body).hexdigest(), spans=cut)
+        address = seen.address if seen else self.writing.chunks.address(body)
+        return Chunk(address=address, spans=cut)
 
     def must_be_in_time(self) -> None:
         """Raise TooSlow if a chunk seen early may be gone by the time of the manifest.
@@ -240,8 +268,7 @@ class _Writer:
         return _Seen(seen.address, now_s) if self.writing.chunks.has(seen.address) else None
 
     def _span(self, part: int, offset: int, size: int) -> memoryview:
-        start = self.extents[part].offset + offset
-        return self.memory[start : start + size]
+        return self.memory[part][offset : offset + size]
 
     def _copied(self, spans: Iterable[memoryview]) -> memoryview:
         """Return the spans' bytes in a buffer of this thread, which the resident cannot reach."""
@@ -254,6 +281,14 @@ class _Writer:
             buffer[end : end + len(span)] = span
             end += len(span)
         return buffer[:end]
+
+
+def _in_slab(slab: int, layout: Layout) -> tuple[list[Part], list[memoryview]]:
+    """Return the parts of the image in a slab, and the memory of each."""
+    extents = (layout.graph, *layout.storages)
+    parts = [Part(size=e.size, device=e.device, pinned=e.pinned) for e in extents]
+    memory = _mapped(slab, extents)
+    return parts, [memory[e.offset : e.offset + e.size] for e in extents]
 
 
 def _mapped(slab: int, extents: Sequence[Extent]) -> memoryview:
@@ -302,21 +337,32 @@ def _clock_s() -> float:
 
 
 def read(
-    sha256: str, *, into: int, tenant: str, key: str, store: Store, before: FoundImage | None = None
+    sha256: str,
+    *,
+    into: int,
+    tenant: str,
+    key: str,
+    store: Store,
+    before: FoundImage | None = None,
+    ciphers: Ciphers = NO_CIPHERS,
+    ahead_bytes: int = 0,
 ) -> FoundImage:
     """Fill the memfd `into` with the checkpoint of that address; it is made long enough.
 
     `key` is the public key (hexadecimal) of the host that wrote it, as the Launch order has it.
     `before` is the image that was read into this memfd last and not changed since: equal chunks
     stay in place.  Without `before` the memfd is empty.  After an error the memfd holds no image.
+    `ciphers` are for the keys with which the image may be encrypted.  A second image of up to
+    `ahead_bytes` is fetched ahead; without that its chunks in `before` stay.
 
     Raises app.storage.store.Damaged for a checkpoint that cannot be restored (it names what is
     lost, cut or changed): then try the checkpoint before it.  Raises OSError while the store is
-    away, which says nothing about the checkpoint.
+    away, and NoImageKey, which say nothing about the checkpoint.
     """
     if before is not None and before.sha256 == sha256:
         return replace(before, fetched_bytes=0)
-    manifest, chunks = store.manifest(tenant, sha256, key=key), store.chunks(tenant)
+    manifest = store.manifest(tenant, sha256, key=key)
+    chunks = store.chunks_of(manifest, ciphers)
 
     def get(chunk: Chunk) -> Bytes:
         try:
@@ -325,7 +371,60 @@ def read(
             _set_aside(store, tenant, chunk.address, damaged)
             raise
 
-    return _laid(manifest, sha256, into, get, before=before, hands=store.place.hands)
+    return _laid(manifest, sha256, into, get, before, store.place.hands, ahead_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class BesideImage:
+    """The second image of a checkpoint, read chunk by chunk; the first one is read by `read`.
+
+    Chunks that are `held` are not read from the store.  Reading raises Damaged and OSError as
+    `read` does.
+    """
+
+    rank: RankImage
+    chunks: Chunks
+    held: HeldChunks
+
+    @classmethod
+    def of(
+        cls, manifest: Manifest, *, store: Store, ciphers: Ciphers, held: HeldChunks | None = None
+    ) -> BesideImage:
+        """Raises NoImageKey; KeyError if the checkpoint has no second image."""
+        if len(manifest.ranks) < 2:
+            raise KeyError("the checkpoint has no second image")
+        return cls(manifest.ranks[1], store.chunks_of(manifest, ciphers), held or {})
+
+    @property
+    def sizes(self) -> list[int]:
+        return [part.size for part in self.rank.parts]
+
+    def read(self, part: int) -> bytes:
+        """Return one part."""
+        body = bytearray(self.rank.parts[part].size)
+
+        def write(number: int, at: int, piece: memoryview) -> None:
+            if number == part:
+                body[at : at + len(piece)] = piece
+
+        having = [each for each in self.rank.chunks if part in {span.part for span in each.spans}]
+        self._lay(having, write)
+        return bytes(body)
+
+    def read_into(self, write: Callable[[int, int, memoryview], None]) -> None:
+        """Call `write` with all bytes, each once: part, offset there, bytes; in several threads."""
+        self._lay(self.rank.chunks, write)
+
+    def _lay(self, chunks: Sequence[Chunk], write: Callable[[int, int, memoryview], None]) -> None:
+        def lay(chunk: Chunk) -> None:
+            held = self.held.get(chunk.address)
+            body = memoryview(held or self.chunks.get(chunk.address, chunk.size))
+            at = 0
+            for span in chunk.spans:
+                write(span.part, span.offset, body[at : at + span.size])
+                at += span.size
+
+        _all_hands(self.chunks.place.hands, lay, chunks)
 
 
 def draft(task: str, epoch: int) -> str:
@@ -342,6 +441,8 @@ def follow(
     store: Store,
     before: FoundImage,
     wait: Callable[[], bool],
+    ciphers: Ciphers = NO_CIPHERS,
+    ahead_bytes: int = 0,
 ) -> FoundImage | None:
     """Read an image that is being written now, as `read` does.
 
@@ -355,7 +456,8 @@ def follow(
         except Missing:
             if not wait():
                 return None
-    manifest, chunks = store.manifest_in(sealed, tenant, key=key), store.chunks(tenant)
+    manifest = store.manifest_in(sealed, tenant, key=key)
+    chunks = store.chunks_of(manifest, ciphers)
 
     def get(chunk: Chunk) -> Bytes:
         while not chunks.has(chunk.address) and wait():
@@ -363,7 +465,7 @@ def follow(
         return chunks.get(chunk.address, chunk.size)
 
     sha256 = hashlib.sha256(sealed).hexdigest()
-    return _laid(manifest, sha256, into, get, before=before, hands=store.place.hands)
+    return _laid(manifest, sha256, into, get, before, store.place.hands, ahead_bytes)
 
 
 def _laid(
@@ -371,9 +473,9 @@ def _laid(
     sha256: str,
     into: int,
     get: Callable[[Chunk], Bytes],
-    *,
     before: FoundImage | None,
     hands: int,
+    ahead_bytes: int,
 ) -> FoundImage:
     rank = manifest.ranks[0]
     graph, *storages = rank.parts
@@ -382,7 +484,24 @@ def _laid(
     new = [chunk for place, chunk in _placed_with(layout, rank) if place not in there]
     fill(into, layout, new, get, hands=hands)
     fetched = sum(chunk.size for chunk in new)
-    return FoundImage(sha256=sha256, layout=layout, manifest=manifest, fetched_bytes=fetched)
+    here: HeldChunks = {} if before is None else before.beside
+    beside = here
+    if 0 < sum(part.size for second in manifest.ranks[1:2] for part in second.parts) <= ahead_bytes:
+        beside = _held(manifest.ranks[1], here, get, hands)
+        fetched += sum(len(body) for address, body in beside.items() if address not in here)
+    return FoundImage(
+        sha256=sha256, layout=layout, manifest=manifest, fetched_bytes=fetched, beside=beside
+    )
+
+
+def _held(
+    rank: RankImage, here: HeldChunks, get: Callable[[Chunk], Bytes], hands: int
+) -> HeldChunks:
+    """Return all chunks of an image; those that are here are not fetched again."""
+    wanted = {chunk.address: chunk for chunk in rank.chunks}
+    new = [chunk for address, chunk in wanted.items() if address not in here]
+    fetched = {c.address: body for c, body in zip(new, _all_hands(hands, get, new), strict=True)}
+    return {address: here.get(address) or fetched[address] for address in wanted}
 
 
 def _laid_out(graph_bytes: int, storages: list[tuple[int, str, bool]]) -> Layout:

@@ -15,13 +15,14 @@ for that.  Such a file is named after the boot of this machine, and is valid unt
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import logging
 import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from operator import itemgetter
@@ -30,11 +31,14 @@ from typing import IO
 
 from app.storage.backend import OWN_FILE, Bytes, Folder, make_private
 from app.storage.store import Store, blob
+from workers.process.file_locks import hold
 
 log = logging.getLogger(__name__)
 
 LEFT_S = 3600.0  # an older draft was left by a dead process
 BODY = "body"
+TREE = ".tree"  # end of the name of an entry that is a folder (`workers.transfer.folder_cache`)
+LOCK = "lock"  # of such an entry: its users hold a shared lock on it
 _PIECE = 1 << 20
 
 
@@ -53,18 +57,20 @@ class Cache:
     folder: Path
     limit_bytes: int
 
-    def opened(self, sha256: str, store: Store) -> Opened:
-        """Open a block; raises app.storage.store.Damaged, or OSError if the store does not
-        answer."""
+    def opened(self, sha256: str, store: Store, *, makes_room: bool = True) -> Opened:
+        """Open a block; raises app.storage.store.Damaged, or OSError if the store does not answer.
+
+        If it `makes_room`, less recently used entries are removed for a block that is fetched.
+        """
         if (fd := self.held(sha256)) is not None:
             return Opened(fd=fd, is_fetched=False)
-        return Opened(fd=self._fetched(sha256, store), is_fetched=True)
+        return Opened(fd=self._fetched(sha256, store, makes_room=makes_room), is_fetched=True)
 
     def held(self, sha256: str) -> int | None:
         """Return the cached file, read-only and at its beginning, or None; it counts as used."""
         entry = self.folder / sha256
         fd = _open(entry / BODY)
-        fd = _open(entry / _unflushed()) if fd is None else fd
+        fd = _open(entry / boot_name()) if fd is None else fd
         if fd is None:
             return None
         try:
@@ -99,24 +105,24 @@ class Cache:
         except OSError:
             return False  # reported when something is written there
 
-    def _fetched(self, sha256: str, store: Store) -> int:
+    def _fetched(self, sha256: str, store: Store, *, makes_room: bool) -> int:
         with store.open(sha256) as file:
             if os.fstat(file.fileno()).st_size <= self.limit_bytes:
                 with _only_told():
-                    self._take_in(sha256, file)
+                    self._take_in(sha256, file, makes_room=makes_room)
             file.seek(0)
             return os.dup(file.fileno())
 
-    def _take_in(self, sha256: str, file: IO[bytes]) -> None:
+    def _take_in(self, sha256: str, file: IO[bytes], *, makes_room: bool = True) -> None:
         draft = self.folder / f".{uuid.uuid4().hex}"
         make_private(draft)
         try:
-            _lay_down(file, draft / BODY)
-            self.enter(draft, sha256)
+            link_or_copy(file.fileno(), draft / BODY)
+            self.enter(draft, sha256, makes_room=makes_room)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
 
-    def enter(self, draft: Path, sha256: str) -> None:
+    def enter(self, draft: Path, sha256: str, *, makes_room: bool = True) -> None:
         """Make the folder an entry, unless another device has added the same entry meanwhile."""
         entry = self.folder / sha256
         try:
@@ -127,6 +133,17 @@ class Cache:
                 return
             self._let_go(entry)  # the present entry is of an earlier boot
             draft.rename(entry)
+        if makes_room:
+            self._make_room()
+
+    def replace(self, draft: Path, entry: Path, *, is_valid: Callable[[], bool]) -> None:
+        """Make the folder the entry, unless there is a valid one already."""
+        try:
+            draft.rename(entry)
+        except OSError:
+            if is_valid() or not self._let_go(entry):
+                return
+            draft.rename(entry)
         self._make_room()
 
     def _make_room(self) -> None:
@@ -136,16 +153,20 @@ class Cache:
         for used_s, entry in _by_use(sizes if over > 0 else filter(_is_draft, sizes)):
             is_draft = _is_draft(entry)
             if (over > 0 and not is_draft) or (is_draft and time.time() - used_s > LEFT_S):
-                over -= sizes[entry]
-                self._let_go(self.folder / entry)
+                over -= sizes[entry] if self._let_go(self.folder / entry) else 0
 
-    def _let_go(self, entry: Path) -> None:
+    def _let_go(self, entry: Path) -> bool:
+        """Remove an entry; False if it is a folder that a task may see."""
         gone = self.folder / f".{uuid.uuid4().hex}"
-        try:
-            entry.rename(gone)
-        except FileNotFoundError:
-            return  # another device removed it
+        with _unused(entry) as is_unused:
+            if not is_unused:
+                return False
+            try:
+                entry.rename(gone)
+            except FileNotFoundError:
+                return True  # another device removed it
         shutil.rmtree(gone, ignore_errors=True)
+        return True
 
 
 class Draft:
@@ -162,7 +183,7 @@ class Draft:
         try:
             make_private(self._folder)
             how = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            self._fd = os.open(self._folder / _unflushed(), how, OWN_FILE)
+            self._fd = os.open(self._folder / boot_name(), how, OWN_FILE)
         except OSError as error:
             self.failed = error
 
@@ -202,6 +223,19 @@ class Draft:
 
 
 @contextmanager
+def _unused(entry: Path) -> Iterator[bool]:
+    """Hold the lock of a folder's entry; False if a task may see the folder."""
+    lock = _open(entry / LOCK) if entry.name.endswith(TREE) else None
+    if lock is None:
+        yield True
+        return
+    try:
+        yield hold(lock, fcntl.LOCK_EX)
+    finally:
+        os.close(lock)
+
+
+@contextmanager
 def _only_told() -> Iterator[None]:
     try:
         yield
@@ -224,14 +258,13 @@ def _open(path: Path) -> int | None:
 
 
 @functools.cache
-def _unflushed() -> str:
+def boot_name() -> str:
     """Return the file name of an unflushed entry, which may be torn after the next boot."""
     return f"{BODY}.{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
 
 
-def _lay_down(file: IO[bytes], path: Path) -> None:
-    """Link the file at `path`, or copy it there durably."""
-    fd = file.fileno()
+def link_or_copy(fd: int, path: Path) -> None:
+    """Link the open file at `path`, or copy it there durably."""
     try:
         # Python follows the symbolic link only if it gets a directory descriptor, though none is
         # needed.
@@ -239,9 +272,9 @@ def _lay_down(file: IO[bytes], path: Path) -> None:
         return
     except OSError:
         pass  # other file system, no name at all, or not permitted
-    file.seek(0)
+    os.lseek(fd, 0, os.SEEK_SET)
     how = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    with open(os.open(path, how, OWN_FILE), "wb") as copy:
+    with open(os.open(path, how, OWN_FILE), "wb") as copy, open(os.dup(fd), "rb") as file:
         shutil.copyfileobj(file, copy, _PIECE)
         copy.flush()
         os.fsync(copy.fileno())

@@ -11,26 +11,38 @@ import contextlib
 import fcntl
 import logging
 import os
+import re
 import socket
-import subprocess
 import time
 import uuid
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from app.core.model.descriptor import labels_in
+from app.core.model.provisions import notice, session
+from app.core.security.addresses import addresses_by_name
 from app.core.security.sandbox_layers import Mode
 from app.settings import Settings
+from app.storage.backend import Folder
+from app.storage.sealing import HostKey
 from app.storage.signing import Signer
 from app.storage.store import Store
-from workers.process import sandbox
+from workers.process import sandbox, uv
 from workers.process.cgroups import Bounds
+from workers.process.device_access import HOST_FOLDER, DeviceAccess, FoundDevice
+from workers.process.file_locks import hold
+from workers.transfer.container_images import ContainerImages
+from workers.transfer.environments import Environments
 from workers.transfer.host_cache import Cache
 
 log = logging.getLogger(__name__)
 
 JSON = dict[str, Any]
+
+CPU_BYTES = 4 * 2**30  # memory of a CPU device, unless set
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,43 +54,94 @@ class House:
     store: Store
     run: Path
     kind: str = "cpu"
+    labels: tuple[str, ...] = ()
+    rack: str = ""
+    location: tuple[str, ...] = ()  # of the device inside its host, from wide to narrow
     threads: int = 1
-    memory_bytes: int = 4 * 2**30
-    host_memory_bytes: int = 4 * 2**30  # for images; one image may take all of it
+    access: DeviceAccess = field(default_factory=DeviceAccess)
+    model: str = ""  # of an accelerator, as its driver names it
+    compute_capability: str = ""
+    can_splice: bool = True  # ranks can take turns on the device
+    memory_bytes: int = CPU_BYTES
+    device_fraction: float = 1.0  # of an accelerator's memory that residents may have
+    host_memory_bytes: int = CPU_BYTES  # for images; one image may take all of it
     host_cache_bytes: int = 2**30
     block_bytes_per_s: int = 0  # to other hosts; 0: no limit
+    images_bytes: int = 64 * 2**30  # disk for unpacked container images
+    environments_bytes: int = 32 * 2**30  # disk for environments
+    environment_build_s: float = 900.0
+    package_options: tuple[str, ...] = ()  # name the index (`workers.process.uv.index_options`)
+    wheels: Path | None = None  # the folder that these name, if any
+    package_hosts: tuple[str, ...] | None = ()  # what a build reaches (`workers.process.uv.reach`)
+    mount_roots: tuple[str, ...] = ()  # folders below which tasks may see mounts
     overhead_bytes: int = 2 * 2**30  # host memory of each resident besides both
     scratch_bytes: int = 0  # disk of each resident's scratch folder; 0: a part of the free space
     residents_max: int = 4
     stop_grace_s: float = 5.0
+    drain_s: float = 8.0  # a stopping worker pauses and saves its tasks within this
     lease_margin_s: float = 3.0
     beat_s: float = 2.0
     patience_s: float = 0.5  # how long a task may wait for a late input in the slot
     at_rest_s: float = 5.0  # how long a task may wait so if no other task wants the slot
     sandbox: Mode = "required"
+    criu: str = ""  # a prefix or a program; "": the prefix that `make criu` makes
+    monitor: str = "none"  # of the device's health (`workers.device.monitors`)
+    health_every_s: float = 5.0
+    health_patience_s: float = 30.0
+    egress: bool = True  # tasks may reach the network, where the sandbox keeps them apart
+    egress_private: str = ""  # networks that they may reach although they are not public
+    egress_hosts: Mapping[str, Sequence[str]] = field(default_factory=dict)  # name -> addresses
     address: str = "127.0.0.1"  # address at which other hosts reach this host
     incarnation: str = field(default_factory=lambda: _incarnation(0))
 
     @classmethod
-    def of(cls, settings: Settings) -> House:
+    def of(cls, settings: Settings, found: FoundDevice) -> House:
+        """Return the context of a worker that serves the device `found`."""
+        memory_bytes = _device_bytes(settings.device_memory_bytes, found.memory_bytes)
+        location = found.access.location
         return cls(
             device=settings.device,
             island=settings.island,
             store=Store.at(settings.store_address),
             run=settings.home / "run",
             kind=settings.device_kind,
+            labels=labels_in(settings.device_labels),
+            rack=settings.rack,
+            location=tuple(settings.device_location.split("/"))
+            if settings.device_location
+            else location,
             threads=settings.device_threads,
-            memory_bytes=settings.device_memory_bytes,
-            host_memory_bytes=settings.host_memory_bytes or settings.device_memory_bytes,
+            access=found.access,
+            model=found.model,
+            compute_capability=found.compute_capability,
+            can_splice=found.can_splice,
+            memory_bytes=memory_bytes,
+            device_fraction=memory_bytes / (found.memory_bytes or memory_bytes),
+            host_memory_bytes=settings.host_memory_bytes or memory_bytes,
             host_cache_bytes=settings.host_cache_bytes,
             block_bytes_per_s=settings.block_bytes_per_s,
+            images_bytes=settings.images_bytes,
+            environments_bytes=settings.environments_bytes,
+            environment_build_s=settings.environment_build_s,
+            package_options=tuple(uv.index_options(settings)),
+            wheels=settings.wheels,
+            package_hosts=uv.reach(settings),
+            mount_roots=tuple(filter(None, settings.mount_roots.split(":"))),
             scratch_bytes=settings.scratch_bytes,
             overhead_bytes=settings.resident_overhead_bytes,
             residents_max=settings.residents_max,
             stop_grace_s=settings.stop_grace_s,
+            drain_s=settings.drain_s,
             lease_margin_s=settings.lease_margin_s,
             beat_s=settings.beat_s,
             sandbox=settings.sandbox,
+            criu=settings.criu,
+            monitor=settings.device_monitor,
+            health_every_s=settings.health_every_s,
+            health_patience_s=settings.health_patience_s,
+            egress=settings.egress == "on",
+            egress_private=settings.egress_private,
+            egress_hosts=addresses_by_name(settings.egress_hosts),
             incarnation=next_incarnation(settings.home / "run" / f"{settings.device}.incarnation"),
             address=settings.address or _address_towards(settings.redis_url.get_secret_value()),
         )
@@ -88,15 +151,27 @@ class House:
         return self.run / self.device
 
     @property
+    def own_folders(self) -> tuple[Path, ...]:
+        """Folders of Roundhouse on this host, which no mount may show."""
+        place = self.store.place
+        return (self.run.parent, *([place.root] if isinstance(place, Folder) else []))
+
+    @property
+    def devices_folder(self) -> Path:
+        """Where the workers of this host tell each other how their devices are used."""
+        return self.run / "devices"
+
+    @property
     def bounds(self) -> Bounds:
         """The limits of the residents on this host, together and each."""
         return Bounds.of(
-            memory_bytes=self.memory_bytes,
+            # a CPU device has its memory from the host, an accelerator its own
+            memory_bytes=self.memory_bytes if self.kind == "cpu" else 0,
             host_memory_bytes=self.host_memory_bytes,
             overhead_bytes=self.overhead_bytes,
             residents_max=self.residents_max,
             threads=self.threads,
-            nodes=sandbox.device_nodes(self.kind),
+            nodes=sandbox.device_nodes(self.access.nodes),
         )
 
     @property
@@ -110,9 +185,32 @@ class House:
         return Cache(self.run / "cache", self.host_cache_bytes)
 
     @property
+    def environments(self) -> Environments:
+        """The environments of the host, which all its devices share."""
+        return Environments(
+            folder=self.run / "environments",
+            limit_bytes=self.environments_bytes,
+            build_s=self.environment_build_s,
+            options=self.package_options,
+            wheels=self.wheels,
+            reach=self.package_hosts,
+            is_walled=self.sandbox != "off",
+        )
+
+    @property
+    def images(self) -> ContainerImages:
+        """The container images of the host, which all its devices share."""
+        return ContainerImages(folder=self.run / "images", limit_bytes=self.images_bytes)
+
+    @property
     def signer(self) -> Signer:
         """The signing key of the host: it signs what its devices write.  Made at first use."""
         return Signer.at(self.run / "signing.key")
+
+    @property
+    def host_key(self) -> HostKey:
+        """The key of the host to which secrets are sealed.  Made at first use."""
+        return HostKey.at(self.run / "sealing.key")
 
     @property
     def facts(self) -> JSON:
@@ -120,13 +218,32 @@ class House:
             "host": self.device.rpartition(".")[0] or self.device,
             "island": self.island,
             "kind": self.kind,
+            **({"model": self.model, "uuid": self.access.id} if self.model else {}),
+            "compute_capability": self.compute_capability,
+            "labels": list(self.labels),
+            "rack": self.rack,
+            "location": list(self.location),
             "threads": self.threads,
             "memory_bytes": self.memory_bytes,
             "host_memory_bytes": self.host_memory_bytes,
             "key": self.signer.public,
-            # a splice is possible: ranks can take turns on this and other devices
-            "splice": self.kind == "cpu",
+            "sealing_key": self.host_key.announced(self.signer),
+            "splice": self.can_splice,
+            # its residents see this device alone
+            **({"ranks_apart": True} if self.kind != "cpu" else {}),
+            "spec": True,  # it takes a Launch with a whole descriptor
+            "image_key": True,  # and one with the key of images
+            "offers": ["env", "secrets", notice.NEED, session.NEED],
         }
+
+
+def _device_bytes(set_bytes: int, found_bytes: int) -> int:
+    """Return the memory of the device that residents may have: all of an accelerator, or as much as
+    is set.
+    """
+    if not found_bytes:
+        return set_bytes or CPU_BYTES
+    return min(set_bytes, found_bytes) if set_bytes else found_bytes
 
 
 def next_incarnation(file: Path) -> str:
@@ -172,15 +289,22 @@ def set_aside(folder: Path) -> Path:
     return old
 
 
-def remove_tree(folder: Path) -> None:
-    """Remove a folder that a tenant may have filled, however deep, in a separate process."""
-    done = subprocess.run(["rm", "-rf", "--", str(folder)], stderr=subprocess.PIPE, check=False)
-    if done.returncode:
-        # A job that runs as our own user can remove the user's access to its folders.
-        subprocess.run(["chmod", "-R", "u+rwx", str(folder)], stderr=subprocess.PIPE, check=False)
-        done = subprocess.run(["rm", "-rf", "--", str(folder)], capture_output=True, check=False)
-    if done.returncode:
-        log.warning("cannot remove %s: %s", folder, done.stderr[-300:].decode("utf-8", "replace"))
+def lock_device(house: House, wait_s: float) -> int | None:
+    """Take the lock of the accelerator, so that no two workers serve one; None for a CPU device.
+
+    A UUID is locked on the whole host if this process may do so, else for this home.  Raises
+    CannotServe.
+    """
+    access = house.access
+    if not access.id:
+        return None
+    name = re.sub(r"[^A-Za-z0-9.-]", "_", f"{house.kind}-{access.id}")
+    folder = house.run
+    if access.is_unique and os.geteuid() == 0:
+        with contextlib.suppress(OSError):  # a container with a read-only /run
+            HOST_FOLDER.mkdir(mode=0o700, exist_ok=True)
+            folder = HOST_FOLDER
+    return locked(folder / f"{name}.lock", wait_s)
 
 
 class CannotServe(Exception):
@@ -193,20 +317,13 @@ def locked(path: Path, wait_s: float) -> int:
     Raises CannotServe if another process holds the lock after `wait_s`.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    until_s = time.monotonic() + wait_s
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(fd, 200, 0).decode("utf-8", "replace").strip()
-            if time.monotonic() >= until_s:
-                os.close(fd)
-                raise CannotServe(
-                    f"{path} is locked by {holder or 'another process'}: a device can have only "
-                    "one worker; stop that worker first"
-                ) from None
-            time.sleep(0.2)  # the kernel has no timed flock
-        else:
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, f"process {os.getpid()} and its children".encode(), 0)
-            return fd
+    if not hold(fd, fcntl.LOCK_EX, time.monotonic() + wait_s):
+        holder = os.pread(fd, 200, 0).decode("utf-8", "replace").strip()
+        os.close(fd)
+        raise CannotServe(
+            f"{path} is locked by {holder or 'another process'}: a device can have only one "
+            "worker; stop that worker first"
+        )
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, f"process {os.getpid()} and its children".encode(), 0)
+    return fd

@@ -5,22 +5,16 @@ each host.  A device worker with remote ranks connects to the device worker of t
 and each proves that it knows the secret.  The secret itself never crosses the network.  So a worker
 with a stale order, or a stranger, joins nothing.  The sockets go to the processes of the gang
 (`workers.residents.remote_ranks`).  Their traffic is not encrypted: a deployment has a network of
-its own between its hosts.  In the handshake the side with remote ranks is "outpost", the
-coordinator host "home".
-
-    outpost -> home   hello: which secret (its digest), which host, line or link, a challenge
-    home -> outpost   a challenge, and its proof over both
-    outpost -> home   its proof over both
+its own between its hosts.  The handshake is that of `app.core.security.peer_proof`.
 
 A worker that takes a block (`workers.transfer.peer_blocks`) uses the same handshake.  Its hello
 continues with the hash of the block, and the secret is the key of that block alone.  A worker that
-brings a block does the same with the name of the input.
+brings a block does the same with the name of the input, and the API with the hash of a ticket
+(`workers.device.tunnels`).
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import os
 import selectors
 import socket
@@ -31,18 +25,15 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from app.core.security import peer_proof
+
 HANDSHAKE_S = 5.0
 WAITING_LIMIT = 64  # unauthenticated connections
 WAITING_PER_ADDRESS = 16  # unauthenticated connections of one address
 AGAIN_S = 0.1  # until a retry: the order may reach the coordinator host later
 WITHIN_S = 30.0
 
-SORTS = ("line", "link")
-BLOCK = len(SORTS)  # in place of a sort: a block is taken from here
-_HASH_BYTES = hashlib.sha256().digest_size
-_HELLO = struct.Struct("!16sHB16s")
-_PROOF_BYTES = hashlib.sha256().digest_size
-_CHALLENGE_BYTES = 16
+SORTS = ("line", "link")  # by their number (`peer_proof.LINE`, `LINK`)
 
 Sockets = list[socket.socket]  # line and link of each host except the coordinator host
 Handshake = Generator[int, bytes, Callable[[], None]]
@@ -109,10 +100,13 @@ class Links:
 
     def expect(self, secret: str, hosts: int, then: Callable[[Sockets], None]) -> None:
         known = bytes.fromhex(secret)
-        self._expected = {**self._expected, _digest(known): Expected(known, hosts, then)}
+        self._expected = {
+            **self._expected,
+            peer_proof.secret_digest(known): Expected(known, hosts, then),
+        }
 
     def forget(self, secret: str) -> None:
-        expected = self._taken(_digest(bytes.fromhex(secret)))
+        expected = self._taken(peer_proof.secret_digest(bytes.fromhex(secret)))
         for sock in expected.joined.values() if expected else ():
             sock.close()
 
@@ -197,10 +191,10 @@ class Links:
 
     def _handshake(self, sock: socket.socket) -> Handshake:
         """Authenticate a visitor: yield the bytes awaited, return the function to call then."""
-        hello = yield _HELLO.size
-        digest, host, sort, _ = _HELLO.unpack(hello)
+        hello = yield peer_proof.HELLO.size
+        digest, host, sort, _ = peer_proof.HELLO.unpack(hello)
         if desk := self._desks.get(sort):
-            named = yield _HASH_BYTES
+            named = yield peer_proof.NAME_BYTES
             yield from _examine(sock, desk.key(named.hex()), hello + named)
             return lambda: _serve(sock, desk, named.hex())
         gang = self._expected.get(digest)
@@ -246,10 +240,10 @@ def _serve(sock: socket.socket, desk: Desk, named: str) -> None:
 
 def _examine(sock: socket.socket, secret: bytes, hello: bytes) -> Examination:
     """Exchange proofs that both sides know the secret; raises OSError."""
-    challenge = os.urandom(_CHALLENGE_BYTES)
-    sock.sendall(challenge + _proof(secret, b"home", hello, challenge))
-    theirs = yield _PROOF_BYTES
-    if not hmac.compare_digest(theirs, _proof(secret, b"outpost", hello, challenge)):
+    challenge = os.urandom(peer_proof.CHALLENGE_BYTES)
+    sock.sendall(challenge + peer_proof.proof_of(secret, b"home", hello, challenge))
+    theirs = yield peer_proof.PROOF_BYTES
+    if not peer_proof.is_proof(theirs, secret, b"outpost", hello, challenge):
         raise ConnectionRefusedError("it does not know the secret")
 
 
@@ -285,7 +279,7 @@ def _connected(home: tuple[str, int], secret: bytes, host: int) -> Sockets:
 def at_desk(
     desk: int, place: list[str | int], key: str, named: str, timeout_s: float = HANDSHAKE_S
 ) -> socket.socket:
-    """Return a connection to take the block `named`; raises OSError."""
+    """Connect to `desk` of another host, which gives the block `named`; raises OSError."""
     sock = socket.create_connection((str(place[0]), int(place[1])), timeout=timeout_s)
     try:
         _prove(sock, bytes.fromhex(key), 0, desk, bytes.fromhex(named))
@@ -296,21 +290,13 @@ def at_desk(
 
 
 def _prove(sock: socket.socket, secret: bytes, host: int, sort: int, named: bytes = b"") -> None:
-    hello = _HELLO.pack(_digest(secret), host, sort, os.urandom(_CHALLENGE_BYTES)) + named
+    hello = peer_proof.hello_to(sort, secret, host=host, named=named)
     sock.sendall(hello)
-    challenge = read(sock, _CHALLENGE_BYTES)
-    proof = read(sock, _PROOF_BYTES)
-    if not hmac.compare_digest(proof, _proof(secret, b"home", hello, challenge)):
+    challenge = read(sock, peer_proof.CHALLENGE_BYTES)
+    proof = read(sock, peer_proof.PROOF_BYTES)
+    if not peer_proof.is_proof(proof, secret, b"home", hello, challenge):
         raise ConnectionRefusedError("the peer does not know the secret of the gang")
-    sock.sendall(_proof(secret, b"outpost", hello, challenge))
-
-
-def _digest(secret: bytes) -> bytes:
-    return hashlib.sha256(secret).digest()[:16]
-
-
-def _proof(secret: bytes, who: bytes, hello: bytes, challenge: bytes) -> bytes:
-    return hmac.digest(secret, who + hello + challenge, "sha256")
+    sock.sendall(peer_proof.proof_of(secret, b"outpost", hello, challenge))
 
 
 def wait_for(sock: socket.socket, stall_s: float) -> None:

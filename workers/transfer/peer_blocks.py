@@ -28,6 +28,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from app.core.security import peer_proof
 from app.storage.signing import block_key
 from workers.transfer import peer_auth
 from workers.transfer.host_cache import Cache, Draft
@@ -135,7 +136,7 @@ def taken(copies: Iterable[JSON], sha256: str, size: int, cache: Cache) -> int |
 
 
 def _taken(copy: JSON, sha256: str, size: int, cache: Cache) -> int:
-    asked = peer_auth.at_desk(peer_auth.BLOCK, copy["place"], copy["key"], sha256)
+    asked = peer_auth.at_desk(peer_proof.BLOCK, copy["place"], copy["key"], sha256)
     with asked as sock, Draft(cache) as draft:
         peer_auth.wait_for(sock, STALL_S)
         (told,) = _SIZE.unpack(peer_auth.read(sock, _SIZE.size))

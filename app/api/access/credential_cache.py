@@ -38,11 +38,11 @@ class Callers:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._of: OrderedDict[bytes, _KnownCredential] = OrderedDict()
-        self.round = 0  # grows whenever the cache is emptied
+        self.round = 0  # a counter; each time the cache is emptied, it grows by 1
 
     def get(self, token: str) -> Caller | None:
         with self._lock:
-            known = self._of.get(_hash(token))
+            known = self._of.get(digest_of(token))
         return known.caller if known is not None and time.monotonic() < known.until_s else None
 
     def keep(self, token: str, caller: Caller, round: int) -> None:
@@ -50,8 +50,8 @@ class Callers:
         known = _KnownCredential(caller, time.monotonic() + KNOWN_S)
         with self._lock:
             if round == self.round:
-                self._of[_hash(token)] = known
-                self._of.move_to_end(_hash(token))
+                self._of[digest_of(token)] = known
+                self._of.move_to_end(digest_of(token))
                 if len(self._of) > KEPT:
                     self._of.popitem(last=False)
 
@@ -61,7 +61,8 @@ class Callers:
             self._of.clear()
 
 
-def _hash(token: str) -> bytes:
+def digest_of(token: str) -> bytes:
+    """Return the key under which a credential is remembered, so that no copy of it is kept."""
     return hashlib.sha256(token.encode()).digest()
 
 

@@ -8,12 +8,12 @@ The headers follow the IETF draft "RateLimit header fields for HTTP" (version 8 
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections import OrderedDict
 
 from fastapi import Request
 
+from app.api.access.credential_cache import digest_of
 from app.errors import TooManyCalls
 from app.identity.rate_limits import WINDOW_S, RateBucket, RateResult, take, take_held
 
@@ -31,17 +31,13 @@ class _Owners:
 
     def get(self, credential: str) -> tuple[str, str] | None:
         with self._lock:
-            return self._of.get(_hash(credential))
+            return self._of.get(digest_of(credential))
 
     def put(self, credential: str, owner: tuple[str, str]) -> None:
         with self._lock:
-            self._of[_hash(credential)] = owner
+            self._of[digest_of(credential)] = owner
             if len(self._of) > REMEMBERED:
                 self._of.popitem(last=False)
-
-
-def _hash(credential: str) -> bytes:
-    return hashlib.sha256(credential.encode()).digest()
 
 
 _owners = _Owners()

@@ -8,16 +8,18 @@ in view, a viewer on none.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from sqlalchemy import ColumnElement, select, true
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from app.api.access.auth import Caller
 from app.db import tenant_tree
-from app.db.models import Request, Task
+from app.db.models import Checkpoint, Delivery, Request, Task, User, Webhook
 from app.errors import Forbidden, NotFound
 from app.identity import audit
+
+OfTenant = TypeVar("OfTenant", Checkpoint, Delivery, Request, Task, User, Webhook)
 
 
 def of_caller(caller: Caller, tenant_id: InstrumentedAttribute[Any]) -> ColumnElement[bool]:
@@ -29,20 +31,28 @@ def of_caller(caller: Caller, tenant_id: InstrumentedAttribute[Any]) -> ColumnEl
     return tenant_id == caller.tenant_id
 
 
-def visible_request(session: Session, caller: Caller, id: str) -> Request:
-    query = select(Request).where(Request.id == id, of_caller(caller, Request.tenant_id))
-    found = session.scalar(query)
+def visible(
+    session: Session, caller: Caller, model: type[OfTenant], id: str, *, lock: bool = False
+) -> OfTenant:
+    """Return the row of a tenant that the caller sees; raises NotFound, as if no other existed.
+
+    `lock` keeps others from changing the row, but not from referring to it.
+    """
+    query = select(model).where(model.id == id, of_caller(caller, model.tenant_id))
+    found = session.scalar(query.with_for_update(key_share=True) if lock else query)
     if found is None:
-        raise NotFound("request", id)
+        raise NotFound(model.__name__.lower(), id)
+    return found
+
+
+def visible_request(session: Session, caller: Caller, id: str) -> Request:
+    found = visible(session, caller, Request, id)
     audit.looked(session, found)
     return found
 
 
 def visible_task(session: Session, caller: Caller, id: str) -> Task:
-    query = select(Task).where(Task.id == id, of_caller(caller, Task.tenant_id))
-    found = session.scalar(query)
-    if found is None:
-        raise NotFound("task", id)
+    found = visible(session, caller, Task, id)
     audit.looked(session, found)
     return found
 

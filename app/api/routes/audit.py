@@ -116,9 +116,9 @@ def list_audit_events(
     since: Time = None,
     until: Time = None,
 ) -> dict[str, Any]:
-    """Lists changes of tenants, users, keys, devices, hosts and presets, sign-ins, and actions on
-    other users' work.  Reading a request, task or checkpoint of another tenant by id is recorded
-    once an hour.
+    """Lists changes of tenants, users, keys, devices, hosts, presets and mounts, sign-ins, and
+    actions on other users' work.  Reading a request, task or checkpoint of another tenant by id is
+    recorded once an hour.
     """
     wanted = {
         AuditEvent.tenant_id: tenant_id,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import Path as PathParameter
@@ -121,14 +119,11 @@ def _stored(done: Done) -> JSONResponse:
 
 def _looked_through(sha256: str) -> dict[str, Any]:
     """Inspect a stored bundle; raises Gone if the store does not have it any more."""
-    with tempfile.NamedTemporaryFile(prefix="roundhouse-bundle-") as file:
-        try:
-            with Store.at(settings().store_address).open(sha256) as stored:
-                shutil.copyfileobj(stored, file)
-        except Damaged as error:
-            raise Gone(f"{error}; tell an administrator") from error
-        file.flush()
-        return asdict(bundles.inspect(Path(file.name)))
+    try:
+        with Store.at(settings().store_address).open(sha256) as stored:
+            return asdict(bundles.inspect_stored(stored))
+    except Damaged as error:
+        raise Gone(f"{error}; tell an administrator") from error
 
 
 @router.get(

@@ -6,11 +6,10 @@ from typing import Annotated, Any
 
 from fastapi import Query
 from fastapi.responses import StreamingResponse
-from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from app.api.access.auth import Authed, Caller
-from app.api.access.visibility import of_caller
+from app.api.access.visibility import visible
 from app.api.middleware import v1_router
 from app.api.problems import declared
 from app.api.schemas.base import Page
@@ -19,7 +18,7 @@ from app.core.model.manifest import Manifest
 from app.core.model.tensor_file import SAID
 from app.db.models import Checkpoint
 from app.db.transactions import Db
-from app.errors import BadInput, Gone, NotFound, Unavailable
+from app.errors import BadInput, Gone, Unavailable
 from app.identity import audit
 from app.settings import settings
 from app.storage.store import Damaged, Store
@@ -96,10 +95,7 @@ def export_checkpoint(
 
 
 def _visible(session: Session, caller: Caller, id: str) -> Checkpoint:
-    query = select(Checkpoint).where(Checkpoint.id == id, of_caller(caller, Checkpoint.tenant_id))
-    found = session.scalar(query)
-    if found is None:
-        raise NotFound("checkpoint", id)
+    found = visible(session, caller, Checkpoint, id)
     audit.looked(session, found)
     return found
 

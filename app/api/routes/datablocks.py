@@ -94,10 +94,10 @@ async def put_datablock(
     at = await received(http, wanted, sent)
     if isinstance(at, Begun):
         return progress(at)
-    return await in_thread(caller.tenant_id, _stored, at)
+    return await in_thread(caller.tenant_id, stored_answer, at)
 
 
-def _stored(done: Done) -> JSONResponse:
+def stored_answer(done: Done) -> JSONResponse:
     row = done.row
     with transaction() as session:
         holders = datablocks.holders(session, [row.id])[row.id]
@@ -132,7 +132,7 @@ def get_datablock(name: AnyVersion, caller: Authed, session: Db, asked: Download
     it is damaged, the answer ends before its `Content-Length`.  Verify a file put together from
     ranges yourself.
     """
-    row = _named(session, caller, name)
+    row = find_datablock(session, caller, name)
     return downloads.answer(row.sha256, row.size_bytes, _headers(row), asked)
 
 
@@ -144,7 +144,7 @@ def get_datablock(name: AnyVersion, caller: Authed, session: Db, asked: Download
 )
 def head_datablock(name: AnyVersion, caller: Authed, session: Db) -> Response:
     """Sends the headers of a download, without the bytes."""
-    row = _named(session, caller, name)
+    row = find_datablock(session, caller, name)
     length = {"Content-Length": str(row.size_bytes)}
     return Response(headers=_headers(row) | length, media_type="application/octet-stream")
 
@@ -154,7 +154,7 @@ def _headers(row: Datablock) -> dict[str, str]:
     return {**downloads.headers_of(row.sha256, filename), "Content-Location": _address(row)}
 
 
-def _named(session: Session, caller: Caller, name: str) -> Datablock:
+def find_datablock(session: Session, caller: Caller, name: str) -> Datablock:
     source = descriptors.datablock(name)
     assert source is not None, "the path has that form"
     row = datablocks.found(session, caller.tenant_id, [source]).get(source)
@@ -174,7 +174,7 @@ def list_datablocks(
     caller: Authed,
     session: Db,
     name: Annotated[str | None, Query(description="Only versions of this datablock.")] = None,
-    format: Literal["safetensors", "npy"] | None = None,
+    format: Literal["safetensors", "npy", "folder"] | None = None,
     latest: Annotated[
         bool, Query(description="Only the newest version of each datablock.")
     ] = False,
@@ -217,7 +217,7 @@ def delete_datablock(name: OneVersion, caller: Submitter, session: Db) -> Databl
     The bytes stay as long as tasks that have not ended need them (`holders`), and go some minutes
     later.
     """
-    row = _named(session, caller, name)
+    row = find_datablock(session, caller, name)
     if caller.role == "member" and row.user_id != caller.user_id:
         raise Forbidden("only the owner or an administrator may do this; got role member")
     # lock: a concurrent submission either already holds this version, or does not find it

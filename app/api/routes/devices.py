@@ -27,11 +27,17 @@ from app.api.schemas.fleet import (
     IslandOut,
 )
 from app.api.versions import IfMatch, check_version, etag
+from app.core.device import device_fitness
+from app.core.device.device_fitness import Fitness
+from app.core.model.provisions.container_image import PREFIX
+from app.core.model.provisions.mounts import need_of
 from app.core.security.sandbox_layers import Sandbox
+from app.db import transactions
 from app.db.models import Device, Enrolment, Host, Island, Placement
 from app.db.transactions import Db, after_commit
 from app.errors import NotFound
 from app.identity import enrolment
+from app.insight.reports import device_health
 from app.intake import actions
 from app.messaging import outbox
 
@@ -170,7 +176,7 @@ def list_devices(
     if kind is not None:
         query = query.where(Device.kind == kind)
     found = paging.read(session, query, by=Device.id)
-    return found.page([_shown(row) for row in found.rows])
+    return found.page([_shown(caller, row) for row in found.rows])
 
 
 @router.get(
@@ -226,7 +232,10 @@ def cordon_device(
 def uncordon_device(
     id: str, response: Response, caller: PlatformAdmin, session: Db
 ) -> dict[str, Any]:
-    """Lets the device take work again.  If its host is drained, that must be ended too."""
+    """Lets the device take work again.  If its host is drained, that must be ended too.
+
+    A device that a health rule has cordoned is checked first: it stays `cordoned` until it passes.
+    """
     return _cordon_device(session, response, caller, id, False)
 
 
@@ -234,7 +243,8 @@ def _cordon_device(
     session: Session, response: Response, caller: Caller, id: str, cordoned: bool
 ) -> dict[str, Any]:
     device = _locked_device(session, id)
-    if device.cordoned != cordoned:
+    is_checked_first = _note_wish(session, device, cordoned, by=caller.user_name)
+    if device.cordoned != cordoned and not is_checked_first:
         device.cordoned = cordoned
         device.version += 1
         if cordoned:
@@ -244,6 +254,25 @@ def _cordon_device(
         session.flush()
         after_commit(session, lambda: outbox.nudge_island(device.island))
     return _device_out(session, response, caller, id)
+
+
+def _note_wish(session: Session, device: Device, cordoned: bool, *, by: str) -> bool:
+    """Note what an administrator wants of a device that a rule may have cordoned.
+
+    True if the device serves only after it has passed a check.
+    """
+    before, now_s = Fitness.of(device.fitness), transactions.now_s(session)
+    after = (
+        device_fitness.cordon_asked(before)
+        if cordoned
+        else device_fitness.let_serve_asked(before, by=by, now_s=now_s)
+    )
+    if not device.health:  # no monitor can check it
+        after = device_fitness.heard(after, None, now_s=now_s, is_cordoned=device.cordoned)
+    if after != before:
+        device.fitness = after.as_json()
+        device.version += 1
+    return after.is_checking
 
 
 def _locked_device(session: Session, id: str) -> Device:
@@ -272,10 +301,10 @@ def _device_out(session: Session, response: Response, caller: Caller, id: str) -
     if row is None:
         raise NotFound("device", id)
     response.headers["ETag"] = etag(row.Device.version)
-    return _shown(row)
+    return _shown(caller, row)
 
 
-def _shown(row: Any) -> dict[str, Any]:
+def _shown(caller: Caller, row: Any) -> dict[str, Any]:
     shown = {name: getattr(row.Device, name, None) for name in DeviceOut.model_fields}
     return {
         **shown,
@@ -286,7 +315,8 @@ def _shown(row: Any) -> dict[str, Any]:
         "tasks": row.tasks,
         "cost": row.Device.cost_milli / 1000,
         "sandbox": _sandbox(Sandbox.of(row.Device.facts)),
-        "facts": _facts(row.Device.facts),
+        "facts": _facts(row.Device.facts, shows_mounts=caller.sees_all),
+        "health": device_health(row.Device),
     }
 
 
@@ -295,17 +325,34 @@ def _sandbox(said: Sandbox) -> dict[str, Any]:
     return {**told, "layers": list(said.standing)}
 
 
-def _facts(said: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts of a device that all users may know; memory is shown as sums only."""
+def _facts(said: dict[str, Any], *, shows_mounts: bool) -> dict[str, Any]:
+    """Return the facts of a device that the caller may know; memory is shown as sums only.
+
+    The names of mounts are not for every tenant.
+    """
     shown = {name: said[name] for name in _SHOWN if name in said}
+    if "offers" in shown and not shows_mounts:
+        hidden = need_of(""), PREFIX
+        shown["offers"] = [each for each in shown["offers"] if not each.startswith(hidden)]
     pairs = [pair for pair in said.get("held_bytes", {}).values()]
     on_device, on_host = (sum(pair[n] for pair in pairs) for n in (0, 1))
     return {**shown, "held_bytes": {"device": on_device, "host": on_host}}
 
 
 _SHOWN = (
-    *("sandbox", "torch", "capabilities", "splice", "host_memory_bytes"),
-    *("limits", "unlimited"),
+    *(
+        "model",
+        "compute_capability",
+        "uuid",
+        "labels",
+        "offers",
+        "gives",
+        "rack",
+        "location",
+        "sandbox",
+        "torch",
+    ),
+    *("capabilities", "splice", "ranks_apart", "host_memory_bytes", "limits", "unlimited"),
 )
 
 

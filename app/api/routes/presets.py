@@ -13,7 +13,7 @@ from app.api.problems import declared
 from app.api.schemas.base import Page
 from app.api.schemas.fleet import PresetIn, PresetOut
 from app.core.model import preset
-from app.db.models import Preset
+from app.db.models import Device, Preset
 from app.db.transactions import Db
 from app.errors import BadInput, NotFound
 
@@ -61,10 +61,12 @@ def put_preset(
 ) -> Preset:
     """Applies from the next launch on.  If a device does not take a value, the task fails.
 
-    The failure's detail shows the difference.
+    The failure's detail shows the difference.  Parameters of the device's driver, such as
+    `power_limit_w`, are put back when no task that wants them holds the device.
     """
-    if kind not in preset.KINDS:
-        known = ", ".join(preset.KINDS)
+    kinds = {*preset.KINDS, *session.scalars(select(Device.kind).distinct())}
+    if kind not in kinds:
+        known = ", ".join(sorted(kinds))
         raise BadInput.at(
             "{kind}", f"must be a known device kind ({known}); got {kind!r}", "unknown"
         )

@@ -1,4 +1,4 @@
-"""Requests: submit, look, wait, change, cancel, hold."""
+"""Requests: submit, look, wait, change, cancel, hold, delete."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ from app.db.transactions import Db, commit, released, transaction
 from app.errors import BadInput, Forbidden
 from app.insight import phases
 from app.intake import actions, intake, island_assignment
+from app.messaging.live_updates import LONGEST_WAIT_S as LOOK_AGAIN_S
 from app.messaging.live_updates import changes
 
 LONGEST_WAIT_S = 60.0
@@ -79,11 +80,11 @@ def submit_request(
     """
     owner = _owner(caller)
     once = intake.Once(idempotency_key, "POST /v1/requests", body)
-    ground = intake.ground(session, owner, once)
-    if not ground.is_first:
+    facts = intake.request_facts(session, owner, once)
+    if not facts.is_first:
         answer = intake.replay(session, owner, once)
         return _accepted(answer, {"Idempotency-Replayed": "true"})
-    accepted = intake.accept(session, owner, body, ground)
+    accepted = intake.accept(session, owner, body, facts)
     shown = _new_request_out(caller, accepted).model_dump_json()
     answer = intake.IntakeResponse(202, shown, f"/v1/requests/{accepted.request['id']}")
     intake.write(session, accepted, once, answer)
@@ -110,8 +111,8 @@ def validate_request(caller: Submitter, session: Db, body: DescriptorIn) -> dict
     It does not check whether a limited queue has space, because that changes all the time.
     """
     owner = _owner(caller)
-    ground = intake.ground(session, owner, intake.Once(None, "", body))
-    return intake.checked(session, owner, body, ground).shown()
+    facts = intake.request_facts(session, owner, intake.Once(None, "", body))
+    return intake.checked(session, owner, body, facts).shown()
 
 
 def _owner(caller: Caller) -> intake.Owner:
@@ -246,7 +247,7 @@ async def get_request(id: str, caller: Authed, session: Db, wait: Wait = "0s") -
             left_s = until_s - asyncio.get_running_loop().time()
             if left_s <= 0:
                 break
-            await news.wait(min(left_s, 15.0))
+            await news.wait(min(left_s, LOOK_AGAIN_S))
             shown = await in_thread(caller.tenant_id, _read_again, caller, id)
     return shown
 
@@ -258,12 +259,12 @@ def _seconds(wait: str) -> float:
 def _read_and_let_go(session: Session, caller: Caller, id: str) -> dict[str, Any]:
     """Read the request, and return the connection before the wait."""
     with released(session):
-        return request_out(session, visible_request(session, caller, id))
+        return request_out(session, caller, visible_request(session, caller, id))
 
 
 def _read_again(caller: Caller, id: str) -> dict[str, Any]:
     with transaction() as session:
-        return request_out(session, visible_request(session, caller, id))
+        return request_out(session, caller, visible_request(session, caller, id))
 
 
 def _same(before: dict[str, Any], now: dict[str, Any]) -> bool:
@@ -279,15 +280,18 @@ def _same(before: dict[str, Any], now: dict[str, Any]) -> bool:
 @router.patch(
     "/requests/{id}",
     response_model=RequestOut,
-    summary="Change priority or labels",
+    summary="Change priority or labels, or keep it",
     responses=declared(403, 404, 409),
 )
 def change_request(id: str, body: RequestPatch, caller: Authed, session: Db) -> dict[str, Any]:
-    """Changes the priority, which counts within the tenant.  `labels` replaces all labels."""
+    """Changes the priority, which counts within the tenant.  `labels` replaces all labels.
+
+    A request with `keep` is not deleted, however old it is, and neither are its checkpoints.
+    """
     found = request_to_act_on(session, caller, id)
-    given = {"priority": body.priority, "labels": body.labels}
+    given = {"priority": body.priority, "labels": body.labels, "keep": body.keep}
     actions.change_request(session, found, by=caller.user_name, **given)  # type: ignore[arg-type]
-    return request_out(session, found)
+    return request_out(session, caller, found)
 
 
 _WISH: dict[str, Any] = {
@@ -309,7 +313,7 @@ def cancel_request(id: str, caller: Authed, session: Db) -> dict[str, Any]:
     """
     found = request_to_act_on(session, caller, id)
     actions.cancel_request(session, found, by=caller.user_name)
-    return request_out(session, found)
+    return request_out(session, caller, found)
 
 
 @router.post("/requests/{id}/hold", summary="Pause a request", **_WISH)
@@ -317,7 +321,7 @@ def hold_request(id: str, caller: Authed, session: Db) -> dict[str, Any]:
     """Starts no task of the request, and pauses the running ones, until the request is released."""
     found = request_to_act_on(session, caller, id)
     actions.hold_request(session, found, by=caller.user_name, as_admin=caller.sees_all)
-    return request_out(session, found)
+    return request_out(session, caller, found)
 
 
 @router.post("/requests/{id}/release", summary="Resume a request", **_WISH)
@@ -325,7 +329,23 @@ def release_request(id: str, caller: Authed, session: Db) -> dict[str, Any]:
     """Queues the request's tasks again.  Only an admin can release what an admin holds."""
     found = request_to_act_on(session, caller, id)
     actions.release_request(session, found, by=caller.user_name, as_admin=caller.sees_all)
-    return request_out(session, found)
+    return request_out(session, caller, found)
+
+
+@router.delete(
+    "/requests/{id}",
+    summary="Delete an ended request",
+    **_WISH,
+)
+def delete_request(id: str, caller: Authed, session: Db) -> dict[str, Any]:
+    """Deletes the request with its tasks, events, logs, metrics, decisions, outputs and
+    checkpoints, some minutes after it has ended.
+
+    Its device time stays charged.  Datablocks that it published stay, and so does the audit log.
+    """
+    found = request_to_act_on(session, caller, id)
+    actions.delete_request(session, found, by=caller.user_name)
+    return request_out(session, caller, found)
 
 
 # --- rows to answers ----------------------------------------------------------------------------
@@ -342,7 +362,7 @@ _TASKS = (
 def _new_request_out(caller: Caller, accepted: intake.Accepted) -> RequestOut:
     """Return what `request_out` will read of the request, once it is written."""
     request, tasks = accepted.request, accepted.tasks
-    shown = [new_task_out(request, task, accepted.needs[task["name"]]) for task in tasks]
+    shown = [new_task_out(request, task, accepted.needs[task.spec.name]) for task in tasks]
     return RequestOut.model_validate(
         {
             **request,
@@ -353,7 +373,7 @@ def _new_request_out(caller: Caller, accepted: intake.Accepted) -> RequestOut:
             "ended_at": None,
             "task_states": {"blocked": len(tasks)},
             "task_phases": dict(Counter(task["phase"] for task in shown)),
-            "hold": min(task["hold"] for task in tasks),
+            "hold": min(task.hold for task in tasks),
             "bundle": str(request["descriptor"].get("bundle") or ""),
             "tasks": shown,
             "notes": [*accepted.found.notes],
@@ -361,12 +381,12 @@ def _new_request_out(caller: Caller, accepted: intake.Accepted) -> RequestOut:
     )
 
 
-def request_out(session: Session, request: Request) -> dict[str, Any]:
+def request_out(session: Session, caller: Caller, request: Request) -> dict[str, Any]:
     session.flush()
     tasks = list(session.scalars(_TASKS, {"id": request.id}))
     summary = _summaries(session, [request])[0]
     bundle = str(request.descriptor.get("bundle") or "")
-    return {**summary, "bundle": bundle, "tasks": task_outs(session, tasks)}
+    return {**summary, "bundle": bundle, "tasks": task_outs(session, caller, tasks)}
 
 
 _NAMES = (
@@ -431,6 +451,8 @@ def _summary(request: Request, names: Any, tasks: _Counted) -> dict[str, Any]:
         "user": names.user,
         "submitted_at": request.submitted_at,
         "ended_at": request.ended_at,
+        "keep": request.keep,
+        "delete_asked_at": request.delete_asked_at,
         "task_states": dict(tasks.states),
         "task_phases": dict(tasks.phases),
         "hold": min(tasks.holders, default=""),  # "" sorts first: at least one task is not held

@@ -12,7 +12,8 @@ from sqlalchemy import bindparam, select
 from sqlalchemy.orm import Session, aliased
 
 from app.api import downloads
-from app.api.access.auth import Authed
+from app.api.access import tunnel_access
+from app.api.access.auth import Authed, Caller
 from app.api.access.visibility import of_caller, task_to_act_on, visible_task
 from app.api.cursors import Paged, PagedBy200
 from app.api.downloads import Download
@@ -28,16 +29,24 @@ from app.api.schemas.tasks import (
     ResizeIn,
     TaskOut,
 )
-from app.core.model import dependencies, migration
+from app.core.model import codec, dependencies, migration
+from app.core.model import descriptor as descriptors
+from app.core.model.device_choice import choice_in, traits_in
 from app.core.model.messages import ARTIFACTS
-from app.core.model.migration import ANYWHERE
+from app.core.model.migration import ANYWHERE, Moving
+from app.core.model.next_size import memory_to_request, resources_to_request
 from app.core.model.phase import task_phase
+from app.core.model.provisions import process_images
+from app.core.model.provisions.resources import of_amounts
+from app.core.model.provisions.tunnel import why_not_into
 from app.db.models import Checkpoint, Device, Host, Metric, Need, Placement, Task
 from app.db.transactions import Db
 from app.errors import BadInput, Conflict, NotFound
-from app.insight import explain, phases
+from app.insight import explain, phases, reports
+from app.insight.reports import NetworkUse
 from app.insight.time_spent import time_spent
 from app.intake import actions
+from app.intake.intake import NewTask
 from app.scheduling import guest_placements
 
 router = v1_router("tasks", 404)
@@ -68,7 +77,7 @@ def list_tasks(
     if request_id is not None:
         query = query.where(Task.request_id == request_id)
     found = paging.read(session, query, by=Task.id, newest_first=True)
-    return found.page(task_outs(session, found.rows))
+    return found.page(task_outs(session, caller, found.rows))
 
 
 def words_in(text: str | None, known: Any, name: str) -> list[str]:
@@ -83,7 +92,7 @@ def words_in(text: str | None, known: Any, name: str) -> list[str]:
 @router.get("/tasks/{id}", response_model=TaskOut, summary="Show a task")
 def get_task(id: str, caller: Authed, session: Db) -> TaskOut:
     """Shows the task's state, what it asked for, and how it ended."""
-    return task_outs(session, [visible_task(session, caller, id)])[0]
+    return task_outs(session, caller, [visible_task(session, caller, id)])[0]
 
 
 OutputName = Annotated[
@@ -134,6 +143,7 @@ def explain_task(id: str, caller: Authed, session: Db) -> dict[str, Any]:
         "starts_at": told.estimate.starts_at if told.estimate else None,
         "estimate": told.estimate,
         "no_estimate": told.no_estimate,
+        "movement": reports.movement_of(task),
         "time": time_spent(session, [id])[id],
     }
 
@@ -146,7 +156,7 @@ def _does_not_wait(session: Session, task: Task) -> str:
 
 def _moves(task: Task) -> str:
     if task.moving is not None:
-        return f"; {migration.told(migration.from_json(task.moving))}"
+        return f"; {migration.told(codec.from_json(Moving, task.moving))}"
     if task.move_to is None:
         return ""
     to = "another device" if task.move_to == ANYWHERE else task.move_to
@@ -191,10 +201,10 @@ def list_placements(id: str, paging: Paged, caller: Authed, session: Db) -> dict
 # --- requested actions --------------------------------------------------------------------------
 
 
-def _after(session: Session, task: Task) -> TaskOut:
+def _after(session: Session, caller: Caller, task: Task) -> TaskOut:
     session.flush()
     session.refresh(task)
-    return task_outs(session, [task])[0]
+    return task_outs(session, caller, [task])[0]
 
 
 @router.post(
@@ -208,7 +218,7 @@ def pause_task(id: str, caller: Authed, session: Db) -> TaskOut:
     """Pauses the task without losing a step; others may use its device until it is resumed."""
     task = task_to_act_on(session, caller, id)
     actions.pause_task(session, task, by=caller.user_name, as_admin=caller.sees_all)
-    return _after(session, task)
+    return _after(session, caller, task)
 
 
 @router.post(
@@ -222,7 +232,7 @@ def resume_task(id: str, caller: Authed, session: Db) -> TaskOut:
     """Queues the task again; it continues after the step at which it was paused."""
     task = task_to_act_on(session, caller, id)
     actions.resume_task(session, task, by=caller.user_name, as_admin=caller.sees_all)
-    return _after(session, task)
+    return _after(session, caller, task)
 
 
 @router.post(
@@ -236,7 +246,7 @@ def checkpoint_task(id: str, caller: Authed, session: Db) -> TaskOut:
     """Saves a checkpoint; the task continues to run."""
     task = task_to_act_on(session, caller, id)
     actions.save_task(session, task, by=caller.user_name)
-    return _after(session, task)
+    return _after(session, caller, task)
 
 
 @router.post(
@@ -258,7 +268,7 @@ def migrate_task(
     if body.to is not None:
         _must_fit(session, task, body.to)
     actions.move_task(session, task, body.to or ANYWHERE, by=caller.user_name)
-    return _after(session, task)
+    return _after(session, caller, task)
 
 
 @router.post(
@@ -276,14 +286,17 @@ def resize_task(id: str, body: ResizeIn, caller: Authed, session: Db) -> TaskOut
     """
     task = task_to_act_on(session, caller, id)
     actions.resize_task(session, task, body.devices_max, by=caller.user_name)
-    return _after(session, task)
+    return _after(session, caller, task)
 
 
 def _must_fit(session: Session, task: Task, to: str) -> None:
     """Raises BadInput at /to if the task can never run on that device."""
     device = session.get(Device, to)
     if device is None:
-        raise BadInput.at("/to", f"must be the id of a device; got {to!r:.80}", "unknown")
+        here = select(Device.id).where(Device.island == task.island).order_by(Device.id).limit(10)
+        there_are = ", ".join(session.scalars(here))
+        told = f"must be the id of a device, such as {there_are}; got {to!r:.80}"
+        raise BadInput.at("/to", told, "unknown")
     if device.island != task.island:
         raise BadInput.at(
             "/to",
@@ -300,6 +313,9 @@ def _must_fit(session: Session, task: Task, to: str) -> None:
             f"{device.memory_bytes}"
         )
         raise BadInput.at("/to", told, "memory")
+    choice = choice_in(task.device_choice)
+    if not choice.suits(traits_in(device.facts)):
+        raise BadInput.at("/to", f"must be a device{choice.told}; {to} is none", "choice")
     if device.cordoned or session.get_one(Host, device.host).cordoned:
         raise BadInput.at("/to", f"{to} is drained and takes no new work", "cordoned")
     if task.seat == to:
@@ -320,39 +336,52 @@ def cancel_task(id: str, caller: Authed, session: Db) -> TaskOut:
     """
     task = task_to_act_on(session, caller, id)
     actions.cancel_task(session, task, by=caller.user_name)
-    return _after(session, task)
+    return _after(session, caller, task)
 
 
 # --- rows to answers ----------------------------------------------------------------------------
 
 
-def task_outs(session: Session, tasks: Sequence[Task]) -> list[TaskOut]:
+def task_outs(session: Session, caller: Caller, tasks: Sequence[Task]) -> list[TaskOut]:
     needs = _needs(session, [task.id for task in tasks])
     lent = guest_placements.guests(
         session, [task.id for task in tasks if task.resized_at is not None]
     )
-    return [_task_out(task, needs[task.id], lent[task.id]) for task in tasks]
+    used = reports.network_use(session, tasks)
+    return [
+        _task_out(task, caller, needs[task.id], lent[task.id], used.get(task.id)) for task in tasks
+    ]
 
 
 def new_task_out(
     request: Mapping[str, Any],
-    task: Mapping[str, Any],
+    task: NewTask,
     needs: Iterable[dependencies.DependencyEdge],
 ) -> dict[str, Any]:
     """Return the answer for a task that is being written; fields not given have their defaults."""
+    spec, said = task.spec, descriptors.as_json(task.spec)
     return {
-        **task,
+        "id": task.id,
+        "name": spec.name,
+        "type": spec.type,
+        "kind": spec.devices.kind,
+        "devices_min": spec.devices.min,
+        "devices_max": spec.devices.max,
+        "across_hosts": spec.devices.across_hosts,
+        "hold": task.hold,
+        "step": task.step,
         "request_id": request["id"],
         "tenant_id": request["tenant_id"],
         "tier": request["tier"],
         "state": "blocked",
-        "phase": task_phase(
-            "blocked", hold=task["hold"], begun=False, retries=False, has_image=False
-        ),
+        "phase": task_phase("blocked", hold=task.hold, begun=False, retries=False, has_image=False),
         "submitted_at": request["submitted_at"],
+        "no_tunnel": why_not_into("blocked", spec),
+        "movement": process_images.movement(spec.run.kind, (), ""),
         "needs": [{"task": n.task, "port": n.port, "output": n.output} for n in needs],
-        "inputs": task["descriptor"]["inputs"],
-        "publish": task["descriptor"]["publish"],
+        "inputs": said["inputs"],
+        "publish": said["publish"],
+        "network": said["network"],
     }
 
 
@@ -372,8 +401,15 @@ def _needs(session: Session, ids: list[str]) -> dict[str, list[dict[str, str]]]:
     return found
 
 
-def _task_out(task: Task, needs: list[dict[str, str]], lent: list[Placement]) -> TaskOut:
+def _task_out(
+    task: Task,
+    caller: Caller,
+    needs: list[dict[str, str]],
+    lent: list[Placement],
+    used: NetworkUse | None,
+) -> TaskOut:
     shown = {name: getattr(task, name) for name in TaskOut.model_fields if hasattr(task, name)}
+    next_time = resources_to_request(task.state, task.peaks)
     shown |= {
         "phase": phases.of_task(task),
         "needs": needs,
@@ -382,5 +418,11 @@ def _task_out(task: Task, needs: list[dict[str, str]], lent: list[Placement]) ->
         "lent": [guest.device_id for guest in lent],
         "cancel_asked": task.cancel_asked_at is not None,
         "held_us": task.total_held_us + task.held_us,
+        "memory_to_request_bytes": memory_to_request(task.state, task.peak_device_bytes),
+        "peak_resources": of_amounts(task.peaks).as_json(),
+        "resources_to_request": None if next_time is None else next_time.as_json(),
+        "network": None if used is None else used.as_json(),
+        "no_tunnel": tunnel_access.why_closed(caller, task),
+        "movement": reports.movement_of(task),
     }
     return TaskOut.model_validate(shown)

@@ -11,14 +11,13 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Annotated, Any
 
-import uuid_utils
 from fastapi import Body, Response
 from sqlalchemy import exists, func, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from app.api.access.auth import NO_SECRET, AnyAdmin, Authed, Caller, check_role, id_of, new_key
-from app.api.access.visibility import of_caller
+from app.api.access.visibility import of_caller, visible
 from app.api.cursors import Paged
 from app.api.middleware import v1_router
 from app.api.problems import declared
@@ -37,14 +36,17 @@ from app.api.schemas.people import (
     UserPatch,
 )
 from app.api.versions import IfMatch, check_version, etag
-from app.core.model.descriptor import Fault, escaped
+from app.core.model.fields import Fault, escaped
+from app.core.model.provisions import network_policy
 from app.core.security.grants import ROLES
 from app.core.security.scopes import Scopes, within
 from app.db import tenant_tree, transactions
-from app.db.models import ApiKey, Island, Request, Tenant, User, Webhook
+from app.db.ids import new_id
+from app.db.models import ApiKey, Island, Request, Secret, Tenant, User, Webhook
 from app.db.transactions import Db, after_commit
 from app.errors import BadInput, Conflict, Forbidden, NotFound
 from app.messaging import outbox
+from app.scheduling import ledger
 
 tenants = v1_router("tenants")
 users = v1_router("users and keys")
@@ -71,7 +73,7 @@ def create_tenant(
     before = _promised(session, caller) if body.guarantee else {}
     parent = _parent(session, caller, body.parent_id)
     tenant = Tenant(
-        id=_new_id("ten"),
+        id=new_id("ten"),
         name=body.name,
         parent_id=parent.id,
         weight_milli=round(body.weight * 1000),
@@ -79,6 +81,9 @@ def create_tenant(
         limit=body.limit,
         max_running=body.max_running,
         max_queued=body.max_queued,
+        idle_pause_s=body.idle_pause_s,
+        session_end_s=body.session_end_s,
+        network=_network(session, caller, body.network),
         tier=body.tier,
     )
     _check_quota(tenant, "guarantee")
@@ -125,7 +130,8 @@ def change_tenant(
     session: Db,
     if_match: IfMatch = None,
 ) -> dict[str, Any]:
-    """Needs the tenant's `ETag` as `If-Match`.  The change counts from the next decision on.
+    """Needs the tenant's `ETag` as `If-Match`.  The change counts from the next decision on, and a
+    new weight for usage from then on; with `for_past_usage` for all usage.
 
     A tenant admin may change the tenants below the own one, but not the own one.
     """
@@ -137,7 +143,10 @@ def change_tenant(
     check_version(if_match, tenant.version)
     if body.parent_id is not None:
         tenant.parent_id = _new_parent(session, caller, tenant, body.parent_id)
+    _reweigh(session, tenant, body)
     _take_over(tenant, body)
+    if body.network is not None:
+        tenant.network = _network(session, caller, body.network)
     _check_quota(tenant, "limit" if body.guarantee is None else "guarantee")
     tenant.version += 1
     _flush(session, f"the new parent already has a child tenant named {tenant.name!r}")
@@ -148,15 +157,22 @@ def change_tenant(
     return _tenant_out(session, response, tenant)
 
 
+def _reweigh(session: Session, row: Tenant | User, body: TenantPatch | UserPatch) -> None:
+    if body.weight is not None or body.for_past_usage:
+        weight_milli = row.weight_milli if body.weight is None else round(body.weight * 1000)
+        ledger.reweigh(session, row, weight_milli, past=body.for_past_usage)
+
+
 def _take_over(tenant: Tenant, body: TenantPatch) -> None:
-    """Copy the given fields; null removes a limit on numbers of tasks, and is ignored elsewhere."""
-    if body.weight is not None:
-        tenant.weight_milli = round(body.weight * 1000)
+    """Copy the given fields; null removes a bound on tasks, and is ignored elsewhere."""
     for name in ("name", "guarantee", "limit", "tier"):
         if (given := getattr(body, name)) is not None:
             setattr(tenant, name, given)
-    for name in {"max_running", "max_queued"} & body.model_fields_set:
+    for name in _MAY_BE_NULL & body.model_fields_set:
         setattr(tenant, name, getattr(body, name))
+
+
+_MAY_BE_NULL = {"max_running", "max_queued", "idle_pause_s", "session_end_s", "network"}
 
 
 @tenants.delete(
@@ -186,6 +202,7 @@ def _belongings(session: Session, tenant: Tenant) -> list[str]:
         "requests": Request.tenant_id == tenant.id,
         "child tenants": Tenant.parent_id == tenant.id,
         "webhooks": Webhook.tenant_id == tenant.id,
+        "secrets": Secret.tenant_id == tenant.id,
     }
     found = session.execute(select(*(exists().where(which) for which in owned.values()))).one()
     return [what for what, there in zip(owned, found, strict=True) if there]
@@ -245,6 +262,36 @@ def _tenant_out(session: Session, response: Response, tenant: Tenant) -> dict[st
 def _shown(tenant: Tenant) -> dict[str, Any]:
     shown = {name: getattr(tenant, name, None) for name in TenantOut.model_fields}
     return {**shown, "weight": tenant.weight_milli / 1000}
+
+
+# --- the network --------------------------------------------------------------------------------
+
+
+def _network(session: Session, caller: Caller, given: list[str] | None) -> list[str] | None:
+    """Return a policy in its usual spelling; raises BadInput with all of its faults.
+
+    A tenant admin gives away only what the policies of the own tenant and of those above it allow.
+    """
+    if given is None:
+        return None
+    is_bound = not caller.sees_all
+    own = tenant_tree.network_of(tenant_tree.path(session, caller.tenant_id)) if is_bound else ()
+    faults: list[Fault] = []
+    found: dict[str, None] = {}
+    for n, text in enumerate(given):
+        try:
+            wanted = network_policy.destination(text)
+        except network_policy.BadDestination as error:
+            faults.append(Fault(f"/network/{n}", f"{error}; got {text!r:.100}"))
+            continue
+        if is_bound and not network_policy.is_allowed(own, wanted):
+            may = f"{caller.tenant_name} may reach {network_policy.listed(own)}"
+            detail = f"{wanted} is not allowed: {may}; a platform_admin can change that"
+            faults.append(Fault(f"/network/{n}", detail, "network"))
+        found[str(wanted)] = None
+    if faults:
+        raise BadInput(f"{faults[0].pointer}: {faults[0].detail}", errors=tuple(faults))
+    return list(found)
 
 
 # --- quotas (rule F4) ---------------------------------------------------------------------------
@@ -351,7 +398,7 @@ def create_user(body: UserIn, response: Response, caller: AnyAdmin, session: Db)
         raise BadInput.at("/tenant_id", f"there is no tenant with id {tenant_id}", "unknown-tenant")
     weight_milli = round(body.weight * 1000)
     user = User(
-        id=_new_id("usr"),
+        id=new_id("usr"),
         tenant_id=tenant_id,
         name=body.name,
         weight_milli=weight_milli,
@@ -387,9 +434,7 @@ def list_users(
 )
 def get_user(id: str, response: Response, caller: Authed, session: Db) -> dict[str, Any]:
     """Shows your own user, or as an admin any user that you see."""
-    user = _visible_user(session, caller, id)
-    if user is None:
-        raise NotFound("user", id)
+    user = visible(session, caller, User, id)
     if user.id != caller.user_id:
         check_role(caller, "platform_admin", "tenant_admin")
     return _user_out(session, response, user)
@@ -409,17 +454,16 @@ def change_user(
     session: Db,
     if_match: IfMatch = None,
 ) -> dict[str, Any]:
-    """Needs the user's `ETag` as `If-Match`.  A new weight counts from the next decision on."""
-    user = _visible_user(session, caller, id)
-    if user is None:
-        raise NotFound("user", id)
+    """Needs the user's `ETag` as `If-Match`.  A new weight counts from the next decision on, for
+    usage from then on; with `for_past_usage` for all usage.
+    """
+    user = visible(session, caller, User, id)
     check_role(caller, "platform_admin", "tenant_admin")
     session.refresh(user, with_for_update=True)
     check_version(if_match, user.version)
     if body.name is not None:
         user.name = body.name
-    if body.weight is not None:
-        user.weight_milli = round(body.weight * 1000)
+    _reweigh(session, user, body)
     user.version += 1
     _flush(session, f"the tenant already has a user named {body.name!r}")
     _tell_islands(session)
@@ -438,11 +482,6 @@ def get_me(caller: Authed) -> dict[str, Any]:
         "scopes": caller.scopes and list(caller.scopes),
         "key_id": caller.key_id,
     }
-
-
-def _visible_user(session: Session, caller: Caller, id: str) -> User | None:
-    query = select(User).where(User.id == id, of_caller(caller, User.tenant_id))
-    return session.scalar(query)
 
 
 def _user_out(session: Session, response: Response, user: User) -> dict[str, Any]:
@@ -473,8 +512,11 @@ def create_key(body: KeyIn, response: Response, caller: AnyAdmin, session: Db) -
     """
     if body.role == "platform_admin" and not caller.sees_all:
         raise Forbidden("only a platform_admin may create keys with the role platform_admin")
-    if _visible_user(session, caller, body.user_id) is None:
-        raise BadInput.at("/user_id", f"there is no user with id {body.user_id}", "unknown-user")
+    try:
+        visible(session, caller, User, body.user_id)
+    except NotFound:
+        told = f"there is no user with id {body.user_id}"
+        raise BadInput.at("/user_id", told, "unknown-user") from None
     _check_within(caller, body.scopes)
     expires_at = _future(body.expires_at)
     scopes = None if body.scopes is None else sorted(set(body.scopes))
@@ -610,10 +652,6 @@ def _key_out(row: Any) -> dict[str, Any]:
 
 
 # --- shared -------------------------------------------------------------------------------------
-
-
-def _new_id(kind: str) -> str:
-    return f"{kind}_{uuid_utils.uuid7().hex}"
 
 
 def _add(session: Session, row: Tenant | User, taken: str) -> None:

@@ -15,16 +15,18 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from app.api.access.auth import AnyAdmin, Authed, Caller, check_role
-from app.api.access.visibility import of_caller, visible_request
+from app.api.access.visibility import of_caller, visible, visible_request
 from app.api.cursors import Paged
 from app.api.middleware import v1_router
 from app.api.problems import declared
 from app.api.schemas.base import In, Out, Page, example, example_of
-from app.core.security.webhook_policy import TYPES, networks, refusal
+from app.core.security.addresses import networks
+from app.core.security.webhook_policy import TYPES, refusal
 from app.db import transactions
+from app.db.ids import new_id
 from app.db.models import Delivery, Tenant, Webhook
 from app.db.transactions import Db
-from app.errors import BadInput, Conflict, NotFound
+from app.errors import BadInput, Conflict
 from app.identity import audit
 from app.messaging import webhooks
 from app.settings import settings
@@ -217,7 +219,7 @@ def create_webhook(
     if session.execute(of_tenant).scalar_one() >= MOST:
         raise Conflict(f"the tenant already has {MOST} webhooks; delete one first")
     hook = Webhook(
-        id=webhooks.new_id("whk"),
+        id=new_id("whk"),
         tenant_id=tenant_id,
         url=body.url,
         events=sorted(set(body.events)),
@@ -394,11 +396,8 @@ def delete_webhook(id: str, caller: Authed, session: Db) -> None:
 
 
 def _webhook(session: Session, caller: Caller, id: str, *, lock: bool = False) -> Webhook:
-    query = select(Webhook).where(Webhook.id == id, of_caller(caller, Webhook.tenant_id))
-    # Lock, but not against references: an island that ends a request refers to this row meanwhile.
-    hook = session.scalar(query.with_for_update(key_share=True) if lock else query)
-    if hook is None:
-        raise NotFound("webhook", id)
+    # An island that ends a request may refer to the row while it is locked.
+    hook = visible(session, caller, Webhook, id, lock=lock)
     check_role(caller, "platform_admin", "tenant_admin")
     return hook
 
@@ -406,10 +405,7 @@ def _webhook(session: Session, caller: Caller, id: str, *, lock: bool = False) -
 def _delivery(
     session: Session, caller: Caller, id: str, *, lock: bool = False
 ) -> tuple[Delivery, Webhook]:
-    query = select(Delivery).where(Delivery.id == id, of_caller(caller, Delivery.tenant_id))
-    delivery = session.scalar(query.with_for_update() if lock else query)
-    if delivery is None:
-        raise NotFound("delivery", id)
+    delivery = visible(session, caller, Delivery, id, lock=lock)
     check_role(caller, "platform_admin", "tenant_admin")
     return delivery, session.get_one(Webhook, delivery.webhook_id)
 

@@ -13,10 +13,12 @@ from app.api.schemas.base import (
     EXAMPLE_SHA256,
     EXAMPLE_TENANT,
     EXAMPLE_USER,
+    In,
     Out,
     example,
     example_of,
 )
+from app.core.model.provisions.folder import MAX_FILE_BYTES, MAX_FILES, MAX_PATH
 
 
 class BundleOut(Out):
@@ -83,6 +85,8 @@ class DatablockOut(Out):
         size_bytes=786_560,
         tensors=[{"name": "pixels", "dtype": "uint8", "shape": [64, 64, 64, 3]}],
         tensor_count=1,
+        file_count=0,
+        file_bytes=0,
         task_id=None,
         output="",
         holders=2,
@@ -96,11 +100,13 @@ class DatablockOut(Out):
     )
     name: str = Field(description="The name of the datablock; `NAME@VERSION` names this version.")
     version: int = Field(description="From 1; a number is never reused.")
-    format: Literal["safetensors", "npy"]
+    format: Literal["safetensors", "npy", "folder"]
     sha256: str = Field(description="SHA-256 of the downloaded bytes.")
-    size_bytes: int
+    size_bytes: int = Field(description="Of the downloaded bytes: of a folder, the list of files.")
     tensors: list[TensorOfBlock] = Field(description="The first 100 tensors.")
     tensor_count: int
+    file_count: int = Field(description="The number of files of a folder.")
+    file_bytes: int = Field(description="The size of all files of a folder.")
     task_id: str | None = Field(
         description="The task that published the version; null if it was uploaded."
     )
@@ -111,6 +117,34 @@ class DatablockOut(Out):
     )
     created_at: datetime
     deleted_at: datetime | None
+
+
+_EXAMPLE_FILE = "2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae"
+
+
+class FileOut(Out):
+    model_config = example(sha256=EXAMPLE_SHA256, size_bytes=1834)
+    sha256: str
+    size_bytes: int
+
+
+class FolderFileIn(In):
+    path: str = Field(max_length=MAX_PATH, description="Inside the folder, such as `a/b.txt`.")
+    size_bytes: int = Field(ge=0, le=MAX_FILE_BYTES)
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+    executable: bool = Field(False, description="Whether the file may be run.")
+
+
+class FolderIn(In):
+    model_config = example(
+        files=[{"path": "train/a.txt", "size_bytes": 3, "sha256": _EXAMPLE_FILE}]
+    )
+    files: list[FolderFileIn] = Field(min_length=1, max_length=MAX_FILES)
+
+
+class FolderMissing(Out):
+    model_config = example(missing=[_EXAMPLE_FILE])
+    missing: list[str] = Field(description="The hashes of files that your tenant lacks.")
 
 
 class UploadOut(Out):

@@ -80,6 +80,26 @@ class HeldBytes(Out):
 class DeviceFacts(Out):
     """The facts of a device that are shown; other facts that it reports are not."""
 
+    model: str | None = Field(
+        None, description="An accelerator, as its driver names it; a MIG instance with its profile."
+    )
+    compute_capability: str | None = Field(None, description="A GPU's, such as `9.0`.")
+    uuid: str | None = Field(
+        None, description="The UUID or the index by which its worker found the accelerator."
+    )
+    rack: str | None = Field(None, description="The rack of its host, if it is known.")
+    location: list[str] = Field(
+        [], description="Its location inside its host, from wide to narrow; gangs are placed near."
+    )
+    labels: list[str] = Field([], description="Its labels, which tasks can ask for or avoid.")
+    offers: list[str] = Field(
+        [], description="What its host can do and tasks may need, such as `mount:imagenet`."
+    )
+    gives: dict[str, int] = Field(
+        {},
+        description="The most that it gives one task of each resource that it can limit: `cpus` in "
+        "thousandths, `memory` and `disk` in bytes, `processes`.",
+    )
     sandbox: list[str] | str | None = Field(
         None, description="The sandbox layers around the processes of a task."
     )
@@ -90,6 +110,48 @@ class DeviceFacts(Out):
     held_bytes: HeldBytes | None = Field(
         None, description="Memory held by the tasks of all tenants together."
     )
+
+
+class HealthNoteOut(Out):
+    at: datetime
+    told: str
+
+
+class HealthOut(Out):
+    """Shows the health of a device that has a monitor."""
+
+    model_config = example(
+        is_watched=True,
+        is_checking=False,
+        cordon_rule="xid",
+        cordon_reason="Xid 48 (double-bit ECC error).",
+        cordoned_at=EXAMPLE_AT,
+        warnings=[],
+        reading={"temperature_c": 61, "power_w": 312.0},
+        notes=[{"at": EXAMPLE_AT, "told": "Cordoned: Xid 48 (double-bit ECC error)."}],
+    )
+    is_watched: bool = Field(description="Whether a monitor watches the device.")
+    is_checking: bool = Field(description="The device is being checked before it takes work again.")
+    cordon_rule: str | None = Field(description="The health rule that cordoned the device.")
+    cordon_reason: str | None
+    cordoned_at: datetime | None
+    warnings: list[str] = Field(description="Findings because of which it is not cordoned.")
+    reading: dict[str, float] = Field(
+        description="The figures that the monitor read when they last changed enough."
+    )
+    notes: list[HealthNoteOut] = Field(description="What a rule decided, the newest first.")
+
+
+_WELL: dict[str, Any] = {
+    "is_watched": True,
+    "is_checking": False,
+    "cordon_rule": None,
+    "cordon_reason": None,
+    "cordoned_at": None,
+    "warnings": [],
+    "reading": {"temperature_c": 61, "power_w": 312.0},
+    "notes": [],
+}
 
 
 class DeviceOut(Out):
@@ -110,6 +172,7 @@ class DeviceOut(Out):
         version=1,
         sandbox={"mode": "required", "layers": ["files", "network"], "missing": [], "refuses": ""},
         facts={"sandbox": ["files", "network"], "torch": "2.13.0", "splice": True},
+        health=_WELL,
     )
     id: str
     host: str
@@ -120,7 +183,8 @@ class DeviceOut(Out):
     busy: bool = Field(description="A task holds the device.")
     task_id: str | None = Field(description="The task on the device, if you may see it.")
     tasks: list[str] = Field(
-        description="The tasks on the device that you may see. Several graphs can share a device."
+        description="The tasks on the device that you may see: graphs that share it in turns, or "
+        "tasks with fractions of it."
     )
     threads: int
     memory_bytes: int
@@ -129,6 +193,7 @@ class DeviceOut(Out):
     version: int
     sandbox: SandboxOut
     facts: DeviceFacts
+    health: HealthOut
 
 
 class PresetIn(In):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
+from typing import Annotated
 
 from pydantic import Field
 
@@ -24,8 +25,14 @@ from app.api.schemas.base import (
     example_of,
 )
 from app.api.times import Time
+from app.core.model.provisions.network_policy import MAX_DESTINATIONS
+from app.core.model.provisions.session import LEAST_PAUSE_S
 
 _WEIGHT = "Relative share among siblings: the child tenants and the users of the same parent."
+_PAST = (
+    "True: the weight counts for usage of the past too, as if it had always been so. False: a new "
+    "weight counts from now on, and the place in the order stays."
+)
 _GUARANTEE = (
     "Guaranteed devices by kind. They are lent to others while unused. The guarantees of the "
     "child tenants must not exceed this in total. The number of installed devices is not checked."
@@ -38,6 +45,22 @@ _MAX_QUEUED = (
     "Maximum number of queued tasks, including child tenants; further submissions are rejected; "
     "null: no limit."
 )
+_IDLE = (
+    "A task that computes nothing on its device for so many seconds is paused, and warned after "
+    "half of them; null: as the parent tenant says, or never. Needs devices with a monitor; a "
+    "session gives its device back after so long on every device, whatever its own limit."
+)
+_SESSION = (
+    "A session into which nobody types for so many seconds is cancelled, and warned after 80 % of "
+    "them; null: as the parent tenant says, or never."
+)
+_NETWORK = (
+    "What tasks of this tenant and its child tenants may reach, as HOST:PORT; `*.pypi.org:443` "
+    "stands for the names below pypi.org, `*:443` for every name. null: as the parent tenant says, "
+    "or nothing; []: nothing."
+)
+Network = Annotated[list[Annotated[str, Field(max_length=300)]], Field(max_length=MAX_DESTINATIONS)]
+IdlePause = Annotated[int, Field(ge=LEAST_PAUSE_S, le=30 * 86400)]
 _TIER = "The highest tier for requests of this tenant and its child tenants."
 
 
@@ -49,6 +72,9 @@ class TenantIn(In):
         limit={"cuda": 8, "*": 16},
         max_running=32,
         max_queued=10_000,
+        idle_pause_s=1800,
+        session_end_s=86400,
+        network=["huggingface.co:443", "*.pypi.org:443"],
         tier="standard",
     )
     name: Name
@@ -60,22 +86,30 @@ class TenantIn(In):
     limit: DeviceLimit = Field({}, description=_LIMIT)
     max_running: Count | None = Field(None, description=_MAX_RUNNING)
     max_queued: Count | None = Field(None, description=_MAX_QUEUED)
+    idle_pause_s: IdlePause | None = Field(None, description=_IDLE)
+    session_end_s: IdlePause | None = Field(None, description=_SESSION)
+    network: Network | None = Field(None, description=_NETWORK)
     tier: Tier = Field("standard", description=_TIER)
 
 
 class TenantPatch(In):
-    """A change of a tenant; fields that are left out stay unchanged.  `guarantee` and `limit` are
-    replaced as a whole; null removes `max_running` and `max_queued`.
+    """A change of a tenant; fields that are left out stay unchanged.  `guarantee`, `limit`
+    and `network` are replaced as a whole; null removes `max_running`, `max_queued`, `idle_pause_s`,
+    `session_end_s` and `network`.
     """
 
     model_config = example(weight=3.0, limit={"cuda": 6}, max_queued=None)
     name: Name | None = None
     weight: Weight | None = Field(None, description=_WEIGHT)
+    for_past_usage: bool = Field(False, description=_PAST)
     parent_id: str | None = None
     guarantee: Guarantee | None = Field(None, description=_GUARANTEE)
     limit: DeviceLimit | None = Field(None, description=_LIMIT)
     max_running: Count | None = Field(None, description=_MAX_RUNNING)
     max_queued: Count | None = Field(None, description=_MAX_QUEUED)
+    idle_pause_s: IdlePause | None = Field(None, description=_IDLE)
+    session_end_s: IdlePause | None = Field(None, description=_SESSION)
+    network: Network | None = Field(None, description=_NETWORK)
     tier: Tier | None = Field(None, description=_TIER)
 
 
@@ -89,6 +123,9 @@ class TenantOut(Out):
         limit={"cuda": 8, "*": 16},
         max_running=32,
         max_queued=None,
+        idle_pause_s=1800,
+        session_end_s=86400,
+        network=["huggingface.co:443", "*.pypi.org:443"],
         tier="standard",
         version=1,
         created_at=EXAMPLE_AT,
@@ -101,6 +138,9 @@ class TenantOut(Out):
     limit: dict[str, int] = Field(description=_LIMIT)
     max_running: int | None = Field(description=_MAX_RUNNING)
     max_queued: int | None = Field(description=_MAX_QUEUED)
+    idle_pause_s: int | None = Field(description=_IDLE)
+    session_end_s: int | None = Field(description=_SESSION)
+    network: list[str] | None = Field(description=_NETWORK)
     tier: Tier = Field(description=_TIER)
     version: int
     created_at: datetime
@@ -126,6 +166,7 @@ class UserPatch(In):
     model_config = example(weight=2.0)
     name: Name | None = None
     weight: Weight | None = Field(None, description=_USER_WEIGHT)
+    for_past_usage: bool = Field(False, description=_PAST)
 
 
 class UserOut(Out):

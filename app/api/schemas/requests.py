@@ -30,6 +30,9 @@ class RequestPatch(In):
     model_config = example(priority=10, labels={"exp": "a1"})
     priority: int | None = Field(None, ge=-100, le=100)
     labels: Labels | None = Field(None, max_length=32)
+    keep: bool | None = Field(
+        None, description="true: keep it with its checkpoints, however old it is; false: let it go."
+    )
 
 
 class RequestSummary(Out):
@@ -65,10 +68,16 @@ class RequestSummary(Out):
     user: str
     submitted_at: datetime
     ended_at: datetime | None
+    keep: bool = Field(
+        False, description="It is not deleted, however old it is, nor are its checkpoints."
+    )
+    delete_asked_at: datetime | None = Field(
+        None, description="Since when it is to be deleted; some minutes later it is gone."
+    )
     task_states: dict[str, int] = Field(description="Number of tasks in each state.")
     task_phases: dict[str, int] = Field(description="Number of tasks in each phase.")
     hold: str = Field(
-        "", description="Who paused all tasks that have not ended: `user` or `admin`."
+        "", description="Who paused all tasks that have not ended: `user`, `admin` or `idle`."
     )
 
 

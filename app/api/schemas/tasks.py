@@ -77,6 +77,32 @@ class NeedOut(Out):
     output: str = ""
 
 
+class ResourcesOut(Out):
+    """Amounts of what a task takes of its host, in the form of the field `resources`."""
+
+    cpus: float = Field(0.0, description="Processors.")
+    memory_bytes: int = Field(0, description="Host memory.")
+    disk_bytes: int = Field(0, description="Disk of the working folder.")
+    processes: int = Field(0, description="Processes and threads.")
+
+
+class NetworkOut(Out):
+    """Says what a task may reach over the network, and what it used of it over all epochs."""
+
+    model_config = example(
+        allow=["huggingface.co:443"],
+        connections=12,
+        refused=0,
+        sent_bytes=48_211,
+        received_bytes=3_120_448_112,
+    )
+    allow: list[str] = Field(description="What the task may reach, as HOST:PORT.")
+    connections: int = Field(0, description="Connections that were made.")
+    refused: int = Field(0, description="Connections that were refused; the log has the reasons.")
+    sent_bytes: int = Field(0, description="Bytes that the task sent.")
+    received_bytes: int = Field(0, description="Bytes that the task received.")
+
+
 class TaskOut(Out):
     model_config = example(
         id=EXAMPLE_TASK,
@@ -114,7 +140,10 @@ class TaskOut(Out):
     tier: Tier = Field("standard", description="The tier of the request.")
     state: TaskState = Field(description="The scheduler's state, finer than `phase`.")
     phase: PhaseWord = Field(description=PHASE_TEXT)
-    hold: str = Field("", description="Who paused the task: empty, `user` or `admin`.")
+    hold: str = Field(
+        "",
+        description="Who paused the task: empty, `user`, `admin`, or `idle` for an idle session.",
+    )
     cancel_asked: bool = False
     island: str | None = None
     seat: str | None = Field(
@@ -138,6 +167,38 @@ class TaskOut(Out):
     attempts: int = 0
     pauses: int = 0
     lost_steps: int = 0
+    peak_device_bytes: int = Field(
+        0,
+        description="The most memory of a device that the task's processes held, as the kernel or "
+        "the driver counted it; 0: not counted yet.",
+    )
+    peak_host_bytes: int = Field(
+        0,
+        description="The most memory of the host that the task's images and spilled blocks took.",
+    )
+    memory_to_request_bytes: int | None = Field(
+        None,
+        description="What to request as `devices.memory_bytes` for the next such task: the peak, "
+        "with an eighth to spare. Null until the task is done.",
+    )
+    peak_resources: ResourcesOut = Field(
+        ResourcesOut(),
+        description="The most that the task took of its host, as the kernel counted it; memory "
+        "without its images. An empty field was not counted.",
+    )
+    resources_to_request: ResourcesOut | None = Field(
+        None,
+        description="What to ask for as `resources` of the next such task: the peaks, with an "
+        "eighth to spare. Null until the task is done.",
+    )
+    network: NetworkOut | None = Field(
+        None, description="What the task used of the network; null: it may not reach any."
+    )
+    no_tunnel: str = Field(
+        "",
+        description="Why you cannot open a shell or a port of the task; empty: you can. A tunnel "
+        "into a task that does not run now waits until it does.",
+    )
     held_us: int = Field(
         0, description="Total time that the task has held devices, over all epochs."
     )
@@ -158,9 +219,15 @@ class TaskOut(Out):
         [],
         description="The supported operations: `pause`; `save` a durable checkpoint; `move` the "
         "task with its state; resume `exact`ly, or with `equivalent` bits. A command has "
-        "`restart` instead of `save` and `move`: on another device it restarts in its last saved "
-        "working folder. `device_memory`: other tasks can use its device memory while it is "
-        "paused.",
+        "`restart` instead of `save`, and `move` only where its processes can be stored: without "
+        "`move` it restarts in its last saved working folder on another device. "
+        "`device_memory`: other tasks can use its device memory while it is "
+        "paused. `notice`: it is told before a stop, and moves after it has saved its state.",
+    )
+    movement: str = Field(
+        "",
+        description="What becomes of the task if it leaves its device, and why, in a sentence; "
+        "empty before its first start.",
     )
     preset: dict[str, Any] = {}
     cause: str | None = Field(None, description="Why the last attempt failed.")
@@ -250,6 +317,7 @@ class Explained(Out):
     starts_at: datetime | None = Field(description="The estimated start.")
     estimate: StartOut | None
     no_estimate: UnknownOut | None = Field(description="Why there is no estimate.")
+    movement: str = Field("", description="As in the task: whether it can move, and if not, why.")
     time: TimeSpentOut
 
 

@@ -106,12 +106,22 @@ class KillAsked(ProcessEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaveAsked(DeviceEvent):
-    """The device worker stops: every task is paused, and none is taken any more."""
+    """The device worker stops: every task is paused, and none is taken any more.
+
+    A task with a notice gets what of it ends before `pause_by_us`.
+    """
+
+    pause_by_us: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadlinesDue(DeviceEvent):
     """Time has passed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportDue(DeviceEvent):
+    """A report is about to be made; it asks for the grace that the machine then has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +205,13 @@ class ProcessConcluded(ProcessEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessEnding(ProcessEvent):
+    """The command of the process has ended and begins again: its folder is being stored."""
+
+    process: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ImageKept(ProcessEvent):
     """An image of the process became durable."""
 
@@ -237,11 +254,27 @@ class ContinueProcess(Instruction):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExtendTrust(Instruction):
+    """Let the processes step until this time, which they read in shared memory."""
+
+    until_us: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SendWord(Instruction):
     """Send a message to a process: pause, save, cancel, yield or look."""
 
     process: int
     word: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GiveNotice(Instruction):
+    """Tell the command of a process why (`NoticeReason`) and when it will be stopped."""
+
+    process: int
+    why: str
+    until_us: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,8 +5,8 @@ that share it.  The supervisor (`workers.device.supervisor`) gives it every even
 time, and carries out its instructions in their order.  The machine does no I/O and reads no clock.
 
 What holds after every event (`validate`; tests/core/device):
-* At most one process has the slot.  It got the slot while the device's lease was trusted, and in a
-  stay that the island had confirmed.
+* The processes in the slot take at most the whole device together: one process, or fractions.  Each
+  got the slot while the device's lease was trusted, and in a stay that the island had confirmed.
 * A stale or repeated order or answer changes nothing.
 * A stay is over once: it reports one end, or it is dropped without a report.
 * A process has one kill reason, and gets no word after it.
@@ -15,7 +15,7 @@ What holds after every event (`validate`; tests/core/device):
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 from app.core.device.device_events import (
     AnswerCame,
@@ -25,9 +25,11 @@ from app.core.device.device_events import (
     DropAsked,
     DropStay,
     ExpectHosts,
+    ExtendTrust,
     FetchInputs,
     ForgetHosts,
     ForgetStay,
+    GiveNotice,
     GiveSlot,
     HostsJoined,
     HostsMissed,
@@ -41,6 +43,7 @@ from app.core.device.device_events import (
     PauseAsked,
     ProcessBegan,
     ProcessConcluded,
+    ProcessEnding,
     ProcessEvent,
     ProcessExited,
     ProcessPaused,
@@ -48,6 +51,7 @@ from app.core.device.device_events import (
     ProcessProgressed,
     ProcessResized,
     ProcessStood,
+    ReportDue,
     ReportSoon,
     SendWord,
     SlotDue,
@@ -59,20 +63,22 @@ from app.core.device.device_events import (
     TellVerdict,
 )
 from app.core.device.device_records import ProcessRecord, StayRecord
-from app.core.device.lease import Lease
+from app.core.device.lease import Lease, grace_for
 from app.core.device.slot_turns import SlotTurns
-from app.core.device.stay_state import StayMove, StayState, state_after
+from app.core.device.stay_state import ACTIVE, StayMove, StayState, state_after
 from app.core.model import messages
 from app.core.model.messages import Answer, Cancel, Launch, Order, Pause, Resize, Save
+from app.core.model.provisions.notice import NoticeReason
 from app.core.scheduling.turns import Rota
 
 PREPARE_US = 120_000_000  # limit to import a tenant's code and restore its image
 HANDOVER_US = 2_000_000  # how long a successor may prepare while its predecessor still runs
+ENDING_US = 30_000_000  # limit to store the folder of a command that begins again
 REMEMBERED = 10_000  # tasks with a known newest launch; the island stops older epochs
 
 #: Kill reasons without an event: the island sees that the resident is gone.
 SILENT_REASONS = frozenset(
-    {"evicted", "dropped", "replaced", "lease", "zygote", "leaving", "unfetched"}
+    {"evicted", "dropped", "replaced", "lease", "zygote", "leaving", "unfetched", "damaged"}
 )
 
 
@@ -103,6 +109,7 @@ class DeviceMachine:
             KillAsked: self._kill_asked,
             LeaveAsked: self._leave_asked,
             DeadlinesDue: self._deadlines_due,
+            ReportDue: self._report_due,
             SlotDue: self._slot_due,
             ProcessBegan: self._process_began,
             ProcessPrepared: self._process_prepared,
@@ -110,6 +117,7 @@ class DeviceMachine:
             ProcessProgressed: self._process_progressed,
             ProcessStood: self._process_stood,
             ProcessResized: self._process_resized,
+            ProcessEnding: self._process_ending,
             ProcessConcluded: self._process_concluded,
             ImageKept: self._image_kept,
             ProcessExited: self._process_exited,
@@ -153,11 +161,13 @@ class DeviceMachine:
         due = [process.kill_us for process in alive if process.kill_us is not None]
         due += [process.deadline_us for process in alive if not process.is_prepared]
         due += [s.yield_by_us for s in self.stays.values() if s.yield_by_us is not None]
-        holder = self.slot.holder
-        if holder is not None and not holder.kill_reason:
-            due.append(now_us + holder.stay.budget_us - holder.stay.held_us(now_us))
-            due += [] if holder.is_still else [self.lease.ends_us]
-            due += [] if (turn_us := self.slot.due_us()) is None else [turn_us]
+        due += [s.noticed_until_us for s in self.stays.values() if s.noticed_until_us is not None]
+        holders = [holder for holder in self.slot.holders if not holder.kill_reason]
+        for holder in holders:
+            due.append(now_us + self._until_limit_us(holder, now_us))
+            due += [] if holder.is_still else [self.lease.work_ends_us]
+        if holders and (turn_us := self.slot.due_us()) is not None:
+            due.append(turn_us)
         return min(due, default=None)
 
     # --- orders ---
@@ -223,24 +233,45 @@ class DeviceMachine:
         self._say(ContinueProcess(process=process.id, stay=stay.key))
 
     def _obey(self, stay: StayRecord, order: Order, now_us: int) -> None:
-        if isinstance(order, Pause) and order.successor and stay.state == StayState.RUNNING:
+        if _yields(order) and stay.state == StayState.RUNNING:
             stay.successor, stay.yield_by_us = order.successor, now_us + HANDOVER_US
             self._say(ReportSoon(is_urgent=False))  # its Paused event follows soon
             return
         self._say(ReportSoon(is_urgent=True))
         if isinstance(order, Pause):
             stay.is_moving = order.moves
-            self._pause(stay, now_us)
+            self._pause_after(order.notice_us, order.why, stay, now_us)
         elif isinstance(order, Save):
             self._save(stay)
         elif isinstance(order, Resize) and stay.state == StayState.RUNNING:
             stay.wanted = order
             self._say(ExpectHosts(stay=stay.key, slots=order.seats, how=order.links, resize=order))
 
-    def _pause(self, stay: StayRecord, now_us: int) -> None:
+    def _pause_after(self, notice_us: int, why: str, stay: StayRecord, now_us: int) -> None:
+        """Pause the task, after a notice if it has the slot and asked for one."""
         process = stay.process
+        may_hear = stay.state in ACTIVE and stay.notice_us > 0
+        if notice_us <= 0 or not may_hear or process is None or not self.slot.has(process):
+            self._pause(stay, now_us)
+            return
+        until_us = now_us + min(notice_us, stay.notice_us)
+        if stay.noticed_until_us is not None:
+            until_us = min(until_us, stay.noticed_until_us)
+        stay.noticed_until_us = until_us
+        self._notice(process, why, until_us)
+
+    def _notice(self, process: ProcessRecord, why: str, until_us: int) -> None:
+        stay = process.stay
+        if stay.state == StayState.RUNNING:
+            self._move(stay, StayMove.NOTICE)
+        stay.noticed = why
+        if not process.kill_reason:
+            self._say(GiveNotice(process=process.id, why=why, until_us=until_us))
+
+    def _pause(self, stay: StayRecord, now_us: int) -> None:
+        process, stay.noticed_until_us = stay.process, None
         self._say(ForgetHosts(stay=stay.key))
-        if stay.state == StayState.RUNNING and process is not None:
+        if stay.state in ACTIVE and process is not None:
             is_between_slices = stay.is_between_slices
             self._move(stay, StayMove.PAUSE)
             self._send(process, "pause")
@@ -268,7 +299,7 @@ class DeviceMachine:
 
     def _save(self, stay: StayRecord) -> None:
         process = stay.process
-        if process is None or stay.state not in (StayState.RUNNING, StayState.PAUSED):
+        if process is None or stay.state not in ACTIVE | {StayState.PAUSED}:
             return  # a Pause in progress also saves
         if stay.state == StayState.PAUSED and process.saved_step == stay.step:
             self._say(TellSaved(process=process.id))
@@ -286,7 +317,7 @@ class DeviceMachine:
             return
         if stay.state != StayState.STOPPING:
             self._move(stay, StayMove.CANCEL)
-        if self.slot.holder is process:
+        if self.slot.has(process):
             self._send(process, "cancel")
             process.kill_us = now_us + self.stop_grace_us
         else:
@@ -304,10 +335,12 @@ class DeviceMachine:
             if (task, epoch) in self.stays:
                 self.stays[task, epoch].is_confirmed = True
         self.lease = self.lease.after(answer, margin_us=self.lease_margin_us)
+        self._say(ExtendTrust(until_us=self.lease.trusted_until_us))
         if answer.rota is not None:
             self.slot.rota = Rota.of(answer.rota)
-        if self.slot.holder is not None and self.slot.holder.is_still:
-            self._send(self.slot.holder, "look")
+        for holder in self.slot.holders:
+            if holder.is_still:
+                self._send(holder, "look")
 
     def _drop_stale(self, task: str, epoch: int) -> None:
         stay = self.stays.get((task, epoch))
@@ -374,8 +407,9 @@ class DeviceMachine:
         for stay in list(self.stays.values()):
             if stay.state == StayState.SEATING:
                 self._drop(stay, "leaving")
-            elif stay.state == StayState.RUNNING:
-                self._pause(stay, now_us)
+            elif stay.state in ACTIVE:
+                left_us = event.pause_by_us - now_us
+                self._pause_after(left_us, NoticeReason.SHUTDOWN, stay, now_us)
 
     # --- time ---
 
@@ -385,13 +419,34 @@ class DeviceMachine:
                 self._kill(process, "cancel")
             elif not process.is_prepared and now_us >= process.deadline_us:
                 self._kill(process, "slow")
-        holder = self.slot.holder
-        if holder is None:
-            return
-        if holder.stay.held_us(now_us) >= holder.stay.budget_us:
+        for stay in list(self.stays.values()):
+            if stay.noticed_until_us is not None and now_us >= stay.noticed_until_us:
+                self._pause(stay, now_us)
+        for holder in list(self.slot.holders):
+            if self._until_limit_us(holder, now_us) <= 0:
+                self._reach_limit(holder, now_us)
+            if self.lease.is_over(now_us) and not holder.is_still:
+                self._kill(holder, "lease")
+
+    def _until_limit_us(self, holder: ProcessRecord, now_us: int) -> int:
+        """Return the time until the task must be told or ended because of `max_duration_s`."""
+        stay = holder.stay
+        left_us = stay.budget_us - stay.held_us(now_us)
+        if stay.state == StayState.RUNNING:
+            return left_us - stay.notice_us
+        return max(left_us, holder.ending_until_us - now_us)
+
+    def _reach_limit(self, holder: ProcessRecord, now_us: int) -> None:
+        stay = holder.stay
+        left_us = stay.budget_us - stay.held_us(now_us)
+        if left_us > 0 and stay.state == StayState.RUNNING:
+            self._notice(holder, NoticeReason.MAX_DURATION, now_us + left_us)
+        else:
             self._kill(holder, "max_duration")
-        elif now_us >= self.lease.ends_us and not holder.is_still:
-            self._kill(holder, "lease")
+
+    def _report_due(self, event: ReportDue, now_us: int) -> None:
+        steps_us = (holder.longest_step_us(now_us) for holder in self.slot.holders)
+        self.lease = self.lease.asking(grace_for(max(steps_us, default=0)), now_us)
 
     def _slot_due(self, event: SlotDue, now_us: int) -> None:
         for process in self.processes.values():
@@ -400,16 +455,17 @@ class DeviceMachine:
         if self.slot.holder is not None and self.slot.is_turn_over(now_us):
             self.slot.holder.yields = True
             self._send(self.slot.holder, "yield")
-        self._fill_slot(now_us)
+        while self._fill_slot(now_us):
+            pass  # the next fraction may fit too
 
     def _give_way(self, event: SlotDue, now_us: int) -> None:
-        """Pause the task in the slot once its successor is ready, is stuck, or is out of time."""
+        """Pause a task in the slot once its successor is ready, is stuck, or is out of time."""
         for stay in list(self.stays.values()):
             if stay.yield_by_us is None:
                 continue
             if now_us >= stay.yield_by_us or self._is_ready_or_stuck(stay.successor, event):
                 stay.yield_by_us = None
-                if stay.state == StayState.RUNNING:
+                if stay.state in ACTIVE:
                     self._pause(stay, now_us)
 
     def _is_ready_or_stuck(self, task: str, event: SlotDue) -> bool:
@@ -422,12 +478,13 @@ class DeviceMachine:
             return event.is_short
         return process.is_prepared and process.stay.is_confirmed
 
-    def _fill_slot(self, now_us: int) -> None:
-        if self.slot.holder is not None or now_us >= self.lease.trusted_until_us:
-            return
+    def _fill_slot(self, now_us: int) -> bool:
+        """Give the slot to the next process that fits; False if none does."""
+        if not self.slot.free_milli or not self.lease.permits_steps(now_us):
+            return False
         process = self.slot.next_process(now_us)
         if process is None:
-            return
+            return False
         stay = process.stay
         is_first = not stay.is_between_slices
         waited_us = now_us - max(self.slot.free_since_us, stay.arrived_us) if is_first else 0
@@ -436,6 +493,7 @@ class DeviceMachine:
             stay.slots, process.has_state = stay.launch_slots, True
         self.slot.take(process, now_us)
         self._say(GiveSlot(process=process.id, is_first=is_first, waited_us=waited_us))
+        return True
 
     # --- processes ---
 
@@ -456,20 +514,25 @@ class DeviceMachine:
 
     def _process_progressed(self, event: ProcessProgressed, now_us: int) -> None:
         process = self.processes[event.process]
-        if self.slot.holder is process:
+        if self.slot.has(process):
+            if event.step > process.stay.step:
+                process.stepped(event.step - process.stay.step, now_us)
             process.stay.step = event.step
         else:
             self._reject(process, "progress without a slot")
 
     def _process_stood(self, event: ProcessStood, now_us: int) -> None:
-        self.processes[event.process].is_still = event.is_still
+        process = self.processes[event.process]
+        if process.is_still and not event.is_still:
+            process.step_since_us = now_us
+        process.is_still = event.is_still
 
     def _process_paused(self, event: ProcessPaused, now_us: int) -> None:
         process = self.processes[event.process]
         stay, lacks = process.stay, event.lacks
         may = {StayState.PAUSING, StayState.STOPPING}
         may |= {StayState.RUNNING} if stay.is_remote or process.yields or lacks else set()
-        if self.slot.holder is not process or (stay.state not in may and not stay.is_over):
+        if not self.slot.has(process) or (stay.state not in may and not stay.is_over):
             self._reject(process, "paused without being told to")
             return
         stay.step, process.has_state = event.step, event.has_state
@@ -485,12 +548,20 @@ class DeviceMachine:
     def _process_resized(self, event: ProcessResized, now_us: int) -> None:
         process = self.processes[event.process]
         stay, slots = process.stay, event.slots
-        if self.slot.holder is not process or stay.wanted is None or slots != stay.wanted.seats:
+        has_slot = self.slot.has(process)
+        if not has_slot or stay.wanted is None or slots != stay.wanted.seats:
             self._reject(process, f"it is on {slots} slots")
             return
         stay.step, stay.slots, stay.wanted = event.step, slots, None
         self._say(TellIsland(stay=stay.key, kind=messages.Resized, details={"seats": slots}))
         self._say(ReportSoon(is_urgent=True))
+
+    def _process_ending(self, event: ProcessEnding, now_us: int) -> None:
+        process = self.processes[event.process]
+        if process.ending_until_us or not self.slot.has(process):
+            self._reject(process, "its command ended twice, or without a slot")
+            return
+        process.ending_until_us = now_us + ENDING_US
 
     def _process_concluded(self, event: ProcessConcluded, now_us: int) -> None:
         process = self.processes[event.process]
@@ -575,34 +646,50 @@ class DeviceMachine:
         """Raise AssertionError if an invariant is broken; tests call it after each event."""
         for key, stay in self.stays.items():
             assert key == stay.key, (key, stay)
-            _validate_stay(stay, self.slot.holder)
+            _validate_stay(stay, self.slot.holders)
         for id, process in self.processes.items():
             assert id == process.id, (id, process)
             assert process.stay.process is process, process
-        if self.slot.holder is not None:
-            assert self.processes.get(self.slot.holder.id) is self.slot.holder, self.slot.holder
-            assert self.slot.holder.stay.slot_since_us is not None, self.slot.holder
+        for holder in self.slot.holders:
+            assert self.processes.get(holder.id) is holder, holder
+            assert holder.stay.slot_since_us is not None, holder
+        ids = [holder.id for holder in self.slot.holders]
+        assert len(ids) == len({*ids}), "a process is twice in the slot"
+        assert self.slot.free_milli >= 0, self.slot.holders
         alive = [p.task for p in self.processes.values() if not p.kill_reason]
         assert len(alive) == len(set(alive)), f"a task has two processes: {alive}"
+
+
+def _yields(order: Order) -> TypeGuard[Pause]:
+    """True if the task goes on until its successor is ready; a notice is longer than that."""
+    return isinstance(order, Pause) and bool(order.successor) and not order.notice_us
 
 
 def _can_go_on(process: ProcessRecord, launch: Launch) -> bool:
     """True if the process can run this launch: its state is as new as the newest checkpoint.
 
-    A coordinator's process cannot become the remote ranks of its gang.
+    A process keeps the secrets with which it began, so it does not go on if one has changed.
+    A coordinator's process cannot become the remote ranks of its gang.  The processes of a command
+    go on only on the devices that they see.
     """
-    newest_step = launch.images[0]["step"] if launch.images else 0
+    newest_step = launch.images[0].step if launch.images else 0
     is_new = process.stay.state == StayState.PAUSED and process.stay.step >= newest_step
-    return is_new and not launch.host
+    has_same = process.stay.secrets_mark == launch.secrets.get("mark", "")
+    return is_new and has_same and not launch.host and process.stay.guests == launch.guests
 
 
-def _validate_stay(stay: StayRecord, holder: ProcessRecord | None) -> None:
-    has_slot = holder is not None and holder.stay is stay
+def _validate_stay(stay: StayRecord, holders: list[ProcessRecord]) -> None:
+    has_slot = any(holder.stay is stay for holder in holders)
     assert (stay.slot_since_us is not None) == has_slot, stay
     if stay.state == StayState.SEATING:
         assert not stay.is_started, stay
     if stay.state in (StayState.SEATING, StayState.PAUSED):
         assert not has_slot, stay
+    if stay.state == StayState.NOTICED:
+        assert has_slot, stay
+        assert stay.noticed, stay
+    if stay.noticed_until_us is not None:
+        assert stay.state in (StayState.NOTICED, StayState.STOPPING) or stay.is_over, stay
     if stay.state in (StayState.RUNNING, StayState.PAUSED, StayState.STOPPING):
         assert stay.process is not None, stay
         assert stay.process.stay is stay, stay

@@ -1,10 +1,11 @@
-"""What a device's state machine keeps of each stay and of each process."""
+"""Define what a device's state machine keeps of each stay and of each process."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from app.core.device.stay_state import OVER, StayState
+from app.core.model.device_choice import WHOLE_MILLI
 from app.core.model.messages import Launch, Order, Resize
 
 
@@ -33,15 +34,21 @@ class StayRecord:
     successor: str = ""  # the task that this one yields to; it may prepare first
     yield_by_us: int | None = None  # when it yields at the latest
     is_moving: bool = False  # another device waits for its image
+    notice_us: int = 0  # the notice that the task asks for; 0: none
+    noticed: str = ""  # why it got a notice (`provisions.notice.NoticeReason`), or empty
+    noticed_until_us: int | None = None  # when it is paused after a notice
     launch_slots: list[int] = field(default_factory=lambda: [1])  # that it is to begin on
     slots: list[int] = field(default_factory=lambda: [1])  # slots of its ranks, by host
+    guests: list[str] = field(default_factory=list)  # further devices that its process sees
+    secrets_mark: str = ""  # another one means other values of its secrets
+    milli: int = WHOLE_MILLI  # thousandths of the device that the task takes
     wanted: Resize | None = None  # an ordered resize that is not done yet
     slot_since_us: int | None = None
     before_us: int = 0  # slot time of its earlier slices
 
     @classmethod
     def of(cls, launch: Launch, now_us: int) -> StayRecord:
-        is_remote = launch.host > 0
+        is_remote, notice = launch.host > 0, launch.spec.notice
         return cls(
             task=launch.task,
             epoch=launch.epoch,
@@ -51,6 +58,10 @@ class StayRecord:
             is_linked=is_remote or len(launch.seats) == 1,
             order_seq=launch.seq,
             launch_slots=launch.seats,
+            guests=launch.guests,
+            secrets_mark=launch.secrets.get("mark", ""),
+            notice_us=0 if is_remote or notice is None else round(notice.seconds * 1e6),
+            milli=launch.spec.devices.choice.fraction_milli,
         )
 
     @property
@@ -95,7 +106,10 @@ class ProcessRecord:
     has_state: bool = False  # it has had the slot, so it has state to lose
     saved_step: int | None = None  # of its newest durable image
     paused_us: int = 0
+    step_since_us: int = 0  # when its present step began, at the earliest
+    step_us: int = 0  # how long its steps last: the longest of late
     kill_us: int | None = None  # when its grace period after a cancel ends
+    ending_until_us: int = 0  # until when it may store the folder of its ended command
     kill_reason: str = ""
 
     @property
@@ -104,6 +118,21 @@ class ProcessRecord:
         folder.
         """
         return not self.has_state or self.saved_step == self.stay.step
+
+    def stepped(self, steps: int, now_us: int) -> None:
+        """Count steps that have ended since the last call."""
+        took_us = (now_us - self.step_since_us) // max(1, steps)
+        self.step_us = max(took_us, self.step_us - self.step_us // 8)
+        self.step_since_us = now_us
+
+    def longest_step_us(self, now_us: int) -> int:
+        """Return how long its steps last, as far as is known; the present one counts too.
+
+        A command is frozen at any moment, and has no steps to end.  Remote ranks tell no steps.
+        """
+        if self.is_command or self.stay.is_remote:
+            return 0
+        return max(self.step_us, 0 if self.is_still else now_us - self.step_since_us)
 
     @property
     def may_begin(self) -> bool:

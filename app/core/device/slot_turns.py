@@ -1,4 +1,7 @@
-"""Gives the slot of a device to one process at a time, in turns where several tasks share it."""
+"""Gives the slot of a device to one process at a time, in turns where several tasks share it.
+
+Tasks that take fractions of the device have the slot together, as long as their fractions fit.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Collection, Mapping
 from app.core.device.device_events import StayKey
 from app.core.device.device_records import ProcessRecord, StayRecord
 from app.core.device.stay_state import StayState
+from app.core.model.device_choice import WHOLE_MILLI
 from app.core.scheduling.turns import TURN_US, Rota
 
 
@@ -20,21 +24,38 @@ class SlotTurns:
         self, stays: Mapping[StayKey, StayRecord], processes: Mapping[int, ProcessRecord]
     ) -> None:
         self.stays, self.processes = stays, processes
-        self.holder: ProcessRecord | None = None  # the process that has the slot
+        self.holders: list[ProcessRecord] = []  # the processes that have the slot, first one first
         self.free_since_us = 0
         self.rota = Rota({})
         self.turn_over_us = 0
 
+    @property
+    def holder(self) -> ProcessRecord | None:
+        """The process that has had the slot for longest."""
+        return self.holders[0] if self.holders else None
+
+    @property
+    def free_milli(self) -> int:
+        """The thousandths of the device that no process in the slot takes."""
+        return WHOLE_MILLI - sum(process.stay.milli for process in self.holders)
+
+    def has(self, process: ProcessRecord) -> bool:
+        """True if the process has the slot, or its fraction of it."""
+        return process in self.holders
+
     def take(self, process: ProcessRecord, now_us: int) -> None:
-        self.holder, self.turn_over_us = process, now_us + TURN_US
+        self.holders.append(process)
+        self.turn_over_us = now_us + TURN_US
         process.is_still, process.stay.slot_since_us = False, now_us
+        process.step_since_us = now_us
 
     def free(self, process: ProcessRecord, now_us: int) -> None:
         """Free the slot if the process has it."""
-        if self.holder is process:
+        if self.has(process):
             stay = process.stay
             stay.before_us, stay.slot_since_us = stay.held_us(now_us), None
-            self.holder, self.free_since_us = None, now_us
+            self.holders.remove(process)
+            self.free_since_us = now_us
 
     def sharers(self) -> list[ProcessRecord]:
         """Return the processes that share the device by the newest answer, and can run."""
@@ -73,10 +94,11 @@ class SlotTurns:
         return False
 
     def next_process(self, now_us: int) -> ProcessRecord | None:
-        """Return the next process for the slot; tasks that share the device go before all
-        others.
+        """Return the next process that fits into the slot; tasks that share the device go before
+        all others.
         """
-        here = self.processes.values()
+        free_milli = self.free_milli
+        here = [p for p in self.processes.values() if p.stay.milli <= free_milli]
         off = [p for p in here if p.stay.is_between_slices and not p.kill_reason]
         if not off:
             ready = (p for p in here if p.may_begin)

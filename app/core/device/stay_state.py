@@ -1,9 +1,10 @@
 """The states of a stay, which is one epoch of a task on a device, and the moves between them.
 
 `seating` lasts from the Launch until the task has the slot for the first time.  A `running` task
-has the slot or waits for its next slice.  A `pausing` or `stopping` task was told so and has not
-reached its safe point.  A `paused` task has a process that holds its state.  A stay that `ended`
-reported how; a stay that was `dropped` reports nothing, as the island sees that it is gone.
+has the slot or waits for its next slice.  A `noticed` task has the slot and was told that it will
+be stopped soon.  A `pausing` or `stopping` task was told so and has not reached its safe point.  A
+`paused` task has a process that holds its state.  A stay that `ended` reported how; a stay that was
+`dropped` reports nothing, as the island sees that it is gone.
 
 `python -m app.core.device.stay_state` prints the table, for docs/internals/architecture.md.
 """
@@ -16,6 +17,7 @@ from enum import StrEnum
 class StayState(StrEnum):
     SEATING = "seating"
     RUNNING = "running"
+    NOTICED = "noticed"
     PAUSING = "pausing"
     PAUSED = "paused"
     STOPPING = "stopping"
@@ -27,6 +29,7 @@ class StayMove(StrEnum):
     """A change of a stay's state: ordered, said by the process, or decided by the device."""
 
     BEGIN = "begin"  # the task gets the slot for the first time
+    NOTICE = "notice"  # a command is told that it will be stopped
     PAUSE = "pause"
     PAUSED = "paused"  # the process reached its safe point, or had nothing to finish
     CONTINUE = "continue"  # the next epoch goes on in the same process
@@ -39,7 +42,8 @@ _MAY_END = {"cancel": "stopping", "end": "ended", "drop": "dropped"}
 
 STAY_MOVES: dict[str, dict[str, str]] = {
     "seating": {"begin": "running", "pause": "pausing", **_MAY_END},
-    "running": {"pause": "pausing", "paused": "paused", **_MAY_END},
+    "running": {"notice": "noticed", "pause": "pausing", "paused": "paused", **_MAY_END},
+    "noticed": {"pause": "pausing", **_MAY_END},
     "pausing": {"paused": "paused", **_MAY_END},
     "paused": {"continue": "ended", **_MAY_END},
     "stopping": _MAY_END,
@@ -47,6 +51,8 @@ STAY_MOVES: dict[str, dict[str, str]] = {
     "dropped": {},
 }
 
+#: States in which the task runs, or would if it had its slice.
+ACTIVE = frozenset({StayState.RUNNING, StayState.NOTICED})
 #: States in which the stay is over; a process may still be dying.
 OVER = frozenset({StayState.ENDED, StayState.DROPPED})
 

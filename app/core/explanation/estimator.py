@@ -70,7 +70,7 @@ class RuntimeCurve:
         return -(low + (high - low) * (place - bin))
 
     def draw(self, elapsed_s: float, share: float) -> float:
-        """Return the total runtime that `share` of the tasks now at `elapsed_s` exceed."""
+        """Return a quantile: among tasks that ran for `elapsed_s`, the part `share` runs longer."""
         wanted = -share * (self.longer(elapsed_s) if elapsed_s > 1.0 else 1.0)
         above = bisect_left(self._minus_longer, wanted)
         if above == 0:

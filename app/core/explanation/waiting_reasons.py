@@ -15,6 +15,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from app.core.model.device_choice import WHOLE_MILLI, choice_in
+from app.core.model.device_fraction import told_fraction
+from app.core.model.provisions import session
 from app.core.model.snapshot import BoardTask, Change, Reason, Terms
 from app.core.units import counted
 
@@ -23,13 +26,16 @@ from app.core.units import counted
 CODES = {
     "HELD_BY_ADMIN": "ask_admin",
     "HELD_BY_USER": "change_request",
+    "IDLE_SESSION": "change_request",
     "DEPENDENCY": "wait",
     "NOT_BEFORE": "wait",
     "TICKETS": "wait",
     "GANG_WANTS_NONE": "wait",
     "RETRY_BACKOFF": "wait",
+    "ENVIRONMENT_PENDING": "wait",
     "NOT_LOOKED_AT": "wait",
     "NO_SCHEDULER": "ask_admin",
+    "PACKAGES_INSTALLING": "wait",
     "NO_DEVICE_UP": "ask_admin",
     "DEVICE_DRAINED": "ask_admin",
     "TOO_FEW_DEVICES": "ask_admin",
@@ -48,6 +54,8 @@ CODES = {
     "HOLDERS_PROTECTED": "wait",
     "TIER_SHED": "ask_admin",
     "WAITING_FOR_DEVICE": "wait",
+    "DEVICE_STOPPING": "wait",
+    "SOME_DEVICES_DRAINED": "ask_admin",
     "DEVICE_FREE": "wait",
 }
 
@@ -57,6 +65,8 @@ ACTIONS = {
     "wait_for_tasks": "the tasks in `value` are done",
     "wait_for_tickets": "its gang has tickets on the islands in `value`",
     "wait_until": "it is `value`, seconds since 1970",
+    "wait_for_lock": "control has locked the environment of the request",
+    "wait_for_packages": "the host `of` has the packages of the request installed",
     "wait_for_round": "the island's scheduler makes its next round",
     "start_scheduler": "an island scheduler leads the island `of`",
     "bring_up_device": "a device of kind `of` comes up",
@@ -67,10 +77,11 @@ ACTIONS = {
     "raise_limit_above": "that of a tenant above it rises by `value`",
     "raise_max_running": "the tenant's max_running becomes `value`",
     "raise_max_running_above": "that of a tenant above it rises by `value`",
-    "wait_for_its_device": "the device `of`, where its processes are, is free",
+    "wait_for_its_device": "the devices `of`, where its processes are, are free",
     "wait_for_image": "its image is saved, or the device `of` is free",
     "wait_for_move": "the last of it has been copied to the device `of`",
     "free_devices": "`value` more devices of kind `of` become free",
+    "wait_for_workers": "the workers of `value` stopping devices of kind `of` are back",
     "wait_for_gang": "the gang has started",
     "wait_for_usage": "others use `value` device-seconds per weight more, or one's own fade",
     "set_priority": "the request gets the priority `value`",
@@ -79,14 +90,16 @@ ACTIONS = {
 
 START = frozenset(
     {
-        "HELD_BY_ADMIN", "HELD_BY_USER", "DEPENDENCY", "NOT_BEFORE", "TICKETS", "GANG_WANTS_NONE",
-        "RETRY_BACKOFF",
+        "HELD_BY_ADMIN", "HELD_BY_USER", "IDLE_SESSION", "DEPENDENCY", "NOT_BEFORE", "TICKETS",
+        "GANG_WANTS_NONE", "RETRY_BACKOFF",
     }
 )  # fmt: skip
 #: Reasons that do not end when others release devices: while one lasts, no estimate is made.
 CLOSED = (START - {"NOT_BEFORE", "RETRY_BACKOFF"}) | {
+    "ENVIRONMENT_PENDING",
     "NOT_LOOKED_AT",
     "NO_SCHEDULER",
+    "PACKAGES_INSTALLING",
     "NO_DEVICE_UP",
     "DEVICE_DRAINED",
     "TOO_FEW_DEVICES",
@@ -95,6 +108,9 @@ CLOSED = (START - {"NOT_BEFORE", "RETRY_BACKOFF"}) | {
 }
 
 PRIORITY_MAX = 100
+TOLD_MOST = 300  # characters of what the installer said
+UNFIT_TOLD = 3  # faulty devices named in a reason
+STOPPING_TOLD = 3  # stopping devices named in a reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +136,19 @@ class Shut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InstallingHost:
+    """A host with devices for a task, on which the packages of the task are not ready.
+
+    `state` is one of `core.model.device_choice.BUILD_STATES`, or "" before the host was asked.
+    `told` says in which words the installation failed, or what it waits for.
+    """
+
+    host: str
+    state: str
+    told: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Obstacles:
     """The obstacles between an eligible task and the devices, as found by
     `core.scheduling.blockers`.
@@ -134,7 +163,10 @@ class Obstacles:
     tasks that hold more than they need, are too few for a gang, or `kept` for a gang that waited
     longer, or about to be assigned (`offered`).  Of the better served holders, `guaranteed` hold no
     more than their guarantee, and `protected` must not be paused now.  `shed` means that the
-    promise of the task's own tier cannot be kept.
+    promise of the task's own tier cannot be kept.  `stopping` names the devices that are up and
+    would be open if their workers did not stop.  `unfit` names the devices that health rules have
+    cordoned, and why.  On the `installing` hosts the task's packages are not ready; their devices
+    are not counted.
     """
 
     devices: int
@@ -148,7 +180,7 @@ class Obstacles:
     offered: bool = False
     shut: tuple[Shut, ...] = ()
     host: str | None = None
-    pinned_to: str | None = None
+    pinned_to: tuple[str, ...] = ()
     pin_is_free: bool = False
     tenant: Standing | None = None
     user: Standing | None = None
@@ -158,6 +190,10 @@ class Obstacles:
     guaranteed: int = 0
     protected: int = 0
     shed: bool = False
+    stopping: tuple[str, ...] = ()
+    unfit: tuple[str, ...] = ()
+    goes_on_on: tuple[str, ...] = ()  # the only devices where its processes go on
+    installing: tuple[InstallingHost, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +231,9 @@ def _unmet(task: BoardTask, now_s: float) -> Iterator[Reason]:
     if conditions.hold == "user":
         told = "Paused by a user."
         yield _reason("HELD_BY_USER", told, "it is resumed", release)
+    elif conditions.hold == session.HOLD:
+        told = "Idle: its device was given back. It comes back at the next keystroke."
+        yield _reason("IDLE_SESSION", told, "somebody types into it", release)
     elif conditions.hold:
         told = "Paused by an administrator."
         yield _reason("HELD_BY_ADMIN", told, "an administrator resumes it", release)
@@ -263,6 +302,16 @@ def not_looked_at() -> Reason:
     )
 
 
+def environment_pending() -> Reason:
+    """Return the reason of a task whose packages are not locked yet."""
+    return _reason(
+        "ENVIRONMENT_PENDING",
+        "Its environment is being locked: the versions of its packages are being chosen.",
+        "control has locked its environment",
+        Change(action="wait_for_lock"),
+    )
+
+
 def no_scheduler(island: str) -> Reason:
     return _reason(
         "NO_SCHEDULER",
@@ -279,8 +328,10 @@ def waiting(task: BoardTask, obstacles: Obstacles, ahead: Ahead) -> tuple[Reason
     """Return why a task that could start does not: devices first, then what goes before it."""
     if task.stops and task.moves_to:
         return (_moving(task),)
+    is_installing = obstacles.installing and obstacles.open < task.width
     return (
-        *_devices(task, obstacles),
+        *([_installing(obstacles.installing)] if is_installing else _devices(task, obstacles)),
+        *_stopping(task, obstacles),
         *_limits(task, obstacles),
         *_fairness(obstacles, ahead),
         *_own(task, obstacles, ahead),
@@ -295,14 +346,43 @@ def _moving(task: BoardTask) -> Reason:
     return _reason("MOVING", told, f"it starts on {to}", change)
 
 
-def _frozen(device: str) -> Reason:
+def _frozen(devices: tuple[str, ...]) -> Reason:
+    named, are = " and ".join(devices), "is" if len(devices) == 1 else "are"
     told = (
-        f"Its processes are frozen in the memory of {device} and go on only there. A move would be"
-        " a restart from the files in its working folder; it is made only if that device is lost,"
-        " drained, or needs its memory for others."
+        f"Its processes are frozen in the memory of {named} and go on only there. A move would be"
+        " a restart from the files in its working folder; it is made only if "
+        f"{'that device' if len(devices) == 1 else 'one of them'} is lost, drained, or needs its "
+        "memory for others."
     )
-    change = Change(action="wait_for_its_device", of=device)
-    return _reason("FROZEN_ON_DEVICE", told, f"{device} is free", change)
+    change = Change(action="wait_for_its_device", of=named)
+    return _reason("FROZEN_ON_DEVICE", told, f"{named} {are} free", change)
+
+
+def _among(devices: tuple[str, ...]) -> Reason:
+    shown = ", ".join(devices[:5]) + (f" and {len(devices) - 5} more" if devices[5:] else "")
+    told = (
+        f"Its processes are stored, and go on only on {shown}: other devices have another"
+        " processor, kernel or CRIU."
+    )
+    change = Change(action="wait_for_its_device", of=devices[0])
+    return _reason("FROZEN_ON_DEVICE", told, "one of them is free", change)
+
+
+def _where_its_state_is(task: BoardTask, seen: Obstacles) -> Iterator[Reason]:
+    if seen.goes_on_on and not seen.free:
+        yield _among(seen.goes_on_on)
+    if seen.pinned_to and task.restarts and task.saved:
+        if not seen.pin_is_free:
+            yield _frozen(seen.pinned_to)
+    elif seen.pinned_to:
+        lies_on = seen.pinned_to[0]
+        told = (
+            f"Its state is in the memory of {lies_on} and is not saved yet: "
+            "it resumes there, or anywhere once it is saved."
+        )
+        until = f"its state is saved, or {lies_on} is free"
+        change = Change(action="wait_for_image", of=lies_on)
+        yield _reason("IMAGE_BEING_SAVED", told, until, change)
 
 
 def _devices(task: BoardTask, seen: Obstacles) -> Iterator[Reason]:
@@ -311,21 +391,11 @@ def _devices(task: BoardTask, seen: Obstacles) -> Iterator[Reason]:
         told = f"No {what} is up (known: {seen.devices})."
         change = Change(action="bring_up_device", value=task.memory_bytes, of=task.kind)
         yield _reason("NO_DEVICE_UP", told, f"a {what} comes up", change)
-    elif seen.open == 0:
-        told = f"Every {what} that is up is drained ({seen.up} of {seen.up})."
+    elif seen.open == 0 and not seen.stopping:
+        told = f"Every {what} that is up is drained ({seen.up} of {seen.up}).{_unfit(seen.unfit)}"
         change = Change(action="uncordon", of=task.kind)
         yield _reason("DEVICE_DRAINED", told, f"a {what} takes work again", change)
-    if seen.pinned_to is not None and task.restarts and task.saved:
-        if not seen.pin_is_free:
-            yield _frozen(seen.pinned_to)
-    elif seen.pinned_to is not None:
-        told = (
-            f"Its state is in the memory of {seen.pinned_to} and is not saved yet: "
-            "it resumes there, or anywhere once it is saved."
-        )
-        until = f"its state is saved, or {seen.pinned_to} is free"
-        change = Change(action="wait_for_image", of=seen.pinned_to)
-        yield _reason("IMAGE_BEING_SAVED", told, until, change)
+    yield from _where_its_state_is(task, seen)
     yield from _gang(task, seen)
     if seen.kept:
         told = "Devices are free, but reserved for a task of several devices that waited longer."
@@ -342,10 +412,81 @@ def _devices(task: BoardTask, seen: Obstacles) -> Iterator[Reason]:
         yield _reason("DEVICE_FREE", told, until, Change(action="wait_for_round"))
     elif seen.open and seen.busy:
         taken = f"{seen.busy} of {seen.open} {_plural(what, seen.open)} in use"
+        until = f"a {what} becomes free"
+        if (milli := choice_in(task.choice).fraction_milli) < WHOLE_MILLI:
+            taken = f"No {what} has {told_fraction(milli)} of it left; {seen.busy} of {seen.open} "
+            taken += f"{_is(seen.busy)} too full"
+            until = f"{told_fraction(milli)} of a {what} becomes free"
         told = f"{taken}; a time slice lasts at least {rounded(seen.turn_s)} s."
         more = max(1, task.width - seen.free - seen.lent)
         change = Change(action="free_devices", value=more, of=task.kind)
-        yield _reason("WAITING_FOR_DEVICE", told, f"a {what} becomes free", change)
+        yield _reason("WAITING_FOR_DEVICE", told, until, change)
+    yield from _partly_drained(task, seen)
+
+
+def _installing(hosts: Sequence[InstallingHost]) -> Reason:
+    """Return the reason of a task for which too few devices have its packages ready."""
+    first = min(hosts, key=lambda one: (_INSTALLING.index(one.state), one.host))
+    told = {
+        "building": f"Its packages are being installed on {first.host}.",
+        "waiting": f"Its packages wait to be installed on {first.host}",
+        "": f"{first.host} is about to be asked to install its packages.",
+        "failed": f"Its packages could not be installed on {first.host}, which tries again later",
+    }[first.state]
+    if not told.endswith("."):
+        why = " ".join(first.told.split())[:TOLD_MOST].rstrip(".")
+        told += f": {why}." if why else "."
+    if len(hosts) > 1:
+        told += f" {counted(len(hosts) - 1, 'further host')} could have them too."
+    change = Change(action="wait_for_packages", of=first.host)
+    return _reason("PACKAGES_INSTALLING", told, f"they are installed on {first.host}", change)
+
+
+_INSTALLING = ("building", "waiting", "", "failed")  # the state that is told first
+
+
+def _partly_drained(task: BoardTask, seen: Obstacles) -> Iterator[Reason]:
+    """Yield how many devices are drained, if not all are and the task lacks devices.
+
+    A task that only one device suits gains nothing from the drained ones.
+    """
+    lacks = task.width - seen.free - seen.lent
+    drained = seen.up - seen.open - len(seen.stopping)
+    if lacks <= 0 or seen.pinned_to or not (drained and (seen.open or seen.stopping)):
+        return
+    what, more = _what(task), min(lacks, drained)
+    where = f"{_plural(what, seen.up)}{f' of {seen.host}' if seen.host else ''}"
+    told = f"{drained} of {seen.up} {where} {_is(drained)} drained: no new work starts there."
+    told += _unfit(seen.unfit)
+    until = f"{more} of the drained ones {'takes' if more == 1 else 'take'} work again"
+    change = Change(action="open_devices", value=more, of=task.kind)
+    yield _reason("SOME_DEVICES_DRAINED", told, until, change)
+
+
+def _stopping(task: BoardTask, seen: Obstacles) -> Iterator[Reason]:
+    """Yield which devices take no work because their workers stop, if the task lacks devices.
+
+    A task that only one device suits is told about that device (`_where_its_state_is`).
+    """
+    lacks, stopping = task.width - seen.free - seen.lent, len(seen.stopping)
+    if lacks <= 0 or seen.pinned_to or not stopping:
+        return
+    shown, back = ", ".join(seen.stopping[:STOPPING_TOLD]), min(lacks, stopping)
+    told = f"Device {shown} is stopping: no new work starts there."
+    until = "its worker is back or another device becomes free"
+    if stopping > 1:
+        shown += f" and {stopping - STOPPING_TOLD} more" if stopping > STOPPING_TOLD else ""
+        told = f"Devices {shown} are stopping: no new work starts there."
+        until = f"{back} of their workers {_is(back)} back or another device becomes free"
+    change = Change(action="wait_for_workers", value=back, of=task.kind)
+    yield _reason("DEVICE_STOPPING", told, until, change)
+
+
+def _unfit(devices: Sequence[str]) -> str:
+    """Name devices that health rules have cordoned, after another sentence."""
+    more = len(devices) - UNFIT_TOLD
+    told = "".join(f" {device}" for device in devices[:UNFIT_TOLD])
+    return f"{told} {more} more are faulty too." if more > 0 else told
 
 
 def _gang(task: BoardTask, seen: Obstacles) -> Iterator[Reason]:
@@ -542,14 +683,13 @@ def _reason(code: str, message: str, unblocked_by: str, change: Change) -> Reaso
 
 
 def _what(task: BoardTask) -> str:
-    if task.memory_bytes == 0:
-        return f"{task.kind} device"
-    return f"{task.kind} device with {task.memory_bytes / 1e9:g} GB"
+    memory = f" with {task.memory_bytes / 1e9:g} GB" if task.memory_bytes else ""
+    return f"{task.kind} device{memory}{choice_in(task.choice).told}"
 
 
 def _plural(what: str, n: int) -> str:
-    head, *rest = what.split(" with ")
-    return " with ".join([head if n == 1 else f"{head}s", *rest])
+    head, with_, rest = what.partition(" with")
+    return f"{head if n == 1 else f'{head}s'}{with_}{rest}"
 
 
 def _is(n: int) -> str:

@@ -20,12 +20,14 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from heapq import heapify, heappop, heappush, heappushpop
 from itertools import chain
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
+
+from app.core.model.device_choice import WHOLE_MILLI, choice_in
 
 # --- usage that fades (rule F2) -----------------------------------------------------------------
 
@@ -75,6 +77,16 @@ def usage_us(faded: int, *, now_s: float, since_s: float, half_life_s: float) ->
 def rebase(faded: int, halvings: int) -> int:
     """Return the same sum for a T0 that is `halvings` half-lives later; sums keep their order."""
     return _shifted(faded, -halvings)
+
+
+def carried_over(used: int, carried: int, *, weight: int, new_weight: int) -> int:
+    """Return what a branch carries once its weight changes, so that it stands as it did (rule F3).
+
+    `used` is its faded usage, and `carried` what earlier changes of its weight added to or took
+    from that in comparisons.  The score stays what it was; usage from now on counts by the new
+    weight.  The result fades like usage, and `used` plus the result is never below 0.
+    """
+    return (used + carried) * new_weight // weight - used
 
 
 def _growth(elapsed_s: float, half_life_s: float) -> tuple[int, int]:
@@ -137,44 +149,69 @@ ALL = "*"  # key of a limit on devices of all kinds together
 class Lane:
     """A queue class: all tasks that need the same, so that the same devices suit each of them.
 
-    The need is `width` devices of `kind` with `memory_bytes` each.  `pin` is the only suitable
-    device.  `host` is the only suitable host; "" in a queue stands for any one host.  `fresh` tasks
-    have held devices for less than a minute and have queues of their own (rule F8).  `lane` makes
-    the objects, so that equal ones are identical and hash fast.
+    The need is `width` devices of `kind` with `memory_bytes` each that suit the `choice`
+    (`core.model.device_choice`).  `pins` are the only suitable devices, if there are any.  `host`
+    is the only suitable host; "" in a queue stands for any one host.  `fresh` tasks have held
+    devices for less than a minute and have queues of their own (rule F8).  `milli` are the
+    thousandths that the choice asks of a device.  `lane` makes the objects, so that equal ones are
+    identical and hash fast.
     """
 
     kind: str
     width: int = 1
     memory_bytes: int = 0
-    pin: str | None = None
+    pins: tuple[str, ...] = ()
     host: str | None = None
     fresh: bool = False
+    choice: str = ""
+    milli: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "milli", choice_in(self.choice).fraction_milli)
+
+    @property
+    def is_fraction(self) -> bool:
+        """True if the task leaves a part of its device to others."""
+        return self.milli < WHOLE_MILLI
+
+    @property
+    def pin(self) -> str | None:
+        """The first of the only suitable devices; None if any device will do."""
+        return self.pins[0] if self.pins else None
 
 
 def lane(
     kind: str,
     width: int = 1,
     memory_bytes: int = 0,
-    pin: str | None = None,
+    pins: tuple[str, ...] = (),
     host: str | None = None,
     fresh: bool = False,
+    choice: str = "",
 ) -> Lane:
     # the cache needs one form of the arguments
-    return _lane(kind, width, memory_bytes, pin, host, fresh)
+    return _lane(kind, width, memory_bytes, pins, host, fresh, choice)
 
 
 def on_host(here: Lane, host: str) -> Lane:
-    return _lane(here.kind, here.width, here.memory_bytes, here.pin, host, here.fresh)
+    return _like(here, here.pins, host, here.fresh)
 
 
 def unpinned(here: Lane) -> Lane:
-    return _lane(here.kind, here.width, here.memory_bytes, None, here.host, here.fresh)
+    return _like(here, (), here.host, here.fresh)
+
+
+def with_choice(here: Lane, choice: str) -> Lane:
+    return _lane(here.kind, here.width, here.memory_bytes, here.pins, here.host, here.fresh, choice)
 
 
 def both_of(here: Lane) -> tuple[Lane, Lane]:
     """Return the lane of fresh tasks and the lane of the other tasks with the same need."""
-    shape = (here.kind, here.width, here.memory_bytes, here.pin, here.host)
-    return _lane(*shape, True), _lane(*shape, False)
+    return _like(here, here.pins, here.host, True), _like(here, here.pins, here.host, False)
+
+
+def _like(here: Lane, pins: tuple[str, ...], host: str | None, fresh: bool) -> Lane:
+    return _lane(here.kind, here.width, here.memory_bytes, pins, host, fresh, here.choice)
 
 
 _lane = cache(Lane)
@@ -205,12 +242,13 @@ class Branch(_Account):
     running tasks add continuously.  After a change of weight, guarantee or limits, set `scored_at =
     -1` and call `refresh`.  `lifts` are idle-credit floors by kind of device: faded usage that
     counts in comparisons only, for the time in which the branch was away
-    (`core.scheduling.idle_credit`).
+    (`core.scheduling.idle_credit`).  `carried` is the part of `faded` that only comparisons know,
+    as the branch's weight has changed (`carried_over`); the branches above do not have it.
     """
 
     __slots__ = (
-        "children", "depth", "grown", "guarantee", "held", "inner", "lifts", "limit", "lines",
-        "most_running", "name", "parent", "path", "running", "since", "top",
+        "carried", "children", "depth", "grown", "guarantee", "held", "inner", "lifts", "limit",
+        "lines", "most_running", "name", "parent", "path", "running", "since", "top",
     )  # fmt: skip
 
     def __init__(self, path: Path, parent: Branch | None) -> None:
@@ -218,6 +256,7 @@ class Branch(_Account):
         self.path, self.parent, self.depth = path, parent, len(path)
         self.name = path[-1] if path else ""
         self.top: Branch = self if parent is None or parent.parent is None else parent.top
+        self.carried = 0
         self.since = 0  # the tree's integral up to which the usage of running tasks is booked
         self.guarantee: Mapping[str, int] = {}
         self.limit: Mapping[str, int] = {}
@@ -241,6 +280,13 @@ class Branch(_Account):
             return True
         held, width = self.held, lane.width
         return all(held[k] + width <= limit[k] for k in (lane.kind, ALL) if k in limit)
+
+    @property
+    def exceeds(self) -> bool:
+        """True if the branch holds more than its limits, which were lowered (rule F4)."""
+        if self.most_running is not None and self.running > self.most_running:
+            return True
+        return any(self.held[kind] > most for kind, most in self.limit.items())
 
     def borrows(self, lane: Lane) -> bool:
         """Rule F4: True if one more task of this lane exceeds the branch's guarantee."""
@@ -432,7 +478,7 @@ class FairTree(Generic[Item]):
         return branch
 
     def usage(self, branch: Branch) -> int:
-        """Return the branch's faded usage now, with what running tasks have added."""
+        """Return the branch's faded usage now: with what running tasks have added, and carried."""
         if not branch.rate:
             return branch.faded
         return branch.faded + branch.rate * (self._integral - branch.since)
@@ -452,7 +498,7 @@ class FairTree(Generic[Item]):
         return branch.scored
 
     def lift(self, branch: Branch, kind: str, faded: int) -> None:
-        """Set the idle-credit floor of a branch for a kind; it must not be lower than before."""
+        """Set the idle-credit floor of a branch for a kind; after a lower one call `refresh`."""
         branch.lifts = {**branch.lifts, kind: faded}
         for lane, line in branch.lines.items():
             if lane.kind == kind:
@@ -519,6 +565,12 @@ class FairTree(Generic[Item]):
             above = above.parent
         if faded < 0:
             self.refresh(branch)
+
+    def carry(self, branch: Branch, carried: int) -> None:
+        """Set what the branch carries over from changes of its weight."""
+        branch.faded += carried - branch.carried
+        branch.carried, branch.scored_at = carried, -1
+        self.refresh(branch)
 
     def accrue(self, branch: Branch, rate: int, *, from_s: float | None = None) -> None:
         """Change by `rate`, in µs per µs, what the branch uses, from now on or since `from_s`."""

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from app.core.model.descriptor import Descriptor, Fault, Hints, TaskDescriptor
+from app.core.model.descriptor import Descriptor, Devices, TaskDescriptor, needs_of
+from app.core.model.device_choice import ANY_DEVICE, NO_TRAITS, DeviceChoice, DeviceTraits
+from app.core.model.fields import Fault, Hints
+from app.core.model.provisions.resources import FIELDS, amount, told_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,12 +33,13 @@ class DependencyEdge:
 
 @dataclass(frozen=True, slots=True)
 class Alike:
-    """A number of devices of one host with equal memory."""
+    """A number of devices of one host with equal memory and traits."""
 
     island: str
     host: str
     memory_bytes: int
     devices: int
+    traits: DeviceTraits = NO_TRAITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,18 @@ class Offer:
     def memory_bytes(self) -> int:
         """Memory of the largest device, in bytes; 0 if there is none."""
         return max((some.memory_bytes for some in self.alike), default=0)
+
+    def chosen(self, choice: DeviceChoice) -> Offer:
+        """Return the offer with only the devices that suit."""
+        return Offer(tuple(some for some in self.alike if choice.suits(some.traits)))
+
+    def islands(self, wanted: Devices) -> int:
+        """Count the islands that have all the devices which a task needs at once."""
+        found = Counter[tuple[str, str]]()
+        for some in self.chosen(wanted.choice).alike:
+            if some.memory_bytes >= wanted.memory_bytes:
+                found[some.island, "" if wanted.across_hosts else some.host] += some.devices
+        return len({island for (island, _), n in found.items() if n >= wanted.min})
 
     def by_island(self, memory_bytes: int) -> Counter[str]:
         """Count the devices with at least `memory_bytes`, per island."""
@@ -162,6 +178,7 @@ def _cycle(descriptor: Descriptor) -> Iterator[Fault]:
 # --- feasibility --------------------------------------------------------------------------------
 
 RANKS_ON_A_DEVICE = 64
+MAX_KNOWN = 10  # models or labels that a fault lists
 PARTING = ("job", "graph")  # what may run on several devices
 
 
@@ -181,11 +198,61 @@ def _too_much(task: TaskDescriptor, kinds: Mapping[str, Offer]) -> Iterator[tupl
         known = f"the kinds are {', '.join(sorted(kinds))}" if kinds else "no device has joined yet"
         yield "devices/kind", f"no device of kind {wanted.kind!r}; {known}"
         return
+    if fault := _unmet(task, offer):
+        yield fault
+        return
+    offer = offer.chosen(wanted.choice)
     if wanted.memory_bytes > offer.memory_bytes:
         told = f"the largest {wanted.kind} device has {offer.memory_bytes} bytes"
         yield "devices/memory_bytes", f"{wanted.memory_bytes} bytes are requested, but {told}"
+    elif task.world_size > 1 and not all(some.traits.splice for some in offer.alike):
+        told = f"not every device of kind {wanted.kind!r} lets ranks take turns"
+        yield "world_size", f"several ranks are requested, but {told}"
     else:
         yield from _too_many(task, offer)
+
+
+def _unmet(task: TaskDescriptor, offer: Offer) -> tuple[str, str] | None:
+    """Return a fault at the first field of the choice that leaves no device; None if some suit."""
+    wanted, part = task.devices, ANY_DEVICE
+    for name, there in (
+        ("model", {some.traits.model for some in offer.alike}),
+        ("compute_capability", {some.traits.compute_capability for some in offer.alike}),
+        ("labels", {label for some in offer.alike for label in some.traits.labels}),
+        ("avoid_labels", set[str]()),
+        ("needs", set[str]()),  # names of mounts are not for every tenant
+        ("resources", set[str]()),
+    ):
+        part = replace(part, **{name: getattr(wanted.choice, name)})
+        if not offer.chosen(part).alike:
+            told = f"there is no {wanted.kind} device{part.told}"
+            known = ", ".join(sorted(there - {""})[:MAX_KNOWN])
+            if name == "resources":
+                return _over_limit(task, offer)
+            where = f"devices/{name}" if name != "needs" else _asking(task, offer)
+            return where, told + (f"; there are {known}" if known else "")
+    return None
+
+
+def _over_limit(task: TaskDescriptor, offer: Offer) -> tuple[str, str]:
+    """Return a fault at the first resource of which no device gives as much, else at the first."""
+    wanted, kind = task.devices.choice.resources, task.devices.kind
+    for name, asked in wanted:
+        most = max(dict(some.traits.gives).get(name, 0) for some in offer.alike)
+        if asked > most:
+            told = f"{amount(name, asked)} are requested, but no {kind} device gives a task"
+            return f"resources/{FIELDS[name]}", f"{told} more than {amount(name, most)}"
+    told = f"there is no {kind} device that gives a task {told_of(wanted)} at once"
+    return f"resources/{FIELDS[wanted[0][0]]}", told
+
+
+def _asking(task: TaskDescriptor, offer: Offer) -> str:
+    """Return the first field that asks for what no device offers, else the first of all."""
+    asked = needs_of(task)
+    offered = {each for some in offer.alike for each in some.traits.offers}
+    return next(
+        (where for need, where in asked.items() if need not in offered), next(iter(asked.values()))
+    )
 
 
 def _too_many(task: TaskDescriptor, offer: Offer) -> Iterator[tuple[str, str]]:
@@ -216,8 +283,26 @@ def _not_yet(task: TaskDescriptor) -> Iterator[tuple[str, str]]:
         yield "devices/across_hosts", told
     if task.world_size > RANKS_ON_A_DEVICE:
         yield "world_size", f"at most {RANKS_ON_A_DEVICE} ranks can share one device"
-    if task.world_size > 1 and task.devices.kind != "cpu":
-        yield "world_size", "several ranks are supported only on devices of kind 'cpu'"
-    if task.devices.max > 1 and task.run.kind not in PARTING:
-        told = "must be 1: only jobs and graphs can change their devices between steps"
+    if task.run.kind == "command":
+        yield from _of_command(task)
+    if task.devices.max > 1 and task.run.kind not in (*PARTING, "command"):
+        yield "devices/max", f"must be 1: a {task.run.kind} uses one device"
+
+
+def _of_command(task: TaskDescriptor) -> Iterator[tuple[str, str]]:
+    """Yield a fault if the command's ranks cannot have these devices.
+
+    Its processes cannot be told at a safe point that their devices change.
+    """
+    devices, ranks = task.devices, task.world_size
+    if devices.kind != "cpu" and ranks != devices.min:
+        told = (
+            f"must be {ranks}: each of the {ranks} ranks needs a {devices.kind} device of its own"
+        )
+        yield "devices/min", told
+    elif devices.max > devices.min:
+        told = (
+            f"must be {devices.min}, as min is: a command keeps the devices that it began with. "
+            f"For {devices.max} devices set min to {devices.max}"
+        )
         yield "devices/max", told

@@ -1,8 +1,10 @@
 """Reads a task descriptor, which is what a tenant submits, and reports all of its faults at once.
 
 `parse` turns plain JSON values into frozen ones with all defaults filled in.  If there are faults,
-it raises BadDescriptor with a JSON Pointer for each fault.  `as_json` writes a task in full, so
-that `parse` reads back an equal task.
+it raises BadDescriptor with a JSON Pointer for each fault.  `as_json` writes a task in full; in
+this form it is stored, and `from_json` reads it back, with what was computed since (`RunSpec`).
+The frozen TaskDescriptor travels whole: from the row into the launch order (`to_wire`), and from
+there to the process that runs the task.
 
 `core.model.dependencies` checks whether the tasks fit together and whether they can ever run here.
 """
@@ -10,14 +12,47 @@ that `parse` reads back an equal task.
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from difflib import get_close_matches
-from itertools import islice
 from typing import Any
+
+from app.core.model import codec, device_fraction
+from app.core.model.codec import BadValue
+from app.core.model.device_choice import (
+    ANY_DEVICE,
+    CAPABILITY,
+    MODEL,
+    WHOLE_MILLI,
+    DeviceChoice,
+)
+from app.core.model.device_fraction import read_fraction
+from app.core.model.fields import (
+    NAME,
+    NAME_RULE,
+    WORD,
+    WORD_RULE,
+    Fault,
+    Fields,
+    escaped,
+    not_plain,
+    shortened,
+)
+from app.core.model.provisions import network_policy, notice, session
+from app.core.model.provisions.container_image import need_of_image, read_image
+from app.core.model.provisions.environment import (
+    EnvironmentFile,
+    TaskEnvironment,
+    read_environment,
+    read_task_environment,
+)
+from app.core.model.provisions.mounts import need_of, read_mounts
+from app.core.model.provisions.network_policy import NO_NETWORK, NetworkWish, read_network
+from app.core.model.provisions.notice import Notice, read_notice
+from app.core.model.provisions.resources import NO_RESOURCES, Resources, read_resources
+from app.core.model.provisions.session import InteractiveSession, read_session
+from app.core.model.provisions.variables import check_variables, read_secrets, read_variables
 
 JSON = dict[str, Any]
 
@@ -30,41 +65,27 @@ ONE_DEVICE = ("function", "command")
 
 MAX_TASKS = 1000
 MAX_ISLANDS = 64
-MAX_FAULTS = 100  # further faults are counted, not listed
-UNKNOWN_TOLD = 10  # unknown fields listed per object; further ones are counted
-MAX_HINTED = 64  # characters; for a longer name no similar name is suggested
-MAX_COMPARED = 200  # known names with which an unknown name is compared
-MAX_DEPTH = 32  # nesting of lists and objects
 MAX_PARAMS_BYTES = 256 * 1024  # bytes per task, as JSON
 # bytes of all words, and of the parameters as JSON: the limit of exec
 MAX_COMMAND_BYTES = 64 * 1024
 MAX_WORDS = 1000
 MAX_LABELS = 64
+MAX_DEVICE_LABELS = 16  # labels of devices that a task may name
 MAX_MEMORY_BYTES = 2**50
 MAX_DURATION_S = 365 * 86400.0
 
-NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+
 _VERSION = re.compile(r"[1-9][0-9]{0,8}")
-WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,62}")
 ENTRY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}")
 _URL = re.compile(r"https?://[^\s/]\S*")
 _CHECKPOINT = re.compile(r"ckp_[0-9a-f]{32}")
 
-NAME_RULE = "1 to 63 of a-z, 0-9, '.', '_' and '-', starting with a letter or digit"
-WORD_RULE = "1 to 63 letters, digits and '_', not starting with a digit"
+_MODEL_RULE = "1 to 63 letters, digits, spaces and ._/()+-, starting with a letter or digit"
+_CAPABILITY_RULE = 'a version such as "9.0"'
 _DIGEST_RULE = '"sha256:" and 64 hexadecimal digits'
 _CHECKPOINT_RULE = 'the id of a checkpoint: "ckp_" and 32 hexadecimal digits'
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """One fault of the input: its place (a JSON Pointer), a sentence, and a stable code."""
-
-    pointer: str
-    detail: str
-    code: str = "invalid"
 
 
 class BadDescriptor(Exception):
@@ -82,7 +103,7 @@ class BadDescriptor(Exception):
 class RunSpec:
     """The code of a task: `kind` is one of RUNS; `entry` is "module:Name", `argv` a command.
 
-    `graph` is "sha256:<hex>" of a stored graph of the tenant, or a graph as JSON
+    `graph` is "sha256:<hex>" of a stored graph of the tenant, or, in a request, a graph as JSON
     (`core.model.task_graph`).  `part` is the part of the graph that a task runs
     (`core.placement.partitions`).  `took_ms` and `made_bytes` are how long the graph's nodes took
     before, and how large their blocks were.  These three are computed, so `parse` rejects them.
@@ -95,6 +116,12 @@ class RunSpec:
     part: JSON | None = None
     took_ms: Mapping[str, float] = field(default_factory=dict)
     made_bytes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def graph_sha256(self) -> str:
+        """The hash of the stored graph."""
+        assert isinstance(self.graph, str), "a graph is stored before it runs"
+        return self.graph.removeprefix("sha256:")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +157,8 @@ class StartConditions:
 class Devices:
     """Asks for `min` to `max` devices of one kind, each with at least `memory_bytes`.
 
-    The devices lie on one host, or on several hosts of an island if `across_hosts` is set.
+    The devices lie on one host, or on several hosts of an island if `across_hosts` is set.  Each
+    of them suits the `choice`.
     """
 
     kind: str = "cpu"
@@ -138,6 +166,7 @@ class Devices:
     max: int = 1
     memory_bytes: int = 0
     across_hosts: bool = False
+    choice: DeviceChoice = ANY_DEVICE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,8 +186,12 @@ class TaskDescriptor:
     """`type` selects the preset; `inputs` maps a port to its source; `retry_max` counts crashes.
 
     `publish` maps an output to the datablock that gets it as its new version.  `from_checkpoint` is
-    the id of a checkpoint of another task, from which this job continues.  `islands` is the most
-    islands that a graph may be partitioned for, or that a gang with `across_hosts` may span.
+    the id of a checkpoint of another task, from which this job continues, or in whose working
+    folder this command begins.  `mounts` maps a target to the mount that it shows
+    (`provisions.mounts`); `image` names the container image that is its root
+    (`provisions.container_image`).  `islands` is the most islands that a graph may be partitioned
+    for, or that a gang with `across_hosts` may span.  `env` are the environment variables of its
+    process and of all that the process starts; `secrets` names those whose values are secrets.
     """
 
     name: str
@@ -176,6 +209,15 @@ class TaskDescriptor:
     retry_max: int = 0
     max_duration_s: float = 86400.0
     from_checkpoint: str | None = None
+    network: NetworkWish = NO_NETWORK
+    env: Mapping[str, str] = field(default_factory=dict)
+    secrets: tuple[str, ...] = ()
+    mounts: Mapping[str, str] = field(default_factory=dict)
+    image: str | None = None
+    environment: TaskEnvironment | None = None  # computed from that of the request
+    notice: Notice | None = None
+    resources: Resources = NO_RESOURCES
+    session: InteractiveSession | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +231,7 @@ class Descriptor:
     bundle: str | None
     labels: Mapping[str, str] = field(default_factory=dict)
     notify: Notify | None = None
+    environment: EnvironmentFile | None = None
 
 
 # --- from JSON ----------------------------------------------------------------------------------
@@ -208,16 +251,27 @@ def parse(body: object) -> Descriptor:
         bundle=fields.text("bundle", None, _DIGEST, _DIGEST_RULE),
         labels=_labels(fields),
         notify=_notify(fields),
+        environment=read_environment(fields.inside("environment")),
     )
     fields.close()
-    if fields.body.get("bundle") is None and any(
-        task.run.entry or task.run.graph for task in descriptor.tasks
-    ):
-        told = "jobs, functions and graphs need a bundle with their code"
-        faults.append(Fault("/bundle", told, "missing"))
+    faults.extend(_faults_together(descriptor, has_bundle=fields.body.get("bundle") is not None))
     if faults:
         raise BadDescriptor(shortened(faults))
     return descriptor
+
+
+def _faults_together(descriptor: Descriptor, *, has_bundle: bool) -> Iterator[Fault]:
+    """Yield faults of fields that do not go together."""
+    if descriptor.environment is not None:
+        if not has_bundle:
+            yield Fault("/bundle", "the environment needs a bundle with its file", "missing")
+        for n, task in enumerate(descriptor.tasks):
+            if task.image is not None:
+                told = "a container image has its own packages; leave out environment"
+                yield Fault(f"/tasks/{n}/image", told)
+    if not has_bundle and any(task.run.entry or task.run.graph for task in descriptor.tasks):
+        told = "jobs, functions and graphs need a bundle with their code"
+        yield Fault("/bundle", told, "missing")
 
 
 def _tasks(fields: Fields) -> tuple[TaskDescriptor, ...]:
@@ -234,11 +288,30 @@ def _tasks(fields: Fields) -> tuple[TaskDescriptor, ...]:
 
 
 def _task(fields: Fields) -> TaskDescriptor:
+    task = _read_task(fields)
+    if task.run.kind == "command":
+        _check_command(fields, task)
+    check_variables(fields, task.env, task.secrets, is_command=task.run.kind == "command")
+    if task.islands > 1 and not (task.run.kind == "graph" or task.devices.across_hosts):
+        told = "only a graph, or a job with devices.across_hosts, can use several islands; set 1"
+        fields.fault("islands", told)
+    if task.run.kind == "graph" and task.devices.choice.fraction_milli < WHOLE_MILLI:
+        told = "graphs share a device in turns; a fraction is for jobs, functions and commands"
+        fields.fault("devices/fraction", told, "fraction")
+    if task.from_checkpoint is not None and task.run.kind not in ("job", "command"):
+        told = f"only a job or a command can start from a checkpoint, not a {task.run.kind}"
+        fields.fault("from_checkpoint", told)
+    fields.close()
+    return task
+
+
+def _read_task(fields: Fields, *, is_planned: bool = False) -> TaskDescriptor:
     fields.require("name", "run")
     name = fields.text("name", "", NAME, NAME_RULE)
-    run = _run(fields.inside("run"))
+    run = _run(fields.inside("run"), is_planned)
     usual = _executors(fields.body) if run.kind == "graph" else 1
     world_size = fields.integer("world_size", usual, least=1, most=100_000)
+    max_duration_s = fields.number("max_duration_s", 86400.0, above=0, most=MAX_DURATION_S)
     task = TaskDescriptor(
         name=name,
         type=fields.text("type", "default", NAME, NAME_RULE),
@@ -255,24 +328,71 @@ def _task(fields: Fields) -> TaskDescriptor:
         islands=fields.integer("islands", 1, least=1, most=MAX_ISLANDS),
         checkpoint=_checkpoint(fields.inside("checkpoint")),
         retry_max=_retry(fields.inside("retry")),
-        max_duration_s=fields.number("max_duration_s", 86400.0, above=0, most=MAX_DURATION_S),
+        max_duration_s=max_duration_s,
         from_checkpoint=fields.text("from_checkpoint", None, _CHECKPOINT, _CHECKPOINT_RULE),
+        network=read_network(fields.inside("network")),
+        env=read_variables(fields),
+        secrets=read_secrets(fields),
+        mounts=read_mounts(fields),
+        environment=_task_environment(fields, is_planned),
+        notice=read_notice(
+            fields.inside("notice"), run_kind=run.kind, max_duration_s=max_duration_s
+        ),
+        resources=read_resources(fields.inside("resources")),
+        session=read_session(fields.inside("session"), run_kind=run.kind, world_size=world_size),
+        image=read_image(
+            fields,
+            run_kind=run.kind,
+            world_size=world_size,
+            is_session=fields.body.get("session") is not None,
+        ),
     )
-    if task.run.kind == "command":
-        _check_command(fields, task)
-    if task.islands > 1 and not (task.run.kind == "graph" or task.devices.across_hosts):
-        told = "only a graph, or a job with devices.across_hosts, can use several islands; set 1"
-        fields.fault("islands", told)
-    if task.from_checkpoint is not None and task.run.kind != "job":
-        fields.fault(
-            "from_checkpoint", f"only a job can start from a checkpoint, not a {task.run.kind}"
-        )
-    fields.close()
-    return task
+    return _with_needs(task)
 
 
-def _run(fields: Fields) -> RunSpec:
-    given = [kind for kind in RUNS if kind in fields.body]
+def _with_needs(task: TaskDescriptor) -> TaskDescriptor:
+    needs, asked = tuple(sorted(needs_of(task))), tuple(task.resources.asked())
+    if not needs and not asked:
+        return task
+    choice = replace(task.devices.choice, needs=needs, resources=asked)
+    return replace(task, devices=replace(task.devices, choice=choice))
+
+
+def needs_of(task: TaskDescriptor) -> dict[str, str]:
+    """Return what the task needs of a host (`device_choice.NEED`), each with its field."""
+    asked = {
+        device_fraction.NEED: (
+            "devices/fraction",
+            task.devices.choice.fraction_milli < WHOLE_MILLI,
+        ),
+        network_policy.NEED: ("network", task.network.allow),
+        "env": ("env", task.env),
+        "secrets": ("secrets", task.secrets),
+        notice.NEED: ("notice", task.notice),
+        session.NEED: ("session", task.session),
+    }
+    needs = {need: field for need, (field, value) in asked.items() if value}
+    mounts = {need_of(name): f"mounts/{escaped(target)}" for target, name in task.mounts.items()}
+    environment = {} if task.environment is None else {task.environment.need: "environment"}
+    image = {} if task.image is None else {need_of_image(task.image): "image"}
+    return {**needs, **mounts, **environment, **image}
+
+
+def in_environment(descriptor: Descriptor, environment: TaskEnvironment) -> Descriptor:
+    """Return the request with its environment in each task."""
+    tasks = (replace(task, environment=environment) for task in descriptor.tasks)
+    return replace(descriptor, tasks=tuple(map(_with_needs, tasks)))
+
+
+def _task_environment(fields: Fields, is_planned: bool) -> TaskEnvironment | None:
+    is_empty = fields.body.get("environment", "") is None  # as `as_json` writes none
+    if is_planned or is_empty:
+        return read_task_environment(fields.inside("environment"))
+    return None  # a tenant's request has it beside its tasks: reported as an unknown field
+
+
+def _run(fields: Fields, is_planned: bool) -> RunSpec:
+    given = [kind for kind in RUNS if fields.body.get(kind) is not None]
     if fields.given and len(given) != 1:
         said = ", ".join(given) or "none of them"
         fields.fault("", f"must have exactly one of {', '.join(RUNS)}; got {said}")
@@ -280,6 +400,12 @@ def _run(fields: Fields) -> RunSpec:
     entries = {kind: fields.text(kind, "", ENTRY, rule) for kind in ("job", "function")}
     argv = fields.texts("command", None, "")
     graph = _graph(fields)
+    computed: JSON = {}
+    if is_planned:
+        computed = {name: fields.mapping(name) for name in ("took_ms", "made_bytes")}
+        computed["part"] = fields.mapping("part") or None
+        if isinstance(graph, dict):
+            fields.fault("graph", f"must be {_DIGEST_RULE}", "type")
     if fields.body.get("command") == []:
         fields.fault("command", "must have at least one word", "missing")
     elif argv and not argv[0]:
@@ -287,7 +413,8 @@ def _run(fields: Fields) -> RunSpec:
     fields.close()
     if len(given) != 1:
         return RunSpec(kind="job")
-    return RunSpec(kind=given[0], entry=entries.get(given[0], ""), argv=argv, graph=graph)
+    entry = entries.get(given[0], "")
+    return RunSpec(kind=given[0], entry=entry, argv=argv, graph=graph, **computed)
 
 
 def _graph(fields: Fields) -> str | JSON:
@@ -425,8 +552,9 @@ def _executors(body: JSON) -> int:
 
 
 def _devices(fields: Fields, world_size: int, usual_most: int) -> Devices:
-    least = fields.integer("min", 1, least=1, most=world_size)
-    most = fields.integer("max", max(least, usual_most), least=1, most=world_size)
+    why = f", as world_size is {world_size}"
+    least = fields.integer("min", 1, least=1, most=world_size, why=why)
+    most = fields.integer("max", max(least, usual_most), least=1, most=world_size, why=why)
     if least > most:
         fields.fault("min", f"min must be at most max; got min {least} and max {most}", "range")
     devices = Devices(
@@ -435,9 +563,33 @@ def _devices(fields: Fields, world_size: int, usual_most: int) -> Devices:
         max=most,
         memory_bytes=fields.integer("memory_bytes", 0, least=0, most=MAX_MEMORY_BYTES),
         across_hosts=fields.flag("across_hosts", False),
+        choice=_choice(fields, world_size),
     )
     fields.close()
     return devices
+
+
+def labels_in(joined: str) -> tuple[str, ...]:
+    """Return the labels of a text with "," between them, as settings and tables hold labels."""
+    return tuple(sorted({*joined.split(",")} - {""}))
+
+
+def _choice(fields: Fields, world_size: int) -> DeviceChoice:
+    return DeviceChoice(
+        model=fields.text("model", "", MODEL, _MODEL_RULE),
+        compute_capability=fields.text("compute_capability", "", CAPABILITY, _CAPABILITY_RULE),
+        labels=_device_labels(fields, "labels"),
+        avoid_labels=_device_labels(fields, "avoid_labels"),
+        fraction_milli=read_fraction(fields, world_size=world_size),
+    )
+
+
+def _device_labels(fields: Fields, key: str) -> tuple[str, ...]:
+    labels = fields.texts(key, NAME, NAME_RULE)
+    if len(labels) > MAX_DEVICE_LABELS:
+        told = f"must have at most {MAX_DEVICE_LABELS} labels; got {len(labels)}"
+        fields.fault(key, told, "range")
+    return tuple(sorted(labels))
 
 
 def _checkpoint(fields: Fields) -> Checkpointing:
@@ -514,13 +666,73 @@ def as_json(task: TaskDescriptor) -> JSON:
             "max": task.devices.max,
             "memory_bytes": task.devices.memory_bytes,
             "across_hosts": task.devices.across_hosts,
+            "model": task.devices.choice.model or None,
+            "compute_capability": task.devices.choice.compute_capability or None,
+            "labels": list(task.devices.choice.labels),
+            "avoid_labels": list(task.devices.choice.avoid_labels),
+            "fraction": _fraction(task.devices.choice),
         },
         "islands": task.islands,
         "checkpoint": {"every_s": task.checkpoint.every_s, "keep": task.checkpoint.keep},
         "retry": {"max": task.retry_max},
         "max_duration_s": task.max_duration_s,
         "from_checkpoint": task.from_checkpoint,
+        "network": task.network.as_json(),
+        "env": dict(task.env),
+        "secrets": list(task.secrets),
+        "mounts": dict(task.mounts),
+        "image": task.image,
+        "environment": task.environment.as_json() if task.environment else None,
+        "notice": task.notice.as_json() if task.notice is not None else None,
+        "resources": task.resources.as_json(),
+        "session": task.session.as_json() if task.session is not None else None,
     }
+
+
+def _fraction(choice: DeviceChoice) -> float | None:
+    is_whole = choice.fraction_milli == WHOLE_MILLI
+    return None if is_whole else choice.fraction_milli / WHOLE_MILLI
+
+
+def to_wire(task: TaskDescriptor) -> JSON:
+    """Return the task as `as_json`, without empty values: the form in which it goes to a device.
+
+    A field that a later version adds, and that is empty by default, so reaches an older device
+    only with a task that sets it.  The device then refuses the order, since it cannot honour it.
+    """
+    said = as_json(task)
+    groups = {name: _filled(said[name]) for name in ("start", "devices", "checkpoint", "retry")}
+    return _filled({**said, **groups})
+
+
+def _filled(said: JSON) -> JSON:
+    return {name: value for name, value in said.items() if value}
+
+
+def from_json(body: object, pointer: str = "") -> TaskDescriptor:
+    """Read a task that `as_json` or `to_wire` wrote; raises BadValue with the first fault.
+
+    The rules for what a tenant may ask for are not applied again, only those of the form.
+    """
+    faults: list[Fault] = []
+    fields = Fields(body, pointer, faults)
+    task = _read_task(fields, is_planned=True)
+    fields.close()
+    if faults:
+        raise BadValue(faults[0].pointer, faults[0].detail)
+    return task
+
+
+def run_from_json(body: object) -> RunSpec:
+    """Read what a task runs, as `as_json` wrote it; raises BadValue."""
+    faults: list[Fault] = []
+    run = _run(Fields(body, "/run", faults), is_planned=True)
+    if faults:
+        raise BadValue(faults[0].pointer, faults[0].detail)
+    return run
+
+
+codec.OWN_FORMS[TaskDescriptor] = codec.OwnForm(write=to_wire, read=from_json)
 
 
 def _said(source: Source) -> str:
@@ -529,225 +741,3 @@ def _said(source: Source) -> str:
 
 def _rfc3339(at_s: float | None) -> str | None:
     return None if at_s is None else datetime.fromtimestamp(at_s, UTC).isoformat()
-
-
-# --- how fields are read ------------------------------------------------------------------------
-
-
-class Fields:
-    """Reads the fields of one object and collects faults; fields that are never read are unknown.
-
-    A field that is missing, null or wrong reads as its default, so that reading can go on.
-    """
-
-    def __init__(self, body: object, pointer: str, faults: list[Fault], given: bool = True) -> None:
-        self.pointer, self.faults = pointer, faults
-        self.given = given and isinstance(body, dict)
-        self.body: JSON = body if isinstance(body, dict) else {}
-        self._known: list[str] = []
-        if given and not self.given:
-            self.fault("", f"must be an object, not {_kind(body)}", "type")
-
-    def fault(self, key: str, detail: str, code: str = "invalid") -> None:
-        where = f"{self.pointer}/{key}" if key else self.pointer
-        self.faults.append(Fault(where, detail, code))
-
-    def require(self, *keys: str) -> None:
-        for key in keys:
-            if self.given and self.body.get(key) is None:
-                self.fault(key, f"{key} is required", "missing")
-
-    def close(self) -> None:
-        """Report each field that was not read as unknown, with a hint; UNKNOWN_TOLD at most."""
-        known = set(self._known)
-        unknown = [key for key in self.body if key not in known]
-        for key in unknown[:UNKNOWN_TOLD]:
-            # Faults beyond MAX_FAULTS are not listed, so no similar name is searched for them.
-            near = near_name(key, self._known) if len(self.faults) < MAX_FAULTS else None
-            hint = f"did you mean {near!r}?" if near else f"known: {', '.join(self._known)}"
-            where = key if len(key) <= MAX_HINTED else ""
-            self.fault(escaped(where), f"unknown field {_shown(key)}; {hint}", "unknown-field")
-        if (more := len(unknown) - UNKNOWN_TOLD) > 0:
-            self.fault("", f"{more} more unknown fields", "unknown-field")
-
-    def text(self, key: str, default: Any, pattern: re.Pattern[str], rule: str) -> Any:
-        """Return a text, or `default` (which may be None)."""
-        value = self._read(key, str, "a text")
-        if value is None:
-            return default
-        if not pattern.fullmatch(value):
-            self.fault(key, f"must be {rule}; got {_shown(value)}")
-            return default
-        return value
-
-    def texts(self, key: str, pattern: re.Pattern[str] | None, rule: str) -> tuple[str, ...]:
-        """Return a list of texts; a text that must match `pattern` may occur only once."""
-        good: list[str] = []
-        seen: set[str] = set()
-        for n, value in enumerate(self._read(key, list, "a list") or []):
-            if not isinstance(value, str):
-                self.fault(f"{key}/{n}", f"must be a text, not {_kind(value)}", "type")
-            elif pattern is not None and not pattern.fullmatch(value):
-                self.fault(f"{key}/{n}", f"must be {rule}; got {_shown(value)}")
-            elif pattern is not None and value in seen:
-                self.fault(f"{key}/{n}", f"must not list {value!r} twice", "twice")
-            else:
-                good.append(value)
-                seen.add(value)
-        return tuple(good)
-
-    def integer(self, key: str, default: int, *, least: int, most: int) -> int:
-        """Return a whole number; a form like 8e9 is accepted."""
-        value = self._read(key, (int, float), "a whole number")
-        if value is None:
-            return default
-        if isinstance(value, float) and not value.is_integer():
-            self.fault(key, f"must be a whole number; got {value}", "type")
-        elif not least <= value <= most:
-            self.fault(key, f"must be from {least} to {most}; got {value}", "range")
-        else:
-            return int(value)
-        return default
-
-    def number(self, key: str, default: float, *, above: float, most: float) -> float:
-        value = self._read(key, (int, float), "a number")
-        if value is None:
-            return default
-        if not above < value <= most:
-            self.fault(key, f"must be above {above:g} and at most {most:g}; got {value}", "range")
-            return default
-        return float(value)
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self._read(key, bool, "true or false")
-        return default if value is None else bool(value)
-
-    def one_of(self, key: str, words: tuple[str, ...], default: str) -> str:
-        value = self._read(key, str, "a text")
-        if value is None or value in words:
-            return value or default
-        self.fault(key, f"must be one of {', '.join(words)}; got {_shown(value)}")
-        return default
-
-    def time(self, key: str) -> float | None:
-        """Return an RFC 3339 time, which must have an offset, in seconds since 1970."""
-        value = self._read(key, str, "a text")
-        if value is None:
-            return None
-        try:
-            at = datetime.fromisoformat(value)
-            if at.tzinfo is not None and "T" in value.upper():
-                # raises OverflowError if the year in UTC is out of range
-                return at.astimezone(UTC).timestamp()
-        except (ValueError, OverflowError):
-            pass  # reported below, like a time without an offset
-        self.fault(key, f"must be a time like 2026-01-31T18:00:00+01:00; got {_shown(value)}")
-        return None
-
-    def mapping(self, key: str) -> JSON:
-        value: JSON = self._read(key, dict, "an object") or {}
-        return value
-
-    def items(self, key: str, *, least: int, most: int) -> list[tuple[str, object]]:
-        """Return the items of a list, each with its pointer."""
-        value = self._read(key, list, "a list")
-        if value is None and self.given and self.body.get(key) is None:
-            self.fault(key, f"{key} is required", "missing")
-        elif value is not None and not least <= len(value) <= most:
-            self.fault(key, f"must have from {least} to {most} items; got {len(value)}", "range")
-        return [(f"{self.pointer}/{key}/{n}", item) for n, item in enumerate((value or [])[:most])]
-
-    def inside(self, key: str) -> Fields:
-        """Return the object under `key`; if it is missing, all of its fields read as defaults."""
-        self._known.append(key)
-        given = self.body.get(key) is not None
-        return Fields(self.body.get(key), f"{self.pointer}/{key}", self.faults, given)
-
-    def _read(self, key: str, kind: type | tuple[type, ...], wanted: str) -> Any:
-        """Return the value under `key`, or None if it is missing, null or of another kind."""
-        self._known.append(key)
-        value = self.body.get(key)
-        if value is None:
-            return None
-        if isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
-            return value
-        self.fault(key, f"must be {wanted}, not {_kind(value)}", "type")
-        return None
-
-
-def not_plain(body: object) -> Iterator[Fault]:
-    """Yield faults for values that JSON in Postgres cannot hold, and for too deep nesting."""
-    stack: list[tuple[str, object, int]] = [("", body, 0)]
-    while stack:
-        where, value, depth = stack.pop()
-        if depth > MAX_DEPTH:
-            yield Fault(where, f"must be nested at most {MAX_DEPTH} levels deep", "range")
-        elif isinstance(value, dict):
-            stack += [(f"{where}/{escaped(key)}", item, depth + 1) for key, item in value.items()]
-            stack += [(f"{where}/{escaped(key)}", key, depth + 1) for key in value]
-        elif isinstance(value, list):
-            stack += [(f"{where}/{n}", item, depth + 1) for n, item in enumerate(value)]
-        elif isinstance(value, float) and not math.isfinite(value):
-            yield Fault(where, f"{value} is not a valid JSON number")
-        elif isinstance(value, str) and not _storable(value):
-            yield Fault(where, "a text contains a NUL character or half a surrogate pair")
-
-
-def _storable(text: str) -> bool:
-    return "\x00" not in text and not any("\ud800" <= letter <= "\udfff" for letter in text)
-
-
-def shortened(faults: Sequence[Fault]) -> tuple[Fault, ...]:
-    if len(faults) <= MAX_FAULTS:
-        return tuple(faults)
-    more = Fault("", f"{len(faults) - MAX_FAULTS} more faults are not listed", "more")
-    return (*faults[:MAX_FAULTS], more)
-
-
-_KINDS: tuple[tuple[type, str], ...] = (
-    (bool, "true or false"),
-    (int, "a number"),
-    (float, "a number"),
-    (str, "a text"),
-    (list, "a list"),
-    (dict, "an object"),
-)
-
-
-def _kind(value: object) -> str:
-    return next((name for kind, name in _KINDS if isinstance(value, kind)), "null")
-
-
-def _shown(text: str) -> str:
-    return repr(text if len(text) <= 80 else f"{text[:77]}...")
-
-
-def near_name(word: str, known: Iterable[str]) -> str | None:
-    """Return the known name that was probably meant.
-
-    Names longer than MAX_HINTED are not compared, because that takes long.
-    """
-    if len(word) > MAX_HINTED:
-        return None
-    near = get_close_matches(word, list(islice(known, MAX_COMPARED)), n=1)
-    return near[0] if near else None
-
-
-class Hints:
-    """Says which known names were probably meant, for the first MAX_FAULTS unknown names.
-
-    Each costs a millisecond, and further faults are not listed.
-    """
-
-    def __init__(self) -> None:
-        self._left = MAX_FAULTS
-
-    def hint(self, word: str, known: Iterable[str]) -> str:
-        self._left -= 1
-        near = near_name(word, known) if self._left >= 0 else None
-        return f"; did you mean {near!r}?" if near else ""
-
-
-def escaped(key: str) -> str:
-    """Escape a key as one token of a JSON Pointer."""
-    return str(key).replace("~", "~0").replace("/", "~1")

@@ -23,6 +23,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from app.core.model.wellformed import is_word
+
 JSON = dict[str, Any]
 
 FORMAT = "roundhouse manifest 1"
@@ -43,6 +45,7 @@ DTYPES = {
     "float8_e8m0fnu": 1,
 }  # fmt: skip
 _ADDRESS = re.compile(r"[0-9a-f]{64}")
+_KEY_ID = re.compile(r"([0-9a-f]{32})?")
 _LONGEST_NAME = 1024
 _MOST_DIMENSIONS = 64
 _LARGEST_TENSOR = 2**40
@@ -76,7 +79,10 @@ Cut = tuple[Span, ...]  # the bytes of the spans, in order, are one chunk
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """A content-addressed piece; `address` is the BLAKE3 hash of its spans' bytes, in order."""
+    """A content-addressed piece; `address` is the BLAKE3 hash of its spans' bytes, in order.
+
+    In an encrypted image it is the keyed hash.
+    """
 
     address: str
     spans: Cut
@@ -88,7 +94,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A graph or a storage; `device` is "cpu" or "cuda", where a storage lay."""
+    """A graph or a storage; `device` is the kind that a storage lay on."""
 
     size: int
     device: str = "cpu"
@@ -142,19 +148,26 @@ class RankImage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class About:
-    """The image's owner, task and step; `fingerprint` is that of the process that staged it."""
+    """The image's owner, task and step; `fingerprint` is that of the process that staged it.
+
+    `dump_damaged` says that a dump has damaged the processes of its command, this time or before.
+    """
 
     tenant: str
     task: str
     epoch: int
     step: int
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
+    dump_damaged: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
+    """`image_key` is the id of the key with which all chunks are encrypted; "" if none is."""
+
     about: About
     ranks: tuple[RankImage, ...]
+    image_key: str = ""
 
     @property
     def size_bytes(self) -> int:
@@ -211,7 +224,11 @@ def encode(manifest: Manifest) -> bytes:
 
 def as_json(manifest: Manifest) -> JSON:
     about = manifest.about
+    encrypted = {"image_key": manifest.image_key} if manifest.image_key else {}
+    damaged = {"dump_damaged": True} if about.dump_damaged else {}
     return {
+        **encrypted,
+        **damaged,
         "format": FORMAT,
         "tenant": about.tenant,
         "task": about.task,
@@ -261,10 +278,14 @@ def from_json(body: Any) -> Manifest:
         epoch=_count(fields.get("epoch"), "epoch"),
         step=_count(fields.get("step"), "step"),
         fingerprint=_object(fields.get("fingerprint"), "fingerprint"),
+        dump_damaged=fields.get("dump_damaged") is True,
     )
     listed = _list(fields.get("ranks"), "ranks")
     ranks = tuple(_rank(one, f"ranks[{n}]") for n, one in enumerate(listed))
-    manifest = Manifest(about=about, ranks=ranks)
+    image_key = fields.get("image_key", "")
+    if not isinstance(image_key, str) or not _KEY_ID.fullmatch(image_key):
+        raise BadManifest("image_key", f"{image_key!r:.80} is no id of a key")
+    manifest = Manifest(about=about, ranks=ranks, image_key=image_key)
     if fields.get("size_bytes") != manifest.size_bytes:
         told = f"{fields.get('size_bytes')!r:.40}, and its parts have {manifest.size_bytes}"
         raise BadManifest("size_bytes", told)
@@ -286,7 +307,7 @@ def _rank(body: Any, path: str) -> RankImage:
 
 def _part(body: Any, path: str) -> Part:
     size, device, pinned = _tuple(body, 3, path)
-    if device not in ("cpu", "cuda") or type(pinned) is not bool:
+    if not is_word(device) or type(pinned) is not bool:
         raise BadManifest(path, f"it lay on {device!r:.40}, pinned: {pinned!r:.40}")
     return Part(size=_count(size, path), device=device, pinned=pinned)
 

@@ -22,11 +22,13 @@ not well formed, so no later code has to check a name again.
 
 from __future__ import annotations
 
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import Any
 
-from app.core.model import wellformed
+from app.core.model import codec, older_launch, wellformed
+from app.core.model.codec import BadValue
+from app.core.model.descriptor import TaskDescriptor
 from app.core.model.wellformed import BadMessage
 
 JSON = dict[str, Any]
@@ -45,16 +47,26 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointRef:
+    """Names a checkpoint in the store; `key` is the public key of the host that signed it."""
+
+    sha256: str
+    step: int
+    key: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Launch(Order):
     """Give this task the slot: at once if the device is free, else after the paused task has left.
 
-    `images` are checkpoints to resume from, newest first, as `{"sha256", "step", "key"}`.  `key` is
-    the public key of the host that signed the checkpoint.  A device that still holds a paused
+    `spec` is the task's descriptor; all other fields say where and from what it runs this time.
+
+    `images` are checkpoints to resume from, newest first.  A device that still holds a paused
     resident of this task at the newest step resumes from the resident instead.  A device that kept
     a newer image of the epoch before, of which the island had not heard, resumes from that image.
 
-    `budget_us` is what is left of `max_duration_s`, measured in time on the slot.  Outputs in
-    `publish` are stored as files of tensors (`core.model.tensor_file`), the other outputs as
+    `budget_us` is what is left of `spec.max_duration_s`, measured in time on the slot.  Outputs in
+    `spec.publish` are stored as files of tensors (`core.model.tensor_file`), the other outputs as
     images.
 
     `seats` counts the gang's slots on each of its hosts, the coordinator host's first.  `host` is
@@ -63,9 +75,27 @@ class Launch(Order):
     {"secret"}, and for remote ranks also {"home": [address, port]}, with which they join the gang
     (`workers.transfer.peer_auth`).
 
+    `mounts` has, by target, the paths of the folders that the task may see on its host, as they are
+    registered now.  A target of `spec.mounts` that is missing there cannot be shown any more.
+
+    `root` is the path of `spec.image`, as it is registered now; empty if the tenant may not use it
+    any more.
+
+    `guests` are the other devices of this host that the processes of a command use, in the order in
+    which they see them, behind this device.  For ranks that take turns nothing is said of guests.
+
+    `image_key` is the key with which the images of a command are encrypted: {"sealed"}, which opens
+    on the device's host only, or {"refused"}, with the reason why there is none.
+
+    `secrets` has the task's secrets: {"mark", "sealed"}, of which `mark` changes with any of their
+    values and `sealed` opens on the device's host only (`app.storage.sealing`); or {"mark",
+    "refused"}, with the reason why the task cannot have them.
+
     `surely_until_us` is a time of the device's clock, valid for the process `incarnation` only.
     Until then the island cannot have given the task to another device.  So the order alone gives
     the task the slot, without waiting for an answer.
+
+    `withdrawn` are destinations of `spec.network` that the tenant may not reach any more.
 
     If `beside` is set, other tasks stay on the device, and all of them take turns (`Answer.rota`).
 
@@ -76,24 +106,24 @@ class Launch(Order):
     """
 
     tenant: str
-    run: JSON  # {"job": "module:Class"}, {"function": "module:name"} or {"graph": "sha256:…"}
+    spec: TaskDescriptor
     bundle: str  # sha256 of the uploaded code
-    params: JSON
     inputs: JSON  # port -> {"sha256", "size_bytes", "format"?, "datablock"?, "copies"?}, see above
-    outputs: list[str]
-    world_size: int
     preset: JSON
-    images: list[JSON]
+    images: list[CheckpointRef]
     budget_us: int
-    checkpoint_every_s: float
-    memory_bytes: int
-    publish: list[str] = field(default_factory=list)
     seats: list[int] = field(default_factory=lambda: [1])
     host: int = 0
     links: JSON = field(default_factory=dict)
+    guests: list[str] = field(default_factory=list)
+    mounts: JSON = field(default_factory=dict)
+    root: str = ""
     incarnation: str = ""
     surely_until_us: int = 0
     beside: bool = False
+    secrets: JSON = field(default_factory=dict)
+    image_key: JSON = field(default_factory=dict)
+    withdrawn: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +136,8 @@ class Pause(Order):
 
     successor: str = ""  # a task that is launched on this device, or ""
     moves: bool = False  # the task continues on another device, which waits for its image
+    notice_us: int = 0  # how long it goes on after it was told; 0: it is not told
+    why: str = ""  # the reason of its notice (`provisions.notice.NoticeReason`)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +182,10 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started(Event):
-    """The job is on the device, with its preset applied and read back; it resumes after `step`."""
+    """The job is on the device, with its preset applied and read back; it resumes after `step`.
+
+    `bound_because` is why the processes of a command cannot go to another device.
+    """
 
     preset: JSON
     capabilities: list[str]
@@ -160,16 +195,25 @@ class Started(Event):
     input_bytes: int = 0  # bytes of all inputs
     fetched_bytes: int = 0  # bytes of the inputs that were read from the store
     ways: JSON = field(default_factory=dict)  # port -> one of WAYS, by which its input came
+    bound_because: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved(Event):
-    """A checkpoint at `step` is durable in the store, which grew by `new_bytes`."""
+    """A checkpoint at `step` is durable in the store, which grew by `new_bytes`.
+
+    Of a command, it `has_processes`, or `bound_because` is why these could not be in it; an image
+    of the working folder alone says neither.  `printed` is [epoch, lines]: so many lines had been
+    printed in that epoch when the processes were dumped.
+    """
 
     sha256: str
     size_bytes: int
     took_us: int
     new_bytes: int = 0
+    has_processes: bool = False
+    bound_because: str = ""
+    printed: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,13 +279,15 @@ class Finished(Event):
 class Failed(Event):
     """`cause` is one of CAUSES; `detail` is for the owner: a traceback, a path, a difference.
 
-    `outputs` are the ARTIFACTS of a command that failed by itself, if it left any.
+    `outputs` are the ARTIFACTS of a command that failed by itself, if it left any.  `noticed` is
+    the reason of the notice that a command got before it asked to begin again, or empty.
     """
 
     cause: str
     message: str
     detail: str = ""
     outputs: JSON = field(default_factory=dict)
+    noticed: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,11 +307,16 @@ CAUSES = {
     "exit": True,  # the process ended without a message: killed, out of memory, os._exit
     "max_duration": False,  # the task held its slot for max_duration_s
     "uncapturable": False,  # the state cannot be captured, so the task could never be paused
-    "preset": False,  # the device did not take the preset
+    "preset": False,  # torch did not take the preset
+    "secret": False,  # a secret that the task names cannot be given to it
+    "device_preset": False,  # the driver of the device refused a setting of the preset
     "bundle": False,  # the code could not be loaded
+    "environment": True,  # the packages that its request brings could not be installed
+    "mount": True,  # a mount cannot be shown on the host, or the tenant may not use it any more
     "image": True,  # the checkpoint could not be restored; an older one is tried
     "host": True,  # another host of the gang was lost: retried without using up an attempt
     "store": True,  # the store did not answer: retried without using up an attempt
+    "again": True,  # a command with a notice asked to begin again (`provisions.notice`)
 }
 
 
@@ -276,11 +327,15 @@ CAUSES = {
 class ResidentView:
     """One job as the device sees it.
 
-    `state` is seating (does not hold the slot yet), running, pausing, paused, stopping or ended.
-    `level` is where the job's memory lies (`workers.device.memory_tiers`).  `on_device_bytes` is
-    the device memory charged to the job, `host_bytes` the host memory of its images.  `lacks` is
-    the missing input for which the job stands still, if the device does not know its place yet.
-    `points` are the metrics of steps before `step`.
+    `state` is seating (does not hold the slot yet), running, noticed, pausing, paused, stopping or
+    ended.  `level` is where the job's memory lies (`workers.device.memory_tiers`).
+    `on_device_bytes` is the device memory charged to the job, `host_bytes` the host memory of its
+    images.  `lacks` is the missing input for which the job stands still, if the device does not
+    know its place yet.
+    `points` are the metrics of steps before `step`.  `network` counts what this epoch used of the
+    network here, if it may use it: {"connections", "refused", "sent_bytes", "received_bytes"}.
+    `peaks` is the most that its process took of the host, by resource (`provisions.resources`).
+    `idle_us` is how long the processes of a session have computed nothing.
     """
 
     task: str
@@ -297,6 +352,9 @@ class ResidentView:
     lacks: list[str] = field(default_factory=list)
     metrics: JSON = field(default_factory=dict)
     points: list[list[Any]] = field(default_factory=list)
+    network: JSON = field(default_factory=dict)
+    peaks: JSON = field(default_factory=dict)
+    idle_us: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,11 +373,17 @@ class Alive:
 
     `incarnation` names the device worker's process and sorts after those of all processes before
     it.  `facts` describe the device: host, island, kind, threads, memory_bytes, sandbox, torch.
+    With the fact "spec" it takes a Launch with a whole descriptor (`core.model.older_launch`), with
+    the fact "image_key" one with that field.
+    `offers` is what the host can do and tasks may need.  A host that may show mounts has the fact
+    "mounts", the hash of those that it knows (`provisions.mounts`), and "images" likewise.
     `ahead` are the images of expected tasks that are here: {"task", "sha256", "bytes", "us"};
     `bytes` had to be fetched for the image, which took `us`.  Other hosts reach the device worker
     at `links`, [address, port].  `secret` opens the blocks that it gives
     (`workers.transfer.peer_blocks`).  `hung` are [task, epoch] with which the process before was
-    busy when its supervisor hung (`workers.device.hung`).
+    busy when its supervisor hung (`workers.device.hang_report`).  `grace_us` is how long a step may
+    go on after the lease (`core.device.lease`).  `health` is what the device's monitor reads and
+    finds, if it has one (`core.device.health_rules`).
     """
 
     device: str
@@ -333,6 +397,8 @@ class Alive:
     links: list[Any] = field(default_factory=list)
     secret: str = ""
     hung: list[Any] = field(default_factory=list)
+    grace_us: int = 0
+    health: JSON = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -350,23 +416,48 @@ class Given:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpectedTask:
+    """A task that is being moved to a device, with what the device can fetch already.
+
+    `inputs` are those that exist so far, as in a Launch; `image` is its newest checkpoint.
+    `environment` is the lock of the packages that its request brings, or "".  `image_key` is as in
+    a Launch.
+    """
+
+    task: str
+    epoch: int
+    tenant: str
+    bundle: str
+    inputs: list[JSON]
+    image: CheckpointRef | None
+    environment: str = ""
+    image_key: JSON = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """Acknowledges the heartbeat of `sent_us`; the device may go on until `sent_us + lease_us`.
+
+    A step that has begun may go on for `grace_us` longer: so long the island leaves its task alone.
 
     `heard` maps "task/epoch" to the last event seq recorded; `logged` to the next line expected.
     Of the residents that the heartbeat named, those in `keep` are known to be here and may have the
     slot; those in `drop` belong to an older epoch, or are not wanted.
 
-    `expect` are all tasks that are being moved here.  Each says what can be fetched already:
-    {"task", "epoch", "tenant", "bundle", "inputs", "image"}, with image and inputs as in a Launch.
-    The device may keep nothing else ahead.  `next` are those of `keep` that wait for a device, in
-    the order in which they are expected to get one.
+    `expect` are all tasks that are being moved here; the device may keep nothing else ahead.
+    `next` are those of `keep` that wait for a device, in the order in which they are expected to
+    get one.
 
     `rota` are the shares of the tasks that take turns on the device (`core.scheduling.turns`), if
     there are several; None means unchanged.  `given` are inputs that residents lack and can have
     now.  `wanted` is true if a waiting task could use the device, as far as is known.  `peers` are
     the public keys of the other islands, which may send orders here too, because a gang may span
-    islands.
+    islands.  `check` is the number of the last health check that the device is to make.
+    `guest_bytes` is the memory that commands with another home device asked for on this one; paused
+    tasks make room for it.  `mounts` are the paths of all mounts by name, and `images` those of all
+    container images; None means unchanged.
+    `environments` are the locks of all packages that the host is to have ready, the next first; a
+    device with the fact "builds" gets them.
     """
 
     device: str
@@ -377,12 +468,28 @@ class Answer:
     logged: dict[str, int]
     keep: list[list[Any]]  # [task, epoch]
     drop: list[list[Any]]
-    expect: list[JSON] = field(default_factory=list)
+    expect: list[ExpectedTask] = field(default_factory=list)
     next: list[str] = field(default_factory=list)  # tasks
     rota: list[JSON] | None = None
     given: list[Given] = field(default_factory=list)
     wanted: bool = True
     peers: list[str] = field(default_factory=list)
+    grace_us: int = 0
+    check: int = 0
+    guest_bytes: int = 0
+    mounts: JSON | None = None
+    images: JSON | None = None
+    environments: list[str] = field(default_factory=list)
+
+
+def about_secrets(task: str, epoch: int, device: str) -> str:
+    """Say for which launch secrets are sealed: they open for no other one."""
+    return f"{task}\n{epoch}\n{device}"
+
+
+def about_image_key(task: str, epoch: int, device: str) -> str:
+    """Say for which launch the key of a task's images is sealed."""
+    return f"{about_secrets(task, epoch, device)}\nimages"
 
 
 def key(task: str, epoch: int) -> str:
@@ -407,15 +514,27 @@ def encode(message: Any) -> JSON:
 
     Fields at their default are omitted, so that workers of an older version can read the message.
     """
-    body = asdict(message)
-    for f in fields(message):
-        value = getattr(message, f.name)
-        as_ever = f.default if f.default_factory is MISSING else f.default_factory()
-        if value == as_ever:
-            del body[f.name]
-        elif isinstance(value, list) and value and is_dataclass(value[0]):
-            body[f.name] = [encode(item) for item in value]
-    return {"is": type(message).__name__, **body}
+    kind: Any = type(message)
+    named = ((name, getattr(message, name), usual) for name, usual in codec.usual_values(kind))
+    said = {name: _plain(value) for name, value, usual in named if value != usual}
+    return {"is": kind.__name__, **said}
+
+
+def checked(message: Any) -> JSON:
+    """Return a message as JSON; raises BadMessage if a name in it is not well formed."""
+    body = encode(message)
+    values = {name: value for name, value in body.items() if name != "is"}
+    kind: Any = type(message)
+    wellformed.check(kind.__name__, _types(kind), values)
+    return body
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list) and value and is_dataclass(value[0]):
+        return [_plain(item) for item in value]
+    if is_dataclass(value):
+        return encode(value) if type(value).__name__ in _KINDS else codec.to_json(value)
+    return value
 
 
 def decode(body: JSON) -> Any:
@@ -428,6 +547,8 @@ def decode(body: JSON) -> Any:
     if kind is None:
         raise BadMessage(f"unknown message {named!r:.100}")
     values = {name: value for name, value in body.items() if name != "is"}
+    if kind is Launch and older_launch.is_flat(values):
+        values = _lifted(values)
     if unknown := values.keys() - _types(kind).keys():
         raise BadMessage(f"{kind.__name__} has no {', '.join(sorted(unknown))[:100]}")
     wellformed.check(kind.__name__, _types(kind), values)
@@ -438,13 +559,26 @@ def decode(body: JSON) -> Any:
         raise BadMessage(str(error)) from error
 
 
+def _lifted(values: JSON) -> JSON:
+    try:
+        return older_launch.lifted(values)
+    except TypeError as error:
+        raise BadMessage(f"Launch is not well formed: {error}") from error
+
+
 @cache
 def _types(kind: type) -> dict[str, str]:
     return {field.name: str(field.type) for field in fields(kind)}
 
 
 def _decode_value(kind: type, name: str, value: Any) -> Any:
-    inner = _INNER.get(_types(kind)[name])
+    declared = _types(kind)[name]
+    if (values := _VALUES.get(declared)) is not None:
+        try:
+            return codec.from_json(values, value, f"{kind.__name__}.{name}")
+        except BadValue as error:
+            raise BadMessage(str(error)) from error
+    inner = _INNER.get(declared)
     if inner is None:
         return value
     messages = [decode(item) for item in value]
@@ -457,4 +591,11 @@ def _decode_value(kind: type, name: str, value: Any) -> Any:
 #: The types of fields that hold other messages.
 _INNER: dict[str, type] = {
     f"list[{each.__name__}]": each for each in (Event, ResidentView, LogLines, Given)
+}
+
+#: The types of fields that hold other values.
+_VALUES: dict[str, Any] = {
+    "TaskDescriptor": TaskDescriptor,
+    "list[CheckpointRef]": list[CheckpointRef],
+    "list[ExpectedTask]": list[ExpectedTask],
 }

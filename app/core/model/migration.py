@@ -94,13 +94,17 @@ class Moving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveScene:
-    """The present state of the task and of the target device; `open`: the target takes new work."""
+    """The present state of the task and of the target device; `open`: the target takes new work.
+
+    `bound_because` is why the processes of a command cannot go there, as its stop has shown.
+    """
 
     state: str
     epoch: int
     seat: str | None
     open: bool
     now_s: float
+    bound_because: str = ""
 
 
 class Act(StrEnum):
@@ -152,6 +156,8 @@ def _failed(moving: Moving, scene: MoveScene) -> str | None:
         return f"it could not begin on {moving.to}"
     if not scene.open:
         return f"{moving.to} takes no work any more"
+    if scene.bound_because:
+        return f"its processes cannot go there: {scene.bound_because}"
     if scene.now_s >= moving.until_s:
         return "it took too long"
     if not holds and (not moving.stopping or scene.state == State.blocked):
@@ -206,17 +212,3 @@ def told(moving: Moving) -> str:
 
 def _size(bytes_: int) -> str:
     return f"{bytes_ / 1e6:.1f} MB" if bytes_ >= 50_000 else f"{bytes_ / 1e3:.1f} kB"
-
-
-# --- to JSON and back -----------------------------------------------------------------------------
-
-
-def as_json(moving: Moving) -> JSON:
-    rounds = [{name: getattr(one, name) for name in CopyRound.__slots__} for one in moving.rounds]
-    fields = {name: getattr(moving, name) for name in Moving.__slots__}
-    return {**fields, "rounds": rounds}
-
-
-def from_json(body: JSON) -> Moving:
-    """Return the move that `as_json` wrote; raises TypeError for anything else."""
-    return Moving(**{**body, "rounds": tuple(CopyRound(**one) for one in body["rounds"])})

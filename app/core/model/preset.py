@@ -13,16 +13,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from app.core.model.descriptor import MAX_FAULTS, Fault, escaped, near_name
+from app.core.model.fields import MAX_FAULTS, Fault, escaped, near_name
 
 JSON = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """A parameter that may be set: a value of `kind`, one of `words` or from `least` to `most`.
+    """A parameter that may be set: a value of `kind` from `least` to `most`, or one of `words`.
 
-    `on` names the device kinds that have the parameter; empty means every kind.
+    `on` names the device kinds that have the parameter; empty means every kind.  `on_accelerators`
+    is the default on all kinds but the CPU, if it differs there.  A parameter that is
+    `of_device` is a setting of the accelerator itself, in its driver; without a value it stays as
+    it is.
     """
 
     kind: type
@@ -31,37 +34,83 @@ class Parameter:
     least: int = 0
     most: int = 0
     on: tuple[str, ...] = ()
+    on_accelerators: Any = None
+    of_device: bool = False
 
 
-KINDS = ("cpu", "cuda")  # of devices to which a preset can be applied
+#: Kinds of devices that may have a preset before any of their devices has been seen.
+KINDS = ("cpu", "cuda")
+WARN = "warn"  # of `deterministic`: warn of an operation that cannot be deterministic, and run it
 
 PARAMETERS: dict[str, Parameter] = {
     "threads": Parameter(kind=int, default=1, least=1, most=1024),
     "interop_threads": Parameter(kind=int, default=1, least=1, most=1024),
-    "deterministic": Parameter(kind=bool, default=True),
+    # An accelerator has no deterministic kernel for some ordinary operations, and they would raise.
+    "deterministic": Parameter(kind=bool, default=True, words=(WARN,), on_accelerators=WARN),
     "float32_matmul_precision": Parameter(
         kind=str, default="highest", words=("highest", "high", "medium")
     ),
     "flush_denormal": Parameter(kind=bool, default=False),
     "cudnn_benchmark": Parameter(kind=bool, default=False, on=("cuda",)),
+    "power_limit_w": Parameter(kind=int, default=None, least=1, most=10_000, of_device=True),
+    # application clocks
+    "graphics_clock_mhz": Parameter(kind=int, default=None, least=1, most=100_000, of_device=True),
+    "memory_clock_mhz": Parameter(kind=int, default=None, least=1, most=100_000, of_device=True),
+    "compute_mode": Parameter(
+        kind=str, default=None, words=("default", "exclusive_process"), of_device=True
+    ),
 }
 
 
 def defaults(kind: str, *, threads: int = 1) -> JSON:
     """Return the defaults for a device of `kind`; `threads` is how many the device has."""
-    known = {
-        name: parameter.default
+    known = {name: _default(PARAMETERS[name], kind) for name in _known(kind)}
+    found = {name: value for name, value in known.items() if value is not None}
+    return {**found, "threads": threads}
+
+
+def of_device(params: Mapping[str, Any]) -> JSON:
+    """Return the part of a preset that the device worker sets in the device's driver."""
+    return {name: value for name, value in params.items() if _is_of_device(name)}
+
+
+def of_process(params: Mapping[str, Any]) -> JSON:
+    """Return the part of a preset that a task's process sets for itself."""
+    return {name: value for name, value in params.items() if not _is_of_device(name)}
+
+
+def _is_of_device(name: str) -> bool:
+    return name in PARAMETERS and PARAMETERS[name].of_device
+
+
+def _known(kind: str) -> list[str]:
+    """Return the names of the parameters that a device of this kind has."""
+    return [
+        name
         for name, parameter in PARAMETERS.items()
-        if not parameter.on or kind in parameter.on
-    }
-    return {**known, "threads": threads}
+        if (not parameter.on or kind in parameter.on)
+        and not (parameter.of_device and kind == "cpu")
+    ]
+
+
+def _default(parameter: Parameter, kind: str) -> Any:
+    is_other = kind != "cpu" and parameter.on_accelerators is not None
+    return parameter.on_accelerators if is_other else parameter.default
+
+
+def promises_bits(params: Mapping[str, Any]) -> bool:
+    """True if a task with this preset computes the same bits whenever it is run.
+
+    Otherwise an operation may run that has no deterministic kernel on its device.
+    """
+    return params.get("deterministic", True) is True
 
 
 def check(params: object, *, kind: str, pointer: str = "/params") -> tuple[Fault, ...]:
     """Report what is wrong with parameters for a device of `kind`; a partial set is valid."""
     if not isinstance(params, dict):
         return (Fault(pointer, "must be an object of parameters", "type"),)
-    known = defaults(kind)
+    known = _known(kind)
     faults: list[Fault] = []
     for name, value in params.items():
         if len(faults) >= MAX_FAULTS:
@@ -73,16 +122,19 @@ def check(params: object, *, kind: str, pointer: str = "/params") -> tuple[Fault
 
 
 def _unknown(name: str, kind: str) -> tuple[str, str]:
-    known = list(defaults(kind))
+    known = _known(kind)
     near = near_name(str(name), known)
     hint = f"did you mean {near!r}?" if near else f"known: {', '.join(known)}"
     return f"a {kind} device has no parameter {name!r}; {hint}", "unknown-field"
 
 
 def _wrong(parameter: Parameter, value: object) -> tuple[str, str] | None:
+    if type(value) is str and value in parameter.words:
+        return None
     if type(value) is not parameter.kind:
-        return f"must be of type {parameter.kind.__name__}; got {value!r}", "type"
-    if parameter.words and value not in parameter.words:
+        others = "".join(f" or {word!r}" for word in parameter.words if parameter.kind is not str)
+        return f"must be of type {parameter.kind.__name__}{others}; got {value!r}", "type"
+    if parameter.kind is str:
         return f"must be one of {', '.join(parameter.words)}; got {value!r}", "invalid"
     if isinstance(value, int) and parameter.most and not parameter.least <= value <= parameter.most:
         return f"must be from {parameter.least} to {parameter.most}; got {value}", "range"

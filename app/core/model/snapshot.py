@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
 
+from app.core.model.device_choice import NO_TRAITS, DeviceTraits
+
 TIER_SHARE = {"premium": 0.95, "standard": 0.70, "basic": 0.0}
 TIER_WINDOW_S = 3600.0
 TIERS = ("basic", "standard", "premium")  # a shortage sheds the first tier first
@@ -63,7 +65,8 @@ class BoardTenant:
 
     `guarantee` and `limit` (rule F4) are devices by kind; a limit may also cover all kinds
     together, under "*".  `most_running` bounds the tasks on devices of the tenant and all tenants
-    below it.
+    below it.  `carried_us` is faded usage that only comparisons know, as the weight has changed
+    (`core.fairness.fair_tree.carried_over`).
     """
 
     id: str
@@ -73,6 +76,7 @@ class BoardTenant:
     guarantee: Mapping[str, int] = field(default_factory=dict)
     limit: Mapping[str, int] = field(default_factory=dict)
     most_running: int | None = None
+    carried_us: int = 0
 
     def __post_init__(self) -> None:
         _check_above_0(self.id, "weight", self.weight)
@@ -80,12 +84,16 @@ class BoardTenant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoardUser:
-    """A user; `faded_us` is the lazily decayed usage S of `core.fairness.fair_tree` (rule F2)."""
+    """A user; `faded_us` is the lazily decayed usage S of `core.fairness.fair_tree` (rule F2).
+
+    `carried_us` is as in `BoardTenant`.
+    """
 
     id: str
     tenant: str
     faded_us: int = 0
     weight: int = 1000
+    carried_us: int = 0
 
     def __post_init__(self) -> None:
         _check_above_0(self.id, "weight", self.weight)
@@ -108,19 +116,34 @@ class IdleCreditFloor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoardDevice:
-    """A device; it takes new work while it is `up`, its lease lasts and it is not `cordoned`."""
+    """A device; it takes new work while it is `up`, its lease lasts and it is not `cordoned`.
+
+    Its tasks count as lost `grace_s` after its lease, as a long step may still run there.
+    Only tasks whose choice suits its `traits` start on it.
+    """
 
     id: str
     host: str
     kind: str  # "cpu", "cuda", ...
     up: bool = True
     cordoned: bool = False
+    stopping: bool = False  # it is `cordoned` for no other reason than that its worker stops
+    unfit: str = ""  # why a health rule has cordoned it
     memory_bytes: int = 0
     cost: int = 1000  # thousandths: the cost of a second of this kind
     lease_until_s: float = 0.0
+    grace_s: float = 0.0
+    traits: DeviceTraits = NO_TRAITS
+    rack: str = ""  # of its host; "" if it is not known
+    inside: tuple[str, ...] = ()  # its location inside its host, from wide to narrow
 
     def __post_init__(self) -> None:
         _check_above_0(self.id, "cost", self.cost)
+
+    @property
+    def location(self) -> tuple[str, ...]:
+        """Its location from wide to narrow (`core.scheduling.nearness`)."""
+        return self.rack, self.host, *self.inside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,13 +167,14 @@ class Conditions:
     """The start conditions of a task, as they are now."""
 
     waits_for: tuple[str, ...] = ()  # tasks named by `after` or by an input, not yet done
-    broken: tuple[str, ...] = ()  # tasks of `waits_for` that failed or were cancelled
+    # tasks named by `after` or by an input that failed or were cancelled before they gave it
+    broken: tuple[str, ...] = ()
     not_before_s: float | None = None
     hold: str = ""  # "": not held; "user" or "admin": held by; holding a running task pauses it
     terms: Terms = field(default_factory=Terms)
 
 
-RESTARTS = "restart"  # capability of tasks that can't move: on another device they restart
+RESTARTS = "restart"  # capability of commands: on another device they restart unless they can move
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,11 +182,14 @@ class BoardTask:
     """A task as the island sees it.
 
     `seats` are the devices that the task holds or is about to hold.  `image_on` is the device with
-    the task's paused image in its host's memory.  `saved` says that this image is durable, so that
-    any device may take it.  `away` are the intervals (from, to) of the last hour in which the task
-    waited after it had started (rule F9), without a wait that still lasts.  A `movable` task has a
-    state that can be captured.  `moves_to` is the device kept for the task while it is moved there
-    ("": requested, not begun).  The task `stops` when only the last difference is left to copy.
+    the task's paused image in its host's memory, and `image_with` are the further devices of a
+    command whose processes are frozen.  `saved` says that this image is durable, so that any device
+    may take it.  The processes of a movable command go on only where a device offers
+    `goes_on_with` (`provisions.process_images`).  `away` are the intervals (from, to) of the last
+    hour in which the task waited after it had started (rule F9), without a wait that still lasts.
+    A `movable` task has a state
+    that can be captured.  `moves_to` is the device kept for the task while it is moved there ("":
+    requested, not begun).  The task `stops` when only the last difference is left to copy.
 
     An elastic task needs `width` devices and can use `width_max`, all on one host unless it may
     live `across_hosts`.  A gang with `one_host` waits until one host has so many free devices.
@@ -190,6 +217,7 @@ class BoardTask:
     width_max: int = 0  # devices that the task can use at most; 0: no more than `width`
     across_hosts: bool = False
     one_host: bool = False
+    choice: str = ""  # the devices that suit it (`core.model.device_choice`)
     tier: str = "standard"
     priority: int = 0
     submitted_s: float = 0.0
@@ -211,14 +239,17 @@ class BoardTask:
     held_us: int = 0  # device time of this epoch, in total
     had_us: int = 0  # device time of earlier epochs, in total
     image_on: str | None = None
+    image_with: tuple[str, ...] = ()
     saved: bool = True
-    restarts: bool = False  # a command: resumes only on its device, and restarts elsewhere
+    restarts: bool = False  # a command: restarts elsewhere unless its processes are `movable`
+    goes_on_with: str = ""
     switch_us: int = 0  # cost of the last switch to this task
     graph: bool = False
     gang: str = ""
     ticket: bool = False
     shares: bool = False
     # thousandths per second in this epoch, if charged by memory (`core.fairness.dominant_resource`)
+    # or for a fraction
     cost: int = 0
     cancel_asked: bool = False
     attempts: int = 0
@@ -234,6 +265,11 @@ class BoardTask:
     def seat(self) -> str | None:
         """The first of the task's devices."""
         return self.seats[0] if self.seats else None
+
+    @property
+    def is_bound(self) -> bool:
+        """True for a command that would begin again on any device but its own."""
+        return self.restarts and not self.movable
 
     @property
     def elastic(self) -> bool:

@@ -23,18 +23,16 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
-from app.core.model.descriptor import (
-    ENTRY,
+from app.core.model.descriptor import ENTRY, BadDescriptor, TaskDescriptor
+from app.core.model.fields import (
     MAX_COMPARED,
     NAME,
     NAME_RULE,
     WORD,
     WORD_RULE,
-    BadDescriptor,
     Fault,
     Fields,
     Hints,
-    TaskDescriptor,
     escaped,
     not_plain,
     shortened,
@@ -168,7 +166,10 @@ def parse(body: object, pointer: str = "") -> TaskGraph:
 
 
 def _graph(fields: Fields) -> TaskGraph:
-    """Return the graph with its sub-graphs dissolved, checked only within single nodes."""
+    """Return the graph, with the nodes of sub-graphs in place of the sub-graphs.
+
+    Each node is checked by itself; edges between nodes are not checked here.
+    """
     nodes, made, seen = list[Node](), dict[str, str](), set[str]()
     for where, body in fields.items("nodes", least=1, most=MAX_NODES):
         inside = Fields(body, where, fields.faults)

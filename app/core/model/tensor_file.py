@@ -16,6 +16,7 @@ from math import prod
 from typing import Any, Protocol, TypeVar
 
 from app.core.model.manifest import DTYPES
+from app.core.model.wellformed import is_storable
 
 JSON = dict[str, Any]
 
@@ -137,7 +138,7 @@ def _once(pairs: list[tuple[str, Any]]) -> JSON:
 
 
 def _tensor(name: str, said: Any, begin: int) -> FileTensor:
-    if len(name) > _LONGEST_NAME or not _storable(name):
+    if len(name) > _LONGEST_NAME or not is_storable(name):
         raise BadTensorFile(f"{name!r:.200} is no name: too long, a NUL, half a surrogate pair")
     if not isinstance(said, dict) or said.keys() != {"dtype", "shape", "data_offsets"}:
         raise BadTensorFile(f"{name!r:.200} has not exactly dtype, shape and data_offsets")
@@ -152,10 +153,6 @@ def _tensor(name: str, said: Any, begin: int) -> FileTensor:
         told = f"{tensor.size} bytes by its type and shape, {offsets[1] - offsets[0]} by its place"
         raise BadTensorFile(f"{name!r:.200} has {told}")
     return tensor
-
-
-def _storable(text: str) -> bool:
-    return "\x00" not in text and not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def _sizes(said: Any) -> tuple[int, ...] | None:

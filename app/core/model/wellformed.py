@@ -10,19 +10,23 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from app.core.model.device_choice import BUILD_STATES, NEED
+
 Check = Callable[[Any], bool]
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,126}")
 _HASH = re.compile(r"[0-9a-f]{64}")
 _WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,62}")
 _OUTPUT = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,62}|artifacts\.zip")
-_ENTRY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
-_GRAPH = re.compile(r"sha256:[0-9a-f]{64}")
 _DATABLOCK = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}@[1-9][0-9]{0,8}")
 _FORMAT = re.compile(r"[a-z0-9]{1,20}")
 _ADDRESS = re.compile(r"[A-Za-z0-9:._%-]{1,253}")
 _PROCESS = re.compile(r"[A-Za-z0-9-]{0,64}")
 _LARGEST = 2**63 - 1
+FINDINGS_MOST = 32  # findings in a report of a device's health
+MAX_PATH = 255  # characters of the path or the target of a mount
+BUILD_TOLD_MOST = 5000  # characters that tell why packages were not installed
+SENTENCE_MOST = 500  # characters of the reason of a finding
 
 
 class BadMessage(Exception):
@@ -30,6 +34,11 @@ class BadMessage(Exception):
 
 
 # --- values ---------------------------------------------------------------------------------------
+
+
+def is_storable(text: str) -> bool:
+    """True if Postgres can store the text: it has no NUL, and no half of a surrogate pair."""
+    return "\x00" not in text and not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def _text(pattern: re.Pattern[str], *, or_none: bool = False) -> Check:
@@ -45,6 +54,16 @@ def _text(pattern: re.Pattern[str], *, or_none: bool = False) -> Check:
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _LARGEST
+
+
+def _is_figure(value: Any) -> bool:
+    """True for a number that is finite and of a size that every reader can store."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and -_LARGEST <= value <= _LARGEST
+
+
+def _is_sentence(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= SENTENCE_MOST and value.isprintable()
 
 
 def _is_place(value: Any) -> bool:
@@ -84,15 +103,21 @@ def _or_nothing(check: Check) -> Check:
     return lambda value: value is None or check(value)
 
 
+def is_path(path: Any) -> bool:
+    """True for an absolute path with no `.`, `..` or empty part, of at most MAX_PATH characters."""
+    if not isinstance(path, str) or not path.startswith("/") or len(path) > MAX_PATH:
+        return False
+    parts = path[1:].split("/")
+    return path.isprintable() and not any(part in ("", ".", "..") for part in parts)
+
+
 def _is_preset(value: Any) -> bool:
     plain = (str, int, float, bool, type(None))
     return _by_name(is_word, lambda each: isinstance(each, plain))(value)
 
 
-def _is_run(value: Any) -> bool:
-    """True for one of the four things that a task runs."""
-    said = [name for name in _RUNS if isinstance(value, dict) and name in value]
-    return len(said) == 1 and _RUNS[said[0]](value[said[0]])
+def _is_short(value: Any) -> bool:
+    return isinstance(value, str) and len(value) < 100
 
 
 def _is_place_of_task(value: Any) -> bool:
@@ -111,13 +136,8 @@ def _is_point(value: Any) -> bool:
 
 
 is_id, is_word, is_address = _text(_ID), _text(_WORD), _text(_ADDRESS)
+_is_need = _text(NEED)
 _is_hash, _is_bundle = _text(_HASH), _text(_HASH, or_none=True)
-_RUNS: dict[str, Check] = {
-    "job": _text(_ENTRY),
-    "function": _text(_ENTRY),
-    "graph": _text(_GRAPH),
-    "command": _each(lambda word: isinstance(word, str)),
-}
 _COPY = _object({"place": _is_place, "key": _is_hash})
 _KEPT: dict[str, Check] = {"sha256": _is_hash, "size_bytes": _is_count}
 _SOURCE = _object(
@@ -125,6 +145,7 @@ _SOURCE = _object(
 )
 _IMAGE = _object({"sha256": _is_hash, "step": _is_count, "key": _is_bundle})
 _OUTPUTS = _by_name(_text(_OUTPUT), _object(_KEPT, {"format": _text(_FORMAT)}))
+_IMAGE_KEY = _object({}, {"sealed": lambda it: isinstance(it, str), "refused": _is_sentence})
 _EXPECTED = _object(
     {
         "task": is_id,
@@ -133,9 +154,20 @@ _EXPECTED = _object(
         "bundle": _is_bundle,
         "inputs": _each(_SOURCE),
         "image": _or_nothing(_IMAGE),
-    }
+    },
+    {"environment": _is_bundle, "image_key": _IMAGE_KEY},
 )
 _AHEAD = _object({"task": is_id, "sha256": _is_hash, "bytes": _is_count, "us": _is_count})
+
+
+def _is_build(value: Any) -> bool:
+    """True for a state of BUILD_STATES with what is told of it."""
+    if not (isinstance(value, list) and len(value) == 2 and value[0] in BUILD_STATES):
+        return False
+    told = value[1]
+    return isinstance(told, str) and len(told) <= BUILD_TOLD_MOST and is_storable(told)
+
+
 _JOINED = _object({}, {"secret": _is_hash, "home": _is_place})
 _FACTS = _object(
     {},
@@ -147,13 +179,45 @@ _FACTS = _object(
         "threads": _is_count,
         "memory_bytes": _is_count,
         "host_memory_bytes": _is_count,
-        "torch": lambda value: isinstance(value, str) and len(value) < 100,
+        "labels": _each(is_id),
+        "offers": _each(_is_need),
+        "gives": _by_name(is_word, _is_count),
+        "watched": _each(is_word),
+        "mounts": _is_bundle,
+        "images": _is_bundle,
+        "unpacked": _by_name(
+            is_id, _object({"digest": _is_hash, "size_bytes": _is_count, "took_us": _is_count})
+        ),
+        "environments": _by_name(_is_hash, lambda pair: _each(_is_count)(pair) and len(pair) == 2),
+        "builds": _by_name(_is_hash, _is_build),
+        "torch": _is_short,
+        "model": _is_short,
+        "compute_capability": _is_short,
+        "rack": _is_short,
+        "location": _each(_is_short),
+        "uuid": _is_short,
         "sandbox": _each(is_id),
         "limits": _each(is_id),
         "unlimited": _each(is_id),
         "capabilities": _each(is_id),
         "splice": lambda value: isinstance(value, bool),
+        "image_key": lambda value: isinstance(value, bool),
+        "ranks_apart": lambda value: isinstance(value, bool),
         "held_bytes": _by_name(is_id, lambda pair: _each(_is_count)(pair) and len(pair) == 2),
+    },
+)
+
+_SECRETS = _object(
+    {}, {"mark": _is_short, "sealed": lambda it: isinstance(it, str), "refused": _is_sentence}
+)
+_FINDING = _object({"rule": is_word, "verdict": is_word, "effect": is_word, "reason": _is_sentence})
+_HEALTH = _object(
+    {},
+    {
+        "checked": lambda value: value == -1 or _is_count(value),
+        "reading": _by_name(is_word, _is_figure),
+        "idle": lambda value: isinstance(value, bool),
+        "findings": lambda value: _each(_FINDING)(value) and len(value) <= FINDINGS_MOST,
     },
 )
 
@@ -170,18 +234,23 @@ FIELDS: dict[str, Check] = {
     "step": _is_count,
     "held_us": _is_count,
     "tenant": is_id,
-    "run": _is_run,
     "bundle": _is_bundle,
     "preset": _is_preset,
     "inputs": _by_name(is_word, _SOURCE),
     "images": _each(_IMAGE),
-    "publish": _each(is_word),
     "seats": _each(_is_count),
+    "guests": _each(is_id),
+    "secrets": _SECRETS,
+    "image_key": _IMAGE_KEY,
     "successor": _text(_ID, or_none=True),
+    "notice_us": _is_count,
+    "why": _text(_WORD, or_none=True),
+    "noticed": _text(_WORD, or_none=True),
     "sha256": _is_hash,
     "size_bytes": _is_count,
     "new_bytes": _is_count,
     "output": is_word,
+    "outputs": _OUTPUTS,
     "port": is_word,
     "kept": _object(_KEPT, {"format": _text(_FORMAT)}),
     "source": _SOURCE,
@@ -191,7 +260,19 @@ FIELDS: dict[str, Check] = {
     "drop": _each(_is_place_of_task),
     "ahead": _each(_AHEAD),
     "hung": _each(_is_place_of_task),
+    "grace_us": _is_count,
+    "health": _HEALTH,
+    "check": _is_count,
+    "guest_bytes": _is_count,
+    "mounts": _by_name(is_id, is_path),
+    "root": lambda value: value == "" or is_path(value),
+    "environments": _each(_is_hash),
     "points": _each(_is_point),
+    "peaks": _by_name(is_word, _is_count),
+    "network": _by_name(is_word, _is_count),
+    "withdrawn": _each(_is_sentence),
+    "bound_because": _is_sentence,
+    "printed": lambda value: _each(_is_count)(value) and len(value) in (0, 2),
     "peers": _each(_is_hash),
     "secret": _is_bundle,
     "facts": _FACTS,
@@ -200,12 +281,11 @@ FIELDS: dict[str, Check] = {
 
 #: The check of a field in messages where the name has another meaning.
 ELSEWHERE: dict[tuple[str, str], Check] = {
-    ("Launch", "outputs"): _each(is_word),
-    ("Finished", "outputs"): _OUTPUTS,
-    ("Failed", "outputs"): _OUTPUTS,
     ("Launch", "links"): _JOINED,
     ("Resize", "links"): _JOINED,
     ("Alive", "links"): _is_place,
+    ("Answer", "images"): _by_name(is_id, is_path),
+    ("Launch", "mounts"): _by_name(is_path, is_path),
 }
 
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -216,6 +296,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "JSON": (dict,),
     "dict": (dict,),
     "list": (list,),
+    "TaskDescriptor": (dict,),
 }
 
 

@@ -25,7 +25,8 @@ from itertools import pairwise
 from typing import Any
 
 from app.core.model import task_graph
-from app.core.model.descriptor import MAX_TASKS, Descriptor, Fault, Source, TaskDescriptor
+from app.core.model.descriptor import MAX_TASKS, Descriptor, RunSpec, Source, TaskDescriptor
+from app.core.model.fields import Fault
 from app.core.model.task_graph import (
     INPUT,
     USUAL_BYTES,
@@ -44,10 +45,10 @@ from app.core.placement.planner import PlannedLink
 
 JSON = dict[str, Any]
 
-MAX_NODES = 2000  # of a graph that is cut: a few seconds
-MAX_NAME = 50  # of its task, since partitions are called NAME.NUMBER
-LAUNCH_MS = 100.0  # from when its place is free until a partition runs there
-GIVE_MS = 50.0  # from when a node has run until what it made lies in the store, and that is known
+MAX_NODES = 2000  # in a graph that is cut; cutting it takes a few seconds
+MAX_NAME = 50  # longest name of its task, since partitions are called NAME.NUMBER
+LAUNCH_MS = 100.0  # assumed time from a free slot until a partition runs there
+GIVE_MS = 50.0  # assumed time from the end of a node until its output is known to be in the store
 USUAL_MS = 1.0  # as in core.placement.executors
 EFFORT = Effort(guard=1050, search=60_000, exact=30_000)
 
@@ -115,24 +116,24 @@ def part(graph: TaskGraph, said: JSON | None) -> TaskGraph:
     )
 
 
-def of_run(graph: TaskGraph, run: JSON) -> TaskGraph:
-    """Return what a launch runs of its graph, as `run` of a descriptor says it, to be planned."""
-    known = replace(timed(graph, run.get("took_ms", {})), made_bytes=run.get("made_bytes", {}))
-    return part(known, run.get("part"))
+def of_run(graph: TaskGraph, run: RunSpec) -> TaskGraph:
+    """Return what a launch runs of its graph, to be planned."""
+    known = replace(timed(graph, run.took_ms), made_bytes=run.made_bytes)
+    return part(known, run.part)
 
 
-def late(run: JSON) -> tuple[str, ...]:
-    """Return the inputs that may come while a task with this `run` runs, in the order in which it
-    needs them; none if it is no partition.
+def late(said: JSON | None) -> tuple[str, ...]:
+    """Return the inputs that may come while a partition runs, in the order in which it needs them;
+    none if nothing is `said` of a partition (`RunSpec.part`).
     """
-    return tuple(run.get("part", {}).get("late", ()))
+    return tuple((said or {}).get("late", ()))
 
 
-def order(run: JSON) -> tuple[str, ...]:
+def order(said: JSON | None) -> tuple[str, ...]:
     """Return the order in which a partition has to run its nodes, as other partitions wait for it
-    in that order; empty if it is no partition.
+    in that order; empty if nothing is `said` of a partition.
     """
-    return tuple(run.get("part", {}).get("nodes", ()))
+    return tuple((said or {}).get("nodes", ()))
 
 
 # --- the cut --------------------------------------------------------------------------------------

@@ -16,11 +16,27 @@ from functools import cmp_to_key
 from typing import Any, NamedTuple
 
 from app.core.explanation import waiting_reasons
-from app.core.explanation.waiting_reasons import Ahead, Obstacles, Shut, Standing
-from app.core.fairness.fair_tree import ALL, Branch, Lane, Path, lane, unscored, usage_us
+from app.core.explanation.waiting_reasons import (
+    Ahead,
+    InstallingHost,
+    Obstacles,
+    Shut,
+    Standing,
+)
+from app.core.fairness.fair_tree import (
+    ALL,
+    Branch,
+    Lane,
+    Path,
+    lane,
+    unscored,
+    usage_us,
+    with_choice,
+)
+from app.core.model.device_choice import DeviceChoice, choice_in
 from app.core.model.snapshot import BoardTask, Reason
 from app.core.scheduling import elastic
-from app.core.scheduling.board import MILLI, Board
+from app.core.scheduling.board import MILLI, Board, place_in_line
 from app.core.scheduling.preemption import above, below, goes_before, sides
 from app.core.scheduling.stays import BoardStay, fresh_us, slice_us
 
@@ -81,22 +97,27 @@ def obstacles(board: Board, task: BoardTask, *, gangs: bool | None = None) -> Ob
 
     `gangs`: does any gang wait for this kind?  Without it, the board's queues are searched.
     """
-    host = board.lane(task).host
+    here = board.lane(task)
+    host, choice = here.host, choice_in(board.choice_of(task))
     fitting = [
         device
         for device in board.devices.values()
         if device.kind == task.kind and device.memory_bytes >= task.memory_bytes
+        if choice.suits(device.traits)
         if not host or device.host == host
     ]
     open_ = [device.id for device in fitting if board.open(device)]
     holders = {id: board.on(id) for id in open_}
+    for id in _with_room(board, task, open_):
+        holders[id] = []
     busy = [board.stays[found[0]] for found in holders.values() if found]
     kept_for = sum(not holders[id] and id in board.kept_for for id in open_)
     free, shut = len(open_) - len(busy) - kept_for, tuple(_shut(board, task))
-    pin = board.pin(task)
+    pins = board.pins(task)
     lent = sum(offer.suits for offer in elastic.offers(board, task))
-    could = free + lent >= task.width and not shut and pin is None
-    pin_is_free = pin in holders and not holders[pin] and pin not in board.kept_for
+    could = free + lent >= task.width and not shut and not pins
+    are_free = (id in holders and not holders[id] and id not in board.kept_for for id in pins)
+    pin_is_free = bool(pins) and all(are_free)
     kept = could and (_gangs(board, task.kind) if gangs is None else gangs)
     return Obstacles(
         devices=len(fitting),
@@ -110,11 +131,48 @@ def obstacles(board: Board, task: BoardTask, *, gangs: bool | None = None) -> Ob
         shut=shut,
         turn_s=slice_us(board.policy, task) / 1e6,
         host=host,
-        pinned_to=pin,
+        pinned_to=pins,
         pin_is_free=pin_is_free,
+        stopping=tuple(sorted(d.id for d in fitting if d.stopping and board.alive(d.id))),
+        unfit=tuple(sorted(f"{device.id}: {device.unfit}" for device in fitting if device.unfit)),
         shed=_shed(board, task),
+        goes_on_on=_goes_on_on(board, here, task, open_),
+        installing=tuple(_installing(board, task, choice)),
         **_holders(board, task, busy),
     )
+
+
+def _goes_on_on(board: Board, here: Lane, task: BoardTask, open_: list[str]) -> tuple[str, ...]:
+    """Return the open devices where its processes go on; empty if every device will do."""
+    pool = board.pools.get(task.kind)
+    if pool is None or here.choice == task.choice or here.pins:
+        return ()
+    is_narrower = pool.size(with_choice(here, task.choice)) > len(open_)
+    return tuple(open_) if is_narrower else ()
+
+
+def _installing(board: Board, task: BoardTask, choice: DeviceChoice) -> Iterator[InstallingHost]:
+    """Yield the hosts that could run the task if its packages were ready there."""
+    found: dict[str, list[InstallingHost]] = defaultdict(list)
+    for device in board.devices.values() if choice.lock else ():
+        fits = device.kind == task.kind and device.memory_bytes >= task.memory_bytes
+        has = device.traits
+        if fits and board.open(device) and choice.lasting.suits(has) and not choice.suits(has):
+            build = next((one for one in has.builds or () if one.lock == choice.lock), None)
+            state, told = ("", "") if build is None else (build.state, build.told)
+            found[device.host].append(InstallingHost(host=device.host, state=state, told=told))
+    for host in sorted(found):
+        yield min(
+            found[host], key=lambda one: ("building", "failed", "waiting", "").index(one.state)
+        )
+
+
+def _with_room(board: Board, task: BoardTask, devices: Iterable[str]) -> list[str]:
+    """Return the devices with fractions that have room for this one beside them."""
+    pool, here = board.pools.get(task.kind), board.lane(task)
+    if pool is None or not here.is_fraction:
+        return []
+    return [id for id in devices if pool.fits_beside(id, here)]
 
 
 class _Held(NamedTuple):
@@ -183,7 +241,7 @@ def _lent(branch: Branch, kind: str) -> bool:
 
 
 def _protected(board: Board, stay: BoardStay, task: BoardTask) -> bool:
-    if board.urgency.protected(stay.task):
+    if board.urgency.patience.protected(stay.task):
         return True
     held = stay.task
     if not board.policy.tier_share.get(held.tier) or held.tier not in board.urgency.honoured(
@@ -201,7 +259,9 @@ def _shed(board: Board, task: BoardTask) -> bool:
 
 
 def _fee(board: Board, stay: BoardStay, task: BoardTask) -> int:
-    turn_us = slice_us(board.policy, task)
+    turn_us, lane = slice_us(board.policy, task), board.lane_in_line(task)
+    if lane.is_fraction or stay.lane.is_fraction:  # they cost different parts of a device
+        return board.tree.faded(turn_us * board.rate(lane))
     return board.tree.faded(turn_us * board.rate_of(stay.task) // len(stay.devices) * task.width)
 
 
@@ -271,14 +331,10 @@ def soonest_first(board: Board, ids: Iterable[str]) -> list[str]:
     def compared(one: BoardTask, other: BoardTask) -> int:
         mine, theirs = sides(board.leaf(one), board.leaf(other))
         if mine is theirs:
-            return -1 if _in_leaf(one) < _in_leaf(other) else 1
+            return -1 if place_in_line(one) < place_in_line(other) else 1
         return -1 if _of_branch(board, mine, one) < _of_branch(board, theirs, other) else 1
 
     return [task.id for task in sorted(waiting, key=cmp_to_key(compared))]
-
-
-def _in_leaf(task: BoardTask) -> tuple[int, float, str]:
-    return -task.priority, task.submitted_s, task.id
 
 
 def _of_branch(board: Board, branch: Branch, task: BoardTask) -> tuple[bool, int, str]:

@@ -16,13 +16,26 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from heapq import heappop, heappush
-from itertools import islice
+from itertools import chain, islice
 from operator import itemgetter
 
 from app.core.fairness.dominant_resource import dominant_cost
-from app.core.fairness.fair_tree import Branch, FairTree, Lane, Path, both_of, lane, on_host
+from app.core.fairness.fair_tree import (
+    Branch,
+    FairTree,
+    Lane,
+    Path,
+    both_of,
+    carried_over,
+    lane,
+    on_host,
+    with_choice,
+)
+from app.core.model.device_choice import WHOLE_MILLI, choice_in, with_packages
 from app.core.model.lifecycle import ENDED, ON_A_DEVICE, State
+from app.core.model.provisions.process_images import choice_where_it_goes_on
 from app.core.model.snapshot import (
     BoardDevice,
     BoardTask,
@@ -33,7 +46,7 @@ from app.core.model.snapshot import (
     Snapshot,
     changed,
 )
-from app.core.scheduling.pool import Pool
+from app.core.scheduling.pool import FreePart, Pool, part_bytes
 from app.core.scheduling.round_memory import RoundMemory
 from app.core.scheduling.stays import (
     HOLDS_A_SEAT,
@@ -73,7 +86,9 @@ class Board:
         self.urgency = Urgency(policy, self.tree, self.pools, self.tasks)
         self.seated: dict[str, str] = {}  # device -> the task that holds it or was assigned to it
         self.leaving: dict[str, str] = {}  # device -> the task that is leaving it
+        self.leaving_too: dict[str, dict[str, None]] = {}  # device -> further tasks that leave it
         self.beside: dict[str, dict[str, None]] = {}  # device -> tasks co-located with the holder
+        self.fractions: dict[str, dict[str, None]] = {}  # device -> the fractions on it, if any
         self.graphs: dict[str, BoardStay] = {}  # stays of graphs; some may share their devices
         self.ripe: dict[Branch, dict[str, BoardStay]] = {}
         self.settled: dict[Branch, dict[str, BoardStay]] = {}  # preemptible stays past `fresh_s`
@@ -82,6 +97,7 @@ class Board:
         self.leases_due_s = NEVER
         self.guarantees = False  # does any branch have a guarantee?
         self.heaviest = 1  # the largest weight that any tenant has had
+        self.over: dict[Branch, None] = {}  # branches that may hold more than their limits
         # (parent branch, kind) -> devices guaranteed to its children, in total
         self.promised: Counter[tuple[Path, str]] = Counter()
         # Queues of which only the beginning is loaded -> the key of the last loaded task.
@@ -106,6 +122,8 @@ class Board:
         self._tops: dict[str, tuple[int, list[tuple[int, Branch]]]] = {}
         self.priorities: Counter[int] = Counter()  # priority -> number of tasks that have not ended
         self._pinned: dict[str, set[str]] = {}  # device -> waiting tasks that may be pinned to it
+        # offer of devices (`process_images`) -> waiting commands whose processes need it to go on
+        self._movable: dict[str, set[str]] = {}
         self.sought: dict[str, str] = {}  # task -> the host on which room for it is tried just now
         self.kept_for: dict[str, str] = {}  # device -> the task that is being moved to it
         # tasks of `kept_for` that wait to be launched on their new device
@@ -127,6 +145,7 @@ class Board:
         for id in sorted(snapshot.tasks):
             board.set_task(snapshot.tasks[id])
         board.tree.came.clear()  # these branches did not arrive: they were in the snapshot
+        board.over = {branch: None for branch in board.tree.branches.values() if branch.exceeds}
         return board
 
     # --- time ---
@@ -178,10 +197,28 @@ class Board:
         branch = self._plant(tenant)
         self._promise(branch, branch.guarantee, -1)
         self._promise(branch, tenant.guarantee, 1)
-        branch.weight, branch.guarantee = tenant.weight, tenant.guarantee
+        branch.guarantee = tenant.guarantee
         branch.limit, branch.most_running = tenant.limit, tenant.most_running
-        branch.scored_at = -1
-        self.tree.refresh(branch)
+        if branch.exceeds:
+            self.over[branch] = None
+        self._weigh(branch, tenant, (tenant.id, ""))
+
+    def _weigh(self, branch: Branch, it: BoardTenant | BoardUser, whose: tuple[str, str]) -> None:
+        """Take over a weight, with what the branch carries since it changed (rule F3).
+
+        An idle-credit floor stays the same floor for the branch's score.
+        """
+        old, branch.weight = branch.weight, it.weight
+        for kind, lift in branch.lifts.items() if old != it.weight else ():
+            rescaled = IdleCreditFloor(
+                tenant=whose[0],
+                user=whose[1],
+                kind=kind,
+                faded_us=carried_over(0, lift, weight=old, new_weight=it.weight),
+            )
+            self.set_lift(rescaled)
+            self.memory.lifted[*whose, kind] = rescaled
+        self.tree.carry(branch, it.carried_us * MILLI)
 
     def _plant(self, tenant: BoardTenant) -> Branch:
         path = self.path_of(tenant.id)
@@ -199,6 +236,7 @@ class Board:
             most_running=tenant.most_running,
         )
         self._promise(branch, tenant.guarantee, 1)
+        self.tree.carry(branch, tenant.carried_us * MILLI)
         return branch
 
     def _promise(self, branch: Branch, guarantee: Mapping[str, int], sign: int) -> None:
@@ -211,14 +249,13 @@ class Board:
         self.users[user.id] = user
         path = (*self.path_of(user.tenant), user.id)
         leaf = self.tree.branches.get(path) or self.tree.add(path, weight=user.weight)
-        if leaf.weight != user.weight:
-            leaf.weight, leaf.scored_at = user.weight, -1
-            self.tree.refresh(leaf)
+        if (leaf.weight, leaf.carried) != (user.weight, user.carried_us * MILLI):
+            self._weigh(leaf, user, (user.tenant, user.id))
         if old is None or old.faded_us != user.faded_us:
             self._settle(leaf, user)
 
     def set_lift(self, lift: IdleCreditFloor) -> None:
-        """Set the idle-credit floor of a tenant or user; it never falls."""
+        """Set the idle-credit floor of a tenant or user; it falls only with the weight."""
         path = self.path_of(lift.tenant)
         branch = self.tree.branches.get((*path, lift.user) if lift.user else path)
         if branch is not None:
@@ -227,7 +264,7 @@ class Board:
 
     def _settle(self, leaf: Branch, user: BoardUser) -> None:
         owed = sum(self._owes(stay) for stay in self.stays.values() if stay.leaf is leaf)
-        right = user.faded_us * MILLI + self.tree.faded(owed)
+        right = user.faded_us * MILLI + self.tree.faded(owed) + leaf.carried
         self.tree.charge(leaf, right - self.tree.usage(leaf))
 
     def leaf(self, task: BoardTask) -> Branch:
@@ -248,21 +285,33 @@ class Board:
         old = self.devices.get(device.id)
         self.devices[device.id] = device
         lasts_s = device.lease_until_s
-        if lasts_s + self.policy.lost_grace_s > self.now_s:
-            due_s = lasts_s if lasts_s > self.now_s else lasts_s + self.policy.lost_grace_s
+        lost_s = self._lost_at_s(device)
+        if lost_s > self.now_s:
+            due_s = lasts_s if lasts_s > self.now_s else lost_s
             self.leases_due_s = min(self.leases_due_s, due_s)
         elif self.on(device.id):
             self.astray = True  # the next round looks for tasks lost with this device
+        if old is not None and self._is_only_renewed(device, old):
+            return
         if old is not None and old.cordoned != device.cordoned:
             self.news.update(self.on(device.id))
         self.tree.version += 1  # a waiting task may find a device now
         self._offer(device, old)
+
+    def _is_only_renewed(self, device: BoardDevice, old: BoardDevice) -> bool:
+        """True if nothing has changed but the end of the lease, so that no task is decided anew."""
+        pool = self.pools.get(device.kind)
+        if pool is None or (device.id in pool.open) != self.open(device):
+            return False
+        return replace(old, lease_until_s=device.lease_until_s) == device
 
     def _offer(self, device: BoardDevice, old: BoardDevice | None) -> None:
         """Make the device assignable if it accepts work, otherwise not."""
         pool = self.pools.setdefault(device.kind, Pool(device.kind))
         pool.known += old is None
         pool.hosts[device.id] = device.host
+        pool.traits[device.id] = device.traits
+        pool.lies_at(device.id, device.location)
         was_open, is_open = device.id in pool.open, self.open(device)
         pool.remove(device.id)
         if was_open and old is not None:
@@ -273,16 +322,41 @@ class Board:
             pool.sizes[device.memory_bytes] += 1
             pool.costs[device.cost] += 1
             self._give(pool, device.id)
+        traits = device.traits if old is None else old.traits
+        if was_open != is_open or traits != device.traits:
+            self._requeue_movable(device.traits.offers, traits.offers)
         if was_open != is_open:
             for id in sorted(self._pinned.get(device.id, ())):
                 self.set_task(self.tasks[id])
             if device.id in self.kept_for:
                 self.set_task(self.tasks[self.kept_for[device.id]])
 
+    def _requeue_movable(self, *offers: Iterable[str]) -> None:
+        """Queue anew the commands whose processes may go on with one of these offers."""
+        if self._movable:
+            for offer in {*chain(*offers)} & self._movable.keys():
+                for id in sorted(id for id in self._movable[offer] if id in self.tree):
+                    self._line_up(self.tasks[id], returns=True)
+
     def _give(self, pool: Pool, id: str) -> None:
         """Make a device assignable if it is open, not held, and not kept for a moving task."""
         if id in pool.open and id not in self.seated and id not in self.kept_for:
             pool.add(id, leaving=id in self.leaving)
+        elif id in self.fractions:
+            self._set_part(pool, id)
+
+    def _set_part(self, pool: Pool, id: str) -> None:
+        """Note what the fractions on a device leave free; it can be given if the device is open."""
+        lanes = [self.stays[task].lane for task in self.fractions.get(id, ())]
+        memory_bytes = pool.open.get(id)
+        if not lanes or memory_bytes is None or id in self.kept_for:
+            pool.parts.pop(id, None)
+            return
+        pool.parts[id] = FreePart(
+            milli=WHOLE_MILLI - sum(lane.milli for lane in lanes),
+            memory_bytes=memory_bytes - sum(part_bytes(lane, memory_bytes) for lane in lanes),
+            leaving=id in self.leaving,
+        )
 
     def _keep_for(self, task: BoardTask) -> None:
         """Keep the device that a moving task goes to, so that no other task gets it."""
@@ -295,6 +369,7 @@ class Board:
         if to and to in self.devices and to not in self.kept_for:
             self.kept_for[to] = task.id
             self.pools[self.devices[to].kind].remove(to)
+            self.pools[self.devices[to].kind].parts.pop(to, None)
 
     def _lands(self, task: BoardTask) -> bool:
         """True if the task waits for exactly the device that it is being moved to."""
@@ -304,16 +379,19 @@ class Board:
         return self.open(self.devices[to])
 
     def on(self, device: str) -> list[str]:
-        """Return the tasks on a device: holder, co-located tasks, and the task that is leaving."""
+        """Return the tasks on a device: holder, co-located tasks, and the tasks that leave it."""
         found = (self.seated.get(device), *self.beside.get(device, ()), self.leaving.get(device))
-        return [id for id in found if id is not None]
+        if device in self.fractions:
+            found = (*self.fractions[device], self.leaving.get(device))
+        return [id for id in (*found, *self.leaving_too.get(device, ())) if id is not None]
 
     def group(self, device: str) -> list[BoardStay]:
-        """Return the stays that hold a device together and take turns on it."""
+        """Return the stays that hold a device together: in turns, or each a fraction of it."""
         holder = self.seated.get(device)
         if holder is None:
             return []
-        return [self.stays[id] for id in (holder, *self.beside.get(device, ())) if id in self.stays]
+        here = sorted(self.fractions.get(device, ())) or (holder, *self.beside.get(device, ()))
+        return [self.stays[id] for id in here if id in self.stays]
 
     def look_at_leases(self) -> list[str]:
         """Return the tasks on lost devices; close free devices if their lease has ended."""
@@ -332,7 +410,18 @@ class Board:
     def is_lost(self, id: str) -> bool:
         """True if the device is unknown, or its lease and grace time have ended."""
         device = self.devices.get(id)
-        return device is None or device.lease_until_s + self.policy.lost_grace_s <= self.now_s
+        return device is None or self._lost_at_s(device) <= self.now_s
+
+    def _lost_at_s(self, device: BoardDevice) -> float:
+        """Return when the tasks on the device are lost, unless it is heard again.
+
+        A task on several devices is lost with any of them, but not while a step of it may still run
+        on another one, whose lease ends as late and whose grace may be longer.
+        """
+        held = {id for task in self.on(device.id) for id in self.tasks[task].holds}
+        others = (self.devices[id].grace_s for id in held if id in self.devices)
+        grace_s = max((device.grace_s, *others))
+        return device.lease_until_s + self.policy.lost_grace_s + grace_s
 
     # --- tasks ---
 
@@ -398,20 +487,49 @@ class Board:
     def pin(self, task: BoardTask) -> str | None:
         """Return the only device that the task can resume on; None if any device will do.
 
-        If that device is lost, the task resumes from its last checkpoint on any device.  A task
-        that would restart from the beginning elsewhere stays pinned even with a checkpoint, unless
-        its device is drained.
+        If that device is lost, the task resumes from its last checkpoint on any device.  A
+        command whose processes are not in it would begin again elsewhere: it stays pinned even with
+        a checkpoint, unless one of its devices is drained or lost.
         """
         on = task.image_on
         if on is None or not self.alive(on):
             return None
-        stays = task.restarts and not self.devices[on].cordoned
-        return on if stays or not task.saved else None
+        lies_on = self._lies_on(task)
+        is_whole = all(self.alive(id) and not self.devices[id].cordoned for id in lies_on)
+        return on if not task.saved or (task.is_bound and is_whole) else None
+
+    def _lies_on(self, task: BoardTask) -> tuple[str, ...]:
+        """Return the devices on which a paused task's processes or image lie."""
+        return () if task.image_on is None else (task.image_on, *task.image_with)
+
+    def pins(self, task: BoardTask) -> tuple[str, ...]:
+        """Return the only devices that the task can resume on; empty if any devices will do."""
+        return () if self.pin(task) is None else self._lies_on(task)
 
     def lane_in_line(self, task: BoardTask) -> Lane:
         """Return the lane in which the task waits, before a host is chosen for it."""
         host, fresh = "" if task.one_host else None, self.is_fresh(task)
-        return lane(task.kind, task.width, task.memory_bytes, self.pin(task), host, fresh)
+        choice = self.choice_of(task)
+        return lane(task.kind, task.width, task.memory_bytes, self.pins(task), host, fresh, choice)
+
+    def choice_of(self, task: BoardTask) -> str:
+        """Return the task's choice; of a movable command, only devices where its processes go on.
+
+        If too few of these take work, the command begins again on any device.  Packages that they
+        lack do not count: they are installed there.
+        """
+        if (choice := where_it_goes_on(task)) == task.choice:
+            return choice
+        pool, need = self.pools.get(task.kind), (task.kind, task.width, task.memory_bytes)
+        if pool is None:
+            return task.choice
+        here = lane(*need, choice=with_packages(choice, ""))
+        sizes = pool.by_host(pool.open, here).values() if task.one_host else [pool.size(here)]
+        return choice if max(sizes, default=0) >= task.width else task.choice
+
+    def lane_elsewhere(self, stay: BoardStay) -> Lane:
+        """Return what a task that runs would need of another device, to go on there."""
+        return with_choice(stay.lane, where_it_goes_on(stay.task))
 
     def is_fresh(self, task: BoardTask) -> bool:
         """Rule F8: True if the task has held devices for less than a minute (and a slice).
@@ -462,17 +580,20 @@ class Board:
     def others(self, task: BoardTask) -> list[str]:
         """Return the hosts with enough devices for a one-host task, except the one `lane` chose."""
         pool = self.pools.get(task.kind)
-        if pool is None or not task.one_host:
+        here = self.lane(task)
+        if pool is None or not task.one_host or here.pins:
             return []
-        size, first = pool.by_host(pool.open, task.memory_bytes), self.lane(task).host
-        return sorted(host for host, n in size.items() if n >= task.width and host != first)
+        size = pool.by_host(pool.open, here)
+        return sorted(host for host, n in size.items() if n >= task.width and host != here.host)
 
     def bound(self, here: Lane) -> Lane:
         """Add to a one-host lane the host where its devices are likely to be free first."""
         pool = self.pools.get(here.kind)
         if here.host is None or pool is None:
             return here
-        return on_host(here, pool.home(here.width, here.memory_bytes, self._lent()))
+        return on_host(
+            here, pool.hosts[here.pins[0]] if here.pins else pool.home(here, self._lent())
+        )
 
     def _lent(self) -> list[tuple[int, tuple[str, ...]]]:
         """Return for each task that holds more than it needs: the devices it can return.
@@ -488,8 +609,11 @@ class Board:
 
     def _line_up(self, task: BoardTask, *, returns: bool) -> None:
         self.unline(task.id)
-        if task.image_on is not None and (task.restarts or not task.saved):
-            self._pinned.setdefault(task.image_on, set()).add(task.id)
+        if task.restarts or not task.saved:
+            for id in self._lies_on(task):
+                self._pinned.setdefault(id, set()).add(task.id)
+        if task.movable and task.goes_on_with:
+            self._movable.setdefault(task.goes_on_with, set()).add(task.id)
         if task.retry_at_s > self.now_s:
             heappush(self._wake, (task.retry_at_s, task.id))
         elif task.state == State.waiting and not self._is_away(task):
@@ -510,9 +634,9 @@ class Board:
     def _is_away(self, task: BoardTask) -> bool:
         """True if the task isn't queued now: it moves, isn't loaded, or has no durable image.
 
-        Only a gang has to wait for a durable image.
+        Only a gang has to wait for a durable image, but for one whose processes are frozen.
         """
-        is_kept = task.width == 1 or self.pin(task) is None
+        is_kept = task.width == 1 or task.restarts or self.pin(task) is None
         return not is_kept or self.beyond(task) or self._lands(task)
 
     def beyond(self, task: BoardTask) -> bool:
@@ -527,8 +651,9 @@ class Board:
         if task is None:
             return
         self.urgency.forget(task)
-        if task.image_on in self._pinned:
-            self._pinned[task.image_on].discard(id)
+        for device in self._lies_on(task):
+            self._pinned.get(device, set()).discard(id)
+        self._movable.get(task.goes_on_with, set()).discard(id)
         if self.longer:
             leaf, here = self.leaf(task), alike(task)
             lanes = (*both_of(here), *both_of(on_host(here, "")))
@@ -537,17 +662,19 @@ class Board:
 
     def pinned(self) -> list[str]:
         """Return the devices to which a waiting task is pinned."""
-        return [lane.pin for lane in self.tree.lanes if lane.pin is not None]
+        return [id for lane in self.tree.lanes for id in lane.pins]
 
     def pinned_to(self, device: str) -> list[str]:
         """Return the waiting tasks that can resume only on this device."""
         ids = sorted(id for id in self._pinned.get(device, ()) if id in self.tree)
-        return [id for id in ids if self.pin(self.tasks[id]) == device]
+        return [id for id in ids if device in self.pins(self.tasks[id])]
 
     def rate(self, lane: Lane) -> int:
         """Return the highest cost of one second on a lane's devices, in thousandths."""
         pool = self.pools.get(lane.kind)
         cost = max(pool.costs, default=MILLI) if pool is not None else MILLI
+        if lane.is_fraction:
+            cost = _part_of(cost, lane.milli, WHOLE_MILLI)
         return self._dominant(lane, cost * lane.width)
 
     def rate_of(self, task: BoardTask) -> int:
@@ -555,13 +682,27 @@ class Board:
         return task.cost or self._cost_of(task.holds)
 
     def cost(self, task: BoardTask, devices: Iterable[str]) -> int:
-        """Return the task's cost of one second on these devices if charged by memory; else 0."""
+        """Return the task's cost of one second on these devices if it is not that of the devices:
+        if it is charged by memory, or holds a fraction; else 0.
+        """
+        if task.choice and (milli := choice_in(task.choice).fraction_milli) < WHOLE_MILLI:
+            return max(
+                (self._cost_of_part(self.devices[id], milli, task.memory_bytes) for id in devices),
+                default=0,
+            )
         if not task.memory_bytes:
             return 0
         held = tuple(devices)
         of_devices = self._cost_of(held)
         cost = self._dominant(lane(task.kind, len(held), task.memory_bytes), of_devices)
         return cost if cost > of_devices else 0
+
+    def _cost_of_part(self, device: BoardDevice, milli: int, memory_bytes: int) -> int:
+        """Return the cost of a fraction, or of the part of the memory if that is larger."""
+        cost = _part_of(device.cost, milli, WHOLE_MILLI)
+        if not device.memory_bytes:
+            return cost
+        return max(cost, _part_of(device.cost, memory_bytes, device.memory_bytes))
 
     def _cost_of(self, devices: Iterable[str]) -> int:
         return sum(self.devices[id].cost for id in devices if id in self.devices)
@@ -626,17 +767,30 @@ class Board:
         pool = self.pools.setdefault(task.kind, Pool(task.kind))
         for id in task.seats:
             self.astray |= self.is_lost(id)
-            if task.shares and self.seated.get(id) is not None:
+            if here.is_fraction:
+                self._seat_fraction(id, stay)
+            elif task.shares and self.seated.get(id) is not None:
                 self.beside.setdefault(id, {})[task.id] = None
             elif task.state in HOLDS_A_SEAT or id not in self.seated:
                 self.seated[id] = task.id  # until the task is seen to leave
                 pool.remove(id)
         self.tree.hold(leaf, here)
-        if self.urgency.protected(task):
-            self.urgency.aged[task.kind] += task.width
+        if self.urgency.patience.protected(task):
+            self.urgency.patience.aged[task.kind] += task.width
         self.tree.charge(leaf, self.tree.faded(self._owes(stay)))
         self._expect(stay)
         return stay
+
+    def _seat_fraction(self, id: str, stay: BoardStay) -> None:
+        """Let a task hold a fraction of a device, unless it leaves and others have followed it."""
+        if id in self.seated and stay.task.state not in HOLDS_A_SEAT:
+            return
+        here = self.fractions.setdefault(id, {})
+        here[stay.id] = None
+        self.seated[id] = min(here)
+        pool = self.pools[stay.task.kind]
+        pool.remove(id)
+        self._set_part(pool, id)
 
     def _resize(self, stay: BoardStay, task: BoardTask) -> None:
         """Apply a change of the task's devices and charge for the new set from now on."""
@@ -651,9 +805,9 @@ class Board:
                 self.seated[id] = task.id
                 pool.remove(id)
         for id in had.difference(task.holds):
-            for held in (self.seated, self.leaving):
-                if held.get(id) == stay.id:
-                    del held[id]
+            if self.seated.get(id) == stay.id:
+                del self.seated[id]
+            self._has_left(id, stay.id)
             self._give(pool, id)
         if not stay.leaving:
             self._count_grown(stay)
@@ -668,8 +822,25 @@ class Board:
         for id in devices:
             if self.seated.get(id) == stay.id:
                 del self.seated[id]
-            self.leaving[id] = stay.id
+            self._will_leave(id, stay.id)
             self._give(self.pools[stay.lane.kind], id)
+
+    def _will_leave(self, device: str, task: str) -> None:
+        before = self.leaving.get(device)
+        if before is not None and before != task:
+            self.leaving_too.setdefault(device, {})[before] = None
+        self.leaving[device] = task
+
+    def _has_left(self, device: str, task: str) -> None:
+        too = self.leaving_too.get(device)
+        if self.leaving.get(device) == task:
+            del self.leaving[device]
+            if too:
+                self.leaving[device] = too.popitem()[0]
+        elif too:
+            too.pop(task, None)
+        if too is not None and not too:
+            del self.leaving_too[device]
 
     def _count_grown(self, stay: BoardStay, sign: int = 1) -> None:
         if sign > 0:
@@ -696,11 +867,14 @@ class Board:
         self._unexpect(pool, stay)
         for id in stay.devices:
             self._leave_seat(id, stay)
-            self.leaving[id] = stay.id
+            self._will_leave(id, stay.id)
             self._give(pool, id)
 
     def _leave_seat(self, device: str, stay: BoardStay) -> None:
         """Release a device; the next of the co-located tasks becomes its holder."""
+        if stay.lane.is_fraction:
+            self._leave_fraction(device, stay)
+            return
         others = self.beside.get(device)
         if others is not None:
             others.pop(stay.id, None)
@@ -712,6 +886,17 @@ class Board:
         if others is not None and not others:
             del self.beside[device]
 
+    def _leave_fraction(self, device: str, stay: BoardStay) -> None:
+        here = self.fractions.get(device, {})
+        if stay.id not in here:
+            return
+        del here[stay.id]
+        if here:
+            self.seated[device] = min(here)
+        else:
+            del self.fractions[device], self.seated[device]
+        self._set_part(self.pools[stay.task.kind], device)
+
     def _let_go(self, stay: BoardStay) -> None:
         """Remove a stay: the task has left its devices."""
         del self.stays[stay.id]
@@ -722,8 +907,8 @@ class Board:
             self._true_up(stay)
         self._unripe(stay)
         pool = self.pools[stay.task.kind]
-        if self.urgency.protected(stay.task):
-            self.urgency.aged[stay.task.kind] -= stay.lane.width
+        if self.urgency.patience.protected(stay.task):
+            self.urgency.patience.aged[stay.task.kind] -= stay.lane.width
         if not stay.leaving:
             if self.elastic:
                 self._count_grown(stay, -1)
@@ -732,8 +917,7 @@ class Board:
         self.tree.refresh(stay.leaf)
         for id in stay.devices + stay.leaves:
             self._leave_seat(id, stay)
-            if self.leaving.get(id) == stay.id:
-                del self.leaving[id]
+            self._has_left(id, stay.id)
             self._give(pool, id)
 
     def _ripen(self, stay: BoardStay, *, late: bool) -> None:
@@ -843,9 +1027,14 @@ class Board:
             stay.expected = None
 
 
+def _part_of(cost: int, part: int, whole: int) -> int:
+    """Return the cost of a part, rounded up: no part is free of charge."""
+    return -(-cost * part // whole)
+
+
 def alike(task: BoardTask) -> Lane:
     """Return the task's lane without pin, host and freshness."""
-    return lane(task.kind, task.width, task.memory_bytes)
+    return lane(task.kind, task.width, task.memory_bytes, choice=task.choice)
 
 
 def place_in_line(task: BoardTask) -> tuple[int, float, str]:
@@ -866,6 +1055,13 @@ def waited_longer(fresh: BoardTask, older: BoardTask, now_s: float) -> bool:
 def _has_begun(task: BoardTask) -> bool:
     """True if the task is on devices, or was paused and goes on when its turn comes."""
     return task.state in ON_A_DEVICE or (task.state == State.waiting and task.had_us > 0)
+
+
+def where_it_goes_on(task: BoardTask) -> str:
+    """Return the choice of devices on which the task goes on where it is, as a text."""
+    if not (task.movable and task.goes_on_with):
+        return task.choice
+    return choice_where_it_goes_on(task.choice, task.goes_on_with)
 
 
 def _conditional(task: BoardTask) -> bool:

@@ -31,7 +31,16 @@ from app.core.model.snapshot import (
     Snapshot,
     changed,
 )
-from app.core.scheduling import blockers, elastic, idle_credit, preemption, regroup, time_sharing
+from app.core.scheduling import (
+    blockers,
+    elastic,
+    idle_credit,
+    nearness,
+    over_limit,
+    preemption,
+    regroup,
+    time_sharing,
+)
 from app.core.scheduling.board import Board
 from app.core.scheduling.island_gangs import OVER
 from app.core.scheduling.stays import NEVER, slice_us
@@ -72,11 +81,15 @@ def cycle(board: Board, *, lift: bool = True) -> Plan:
     _land(draft)
     # Pause tasks that may no longer share a device.
     _part(draft)
+    # Take back what exceeds a lowered limit.
+    _take_back(draft)
     # Raise new arrivals to the idle-credit floor.
     if lift:
         idle_credit.welcome(board)
     if _nothing_moved(draft):
         return Plan(look_again_s=_look_again_s(board, {}, NEVER), now_s=board.now_s)
+    for pool in board.pools.values():
+        pool.closed.clear()
     # 5.  Seat the tasks that must not wait longer.
     urgent = _seat_urgent(draft)
     # Launch graphs that can take turns with running graphs.
@@ -148,6 +161,7 @@ class _DraftPlan:
         self.before: dict[str, BoardTask] = {}  # the moved tasks as they were before the round
         self.again_s = NEVER  # when a task that could not be seated must be looked at again
         self.left_over = False  # did victims hold more than the launched task took?
+        self.emptied: set[Lane] = set()  # lanes for whose first task a device is emptied
 
     def move(
         self,
@@ -199,6 +213,12 @@ def _count_the_lost(draft: _DraftPlan) -> None:
         if _goes_on_without(draft, task, lost, "lease", because):
             later |= task.state != State.running
             continue
+        if _leaves_its_home(board, task, lost):
+            later = True
+            if task.state == State.running:
+                told = f"{because}; it resumes elsewhere."
+                draft.move(task, Move.Pause, "lease", told, devices=task.seats)
+            continue
         draft.move(
             task,
             Move.Lost,
@@ -215,6 +235,15 @@ def _count_the_lost(draft: _DraftPlan) -> None:
             started_s=None,
         )
     board.astray |= later
+
+
+def _leaves_its_home(board: Board, task: BoardTask, lost: list[str]) -> bool:
+    """True if a command has lost devices, but its processes are at a home that is alive.
+
+    Until they are paused they may use its other devices, so nobody else may have those.
+    """
+    here = task.state in (State.running, State.pausing)
+    return here and task.restarts and len(task.seats) > 1 and board.alive(task.seats[0])
 
 
 # --- 2. to 4. changed tasks ---------------------------------------------------------------------
@@ -240,7 +269,8 @@ def _end(draft: _DraftPlan, task: BoardTask) -> None:
     elif task.conditions.terms.lets_go:
         draft.move(task, Move.Cancel, "tickets", "Ended with its gang.")
     elif broken:
-        because = f"Not started: {', '.join(broken)} did not succeed."
+        begun = "resumed" if task.epoch else "started"
+        because = f"Not {begun}: {', '.join(broken)} did not succeed."
         draft.move(task, Move.GaveUp, "needs", because)
 
 
@@ -272,6 +302,9 @@ def _obey_while_it_runs(draft: _DraftPlan, task: BoardTask) -> None:
     if task.conditions.hold:
         because = "Pausing, as requested. Resume the task to continue."
         draft.move(task, Move.Pause, "hold", because, devices=task.seats)
+    elif broken := task.conditions.broken:
+        because = f"Preempted: {', '.join(broken)} did not succeed, and cannot give its input."
+        draft.move(task, Move.Pause, "needs", because, devices=task.seats)
     elif island := task.conditions.terms.lets_go:
         because = f"Preempted: its gang spans islands, and {island} needs its devices."
         draft.move(task, Move.Pause, "tickets", because, devices=task.seats)
@@ -345,9 +378,9 @@ def _goes_on_without(
 
 
 def _are_near(board: Board, task: BoardTask, devices: list[str]) -> bool:
-    """True if the devices are on the task's coordinator host, where its ranks run."""
-    home = board.devices[task.seats[0]].host
-    return all(board.devices[id].host == home for id in devices)
+    """True if the home device's worker runs the ranks of these devices, too."""
+    home, others = board.devices[task.seats[0]], [board.devices[id] for id in devices]
+    return all(one.host == home.host and not one.traits.ranks_apart for one in others)
 
 
 def _make_smaller(
@@ -385,6 +418,12 @@ def _land(draft: _DraftPlan) -> None:
             continue
         because = f"Migrating to {to}: all of its state has been copied there."
         _launch(draft, task, (to,), "move", because, against=None)
+
+
+def _take_back(draft: _DraftPlan) -> None:
+    because = "Preempted: a limit of its tenant was lowered. Resumes when the limit has room."
+    while (stay := over_limit.next_to_pause(draft.board)) is not None:
+        draft.move(stay.task, Move.Pause, "F4", because, devices=stay.devices)
 
 
 # --- 5. urgent ----------------------------------------------------------------------------------
@@ -427,7 +466,7 @@ def _seat_urgent(draft: _DraftPlan) -> dict[str, _KeptForGang]:
 
 def _urgent_by(board: Board, task: BoardTask) -> str | None:
     """Return the rule by which a task goes before all others; None if that cannot be kept now."""
-    if board.urgency.patience_ends_s(task) <= board.now_s and board.urgency.may_age(task):
+    if board.urgency.patience.ends_s(task) <= board.now_s and board.urgency.patience.may_age(task):
         return "F7"
     promised = board.urgency.slack_ends_s(task) <= board.now_s
     return "F9" if promised and task.tier in board.urgency.honoured(task.kind) else None
@@ -521,9 +560,23 @@ def _seat(draft: _DraftPlan, kept: dict[str, _KeptForGang]) -> None:
                 kept[task.kind] = replace(keeper, spare=keeper.spare - taken)
         elif keeper is not None or not _make_room(draft, task, "F5/F6/F8"):
             del open_[lane]
+            if keeper is None:
+                _empty_a_device(draft, lane, task)
             _find_no_seat(board, kept, open_, task)
     for task in aside:
         board.set_task(task)
+
+
+def _empty_a_device(draft: _DraftPlan, lane: Lane, task: BoardTask) -> None:
+    """Let no more fractions begin on the device that a whole task could have first."""
+    board, pool = draft.board, draft.board.pools.get(task.kind)
+    if pool is None or not pool.parts or not draft.emptied.isdisjoint(both_of(lane)):
+        return
+    device = preemption.device_to_empty(board, task)
+    if device is not None:
+        draft.emptied.add(lane)
+        pool.closed.add(device)
+        board.memory.in_the_way.add(task.id)
 
 
 def _lanes(board: Board, kept: dict[str, _KeptForGang]) -> dict[Lane, None]:
@@ -537,7 +590,15 @@ def _lanes(board: Board, kept: dict[str, _KeptForGang]) -> dict[Lane, None]:
         for lane in lanes
         if lane not in free and board.ripe and lane.kind not in kept and _could_gain(board, lane)
     ]
+    if board.fractions:
+        gain += [lane for lane in lanes if lane.width == 1 and _waits_for_fractions(board, lane)]
     return _with_twins(free) | dict.fromkeys(gain)
+
+
+def _waits_for_fractions(board: Board, lane: Lane) -> bool:
+    """True if a device may have to be emptied of fractions for the lane."""
+    pool = board.pools.get(lane.kind)
+    return pool is not None and bool(pool.parts) and not lane.is_fraction
 
 
 def _with_twins(lanes: Iterable[Lane]) -> dict[Lane, None]:
@@ -573,11 +634,14 @@ def _find_no_seat(
 
 def _nothing_free(board: Board, lane: Lane) -> bool:
     pool = board.pools.get(lane.kind)
-    return pool is None or not (pool.free or pool.grown)
+    return pool is None or not (pool.free or pool.grown or pool.parts)
 
 
 def _free(board: Board, lane: Lane) -> int:
-    """Count the devices that suit a lane at most, including extra devices of elastic tasks."""
+    """Return the largest number of devices that tasks of this queue class could get at once.
+
+    Devices that elastic tasks hold beyond their need count, as they may be taken back.
+    """
     pool = board.pools.get(lane.kind)
     return 0 if pool is None else pool.fitting(board.bound(lane)) + pool.grown
 
@@ -588,7 +652,7 @@ def _takes(board: Board, task: BoardTask, lane: Lane, kept: _KeptForGang) -> int
     if ends_s <= kept.at_s:
         return 0
     pool = board.pools.get(lane.kind)
-    if pool is None or not (kept.lane.memory_bytes or kept.lane.host):
+    if pool is None or not (kept.lane.memory_bytes or kept.lane.host or kept.lane.choice):
         return lane.width
     devices = pool.best(board.lane(task), task.image_on, board.pinned())
     return sum(pool.suits(id, kept.lane) for id in devices) if devices else lane.width
@@ -634,6 +698,8 @@ def _launch(
 ) -> None:
     board = draft.board
     cost = board.cost(task, devices)
+    if near := nearness.told([board.devices[id].location for id in devices]):
+        because += f" {near}"
     since_s = task.waits_since_s
     draft.move(
         task,
@@ -696,7 +762,7 @@ def _make_room_there(draft: _DraftPlan, task: BoardTask, rule: str, within: Bran
             return False
         _give_back(draft, back, task, rule)
     given = sum(victim.stay.lane.width + victim.stay.grown for victim in victims)
-    draft.left_over |= given > task.width or len(victims) > 1
+    draft.left_over |= given > task.width or len(victims) > 1 or lane.is_fraction
     for victim in victims:
         told = "Preempted: time slice over. Resumes automatically."
         if victim.rule == "F5":

@@ -1,8 +1,9 @@
-"""Choose moves that bring large free devices together for a gang.
+"""Choose moves that free devices that fit a waiting task.
 
-A gang may be spread over any devices of a kind, so only memory matters: tasks that would fit on a
-free small device may hold large ones.  Among the gangs that find too few large devices, the first
-is considered.  If moves would let it start, all moves that it needs are made; otherwise none.
+A gang may be spread over any devices of a kind, so only its memory and its choice matter.  Other
+tasks may hold large devices, and could run on a free device that is too small for the gang or does
+not suit its choice.  Among the tasks that find too few devices that fit, the first is considered.
+If moves would let it start, all moves that it needs are made; otherwise none.
 
 Three things always hold.  No task is moved before a full slice.  No task is moved while another
 move of the kind is under way.  No task is moved to a device on which it does not fit.
@@ -36,7 +37,7 @@ def moves(board: Board) -> list[tuple[str, str]]:
 
 
 def _first_without_room(board: Board, pool: Pool) -> BoardTask | None:
-    """Return the first waiting task with too few large free devices but enough free ones in all."""
+    """Return the first waiting task that too few free devices fit, with enough free ones in all."""
     lanes = (
         lane
         for lane in board.tree.lanes
@@ -51,17 +52,18 @@ def _first_without_room(board: Board, pool: Pool) -> BoardTask | None:
 
 def _for(board: Board, pool: Pool, lane: Lane) -> list[tuple[str, str]]:
     lacking = lane.width - pool.fitting(lane)
-    small = sorted(
+    left = sorted(
         (pool.open[id], id)
         for id, leaving in pool.free.items()
-        if not leaving and pool.open[id] < lane.memory_bytes
+        if not leaving and not pool.fits(id, lane)
     )
     found: list[tuple[str, str]] = []
     for stay in _movable(board, lane):
-        to = next((id for memory, id in small if memory >= stay.task.memory_bytes), None)
+        target = board.lane_elsewhere(stay)
+        to = next((id for _, id in left if pool.fits(id, target)), None)
         if to is not None and len(found) < lacking:
             found.append((stay.id, to))
-            small = [(memory, id) for memory, id in small if id != to]
+            left = [(memory, id) for memory, id in left if id != to]
     return found if len(found) == lacking else []
 
 
@@ -77,6 +79,7 @@ def _movable(board: Board, lane: Lane) -> list[BoardStay]:
         and stay.task.state == State.running
         and stay.task.movable
         and stay.task.moves_to is None
+        and not stay.lane.is_fraction
         and board.pools[lane.kind].suits(stay.devices[0], lane)
     ]
     return sorted(found, key=lambda stay: (stay.task.memory_bytes, stay.id))

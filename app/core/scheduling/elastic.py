@@ -34,6 +34,7 @@ from app.core.fairness.fair_tree import ALL, Branch, lane
 from app.core.model.lifecycle import State
 from app.core.model.snapshot import BoardTask, Policy
 from app.core.scheduling.board import Board
+from app.core.scheduling.nearness import nearest
 from app.core.scheduling.pool import Pool
 from app.core.scheduling.preemption import above, below, sides
 from app.core.scheduling.stays import NEVER, BoardStay, slice_us
@@ -223,7 +224,7 @@ def _free(pool: Pool | None, board: Board, task: BoardTask) -> int:
     here = board.lane(task)
     if pool is None:
         return 0
-    return int(here.pin in pool.free) if here.pin is not None else pool.fitting(here)
+    return pool.pins_free(here) if here.pins else pool.fitting(here)
 
 
 def _by_stay(chosen: Iterable[ReturnOffer]) -> list[ElasticResize]:
@@ -346,20 +347,24 @@ class _Shares:
         return given
 
     def _next(self, stay: BoardStay, mine: Sequence[str], free: Sequence[str]) -> str | None:
-        """Return the first free device that the task may have; its coordinator host's go first."""
-        found = None
-        for id in free:
-            if self._may(stay, len(mine), id):
-                if not self.board.policy.homebound or self._is_near(stay, id):
-                    return id
-                found = found or id
-        return found
+        """Return the free device that the task may have and that is nearest to its own; devices of
+        its coordinator's host go first.
+        """
+        pool, homebound = self.board.pools[stay.lane.kind], self.board.policy.homebound
+        able = (id for id in free if self._may(stay, len(mine), id))
+        if not (pool.knows_locations or homebound):
+            return next(able, None)
+        may = list(able)
+        there = [id for id in may if self._is_near(stay, id)] if homebound else []
+        smallest = min((pool.open[id] for id in there or may), default=0)
+        alike = [id for id in there or may if pool.open[id] == smallest]
+        return next(iter(nearest(alike, 1, [*stay.devices, *mine], pool.locations)), None)
 
     def _may(self, stay: BoardStay, more: int, id: str) -> bool:
         """True if the task can use this device as one more and all limits leave room (F4)."""
         if len(stay.devices) + more >= stay.task.width_max:
             return False
-        if self.board.pools[stay.lane.kind].open[id] < stay.lane.memory_bytes:
+        if not self.board.pools[stay.lane.kind].fits(id, stay.lane):
             return False
         bound = self.board.policy.homebound and not stay.task.across_hosts
         if bound and not self._is_near(stay, id):

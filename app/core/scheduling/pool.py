@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import islice
 
 from app.core.fairness.fair_tree import Lane
+from app.core.model.device_choice import NO_TRAITS, DeviceTraits, choice_in
+from app.core.model.device_fraction import cap_bytes
+from app.core.scheduling.nearness import Location, depth, nearest
+
+MOST_HOSTS = 64  # equally good hosts that are compared by how near their devices are
+
+
+@dataclass(frozen=True, slots=True)
+class FreePart:
+    """The part of a device that the fractions on it leave free; a task may still be leaving it."""
+
+    milli: int
+    memory_bytes: int
+    leaving: bool = False
+
+
+def part_bytes(lane: Lane, device_bytes: int) -> int:
+    """Return the memory that a task of the lane gets on a device with so much."""
+    return cap_bytes(lane.milli, lane.memory_bytes, device_bytes)
 
 
 @dataclass(slots=True)
@@ -16,6 +35,8 @@ class Pool:
     """The devices of one kind, and which of them can be assigned now.
 
     A device with a leaving task counts as free, unless another task was already launched on it.
+    A device with fractions is not free, but has a free part.  `closed` devices take no fractions in
+    this round: they are emptied for a whole task.
     `ends` lists when stays are expected to end: (time, task, devices).
     """
 
@@ -33,6 +54,16 @@ class Pool:
     grown: int = 0  # devices that tasks hold beyond their need
     # cost in thousandths -> number of open devices
     costs: Counter[int] = field(default_factory=Counter)
+    traits: dict[str, DeviceTraits] = field(default_factory=dict)  # of devices, open or not
+    locations: dict[str, Location] = field(default_factory=dict)  # of devices, open or not
+    knows_locations: bool = False  # more of one device, now or before, than its host
+    parts: dict[str, FreePart] = field(default_factory=dict)  # device with fractions -> its rest
+    closed: set[str] = field(default_factory=set)
+
+    def lies_at(self, id: str, location: Location) -> None:
+        """Note where a device is."""
+        self.locations[id] = location
+        self.knows_locations |= len(location) > 2 or location[0] != ""
 
     def add(self, id: str, *, leaving: bool) -> None:
         memory = self.open[id]
@@ -46,12 +77,24 @@ class Pool:
             self.counts[self.open[id]] -= 1
 
     def fitting(self, lane: Lane) -> int:
-        """Count the free devices with enough memory, on the host if the lane names one."""
+        """Count the free devices that fit the lane, on the host if the lane names one.
+
+        For a fraction, devices with a free part that fits count too.
+        """
+        if self.parts and lane.is_fraction:
+            beside = sum(self.fits_beside(id, lane) for id in self.parts)
+            return beside + sum(self.suits(id, lane) for id in self.free)
         if lane.host is not None:
             return sum(self.suits(id, lane) for id in self.free)
+        if self._tells_apart(lane):
+            return sum(self.fits(id, lane) for id in self.free)
         if not lane.memory_bytes:
             return len(self.free)
         return sum(n for memory, n in self.counts.items() if memory >= lane.memory_bytes)
+
+    def _tells_apart(self, lane: Lane) -> bool:
+        """True if traits decide which devices fit; a pinned task may go on where it was."""
+        return bool(lane.choice) and lane.pin is None
 
     @property
     def whole(self) -> bool:
@@ -59,10 +102,14 @@ class Pool:
         return len(self.open) == self.known
 
     def size(self, lane: Lane | None = None) -> int:
-        """Count the devices that accept work, free or not, and suit the lane's memory and host."""
-        if lane is not None and lane.host is not None:
+        """Count the devices that accept work, free or not, and fit the lane and its host."""
+        if lane is None:
+            return len(self.open)
+        if lane.host is not None:
             return sum(self.suits(id, lane) for id in self.open)
-        if lane is None or not lane.memory_bytes:
+        if self._tells_apart(lane):
+            return sum(self.fits(id, lane) for id in self.open)
+        if not lane.memory_bytes:
             return len(self.open)
         return sum(n for memory, n in self.sizes.items() if memory >= lane.memory_bytes)
 
@@ -78,53 +125,124 @@ class Pool:
             return 0
         return sum(memory * n for memory, n in self.sizes.items())
 
-    def by_host(self, ids: Iterable[str], memory_bytes: int) -> Counter[str]:
-        """Count by host the given devices that accept work and have at least `memory_bytes`."""
-        fits = (id for id in ids if self.open.get(id, -1) >= memory_bytes)
-        return Counter(self.hosts[id] for id in fits)
+    def by_host(self, ids: Iterable[str], lane: Lane) -> Counter[str]:
+        """Count by host the given devices that accept work and fit the lane."""
+        return Counter(self.hosts[id] for id in ids if self.fits(id, lane))
 
-    def home(self, width: int, memory_bytes: int, lent: Iterable[tuple[int, Iterable[str]]]) -> str:
-        """Return the host where `width` devices are likely to be free first; "" without devices.
+    def home(self, lane: Lane, lent: Iterable[tuple[int, Iterable[str]]]) -> str:
+        """Return the host where the lane's devices are likely to be free first; "" without any.
 
         Hosts with enough devices come first.  Among them a host where enough are free is preferred,
         then the host with the most devices that are free or `lent`, the most free ones, and the
-        most devices.  Each entry of `lent` is (how many can be returned, the devices to choose
-        from).
+        most devices; of equal hosts the one where enough free devices are nearest.  Each entry of
+        `lent` is (how many can be returned, the devices to choose from).
         """
-        size = self.by_host(self.open, memory_bytes)
-        free = self.by_host(self.free, memory_bytes)
+        width = lane.width
+        size = self.by_host(self.open, lane)
+        free = self.by_host(self.free, lane)
         could = free.copy()
         for most, devices in lent:
-            for host, n in self.by_host(devices, memory_bytes).items():
+            for host, n in self.by_host(devices, lane).items():
                 could[host] += min(most, n)
 
-        def place(host: str) -> tuple[int, bool, int, int, int, str]:
+        def place(host: str) -> tuple[int, bool, int, int, int]:
             enough, has = min(size[host], width), min(free[host], width)
-            return -enough, has < width, -min(could[host], width), -has, -size[host], host
+            return -enough, has < width, -min(could[host], width), -has, -size[host]
 
-        return min(size, key=place, default="")
+        if not self.knows_locations:
+            return min(size, key=lambda host: (place(host), host), default="")
+        ranks = {host: place(host) for host in sorted(size)}
+        best = min(ranks.values(), default=None)
+        return self._nearest_host([host for host, rank in ranks.items() if rank == best], lane)
+
+    def _nearest_host(self, hosts: Sequence[str], lane: Lane) -> str:
+        """Return the host whose free devices that fit are nearest, of the first MOST_HOSTS; ""
+        without any.
+        """
+        free: dict[str, list[str]] = {host: [] for host in hosts[:MOST_HOSTS]}
+        for id in self.free:
+            if (there := free.get(self.hosts[id])) is not None and self.fits(id, lane):
+                there.append(id)
+        inside = {host: depth(ids, lane.width, self.locations) for host, ids in free.items()}
+        return min(inside, key=lambda host: (-inside[host], host), default="")
+
+    def fits(self, id: str, lane: Lane) -> bool:
+        """True if the device accepts work, is large enough and suits the choice."""
+        return self.open.get(id, -1) >= lane.memory_bytes and self.is_chosen(id, lane)
+
+    def is_chosen(self, id: str, lane: Lane) -> bool:
+        """True if the device suits the lane's choice, whatever its memory."""
+        return not lane.choice or choice_in(lane.choice).suits(self.traits.get(id, NO_TRAITS))
 
     def suits(self, id: str, lane: Lane) -> bool:
-        fits = self.open.get(id, -1) >= lane.memory_bytes and lane.pin in (None, id)
+        """True if the device fits the lane, its pin and its host.
+
+        A pinned task was on its device before, and may go on there whatever labels the device got.
+        """
+        if lane.pins:
+            fits = id in lane.pins and self.open.get(id, -1) >= lane.memory_bytes
+        else:
+            fits = self.fits(id, lane)
         return fits and lane.host in (None, self.hosts[id])
+
+    def pins_free(self, lane: Lane) -> int:
+        """Count the free devices among the only ones that suit the lane."""
+        return sum(self._is_free(id, lane) and self.suits(id, lane) for id in lane.pins)
+
+    def _is_free(self, id: str, lane: Lane) -> bool:
+        return id in self.free or (lane.is_fraction and self.fits_beside(id, lane))
+
+    def fits_beside(self, id: str, lane: Lane) -> bool:
+        """True if a fraction fits into the free part of the device."""
+        part = self.parts.get(id)
+        if part is None or id in self.closed or part.milli < lane.milli:
+            return False
+        wanted = part_bytes(lane, self.open.get(id, 0))
+        return part.memory_bytes >= wanted and self.suits(id, lane)
 
     def best(self, lane: Lane, image_on: str | None, pinned: Iterable[str]) -> list[str]:
         """Choose the devices for a task of this lane; an empty list if too few are free.
 
         Empty devices come before devices that a task is still leaving.  After that the order is:
         the device that holds the task's image; devices to which no waiting task is pinned; the
-        smallest memory.
+        smallest memory.  Among devices that are equal in all this, a gang gets devices that are
+        near each other.  So nearness decides neither who starts nor what is left for others.
+
+        A fraction goes beside others first, so that devices stay empty for whole tasks.
         """
-        if lane.pin is not None:
-            return [lane.pin] if self.suits(lane.pin, lane) and lane.pin in self.free else []
+        if lane.pins:
+            return [*lane.pins] if self.pins_free(lane) == lane.width else []
         if self.fitting(lane) < lane.width:
             return []
+        if self.parts and lane.is_fraction and (id := self._fullest(lane, image_on)):
+            return [id]
         if lane.width == 1 and image_on is not None and self._first_choice(image_on, lane):
             return [image_on]
-        free = self._in_order(lane, frozenset(pinned))
-        chosen = list(islice(free, lane.width))
-        free.close()
+        chosen = list[str]()
+        for alike in self._classes(lane, frozenset(pinned)):
+            lacks = lane.width - len(chosen)
+            if lane.width > 1 and self.knows_locations:
+                chosen += nearest(list(alike), lacks, chosen, self.locations)
+            else:
+                chosen += islice(alike, lacks)
+            alike.close()
+            if len(chosen) == lane.width:
+                break
         return chosen
+
+    def _fullest(self, lane: Lane, image_on: str | None) -> str:
+        """Return the device with the least free part that the fraction fits; "" without any.
+
+        The device with the task's image goes first, and a device that a task is leaving last.
+        """
+        fitting = [id for id in self.parts if self.fits_beside(id, lane)]
+        if image_on in fitting:
+            return str(image_on)
+        return min(fitting, key=self._room_beside, default="")
+
+    def _room_beside(self, id: str) -> tuple[bool, int, int, str]:
+        part = self.parts[id]
+        return part.leaving, part.milli, part.memory_bytes, id
 
     def _first_choice(self, id: str, lane: Lane) -> bool:
         """True if the device is free, and it is empty or no other free device is."""
@@ -133,30 +251,34 @@ class Pool:
             return False
         return not leaving or all(self.free.values())
 
-    def _in_order(self, lane: Lane, pinned: frozenset[str]) -> Generator[str, None, None]:
-        """Yield the free devices that suit the lane, best first."""
+    def _classes(self, lane: Lane, pinned: frozenset[str]) -> Iterator[Generator[str, None, None]]:
+        """Yield the free devices that suit the lane in classes, best first."""
         for leaving in (False, True):
-            yield from self._free(leaving, lane, lambda id: id not in pinned)
-            if pinned:
-                yield from self._free(leaving, lane, lambda id: id in pinned)
+            memories = sorted(m for gone, m in self.heaps if gone == leaving)
+            for is_pinned in (False, True) if pinned else (False,):
+                for memory in memories:
+                    if memory >= lane.memory_bytes:
+                        among = (is_pinned, pinned) if pinned else None
+                        yield self._free(leaving, memory, lane, among)
 
     def _free(
-        self, leaving: bool, lane: Lane, wanted: Callable[[str], bool]
+        self, leaving: bool, memory: int, lane: Lane, among: tuple[bool, frozenset[str]] | None
     ) -> Generator[str, None, None]:
-        """Yield free devices by memory, then by id; stale heap entries are dropped on the way."""
-        for memory in sorted(m for gone, m in self.heaps if gone == leaving):
-            if memory < lane.memory_bytes:
-                continue
-            heap = self.heaps[leaving, memory]
-            seen: list[str] = []
-            try:
-                while heap:
-                    id = heappop(heap)
-                    if self.free.get(id) is not leaving or (seen and seen[-1] == id):
-                        continue
-                    seen.append(id)
-                    if wanted(id) and lane.host in (None, self.hosts[id]):
-                        yield id
-            finally:
-                for id in seen:
-                    heappush(heap, id)
+        """Yield free devices by id; stale heap entries are dropped on the way.
+
+        `among` says whether they are in a set or not; None if either will do.
+        """
+        heap = self.heaps[leaving, memory]
+        seen: list[str] = []
+        try:
+            while heap:
+                id = heappop(heap)
+                if self.free.get(id) is not leaving or (seen and seen[-1] == id):
+                    continue
+                seen.append(id)
+                wanted = among is None or (id in among[1]) is among[0]
+                if wanted and self.suits(id, lane):
+                    yield id
+        finally:
+            for id in seen:
+                heappush(heap, id)

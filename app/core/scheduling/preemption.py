@@ -25,13 +25,16 @@ freshness, and its age.  (A launch can make the task's siblings less fresh, and 
 A pause removes tasks for one with a place before all of theirs.  So of two sets of running tasks,
 the later set always has the first task that the other set lacks.
 
-A guarantee puts "does it borrow?" before each score, and the answer depends on what runs.  Three
-more rules keep F5 and F6 from undoing each other.  A gang of which only a part is lent is given
-back whole to a branch within its guarantee, but stays against one that is only less served.  No
-branch comes by F6 to hold more on loan (such a gang counted whole) while a sibling that goes before
-it waits in vain or was just told to pause.  F5 does not take a task that would at once be owed its
-place again as the less served (`who_comes_back`): what a pause leaves over may be lent to the
-branch that gained, which does not make all that this branch holds a loan.
+With guarantees, a branch that does not borrow goes before one that borrows, whatever their scores.
+Whether a branch borrows depends on what runs.  So three more rules keep F5 and F6 from undoing each
+other:
+
+* A gang that is partly on lent devices gives way as a whole to a branch within its guarantee.  It
+  does not give way to a branch that is only less served.
+* By F6 no branch gets more devices on loan while a sibling that goes before it waits in vain, or
+  was just told to pause.  A gang that is partly on lent devices counts with all its devices.
+* F5 does not pause a task that would at once be owed its devices again, as the less served one
+  (`who_comes_back`).  That can happen if a pause frees more devices than the waiting task needs.
 
 As few tasks as possible are chosen: none of the victims can be left out.  The order is: lent
 devices, if the waiting task is owed them; basic tasks, then standard ones; the most over-served
@@ -49,8 +52,9 @@ from itertools import product
 from app.core.fairness.fair_tree import ALL, Branch, Lane, unscored
 from app.core.fairness.fair_tree import score as scored
 from app.core.model.lifecycle import State
-from app.core.model.snapshot import TIERS, BoardTask
+from app.core.model.snapshot import TIERS, BoardTask, changed
 from app.core.scheduling.board import Board, place_in_line
+from app.core.scheduling.pool import part_bytes
 from app.core.scheduling.stays import NEVER, BoardStay, ripe_s, slice_us
 
 RESOLUTION_S = 0.001  # of the computed instants
@@ -118,9 +122,10 @@ def victims(
 
 
 def hopeless(board: Board, task: BoardTask) -> bool:
-    """Quick check: True if no other top branch is better served and none owes the task a device.
+    """True if no running task can give way to this one, as far as a quick check shows.
 
-    Tasks below the task's own top branch are considered when that branch's turns are taken.
+    The check compares the branches just below the root.  Tasks in the task's own branch are looked
+    at later, when the tasks of that branch take turns.
     """
     leaf, lane, kind = board.leaf(task), board.lane_in_line(task), task.kind
     top = leaf.top
@@ -175,8 +180,8 @@ class _Claim:
 
     def _free(self) -> int:
         assert self.pool is not None
-        if self.lane.pin is not None:
-            return int(self.lane.pin in self.pool.free)
+        if self.lane.pins:
+            return self.pool.pins_free(self.lane)
         return self.pool.fitting(self.lane)
 
     def side(self, leaf: Branch, within: Branch | None) -> _Side | None:
@@ -254,7 +259,8 @@ class _Claim:
                             continue
                         chosen |= {victim.stay.id: victim for victim in all_beside}
                         need, over = need - gain, over - stay.lane.width
-                        self._take(stay, side)
+                        for victim in all_beside:
+                            self._take(victim.stay)
                 if need <= 0 and over <= 0:
                     return list(chosen.values())
         return []
@@ -279,6 +285,8 @@ class _Claim:
             return False
         if self.over <= 0 and self.gain(stay) == 0:
             return False
+        if self._is_emptied(stay):
+            return False
         if stay.id in self.spared:
             return False
         if side.leaf is self.leaf and not self.urgent and not self._outranks(stay):
@@ -287,12 +295,17 @@ class _Claim:
             return False
         return stay.task.state == State.running and not self._protected(stay)
 
+    def _is_emptied(self, stay: BoardStay) -> bool:
+        """True if the stay's device is emptied for a whole task, so that no fraction may follow."""
+        is_closed = self.pool is not None and stay.devices[0] in self.pool.closed
+        return is_closed and self.lane.is_fraction
+
     def gives_way(self, stay: BoardStay) -> bool:
         """True if the stay gives way after its turn and after those taken so far; take it then."""
         side = self.side(stay.leaf, None)
         if side is None or self._protected(stay) or self._rule(side, stay) is None:
             return False
-        self._take(stay, side)
+        self._take(stay)
         return True
 
     def turn_over_s(self, stay: BoardStay) -> float:
@@ -305,7 +318,7 @@ class _Claim:
 
     def _protected(self, stay: BoardStay) -> bool:
         task = stay.task
-        if self.board.urgency.protected(task):
+        if self.board.urgency.patience.protected(task):
             return True
         if not self.board.policy.tier_share.get(task.tier):
             return False
@@ -340,9 +353,9 @@ class _Claim:
         promised = self.board.promised[_parent(side).path, self.lane.kind]
         return self.pool is not None and promised <= self.pool.size()
 
-    def _take(self, stay: BoardStay, side: _Side) -> None:
-        for branch in below(stay.leaf, side.theirs):
-            self.taken[branch] += stay.lane.width
+    def _take(self, stay: BoardStay, sign: int = 1) -> None:
+        for branch in below(stay.leaf, sides(self.leaf, stay.leaf)[1]):
+            self.taken[branch] += sign * stay.lane.width
 
     def gain(self, stay: BoardStay) -> int:
         """Count the suitable devices that pausing the stay yields, beyond those offered anyway."""
@@ -353,7 +366,7 @@ class _Claim:
         assert self.pool is not None
         lane = self.lane
         anywhere = lane.pin is None and lane.host is None
-        if anywhere and not lane.memory_bytes and self.pool.whole:
+        if anywhere and not lane.memory_bytes and not lane.choice and self.pool.whole:
             return len(stay.devices)
         return sum(self.pool.suits(id, lane) for id in stay.devices)
 
@@ -397,18 +410,80 @@ class _Claim:
     def _with_all_beside(self, first: Victim) -> list[Victim] | None:
         """Add all stays that share a device with a victim; None if one of them does not give way.
 
-        A device is free only when all stays that share it have gone.
+        A device is free only when all stays that share it have gone.  For a fraction only as many
+        go as leave it enough.
         """
-        found = [first]
-        beside = self.board.beside.keys() & {*first.stay.devices}
-        for stay in (stay for device in beside for stay in self.board.group(device)):
+        found, device = [first], first.stay.devices[0]
+        if self.lane.is_fraction and device in self.board.fractions:
+            return self._with_enough_beside(first)
+        beside, fractions = self.board.beside, self.board.fractions
+        shared = [id for id in first.stay.devices if id in beside or id in fractions]
+        for stay in (stay for device in shared for stay in self.board.group(device)):
             if stay is not first.stay:
-                side = self.side(stay.leaf, None) if stay.ripe else None
-                rule = None if side is None else self._rule(side, stay)
-                if side is None or rule is None or not self._may_ask(stay, side):
+                victim = self._asked_beside(stay, found)
+                if victim is None:
                     return None
-                found.append(Victim(stay, rule))
+                found.append(victim)
         return found
+
+    def _asked_beside(self, stay: BoardStay, found: list[Victim]) -> Victim | None:
+        """Return the stay as a victim if it gives way together with those found so far."""
+        for victim in found:
+            self._take(victim.stay)
+        side = self.side(stay.leaf, None) if stay.ripe else None
+        rule = None if side is None else self._rule(side, stay)
+        for victim in found:
+            self._take(victim.stay, -1)
+        if side is None or rule is None or not self._may_ask(stay, side):
+            return None
+        return Victim(stay, rule)
+
+    def _with_enough_beside(self, first: Victim) -> list[Victim] | None:
+        """Add stays of the first one's device, until the waiting fraction fits; None if it never
+        does.
+        """
+        device, found = first.stay.devices[0], [first]
+        if self._fits_without(device, found):
+            return found
+        others = [stay for stay in self.board.group(device) if stay is not first.stay]
+        for stay in sorted(others, key=lambda stay: (-(stay.task.started_s or 0.0), stay.id)):
+            victim = self._asked_beside(stay, found)
+            if victim is not None:
+                found.append(victim)
+                if self._fits_without(device, found):
+                    return found
+        return None
+
+    def _fits_without(self, device: str, gone: list[Victim]) -> bool:
+        assert self.pool is not None
+        part, size_bytes = self.pool.parts.get(device), self.pool.open.get(device, 0)
+        if part is None:
+            return False
+        lanes = [victim.stay.lane for victim in gone]
+        milli = part.milli + sum(lane.milli for lane in lanes)
+        memory_bytes = part.memory_bytes + sum(part_bytes(lane, size_bytes) for lane in lanes)
+        return milli >= self.lane.milli and memory_bytes >= part_bytes(self.lane, size_bytes)
+
+    def empty_at_s(self, device: str) -> float:
+        """Return when all fractions on a device will give way, as things are; NEVER if not all."""
+        self.taken.clear()
+        return max((self._leaves_at_s(stay) for stay in self.board.group(device)), default=NEVER)
+
+    def _leaves_at_s(self, stay: BoardStay) -> float:
+        board, task = self.board, stay.task
+        if not board.policy.turns:
+            return board.end_s(stay)
+        if task.started_s is None:
+            task = changed(task, started_s=board.now_s)
+        from_s, turn_s = task.started_s or 0.0, max(self.turn_us, stay.turn_us) / 1e6
+        if stay.leaf is self.leaf:
+            if task.priority == self.task.priority:
+                gives_way = goes_before(board, self.task, task)
+                turn_s = max(turn_s, board.policy.fresh_s)
+            else:
+                gives_way = task.priority < self.task.priority
+            return from_s + turn_s if gives_way else NEVER
+        return from_s + turn_s if self.gives_way(stay) else NEVER
 
     def outgrows(self, found: list[Victim]) -> bool:
         """True if a branch would borrow more although a sibling that goes before it waits in vain.
@@ -456,7 +531,8 @@ class _Claim:
 
     def _on_their_way_out(self, branch: Branch) -> Iterator[tuple[bool, int, Branch]]:
         """Yield, like `FairTree.keys`, siblings of a branch with pausing tasks."""
-        for id in sorted(set(self.board.leaving.values())):
+        too = (id for ids in self.board.leaving_too.values() for id in ids)
+        for id in sorted({*self.board.leaving.values(), *too}):
             stay = self.board.stays[id]
             task, lane = stay.task, stay.lane
             _, side = sides(branch, stay.leaf)
@@ -492,6 +568,25 @@ def _last_beside(
     for end in sorted(ends):
         last[board.stays[end[1]].devices] = end
     yield from last.values()
+
+
+def device_to_empty(board: Board, task: BoardTask) -> str | None:
+    """Return the device with fractions that a whole task could have first; None if none.
+
+    Fractions often end or begin, so all of them seldom give way at the same moment.  If new ones
+    began there meanwhile, the whole task would wait for ever.  With turns it takes at most a full
+    slice, or the minute of F8, until all that are there give way.
+    """
+    pool, lane = board.pools.get(task.kind), board.lane(task)
+    if pool is None or not pool.parts or lane.is_fraction or lane.width > 1:
+        return None
+    if shut_by(board, task) is not None:
+        return None
+    claim = _Claim(board, task, urgent=False)
+    ends = {id: claim.empty_at_s(id) for id in pool.parts if pool.suits(id, lane)}
+    found = [(at_s, id) for id, at_s in ends.items() if id not in pool.closed]
+    at_s, id = min(found, default=(NEVER, ""))
+    return id if id and (at_s < NEVER or not board.policy.turns) else None
 
 
 def shut_by(board: Board, task: BoardTask) -> Branch | None:

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import MISSING, fields, is_dataclass
-from functools import cache
 from itertools import islice
 from typing import Any
 
-from app.core.fairness.fair_tree import Lane, Path, both_of
+from app.core.fairness.fair_tree import Branch, Lane, Path, both_of
+from app.core.model import codec
 from app.core.model.lifecycle import State
 from app.core.model.snapshot import (
     BoardDevice,
@@ -30,7 +29,6 @@ from app.core.model.snapshot import (
     Plan,
     Policy,
     Snapshot,
-    Terms,
     changed,
 )
 from app.core.scheduling.board import MILLI, Board
@@ -89,8 +87,8 @@ def _need(board: Board, task: BoardTask) -> Lane:
 def _pinned(board: Board) -> Iterator[str]:
     """Yield one pinned task for each device to which tasks are pinned: others avoid the device."""
     for here in board.tree.lanes:
-        if here.pin is not None:
-            yield from board.pinned_to(here.pin)[:1]
+        for device in here.pins:
+            yield from board.pinned_to(device)[:1]
 
 
 def _guaranteed(
@@ -166,8 +164,12 @@ def _others(
         branch = branches[board.path_of(id)]
         below = kept.get(branch.path, ())
         if branch.children > len(below):
-            left = board.tree.usage(branch) - sum(board.tree.usage(branches[one]) for one in below)
+            left = _charged(board, branch) - sum(_charged(board, branches[one]) for one in below)
             yield BoardUser(id=f"others of {id}", tenant=id, faded_us=left // MILLI)
+
+
+def _charged(board: Board, branch: Branch) -> int:
+    return board.tree.usage(branch) - branch.carried
 
 
 def _lifts(
@@ -191,29 +193,7 @@ def _with_those_above(
     return found
 
 
-def as_json(snapshot: Snapshot) -> JSON:
-    return {
-        "island": snapshot.island,
-        "policy": _plain(snapshot.policy),
-        **{
-            name: [_plain(getattr(snapshot, name)[id]) for id in sorted(getattr(snapshot, name))]
-            for name in _KINDS
-        },
-        "lifts": [_plain(lift) for lift in snapshot.lifts],
-    }
-
-
-def from_json(body: JSON) -> Snapshot:
-    """Return the snapshot of such JSON; raises KeyError or TypeError if it is none."""
-    parts: dict[str, Any] = {
-        name: {item["id"]: _value(kind, item) for item in body[name]}
-        for name, kind in _KINDS.items()
-    }
-    parts["lifts"] = tuple(_value(IdleCreditFloor, item) for item in body.get("lifts", ()))
-    return Snapshot(island=body["island"], policy=_value(Policy, body["policy"]), **parts)
-
-
-_KINDS: dict[str, type] = {
+_KINDS: dict[str, type[Any]] = {
     "tenants": BoardTenant,
     "users": BoardUser,
     "devices": BoardDevice,
@@ -221,50 +201,24 @@ _KINDS: dict[str, type] = {
 }
 
 
-def _plain(value: Any) -> Any:
-    """Return a value for JSON; numbers beyond 2^53 become text, or readers would round them."""
-    if is_dataclass(value) and not isinstance(value, type):
-        named = ((name, getattr(value, name), usual) for name, usual in _defaults(type(value)))
-        return {name: _plain(v) for name, v, usual in named if v != usual}
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
-    if isinstance(value, int) and abs(value) > 2**53:
-        return str(value)
-    return value
+def as_json(snapshot: Snapshot) -> JSON:
+    listed = {name: sorted(getattr(snapshot, name).items()) for name in _KINDS}
+    parts = {
+        "island": snapshot.island,
+        "policy": codec.to_json(snapshot.policy),
+        **{name: [codec.to_json(item) for _, item in items] for name, items in listed.items()},
+        "lifts": codec.to_json(snapshot.lifts),
+    }
+    body: JSON = codec.with_texts(parts)
+    return body
 
 
-@cache
-def _defaults(kind: type) -> tuple[tuple[str, Any], ...]:
-    """Return the names of the fields, each with its default."""
-    return tuple((f.name, _default(f)) for f in fields(kind))
-
-
-def _default(field: Any) -> Any:
-    if field.default is not MISSING:
-        return field.default
-    return field.default_factory() if field.default_factory is not MISSING else MISSING
-
-
-def _value(kind: type, item: JSON) -> Any:
-    values = dict(item)
-    for name in ("faded_us",):
-        if name in values:
-            values[name] = int(values[name])
-    if "conditions" in values:
-        conditions: JSON = values["conditions"]
-        as_tuples = _with_tuples(conditions)
-        if "terms" in as_tuples:
-            as_tuples["terms"] = Terms(**_with_tuples(as_tuples["terms"]))
-        values["conditions"] = Conditions(**as_tuples)
-    for name in ("seats", "leaves"):
-        if name in values:
-            values[name] = tuple(values[name])
-    if "away" in values:
-        values["away"] = tuple((a, b) for a, b in values["away"])
-    return kind(**values)
-
-
-def _with_tuples(values: JSON) -> JSON:
-    return {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+def from_json(body: JSON) -> Snapshot:
+    """Return the snapshot of such JSON; raises KeyError or BadValue if it is none."""
+    parts: dict[str, Any] = {
+        name: {item["id"]: codec.from_json(kind, item, f"/{name}") for item in body[name]}
+        for name, kind in _KINDS.items()
+    }
+    lifts = tuple(codec.from_json(IdleCreditFloor, item) for item in body.get("lifts", ()))
+    policy = codec.from_json(Policy, body["policy"])
+    return Snapshot(island=body["island"], policy=policy, lifts=lifts, **parts)

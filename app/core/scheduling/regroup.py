@@ -58,7 +58,7 @@ HELD = (
 
 @dataclass(frozen=True, slots=True)
 class _Mover:
-    """One of those on a device who could leave it; an `heir` leaves no turns to others."""
+    """A graph that could leave its shared device; a standby (`heir`) leaves no turns to others."""
 
     stay: BoardStay
     device: str
@@ -70,7 +70,7 @@ class _Mover:
 
 
 def who_moves(here: SharedDevices) -> tuple[BoardStay, str] | None:
-    """Who is to be paused, to go on on another device of the kind, and why."""
+    """Return the graph to pause so that it resumes on another device, and why; or None."""
     movers = list(_movers(here)) if _is_calm(here) else []
     if not movers:
         return None
@@ -88,7 +88,7 @@ def who_moves(here: SharedDevices) -> tuple[BoardStay, str] | None:
 
 
 def _is_calm(here: SharedDevices) -> bool:
-    """Is nobody on the way from one device to another, or might be?"""
+    """True if no graph of this kind moves between devices, or may be about to."""
     graphs = (stay for stay in here.board.graphs.values() if stay.lane.kind == here.kind)
     if any(stay.leaving for stay in graphs):
         return False
@@ -96,7 +96,7 @@ def _is_calm(here: SharedDevices) -> bool:
 
 
 def _movers(here: SharedDevices) -> Iterator[_Mover]:
-    """Of each user on a device the last in its line, if no more is to be had there for it."""
+    """Yield the last graph of each user on each device, if the user gains nothing if it stays."""
     for device in here.devices:
         group = here.groups[device]
         if len(group) < 2 or not all_run(group):
@@ -110,7 +110,7 @@ def _movers(here: SharedDevices) -> Iterator[_Mover]:
 
 
 def _is_level(here: SharedDevices, leaf: Branch, group: list[BoardStay]) -> bool:
-    """Else the turns there are its own, until it has caught up."""
+    """True if the user is level with the others of the group; until then it gets the turns."""
     return all(
         here.apart(leaf, stay.leaf) <= here.usage(stay.lane, EVEN_US)
         for stay in group
@@ -125,7 +125,10 @@ def _goes_before(here: SharedDevices, leaf: Branch, other: Branch) -> bool:
 
 
 def _to_free(here: SharedDevices, movers: list[_Mover]) -> _Mover | None:
-    """Heirs first, who had no turns; then one of those to whom most is due, for half of it."""
+    """Return the graph that moves to a free device: a standby first, since it had no turns.
+
+    Otherwise it comes from the fullest device, and takes about half of what is due there along.
+    """
     free = [id for id, leaving in here.pool.free.items() if not leaving]
 
     def rank(mover: _Mover) -> tuple[bool, Fraction, Fraction, tuple[int, float, str]]:
@@ -141,8 +144,9 @@ def _takes_along(here: SharedDevices, mover: _Mover) -> Fraction:
 
 
 def _to_others(here: SharedDevices, movers: list[_Mover]) -> _Mover | None:
-    """From those who are behind, and stay so, to those who are ahead; what is due on both devices
-    then differs least.
+    """Return a graph that is behind on its device and moves to one where graphs are ahead.
+
+    The move is chosen that makes the shares due on both devices most equal.
     """
     pairs = [
         (abs(_difference(here, mover, device)), in_line(mover.stay), device, mover)
@@ -167,9 +171,10 @@ def _may_move(here: SharedDevices, mover: _Mover, device: str) -> bool:
 
 
 def _is_worth_it(here: SharedDevices, mover: _Mover, other: Branch, there: list[BoardStay]) -> bool:
-    """Is one of those there ahead, and more to be had beside it?
+    """True if the graph would get more turns beside `other`, which is ahead.
 
-    Not where a branch above both has turns beside others here and there: it has as many on either.
+    It would not if one branch is above both and has turns beside other branches on both devices:
+    then that branch gets as many turns on either device.
     """
     over, group = above_both(mover.leaf, other), here.groups[mover.device]
     if here.apart(mover.leaf, other) <= here.usage(mover.stay.lane, APART_US):
@@ -180,7 +185,10 @@ def _is_worth_it(here: SharedDevices, mover: _Mover, other: Branch, there: list[
 
 
 def _difference(here: SharedDevices, mover: _Mover, device: str) -> Fraction:
-    """Between what is due on both devices when it has moved; an heir's user then is on both."""
+    """Return the difference between the shares due on both devices after the move.
+
+    The user of a standby then has graphs on both.
+    """
     due, spread = here.due(mover.leaf), here.spread(mover.leaf)
     each = due / (spread + mover.heir)
     left = here.load(mover.device) - due / spread + (each if mover.heir else 0)

@@ -1,7 +1,7 @@
 """Rules F7 and F9: which waiting tasks must go before all others, and how long the others may wait.
 
-A gang becomes urgent when its patience ends (F7).  A task of a tier with a promised share becomes
-urgent shortly before it would have waited more than its promise allows (F9).
+A gang becomes urgent when its patience ends (F7, `gang_patience`).  A task of a tier with a
+promised share becomes urgent shortly before it would have waited more than its promise allows (F9).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from heapq import heappop, heappush
 
 from app.core.fairness.fair_tree import FairTree
 from app.core.model.snapshot import TIERS, BoardTask, Policy
+from app.core.scheduling.gang_patience import GangPatience
 from app.core.scheduling.pool import Pool
 from app.core.scheduling.stays import NEVER
 
@@ -34,9 +35,9 @@ class Urgency:
         all_tasks: Mapping[str, BoardTask],
     ) -> None:
         self.policy, self.tree, self.pools, self.all_tasks = policy, tree, pools, all_tasks
+        self.patience = GangPatience(policy, pools)
         # (kind, tier) -> devices needed by tasks that have started once (F9)
         self.started: Counter[tuple[str, str]] = Counter()
-        self.aged: Counter[str] = Counter()  # kind -> devices held by gangs that lost patience
         self._aging: list[tuple[float, str, int]] = []
         self._due: dict[str, float] = {}  # urgent task -> when it became urgent
         # (kind, tier) -> waiting tasks that ran before and have a promised share (F9)
@@ -50,7 +51,7 @@ class Urgency:
     def watch(self, task: BoardTask) -> None:
         if not self.policy.turns and task.width == 1:
             return
-        due_s = self.patience_ends_s(task)
+        due_s = self.patience.ends_s(task)
         if due_s <= self.tree.now_s:  # the patience is over already, so no timer is needed
             self._due[task.id] = min(due_s, self._due.get(task.id, NEVER))
         elif due_s < NEVER:
@@ -128,46 +129,6 @@ class Urgency:
             part = min(1.0, too_many / away)
         burst_s = may_s * max((1.0 - part) ** 2, LEAST_BURST)
         return burst_s, (may_s - burst_s) / window_s
-
-    def patience_s(self, task: BoardTask) -> float:
-        """Rule F7: return how long a gang waits in total before it goes before all others, in s.
-
-        Narrower gangs wait longer, because a few devices often become free together.  A task with
-        one device is no gang and has no patience: NEVER.
-        """
-        pool = self.pools.get(task.kind)
-        if task.width == 1 or pool is None:
-            return NEVER
-        wide = self.policy.wide_share * len(pool.open)
-        return self.policy.patience_s * max(1.0, wide / task.width)
-
-    def patience_ends_s(self, task: BoardTask) -> float:
-        since_s = task.waits_since_s
-        waited_s = task.waited_s if self._ages(task) else 0.0
-        return since_s + max(0.0, self.patience_s(task) - waited_s)
-
-    def protected(self, task: BoardTask) -> bool:
-        """Rule F7: True if a wide gang has waited out its patience once: it is not preempted."""
-        return self._ages(task) and task.waited_s >= self.patience_s(task)
-
-    def _ages(self, task: BoardTask) -> bool:
-        """True if the gang's waits are added up; if not, its patience starts again after each turn.
-
-        Waits are not added up for narrow gangs, which may be many, nor for a gang that alone
-        exceeds the share of devices that such gangs may hold.
-        """
-        return self.patience_s(task) <= self.policy.patience_s and not self._too_wide(task)
-
-    def _too_wide(self, task: BoardTask) -> bool:
-        pool = self.pools.get(task.kind)
-        return pool is not None and task.width > self.policy.aged_share * pool.size()
-
-    def may_age(self, task: BoardTask) -> bool:
-        """Rule F7: True if gangs with ended patience stay within their share with this task."""
-        pool = self.pools.get(task.kind)
-        if pool is None or not self._ages(task):
-            return pool is not None
-        return self.aged[task.kind] + task.width <= self.policy.aged_share * pool.size()
 
     def slack_s(self, task: BoardTask, *, at_s: float | None = None) -> float:
         """Rule F9: return how much longer the task may wait at once and keep its share in every

@@ -10,11 +10,11 @@ from collections.abc import Collection
 
 #: What each scope allows, in the order in which scopes are listed.
 MEANINGS = {
-    "work:read": "read requests, tasks, logs, metrics, checkpoints, code and data",
-    "work:write": "submit requests, code and data; pause, resume, move, change and cancel",
+    "work:read": "read requests, tasks, logs, metrics, checkpoints, code, data, names of secrets",
+    "work:write": "submit requests, code, data and secrets; pause, resume, move, change and cancel",
     "usage:read": "read shares, the queue, usage and decisions; simulate; scrape /metrics",
-    "devices:read": "read islands, hosts, devices and presets",
-    "devices:write": "drain hosts and devices; enrol and change devices; change presets",
+    "devices:read": "read islands, hosts, devices, presets and mounts",
+    "devices:write": "drain hosts and devices; enrol and change devices; change presets and mounts",
     "admin:read": "read tenants, users, keys, webhooks and the audit log",
     "admin:write": "create and change tenants, users, keys and webhooks",
 }
@@ -31,8 +31,11 @@ AREAS = {
     "shares": "usage",
     "simulations": "usage",
     "meta": "usage",
+    "secrets": "work",
     "devices": "devices",
     "presets": "devices",
+    "environments": "work",
+    "mounts": "devices",
     "tenants": "admin",
     "users and keys": "admin",
     "webhooks": "admin",

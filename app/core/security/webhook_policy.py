@@ -1,4 +1,4 @@
-"""The decisions about webhooks: message bodies, retries, and which addresses may be called.
+"""The decisions about webhooks: message bodies, retries, and which URLs may be called.
 
 Format and times follow Standard Webhooks (https://www.standardwebhooks.com), version 1.  A message
 keeps its id whenever it is sent again.  Only an answer of 2xx accepts it; 410 asks for no more
@@ -8,18 +8,16 @@ messages.  Signing and sending are elsewhere.
 from __future__ import annotations
 
 import json
-import socket
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
-from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from typing import Any
 from urllib.parse import urlsplit
 
 from app.core.model.descriptor import ENDS
+from app.core.security.addresses import Network, literal_address, may_call
 
 TYPES = tuple(f"request.{end}" for end in ENDS)
 TEST = "webhook.test"
@@ -30,10 +28,6 @@ JITTER = 0.2  # largest part of each wait that is added at random, so that retri
 
 URL_LENGTH = 2000
 MESSAGE_LENGTH = 500  # characters of a failed task's message
-
-Address = IPv4Address | IPv6Address
-Network = IPv4Network | IPv6Network
-
 
 # --- the message body ---------------------------------------------------------------------------
 
@@ -99,35 +93,7 @@ class AttemptAnswer:
     took_us: int
 
 
-# --- which addresses may be called --------------------------------------------------------------
-
-#: Public addresses that are never called.  An address in the first four stands for another one that
-#: the check would not see; the other two belong to servers of the clouds themselves.
-_NEVER = tuple(
-    ip_network(one)
-    for one in (
-        "64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32",
-        "192.0.0.0/24", "168.63.129.16/32",
-    )
-)  # fmt: skip
-
-
-def networks(listed: str) -> tuple[Network, ...]:
-    """Parse networks between commas; raises ValueError."""
-    return tuple(ip_network(one.strip()) for one in listed.split(",") if one.strip())
-
-
-def may_call(address: Address, allowed: Iterable[Network] = ()) -> bool:
-    """True if the address is public, or in a network that the deployment allows."""
-    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
-        address = address.ipv4_mapped
-    if any(address in network for network in allowed):
-        return True
-    if any(address in network for network in _NEVER):
-        return False
-    # is_global includes multicast, for example, and the private fec0::/10 of older networks
-    inner = isinstance(address, IPv6Address) and address.is_site_local
-    return address.is_global and not (address.is_multicast or address.is_reserved or inner)
+# --- which URLs may be called -------------------------------------------------------------------
 
 
 def refusal(url: str, allowed: Iterable[Network] = ()) -> str | None:
@@ -145,21 +111,10 @@ def refusal(url: str, allowed: Iterable[Network] = ()) -> str | None:
         return "must not contain a user name or password; receivers verify the signature instead"
     if "#" in url:
         return "must not contain a fragment (#), which is never sent"
-    literal = _literal(host)
+    literal = literal_address(host)
     if literal is not None and not may_call(literal, allowed):
         return (
             f"must be a public address; {host} is not one, and this deployment does not allow its "
             "network"
         )
-    return None
-
-
-def _literal(host: str) -> Address | None:
-    host = host.removesuffix(".")  # of a name that is complete
-    if host == "localhost" or host.endswith(".localhost"):
-        return ip_address("127.0.0.1")
-    with suppress(ValueError):
-        return ip_address(host)
-    with suppress(OSError):
-        return ip_address(socket.inet_aton(host))  # also accepts 2130706433, 0x7f.1 and 127.1
     return None

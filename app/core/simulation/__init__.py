@@ -1,1 +1,1 @@
-"""Replays lists of jobs with the real round of an island under a virtual clock."""
+"""Replays lists of jobs under a virtual clock, with the same scheduling rounds as an island."""

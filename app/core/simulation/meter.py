@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from app.core.model.device_choice import WHOLE_MILLI
+
 MOST = 256  # intervals; an even number
 SHORTEST_US = 1_000_000
 
@@ -36,7 +38,7 @@ class _Sums:
     def __init__(self) -> None:
         self.now: Counter[Key] = Counter()
         self.since_us: dict[Key, int] = {}
-        self.open: Counter[Key] = Counter()  # device-microseconds in the current interval
+        self.open: Counter[Key] = Counter()  # thousandths times µs in the current interval
         self.closed: list[Counter[Key]] = []
 
     def add(self, at_us: int, key: Key, change: int) -> None:
@@ -56,6 +58,11 @@ class _Sums:
         ]
 
 
+def _means(sums: Counter[Key], length_us: int) -> dict[Key, float]:
+    """Return the mean number of devices over an interval."""
+    return {key: sum_us / (WHOLE_MILLI * length_us) for key, sum_us in sums.items() if sum_us}
+
+
 class Meter:
     """Records every change of what is held and wanted; changes must come in order of time."""
 
@@ -63,15 +70,16 @@ class Meter:
         self._every_us, self._ends_us = SHORTEST_US, SHORTEST_US
         self._held, self._wanted = _Sums(), _Sums()
 
-    def hold(self, at_us: int, key: Key, change: int) -> None:
+    def hold(self, at_us: int, key: Key, change: int, milli: int = WHOLE_MILLI) -> None:
+        """Note that `change` more devices are held, or `milli` thousandths of each."""
         if at_us >= self._ends_us:
             self._close_until(at_us)
-        self._held.add(at_us, key, change)
+        self._held.add(at_us, key, change * milli)
 
-    def want(self, at_us: int, key: Key, change: int) -> None:
+    def want(self, at_us: int, key: Key, change: int, milli: int = WHOLE_MILLI) -> None:
         if at_us >= self._ends_us:
             self._close_until(at_us)
-        self._wanted.add(at_us, key, change)
+        self._wanted.add(at_us, key, change * milli)
 
     def _close_until(self, at_us: int) -> None:
         both = (self._held, self._wanted)
@@ -97,8 +105,8 @@ class Meter:
             Interval(
                 from_s=n * self._every_us / 1e6,
                 lasts_s=length / 1e6,
-                held={key: sum_us / length for key, sum_us in held.items() if sum_us},
-                wanted={key: sum_us / length for key, sum_us in wanted.items() if sum_us},
+                held=_means(held, length),
+                wanted=_means(wanted, length),
             )
             for n, (length, held, wanted) in enumerate(
                 zip(lengths, self._held.closed, self._wanted.closed, strict=True)

@@ -21,8 +21,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
-from app.core.fairness.fair_tree import faded, rebase
+from app.core.fairness.fair_tree import faded, lane, rebase
 from app.core.model import lifecycle
+from app.core.model.device_choice import WHOLE_MILLI, choice_in
 from app.core.model.lifecycle import NOT_STARTED, ON_A_DEVICE, Move, State
 from app.core.model.snapshot import (
     BoardDevice,
@@ -38,6 +39,7 @@ from app.core.model.snapshot import (
 )
 from app.core.scheduling.board import Board
 from app.core.scheduling.cycle import cycle, decide
+from app.core.scheduling.pool import part_bytes
 from app.core.scheduling.preemption import shut_by
 from app.core.scheduling.stays import HOLDS_A_SEAT, slice_us
 from app.core.scheduling.urgency import been_away
@@ -71,6 +73,7 @@ class Arrival:
     width_max: int = 0
     kind: str = "cpu"
     memory_bytes: int = 0
+    choice: str = ""
     priority: int = 0
     tier: str = "standard"
     after: tuple[str, ...] = ()
@@ -279,7 +282,7 @@ class World:
         self.timeline: list[StoryLine] = []
         self.keep_timeline = True
         self.done = 0
-        self.seated: dict[str, str] = {}  # device -> the task that holds it
+        self.seated: dict[str, dict[str, int]] = {}  # device -> tasks on it, with thousandths
         self.runs: dict[str, _Run] = {}
         self._events: list[_Event] = []
         self._seq = 0
@@ -346,7 +349,8 @@ class World:
 
     def _arrive(self, arrival: Arrival) -> None:
         self.runs[arrival.task] = _Run(arrival, _us(arrival.work_s) * arrival.ranks)
-        self._meter.want(self.now_us, arrival.counted_for, arrival.width)
+        milli = choice_in(arrival.choice).fraction_milli
+        self._meter.want(self.now_us, arrival.counted_for, arrival.width, milli)
         waits_for = tuple(id for id in arrival.after if not self._finished(id))
         for id in waits_for:
             self._waited_for.setdefault(id, []).append(arrival.task)
@@ -362,6 +366,7 @@ class World:
                 width=arrival.width,
                 width_max=arrival.width_max,
                 memory_bytes=arrival.memory_bytes,
+                choice=arrival.choice,
                 priority=arrival.priority,
                 tier=arrival.tier,
                 submitted_s=arrival.at_s,
@@ -401,13 +406,13 @@ class World:
         return event[2] == Move.Finished and run.resizes > 0 and event[0] != run.ends_us
 
     def _take_seats(self, task: BoardTask) -> None:
-        """Let a task that is ready take its devices once all are free."""
+        """Give a prepared task its devices once all of them are free."""
         run = self.runs[task.id]
-        if not run.ready or any(device in self.seated for device in task.seats):
+        if not run.ready or not all(self._has_room(device, task) for device in task.seats):
             return
         run.ready = False
         for device in task.seats:
-            self.seated[device] = task.id
+            self._seat(device, task)
         freed_us = max(self._freed_us.get(device, 0) for device in task.seats)
         empty_us = self.now_us - max(freed_us, _us(task.launched_s))
         resume_us = _us(self.costs.resume_s) if task.epoch > 1 else 0
@@ -424,13 +429,19 @@ class World:
             image_on=None,
         )
         self.board.set_task(started)
-        self._meter.hold(self.now_us, run.arrival.counted_for, len(task.seats))
-        self._will_end(started, resume_us)
+        self._meter.hold(self.now_us, run.arrival.counted_for, len(task.seats), _milli(task))
+        self._plan_end(started, resume_us)
 
-    def _will_end(self, task: BoardTask, in_us: int) -> None:
-        """Let the task step on all its devices after `in_us`; it is done when no work is left."""
+    def _has_room(self, device: str, task: BoardTask) -> bool:
+        return sum(self.seated.get(device, {}).values()) + _milli(task) <= WHOLE_MILLI
+
+    def _seat(self, device: str, task: BoardTask) -> None:
+        self.seated.setdefault(device, {})[task.id] = _milli(task)
+
+    def _plan_end(self, task: BoardTask, begins_in_us: int) -> None:
+        """Set when the task ends, if it goes on in `begins_in_us` on all its devices."""
         run = self.runs[task.id]
-        lasts_us = in_us + -(-run.left_us // run.speed)
+        lasts_us = begins_in_us + -(-run.left_us // run.speed)
         run.ends_us = self.now_us + lasts_us
         self._say(Move.Finished, task, lasts_us)
 
@@ -443,17 +454,16 @@ class World:
             self._park(task)
         else:
             self._finish(task)
-        self._free(task.holds)
+        self._free(task.id, task.holds)
 
-    def _free(self, devices: Iterable[str]) -> None:
+    def _free(self, task: str, devices: Iterable[str]) -> None:
         """Release devices, so that tasks that wait for them may take them."""
         for device in devices:
-            del self.seated[device]
+            del self.seated[device][task]
             self._freed_us[device] = self.now_us
         for device in devices:
-            follower = self.board.seated.get(device)
-            if follower is not None:
-                self._take_seats(self.tasks[follower])
+            for follower in self.board.group(device):
+                self._take_seats(follower.task)
 
     def _park(self, task: BoardTask) -> None:
         if task.elastic and len(task.seats) > task.width:
@@ -477,7 +487,7 @@ class World:
             self._say("Saved", waiting, _us(self.costs.save_s))
 
     def _splice(self, before: BoardTask, task: BoardTask, cost: int) -> None:
-        """Let the task come to a safe point and continue with other devices after the move."""
+        """Have the task stop at a safe point and go on with its new devices."""
         run, more = self.runs[task.id], len(task.seats) - len(before.seats)
         run.resizes += 1
         self._resized = True
@@ -485,7 +495,7 @@ class World:
         if more > 0:  # the new devices are held from now on
             self._charge(before)
             for device in task.seats[-more:]:
-                self.seated[device] = task.id
+                self._seat(device, task)
             self._meter.hold(self.now_us, run.arrival.counted_for, len(task.seats))
             self._meter.want(self.now_us, run.arrival.counted_for, more)
         self._say(Move.Spliced, task, _us(self.costs.pause_s) + _us(self.costs.resizing_s))
@@ -507,14 +517,14 @@ class World:
         state = lifecycle.after(task.id, task.state, Move.Spliced)
         resized = changed(task, state=state, **after)
         self.board.set_task(resized)
-        self._will_end(resized, 0)
-        self._free(left)
+        self._plan_end(resized, 0)
+        self._free(task.id, left)
 
     def _charge(self, task: BoardTask) -> None:
         """Book what the task has held since it was seated or resized."""
         counted_for, held_us = self.runs[task.id].arrival.counted_for, self._held_us(task)
-        self._device_us[counted_for[0]] += held_us * len(task.holds)
-        self._meter.hold(self.now_us, counted_for, -len(task.holds))
+        self._device_us[counted_for[0]] += held_us * len(task.holds) * _milli(task) // WHOLE_MILLI
+        self._meter.hold(self.now_us, counted_for, -len(task.holds), _milli(task))
         cost = task.cost or sum(self.devices[device].cost for device in task.holds)
         self._faded[task.user] += faded(
             held_us * cost // 1000,
@@ -528,7 +538,7 @@ class World:
         run.finished_us = self.now_us
         self.done += 1
         wanted = max(done.width, len(done.holds)) if done.elastic else done.width
-        self._meter.want(self.now_us, run.arrival.counted_for, -wanted)
+        self._meter.want(self.now_us, run.arrival.counted_for, -wanted, _milli(done))
         self.board.drop_task(done.id)
         for id in self._waited_for.pop(done.id, ()):
             task = self.tasks[id]
@@ -567,7 +577,7 @@ class World:
         return self.now_us - _us(task.held_since_s or 0.0)
 
     def obey(self, plan: Plan) -> None:
-        """Let the devices begin what the plan orders; the board already contains the plan."""
+        """Make the devices begin what the plan orders; the board already contains the plan."""
         for decision in plan.decisions:
             if self.keep_timeline:
                 self.timeline.append(StoryLine(at_s=self.now_s, decision=decision))
@@ -610,7 +620,8 @@ class World:
         for task in self.tasks.values():
             if task.started_s is not None:
                 owner, _ = self.runs[task.id].arrival.counted_for
-                device_us[owner] += self._held_us(task) * len(task.holds)
+                held_us = self._held_us(task) * len(task.holds)
+                device_us[owner] += held_us * _milli(task) // WHOLE_MILLI
         ran = [run for run in self.runs.values() if run.first_us is not None]
         done = [run for run in ran if run.finished_us is not None]
         return Report(
@@ -643,6 +654,10 @@ def _slowed(seconds: float | None, arrival: Arrival, devices: int) -> float | No
     if seconds is None or devices == arrival.ranks:
         return seconds
     return seconds * arrival.ranks / devices
+
+
+def _milli(task: BoardTask) -> int:
+    return choice_in(task.choice).fraction_milli
 
 
 def _since(arrival: Arrival, at_us: int | None) -> float:
@@ -682,10 +697,21 @@ def _hurried(plan: Plan) -> Iterable[str]:
 
 
 def _doubled(world: World) -> Iterable[str]:
-    """A device must be held by one task at a time."""
-    promised = (task for task in world.tasks.values() if task.state in HOLDS_A_SEAT)
-    held = Counter(device for task in promised for device in task.seats)
-    return [f"{n} tasks were promised {device}" for device, n in held.items() if n > 1]
+    """No more of a device may be promised than there is, in thousandths and in bytes."""
+    milli, memory_bytes = Counter[str](), Counter[str]()
+    for task in world.tasks.values():
+        for device in task.seats if task.state in HOLDS_A_SEAT else ():
+            here = lane(task.kind, memory_bytes=task.memory_bytes, choice=task.choice)
+            milli[device] += here.milli
+            memory_bytes[device] += part_bytes(here, world.devices[device].memory_bytes)
+    for device, held in milli.items():
+        if held > WHOLE_MILLI:
+            yield f"{held} thousandths of {device} were promised"
+        if memory_bytes[device] > world.devices[device].memory_bytes:
+            yield f"{memory_bytes[device]} bytes of {device} were promised"
+    for device, tasks in world.seated.items():
+        if sum(tasks.values()) > WHOLE_MILLI:
+            yield f"{device} is held by {tasks}"
 
 
 def _idle(world: World) -> Iterable[str]:
@@ -696,11 +722,19 @@ def _idle(world: World) -> Iterable[str]:
         gangs = any(other.kind == task.kind and other.width > 1 for other in waiting)
         if gangs or shut_by(world.board, task) is not None:
             continue
-        pin = None if task.saved else task.image_on
+        pin, choice = None if task.saved else task.image_on, choice_in(task.choice)
         for device in world.devices.values():
-            could = device.kind == task.kind and device.memory_bytes >= task.memory_bytes
-            if could and device.id not in held and not device.cordoned and pin in (None, device.id):
+            large = device.kind == task.kind and device.memory_bytes >= task.memory_bytes
+            could = large and choice.suits(device.traits) and not device.cordoned
+            is_free = device.id not in held or _has_part(world, device, task)
+            if could and is_free and pin in (None, device.id):
                 yield f"{device.id} is free and {task.id} waits"
+
+
+def _has_part(world: World, device: BoardDevice, task: BoardTask) -> bool:
+    """True if a fraction fits beside others on a device that is not being emptied."""
+    here = lane(task.kind, memory_bytes=task.memory_bytes, choice=task.choice)
+    return here.is_fraction and world.board.pools[device.kind].fits_beside(device.id, here)
 
 
 def _hasty(seen: Snapshot, plan: Plan) -> Iterable[str]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from app.core.fairness import water_filling
 from app.core.fairness.fair_tree import ALL
+from app.core.model.device_choice import choice_in
 from app.core.model.snapshot import BoardDevice, BoardTenant, BoardUser, Policy
 from app.core.simulation.meter import Interval, Key
 from app.core.simulation.simulator import Arrival, Costs, Report, simulate
@@ -90,15 +91,18 @@ def policy(named: str, given: Policy) -> Policy:
 
 def _fitting(setup: Setup) -> list[Arrival]:
     """Return the arrivals that could start and that need none that could not."""
-    memory: dict[str, list[int]] = defaultdict(list)
-    for device in setup.devices:
-        memory[device.kind].append(device.memory_bytes)
-    counted: dict[tuple[str, int], int] = {}
+    counted: dict[tuple[str, int, str], int] = {}
     out = set[str]()
     for arrival in setup.arrivals:
-        need = arrival.kind, arrival.memory_bytes
+        need = arrival.kind, arrival.memory_bytes, arrival.choice
         if need not in counted:
-            counted[need] = sum(has >= need[1] for has in memory[need[0]])
+            choice = choice_in(arrival.choice)
+            counted[need] = sum(
+                device.kind == arrival.kind
+                and device.memory_bytes >= arrival.memory_bytes
+                and choice.suits(device.traits)
+                for device in setup.devices
+            )
         if arrival.width > counted[need]:
             out.add(arrival.task)
     found = out

@@ -12,11 +12,17 @@ from __future__ import annotations
 
 from app.db.models.base import Base, Xid8
 from app.db.models.data import (
+    ENVIRONMENT_STATES,
     Bundle,
     Datablock,
+    DatablockFile,
     DatablockPlace,
     DatablockUse,
+    Environment,
     Graph,
+    Mount,
+    PackageFile,
+    StoredFile,
     Upload,
     UploadPart,
 )
@@ -34,7 +40,8 @@ from app.db.models.history import (
     Webhook,
 )
 from app.db.models.ledger import Account, LedgerBase, Lift, Usage
-from app.db.models.people import ApiKey, Tenant, User, WebSession
+from app.db.models.people import ApiKey, ImageKey, Secret, Tenant, User, WebSession
+from app.db.models.tunnels import Tunnel
 from app.db.models.work import (
     REQUEST_STATES,
     Checkpoint,
@@ -50,6 +57,7 @@ from app.db.models.work import (
 __all__ = [
     "AUDITED_ACTIONS",
     "DELIVERY_STATES",
+    "ENVIRONMENT_STATES",
     "REQUEST_STATES",
     "Account",
     "ApiKey",
@@ -59,29 +67,37 @@ __all__ = [
     "Checkpoint",
     "Cycle",
     "Datablock",
+    "DatablockFile",
     "DatablockPlace",
     "DatablockUse",
     "Decision",
     "Delivery",
     "Device",
     "Enrolment",
+    "Environment",
     "Event",
     "Graph",
     "Host",
     "Idempotency",
+    "ImageKey",
     "Island",
     "LedgerBase",
     "Lift",
     "Line",
     "LogLine",
     "Metric",
+    "Mount",
     "Need",
     "Order",
+    "PackageFile",
     "Placement",
     "Preset",
     "Request",
+    "Secret",
+    "StoredFile",
     "Task",
     "Tenant",
+    "Tunnel",
     "Upload",
     "UploadPart",
     "Usage",

@@ -5,10 +5,20 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, CheckConstraint, ForeignKey, Index, UniqueConstraint, text
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    CheckConstraint,
+    ForeignKey,
+    Index,
+    LargeBinary,
+    UniqueConstraint,
+    text,
+)
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import Mapped, mapped_column
 
+from app.core.model.provisions.folder import FOLDER
 from app.core.model.tensor_file import FORMATS
 from app.db.models.base import Base, json_column, now_column, one_of
 
@@ -18,7 +28,9 @@ class Bundle(Base):
 
     `entry_points` are the top-level classes and functions, found without running the code:
     {"module:Name": "class" | "function"}.  `signatures` are the arguments with which the classes
-    can be constructed (`core.model.signature`), as far as the source shows them.
+    can be constructed (`core.model.entry_signature`), as far as the source shows them.
+    `package_files` are the files that a request may name as its environment, by path, with the
+    hashes of their bytes; None for a bundle of before there were environments.
     """
 
     __tablename__ = "bundles"
@@ -27,7 +39,64 @@ class Bundle(Base):
     size_bytes: Mapped[int] = mapped_column(BigInteger)
     entry_points: Mapped[dict[str, Any]] = json_column()
     signatures: Mapped[dict[str, Any]] = json_column()
+    package_files: Mapped[dict[str, Any] | None] = mapped_column(JSONB(none_as_null=True))
     created_at: Mapped[datetime] = now_column()
+
+
+class PackageFile(Base):
+    """A file of a tenant's bundles that names packages, such as a requirements.txt."""
+
+    __tablename__ = "package_files"
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
+    sha256: Mapped[str] = mapped_column(primary_key=True)
+    body: Mapped[bytes] = mapped_column(LargeBinary)
+
+
+ENVIRONMENT_STATES = ("locking", "locked", "failed", "stale")
+
+
+class Environment(Base):
+    """The packages that a tenant's file names, and their lock; equal files are locked once.
+
+    `source_sha256` is the file, of the sort `sort` (`provisions.environment.SORTS`).  With `alone`
+    only commands of one rank use it, so it may bring packages that replace the platform's.  A lock
+    over the platform's packages is `stale` when the platform has other versions.
+
+    `lock_sha256` is the address of the lock in the store.  `packages` are [name, version] of each
+    package in it.  `message` is what `uv` said when it failed.  Control locks until `claimed_until`
+    at most, and took `took_us` for it.
+    """
+
+    __tablename__ = "environments"
+    id: Mapped[str] = mapped_column(primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    user_id: Mapped[str] = mapped_column(ForeignKey("users.id"))
+    path: Mapped[str]
+    sort: Mapped[str]
+    source_sha256: Mapped[str]
+    python: Mapped[str]
+    alone: Mapped[bool]
+    state: Mapped[str] = mapped_column(server_default="locking")
+    platform: Mapped[dict[str, Any]] = json_column()
+    lock_sha256: Mapped[str | None]
+    packages: Mapped[list[Any]] = json_column("[]")
+    message: Mapped[str] = mapped_column(server_default="")
+    created_at: Mapped[datetime] = now_column()
+    claimed_until: Mapped[datetime | None]
+    tried_at: Mapped[datetime | None]
+    locked_at: Mapped[datetime | None]
+    took_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    __table_args__ = (
+        UniqueConstraint("tenant_id", "source_sha256", "sort", "python", "alone"),
+        one_of("state", ENVIRONMENT_STATES),
+        Index("ix_environments_locking", "id", postgresql_where=text("state = 'locking'")),
+        Index(
+            "ix_environments_lock_sha256",
+            "lock_sha256",
+            postgresql_where=text("lock_sha256 is not null"),
+        ),
+        Index("ix_environments_tenant_id_id", "tenant_id", "id"),
+    )
 
 
 class Graph(Base):
@@ -52,9 +121,10 @@ class Datablock(Base):
     """A version of a tenant's named data; it never changes, and its number is never reused.
 
     The bytes lie in the store under their hash.  `tensors` has the first of the `tensor_count`
-    tensors, as [{"name", "dtype", "shape"}].  If a task published the datablock, `task_id` and
-    `output` name the task and its output.  A deleted datablock has no name any more; since
-    `freed_at` no task has needed its bytes.
+    tensors, as [{"name", "dtype", "shape"}].  The bytes of a folder are its manifest
+    (`provisions.folder`), with `file_count` files of `file_bytes` in all.  If a task published the
+    datablock, `output` names its output, and `task_id` the task until this is deleted.  A deleted
+    datablock has no name any more; since `freed_at` no task has needed its bytes.
     """
 
     __tablename__ = "datablocks"
@@ -68,7 +138,9 @@ class Datablock(Base):
     size_bytes: Mapped[int] = mapped_column(BigInteger)
     tensors: Mapped[list[Any]] = json_column("[]")
     tensor_count: Mapped[int]
-    task_id: Mapped[str | None] = mapped_column(ForeignKey("tasks.id"))
+    file_count: Mapped[int] = mapped_column(server_default="0")
+    file_bytes: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    task_id: Mapped[str | None] = mapped_column(ForeignKey("tasks.id", ondelete="SET NULL"))
     output: Mapped[str] = mapped_column(server_default="")
     created_at: Mapped[datetime] = now_column()
     deleted_at: Mapped[datetime | None]
@@ -76,7 +148,7 @@ class Datablock(Base):
     __table_args__ = (
         UniqueConstraint("tenant_id", "name", "version"),
         CheckConstraint("version > 0", name="version"),
-        one_of("format", FORMATS),
+        one_of("format", (*FORMATS, FOLDER)),
         Index("ix_datablocks_tenant_id_id", "tenant_id", "id"),
         Index(
             "uq_datablocks_published",
@@ -91,6 +163,27 @@ class Datablock(Base):
             postgresql_where=text("deleted_at is not null and freed_at is null"),
         ),
     )
+
+
+class StoredFile(Base):
+    """A file that a tenant uploaded for its folders; the store has its bytes under their hash.
+
+    It stays while a folder has it, and for a day after it was last named.
+    """
+
+    __tablename__ = "stored_files"
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
+    sha256: Mapped[str] = mapped_column(primary_key=True, index=True)
+    size_bytes: Mapped[int] = mapped_column(BigInteger)
+    touched_at: Mapped[datetime] = now_column()
+
+
+class DatablockFile(Base):
+    """A folder has this file, at one path or more."""
+
+    __tablename__ = "datablock_files"
+    datablock_id: Mapped[str] = mapped_column(ForeignKey("datablocks.id"), primary_key=True)
+    sha256: Mapped[str] = mapped_column(primary_key=True, index=True)
 
 
 class DatablockUse(Base):
@@ -113,6 +206,22 @@ class DatablockPlace(Base):
     datablock_id: Mapped[str] = mapped_column(ForeignKey("datablocks.id"), primary_key=True)
     device_id: Mapped[str] = mapped_column(ForeignKey("devices.id"), primary_key=True)
     seen_at: Mapped[datetime] = now_column()
+
+
+class Mount(Base):
+    """A folder of hosts that tasks may see, read-only, or a container image (`sort`).
+
+    `tenants` are ids of the tenants that may use it, each with all tenants below it; null: all may.
+    A host shows the `path` only where its own administrator allows it.
+    """
+
+    __tablename__ = "mounts"
+    name: Mapped[str] = mapped_column(primary_key=True)
+    path: Mapped[str]
+    sort: Mapped[str] = mapped_column(server_default="folder")
+    tenants: Mapped[list[Any] | None] = mapped_column(JSONB(none_as_null=True))
+    version: Mapped[int] = mapped_column(server_default="1")
+    created_at: Mapped[datetime] = now_column()
 
 
 class Upload(Base):

@@ -61,11 +61,16 @@ class Device(Base):
 
     `incarnation` is the process that last reported as this device.  `heard_us` is when that process
     sent the newest recorded heartbeat, by its own clock.  `lease_until` is how long the device may
-    go on without another heartbeat, by the database's clock.
+    go on without another heartbeat, by the database's clock.  A step that has begun may go on for
+    `grace_us` longer, and until then its task is left alone.
 
     `links` is the [address, port] where other workers reach the device's worker.  `secret` gives
     access to the blocks that the worker serves.  No response of the API contains either of them,
     and both are new with each process.
+
+    `health` is what the device's monitor told last, `fitness` what the island remembers and decided
+    because of it (`core.device.device_fitness`).  Where the latter has a cordon, `cordoned` is set
+    too.
     """
 
     __tablename__ = "devices"
@@ -80,10 +85,13 @@ class Device(Base):
     incarnation: Mapped[str] = mapped_column(server_default="")
     heard_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
     lease_until: Mapped[datetime | None]
+    grace_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
     seen_at: Mapped[datetime | None]
     facts: Mapped[dict[str, Any]] = json_column()
     links: Mapped[list[Any]] = mapped_column(JSONB, server_default=text("'[]'"))
     secret: Mapped[str] = mapped_column(server_default="")
+    health: Mapped[dict[str, Any]] = json_column()
+    fitness: Mapped[dict[str, Any]] = json_column()
     version: Mapped[int] = mapped_column(server_default="1")
     created_at: Mapped[datetime] = now_column()
     txid: Mapped[int] = txid_column(index=True)

@@ -33,7 +33,7 @@ class Decision(Base):
     id: Mapped[int] = mapped_column(BigInteger, Identity(), primary_key=True)
     cycle_id: Mapped[int] = mapped_column(ForeignKey("cycles.id", ondelete="CASCADE"), index=True)
     at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
-    task_id: Mapped[str] = mapped_column(ForeignKey("tasks.id"))
+    task_id: Mapped[str] = mapped_column(ForeignKey("tasks.id"), index=True)
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
     move: Mapped[str]
     rule: Mapped[str]
@@ -50,7 +50,8 @@ class Event(Base):
     """A message about a request, in plain words; append only.
 
     Readers page by (txid, id) below the oldest running transaction, so that no late commit is
-    missed.
+    missed.  `task_id` is a task of the request.  It is no foreign key: each task that is deleted
+    would search all events, or each event would pay for one index more.
     """
 
     __tablename__ = "events"
@@ -59,7 +60,7 @@ class Event(Base):
     at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
     request_id: Mapped[str | None] = mapped_column(ForeignKey("requests.id"))
-    task_id: Mapped[str | None] = mapped_column(ForeignKey("tasks.id"))
+    task_id: Mapped[str | None]
     type: Mapped[str]
     message: Mapped[str]
     data: Mapped[dict[str, Any]] = json_column()
@@ -118,7 +119,9 @@ class Delivery(Base):
     id: Mapped[str] = mapped_column(primary_key=True)
     webhook_id: Mapped[str] = mapped_column(ForeignKey("webhooks.id", ondelete="CASCADE"))
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
-    request_id: Mapped[str | None] = mapped_column(ForeignKey("requests.id"), index=True)
+    request_id: Mapped[str | None] = mapped_column(
+        ForeignKey("requests.id", ondelete="SET NULL"), index=True
+    )
     url: Mapped[str]
     type: Mapped[str]
     body: Mapped[str]

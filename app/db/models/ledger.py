@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from sqlalchemy import BigInteger, CheckConstraint, ForeignKey, Numeric
+from sqlalchemy import BigInteger, CheckConstraint, ForeignKey, Index, Numeric, text
 from sqlalchemy.orm import Mapped, mapped_column
 
 from app.db.models.base import Base, txid_column
@@ -62,3 +62,4 @@ class Usage(Base):
     bucket_s: Mapped[int] = mapped_column(primary_key=True)
     held_us: Mapped[int] = mapped_column(BigInteger)
     charged_us: Mapped[int] = mapped_column(BigInteger)
+    __table_args__ = (Index("ix_usage_fine", "bucket", postgresql_where=text("bucket_s < 3600")),)

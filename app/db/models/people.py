@@ -5,7 +5,15 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import BigInteger, CheckConstraint, ForeignKey, Index, UniqueConstraint, text
+from sqlalchemy import (
+    BigInteger,
+    CheckConstraint,
+    ForeignKey,
+    Index,
+    Numeric,
+    UniqueConstraint,
+    text,
+)
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import Mapped, mapped_column
 
@@ -20,7 +28,11 @@ class Tenant(Base):
     Two tenants of the same name have different parents.  `guarantee` and `limit` are numbers of
     devices by kind, {"cuda": 4}; in `limit`, "*" means all kinds together.  `max_running` and
     `max_queued` bound the number of tasks in the whole subtree; null means no bound.  `tier` is the
-    best tier that requests of the subtree may ask for.
+    best tier that requests of the subtree may ask for.  `carried` is faded usage that only
+    comparisons know, as the weight has changed (`app.scheduling.ledger.reweigh`).  A task that
+    computes nothing for `idle_pause_s` is paused; null means what the tenant above says.  `network`
+    are the destinations that tasks of the subtree may reach (`provisions.network_policy`); null
+    means no policy of its own.
     """
 
     __tablename__ = "tenants"
@@ -28,10 +40,14 @@ class Tenant(Base):
     name: Mapped[str]
     parent_id: Mapped[str | None] = mapped_column(ForeignKey("tenants.id"))
     weight_milli: Mapped[int] = mapped_column(BigInteger, server_default="1000")
+    carried: Mapped[int] = mapped_column(Numeric(1000, 0), default=0, server_default="0")
     guarantee: Mapped[dict[str, Any]] = json_column()
     limit: Mapped[dict[str, Any]] = json_column()
     max_running: Mapped[int | None]
     max_queued: Mapped[int | None]
+    idle_pause_s: Mapped[int | None]
+    session_end_s: Mapped[int | None]  # a session without input for so long ends; null: as above
+    network: Mapped[list[Any] | None] = mapped_column(JSONB(none_as_null=True))
     tier: Mapped[str] = mapped_column(server_default="standard")
     version: Mapped[int] = mapped_column(server_default="1")
     created_at: Mapped[datetime] = now_column()
@@ -40,6 +56,8 @@ class Tenant(Base):
         CheckConstraint("weight_milli > 0", name="weight_milli"),
         CheckConstraint("max_running >= 0", name="max_running"),
         CheckConstraint("max_queued >= 0", name="max_queued"),
+        CheckConstraint("idle_pause_s > 0", name="idle_pause_s"),
+        CheckConstraint("session_end_s > 0", name="session_end_s"),
         one_of("tier", TIERS),
         Index(
             "uq_tenants_parent_id_name",
@@ -52,7 +70,8 @@ class Tenant(Base):
 
 
 class User(Base):
-    """A user of a tenant.  `weight_milli` divides the tenant's share among its users.
+    """A user of a tenant.  `weight_milli` divides the tenant's share among its users;
+    `carried` is as for a tenant.
 
     `service` marks a service account: a program that uses the API; no person signs in with it.
     """
@@ -62,6 +81,7 @@ class User(Base):
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
     name: Mapped[str]
     weight_milli: Mapped[int] = mapped_column(BigInteger, server_default="1000")
+    carried: Mapped[int] = mapped_column(Numeric(1000, 0), default=0, server_default="0")
     service: Mapped[bool] = mapped_column(server_default=text("false"))
     version: Mapped[int] = mapped_column(server_default="1")
     created_at: Mapped[datetime] = now_column()
@@ -92,6 +112,52 @@ class ApiKey(Base):
     revoked_at: Mapped[datetime | None]
     last_used_at: Mapped[datetime | None]
     __table_args__ = (one_of("role", ROLES),)
+
+
+class Secret(Base):
+    """A secret of a user, or of all users of a tenant if `user_id` is null.
+
+    `encrypted` opens with the key `key_id` of a file outside the database, and only as this
+    `version` of this row (`app.identity.secret_store`).
+    """
+
+    __tablename__ = "secrets"
+    id: Mapped[str] = mapped_column(primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    user_id: Mapped[str | None] = mapped_column(ForeignKey("users.id"))
+    name: Mapped[str]
+    version: Mapped[int] = mapped_column(server_default="1")
+    key_id: Mapped[str]
+    encrypted: Mapped[bytes]
+    set_by: Mapped[str]
+    set_at: Mapped[datetime] = now_column()
+    last_used_at: Mapped[datetime | None]
+    __table_args__ = (
+        Index(
+            "uq_secrets_tenant_id_user_id_name",
+            "tenant_id",
+            "user_id",
+            "name",
+            unique=True,
+            postgresql_nulls_not_distinct=True,
+        ),
+    )
+
+
+class ImageKey(Base):
+    """The key of a tenant with which the images of its commands are encrypted.
+
+    `encrypted` opens with the key `key_id` of a file outside the database
+    (`app.identity.image_keys`).
+    """
+
+    __tablename__ = "image_keys"
+    tenant_id: Mapped[str] = mapped_column(
+        ForeignKey("tenants.id", ondelete="CASCADE"), primary_key=True
+    )
+    key_id: Mapped[str]
+    encrypted: Mapped[bytes]
+    created_at: Mapped[datetime] = now_column()
 
 
 class WebSession(Base):

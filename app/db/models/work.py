@@ -17,7 +17,8 @@ from sqlalchemy import (
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import Mapped, mapped_column
 
-from app.core.model.descriptor import TIERS
+from app.core.model import descriptor
+from app.core.model.descriptor import TIERS, TaskDescriptor
 from app.core.model.lifecycle import State
 from app.db.models.base import Base, Xid8, json_column, now_column, one_of, txid_column
 
@@ -27,6 +28,8 @@ REQUEST_STATES = ("queued", "running", "done", "failed", "cancelled")
 class Request(Base):
     """The content of a POST.  `state` summarizes the request's tasks; `app.scheduling.journal`
     maintains it.
+
+    An ended request is deleted after a while (`app.scheduling.retention`), unless users `keep` it.
     """
 
     __tablename__ = "requests"
@@ -39,12 +42,31 @@ class Request(Base):
     priority: Mapped[int] = mapped_column(server_default="0")
     labels: Mapped[dict[str, Any]] = json_column()
     descriptor: Mapped[dict[str, Any]] = json_column()
+    environment_id: Mapped[str | None] = mapped_column(ForeignKey("environments.id"))
     submitted_at: Mapped[datetime] = now_column()
     ended_at: Mapped[datetime | None]
+    keep: Mapped[bool] = mapped_column(server_default=text("false"))
+    delete_asked_at: Mapped[datetime | None]
     __table_args__ = (
         one_of("state", REQUEST_STATES),
         one_of("tier", TIERS),
+        Index(
+            "ix_requests_ended_at",
+            "ended_at",
+            postgresql_where=text("ended_at is not null and not keep"),
+        ),
+        Index(
+            "ix_requests_delete_asked_at",
+            "delete_asked_at",
+            postgresql_where=text("delete_asked_at is not null"),
+        ),
         Index("ix_requests_tenant_id_id", "tenant_id", "id"),
+        Index(
+            "ix_requests_environment_id",
+            "environment_id",
+            "submitted_at",
+            postgresql_where=text("environment_id is not null"),
+        ),
     )
 
 
@@ -91,6 +113,7 @@ class Task(Base):
     devices_min: Mapped[int] = mapped_column(server_default="1")
     devices_max: Mapped[int] = mapped_column(server_default="1")
     across_hosts: Mapped[bool] = mapped_column(server_default=text("false"))
+    device_choice: Mapped[str] = mapped_column(server_default="")  # `core.model.device_choice`
     tier: Mapped[str] = mapped_column(server_default="standard")
     priority: Mapped[int] = mapped_column(server_default="0")
     # actions that users request, written by the API
@@ -131,8 +154,15 @@ class Task(Base):
     away: Mapped[list[Any]] = json_column("[]")
     pauses: Mapped[int] = mapped_column(server_default="0")
     lost_steps: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    # the most that heartbeats told, over all epochs
+    peak_device_bytes: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    peak_host_bytes: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    peaks: Mapped[dict[str, int]] = json_column()  # of its host (`provisions.resources`)
     metrics: Mapped[dict[str, Any]] = json_column()
     capabilities: Mapped[list[Any]] = json_column("[]")
+    # `core.model.provisions.process_images`
+    bound_because: Mapped[str] = mapped_column(server_default="")
+    goes_on_with: Mapped[str] = mapped_column(server_default="")
     preset: Mapped[dict[str, Any]] = json_column()
     cause: Mapped[str | None]
     message: Mapped[str | None]
@@ -142,10 +172,16 @@ class Task(Base):
     outputs: Mapped[dict[str, Any]] = json_column()
     submitted_at: Mapped[datetime] = now_column()
     txid: Mapped[int] = txid_column()
+
+    @property
+    def spec(self) -> TaskDescriptor:
+        """The task's descriptor; raises BadValue.  A gang's ticket has none."""
+        return descriptor.from_json(self.descriptor)
+
     __table_args__ = (
         UniqueConstraint("request_id", "name"),
         one_of("state", State),
-        one_of("hold", ("", "user", "admin")),
+        one_of("hold", ("", "user", "admin", "idle")),
         one_of("tier", TIERS),
         CheckConstraint("epoch >= 0", name="epoch"),
         CheckConstraint("devices_min between 1 and devices_max", name="devices"),
@@ -176,6 +212,7 @@ class Task(Base):
             "kind",
             "memory_bytes",
             "devices_min",
+            "device_choice",
             text("priority desc"),
             "submitted_at",
             "id",
@@ -243,6 +280,7 @@ class Line(Base):
     kind: Mapped[str] = mapped_column(primary_key=True)
     memory_bytes: Mapped[int] = mapped_column(BigInteger, primary_key=True)
     width: Mapped[int] = mapped_column(primary_key=True)
+    device_choice: Mapped[str] = mapped_column(primary_key=True, server_default="")
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
     waiting: Mapped[int] = mapped_column(BigInteger, server_default="0")
 
@@ -258,7 +296,10 @@ class Placement(Base):
 
     A `guest` is an additional row: a device that an elastic task holds beyond its home
     (`app.scheduling.guest_placements`).  `shares` says that the task was launched next to other
-    tasks, to take turns with them (`core.scheduling.time_sharing`).
+    tasks, to take turns with them (`core.scheduling.time_sharing`).  `fraction_milli` are the
+    thousandths of the device that the task holds; of those that neither leave nor share, the island
+    that writes them gives at most 1000 of a device (`journal.decisions`).  `network` counts what
+    the task used of the network here (`provisions.network_policy.FIGURES`); null: nothing yet.
     """
 
     __tablename__ = "placements"
@@ -277,12 +318,14 @@ class Placement(Base):
     leaving: Mapped[bool] = mapped_column(server_default=text("false"))
     guest: Mapped[bool] = mapped_column(server_default=text("false"))
     shares: Mapped[bool] = mapped_column(server_default=text("false"))
+    fraction_milli: Mapped[int] = mapped_column(server_default="1000")
     held_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
     staged_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
     charged_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
     input_bytes: Mapped[int] = mapped_column(BigInteger, server_default="0")
     fetched_bytes: Mapped[int] = mapped_column(BigInteger, server_default="0")
     ways: Mapped[dict[str, str]] = json_column()
+    network: Mapped[dict[str, Any] | None] = mapped_column(JSONB(none_as_null=True))
     first_step: Mapped[int | None] = mapped_column(BigInteger)
     last_step: Mapped[int | None] = mapped_column(BigInteger)
     end: Mapped[str | None]
@@ -311,7 +354,9 @@ class Placement(Base):
             "uq_placements_open_seat",
             "device_id",
             unique=True,
-            postgresql_where=text("ended_at is null and not leaving and not shares"),
+            postgresql_where=text(
+                "ended_at is null and not leaving and not shares and fraction_milli = 1000"
+            ),
         ),
         Index("ix_placements_open", "device_id", postgresql_where=text("ended_at is null")),
         Index("ix_placements_task_id", "task_id"),
@@ -361,6 +406,9 @@ class Checkpoint(Base):
     took_us: Mapped[int] = mapped_column(BigInteger)
     host: Mapped[str] = mapped_column(server_default="")
     key: Mapped[str] = mapped_column(server_default="")
+    # of a command with its processes: the epoch of the dump, and the lines printed in it before
+    printed_epoch: Mapped[int | None]
+    printed_lines: Mapped[int | None]
     created_at: Mapped[datetime] = now_column()
     damaged_at: Mapped[datetime | None]
     deleted_at: Mapped[datetime | None]

@@ -11,8 +11,11 @@ Rules F1, F2 and F10 are read from here; the arithmetic is in `core.fairness.fai
 from __future__ import annotations
 
 from app.insight.reports.data import datablocks
+from app.insight.reports.environments import environments, newest_environments
 from app.insight.reports.fleet import devices, paces, running
+from app.insight.reports.health import device_health
 from app.insight.reports.history import Decided, Happened, Round, decision, decisions, events
+from app.insight.reports.network import NetworkUse, network_use
 from app.insight.reports.shares import (
     KindShare,
     TenantShare,
@@ -31,6 +34,7 @@ from app.insight.reports.work import (
     checkpoints,
     curves,
     log_tail,
+    movement_of,
     request,
     requests,
     stays,
@@ -44,6 +48,7 @@ __all__ = [
     "Decided",
     "Happened",
     "KindShare",
+    "NetworkUse",
     "Queued",
     "ReportedStay",
     "Round",
@@ -55,11 +60,16 @@ __all__ = [
     "datablocks",
     "decision",
     "decisions",
+    "device_health",
     "devices",
+    "environments",
     "events",
     "fair_share",
     "log_tail",
     "median_wait_s",
+    "movement_of",
+    "network_use",
+    "newest_environments",
     "number",
     "others",
     "paces",

@@ -12,10 +12,13 @@ from typing import Any
 from sqlalchemy import func, select, text
 from sqlalchemy.orm import Session
 
+from app.core.model.device_choice import WHOLE_MILLI, DeviceTraits, traits_in
+from app.core.model.device_fraction import told_fraction
 from app.core.model.lifecycle import ON_A_DEVICE
 from app.core.security.sandbox_layers import Sandbox
 from app.db.models import Device, Host, Placement, Task, Tenant
 from app.insight import phases
+from app.insight.reports.health import DeviceHealthView, device_health
 from app.insight.reports.shares import select_holders
 from app.insight.reports.waiting import with_names
 from app.scheduling import guest_placements
@@ -140,9 +143,20 @@ def held_devices(session: Session, tasks: Sequence[Task]) -> dict[str, tuple[str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FractionView:
+    """A task that holds a `fraction` of a device, such as "0.5"; `task` is None if it is not
+    shown.
+    """
+
+    fraction: str
+    holder: str
+    task: Running | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceView:
     """A device and the task that holds it.  `state` is up, down or cordoned.  `others` is the
-    number of further tasks that take turns on it.
+    number of further tasks that take turns on it.  `fractions` are the tasks that hold parts of it.
 
     `holder` is the tenant of that task; None while the device is free.  A tenant that asks sees no
     name, and no other detail, of another tenant.
@@ -153,12 +167,16 @@ class DeviceView:
     kind: str
     state: str
     memory_bytes: int
+    traits: DeviceTraits
+    location: str
     holder: str | None
     yours: bool
     task: Running | None
     since: datetime | None
     others: int
+    fractions: tuple[FractionView, ...]
     sandbox: Sandbox
+    health: DeviceHealthView
 
 
 def devices(session: Session, tenant: str | None, now: datetime) -> list[DeviceView]:
@@ -189,6 +207,17 @@ def _device_state(device: Device, drained: bool, now: datetime) -> str:
     return "cordoned" if device.cordoned or drained else "up"
 
 
+def _fraction_view(
+    placement: Placement, tenant: str | None, names: Mapping[str, str], tasks: Mapping[str, Running]
+) -> FractionView:
+    shown = tenant in (None, placement.tenant_id)
+    return FractionView(
+        fraction=told_fraction(placement.fraction_milli),
+        holder=names[placement.tenant_id] if shown else "another tenant",
+        task=tasks.get(placement.task_id) if shown else None,
+    )
+
+
 def _device_view(
     device: Device,
     *,
@@ -205,7 +234,7 @@ def _device_view(
     placement = next(iter((*shared, *placements)), None)
     yours = placement is not None and placement.tenant_id == tenant
     shown = yours or (placement is not None and tenant is None)
-    holder = None
+    holder, facts = None, device.facts
     if placement is not None:
         holder = names[placement.tenant_id] if shown else "another tenant"
     return DeviceView(
@@ -214,10 +243,20 @@ def _device_view(
         kind=device.kind,
         state=state,
         memory_bytes=device.memory_bytes,
+        traits=traits_in(facts),
+        location="/".join(
+            [device.facts.get("rack") or "", *device.facts.get("location", ())]
+        ).strip("/"),
         holder=holder,
         yours=yours,
         task=tasks.get(placement.task_id) if shown and placement is not None else None,
         since=(placement.started_at or placement.launched_at) if shown and placement else None,
         others=max(0, len(sits) - 1),
+        fractions=tuple(
+            _fraction_view(each, tenant, names, tasks)
+            for each in placements
+            if each.fraction_milli < WHOLE_MILLI
+        ),
         sandbox=Sandbox.of(device.facts),
+        health=device_health(device),
     )

@@ -15,6 +15,7 @@ from sqlalchemy.orm import Session
 
 from app.core.fairness import fair_tree
 from app.core.fairness.water_filling import Claimant, divide_tree
+from app.core.model.device_choice import WHOLE_MILLI
 from app.core.units import counted
 from app.db import tenant_tree
 from app.db.models import Account, Device, Host, LedgerBase, Lift, Placement, Task, Tenant
@@ -53,9 +54,9 @@ class TenantShare:
     """The share of a tenant and all tenants below it, summed over kinds and by kind.
 
     `share` is its part of all weights.  `usage_us` is its decayed usage now and `total_us` all that
-    it was ever charged, in micro-device-seconds times cost.  `score` is `usage_us` over `weight`:
-    among tenants with the same `parent_id`, the lower score goes first.  `depth` counts the tenants
-    above it that own a share.
+    it was ever charged, in micro-device-seconds times cost.  `score` is `usage_us`, with what a
+    changed weight carries over, over `weight`: among tenants with the same `parent_id`, the lower
+    score goes first.  `depth` counts the tenants above it that own a share.
     """
 
     id: str
@@ -103,8 +104,16 @@ def fair_share(session: Session, now: datetime) -> list[TenantShare]:
         )
         faded = sum(used[one][0] for one in below[id])
         total_us = sum(used[one][1] for one in below[id])
-        usage_us = _usage_now_us(faded, base, now)
-        shares.append(_tenant_share(tree, row, kinds, usage_us=usage_us, total_us=total_us))
+        shares.append(
+            _tenant_share(
+                tree,
+                row,
+                kinds,
+                usage_us=_usage_now_us(faded, base, now),
+                counted_us=_usage_now_us(faded + int(row.carried), base, now),
+                total_us=total_us,
+            )
+        )
     return shares
 
 
@@ -126,7 +135,13 @@ def _kind_share(
 
 
 def _tenant_share(
-    tree: _Tree, row: Any, kinds: tuple[KindShare, ...], *, usage_us: int, total_us: int
+    tree: _Tree,
+    row: Any,
+    kinds: tuple[KindShare, ...],
+    *,
+    usage_us: int,
+    counted_us: int,
+    total_us: int,
 ) -> TenantShare:
     weight = row.weight_milli / 1000
     return TenantShare(
@@ -143,7 +158,7 @@ def _tenant_share(
         borrowed=sum(kind.borrowed for kind in kinds),
         usage_us=usage_us,
         total_us=total_us,
-        score=usage_us / weight,
+        score=counted_us / weight,
         kinds=kinds,
     )
 
@@ -163,6 +178,7 @@ class _Tree:
             Tenant.name,
             Tenant.parent_id,
             Tenant.weight_milli,
+            Tenant.carried,
             Tenant.guarantee,
             Tenant.limit,
         )
@@ -241,7 +257,12 @@ class _TenantWork:
 _BY_MEMORY = (
     select(Task.id)
     .join(Placement, Placement.task_id == Task.id)
-    .where(Placement.ended_at.is_(None), ~Placement.guest, Task.cost_milli > 0)
+    .where(
+        Placement.ended_at.is_(None),
+        ~Placement.guest,
+        Task.cost_milli > 0,
+        Placement.fraction_milli == WHOLE_MILLI,
+    )
 )
 
 _WORK = text(

@@ -9,6 +9,7 @@ from typing import Any
 from sqlalchemy import Select, func, select, text, true
 from sqlalchemy.orm import Session
 
+from app.core.model.device_choice import ANY_DEVICE, DeviceChoice, choice_in
 from app.core.model.lifecycle import ENDED
 from app.db import tenant_tree
 from app.db.models import Island, Request, Task, Tenant, User
@@ -38,6 +39,7 @@ class Queued:
     kind: str
     devices: int = 1
     memory_bytes: int
+    choice: DeviceChoice = ANY_DEVICE
     priority: int
     since: datetime
     step: int
@@ -125,6 +127,7 @@ def _queued(task: Task, request: str, owner: str, user: str, told: Why) -> Queue
         kind=task.kind,
         devices=task.devices_min,
         memory_bytes=task.memory_bytes,
+        choice=choice_in(task.device_choice),
         priority=task.priority,
         since=waits_since or task.submitted_at,
         step=task.step,

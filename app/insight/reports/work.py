@@ -12,13 +12,18 @@ from typing import Any
 from sqlalchemy import func, select, text
 from sqlalchemy.orm import Session
 
+from app.core.model.descriptor import RUNS
 from app.core.model.lifecycle import NOT_STARTED
+from app.core.model.next_size import memory_to_request, resources_to_request
 from app.core.model.phase import request_phase
+from app.core.model.provisions import process_images
+from app.core.model.provisions.resources import Resources, of_amounts
 from app.db.models import Checkpoint, LogLine, Placement, Request, Task, Tenant, User
 from app.insight import explain, phases
 from app.insight.explain import Why
 from app.insight.forecast import Start
 from app.insight.reports.fleet import held_devices, steps_to_make
+from app.insight.reports.network import NetworkUse, network_use
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +149,12 @@ class TaskView:
     total_held_us: int
     pauses: int
     lost_steps: int
+    peak_device_bytes: int
+    peak_host_bytes: int
+    memory_to_request_bytes: int | None
+    peak_resources: Resources
+    resources_to_request: Resources | None
+    network: NetworkUse | None
     cause: str | None
     message: str | None
     detail: str | None
@@ -153,11 +164,19 @@ class TaskView:
     steps: int | None
     is_command: bool
     capabilities: tuple[str, ...]
+    movement: str  # in a sentence; empty before its first start
     started_at: datetime | None
     ended_at: datetime | None
 
 
 EXPLAINED = 50
+
+
+def movement_of(task: Task) -> str:
+    """Say what becomes of a task that leaves its device, and why."""
+    run = task.descriptor.get("run") or {}  # the ticket of a gang has none
+    run_kind = next((kind for kind in RUNS if kind in run), "")
+    return process_images.movement(run_kind, task.capabilities, task.bound_because)
 
 
 def tasks(session: Session, request: str) -> list[TaskView]:
@@ -166,6 +185,7 @@ def tasks(session: Session, request: str) -> list[TaskView]:
     waiting = [task for task in found if task.state in NOT_STARTED]
     told = defaultdict(Why, explain.explain(session, waiting[:EXPLAINED]))
     held = held_devices(session, found)
+    used = network_use(session, found)
     return [
         TaskView(
             id=task.id,
@@ -186,6 +206,12 @@ def tasks(session: Session, request: str) -> list[TaskView]:
             total_held_us=task.total_held_us + task.held_us,
             pauses=task.pauses,
             lost_steps=task.lost_steps,
+            peak_device_bytes=task.peak_device_bytes,
+            peak_host_bytes=task.peak_host_bytes,
+            memory_to_request_bytes=memory_to_request(task.state, task.peak_device_bytes),
+            peak_resources=of_amounts(task.peaks),
+            resources_to_request=resources_to_request(task.state, task.peaks),
+            network=used.get(task.id),
             cause=task.cause,
             message=task.message,
             detail=task.detail,
@@ -195,6 +221,7 @@ def tasks(session: Session, request: str) -> list[TaskView]:
             steps=steps_to_make(task),
             is_command="command" in task.descriptor.get("run", {}),
             capabilities=tuple(task.capabilities),
+            movement=movement_of(task),
             started_at=task.first_started_at,
             ended_at=task.ended_at,
         )

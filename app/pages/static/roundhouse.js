@@ -82,6 +82,8 @@ function colour(name) {
 const title = label => ({ label, labelSize: 18, labelGap: 2, labelFont: "12px system-ui, sans-serif" });
 const said = value => value === null || value === undefined ? "–" : String(Number(value.toPrecision(5)));
 
+const WHOLE = Array.from({ length: 13 }, (_, n) => [1, 2, 5].map(first => first * 10 ** n)).flat();  // distances of steps on an axis
+
 function options(table, data, width) {
   const stack = table.dataset.plot === "stack";
   const quiet = colour("quiet"), rule = isDark() ? "#343942" : "#e4e1da";
@@ -96,7 +98,7 @@ function options(table, data, width) {
     cursor: { y: false, points: { show: !stack } },
     scales: { x: { time: stack }, y: stack ? { range: (_, __, max) => [0, Math.max(1, max * 1.05)] } : {} },
     axes: [
-      { ...axis, ...title(stack ? "time" : "step"), size: 34, ...(stack ? { values: time } : {}) },
+      { ...axis, ...title(stack ? "time" : "step"), size: 34, ...(stack ? { values: time } : { incrs: WHOLE }) },
       { ...axis, ...title(table.dataset.y), size: 60, values: (_, splits) => splits.map(said) },
     ],
     // the topmost sum is drawn first, so that each lower one covers its own part

@@ -31,6 +31,7 @@ from app.scheduling.journal.orders import order_round, order_saves, ordered
 from app.scheduling.journal.residents import LAUNCHES_UNSEEN
 from app.scheduling.journal.sums import CHANGES, settle, write_down
 from app.scheduling.journal.task_writer import break_off, tell
+from app.scheduling.journal.unassigned import cancel, give_up
 
 __all__ = [
     "CHANGES",
@@ -38,6 +39,8 @@ __all__ = [
     "RETRY_LONGEST_S",
     "STORE_AGAIN_S",
     "break_off",
+    "cancel",
+    "give_up",
     "hand_over",
     "lock",
     "lose",

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from sqlalchemy.orm import Session
 
-from app.core.model import lifecycle
+from app.core.model import lifecycle, messages
 from app.core.model.lifecycle import Move
+from app.core.model.provisions import notice
 from app.core.model.snapshot import Plan, PlanDecision, Snapshot
 from app.core.scheduling.record import as_json
 from app.db import transactions
-from app.db.models import Cycle, Placement, Task
+from app.db.models import Cycle, Device, Placement, Task
 from app.db.models import Decision as DecisionRow
 from app.scheduling import gang_tickets, guest_placements, ledger
 from app.scheduling.journal import losses, orders, plan_rows, task_writer, tickets
 from app.scheduling.journal.plan_rows import PlanRows
+from app.settings import settings
 
 
 def store(session: Session, plan: Plan, *, seen: Snapshot | None = None) -> bool:
@@ -38,6 +42,8 @@ def store(session: Session, plan: Plan, *, seen: Snapshot | None = None) -> bool
             _DECIDED[Move(decision.move)](session, rows, task, decision)
             if cycle is not None and decision.rule != "start":
                 _keep_decision(session, cycle, task, decision)
+        if rows.divided:
+            guest_placements.check_fractions(session, rows.divided)
     return True
 
 
@@ -80,7 +86,7 @@ def _lock(session: Session, rows: PlanRows, task: Task, decision: PlanDecision) 
 
 def _launch(session: Session, rows: PlanRows, task: Task, decision: PlanDecision) -> None:
     device = rows.devices[str(decision.device)]
-    if any(isinstance(row, Placement) for row in session.dirty):
+    if rows.releases and any(isinstance(row, Placement) for row in session.dirty):
         session.flush()  # a flush inserts before it updates: first release the slot
     task_writer.move_task(session, task, Move.Launch)
     task.epoch += 1
@@ -90,17 +96,8 @@ def _launch(session: Session, rows: PlanRows, task: Task, decision: PlanDecision
     task.started_at = task.resized_at = None
     task.shares = decision.shares
     all_cost = decision.cost or sum(rows.devices[id].cost_milli for id in decision.devices)
-    placement = Placement(
-        task_id=task.id,
-        epoch=task.epoch,
-        device_id=device.id,
-        tenant_id=task.tenant_id,
-        user_id=task.user_id,
-        kind=device.kind,
-        cost_milli=all_cost // len(decision.devices),
-        incarnation=device.incarnation,
-        shares=decision.shares,
-    )
+    placement = guest_placements.placement_on(task, device, all_cost // len(decision.devices))
+    placement.shares = decision.shares
     session.add(placement)
     rows.open[task.id] = placement
     devices = [rows.devices[id] for id in decision.devices]
@@ -112,13 +109,24 @@ def _launch(session: Session, rows: PlanRows, task: Task, decision: PlanDecision
         return
     if task.gang_id:
         devices += gang_tickets.kept(session, task)
-    body = {**rows.shelf.body(task, device), "beside": decision.shares}
-    if device.id in rows.lent:
-        body["surely_until_us"] = 0  # prepare now; start only after the island confirms
-    orders.order_hosts(session, rows, task, "Launch", guest_placements.by_host(devices), **body)
+    launch = replace(rows.shelf.launch(task, device), beside=decision.shares)
+    if device.id in rows.lent or _awaits_guests(session, task, device):
+        # prepare now; start only after the island confirms
+        launch = replace(launch, surely_until_us=0)
+    # the processes of a command are all on one host, whatever its devices are
+    is_command = launch.spec.run.kind == "command"
+    hosts = [devices] if is_command else guest_placements.by_host(devices)
+    orders.order_hosts(session, rows, task, hosts, launch)
     task_writer.tell(
         session, task, "task.launched", decision.because, device=device.id, rule=decision.rule
     )
+
+
+def _awaits_guests(session: Session, task: Task, home: Device) -> bool:
+    if not guest_placements.are_ranks_apart(home):
+        return False
+    session.flush()
+    return guest_placements.awaits(session, task)
 
 
 def _share(session: Session, rows: PlanRows, task: Task, decision: PlanDecision) -> None:
@@ -136,9 +144,22 @@ def _pause(session: Session, rows: PlanRows, task: Task, decision: PlanDecision)
     moves, successor = decision.rule in ("move", "regroup"), decision.against or ""
     if rows.seats.get(successor) != task.seat:
         successor = ""  # the successor gets another of the released slots
-    orders.write_order(session, task, "Pause", successor=successor, moves=moves)
+    more = _notice(task, decision)
+    orders.write_order(session, task, messages.Pause, successor=successor, moves=moves, **more)
     # The message does not name the successor, which may be another tenant's task.
-    task_writer.tell(session, task, "task.pausing", decision.because, rule=decision.rule)
+    told = decision.because
+    if more:
+        told = f"{told} It is told, and has {more['notice_us'] / 1e6:g} s."
+    task_writer.tell(session, task, "task.pausing", told, rule=decision.rule)
+
+
+def _notice(task: Task, decision: PlanDecision) -> dict[str, Any]:
+    """Return the fields of a Pause that give a command its notice; empty without one."""
+    if not task.descriptor.get("notice"):
+        return {}
+    bounds = {"most_s": settings().notice_max_s, "slice_s": settings().slice_max_s}
+    us = notice.notice_us(task.spec.notice, decision.rule, **bounds)
+    return {"notice_us": us, "why": notice.OF_RULE[decision.rule]} if us else {}
 
 
 def _leaves(rows: PlanRows, task: Task) -> None:
@@ -161,7 +182,7 @@ def _splice(session: Session, rows: PlanRows, task: Task, decision: PlanDecision
         guest_placements.lend(session, task, lent, cost - sum(each.cost_milli for each in stay))
         task.resized_at, task.cost_milli = transactions.now(session), decision.cost
     hosts = guest_placements.by_host(rows.devices[id] for id in decision.devices)
-    orders.order_hosts(session, rows, task, "Resize", hosts)
+    orders.order_hosts(session, rows, task, hosts)
     task_writer.tell(
         session, task, "task.resizing", decision.because, devices=list(decision.devices)
     )
@@ -172,7 +193,7 @@ def _cancel(session: Session, rows: PlanRows, task: Task, decision: PlanDecision
     task_writer.move_task(session, task, Move.Cancel)
     if on_a_device:
         _leaves(rows, task)
-        orders.write_order(session, task, "Cancel")
+        orders.write_order(session, task, messages.Cancel)
     else:
         task_writer.end_task(session, task, "task.cancelled", decision.because)
 

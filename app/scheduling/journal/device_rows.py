@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from sqlalchemy import or_, select
 from sqlalchemy.orm import Session, defer
 
 from app.core.model import messages
 from app.core.model.messages import Alive, ResidentView
-from app.data import datablocks
+from app.data import datablocks, mounts
 from app.db.models import Device, Need, Order, Placement, Task
 from app.scheduling import gang_tickets
 from app.scheduling.journal import task_writer
@@ -23,19 +23,26 @@ class LockedRows:
 
     `open` has the placements that have not ended, and `unanswered` the orders that the device has
     not yet acknowledged; both by device.  `lent` has the devices that a task with another home
-    device holds as guests.
+    device holds as guests.  `near` has, by device, the tasks that are seated or paused there, or
+    are being moved there.  `mounts` are the paths of all mounts by sort, if a device may show any.
     """
 
     devices: dict[str, Device]
     tasks: dict[str, Task]
     open: dict[str, list[Placement]]
     lent: dict[str, list[Placement]]
+    near: dict[str, list[Task]]
     unanswered: dict[str, list[Order]]
+    mounts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRows:
     """The rows of one device while its heartbeat is recorded.
+
+    `near` has the tasks that were seated or paused here, or being moved here, before the heartbeat;
+    no heartbeat brings others here.  So a walk over `tasks`, which has those of all devices, is
+    never needed.
 
     `open` has the device's placements that have not ended, by (task, epoch).  `lent_to` lists,
     oldest first, the (task, epoch) pairs that have ranks here but another home device.  Each must
@@ -45,6 +52,7 @@ class DeviceRows:
 
     device: Device
     tasks: dict[str, Task]
+    near: list[Task]
     open: dict[tuple[str, int], Placement]
     lent_to: list[tuple[str, int]]
     unanswered: list[Order]
@@ -93,7 +101,24 @@ def lock(session: Session, alives: Sequence[Alive]) -> LockedRows:
         query = select(Order).where(Order.device_id.in_(ids), Order.answered_at.is_(None))
         for order in session.scalars(query.order_by(Order.id).options(defer(Order.body))):
             unanswered[order.device_id].append(order)
-    return LockedRows(devices=devices, tasks=tasks, open=open_, lent=lent, unanswered=unanswered)
+    may_show = any(alive.facts.get("mounts") is not None for alive in alives)
+    return LockedRows(
+        devices=devices,
+        tasks=tasks,
+        open=open_,
+        lent=lent,
+        near=_by_device(tasks.values()),
+        unanswered=unanswered,
+        mounts=mounts.paths(session) if may_show else {},
+    )
+
+
+def _by_device(tasks: Iterable[Task]) -> dict[str, list[Task]]:
+    near = defaultdict[str, list[Task]](list)
+    for task in tasks:
+        for device in {task.seat, task.image_on, task.move_to} - {None}:
+            near[str(device)].append(task)
+    return near
 
 
 def _shelve(session: Session, tasks: Mapping[str, Task], alives: Sequence[Alive]) -> None:
@@ -129,6 +154,7 @@ def rows_of_device(device: Device, believed: LockedRows) -> DeviceRows:
     return DeviceRows(
         device=device,
         tasks=tasks,
+        near=believed.near.get(device.id, []),
         open={(row.task_id, row.epoch): row for row in open_},
         lent_to=[
             to

@@ -11,15 +11,19 @@ from sqlalchemy import func, select, update
 from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.orm import Session
 
-from app.core.model import messages, migration
+from app.core.model import codec, messages, migration
+from app.core.model.descriptor import RunSpec
 from app.core.model.lifecycle import ENDED, Move
 from app.core.model.messages import CAUSES, key
+from app.core.model.migration import MOVABLE, Moving
+from app.core.model.provisions.process_images import mark_in
+from app.core.model.snapshot import RESTARTS
 from app.core.units import counted
 from app.data import datablocks, graphs
 from app.db import transactions
 from app.db.models import Checkpoint, Device, Need, Order, Placement, Task
 from app.scheduling import guest_placements
-from app.scheduling.journal import device_rows, losses, outputs, task_writer
+from app.scheduling.journal import again, device_health, device_rows, losses, outputs, task_writer
 from app.scheduling.journal.device_rows import DeviceRows
 
 log = logging.getLogger(__name__)
@@ -114,6 +118,10 @@ def _started(session: Session, task: Task, placement: Placement, event: messages
     if event.resumed != "fresh":  # a first start is no switch and predicts none
         task.switch_us = event.switch_us
     task.capabilities, task.preset = event.capabilities, event.preset
+    is_movable = MOVABLE in event.capabilities
+    _note_movement(
+        session, task, placement, is_movable=is_movable, bound_because=event.bound_because
+    )
     if task.first_started_at is None:
         task.first_started_at = task.started_at
     placement.started_at, placement.first_step = task.started_at, event.step
@@ -127,14 +135,20 @@ def _started(session: Session, task: Task, placement: Placement, event: messages
         "image": f"Resumed on {task.seat} at step {event.step + 1}, from its saved state",
         "folder": f"Restarted on {task.seat} in its saved working folder",
     }[event.resumed]
+    withdrawn = 0
+    if event.resumed == "image" and RESTARTS in event.capabilities:
+        withdrawn = outputs.withdraw_lines(session, task, event.step)
+    said += f"; {counted(lost, 'step')} run again" if lost else ""
+    said += f"; without {counted(withdrawn, 'line')} printed after it" if withdrawn else ""
     task_writer.tell(
         session,
         task,
         "task.started",
-        said + (f"; {counted(lost, 'step')} run again." if lost else "."),
+        f"{said}.",
         device=task.seat,
         step=event.step,
         lost_steps=lost,
+        lines_withdrawn=withdrawn,
         switch_us=event.switch_us,
     )
     if task.moving is not None and task.seat == task.moving["to"]:
@@ -143,7 +157,7 @@ def _started(session: Session, task: Task, placement: Placement, event: messages
 
 def _moved(session: Session, task: Task, lost: int) -> None:
     """Finish a move: the task runs on its target.  The downtime is by the database's clock."""
-    moving = migration.from_json(task.moving or {})
+    moving = codec.from_json(Moving, task.moving or {})
     stood = select(Placement.ended_at).where(
         Placement.task_id == task.id, Placement.epoch == moving.epoch, ~Placement.guest
     )
@@ -171,7 +185,8 @@ def _resized(session: Session, task: Task, placement: Placement, event: messages
     if task.state == "stopping":
         return  # cancelled meanwhile: all devices are being released
     guests = guest_placements.of_task(session, task)
-    if not _sit(session, task, guests, event.seats):
+    devices = _devices(session, task, guests)
+    if event.seats != [len(of_host) for of_host in guest_placements.by_host(devices)]:
         return _unreached(session, task, placement, guests, event)
     task_writer.move_task(session, task, Move.Spliced)
     guest_placements.seated(session, guests)
@@ -181,7 +196,7 @@ def _resized(session: Session, task: Task, placement: Placement, event: messages
         task.cost_milli = guest_placements.cost(
             session, [p for p in (placement, *guests) if not p.leaving]
         )
-    number, hosts = sum(event.seats), len(event.seats)
+    number, hosts = len(devices), len({device.host for device in devices})
     seats = "one device" if number == 1 else f"{number} devices"
     told = f"Resized after step {event.step}: it runs on {seats}"
     told += "." if hosts == 1 else f" of {hosts} hosts."
@@ -190,11 +205,10 @@ def _resized(session: Session, task: Task, placement: Placement, event: messages
     )
 
 
-def _sit(session: Session, task: Task, guests: Sequence[Placement], seats: list[int]) -> bool:
-    """True if the ranks are on the devices that were ordered."""
+def _devices(session: Session, task: Task, guests: Sequence[Placement]) -> list[Device]:
+    """Return the devices that were ordered for the task's ranks."""
     ids = [task.seat, *(guest.device_id for guest in guests if not guest.leaving)]
-    hosts = guest_placements.by_host(session.get_one(Device, id) for id in ids)
-    return seats == [len(devices) for devices in hosts]
+    return [session.get_one(Device, id) for id in ids]
 
 
 def _unreached(
@@ -219,7 +233,7 @@ def _unreached(
     stay = guest_placements.of_task(session, task)
     task.resized_at = transactions.now(session)
     task.cost_milli = guest_placements.cost(session, (placement, *stay))
-    told = f"Not resized: its other host could not be reached after step {event.step}."
+    told = f"Not resized: its other ranks could not be reached after step {event.step}."
     task_writer.tell(session, task, "task.resized", told, step=event.step, devices=sum(event.seats))
 
 
@@ -229,12 +243,30 @@ def _saved(session: Session, task: Task, placement: Placement, event: messages.S
         _count_round(session, task, placement, event)
     if task.image_on is not None and event.step == task.step:
         task.saved = True
+    if event.epoch == task.epoch and (event.has_processes or event.bound_because):
+        is_movable = event.has_processes
+        _note_movement(
+            session, task, placement, is_movable=is_movable, bound_because=event.bound_because
+        )
     told = f"Checkpoint saved at step {event.step} ({event.size_bytes:,} bytes)."
     task_writer.tell(session, task, "task.saved", told, step=event.step, sha256=event.sha256)
 
 
+def _note_movement(
+    session: Session, task: Task, placement: Placement, *, is_movable: bool, bound_because: str
+) -> None:
+    """Note whether the processes of a command can go elsewhere, where, and if not, why."""
+    if RESTARTS not in task.capabilities:
+        return
+    others = [each for each in task.capabilities if each != MOVABLE]
+    task.capabilities = [*others, MOVABLE] if is_movable else others
+    task.bound_because = "" if is_movable else bound_because
+    here = session.get_one(Device, placement.device_id)
+    task.goes_on_with = mark_in(here.facts.get("offers") or ()) if is_movable else ""
+
+
 def _count_round(session: Session, task: Task, placement: Placement, event: messages.Saved) -> None:
-    moving = migration.from_json(task.moving or {})
+    moving = codec.from_json(Moving, task.moving or {})
     if event.epoch != moving.epoch:
         return
     wrote = session.get_one(Device, placement.device_id)
@@ -245,7 +277,7 @@ def _count_round(session: Session, task: Task, placement: Placement, event: mess
         size_bytes=event.size_bytes,
         wrote_us=event.took_us,
     )
-    task.moving = migration.as_json(moving.saved(done))
+    task.moving = codec.to_json(moving.saved(done), whole=True)
 
 
 def _came(session: Session, task: Task, placement: Placement, event: messages.Came) -> None:
@@ -266,6 +298,7 @@ def _paused(session: Session, task: Task, placement: Placement, event: messages.
     task_writer.close_stay(session, task, placement, "moved" if stops_to_move else "paused")
     task.image_on, task.saved = device, False
     task.pauses += 1
+    device_health.note_success(session, placement)
     stopped = "Paused" if task.hold or stops_to_move else "Preempted"
     told = f"{stopped} on {device} after step {event.step}; no step lost."
     task_writer.tell(session, task, "task.paused", told, device=device, step=event.step)
@@ -282,32 +315,34 @@ def _wait_for(session: Session, task: Task, port: str) -> None:
     task_writer.tell(session, task, "task.lacks", told, port=port)
 
 
-def _done(task: Task, step: int) -> str:
+def _done(run: RunSpec, step: int) -> str:
     """The message of a task that is done.  Only a job has steps that its owner knows of."""
-    return f"Done after {counted(step, 'step')}." if "job" in task.descriptor["run"] else "Done."
+    return f"Done after {counted(step, 'step')}." if run.kind == "job" else "Done."
 
 
 def _finished(session: Session, task: Task, placement: Placement, event: messages.Finished) -> None:
-    publish = task.descriptor.get("publish") or {}
+    spec = task.spec
+    publish = spec.publish
     given = {
         name for name, kept in event.outputs.items() if name not in publish or "format" in kept
     }
-    lacking = sorted(set(task.descriptor.get("outputs", [])) - given)
+    lacking = sorted({*spec.outputs} - given)
     if lacking:
         told = f"It ended without its declared outputs {', '.join(lacking)}."
         _failed(session, task, placement, _failure(event, cause="exception", message=told))
         return
-    if "part" in task.descriptor["run"]:
+    if spec.run.part is not None:
         new = {name: event.outputs[name] for name in event.outputs.keys() - task.outputs.keys()}
         outputs.give_outputs(session, task, placement, new)
     task_writer.close_stay(session, task, placement, "finished")
     task_writer.move_task(session, task, Move.Finished)
     task.step, task.result, task.outputs = event.step, event.result, _kept(task, event.outputs)
-    task.passed = event.passed if "graph" in task.descriptor["run"] else None
+    task.passed = event.passed if spec.run.kind == "graph" else None
     if (event.took_ms or event.made_bytes) and task.passed is not None:
         graphs.learn(session, task, event.took_ms, event.made_bytes)
     task.cause = task.message = task.detail = None  # left by an earlier attempt
-    task_writer.end_task(session, task, "task.done", _done(task, event.step), step=event.step)
+    task_writer.end_task(session, task, "task.done", _done(spec.run, event.step), step=event.step)
+    device_health.note_success(session, placement)
     for output, name in sorted(publish.items()):
         _publish(session, task, output, name)
     if publish:
@@ -318,7 +353,7 @@ def _kept(task: Task, outputs: messages.JSON) -> messages.JSON:
     """The outputs to store.  Outputs that a graph task gave while it ran stay, as other tasks began
     with them.
     """
-    return {**outputs, **task.outputs} if "part" in task.descriptor["run"] else outputs
+    return {**outputs, **task.outputs} if task.spec.run.part is not None else outputs
 
 
 def _publish(session: Session, task: Task, output: str, name: str) -> None:
@@ -342,13 +377,21 @@ def _publish(session: Session, task: Task, output: str, name: str) -> None:
     task_writer.tell(session, task, "task.published", told, **task.outputs[output])
 
 
+def _retry_wait_s(attempts: int) -> float:
+    return float(min(RETRY_LONGEST_S, RETRY_BACKOFF_S * 2 ** (attempts - 1)))
+
+
 def _failed(session: Session, task: Task, placement: Placement, event: messages.Failed) -> None:
+    if event.cause == again.CAUSE:
+        wait_s = _retry_wait_s(task.attempts + 1)
+        again.begin_again(session, task, placement, event, wait_s=wait_s)
+        return
     task_writer.close_stay(session, task, placement, "failed")
     task.step = max(task.step, event.step)
     task.cause, task.message, task.detail = event.cause, event.message, event.detail
     task.outputs = _kept(task, event.outputs)
     older = event.cause == "image" and _damage(session, task, event.epoch)
-    away = event.cause in ("store", "host")  # not the task's fault
+    away = _is_excused(session, placement, event)
     retry = older or away or (CAUSES[event.cause] and task.attempts < task.retry_max)
     task_writer.move_task(session, task, Move.Failed if retry else Move.GaveUp)
     task_writer.forget_image(session, task)
@@ -362,10 +405,18 @@ def _failed(session: Session, task: Task, placement: Placement, event: messages.
         told = "It restarts soon; this does not count as an attempt."
     elif not older:
         task.attempts += 1
-        wait_s = min(RETRY_LONGEST_S, RETRY_BACKOFF_S * 2 ** (task.attempts - 1))
+        wait_s = _retry_wait_s(task.attempts)
         task.retry_at = transactions.now(session) + timedelta(seconds=wait_s)
         told = f"It is retried ({task.attempts} of {task.retry_max})."
     task_writer.tell(session, task, "task.retry", f"{event.message} {told}", cause=event.cause)
+
+
+def _is_excused(session: Session, placement: Placement, event: messages.Failed) -> bool:
+    """True if the task is not to blame: it restarts, and uses up no attempt."""
+    if event.cause in ("store", "host"):
+        return True
+    device_health.note_failure(session, placement, event)
+    return event.cause in device_health.SUSPECT_CAUSES and device_health.excuses(session, placement)
 
 
 def _damage(session: Session, task: Task, epoch: int) -> bool:

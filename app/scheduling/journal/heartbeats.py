@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -11,21 +11,29 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.orm import Session
 
-from app.core.model import messages, migration
-from app.core.model.messages import Alive, Answer, LogLines, key
+from app.core.model import codec, messages
+from app.core.model.messages import Alive, Answer, LogLines, ResidentView, key
+from app.core.model.migration import Moving
+from app.core.model.provisions.mounts import FOLDER, IMAGE, digest
 from app.db import transactions
 from app.db.models import Device, Host, LogLine, Task
-from app.scheduling import launch_order
+from app.scheduling import guest_placements, launch_order
 from app.scheduling.journal import (
+    device_health,
     device_rows,
     events,
+    idle_tasks,
     losses,
+    network_use,
+    packages_ahead,
     residents,
+    sessions,
     sums,
     task_writer,
     tickets,
 )
 from app.scheduling.journal.device_rows import DeviceRows, LockedRows
+from app.scheduling.journal.packages_ahead import PackagesAhead
 from app.settings import settings
 
 log = logging.getLogger(__name__)
@@ -41,18 +49,33 @@ def record_all(session: Session, alives: Sequence[Alive], *, careful: bool) -> l
     spoil the others.  Without it, any error is raised.
     """
     believed = device_rows.lock(session, alives)
-    found = [_record_apart(session, alive, believed, careful=careful) for alive in alives]
+    if not careful:
+        _register_all(session, alives, believed)
+    ahead = _PackagesByIsland(session, alives)
+    found = [_record_apart(session, alive, believed, ahead, careful=careful) for alive in alives]
     return [one for one in found if one is not None]
 
 
+class _PackagesByIsland(dict[str, PackagesAhead]):
+    """Keeps by island which packages its tasks wait for, while some heartbeats are recorded."""
+
+    def __init__(self, session: Session, alives: Sequence[Alive]) -> None:
+        super().__init__()
+        self.session, self.alives = session, alives
+
+    def __missing__(self, island: str) -> PackagesAhead:
+        found = self[island] = PackagesAhead(self.session, island, self.alives)
+        return found
+
+
 def _record_apart(
-    session: Session, alive: Alive, believed: LockedRows, *, careful: bool
+    session: Session, alive: Alive, believed: LockedRows, ahead: _PackagesByIsland, *, careful: bool
 ) -> Recorded | None:
     if not careful:
-        return _record(session, alive, believed, careful=False)
+        return _record(session, alive, believed, ahead, careful=False)
     try:
         with task_writer.savepoint(session):
-            found = _record(session, alive, believed, careful=True)
+            found = _record(session, alive, believed, ahead, careful=True)
             sums.write_down(session)
             return found
     except (OperationalError, InterfaceError):
@@ -66,65 +89,106 @@ def record(session: Session, alive: Alive) -> Recorded | None:
     """Record one heartbeat.  Returns (answer, whether anything changed), or None for a stale
     heartbeat.
     """
-    found = _record(session, alive, device_rows.lock(session, [alive]), careful=True)
+    believed = device_rows.lock(session, [alive])
+    found = _record(session, alive, believed, _PackagesByIsland(session, [alive]), careful=True)
     sums.write_down(session)
     return found
 
 
 def _record(
-    session: Session, alive: Alive, believed: LockedRows, *, careful: bool
+    session: Session, alive: Alive, believed: LockedRows, ahead: _PackagesByIsland, *, careful: bool
 ) -> Recorded | None:
     with session.no_autoflush:
+        before = believed.devices.get(alive.device)
+        changed = before is not None and packages_ahead.are_news(before.facts, alive.facts)
         unheard_us = losses.unheard_us_of_device(session, believed.devices.get(alive.device))
         device = _heard(session, alive, believed)
         if device is None:
             return None
         house = device_rows.rows_of_device(device, believed)
         is_new = device.incarnation != alive.incarnation
-        changed = is_new and losses.lose_all(session, house, unheard_us)
+        changed |= is_new and losses.lose_all(session, house, unheard_us)
         changed |= losses.take_in_hung(session, house, alive)
         device.incarnation = alive.incarnation
+        fitness = device.fitness
+        device_health.take_in(session, device, alive)
         heard: dict[str, int] = {}
         for event in sorted(alive.events, key=lambda event: (event.task, event.epoch, event.seq)):
             changed |= events.take_in(session, house, event, heard, careful=careful)
+        changed |= device_health.act(session, house, fitness)
         keep: list[list[Any]] = []
         drop: list[list[Any]] = []
         for view in alive.residents:
             here = residents.confirm(session, house, view)
-            if here and not house.may_sit(view):
+            if here and not (house.may_sit(view) and _may_begin(session, house, view)):
                 continue  # it stays, and gets the slot when the task before it has left
             (keep if here else drop).append([view.task, view.epoch])
+        network_use.take_in(session, house, alive)
         tickets.charge_tickets(session, house)
         changed |= residents.lose_missing(session, house, alive)
+        changed |= bool(device.health) and idle_tasks.take_in(session, house)
+        changed |= sessions.take_in(session, house, alive.residents)
         changed |= _look_ahead(house, alive)
+        changed |= ahead[device.island].end_hopeless(device)
         answer = Answer(
             device=device.id,
             incarnation=alive.incarnation,
             sent_us=alive.sent_us,
             lease_us=int(settings().lease_s * 1e6),
+            grace_us=device.grace_us,
             heard=heard,
             logged=store_logs(session, house, alive.logs),
             keep=keep,
             drop=drop,
-            expect=launch_order.ahead(session, list(_coming(house))),
+            expect=launch_order.ahead(session, device, list(_coming(house))),
             given=_given(session, house, alive),
+            check=int(device.fitness.get("check", 0)),
+            guest_bytes=_guest_bytes(house),
+            mounts=_unknown(alive.facts.get("mounts"), believed.mounts.get(FOLDER, {})),
+            images=_unknown(alive.facts.get("images"), believed.mounts.get(IMAGE, {})),
+            environments=ahead[device.island].asked_of(device),
         )
         return answer, changed
+
+
+def _may_begin(session: Session, house: DeviceRows, view: ResidentView) -> bool:
+    """False if it is a command whose other accelerators are not free yet."""
+    task = house.tasks[view.task]
+    is_apart = guest_placements.are_ranks_apart(house.device) and task.seat == house.device.id
+    return not (is_apart and guest_placements.awaits(session, task))
+
+
+def _guest_bytes(house: DeviceRows) -> int:
+    """Return the device memory that commands with another home device asked for here."""
+    if not guest_placements.are_ranks_apart(house.device):
+        return 0  # on a CPU it is the host's, at their home; an older version refuses the number
+    held = [house.tasks[id] for id, _ in house.lent_to if id in house.tasks]  # no gang of tickets
+    return sum(task.memory_bytes for task in held if task.spec.run.kind == "command")
+
+
+def _unknown(known: str | None, present: Mapping[str, str]) -> messages.JSON | None:
+    """Return all mounts of a sort if the device knows others; None for a device that may show
+    none.
+    """
+    return None if known is None or known == digest(present) else dict(present)
 
 
 def _heard(session: Session, alive: Alive, believed: LockedRows) -> Device | None:
     """Renew the lease on the device's row.  None if this heartbeat is not the device's newest."""
     device, now = believed.devices.get(alive.device), transactions.now(session)
     if device is None:
-        device = believed.devices[alive.device] = _register(session, alive)
+        believed.devices.update(_register(session, [alive]))
+        device = believed.devices[alive.device]
     if device.incarnation == alive.incarnation and alive.sent_us <= device.heard_us:
         return None
     if alive.incarnation < device.incarnation:
         return None  # a late or replayed heartbeat of a process that has been replaced
     device.heard_us = alive.sent_us
     device.seen_at = now
-    lease_s = 0.0 if alive.facts.get("leaving") else settings().lease_s
+    is_leaving = bool(alive.facts.get("leaving"))
+    lease_s = 0.0 if is_leaving else settings().lease_s
     device.lease_until = now + timedelta(seconds=lease_s)
+    device.grace_us = 0 if is_leaving else min(alive.grace_us, int(settings().step_grace_s * 1e6))
     device.kind = alive.facts["kind"]
     device.threads = int(alive.facts.get("threads", 1))
     device.memory_bytes = int(alive.facts.get("memory_bytes", 0))
@@ -135,21 +199,34 @@ def _heard(session: Session, alive: Alive, believed: LockedRows) -> Device | Non
     return device
 
 
-def _register(session: Session, alive: Alive) -> Device:
-    facts = alive.facts
-    host = insert(Host).values(name=facts["host"], island=facts["island"])
-    session.execute(host.on_conflict_do_nothing())
-    device = Device(
-        id=alive.device,
-        host=facts["host"],
-        island=facts["island"],
-        kind=facts["kind"],
-        incarnation=alive.incarnation,
-        heard_us=-1,
+def _register_all(session: Session, alives: Sequence[Alive], believed: LockedRows) -> None:
+    """Register the unknown devices of a round at once; of two processes, the first."""
+    new = {alive.device: alive for alive in reversed(alives)}
+    believed.devices.update(
+        _register(session, [new[id] for id in sorted(new.keys() - believed.devices.keys())])
     )
-    session.add(device)
+
+
+def _register(session: Session, alives: Sequence[Alive]) -> dict[str, Device]:
+    if not alives:
+        return {}
+    hosts = {alive.facts["host"]: alive.facts["island"] for alive in alives}
+    rows = [{"name": name, "island": hosts[name]} for name in sorted(hosts)]
+    session.execute(insert(Host).values(rows).on_conflict_do_nothing())
+    devices = [
+        Device(
+            id=alive.device,
+            host=alive.facts["host"],
+            island=alive.facts["island"],
+            kind=alive.facts["kind"],
+            incarnation=alive.incarnation,
+            heard_us=-1,
+        )
+        for alive in alives
+    ]
+    session.add_all(devices)
     session.flush()
-    return device
+    return {device.id: device for device in devices}
 
 
 def _coming(house: DeviceRows) -> list[Task]:
@@ -157,7 +234,7 @@ def _coming(house: DeviceRows) -> list[Task]:
     here = house.device.id
     return [
         task
-        for task in house.tasks.values()
+        for task in house.near
         if task.move_to == here and task.moving is not None and task.seat != here
     ]
 
@@ -181,10 +258,10 @@ def _look_ahead(house: DeviceRows, alive: Alive) -> bool:
     for task in _coming(house):
         if task.id not in there:
             continue
-        before, image = migration.from_json(task.moving or {}), there[task.id]
+        before, image = codec.from_json(Moving, task.moving or {}), there[task.id]
         now = before.fetched(image["sha256"], int(image["bytes"]), int(image["us"]))
         if now != before:
-            task.moving = migration.as_json(now)
+            task.moving = codec.to_json(now, whole=True)
             changed = True
     return changed
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from app.core.fairness import fair_tree
+from app.core.model.device_choice import WHOLE_MILLI
 from app.core.model.lifecycle import ENDED, Move
 from app.core.model.messages import Alive
 from app.db import transactions
@@ -30,12 +31,13 @@ def lose_all(session: Session, house: DeviceRows, unheard_us: int) -> bool:
     not be awaited.
     """
     here = house.device.id
-    lost = [task for task in house.tasks.values() if task.seat == here]
-    share_us = unheard_us // max(1, number_started(house.open.values(), here))
+    lost = [task for task in house.near if task.seat == here]
     for task in lost:
         because = f"The worker of {here} was restarted."
-        lose(session, task, house.placement(task), because, unheard_us=share_us)
-    for task in house.tasks.values():
+        placement = house.placement(task)
+        share_us = unheard_us // number_in_turns(house.open.values(), placement)
+        lose(session, task, placement, because, unheard_us=share_us)
+    for task in house.near:
         if task.image_on == here:
             task_writer.forget_image(session, task)
     return bool(lost)
@@ -110,16 +112,20 @@ def unheard_us_of_placement(
     session: Session, placement: Placement, lost: Iterable[Placement]
 ) -> int:
     """Return the same for one placement: tasks that take turns on a device held it one at a
-    time.
+    time, tasks with fractions all at once.
     """
     if placement.started_at is None:
         return 0
     unheard_us = unheard_us_of_device(session, session.get(Device, placement.device_id))
-    return unheard_us // max(1, number_started(lost, placement.device_id))
+    return unheard_us // number_in_turns(lost, placement)
 
 
-def number_started(placements: Iterable[Placement], device: str) -> int:
-    return sum(row.device_id == device and row.started_at is not None for row in placements)
+def number_in_turns(placements: Iterable[Placement], mine: Placement) -> int:
+    """Return how many of these tasks take turns with one of them, itself included."""
+    if mine.fraction_milli < WHOLE_MILLI:
+        return 1
+    here = (row for row in placements if row.device_id == mine.device_id)
+    return max(1, sum(row.started_at is not None for row in here))
 
 
 def lose(
@@ -154,15 +160,8 @@ def hand_over(session: Session, tasks: Mapping[str, tuple[str, str]], lost: str)
     the memory of its hosts are forgotten, and the next launch has a higher epoch.
     """
     rows = task_writer.locked_tasks(session, Task.id.in_(tasks))
-    home = {
-        row.task_id: row
-        for row in task_writer.open_placements(session, Placement.task_id, sorted(rows))
-    }
+    _take_slots(session, rows, lambda task: f"The island {lost} is lost, and {task.seat} with it.")
     for id, task in rows.items():
-        if id in home:
-            unheard_us = unheard_us_of_placement(session, home[id], home.values())
-            because = f"The island {lost} is lost, and {task.seat} with it."
-            lose(session, task, home[id], because, unheard_us=unheard_us)
         if task.state in ENDED:
             continue  # it was being cancelled
         if task.move_to is not None:
@@ -180,14 +179,8 @@ def unseat(session: Session, ids: Sequence[str], because: str) -> None:
     The caller has locked the row of that island.  Tasks with a pending cancel end here.
     """
     rows = task_writer.locked_tasks(session, Task.id.in_(ids))
-    home = {
-        row.task_id: row
-        for row in task_writer.open_placements(session, Placement.task_id, sorted(rows))
-    }
-    for id, task in rows.items():
-        if id in home:
-            unheard_us = unheard_us_of_placement(session, home[id], home.values())
-            lose(session, task, home[id], because, unheard_us=unheard_us)
+    _take_slots(session, rows, lambda task: because)
+    for task in rows.values():
         if task.cancel_asked_at is not None and task.state not in ENDED:
             task_writer.move_task(session, task, Move.Cancel)
             task_writer.end_task(session, task, "task.cancelled", because)
@@ -200,3 +193,15 @@ def _change_island(session: Session, task: Task, island: str) -> None:
     task.island = island
     if task.state == "waiting":
         task_writer.count_waiting(session, task, 1)
+
+
+def _take_slots(session: Session, rows: Mapping[str, Task], because: Callable[[Task], str]) -> None:
+    """Take the slots from all of these tasks that have some."""
+    home = {
+        row.task_id: row
+        for row in task_writer.open_placements(session, Placement.task_id, sorted(rows))
+    }
+    for id, task in rows.items():
+        if id in home:
+            unheard_us = unheard_us_of_placement(session, home[id], home.values())
+            lose(session, task, home[id], because(task), unheard_us=unheard_us)

@@ -10,11 +10,15 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from app.core.model import messages, migration
+from app.core.model import codec, messages, older_launch
+from app.core.model.messages import JSON, Launch, Resize, Save
 from app.core.model.migration import Moving
 from app.db import transactions
 from app.db.models import Device, Order, Task
+from app.scheduling import launch_image_key, launch_secrets
+from app.scheduling.guest_placements import are_ranks_apart
 from app.scheduling.journal.plan_rows import PlanRows
+from app.scheduling.round_notes import notes_of
 
 FOR_EVER_US = 2**61
 
@@ -27,55 +31,65 @@ def order_saves(session: Session, island: str) -> None:
     free = wished.with_for_update(key_share=True, skip_locked=True)
     for task in session.scalars(free.execution_options(populate_existing=True)):
         task.save_asked = False
-        write_order(session, task, "Save")
+        write_order(session, task, Save)
 
 
 def order_round(session: Session, task: Task, moving: Moving) -> None:
     """Order one more checkpoint of a task that is being moved, while it runs."""
-    task.moving = migration.as_json(replace(moving, asked=len(moving.rounds) + 1))
-    write_order(session, task, "Save")
+    task.moving = codec.to_json(replace(moving, asked=len(moving.rounds) + 1), whole=True)
+    write_order(session, task, Save)
 
 
-def write_order(session: Session, task: Task, kind: str, **details: Any) -> None:
+def write_order(session: Session, task: Task, kind: type[messages.Order], **details: Any) -> None:
+    """Order something of the device that the task is on."""
     task.order_seq += 1
-    write_order_to(session, task, str(task.seat), kind, **details)
+    order = kind(task=task.id, epoch=task.epoch, seq=task.order_seq, **details)
+    _write(session, str(task.seat), order, messages.checked(order))
 
 
-def write_order_to(session: Session, task: Task, device: str, kind: str, **details: Any) -> None:
-    order = messages.decode(
-        {"is": kind, "task": task.id, "epoch": task.epoch, "seq": task.order_seq, **details}
-    )
+def _write_launch(session: Session, task: Task, device: Device, launch: Launch) -> None:
+    launch = launch_secrets.with_secrets(session, task, device, launch)
+    launch = launch_image_key.with_image_key(session, task, device, launch)
+    body = messages.checked(launch)
+    is_older = not device.facts.get("spec")
+    _write(session, device.id, launch, older_launch.flattened(body) if is_older else body)
+
+
+def _write(session: Session, device: str, order: messages.Order, body: JSON) -> None:
     row = Order(
-        task_id=task.id,
-        epoch=task.epoch,
-        seq=task.order_seq,
+        task_id=order.task,
+        epoch=order.epoch,
+        seq=order.seq,
         device_id=device,
-        kind=kind,
-        body=messages.encode(order),
+        kind=type(order).__name__,
+        body=body,
         sent_at=transactions.now(session),
         sends=1,
     )
     session.add(row)
-    session.info.setdefault("ordered", []).append(row)
+    notes_of(session).orders.append(row)
 
 
 def ordered(session: Session) -> list[Order]:
     """Return the orders of this transaction.  They are counted as sent, because they are sent when
     it commits.
     """
-    return [order for order in session.info.pop("ordered", ()) if order in session]
+    notes = notes_of(session)
+    rows, notes.orders = notes.orders, []
+    return [order for order in rows if order in session]
 
 
 def order_hosts(
     session: Session,
     rows: PlanRows,
     task: Task,
-    kind: str,
     hosts: Sequence[Sequence[Device]],
-    **details: Any,
+    launch: Launch | None = None,
 ) -> None:
-    """Order the home device to place its ranks on these hosts; launch remote ranks on the other
-    hosts.
+    """Place the ranks of a task on these hosts; the first of them is the host of its home device.
+
+    The home device is ordered to launch the task, or, without a `launch`, to move the ranks of the
+    running task.  Each other host is ordered to launch its remote ranks.
 
     A new secret authenticates the hosts to each other, so a worker that obeys an older order cannot
     join.
@@ -83,19 +97,45 @@ def order_hosts(
     seats, links = [len(devices) for devices in hosts], {}
     if len(hosts) > 1:
         links = {"secret": secrets.token_hex(32)}
-    write_order(session, task, kind, seats=seats, links=links, **details)
     home = hosts[0][0]
+    if launch is None:
+        write_order(session, task, Resize, seats=seats, links=links)
+    else:
+        task.order_seq += 1
+        guests = _guests(launch, hosts[0])
+        placed = replace(launch, seq=task.order_seq, seats=seats, links=links, guests=guests)
+        _write_launch(session, task, home, placed)
     for host, (device, *_) in enumerate(hosts[1:], 1):
-        outpost = {
-            "images": [],  # the coordinator host sends its part of the image
-            "outputs": [],
-            "publish": [],
-            "budget_us": FOR_EVER_US,  # the coordinator host enforces the time limit
-            "incarnation": device.incarnation,
-            "surely_until_us": 0,
-            "seats": seats,
-            "host": host,
-            "links": {**links, "home": home.links},
-        }
-        body = {**rows.shelf.body(task, home), **outpost}
-        write_order_to(session, task, device.id, "Launch", **body)
+        remote = _of_remote_ranks(rows.shelf.launch(task, home), device)
+        links_home = {**links, "home": home.links}
+        _write_launch(
+            session, task, device, replace(remote, seats=seats, host=host, links=links_home)
+        )
+
+
+def _guests(launch: Launch, devices: Sequence[Device]) -> list[str]:
+    """Return the further devices that a command's processes see.
+
+    Processes on a CPU need no names.  A worker of an older version, which does not say that its
+    ranks are apart, would refuse the names, and all news that comes with them.
+    """
+    home, *others = devices
+    if launch.spec.run.kind != "command" or not are_ranks_apart(home):
+        return []
+    return [device.id for device in others]
+
+
+def _of_remote_ranks(launch: Launch, device: Device) -> Launch:
+    """Return the launch of remote ranks.
+
+    The coordinator host sends their part of the image, stores the outputs and enforces the time
+    limit.
+    """
+    return replace(
+        launch,
+        spec=replace(launch.spec, outputs=(), publish={}),
+        images=[],
+        budget_us=FOR_EVER_US,
+        incarnation=device.incarnation,
+        surely_until_us=0,
+    )

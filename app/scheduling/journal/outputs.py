@@ -6,8 +6,7 @@ from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
-import uuid_utils
-from sqlalchemy import func, select, update
+from sqlalchemy import delete, func, select, tuple_, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session, aliased
 
@@ -15,14 +14,15 @@ from app.core.model import messages
 from app.core.model.lifecycle import ENDED
 from app.data import datablocks
 from app.db import transactions
-from app.db.models import Checkpoint, Device, Need, Placement, Task
+from app.db.ids import new_id
+from app.db.models import Checkpoint, Device, LogLine, Need, Placement, Task
 from app.messaging import outbox
 from app.scheduling import launch_order
 
 
 def keep_checkpoint(session: Session, task: Task, event: messages.Saved) -> None:
     row = insert(Checkpoint).values(
-        id=f"ckp_{uuid_utils.uuid7().hex}",
+        id=new_id("ckp"),
         task_id=task.id,
         tenant_id=task.tenant_id,
         epoch=event.epoch,
@@ -33,11 +33,35 @@ def keep_checkpoint(session: Session, task: Task, event: messages.Saved) -> None
         took_us=event.took_us,
         host=func.coalesce(_of_writer(Device.host, event), ""),
         key=func.coalesce(_of_writer(Device.facts["key"].astext, event), ""),
+        printed_epoch=event.printed[0] if event.printed else None,
+        printed_lines=event.printed[1] if event.printed else None,
     )
     # The same bytes were saved again at the same step: they exist now, even if lost before.
     there = {"damaged_at": None, "deleted_at": None}
     same = [Checkpoint.task_id, Checkpoint.step, Checkpoint.sha256]
     session.execute(row.on_conflict_do_update(index_elements=same, set_=there))
+
+
+def withdraw_lines(session: Session, task: Task, step: int) -> int:
+    """Delete what a command printed after the image of its processes, which go on from there.
+
+    They print it again.  Return the number of lines.
+    """
+    image = session.scalars(
+        select(Checkpoint)
+        .where(
+            Checkpoint.task_id == task.id,
+            Checkpoint.step == step,
+            Checkpoint.printed_epoch.is_not(None),
+        )
+        .order_by(Checkpoint.created_at.desc(), Checkpoint.id.desc())
+        .limit(1)
+    ).first()
+    if image is None:
+        return 0
+    since = tuple_(LogLine.epoch, LogLine.line) >= (image.printed_epoch, image.printed_lines)
+    gone = delete(LogLine).where(LogLine.task_id == task.id, LogLine.epoch < task.epoch, since)
+    return len(session.scalars(gone.returning(LogLine.id)).all())
 
 
 def _of_writer(column: Any, event: messages.Saved) -> Any:

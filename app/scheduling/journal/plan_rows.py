@@ -9,6 +9,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from app.core.model import lifecycle
+from app.core.model.device_choice import WHOLE_MILLI, choice_in
 from app.core.model.lifecycle import Move
 from app.core.model.snapshot import Plan
 from app.db.models import Device, Placement, Task
@@ -28,7 +29,9 @@ class PlanRows:
     seats: Mapping[str, str] = field(default_factory=dict)  # launched task -> its device
     lent: set[str] = field(default_factory=set)  # devices on which a guest of another task still is
     devices: Mapping[str, Device] = field(default_factory=dict)
+    divided: set[str] = field(default_factory=set)  # devices of which tasks hold fractions
     shelf: launch_order.LaunchFacts = field(default_factory=launch_order.LaunchFacts)
+    releases: bool = False  # True if a decision may release a slot
 
 
 def load(session: Session, plan: Plan) -> PlanRows | None:
@@ -47,14 +50,21 @@ def load(session: Session, plan: Plan) -> PlanRows | None:
     seated = [id for id, task in tasks.items() if task.state in lifecycle.ON_A_DEVICE]
     seats = {each.task: str(each.device) for each in plan.decisions if each.move == Move.Launch}
     given = [each for each in plan.decisions if each.move in (Move.Launch, Move.Splice)]
-    query = select(Device, guest_placements.is_lent(Device.id))
+    query = select(
+        Device,
+        guest_placements.is_lent(Device.id),
+        guest_placements.has_fractions(Device.id),
+    )
     here = query.where(Device.id.in_([id for each in given for id in each.devices]))
     found = session.execute(here).all() if given else ()
-    devices = {row.id: row for row, _ in found}
+    devices = {row.id: row for row, *_ in found}
+    to_divide = {seats[id] for id, task in tasks.items() if id in seats and _is_fraction(task)}
     launches = [
         (tasks[each.task], devices[str(each.device)])
         for each in given
-        if each.move == Move.Launch or tasks[each.task].across_hosts
+        if each.move == Move.Launch
+        or tasks[each.task].across_hosts
+        or guest_placements.are_ranks_apart(devices[str(each.device)])
     ]
     return PlanRows(
         tasks=tasks,
@@ -66,10 +76,19 @@ def load(session: Session, plan: Plan) -> PlanRows | None:
             session, [id for id in seated if tasks[id].resized_at is not None]
         ),
         seats=seats,
-        lent={row.id for row, is_lent in found if is_lent},
+        lent={row.id for row, is_lent, _ in found if is_lent},
+        divided=to_divide | {row.id for row, _, is_divided in found if is_divided},
         devices=devices,
         shelf=launch_order.look_up(session, launches),
+        releases=any(each.move not in _KEEPS_SLOTS for each in plan.decisions),
     )
+
+
+_KEEPS_SLOTS = (Move.Launch, Move.Unlocked, Move.Locked)
+
+
+def _is_fraction(task: Task) -> bool:
+    return choice_in(task.device_choice).fraction_milli < WHOLE_MILLI
 
 
 def _are_as_seen(session: Session, plan: Plan, gangs: Collection[str]) -> bool:

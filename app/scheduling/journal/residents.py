@@ -12,9 +12,10 @@ from sqlalchemy.orm import Session
 from app.core.model.messages import Alive, ResidentView
 from app.db import transactions
 from app.db.models import Metric, Placement, Task
-from app.scheduling import gang_tickets
+from app.scheduling import gang_tickets, guest_placements
 from app.scheduling.journal import losses, task_writer
 from app.scheduling.journal.device_rows import DeviceRows
+from app.scheduling.round_notes import notes_of
 
 LAUNCHES_UNSEEN = 20  # resends to a live device that never shows the task: it counts as lost then
 
@@ -26,9 +27,9 @@ def confirm(session: Session, house: DeviceRows, view: ResidentView) -> bool:
         return False
     if view.epoch != task.epoch:
         # The device has not heard of the new launch: the paused resident is what resumes.
-        may = task.seat == house.device.id or _stands_by(task) or _gathers(session, task)
+        may = task.seat == house.device.id or _stands_by(task) or _gathers(session, task, house)
         return view.state == "paused" and may
-    here = () if (task.id, task.epoch) in session.info.get("closed", ()) else house.unanswered
+    here = () if (task.id, task.epoch) in notes_of(session).closed else house.unanswered
     for order in here:
         if (order.task_id, order.epoch) == (task.id, task.epoch) and order.seq <= view.order_seq:
             order.answered_at = transactions.now(session)
@@ -43,10 +44,25 @@ def confirm(session: Session, house: DeviceRows, view: ResidentView) -> bool:
     placement.last_step = view.step
     task_writer.note_usage(session, task, placement, view)
     task.held_us = placement.held_us
+    _note_peaks(task, view)
     if task.started_at is not None and view.step > task.step:
         task.step = view.step
     store_metrics(session, task, view)
     return True
+
+
+def _note_peaks(task: Task, view: ResidentView) -> None:
+    """Keep the most that the task's processes held: what the kernel or the driver counted.
+
+    Only a new peak changes the row, of which islands are told.
+    """
+    if view.memory_bytes > task.peak_device_bytes:
+        task.peak_device_bytes = view.memory_bytes
+    if view.host_bytes > task.peak_host_bytes:
+        task.peak_host_bytes = view.host_bytes
+    higher = {name: n for name, n in view.peaks.items() if n > task.peaks.get(name, 0)}
+    if higher:
+        task.peaks = {**task.peaks, **higher}
 
 
 def _stands_by(task: Task) -> bool:
@@ -57,11 +73,12 @@ def _stands_by(task: Task) -> bool:
     return not task.saved and task.image_on is not None and task.seat in (None, task.image_on)
 
 
-def _gathers(session: Session, task: Task) -> bool:
+def _gathers(session: Session, task: Task, house: DeviceRows) -> bool:
     """True if the home device has its slot but still collects, before its first step, image parts
-    of other hosts.
+    of remote ranks.
     """
-    if task.saved or not task.across_hosts:
+    is_local = not (task.across_hosts or guest_placements.are_ranks_apart(house.device))
+    if task.saved or is_local:
         return False
     epoch = (Placement.task_id == task.id, Placement.epoch == task.epoch)
     home = session.scalar(select(Placement).where(*epoch, ~Placement.guest))
@@ -106,8 +123,19 @@ def lose_missing(session: Session, house: DeviceRows, alive: Alive) -> bool:
         if place not in held | told | on_the_way:
             losses.lose(session, task, placement, f"{house.device.id} no longer has the task.")
             gone.add(place)
-    for task in house.tasks.values():
+    for task in house.near:
         if task.image_on == house.device.id and (task.id, task.epoch) not in held:
-            task_writer.forget_image(session, task)
+            _lose_image(session, task)
             gone.add((task.id, task.epoch))
     return bool(gone)
+
+
+def _lose_image(session: Session, task: Task) -> None:
+    """Record that a paused process is gone; if its image is durable, nothing else is lost.
+
+    So such a task still waits for an input without which it left: no output has to be made again.
+    """
+    if task.saved:
+        task.image_on = None
+    else:
+        task_writer.forget_image(session, task)

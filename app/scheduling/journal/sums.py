@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 
 from sqlalchemy import select, text, update
@@ -11,10 +11,11 @@ from sqlalchemy.orm import Session
 
 from app.core.model import lifecycle
 from app.core.model.lifecycle import ENDED
-from app.db import transactions
+from app.db import lines, transactions
 from app.db.models import Event, Request
 from app.messaging import webhooks
 from app.scheduling import ledger
+from app.scheduling.round_notes import RoundNotes, notes_of, set_notes
 
 CHANGES = "roundhouse"  # NOTIFY channel that wakes open streams when there is something to read
 
@@ -30,39 +31,42 @@ def settle(session: Session) -> None:
     commit.
     """
     write_down(session)
-    noted = {name: sorted(session.info.pop(name, ())) for name in ("moved", "changed", "closed")}
-    lines = sorted(line for line in session.info.pop("lines", Counter()).items() if line[1])
-    if noted["closed"] or lines or noted["changed"]:
-        closed = [{"task_id": task, "epoch": epoch} for task, epoch in noted["closed"]]
-        counted = [dict(zip(_LINE, (*line, change), strict=True)) for line, change in lines]
-        said = [" ".join(one) for one in noted["changed"]]
+    notes = notes_of(session)
+    set_notes(session, RoundNotes(orders=notes.orders))
+    waiting = sorted(line for line in notes.waiting.items() if line[1])
+    if notes.closed or waiting or notes.changed:
+        closed = [{"task_id": task, "epoch": epoch} for task, epoch in sorted(notes.closed)]
+        counted = [dict(zip(_LINE, (*line, change), strict=True)) for line, change in waiting]
+        said = [" ".join(one) for one in sorted(notes.changed)]
         sums = {"closed": json.dumps(closed), "lines": json.dumps(counted), "said": said}
         session.execute(_SUMS, {**sums, "channel": CHANGES})
-    if noted["moved"]:
-        _sum_up(session, noted["moved"])
+    if notes.moved:
+        _sum_up(session, sorted(notes.moved))
 
 
-_LINE = ("island", "user_id", "kind", "memory_bytes", "width", "tenant_id", "waiting")
+_LINE = (*lines.KEY, "tenant_id", "waiting")
 
 
 # Orders of closed stays need no answer.  Lines are sorted, so that two islands cannot deadlock.
 _SUMS = text(
-    """
+    f"""
     with answered as (
         update orders set answered_at = now()
         from jsonb_to_recordset(cast(:closed as jsonb)) as closed (task_id text, epoch int)
         where orders.task_id = closed.task_id and orders.epoch = closed.epoch
             and answered_at is null
     ), counted as (
-        insert into lines (island, user_id, kind, memory_bytes, width, tenant_id, waiting)
-        select * from jsonb_to_recordset(cast(:lines as jsonb)) as line (island text, user_id text,
-            kind text, memory_bytes bigint, width int, tenant_id text, waiting bigint)
+        insert into lines ({", ".join(_LINE)})
+        select {", ".join(_LINE)}
+        from jsonb_populate_recordset(cast(null as lines), cast(:lines as jsonb))
         on conflict on constraint pk_lines do update set waiting = lines.waiting + excluded.waiting
     )
     select pg_notify(:channel, said) from unnest(cast(:said as text[])) as said
     """
 )
 
+
+_HOW = {"done": "is done", "failed": "has failed", "cancelled": "was cancelled"}
 
 _STATES = text(
     """
@@ -87,14 +91,12 @@ def _sum_up(session: Session, ids: Sequence[str]) -> None:
         mine = select(Request.id).where(Request.id.in_(spread)).order_by(Request.id)
         session.execute(mine.with_for_update(key_share=True))
         rows = session.execute(_STATES, {"ids": ids}).all()
-    ended = []
+    ended, changed = list[str](), defaultdict[str, list[str]](list)
     for row in rows:
         state = lifecycle.request_state(row.tasks, started=row.started)
         if row.state == state:
             continue
-        ended_at = transactions.now(session) if state in ENDED else None
-        changed = update(Request).where(Request.id == row.id)
-        session.execute(changed.values(state=state, ended_at=ended_at))
+        changed[state].append(row.id)
         if state in ENDED:
             ended.append(row.id)
             session.add(
@@ -102,8 +104,12 @@ def _sum_up(session: Session, ids: Sequence[str]) -> None:
                     tenant_id=row.tenant_id,
                     request_id=row.id,
                     type=f"request.{state}",
-                    message=f"The request is {state}.",
+                    message=f"The request {_HOW[state]}.",
                 )
             )
+    for state, those in changed.items():
+        ended_at = transactions.now(session) if state in ENDED else None
+        of_state = update(Request).where(Request.id.in_(those))
+        session.execute(of_state.values(state=state, ended_at=ended_at))
     if ended:
         webhooks.announce(session, ended)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from copy import copy
 from functools import partial
 from typing import Any
 
@@ -13,17 +11,15 @@ from sqlalchemy import ColumnElement, select, update
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from app.core.model import lifecycle, messages
-from app.core.model.migration import ANYWHERE
+from app.core.model.migration import ANYWHERE, MOVABLE
 from app.core.model.snapshot import TIER_WINDOW_S
 from app.core.placement import partitions
 from app.core.scheduling.urgency import been_away
-from app.db import transactions
-from app.db.models import Event, Need, Placement, Task
+from app.db import lines, transactions
+from app.db.models import Checkpoint, Event, Need, Placement, Task
 from app.messaging import outbox
 from app.scheduling import gang_tickets, guest_placements, ledger
-
-# What is noted in `session.info` during the transaction.
-_NOTES = ("lines", "moved", "changed", "closed", "after_commit", ledger.NOTED)
+from app.scheduling.round_notes import notes_of, set_notes
 
 
 def break_off(session: Session, task: Task, because: str) -> None:
@@ -40,14 +36,27 @@ def break_off(session: Session, task: Task, because: str) -> None:
 def forget_image(session: Session, task: Task) -> None:
     """Forget the image in host memory: the task goes on from a checkpoint, or from its beginning.
 
+    A command whose newest checkpoint has no processes begins again, so any device will do.
+
     Outputs that were not durable have to be made again before inputs that others make of them can
     arrive.  So inputs that may come late, and are still missing, may be late again.
     """
     task.image_on = None
-    if late := partitions.late(task.descriptor["run"]):
+    if task.goes_on_with and not _has_processes(session, task):
+        task.goes_on_with = ""
+        task.capabilities = [each for each in task.capabilities if each != MOVABLE]
+    if late := partitions.late(task.descriptor["run"].get("part")):
         again = update(Need).where(Need.task_id == task.id, Need.port.in_(late), ~Need.late)
         lacking = again.where(Need.given.is_(None)).values(late=True)
         session.execute(lacking.execution_options(synchronize_session=False))
+
+
+def _has_processes(session: Session, task: Task) -> bool:
+    """True if a command's newest checkpoint has its processes."""
+    kept = Checkpoint.task_id == task.id, Checkpoint.damaged_at.is_(None)
+    query = select(Checkpoint.printed_epoch).where(*kept, Checkpoint.deleted_at.is_(None))
+    newest = query.order_by(Checkpoint.step.desc(), Checkpoint.created_at.desc()).limit(1)
+    return session.scalar(newest) is not None
 
 
 def note_usage(
@@ -101,14 +110,12 @@ def open_placements(
 @contextmanager
 def savepoint(session: Session) -> Iterator[None]:
     """Run the block in a savepoint: if it fails, its changes and its notes are undone."""
-    noted = {name: copy(session.info[name]) for name in _NOTES if name in session.info}
+    notes = notes_of(session).copy()
     try:
-        with session.begin_nested():
+        with transactions.savepoint(session):
             yield
     except BaseException:
-        for name in _NOTES:
-            session.info.pop(name, None)
-        session.info |= noted
+        set_notes(session, notes)
         raise
 
 
@@ -117,7 +124,7 @@ def move_task(session: Session, task: Task, move: str) -> None:
     if "waiting" in (before, task.state) and before != task.state:
         _wait(session, task, begins=task.state == "waiting")
     if not gang_tickets.is_ticket(task):  # the gang, not its tickets, decides the request's state
-        session.info.setdefault("moved", set()).add(task.request_id)
+        notes_of(session).moved.add(task.request_id)
     note_change(session, task)
     if task.gang_id:
         gang_tickets.nudge_others(session, task)
@@ -140,8 +147,8 @@ def _wait(session: Session, task: Task, *, begins: bool) -> None:
 
 def count_waiting(session: Session, task: Task, change: int) -> None:
     """Note that `change` more tasks wait in the task's queue."""
-    line = (task.island, task.user_id, task.kind, task.memory_bytes, task.devices_min)
-    session.info.setdefault("lines", Counter())[(*line, task.tenant_id)] += change
+    line = (*lines.key_of(task).values(), task.tenant_id)
+    notes_of(session).waiting[line] += change
 
 
 def close_stay(session: Session, task: Task, placement: Placement, end: str) -> None:
@@ -151,7 +158,7 @@ def close_stay(session: Session, task: Task, placement: Placement, end: str) -> 
     task.total_held_us += placement.held_us
     task.held_us, task.seat, task.shares = 0, None, False
     task.started_at = task.resized_at = None
-    session.info.setdefault("closed", set()).add((task.id, task.epoch))
+    notes_of(session).closed.add((task.id, task.epoch))
 
 
 def end_task(session: Session, task: Task, type_: str, message: str, **data: Any) -> None:
@@ -188,4 +195,4 @@ def tell(session: Session, task: Task, type_: str, message: str, **data: Any) ->
 
 
 def note_change(session: Session, task: Task) -> None:
-    session.info.setdefault("changed", set()).add((task.tenant_id, task.request_id))
+    notes_of(session).changed.add((task.tenant_id, task.request_id))

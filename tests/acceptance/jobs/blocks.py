@@ -1,19 +1,18 @@
 """A job and a function that read and publish datablocks, slow enough to be killed meanwhile."""
 
-import time
-
 import torch
+from train import rest
 
 
 class Total:
     """Adds up all rows, a row per step; publishes the running sums."""
 
-    def __init__(self, ctx, *, step_s=0.02):
-        self.rows, self.step_s = ctx.datablock("rows"), step_s
+    def __init__(self, ctx, *, step_s=0.02, gate=""):
+        self.rows, self.step_s, self.gate = ctx.datablock("rows"), step_s, gate
         self.sums = torch.zeros(len(self.rows), dtype=torch.int64)
 
     def step(self, ctx):
-        time.sleep(self.step_s)
+        rest(self.step_s, self.gate)
         self.sums[ctx.step - 1] = self.rows[: ctx.step].sum()
         if ctx.step == len(self.rows):
             ctx.finish({"total": int(self.sums[-1]), "sums": self.sums})

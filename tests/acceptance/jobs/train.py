@@ -14,6 +14,13 @@ def say(what, step):
     print(what, time.monotonic_ns(), PROCESS, step, flush=True)
 
 
+def rest(nap_s, gate):
+    """Sleep; not at all once the file `gate` is there."""
+    until_s = time.monotonic() + nap_s
+    while not (gate and os.path.exists(gate)) and (left_s := until_s - time.monotonic()) > 0:
+        time.sleep(min(left_s, 0.05) if gate else left_s)
+
+
 class Train:
     """A small net with dropout, momentum and three sources of random numbers.
 
@@ -21,10 +28,10 @@ class Train:
     ever ran the same task at once.
     """
 
-    def __init__(self, ctx, *, steps=100, seed=0, step_s=0.02):
+    def __init__(self, ctx, *, steps=100, seed=0, step_s=0.02, gate=""):
         torch.manual_seed(seed)
         random.seed(seed)
-        self.steps, self.step_s, self.done = steps, step_s, 0
+        self.steps, self.step_s, self.gate, self.done = steps, step_s, gate, 0
         self.net = torch.nn.Sequential(
             torch.nn.Linear(16, 32), torch.nn.Dropout(0.2), torch.nn.ReLU(), torch.nn.Linear(32, 4)
         ).to(ctx.device)
@@ -32,8 +39,8 @@ class Train:
 
     def step(self, ctx):
         say("begin", ctx.step)
-        time.sleep(self.step_s)  # the duration of a real step, without the load
-        x = torch.randn(8, 16) + random.random()
+        rest(self.step_s, self.gate)  # the duration of a real step, without the load
+        x = torch.randn(8, 16, device=ctx.device) + random.random()
         loss = self.net(x).square().mean()
         loss.backward()
         self.opt.step()
@@ -57,25 +64,25 @@ class TrainAloud(Train):
 def digest(net):
     found = hashlib.sha256()
     for value in net.state_dict().values():
-        found.update(value.numpy().tobytes())
+        found.update(value.cpu().numpy().tobytes())
     return found.hexdigest()
 
 
 class Ranks:
     """Plain data parallel training; every rank has random numbers and data of its own."""
 
-    def __init__(self, ctx, *, steps=60, step_s=0.02):
-        self.steps, self.step_s = steps, step_s
+    def __init__(self, ctx, *, steps=60, step_s=0.02, gate=""):
+        self.steps, self.step_s, self.gate = steps, step_s, gate
         torch.manual_seed(0)
         net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Dropout(0.2))
-        self.net = torch.nn.parallel.DistributedDataParallel(net)
+        self.net = torch.nn.parallel.DistributedDataParallel(net.to(ctx.device))
         self.opt = torch.optim.AdamW(self.net.parameters(), lr=0.01)
         torch.manual_seed(1 + ctx.rank)
 
     def step(self, ctx):
-        time.sleep(self.step_s)
+        rest(self.step_s, self.gate)
         self.opt.zero_grad()
-        loss = self.net(torch.randn(8, 16)).square().mean()
+        loss = self.net(torch.randn(8, 16, device=ctx.device)).square().mean()
         loss.backward()
         self.opt.step()
         torch.distributed.all_reduce(total := loss.detach().clone())

@@ -96,7 +96,7 @@ def test_a_bad_descriptor_is_refused_with_a_pointer(what, route, red, rows):
     assert rows() == before
 
 
-def test_all_faults_of_a_descriptor_are_told_at_once(red):
+def test_all_faults_of_a_descriptor_are_reported_at_once(red):
     body = descriptor(nmae="x", priority=1000, tasks=[{"name": "Bad Name"}])
     found = problem(red.post("/v1/requests", json=body), 422, UNFIT)
     pointers = {error["pointer"] for error in found["errors"]}
@@ -121,7 +121,7 @@ JSONS = {
 
 
 @pytest.mark.parametrize("what", JSONS)
-def test_what_is_not_strict_json_is_refused(what, red, rows):
+def test_invalid_json_is_refused(what, red, rows):
     before = rows()
     headers = {"Content-Type": "application/json"}
     answer = red.post("/v1/requests", content=JSONS[what], headers=headers)
@@ -256,7 +256,7 @@ def test_a_bundle_under_another_hash_is_refused_and_leaves_nothing(as_, rows):
     "header",
     ["", "rh_x", "Basic cmg6eA==", "Bearer ", "Bearer rh_", f"Bearer rh_aaaaaaaa_{'a' * 49}"],
 )
-def test_a_bad_key_opens_nothing(header, as_, rows):
+def test_bad_key_gives_no_access(header, as_, rows):
     before = rows()
     headers = {"Authorization": header} if header else {}
     answer = as_("").post("/v1/requests", json=descriptor(), headers=headers)
@@ -269,9 +269,7 @@ def test_a_bad_key_opens_nothing(header, as_, rows):
 @pytest.mark.parametrize(
     "path", ["/v1/requests/{req}/cancel", "/v1/requests/{req}/hold", "/v1/tasks/{tsk}/pause"]
 )
-def test_another_tenants_id_is_not_found_just_like_one_that_does_not_exist(
-    path, as_, submitted, rows
-):
+def test_foreign_id_is_not_found_exactly_like_an_unknown_id(path, as_, submitted, rows):
     before = rows()
     there = path.format(req=submitted["id"], tsk=submitted["tasks"][0]["id"])
     nowhere = path.format(req="req_0", tsk="tsk_0")
@@ -281,7 +279,7 @@ def test_another_tenants_id_is_not_found_just_like_one_that_does_not_exist(
     assert rows() == before
 
 
-def test_a_wrong_role_is_told_so(as_, submitted, rows):
+def test_wrong_role_is_refused_and_named(as_, submitted, rows):
     before = rows()
     answer = as_("red.viewer").post(f"/v1/requests/{submitted['id']}/cancel")
     assert "viewer" in problem(answer, 403, "insufficient-scope")["detail"]
@@ -307,13 +305,13 @@ def test_a_bad_query_parameter_is_refused(query, pointer, red):
     problem(red.get(f"/v1/requests?{query}"), 422, UNFIT, pointer)
 
 
-def test_a_bad_state_is_told_with_the_plain_words_there_are(red):
+def test_bad_state_is_refused_with_the_list_of_states(red):
     for path, words in (("requests", "queued, running, done"), ("tasks", "blocked, waiting")):
         found = problem(red.get(f"/v1/{path}?state=qeued"), 422, UNFIT, "?state")
         assert words in found["detail"]
 
 
-def test_a_wait_that_is_no_number_of_seconds_is_told_what_is_one(red, submitted):
+def test_wait_that_is_no_number_is_refused_with_an_example(red, submitted):
     for wait in ("soon", "-1s", "1e3", "nan"):
         answer = red.get(f"/v1/requests/{submitted['id']}?wait={wait}")
         told = problem(answer, 422, UNFIT, "?wait")["detail"]
@@ -327,7 +325,7 @@ def test_a_bad_last_event_id_is_named_as_that_header(red, submitted):
         problem(answer, 422, UNFIT, "Last-Event-ID:")
 
 
-def test_a_preset_for_an_unknown_kind_is_told_the_known_ones(as_, rows):
+def test_preset_for_an_unknown_kind_is_refused_with_the_known_kinds(as_, rows):
     before = rows()
     answer = as_("root").put("/v1/presets/train/gpu", json={"params": {}})
     assert "cpu, cuda" in problem(answer, 422, UNFIT, "{kind}")["detail"]
@@ -350,7 +348,7 @@ def test_a_bad_idempotency_key_is_refused(red, rows):
 
 
 @pytest.mark.parametrize("name", ["Authorization", "Idempotency-Key", "Content-Range", "If-Match"])
-def test_a_header_that_is_meant_once_comes_once(name, red, rows):
+def test_repeated_header_is_refused(name, red, rows):
     before = rows()
     answer = red.post("/v1/requests", json=descriptor(), headers=[(name, "a"), (name, "b")])
     problem(answer, 422, "validation-error", f"{name}:")
@@ -358,7 +356,7 @@ def test_a_header_that_is_meant_once_comes_once(name, red, rows):
 
 
 @pytest.mark.parametrize("packed", ["gzip", "br", "identity, gzip"])
-def test_a_packed_body_is_not_read(packed, red):
+def test_compressed_body_is_refused(packed, red):
     body = gzip.compress(json.dumps(descriptor()).encode())
     headers = {"Content-Type": "application/json", "Content-Encoding": packed}
     answer = red.post("/v1/requests", content=body, headers=headers)
@@ -366,16 +364,16 @@ def test_a_packed_body_is_not_read(packed, red):
 
 
 @pytest.mark.parametrize("query", ["name=%ff", "name=a%ed%a0%80", "label=a:%c3"])
-def test_a_query_that_is_not_utf_8_is_not_read_as_something_similar(query, red):
+def test_query_that_is_not_utf_8_is_refused(query, red):
     name = query.partition("=")[0]
     problem(red.get(f"/v1/requests?{query}"), 422, "validation-error", f"?{name}")
 
 
-def test_a_part_of_the_path_is_pointed_at_as_such(red):
+def test_bad_part_of_a_path_is_named(red):
     problem(red.get("/v1/requests/a%00b"), 422, "validation-error", "{id}")
 
 
-def test_a_number_of_very_many_digits_is_refused_in_our_words(red):
+def test_number_with_very_many_digits_is_refused_in_our_words(red):
     body = '{"priority": ' + "9" * 5000 + ', "tasks": []}'
     headers = {"Content-Type": "application/json"}
     answer = red.post("/v1/requests", content=body, headers=headers)
@@ -385,7 +383,7 @@ def test_a_number_of_very_many_digits_is_refused_in_our_words(red):
 
 @pytest.mark.parametrize("at", ["9999-12-31T23:59:59-23:59", "0001-01-01T00:00:00+14:00"])
 @pytest.mark.parametrize("route", ["/v1/requests", "/v1/requests:validate"])
-def test_a_time_without_a_year_in_utc_is_none(at, route, red):
+def test_time_outside_the_years_1_to_9999_in_utc_is_refused(at, route, red):
     tasks = [{"name": "a", "run": {"job": "train:Train"}, "start": {"not_before": at}}]
     answer = red.post(route, json=descriptor(tasks=tasks))
     problem(answer, 422, "validation-error", "/tasks/0/start/not_before")

@@ -74,7 +74,7 @@ def walked(client, url):
 
 
 @pytest.mark.parametrize("template", LISTS)
-def test_an_item_at_a_time_is_the_same_as_at_once(template, path, as_):
+def test_reading_a_list_one_by_one_gives_the_same_as_at_once(template, path, as_):
     url = path(template)
     client = as_("red.tenant_admin" if "bundles" in url else "root")
     at_once = client.get(url).json()["items"]

@@ -30,23 +30,23 @@ def operations(document):
 
 
 class TestCommitted:
-    def test_no_client_of_the_committed_document_stumbles(self):
+    def test_committed_document_breaks_no_client(self):
         assert openapi_contract.breaks() == []
 
-    def test_it_is_that_of_the_code(self):
+    def test_committed_document_is_the_one_of_the_code(self):
         told = "docs/openapi.json is old: python -m app.local.openapi_contract"
         assert openapi_contract.PLACE.read_text(encoding="utf-8") == openapi_contract.current(), (
             told
         )
 
     @pytest.mark.slow
-    def test_the_command_writes_it(self, tmp_path, monkeypatch):
+    def test_command_writes_the_document(self, tmp_path, monkeypatch):
         monkeypatch.setattr(openapi_contract, "PLACE", tmp_path / "openapi.json")
         assert openapi_contract.main([]) == 0
         assert openapi_contract.PLACE.read_text(encoding="utf-8") == openapi_contract.current()
 
     @pytest.mark.slow
-    def test_the_command_refuses_to_break_clients_unless_told_to(
+    def test_command_refuses_to_break_clients_unless_forced(
         self, tmp_path, monkeypatch, document, capsys
     ):
         promised = {**document, "paths": {**document["paths"], "/v1/gone": {"get": {}}}}
@@ -60,7 +60,7 @@ class TestCommitted:
 
 
 class TestOperations:
-    def test_each_says_what_it_is(self, operations, document):
+    def test_each_operation_has_a_summary(self, operations, document):
         tags = [tag["name"] for tag in document["tags"]]
         for name, operation in operations.items():
             assert len(operation["tags"]) == 1, name
@@ -68,12 +68,12 @@ class TestOperations:
             assert operation["summary"], name
             assert operation["description"], name
 
-    def test_each_has_a_name_of_its_own(self, operations):
+    def test_each_operation_has_its_own_name(self, operations):
         ids = [operation["operationId"] for operation in operations.values()]
         assert len(set(ids)) == len(ids)
         assert all(re.fullmatch("[a-z][A-Za-z]+", id) for id in ids)
 
-    def test_each_declares_its_problems_and_that_they_are_problems(self, operations):
+    def test_each_operation_declares_its_errors_as_problems(self, operations):
         for name, operation in operations.items():
             if "/v1/" not in name:
                 continue
@@ -83,7 +83,7 @@ class TestOperations:
                     assert list(answer["content"]) == ["application/problem+json"], name
                     assert answer["description"], name
 
-    def test_what_takes_json_declares_that_it_takes_nothing_else(self, operations):
+    def test_operation_that_takes_json_declares_no_other_type(self, operations):
         for name, operation in operations.items():
             content = operation.get("requestBody", {}).get("content", {})
             assert ("415" in operation["responses"]) == ("application/json" in content), name
@@ -93,7 +93,7 @@ class TestOperations:
         content = operations["PUT /v1/bundles/{sha256}"]["requestBody"]["content"]
         assert next(iter(content)) == "application/octet-stream"
 
-    def test_the_schema_of_a_graph_is_written_once(self, document):
+    def test_schema_of_a_graph_is_written_once(self, document):
         nodes = [path for path, schema in _schemas(document) if "inout" in schema]
         assert nodes == ["/components/schemas/GraphNode/properties"]
 
@@ -105,7 +105,7 @@ class TestOperations:
                 )
                 assert check.is_valid(schema["default"]), path
 
-    def test_fastapis_own_errors_are_not_in_it(self, document):
+    def test_errors_of_fastapi_are_not_in_the_document(self, document):
         assert "HTTPValidationError" not in json.dumps(document)
 
 
@@ -121,19 +121,19 @@ def _schemas(value, path=""):
 
 
 class TestExamples:
-    def test_every_part_of_a_path_has_one(self, operations):
+    def test_every_part_of_a_path_has_an_example(self, operations):
         for name, operation in operations.items():
             for parameter in operation.get("parameters", ()):
                 if parameter["in"] == "path":
                     assert parameter["example"], name
 
-    def test_everything_taken_and_everything_given_has_one(self, operations, document):
+    def test_every_input_and_output_has_an_example(self, operations, document):
         for name, operation in operations.items():
             for what, kind, media in _bodies(operation):
                 if media.get("schema", {}).get("format") != "binary":
                     assert _example(media, document), f"{name}: {what}, {kind}"
 
-    def test_they_fit_their_schemas(self, document, operations):
+    def test_examples_fit_their_schemas(self, document, operations):
         for name, operation in operations.items():
             for what, kind, media in _bodies(operation):
                 if "json" in kind:

@@ -33,7 +33,7 @@ def _check(as_):
 REFUSAL = {"sandbox": SOME, "refuses": "its sandbox is required, and files is not there"}
 
 
-def test_a_device_that_refuses_is_named_by_readyz_and_never_up(as_, session):
+def test_device_without_a_sandbox_is_named_by_readyz_and_never_up(as_, session):
     _hear(session, "h.0")
     _hear(session, "h.1", leaving=True, **REFUSAL)
     found = _check(as_)
@@ -47,7 +47,7 @@ def test_a_device_that_refuses_is_named_by_readyz_and_never_up(as_, session):
     assert session.scalar(select(Device.lease_until <= func.now()).where(Device.id == "h.1"))
 
 
-def test_a_refusal_of_long_ago_is_not_told_any_more(as_, session):
+def test_old_refusal_is_not_reported_any_more(as_, session):
     _hear(session, "h.0")
     _hear(session, "h.1", leaving=True, **REFUSAL)
     long_ago = func.now() - func.make_interval(0, 0, 0, 0, 1)
@@ -64,7 +64,7 @@ def test_a_refusal_of_long_ago_is_not_told_any_more(as_, session):
         ({"sandbox_mode": "off", "sandbox": []}, "without a sandbox (ROUNDHOUSE_SANDBOX=off)"),
     ],
 )
-def test_a_device_that_serves_with_less_is_told_of_and_the_service_ready(facts, told, as_, session):
+def test_device_with_a_partial_sandbox_is_reported_and_the_service_ready(facts, told, as_, session):
     _hear(session, "h.0", **facts)
     _hear(session, "h.1")
     found = _check(as_)
@@ -74,13 +74,13 @@ def test_a_device_that_serves_with_less_is_told_of_and_the_service_ready(facts, 
     assert shown["mode"] == facts["sandbox_mode"]
 
 
-def test_facts_of_another_form_count_as_not_said():
+def test_malformed_facts_of_a_device_are_ignored():
     odd = Sandbox.of({"sandbox": "bwrap", "sandbox_mode": 7, "refuses": None})
     assert (odd.mode, odd.standing, odd.refuses) == ("unknown", (), "")
     assert summary([("h.0", Sandbox.of({}))]).startswith("h.0: runs tenants' code without")
 
 
-def test_a_warning_names_devices_and_what_a_tenant_can_do():
+def test_warning_names_devices_and_what_a_tenant_can_do():
     weak = Sandbox.of({"sandbox": SOME, "sandbox_mode": "preferred"})
     whole = Sandbox.of({"sandbox": ALL, "sandbox_mode": "preferred"})
     assert warning([("h.0", whole)]) == []

@@ -26,9 +26,7 @@ def names(body: bytes) -> list[str]:
     return zipfile.ZipFile(io.BytesIO(body)).namelist()
 
 
-def test_the_same_files_make_the_same_bytes_whenever_and_in_whatever_order_they_were_made(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_equal_files_make_equal_bytes_in_any_order(folder: Path, tmp_path: Path) -> None:
     twin = tmp_path / "twin"
     (twin / "data").mkdir(parents=True)
     (twin / "data" / "words.txt").write_text("a b c\n")
@@ -37,7 +35,7 @@ def test_the_same_files_make_the_same_bytes_whenever_and_in_whatever_order_they_
     assert bundle_folder(folder).body == bundle_folder(twin).body
 
 
-def test_another_byte_or_another_name_is_another_bundle(folder: Path) -> None:
+def test_other_bytes_or_names_make_another_bundle(folder: Path) -> None:
     before = bundle_folder(folder).sha256
     (folder / "train.py").write_text("class Train: pass\n")
     changed = bundle_folder(folder).sha256
@@ -45,7 +43,7 @@ def test_another_byte_or_another_name_is_another_bundle(folder: Path) -> None:
     assert len({before, changed, bundle_folder(folder).sha256}) == 3
 
 
-def test_what_is_no_code_stays_here(folder: Path) -> None:
+def test_files_that_are_no_code_are_not_sent(folder: Path) -> None:
     for inside in (".git/config", "data/__pycache__/x.pyc", ".venv/bin/python", "old.pyc"):
         path = folder / inside
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -85,14 +83,14 @@ def test_the_ignore_file_is_obeyed(folder: Path, pattern: str, kept: list[str]) 
     assert names(bundle_folder(folder).body) == kept
 
 
-def test_a_link_to_a_file_inside_is_sent_as_that_file(folder: Path) -> None:
+def test_link_inside_the_folder_is_sent_as_a_file(folder: Path) -> None:
     (folder / "again.py").symlink_to(folder / "train.py")
     with zipfile.ZipFile(io.BytesIO(bundle_folder(folder).body)) as archive:
         assert archive.read("again.py") == archive.read("train.py")
 
 
 @pytest.mark.parametrize("target", ["/etc/passwd", "..", "nowhere", "data"])
-def test_a_link_that_cannot_be_sent_along_is_refused_by_name(folder: Path, target: str) -> None:
+def test_link_that_cannot_be_sent_is_refused_by_name(folder: Path, target: str) -> None:
     (folder / "sly").symlink_to(target)
     with pytest.raises(UnreadablePath, match=r"sly: a link to .*\.roundhouseignore"):
         bundle_folder(folder)
@@ -106,7 +104,7 @@ def test_an_empty_folder_and_a_missing_one_are_refused(tmp_path: Path) -> None:
         bundle_folder(tmp_path / "missing")
 
 
-def test_the_biggest_files_can_be_told(folder: Path) -> None:
+def test_largest_files_can_be_listed(folder: Path) -> None:
     (folder / "big.bin").write_bytes(b"x" * 5000)
     assert bundle_folder(folder).biggest(1) == [("big.bin", 5000)]
 
@@ -120,7 +118,7 @@ def read(tmp_path: Path, text: str) -> dict[str, object]:
     return read_descriptor(path)
 
 
-def test_yaml_means_what_json_would_mean(tmp_path: Path) -> None:
+def test_yaml_is_read_like_json(tmp_path: Path) -> None:
     found = read(
         tmp_path,
         "{bytes: 8e9, lr: 1e-3, steps: 010, when: 2026-11-21T10:00:00Z, at: 12:30, on: [done],"
@@ -153,7 +151,7 @@ def test_yaml_means_what_json_would_mean(tmp_path: Path) -> None:
         ("[1]: 2", "must be a name"),
     ],
 )
-def test_a_file_that_is_no_descriptor_says_where_and_what(
+def test_file_that_is_no_descriptor_is_refused_with_its_place(
     tmp_path: Path, text: str, said: str
 ) -> None:
     with pytest.raises(UnreadablePath, match=r"request\.yaml") as caught:
@@ -161,7 +159,7 @@ def test_a_file_that_is_no_descriptor_says_where_and_what(
     assert said in str(caught.value)
 
 
-def test_a_folder_is_read_by_its_descriptor(folder: Path) -> None:
+def test_folder_is_read_by_its_descriptor(folder: Path) -> None:
     with pytest.raises(UnreadablePath, match=r"no roundhouse\.yaml"):
         read_descriptor(folder)
     (folder / "roundhouse.json").write_text('{"name": "x"}')
@@ -181,7 +179,7 @@ def test_a_folder_is_read_by_its_descriptor(folder: Path) -> None:
         ("k=", ""),
     ],
 )
-def test_a_parameter_is_json_or_else_a_string(text: str, value: object) -> None:
+def test_parameter_is_json_or_else_a_string(text: str, value: object) -> None:
     assert parse_param(text) == ("k", value)
 
 

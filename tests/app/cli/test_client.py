@@ -29,7 +29,9 @@ class Scripted:
     slept_s: list[float] = field(default_factory=list)
 
     def client(self, **how: Any) -> Client:
-        return Client(self.url, "rh_key", sleep=self.slept_s.append, **how)
+        """Return a client for which time passes only while it sleeps."""
+        clock = {"sleep": self.slept_s.append, "clock_s": lambda: sum(self.slept_s)}
+        return Client(self.url, "rh_key", **clock, **how)
 
 
 @pytest.fixture
@@ -92,7 +94,7 @@ def streams(*events: tuple[str, str, Any], then: str = "") -> Reply:
 # --- calls ---
 
 
-def test_the_key_goes_along_and_nothing_is_asked_for_with_none(server: Scripted) -> None:
+def test_key_is_sent_and_calls_without_one_send_none(server: Scripted) -> None:
     server.replies = [says(200, {"items": []})]
     with server.client() as client:
         assert client.get("/v1/tasks", state="running", cursor=None) == {"items": []}
@@ -102,7 +104,7 @@ def test_the_key_goes_along_and_nothing_is_asked_for_with_none(server: Scripted)
 
 
 @pytest.mark.parametrize("trouble", [says(503), says(502), hangs_up])
-def test_a_post_that_may_have_arrived_is_made_again_under_the_same_key(
+def test_post_without_an_answer_is_repeated_with_the_same_idempotency_key(
     server: Scripted, trouble: Reply
 ) -> None:
     server.replies = [trouble, trouble, says(202, {"id": "req_1"})]
@@ -123,7 +125,7 @@ def test_two_submissions_have_two_keys_unless_the_caller_gives_one(server: Scrip
     assert mine == ["mine", "mine"]
 
 
-def test_patience_ends(server: Scripted) -> None:
+def test_retries_end_after_the_given_time(server: Scripted) -> None:
     server.replies = [says(503, {"title": "The database does not answer"})] * 20
     with server.client(patience_s=2.9) as client, pytest.raises(ApiProblem, match="database"):
         client.get("/v1/me")
@@ -131,21 +133,21 @@ def test_patience_ends(server: Scripted) -> None:
     assert len(server.seen) == 4
 
 
-def test_the_service_says_how_long_to_wait(server: Scripted) -> None:
+def test_client_waits_as_long_as_the_service_says(server: Scripted) -> None:
     server.replies = [says(429, {}, Retry_After="2"), says(200, {})]
     with server.client() as client:
         client.get("/v1/me")
     assert server.slept_s == [2.0]
 
 
-def test_a_key_still_being_worked_on_is_waited_for(server: Scripted) -> None:
+def test_client_waits_for_a_submission_still_in_progress(server: Scripted) -> None:
     busy = says(409, {"type": "https://x/problems/idempotency-in-progress"})
     server.replies = [busy, says(202, {"id": "req_1"})]
     with server.client() as client:
         assert client.submit({})["id"] == "req_1"
 
 
-def test_nobody_there_is_unreachable_and_names_the_address() -> None:
+def test_unreachable_service_is_reported_with_its_address() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
@@ -156,7 +158,7 @@ def test_nobody_there_is_unreachable_and_names_the_address() -> None:
         client.get("/v1/me")
 
 
-def test_a_problem_tells_everything_and_is_not_asked_again(server: Scripted) -> None:
+def test_problem_is_shown_in_full_and_not_retried(server: Scripted) -> None:
     errors = [{"pointer": "/tasks/0/run", "detail": "unknown entry point", "code": "unknown"}]
     body = {
         "type": "/problems/validation-error",
@@ -174,7 +176,7 @@ def test_a_problem_tells_everything_and_is_not_asked_again(server: Scripted) -> 
     assert len(server.seen) == 1
 
 
-def test_an_answer_by_somebody_else_is_a_problem_too(server: Scripted) -> None:
+def test_answer_of_another_server_is_a_problem_too(server: Scripted) -> None:
     def page(handler: BaseHTTPRequestHandler) -> None:
         handler.send_response(200)
         handler.end_headers()
@@ -185,7 +187,7 @@ def test_an_answer_by_somebody_else_is_a_problem_too(server: Scripted) -> None:
         client.get("/v1/me")
 
 
-def test_a_change_names_the_version_that_it_is_for(server: Scripted) -> None:
+def test_change_names_the_version_that_was_read(server: Scripted) -> None:
     server.replies = [hangs_up, says(200, {"version": 4})]
     assert server.client().patch("/v1/tenants/t", {"weight": 2.0}, version=3) == {"version": 4}
     for method, path, headers, body in server.seen:
@@ -194,7 +196,7 @@ def test_a_change_names_the_version_that_it_is_for(server: Scripted) -> None:
     assert len(server.seen) == 2
 
 
-def test_a_list_is_read_page_after_page(server: Scripted) -> None:
+def test_list_is_read_page_after_page(server: Scripted) -> None:
     server.replies = [
         says(200, {"items": [{"id": 1}, {"id": 2}], "next_cursor": "abc"}),
         says(200, {"items": [{"id": 3}], "next_cursor": None}),
@@ -207,7 +209,7 @@ def test_a_list_is_read_page_after_page(server: Scripted) -> None:
     ]
 
 
-def test_a_bundle_is_sent_only_if_it_is_not_there(server: Scripted) -> None:
+def test_bundle_is_sent_only_if_the_service_lacks_it(server: Scripted) -> None:
     server.replies = [says(404), received(0), says(201, {"files": 2}), says(200)]
     with server.client() as client:
         assert client.upload("ab12", b"PK") == {"files": 2}
@@ -228,7 +230,7 @@ def breaks_off(handler: BaseHTTPRequestHandler) -> None:
     hangs_up(handler)
 
 
-def test_a_download_that_breaks_off_is_begun_anew(server: Scripted, tmp_path: Path) -> None:
+def test_interrupted_download_begins_again(server: Scripted, tmp_path: Path) -> None:
     server.replies = [breaks_off, says(200, {"whole": True})]
     file = tmp_path / "file"
     with server.client() as client:
@@ -238,7 +240,7 @@ def test_a_download_that_breaks_off_is_begun_anew(server: Scripted, tmp_path: Pa
 
 
 @pytest.mark.parametrize("reply", [breaks_off, says(410, {"title": "Its bytes are lost"})])
-def test_a_download_that_fails_leaves_what_was_there(
+def test_failed_download_leaves_the_existing_file(
     server: Scripted, tmp_path: Path, reply: Reply
 ) -> None:
     server.replies = [reply] * 2
@@ -253,7 +255,7 @@ def test_a_download_that_fails_leaves_what_was_there(
 # --- streams ---
 
 
-def test_a_stream_that_breaks_goes_on_after_its_last_event(server: Scripted) -> None:
+def test_interrupted_stream_goes_on_after_its_last_event(server: Scripted) -> None:
     server.replies = [
         streams(
             ("event", "1", {"n": 1}),
@@ -275,14 +277,14 @@ def test_a_stream_that_breaks_goes_on_after_its_last_event(server: Scripted) -> 
     assert [headers["Last-Event-ID"] for _, _, headers, _ in server.seen] == [None, "2", "2", "2"]
 
 
-def test_an_event_renews_the_patience(server: Scripted) -> None:
+def test_event_restarts_the_retry_time(server: Scripted) -> None:
     server.replies = [streams(("log", str(n), {})) for n in range(30)]
     server.replies += [streams(("end", "", {}))]
     with server.client(patience_s=1.0) as client:
         assert len(list(client.stream("/logs"))) == 31
 
 
-def test_a_stream_that_gives_nothing_ends_in_unreachable(server: Scripted) -> None:
+def test_silent_stream_ends_as_unreachable(server: Scripted) -> None:
     server.replies = [streams()] * 20
     with server.client(patience_s=1.0) as client, pytest.raises(Unreachable, match="ended early"):
         list(client.stream("/logs"))
@@ -315,7 +317,9 @@ def ranges(server: Scripted) -> list[tuple[str, bytes]]:
     return [(headers["Content-Range"], body) for _, _, headers, body in server.seen]
 
 
-def test_a_datablock_goes_up_in_parts_that_the_service_lacks(server: Scripted, ten: Path) -> None:
+def test_datablock_is_uploaded_in_the_parts_that_the_service_lacks(
+    server: Scripted, ten: Path
+) -> None:
     server.replies = [received(3), received(7), says(201, {"version": 1})]
     sent: list[int] = []
     with server.client() as client:
@@ -331,7 +335,7 @@ def test_a_datablock_goes_up_in_parts_that_the_service_lacks(server: Scripted, t
 @pytest.mark.parametrize(
     "trouble", [hangs_up, says(503), says(409, {"type": "/problems/conflict-state"})]
 )
-def test_after_trouble_it_is_asked_how_far_it_came(
+def test_client_asks_how_far_an_interrupted_upload_came(
     server: Scripted, ten: Path, trouble: Reply
 ) -> None:
     server.replies = [received(0), trouble, received(2), received(6), says(200, {"version": 1})]
@@ -346,7 +350,7 @@ def test_after_trouble_it_is_asked_how_far_it_came(
     ]
 
 
-def test_a_bundle_goes_on_where_it_broke_as_well(server: Scripted, ten: Path) -> None:
+def test_interrupted_bundle_upload_continues(server: Scripted, ten: Path) -> None:
     server.replies = [says(404), received(0), hangs_up, received(2), says(201, {"files": 1})]
     with server.client() as client:
         assert client.upload("ab12", ten.read_bytes()[:6]) == {"files": 1}
@@ -358,7 +362,7 @@ def test_a_bundle_goes_on_where_it_broke_as_well(server: Scripted, ten: Path) ->
     ]
 
 
-def test_a_part_that_is_refused_is_not_sent_again(server: Scripted, ten: Path) -> None:
+def test_refused_part_is_not_sent_again(server: Scripted, ten: Path) -> None:
     server.replies = [received(0), says(422, {"title": "no tensors"})]
     with server.client() as client, pytest.raises(ApiProblem, match="no tensors"):
         client.put_datablock("c", ten)
@@ -380,7 +384,7 @@ def a_part(body: bytes, start: int, end: int, *, promised: int = 0) -> Reply:
     return reply
 
 
-def test_a_download_that_breaks_goes_on_where_it_was(server: Scripted, tmp_path: Path) -> None:
+def test_interrupted_datablock_download_continues(server: Scripted, tmp_path: Path) -> None:
     body = b"0123456789"
     first, broken = a_part(body, 0, 1), a_part(body, 0, 4, promised=10)
     server.replies = [first, broken, hangs_up, a_part(body, 4, 10)]
@@ -397,7 +401,9 @@ def test_a_download_that_breaks_goes_on_where_it_was(server: Scripted, tmp_path:
     assert [one.name for one in tmp_path.iterdir()] == ["c"]
 
 
-def test_other_bytes_than_promised_are_told_and_dropped(server: Scripted, tmp_path: Path) -> None:
+def test_download_with_a_wrong_hash_is_reported_and_deleted(
+    server: Scripted, tmp_path: Path
+) -> None:
     body = b"0123456789"
 
     def lies(handler: BaseHTTPRequestHandler) -> None:

@@ -40,12 +40,12 @@ def up(home: Path) -> Path:
     return home
 
 
-def test_nothing_anywhere_says_what_to_do(home: Path) -> None:
+def test_missing_login_is_reported_with_advice(home: Path) -> None:
     with pytest.raises(NoLogin, match="roundhouse login"):
         credentials.found()
 
 
-def test_after_make_up_one_is_a_member_of_the_first_tenant(up: Path) -> None:
+def test_caller_is_a_member_of_the_first_tenant_after_make_up(up: Path) -> None:
     found = credentials.found()
     assert (found.url, found.key) == ("http://127.0.0.1:4321", "rh_alpha")
     assert "alpha:member" in found.source
@@ -60,23 +60,23 @@ def test_after_make_up_one_is_a_member_of_the_first_tenant(up: Path) -> None:
         ("platform", "rh_root"),  # has no member, so its only one
     ],
 )
-def test_one_may_be_another_of_those_that_make_up_made(up: Path, who: str, key: str) -> None:
+def test_caller_may_choose_another_user_of_make_up(up: Path, who: str, key: str) -> None:
     assert credentials.found(who).key == key
 
 
 @pytest.mark.parametrize("who", ["gamma", "beta:tenant_admin", "", ":member"])
-def test_an_unknown_one_is_refused_with_those_there_are(up: Path, who: str) -> None:
+def test_unknown_user_is_refused_with_the_known_users(up: Path, who: str) -> None:
     with pytest.raises(NoLogin, match="it has platform:platform_admin, alpha:tenant_admin"):
         credentials.found(who)
 
 
-def test_a_stored_login_wins_over_make_up(up: Path) -> None:
+def test_stored_login_wins_over_make_up(up: Path) -> None:
     credentials.store(Login(url="https://rh.example", key="rh_mine", source=""))
     assert credentials.found().key == "rh_mine"
     assert credentials.found("beta").key == "rh_beta"
 
 
-def test_the_environment_wins_over_all(up: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_wins_over_everything(up: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     credentials.store(Login(url="https://rh.example", key="rh_mine", source=""))
     monkeypatch.setenv("ROUNDHOUSE_KEY", "rh_env")
     assert (credentials.found().url, credentials.found().key) == ("https://rh.example", "rh_env")
@@ -84,7 +84,7 @@ def test_the_environment_wins_over_all(up: Path, monkeypatch: pytest.MonkeyPatch
     assert (credentials.found().url, credentials.found().key) == ("https://other.example", "rh_env")
 
 
-def test_a_stored_key_is_not_sent_to_another_address(
+def test_stored_key_is_not_sent_to_another_address(
     up: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     credentials.store(Login(url="https://rh.example", key="rh_mine", source=""))
@@ -95,14 +95,14 @@ def test_a_stored_key_is_not_sent_to_another_address(
     assert credentials.found().key == "rh_alpha"  # that of `make up`, whose address this is
 
 
-def test_only_its_owner_can_read_the_file(home: Path) -> None:
+def test_login_file_is_readable_by_its_owner_only(home: Path) -> None:
     file = credentials.store(Login(url="https://rh.example", key="rh_mine", source=""))
     assert file.stat().st_mode & 0o777 == 0o600
     assert credentials.store(Login(url="https://rh.example", key="rh_new", source="")) == file
     assert credentials.found().key == "rh_new"
 
 
-def test_a_damaged_file_is_named(home: Path) -> None:
+def test_damaged_login_file_is_named(home: Path) -> None:
     file = credentials.store(Login(url="https://rh.example", key="rh_mine", source=""))
     file.write_text("{")
     with pytest.raises(NoLogin, match=r"login\.json is damaged"):

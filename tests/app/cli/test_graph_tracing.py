@@ -19,7 +19,7 @@ enc = node(encode, "h")
 vote = node("ops:vote", "y")
 
 
-def test_calls_become_nodes_blocks_become_edges_and_the_rest_parameters():
+def test_calls_become_nodes_and_blocks_become_edges():
     with graph() as g:
         raw = g.input("raw", "float32", ["B", 4])
         parts, rest = split(raw=raw, count=3)
@@ -54,7 +54,7 @@ def test_calls_become_nodes_blocks_become_edges_and_the_rest_parameters():
     }
 
 
-def test_nodes_of_one_function_get_numbers_and_may_be_named():
+def test_nodes_of_one_function_are_numbered_and_may_be_named():
     with graph() as g:
         vote(xs=vote(xs=g.input("x")))
         vote.named("last")(xs=g.input("x"))
@@ -62,7 +62,7 @@ def test_nodes_of_one_function_get_numbers_and_may_be_named():
     assert [n["name"] for n in g.nodes] == ["vote", "vote-2", "last", "vote-2-2"]
 
 
-def test_a_graph_that_is_called_is_a_part_of_the_one_around_it():
+def test_called_graph_becomes_a_sub_graph():
     with graph("twice") as inner:
         inner.output(y=vote(xs=vote(xs=inner.input("x"))))
     with graph() as g:
@@ -75,7 +75,7 @@ def test_a_graph_that_is_called_is_a_part_of_the_one_around_it():
     assert found.nodes[2].reads == ("twice/vote-2.y",)
 
 
-def test_what_a_node_may_have_beside_is_written_down():
+def test_settings_of_a_node_are_kept():
     grow = node("ops:grow", "state", inout=["state"], draws=False)
     with graph(memory_bytes=1000) as g:
         g.output(state=grow(state=g.input("s")))
@@ -84,13 +84,13 @@ def test_what_a_node_may_have_beside_is_written_down():
     assert task_graph.parse(g.json()).memory_bytes == 1000
 
 
-def test_its_name_is_that_of_the_service():
+def test_hash_of_a_graph_is_the_one_of_the_service():
     with graph() as g:
         g.output(y=vote(xs=g.input("x")))
     assert graphs.read(g.json()).sha256 == g.sha256
 
 
-def test_what_cannot_be_written_down_says_why():
+def test_call_that_cannot_be_traced_is_refused_with_the_reason():
     with pytest.raises(NotTraced, match="must be called within"):
         vote(xs=1)
     with graph() as other:

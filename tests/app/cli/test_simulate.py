@@ -43,7 +43,7 @@ def told(result: Result) -> JSON:
     return found
 
 
-def test_a_list_is_replayed_under_each_policy(run: Run, trace: Path) -> None:
+def test_trace_is_replayed_under_each_policy(run: Run, trace: Path) -> None:
     value = told(run(trace, "-d", 1, "--policy", "fifo,fair", "--slice", 1e6, "-o", "json"))
     assert (value["jobs"], value["left_out"]) == (2, 0)
     assert [r["policy"] for r in value["runs"]] == ["fifo", "fair"]
@@ -53,7 +53,7 @@ def test_a_list_is_replayed_under_each_policy(run: Run, trace: Path) -> None:
         assert replayed["devices"] == {"cuda": 1}
 
 
-def test_a_packed_list_is_the_same_list(run: Run, trace: Path, tmp_path: Path) -> None:
+def test_compressed_trace_gives_the_same_result(run: Run, trace: Path, tmp_path: Path) -> None:
     packed = tmp_path / "jobs.csv.gz"
     packed.write_bytes(gzip.compress(LIST.encode()))
     plain, again = (told(run(file, "-d", "1", "-o", "json")) for file in (trace, packed))
@@ -62,25 +62,25 @@ def test_a_packed_list_is_the_same_list(run: Run, trace: Path, tmp_path: Path) -
     assert plain == again
 
 
-def test_until_stops_the_clock(run: Run, trace: Path) -> None:
+def test_until_option_stops_the_clock(run: Run, trace: Path) -> None:
     [replayed] = told(run(trace, "-d", 1, "--until", 15 / 86400, "-o", "json"))["runs"]
     assert (replayed["lasted_s"], replayed["finished"]) == (15.0, 1)
 
 
-def test_weights_and_quotas_are_taken(run: Run, trace: Path) -> None:
+def test_weights_and_quotas_are_applied(run: Run, trace: Path) -> None:
     words = ("--weights", "a=1,b=3", "--guarantee", "b=cuda:1", "--limit", "a=*:1")
     [replayed] = told(run(trace, "-d", 2, *words, "-o", "json"))["runs"]
     assert {t["tenant"]: t["weight"] for t in replayed["tenants"]} == {"a": 1.0, "b": 3.0}
 
 
-def test_a_table_says_what_it_counts(run: Run, trace: Path) -> None:
+def test_table_says_what_it_counts(run: Run, trace: Path) -> None:
     result = run(trace, "-d", "cuda=1", "--policy", "fifo", "-o", "wide")
     assert result.exit_code == 0, result.output
     for words in ("LOST, MEAN", "fifo, by tenant", "end - arrival - work", "66.7%"):
         assert words in result.stdout
 
 
-def test_a_plot_is_a_picture_that_needs_nothing_else(run: Run, tmp_path: Path) -> None:
+def test_plot_is_one_svg_file_without_other_files(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "odd.csv"
     file.write_text(LIST.replace(",b\n", ',"<b> & ""co"""\n'))
     result = run(file, "-d", 1, "--policy", "fair", "--policy", "fifo", "--plot", "out.svg")
@@ -96,7 +96,7 @@ def test_a_plot_is_a_picture_that_needs_nothing_else(run: Run, tmp_path: Path) -
     assert "href" not in text
 
 
-def test_a_plot_of_more_tenants_than_colours_sums_up_the_rest() -> None:
+def test_plot_of_many_tenants_sums_up_the_smallest() -> None:
     held = {f"t{n:02}": [float(n)] for n in range(1, 12)}
     shown = replay_svg._largest(held)
     assert [name for name, _ in shown] == [
@@ -127,9 +127,7 @@ def test_a_plot_of_more_tenants_than_colours_sums_up_the_rest() -> None:
         (("nothing.csv", "-d", "1"), "cannot read nothing.csv"),
     ],
 )
-def test_wrong_use_is_told_in_words(
-    run: Run, trace: Path, words: tuple[str, ...], said: str
-) -> None:
+def test_wrong_use_is_explained(run: Run, trace: Path, words: tuple[str, ...], said: str) -> None:
     result = run(*words)
     if not said:
         assert result.exit_code == 0, result.output
@@ -139,20 +137,20 @@ def test_wrong_use_is_told_in_words(
     assert said in flat
 
 
-def test_a_fault_in_a_list_is_told_with_file_and_line(run: Run, trace: Path) -> None:
+def test_fault_in_a_trace_is_reported_with_file_and_line(run: Run, trace: Path) -> None:
     trace.write_text(LIST + "2,-1,1,1,b\n")
     result = run(trace, "-d", 1)
     assert result.exit_code == verbs.USAGE
     assert "jobs.csv, line 4: duration must be seconds above 0; got '-1'" in result.stderr
 
 
-def test_history_takes_one_policy(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replay_of_history_takes_one_policy(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROUNDHOUSE_KEY", "rh_key")
     result = run("history", "--policy", "fair,fifo")
     assert result.exit_code == verbs.USAGE
 
 
-def test_a_list_is_replayed_over_thousands_of_half_lives(run: Run, tmp_path: Path) -> None:
+def test_trace_is_replayed_over_thousands_of_half_lives(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "long.csv"
     file.write_text("timestamp,duration,num_gpus,cluster\n0,100000,1,a\n0,100000,1,b\n")
     value = told(run(file, "-d", 1, "--half-life", 0.0005, "--slice", 60, "-o", "json"))
@@ -174,7 +172,7 @@ def test_a_list_is_replayed_over_thousands_of_half_lives(run: Run, tmp_path: Pat
         ("--until", "inf"),
     ],
 )
-def test_a_number_out_of_bounds_is_refused_by_its_option(
+def test_number_out_of_bounds_is_refused_with_its_option(
     run: Run, trace: Path, option: str, number: str
 ) -> None:
     result = run(trace, "-d", 1, option, number)

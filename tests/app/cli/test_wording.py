@@ -35,7 +35,7 @@ def starts(**more):
     return said(**more).splitlines()[-2].strip()
 
 
-def test_when_it_starts_is_told_with_its_interval_or_why_it_is_not_known():
+def test_start_is_given_as_an_interval_or_with_why_it_is_unknown():
     known = {"p10_s": 20.0, "p50_s": 90.0, "p90_s": 4000.0}
     assert starts(estimate=known) == (
         "Expected to start in 1m 30s (80 % of such tasks: 20.0 s to 1h 06m)."
@@ -43,15 +43,30 @@ def test_when_it_starts_is_told_with_its_interval_or_why_it_is_not_known():
     assert starts() == "Start time unknown. No task has ended here yet."
 
 
-def test_where_its_time_went_is_told_the_longest_first():
+def test_time_spent_is_listed_longest_first():
     spent = "running 1m 38s, queued 1m 11s, starting 400 ms"
     assert said().endswith(f"Time so far: {spent}.")
 
 
-def test_what_to_end_first_is_told_where_there_is_a_choice():
+def test_most_likely_next_is_named_where_there_are_several_reasons():
     nearest = {"code": "HELD_BY_USER", "message": "it is resumed."}
     assert "Most likely next" not in said(nearest=nearest)
     assert "Most likely next: it is resumed." in said(nearest=nearest, reasons=[REASON, REASON])
+
+
+@pytest.mark.parametrize(
+    ("last", "hint"),
+    [
+        ("ModuleNotFoundError: No module named 'pandas'", "the packages that the service"),
+        ("<urlopen error [Errno -3] Temporary failure in name resolution>", "network.allow"),
+        ("OSError: [Errno 101] Network is unreachable", "network.allow"),
+        ("KeyError: 'x'", ""),
+    ],
+)
+def test_failure_for_lack_of_packages_or_network_has_a_hint(last, hint):
+    task = {"name": "train", "cause": "exit", "message": "exit status 1", "detail": f"...\n{last}"}
+    told = wording.failure(task).plain.splitlines()
+    assert hint in told[-1] if hint else told[-1].strip() == last
 
 
 # --- tables ---------------------------------------------------------------------------------------
@@ -127,7 +142,7 @@ def printed(columns, row, *, wide: bool = False) -> list[str]:
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_a_table_fits_80_columns_and_breaks_no_id(name: str) -> None:
+def test_table_fits_80_columns_and_breaks_no_id(name: str) -> None:
     columns, row = getattr(wording, name), TABLES[name]
     lines = printed(columns, row)
     assert max(map(len, lines)) <= 80
@@ -137,3 +152,52 @@ def test_a_table_fits_80_columns_and_breaks_no_id(name: str) -> None:
             value = wording.cell(column.of(row)).plain
             shown = wide if column.wide else lines
             assert any(value in line for line in shown), (column.heading, value)
+
+
+HEALTH = {
+    "is_watched": True,
+    "is_checking": False,
+    "cordon_rule": None,
+    "cordon_reason": None,
+    "cordoned_at": None,
+    "warnings": [],
+    "reading": {"temperature_c": 61, "power_w": 312.4, "memory_used_bytes": 2**30},
+    "notes": [],
+}
+XID = "Xid 48 (double-bit ECC error)."
+
+
+@pytest.mark.parametrize(
+    ("health", "told"),
+    [
+        (None, ""),
+        ({"is_watched": False}, ""),
+        ({}, "61 °C, 312 W"),
+        ({"warnings": [XID]}, XID),
+        ({"cordon_reason": XID}, XID),
+        ({"cordon_reason": XID, "is_watched": False}, XID),
+        ({"cordon_reason": XID, "is_checking": True}, "is being checked"),
+    ],
+)
+def test_the_health_of_a_device_is_told_in_a_few_words(health, told):
+    device = {} if health is None else {"health": {**HEALTH, **health}}
+    assert wording.device_health(device) == told
+
+
+@pytest.mark.parametrize(
+    ("tasks", "told"), [([], "a/t"), (["t1"], "a/t"), (["t1", "t2", "t3"], "a/t and 2 more")]
+)
+def test_a_device_with_several_tasks_names_one_and_counts_the_others(tasks, told):
+    column = next(column for column in wording.DEVICES if column.heading == "TASK")
+    assert column.of({"task": "a/t", "tasks": tasks}) == told
+
+
+def test_a_device_is_shown_with_its_figures_and_what_was_decided():
+    now = "2026-11-21T12:00:00Z"
+    notes = [{"at": now, "told": f"Cordoned: {XID}"}]
+    health = {**HEALTH, "cordon_reason": XID, "cordoned_at": now, "notes": notes}
+    device = {"id": "h.0", "up": True, "cordoned": True, "task_id": None, "health": health}
+    out = io.StringIO()
+    Screen(file=out, width=100).print(wording.one_device(device, {}))
+    for told in (XID, f"Cordoned: {XID}", "memory_used_bytes", "1.0 GiB", "312.4"):
+        assert told in out.getvalue()

@@ -41,7 +41,7 @@ def inspect(tmp_path):
 
 
 class TestPut:
-    def test_its_bytes_are_stored_and_its_entry_points_told(self, as_):
+    def test_bundle_is_stored_and_its_entry_points_are_listed(self, as_):
         answer = as_("red.member").put(PUT, content=BUNDLE)
         assert answer.status_code == 201, answer.text
         body = answer.json()
@@ -50,12 +50,12 @@ class TestPut:
         with Store.at(settings().store_address).open(sha256(BUNDLE)) as stored:
             assert stored.read() == BUNDLE
 
-    def test_twice_is_no_error(self, as_):
+    def test_sending_a_bundle_twice_is_no_error(self, as_):
         first, again = (as_("red.member").put(PUT, content=BUNDLE) for _ in range(2))
         assert (first.status_code, again.status_code) == (201, 200)
         assert again.json() == first.json()
 
-    def test_it_belongs_to_the_tenant_that_sent_it(self, as_):
+    def test_bundle_belongs_to_the_tenant_that_sent_it(self, as_):
         as_("red.member").put(PUT, content=BUNDLE)
         problem(as_("blue.member").get(PUT), 404, "not-found")
         assert as_("blue.member").head(PUT).status_code == 404
@@ -64,12 +64,12 @@ class TestPut:
         assert as_("red.viewer").head(PUT).status_code == 200
 
     @pytest.mark.parametrize("mode", ["w", "w:gz"])
-    def test_a_tar_does_as_well(self, mode, as_):
+    def test_tar_file_is_accepted_too(self, mode, as_):
         body = tarred(mode, train=JOB, pkg__part="")
         answer = as_("red.member").put(f"/v1/bundles/{sha256(body)}", content=body)
         assert answer.json()["entry_points"] == {"train:Train": "class", "train:encode": "function"}
 
-    def test_a_hash_that_is_none_is_refused(self, as_):
+    def test_malformed_hash_is_refused(self, as_):
         answer = as_("red.member").put("/v1/bundles/abc", content=BUNDLE)
         problem(answer, 422, "validation-error", "{sha256}")
 
@@ -107,26 +107,26 @@ class TestParts:
             assert stored.read() == LARGE
         assert parts() == []
 
-    def test_one_that_breaks_without_a_range_goes_on_as_well(self, app, world, as_):
+    def test_interrupted_upload_without_a_range_goes_on_too(self, app, world, as_):
         red = as_("red.member")
         broken(app, world.keys["red.member"], LARGE_PUT, LARGE, 0, 5000)
         assert ask(red).json()["received_bytes"] == 5000
         assert red.put(LARGE_PUT, content=LARGE).status_code == 201
 
-    def test_what_the_tenant_has_is_not_sent_again(self, as_):
+    def test_bytes_that_the_tenant_has_are_not_sent_again(self, as_):
         red = as_("red.member")
         first = red.put(PUT, content=BUNDLE)
         again = ask(red, BUNDLE)
         assert (again.status_code, again.json()) == (200, first.json())
 
-    def test_what_another_tenant_has_or_sends_is_not_told(self, as_):
+    def test_uploads_of_another_tenant_are_not_revealed(self, as_):
         as_("red.member").put(PUT, content=BUNDLE)
         put_part(as_("red.member"), 0, 1000)
         for body in (BUNDLE, LARGE):
             answer = ask(as_("blue.member"), body)
             assert (answer.status_code, answer.json()["received_bytes"]) == (202, 0)
 
-    def test_the_hash_is_that_of_all_parts_together(self, as_):
+    def test_hash_is_checked_over_all_parts_together(self, as_):
         red = as_("red.member")
         put_part(red, 0, 100, BUNDLE)
         headers = {"Content-Range": f"bytes 100-{len(BUNDLE) - 1}/{len(BUNDLE)}"}
@@ -135,21 +135,21 @@ class TestParts:
         assert ask(red, BUNDLE).json()["received_bytes"] == 0
         assert parts() == []
 
-    def test_all_parts_together_are_looked_through(self, as_):
+    def test_all_parts_together_are_checked_as_a_bundle(self, as_):
         body = zipped_as({"../out.py": JOB})
         put_part(as_("red.member"), 0, 50, body)
         answer = put_part(as_("red.member"), 50, len(body), body)
         assert "must not leave its folder" in problem(answer, 422, "validation-error")["detail"]
 
-    def test_one_that_is_too_large_is_refused_before_it_is_sent(self, as_):
+    def test_bundle_that_is_too_large_is_refused_before_it_is_sent(self, as_):
         headers = {"Content-Range": f"bytes */{settings().bundle_limit_bytes + 1}"}
         problem(as_("red.member").put(PUT, headers=headers), 413, "payload-too-large")
 
-    def test_they_take_nothing_of_the_quota_of_datablocks(self, as_, session):
+    def test_bundles_do_not_count_for_the_datablock_quota(self, as_, session):
         put_part(as_("red.member"), 0, 1000)
         assert datablocks.kept_bytes(session, "ten_red") == 0
 
-    def test_without_a_length_it_is_taken_whole(self, as_):
+    def test_body_without_a_length_is_accepted_whole(self, as_):
         pieces = (LARGE[at : at + 65_536] for at in range(0, len(LARGE), 65_536))
         assert as_("red.member").put(LARGE_PUT, content=pieces).status_code == 201
 
@@ -167,7 +167,7 @@ class TestList:
 
 
 class TestEntryPoints:
-    def test_a_step_may_be_inherited_inside_the_bundle(self, inspect):
+    def test_step_method_may_be_inherited_inside_the_bundle(self, inspect):
         base = "class Base:\n    def step(self, ctx): ...\n"
         files = {
             "pkg/__init__": "from .base import Base as Loop\n",
@@ -193,10 +193,10 @@ class TestEntryPoints:
     @pytest.mark.parametrize(
         "source", ["(" * 100_000, "-" * 100_000 + "1", "a" + ".b" * 100_000, "x = " + "[" * 5000]
     )
-    def test_a_hostile_source_does_no_harm(self, source, inspect):
+    def test_hostile_source_does_no_harm(self, source, inspect):
         assert inspect(zipped(bad=source, good=JOB)).entry_points["good:Train"] == "class"
 
-    def test_a_ring_of_bases_is_no_job(self, inspect):
+    def test_class_whose_bases_form_a_ring_is_no_job(self, inspect):
         ring = "from b import B\nclass A(B): ...\n", "from a import A\nclass B(A): ...\n"
         assert inspect(zipped(a=ring[0], b=ring[1])).entry_points == {}
 
@@ -225,7 +225,7 @@ Rebound = functools.partial(Rebound)
 """
 
 
-def test_what_a_class_can_be_made_with_is_read_only_where_it_is_certain(tmp_path):
+def test_parameters_of_a_class_are_known_only_where_that_is_certain(tmp_path):
     with zipfile.ZipFile(tmp_path / "b.zip", "w") as archive:
         archive.writestr("jobs/train.py", SIGNED)
     found = bundles.inspect(tmp_path / "b.zip").signatures

@@ -108,7 +108,7 @@ class TestPut:
         problem(put(as_("")), 401, "unauthenticated")
         problem(put(as_("red.viewer")), 403, "insufficient-scope")
 
-    def test_its_bytes_become_the_first_version(self, as_, world):
+    def test_uploaded_file_becomes_version_1(self, as_, world):
         answer = put(as_("red.member"))
         assert answer.status_code == 201, answer.text
         body = answer.json()
@@ -122,12 +122,12 @@ class TestPut:
             assert kept.read() == BODY
         assert stored(UPLOADS) == []
 
-    def test_an_npy_is_one_tensor(self, as_):
+    def test_npy_file_is_one_tensor(self, as_):
         body = put(as_("red.member"), npy(numpy.zeros((2, 3), dtype="<f4"))).json()
         assert body["format"] == "npy"
         assert body["tensors"] == [{"name": "", "dtype": "float32", "shape": [2, 3]}]
 
-    def test_other_bytes_are_the_next_version_and_the_same_ones_are_none(self, as_):
+    def test_other_bytes_make_a_new_version_and_equal_bytes_do_not(self, as_):
         red = as_("red.member")
         answers = [put(red, tensors(n)) for n in (1, 2, 2, 1)]
         # The bytes of the first version once more are the newest again.
@@ -138,14 +138,14 @@ class TestPut:
             (201, 3),
         ]
 
-    def test_what_the_tenant_has_is_not_sent_again(self, as_):
+    def test_bytes_that_the_tenant_has_are_not_sent_again(self, as_):
         red = as_("red.member")
         put(red, name="one")
         again = ask(red, name="two")
         assert (again.status_code, again.json()["version"]) == (201, 1)
         assert get(red, "two").content == BODY
 
-    def test_what_another_tenant_has_is_not_told(self, as_):
+    def test_datablocks_of_another_tenant_are_not_revealed(self, as_):
         put(as_("red.member"))
         blue = as_("blue.member")
         asked = ask(blue)
@@ -160,7 +160,7 @@ class TestPut:
             (BODY + b"more", "bytes"),
         ],
     )
-    def test_what_is_no_file_of_tensors_is_refused_and_nothing_is_left(self, body, told, as_):
+    def test_file_without_tensors_is_refused_and_not_kept(self, body, told, as_):
         found = problem(put(as_("red.member"), body), 422, "validation-error", "")
         assert told in found["detail"]
         assert stored(UPLOADS) == stored(BLOBS) == []
@@ -183,24 +183,24 @@ class TestPut:
         assert session.scalars(select(Upload)).all() == []
 
     @pytest.mark.parametrize("name", ["Corpus", "-x", "corpus@2", "x" * 64])
-    def test_a_name_that_is_none_is_refused(self, name, as_):
+    def test_invalid_name_is_refused(self, name, as_):
         problem(put(as_("red.member"), name=name), 422, "validation-error", "{name}")
 
     @pytest.mark.parametrize(
         "said", ["bytes 0-8", "bytes 5-2/9", "bytes 0-9/9", "bytes */0", "lines 0-8/9", "bytes"]
     )
-    def test_a_range_that_is_none_is_refused(self, said, as_):
+    def test_invalid_range_of_an_upload_is_refused(self, said, as_):
         path, params = "/v1/datablocks/corpus", {"sha256": sha256(BODY)}
         headers = {"Content-Range": said}
         answer = as_("red.member").put(path, params=params, headers=headers, content=b"x" * 9)
         problem(answer, 422, "validation-error", "Content-Range:")
 
-    def test_without_a_length_it_is_refused(self, as_):
+    def test_upload_without_a_length_is_refused(self, as_):
         path, params = "/v1/datablocks/corpus", {"sha256": sha256(BODY)}
         answer = as_("red.member").put(path, params=params, content=iter([BODY]))
         problem(answer, 422, "validation-error", "Content-Length:")
 
-    def test_one_that_is_too_large_is_refused_before_it_is_sent(self, as_, small):
+    def test_datablock_that_is_too_large_is_refused_before_it_is_sent(self, as_, small):
         small(datablock_limit_bytes=len(BODY) - 1)
         problem(ask(as_("red.member")), 413, "payload-too-large")
         problem(put(as_("red.member")), 413, "payload-too-large")
@@ -230,7 +230,7 @@ def small(monkeypatch):
 class TestParts:
     """`Content-Range`: what is there is durable, and sent once."""
 
-    def test_it_goes_on_where_it_was(self, as_):
+    def test_upload_continues_where_it_stopped(self, as_):
         red, third = as_("red.member"), len(BODY) // 3
         assert ask(red).json()["received_bytes"] == 0
         first = put_part(red, 0, third)
@@ -242,7 +242,7 @@ class TestParts:
         assert get(red).content == BODY
         assert stored(UPLOADS) == []
 
-    def test_what_is_there_is_skipped_and_a_gap_is_refused(self, as_):
+    def test_part_that_exists_is_skipped_and_a_gap_is_refused(self, as_):
         red = as_("red.member")
         put_part(red, 0, 100)
         assert put_part(red, 0, 100).json()["received_bytes"] == 100
@@ -252,7 +252,7 @@ class TestParts:
         assert put_part(red, 120, len(BODY)).status_code == 201
         assert get(red).content == BODY
 
-    def test_all_of_it_at_once_goes_on_as_well(self, as_):
+    def test_whole_file_sent_at_once_continues_too(self, as_):
         red = as_("red.member")
         put_part(red, 0, 100)
         assert put(red).status_code == 201
@@ -265,7 +265,7 @@ class TestParts:
         answer = as_("red.member").put(path, params=params, headers=headers, content=BODY)
         problem(answer, 422, "validation-error", "Content-Range:")
 
-    def test_the_hash_is_that_of_all_parts_together(self, as_):
+    def test_hash_is_checked_over_all_parts_together(self, as_):
         red, other = as_("red.member"), tensors(7)
         put_part(red, 0, 100)
         headers = {"Content-Range": f"bytes 100-{len(BODY) - 1}/{len(BODY)}"}
@@ -287,12 +287,12 @@ class TestParts:
         assert put(red, large).status_code == 201
         assert get(red).content == large
 
-    def test_what_is_no_file_of_tensors_is_told_before_all_of_it_is_sent(self, as_):
+    def test_file_without_tensors_is_refused_before_all_of_it_is_sent(self, as_):
         body = b"\x93NUMPY\x01\x00" + b"." * (HEAD_BYTES + 100)
         answer = put_part(as_("red.member"), 0, HEAD_BYTES, body, total=10**9)
         problem(answer, 422, "validation-error", "")
 
-    def test_of_two_who_send_the_same_one_is_told_so(self, as_, monkeypatch):
+    def test_second_of_two_simultaneous_uploads_is_told_of_the_first(self, as_, monkeypatch):
         red, keep = as_("red.member"), uploads.keep
 
         def overtaken(begun, at, body):
@@ -304,7 +304,9 @@ class TestParts:
         problem(put_part(red, 0, 100), 409, "conflict-state")
         assert ask(red).json()["received_bytes"] == 50
 
-    def test_when_the_store_was_away_at_the_end_asking_again_ends_it(self, as_, monkeypatch):
+    def test_repeating_the_last_call_finishes_an_upload_after_a_store_failure(
+        self, as_, monkeypatch
+    ):
         red, half = as_("red.member"), len(BODY) // 2
         put_part(red, 0, half)
         with monkeypatch.context() as while_it_is_away:
@@ -312,7 +314,7 @@ class TestParts:
             problem(put_part(red, half, len(BODY)), 503, "unavailable")
         assert ask(red).status_code == 201
 
-    def test_what_came_whole_when_the_store_was_away_is_sent_again(self, as_, monkeypatch):
+    def test_upload_that_was_complete_when_the_store_failed_is_sent_again(self, as_, monkeypatch):
         red = as_("red.member")
         with monkeypatch.context() as while_it_is_away:
             while_it_is_away.setattr(Store, "put", _away)
@@ -320,7 +322,7 @@ class TestParts:
         assert ask(red).json()["received_bytes"] == 0
         assert put(red).status_code == 201
 
-    def test_one_that_nobody_goes_on_with_is_forgotten_after_a_day(self, as_, session):
+    def test_upload_without_progress_is_forgotten_after_a_day(self, as_, session):
         red = as_("red.member")
         put_part(red, 0, 100)
         housekeeping.free(housekeeping.tidy(session))
@@ -344,7 +346,7 @@ class TestParts:
 
 
 class TestQuota:
-    def test_beyond_it_an_upload_is_refused_with_what_to_do(self, as_, small):
+    def test_upload_beyond_the_quota_is_refused_with_advice(self, as_, small):
         red = as_("red.member")
         small(datablock_quota_bytes=2 * len(BODY))
         put(red, tensors(1), "one")
@@ -358,7 +360,9 @@ class TestQuota:
         red.delete("/v1/datablocks/same-bytes@1")
         assert put(red, tensors(3), "three").status_code == 201
 
-    def test_what_is_deleted_and_needed_still_counts(self, as_, red, small, session):
+    def test_deleted_version_that_is_still_needed_counts_for_the_quota(
+        self, as_, red, small, session
+    ):
         small(datablock_quota_bytes=len(BODY))
         put(red)
         request = red.post("/v1/requests", json=taking()).json()
@@ -368,7 +372,7 @@ class TestQuota:
         session.commit()
         assert put(red, tensors(1)).status_code == 201
 
-    def test_who_is_over_it_cannot_submit_what_publishes(self, red, small):
+    def test_tenant_over_its_quota_cannot_submit_a_task_that_publishes(self, red, small):
         put(red)
         small(datablock_quota_bytes=len(BODY) - 1)
         body = taking(outputs=["y"], publish={"y": "made"})
@@ -380,7 +384,7 @@ class TestQuota:
 
 
 class TestGet:
-    def test_a_foreign_or_unknown_one_is_not_there(self, as_):
+    def test_foreign_and_unknown_datablocks_are_not_found(self, as_):
         put(as_("red.member"))
         for who, name in (
             ("blue.member", "corpus"),
@@ -393,7 +397,7 @@ class TestGet:
             problem(get(as_(who), name), 404, "not-found")
             assert as_(who).head(f"/v1/datablocks/{name}").status_code == 404
 
-    def test_the_newest_one_or_the_one_that_is_named(self, as_):
+    def test_newest_or_named_version_is_sent(self, as_):
         red = as_("red.member")
         for n in (1, 2):
             put(red, tensors(n))
@@ -403,7 +407,7 @@ class TestGet:
         assert newest.headers["etag"] == f'"{sha256(tensors(2))}"'
         assert 'filename="corpus@2.safetensors"' in newest.headers["content-disposition"]
 
-    def test_head_says_the_same_without_the_bytes(self, as_):
+    def test_head_gives_the_same_headers_without_the_bytes(self, as_):
         red = as_("red.member")
         put(red)
         head, whole = red.head("/v1/datablocks/corpus"), get(red)
@@ -420,7 +424,7 @@ class TestGet:
             ("bytes=10-999999", 10, None),
         ],
     )
-    def test_a_part_of_it(self, range, start, end, as_):
+    def test_range_of_a_datablock_is_sent(self, range, start, end, as_):
         red = as_("red.member")
         put(red)
         answer = get(red, Range=range)
@@ -431,21 +435,21 @@ class TestGet:
         assert int(total) == len(BODY)
 
     @pytest.mark.parametrize("range", ["bytes=5-2", "bytes=0-1,3-4", "lines=0-1", "bytes=-", "x"])
-    def test_what_is_no_range_is_all_of_it(self, range, as_):
+    def test_invalid_range_of_a_download_gives_the_whole_file(self, range, as_):
         red = as_("red.member")
         put(red)
         answer = get(red, Range=range)
         assert (answer.status_code, answer.content) == (200, BODY)
 
     @pytest.mark.parametrize("range", ["bytes=99999-", "bytes=99999-100000", "bytes=-0"])
-    def test_behind_its_end_there_is_nothing(self, range, as_):
+    def test_range_after_the_end_is_refused(self, range, as_):
         red = as_("red.member")
         put(red)
         answer = get(red, Range=range)
         problem(answer, 416, "range-not-satisfiable")
         assert answer.headers["content-range"] == f"bytes */{len(BODY)}"
 
-    def test_a_download_goes_on_only_with_the_same_version(self, as_):
+    def test_download_continues_only_with_the_same_version(self, as_):
         red = as_("red.member")
         put(red, tensors(1))
         etag = get(red).headers["etag"]
@@ -454,19 +458,19 @@ class TestGet:
         other = get(red, Range="bytes=9-", If_Range=etag)
         assert (other.status_code, other.content) == (200, tensors(2))
 
-    def test_who_has_it_is_told_so(self, as_):
+    def test_matching_etag_is_answered_with_304(self, as_):
         red = as_("red.member")
         put(red)
         answer = get(red, If_None_Match=f'"other", "{sha256(BODY)}"')
         assert (answer.status_code, answer.content) == (304, b"")
 
-    def test_one_whose_bytes_are_lost_is_gone(self, as_):
+    def test_datablock_with_lost_bytes_is_gone(self, as_):
         red = as_("red.member")
         put(red)
         Store.at(settings().store_address).place.delete(blob(sha256(BODY)))
         problem(get(red), 410, "gone")
 
-    def test_of_a_damaged_one_the_end_never_comes(self, as_):
+    def test_download_of_a_damaged_datablock_is_cut_off(self, as_):
         red, large = as_("red.member"), tensors(4, size=10**6)
         put(red, large)
         path = Store.at(settings().store_address).place.path(blob(sha256(large)))
@@ -516,7 +520,7 @@ class TestList:
 
 
 class TestDelete:
-    def test_only_its_maker_or_an_admin(self, as_):
+    def test_only_its_maker_or_an_admin_deletes_a_datablock(self, as_):
         put(as_("red.member"))
         path = "/v1/datablocks/corpus@1"
         problem(as_("red.other").delete(path), 403, "insufficient-scope")
@@ -524,12 +528,12 @@ class TestDelete:
         problem(as_("blue.member").delete(path), 404, "not-found")
         assert as_("red.tenant_admin").delete(path).status_code == 200
 
-    def test_a_version_has_to_be_named(self, as_):
+    def test_delete_must_name_a_version(self, as_):
         put(as_("red.member"))
         answer = as_("red.member").delete("/v1/datablocks/corpus")
         problem(answer, 422, "validation-error", "{name}")
 
-    def test_it_is_gone_the_one_before_is_the_newest_and_no_number_comes_twice(self, as_):
+    def test_deleted_version_is_gone_and_its_number_is_not_used_again(self, as_):
         red = as_("red.member")
         for n in (1, 2):
             put(red, tensors(n))
@@ -539,7 +543,7 @@ class TestDelete:
         assert get(red).content == tensors(1)
         assert put(red, tensors(2)).json()["version"] == 3
 
-    def test_its_bytes_go_a_while_after_and_those_of_others_stay(self, as_, session):
+    def test_bytes_of_a_deleted_version_go_later_and_shared_bytes_stay(self, as_, session):
         red = as_("red.member")
         put(red, tensors(1), "gone")
         put(red, tensors(2), "shared")
@@ -555,7 +559,7 @@ class TestDelete:
         assert stored(CONDEMNED) == [f"{CONDEMNED}/{blob(sha256(tensors(1)))}"]
         assert housekeeping.tidy(session) == []
 
-    def test_while_a_task_needs_it_its_bytes_stay(self, as_, red, session):
+    def test_bytes_stay_while_a_task_needs_them(self, as_, red, session):
         put(red)
         request = red.post("/v1/requests", json=taking()).json()
         [listed] = red.get("/v1/datablocks").json()["items"]
@@ -598,7 +602,7 @@ class TestOutputs:
         session.commit()
         return red, second, blob(sha256(body))
 
-    def test_they_go_when_it_is_deleted_and_its_last_taker_has_ended(self, made, session):
+    def test_bytes_of_a_deleted_version_go_when_its_last_reader_has_ended(self, made, session):
         red, taker, name = made
         red.delete("/v1/datablocks/corpus@1")
         assert housekeeping.named(session, [name]) == {name}
@@ -606,7 +610,7 @@ class TestOutputs:
         session.commit()
         assert housekeeping.named(session, [name]) == set()
 
-    def test_as_a_datablock_they_stay(self, made, session):
+    def test_bytes_stay_while_a_version_names_them(self, made, session):
         _, taker, name = made
         taker.state = "cancelled"
         session.commit()
@@ -614,7 +618,7 @@ class TestOutputs:
 
 
 class TestPlaces:
-    def test_where_one_was_not_seen_for_a_week_is_forgotten(self, red, session):
+    def test_host_without_a_copy_for_a_week_is_forgotten(self, red, session):
         put(red)
         request = red.post("/v1/requests", json=taking()).json()
         datablocks.seen_on(session, "h.0", request["tasks"][0]["id"])
@@ -647,7 +651,7 @@ class TestSweep:
 
 
 class TestInputs:
-    def test_a_name_means_the_version_that_is_the_newest_at_the_submission(self, red, session):
+    def test_bare_name_means_the_newest_version_at_submission(self, red, session):
         put(red, tensors(1))
         put(red, tensors(2))
         request = red.post("/v1/requests", json=taking()).json()
@@ -666,7 +670,7 @@ class TestInputs:
             }
         }
 
-    def test_its_launch_is_told_who_had_it_last_and_is_up(self, red, session):
+    def test_launch_names_the_last_host_with_the_datablock_that_is_up(self, red, session):
         """Three hosts, the last seen first; that one has it still is written down each minute."""
         put(red)
         request = red.post("/v1/requests", json=taking()).json()
@@ -700,7 +704,7 @@ class TestInputs:
         copies = launch_order.look_up(session, [(row, here)]).inputs[row.id]["x"]["copies"]
         assert [copy["place"][1] for copy in copies] == [9, 2, 3]
 
-    def test_a_version_may_be_named(self, red):
+    def test_input_may_name_a_version(self, red):
         for n in (1, 2):
             put(red, tensors(n))
         checked = red.post("/v1/requests:validate", json=taking("datablock:corpus@1"))
@@ -714,7 +718,7 @@ class TestInputs:
             ("datablock:pictures", "PUT /v1/datablocks/pictures"),
         ],
     )
-    def test_what_means_nothing_is_told_with_what_there_is(self, source, told, red, session):
+    def test_unknown_datablock_is_refused_with_the_known_ones(self, source, told, red, session):
         for n in (1, 2):
             put(red, tensors(n))
         answer = red.post("/v1/requests", json=taking(source))
@@ -723,7 +727,7 @@ class TestInputs:
         assert body["errors"][0]["code"] == "unknown-datablock"
         assert session.scalars(select(DatablockUse)).all() == []
 
-    def test_one_of_another_tenant_means_nothing(self, as_, red):
+    def test_datablock_of_another_tenant_is_unknown(self, as_, red):
         put(as_("blue.member"), name="theirs")
         unknown, foreign = (
             red.post("/v1/requests", json=taking(f"datablock:{name}")).json()["errors"]
@@ -731,14 +735,14 @@ class TestInputs:
         )
         assert json.dumps(foreign).replace("theirs", "nobody") == json.dumps(unknown)
 
-    def test_all_that_means_nothing_is_told_at_once(self, red):
+    def test_all_unknown_datablocks_are_reported_at_once(self, red):
         body = taking("datablock:a")
         body["tasks"][0]["inputs"]["y"] = "datablock:b@2"
         answer = red.post("/v1/requests", json=body)
         problem(answer, 422, "validation-error", "/tasks/0/inputs/x")
         problem(answer, 422, "validation-error", "/tasks/0/inputs/y")
 
-    def test_what_it_publishes_is_shown(self, red):
+    def test_published_version_is_shown(self, red):
         put(red)
         body = taking(outputs=["y"], publish={"y": "made"})
         [task] = red.post("/v1/requests", json=body).json()["tasks"]
@@ -770,22 +774,22 @@ class TestForks:
 
         return fork
 
-    def test_it_takes_the_same_versions_without_saying_so(self, fork, red):
+    def test_fork_takes_the_versions_of_its_checkpoint(self, fork, red):
         [task] = fork().json()["tasks"]
         assert task["inputs"] == {"x": "datablock:corpus@1"}
         [first] = red.get("/v1/datablocks", params={"name": "corpus"}).json()["items"][1:]
         assert (first["version"], first["holders"]) == (1, 1)
 
-    def test_it_may_say_so_but_nothing_else(self, fork):
+    def test_fork_may_name_its_versions_but_no_others(self, fork):
         assert fork(inputs={"x": "datablock:corpus@1"}).status_code == 202
         answer = fork(inputs={"x": "datablock:corpus@2"})
         problem(answer, 422, "validation-error", "/tasks/0/inputs/x")
 
-    def test_it_may_take_more(self, fork):
+    def test_fork_may_have_more_inputs(self, fork):
         [task] = fork(inputs={"y": "datablock:corpus"}).json()["tasks"]
         assert task["inputs"] == {"x": "datablock:corpus@1", "y": "datablock:corpus@2"}
 
-    def test_of_a_version_that_is_gone_it_is_told(self, fork, red):
+    def test_fork_from_a_deleted_version_is_refused(self, fork, red):
         red.delete("/v1/datablocks/corpus@1")
         problem(fork(), 422, "validation-error", "/tasks/0/inputs/x")
 
@@ -797,7 +801,7 @@ def test_versions_of_one_name_are_made_one_at_a_time(committed, as_committed):
     assert sorted(answer.json()["version"] for answer in answers) == list(range(1, 11))
 
 
-def test_two_who_publish_for_the_same_tenants_never_wait_for_each_other(committed):
+def test_two_publishers_for_the_same_tenants_do_not_deadlock(committed):
     """Each names all its tenants at once: whatever the order, both come through, time and again."""
 
     def publish(tenants):

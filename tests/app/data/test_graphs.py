@@ -74,7 +74,7 @@ def put(client, graph, name=None):
 
 
 class TestPut:
-    def test_it_is_kept_for_the_tenant_and_for_the_devices(self, client, as_):
+    def test_graph_is_stored_for_its_tenant_and_for_devices(self, client, as_):
         answer = put(client, GRAPH)
         assert answer.status_code == 201, answer.text
         assert (answer.json()["nodes"], answer.json()["body"]) == (3, GRAPH)
@@ -84,37 +84,37 @@ class TestPut:
         with Store.at(settings().store_address).open(named(GRAPH)) as kept:
             assert kept.read() == task_graph.canonical(GRAPH)
 
-    def test_twice_is_no_error_however_it_is_written(self, client):
+    def test_sending_a_graph_twice_in_any_form_is_no_error(self, client):
         assert put(client, GRAPH).status_code == 201
         backwards = dict(reversed(GRAPH.items()))
         assert put(client, backwards).status_code == 200
         (found,) = client.get("/v1/graphs").json()["items"]
         assert (found["sha256"], found["nodes"]) == (named(GRAPH), 3)
 
-    def test_a_wrong_name_is_refused_with_the_right_one(self, client):
+    def test_graph_under_a_wrong_hash_is_refused_with_the_right_one(self, client):
         found = problem(put(client, GRAPH, "0" * 64), 422, "validation-error", "{sha256}")
         assert named(GRAPH) in found["detail"]
 
-    def test_what_is_no_graph_is_refused_with_its_place(self, client):
+    def test_invalid_graph_is_refused_with_its_place(self, client):
         wrong = copy.deepcopy(GRAPH)
         wrong["nodes"][1]["inputs"]["part"] = "split.q"
         problem(put(client, wrong), 422, "validation-error", "/nodes/1/inputs/part")
 
 
 class TestSubmit:
-    def test_a_whole_graph_is_named_and_kept(self, client, session):
+    def test_inline_graph_is_named_and_stored(self, client, session):
         answer = client.post("/v1/requests", json=request(GRAPH))
         assert answer.status_code == 202, answer.text
         rows = session.scalars(select(Task).where(Task.name == "whole"))
         assert [row.descriptor["run"] for row in rows] == [{"graph": f"sha256:{named(GRAPH)}"}]
         assert client.get(f"/v1/graphs/{named(GRAPH)}").status_code == 200
 
-    def test_from_then_on_its_name_is_enough(self, client):
+    def test_stored_graph_is_submitted_by_its_name(self, client):
         client.post("/v1/requests", json=request(GRAPH))
         again = client.post("/v1/requests", json=request(f"sha256:{named(GRAPH)}"))
         assert again.status_code == 202, again.text
 
-    def test_the_next_one_is_planned_by_how_long_its_nodes_took(self, client, session):
+    def test_next_run_is_planned_with_the_measured_times(self, client, session):
         ran = client.post("/v1/requests", json=request(GRAPH)).json()
         task = session.get(Task, ran["tasks"][1]["id"])
         for took_ms in ({"split": 2.0, "work": 30.0}, {"work": 36.0, "vote": 4.0}, {"vote": 9.0}):
@@ -127,7 +127,7 @@ class TestSubmit:
         row = session.get(Graph, (task.tenant_id, named(GRAPH)))
         assert row.took_ms == {task.kind: task.descriptor["run"]["took_ms"]}
 
-    def test_the_next_one_is_planned_by_how_large_its_blocks_were(self, client, session):
+    def test_next_run_is_planned_with_the_measured_sizes(self, client, session):
         """On several devices; what is about as large as it was known is not written down again."""
         sent = request(GRAPH)
         sent["tasks"][1]["devices"] = {"max": 2}
@@ -149,7 +149,7 @@ class TestSubmit:
         (before,) = client.get(f"/v1/requests/{ran['id']}/plan").json()["graphs"]
         assert {copy["planned_bytes"] for copy in before["copies"]} == {None}
 
-    def test_what_a_process_says_of_blocks_is_not_kept_without_end(self, client, session):
+    def test_reported_block_sizes_are_bounded(self, client, session):
         ran = client.post("/v1/requests", json=request(GRAPH)).json()
         task = session.get(Task, ran["tasks"][1]["id"])
         for n in range(12):
@@ -163,7 +163,7 @@ class TestSubmit:
         assert shown == {"graph": f"sha256:{named(GRAPH)}"}
         assert client.get("/v1/graphs").json()["items"] == []
 
-    def test_another_tenants_graph_is_unknown(self, client, as_):
+    def test_graph_of_another_tenant_is_unknown(self, client, as_):
         put(client, GRAPH)
         blue = as_("blue.member")
         blue.put(f"/v1/bundles/{sha256(FUNCTIONS)}", content=FUNCTIONS)
@@ -181,13 +181,13 @@ class TestSubmit:
             ({"devices": {"min": 3, "max": 3}}, "/tasks/1/devices/min", "unsatisfiable"),
         ],
     )
-    def test_what_does_not_fit_its_task_is_refused(self, change, pointer, code, client):
+    def test_graph_that_does_not_fit_its_task_is_refused(self, change, pointer, code, client):
         answer = client.post("/v1/requests", json=request(GRAPH, **change))
         assert answer.status_code == 422
         assert (pointer, code) in [(e["pointer"], e["code"]) for e in answer.json()["errors"]]
 
     @pytest.mark.parametrize("function", ["ops:slpit", "ops:Job", "other:split"])
-    def test_a_function_that_the_bundle_does_not_hold_is_refused(self, function, client):
+    def test_unknown_function_of_the_bundle_is_refused(self, function, client):
         wrong = copy.deepcopy(GRAPH)
         wrong["nodes"][0]["function"] = function
         put(client, wrong)
@@ -205,7 +205,7 @@ class TestSubmit:
         answer = client.post("/v1/requests", json=request(large, devices={"memory_bytes": 2**20}))
         problem(answer, 422, "validation-error", "/tasks/1/devices/memory_bytes")
 
-    def test_without_a_bundle_it_cannot_run(self, client):
+    def test_graph_without_a_bundle_is_refused(self, client):
         body = {**request(GRAPH), "bundle": None}
         problem(client.post("/v1/requests", json=body), 422, "validation-error", "/bundle")
 
@@ -237,7 +237,7 @@ class TestSeveralIslands:
         session.add(Device(id="w.0", host="w", island="west", kind="cpu", memory_bytes=2**30))
         session.commit()
 
-    def test_it_is_cut_into_partitions_that_stand_in_its_place(self, west, client, session):
+    def test_graph_is_cut_into_partitions_that_take_its_place(self, west, client, session):
         sent = request(wide(), islands=2)
         sent["tasks"].append(
             {"name": "use", "run": {"function": "ops:vote"}, "inputs": {"parts": "whole.y"}}
@@ -257,7 +257,7 @@ class TestSeveralIslands:
         plan = client.get(f"/v1/requests/{answer.json()['id']}/plan").json()
         assert sorted(p["node"] for g in plan["graphs"] for p in g["nodes"]) == ran
 
-    def test_it_is_not_cut_for_an_island_without_a_host_of_as_many_devices_as_it_needs(
+    def test_graph_is_not_cut_for_an_island_without_a_host_of_enough_devices(
         self, west, client, session
     ):
         sent = request(wide(sides="klmr"), islands=2, devices={"min": 2, "max": 2})
@@ -270,9 +270,7 @@ class TestSeveralIslands:
         parts = [task for task in tasks if task["name"].startswith("whole.")]
         assert len({task["name"].split(".")[1] for task in parts}) == 2
 
-    def test_one_that_may_lie_on_several_hosts_counts_those_of_an_island_together(
-        self, west, client, session
-    ):
+    def test_graph_over_several_hosts_counts_all_devices_of_an_island(self, west, client, session):
         session.add(Host(name="w2", island="west"))
         session.flush()
         session.add(Device(id="w2.0", host="w2", island="west", kind="cpu", memory_bytes=2**30))
@@ -285,7 +283,7 @@ class TestSeveralIslands:
             cut[apart] = any(task["name"].startswith("whole.") for task in tasks)
         assert cut == {False: False, True: True}
 
-    def test_it_is_not_cut_for_an_island_whose_devices_are_too_small(self, west, client, session):
+    def test_graph_is_not_cut_for_an_island_with_too_small_devices(self, west, client, session):
         session.get(Device, "w.0").memory_bytes = 1000
         session.execute(update(Device).where(Device.island != "west").values(memory_bytes=2000))
         session.commit()
@@ -296,7 +294,7 @@ class TestSeveralIslands:
             parts[needed] = [task["name"] for task in tasks if task["name"].startswith("whole.")]
         assert (len(parts[1001]), len(parts[1000])) == (0, 2)
 
-    def test_one_that_needs_more_devices_than_a_host_has_is_refused(self, west, client, session):
+    def test_graph_that_needs_more_devices_than_a_host_has_is_refused(self, west, client, session):
         """There are four in all, and at most three lie on one host."""
         for n in (1, 2):
             session.add(Device(id=f"w.{n}", host="w", island="west", kind="cpu"))
@@ -314,23 +312,23 @@ class TestSeveralIslands:
         answer = client.post("/v1/requests", json=sent)
         assert answer.status_code == 202, answer.text
 
-    def test_on_the_only_island_it_stays_whole(self, client):
+    def test_graph_stays_whole_on_the_only_island(self, client):
         tasks = client.post("/v1/requests", json=request(wide(), islands=2)).json()["tasks"]
         assert [task["name"] for task in tasks] == ["make", "whole"]
 
-    def test_one_of_too_many_nodes_is_refused(self, west, client, monkeypatch):
+    def test_graph_with_too_many_nodes_is_refused(self, west, client, monkeypatch):
         monkeypatch.setattr("app.data.graphs.MAX_NODES", 4)
         answer = client.post("/v1/requests", json=request(wide(), islands=2))
         problem(answer, 422, "validation-error", "/tasks/1/islands")
 
-    def test_a_part_is_nothing_that_somebody_writes(self, client):
+    def test_partition_cannot_be_submitted_by_a_user(self, client):
         sent = request(wide())
         sent["tasks"][1]["run"]["part"] = {"nodes": ["l0"]}
         answer = client.post("/v1/requests", json=sent)
         problem(answer, 422, "validation-error", "/tasks/1/run/part")
 
 
-def test_its_bytes_stay_as_long_as_its_row(client, session):
+def test_stored_graph_stays_as_long_as_its_row(client, session):
     put(client, GRAPH)
     name = blob(named(GRAPH))
     assert housekeeping.named(session, [name, blob(sha256(BUNDLE))]) == {name}

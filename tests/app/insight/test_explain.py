@@ -11,7 +11,9 @@ import pytest
 from sqlalchemy import func, select, text
 
 from app.core.explanation import waiting_reasons
-from app.core.model.migration import Moving, as_json
+from app.core.model import codec
+from app.core.model.device_choice import with_packages
+from app.core.model.migration import Moving
 from app.core.scheduling import blockers
 from app.core.scheduling.board import Board
 from app.db import transactions
@@ -81,6 +83,10 @@ class Scene:
         task = self.scenery.task(self.a, "blocked", hold="user")
         return task, lambda _: setattr(task, "hold", "")
 
+    def idle_session(self):
+        task = self.scenery.task(self.a, "blocked", hold="idle")
+        return task, lambda _: setattr(task, "hold", "")
+
     def held_by_admin(self):
         task = self.scenery.task(self.a, "blocked", hold="admin")
         return task, lambda _: setattr(task, "hold", "")
@@ -136,6 +142,23 @@ class Scene:
         def do(change):
             assert change["value"] == pytest.approx(at.timestamp(), abs=1e-3)
             task.retry_at = at - timedelta(hours=2)
+
+        return task, do
+
+    def environment_pending(self):
+        pending = {"environment": {"python": "3.11", "lock": "", "own_python": False}}
+        task = self.scenery.task(self.a, "blocked", island=None, descriptor=pending)
+        locked = {"environment": {**pending["environment"], "lock": "5" * 64}}
+        return task, lambda _: setattr(task, "descriptor", locked)
+
+    def packages_installing(self):
+        lock, facts = "5" * 64, {"offers": ["environment:3.11"]}
+        self.d0.facts = {**facts, "builds": {lock: ["building", ""]}}
+        task = self.scenery.task(self.a, device_choice=with_packages("!environment:3.11", lock))
+
+        def do(change):
+            assert change == {"action": "wait_for_packages", "value": None, "of": "host"}
+            self.d0.facts = {**facts, "builds": {}, "environments": {lock: [1, 1]}}
 
         return task, do
 
@@ -195,7 +218,7 @@ class Scene:
     def moving(self):
         self.scenery.device("d1")
         moving = Moving(to="d1", source="d0", epoch=1, until_s=2e9, stopping=True)
-        on_the_way = {"move_to": "d1", "moving": as_json(moving)}
+        on_the_way = {"move_to": "d1", "moving": codec.to_json(moving, whole=True)}
         task = self.scenery.task(self.a, epoch=1, image_on="d0", **on_the_way)
 
         def do(change):
@@ -285,13 +308,88 @@ class Scene:
         held = self.held(self.b)
         return self.scenery.task(self.a), lambda _: self.let_go(held)
 
+    def device_stopping(self):
+        self.held(self.b)
+        stopping = self.scenery.device("d1", facts={"stopping": True})
+
+        def do(change):
+            assert change == {"action": "wait_for_workers", "value": 1, "of": "cpu"}
+            stopping.facts = {}
+
+        return self.scenery.task(self.a), do
+
+    def some_devices_drained(self):
+        self.held(self.b)
+        drained = [self.scenery.device(f"d{n}", cordoned=True) for n in (1, 2)]
+
+        def do(change):
+            assert change == {"action": "open_devices", "value": 1, "of": "cpu"}
+            drained[0].cordoned = False
+
+        return self.scenery.task(self.a), do
+
     def device_free(self):
         task = self.scenery.task(self.a)
         return task, lambda _: self.scenery.move(task, "done")
 
 
+def test_a_task_is_told_why_rules_have_cordoned_its_devices(session, scenery, told):
+    scene = Scene(session, scenery)
+    for n, code in enumerate((48, 64, 79, 95)):
+        why = {"rule": "xid", "reason": f"Xid {code}.", "effect": "move", "at_s": 0.0}
+        cordon = {"cordon": {**why, "returns": False}}
+        scenery.device(f"g{n}", kind="cuda", cordoned=True, fitness=cordon)
+    message = told(scenery.task(scene.a, kind="cuda"))["DEVICE_DRAINED"]["message"]
+    assert message == (
+        "Every cuda device that is up is drained (4 of 4). g0: Xid 48. g1: Xid 64. g2: Xid 79. "
+        "1 more are faulty too."
+    )
+    scenery.device("g9", kind="cuda")
+    gang = scenery.task(scene.a, kind="cuda", devices_min=2, devices_max=2)
+    assert "g0: Xid 48." in told(gang)["SOME_DEVICES_DRAINED"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("others", "cordoned", "codes"),
+    [
+        ("none", False, {"DEVICE_STOPPING"}),
+        ("none", True, {"DEVICE_DRAINED"}),  # it takes no work either once its worker is back
+        ("down", False, {"NO_DEVICE_UP"}),  # it has stopped
+        ("free", False, {"DEVICE_FREE"}),
+        ("held", False, {"DEVICE_STOPPING", "WAITING_FOR_DEVICE"}),
+        ("drained", False, {"DEVICE_STOPPING", "SOME_DEVICES_DRAINED"}),
+    ],
+)
+def test_task_is_told_of_a_stopping_device_if_none_is_free(
+    session, scenery, told, others, cordoned, codes
+):
+    scene = Scene(session, scenery)
+    scene.d0.facts, scene.d0.cordoned = {"stopping": True}, cordoned
+    if others == "down":
+        scene.d0.lease_until = func.now() - timedelta(seconds=1)
+    elif others != "none":
+        scenery.device("d1", cordoned=others == "drained")
+    if others == "held":
+        scene.held(scene.b, "d1")
+    reasons = told(scenery.task(scene.a))
+    assert {
+        "DEVICE_STOPPING",
+        "DEVICE_DRAINED",
+        "SOME_DEVICES_DRAINED",
+        "NO_DEVICE_UP",
+        "DEVICE_FREE",
+        "WAITING_FOR_DEVICE",
+    } & set(reasons) == codes
+    if "DEVICE_STOPPING" in codes:
+        said = reasons["DEVICE_STOPPING"]
+        assert said["message"] == "Device d0 is stopping: no new work starts there."
+        assert said["unblocked_by"] == "its worker is back or another device becomes free"
+    if "SOME_DEVICES_DRAINED" in codes:
+        assert reasons["SOME_DEVICES_DRAINED"]["message"].startswith("1 of 2 cpu devices is ")
+
+
 @pytest.mark.parametrize("code", waiting_reasons.CODES)
-def test_the_change_that_a_reason_names_ends_it(session, scenery, told, code):
+def test_change_named_by_a_reason_ends_that_reason(session, scenery, told, code):
     task, do = getattr(Scene(session, scenery), code.lower())()
     reasons = told(task)
     assert code in reasons, reasons
@@ -299,7 +397,7 @@ def test_the_change_that_a_reason_names_ends_it(session, scenery, told, code):
     assert code not in told(task)
 
 
-def test_every_code_and_every_action_stands_in_the_docs():
+def test_every_code_and_action_is_in_the_docs():
     page = (Path(__file__).parents[3] / "docs" / "reference" / "waiting.md").read_text()
     documented = set(re.findall(r"`([A-Z_]{6,})`", page))
     assert documented - {"NO_HISTORY", "BLOCKED", "TOO_WIDE"} == set(waiting_reasons.CODES)
@@ -307,8 +405,33 @@ def test_every_code_and_every_action_stands_in_the_docs():
     assert set(waiting_reasons.ACTIONS) <= actions
 
 
+def test_a_task_that_avoids_a_label_is_told_of_devices_without_it(session, scenery, told):
+    scene = Scene(session, scenery)
+    scene.d0.facts = {"labels": ["spot"]}
+    task = scenery.task(scene.a, device_choice="-spot")
+    assert told(task)["NO_DEVICE_UP"]["message"] == (
+        "No cpu device without label spot is up (known: 0)."
+    )
+    h100 = scenery.task(scene.a, device_choice="=h100,>9.0")
+    assert told(h100)["NO_DEVICE_UP"]["message"] == (
+        "No cpu device of model h100 of compute capability 9.0 is up (known: 0)."
+    )
+    scene.d0.facts = {}
+    assert "NO_DEVICE_UP" not in told(task)
+
+
+def test_a_fraction_is_told_that_no_device_has_enough_left(session, scenery, told):
+    scene = Scene(session, scenery)
+    scene.held(scene.b, device_choice="%600")
+    task = scenery.task(scene.a, device_choice="%500")
+    [said] = [told(task)["WAITING_FOR_DEVICE"]]
+    assert said["message"].startswith("No cpu device has 0.5 of it left; ")
+    assert "too full; a time slice lasts at least" in said["message"]
+    assert said["unblocked_by"] == "0.5 of a cpu device becomes free"
+
+
 class TestLimits:
-    def test_of_a_tenant_above_only_that_it_is_one_is_told(self, session, scenery, told):
+    def test_tenant_above_is_mentioned_without_its_name(self, session, scenery, told):
         lab = scenery.tenant("lab", limit={"*": 2})
         mine, other = (
             scenery.tenant("mine", parent_id=lab.id),
@@ -325,7 +448,7 @@ class TestLimits:
         lab.limit = {"*": 3}
         assert "TENANT_LIMIT" not in told(task)
 
-    def test_every_level_that_is_full_says_so(self, session, scenery, told):
+    def test_every_full_level_is_reported(self, session, scenery, told):
         lab = scenery.tenant("lab", limit={"cpu": 1}, max_running=1)
         mine = scenery.tenant("mine", parent_id=lab.id, limit={"cpu": 1})
         scenery.device("d0")
@@ -338,7 +461,7 @@ class TestLimits:
 
 
 class TestPlace:
-    def test_it_counts_everybody_who_goes_first(self, session, scenery):
+    def test_place_counts_all_tasks_that_go_first(self, session, scenery):
         a, b = scenery.tenant("a"), scenery.tenant("b", 2000)
         scenery.device("d0")
         scenery.charge(scenery.task(a, "running", seat="d0"), 10**6)
@@ -352,13 +475,13 @@ class TestPlace:
         places = explain.explain(session, [first, *tasks])
         assert [places[task.id].place for task in (first, *tasks)] == [5, 7, 8]
 
-    def test_kinds_of_devices_have_lines_of_their_own(self, session, scenery):
+    def test_each_kind_of_device_has_its_own_line(self, session, scenery):
         a = scenery.tenant("a")
         scenery.task(a), scenery.task(a, kind="cuda")
         task = scenery.task(a, kind="cuda")
         assert explain.explain(session, [task])[task.id].place == 2
 
-    def test_what_all_others_of_a_tenant_used_counts(self, session, scenery, told):
+    def test_usage_of_all_users_of_a_tenant_counts(self, session, scenery, told):
         scene = Scene(session, scenery)
         scene.held(scene.b)
         task = scenery.task(scene.a)
@@ -366,7 +489,7 @@ class TestPlace:
         scene.use(scene.a, 500)
         assert "TENANT_OVER_FAIR_SHARE" in told(task)
 
-    def test_a_tenant_that_moves_in_the_tree_is_followed(self, session, scenery):
+    def test_tenant_moved_in_the_tree_is_followed(self, session, scenery):
         a, b = scenery.tenant("a"), scenery.tenant("b")
         kept = explain._Kept()
         task = scenery.task(b)
@@ -387,7 +510,7 @@ class TestEstimate:
         ended = {"ended_at": datetime.now(UTC), "end": "finished"}
         scenery.seat(task, **ended)
 
-    def test_without_a_history_there_is_none_and_it_says_so(self, session, scenery):
+    def test_no_estimate_is_given_without_history(self, session, scenery):
         a = scenery.tenant("a")
         scenery.device("d0")
         scenery.task(a, "running", seat="d0")
@@ -398,7 +521,7 @@ class TestEstimate:
             "message": "No task has ended here yet to learn from.",
         }
 
-    def test_with_one_it_is_an_interval_around_the_middle(self, session, scenery):
+    def test_estimate_is_an_interval_around_the_median(self, session, scenery):
         a = scenery.tenant("a")
         scenery.device("d0")
         for _ in range(30):
@@ -417,7 +540,7 @@ class TestEstimate:
         assert 140 < two.p50_s < 180
         assert running.seat == "d0"
 
-    def test_who_used_less_does_not_wait_for_others_to_end(self, session, scenery):
+    def test_task_of_a_less_served_tenant_does_not_wait_for_others_to_end(self, session, scenery):
         a, b = scenery.tenant("a"), scenery.tenant("b")
         scenery.device("d0")
         for _ in range(30):
@@ -431,7 +554,7 @@ class TestEstimate:
         assert found[own.id].estimate.p50_s > 60
 
 
-def test_a_whole_page_is_told_on_one_board(session, scenery):
+def test_all_tasks_of_a_page_are_explained_with_one_board(session, scenery):
     a = scenery.tenant("a")
     scenery.device("d0")
     tasks = [scenery.task(a, priority=n % 2) for n in range(20)]
@@ -440,7 +563,7 @@ def test_a_whole_page_is_told_on_one_board(session, scenery):
     assert [found[task.id].place for task in order] == list(range(1, 21))
 
 
-def test_others_are_counted_and_not_read(session, scenery):
+def test_tasks_of_others_are_counted_without_reading_their_rows(session, scenery):
     """The counts come from `lines`: a million of another tenant need no rows."""
     a, b = scenery.tenant("a"), scenery.tenant("b")
     task = scenery.task(a)
@@ -453,7 +576,7 @@ def test_others_are_counted_and_not_read(session, scenery):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_place_is_that_on_the_whole_board(session, scenery, seed):
+def test_place_is_counted_on_the_whole_board(session, scenery, seed):
     """Tenants below tenants, users in any of them, limits and guarantees; some hold devices."""
     chance = random.Random(seed)
     tenants, users = [], []
@@ -461,10 +584,12 @@ def test_a_place_is_that_on_the_whole_board(session, scenery, seed):
         parent = chance.choice([scenery.root, *tenants])
         limit = chance.choice([{}, {}, {"cpu": 2}])
         owed = {"guarantee": {"cpu": chance.choice([0, 0, 1])}, "limit": limit}
+        owed["carried"] = chance.choice([0, 10**7 << 40])
         weight = chance.choice([500, 1000, 1700])
         tenants.append(scenery.tenant(f"t{n}", weight, parent_id=parent.id, **owed))
     for n in range(9):
         users.append(scenery.user(f"u{n}", chance.choice(tenants)))
+        users[-1].carried = chance.choice([0, 0, 10**7 << 40])
     owner = {tenant.id: tenant for tenant in tenants}
     for n, user in enumerate(users[:5]):
         scenery.device(f"d{n}")
@@ -487,8 +612,20 @@ def test_a_device_that_is_kept_for_a_moving_task_is_not_free(session, scenery, t
     scenery.device("d1")
     scene.held(scene.b)
     moving = Moving(to="d1", source="d0", epoch=1, until_s=2e9, stopping=True)
-    scenery.task(scene.b, epoch=1, image_on="d0", move_to="d1", moving=as_json(moving))
+    scenery.task(
+        scene.b, epoch=1, image_on="d0", move_to="d1", moving=codec.to_json(moving, whole=True)
+    )
     task = scenery.task(scene.a)
     reasons = told(task)
     assert "DEVICE_FREE" not in reasons, reasons
     assert "WAITING_FOR_DEVICE" in reasons
+
+
+def test_task_waits_for_a_host_that_shows_its_mount_until_one_does(session, scenery, told):
+    a = scenery.tenant("a")
+    device = scenery.device("d0", memory_bytes=8 * 10**9)
+    task = scenery.task(a, device_choice="!mount:pictures")
+    unmet = "No cpu device that offers mount:pictures is up (known: 0)."
+    assert unmet in [reason["message"] for reason in told(task).values()]
+    device.facts = {**device.facts, "offers": ["mount:pictures"]}
+    assert unmet not in [reason["message"] for reason in told(task).values()]

@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import func, update
 
 from app.api.access import auth
+from app.core.model.provisions.network_policy import FIGURES
 from app.db.models import (
     Checkpoint,
     Delivery,
@@ -77,7 +78,7 @@ class TestTenants:
             scenery.task(tenant, waiting_since=since)
         return scenery
 
-    def test_the_figures_are_those_of_the_api(self, a_and_b, session, figures):
+    def test_metrics_equal_the_figures_of_the_api(self, a_and_b, session, figures):
         told, now = figures(), reports.clock(session)
         shares = {share.tenant: share for share in reports.fair_share(session, now)}
         for tenant, share in shares.items():
@@ -96,7 +97,7 @@ class TestTenants:
         assert shares["a"].borrowed == 1
         assert shares["b"].total_us >= 7_000_000
 
-    def test_two_tenants_of_one_name_are_told_apart(self, scenery, session):
+    def test_tenants_of_one_name_have_different_labels(self, scenery, session):
         """Also where one is called like the path of the other."""
         a, b = scenery.tenant("a"), scenery.tenant("a/b")
         for above, name in ((a, "c"), (b, "c"), (a, "b/c")):
@@ -109,11 +110,11 @@ class TestTenants:
         ]
         assert len(told) == len(set(told)) == 5
 
-    def test_only_who_has_a_limit_has_one(self, a_and_b, figures):
+    def test_only_tenants_with_a_limit_have_that_metric(self, a_and_b, figures):
         limits = {labels for name, labels in figures() if name == "tenant_limit_devices"}
         assert limits == {("0", "a", "cpu")}
 
-    def test_a_tenant_waits_as_long_as_any_below_it(self, a_and_b, figures):
+    def test_longest_wait_of_a_tenant_includes_tenants_below(self, a_and_b, figures):
         told = figures()
         waits = {labels: round(s, -1) for (name, labels), s in told.items() if "head_wait" in name}
         assert waits == {
@@ -121,7 +122,7 @@ class TestTenants:
         }  # fmt: skip
         assert told["waiting_tasks", ("cpu",)] == 3
 
-    def test_of_a_line_only_its_first_counts(self, scenery, figures):
+    def test_only_the_first_task_of_a_line_counts_for_the_wait(self, scenery, figures):
         """Who has waited longest comes behind one with a higher priority, who came just now."""
         a = scenery.tenant("a")
         scenery.device("d0")
@@ -129,7 +130,7 @@ class TestTenants:
         scenery.task(a, priority=5, waiting_since=func.now())
         assert figures()["tenant_head_wait_seconds", ("0", "a", "cpu")] < 60
 
-    def test_of_many_tenants_the_busiest_are_told(self, a_and_b, figures, monkeypatch):
+    def test_only_the_busiest_of_many_tenants_are_shown(self, a_and_b, figures, monkeypatch):
         monkeypatch.setenv("ROUNDHOUSE_METRICS_TENANTS_MAX", "1")
         settings.cache_clear()
         told = figures()
@@ -156,7 +157,24 @@ def test_devices_by_state_and_the_oldest_heartbeat(scenery, session, figures):
     assert told["island_led", ()] == 1
 
 
-def test_orders_that_no_device_has_taken_in(scenery, session, figures):
+def test_the_figures_of_watched_devices_are_summed_by_kind(scenery, figures):
+    for n, (load, hot_c) in enumerate([(20, 50), (60, 70)]):
+        read = {"utilisation_percent": load, "temperature_c": hot_c, "power_w": 100.5}
+        scenery.device(f"g{n}", kind="cuda", health={"checked": 0, "reading": read})
+    gone = {"checked": 0, "reading": {"temperature_c": 99}}
+    scenery.device("g2", kind="cuda", health=gone, lease_s=-1)
+    scenery.device("c0")
+    why = {"rule": "xid", "reason": "Xid 48", "effect": "move", "at_s": 0.0, "returns": False}
+    scenery.device("g3", kind="cuda", cordoned=True, fitness={"cordon": why})
+    told = {name: n for (name, labels), n in figures().items() if labels == ("cuda",)}
+    assert told["watched_devices"] == 2
+    assert told["device_utilisation_percent"] == 40
+    assert (told["device_temperature_celsius"], told["device_power_watts"]) == (70, 201)
+    assert "device_ecc_uncorrected" not in told, "no device tells it"
+    assert figures()["unfit_devices", ("cuda", "xid")] == 1
+
+
+def test_orders_not_yet_taken_in_are_counted(scenery, session, figures):
     a = scenery.tenant("a")
     scenery.device("d0")
     task = scenery.task(a, "running", seat="d0")
@@ -222,7 +240,7 @@ class TestTally:
             if fail:
                 raise ZeroDivisionError
 
-    def test_events_of_rounds_that_were_committed(self, scenery, session, figures):
+    def test_events_of_committed_rounds_are_counted(self, scenery, session, figures):
         task, ours = scenery.task(scenery.tenant("a")), Tally()
         session.commit()
         self.told(ours, task, "task.paused", "task.paused", "task.moved")
@@ -236,7 +254,7 @@ class TestTally:
         assert told["switches_total", ()] == 1
         assert told["switch_seconds_total", ()] == 0.0015
 
-    def test_by_which_ways_inputs_came(self, scenery, session, figures):
+    def test_sources_of_inputs_are_counted(self, scenery, session, figures):
         scenery.device("h.0")
         seat = scenery.seat(scenery.task(scenery.tenant("a"), seat="h.0"))
         session.commit()
@@ -249,7 +267,21 @@ class TestTally:
         told = figures()
         assert (told["inputs_total", ("here",)], told["inputs_total", ("host",)]) == (1, 2)
 
-    def test_two_schedulers_add_up_and_the_leader_says_that_all_is_well(
+    def test_use_of_the_network_is_counted(self, scenery, session, figures):
+        scenery.device("h.0")
+        seat = scenery.seat(scenery.task(scenery.tenant("a"), seat="h.0"))
+        session.commit()
+        ours = Tally()
+        for n in (1, 3, 3):
+            with transaction() as its:
+                its.get_one(Placement, seat.id).network = dict.fromkeys(FIGURES, n)
+                ours._due_s = 0.0
+                ours.write(its, its.get_one(Island, "isle"), leads=True)
+        told = figures()
+        assert told["network_connections_total", ()] == told["network_refusals_total", ()] == 3
+        assert told["network_bytes_total", ("sent",)] == told["network_bytes_total", ("received",)]
+
+    def test_counts_of_two_schedulers_are_added_and_the_leader_reports_health(
         self, scenery, session, figures
     ):
         task, ours, theirs = scenery.task(scenery.tenant("a")), Tally(), Tally()
@@ -263,7 +295,7 @@ class TestTally:
         assert told["task_events_total", ("task.done",)] == 2  # the last of each is not written yet
         assert told["island_round_age_seconds", ()] == 0.0
 
-    def test_it_is_not_written_more_often_than_once_a_second(self, scenery, session):
+    def test_counts_are_written_at_most_once_a_second(self, scenery, session):
         row, ours = session.get_one(Island, "isle"), Tally()
         with transaction() as its:
             ours.write(its, its.get_one(Island, "isle"), leads=True)
@@ -306,7 +338,7 @@ def scraped(as_):
 
 
 class TestThePage:
-    def test_it_takes_a_key_of_the_root_tenant(self, as_, session, app):
+    def test_metrics_need_a_key_of_the_root_tenant(self, as_, session, app):
         problem(as_("").get("/metrics"), 401, "unauthenticated")
         for who in ("red.tenant_admin", "red.member", "red.viewer"):
             problem(as_(who).get("/metrics"), 403, "insufficient-scope")
@@ -320,12 +352,12 @@ class TestThePage:
         assert answer.headers["content-type"].startswith("text/plain")
         assert watcher.get("/v1/requests").json()["items"] == []  # it sees nothing else
 
-    def test_openmetrics_if_asked_for(self, as_):
+    def test_openmetrics_format_is_sent_on_request(self, as_):
         answer = as_("root").get("/metrics", headers={"Accept": "application/openmetrics-text"})
         assert answer.headers["content-type"].startswith("application/openmetrics-text")
         assert answer.text.endswith("# EOF\n")
 
-    def test_answers_and_times_by_operation(self, as_, scraped):
+    def test_calls_and_their_times_are_counted_by_operation(self, as_, scraped):
         before = self.answered(scraped())
         for who in ("red.member", "red.member", ""):
             as_(who).get("/v1/me")
@@ -338,7 +370,7 @@ class TestThePage:
         seconds = scraped()["roundhouse_api_seconds"].samples
         assert any(sample.labels.get("operation") == "getMe" for sample in seconds)
 
-    def test_whatever_is_asked_for_the_words_are_few(self, as_, scraped):
+    def test_unknown_addresses_make_no_new_labels(self, as_, scraped):
         scraped()
         for n in range(20):
             as_("").get(f"/nothing/{n}")
@@ -348,7 +380,7 @@ class TestThePage:
         assert "none" in operations
         assert not any(re.search(r"\d", operation) for operation in operations)
 
-    def test_what_fails_is_counted(self, as_, scraped, monkeypatch, app):
+    def test_failed_calls_are_counted(self, as_, scraped, monkeypatch, app):
         monkeypatch.setattr(reports, "fair_share", lambda *_: 1 / 0)
         quiet = TestClient(app, headers=as_("red.member").headers, raise_server_exceptions=False)
         assert quiet.get("/v1/fair-share").status_code == 500
@@ -359,12 +391,12 @@ class TestThePage:
         families = scraped().values()
         labels = {name for f in families for sample in f.samples for name in sample.labels}
         assert labels <= {"tenant", "level", "kind", "island", "state", "event", "operation",
-                          "status", "part", "quantile", "le"}  # fmt: skip
+                          "status", "part", "quantile", "le", "direction"}  # fmt: skip
         values = {str(sample.labels) for f in families for sample in f.samples}
         secret = (submitted["id"], submitted["name"], "red.member", "h.0")
         assert not [value for value in values for word in secret if f"'{word}'" in value]
 
-    def test_two_scrapes_at_once_are_read_once(self, as_, monkeypatch):
+    def test_two_simultaneous_scrapes_read_once(self, as_, monkeypatch):
         read, times = metrics.read, []
         monkeypatch.setattr(metrics, "read", lambda session: times.append(1) or read(session))
         metrics.figures.forget()
@@ -397,7 +429,7 @@ def _series(family):
     return [family.name + ending for ending in endings.get(family.type, [""])]
 
 
-def test_the_table_in_the_docs_has_every_metric_and_no_other(names):
+def test_table_in_the_docs_has_exactly_these_metrics(names):
     text = (DOCS / "reference" / "metrics.md").read_text()
     rows = re.findall(r"^\| (`.*?) \|", text, re.MULTILINE)
     said = {f"roundhouse_{name}" for row in rows for name in re.findall(r"`(\w+)`", row)}
@@ -406,7 +438,7 @@ def test_the_table_in_the_docs_has_every_metric_and_no_other(names):
     assert said == {name for name in plain | histograms if name.startswith("roundhouse_")}
 
 
-def test_the_dashboard_shows_only_what_is_told_and_all_of_it(names):
+def test_dashboard_shows_exactly_these_metrics(names):
     board = json.loads((DOCS / "grafana.json").read_text())
     panels = [panel for panel in board["panels"] if panel["type"] != "row"]
     asked = [target["expr"] for panel in panels for target in panel["targets"]]

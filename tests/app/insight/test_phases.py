@@ -44,7 +44,7 @@ def test_sql_and_python_say_the_same_of_every_task(session, tasks):
     assert [phases.of_task(task) for task, _ in rows] == [told for _, told in rows]
 
 
-def test_a_request_is_found_by_the_phase_that_it_is_shown_with(session, tasks):
+def test_request_is_found_by_the_phase_it_is_shown_with(session, tasks):
     session.expire_all()
     for request in session.scalars(select(Request)):
         (task,) = session.scalars(select(Task).where(Task.request_id == request.id))

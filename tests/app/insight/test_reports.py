@@ -31,7 +31,7 @@ def by_name(session, now):
 
 
 class TestFairShare:
-    def test_devices_are_shared_by_weight_among_those_who_have_work(self, session, scenery, now):
+    def test_devices_are_shared_by_weight_among_tenants_with_work(self, session, scenery, now):
         a, b = scenery.tenant("a"), scenery.tenant("b")
         c, _ = scenery.tenant("c", 2000), scenery.tenant("idle", 4000)
         scenery.device("d0"), scenery.device("d1")
@@ -71,9 +71,7 @@ class TestFairShare:
         assert [(k.kind, k.fair) for k in shares["a"].kinds] == [("cpu", 1.0), ("cuda", 1.0)]
         assert [(k.kind, k.fair) for k in shares["b"].kinds] == [("cpu", 0.0), ("cuda", 1.0)]
 
-    def test_who_was_told_to_leave_holds_the_device_until_it_has_let_go(
-        self, session, scenery, now
-    ):
+    def test_task_told_to_leave_holds_its_device_until_it_has_left(self, session, scenery, now):
         a, b = scenery.tenant("a"), scenery.tenant("b")
         scenery.device("d0")
         pausing = scenery.task(a, "pausing", seat="d0")
@@ -83,7 +81,7 @@ class TestFairShare:
         session.execute(ended.values(ended_at=func.now()))
         assert [s.held for s in by_name(session, now).values()] == [0, 1]
 
-    def test_usage_is_what_the_ledger_says_and_fades(self, session, scenery, now):
+    def test_usage_is_that_of_the_ledger_and_fades(self, session, scenery, now):
         a = scenery.tenant("a", 2000)
         scenery.device("d0", cost_milli=3000)
         scenery.charge(scenery.task(a, "running", seat="d0"), 10 * 10**6)
@@ -97,7 +95,7 @@ class TestFairShare:
         assert week_later.usage_us == pytest.approx(share.total_us / 2, abs=1)
         assert week_later.total_us == share.total_us
 
-    def test_the_others_are_told_as_one_without_a_name(self, session, scenery, now):
+    def test_other_tenants_are_shown_as_one_without_a_name(self, session, scenery, now):
         a, b, c = scenery.tenant("a"), scenery.tenant("b"), scenery.tenant("c", 2000)
         scenery.device("d0"), scenery.device("d1")
         scenery.task(b, "running", seat="d0")
@@ -110,7 +108,7 @@ class TestFairShare:
         assert rest.fair + shares[0].fair == 2.0
         assert rest.kinds[0].devices == 2
 
-    def test_nothing_there_is_no_error(self, session, now):
+    def test_empty_system_is_no_error(self, session, now):
         assert reports.fair_share(session, now) == []
         assert reports.others([], "nobody").kinds == ()
         assert (
@@ -166,7 +164,7 @@ THEIRS = " Tenants with less recent usage are queued and run next."
         for held, said in enumerate(saids)
     ],
 )
-def test_the_verdict_goes_by_usage_as_the_scheduler_does(waiting, score, held, said):
+def test_verdict_compares_faded_usage_like_the_scheduler(waiting, score, held, said):
     mine = one_kind("t", fair=1.0, held=held, waiting=waiting, score=score)
     rival = one_kind("r", fair=1.0, held=2 - held, waiting=1, score=10)
     told = reports.verdict(mine, [mine, rival])
@@ -186,7 +184,7 @@ def test_the_verdict_goes_by_usage_as_the_scheduler_does(waiting, score, held, s
         ([("idle", 0, 0, 5)], ""),
     ],
 )
-def test_only_rivals_with_work_count(rivals, said):
+def test_only_other_tenants_with_work_count(rivals, said):
     used = sum(held for _, held, _, _ in rivals)
     mine = one_kind("t", held=2 - used, waiting=1, score=10)
     rest = [one_kind(id, held=held, waiting=wait, score=score) for id, held, wait, score in rivals]
@@ -194,7 +192,7 @@ def test_only_rivals_with_work_count(rivals, said):
 
 
 class TestQueue:
-    def test_it_has_who_waits_and_who_is_blocked_the_oldest_first(self, session, scenery):
+    def test_queue_has_waiting_and_blocked_tasks_oldest_first(self, session, scenery):
         a = scenery.tenant("a")
         blocked = scenery.task(a, "blocked", hold="user")
         later, urgent = scenery.task(a), scenery.task(a, priority=1)
@@ -210,7 +208,7 @@ class TestQueue:
         assert [item.id for item in reports.queue(session, a.id, state="blocked")] == [blocked.id]
         assert reports.queue(session, None, kind="cuda") == []
 
-    def test_a_page_goes_on_after_the_last_one_seen(self, session, scenery):
+    def test_next_page_begins_after_the_last_task_seen(self, session, scenery):
         a = scenery.tenant("a")
         tasks = [scenery.task(a, state) for state in ("waiting", "waiting", "blocked", "blocked")]
         for tenant in (None, a.id):
@@ -220,7 +218,7 @@ class TestQueue:
                 after = page[-1].id
             assert seen == [task.id for task in tasks]
 
-    def test_a_tenant_sees_its_own_and_its_admin_those_below_too(self, session, scenery):
+    def test_tenant_sees_its_own_queue_and_its_admin_those_below_too(self, session, scenery):
         a, b = scenery.tenant("a"), scenery.tenant("b")
         c = scenery.tenant("c", parent_id=a.id)
         for tenant in (a, b, c):
@@ -229,7 +227,7 @@ class TestQueue:
         assert [item.tenant for item in reports.queue(session, a.id, below=True)] == ["a", "c"]
         assert [item.tenant for item in reports.queue(session, None)] == ["a", "b", "c"]
 
-    def test_a_paused_task_waits_since_it_let_go(self, session, scenery, now):
+    def test_paused_task_waits_since_it_left_its_device(self, session, scenery, now):
         a = scenery.tenant("a")
         task = scenery.task(a, submitted_at=now - timedelta(hours=1))
         assert reports.queue(session, a.id)[0].since == task.submitted_at
@@ -268,7 +266,7 @@ class TestTree:
         rest = reports.others(shares, a.id)
         assert (rest.held, rest.waiting, rest.fair) == (0, 5, 3.0)
 
-    def test_a_guarantee_is_owed_before_weights_and_a_limit_holds(self, session, scenery, now):
+    def test_guarantee_is_owed_before_weights_and_limits_hold(self, session, scenery, now):
         a = scenery.tenant("a", guarantee={"cpu": 3})
         b, c = scenery.tenant("b", limit={"cpu": 0}), scenery.tenant("c", 9000)
         for n in range(4):
@@ -290,7 +288,7 @@ class TestTree:
 
 
 class TestDevices:
-    def test_of_anothers_task_a_tenant_learns_only_that_it_is_there(self, session, scenery, now):
+    def test_another_tenants_task_on_a_device_is_shown_as_taken_only(self, session, scenery, now):
         a, b = scenery.tenant("a"), scenery.tenant("b")
         for name in ("d0", "d1", "d2"):
             scenery.device(name)
@@ -307,7 +305,20 @@ class TestDevices:
         assert seen[1].since is None
         assert [d.holder for d in reports.devices(session, None, now)] == ["a", "b", None]
 
-    def test_a_device_that_is_silent_or_set_aside_says_so(self, session, scenery, now):
+    def test_tasks_with_fractions_of_a_device_are_all_shown(self, session, scenery, now):
+        a, b = scenery.tenant("a"), scenery.tenant("b")
+        scenery.device("d0")
+        mine = scenery.task(a, "running", seat="d0", device_choice="%500")
+        scenery.task(b, "running", seat="d0", device_choice="%250")
+        [seen] = reports.devices(session, a.id, now)
+        assert [(f.fraction, f.holder, f.task and f.task.id) for f in seen.fractions] == [
+            ("0.5", "a", mine.id),
+            ("0.25", "another tenant", None),
+        ]
+        [seen] = reports.devices(session, None, now)
+        assert [f.holder for f in seen.fractions] == ["a", "b"]
+
+    def test_silent_or_cordoned_device_is_marked(self, session, scenery, now):
         scenery.device("d0"), scenery.device("d1", lease_s=-1), scenery.device("d2", cordoned=True)
         seen = reports.devices(session, None, now)
         assert [device.state for device in seen] == ["up", "down", "cordoned"]
@@ -374,7 +385,7 @@ class TestUsage:
         noon, a = booked
         assert self.ask(session, a.id, noon, hours=1)[0].held_us == 30
 
-    def test_no_usage_is_nothing_and_not_an_error(self, session, scenery, now):
+    def test_no_usage_is_no_error(self, session, scenery, now):
         a = scenery.tenant("a")
         assert self.ask(session, a.id, now) == [UsageRow(held_us=0, charged_us=0)]
         assert self.ask(session, a.id, now, group_by=("user",)) == []
@@ -391,14 +402,14 @@ class TestUsage:
 
 
 class TestRequests:
-    def test_a_list_sums_up_what_its_tasks_did(self, session, scenery):
+    def test_list_of_requests_sums_up_their_tasks(self, session, scenery):
         a = scenery.tenant("a")
         task = scenery.task(a, total_held_us=5, held_us=2, pauses=3, lost_steps=4)
         line = reports.request(session, a.id, task.request_id)
         assert (line.phase, line.tasks) == ("queued", {"queued": 1})
         assert (line.total_held_us, line.pauses, line.lost_steps) == (7, 3, 4)
 
-    def test_the_newest_come_first_page_by_page(self, session, scenery):
+    def test_newest_requests_come_first_page_by_page(self, session, scenery):
         a = scenery.tenant("a")
         ids = [scenery.task(a).request_id for _ in range(3)]
         first = reports.requests(session, a.id, limit=2)
@@ -406,7 +417,7 @@ class TestRequests:
         assert [line.id for line in reports.requests(session, a.id, before=ids[1])] == [ids[0]]
         assert reports.requests(session, a.id, phase="failed") == []
 
-    def test_another_tenants_request_is_not_there(self, session, scenery):
+    def test_request_of_another_tenant_is_not_found(self, session, scenery):
         a, b = scenery.tenant("a"), scenery.tenant("b")
         task = scenery.task(a)
         assert reports.request(session, b.id, task.request_id) is None
@@ -446,7 +457,7 @@ class TestRequests:
         assert curve.points == ((0, 0.1), (2**62, 3.0), (2**62 + 1, -1e300))
         assert reports.curves(session, task.request_id, points=3)
 
-    def test_the_log_is_its_end_in_order(self, session, scenery):
+    def test_end_of_the_log_is_shown_in_order(self, session, scenery):
         task = scenery.task(scenery.tenant("a"), name="train")
         for n in range(5):
             session.add(

@@ -60,7 +60,7 @@ def made(tenant="red", work_s=10.0, **more):
 # --- history ------------------------------------------------------------------------------------
 
 
-def test_history_is_replayed_as_it_is_and_as_it_would_be(post, scenery):
+def test_history_is_replayed_as_it_was_and_under_another_policy(post, scenery):
     red, blue = scenery.tenant("red"), scenery.tenant("blue")
     scenery.device("d0")
     ended(scenery, red, held_s=10)
@@ -83,7 +83,7 @@ def test_history_is_replayed_as_it_is_and_as_it_would_be(post, scenery):
     }
 
 
-def test_history_is_what_ended_within_the_window_and_held_a_device(post, scenery):
+def test_history_is_the_tasks_that_held_a_device_and_ended_in_the_window(post, scenery):
     red = scenery.tenant("red")
     scenery.device("d0")
     ended(scenery, red)
@@ -94,7 +94,7 @@ def test_history_is_what_ended_within_the_window_and_held_a_device(post, scenery
     assert (told["jobs"], told["left_out"]) == (1, 1)
 
 
-def test_what_needed_another_waits_for_it_again(post, scenery):
+def test_task_that_needed_another_waits_for_it_in_the_replay(post, scenery):
     red = scenery.tenant("red")
     scenery.device("d0"), scenery.device("d1")
     first, second = ended(scenery, red, held_s=10), ended(scenery, red, held_s=5)
@@ -125,7 +125,7 @@ def test_weights_guarantees_and_limits_change_the_shares(post, scenery):
     assert guaranteed[1] == pytest.approx(240, rel=0.1)
 
 
-def test_tenants_of_one_name_are_called_by_their_ids_too(post, scenery):
+def test_tenants_of_one_name_are_shown_with_their_ids(post, scenery):
     red = scenery.tenant("red")
     inner = scenery.tenant("red", parent_id=red.id)
     scenery.device("d0")
@@ -137,7 +137,7 @@ def test_tenants_of_one_name_are_called_by_their_ids_too(post, scenery):
     assert as_is["jobs"] == 2
 
 
-def test_what_pauses_cost_was_measured(session, scenery):
+def test_cost_of_a_pause_is_the_measured_one(session, scenery):
     red = scenery.tenant("red")
     scenery.device("d0")
     for switch_us, pauses in ((3_000_000, 1), (5_000_000, 2), (9_000_000, 1), (70_000_000, 0)):
@@ -149,7 +149,7 @@ def test_what_pauses_cost_was_measured(session, scenery):
     assert {arrival.expected_s for arrival in scene.arrivals} == {None}
 
 
-def test_it_changes_nothing(post, scenery, session, rows):
+def test_replay_changes_nothing(post, scenery, session, rows):
     ended(scenery, scenery.tenant("red"))
     scenery.device("d0")
     ledger.base(session)  # it is there since the island's first round
@@ -159,7 +159,7 @@ def test_it_changes_nothing(post, scenery, session, rows):
     assert rows() == before
 
 
-def test_users_weigh_what_they_weigh(session, scenery):
+def test_users_have_their_weights_in_the_replay(session, scenery):
     red = scenery.tenant("red")
     scenery.device("d0")
     ended(scenery, red)
@@ -183,7 +183,7 @@ def test_an_empty_history_gives_an_empty_report(post, scenery):
 # --- arrivals made up ---------------------------------------------------------------------------
 
 
-def test_arrivals_made_up_may_name_tenants_that_are_not_there(post, scenery, session):
+def test_invented_jobs_may_name_new_tenants(post, scenery, session):
     scenery.tenant("red", weight_milli=4000)
     scenery.device("d0")
     arrivals = [made(), made("new one", at_s=2.0, devices=1)]
@@ -194,7 +194,7 @@ def test_arrivals_made_up_may_name_tenants_that_are_not_there(post, scenery, ses
     assert session.scalars(select(Tenant).where(Tenant.name == "new one")).all() == []
 
 
-def test_what_asks_for_more_than_there_is_is_left_out(post, scenery):
+def test_task_that_needs_more_devices_than_exist_is_left_out(post, scenery):
     scenery.device("d0")
     body = {"source": "arrivals", "island": "isle", "arrivals": [made(devices=2), made()]}
     as_is, what_if = post({**body, "devices": {"cpu": 2}}).json()["runs"]
@@ -212,7 +212,7 @@ def test_cordoned_devices_take_no_part(post, scenery):
 
 
 @pytest.mark.parametrize("role", ["viewer", "member", "tenant_admin"])
-def test_only_platform_admins_may(post, scenery, role):
+def test_only_platform_admins_may_replay(post, scenery, role):
     answer = post(HISTORY, key=scenery.key(scenery.tenant("red"), role))
     problem(answer, 403, "insufficient-scope")
 
@@ -242,12 +242,12 @@ def test_only_platform_admins_may(post, scenery, role):
         ({"colour": "red"}, "/colour"),
     ],
 )
-def test_bad_input_is_pointed_at(post, scenery, changes, pointer):
+def test_bad_input_is_reported_with_its_pointer(post, scenery, changes, pointer):
     scenery.tenant("red")
     problem(post({**HISTORY, **changes}), 422, "validation-error", pointer)
 
 
-def test_too_long_a_history_is_refused_with_what_to_do(post, scenery, monkeypatch):
+def test_history_that_is_too_long_is_refused_with_advice(post, scenery, monkeypatch):
     monkeypatch.setattr(simulations, "MOST_ARRIVALS", 2)
     red = scenery.tenant("red")
     for _ in range(3):
@@ -256,7 +256,7 @@ def test_too_long_a_history_is_refused_with_what_to_do(post, scenery, monkeypatc
     assert "more than 2 tasks ended in that time; choose a shorter time" in body["detail"]
 
 
-def test_a_replay_that_takes_too_long_is_given_up(post, scenery, monkeypatch):
+def test_replay_that_takes_too_long_is_abandoned(post, scenery, monkeypatch):
     monkeypatch.setattr(simulations, "BUDGET_S", 0.0)
     scenery.device("d0")
     arrivals = [made(at_s=float(n), work_s=0.5) for n in range(600)]
@@ -266,14 +266,14 @@ def test_a_replay_that_takes_too_long_is_given_up(post, scenery, monkeypatch):
     assert post({**HISTORY}).status_code == 200  # the next one may be made
 
 
-def test_one_is_made_at_a_time(post, scenery):
+def test_one_replay_runs_at_a_time(post, scenery):
     scenery.device("d0")
     with simulations._one_at_a_time:
         problem(post(HISTORY), 409, "conflict-state")
     assert post(HISTORY).status_code == 200
 
 
-def test_costs_are_paid_in_both_runs(session, scenery):
+def test_costs_of_switches_are_paid_in_both_runs(session, scenery):
     scenery.tenant("red"), scenery.tenant("blue")
     scenery.device("d0")
     two = [simulations.Made(at_s=0.0, tenant=name, work_s=30.0) for name in ("red", "blue")]
@@ -289,7 +289,7 @@ def test_costs_are_paid_in_both_runs(session, scenery):
 # --- elastic arrivals ---------------------------------------------------------------------------
 
 
-def test_a_made_up_task_grows_while_nobody_asks_for_the_devices(post, scenery):
+def test_invented_elastic_task_grows_while_devices_are_free(post, scenery):
     """40 s of work on two devices: 5 s on one while it may not grow, and 37.5 s on two."""
     scenery.device("d0")
     body = {
@@ -306,14 +306,14 @@ def test_a_made_up_task_grows_while_nobody_asks_for_the_devices(post, scenery):
     assert calm["lasted_s"] == 50.0
 
 
-def test_it_cannot_need_more_than_it_can_use(post, scenery):
+def test_task_that_needs_more_devices_than_it_can_use_is_refused(post, scenery):
     scenery.device("d0")
     arrival = {"tenant": "red", "work_s": 40.0, "devices": 2, "devices_min": 3}
     answer = post({"source": "arrivals", "island": "isle", "arrivals": [arrival]})
     problem(answer, 422, "validation-error", "/arrivals/0/devices_min")
 
 
-def test_a_half_life_may_go_by_thousands_of_times(post, scenery):
+def test_replay_may_last_thousands_of_half_lives(post, scenery):
     scenery.tenant("red"), scenery.device("d0")
     arrivals = [made("red", 1500.0), made("blue", 1500.0)]
     body = {"source": "arrivals", "island": "isle", "arrivals": arrivals, "half_life_s": 1.0}

@@ -57,13 +57,13 @@ def spent(session, task):
     return time_spent(session, [task.id])[task.id]
 
 
-def test_who_was_never_launched_only_waited(session, task):
+def test_task_that_was_never_launched_only_waited(session, task):
     assert spent(session, task) == TimeSpent(
         waited_s=100, switched_s=0, moved_s=0, computed_s=0, staged_s=0
     )
 
 
-def test_each_second_is_one_of_five(session, scenery, task):
+def test_each_second_counts_for_one_of_five_activities(session, scenery, task):
     stay(scenery, task, 1, "d0", 10, 11, 31, staged_s=0.5)
     stay(scenery, task, 2, "d0", 40, 42, 50)  # the same device again
     stay(scenery, task, 3, "d1", 60, 67, None, staged_s=1.5)  # another one, and still there
@@ -72,7 +72,7 @@ def test_each_second_is_one_of_five(session, scenery, task):
     )
 
 
-def test_an_order_that_nobody_took_up_is_no_time_on_a_seat(session, scenery, task):
+def test_launch_that_no_device_took_is_no_time_on_a_device(session, scenery, task):
     stay(scenery, task, 1, "d0", 10, None, 30)
     stay(scenery, task, 2, "d1", 90, None, None)
     assert spent(session, task) == TimeSpent(
@@ -80,9 +80,7 @@ def test_an_order_that_nobody_took_up_is_no_time_on_a_seat(session, scenery, tas
     )
 
 
-def test_a_migration_is_moving_from_the_last_step_there_to_the_first_one_here(
-    session, scenery, task
-):
+def test_migration_lasts_from_the_last_step_there_to_the_first_here(session, scenery, task):
     stay(scenery, task, 1, "d0", 0, 0, 50, end="moved")
     stay(scenery, task, 2, "d1", 52, 53, None)
     assert spent(session, task) == TimeSpent(
@@ -90,7 +88,7 @@ def test_a_migration_is_moving_from_the_last_step_there_to_the_first_one_here(
     )
 
 
-def test_it_stops_counting_when_the_task_ends(session, scenery, task):
+def test_time_stops_when_the_task_ends(session, scenery, task):
     stay(scenery, task, 1, "d0", 10, 10, 60)
     task.ended_at = task.submitted_at + timedelta(seconds=60)
     session.flush()
@@ -98,12 +96,12 @@ def test_it_stops_counting_when_the_task_ends(session, scenery, task):
     assert spent(session, task).computed_s == 50
 
 
-def test_nobody_stood_still_longer_than_he_sat(session, scenery, task):
+def test_time_stood_still_is_at_most_the_time_on_the_device(session, scenery, task):
     stay(scenery, task, 1, "d0", 10, 10, 20, staged_s=50)
     assert (spent(session, task).staged_s, spent(session, task).computed_s) == (10, 0)
 
 
-def test_several_tasks_are_told_of_at_once(session, scenery, task):
+def test_several_tasks_are_reported_at_once(session, scenery, task):
     other = scenery.task(scenery.tenant("b"))
     assert set(time_spent(session, [task.id, other.id])) == {task.id, other.id}
     assert time_spent(session, []) == {}

@@ -44,6 +44,7 @@ from workers.control.controller import Control
 from workers.control.scheduler import Scheduler
 
 DESCRIPTOR = {
+    "name": "train",
     "run": {"job": "train:Train"},
     "max_duration_s": 100.0,
     "checkpoint": {"every_s": 60.0, "keep": 3},
@@ -55,6 +56,7 @@ LEASE = timedelta(minutes=5)
 def sent(monkeypatch):
     """Nothing is published: the channel itself is Celery's and Redis'."""
     monkeypatch.setattr("app.messaging.outbox.hint", lambda *_: True)
+    monkeypatch.setattr("app.messaging.outbox.post", set)
 
 
 @pytest.fixture
@@ -115,7 +117,7 @@ def told(session, name):
 
 
 class TestNew:
-    def test_a_task_goes_where_it_ends_first(self, session, people):
+    def test_task_goes_to_the_island_where_it_ends_first(self, session, people):
         add_island(session, "east", cpu=1)
         add_island(session, "west", cpu=1)
         add_task(session, "a", request="req_a")
@@ -126,7 +128,7 @@ class TestNew:
         assert islands(session) == {"a": "east", "b": "west"}
         assert "2 islands can run the task" in told(session, "b")["because"]
 
-    def test_so_do_several_requests_of_one_look(self, session, people):
+    def test_several_requests_go_where_they_end_first(self, session, people):
         add_island(session, "east", cpu=1)
         add_island(session, "west", cpu=3)
         for n in range(8):
@@ -134,7 +136,7 @@ class TestNew:
         island_assignment.assign_new(session)
         assert sorted(islands(session).values()) == ["east"] * 2 + ["west"] * 6
 
-    def test_by_fair_share_it_may_end_first_where_more_is_queued(self, session, people):
+    def test_fair_share_may_send_a_task_to_an_island_with_more_queued(self, session, people):
         """In the queue of one other tenant we have half of the devices, and not its end."""
         add_island(session, "east", cpu=2)
         add_island(session, "west", cpu=2)
@@ -169,7 +171,7 @@ class TestNew:
         abroad = select(Task.name).where(Task.abroad)
         assert session.scalars(abroad).all() == ["prep"]
 
-    def test_a_chain_stays_together_and_a_wide_request_is_cut_where_little_crosses(
+    def test_chain_stays_together_and_a_wide_request_is_cut_where_little_crosses(
         self, session, people
     ):
         add_island(session, "east", cpu=1)
@@ -185,7 +187,7 @@ class TestNew:
         assert found["l0"] != found["r0"]
 
     @pytest.mark.parametrize(("after_ms", "number"), [({"x": 500}, 2), ({}, 1)])
-    def test_who_reads_what_a_partition_gives_while_it_runs_has_another_island(
+    def test_reader_of_a_running_partition_has_another_island(
         self, session, people, after_ms, number
     ):
         add_island(session, "east", cpu=1)
@@ -198,7 +200,7 @@ class TestNew:
         island_assignment.assign_new(session)
         assert len({*islands(session).values()}) == number
 
-    def test_a_partition_may_not_wait_where_another_island_is_free(self, session, people):
+    def test_partition_does_not_wait_where_another_island_is_free(self, session, people):
         add_island(session, "east", cpu=1)
         add_island(session, "west", cpu=1)
         add_task(session, "before", request="req_before", state="waiting", island="east")
@@ -211,21 +213,31 @@ class TestNew:
         island_assignment.assign_new(session)
         assert {islands(session)[name] for name in ("p.0", "p.1")} == {"west"}
 
-    def test_one_island_has_all_if_there_is_one(self, session, people):
+    def test_only_island_gets_everything(self, session, people):
         add_island(session, "only", cpu=1)
         add_task(session, "a")
         add_task(session, "b", after=["a"])
         assert island_assignment.assign_new(session) == {"only"}
 
-    def test_memory_counts(self, session, people):
+    def test_memory_of_devices_counts(self, session, people):
         add_island(session, "east", cpu=9)
         add_island(session, "west", cpu=1)
         session.execute(update(Device).where(Device.island == "west").values(memory_bytes=2**40))
         add_task(session, "large", memory_bytes=2**35)
         assert island_assignment.assign_new(session) == {"west"}
 
+    def test_task_goes_where_a_device_suits_its_choice(self, session, people):
+        h100 = {"model": "NVIDIA H100", "compute_capability": "9.0", "labels": ["a", "spot"]}
+        add_island(session, "east", cpu=2)
+        add_island(session, "west", cpu=2)
+        session.execute(update(Device).where(Device.island == "west").values(facts=h100))
+        for name, choice in (("one", "=h100"), ("two", ">9.0,+spot"), ("three", "-spot")):
+            add_task(session, name, request=f"req_{name}", device_choice=choice)
+        island_assignment.assign_new(session)
+        assert islands(session) == {"one": "west", "two": "west", "three": "east"}
+
     @pytest.mark.parametrize("why", ["not led", "not heard", "cordoned", "drained"])
-    def test_islands_that_can_take_it_now_are_taken_first(self, session, people, why):
+    def test_islands_that_can_take_the_task_now_come_first(self, session, people, why):
         add_island(session, "east", cpu=9, led=why != "not led")
         add_island(session, "west", cpu=1)
         here = Device.island == "east"
@@ -239,15 +251,13 @@ class TestNew:
             add_task(session, f"t{n}", request=f"req_{n}")
         assert island_assignment.assign_new(session) == {"west"}
 
-    def test_but_an_island_that_is_away_for_a_while_gets_what_no_other_can_run(
-        self, session, people
-    ):
+    def test_absent_island_gets_what_no_other_can_run(self, session, people):
         add_island(session, "east", cuda=1, led=False)
         add_island(session, "west", cpu=1)
         add_task(session, "t", kind="cuda")
         assert island_assignment.assign_new(session) == {"east"}
 
-    def test_what_nobody_can_run_waits_whole_until_it_is_cancelled(self, session, people):
+    def test_request_that_no_island_can_run_waits_whole_until_cancelled(self, session, people):
         add_island(session, "east", cpu=1)
         add_task(session, "a")
         add_task(session, "b", kind="tpu")
@@ -382,7 +392,7 @@ def seen():
 
 
 class TestSeveralIslands:
-    def test_what_ended_on_one_island_unlocks_what_waits_for_it_on_the_other(self, two):
+    def test_task_that_ended_on_one_island_unblocks_a_task_on_the_other(self, two):
         east, west = two
         east.hear(started("prep"), finished("prep", x=1))
         assert seen()["prep"][0] == "done"
@@ -394,7 +404,7 @@ class TestSeveralIslands:
         assert (one.moved_bytes, one.head_bytes) == (3, 2)
 
     @pytest.mark.parametrize("is_up", [True, False])
-    def test_a_launch_says_who_may_have_what_it_takes_and_the_plan_how_it_came(self, two, is_up):
+    def test_launch_names_where_inputs_are_and_the_plan_how_they_came(self, two, is_up):
         east, west = two
         east.links, east.secret = ["10.0.0.1", 9], "ab" * 32
         east.hear(started("prep"), finished("prep", x=1))
@@ -414,7 +424,7 @@ class TestSeveralIslands:
                 "host" if is_up else "store"
             ]
 
-    def test_the_island_whose_tasks_wait_is_told_of_the_end_at_once(self, two, monkeypatch):
+    def test_island_of_waiting_tasks_is_told_of_the_end_at_once(self, two, monkeypatch):
         told = []
         monkeypatch.setattr("app.messaging.outbox.nudge_island", told.append)
         two[0].hear(started("prep"))
@@ -422,7 +432,7 @@ class TestSeveralIslands:
         two[0].hear(started("prep"), finished("prep", x=1))
         assert told == ["west"]
 
-    def test_and_need_not_wait_for_the_plan_of_the_other(self, two, monkeypatch):
+    def test_island_does_not_wait_for_the_plan_of_the_other(self, two, monkeypatch):
         order, (east, _) = [], two
         cycle = east.scheduler._cycle
         monkeypatch.setattr("app.messaging.outbox.nudge_island", order.append)
@@ -433,7 +443,7 @@ class TestSeveralIslands:
         assert order == ["west", "plan"]
         assert seen()["prep"][0] == "done"
 
-    def test_what_failed_there_ends_it_here(self, two):
+    def test_failed_task_ends_its_dependents_on_the_other_island(self, two):
         east, west = two
         east.hear(started("prep"), finished("prep"))  # without its declared output
         west.look()
@@ -488,7 +498,7 @@ class TestWhatComesLate:
             island.hear(started("p.0" if island is east else "p.1"))
         return east, west, told
 
-    def test_both_run_and_the_launch_leaves_it_out(self, pair):
+    def test_both_tasks_run_and_the_launch_leaves_the_late_input_out(self, pair):
         assert {state for state, *_ in seen().values()} == {"running"}
         with transactions.transaction() as session:
             bodies = session.scalars(select(Order.body).where(Order.kind == "Launch")).all()
@@ -496,7 +506,7 @@ class TestWhatComesLate:
             places = island_assignment.places(session, "req_r")
             assert [place.crossing_bytes for place in places] == [7, 7]
 
-    def test_is_told_to_the_device_that_lacks_it_when_it_is_durable(self, pair):
+    def test_device_is_told_of_the_late_input_when_it_is_durable(self, pair):
         east, _, told = pair
         east.hear(stored("p.0", "x"))
         (given,) = told
@@ -506,12 +516,12 @@ class TestWhatComesLate:
         east.hear(finished("p.0", seq=3, x=1))
         assert len(told) == 1
 
-    def test_or_at_the_end_of_who_made_it(self, pair):
+    def test_late_input_is_told_at_the_end_of_its_maker(self, pair):
         east, _, told = pair
         east.hear(finished("p.0", x=1))
         assert [given.task for given in told] == ["tsk_p.1"]
 
-    def test_and_in_the_answer_to_who_asks(self, pair, monkeypatch):
+    def test_late_input_is_told_in_the_answer_to_a_question(self, pair, monkeypatch):
         east, west, _ = pair
         answers = []
         monkeypatch.setattr(
@@ -527,7 +537,7 @@ class TestWhatComesLate:
         west.hear(residents=[view("p.1")])
         assert answers[-1].given == []
 
-    def test_who_gave_up_waiting_begins_again_when_it_is_there(self, pair):
+    def test_task_that_gave_up_waiting_is_launched_when_the_input_is_there(self, pair):
         east, west, told = pair
         west.hear(replace(paused("p.1"), lacks="p0"), residents=[view("p.1", "paused")])
         west.look()
@@ -541,7 +551,7 @@ class TestWhatComesLate:
             (body,) = session.scalars(launches)
             assert set(body["inputs"]) == {"p0"}
 
-    def test_who_has_lost_its_state_may_run_without_it_until_it_stood_there(self, pair):
+    def test_task_without_state_may_run_without_the_input_until_it_was_there(self, pair):
         """What it had given may have been lost with it, and the other may wait for that."""
         _, west, _ = pair
         west.hear(replace(paused("p.1"), lacks="p0"), residents=[view("p.1", "paused")])
@@ -551,7 +561,7 @@ class TestWhatComesLate:
         west.look()
         assert seen()["p.1"] == ("starting", "west", 2)
 
-    def test_the_way_it_came_counts_if_it_was_paused_meanwhile(self, pair):
+    def test_source_of_the_input_is_kept_if_the_task_was_paused_meanwhile(self, pair):
         east, west, _ = pair
         east.hear(stored("p.0", "x"))
         came = {"port": "p0", "way": "host", "size_bytes": 5}
@@ -560,20 +570,20 @@ class TestWhatComesLate:
         with transactions.transaction() as session:
             assert island_assignment.crossings(session, "req_r")[-1].ways == ["host"]
 
-    def test_who_was_paused_for_others_lacks_it_still(self, pair):
+    def test_task_paused_for_others_still_lacks_the_input(self, pair):
         _, west, _ = pair
         west.hear(paused("p.1"), residents=[view("p.1", "paused")])
         west.look()
         assert seen()["p.1"] == ("starting", "west", 2)
 
-    def test_nobody_waits_for_who_has_failed(self, pair):
+    def test_no_task_waits_for_a_failed_maker(self, pair):
         east, west, _ = pair
         east.hear(finished("p.0"))  # without its declared output
         west.hear(replace(paused("p.1"), lacks="p0"))
         west.look()
         assert {state for state, *_ in seen().values()} == {"failed"}
 
-    def test_the_way_it_came_is_told(self, pair):
+    def test_source_of_the_late_input_is_shown(self, pair):
         east, west, _ = pair
         with transactions.transaction() as session:
             assert {one.moved_bytes for one in island_assignment.crossings(session, "req_r")} == {
@@ -597,7 +607,7 @@ def taken_on_west():
 
 
 class TestAnOutputThatIsDurable:
-    def test_unlocks_who_waits_for_it_while_its_partition_runs(self, partition, monkeypatch):
+    def test_unblocks_its_reader_while_its_partition_runs(self, partition, monkeypatch):
         told, (east, west) = [], partition
         monkeypatch.setattr("app.messaging.outbox.nudge_island", told.append)
         east.hear(stored("prep", "x"))
@@ -607,7 +617,7 @@ class TestAnOutputThatIsDurable:
         assert seen()["train"] == ("starting", "west", 1)
         assert taken_on_west() == ["6" * 64]
 
-    def test_but_not_who_waits_for_another(self, partition, monkeypatch):
+    def test_does_not_unblock_a_reader_of_another_output(self, partition, monkeypatch):
         told, (east, west) = [], partition
         monkeypatch.setattr("app.messaging.outbox.nudge_island", told.append)
         east.hear(stored("prep", "y"))
@@ -615,7 +625,7 @@ class TestAnOutputThatIsDurable:
         assert seen()["train"][0] == "blocked"
         assert told == []
 
-    def test_nor_who_waits_for_another_task_too(self, partition, monkeypatch):
+    def test_does_not_unblock_a_reader_that_needs_another_task_too(self, partition, monkeypatch):
         told, (east, _) = [], partition
         with transactions.transaction() as session:
             add_task(session, "more", island="east")
@@ -638,7 +648,7 @@ class TestAnOutputThatIsDurable:
         east.scheduler.look()
         assert planned == [1]
 
-    def test_is_told_again_and_counts_once(self, partition, monkeypatch):
+    def test_reported_again_counts_once(self, partition, monkeypatch):
         told, (east, _) = [], partition
         east.hear(stored("prep", "x"))
         monkeypatch.setattr("app.messaging.outbox.nudge_island", told.append)
@@ -648,14 +658,14 @@ class TestAnOutputThatIsDurable:
             prep = session.scalar(select(Task).where(Task.name == "prep"))
             assert (prep.event_seq, prep.outputs["x"]["sha256"]) == (3, "6" * 64)
 
-    def test_is_heard_by_a_board_that_is_read_anew(self, partition):
+    def test_is_seen_by_a_board_that_is_read_anew(self, partition):
         east, west = partition
         east.hear(stored("prep", "x"))
         west.scheduler.follower.forget()
         west.look()
         assert seen()["train"][0] == "starting"
 
-    def test_counts_of_one_that_was_paused_meanwhile(self, partition):
+    def test_counts_although_its_task_was_paused_meanwhile(self, partition):
         east, west = partition
         paused = Paused(task="tsk_prep", epoch=1, seq=2, step=3, held_us=7)
         with transactions.transaction() as session:
@@ -735,7 +745,7 @@ def both(session, people):
 
 
 class TestLost:
-    def test_dark_is_who_has_work_and_neither_a_leader_nor_a_device(self, session, both):
+    def test_island_with_work_but_without_leader_and_device_is_dark(self, session, both):
         assert island_assignment.dark(session) == set()
         session.execute(update(Island).where(Island.name == "east").values(leader_until=func.now()))
         assert island_assignment.dark(session) == set()  # its device is heard
@@ -743,7 +753,14 @@ class TestLost:
         goes_dark(session, "west")  # which has nothing to do
         assert island_assignment.dark(session) == {"east"}
 
-    def test_what_waits_moves_at_once_and_what_ran_goes_on_from_its_image(self, session, both):
+    def test_island_is_not_dark_while_a_long_step_may_run_there(self, session, both):
+        goes_dark(session, "east")
+        session.execute(update(Device).where(Device.island == "east").values(grace_us=60_000_000))
+        assert island_assignment.dark(session) == set()
+
+    def test_waiting_tasks_move_at_once_and_running_tasks_go_on_from_their_image(
+        self, session, both
+    ):
         _, west = both
         waited_since = session.scalar(select(Task.waiting_since).where(Task.name == "next"))
         goes_dark(session, "east")
@@ -760,7 +777,7 @@ class TestLost:
         images = session.scalars(select(Checkpoint.step)).all()
         assert images == [4]
 
-    def test_the_launch_there_offers_the_image_under_a_higher_epoch(self, session, both):
+    def test_launch_elsewhere_offers_the_image_under_a_higher_epoch(self, session, both):
         _, west = both
         session.execute(update(Task).where(Task.name == "next").values(state="cancelled"))
         goes_dark(session, "east")
@@ -769,9 +786,9 @@ class TestLost:
         assert states(session)["run"] == ("starting", "west", 2)
         west.hear(started("run", epoch=2, step=4, resumed="image"))
         session.expire_all()
-        assert session.get_one(Task, "tsk_run").lost_steps == 3  # 5, 6 and 7
+        assert session.get_one(Task, "tsk_run").lost_steps == 3  # steps 5, 6 and 7
 
-    def test_who_comes_back_does_nothing_twice_and_is_charged_once(self, session, both):
+    def test_island_that_comes_back_does_nothing_twice_and_is_charged_once(self, session, both):
         east, _ = both
         goes_dark(session, "east")
         taken_over(session, "east")
@@ -787,20 +804,20 @@ class TestLost:
         east.look()
         assert states(session)["fresh"] == ("starting", "east", 1)  # its device is free
 
-    def test_nothing_is_taken_from_one_who_came_back_meanwhile(self, session, both):
+    def test_nothing_is_taken_from_an_island_that_came_back_meanwhile(self, session, both):
         east, _ = both
         goes_dark(session, "east")
         east.look()
         assert taken_over(session, "east") == set()
         assert states(session)["run"] == ("running", "east", 1)
 
-    def test_what_nobody_else_can_run_stays(self, session, both):
+    def test_task_that_no_other_island_can_run_stays(self, session, both):
         add_task(session, "cuda", request="req_c", island="east", kind="cuda")
         goes_dark(session, "east")
         taken_over(session, "east")
         assert islands(session) == {"cuda": "east", "next": "west", "run": "west"}
 
-    def test_one_that_was_being_cancelled_is_cancelled(self, session, both):
+    def test_task_that_was_being_cancelled_is_cancelled(self, session, both):
         east, _ = both
         actions.cancel_request(session, session.get_one(Request, "req_run"), by="a")
         session.flush()
@@ -810,9 +827,7 @@ class TestLost:
         taken_over(session, "east")
         assert states(session)["run"][0] == "cancelled"
 
-    def test_a_request_is_taken_over_around_what_has_ended_and_what_lives_elsewhere(
-        self, session, both
-    ):
+    def test_request_is_taken_over_around_ended_tasks_and_tasks_elsewhere(self, session, both):
         add_task(session, "done", request="req_x", island="east", state="done")
         add_task(session, "here", request="req_x", island="west", needs=["done"])
         add_task(session, "lost", request="req_x", island="east", needs=["done"])
@@ -823,7 +838,9 @@ class TestLost:
         assert found["done"] == "east"
         assert {found[name] for name in ("here", "lost", "last")} == {"west"}
 
-    def test_more_requests_than_one_transaction_takes(self, session, both, monkeypatch):
+    def test_more_requests_than_fit_one_transaction_are_taken_over(
+        self, session, both, monkeypatch
+    ):
         monkeypatch.setattr(island_assignment, "PAGE", 2)
         for n in range(5):
             add_task(session, f"t{n}", request=f"req_{n}", island="east")
@@ -843,7 +860,7 @@ class TestWatch:
         monkeypatch.setattr(control, "_chores", lambda: None)
         return control
 
-    def test_only_who_was_dark_at_every_look_for_long_enough_is_lost(
+    def test_only_island_dark_at_every_look_for_long_enough_is_lost(
         self, session, both, control, monkeypatch
     ):
         lost_after(monkeypatch, 60.0)
@@ -856,7 +873,7 @@ class TestWatch:
         control.look()
         assert islands(session) == {"next": "west", "run": "west"}
 
-    def test_a_look_that_failed_counts_as_none(self, session, both, control, monkeypatch):
+    def test_failed_look_does_not_count(self, session, both, control, monkeypatch):
         lost_after(monkeypatch, 60.0)
         goes_dark(session, "east")
         control.look()
@@ -868,7 +885,7 @@ class TestWatch:
         control.look()
         assert islands(session) == {"next": "east", "run": "east"}
 
-    def test_0_means_never(self, session, both, control, monkeypatch):
+    def test_0_means_that_no_island_is_ever_lost(self, session, both, control, monkeypatch):
         lost_after(monkeypatch, 0.0)
         goes_dark(session, "east")
         control.look()
@@ -919,17 +936,18 @@ class TestAtOnce:
             session.execute(select(Request).with_for_update(key_share=True)).all()
             for one in rounds:
                 one.start()
-                one.join(0.5)  # it has written its task's end, and waits to sum up
+                one.join(0.5)  # its task has ended; it waits to see whether the request has
                 assert one.is_alive()
             session.rollback()
         for one in rounds:
-            one.join(10)
+            one.join(60)
+            assert not one.is_alive()
         with transactions.transaction() as session:
             found = states(session)
             assert {state for state, *_ in found.values()} == {"done"}
             assert session.scalar(select(Request.state)) == "done"
 
-    def test_two_controls_assign_a_request_whole(self, shared):
+    def test_two_control_processes_assign_a_request_once(self, shared):
         with transactions.transaction() as session:
             for name in "cd":
                 add_task(session, name, request="req_s")
@@ -941,7 +959,8 @@ class TestAtOnce:
             control.join(0.3)
             assert control.is_alive(), "it waits for the wish, and leaves no task of it out"
             api.rollback()
-            control.join(5)
+            control.join(60)
+            assert not control.is_alive()
         with transactions.transaction() as session:
             now = islands(session)
         assert None not in now.values()

@@ -19,12 +19,12 @@ def made(tmp_path: Path) -> Path:
     return tmp_path / "made"
 
 
-def test_only_their_owner_can_read_the_secrets(made):
+def test_secrets_are_readable_by_their_owner_only(made):
     modes = {stat.S_IMODE(path.stat().st_mode) for path in made.rglob("*")}
     assert modes <= {0o700, 0o400, 0o600}
 
 
-def test_what_is_there_stays(made):
+def test_existing_secrets_stay(made):
     before = {path: path.read_bytes() for path in made.rglob("*") if path.is_file()}
     container_secrets.make(made, ["local", "other"])
     after = {path: path.read_bytes() for path in made.rglob("*") if path.is_file()}

@@ -128,7 +128,7 @@ BREAKS = {
 
 
 @pytest.mark.parametrize("told", BREAKS)
-def test_this_breaks_a_client(told):
+def test_change_that_breaks_a_client_is_found(told):
     found = changed(BREAKS[told])
     assert any(line.startswith(f"POST /v1/things: {told}") for line in found), found
 
@@ -163,5 +163,5 @@ HARMLESS = {
 
 
 @pytest.mark.parametrize("what", HARMLESS)
-def test_this_breaks_no_client(what):
+def test_change_that_breaks_no_client_is_allowed(what):
     assert changed(HARMLESS[what]) == []

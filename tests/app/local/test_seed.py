@@ -34,7 +34,7 @@ def seed(tmp_path):
         yield run
 
 
-def test_who_calls_a_tenant_as_another_is_called_is_not_taken_for_it(session):
+def test_tenant_with_the_name_of_a_seeded_one_is_not_taken_for_it(session):
     with transaction() as its:
         keys = seed_rows(its, {}, tenants=True)
     with transaction() as its:
@@ -46,7 +46,7 @@ def test_who_calls_a_tenant_as_another_is_called_is_not_taken_for_it(session):
         assert its.scalar(select(func.count()).select_from(User)) == 10
 
 
-def test_seeding_again_changes_nothing_but_what_is_missing(seed):
+def test_seeding_again_adds_only_what_is_missing(seed):
     first = seed()
     assert list(first) == ["platform"]
     more = seed("--tenants")

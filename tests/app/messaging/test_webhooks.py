@@ -22,6 +22,7 @@ from app.db.models import AuditEvent, Delivery, Request, Task, Webhook
 from app.db.transactions import transaction
 from app.messaging import webhooks
 from app.scheduling import housekeeping, journal
+from app.scheduling.round_notes import notes_of
 from app.settings import settings
 from tests.app.conftest import descriptor, people, problem
 from tests.app.receiver import receiver
@@ -43,7 +44,7 @@ def ends(session, request_id, state):
     """As the journal does it when the last task of a request ends."""
     task = session.scalars(select(Task).where(Task.request_id == request_id)).one()
     task.state, task.message = state, "it broke"
-    session.info.setdefault("moved", set()).add(request_id)
+    notes_of(session).moved.add(request_id)
     journal.settle(session)
 
 
@@ -52,7 +53,7 @@ def messages(session):
 
 
 class TestAnnounced:
-    def test_the_end_of_a_request_is_written_for_who_wants_it(self, session, submitted):
+    def test_end_of_a_request_is_written_for_its_webhooks(self, session, submitted):
         hook(session)
         hook(session, "whk_2", url="https://b.example.org/", events=["request.failed"])
         hook(session, "whk_3", url="https://c.example.org/", disabled_at=func.now())
@@ -67,20 +68,20 @@ class TestAnnounced:
         assert body["data"]["state"] == "done"
         assert body["data"]["tasks"] == {"done": 1}
 
-    def test_what_failed_is_told(self, session, submitted):
+    def test_failure_is_reported(self, session, submitted):
         hook(session, events=["request.failed"])
         ends(session, submitted["id"], "failed")
         [found] = messages(session)
         failure = {"task": "train", "cause": None, "message": "it broke"}
         assert json.loads(found.body)["data"]["failure"] == failure
 
-    def test_an_end_is_told_once_however_often_it_is_summed_up(self, session, submitted):
+    def test_end_is_reported_once_however_often_it_is_summed_up(self, session, submitted):
         hook(session)
         ends(session, submitted["id"], "done")
         ends(session, submitted["id"], "done")
         assert len(messages(session)) == 1
 
-    def test_what_is_rolled_back_is_not_told(self, session, submitted):
+    def test_end_that_is_rolled_back_is_not_reported(self, session, submitted):
         hook(session)
         session.commit()
         ends(session, submitted["id"], "done")
@@ -88,7 +89,7 @@ class TestAnnounced:
         assert messages(session) == []
         assert session.get_one(Request, submitted["id"]).state == "queued"
 
-    def test_a_request_names_an_address_itself(self, session, red):
+    def test_request_may_name_an_address_itself(self, session, red):
         own = {"webhook": "https://own.example.org/", "on": ["failed"]}
         submitted = [red.post("/v1/requests", json=descriptor(notify=own)).json() for _ in "ab"]
         ends(session, submitted[0]["id"], "failed")
@@ -99,12 +100,12 @@ class TestAnnounced:
         assert (nameless.url, nameless.tenant_id) == (None, "ten_red")
         assert found.webhook_id == nameless.id
 
-    def test_who_submits_leaves_nothing_in_the_audit_log(self, session, red):
+    def test_submission_with_an_address_leaves_no_audit_record(self, session, red):
         notify = {"webhook": "https://own.example.org/"}
         assert red.post("/v1/requests", json=descriptor(notify=notify)).status_code == 202
         assert session.scalar(select(func.count()).select_from(AuditEvent)) == 0
 
-    def test_an_inner_address_is_refused_at_once(self, red):
+    def test_internal_address_is_refused_at_once(self, red):
         notify = {"webhook": "http://10.0.0.1/"}
         answer = red.post("/v1/requests", json=descriptor(notify=notify))
         problem(answer, 422, "validation-error", "/notify/webhook")
@@ -128,7 +129,7 @@ def answered(status, error=""):
 
 @pytest.mark.usefixtures("world")
 class TestOnItsWay:
-    def test_who_takes_a_message_has_it_until_the_lease_ends(self, session):
+    def test_sender_holds_a_message_until_its_lease_ends(self, session):
         hook(session)
         message(session)
         [first] = take(session)
@@ -138,7 +139,7 @@ class TestOnItsWay:
         [second] = take(session)
         assert (second.id, second.attempt) == ("msg_1", 2)
 
-    def test_what_is_said_of_an_attempt_that_was_taken_over_is_history(self, session):
+    def test_late_result_of_an_attempt_is_history_only(self, session):
         hook(session)
         message(session)
         [first] = take(session)
@@ -149,7 +150,7 @@ class TestOnItsWay:
         webhooks.record(session, second, answered(200))
         assert session.get_one(Delivery, "msg_1").state == "delivered"
 
-    def test_it_is_tried_ever_later_until_it_is_given_up(self, session):
+    def test_message_is_retried_ever_later_until_it_is_given_up(self, session):
         hook(session)
         delivery = message(session)
         for n in range(1, len(WAITS_S) + 1):
@@ -166,7 +167,7 @@ class TestOnItsWay:
         assert delivery.attempts[-1]["status"] == 503
         assert take(session) == []
 
-    def test_410_ends_all_that_waits_for_this_webhook(self, session):
+    def test_410_ends_all_messages_of_this_webhook(self, session):
         hook(session)
         message(session)
         message(session, "msg_2", due_at=func.now() + timedelta(hours=1))
@@ -176,7 +177,7 @@ class TestOnItsWay:
         session.expire_all()
         assert [row.state for row in messages(session)] == ["given_up", "given_up"]
 
-    def test_410_of_an_address_that_a_request_named_says_nothing_of_others(self, session):
+    def test_410_of_an_address_in_a_request_affects_no_other(self, session):
         hook(session, url=None)
         message(session)
         message(session, "msg_2", due_at=func.now() + timedelta(hours=1))
@@ -186,7 +187,7 @@ class TestOnItsWay:
         states = {row.id: row.state for row in messages(session)}
         assert states == {"msg_1": "given_up", "msg_2": "pending"}
 
-    def test_a_tenant_with_a_long_line_does_not_hold_up_the_others(self, session):
+    def test_tenant_with_many_messages_does_not_delay_the_others(self, session):
         for n in range(3):
             hook(session, f"whk_{n}", url=f"{URL}{n}")
         hook(session, "whk_blue", "ten_blue")
@@ -199,7 +200,7 @@ class TestOnItsWay:
         assert len(taken) == webhooks.PER_TENANT + 1
         assert take(session) == []
 
-    def test_while_a_secret_is_rotated_both_sign(self, session):
+    def test_both_secrets_sign_during_a_rotation(self, session):
         row = hook(session)
         old, new = row.secret, webhooks.new_secret()
         row.old_secret, row.secret = old, new
@@ -215,7 +216,7 @@ class TestOnItsWay:
         with pytest.raises(WebhookVerificationError):
             Verifier(old).verify(taken.body, webhooks.headers(taken))
 
-    def test_what_ended_long_ago_is_forgotten(self, session):
+    def test_old_messages_are_deleted(self, session):
         hook(session)
         long_ago = func.now() - timedelta(days=31)
         message(session, state="delivered", ended_at=long_ago)
@@ -264,7 +265,7 @@ def deliver_one():
 
 
 class TestSent:
-    def test_a_message_arrives_and_its_receiver_can_check_it(self, other):
+    def test_message_arrives_and_its_receiver_can_verify_it(self, other):
         secret = sent_to(other, "ok")
         deliver_one()
         got = other.next()
@@ -275,7 +276,7 @@ class TestSent:
             Verifier(secret).verify(got.body + " ", got.headers)
         assert state() == ("delivered", [204])
 
-    def test_one_that_fails_is_sent_again_with_the_same_id(self, other):
+    def test_failed_message_is_sent_again_with_the_same_id(self, other):
         other.failures_left = 2
         sent_to(other, "flaky")
         for _ in range(3):
@@ -292,7 +293,7 @@ class TestSent:
         assert other.next().path == "/redirect"
         assert other.got.empty()
 
-    def test_without_leave_an_inner_address_is_not_called(self, other):
+    def test_internal_address_is_called_only_if_allowed(self, other):
         sent_to(other, "ok")
         with mock.patch.dict(os.environ, {"ROUNDHOUSE_WEBHOOK_NETWORKS": ""}):
             settings.cache_clear()
@@ -300,7 +301,7 @@ class TestSent:
         assert state() == ("pending", [None])
         assert other.got.empty()
 
-    def test_the_loop_sends_what_is_due_while_one_receiver_hangs(self, other):
+    def test_due_messages_are_sent_while_one_receiver_hangs(self, other):
         sent_to(other, "hang")
         loop = Deliverer()
         loop.start()
@@ -317,7 +318,7 @@ class TestSent:
             loop.stop()
 
     @pytest.mark.slow
-    def test_a_control_that_is_killed_loses_nothing(self, other):
+    def test_killed_sender_loses_no_message(self, other):
         """It dies while the receiver thinks; the next one sends the same message again."""
         secret = sent_to(other, "hang")
         words = "-m celery -A workers.control.controller worker"
@@ -340,7 +341,7 @@ class TestSent:
         Verifier(secret).verify(second.body, second.headers)
         assert state() == ("delivered", [204])
 
-    def test_two_who_look_at_once_do_not_both_take_it(self, other):
+    def test_two_senders_do_not_take_the_same_message(self, other):
         sent_to(other, "ok")
         taken, start = [], threading.Barrier(4)
 
@@ -392,15 +393,15 @@ class TestRoutes:
             ({"url": URL, "tenant_id": "ten_blue"}, "/tenant_id"),
         ],
     )
-    def test_what_cannot_be_is_refused(self, admin, body, pointer):
+    def test_invalid_webhook_is_refused(self, admin, body, pointer):
         problem(admin.post("/v1/webhooks", json=body), 422, "validation-error", pointer)
 
-    def test_a_tenant_has_so_many_at_most(self, admin):
+    def test_number_of_webhooks_of_a_tenant_is_limited(self, admin):
         for n in range(20):
             assert admin.post("/v1/webhooks", json={"url": f"{URL}{n}"}).status_code == 201
         problem(admin.post("/v1/webhooks", json={"url": URL}), 409, "conflict-state")
 
-    def test_a_new_secret_signs_beside_the_old_one_for_a_while(self, admin, made, session):
+    def test_new_secret_signs_beside_the_old_one_for_a_while(self, admin, made, session):
         answer = admin.post(f"/v1/webhooks/{made['id']}/rotate", json={"overlap_s": 60}).json()
         assert answer["secret"] != made["secret"]
         until = datetime.fromisoformat(answer["overlap_until"])
@@ -409,7 +410,7 @@ class TestRoutes:
         [taken] = take(session)
         assert taken.secrets == (answer["secret"], made["secret"])
 
-    def test_a_test_goes_the_way_of_any_message(self, admin, made, session):
+    def test_test_message_is_sent_like_any_other(self, admin, made, session):
         answer = admin.post(f"/v1/webhooks/{made['id']}/test")
         assert answer.status_code == 202
         place = answer.headers["location"]
@@ -423,7 +424,7 @@ class TestRoutes:
         listed = admin.get(f"/v1/webhooks/{made['id']}/deliveries?state=pending").json()["items"]
         assert listed == [shown]
 
-    def test_what_was_given_up_is_sent_again_with_all_its_tries(self, admin, made, session):
+    def test_abandoned_message_is_sent_again_with_all_its_attempts(self, admin, made, session):
         row = message(
             session, hook_id=made["id"], state="given_up", attempt=10, ended_at=func.now()
         )
@@ -436,14 +437,14 @@ class TestRoutes:
         session.refresh(row)
         assert row.state == "pending"
 
-    def test_to_a_disabled_one_nothing_is_sent(self, admin, made, session):
+    def test_disabled_webhook_gets_no_message(self, admin, made, session):
         message(session, hook_id=made["id"], state="delivered", ended_at=func.now())
         session.execute(update(Webhook).values(disabled_at=func.now()))
         session.commit()
         for path in (f"/v1/webhooks/{made['id']}/test", "/v1/deliveries/msg_1/redeliver"):
             problem(admin.post(path), 409, "conflict-state")
 
-    def test_what_is_deleted_takes_its_messages_along(self, admin, made, session):
+    def test_deleted_webhook_takes_its_messages_along(self, admin, made, session):
         message(session, hook_id=made["id"])
         session.commit()
         assert admin.delete(f"/v1/webhooks/{made['id']}").status_code == 204
@@ -451,7 +452,7 @@ class TestRoutes:
         session.expire_all()
         assert messages(session) == []
 
-    def test_the_addresses_of_requests(self, admin, red, session):
+    def test_addresses_in_requests_are_listed(self, admin, red, session):
         """Their secret comes by rotating it, they cannot be deleted or tested, and whoever sees the
         request sees what was sent.
         """
@@ -468,13 +469,13 @@ class TestRoutes:
         [sent] = red.get(f"/v1/requests/{submitted['id']}/deliveries").json()["items"]
         assert (sent["url"], sent["type"]) == (notify["webhook"], "request.done")
 
-    def test_a_webhooks_address_is_not_shown_with_a_request(self, red, made, session, submitted):
+    def test_address_of_a_webhook_is_not_shown_with_a_request(self, red, made, session, submitted):
         ends(session, submitted["id"], "done")
         session.commit()
         assert len(messages(session)) == 1
         assert red.get(f"/v1/requests/{submitted['id']}/deliveries").json()["items"] == []
 
-    def test_what_was_done_is_in_the_audit_log(self, admin, made):
+    def test_changes_of_webhooks_are_in_the_audit_log(self, admin, made):
         admin.post(f"/v1/webhooks/{made['id']}/rotate")
         admin.delete(f"/v1/webhooks/{made['id']}")
         found = admin.get("/v1/audit-events").json()["items"][::-1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from app.api.access import auth
-from app.db.models import AuditEvent, Cycle, Decision, Delivery, Task
+from app.db.models import AuditEvent, Cycle, Decision, Delivery, Device, Secret, Task
 from app.db.transactions import transaction
 from app.pages import forms
 from tests.app.conftest import descriptor
@@ -69,29 +70,29 @@ def task(session: Session, submitted: dict[str, Any]) -> Task:
 
 
 class TestWhoseFormItIs:
-    def test_without_the_sessions_token_nothing_is_done(self, browse, page, task, session):
+    def test_form_without_the_sessions_token_changes_nothing(self, browse, page, task, session):
         member = browse("red.member")
         for token in ("", "0" * 64, forms.token("another session")):
             assert member.send(page, do="cancel", token=token).status_code == 403
         session.refresh(task)
         assert task.cancel_asked_at is None
 
-    def test_a_page_of_another_site_sends_none(self, browse, page, task, session):
+    def test_form_of_another_site_has_no_token(self, browse, page, task, session):
         elsewhere = {"Sec-Fetch-Site": "cross-site"}
         assert browse("red.member").send(page, do="cancel", headers=elsewhere).status_code == 403
         session.refresh(task)
         assert task.cancel_asked_at is None
 
-    def test_who_is_not_signed_in_is_led_to_the_door(self, app, page):
+    def test_caller_without_a_session_is_led_to_the_sign_in(self, app, page):
         answer = TestClient(app, follow_redirects=False).post(page, data={"do": "cancel"})
         assert (answer.status_code, answer.headers["location"][:9]) == (303, "/ui/login")
 
-    def test_the_token_on_the_page_is_the_sessions(self, browse, page):
+    def test_token_on_the_page_is_that_of_the_session(self, browse, page):
         member = browse("red.member")
         tokens = set(re.findall(r'name="token" value="(\w+)"', member.look(page).text))
         assert tokens == {forms.token(member.cookie)}
 
-    def test_nobody_else_puts_words_above_a_page(self, browse, page):
+    def test_no_other_site_can_put_text_on_a_page(self, browse, page):
         member = browse("red.member")
         for sealed in ("", "x", "x.!", forms.sealed("another session", "Send us your key.")):
             member.client.cookies.set(forms.TOLD, sealed)
@@ -106,7 +107,9 @@ class TestWishes:
             ("cancel", "cancel_asked", True, "Cancelling"),
         ],
     )
-    def test_of_a_request(self, browse, page, submitted, red, do, field, value, words):
+    def test_request_is_paused_resumed_and_cancelled(
+        self, browse, page, submitted, red, do, field, value, words
+    ):
         member = browse("red.member")
         answer = member.send(page, do=do)
         assert (answer.status_code, answer.headers["location"]) == (303, page)
@@ -115,7 +118,7 @@ class TestWishes:
         [told] = red.get(f"/v1/requests/{submitted['id']}").json()["tasks"]
         assert told[field] == value
 
-    def test_of_a_task(self, browse, page, task, session):
+    def test_task_is_paused_resumed_and_cancelled(self, browse, page, task, session):
         member = browse("red.member")
         for do, hold in (("pause", "user"), ("resume", "")):
             member.send(page, do=do, task=task.id)
@@ -123,7 +126,7 @@ class TestWishes:
             assert task.hold == hold
         assert "train resumed" in member.told(page)
 
-    def test_with_htmx_the_answer_is_the_page_with_the_words(self, browse, page, task):
+    def test_answer_with_htmx_is_the_page_with_a_message(self, browse, page, task):
         answer = browse("red.member").send(page, hx=True, do="pause", task=task.id)
         assert answer.status_code == 200
         assert "<html" not in answer.text
@@ -131,7 +134,7 @@ class TestWishes:
         assert said.startswith("Pausing train at its next safe point")
         assert 'value="release"' in answer.text
 
-    def test_a_refusal_is_a_page_and_with_htmx_words_above_it(self, browse, page, task, session):
+    def test_refusal_is_a_page_and_with_htmx_a_message(self, browse, page, task, session):
         session.execute(update(Task).values(hold="admin"))
         member = browse("red.member")
         answer = member.send(page, do="resume", task=task.id)
@@ -142,7 +145,7 @@ class TestWishes:
         assert (answer.status_code, answer.headers["hx-retarget"]) == (403, "#told")
         assert "<main" not in answer.text
 
-    def test_the_width_of_a_gang(self, browse, red, session):
+    def test_number_of_devices_of_a_gang_is_changed(self, browse, red, session):
         run = {"job": "train:Train"}
         gang = {"name": "wide", "run": run, "world_size": 2, "devices": {"min": 1, "max": 2}}
         made = red.post("/v1/requests", json=descriptor(tasks=[gang])).json()
@@ -158,24 +161,27 @@ class TestWishes:
             assert "/devices_max" in answer.text or "for 2 ranks" in answer.text
 
     @pytest.mark.parametrize("do", ["", "explode", "pause"])
-    def test_an_unknown_wish_of_a_request(self, browse, page, do):
+    def test_unknown_action_on_a_request_is_refused(self, browse, page, do):
         assert browse("red.member").send(page, do=do).status_code == 422
 
     def test_a_task_of_another_request_is_not_found(self, browse, page, red):
         other = red.post("/v1/requests", json=descriptor()).json()["tasks"][0]["id"]
         assert browse("red.member").send(page, do="cancel", task=other).status_code == 404
 
-    def test_what_has_ended(self, browse, page, task, session):
+    def test_ended_request_offers_only_its_deletion(self, browse, page, task, session):
         session.execute(update(Task).values(state="done"))
         answer = browse("red.member").send(page, do="cancel", task=task.id)
         assert answer.status_code == 303
-        assert '<button name="do"' not in browse("red.member").look(page).text
+        shown = browse("red.member").look(page).text
+        assert re.findall(r'<button name="do" value="(\w+)"', shown) == ["delete"]
         assert browse("red.member").send(page, do="pause", task=task.id).status_code == 409
 
 
 class TestWhoMay:
     @pytest.mark.parametrize("who", ["red.viewer", "red.other"])
-    def test_who_may_not_act_sees_no_button_and_is_refused(self, browse, page, task, session, who):
+    def test_user_without_the_right_sees_no_button_and_is_refused(
+        self, browse, page, task, session, who
+    ):
         looker = browse(who)
         shown = looker.look(page)
         assert shown.status_code == 200
@@ -186,11 +192,11 @@ class TestWhoMay:
         assert (task.cancel_asked_at, task.hold) == (None, "")
 
     @pytest.mark.parametrize("who", ["blue.member", "blue.tenant_admin"])
-    def test_a_stranger_finds_nothing(self, browse, page, task, who):
+    def test_other_tenant_finds_nothing(self, browse, page, task, who):
         for fields in ({"do": "cancel"}, {"do": "pause", "task": task.id}):
             assert browse(who).send(page, **fields).status_code == 404
 
-    def test_what_an_administrator_asks_is_in_the_audit_log(self, browse, page, task, session):
+    def test_action_of_an_administrator_is_in_the_audit_log(self, browse, page, task, session):
         browse("red.tenant_admin").send(page, do="cancel")
         browse("root").send(page, do="pause", task=task.id)
         rows = session.scalars(select(AuditEvent).order_by(AuditEvent.id))
@@ -240,7 +246,7 @@ class TestMembersAndKeys:
         assert "revoked" in admin.told(page)
         assert as_("red.member").get("/v1/me").status_code == 401
 
-    def test_what_does_not_fit(self, browse):
+    def test_invalid_input_is_refused(self, browse):
         admin, page = browse("red.tenant_admin"), "/ui/members/usr_red.member"
         bad = (
             {"do": "make", "name": "", "role": "member"},
@@ -264,8 +270,32 @@ class TestMembersAndKeys:
             assert admin.look(address).status_code == 422, address
 
 
+class TestIdleLimits:
+    def test_limits_of_a_tenant_are_shown_and_changed(self, browse, as_):
+        root, page = browse("root"), "/ui/members"
+        tenant = as_("root").get("/v1/tenants/ten_red").json()
+        given = {"tenant_id": "ten_red", "version": tenant["version"], "idle_pause_s": "1800"}
+        assert root.send(f"{page}/limits", **given).status_code == 303
+        assert root.told(page) == f"The idle limits of {tenant['name']} are changed."
+        assert "pause after 30m 00s" in browse("red.tenant_admin").look(page).text
+        changed = as_("root").get("/v1/tenants/ten_red").json()
+        assert (changed["idle_pause_s"], changed["session_end_s"]) == (1800, None)
+        assert root.send(f"{page}/limits", **given).status_code == 412, "it has changed since"
+
+    def test_limits_are_changed_by_those_who_may_and_within_bounds(self, browse):
+        given = {"tenant_id": "ten_red", "version": "1"}
+        for who, status in (
+            ("red.tenant_admin", 403),
+            ("red.member", 403),
+            ("blue.tenant_admin", 404),
+        ):
+            assert browse(who).send("/ui/members/limits", **given).status_code == status, who
+        for bad in ({"idle_pause_s": "59"}, {"session_end_s": "soon"}, {"session_end_s": "-1"}):
+            assert browse("root").send("/ui/members/limits", **given, **bad).status_code == 422, bad
+
+
 class TestWebhooks:
-    def test_one_is_registered_tested_and_deleted(self, browse, as_):
+    def test_webhook_is_registered_tested_and_deleted(self, browse, as_):
         admin = browse("red.tenant_admin")
         made = admin.send(
             "/ui/webhooks", url="https://hooks.example.org/a", events=["request.done"]
@@ -285,7 +315,7 @@ class TestWebhooks:
         assert "are deleted" in admin.told("/ui/webhooks")
         assert admin.look(page).status_code == 404
 
-    def test_what_was_given_up_is_shown_with_its_attempts_and_sent_again(
+    def test_abandoned_message_is_shown_with_its_attempts_and_sent_again(
         self, browse, as_, session
     ):
         admin, api = browse("red.tenant_admin"), as_("red.tenant_admin")
@@ -299,7 +329,7 @@ class TestWebhooks:
         assert api.get(f"/v1/deliveries/{sent}").json()["state"] == "pending"
         assert "Nothing is given up." in admin.look(f"{page}?state=given_up").text
 
-    def test_an_inner_address_is_refused(self, browse):
+    def test_internal_address_is_refused(self, browse):
         answer = browse("red.tenant_admin").send(
             "/ui/webhooks", url="http://127.0.0.1/", events=["request.done"]
         )
@@ -308,7 +338,7 @@ class TestWebhooks:
 
 
 class TestAuditLog:
-    def test_it_shows_what_forms_did_and_is_narrowed(self, browse, world):
+    def test_audit_log_shows_what_forms_did_and_is_filtered(self, browse, world):
         admin = browse("red.tenant_admin")
         admin.send("/ui/members", name="ada")
         admin.send("/ui/webhooks", url="https://hooks.example.org/a", events=["request.done"])
@@ -339,7 +369,7 @@ ADMINS_PAGES = ("/ui/members", "/ui/members/usr_red.member", "/ui/webhooks", "/u
 
 class TestWhoAdministers:
     @pytest.mark.parametrize("who", ["red.member", "red.viewer"])
-    def test_others_are_shown_no_way_there_and_are_refused(self, browse, who):
+    def test_members_without_the_right_see_no_link_and_are_refused(self, browse, who):
         other = browse(who)
         home = other.look("/ui/").text
         for page in ADMINS_PAGES:
@@ -350,7 +380,7 @@ class TestWhoAdministers:
             if page != "/ui/audit":
                 assert other.send(page, do="make", name="x", role="member").status_code == 403
 
-    def test_another_tenants_are_not_there(self, browse, as_):
+    def test_members_of_another_tenant_are_not_found(self, browse, as_):
         hook = as_("red.tenant_admin").post(
             "/v1/webhooks", json={"url": "https://hooks.example.org/a"}
         )
@@ -385,12 +415,33 @@ class TestOperating:
         operations = [one["operation"] for one in log if one["user"] == "root"]
         assert operations[:4] == ["uncordonHost", "uncordonDevice", "drainHost", "cordonDevice"]
 
-    def test_what_is_not_there(self, browse):
+    def test_the_health_of_a_device_is_shown_and_it_is_checked_before_it_serves(
+        self, browse, session
+    ):
+        root, page = browse("root"), "/ui/devices"
+        reading = {"temperature_c": 61, "power_w": 312.4, "utilisation_percent": 80}
+        session.get_one(Device, "h.0").health = {"checked": 0, "reading": reading}
+        device = session.get_one(Device, "h.1")
+        device.facts = {"model": "NVIDIA H100", "compute_capability": "9.0", "labels": ["spot"]}
+        why = {"rule": "xid", "reason": "Xid 48 (double-bit ECC error).", "effect": "move"}
+        device.health, device.cordoned = {"checked": 0}, True
+        device.fitness = {"cordon": {**why, "at_s": time.time(), "returns": False}}
+        session.flush()
+        shown = root.look(page).text
+        model = 'NVIDIA H100, compute capability 9.0</span><br><span class="quiet">spot'
+        for told in ("80 % 61 °C 312 W", "Xid 48 (double-bit ECC error).", model):
+            assert told in " ".join(shown.split())
+        assert root.send(page, do="uncordon", of="h.1").status_code == 303
+        shown = root.look(page).text
+        assert "is being checked" in shown
+        assert "root lets it serve; it is checked first." in shown
+
+    def test_unknown_device_is_not_found(self, browse):
         for fields, status in (({"do": "cordon", "of": "x"}, 404), ({"do": "x", "of": "h.1"}, 422)):
             assert browse("root").send("/ui/devices", **fields).status_code == status
 
     @pytest.mark.parametrize("who", ["red.tenant_admin", "red.member"])
-    def test_nobody_else_does(self, browse, as_, who):
+    def test_other_users_cannot_drain(self, browse, as_, who):
         other = browse(who)
         assert 'href="/ui/devices"' not in other.look("/ui/").text
         assert other.look("/ui/devices").status_code == 403
@@ -407,3 +458,57 @@ class TestOperating:
         assert "because it was next" in browse("root").look("/ui/decisions").text
         shown = browse("blue.tenant_admin").look("/ui/decisions").text
         assert "No decisions yet." in shown
+
+
+# --- secrets ------------------------------------------------------------------------------------
+
+VALUE = "hf_correct-horse"
+
+
+def test_secret_is_set_listed_and_removed_on_its_page(browse, session):
+    browser = browse("red.member")
+    answer = browser.send("/ui/secrets", do="set", name=" HF_TOKEN ", value=VALUE)
+    assert answer.status_code == 303, answer.text
+    assert browser.told("/ui/secrets").startswith("HF_TOKEN is set.")
+    page = browser.look("/ui/secrets").text
+    assert "<code>HF_TOKEN</code>" in page
+    assert "your tasks" in page
+    assert VALUE not in page + answer.text + str(answer.headers)
+    row = session.scalars(select(Secret)).one()
+    assert (row.tenant_id, row.user_id) == ("ten_red", "usr_red.member")
+    assert browser.send("/ui/secrets", do="remove", name="HF_TOKEN").status_code == 303
+    assert "<code>HF_TOKEN</code>" not in browser.look("/ui/secrets").text
+    operations = session.scalars(select(AuditEvent.operation).order_by(AuditEvent.id)).all()
+    assert operations[-2:] == ["setSecret", "removeSecret"]
+
+
+def test_secret_of_a_tenant_is_set_by_its_administrator_only(browse, session):
+    wide = {"do": "set", "name": "WIDE", "value": VALUE, "whose": "tenant"}
+    assert browse("red.member").send("/ui/secrets", **wide).status_code == 403
+    assert browse("red.tenant_admin").send("/ui/secrets", **wide).status_code == 303
+    member = browse("red.member").look("/ui/secrets").text
+    assert "all users of red" in member
+    assert "Remove WIDE" not in member
+    assert "Remove WIDE" in browse("red.tenant_admin").look("/ui/secrets").text
+    assert "WIDE" not in browse("blue.tenant_admin").look("/ui/secrets").text
+
+
+def test_viewer_sees_names_and_sets_nothing(browse, session):
+    browse("red.tenant_admin").send(
+        "/ui/secrets", do="set", name="WIDE", value=VALUE, whose="tenant"
+    )
+    viewer = browse("red.viewer")
+    page = viewer.look("/ui/secrets").text
+    assert "<code>WIDE</code>" in page
+    assert "Set a secret" not in page
+    answer = viewer.send("/ui/secrets", do="set", name="MINE", value=VALUE)
+    assert answer.status_code == 403
+    assert VALUE not in answer.text
+
+
+def test_refused_secret_is_told_without_its_value(browse, session):
+    for fields in ({"name": "HF_TOKEN", "value": "q7$zz"}, {"name": "PATH", "value": VALUE}):
+        answer = browse("red.member").send("/ui/secrets", do="set", **fields)
+        assert answer.status_code == 422
+        assert fields["value"] not in html.unescape(answer.text)
+    assert session.scalars(select(Secret)).all() == []

@@ -18,9 +18,7 @@ def scenery(session):
     return Scenery(session)
 
 
-def test_a_live_task_is_elastic_only_where_every_device_says_that_ranks_can_share_it(
-    session, scenery
-):
+def test_running_task_is_elastic_only_where_every_device_can_share_ranks(session, scenery):
     first, second = scenery.device("d0"), scenery.device("d1")
     task = scenery.task(scenery.tenant("red"), devices_min=1, devices_max=3)
 
@@ -39,7 +37,7 @@ def test_a_live_task_is_elastic_only_where_every_device_says_that_ranks_can_shar
     assert width_max() == 3
 
 
-def test_all_that_it_holds_is_told(session, scenery):
+def test_all_devices_of_a_task_are_shown(session, scenery):
     for id in ("d0", "d1"):
         scenery.device(id, facts={"splice": True})
     red = scenery.tenant("red")
@@ -63,7 +61,7 @@ def test_all_that_it_holds_is_told(session, scenery):
     assert [stay.guest for stay in reports.stays(session, task.request_id)] == [False, True]
 
 
-def test_what_it_did_on_lent_devices_counts_as_work_done(session, scenery):
+def test_work_on_lent_devices_counts_as_done(session, scenery):
     """60 s at home, and 40 s of a second device: as much as 100 s of one."""
     scenery.device("d0")
     red = scenery.tenant("red")

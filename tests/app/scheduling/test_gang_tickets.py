@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 from sqlalchemy import func, select, update
 
-from app.core.model.descriptor import NAME
+from app.core.model.fields import NAME
 from app.core.model.messages import Failed
 from app.db import transactions
 from app.db.models import (
@@ -22,6 +23,7 @@ from app.db.models import (
     Task,
 )
 from app.errors import Conflict
+from app.insight import reports
 from app.intake import actions, island_assignment
 from app.scheduling import gang_tickets, journal
 from app.scheduling.board_follower import Follower
@@ -47,7 +49,7 @@ SPANS = {"descriptor": WIDE, "devices_min": 2, "devices_max": 2, "across_hosts":
 
 
 class TestAssigned:
-    def test_a_gang_that_no_island_can_hold_gets_tickets(self, session, people):
+    def test_gang_that_fits_no_island_gets_tickets(self, session, people):
         add_island(session, "east", cpu=1)
         add_island(session, "west", cpu=2)
         add_task(session, "prep")
@@ -64,7 +66,7 @@ class TestAssigned:
         assert session.scalars(needs).all() == ["tsk_prep"]  # it starts when its gang may
         assert rows["prep"].abroad
 
-    def test_who_names_a_task_like_a_ticket_stops_nobody(self, session, people):
+    def test_task_named_like_a_ticket_stops_no_gang(self, session, people):
         add_island(session, "east", cpu=1)
         add_island(session, "west", cpu=1)
         add_task(session, "wide", **SPANS)
@@ -74,7 +76,7 @@ class TestAssigned:
         assert names == ["wide", "wide.east", "wide@east"]
         assert not NAME.fullmatch("wide@east")
 
-    def test_nor_one_that_fits_when_all_devices_are_up(self, session, people):
+    def test_gang_that_fits_when_all_devices_are_up_gets_no_tickets(self, session, people):
         add_island(session, "east", cpu=1)
         add_island(session, "west", cpu=2)
         session.execute(update(Device).where(Device.id == "west.cpu0").values(cordoned=True))
@@ -82,7 +84,7 @@ class TestAssigned:
         assert island_assignment.assign_new(session) == {"west"}
         assert session.scalars(select(Task.gang_id)).all() == [None]
 
-    def test_only_devices_that_are_large_enough_become_seats(self, session, people):
+    def test_only_large_enough_devices_count_for_tickets(self, session, people):
         add_island(session, "east", cpu=2)
         add_island(session, "west", cpu=2)
         session.execute(update(Device).where(Device.id == "east.cpu0").values(memory_bytes=1))
@@ -97,7 +99,7 @@ class TestAssigned:
         ("devices", "more"),
         [({"east": 1, "west": 2}, {}), ({"east": 1, "west": 1}, {"across_hosts": False})],
     )
-    def test_no_other_does(self, session, people, devices, more):
+    def test_task_that_is_no_gang_gets_no_tickets(self, session, people, devices, more):
         for name, n in devices.items():
             add_island(session, name, cpu=n)
         add_task(session, "wide", **{**SPANS, **more})
@@ -157,7 +159,7 @@ def failed(task):
 
 
 class TestLive:
-    def test_the_ticket_is_taken_first_and_the_gang_launched_on_both(self, both):
+    def test_ticket_is_taken_first_and_then_the_gang_launched_on_both_islands(self, both):
         launched(*both)
         assert seen()["wide@east"] == ("running", "east", 1)
         assert seen()["wide"] == ("starting", "west", 1)
@@ -167,7 +169,7 @@ class TestLive:
         assert outpost.body["links"] == {**home.body["links"], "home": ["west.0.test", 7]}
         assert (row("wide@east").good_for, row("wide").epoch) == (1, 1)
 
-    def test_what_a_ticket_keeps_is_charged_as_its_device_is_heard(self, both):
+    def test_devices_of_a_ticket_are_charged_at_their_heartbeats(self, both):
         east, west = both
         launched(east, west)
         held = []
@@ -180,6 +182,18 @@ class TestLive:
             ticket = select(Placement).where(Placement.device_id == "east.0")
             placement = session.scalars(ticket).one()
             assert session.scalar(select(Account.total_us)) == placement.charged_us == held[1]
+
+    def test_use_of_the_network_counts_on_both_islands(self, both):
+        east, west = both
+        launched(east, west)
+        for island, sent_bytes in ((east, 30), (west, 12)):
+            used = {"connections": 1, "sent_bytes": sent_bytes}
+            island.hear(residents=[replace(view("wide"), network=used)])
+        gang = row("wide")
+        gang.descriptor = {"network": {"allow": ["hf.co:443"]}}
+        with transactions.transaction() as session:
+            used = reports.network_use(session, [gang])["tsk_wide"]
+        assert (used.connections, used.sent_bytes) == (2, 42)
 
     def test_a_gang_is_not_launched_with_a_ticket_that_has_just_gone(self, both):
         """Home has decided; before it writes that down, the other island takes its ticket back."""
@@ -197,7 +211,7 @@ class TestLive:
             assert not journal.store(session, plan)
         assert orders() == []
 
-    def test_a_ticket_that_is_asked_back_has_its_gang_paused_and_then_lets_go(self, both):
+    def test_ticket_asked_back_pauses_its_gang_and_then_releases(self, both):
         east, west = both
         launched(east, west)
         west.hear(started("wide"))
@@ -216,7 +230,7 @@ class TestLive:
         assert seen()["wide"][0] == "blocked"
         assert row("wide").image_on == "west.0"
 
-    def test_a_worker_that_was_replaced_has_lost_the_ticket(self, both):
+    def test_replaced_worker_has_lost_the_ticket(self, both):
         east, west = both
         launched(east, west)
         west.hear(started("wide"))
@@ -225,7 +239,7 @@ class TestLive:
         west.look()
         assert orders()[-1][:2] == ("west.0", "Pause")
 
-    def test_its_home_is_lost_and_the_others_seats_are_let_go(self, both):
+    def test_loss_of_the_home_island_releases_devices_of_the_others(self, both):
         """For who else is there; it waits for its home, and is cancelled without it."""
         east, west = both
         launched(east, west)
@@ -242,7 +256,7 @@ class TestLive:
         assert seen()["wide"][0] == "cancelled"
         assert seen()["wide@east"][0] in ("cancelled", "done")
 
-    def test_what_else_is_on_a_lost_island_is_taken_over_without_it(self, both):
+    def test_other_tasks_of_a_lost_island_are_taken_over_without_the_gang(self, both):
         east, west = both
         with transactions.transaction() as session:
             add_task(session, "alone", island="west")
@@ -252,7 +266,7 @@ class TestLive:
         assert (seen()["wide"][1], seen()["wide@east"][1]) == ("west", "east")
         assert row("wide").devices_min == 1
 
-    def test_after_a_failure_no_seats_are_kept_until_it_is_tried_again(self, both):
+    def test_no_devices_are_kept_after_a_failure_until_the_next_attempt(self, both):
         east, west = both
         launched(east, west)
         west.hear(started("wide"))
@@ -269,7 +283,7 @@ class TestLive:
         launched(east, west)
         assert seen()["wide"] == ("starting", "west", 2)
 
-    def test_who_resumes_it_resumes_its_tickets(self, both):
+    def test_resuming_a_gang_resumes_its_tickets(self, both):
         east, west = both
         with transactions.transaction() as session:
             request = session.get_one(Request, "req_r")
@@ -283,14 +297,14 @@ class TestLive:
         assert seen()["wide"][0] == "starting"
 
     @pytest.mark.parametrize("wish", [actions.cancel_task, actions.save_task])
-    def test_a_ticket_is_nothing_without_its_gang(self, both, wish):
+    def test_ticket_cannot_be_acted_on_without_its_gang(self, both, wish):
         launched(*both)
         with transactions.transaction() as session:
             ticket = session.scalars(select(Task).where(Task.name == "wide@east")).one()
             with pytest.raises(Conflict, match="the task holds devices for the task tsk_wide"):
                 wish(session, ticket, by="x")
 
-    def test_it_is_charged_from_when_who_sat_there_has_left_until_it_lets_go(self, both):
+    def test_ticket_is_charged_from_when_the_device_is_free_until_its_release(self, both):
         east, _ = both
         with transactions.transaction() as session:
             session.execute(update(Task).values(hold="user"))
@@ -317,7 +331,7 @@ class TestLive:
             placed = select(Placement.held_us).where(Placement.task_id == kept.id)
             assert session.scalars(placed).all() == [kept.total_held_us]
 
-    def test_its_request_is_what_the_gang_is(self, both):
+    def test_request_shows_the_state_of_the_gang(self, both):
         east, west = both
         east.look()
         with transactions.transaction() as session:
@@ -326,7 +340,7 @@ class TestLive:
         with transactions.transaction() as session:
             assert session.scalar(select(Request.state)) == "running"
 
-    def test_the_ticket_is_over_with_its_gang(self, both):
+    def test_ticket_ends_with_its_gang(self, both):
         east, west = both
         launched(east, west)
         with transactions.transaction() as session:

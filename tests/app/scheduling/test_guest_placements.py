@@ -14,6 +14,7 @@ from sqlalchemy import func, select, update
 from app.core.model.messages import Resize, Resized, decode, encode
 from app.db.models import Account, Event, Order, Placement, Task, Usage
 from tests.app.scheduling import test_protocol as protocol
+from tests.thoroughness import rest_long
 
 
 @dataclass
@@ -99,9 +100,11 @@ def lends(session, request):
     return world
 
 
-@pytest.mark.parametrize("lends", [0, 1, 2, 3, 5, 8], indirect=True, ids="seed-{}".format)
+@pytest.mark.parametrize(
+    "lends", rest_long([0, 1, 2, 3, 5, 8], keep=3), indirect=True, ids="seed-{}".format
+)
 @pytest.mark.slow
-def test_no_seat_is_used_twice_and_everything_ends(lends, session):
+def test_no_slot_is_used_twice_and_every_task_ends(lends, session):
     for _ in range(300):
         lends.act()
     lends.calm()

@@ -73,13 +73,13 @@ def an_hour_later(session):
 
 
 class TestPruneCheckpoints:
-    def test_a_live_task_keeps_its_newest(self, session, task):
+    def test_running_task_keeps_its_newest_checkpoints(self, session, task):
         for step in (10, 20, 30, 40):
             checkpoint(session, task, step, f"sha-{step}")
         housekeeping.prune_checkpoints(session)
         assert left(session) == [30, 40]
 
-    def test_a_damaged_one_does_not_count_and_goes_after_a_day(self, session, task):
+    def test_damaged_checkpoint_does_not_count_and_is_deleted_after_a_day(self, session, task):
         for step in (10, 20, 30):
             checkpoint(session, task, step, f"sha-{step}")
         damaged = session.get_one(Checkpoint, "ckp_30")
@@ -92,7 +92,7 @@ class TestPruneCheckpoints:
         housekeeping.prune_checkpoints(session)
         assert left(session) == [10, 20]
 
-    def test_a_task_that_ended_long_ago_keeps_none(self, session, task):
+    def test_task_that_ended_long_ago_keeps_no_checkpoint(self, session, task):
         checkpoint(session, task, 10, "sha-10")
         task.state, task.ended_at = "done", datetime.now(UTC) - timedelta(days=3)
         session.flush()
@@ -116,7 +116,7 @@ class TestForgetCheckpoints:
         assert store.sealed("ten_a", shas[0]) == b"10"  # whoever reads it now still can
         assert session.scalar(select(func.count()).select_from(Checkpoint)) == 2
 
-    def test_bytes_that_another_checkpoint_or_output_names_stay(self, session, task):
+    def test_bytes_named_by_another_checkpoint_or_output_stay(self, session, task):
         for step, sha256 in ((10, "same"), (20, "output"), (30, "same"), (40, "new")):
             checkpoint(session, task, step, sha256)
         task.outputs = {"tokens": {"sha256": "output", "size_bytes": 1}}
@@ -126,7 +126,7 @@ class TestForgetCheckpoints:
         # The blob of that name is an output; no manifest of that name is left.
         assert housekeeping.forget_checkpoints(session) == [manifest("ten_a", "output")]
 
-    def test_what_a_task_began_from_stays_while_it_lives(self, session, task):
+    def test_checkpoint_that_a_task_began_from_stays_while_the_task_lives(self, session, task):
         for step in (10, 20, 30, 40):
             checkpoint(session, task, step, f"sha-{step}")
         session.get_one(Checkpoint, "ckp_10").epoch = 0
@@ -136,7 +136,7 @@ class TestForgetCheckpoints:
 
 
 class TestSweeper:
-    def test_it_goes_by_the_rows_and_leaves_what_is_young(self, session, task):
+    def test_sweep_follows_the_rows_and_leaves_young_files(self, session, task):
         store = Store.at(settings().store_address)
         listed, orphan = (store.put_manifest("ten_a", body) for body in (b"listed", b"orphan"))
         checkpoint(session, task, 10, listed)
@@ -148,14 +148,14 @@ class TestSweeper:
         assert store.place.size(manifest("ten_a", listed)) is not None
         assert store.place.size(manifest("ten_a", orphan)) is None
 
-    def test_of_two_one_works(self, session):
+    def test_only_one_of_two_sweepers_works(self, session):
         with transactions.engine().connect() as other:
             other.execute(select(func.pg_advisory_lock(housekeeping.SWEEPING)))
             assert housekeeping.Sweeper().sweep() is None
 
 
 class TestRollUp:
-    def test_old_fine_buckets_become_hours_and_the_sum_stays(self, session, owner):
+    def test_old_fine_buckets_become_hours_with_the_same_sum(self, session, owner):
         start = datetime(2026, 1, 5, 10, 30, tzinfo=UTC)
         for n in range(400):  # 10 s each: two hours are touched
             at = start + timedelta(seconds=10 * n)
@@ -169,7 +169,7 @@ class TestRollUp:
         assert session.scalar(select(func.sum(Usage.charged_us))) == before
         assert session.scalars(select(Usage.bucket_s)).all() == [3600, 3600]
 
-    def test_what_is_fresh_stays_fine(self, session, owner):
+    def test_fresh_buckets_stay_fine(self, session, owner):
         now = datetime.now(UTC)
         session.add(Usage(bucket=now, bucket_s=10, kind="cpu", held_us=1, charged_us=1, **owner))
         session.flush()

@@ -6,7 +6,9 @@ import itertools
 import json
 import os
 import threading
+import time
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from sqlalchemy import select, text, update
@@ -29,14 +31,18 @@ from app.db.models import (
     User,
 )
 from app.intake import actions
-from app.messaging import outbox
+from app.messaging import broker, outbox
 from app.scheduling import journal
 from app.scheduling.board_follower import Follower
 from app.settings import settings
 from workers.control.scheduler import Scheduler
 
-FACTS = {"host": "h", "island": "isle", "kind": "cpu", "threads": 1, "memory_bytes": 2**30}
+FACTS = {
+    "host": "h", "island": "isle", "kind": "cpu", "threads": 1, "memory_bytes": 2**30,
+    "spec": True,
+}  # fmt: skip
 DESCRIPTOR = {
+    "name": "train",
     "run": {"job": "train:Train"},
     "max_duration_s": 100.0,
     "checkpoint": {"every_s": 60.0, "keep": 3},
@@ -54,7 +60,13 @@ def sent(monkeypatch):
         published.append((message, queue, *bodies))
         return True
 
+    def post(texts):
+        for device, sealed in texts.items():
+            hint(broker.DEVICE_NEWS, broker.device_queue(device), sealed)
+        return set(texts)
+
     monkeypatch.setattr(outbox, "hint", hint)
+    monkeypatch.setattr(outbox, "post", post)
     return published
 
 
@@ -207,7 +219,7 @@ class TestRound:
     ):
         add_task(session, "t")
         with monkeypatch.context() as away:
-            away.setattr(outbox, "hint", lambda *_: False)
+            away.setattr(outbox, "post", lambda _: None)
             hear(isle, alive())
         assert (state(session, "t"), orders(sent)) == ("starting", [])
         hear(isle)
@@ -226,7 +238,7 @@ class TestRound:
             {"is": "Finished", "result": {"said": "\x00"}, "outputs": {}},  # Postgres takes no NUL
         ],
     )
-    def test_an_event_that_makes_no_sense_ends_its_own_task_only(self, session, running, sent, bad):
+    def test_nonsensical_event_ends_its_own_task_only(self, session, running, sent, bad):
         event = decode({"task": "tsk_t", "epoch": 1, "seq": 2, "step": 7, "held_us": 5, **bad})
         hear(running, alive("h.0", residents=[view("tsk_t")], events=[event]), alive("h.1"))
         assert [queue for queue, _ in answers(sent)] == ["device.h.0", "device.h.1"]
@@ -236,7 +248,7 @@ class TestRound:
         assert session.scalars(select(Account.total_us)).all() == [5]
         assert session.scalars(select(Usage.held_us)).all() == [5]
 
-    def test_of_many_heartbeats_of_one_process_the_newest_is_taken(self, session, isle, sent):
+    def test_newest_of_many_heartbeats_of_a_process_is_taken(self, session, isle, sent):
         first, second, third = alive(threads=1), alive(threads=2), alive(threads=3)
         hear(isle, first, third, second)
         assert [body["sent_us"] for _, body in answers(sent)] == [third.sent_us]
@@ -249,13 +261,116 @@ class TestRound:
                 isle.hear(alive())
                 with pytest.raises(ZeroDivisionError):
                     isle.look()
-        assert isle.inbox.qsize() == 1, "only the newest is of use"
+        assert len(isle.backlog) == 1, "only the newest is of use"
         hear(isle)
         assert session.scalars(select(Device.id)).all() == ["h.0"]
 
-    def test_a_plan_that_cannot_be_made_does_not_silence_the_devices(
-        self, session, running, sent, monkeypatch
+    def test_later_process_of_an_unknown_device_is_the_one_that_counts(self, session, isle, sent):
+        hear(isle, alive(incarnation="p2"), alive(), alive("h.1"))
+        assert dict(session.execute(select(Device.id, Device.incarnation)).all()) == {
+            "h.0": "p2",
+            "h.1": "p1",
+        }
+        assert [body["incarnation"] for _, body in answers(sent)] == ["p1", "p2", "p1"]
+
+    def test_round_takes_a_bounded_number_of_heartbeats(self, session, isle, sent):
+        isle.backlog.bound = 2
+        for n in range(3):
+            isle.hear(alive(f"h.{n}"))
+        assert isle.look() == 0.0
+        assert [queue for queue, _ in answers(sent)] == ["device.h.0", "device.h.1"]
+        assert isle.look() > 0.0
+        assert [queue for queue, _ in answers(sent)][2:] == ["device.h.2"]
+
+    @pytest.mark.parametrize(
+        ("incarnation", "is_new", "came_ago_s", "epoch"),
+        [
+            ("p1", True, 0.0, 1),
+            ("p1", True, 60.0, 2),
+            ("p0", True, 0.0, 2),
+            ("p2", True, 0.0, 2),
+            ("p1", False, 0.0, 2),
+        ],
+    )
+    def test_device_whose_heartbeat_waits_is_not_lost(
+        self, session, running, sent, incarnation, is_new, came_ago_s, epoch
     ):
+        """Unless the heartbeat came more than a lease ago, is of another process, or no newer than
+        what was recorded; then the task is launched on the other device.
+        """
+        heard_us = session.get_one(Device, "h.0").heard_us
+        leases_end(session)
+        running.backlog.bound = 1
+        waits = alive(residents=[view("tsk_t")], incarnation=incarnation)
+        waits = waits if is_new else replace(waits, sent_us=heard_us)
+        running.hear(alive("h.1"))
+        running.inbox.put((waits, time.monotonic() - came_ago_s))
+        running.nudge()
+        assert running.look() == 0.0
+        assert [queue for queue, _ in answers(sent)] == ["device.h.1"]
+        session.expire_all()
+        assert session.get_one(Task, "tsk_t").epoch == epoch
+        assert session.get_one(Device, "h.0").heard_us == heard_us
+
+    def test_waiting_heartbeat_brings_no_earlier_epoch_back(self, session, running, sent):
+        """The task was lost and is launched on h.1; h.0 comes back while it holds epoch 1."""
+        leases_end(session)
+        hear(running, alive("h.1"))
+        assert session.get_one(Task, "tsk_t").epoch == 2
+        sent.clear()
+        running.backlog.bound = 1
+        running.hear(alive("h.1"))
+        running.hear(alive(residents=[view("tsk_t")]))
+        assert running.look() == 0.0
+        session.expire_all()
+        task = session.get_one(Task, "tsk_t")
+        assert (task.epoch, task.seat) == (2, "h.1")
+        running.look()
+        assert dict(answers(sent))["device.h.0"]["drop"] == [["tsk_t", 1]]
+        session.expire_all()
+        assert (task.epoch, task.seat) == (2, "h.1")
+
+    def test_device_that_leaves_is_not_spared(self, session, running):
+        leases_end(session)
+        running.backlog.bound = 1
+        running.hear(alive("h.1"))
+        running.hear(alive(residents=[view("tsk_t")], leaving=True))
+        running.nudge()
+        running.look()
+        session.expire_all()
+        assert session.get_one(Task, "tsk_t").epoch == 2, "it was lost, and launched on h.1"
+
+    def test_heartbeat_that_says_nothing_new_waits_for_others(self, isle):
+        """Until something says more, or a nudge comes."""
+        heartbeat = alive()
+        isle.hear(heartbeat)
+        isle._gather()
+        for more in (lambda: isle.hear(alive("h.1")), isle.nudge):
+            isle.gathers_until_s = isle.due_s = time.monotonic() + 3600
+            isle.hear(replace(heartbeat, sent_us=next(clock_us)))
+            waits = threading.Thread(target=isle._gather, daemon=True)
+            waits.start()
+            waits.join(0.2)
+            assert waits.is_alive()
+            more()
+            waits.join(60)
+            assert not waits.is_alive()
+
+    def test_long_round_renews_its_own_lease_at_its_end(self, session, isle, monkeypatch):
+        hear(isle)
+        until = session.get_one(Island, "isle").leader_until
+        cycle = Follower.cycle
+
+        def long(*given):
+            isle.began_s -= settings().leader_s
+            return cycle(*given)
+
+        monkeypatch.setattr(Follower, "cycle", long)
+        hear(isle)
+        session.expire_all()
+        assert session.get_one(Island, "isle").leader_until > until
+
+    def test_failed_plan_does_not_silence_the_devices(self, session, running, sent, monkeypatch):
         add_task(
             session, "poison", descriptor={}
         )  # it cannot be launched: nothing says what to run
@@ -264,7 +379,7 @@ class TestRound:
         hear(running, alive("h.0", residents=[view("tsk_t", step=5)]))
         assert session.get_one(Task, "tsk_t").step == 5
 
-    def test_a_plan_to_be_made_again_in_the_past_is_logged_and_waited_for(
+    def test_plan_due_again_in_the_past_is_logged_and_waited_for(
         self, session, isle, sent, monkeypatch, caplog
     ):
         def plan(follower, session, board):
@@ -276,7 +391,7 @@ class TestRound:
         assert 0.9 * settings().tick_s < wait_s <= settings().tick_s
         assert "asked to be repeated" in caplog.text
 
-    def test_what_never_can_start_ends_its_request(self, session, isle, sent):
+    def test_task_that_can_never_start_ends_its_request(self, session, isle, sent):
         add_task(session, "first", state="failed", request="req_r")
         add_task(session, "second", request="req_r")
         add_task(session, "third", request="req_r")
@@ -292,7 +407,7 @@ class TestRound:
         assert (state(session, "second"), state(session, "third")) == ("failed", "failed")
         assert session.get_one(Request, "req_r").state == "failed"
 
-    def test_a_hold_while_it_starts_pauses_it_once_it_runs(self, session, isle, sent):
+    def test_hold_of_a_starting_task_pauses_it_once_it_runs(self, session, isle, sent):
         task = add_task(session, "t")
         hear(isle, alive())
         task.hold = "user"
@@ -313,7 +428,7 @@ class TestRound:
         assert orders(sent) == ["Save"]
         assert session.scalars(select(Task.save_asked)).all() == [False]
 
-    def test_a_round_in_which_nothing_happens_writes_nothing(self, session, running, sent):
+    def test_round_without_events_writes_nothing(self, session, running, sent):
         add_task(session, "waits")
         hear(running)
         before = _versions(session)
@@ -344,7 +459,7 @@ class TestLeader:
         island = session.get_one(Island, "isle")
         assert (state(session, "t"), island.leader, island.term) == ("starting", other.me, 2)
 
-    def test_who_leaves_lets_the_other_lead_at_once(self, session, isle):
+    def test_leader_that_leaves_lets_the_standby_lead_at_once(self, session, isle):
         hear(isle)
         isle.leave()
         other = Scheduler("isle")
@@ -352,7 +467,7 @@ class TestLeader:
         session.expire_all()
         assert session.get_one(Island, "isle").leader == other.me
 
-    def test_who_stands_by_records_and_answers_heartbeats_too(self, session, isle, sent):
+    def test_standby_records_and_answers_heartbeats_too(self, session, isle, sent):
         hear(isle)
         hear(Scheduler("isle"), alive())
         assert len(answers(sent)) == 1
@@ -363,14 +478,14 @@ class TestLeader:
         hear(Scheduler("isle"))
         assert state(session, "t") == "running"
 
-    def test_a_leader_that_was_itself_away_gives_it_too(self, session, running):
+    def test_leader_that_was_away_gives_devices_one_lease_too(self, session, running):
         """Stopped for a minute, and the first round comes before the waiting heartbeats."""
         leases_end(session)
         pass_time(session, "islands", "leader_until", 60)
         hear(running)
         assert state(session, "t") == "running"
 
-    def test_a_lease_that_is_still_long_is_not_renewed(self, session, isle):
+    def test_long_lease_is_not_renewed(self, session, isle):
         hear(isle)
         before = session.execute(text("select ctid::text from islands")).all()
         hear(isle)
@@ -390,12 +505,12 @@ class TestSilence:
 
         return switch
 
-    def test_a_device_that_falls_silent_alone_is_lost(self, session, running):
+    def test_single_silent_device_is_lost(self, session, running):
         leases_end(session)
         hear(running)
         assert state(session, "t") == "waiting"
 
-    def test_what_is_lost_there_is_charged_until_the_lease_ended(self, session, running):
+    def test_lost_task_is_charged_until_the_lease_ended(self, session, running):
         leases_end(session)
         pass_time(session, "devices", "seen_at", 3600)
         hear(running)
@@ -407,14 +522,14 @@ class TestSilence:
         hear(running)
         assert session.scalars(select(Usage.charged_us)).one() == held_us
 
-    def test_while_redis_is_away_silence_says_nothing(self, session, running, redis):
+    def test_silence_means_nothing_while_redis_is_away(self, session, running, redis):
         redis(away=True)
         for _ in range(3):
             leases_end(session)
             hear(running)
             assert state(session, "t") == "running"
 
-    def test_after_redis_is_back_devices_get_one_lease_to_be_heard(self, session, running, redis):
+    def test_devices_get_one_lease_after_redis_is_back(self, session, running, redis):
         redis(away=True)
         leases_end(session)
         hear(running)
@@ -447,7 +562,7 @@ def statements(committed):
 class TestCost:
     """Statements are what a round costs: each that comes back is paid by every island, for ever."""
 
-    def test_an_idle_tick_says_two_things_however_many_wait(self, shared, statements):
+    def test_idle_round_makes_two_statements_however_many_tasks_wait(self, shared, statements):
         with transactions.transaction() as session:
             for n in range(20):
                 add_task(session, f"w{n:02}")
@@ -503,9 +618,7 @@ def shared(committed, sent):
 
 
 class TestRowLocks:
-    def test_a_wish_about_a_whole_request_and_a_round_never_wait_for_each_other_in_a_ring(
-        self, shared
-    ):
+    def test_action_on_a_request_and_a_round_do_not_deadlock(self, shared):
         with transactions.transaction() as island, transactions.transaction() as api:
             # As a round of two heartbeats, b's first; then the wish, which gets a or waits for it.
             b, a = (alive(shared[t], residents=[view(t, step=9)]) for t in ("tsk_b", "tsk_a"))
@@ -517,10 +630,10 @@ class TestRowLocks:
             assert wished.is_alive()
             journal.record(island, a)
             island.commit()
-            wished.join(5)
+            wished.join(60)
             assert not wished.is_alive()
 
-    def test_a_plan_does_not_wait_for_a_wish_that_is_being_written(self, shared):
+    def test_plan_does_not_wait_for_an_action_being_written(self, shared):
         with transactions.transaction() as api:
             api.execute(select(Task).where(Task.id == "tsk_a").with_for_update()).all()
             pause = PlanDecision(task="tsk_a", move="Pause", rule="F3", because="for the test")
@@ -537,7 +650,7 @@ def _cancel_all(session):
     actions.cancel_request(session, request, by="ann")
 
 
-def test_what_it_told_and_how_long_its_rounds_took_is_counted(session, isle):
+def test_events_and_duration_of_rounds_are_counted(session, isle):
     add_task(session, "a")
     hear(isle, alive())
     isle.tally._due_s = 0.0  # a second later

@@ -7,8 +7,8 @@ from dataclasses import replace
 from datetime import timedelta
 
 import pytest
+from sqlalchemy import delete, func, select, update
 from sqlalchemy import event as events
-from sqlalchemy import func, select, update
 from sqlalchemy.exc import IntegrityError
 
 from app.core.model.lifecycle import IllegalMove
@@ -24,7 +24,9 @@ from app.core.model.messages import (
     Started,
     Stopped,
     decode,
+    encode,
 )
+from app.core.model.provisions.mounts import digest
 from app.core.model.snapshot import Plan, PlanDecision
 from app.db import transactions
 from app.db.models import (
@@ -37,6 +39,8 @@ from app.db.models import (
     Island,
     LogLine,
     Metric,
+    Mount,
+    Need,
     Order,
     Placement,
     Request,
@@ -45,11 +49,16 @@ from app.db.models import (
     Usage,
     User,
 )
+from app.insight import reports
 from app.scheduling import journal, ledger, snapshot_reader
 from app.settings import settings
 
-FACTS = {"host": "h", "island": "isle", "kind": "cpu", "threads": 1, "memory_bytes": 2**30}
+FACTS = {
+    "host": "h", "island": "isle", "kind": "cpu", "threads": 1, "memory_bytes": 2**30,
+    "spec": True,
+}  # fmt: skip
 DESCRIPTOR = {
+    "name": "train",
     "run": {"job": "train:Train"},
     "max_duration_s": 100.0,
     "checkpoint": {"every_s": 60.0, "keep": 3},
@@ -101,6 +110,7 @@ def hear(
     incarnation="p1",
     links=(),
     hung=(),
+    grace_us=0,
     **facts,
 ):
     recorded = journal.record(
@@ -115,13 +125,14 @@ def hear(
             logs=list(logs),
             links=list(links),
             hung=list(hung),
+            grace_us=grace_us,
         ),
     )
     journal.settle(session)
     return recorded[0] if recorded else None
 
 
-def view(task, state, *, epoch=1, step=0, held_us=0, order_seq=1):
+def view(task, state, *, epoch=1, step=0, held_us=0, order_seq=1, memory_bytes=0, host_bytes=0):
     return ResidentView(
         task=task.id,
         epoch=epoch,
@@ -129,7 +140,8 @@ def view(task, state, *, epoch=1, step=0, held_us=0, order_seq=1):
         step=step,
         held_us=held_us,
         order_seq=order_seq,
-        memory_bytes=0,
+        memory_bytes=memory_bytes,
+        host_bytes=host_bytes,
     )
 
 
@@ -167,29 +179,38 @@ def running(session, task):
 
 
 class TestLaunch:
-    def test_raises_the_epoch_opens_a_placement_and_writes_one_order(self, session, task):
+    def test_launch_raises_the_epoch_opens_a_placement_and_writes_one_order(self, session, task):
         hear(session)
         decide(session, task, "Launch", devices=("h.0",))
         assert (task.state, task.epoch, task.seat) == ("starting", 1, "h.0")
         order = session.scalars(select(Order)).one()
-        assert (order.kind, order.seq, order.body["run"]) == ("Launch", 1, {"job": "train:Train"})
+        assert (order.kind, order.seq) == ("Launch", 1)
+        assert order.body["spec"]["run"] == {"job": "train:Train"}
         assert order.body["budget_us"] == 100_000_000
         assert session.scalars(select(Placement)).one().ended_at is None
 
-    def test_the_order_counts_as_answered_when_the_device_shows_the_resident(self, session, task):
+    def test_device_of_the_version_before_gets_the_launch_in_its_form(self, session, task):
+        hear(session, spec=None)
+        decide(session, task, "Launch", devices=("h.0",))
+        order = session.scalars(select(Order)).one()
+        assert (order.body["run"], order.body["memory_bytes"]) == ({"job": "train:Train"}, 0)
+        assert (order.body["checkpoint_every_s"], "spec" in order.body) == (60.0, False)
+        assert decode(order.body).spec.run.entry == "train:Train"
+
+    def test_order_counts_as_taken_when_the_device_shows_the_resident(self, session, task):
         hear(session)
         decide(session, task, "Launch", devices=("h.0",))
         hear(session, residents=[view(task, "seating")])
         assert session.scalars(select(Order)).one().answered_at is not None
 
-    def test_a_seat_is_given_to_one_task_at_a_time(self, session, running):
+    def test_slot_is_given_to_one_task_at_a_time(self, session, running):
         twin = {c.name: getattr(running, c.name) for c in Task.__table__.columns}
         session.add(Task(**{**twin, "id": "tsk_b", "name": "u", "state": "waiting", "epoch": 0}))
         session.flush()
         with pytest.raises(Exception, match="uq_placements_open_seat"):
             decide(session, session.get_one(Task, "tsk_b"), "Launch", devices=("h.0",))
 
-    def test_a_launch_that_the_device_never_shows_is_given_up_at_last(self, session, task):
+    def test_launch_that_the_device_never_shows_is_abandoned(self, session, task):
         """Its resident died before any report that named it arrived: it can be sent for ever."""
         hear(session)
         decide(session, task, "Launch", devices=("h.0",))
@@ -201,7 +222,7 @@ class TestLaunch:
         hear(session)
         assert (task.state, task.seat) == ("waiting", None)
 
-    def test_cancelling_what_the_device_never_took_in_ends_too(self, session, task):
+    def test_cancelling_a_launch_that_was_never_taken_in_ends_it_too(self, session, task):
         hear(session)
         decide(session, task, "Launch", devices=("h.0",))
         decide(session, task, "Cancel")
@@ -230,7 +251,9 @@ def beside(session, running):
 
 
 class TestSharing:
-    def test_each_is_charged_for_its_own_turns_to_the_microsecond(self, session, running, beside):
+    def test_each_sharer_is_charged_for_its_own_turns_to_the_microsecond(
+        self, session, running, beside
+    ):
         for turn in range(1, 4):
             mine, other = 7_001 * turn, 20_003 * turn
             views = [
@@ -245,14 +268,14 @@ class TestSharing:
             ]
             assert sums == [mine + other] * 3
 
-    def test_the_order_says_that_others_stay(self, session, running, beside):
+    def test_order_says_that_the_other_tasks_stay(self, session, running, beside):
         bodies = {
             order.task_id: decode(order.body).beside
             for order in session.scalars(select(Order).where(Order.kind == "Launch"))
         }
         assert bodies == {running.id: False, beside.id: True}
 
-    def test_the_island_sees_what_was_booked_and_nothing_more(self, session, running, beside):
+    def test_board_shows_what_was_booked_and_nothing_more(self, session, running, beside):
         views = [view(running, "running", held_us=5), view(beside, "running", held_us=6)]
         hear(session, residents=views)
         seen = snapshot_reader.load(
@@ -264,14 +287,14 @@ class TestSharing:
         assert held == {running.id: (True, False, 5), beside.id: (True, True, 6)}
         assert all(one.accrued_us == 0 for one in seen.values())
 
-    def test_either_may_end_and_the_other_goes_on(self, session, running, beside):
+    def test_each_of_two_sharers_may_end_and_the_other_goes_on(self, session, running, beside):
         done = event(Finished, running, 2, held_us=9, result={}, outputs={})
         hear(session, residents=[view(running, "ended"), view(beside, "running")], events=[done])
         assert (running.state, beside.state, running.shares) == ("done", "running", False)
         hear(session)
         assert (beside.state, beside.shares, beside.seat) == ("waiting", False, None)
 
-    def test_its_owner_is_told(self, session, running, beside):
+    def test_owner_is_told_that_the_task_shares(self, session, running, beside):
         told = session.scalars(select(Event).where(Event.type == "task.shares")).one()
         assert (told.task_id, told.data["device"]) == (running.id, "h.0")
 
@@ -279,7 +302,7 @@ class TestSharing:
 class TestNonsense:
     """Whatever one task's events say, its device goes on being heard."""
 
-    def test_an_event_that_cannot_be_fails_its_own_task_only(self, session, running):
+    def test_impossible_event_fails_its_own_task_only(self, session, running):
         running.retry_max = 1
         stopped = event(Stopped, running, 2, step=3)  # nobody cancelled it
         answer = hear(session, residents=[view(running, "ended")], events=[stopped])
@@ -290,14 +313,14 @@ class TestNonsense:
         hear(session, residents=[view(running, "ended", epoch=2)], events=again)
         assert running.state == "failed"
 
-    def test_what_postgres_does_not_take_fails_its_own_task_only(self, session, running):
+    def test_text_that_postgres_refuses_fails_its_own_task_only(self, session, running):
         done = event(Finished, running, 2, held_us=7, result={"text": "\0"}, outputs={})
         answer = hear(session, residents=[view(running, "ended")], events=[done])
         assert answer.heard == {"tsk_a/1": 2}
         assert running.state == "failed"
         assert session.scalars(select(Account.total_us)).one() == 7
 
-    def test_done_without_a_declared_output_is_failed(self, session, running):
+    def test_finished_task_without_a_declared_output_has_failed(self, session, running):
         """Else who needs the output could never be launched, nor anybody after it."""
         running.descriptor = {**DESCRIPTOR, "outputs": ["model"]}
         done = event(Finished, running, 2, result={}, outputs={})
@@ -307,14 +330,14 @@ class TestNonsense:
 
 
 class TestFence:
-    def test_an_event_heard_twice_counts_once(self, session, running):
+    def test_repeated_event_counts_once(self, session, running):
         paused = event(Paused, running, 2, step=7, held_us=50)
         hear(session, residents=[view(running, "paused", step=7)], events=[paused])
         answer = hear(session, residents=[view(running, "paused", step=7)], events=[paused])
         assert (running.state, running.pauses) == ("waiting", 1)
         assert answer.heard == {"tsk_a/1": 2}
 
-    def test_an_event_before_its_turn_waits_for_the_one_before_it(self, session, running):
+    def test_early_event_waits_for_the_event_before_it(self, session, running):
         done = event(Finished, running, 3, result={}, outputs={})
         answer = hear(session, residents=[view(running, "running")], events=[done])
         assert (running.state, answer.heard) == ("running", {"tsk_a/1": 1})
@@ -365,27 +388,56 @@ class TestFence:
         assert journal.record(session, late) is None
         assert running.state == "running"
 
-    def test_a_device_that_became_another_kind_is_known_as_that(self, session, task):
+    def test_device_is_told_the_mounts_until_it_knows_them(self, session, task):
+        """A device that may show no mounts has no such fact, and is never told one."""
+        hear(session)
+        assert "mounts" not in encode(hear(session))
+        assert hear(session, mounts=digest({})).mounts is None
+        session.add(Mount(name="pictures", path="/data/pictures", tenants=["ten_x"]))
+        session.flush()
+        session.add(Mount(name="debian", path="/images/debian", sort="image", tenants=None))
+        session.flush()
+        assert hear(session, mounts=digest({})).images is None  # of an older version
+        told = hear(session, mounts=digest({}), images=digest({}))
+        assert told.images == {"debian": "/images/debian"}
+        known = {"pictures": "/data/pictures"}
+        for _ in range(2):
+            assert hear(session, mounts=digest({})).mounts == known
+        assert hear(session, mounts=digest(known)).mounts is None
+        session.execute(delete(Mount))
+        assert hear(session, mounts=digest(known)).mounts == {}
+        assert decode(encode(hear(session, mounts=digest(known)))).mounts == {}
+
+    def test_grace_of_the_newest_heartbeat_is_kept_up_to_the_limit(self, session, running):
+        device = session.get_one(Device, "h.0")
+        for asked_us, granted_us in ((8_000_000, 8_000_000), (1 << 40, 60_000_000), (0, 0)):
+            answer = hear(session, grace_us=asked_us)
+            assert (answer.grace_us, device.grace_us) == (granted_us, granted_us)
+        hear(session, grace_us=8_000_000)
+        hear(session, grace_us=8_000_000, leaving=True)  # no step runs there any more
+        assert device.grace_us == 0
+
+    def test_device_that_changed_its_kind_has_the_new_kind(self, session, task):
         hear(session)
         hear(session, incarnation="p2", kind="cuda")
         assert session.get_one(Device, "h.0").kind == "cuda"
 
 
 class TestLost:
-    def test_a_new_process_on_the_device_means_an_empty_house(self, session, running):
+    def test_new_process_on_a_device_means_that_all_residents_are_lost(self, session, running):
         hear(session, incarnation="p2")
         assert (running.state, running.seat) == ("waiting", None)
         assert session.scalars(select(Placement)).one().end == "lost"
 
-    def test_a_late_word_of_the_replaced_process_changes_nothing(self, session, running):
+    def test_late_event_of_a_replaced_process_changes_nothing(self, session, running):
         hear(session, incarnation="p2")
         assert hear(session, incarnation="p1", residents=[view(running, "running")]) is None
 
-    def test_a_resident_that_the_device_no_longer_names_is_lost(self, session, running):
+    def test_resident_no_longer_reported_by_its_device_is_lost(self, session, running):
         hear(session, residents=[])
         assert running.state == "waiting"
 
-    def test_a_launch_that_the_device_has_not_taken_in_is_not_lost(self, session, task):
+    def test_launch_not_yet_taken_in_is_not_lost(self, session, task):
         hear(session)
         decide(session, task, "Launch", devices=("h.0",))
         hear(session, residents=[])
@@ -555,7 +607,7 @@ class TestHung:
 
 
 class TestPause:
-    def test_leaves_an_image_on_the_device_that_is_saved_later(self, session, running):
+    def test_paused_task_leaves_an_image_on_the_device_that_is_saved_later(self, session, running):
         decide(session, running, "Pause")
         assert running.state == "pausing"
         resident = view(running, "paused", step=9, order_seq=2)
@@ -566,7 +618,7 @@ class TestPause:
         assert running.saved
         assert session.scalars(select(Checkpoint)).one().step == 9
 
-    def test_an_image_that_is_gone_is_forgotten(self, session, running):
+    def test_lost_image_is_forgotten(self, session, running):
         hear(
             session,
             residents=[view(running, "paused", step=9)],
@@ -575,7 +627,29 @@ class TestPause:
         hear(session, residents=[])
         assert running.image_on is None
 
-    def test_a_checkpoint_that_became_durable_late_is_still_kept(self, session, running):
+    @pytest.mark.parametrize("is_saved", [True, False])
+    def test_partition_without_its_process_waits_for_its_input_if_its_image_is_durable(
+        self, session, running, is_saved
+    ):
+        part = {"nodes": [], "takes": {"b0": "a.y"}, "gives": {}, "late": ["b0"]}
+        running.descriptor = {**running.descriptor, "run": {"graph": "sha256:0", "part": part}}
+        of = {c.name: getattr(running, c.name) for c in Task.__table__.columns}
+        fresh = {"id": "tsk_maker", "name": "maker", "state": "blocked", "seat": None}
+        session.add(Task(**{**of, **fresh, "started_at": None}))
+        session.flush()
+        need = Need(task_id=running.id, needs_id="tsk_maker", port="b0", output="b0", late=True)
+        session.add(need)
+        session.flush()
+        told = [event(Paused, running, 2, step=9, lacks="b0")]
+        if is_saved:
+            told.append(event(Saved, running, 3, step=9, sha256="ab" * 32, size_bytes=5, took_us=1))
+        hear(session, residents=[view(running, "paused", step=9)], events=told)
+        hear(session, residents=[])
+        session.refresh(need)
+        assert (running.state, running.image_on) == ("blocked", None)
+        assert need.late is not is_saved  # else what it made has to be made again first
+
+    def test_checkpoint_that_became_durable_late_is_kept(self, session, running):
         paused = [view(running, "paused", step=9)]
         hear(session, residents=paused, events=[event(Paused, running, 2, step=9)])
         decide(session, running, "Launch", devices=("h.0",))
@@ -583,7 +657,7 @@ class TestPause:
         hear(session, residents=[view(running, "seating", epoch=2)], events=[saved])
         assert session.scalars(select(Checkpoint)).one().sha256 == "ab" * 32
 
-    def test_nobody_is_told_whose_task_takes_the_device(self, session, running):
+    def test_owner_is_not_told_which_task_takes_the_device(self, session, running):
         decide(session, running, "Pause", against="tsk_of_another_tenant")
         told = session.scalars(select(Event).where(Event.type == "task.pausing")).one()
         assert "tsk_of_another_tenant" not in f"{told.message} {told.data}"
@@ -608,14 +682,14 @@ class TestPause:
 
 
 class TestEnd:
-    def test_finished_keeps_the_result_and_ends_the_request(self, session, running):
+    def test_finished_task_keeps_its_result_and_ends_the_request(self, session, running):
         done = event(Finished, running, 2, step=10, result={"loss": 1}, outputs={})
         hear(session, residents=[view(running, "ended", step=10)], events=[done])
         assert (running.state, running.result) == ("done", {"loss": 1})
         assert session.get_one(Request, "req_a").state == "done"
         assert "request.done" in session.scalars(select(Event.type)).all()
 
-    def test_a_crash_is_tried_again_while_attempts_are_left(self, session, running):
+    def test_crashed_task_is_retried_while_attempts_are_left(self, session, running):
         running.retry_max = 1
         crash = event(Failed, running, 2, cause="exception", message="boom", detail="trace")
         hear(session, residents=[view(running, "ended")], events=[crash])
@@ -628,7 +702,7 @@ class TestEnd:
         hear(session, residents=[view(running, "ended", epoch=2)], events=again)
         assert (running.state, running.attempts) == ("failed", 1)
 
-    def test_what_a_failed_command_left_is_kept_until_it_is_tried_again(self, session, running):
+    def test_output_of_a_failed_command_is_kept_until_its_retry(self, session, running):
         running.retry_max = 1
         left = {"artifacts.zip": {"sha256": "0" * 64, "size_bytes": 9}}
         crash = event(Failed, running, 2, cause="exit", message="boom", outputs=left)
@@ -640,7 +714,7 @@ class TestEnd:
         hear(session, residents=[view(running, "ended", epoch=2, step=10)], events=events)
         assert (running.state, running.outputs) == ("done", {})
 
-    def test_what_is_done_in_the_end_has_no_cause_of_failure(self, session, running):
+    def test_finished_task_has_no_cause_of_failure(self, session, running):
         running.retry_max = 1
         crash = event(Failed, running, 2, cause="exception", message="boom", detail="trace")
         hear(session, residents=[view(running, "ended")], events=[crash])
@@ -652,7 +726,7 @@ class TestEnd:
         hear(session, residents=[view(running, "ended", epoch=2)], events=again)
         assert (running.state, running.cause, running.detail) == ("done", None, None)
 
-    def test_what_can_never_succeed_is_not_tried_again(self, session, running):
+    def test_task_that_can_never_succeed_is_not_retried(self, session, running):
         running.retry_max = 5
         hang = event(Failed, running, 2, cause="max_duration", message="too long")
         hear(session, residents=[view(running, "ended")], events=[hang])
@@ -667,13 +741,13 @@ class TestEnd:
         decide(session, running, "Launch", devices=("h.0",))
         return running
 
-    def test_a_damaged_checkpoint_is_passed_over(self, session, restoring):
+    def test_damaged_checkpoint_is_skipped(self, session, restoring):
         broken = event(Failed, restoring, 1, epoch=2, cause="image", message="does not match")
         hear(session, residents=[view(restoring, "ended", epoch=2)], events=[broken])
         assert (restoring.state, restoring.attempts) == ("waiting", 0)
         assert session.scalars(select(Checkpoint)).one().damaged_at is not None
 
-    def test_the_checkpoint_that_was_restored_is_the_damaged_one(self, session, restoring):
+    def test_checkpoint_that_was_restored_counts_as_the_damaged_one(self, session, restoring):
         late = event(
             Saved, restoring, 3, epoch=1, step=12, sha256="cd" * 32, size_bytes=5, took_us=1
         )
@@ -683,13 +757,13 @@ class TestEnd:
         damaged = select(Checkpoint.sha256).where(Checkpoint.damaged_at.is_not(None))
         assert session.scalars(damaged).all() == ["ab" * 32]
 
-    def test_a_bad_image_where_there_was_none_counts_as_an_attempt(self, session, running):
+    def test_bad_image_without_a_checkpoint_uses_up_an_attempt(self, session, running):
         """Else a job that says so each time is launched for ever, without a pause."""
         broken = event(Failed, running, 2, cause="image", message="so it says")
         hear(session, residents=[view(running, "ended")], events=[broken])
         assert running.state == "failed"
 
-    def test_a_store_that_is_away_damages_nothing_and_uses_up_no_attempt(self, session, restoring):
+    def test_store_failure_damages_nothing_and_uses_up_no_attempt(self, session, restoring):
         away = event(Failed, restoring, 1, epoch=2, cause="store", message="no answer")
         hear(session, residents=[view(restoring, "ended", epoch=2)], events=[away])
         assert (restoring.state, restoring.attempts) == ("waiting", 0)
@@ -697,7 +771,7 @@ class TestEnd:
         later = Task.retry_at - func.now() == timedelta(seconds=journal.STORE_AGAIN_S)
         assert session.scalars(select(later)).one()
 
-    def test_a_checkpoint_says_who_signed_it_and_what_it_added(self, session, running):
+    def test_checkpoint_says_who_signed_it_and_what_it_added(self, session, running):
         saved = {"sha256": "ab" * 32, "size_bytes": 5, "took_us": 1, "new_bytes": 3}
         events = [event(Saved, running, 2, step=9, **saved)]
         hear(session, residents=[view(running, "running")], key="1f" * 32)
@@ -705,14 +779,14 @@ class TestEnd:
         row = session.scalars(select(Checkpoint)).one()
         assert (row.host, row.key, row.new_bytes) == ("h", "1f" * 32, 3)
 
-    def test_the_hundredth_attempt_still_has_a_date(self, session, running):
+    def test_hundredth_attempt_still_has_a_date(self, session, running):
         running.retry_max, running.attempts = 100, 90
         crash = event(Failed, running, 2, cause="exception", message="boom")
         hear(session, residents=[view(running, "ended")], events=[crash])
         wait = Task.retry_at - func.now() <= timedelta(seconds=journal.RETRY_LONGEST_S)
         assert session.scalars(select(wait)).one()
 
-    def test_cancel_waits_for_the_device_and_survives_a_pause_under_way(self, session, running):
+    def test_cancel_waits_for_the_device_even_during_a_pause(self, session, running):
         decide(session, running, "Pause")
         decide(session, running, "Cancel")
         assert running.state == "stopping"
@@ -720,7 +794,7 @@ class TestEnd:
         hear(session, residents=[view(running, "ended")], events=both)
         assert running.state == "cancelled"
 
-    def test_no_move_leads_out_of_an_end(self, session, running):
+    def test_ended_task_never_moves_again(self, session, running):
         done = event(Finished, running, 2, result={}, outputs={})
         hear(session, residents=[view(running, "ended")], events=[done])
         with pytest.raises(IllegalMove, match="is done, got Launch, expected nothing more"):
@@ -746,6 +820,21 @@ class TestLedger:
         ledger.rebuild(session)
         session.flush()
         assert session.scalars(select(Account.total_us)).one() == before
+
+    def test_what_a_changed_weight_carries_over_moves_with_the_base(self, session, running):
+        ledger.charge(session, session.scalars(select(Placement)).one(), 5_000_000)
+        tenant, account = session.get_one(Tenant, "ten_a"), session.scalars(select(Account)).one()
+        ledger.reweigh(session, tenant, 3 * tenant.weight_milli, past=False)
+        assert tenant.carried == 2 * account.faded
+        halvings = ledger.REBASE_HALF_LIVES + 1
+        before = int(tenant.carried) << 2 * halvings  # as if it had been used so much later
+        session.info["ledger"].since_s -= halvings * settings().half_life_s
+        tenant.carried = before
+        session.flush()
+        ledger.base(session)
+        assert tenant.carried == before >> halvings
+        ledger.reweigh(session, tenant, tenant.weight_milli, past=True)
+        assert tenant.carried == 0
 
     def test_a_heartbeat_charges_what_was_held_since_the_last(self, session, running):
         hear(session, residents=[view(running, "running", held_us=400)])
@@ -776,7 +865,7 @@ def long_ago(session):
 
 
 class TestLending:
-    def test_growing_orders_a_resize_and_takes_the_seat(self, session, grown):
+    def test_growing_orders_a_resize_and_takes_the_slot(self, session, grown):
         order = session.scalars(select(Order).where(Order.kind == "Resize")).one()
         assert (order.device_id, order.body["seats"], order.seq) == ("h.0", [2], 2)
         (guest,) = guests(session)
@@ -785,7 +874,7 @@ class TestLending:
         with pytest.raises(IntegrityError), session.begin_nested():
             decide(session, other, "Launch", devices=("h.1",))
 
-    def test_a_guest_is_charged_for_what_its_home_held_meanwhile(self, session, grown):
+    def test_guest_device_is_charged_for_what_its_home_held(self, session, grown):
         hear(session, residents=[view(grown, "running", held_us=1000, order_seq=2)])
         assert guests(session)[0].held_us == 0  # it was lent at this instant
         long_ago(session)
@@ -796,13 +885,13 @@ class TestLending:
         assert session.scalar(select(func.sum(Usage.charged_us))) == 1800
         assert grown.held_us == 1400
 
-    def test_the_device_worker_that_lends_has_nothing_to_show(self, session, grown):
+    def test_worker_of_a_lent_device_reports_nothing_for_it(self, session, grown):
         hear(session, device="h.1")
         hear(session, device="h.1", incarnation="p2")
         assert grown.state == "running"
         assert guests(session)[0].ended_at is None
 
-    def test_giving_back_frees_the_seat_when_the_ranks_have_left_it(self, session, grown):
+    def test_returned_slot_is_free_when_the_ranks_have_left_it(self, session, grown):
         other = copy_of(session, grown)
         decide(session, grown, "Splice", devices=("h.0",))
         decide(session, other, "Launch", devices=("h.1",))
@@ -817,7 +906,7 @@ class TestLending:
         answer = hear(session, device="h.1", residents=ready)
         assert answer.keep == [[other.id, 1]]
 
-    def test_who_is_paused_lets_go_of_all_and_names_a_successor_for_its_own_seat_only(
+    def test_paused_task_releases_all_devices_and_has_a_successor_at_home_only(
         self, session, grown
     ):
         decide(session, grown, "Pause", against="tsk_b")
@@ -828,11 +917,11 @@ class TestLending:
         assert [guest.end for guest in guests(session)] == ["paused"]
         assert (grown.state, grown.resized_at) == ("waiting", None)
 
-    def test_all_ends_with_the_home(self, session, grown):
+    def test_all_guest_devices_end_with_the_home(self, session, grown):
         lose(session, grown)
         assert [guest.end for guest in guests(session)] == ["lost"]
 
-    def test_a_resize_that_was_cancelled_meanwhile_changes_nothing(self, session, grown):
+    def test_cancelled_resize_changes_nothing(self, session, grown):
         decide(session, grown, "Splice", devices=("h.0",))
         decide(session, grown, "Cancel")
         hear(session, events=[event(Resized, grown, 3, seats=[1])])
@@ -840,7 +929,7 @@ class TestLending:
         hear(session, events=[event(Stopped, grown, 4)])
         assert (grown.state, [g.end for g in guests(session)]) == ("cancelled", ["stopped"])
 
-    def test_the_island_sees_what_it_holds(self, session, grown):
+    def test_board_shows_all_devices_of_the_task(self, session, grown):
         for id in ("h.0", "h.1"):
             device = session.get_one(Device, id)
             device.facts = {**device.facts, "splice": True}
@@ -878,6 +967,40 @@ def orders(session, device):
     return session.scalars(query.order_by(Order.id)).all()
 
 
+class TestAccelerators:
+    @pytest.fixture
+    def alone(self, session, running):
+        """h.0 and h.1 are accelerators of one host; processes of each see it alone."""
+        for id in ("h.0", "h.1"):
+            hear(session, device=id, links=LINKS, residents=_of(running, id))
+            device = session.get_one(Device, id)
+            device.facts = {**device.facts, "splice": True, "ranks_apart": True}
+        running.devices_max = 2
+        return running
+
+    def test_ranks_of_another_accelerator_are_remote_ranks(self, session, alone):
+        decide(session, alone, "Splice", devices=("h.0", "h.1"))
+        (home,), (other,) = orders(session, "h.0")[-1:], orders(session, "h.1")
+        assert (home.kind, home.body["seats"]) == ("Resize", [1, 1])
+        assert (other.kind, other.body["seats"], other.body["host"]) == ("Launch", [1, 1], 1)
+        hear(session, events=[event(Resized, alone, 2, seats=[1, 1], step=4)])
+        assert alone.state == "running"
+        resized = select(Event.message).where(Event.type == "task.resized")
+        assert session.scalars(resized).one() == "Resized after step 4: it runs on 2 devices."
+
+    def test_ranks_come_back_to_the_home_device(self, session, alone):
+        decide(session, alone, "Splice", devices=("h.0", "h.1"))
+        hear(session, events=[event(Resized, alone, 2, seats=[1, 1], step=4)])
+        decide(session, alone, "Splice", devices=("h.0",))
+        assert orders(session, "h.0")[-1].body["seats"] == [1]
+        hear(session, events=[event(Resized, alone, 3, seats=[1], step=9)])
+        assert [guest.end for guest in guests(session)] == ["resized"]
+
+
+def _of(task, device):
+    return [view(task, "running")] if task.seat == device else []
+
+
 class TestHosts:
     def test_each_host_gets_an_order_and_the_same_secret(self, session, apart):
         (home,), (far,) = orders(session, "h.0")[-1:], orders(session, "far.0")
@@ -885,9 +1008,9 @@ class TestHosts:
         assert (far.kind, far.seq, far.body["seats"], far.body["host"]) == ("Launch", 2, [1, 1], 1)
         secret = home.body["links"]["secret"]
         assert far.body["links"] == {"secret": secret, "home": LINKS}
-        assert (far.body["images"], far.body["outputs"]) == ([], [])
+        assert (far.body["images"], "outputs" in far.body["spec"]) == ([], False)
 
-    def test_an_outpost_is_kept_while_its_device_is_lent_and_changes_nothing(self, session, apart):
+    def test_remote_ranks_are_kept_while_their_device_is_lent(self, session, apart):
         there = [view(apart, "running", held_us=5000, order_seq=2)]
         answer = hear(session, device="far.0", host="far", residents=there)
         assert (answer.keep, answer.drop) == ([[apart.id, 1]], [])
@@ -899,7 +1022,7 @@ class TestHosts:
         answer = hear(session, device="far.0", host="far", residents=there)
         assert (answer.keep, answer.drop) == ([], [[apart.id, 1]])
 
-    def test_the_outpost_of_a_paused_gang_stays_until_its_image_is_durable(self, session, apart):
+    def test_remote_ranks_of_a_paused_gang_stay_until_its_image_is_durable(self, session, apart):
         hear(session, events=[event(Resized, apart, 2, seats=[1, 1])])
         decide(session, apart, "Pause")
         paused = {"step": 7, "held_us": 100}
@@ -915,7 +1038,7 @@ class TestHosts:
         hear(session, residents=[view(apart, "paused")], events=[saved])
         assert hear(session, **there).drop == [[apart.id, 1]]
 
-    def test_it_also_stays_while_its_home_gets_ready_to_go_on(self, session, apart):
+    def test_remote_ranks_stay_while_their_home_prepares_to_go_on(self, session, apart):
         hear(session, events=[event(Resized, apart, 2, seats=[1, 1])])
         decide(session, apart, "Pause")
         hear(session, residents=[view(apart, "paused")], events=[event(Paused, apart, 3)])
@@ -932,7 +1055,7 @@ class TestHosts:
         hear(session, residents=[view(apart, "running", epoch=2, step=1)])
         assert hear(session, **there).drop == [[apart.id, 1]]
 
-    def test_a_change_of_hosts_has_a_secret_of_its_own(self, session, apart):
+    def test_change_of_hosts_has_a_secret_of_its_own(self, session, apart):
         hear(session, events=[event(Resized, apart, 2, seats=[1, 1])], links=LINKS)
         hear(session, device="far.1", host="far")
         decide(session, apart, "Splice", devices=("h.0", "far.0", "far.1"))
@@ -942,17 +1065,17 @@ class TestHosts:
         assert second.body["links"]["secret"] != first.body["links"]["secret"]
         assert orders(session, "far.1") == []  # one device of each host holds the outpost
 
-    def test_a_host_that_cannot_be_reached_is_given_back(self, session, apart):
+    def test_unreachable_host_is_given_back(self, session, apart):
         hear(session, events=[event(Resized, apart, 2, seats=[1], step=4)])
         assert (apart.state, [guest.end for guest in guests(session)]) == ("running", ["unreached"])
 
-    def test_who_cannot_leave_what_was_promised_goes_back_to_its_line(self, session, apart):
+    def test_task_that_cannot_release_promised_devices_queues_again(self, session, apart):
         hear(session, events=[event(Resized, apart, 2, seats=[1, 1])])
         decide(session, apart, "Splice", devices=("h.0",))
         hear(session, events=[event(Resized, apart, 3, seats=[1, 1])])
         assert (apart.state, [guest.end for guest in guests(session)]) == ("waiting", ["lost"])
 
-    def test_a_lost_host_is_no_attempt(self, session, apart):
+    def test_lost_host_uses_up_no_attempt(self, session, apart):
         lost = {"cause": "host", "message": "the connection to its host 1 is lost"}
         hear(session, events=[event(Failed, apart, 2, **lost)])
         assert (apart.state, apart.attempts, apart.retry_max) == ("waiting", 0, 0)
@@ -973,6 +1096,145 @@ class TestHosts:
         assert session.scalar(select(func.sum(Usage.charged_us))) == 900
 
 
+class TestCommandsOfSeveralDevices:
+    def test_its_device_is_told_of_the_others_and_it_goes_on_only_on_all_of_them(
+        self, session, task
+    ):
+        for device in ("h.0", "h.1", "h.2"):
+            hear(session, device=device, ranks_apart=True)
+        _as_command(task)
+        decide(session, task, "Launch", devices=("h.0", "h.2"))
+        (home,) = orders(session, "h.0")
+        assert (home.body["seats"], home.body["guests"]) == ([2], ["h.2"])
+        assert orders(session, "h.2") == []
+        task.memory_bytes = 7
+        asked = {
+            id: hear(session, device=id, kind="sim", ranks_apart=True).guest_bytes
+            for id in ("h.1", "h.2")
+        }
+        assert asked == {"h.1": 0, "h.2": 7}
+        begun = replace(started(task), capabilities=["pause", "restart"])
+        hear(session, residents=[view(task, "running")], events=[begun])
+        decide(session, task, "Pause")
+        hear(session, residents=[view(task, "paused")], events=[event(Paused, task, 2)])
+        session.flush()
+        seen = snapshot_reader.load(session, "isle", now_s=transactions.now_s(session))
+        waits = seen.tasks[task.id]
+        assert (waits.image_on, waits.image_with) == ("h.0", ("h.2",))
+
+    def test_devices_of_an_older_version_get_no_field_that_they_would_refuse(self, session, task):
+        for device in ("h.0", "h.1"):
+            hear(session, device=device, kind="sim")
+        _as_command(task, memory_bytes=7)
+        decide(session, task, "Launch", devices=("h.0", "h.1"))
+        (home,) = orders(session, "h.0")
+        assert home.body["seats"] == [2]
+        assert "guests" not in home.body
+        assert "guest_bytes" not in encode(hear(session, device="h.1", kind="sim"))
+
+    def test_it_begins_only_when_the_task_before_it_has_left_its_further_device(
+        self, session, running
+    ):
+        command = copy_of(session, running)
+        for device in ("h.0", "h.1"):
+            here = [view(running, "running")] if device == "h.0" else []
+            hear(session, device=device, residents=here, ranks_apart=True)
+        _as_command(command)
+        decide(session, running, "Pause")
+        decide(session, command, "Launch", devices=("h.1", "h.0"))
+        assert "surely_until_us" not in orders(session, "h.1")[-1].body
+        ready = {"device": "h.1", "residents": [view(command, "ready")], "ranks_apart": True}
+        answer = hear(session, **ready)
+        assert (answer.keep, answer.drop) == ([], [])
+        left = [event(Paused, running, 2)]
+        hear(session, residents=[view(running, "paused")], events=left, ranks_apart=True)
+        assert hear(session, **ready).keep == [[command.id, 1]]
+
+
+class TestCommandsThatMove:
+    HOST = {"offers": ["command-images", "command-images:aa11"]}
+    IMAGE = {"sha256": "5" * 64, "size_bytes": 9, "took_us": 1}
+
+    @pytest.fixture
+    def paused(self, session, task):
+        """A command that could be stored runs on h.0 and is paused there."""
+        hear(session, **self.HOST)
+        task.descriptor = {**task.descriptor, "run": {"command": ["x"]}}
+        decide(session, task, "Launch", devices=("h.0",))
+        begun = replace(started(task), capabilities=["pause", "restart", "move"])
+        hear(session, residents=[view(task, "running")], events=[begun], **self.HOST)
+        decide(session, task, "Pause")
+        frozen = event(Paused, task, 2, step=1)
+        hear(session, residents=[view(task, "paused", step=1)], events=[frozen], **self.HOST)
+        return task
+
+    def heard(self, session, task, **saved):
+        kept = event(Saved, task, 3, step=1, **self.IMAGE, **saved)
+        hear(session, residents=[view(task, "paused", step=1)], events=[kept], **self.HOST)
+        session.flush()
+        seen = snapshot_reader.load(session, "isle", now_s=transactions.now_s(session))
+        return seen.tasks[task.id]
+
+    def test_stored_command_may_go_on_on_devices_with_the_mark_of_its_own(self, session, paused):
+        seen = self.heard(session, paused, has_processes=True)
+        assert (seen.saved, seen.movable, seen.goes_on_with) == (True, True, "command-images:aa11")
+        assert "It can move" in reports.movement_of(paused)
+
+    def test_command_that_its_pause_could_not_store_is_bound_and_says_why(self, session, paused):
+        seen = self.heard(session, paused, bound_because="kept.db is an open database")
+        assert (seen.saved, seen.is_bound, seen.goes_on_with) == (True, True, "")
+        assert reports.movement_of(paused).endswith("folder: kept.db is an open database.")
+
+    def test_lines_after_the_image_are_withdrawn_where_its_processes_go_on(self, session, paused):
+        lines = [["stdout", text] for text in "abcd"]
+        said = LogLines(task=paused.id, epoch=1, first=0, lines=lines)
+        hear(session, residents=[view(paused, "paused", step=1)], logs=[said], **self.HOST)
+        self.heard(session, paused, has_processes=True, printed=[1, 3])
+        decide(session, paused, "Launch", devices=("h.0",))
+        begun = replace(
+            started(paused, epoch=2, step=1, resumed="image"),
+            capabilities=["pause", "restart", "move"],
+        )
+        hear(session, residents=[view(paused, "running", epoch=2)], events=[begun], **self.HOST)
+        kept = session.scalars(select(LogLine.text).where(LogLine.task_id == paused.id)).all()
+        assert kept == ["a", "b", "c"]
+        told = session.scalars(select(Event.message).where(Event.type == "task.started")).all()
+        assert told[-1].endswith("from its saved state; without 1 line printed after it.")
+
+    def test_image_of_the_folder_alone_changes_nothing(self, session, paused):
+        assert self.heard(session, paused).movable
+
+    @pytest.mark.parametrize(
+        ("saved", "goes_on_with"),
+        [
+            ({}, ""),
+            ({"has_processes": True, "printed": [1, 0]}, "command-images:aa11"),
+        ],
+    )
+    def test_lost_command_goes_on_only_with_an_image_of_its_processes(
+        self, session, paused, saved, goes_on_with
+    ):
+        self.heard(session, paused, **saved)
+        hear(session, incarnation="p2", **self.HOST)
+        session.flush()
+        seen = snapshot_reader.load(session, "isle", now_s=transactions.now_s(session))
+        found = seen.tasks[paused.id]
+        assert (found.image_on, found.goes_on_with) == (None, goes_on_with)
+        assert found.movable is bool(goes_on_with)
+
+    def test_late_image_of_an_earlier_launch_says_nothing_of_the_present_one(self, session, paused):
+        decide(session, paused, "Launch", devices=("h.0",))
+        self.heard(session, paused, bound_because="kept.db is an open database")
+        assert (paused.epoch, paused.bound_because) == (2, "")
+
+
+def _as_command(task, *, memory_bytes=0):
+    """Let the task be a command on two devices."""
+    task.devices_min = task.devices_max = 2
+    task.memory_bytes = memory_bytes
+    task.descriptor = {**task.descriptor, "run": {"command": ["x"]}}
+
+
 def copy_of(session, task):
     """Another task like it, that waits."""
     names = ("request_id", "tenant_id", "user_id", "island", "type", "kind", "descriptor")
@@ -984,7 +1246,7 @@ def copy_of(session, task):
 
 
 class TestLogs:
-    def test_lines_sent_again_are_kept_once_and_in_order(self, session, running):
+    def test_repeated_log_lines_are_kept_once_and_in_order(self, session, running):
         here = [view(running, "running")]
         lines = [["out", "one"], ["out", "two"]]
         first = LogLines(task=running.id, epoch=1, first=0, lines=lines)
@@ -1042,7 +1304,7 @@ class TestPublish:
         rows = session.scalars(select(Datablock).order_by(Datablock.version)).all()
         return [(row.name, row.version, row.sha256[0]) for row in rows]
 
-    def test_it_is_the_next_version_with_who_made_it(self, session, publishing):
+    def test_published_output_is_the_next_version_with_its_maker(self, session, publishing):
         hear(session, events=[self.done(publishing)])
         [row] = session.scalars(select(Datablock)).all()
         assert (row.name, row.version, row.format) == ("corpus-tokens", 1, "safetensors")
@@ -1063,12 +1325,12 @@ class TestPublish:
         told = session.scalars(select(Event.message).where(Event.type == "task.published")).one()
         assert told == "Published tokens as datablock corpus-tokens@1 (90 bytes)."
 
-    def test_heard_again_it_is_none(self, session, publishing):
+    def test_repeated_publication_makes_no_version(self, session, publishing):
         for _ in range(2):
             hear(session, events=[self.done(publishing)])
         assert self.versions(session) == [("corpus-tokens", 1, "a")]
 
-    def test_of_an_epoch_that_is_over_it_is_none(self, session, publishing):
+    def test_publication_of_an_ended_epoch_makes_no_version(self, session, publishing):
         lose(session, publishing)
         hear(session, events=[self.done(publishing)])
         assert self.versions(session) == []
@@ -1088,18 +1350,92 @@ class TestPublish:
         hear(session, events=[started(other), self.done(other)])
         assert self.versions(session) == [("corpus-tokens", 1, "a"), ("corpus-tokens", 2, "a")]
 
-    def test_a_device_that_does_not_know_how_fails_the_task(self, session, publishing):
+    def test_device_that_cannot_publish_fails_the_task(self, session, publishing):
         outputs = {name: {"sha256": "a" * 64, "size_bytes": 9} for name in ("tokens", "log")}
         finished = event(Finished, publishing, 2, result={}, outputs=outputs)
         hear(session, events=[finished])
         assert publishing.state == "failed"
         assert publishing.message == "It ended without its declared outputs tokens."
 
-    def test_what_makes_no_sense_fails_its_own_task_only(self, session, publishing):
+    def test_nonsensical_publication_fails_its_own_task_only(self, session, publishing):
         hear(session, events=[self.done(publishing, tensors=[{"name": "\0"}])])
         assert publishing.state == "failed"
         assert self.versions(session) == []
         assert hear(session) is not None
+
+
+def test_peaks_of_a_tasks_memory_are_kept(session, running):
+    for memory_bytes, host_bytes in ((10, 3), (30, 2), (20, 5)):
+        hear(
+            session,
+            residents=[view(running, "running", memory_bytes=memory_bytes, host_bytes=host_bytes)],
+        )
+    assert (running.peak_device_bytes, running.peak_host_bytes) == (30, 5)
+
+
+def test_peaks_of_what_a_task_takes_of_its_host_are_kept(session, running):
+    for peaks in ({"memory": 10, "cpus": 900}, {"memory": 30}, {"memory": 20, "processes": 4}):
+        hear(session, residents=[replace(view(running, "running"), peaks=peaks)])
+    assert running.peaks == {"memory": 30, "cpus": 900, "processes": 4}
+
+
+class TestNetworkUse:
+    USED = {"connections": 2, "refused": 1, "sent_bytes": 300, "received_bytes": 4000}
+
+    def hear(self, session, task, state="running", *, epoch=1, device="h.0", events=(), **used):
+        seen = replace(view(task, state, epoch=epoch), network={**self.USED, **used})
+        hear(session, device=device, residents=[seen], events=events)
+
+    def figures(self, session):
+        rows = session.scalars(select(Placement).order_by(Placement.id))
+        return [row.network for row in rows]
+
+    def test_use_of_the_network_is_kept_and_never_shrinks(self, session, running):
+        self.hear(session, running)
+        self.hear(session, running, sent_bytes=500, refused=0, more=7)
+        assert self.figures(session) == [{**self.USED, "sent_bytes": 500}]
+
+    def test_last_figures_come_with_the_end_of_the_task(self, session, running):
+        done = event(Finished, running, 2, result={}, outputs={})
+        self.hear(session, running, "ended", events=[done])
+        assert running.state == "done"
+        assert self.figures(session) == [self.USED]
+
+    def test_device_speaks_only_of_tasks_that_were_placed_on_it(self, session, running):
+        self.hear(session, running, device="h.1")
+        self.hear(session, running, epoch=2)
+        assert self.figures(session) == [None]
+
+    def test_use_is_summed_over_epochs_and_counted(self, session, running):
+        running.descriptor = {**DESCRIPTOR, "network": {"allow": ["hf.co:443"]}}
+        self.hear(session, running)
+        lose(session, running)
+        running.state = "waiting"
+        decide(session, running, "Launch", devices=("h.0",))
+        self.hear(session, running, epoch=2, events=[started(running, epoch=2)])
+        used = reports.network_use(session, [running])[running.id]
+        assert used.allow == ["hf.co:443"]
+        assert (used.connections, used.refused) == (4, 2)
+        assert (used.sent_bytes, used.received_bytes) == (600, 8000)
+        told = session.info["told"]
+        assert told["network.connections"] == 4
+        assert told["network.received_bytes"] == 8000
+
+    def test_launch_names_what_the_tenant_may_not_reach_any_more(self, session, task):
+        allow = ["hf.co:443", "files.pypi.org:443"]
+        task.descriptor = {**DESCRIPTOR, "network": {"allow": allow}}
+        session.get_one(Tenant, "ten_a").network = ["*:443"]
+        hear(session)
+        decide(session, task, "Launch", devices=("h.0",))
+        first = session.scalars(select(Order)).one()
+        assert "withdrawn" not in first.body
+        assert first.body["spec"]["network"] == {"allow": allow}
+        lose(session, task)
+        task.state = "waiting"
+        session.get_one(Tenant, "ten_a").network = ["*.pypi.org:443"]
+        decide(session, task, "Launch", devices=("h.0",))
+        second = session.scalars(select(Order).order_by(Order.id.desc())).first()
+        assert decode(second.body).withdrawn == ["hf.co:443"]
 
 
 def test_metrics_of_steps_in_between_are_kept_once(session, running):
@@ -1114,10 +1450,130 @@ def test_metrics_of_steps_in_between_are_kept_once(session, running):
     assert [(step, values["loss"]) for step, values in rows] == [(1, 4), (2, 2), (3, 1), (4, 0)]
 
 
-def test_a_metric_that_is_no_finite_number_is_told_when_it_becomes_so(session, running):
+def test_non_finite_metric_is_reported_when_it_appears(session, running):
 
     for step, loss in ((5, 0.5), (6, "nan"), (7, "nan"), (8, 0.25)):
         seen = replace(view(running, "running", step=step), metrics={"loss": loss})
         hear(session, residents=[seen])
     told = session.scalars(select(Event.message).where(Event.type == "task.not_finite")).all()
     assert told == ["Not a finite number at step 6: loss."]
+
+
+class TestNotice:
+    """A command is told before a stop, and begins again when it asks for that."""
+
+    @pytest.fixture
+    def command(self, session, running):
+        run = {"command": ["python", "train.py"]}
+        notice = {"signal": "SIGUSR1", "seconds": 90.0}
+        running.descriptor = {**DESCRIPTOR, "run": run, "notice": notice}
+        session.flush()
+        return running
+
+    def pause(self, session, task, rule):
+        decision = PlanDecision(task=task.id, move="Pause", rule=rule, because="It leaves.")
+        journal.store(session, Plan(decisions=(decision,)))
+        session.refresh(task)
+        orders = session.scalars(select(Order).where(Order.kind == "Pause")).all()
+        return decode(orders[-1].body)
+
+    def ask(self, session, task, noticed, *, held_us=5, epoch=1, seq=2):
+        again = event(
+            *(Failed, task, seq),
+            epoch=epoch, step=7, held_us=held_us, cause="again", message="It asked.",
+            noticed=noticed,
+        )  # fmt: skip
+        hear(session, residents=[view(task, "ended", epoch=epoch)], events=[again])
+
+    @pytest.mark.parametrize(
+        ("rule", "why", "seconds"),
+        [
+            ("drain", "drain", 90),
+            ("move", "move", 90),
+            ("F5", "reclaim", 60),  # for a slice at most: the device is owed to another tenant
+            ("F6/F8", "", 0),  # it is frozen where it is
+            ("F7", "", 0),
+            ("hold", "", 0),
+        ],
+    )
+    def test_pause_after_which_processes_are_lost_has_a_notice(
+        self, session, command, rule, why, seconds
+    ):
+        order = self.pause(session, command, rule)
+        assert (order.why, order.notice_us) == (why, seconds * 1_000_000)
+        told = session.scalars(select(Event).where(Event.type == "task.pausing")).one()
+        suffix = f" It is told, and has {seconds} s." if why else ""
+        assert told.message == f"It leaves.{suffix}"
+
+    def test_administrator_bounds_every_notice(self, session, command, monkeypatch):
+        bounded = settings().model_copy(update={"notice_max_s": 5.0})
+        monkeypatch.setattr("app.scheduling.journal.decisions.settings", lambda: bounded)
+        assert self.pause(session, command, "drain").notice_us == 5_000_000
+
+    def test_task_without_a_notice_gets_the_order_as_before(self, session, running):
+        order = self.pause(session, running, "drain")
+        assert "notice_us" not in encode(order)
+        assert "why" not in encode(order)
+
+    @pytest.mark.parametrize("noticed", ["drain", "move", "reclaim", "shutdown"])
+    def test_command_that_was_told_begins_again_at_once_and_for_free(
+        self, session, command, noticed
+    ):
+        saved = event(Saved, command, 2, step=7, sha256="ab" * 32, size_bytes=5, took_us=1)
+        hear(session, residents=[view(command, "running")], events=[saved])
+        self.pause(session, command, "drain")
+        self.ask(session, command, noticed, seq=3)
+        assert (command.state, command.attempts, command.retry_at) == ("waiting", 0, None)
+        assert session.scalars(select(Placement.end)).one() == "again"
+        decide(session, command, "Launch", devices=("h.0",))
+        launch = decode(session.scalars(select(Order).where(Order.epoch == 2)).one().body)
+        assert [image.step for image in launch.images] == [7]
+        assert launch.budget_us == 100_000_000 - 5
+
+    def test_its_time_begins_anew_after_max_duration_and_takes_an_attempt(self, session, command):
+        command.retry_max = 1
+        self.ask(session, command, "max_duration", held_us=99_000_000)
+        assert (command.state, command.attempts) == ("waiting", 1)
+        decide(session, command, "Launch", devices=("h.0",))
+        launch = decode(session.scalars(select(Order).where(Order.epoch == 2)).one().body)
+        assert launch.budget_us == 100_000_000
+        hear(
+            session,
+            residents=[view(command, "running", epoch=2)],
+            events=[started(command, epoch=2)],
+        )
+        self.ask(session, command, "max_duration", held_us=99_000_000, epoch=2)
+        assert (command.state, command.cause) == ("failed", "max_duration")
+        assert command.message.endswith(
+            "at the end of max_duration_s, which takes an attempt, and none is left."
+        )
+        assert session.scalars(select(Account.total_us)).one() == 2 * 99_000_000  # all is charged
+
+    def test_command_that_begins_again_by_itself_must_have_worked(self, session, command):
+        self.ask(session, command, "", held_us=60_000_000)
+        assert (command.state, command.attempts) == ("waiting", 0)
+        decide(session, command, "Launch", devices=("h.0",))
+        hear(
+            session,
+            residents=[view(command, "running", epoch=2)],
+            events=[started(command, epoch=2)],
+        )
+        self.ask(session, command, "", held_us=59_999_999, epoch=2)
+        assert (command.state, command.cause) == ("failed", "exit")
+        assert "after less than 60 s on its device" in command.message
+
+    def test_command_that_loops_uses_up_its_attempts(self, session, command):
+        command.retry_max = 2
+        for epoch in (1, 2, 3):
+            self.ask(session, command, "", epoch=epoch)
+            if epoch < 3:
+                assert (command.state, command.attempts) == ("waiting", epoch)
+                decide(session, command, "Launch", devices=("h.0",))
+                views = [view(command, "running", epoch=epoch + 1)]
+                hear(session, residents=views, events=[started(command, epoch=epoch + 1)])
+        assert command.state == "failed"
+
+    def test_cancelled_command_that_asks_to_begin_again_is_cancelled(self, session, command):
+        decide(session, command, "Cancel")
+        self.ask(session, command, "drain")
+        assert (command.state, command.attempts) == ("cancelled", 0)

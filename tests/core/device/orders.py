@@ -5,32 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from app.core.model.messages import Answer, Launch
+from tests.launches import launch_of
 
 LEASE_US, MARGIN_US, GRACE_US, BUDGET_US = 6_000_000, 1_000_000, 1_000_000, 9_000_000
 MINE = "life-2"  # the process of the device worker
 
 
-def launch_order(task: str, epoch: int, **more: Any) -> Launch:
-    return Launch(
-        **{
-            "task": task,
-            "epoch": epoch,
-            "seq": 1,
-            "tenant": "ten",
-            "run": {"job": "jobs:Count"},
-            "bundle": "",
-            "params": {},
-            "inputs": {},
-            "outputs": [],
-            "world_size": 1,
-            "preset": {},
-            "images": [],
-            "budget_us": BUDGET_US,
-            "checkpoint_every_s": 0.0,
-            "memory_bytes": 0,
-            **more,
-        }
-    )
+def launch_order(task: str, epoch: int, *, milli: int = 1000, **more: Any) -> Launch:
+    """Return a Launch of a task that takes `milli` thousandths of the device."""
+    run = {"job": "jobs:Count"}
+    usual = {"run": run, "budget_us": BUDGET_US, "fraction_milli": milli}
+    return launch_of(task, epoch, **{**usual, **more})
 
 
 def answer_to(sent_us: int, **more: Any) -> Answer:

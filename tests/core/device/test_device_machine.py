@@ -7,7 +7,7 @@ another order.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -43,7 +43,9 @@ from app.core.device.device_events import (
 )
 from app.core.device.device_machine import PREPARE_US, DeviceMachine
 from app.core.model import messages
+from app.core.model.descriptor import RunSpec
 from app.core.model.messages import Cancel, Launch, Order, Pause, Save
+from app.core.model.provisions.notice import Notice
 from tests.core.device.orders import (
     BUDGET_US,
     GRACE_US,
@@ -58,6 +60,8 @@ Key = tuple[str, int]
 
 TASKS = ("a", "b", "c")
 PASSING_US = [1, *[5_000] * 4, *[100_000] * 4, 400_000, 1_100_000, 3_000_000, PREPARE_US]
+NOTICE_S = 2  # of the tasks b and c, which are commands
+NOTICE_US = NOTICE_S * 1_000_000
 SILENT = {"evicted", "dropped", "replaced", "lease", "zygote", "leaving"}
 
 
@@ -72,6 +76,8 @@ class StayModel:
     obeyed: int = 1
     waiting: dict[int, Order] = field(default_factory=dict)
     pause_asked: bool = False
+    noticed: bool = False
+    noticed_until_us: int | None = None
     cancel_asked: bool = False
     began: bool = False
     paused: bool = False
@@ -79,6 +85,7 @@ class StayModel:
     process: ProcessModel | None = None
     ends_told: int = 0
     held_us: int = 0
+    milli: int = 1000
 
 
 @dataclass
@@ -106,8 +113,7 @@ class DeviceUnderRandomEvents(RuleBasedStateMachine):
         self.stays: dict[Key, StayModel] = {}
         self.processes: dict[int, ProcessModel] = {}
         self.newest: dict[str, tuple[int, int]] = {}
-        self.slot: ProcessModel | None = None
-        self.slot_since_us = 0
+        self.slot: dict[int, int] = {}  # process in the slot -> since when
         self.leaving = False
         self.away = frozenset[int]()
         self.sent: list[DeviceEvent] = []  # to be delivered again, late
@@ -181,7 +187,9 @@ class DeviceUnderRandomEvents(RuleBasedStateMachine):
 
     def check_slot(self, process: ProcessModel, is_first: bool) -> None:
         stay = process.stay
-        assert self.slot is None, "two processes in the slot"
+        taken = sum(self.processes[id].stay.milli for id in self.slot)
+        assert process.id not in self.slot
+        assert taken + stay.milli <= 1000, "the slot holds more than the device"
         assert self.now_us < self.trusted_us, "the slot without trust"
         assert stay.fresh or stay.kept, "the slot before the island confirmed the stay"
         assert process.prepared
@@ -193,12 +201,23 @@ class DeviceUnderRandomEvents(RuleBasedStateMachine):
         assert is_first == (not stay.began)
         stay.began = True
         process.still = False
-        self.slot, self.slot_since_us = process, self.now_us
+        self.slot[process.id] = self.now_us
+
+    def pause_after(self, stay: StayModel, notice_us: int) -> None:
+        """Note that the task is to be paused: a command in the slot gets a notice first."""
+        if stay.cancel_asked or stay.paused or stay.pause_asked:
+            return
+        has_slot = stay.process is not None and stay.process.id in self.slot
+        if stay.key[0] == "a" or notice_us <= 0 or not has_slot:
+            stay.pause_asked = True
+            return
+        until_us = self.now_us + min(notice_us, NOTICE_US)
+        stay.noticed = True
+        stay.noticed_until_us = min(until_us, stay.noticed_until_us or until_us)
 
     def leave_slot(self, process: ProcessModel) -> None:
-        if self.slot is process:
-            process.stay.held_us += self.now_us - self.slot_since_us
-            self.slot = None
+        if process.id in self.slot:
+            process.stay.held_us += self.now_us - self.slot.pop(process.id)
 
     # --- rules: the island ---
 
@@ -206,20 +225,26 @@ class DeviceUnderRandomEvents(RuleBasedStateMachine):
         task=st.sampled_from(TASKS),
         fresh=st.booleans(),
         beside=st.booleans(),
+        milli=st.sampled_from([1000, 1000, 500, 600, 300]),
         is_early=st.sampled_from([False, False, False, True]),
     )
-    def launch(self, task: str, fresh: bool, beside: bool, is_early: bool) -> None:
+    def launch(self, task: str, fresh: bool, beside: bool, milli: int, is_early: bool) -> None:
         """The island launches a task when its last epoch is over or paused, or gave it up."""
         last = self.stays.get((task, self.newest.get(task, (0, 0))[0]))
         if last is not None and not (last.over or last.paused or is_early):
             return
         epoch = self.newest.get(task, (0, 0))[0] + 1
         until_us = self.now_us + 500_000 if fresh else self.now_us
-        order = launch_order(task, epoch, incarnation=MINE, surely_until_us=until_us, beside=beside)
+        more = {"surely_until_us": until_us, "beside": beside, "milli": milli}
+        order = launch_order(task, epoch, incarnation=MINE, **more)
+        if task != "a":
+            command = RunSpec(kind="command", argv=("train",))
+            notice = Notice(seconds=NOTICE_S)
+            order = replace(order, spec=replace(order.spec, run=command, notice=notice))
         event = OrderCame(order=order)
         if not self.leaving:
             self.newest[task] = epoch, 1
-            self.stays[task, epoch] = StayModel((task, epoch), fresh)
+            self.stays[task, epoch] = StayModel((task, epoch), fresh, milli=milli)
             self.next_seq[task, epoch] = 2
         out = self.give(event)
         assert bool(out) == (not self.leaving)
@@ -229,23 +254,31 @@ class DeviceUnderRandomEvents(RuleBasedStateMachine):
             assert all(s.over or (s.process and s.process.killed) for s in others)
 
     @precondition(lambda self: self.stays)
-    @rule(data=st.data(), what=st.sampled_from(["pause", "cancel", "save", "yield"]))
+    @rule(data=st.data(), what=st.sampled_from(["pause", "notice", "cancel", "save", "yield"]))
     def order(self, data: st.DataObject, what: str) -> None:
         """An order is sent; it may be lost, and the island numbers the next one after it."""
         key = data.draw(st.sampled_from(sorted(self.stays)))
+        event = self.new_order(key, what)
+        if data.draw(st.integers(0, 3)):  # else it is late, or lost
+            self.deliver(event)
+
+    def send_order(self, key: Key, what: str) -> None:
+        self.deliver(self.new_order(key, what))
+
+    def new_order(self, key: Key, what: str) -> OrderCame:
         seq = self.next_seq[key]
         self.next_seq[key] += 1
         task, epoch = key
         orders: dict[str, Order] = {
             "pause": Pause(task=task, epoch=epoch, seq=seq),
+            "notice": Pause(task=task, epoch=epoch, seq=seq, notice_us=1_500_000, why="drain"),
             "yield": Pause(task=task, epoch=epoch, seq=seq, successor="b"),
             "cancel": Cancel(task=task, epoch=epoch, seq=seq),
             "save": Save(task=task, epoch=epoch, seq=seq),
         }
         event = OrderCame(order=orders[what])
         self.sent.append(event)
-        if data.draw(st.integers(0, 3)):  # else it is late, or lost
-            self.deliver(event)
+        return event
 
     def deliver(self, event: OrderCame) -> None:
         order = event.order
@@ -273,10 +306,12 @@ class DeviceUnderRandomEvents(RuleBasedStateMachine):
             return
         if isinstance(order, Cancel):
             stay.cancel_asked = True
-            if stay.process is not None and self.slot is stay.process:
+            if stay.process is not None and stay.process.id in self.slot:
                 stay.process.cancelled_us = self.now_us
-        elif isinstance(order, Pause) and not (order.successor and stay.began):
-            stay.pause_asked |= not (stay.cancel_asked or stay.paused)
+        elif isinstance(order, Pause):
+            yields = order.successor and stay.began and not stay.noticed
+            if not yields:
+                self.pause_after(stay, order.notice_us)
 
     @precondition(lambda self: self.sent)
     @rule(data=st.data())
@@ -337,6 +372,25 @@ class DeviceUnderRandomEvents(RuleBasedStateMachine):
         else:
             self.look_at_slot(is_short=False, away=frozenset())
 
+    @precondition(lambda self: not self.slot and not self.leaving)
+    @rule(task=st.sampled_from(["b", "c"]))
+    def run_a_command(self, task: str) -> None:
+        """What seldom comes by chance: a command gets the slot."""
+        self.launch(task, fresh=True, beside=False, milli=1000, is_early=False)
+        stay = self.stays.get((task, self.newest[task][0]))
+        for _ in range(6):
+            if stay is not None and not stay.began:
+                self.go_one_step_on(stay, is_confirmed=True)
+
+    @precondition(lambda self: any(p.stay.key in self.stays for p in self.in_the_slot()))
+    @rule(data=st.data(), what=st.sampled_from(["notice", "notice", "pause", "cancel"]))
+    def order_the_holder(self, data: st.DataObject, what: str) -> None:
+        keys = [p.stay.key for p in self.in_the_slot() if p.stay.key in self.stays]
+        self.send_order(data.draw(st.sampled_from(keys)), what)
+
+    def in_the_slot(self) -> list[ProcessModel]:
+        return [self.processes[id] for id in self.slot]
+
     @rule(incarnation=st.sampled_from(["life-1", "life-3"]))
     def hear_what_is_for_another_worker(self, incarnation: str) -> None:
         order = launch_order("a", 99, incarnation=incarnation, surely_until_us=1 << 60)
@@ -365,7 +419,7 @@ class DeviceUnderRandomEvents(RuleBasedStateMachine):
         return [p for p in self.processes.values() if not (p.gone or p.killed)]
 
     def alive_holder(self) -> list[ProcessModel]:
-        return [p for p in self.alive() if self.slot is p]
+        return [p for p in self.alive() if p.id in self.slot]
 
     @precondition(lambda self: any(not p.prepared for p in self.alive()))
     @rule(data=st.data(), step=st.integers(0, 5))
@@ -375,11 +429,19 @@ class DeviceUnderRandomEvents(RuleBasedStateMachine):
         self.give(ProcessPrepared(process=process.id, step=step))
         assert not process.killed
 
-    @precondition(lambda self: self.alive_holder())
-    @rule(step=st.integers(0, 5), lacks=st.sampled_from(["", "x"]), is_lacking=st.booleans())
-    def say_paused(self, step: int, lacks: str, is_lacking: bool) -> None:
+    def pausable(self) -> list[ProcessModel]:
+        return [p for p in self.alive_holder() if not _is_noticed(p.stay)]
+
+    @precondition(lambda self: self.pausable())
+    @rule(
+        data=st.data(),
+        step=st.integers(0, 5),
+        lacks=st.sampled_from(["", "x"]),
+        is_lacking=st.booleans(),
+    )
+    def say_paused(self, data: st.DataObject, step: int, lacks: str, is_lacking: bool) -> None:
         """The process leaves the slot, as it was told to or as it lacks an input."""
-        [process] = self.alive_holder()
+        process = data.draw(st.sampled_from(self.pausable()))
         stay = process.stay
         if not (stay.pause_asked or stay.cancel_asked or process.yields):
             lacks = "x"
@@ -391,16 +453,16 @@ class DeviceUnderRandomEvents(RuleBasedStateMachine):
             assert stay.paused == (stay.pause_asked or (lacks != "" and is_lacking))
 
     @precondition(lambda self: self.alive_holder())
-    @rule(step=st.integers(0, 5))
-    def say_progress(self, step: int) -> None:
-        [process] = self.alive_holder()
+    @rule(data=st.data(), step=st.integers(0, 5))
+    def say_progress(self, data: st.DataObject, step: int) -> None:
+        process = data.draw(st.sampled_from(self.alive_holder()))
         self.give(ProcessProgressed(process=process.id, step=step))
         assert not process.killed
 
     @precondition(lambda self: self.alive_holder())
-    @rule(word=st.sampled_from(["finished", "failed"]))
-    def say_last(self, word: str) -> None:
-        [process] = self.alive_holder()
+    @rule(data=st.data(), word=st.sampled_from(["finished", "failed"]))
+    def say_last(self, data: st.DataObject, word: str) -> None:
+        process = data.draw(st.sampled_from(self.alive_holder()))
         word = "stopped" if process.stay.cancel_asked else word
         self.give(ProcessConcluded(process=process.id, step=5, word=word))
         assert not process.killed
@@ -413,7 +475,7 @@ class DeviceUnderRandomEvents(RuleBasedStateMachine):
         lies: list[DeviceEvent] = []
         if process.prepared:
             lies.append(ProcessPrepared(process=process.id, step=0))
-        if self.slot is not process:
+        if process.id not in self.slot:
             lies.append(ProcessProgressed(process=process.id, step=0))
             lies.append(ProcessPaused(process=process.id, step=0, lacks="x"))
         elif not (stay.pause_asked or stay.cancel_asked or process.yields):
@@ -424,12 +486,12 @@ class DeviceUnderRandomEvents(RuleBasedStateMachine):
             self.give(data.draw(st.sampled_from(lies)))
             assert process.killed == "nonsense"
 
-    @precondition(lambda self: self.slot is not None and not self.slot.killed)
-    @rule(is_still=st.booleans())
-    def say_still(self, is_still: bool) -> None:
-        assert self.slot is not None
-        self.slot.still = is_still
-        self.give(ProcessStood(process=self.slot.id, is_still=is_still))
+    @precondition(lambda self: self.alive_holder())
+    @rule(data=st.data(), is_still=st.booleans())
+    def say_still(self, data: st.DataObject, is_still: bool) -> None:
+        process = data.draw(st.sampled_from(self.alive_holder()))
+        process.still = is_still
+        self.give(ProcessStood(process=process.id, is_still=is_still))
 
     @precondition(lambda self: any(not p.gone for p in self.processes.values()))
     @rule(data=st.data(), crashes=st.sampled_from([False, False, False, True]))
@@ -471,16 +533,24 @@ class DeviceUnderRandomEvents(RuleBasedStateMachine):
     @rule(passed_us=st.sampled_from(PASSING_US))
     def let_time_pass(self, passed_us: int) -> None:
         self.now_us += passed_us
+        for stay in self.stays.values():
+            if stay.noticed_until_us is not None and self.now_us >= stay.noticed_until_us:
+                stay.noticed_until_us = None
+                stay.pause_asked |= not (stay.cancel_asked or stay.over)
+        for process in self.in_the_slot():
+            if process.stay.key[0] != "a":
+                held_us = process.stay.held_us + self.now_us - self.slot[process.id]
+                process.stay.noticed |= BUDGET_US - NOTICE_US <= held_us < BUDGET_US
         self.give(DeadlinesDue())
         for process in self.alive():
             slow = not process.prepared and self.now_us - process.born_us >= PREPARE_US
             assert not slow
             if process.cancelled_us is not None:
                 assert self.now_us < process.cancelled_us + GRACE_US
-        if self.slot is not None and not self.slot.killed:
-            held_us = self.slot.stay.held_us + self.now_us - self.slot_since_us
+        for process in self.alive_holder():
+            held_us = process.stay.held_us + self.now_us - self.slot[process.id]
             assert held_us < BUDGET_US
-            assert self.now_us < self.lease_end_us or self.slot.still
+            assert self.now_us < self.lease_end_us or process.still
 
     @rule(is_short=st.booleans(), data=st.data())
     def end_round(self, is_short: bool, data: st.DataObject) -> None:
@@ -488,15 +558,22 @@ class DeviceUnderRandomEvents(RuleBasedStateMachine):
         self.look_at_slot(is_short=is_short, away=away)
 
     def look_at_slot(self, *, is_short: bool, away: frozenset[int]) -> None:
-        before = self.slot
+        before = [self.processes[id] for id in self.slot]
         self.away = away
-        if before is not None:
-            before.was_told_to_pause = False
+        for process in before:
+            process.was_told_to_pause = False
         self.give(SlotDue(is_short=is_short, away=away))
-        if before is not None and before.was_told_to_pause and before.stay.began:
-            before.stay.pause_asked |= not before.stay.cancel_asked  # it yields to its successor
-        if before is None and self.slot is None and self.now_us < self.trusted_us:
-            for process in self.alive():
+        for process in before:
+            if process.was_told_to_pause and process.stay.began:
+                # it yields to its successor
+                process.stay.pause_asked |= not process.stay.cancel_asked
+        if self.now_us < self.trusted_us:
+            self.check_that_no_fitting_process_waits(away)
+
+    def check_that_no_fitting_process_waits(self, away: frozenset[int]) -> None:
+        left = 1000 - sum(self.processes[id].stay.milli for id in self.slot)
+        for process in self.alive():
+            if process.id not in self.slot and process.stay.milli <= left:
                 assert process.id in away or not self.could_run(process)
 
     def could_run(self, process: ProcessModel) -> bool:
@@ -505,15 +582,14 @@ class DeviceUnderRandomEvents(RuleBasedStateMachine):
         return process.prepared and (stay.fresh or stay.kept) and not told
 
     @precondition(lambda self: not self.leaving)
-    @rule(luck=st.integers(0, 40))
-    def leave(self, luck: int) -> None:
+    @rule(luck=st.integers(0, 40), notice_us=st.sampled_from([0, 1_000_000]))
+    def leave(self, luck: int, notice_us: int) -> None:
         if luck == 0:
             self.leaving = True
             for stay in self.stays.values():
-                stay.pause_asked |= stay.began and not (
-                    stay.cancel_asked or stay.over or stay.paused
-                )
-            self.give(LeaveAsked())
+                if stay.began and not stay.over:
+                    self.pause_after(stay, notice_us)
+            self.give(LeaveAsked(pause_by_us=self.now_us + notice_us))
 
     @precondition(lambda self: self.stays)
     @rule(data=st.data())
@@ -530,8 +606,7 @@ class DeviceUnderRandomEvents(RuleBasedStateMachine):
         self.machine.validate()
         assert set(self.machine.stays) == set(self.stays)
         assert set(self.machine.processes) == {p.id for p in self.processes.values() if not p.gone}
-        holder = self.machine.slot.holder
-        assert (holder and holder.id) == (self.slot and self.slot.id)
+        assert [holder.id for holder in self.machine.slot.holders] == list(self.slot)
         for key, stay in self.stays.items():
             record = self.machine.stays[key]
             assert record.is_over == stay.over, (record, stay)
@@ -539,6 +614,10 @@ class DeviceUnderRandomEvents(RuleBasedStateMachine):
             if not stay.over:
                 assert record.state == _state_of(stay), (record, stay)
             assert stay.ends_told <= 1
+
+
+def _is_noticed(stay: StayModel) -> bool:
+    return stay.noticed and not (stay.pause_asked or stay.cancel_asked)
 
 
 def _state_of(stay: StayModel) -> str:
@@ -549,6 +628,8 @@ def _state_of(stay: StayModel) -> str:
         return "paused"
     if stay.pause_asked:
         return "pausing"
+    if stay.noticed:
+        return "noticed"
     return "running" if stay.began else "seating"
 
 

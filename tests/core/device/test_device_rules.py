@@ -15,7 +15,9 @@ from app.core.device.device_events import (
     DeadlinesDue,
     DeviceEvent,
     DropStay,
+    ExtendTrust,
     FetchInputs,
+    GiveNotice,
     GiveSlot,
     HostsJoined,
     HostsMissed,
@@ -28,6 +30,7 @@ from app.core.device.device_events import (
     OrderCame,
     ProcessBegan,
     ProcessConcluded,
+    ProcessEnding,
     ProcessExited,
     ProcessPaused,
     ProcessPrepared,
@@ -54,6 +57,7 @@ from tests.core.device.orders import (
     answer_to,
     launch_order,
 )
+from tests.launches import image_of
 
 One = TypeVar("One", bound=Instruction)
 
@@ -241,7 +245,7 @@ def test_newer_checkpoint_beats_an_older_process(device: Device) -> None:
     process = device.run("t1")
     device.pause("t1")
     device.paused(process, step=3)
-    device.launch("t1", 2, images=[{"sha256": "1" * 64, "step": 4, "key": ""}])
+    device.launch("t1", 2, images=[image_of("1" * 64, 4)])
     assert device.killed() == [(process, "replaced")]
     assert device.said(FetchInputs)
     device.give(ProcessExited(process=process))
@@ -469,7 +473,9 @@ def test_process_that_stopped_in_time_keeps_the_slot_past_the_lease(device: Devi
     device.later(LEASE_US)
     assert not device.killed()
     device.answer()
-    assert device.words() == ["look"]
+    trusted, look = device.out
+    assert trusted == ExtendTrust(until_us=device.machine.lease.trusted_until_us)
+    assert look == SendWord(process=process, word="look")
 
 
 def test_late_or_repeated_answer_extends_nothing(device: Device) -> None:
@@ -725,3 +731,135 @@ def test_pause_reports_the_task_as_paused_once(device: Device) -> None:
     assert [one.kind for one in device.said(TellIsland)] == [Paused]
     device.pause("t1")
     assert device.told() == []
+
+
+# --- notices --------------------------------------------------------------------------------------
+
+COMMAND = {"run": {"command": ["train"]}, "notice": {"seconds": 2}}
+
+
+def told(device: Device) -> list[tuple[str, int]]:
+    """Return (why, time left in microseconds) of the notices that were just given."""
+    return [(one.why, one.until_us - device.now_us) for one in device.said(GiveNotice)]
+
+
+def test_pause_with_a_notice_tells_the_command_and_pauses_it_when_the_time_is_up(
+    device: Device,
+) -> None:
+    process = device.run("a", **COMMAND)
+    device.pause("a", notice_us=1_500_000, why="drain", moves=True)
+    assert (told(device), device.words()) == ([("drain", 1_500_000)], [])
+    assert device.machine.due_us(device.now_us) == device.now_us + 1_500_000
+    device.later(1_499_999)
+    assert (device.state("a"), device.words()) == ("noticed", [])
+    device.later(1)
+    assert (device.state("a"), device.words()) == ("pausing", ["pause", "save"])
+    device.paused(process)
+    assert (device.state("a"), device.told()) == ("paused", ["Paused"])
+
+
+def test_no_notice_is_longer_than_the_task_asked_for_nor_than_the_one_before(
+    device: Device,
+) -> None:
+    device.run("a", **COMMAND)
+    device.pause("a", notice_us=60_000_000, why="reclaim")
+    assert told(device) == [("reclaim", 2_000_000)]
+    device.later(1_000_000)
+    device.pause("a", notice_us=60_000_000, why="drain")
+    assert told(device) == [("drain", 1_000_000)]
+
+
+@pytest.mark.parametrize(
+    ("task", "notice_us"), [(COMMAND, 0), ({}, 1_000_000)], ids=["no time", "no field"]
+)
+def test_pause_is_at_once_without_a_notice(
+    device: Device, task: dict[str, Any], notice_us: int
+) -> None:
+    device.run("a", **task)
+    device.pause("a", notice_us=notice_us, why="drain")
+    assert (device.state("a"), device.words(), told(device)) == ("pausing", ["pause"], [])
+
+
+def test_pause_without_a_notice_cuts_a_notice_short(device: Device) -> None:
+    device.run("a", **COMMAND)
+    device.pause("a", notice_us=1_500_000, why="drain")
+    device.pause("a")
+    assert (device.state("a"), device.words()) == ("pausing", ["pause"])
+    device.later(2_000_000)
+    assert device.words() == []
+
+
+def test_cancel_waits_for_no_notice(device: Device) -> None:
+    device.run("a", **COMMAND)
+    device.pause("a", notice_us=1_500_000, why="drain")
+    device.cancel("a")
+    assert (device.state("a"), device.words()) == ("stopping", ["cancel"])
+    device.later(GRACE_US)
+    assert device.killed() == [(1, "cancel")]
+
+
+def test_command_is_told_before_its_slot_time_is_over_then_ended(device: Device) -> None:
+    process = device.run("a", **COMMAND)
+    heard = []
+    for second in range(1, 9):
+        device.later(1_000_000)
+        heard += [(second, why) for why, _ in told(device)]
+        device.answer()
+    assert heard == [(7, "max_duration")]
+    assert (device.state("a"), device.killed()) == ("noticed", [])
+    device.later(1_000_000)
+    assert device.killed() == [(process, "max_duration")]
+
+
+def test_folder_of_an_ended_command_may_be_stored_beyond_its_slot_time(device: Device) -> None:
+    process = device.run("a", **COMMAND)
+    for _ in range(8):
+        device.later(1_000_000)
+        device.answer()
+    device.give(ProcessEnding(process=process))
+    for _ in range(29):
+        device.later(1_000_000)
+        device.answer()
+    assert device.killed() == []
+    device.later(1_000_000)
+    assert device.killed() == [(process, "max_duration")]
+    device.give(ProcessExited(process=process))
+
+
+def test_command_ends_once(device: Device) -> None:
+    process = device.run("a", **COMMAND)
+    device.give(ProcessEnding(process=process))
+    assert device.killed() == []
+    device.give(ProcessEnding(process=process))
+    assert device.killed() == [(process, "nonsense")]
+
+
+def test_stopping_worker_tells_a_command_if_there_is_time(device: Device) -> None:
+    device.run("a", **COMMAND)
+    device.give(LeaveAsked(pause_by_us=device.now_us + 500_000))
+    assert told(device) == [("shutdown", 500_000)]
+    device.later(500_000)
+    assert device.words() == ["pause"]
+
+
+def test_stopping_worker_pauses_at_once_without_time(device: Device) -> None:
+    device.run("a", **COMMAND)
+    device.give(LeaveAsked(pause_by_us=device.now_us - 1))
+    assert (told(device), device.words()) == ([], ["pause"])
+
+
+def test_two_halves_have_the_slot_together_and_a_whole_task_waits_for_both() -> None:
+    device = Device()
+    device.answer()
+    first, second = device.begin("a", milli=500), device.begin("b", milli=500)
+    device.begin("c")
+
+    def in_the_slot() -> list[str]:
+        device.give(SlotDue(is_short=False, away=frozenset()))
+        return [holder.task for holder in device.machine.slot.holders]
+
+    assert in_the_slot() == ["a", "b"]
+    device.give(ProcessExited(process=first))
+    assert in_the_slot() == ["b"]
+    device.give(ProcessExited(process=second))
+    assert in_the_slot() == ["c"]

@@ -48,7 +48,7 @@ class Certain(RuntimeCurve):
 # --- runtimes -----------------------------------------------------------------------------------
 
 
-def test_nothing_is_said_of_runtimes_before_one_has_ended():
+def test_no_runtime_is_predicted_before_one_has_ended():
     assert History().remaining((("a",), ())) is None
     assert History().expected_remaining_s(((),), max_duration_s=60) is None
 
@@ -61,7 +61,7 @@ def test_quantiles_of_many_equal_runtimes_lie_in_their_bin():
         assert 600 / A_BIN <= seconds <= 600 * A_BIN
 
 
-def test_quantiles_are_those_of_the_distribution_that_was_fed():
+def test_quantiles_match_the_distribution_that_was_fed():
     # Log normal with median e^7 s and deviation 1.5: its 10th percentile is e^(7 - 1.2816 * 1.5).
     history, chance = History(), random.Random(3)
     for _ in range(20_000):
@@ -80,7 +80,7 @@ def test_a_task_that_has_run_long_is_compared_with_those_that_ran_longer():
     assert 10_000 / A_BIN - 1000 <= left_s <= 10_000 * A_BIN - 1000
 
 
-def test_who_has_outlasted_all_is_expected_to_run_about_as_long_again():
+def test_task_that_outlasted_all_others_is_expected_to_run_as_long_again():
     # A Pareto tail with index 1: half of those who ran e seconds run e seconds more.
     history = History()
     for _ in range(100):
@@ -89,7 +89,7 @@ def test_who_has_outlasted_all_is_expected_to_run_about_as_long_again():
     assert 3600 / A_BIN <= left_s <= 3600 * A_BIN
 
 
-def test_the_descriptors_end_caps_every_quantile():
+def test_max_duration_caps_every_quantile():
     history = History()
     for _ in range(100):
         history.add(((),), 10_000)
@@ -97,7 +97,7 @@ def test_the_descriptors_end_caps_every_quantile():
     assert history.remaining(((),), elapsed_s=70, max_duration_s=60) == (0, 0, 0)
 
 
-def test_an_unknown_key_is_like_the_next_wider_one():
+def test_unknown_key_is_estimated_by_the_next_wider_key():
     history = History()
     for _ in range(50):
         history.add((("a",), ()), 30)
@@ -105,7 +105,7 @@ def test_an_unknown_key_is_like_the_next_wider_one():
     assert history.remaining((("a", "new"), ("a",), ())) == history.remaining((("a",), ()))
 
 
-def test_a_key_with_few_samples_lies_between_its_own_and_the_wider_ones():
+def test_key_with_few_samples_is_between_its_own_and_wider_estimates():
     history = History()
     for _ in range(300):
         history.add((("a", "old"), ("a",), ()), 10_000)
@@ -133,7 +133,7 @@ def test_weights_that_have_grown_for_years_are_scaled_back():
     assert 5000 / A_BIN <= history.expected_remaining_s((1, 2, 3, 4)) <= 5000 * A_BIN
 
 
-def test_the_keys_that_ended_longest_ago_are_forgotten_first():
+def test_keys_without_a_recent_end_are_forgotten_first():
     history = History(keys_max=3)
     for name in "abc":
         history.add(((name,), ()), 60)
@@ -179,14 +179,14 @@ def wait_s(scene, tenant="a", place=0):
     return starts_in(scene, tenant, place, Sure()).model_s
 
 
-def test_the_next_in_line_starts_when_a_device_is_let_go():
+def test_next_task_in_line_starts_when_a_device_is_released():
     scene = Scene(
         free=0, held=[held("b", 1, 100, 40), held("b", 1, 500)], lines={"a": line(0, queued(1, 9))}
     )
     assert wait_s(scene) == 60
 
 
-def test_who_holds_more_than_it_needs_lets_go_of_all_the_sooner():
+def test_task_with_extra_devices_releases_all_the_sooner():
     # 60 s are left of it on one device, so 20 on three; with two of three it needs, 40.
     lines = {"a": line(0, queued(3, 9))}
     for speed, left_s in ((3.0, 20), (1.5, 40)):
@@ -194,7 +194,7 @@ def test_who_holds_more_than_it_needs_lets_go_of_all_the_sooner():
         assert wait_s(scene) == pytest.approx(left_s)
 
 
-def test_a_line_moves_on_as_devices_are_let_go():
+def test_line_advances_as_devices_are_released():
     # One device, free at 10 s; then two of 20 s each go before the third.
     scene = Scene(free=0, held=[held("b", 1, 10)], lines={"a": line(0, *[queued(1, 20)] * 3)})
     assert [wait_s(scene, place=place) for place in range(3)] == [10, 30, 50]
@@ -206,7 +206,7 @@ def test_the_less_served_tenant_goes_first_until_it_has_used_as_much():
     assert wait_s(Scene(free=0, held=[held("b", 1, 10)], lines=lines)) == 70
 
 
-def test_usage_counts_for_more_when_that_of_today_has_faded():
+def test_same_usage_counts_for_more_when_todays_has_faded():
     # After 10 s half is left: 30 s used then are worth 60 s of today, more than the 50 of a.
     lines = {"a": line(50, queued(1, 5)), "b": line(0, *[queued(1, 30)] * 9)}
     scene = Scene(free=0, held=[held("b", 1, 10)], lines=lines, half_life_s=10)
@@ -235,12 +235,12 @@ def test_a_task_behind_a_gang_starts_after_the_gang():
     assert wait_s(Scene(free=1, held=[held("b", 1, 100)], lines=lines)) == 150
 
 
-def test_what_never_fits_holds_up_nobody():
+def test_task_that_never_fits_delays_no_other():
     lines = {"a": line(9, queued(5, 1), queued(1, 9)), "b": line(0, queued(2, 9))}
     assert wait_s(Scene(free=0, held=[held("b", 1, 100)], lines=lines), place=1) == 100
 
 
-def test_with_slices_a_running_task_lets_go_at_the_end_of_its_turn():
+def test_running_task_releases_its_device_at_the_end_of_its_turn():
     scene = Scene(
         free=0,
         held=[held("b", 1, 100_000, 500, turn_s=20)],
@@ -250,30 +250,30 @@ def test_with_slices_a_running_task_lets_go_at_the_end_of_its_turn():
     assert wait_s(scene) == 40
 
 
-def test_with_slices_everybody_has_a_first_turn_within_a_round():
+def test_every_task_has_a_first_turn_within_one_round_of_turns():
     # Ten tenants with equal scores and endless tasks on one device: nine turns of 60 s at most.
     lines = {f"t{n}": line(0, queued(1, 1e6)) for n in range(10)}
     waits = [wait_s(Scene(free=1, held=[], lines=lines, slice_s=60), f"t{n}") for n in range(10)]
     assert waits == [60 * n for n in range(10)]
 
 
-def test_who_ran_before_has_less_left_to_run():
+def test_task_that_ran_before_has_less_left_to_run():
     tasks = [queued(1, 100, elapsed_s=70), queued(1, 1)]
     assert wait_s(Scene(free=1, held=[], lines={"a": line(0, *tasks)}), place=1) == 30
 
 
-def test_a_descriptors_end_shortens_the_wait_of_the_next():
+def test_max_duration_shortens_the_estimated_wait_of_the_next_task():
     tasks = [queued(1, 100, max_duration_s=25), queued(1, 1)]
     assert wait_s(Scene(free=1, held=[], lines={"a": line(0, *tasks)}), place=1) == 25
 
 
-def test_a_line_too_long_to_be_played_goes_on_at_its_speed():
+def test_line_too_long_to_simulate_is_extrapolated():
     tasks = [queued(1, 10)] * (2 * STARTS)
     scene = Scene(free=1, held=[], lines={"a": line(0, *tasks)})
     assert wait_s(scene, place=2 * STARTS - 1) == pytest.approx(20 * STARTS, rel=0.01)
 
 
-def test_a_score_too_far_off_to_be_played_is_reached_at_the_speed_so_far():
+def test_score_too_far_off_to_simulate_is_extrapolated():
     # b starts tasks of 10 s until it has used 15 s for each of STARTS.
     lines = {"a": line(15 * STARTS, queued(1, 1)), "b": line(0, *[queued(1, 10)] * (2 * STARTS))}
     scene = Scene(free=1, held=[], lines=lines)
@@ -287,21 +287,21 @@ def test_a_score_too_far_off_to_be_played_is_reached_at_the_speed_so_far():
         (queued(3, 9), None, "TOO_WIDE"),
     ],
 )
-def test_what_cannot_be_known_is_told_with_its_reason(task, blocked_by, code):
+def test_unknown_start_is_given_with_its_reason(task, blocked_by, code):
     scene = Scene(free=1, held=[held("b", 1, 100)], lines={"a": line(0, task)})
     told = starts_in(scene, "a", 0, Sure(), blocked_by=blocked_by)
     assert isinstance(told, Unknown)
     assert told.code == code
 
 
-def test_without_any_history_nothing_is_told():
+def test_no_estimate_is_given_without_history():
     scene = Scene(free=0, held=[held("b", 1, 100)], lines={"a": line(0, queued(1, 9))})
     told = starts_in(scene, "a", 0, History())
     assert isinstance(told, Unknown)
     assert told.code == "NO_HISTORY"
 
 
-def test_equal_scenes_have_equal_answers_with_the_percentiles_in_order():
+def test_equal_boards_have_equal_estimates_with_ordered_percentiles():
     history, chance = History(), random.Random(5)
     for _ in range(300):
         history.add((("a", 1), ("a",), ()), chance.lognormvariate(7, 2))
@@ -330,7 +330,7 @@ def told(model_s, spread=0.5):
     )
 
 
-def test_a_model_that_is_always_wrong_by_the_same_factor_is_corrected_by_it():
+def test_constant_factor_of_error_is_corrected():
     calibration, chance = Calibration(), random.Random(2)
     for _ in range(200):
         model_s = chance.uniform(100, 10_000)
@@ -340,7 +340,7 @@ def test_a_model_that_is_always_wrong_by_the_same_factor_is_corrected_by_it():
 
 
 @pytest.mark.parametrize("true_spread", [0.1, 0.5, 2.0])
-def test_the_interval_comes_to_hold_four_of_five_however_wrong_the_models_spread_is(true_spread):
+def test_interval_comes_to_hold_four_of_five_starts(true_spread):
     calibration, chance, hits = Calibration(), random.Random(4), 0
     for n in range(3000):
         said = calibration.corrected(told(1000))
@@ -350,7 +350,7 @@ def test_the_interval_comes_to_hold_four_of_five_however_wrong_the_models_spread
     assert 0.77 <= hits / 2000 <= 0.83
 
 
-def test_the_interval_follows_when_the_errors_change():
+def test_interval_follows_when_the_errors_change():
     calibration, chance, hits = Calibration(), random.Random(4), 0
     for n in range(4000):
         said = calibration.corrected(told(1000))
@@ -360,7 +360,7 @@ def test_the_interval_follows_when_the_errors_change():
     assert 0.75 <= hits / 4000 <= 0.85
 
 
-def test_answers_of_one_length_speak_for_themselves_once_there_are_enough():
+def test_waits_of_one_length_are_calibrated_by_themselves_once_there_are_enough():
     calibration = Calibration()
     for _ in range(100):
         calibration.learn(told(100), 100)
@@ -372,5 +372,5 @@ def test_answers_of_one_length_speak_for_themselves_once_there_are_enough():
     assert calibration.corrected(told(100)).p50_s == pytest.approx(100)
 
 
-def test_before_it_has_learned_a_calibration_changes_nothing():
+def test_calibration_without_data_changes_nothing():
     assert Calibration().corrected(told(100)) == told(100)

@@ -33,14 +33,14 @@ MIXED = [*(8 * GB for _ in range(9)), 80 * GB]
         (6000, 80, (6000, "devices")),
     ],
 )
-def test_the_larger_part_of_the_kind_decides(
+def test_larger_part_of_the_kind_decides_the_cost(
     cost: int, memory_gb: float, expected: tuple[int, str]
 ) -> None:
     found = dominant_cost(cost, int(memory_gb * GB), all_cost=10_000, all_memory_bytes=sum(MIXED))
     assert found == expected
 
 
-def test_where_memory_is_not_told_it_costs_nothing() -> None:
+def test_memory_costs_nothing_where_its_size_is_unknown() -> None:
     assert dominant_cost(1000, 80 * GB, all_cost=9000, all_memory_bytes=0) == (1000, "devices")
 
 
@@ -68,14 +68,14 @@ def board_of(memories: list[int], *, memory_bytes: int, width: int = 1, cost: in
     return Board.of(snapshot, now_s=0.0)
 
 
-def test_a_launch_says_what_its_memory_costs_and_the_stay_is_charged_so() -> None:
+def test_launch_has_the_cost_of_memory_and_the_stay_is_charged_by_it() -> None:
     board = board_of(MIXED, memory_bytes=80 * GB)
     (launch,) = cycle(board).decisions
     assert (launch.devices, launch.cost) == (("d9",), 5263)
     assert (board.stays["t"].rate, board.tasks["t"].cost) == (5263, 5263)
 
 
-def test_what_it_costs_stays_while_it_runs_though_devices_come() -> None:
+def test_cost_of_a_running_task_stays_when_devices_come() -> None:
     board = board_of(MIXED, memory_bytes=80 * GB)
     cycle(board)
     board.set_device(replace(board.devices["d0"], id="d10", memory_bytes=80 * GB))
@@ -96,7 +96,7 @@ def test_what_it_costs_stays_while_it_runs_though_devices_come() -> None:
     cost=st.sampled_from([1, 333, 1000, 4000]),
     width=st.integers(1, 8),
 )
-def test_among_devices_of_one_size_nobody_is_ever_charged_by_memory(
+def test_memory_is_never_charged_among_devices_of_one_size(
     count: int, memory: int, part: int, cost: int, width: int
 ) -> None:
     """So with one kind of equal devices every order is what it is without memory."""
@@ -127,7 +127,7 @@ def run(memory: dict[str, int]) -> Report:
     )
 
 
-def test_who_reserves_the_large_device_has_the_same_dominant_share_as_who_takes_any() -> None:
+def test_tenant_with_large_and_tenant_with_any_device_have_equal_dominant_shares() -> None:
     # Of 88 GB 80 are 10/11, of two devices one is a half: a second of the large device costs 20/11
     # to who needs its memory, and 1 to who does not.  a can use the large one only, for x of the
     # time; b has the small one, and the large one for 1 - x: 20/11 x = 1 + (1 - x), x = 22/31.
@@ -135,6 +135,6 @@ def test_who_reserves_the_large_device_has_the_same_dominant_share_as_who_takes_
     assert report.device_s["a"] / 2000 == pytest.approx(22 / 31, abs=0.01)
 
 
-def test_who_asks_for_no_more_memory_than_others_shares_evenly() -> None:
+def test_tasks_with_equal_memory_share_evenly() -> None:
     report = run({"a": 8 * GB, "b": 0})
     assert report.device_s["a"] == pytest.approx(report.device_s["b"], rel=0.01)

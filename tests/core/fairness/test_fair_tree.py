@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
-from itertools import permutations
+from itertools import pairwise, permutations
 
 import pytest
 from hypothesis import given, settings
@@ -21,6 +21,7 @@ from app.core.fairness.fair_tree import (
     FairTree,
     Lane,
     Path,
+    carried_over,
     faded,
     lane,
     rebase,
@@ -73,7 +74,7 @@ def test_a_charge_reads_back_to_the_microsecond_when_it_is_made(
     assert usage_us(booked, now_s=at_s, since_s=since_s, half_life_s=DAY) == charge
 
 
-def test_what_was_charged_before_the_sums_began_has_faded_by_then() -> None:
+def test_charge_before_the_base_time_has_faded_by_then() -> None:
     # The ledger rebuilds its sums from old buckets: T0 is now, the charges lie before it.
     booked = faded(8_000_000, at_s=-3 * DAY, since_s=0.0, half_life_s=DAY)
     assert usage_us(booked, now_s=0.0, since_s=0.0, half_life_s=DAY) == 1_000_000
@@ -121,6 +122,20 @@ def test_fractions_that_floats_cannot_tell_apart_do_not_tie() -> None:
     assert score(10**30 + 1, 3) > score(10**30, 3)
 
 
+@given(used=sums, more=sums, changes=st.lists(weights, min_size=2, max_size=5))
+def test_a_changed_weight_leaves_the_score_and_counts_for_what_follows(
+    used: int, more: int, changes: list[int]
+) -> None:
+    stands, carried = Fraction(used, changes[0]), 0
+    for old, new in pairwise(changes):
+        carried = carried_over(used, carried, weight=old, new_weight=new)
+        before = stands
+        stands = Fraction(used + carried, new)
+        assert before - Fraction(1, new) < stands <= before  # rounded down, by less than one unit
+        assert used + carried >= 0
+    assert Fraction(used + more + carried, changes[-1]) - stands == Fraction(more, changes[-1])
+
+
 @given(used=sums, weight=weights)
 def test_a_score_reads_back_as_usage(used: int, weight: int) -> None:
     assert 0 <= used - unscored(score(used, weight), weight) <= 1
@@ -161,6 +176,7 @@ class Node:
     limit: dict[str, int] = field(default_factory=dict)
     most_running: int | None = None
     booked: int = 0
+    carried: int = 0  # the part of `booked` that is this node's alone
     lifts: dict[str, int] = field(default_factory=dict)
     rates: list[tuple[int, float]] = field(default_factory=list)  # µs a µs, since when
     runs: list[Lane] = field(default_factory=list)
@@ -385,8 +401,11 @@ class Both:
         self._rank(path)
         node, branch = self.naive.nodes[path], self.tree.branches[path]
         branch.weight, branch.guarantee, branch.limit = node.weight, node.guarantee, node.limit
-        branch.most_running, branch.scored_at = node.most_running, -1
-        self.tree.refresh(branch)
+        branch.most_running = node.most_running
+        node.booked -= node.carried
+        node.carried = self.dice.choice([0, -1, 3]) * SECOND
+        node.booked += node.carried
+        self.tree.carry(branch, node.carried)
 
     def agree(self) -> None:
         tree, naive, dice = self.tree, self.naive, self.dice
@@ -460,7 +479,7 @@ def _first(tree: FairTree[str]) -> str | None:
     return found[2] if found else None
 
 
-def test_a_branch_whose_first_left_comes_forward_if_the_next_is_older() -> None:
+def test_branch_moves_forward_when_its_first_task_left_and_the_next_is_older() -> None:
     tree = _tree(a=1, b=1)
     _push(tree, "a/u", "urgent", submitted_s=20, priority=1)
     _push(tree, "a/u", "oldest", submitted_s=1)
@@ -470,7 +489,7 @@ def test_a_branch_whose_first_left_comes_forward_if_the_next_is_older() -> None:
     assert _first(tree) == "oldest"
 
 
-def test_a_branch_whose_first_user_left_comes_forward_if_the_next_user_came_earlier() -> None:
+def test_branch_moves_forward_when_its_first_user_left_and_the_next_came_earlier() -> None:
     tree = _tree(a=1, b=1)
     tree.charge(tree.branches["a", "v"], 5)
     tree.charge(tree.branches["b", "v"], 5)
@@ -482,7 +501,7 @@ def test_a_branch_whose_first_user_left_comes_forward_if_the_next_user_came_earl
     assert _first(tree) == "oldest"
 
 
-def test_a_branch_whose_first_user_may_hold_no_more_comes_forward_by_the_next_one() -> None:
+def test_branch_is_ordered_by_its_next_user_when_the_first_may_hold_no_more() -> None:
     tree = _tree(a=1, b=1)
     tree.branches["a", "u"].most_running = 1
     tree.charge(tree.branches["a", "v"], 5)
@@ -497,7 +516,7 @@ def test_a_branch_whose_first_user_may_hold_no_more_comes_forward_by_the_next_on
     assert _first(tree) == "other"
 
 
-def test_who_goes_first_by_a_guarantee_does_so_with_what_is_guaranteed() -> None:
+def test_guarantee_puts_a_tenant_first_only_with_what_is_guaranteed() -> None:
     # Of "a" both tasks wait, and its user's older one is for a device of a kind that it borrows.
     tree = FairTree[str]()
     tree.add(("a",), guarantee={"gpu": 1}, faded=5)
@@ -514,7 +533,7 @@ def test_who_goes_first_by_a_guarantee_does_so_with_what_is_guaranteed() -> None
     assert order == ["is owed", "less served", "borrows"]
 
 
-def test_a_lane_without_room_does_not_ride_on_another() -> None:
+def test_queue_class_without_room_does_not_go_in_place_of_another() -> None:
     tree = FairTree[str]()
     tree.add(("a",), limit={"gpu": 0})
     tree.add(("b",), faded=5)
@@ -526,7 +545,7 @@ def test_a_lane_without_room_does_not_ride_on_another() -> None:
     assert found[2] == "fits"
 
 
-def test_who_has_no_room_can_still_be_taken() -> None:
+def test_task_without_room_can_still_be_taken_by_name() -> None:
     tree = FairTree[str]()
     tree.add(("a",), limit={"cpu": 0})
     for id in "xy":
@@ -547,7 +566,7 @@ def test_true_ties_go_to_the_oldest_then_by_name() -> None:
     assert [tree.take(_first(tree) or "", 0) for _ in range(3)] == ["c0", "a1", "b1"]
 
 
-def test_one_more_unit_in_ten_to_the_thirty_decides() -> None:
+def test_scores_that_differ_by_1e_30_are_told_apart() -> None:
     tree = _tree(a=3, b=3)
     tree.charge(tree.branches["a", "u"], 10**30 + 1)
     tree.charge(tree.branches["b", "u"], 10**30)
@@ -556,7 +575,7 @@ def test_one_more_unit_in_ten_to_the_thirty_decides() -> None:
     assert _first(tree) == "less served"
 
 
-def test_nobody_is_ever_more_than_one_charge_ahead_of_anybody() -> None:
+def test_no_branch_is_ever_ahead_by_more_than_one_charge() -> None:
     # The bound of stride scheduling: service / weight differs by one charge at most.
     weight = {"a": 100, "b": 50, "c": 250}
     tree = _tree(**weight)
@@ -571,7 +590,21 @@ def test_nobody_is_ever_more_than_one_charge_ahead_of_anybody() -> None:
     assert got == weight
 
 
-def test_a_path_is_pushed_to_and_dropped_from_once() -> None:
+def test_a_tripled_weight_gives_three_of_four_from_now_on_whatever_was_used() -> None:
+    tree = _tree(a=1000, b=1000)
+    for name in "ab":
+        tree.charge(tree.branches[name, "u"], 10**6)
+        for n in range(400):
+            _push(tree, f"{name}/u", f"{name}{n:03}", submitted_s=float(n))
+    a = tree.branches["a",]
+    a.weight = 3000
+    tree.carry(a, carried_over(10**6, 0, weight=1000, new_weight=3000))
+    got = Counter((tree.take(_first(tree) or "", 1) or "")[0] for _ in range(100))
+    assert got == {"a": 75, "b": 25}
+    assert tree.usage(a) - a.carried == tree.usage(tree.branches["a", "u"]) == 10**6 + 75
+
+
+def test_path_to_a_task_is_pushed_and_dropped_once() -> None:
     tree = _tree(a=1)
     _push(tree, "a/u", "x")
     assert "x" in tree
@@ -588,7 +621,7 @@ def test_a_path_is_pushed_to_and_dropped_from_once() -> None:
 HOUR = 3600.0
 
 
-def test_what_runs_is_charged_as_it_runs() -> None:
+def test_running_tasks_are_charged_as_they_run() -> None:
     # One device for one half-life fades to (1 - 1/2) / ln 2 of that half-life's device time.
     tree = FairTree[str](half_life_s=HOUR)
     leaf = tree.add(("a",))
@@ -602,7 +635,7 @@ def test_what_runs_is_charged_as_it_runs() -> None:
     assert abs(left_us - used_us / 2) <= 1
 
 
-def test_what_ran_before_anybody_looked_is_charged_too() -> None:
+def test_runtime_before_the_first_look_is_charged_too() -> None:
     early, late = FairTree[str](half_life_s=HOUR), FairTree[str](half_life_s=HOUR)
     one, other = early.add(("a",)), late.add(("a",))
     early.at(100.0)
@@ -620,7 +653,7 @@ def test_what_ran_before_anybody_looked_is_charged_too() -> None:
     fee_s=st.integers(0, 2000),
     half_life_s=st.sampled_from([0.0, HOUR]),
 )
-def test_one_overtakes_another_when_halving_says_so(
+def test_one_branch_overtakes_another_at_the_computed_time(
     used: tuple[int, int],
     rates: tuple[int, int],
     weights: tuple[int, int],
@@ -729,7 +762,7 @@ def test_a_flood_by_one_tenant_costs_the_others_nothing(steps: Counter[str]) -> 
 
 
 @pytest.mark.parametrize("tenants", [10, 10_000])
-def test_a_pick_takes_as_many_steps_among_ten_tenants_as_among_ten_thousand(
+def test_pick_takes_as_many_steps_for_ten_tenants_as_for_ten_thousand(
     tenants: int, steps: Counter[str]
 ) -> None:
     tree = _crowd(tenants, 20)
@@ -739,7 +772,7 @@ def test_a_pick_takes_as_many_steps_among_ten_tenants_as_among_ten_thousand(
     assert cost == {"_top": 9, "heappushpop": 9}
 
 
-def test_what_is_stale_does_not_pile_up() -> None:
+def test_stale_heap_entries_do_not_pile_up() -> None:
     tree = _tree(a=1, b=1)
     for name in ("a/u", "b/u", "b/v"):
         for n in range(10):

@@ -827,7 +827,8 @@ def test_armada_reshares_in_rounds():
     # b 0.3 exactly, c 0.6; nothing is over.
     shares = armada_shares({"a": 1, "b": 1, "c": 2}, {"a": 0.1, "b": 0.3, "c": 1})
     assert [shares[name].adjusted for name in "abc"] == [F(1, 10), F(3, 10), F(6, 10)]
-    # a, unbounded: 1/4, and in round 2 a part 1/(3+1) of the 0.15 less its own 0.15: nothing.
+    # If a wanted all that it could get: 1/4 in round 1. In round 2 it would get 1/(3+1) of what the
+    # others leave, and they leave nothing: the 0.15 were its own.
     assert shares["a"].uncapped == F(1, 4)
 
 

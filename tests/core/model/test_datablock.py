@@ -60,7 +60,7 @@ def test_every_state_is_reached_from_absent_and_can_come_to_an_end() -> None:
     assert all("absent" in reachable(state) for state in CopyState)
 
 
-def test_a_copy_becomes_whole_only_by_landing_or_by_what_befalls_the_others() -> None:
+def test_copy_is_whole_only_after_a_transfer_or_by_the_fate_of_others() -> None:
     entering = {
         move
         for state, moves in COPY.items()
@@ -70,7 +70,7 @@ def test_a_copy_becomes_whole_only_by_landing_or_by_what_befalls_the_others() ->
     assert entering == {"Made", "Arrived"}
 
 
-def test_whatever_is_at_a_place_can_be_lost_with_it() -> None:
+def test_every_copy_at_a_place_can_be_lost_with_it() -> None:
     assert all("Lose" in COPY[state] for state in HOLDS_MEMORY | {CopyState.spilled})
 
 
@@ -104,7 +104,7 @@ def test_the_first_copy_is_exclusive_and_the_next_makes_both_shared() -> None:
     assert states(two.dropped("d0")) == "d1=exclusive"
 
 
-def test_the_last_copy_stays_while_somebody_needs_it() -> None:
+def test_last_copy_stays_while_it_is_needed() -> None:
     one = FRESH.expect("d0").landed("d0")
     with pytest.raises(StillNeeded, match="d0 holds the last whole copy of x, which 2 still need"):
         one.dropped("d0")
@@ -121,12 +121,12 @@ def test_a_spilled_copy_is_whole_elsewhere_and_comes_back() -> None:
     assert states(away.expect("d0").landed("d0")) == "d0=shared host=shared"
 
 
-def test_what_was_put_aside_is_not_remembered_when_the_slower_place_dies() -> None:
+def test_copy_put_aside_is_not_remembered_when_the_slower_place_dies() -> None:
     away = FRESH.expect("d0").landed("d0").expect("host").landed("host").spilled("d0")
     assert states(away.lost(["host"])) == "host=lost"
 
 
-def test_an_inout_port_takes_the_memory_only_if_nobody_else_needs_it() -> None:
+def test_inout_port_takes_the_memory_only_if_nothing_else_needs_it() -> None:
     one = FRESH.expect("d0").landed("d0")
     with pytest.raises(StillNeeded, match="which 1 still need"):
         one.overwritten("d0")
@@ -135,7 +135,7 @@ def test_an_inout_port_takes_the_memory_only_if_nobody_else_needs_it() -> None:
     assert states(two.overwritten("d0")) == "d0=invalid d1=exclusive"
 
 
-def test_a_place_that_dies_takes_its_copies_and_what_was_on_its_way() -> None:
+def test_lost_place_takes_its_copies_and_transfers_with_it() -> None:
     one = FRESH.expect("d0").landed("d0").expect("d1").landed("d1").expect("d2")
     after = one.lost(["d1", "d2", "d9"])
     assert states(after) == "d0=exclusive d1=lost d2=lost"
@@ -146,12 +146,12 @@ def test_a_transfer_that_failed_leaves_nothing() -> None:
     assert states(FRESH.expect("d0").failed("d0")) == ""
 
 
-def test_an_unknown_move_tells_what_was_expected() -> None:
+def test_unknown_move_says_what_was_expected() -> None:
     with pytest.raises(IllegalCopyMove, match="x on d0 is absent, got Made, expected Expect"):
         FRESH.landed("d0")
 
 
-def test_more_cannot_let_go_than_hold() -> None:
+def test_copy_cannot_be_released_more_often_than_held() -> None:
     with pytest.raises(ValueError, match="x is needed by 2, 3 cannot let go"):
         FRESH.released(3)
     assert FRESH.took(3).released(5).free
@@ -190,7 +190,7 @@ def test_copies_keep_their_rule_whatever_happens(steps: list[tuple[str, str]]) -
         assert count.count(CopyState.exclusive) == (len(block.whole) == 1)
 
 
-def test_what_is_wrong_between_copies_is_told() -> None:
+def test_broken_rule_between_copies_is_reported() -> None:
     two = TrackedBlock(
         id="x", bytes=1, copies={"a": CopyState.exclusive, "b": CopyState.shared}, refs=0
     )
@@ -210,7 +210,7 @@ def names(chosen: tuple[EvictableCopy, ...]) -> str:
     return " ".join(one.block for one in chosen)
 
 
-def test_what_is_never_used_here_again_goes_before_what_is_used_last() -> None:
+def test_block_never_used_here_again_is_evicted_first() -> None:
     copies = [held("soon", 3), held("late", 9), held("never", None), held("later", 12)]
     assert names(victims(copies, 25)) == "never later late"
     assert names(victims(copies, 1)) == "never"
@@ -221,19 +221,21 @@ def test_among_equals_clean_copies_go_first_then_large_ones() -> None:
     assert names(victims(copies, 13)) == "large small"
 
 
-def test_nobody_goes_for_nothing() -> None:
+def test_nothing_is_evicted_without_need() -> None:
     """The small one came first by its next use, but the large one behind it frees enough."""
     assert names(victims([held("small", 9, 1), held("large", 8, 50)], 50)) == "large"
     assert victims([held("x", 1)], 0) == ()
 
 
-def test_if_all_is_too_little_all_go() -> None:
+def test_all_are_evicted_if_even_that_is_too_little() -> None:
     assert names(victims([held("a", 1), held("b", 2)], 100)) == "b a"
 
 
 @given(uses=st.lists(st.integers(0, 6), min_size=1, max_size=24), room=st.integers(1, 4))
 @Profile(max_examples=examples(150))
-def test_with_equal_blocks_the_choice_faults_as_rarely_as_any(uses: list[int], room: int) -> None:
+def test_eviction_of_equal_blocks_faults_as_rarely_as_any_choice(
+    uses: list[int], room: int
+) -> None:
     """Belady's choice is optimal for equal clean blocks: compared with the best of all choices."""
 
     def ahead(block: int, n: int) -> int | None:
@@ -283,28 +285,28 @@ def again(wanted: str, whole: str) -> tuple[str, ...]:
     return cone(wanted.split(), whole=frozenset(whole.split()), maker=MAKER, reads=READS).tasks
 
 
-def test_only_the_maker_of_what_is_lost_runs_again_if_its_inputs_are_there() -> None:
+def test_only_the_maker_of_a_lost_block_runs_again_if_its_inputs_exist() -> None:
     assert again("w", "in x y z") == ("d",)
     assert again("y", "in x z") == ("b",)
 
 
-def test_what_the_makers_need_is_made_first_and_only_once() -> None:
+def test_inputs_of_makers_are_made_first_and_only_once() -> None:
     assert again("w", "in x y") == ("c", "d")
     assert again("w", "in") == ("a", "b", "c", "d")
     assert again("y z", "in") == ("a", "b", "c")
 
 
-def test_nothing_runs_for_what_is_whole() -> None:
+def test_nothing_runs_again_for_a_whole_block() -> None:
     assert again("w y", "w y") == ()
 
 
-def test_a_block_that_nothing_makes_is_gone() -> None:
+def test_block_without_a_maker_is_gone() -> None:
     with pytest.raises(BlockGone, match="no copy of in is left"):
         again("w", "")
 
 
 @given(seed=st.integers(0, 10**6))
-def test_the_cone_is_enough_and_without_any_one_of_it_there_is_not_enough(seed: int) -> None:
+def test_nodes_to_run_again_are_enough_and_none_can_be_left_out(seed: int) -> None:
     draw = random.Random(seed)
     count = draw.randint(1, 9)
     reads = {
@@ -333,7 +335,7 @@ def test_the_cone_is_enough_and_without_any_one_of_it_there_is_not_enough(seed: 
 # --- planned against moved ----------------------------------------------------------------------
 
 
-def test_bytes_are_counted_by_way_and_compared_with_the_plan() -> None:
+def test_bytes_are_counted_by_link_and_compared_with_the_plan() -> None:
     plan = account([(("x", "host", "d0"), 10), (("y", "d0", "d1"), 5), (("x", "host", "d0"), 10)])
     assert (plan.planned_bytes, plan.moved_bytes) == (25, 0)
     half = plan.counting([(("x", "host", "d0"), 10)]).counting([(("x", "host", "d0"), 10)])

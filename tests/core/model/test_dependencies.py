@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from app.core.model import dependencies
 from app.core.model.dependencies import Alike, DependencyEdge, Offer
 from app.core.model.descriptor import Descriptor, parse
+from app.core.model.device_choice import DeviceChoice, DeviceTraits, traits_in
 
 HERE = {"cpu": Offer((Alike("a", "h", 4_000_000_000, 2),))}
 
@@ -31,7 +33,7 @@ def drawn(edges: str) -> Descriptor:
     return tasks(*({"name": name, "start": {"after": a}} for name, a in after.items()))
 
 
-def test_needs_are_the_edges_of_after_and_of_data() -> None:
+def test_dependencies_come_from_after_and_from_inputs() -> None:
     descriptor = tasks(
         {"name": "prep", "outputs": ["x", "y"]},
         {"name": "check"},
@@ -62,7 +64,7 @@ def test_needs_are_the_edges_of_after_and_of_data() -> None:
         ("a<b b<a c", "c"),
     ],
 )
-def test_a_task_stands_behind_what_it_needs(edges: str, order: str) -> None:
+def test_task_comes_after_all_that_it_needs(edges: str, order: str) -> None:
     assert dependencies.order(drawn(edges)) == tuple(order.split())
 
 
@@ -88,7 +90,7 @@ def test_a_cycle_is_named(edges: str, pointer: str, told: str) -> None:
     assert (fault.pointer, fault.detail, fault.code) == (pointer, told, "cycle")
 
 
-def test_edges_that_lead_nowhere_are_all_told() -> None:
+def test_unknown_dependencies_are_all_reported() -> None:
     descriptor = tasks(
         {"name": "prep", "outputs": ["tokens"]},
         {
@@ -120,7 +122,7 @@ def test_a_chain_of_a_thousand_tasks_is_walked_without_recursion() -> None:
 
 
 @given(pairs=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), unique=True, max_size=20))
-def test_a_graph_is_sound_exactly_if_all_its_tasks_can_be_ordered(
+def test_requests_are_valid_exactly_if_their_tasks_can_be_ordered(
     pairs: list[tuple[int, int]],
 ) -> None:
     edges = " ".join(f"t{a}<t{b}" for a, b in pairs if a != b)
@@ -144,16 +146,16 @@ def test_a_graph_is_sound_exactly_if_all_its_tasks_can_be_ordered(
         (
             {"world_size": 2, "devices": {"max": 2}, "run": {"function": "m:f"}},
             "devices/max",
-            "only jobs and graphs can change their devices",
+            "must be 1: a function uses one device",
         ),
         (
             {"world_size": 2, "devices": {"max": 2}, "run": {"command": ["x"]}},
             "devices/max",
-            "only jobs and graphs can change their devices",
+            "a command keeps the devices that it began with. For 2 devices set min to 2",
         ),
     ],
 )
-def test_what_can_never_run_here_is_told_with_what_to_do(
+def test_task_that_can_never_run_is_refused_with_advice(
     task: dict[str, Any], pointer: str, told: str
 ) -> None:
     (fault,) = dependencies.unsatisfiable(tasks({"name": "t", **task}), HERE)
@@ -181,8 +183,47 @@ def test_only_jobs_and_graphs_may_lie_on_several_hosts(
     assert [fault.pointer for fault in faults] == ([f"/tasks/0/{pointer}"] if pointer else [])
 
 
+@pytest.mark.parametrize(
+    ("run", "splices", "told"),
+    [
+        ({"job": "m:C"}, [True, True], None),
+        ({"graph": "sha256:" + "0" * 64}, [True, True], None),
+        ({"function": "m:f"}, [True, True], None),
+        ({"job": "m:C"}, [True, False], "not every device of kind 'sim' lets ranks take turns"),
+    ],
+)
+def test_ranks_need_devices_that_say_they_can_take_turns(
+    run: dict[str, Any], splices: list[bool], told: str | None
+) -> None:
+    """What the devices say decides, and not their kind."""
+    alike = (Alike("a", "h", 1, 1, DeviceTraits(splice=can)) for can in splices)
+    body = {"name": "t", "run": run, "world_size": 2, "devices": {"kind": "sim"}}
+    faults = dependencies.unsatisfiable(tasks(body), {"sim": Offer(tuple(alike))})
+    assert [fault.pointer for fault in faults] == (["/tasks/0/world_size"] if told else [])
+    assert told is None or told in faults[0].detail
+
+
+@pytest.mark.parametrize(
+    ("ranks", "devices", "pointer"),
+    [
+        (4, {"min": 2}, None),
+        (4, {"min": 2, "max": 4}, "devices/max"),
+        (4, {"kind": "cuda", "min": 4}, None),
+        (4, {"kind": "cuda"}, "devices/min"),
+        (4, {"kind": "cuda", "min": 2, "max": 4}, "devices/min"),
+    ],
+)
+def test_command_holds_as_many_devices_all_the_time_and_each_rank_an_accelerator(
+    ranks: int, devices: dict[str, Any], pointer: str | None
+) -> None:
+    kinds = {kind: Offer((Alike("a", "h", 1, 4),)) for kind in ("cpu", "cuda")}
+    body = {"name": "t", "run": {"command": ["x"]}, "world_size": ranks, "devices": devices}
+    faults = dependencies.unsatisfiable(tasks(body), kinds)
+    assert [fault.pointer for fault in faults] == ([f"/tasks/0/{pointer}"] if pointer else [])
+
+
 @pytest.mark.parametrize("run", [{"graph": "sha256:" + "0" * 64}, {"job": "m:C"}])
-def test_who_stays_on_a_host_and_needs_more_devices_than_any_has_is_told(
+def test_task_on_one_host_that_needs_more_devices_than_any_host_has_is_refused(
     run: dict[str, Any],
 ) -> None:
     apart = {"cpu": Offer((Alike("a", "h", 1, 2), Alike("a", "i", 1, 2)))}
@@ -221,18 +262,96 @@ def test_only_devices_that_are_large_enough_count(
     assert all(told in fault.detail for fault in faults if told)
 
 
-def test_more_devices_than_there_are_is_told() -> None:
+OLD = DeviceTraits(model="NVIDIA A100-SXM4-40GB", compute_capability="8.0", labels=("old",))
+SPOT = DeviceTraits(model="NVIDIA H100 80GB HBM3", compute_capability="9.0", labels=("spot",))
+
+
+@pytest.mark.parametrize(
+    ("devices", "pointer"),
+    [
+        ({"avoid_labels": ["old"]}, None),
+        ({"avoid_labels": ["spot"]}, None),
+        ({"avoid_labels": ["spot"], "min": 2}, "/tasks/0/devices/min"),
+        ({"avoid_labels": ["spot"], "memory_bytes": 8}, "/tasks/0/devices/memory_bytes"),
+        ({"avoid_labels": ["old", "spot"]}, "/tasks/0/devices/avoid_labels"),
+        ({"labels": ["spot"], "min": 2}, None),
+        ({"labels": ["spot"], "min": 3}, "/tasks/0/devices/min"),
+        ({"labels": ["fast"]}, "/tasks/0/devices/labels"),
+        ({"model": "h100", "labels": ["spot"]}, None),
+        ({"model": "H100", "labels": ["old"]}, "/tasks/0/devices/labels"),
+        ({"model": "h200", "labels": ["fast"]}, "/tasks/0/devices/model"),
+        ({"compute_capability": "8.0", "min": 2}, None),
+        ({"compute_capability": "9.0", "labels": ["old"]}, "/tasks/0/devices/labels"),
+        ({"compute_capability": "10.0"}, "/tasks/0/devices/compute_capability"),
+    ],
+)
+def test_only_devices_that_suit_the_choice_count(
+    devices: dict[str, Any], pointer: str | None
+) -> None:
+    body = {"name": "t", "run": {"job": "m:C"}, "world_size": 8, "devices": {"max": 8, **devices}}
+    kinds = {"cpu": Offer((Alike("a", "h", 4, 1, OLD), Alike("a", "h", 8, 2, SPOT)))}
+    faults = dependencies.unsatisfiable(tasks(body), kinds)
+    assert [fault.pointer for fault in faults] == ([pointer] if pointer else [])
+
+
+def test_task_that_needs_more_devices_than_exist_is_refused() -> None:
     body = {"name": "t", "run": {"job": "m:C"}, "world_size": 8, "devices": {"min": 4}}
     told = {fault.pointer for fault in dependencies.unsatisfiable(tasks(body), HERE)}
     assert told == {"/tasks/0/devices/min"}
 
 
 @pytest.mark.parametrize("tier", ["premium", "standard", "basic"])
-def test_what_fits_is_not_refused_whatever_its_tier(tier: str) -> None:
+def test_task_that_fits_is_accepted_in_every_tier(tier: str) -> None:
     body = {"name": "t", "devices": {"memory_bytes": 4_000_000_000}}
     assert dependencies.unsatisfiable(tasks(body, tier=tier), HERE) == ()
 
 
-def test_a_deployment_without_devices_says_so() -> None:
+def test_deployment_without_devices_is_reported_as_such() -> None:
     (fault,) = dependencies.unsatisfiable(tasks({"name": "t"}), {})
     assert "no device has joined" in fault.detail
+
+
+def test_need_that_no_device_offers_is_a_fault_at_the_field_that_asks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    body = {"name": "t", "run": {"job": "m:C"}}
+    request = tasks(body)
+    (task,) = request.tasks
+    choice = DeviceChoice(needs=("egress", "mount:corpus"))
+    task = replace(task, devices=replace(task.devices, choice=choice))
+    request = replace(request, tasks=(task,))
+    asked = {"egress": "network", "mount:corpus": "mounts"}
+    monkeypatch.setattr(dependencies, "needs_of", lambda _: asked)
+    told = "there is no cpu device that offers egress and mount:corpus"
+
+    def found(*offers: str) -> list[tuple[str, str]]:
+        kinds = {"cpu": Offer((Alike("a", "h", 4, 1, DeviceTraits(offers=offers)),))}
+        return [(each.pointer, each.detail) for each in dependencies.unsatisfiable(request, kinds)]
+
+    assert found("egress") == [("/tasks/0/mounts", told)]
+    assert found("egress", "mount:corpus") == []
+
+
+def test_limit_of_which_no_device_gives_as_much_is_a_fault_at_its_field() -> None:
+    said = {"cpus": 2, "memory_bytes": 4 * 2**30}
+    body = {"tasks": [{"name": "t", "run": {"command": ["a"]}, "resources": said}]}
+    request = parse(body)
+
+    def found(*gives: dict[str, int]) -> list[tuple[str, str]]:
+        traits = [traits_in({"gives": each}) for each in gives]
+        alike = tuple(Alike("a", "h", 4, 1, each) for each in traits)
+        faults = dependencies.unsatisfiable(request, {"cpu": Offer(alike)})
+        return [(each.pointer, each.detail) for each in faults]
+
+    enough = {"cpus": 2000, "memory": 4 * 2**30}
+    assert found(enough) == []
+    assert found({}, enough) == []  # it waits for the one that can
+    [(pointer, told)] = found({"cpus": 1000, "memory": 2**33}, {"cpus": 4000, "memory": 2**31})
+    assert pointer == "/tasks/0/resources/cpus"  # each is given by one, both by none
+    assert told.endswith("gives a task 2 processors and 4.0 GiB of host memory at once")
+    [(pointer, told)] = found({"cpus": 4000, "memory": 2**31}, {})
+    assert pointer == "/tasks/0/resources/memory_bytes"
+    assert told == (
+        "4.0 GiB of host memory are requested, but no cpu device gives a task more than "
+        "2.0 GiB of host memory"
+    )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import json
 import math
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 
@@ -13,18 +15,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from app.core.model import fields as field_reader
+from app.core.model.codec import BadValue
 from app.core.model.descriptor import (
-    MAX_FAULTS,
     BadDescriptor,
     Devices,
-    Fault,
     Notify,
     RunSpec,
     Source,
     as_json,
+    from_json,
     parse,
+    to_wire,
 )
+from app.core.model.device_choice import CAPABILITY, MODEL
+from app.core.model.fields import MAX_FAULTS, Fault
 from tests.thoroughness import examples
+
+JSON = dict[str, Any]
 
 BUNDLE = "sha256:" + "0a" * 32
 
@@ -37,7 +45,7 @@ BUNDLE = "sha256:" + "0a" * 32
         ["python", "-m", "torch.distributed.run", "ddp.py"],
     ],
 )
-def test_a_launcher_of_ranks_is_refused_where_ranks_are_started_anyhow(argv: list[str]) -> None:
+def test_launcher_of_ranks_is_refused_for_a_task_that_starts_ranks(argv: list[str]) -> None:
     task = {"name": "ddp", "run": {"command": argv}, "world_size": 2}
     with pytest.raises(BadDescriptor) as refused:
         parse({"bundle": BUNDLE, "tasks": [task]})
@@ -102,7 +110,7 @@ def told(body: object) -> dict[str, str]:
 # --- what is read -------------------------------------------------------------------------------
 
 
-def test_the_example_of_the_design_is_read() -> None:
+def test_example_descriptor_is_read() -> None:
     sweep = parse(SWEEP)
     prep, train = sweep.tasks
     assert (sweep.name, sweep.tier, sweep.priority, sweep.bundle) == (
@@ -120,7 +128,7 @@ def test_the_example_of_the_design_is_read() -> None:
     assert sweep.notify == Notify(webhook="https://example.org/hook", on=("done", "failed"))
 
 
-def test_a_datablock_may_be_named_with_its_version_and_outputs_may_become_some() -> None:
+def test_input_may_name_a_version_and_output_may_be_published() -> None:
     inputs = {"new": "datablock:corpus", "old": "datablock:corpus@3"}
     task = parse(one(inputs=inputs, outputs=["x"], publish={"x": "tokens"})).tasks[0]
     assert task.inputs["new"] == Source(kind="datablock", name="corpus")
@@ -129,7 +137,7 @@ def test_a_datablock_may_be_named_with_its_version_and_outputs_may_become_some()
     assert task.publish == {"x": "tokens"}
 
 
-def test_all_but_the_task_is_optional() -> None:
+def test_every_field_but_the_task_is_optional() -> None:
     descriptor = parse(one())
     task = descriptor.tasks[0]
     assert (descriptor.name, descriptor.tier, descriptor.priority) == (None, "standard", 0)
@@ -138,7 +146,7 @@ def test_all_but_the_task_is_optional() -> None:
     assert (task.retry_max, task.max_duration_s) == (0, 86400)
 
 
-def test_only_ranks_that_have_steps_may_have_a_device_each() -> None:
+def test_only_ranks_with_steps_may_have_a_device_each() -> None:
     def most(run: dict[str, Any]) -> int:
         return parse(one(run=run, world_size=4)).tasks[0].devices.max
 
@@ -146,7 +154,7 @@ def test_only_ranks_that_have_steps_may_have_a_device_each() -> None:
     assert [most(run) for run in runs] == [4, 1, 1]
 
 
-def test_a_graph_that_says_how_many_devices_it_needs_may_have_as_many() -> None:
+def test_graph_may_have_as_many_devices_as_it_says_it_needs() -> None:
     graph = {"graph": "sha256:" + "0" * 64}
     task = parse(one(run=graph, devices={"min": 2})).tasks[0]
     assert (task.world_size, task.devices) == (2, Devices(min=2, max=2))
@@ -154,7 +162,7 @@ def test_a_graph_that_says_how_many_devices_it_needs_may_have_as_many() -> None:
         parse(one(run=graph, devices={"min": 2, "max": 1}))
 
 
-def test_null_means_not_given() -> None:
+def test_null_means_that_a_field_is_absent() -> None:
     body = one(start=None, devices=None, params=None, outputs=None)
     assert parse({**body, "name": None, "labels": None, "notify": None}) == parse(one())
 
@@ -176,7 +184,7 @@ def test_a_command_needs_no_bundle() -> None:
         ({"run": {"command": ["x"]}, "params": {"p": "x" * 65536}}, "params", "65545 bytes"),
     ],
 )
-def test_what_the_operating_system_cannot_start_is_refused(
+def test_command_that_no_system_can_start_is_refused(
     task: dict[str, Any], pointer: str, told: str
 ) -> None:
     with pytest.raises(BadDescriptor) as found:
@@ -186,7 +194,7 @@ def test_what_the_operating_system_cannot_start_is_refused(
     assert told in fault.detail
 
 
-def test_a_name_with_dots_is_told_from_its_output() -> None:
+def test_task_name_with_dots_is_told_apart_from_its_output() -> None:
     inputs = parse(one(inputs={"x": "a.b.c"})).tasks[0].inputs
     assert inputs == {"x": Source(kind="task", name="a.b", output="c")}
 
@@ -199,7 +207,7 @@ def test_a_name_with_dots_is_told_from_its_output() -> None:
         ("1970-01-02T01:00:00.5+01:00", 86400.5),
     ],
 )
-def test_a_time_is_read_with_its_offset(written: str, at_s: float) -> None:
+def test_time_is_read_with_its_offset_from_utc(written: str, at_s: float) -> None:
     assert parse(one(start={"not_before": written})).tasks[0].start.not_before_s == at_s
 
 
@@ -242,7 +250,15 @@ tasks = st.fixed_dictionaries(
             },
         ),
         "devices": st.fixed_dictionaries(
-            {}, optional={"kind": names, "memory_bytes": st.integers(0, 2**50)}
+            {},
+            optional={
+                "kind": names,
+                "memory_bytes": st.integers(0, 2**50),
+                "model": st.from_regex(MODEL, fullmatch=True),
+                "compute_capability": st.from_regex(CAPABILITY, fullmatch=True),
+                "labels": st.lists(names, unique=True, max_size=16),
+                "avoid_labels": st.lists(names, unique=True, max_size=16),
+            },
         ),
         "checkpoint": st.fixed_dictionaries({}, optional={"every_s": st.floats(0.01, 1e6)}),
         "max_duration_s": st.floats(0.01, 1e6),
@@ -252,7 +268,7 @@ tasks = st.fixed_dictionaries(
 
 @settings(max_examples=examples(150))
 @given(task=tasks, published=st.booleans())
-def test_what_is_written_down_in_full_reads_back_the_same(
+def test_descriptor_written_in_full_reads_back_the_same(
     task: dict[str, Any], published: bool
 ) -> None:
     if published:
@@ -262,6 +278,40 @@ def test_what_is_written_down_in_full_reads_back_the_same(
     written = json.loads(json.dumps(as_json(read)))
     assert parse({"tasks": [written], "bundle": BUNDLE}).tasks[0] == read
     assert as_json(parse({"tasks": [written], "bundle": BUNDLE}).tasks[0]) == written
+    assert from_json(written) == from_json(json.loads(json.dumps(to_wire(read)))) == read
+
+
+def test_what_was_computed_of_a_run_travels_with_it() -> None:
+    (task,) = parse({"tasks": [{"name": "t", "run": {"job": "m:J"}}], "bundle": BUNDLE}).tasks
+    run = RunSpec(
+        kind="graph",
+        graph="sha256:" + "0" * 64,
+        part={"nodes": ["a"], "late": ["b0"]},
+        took_ms={"a": 1.5},
+        made_bytes={"a.y": 8},
+    )
+    planned = replace(task, run=run)
+    assert from_json(to_wire(planned)) == from_json(as_json(planned)) == planned
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"surprise": 1}, "/surprise: unknown field 'surprise'"),
+        ({"run": {"graph": {"nodes": []}}}, '/run/graph: must be "sha256:'),
+        ({"run": {"graph": "../../../store"}}, '/run/graph: must be "sha256:'),
+        ({"run": {"job": None}}, "/run: must have exactly one of"),
+        ({"run": {"job": "m:J", "part": []}}, "/run/part: must be an object"),
+        ({"outputs": ["../x"]}, "/outputs/0: must be"),
+        ({"name": None}, "/name: name is required"),
+    ],
+)
+def test_what_is_no_stored_task_is_refused_with_its_place(
+    change: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(BadValue) as error:
+        from_json({"name": "t", "run": {"job": "m:J"}, **change})
+    assert str(error.value).startswith(told)
 
 
 # --- what is refused ----------------------------------------------------------------------------
@@ -317,6 +367,19 @@ def test_what_is_written_down_in_full_reads_back_the_same(
         ({"devices": {"memory_bytes": -1}}, "/devices/memory_bytes", "range"),
         ({"devices": {"memory_bytes": "8e9"}}, "/devices/memory_bytes", "type"),
         ({"devices": {"memory_bytes": 0.5}}, "/devices/memory_bytes", "type"),
+        ({"devices": {"model": "a,b"}}, "/devices/model", "invalid"),
+        ({"devices": {"model": 100}}, "/devices/model", "type"),
+        ({"devices": {"compute_capability": "9"}}, "/devices/compute_capability", "invalid"),
+        ({"devices": {"compute_capability": 9.0}}, "/devices/compute_capability", "type"),
+        ({"devices": {"labels": ["a b"]}}, "/devices/labels/0", "invalid"),
+        ({"devices": {"avoid_labels": "spot"}}, "/devices/avoid_labels", "type"),
+        ({"devices": {"avoid_labels": ["a,b"]}}, "/devices/avoid_labels/0", "invalid"),
+        ({"devices": {"avoid_labels": ["a", "a"]}}, "/devices/avoid_labels/1", "twice"),
+        (
+            {"devices": {"avoid_labels": [f"l{n}" for n in range(17)]}},
+            "/devices/avoid_labels",
+            "range",
+        ),
         ({"devices": {"max": 2}}, "/devices/max", "range"),  # more devices than ranks
         ({"world_size": 4, "devices": {"min": 3, "max": 2}}, "/devices/min", "range"),
         ({"checkpoint": {"every_s": 0}}, "/checkpoint/every_s", "range"),
@@ -329,7 +392,7 @@ def test_what_is_written_down_in_full_reads_back_the_same(
         ({"a/b~c": 1}, "/a~1b~0c", "unknown-field"),
     ],
 )
-def test_a_wrong_field_of_a_task_is_pointed_at(
+def test_wrong_field_of_a_task_is_reported_with_its_pointer(
     fields: dict[str, Any], pointer: str, code: str
 ) -> None:
     assert told(one(**fields)) == {f"/tasks/0{pointer}": code}
@@ -356,18 +419,18 @@ def test_a_wrong_field_of_a_task_is_pointed_at(
         ({"tenant": "me"}, "/tenant", "unknown-field"),
     ],
 )
-def test_a_wrong_field_of_a_request_is_pointed_at(
+def test_wrong_field_of_a_request_is_reported_with_its_pointer(
     fields: dict[str, Any], pointer: str, code: str
 ) -> None:
     assert told({**one(), **fields}) == {pointer: code}
 
 
 @pytest.mark.parametrize("body", [None, [], "x", 7, True])
-def test_what_is_no_object_is_refused(body: object) -> None:
+def test_descriptor_that_is_no_object_is_refused(body: object) -> None:
     assert told(body) == {"": "type"}
 
 
-def test_all_faults_are_told_at_once() -> None:
+def test_all_faults_are_reported_at_once() -> None:
     body = copy.deepcopy(SWEEP)
     body["priority"] = 200
     body["tasks"][0]["name"] = "Prep"
@@ -381,17 +444,60 @@ def test_all_faults_are_told_at_once() -> None:
     }
 
 
-def test_an_unknown_field_says_what_was_meant() -> None:
+def test_unknown_field_gets_a_suggestion() -> None:
     (fault,) = faults(one(worldsize=2))
     assert fault.detail == "unknown field 'worldsize'; did you mean 'world_size'?"
 
 
-def test_a_misspelt_command_is_told_its_name() -> None:
+def test_misspelt_command_gets_a_suggestion() -> None:
     found = {fault.pointer: fault.detail for fault in faults(one(run={"comand": ["ls"]}))}
     assert found["/tasks/0/run/comand"] == "unknown field 'comand'; did you mean 'command'?"
 
 
-def test_a_name_that_is_given_twice_is_told_at_the_second() -> None:
+@pytest.mark.parametrize(
+    ("where", "field", "place"),
+    [
+        ("run", "params", "a task, beside name and run"),
+        ("task", "priority", "the request, beside tasks"),
+        ("request", "max_duration_s", "a task, beside name and run"),
+        ("devices", "world_size", "a task, beside name and run"),
+    ],
+)
+def test_field_at_a_wrong_place_is_told_its_place(where: str, field: str, place: str) -> None:
+    body = one(devices={})
+    task = body["tasks"][0]
+    {"request": body, "task": task, "run": task["run"], "devices": task["devices"]}[where][
+        field
+    ] = 1
+    (fault,) = faults(body)
+    assert fault.detail == f"unknown field {field!r}; it belongs to {place}"
+
+
+@pytest.mark.parametrize(
+    ("fields", "detail"),
+    [
+        ({"devices": 2}, 'must be an object, not a number; for example {"max": 2}'),
+        ({"retry": 3}, 'must be an object, not a number; for example {"max": 3}'),
+        (
+            {"run": {"command": "python train.py"}},
+            'must be a list, not a text; for example ["python", "train.py"]',
+        ),
+        ({"devices": {"min": 5}}, "must be from 1 to 1, as world_size is 1; got 5"),
+    ],
+)
+def test_fault_shows_the_right_form_or_why_a_bound_holds(fields: JSON, detail: str) -> None:
+    (fault,) = faults(one(**fields))
+    assert fault.detail == detail
+
+
+def test_fields_of_requests_and_tasks_are_known_by_their_place() -> None:
+    request = parse(one())
+    assert {part.name for part in dataclasses.fields(request)} - {"name"} == field_reader.OF_REQUEST
+    computed = {"name", "type", "environment"}
+    assert as_json(request.tasks[0]).keys() - computed == field_reader.OF_TASK
+
+
+def test_duplicate_name_is_reported_at_its_second_place() -> None:
     body = one()
     body["tasks"] *= 2
     (fault,) = faults(body)
@@ -406,7 +512,7 @@ def test_more_than_a_thousand_tasks_are_refused() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, "a\x00b", "\ud800"])
-def test_what_postgres_cannot_hold_is_refused(value: object) -> None:
+def test_text_that_postgres_cannot_store_is_refused(value: object) -> None:
     assert told(one(params={"x": [value]})) == {"/tasks/0/params/x/0": "invalid"}
 
 
@@ -414,7 +520,7 @@ def test_a_key_that_postgres_cannot_hold_is_refused() -> None:
     assert told(one(params={"x\x00": 1})) == {"/tasks/0/params/x\x00": "invalid"}
 
 
-def test_deep_nesting_is_refused_without_going_down() -> None:
+def test_deep_nesting_is_refused_without_recursion() -> None:
     deep: list[Any] = []
     for _ in range(100_000):
         deep = [deep]
@@ -423,7 +529,7 @@ def test_deep_nesting_is_refused_without_going_down() -> None:
     assert fault.pointer.startswith("/tasks/0/params/x/0/0")
 
 
-def test_a_flood_of_faults_is_counted_not_listed() -> None:
+def test_many_faults_are_counted_and_not_all_listed() -> None:
     found = faults({"tasks": [{"name": f"t{n}"} for n in range(MAX_FAULTS + 50)]})
     assert len(found) == MAX_FAULTS + 1
     assert found[-1].detail == "50 more faults are not listed"
@@ -431,6 +537,106 @@ def test_a_flood_of_faults_is_counted_not_listed() -> None:
 
 @settings(max_examples=examples(200))
 @given(body=plain | st.builds(lambda task: {"tasks": [task]}, plain))
-def test_whatever_json_is_sent_is_read_or_refused(body: object) -> None:
+def test_any_json_is_read_or_refused(body: object) -> None:
     with contextlib.suppress(BadDescriptor):  # and nothing else may be raised
         parse(body)
+
+
+def _command(**more):
+    task = {"name": "t", "run": {"command": ["python", "t.py"]}, **more}
+    return {"tasks": [task]}
+
+
+def test_notice_of_a_command_is_read_written_and_needs_a_device_that_gives_one():
+    task = parse(_command(notice={})).tasks[0]
+    assert (task.notice.signal, task.notice.seconds) == ("SIGUSR1", 60.0)
+    assert task.devices.choice.needs == ("notice",)
+    assert from_json(to_wire(task)) == from_json(as_json(task)) == task
+    assert "notice" not in to_wire(parse(_command()).tasks[0])
+
+
+@pytest.mark.parametrize(
+    ("task", "pointer", "told"),
+    [
+        (_command(notice={"signal": "SIGKILL"}), "/signal", "must be one of SIGUSR1, "),
+        (_command(notice={"seconds": 301}), "/seconds", "must be above 0 and at most 300"),
+        (_command(notice={"seconds": 0}), "/seconds", "must be above 0"),
+        (
+            _command(notice={"seconds": 60}, max_duration_s=60),
+            "/seconds",
+            "must be less than max_duration_s, which is 60; got 60",
+        ),
+        (_command(notice={"second": 5}), "/second", "did you mean 'seconds'?"),
+        (_command(notice=60), "", "must be an object, not a number; for example"),
+        (
+            {**_command(notice={}, run={"job": "m:J"}), "bundle": "sha256:" + "0" * 64},
+            "",
+            "only a command gets a notice: a job is saved without one",
+        ),
+    ],
+)
+def test_notice_that_cannot_be_given_is_refused(task, pointer, told):
+    with pytest.raises(BadDescriptor) as raised:
+        parse(task)
+    (fault,) = raised.value.faults
+    assert fault.pointer == f"/tasks/0/notice{pointer}"
+    assert told in fault.detail
+
+
+@pytest.mark.parametrize(("said", "milli"), [(0.5, 500), (0.3333, 333), (0.001, 1), (0.999, 999)])
+def test_a_fraction_is_read_in_thousandths_and_needs_a_host_that_gives_them(
+    said: float, milli: int
+) -> None:
+    task = {"name": "small", "run": {"job": "m:J"}, "devices": {"fraction": said}}
+    [read] = parse({"bundle": BUNDLE, "tasks": [task]}).tasks
+    choice = read.devices.choice
+    assert (choice.fraction_milli, choice.needs) == (milli, ("fraction",))
+    assert from_json(as_json(read)) == read
+    assert from_json(to_wire(read)) == read
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        {"devices": {"fraction": 1}},
+        {"devices": {"fraction": 0}},
+        {"devices": {"fraction": 0.0001}},
+        {"devices": {"fraction": "half"}},
+        {"devices": {"fraction": 0.5}, "world_size": 2},
+        {"devices": {"fraction": 0.5}, "run": {"graph": f"sha256:{'0' * 64}"}},
+    ],
+)
+def test_a_fraction_that_no_device_can_give_is_refused(task: JSON) -> None:
+    with pytest.raises(BadDescriptor) as refused:
+        parse({"bundle": BUNDLE, "tasks": [{"name": "x", "run": {"job": "m:J"}, **task}]})
+    assert [fault.pointer for fault in refused.value.faults] == ["/tasks/0/devices/fraction"]
+
+
+def test_limits_of_a_task_are_read_written_and_asked_of_a_device():
+    said = {"cpus": 1.5, "memory_bytes": 4e9, "processes": 64}
+    task = parse(_command(resources=said)).tasks[0]
+    asked = (("cpus", 1500), ("memory", 4_000_000_000), ("processes", 64))
+    assert task.devices.choice.resources == asked
+    assert as_json(task)["resources"] == said
+    assert from_json(to_wire(task)) == from_json(as_json(task)) == task
+    assert "resources" not in to_wire(parse(_command(resources={})).tasks[0])
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "told"),
+    [
+        ("cpus", 0, "must be above 0"),
+        ("cpus", 0.05, "must be at least 0.1; got 0.05"),
+        ("memory_bytes", 1000, "must be from 67108864 to"),
+        ("disk_bytes", 2**51, "must be from 67108864 to"),
+        ("processes", 1001, "must be from 1 to 1000; got 1001"),
+        ("processes", True, "must be a whole number"),
+        ("memory", 1, "unknown field 'memory'; did you mean 'memory_bytes'?"),
+    ],
+)
+def test_limit_that_no_host_keeps_is_refused(field, value, told):
+    with pytest.raises(BadDescriptor) as raised:
+        parse(_command(resources={field: value}))
+    (fault,) = raised.value.faults
+    assert fault.pointer == f"/tasks/0/resources/{field}"
+    assert told in fault.detail

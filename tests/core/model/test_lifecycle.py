@@ -49,18 +49,18 @@ def test_every_state_can_end(state: State) -> None:
     assert reachable(state) & ENDED
 
 
-def test_every_state_is_of_one_sort() -> None:
+def test_every_state_is_in_exactly_one_group() -> None:
     sorts = [ENDED, ON_A_DEVICE, NOT_STARTED]
     assert sum(len(sort) for sort in sorts) == len(State)
     assert set().union(*sorts) == set(State)
 
 
-def test_what_has_ended_stays_so() -> None:
+def test_ended_task_stays_ended() -> None:
     assert all(LIFE[state] == {} for state in ENDED)
 
 
 @pytest.mark.parametrize("state", sorted(ON_A_DEVICE))
-def test_whatever_happens_on_a_device_can_be_lost_finished_or_failed(state: str) -> None:
+def test_task_on_a_device_can_always_be_lost_finished_or_failed(state: str) -> None:
     assert {"Lost", "Finished", "Failed", "GaveUp"} <= set(LIFE[state])
 
 
@@ -75,7 +75,7 @@ def test_only_a_launch_brings_a_task_onto_a_device() -> None:
     assert entering == {"Launch"}
 
 
-def test_an_illegal_move_tells_what_was_expected() -> None:
+def test_illegal_move_says_what_was_expected() -> None:
     with pytest.raises(IllegalMove, match="task t is waiting, got Pause, expected Locked, Launch"):
         after("t", "waiting", "Pause")
     with pytest.raises(IllegalMove, match="expected nothing more"):
@@ -95,7 +95,9 @@ def test_an_illegal_move_tells_what_was_expected() -> None:
         ("failed waiting", True, "running"),  # the others still go on
     ],
 )
-def test_a_request_is_what_its_tasks_are(states: str, started: bool, expected: str) -> None:
+def test_state_of_a_request_follows_from_its_tasks(
+    states: str, started: bool, expected: str
+) -> None:
     assert request_state(states.split(), started=started) == expected
 
 

@@ -50,7 +50,7 @@ def test_every_byte_lies_in_exactly_one_chunk(sizes):
 
 
 @given(SIZES)
-def test_no_chunk_is_empty_or_too_large_and_a_shared_one_is_smaller_yet(sizes):
+def test_chunks_are_neither_empty_nor_too_large(sizes):
     for cut in planned(sizes):
         size = sum(span.size for span in cut)
         assert 0 < size <= LARGEST_CHUNK_BYTES
@@ -58,7 +58,7 @@ def test_no_chunk_is_empty_or_too_large_and_a_shared_one_is_smaller_yet(sizes):
 
 
 @given(SIZES, st.integers(1, 100))
-def test_what_is_large_is_cut_alike_whatever_is_small_beside_it(sizes, more):
+def test_large_tensors_are_cut_the_same_whatever_is_small_beside_them(sizes, more):
     """A counter that grows, or a small tensor more, moves no boundary of a large one."""
     large = [size for size in sizes[1:] if size >= SMALL_BYTES]
     other = [sizes[0] + more, *large, more]
@@ -73,7 +73,7 @@ def test_what_is_large_is_cut_alike_whatever_is_small_beside_it(sizes, more):
     assert boundaries(sizes) == boundaries(other)
 
 
-def test_a_thousand_tiny_tensors_are_few_chunks_however_many_large_ones_lie_between():
+def test_thousand_tiny_tensors_make_few_chunks():
     sizes = [5000]
     for _ in range(500):
         sizes += [8 * MB, 4096, 4]
@@ -84,30 +84,31 @@ def test_a_thousand_tiny_tensors_are_few_chunks_however_many_large_ones_lie_betw
     assert len(cuts) == 8 + 1000 + 1
 
 
-def test_a_short_tail_joins_the_chunk_before_it():
+def test_short_tail_joins_the_chunk_before_it():
     assert planned([0, 4 * MB + 1]) == [(Span(1, 0, 4 * MB + 1),)]
     assert planned([0, 5 * MB]) == [(Span(1, 0, 4 * MB),), (Span(1, 4 * MB, MB),)]
 
 
-def test_the_graph_is_by_itself():
+def test_object_graph_has_chunks_of_its_own():
     assert planned([10, 20, 30]) == [(Span(0, 0, 10),), (Span(1, 0, 20), Span(2, 0, 30))]
 
 
 # --- to JSON and back ---------------------------------------------------------------------------
 
 
-def manifest_of(sizes, *, tensors=()):
+def manifest_of(sizes, *, tensors=(), **more):
     chunks = tuple(
         Chunk(address=f"{number:064x}", spans=cut) for number, cut in enumerate(planned(sizes))
     )
     parts = tuple(Part(size=size, device="cuda", pinned=bool(size % 2)) for size in sizes)
     rank = RankImage(parts=parts, chunks=chunks, tensors=tensors)
-    about = About(tenant="ten_a", task="tsk_a", epoch=3, step=17, fingerprint={"torch": "2.13"})
+    more = {"fingerprint": {"torch": "2.13"}, **more}
+    about = About(tenant="ten_a", task="tsk_a", epoch=3, step=17, **more)
     return Manifest(about=about, ranks=(rank,))
 
 
 @given(SIZES)
-def test_what_is_encoded_is_decoded_the_same(sizes):
+def test_decoding_gives_what_was_encoded(sizes):
     manifest = manifest_of(sizes)
     body = manifests.encode(manifest)
     assert manifests.decode(body) == manifest
@@ -115,10 +116,16 @@ def test_what_is_encoded_is_decoded_the_same(sizes):
     assert manifest.size_bytes == sum(sizes)
 
 
+def test_manifest_says_where_a_dump_has_damaged_processes_and_is_unchanged_elsewhere():
+    manifest = manifest_of([9], dump_damaged=True)
+    assert manifests.decode(manifests.encode(manifest)) == manifest
+    assert "dump_damaged" not in manifests.as_json(manifest_of([9]))
+
+
 W = Tensor(name="model.w", storage=0, dtype="bfloat16", shape=(3, 2), stride=(1, 4), offset=1)
 
 
-def test_a_table_of_tensors_travels_along():
+def test_manifest_holds_the_table_of_tensors():
     # Elements at 1 + i + 4 j for i < 3, j < 2: the last is 1 + 2 + 4 = 7, so 8 elements of 2 bytes.
     assert (W.elements, W.size, W.end) == (6, 12, 16)
     manifest = manifest_of([9, 16], tensors=(W,))
@@ -137,7 +144,7 @@ def broken(change, sizes=(9, 16)):
     return caught.value
 
 
-def test_a_cut_one_is_none():
+def test_truncated_manifest_is_refused():
     body = manifests.encode(manifest_of([9, 16]))
     with pytest.raises(BadManifest):
         manifests.decode(body[:-1])
@@ -153,7 +160,7 @@ def test_a_cut_one_is_none():
         (lambda b: b.update(size_bytes=24), "size_bytes"),
         (lambda b: b.update(ranks={}), "ranks"),
         (lambda b: b["ranks"][0].update(parts=[]), "ranks[0].parts"),
-        (lambda b: b["ranks"][0]["parts"].append([1, "tpu", False]), "ranks[0].parts[2]"),
+        (lambda b: b["ranks"][0]["parts"].append([1, "../cpu", False]), "ranks[0].parts[2]"),
         (lambda b: b["ranks"][0]["chunks"].pop(), "ranks[0].chunks"),
         (lambda b: b["ranks"][0]["chunks"][0].__setitem__(0, "../../etc"), "ranks[0].chunks[0]"),
         (lambda b: b["ranks"][0]["chunks"][1][1][0].__setitem__(1, 1), "ranks[0].chunks"),
@@ -175,11 +182,11 @@ def test_a_cut_one_is_none():
         (lambda b: b["ranks"][0].update(tensors=[]), "ranks[0].tensors"),
     ],
 )
-def test_what_is_wrong_is_said_with_its_path(change, path):
+def test_fault_of_a_manifest_is_reported_with_its_path(change, path):
     assert broken(change).path == path
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists, max_leaves=5))
-def test_nothing_else_is_a_manifest(body):
+def test_other_json_is_no_manifest(body):
     with pytest.raises(BadManifest):
         manifests.from_json(body)

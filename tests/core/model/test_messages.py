@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from typing import Any
 
 import pytest
 
-from app.core.model import messages
+from app.core.model import messages, older_launch
+from app.core.model.descriptor import RunSpec, TaskDescriptor
 from app.core.model.messages import (
     _KINDS,
     Alive,
     Answer,
     BadMessage,
+    CheckpointRef,
+    ExpectedTask,
+    Launch,
     LogLines,
     Paused,
     decode,
@@ -39,23 +43,41 @@ SAMPLES: dict[str, Any] = {
 
 HASH = "0f" * 32
 BLOCK = {"sha256": HASH, "size_bytes": 3}
+IMAGE = CheckpointRef(sha256=HASH, step=3, key=HASH)
 
 #: Where a name or a hash has a form of its own.
 NAMED: dict[str, Any] = {
     "points": [[3, {"loss": 0.5}]],
-    "run": {"job": "train:Train"},
+    "network": {"connections": 2, "sent_bytes": 10},
+    "peaks": {"memory_bytes": 7},
+    "spec": TaskDescriptor(
+        name="train",
+        type="train",
+        run=RunSpec(kind="job", entry="train:Train"),
+        params={"lr": 0.5},
+        outputs=("x",),
+        publish={"x": "weights"},
+    ),
     "bundle": HASH,
     "inputs": {"x": {**BLOCK, "copies": [{"place": ["10.0.0.1", 9], "key": HASH}]}},
-    "images": [{"sha256": HASH, "step": 3, "key": HASH}],
+    "images": [IMAGE],
     "sha256": HASH,
     "kept": BLOCK,
     "source": BLOCK,
     "expect": [
-        {
-            **{"task": "t", "epoch": 1, "tenant": "ten", "bundle": "", "inputs": [BLOCK]},
-            "image": None,
-        }
+        ExpectedTask(task="t", epoch=1, tenant="ten", bundle="", inputs=[BLOCK], image=None),
+        ExpectedTask(
+            task="u",
+            epoch=2,
+            tenant="ten",
+            bundle=HASH,
+            inputs=[],
+            image=IMAGE,
+            environment=HASH,
+            image_key={"sealed": "c2VhbGVk"},
+        ),
     ],
+    "image_key": {"sealed": "c2VhbGVk"},
     "ahead": [{"task": "t", "sha256": HASH, "bytes": 1, "us": 2}],
     "peers": [HASH],
     "secret": HASH,
@@ -66,6 +88,11 @@ NAMED: dict[str, Any] = {
     "Launch.links": {"secret": HASH, "home": ["10.0.0.1", 9]},
     "Resize.links": {"secret": HASH},
     "Alive.links": ["10.0.0.1", 9],
+    "Launch.mounts": {"/data": "/srv/imagenet"},
+    "Launch.root": "/srv/ubuntu",
+    "Answer.mounts": {"imagenet": "/srv/imagenet"},
+    "Answer.images": {"ubuntu": "/srv/ubuntu"},
+    "environments": [HASH],
 }
 
 
@@ -87,7 +114,7 @@ def sample(kind: type) -> Any:
 
 
 @pytest.mark.parametrize("kind", _KINDS.values(), ids=_KINDS)
-def test_every_message_survives_the_journey_as_json(kind: type) -> None:
+def test_every_message_survives_json(kind: type) -> None:
     message = sample(kind)
     assert decode(json.loads(json.dumps(encode(message)))) == message
 
@@ -99,11 +126,50 @@ def test_every_kind_of_message_can_be_decoded() -> None:
         assert names <= set(_KINDS)
 
 
-def test_a_worker_of_an_older_version_reads_what_says_nothing_new() -> None:
+def test_older_worker_reads_messages_with_default_fields() -> None:
     answer = Answer(
         device="h.0", incarnation="i", sent_us=1, lease_us=2, heard={}, logged={}, keep=[], drop=[]
     )
     assert not encode(answer).keys() & {"expect", "next", "rota", "given", "wanted"}
+
+
+def test_a_launch_for_a_worker_of_an_older_version_says_what_that_worker_needs() -> None:
+    # these need a newer worker
+    newer = {
+        "guests": [],
+        "mounts": {},
+        "root": "",
+        "withdrawn": [],
+        "secrets": {},
+        "image_key": {},
+    }
+    launch = replace(sample(Launch), **newer)
+    body = older_launch.flattened(encode(launch))
+    assert body.keys() <= {
+        "is", "task", "epoch", "seq", "tenant", "run", "bundle", "params", "inputs", "outputs",
+        "world_size", "preset", "images", "budget_us", "checkpoint_every_s", "memory_bytes",
+        "publish", "seats", "host", "links", "incarnation", "surely_until_us", "beside",
+    }  # fmt: skip
+    read = decode(json.loads(json.dumps(body)))
+    there, here = read.spec, launch.spec
+    assert (there.run, there.params, there.outputs) == (here.run, here.params, here.outputs)
+    assert [*there.publish] == [*here.publish]
+    assert there.checkpoint.every_s == here.checkpoint.every_s
+    assert replace(read, spec=here) == launch
+
+
+@pytest.mark.parametrize("wrong", [{"publish": 7}, {"run": []}, {"params": 1}, {"outputs": [[]]}])
+def test_a_broken_launch_of_the_older_version_is_refused(wrong: dict[str, Any]) -> None:
+    body = older_launch.flattened(encode(sample(Launch)))
+    with pytest.raises(BadMessage, match="Launch"):
+        decode({**body, **wrong})
+
+
+def test_a_launch_says_where_its_descriptor_is_wrong() -> None:
+    body = encode(sample(Launch))
+    body["spec"]["run"] = {"job": "../m:J"}
+    with pytest.raises(BadMessage, match=r"Launch\.spec/run/job: must be of the form"):
+        decode(body)
 
 
 def test_an_empty_heartbeat_survives_too() -> None:
@@ -111,6 +177,46 @@ def test_an_empty_heartbeat_survives_too() -> None:
         device="h.0", incarnation="i", sent_us=1, facts={}, residents=[], events=[], logs=[]
     )
     assert decode(encode(alive)) == alive
+
+
+FOUND = {"rule": "xid", "verdict": "cordon", "effect": "move", "reason": "Xid 48."}
+
+
+def alive_with(health: Any) -> Any:
+    empty: dict[str, Any] = {"residents": [], "events": [], "logs": [], "facts": {}}
+    return {"is": "Alive", "device": "h.0", "incarnation": "i", "sent_us": 1, **empty} | {
+        "health": health
+    }
+
+
+@pytest.mark.parametrize(
+    "health",
+    [{}, {"checked": -1}, {"checked": 3, "reading": {"power_w": 1.5}, "findings": [FOUND] * 32}],
+)
+def test_what_a_monitor_found_is_read(health: Any) -> None:
+    assert decode(alive_with(health)).health == health
+
+
+@pytest.mark.parametrize(
+    "health",
+    [
+        [],
+        {"checked": -2},
+        {"checked": True},
+        {"reading": {"power_w": "much"}},
+        {"reading": {"power_w": float("nan")}},
+        {"reading": {"power_w": float("inf")}},
+        {"reading": {"a b": 1}},
+        {"findings": [FOUND] * 33},
+        {"findings": [{**FOUND, "reason": "x" * 501}]},
+        {"findings": [{**FOUND, "reason": "x\x00"}]},
+        {"findings": [{**FOUND, "rule": "a b"}]},
+        {"findings": [{"rule": "xid"}]},
+    ],
+)
+def test_a_health_that_is_not_well_formed_is_refused(health: Any) -> None:
+    with pytest.raises(BadMessage, match=r"Alive\.health"):
+        decode(alive_with(health))
 
 
 @pytest.mark.parametrize(
@@ -123,7 +229,7 @@ def test_an_empty_heartbeat_survives_too() -> None:
         ({"is": "Pause", "task": "t", "epoch": 1, "seq": 1, "now": True}, "Pause has no now"),
     ],
 )
-def test_what_is_no_message_is_refused(body: dict[str, Any], told: str) -> None:
+def test_invalid_message_is_refused(body: dict[str, Any], told: str) -> None:
     with pytest.raises(BadMessage, match=told):
         decode(body)
 
@@ -141,11 +247,11 @@ def test_every_order_and_event_can_be_fenced() -> None:
         assert {"task", "epoch", "seq"} <= required
 
 
-def test_a_key_names_one_epoch_of_one_task() -> None:
+def test_key_names_one_epoch_of_one_task() -> None:
     event = Paused(task="tsk_1", epoch=2, seq=3, step=4, held_us=5)
     assert key(event.task, event.epoch) == "tsk_1/2"
 
 
-def test_a_log_line_may_say_what_looks_like_a_message() -> None:
+def test_log_line_may_look_like_a_message() -> None:
     logs = LogLines(task="t", epoch=1, first=0, lines=[["stdout", '{"is": "Alive"}']])
     assert decode(encode(logs)) == logs

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.core.model import codec
 from app.core.model.lifecycle import State
 from app.core.model.migration import (
     Act,
@@ -17,10 +18,8 @@ from app.core.model.migration import (
     MovePolicy,
     MoveScene,
     Moving,
-    as_json,
     bandwidth,
     expected_stop_s,
-    from_json,
     next_act,
     told,
 )
@@ -63,45 +62,45 @@ def act(moving: Moving, scene: MoveScene | None = None) -> Act:
 
 
 class TestRounds:
-    def test_the_first_thing_is_a_checkpoint_while_it_runs(self) -> None:
+    def test_move_begins_with_a_checkpoint_while_the_task_runs(self) -> None:
         assert act(move()) == Act.copy
 
-    def test_nothing_more_is_ordered_while_one_is_being_written(self) -> None:
+    def test_no_checkpoint_is_ordered_while_one_is_written(self) -> None:
         assert act(move(asked=1)) == Act.wait
 
-    def test_nothing_more_is_ordered_while_the_other_device_fetches(self) -> None:
+    def test_no_checkpoint_is_ordered_while_the_target_fetches(self) -> None:
         assert act(move(replace(copied(1, 100), fetched_us=None))) == Act.wait
 
-    def test_another_round_follows_while_they_shrink(self) -> None:
+    def test_another_copy_round_follows_while_rounds_shrink(self) -> None:
         # 100 MB in a second, then 50: the next 50 would take half a second.
         assert act(move(copied(1, 100))) == Act.copy
         assert act(move(copied(1, 100), copied(2, 50))) == Act.copy
 
-    def test_it_stops_when_what_is_left_does_not_shrink(self) -> None:
+    def test_copying_stops_when_the_rest_does_not_shrink(self) -> None:
         assert act(move(copied(1, 100), copied(2, 95))) == Act.stop
         assert act(move(copied(1, 100), copied(2, 90))) == Act.copy
 
-    def test_it_stops_when_what_is_left_passes_in_no_time(self) -> None:
+    def test_copying_stops_when_the_rest_is_sent_in_no_time(self) -> None:
         # 100 MB/s: 10 MB pass in 0.1 s.
         assert act(move(copied(1, 100), copied(2, 10))) == Act.stop
         assert act(move(copied(1, 100), copied(2, 11))) == Act.copy
 
-    def test_it_stops_after_five_rounds_whatever_is_left(self) -> None:
+    def test_copying_stops_after_five_rounds(self) -> None:
         rounds = [copied(n, 1000 / 2**n) for n in range(1, 6)]
         assert act(move(*rounds[:4])) == Act.copy
         assert act(move(*rounds)) == Act.stop
 
-    def test_how_long_it_may_stand_still_follows_from_what_is_left(self) -> None:
+    def test_allowed_pause_follows_from_what_is_left(self) -> None:
         found = next_act(move(copied(1, 100), copied(2, 95)), at(now_s=50.0), POLICY)
         assert found.until_s == pytest.approx(50 + 15 + 4 * 0.95)
 
-    def test_the_bandwidth_is_that_of_the_largest_round(self) -> None:
+    def test_bandwidth_is_measured_in_the_largest_round(self) -> None:
         rounds = (copied(1, 100, seconds=2), copied(2, 1, seconds=1))
         assert bandwidth(rounds) == pytest.approx(50 * MB)
         assert expected_stop_s(rounds) == pytest.approx(0.02)
         assert bandwidth(()) == 0.0
 
-    def test_when_everything_was_there_already_it_stops_at_once(self) -> None:
+    def test_copying_stops_at_once_when_the_target_has_everything(self) -> None:
         assert act(move(copied(1, 0))) == Act.stop
 
     @given(st.lists(st.integers(0, 10**12), min_size=1, max_size=60))
@@ -120,25 +119,25 @@ class TestRounds:
 
 
 class TestEnds:
-    def test_it_is_off_when_the_other_device_takes_no_work(self) -> None:
+    def test_move_is_abandoned_when_the_target_takes_no_work(self) -> None:
         assert act(move(), at(open=False)) == Act.off
         assert act(move(stopping=True), at("waiting", seat=None, open=False)) == Act.off
 
-    def test_it_is_off_when_it_takes_too_long(self) -> None:
+    def test_move_is_abandoned_when_it_takes_too_long(self) -> None:
         assert act(move(), at(now_s=599.9)) == Act.copy
         assert act(move(), at(now_s=600.0)) == Act.off
 
-    def test_it_is_off_when_the_task_gave_up_its_device_for_another_reason(self) -> None:
+    def test_move_is_abandoned_when_the_task_gave_up_its_device_otherwise(self) -> None:
         assert act(move(copied(1, 9)), at("waiting", seat=None)) == Act.off
         assert act(move(copied(1, 9), stopping=True), at("blocked", seat=None)) == Act.off
 
-    def test_it_waits_while_it_is_paused_for_the_move(self) -> None:
+    def test_move_waits_while_the_task_is_being_paused(self) -> None:
         stopping = move(copied(1, 9), stopping=True)
         for state in ("running", "pausing"):
             assert act(stopping, at(state)) == Act.wait
         assert act(stopping, at("waiting", seat=None)) == Act.wait
 
-    def test_it_waits_while_it_begins_there_and_is_off_if_that_fails(self) -> None:
+    def test_move_waits_for_the_launch_and_is_abandoned_if_that_fails(self) -> None:
         stopping = move(copied(1, 9), stopping=True)
         assert act(stopping, at("starting", epoch=2, seat="d1", open=False)) == Act.wait
         assert act(stopping, at("waiting", epoch=2, seat=None)) == Act.off
@@ -152,7 +151,7 @@ class TestEnds:
         st.floats(0, 1000),
         st.booleans(),
     )
-    def test_nothing_is_ordered_but_of_a_task_that_runs_where_it_was(
+    def test_checkpoints_are_ordered_only_of_a_task_running_at_its_source(
         self, state: State, epoch: int, seat: str | None, open_: bool, now_s: float, stop: bool
     ) -> None:
         scene = MoveScene(state=state, epoch=epoch, seat=seat, open=open_, now_s=now_s)
@@ -163,7 +162,7 @@ class TestEnds:
 
 
 class TestWords:
-    def test_it_says_how_far_it_is(self) -> None:
+    def test_explanation_says_how_far_the_move_is(self) -> None:
         assert told(move()) == "moving to d1: its first checkpoint is being written"
         on_its_way = replace(copied(1, 0), fetched_us=None)
         assert (
@@ -173,11 +172,14 @@ class TestWords:
         stopping = move(copied(1, 40), stopping=True)
         assert told(stopping) == "moving to d1: the last difference is being copied"
 
-    def test_a_move_survives_the_way_through_json(self) -> None:
+    def test_move_survives_json(self) -> None:
         moving = move(copied(1, 40), replace(copied(2, 4), fetched_us=None), stopping=True)
-        assert from_json(json.loads(json.dumps(as_json(moving)))) == moving
+        assert (
+            codec.from_json(Moving, json.loads(json.dumps(codec.to_json(moving, whole=True))))
+            == moving
+        )
 
-    def test_a_late_or_doubled_checkpoint_is_no_round(self) -> None:
+    def test_late_or_repeated_checkpoint_is_no_round(self) -> None:
         moving = move(copied(5, 40))
         assert moving.saved(copied(5, 1)) == moving
         assert moving.saved(copied(4, 1)) == moving
@@ -196,31 +198,31 @@ def on_the_way(cells: str = ". .", *, queue: str = "b", **more: Any) -> Snapshot
 
 
 class TestOnTheBoard:
-    def test_the_device_that_somebody_moves_to_is_given_to_nobody_else(self) -> None:
+    def test_target_device_is_given_to_no_other_task(self) -> None:
         drawn = mover(island("a' . .", queue="b c"), "a", moves_to="d1")
         assert seats(decide(drawn, now_s=NOW_S)) == "d2: b"
 
-    def test_it_runs_on_while_it_is_copied_and_is_paused_for_the_last_difference(self) -> None:
+    def test_task_runs_while_it_is_copied_and_is_paused_for_the_last_difference(self) -> None:
         drawn = mover(island("a' ."), "a", moves_to="d1")
         assert decide(drawn, now_s=NOW_S).decisions == ()
         (pause,) = decide(mover(drawn, "a", stops=True), now_s=NOW_S).decisions
         assert (pause.move, pause.rule, pause.devices) == ("Pause", "move", ("d0",))
 
-    def test_it_is_launched_where_it_moves_when_its_image_is_durable(self) -> None:
+    def test_task_is_launched_at_the_target_when_its_image_is_durable(self) -> None:
         # b, who used less, gets what a left.
         assert seats(decide(on_the_way(), now_s=NOW_S)) == "d0: b  d1: a"
 
-    def test_it_waits_for_its_image_and_goes_nowhere_meanwhile(self) -> None:
+    def test_task_waits_for_its_image_and_goes_nowhere_else(self) -> None:
         drawn = on_the_way(queue="b c", saved=False)
         assert seats(decide(drawn, now_s=NOW_S)) == "d0: b"
 
-    def test_an_image_that_is_lost_with_its_device_is_not_waited_for(self) -> None:
+    def test_image_lost_with_its_device_is_not_waited_for(self) -> None:
         assert seats(decide(on_the_way("x ."), now_s=NOW_S)) == "d1: a"
         lost = on_the_way("x .", saved=False)
         assert seats(decide(lost, now_s=NOW_S)) == "d1: a"
 
     @pytest.mark.parametrize("cell", ["x", "#"])
-    def test_if_the_other_device_is_gone_it_stands_in_line_like_any_other(self, cell: str) -> None:
+    def test_task_queues_again_if_the_target_is_gone(self, cell: str) -> None:
         drawn = on_the_way(f". {cell}", queue="")
         assert seats(decide(drawn, now_s=NOW_S)) == "d0: a"
 
@@ -234,18 +236,18 @@ class TestOnTheBoard:
             wished = mover(drained, "a", moves_to=to)
             assert decide(wished, now_s=NOW_S).decisions == ()
 
-    def test_who_holds_it_or_cancels_it_comes_first(self) -> None:
+    def test_hold_or_cancel_comes_before_the_move(self) -> None:
         moving = mover(island("a' ."), "a", moves_to="d1", stops=True, cancel_asked=True)
         assert [d.move for d in decide(moving, now_s=NOW_S).decisions] == ["Cancel"]
 
-    def test_the_device_is_free_again_when_the_move_is_off(self) -> None:
+    def test_target_is_free_again_when_the_move_is_abandoned(self) -> None:
         drawn = mover(island("a' .", queue="b"), "a", moves_to="d1")
         board = Board.of(drawn, now_s=NOW_S)
         assert cycle(board).decisions == ()
         board.set_task(replace(board.tasks["a"], moves_to=None))
         assert [(d.task, d.devices) for d in cycle(board).decisions] == [("b", ("d1",))]
 
-    def test_the_device_is_free_again_when_the_task_ends(self) -> None:
+    def test_target_is_free_again_when_the_task_ends(self) -> None:
         drawn = mover(island("a' . x", queue="b c"), "a", moves_to="d1")
         board = Board.of(drawn, now_s=NOW_S)
         cycle(board)
@@ -253,7 +255,7 @@ class TestOnTheBoard:
         given = {(d.task, d.devices) for d in cycle(board).decisions}
         assert given == {("b", ("d0",)), ("c", ("d1",))}
 
-    def test_a_round_with_a_move_can_be_made_again_from_its_record(self) -> None:
+    def test_round_with_a_move_is_repeated_from_its_record(self) -> None:
         board = Board.of(on_the_way(), now_s=NOW_S)
         plan = cycle(board)
         seen = record.seen_by(board, plan, plan.before, island="isle")

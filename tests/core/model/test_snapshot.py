@@ -23,13 +23,13 @@ TASK = BoardTask(
 )  # fmt: skip
 
 
-def test_a_changed_task_is_what_replace_makes_of_it() -> None:
+def test_changed_task_equals_what_replace_makes() -> None:
     after = changed(TASK, state="running", started_s=4.0, seats=("d1", "d2"))
     assert after == replace(TASK, state="running", started_s=4.0, seats=("d1", "d2"))
     assert (TASK.state, TASK.started_s, TASK.seats) == ("waiting", None, ("d0",))
 
 
-def test_it_is_as_frozen_as_any() -> None:
+def test_changed_task_is_frozen_too() -> None:
     with pytest.raises(AttributeError):
         changed(TASK).state = "done"  # type: ignore[misc]
 

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.core.model import task_graph
-from app.core.model.descriptor import BadDescriptor, Fault
+from app.core.model.descriptor import BadDescriptor
+from app.core.model.fields import Fault
 from app.core.model.task_graph import (
     INPUT,
     DeclaredTensor,
@@ -68,7 +69,7 @@ def test_a_graph_is_read_with_its_defaults() -> None:
     assert first.where == "/nodes/0"
 
 
-def test_a_graph_within_a_graph_is_dissolved() -> None:
+def test_nodes_of_a_sub_graph_take_its_place() -> None:
     inner = graph(node("c", "x=input:v"), node("d", "x=c.y"))
     body = graph(
         node("a"),
@@ -81,7 +82,7 @@ def test_a_graph_within_a_graph_is_dissolved() -> None:
     assert found.nodes[2].where == "/nodes/1/graph/nodes/1"
 
 
-def test_a_list_that_is_given_to_a_graph_inside_joins_the_list_there() -> None:
+def test_list_passed_to_a_sub_graph_joins_its_list() -> None:
     inner = graph(node("c"), node("d", "xs=c.y,input:v"))
     body = graph(
         node("a"),
@@ -139,7 +140,9 @@ def test_a_list_that_is_given_to_a_graph_inside_joins_the_list_there() -> None:
         (graph(node("a", params={"deep": "\x00"})), {"/nodes/0/params/deep": "invalid"}),
     ],
 )
-def test_each_fault_is_told_with_its_place(body: dict[str, Any], expected: dict[str, str]) -> None:
+def test_each_fault_is_reported_with_its_pointer(
+    body: dict[str, Any], expected: dict[str, str]
+) -> None:
     assert told(body) == expected
 
 
@@ -179,7 +182,7 @@ def test_declared_tensors_must_fit(made: Any, taken: Any, why: str | None) -> No
     assert why in fault.detail
 
 
-def test_a_name_stands_for_one_number_in_the_whole_graph() -> None:
+def test_dimension_name_means_one_number_in_the_whole_graph() -> None:
     first = node("a", **declared("y", "int64", 3))
     other = node("b", **declared("y", "int64", 4))
     takes = {"tensors": {port: {"dtype": "int64", "shape": ["N"]} for port in ("p", "q")}}
@@ -187,7 +190,7 @@ def test_a_name_stands_for_one_number_in_the_whole_graph() -> None:
     assert fault.detail == "b.y is int64[4], but 'q' of c takes int64[3]"
 
 
-def test_a_name_in_a_graph_inside_is_another_name() -> None:
+def test_dimension_name_in_a_sub_graph_is_its_own() -> None:
     inner = graph(node("c", "x=input:v", **declared("x", "int64", "N")))
     body = graph(
         node("a", **declared("y", "int64", 3)),
@@ -207,7 +210,7 @@ def test_a_name_in_a_graph_inside_is_another_name() -> None:
         ({"map": "v"}, {"map": "x"}, None),
     ],
 )
-def test_a_list_goes_to_who_maps_over_it(
+def test_list_goes_to_the_node_that_maps_over_it(
     first: dict[str, Any], second: dict[str, Any], why: str | None
 ) -> None:
     body = graph(
@@ -230,7 +233,7 @@ def test_a_node_that_can_never_fit_is_refused() -> None:
     assert task_graph.largest(parse(graph(made, taken)))[1] == 4500
 
 
-def test_a_tensor_knows_its_bytes_or_not() -> None:
+def test_tensor_has_its_size_in_bytes_or_none() -> None:
     assert DeclaredTensor(dtype="bfloat16", shape=(3, 5)).bytes == 30
     assert DeclaredTensor(dtype="bool", shape=()).bytes == 1
     assert DeclaredTensor(dtype="bool", shape=("N",)).bytes is None
@@ -257,7 +260,7 @@ def test_data_is_used_while_it_is_fresh(edges: str, expected: str) -> None:
     assert " ".join(order(parse(graph(*nodes)))) == expected
 
 
-def test_who_overwrites_lets_other_readers_go_first() -> None:
+def test_node_that_overwrites_runs_after_the_other_readers() -> None:
     writes = node("write", "w=a.y", "w", inout=["w"])
     found = parse(graph(node("a"), writes, node("read", "x=a.y"), y="write.w"))
     assert order(found) == ("a", "read", "write")
@@ -327,7 +330,7 @@ def played(found: Program) -> dict[str, Any]:
 
 
 @given(bodies())
-def test_a_program_means_what_its_graph_means_and_keeps_nothing_too_long(
+def test_program_gives_what_its_graph_gives_and_keeps_no_block_too_long(
     body: dict[str, Any],
 ) -> None:
     found = parse(body)
@@ -339,9 +342,7 @@ def test_a_program_means_what_its_graph_means_and_keeps_nothing_too_long(
 
 
 @given(bodies(), bodies())
-def test_a_graph_inside_means_what_it_means_alone(
-    inner: dict[str, Any], outer: dict[str, Any]
-) -> None:
+def test_sub_graph_gives_what_it_gives_alone(inner: dict[str, Any], outer: dict[str, Any]) -> None:
     alone = meaning(parse(inner))
     given = {port: f"input:{port}" for port in parse(inner).ports}
     both = copy.deepcopy(outer)
@@ -360,7 +361,7 @@ JSONS = st.recursive(
 
 
 @given(bodies(), st.data())
-def test_whatever_is_sent_is_read_or_refused(body: dict[str, Any], data: st.DataObject) -> None:
+def test_any_json_is_read_or_refused(body: dict[str, Any], data: st.DataObject) -> None:
     spoiled: Any = body
     for _ in range(data.draw(st.integers(0, 3))):
         at = data.draw(st.sampled_from(list(spoiled) if isinstance(spoiled, dict) else [0]))

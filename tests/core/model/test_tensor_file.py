@@ -77,7 +77,7 @@ def test_an_npy_is_one_tensor_without_a_name(dtype: str, order: str, version: An
     assert tensor.name == ""
 
 
-def test_the_beginning_is_enough() -> None:
+def test_header_can_be_read_from_the_beginning_of_a_file() -> None:
     body = save({"x": numpy.zeros(HEAD_BYTES + 9, dtype=numpy.uint8)})
     assert read(body[:HEAD_BYTES], len(body)) == read(body, len(body))
 
@@ -142,13 +142,13 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_is_wrong_with_a_file_is_told(name: str) -> None:
+def test_fault_of_a_tensor_file_is_reported(name: str) -> None:
     with pytest.raises(BadTensorFile, match=r"\w{2}"):
         read(BAD[name], len(BAD[name]))
 
 
 @given(st.data())
-def test_a_damaged_header_is_told_or_harmless(data: st.DataObject) -> None:
+def test_damaged_header_is_reported_or_harmless(data: st.DataObject) -> None:
     """Whatever byte is changed: either it is refused, or every tensor still lies in the file."""
     body = bytearray(data.draw(st.sampled_from([save(ARRAYS), npy(ARRAYS["b"])])))
     for at in data.draw(st.lists(st.integers(0, len(body) - 1), min_size=1, max_size=4)):
@@ -175,7 +175,7 @@ class Out:
         return prod(self.shape) * DTYPES[self.dtype]
 
 
-def test_the_formats_own_reader_reads_what_is_written() -> None:
+def test_file_that_we_write_is_read_by_safetensors() -> None:
     outs = [Out(name, str(array.dtype), array.shape) for name, array in ARRAYS.items()]
     head, ordered = written(outs, {"by": "a test"})
     body = head + b"".join(ARRAYS[out.name].tobytes() for out in ordered)
@@ -185,7 +185,7 @@ def test_the_formats_own_reader_reads_what_is_written() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(sorted(SAID)), st.lists(st.integers(0, 4), max_size=3))))
-def test_what_is_written_is_read(wanted: list[tuple[str, list[int]]]) -> None:
+def test_file_that_we_write_is_read_back(wanted: list[tuple[str, list[int]]]) -> None:
     outs = [Out(f"t{n}", dtype, tuple(shape)) for n, (dtype, shape) in enumerate(wanted)]
     head, ordered = written(outs, {})
     found = read(head, len(head) + sum(out.size for out in outs))

@@ -30,29 +30,29 @@ def found(stock: Stock, tenant: str, seconds: int) -> tuple[int, float]:
     return room.share, room.busy_ns / S
 
 
-def test_alone_a_tenant_counts_on_all_and_waits_for_nobody() -> None:
+def test_tenant_alone_counts_on_all_devices_and_waits_for_nothing() -> None:
     assert found(stock(), "a", 10) == (4, 0)
 
 
-def test_its_own_queue_drains_at_the_speed_of_its_part() -> None:
+def test_own_queue_drains_at_the_speed_of_the_tenants_share() -> None:
     assert found(stock(a=40), "a", 8) == (4, 10)  # 48 s of work on 4 devices, 2 s of them its new
 
 
-def test_weights_divide_among_those_who_have_work_there() -> None:
+def test_weights_divide_devices_among_tenants_with_work() -> None:
     assert stock(b1=9).part("a", TENANTS) == 1  # 1 : 3 of 4 devices
     assert stock(a=9).part("b1", TENANTS) == 3
     assert stock(a=9, b2=9).part("b1", TENANTS) == Fraction(3, 2)  # half of what is b's
 
 
-def test_who_counts_on_less_than_a_device_runs_so_much_later() -> None:
+def test_tenant_with_less_than_one_device_is_delayed_accordingly() -> None:
     # A quarter of the device: 10 s of work end after 40 s, so they begin, as it were, after 30.
     assert found(stock(devices=1, b1=1000), "a", 10) == (1, 30)
 
 
-def test_what_others_queued_delays_nobody_longer_than_it_lasts() -> None:
+def test_queue_of_others_delays_no_longer_than_it_lasts() -> None:
     assert found(stock(devices=1, b1=5), "a", 10) == (1, 5)
 
 
-def test_a_guarantee_is_counted_on_whatever_the_weight() -> None:
+def test_guaranteed_devices_count_whatever_the_weight() -> None:
     assert found(stock(a=1000), "sure", 10) == (2, 0)
     assert found(stock(devices=1, a=1000), "sure", 10) == (1, 0)

@@ -30,7 +30,7 @@ MB = 1 << 20
 # --- by hand ------------------------------------------------------------------------------------
 
 
-def test_what_belongs_together_stays_together() -> None:
+def test_nodes_that_exchange_much_stay_on_one_executor() -> None:
     wide = {"y": {"dtype": "uint8", "shape": [64 * MB]}}
     body = graph(
         node("a1", "x=input:u", tensors=wide, est={"ms": 50}),
@@ -45,7 +45,7 @@ def test_what_belongs_together_stays_together() -> None:
     assert [(c.block, c.bytes) for c in passing] in ([("b1.y", 64 * MB)], [("b2.y", 64 * MB)])
 
 
-def test_shards_are_dealt_out_and_stay_where_they_are() -> None:
+def test_shards_are_distributed_and_stay_where_they_are() -> None:
     body = graph(
         node("cut", "x=input:u", "parts"),
         node("each", "x=cut.parts", map="x"),
@@ -63,7 +63,7 @@ def test_shards_are_dealt_out_and_stay_where_they_are() -> None:
     assert passing == expected
 
 
-def test_sizes_that_were_measured_decide_where_none_are_declared() -> None:
+def test_measured_sizes_decide_where_none_are_declared() -> None:
     """What reads a large block and a small one runs where the large one is."""
 
     def one(large: str, declared: int | None = None) -> tuple[str, list[tuple[str, int | None]]]:
@@ -86,7 +86,7 @@ def test_sizes_that_were_measured_decide_where_none_are_declared() -> None:
     assert one("right.y", declared=99 * MB) == ("left", [("right.y", 64 * MB)])
 
 
-def test_a_list_that_was_measured_passes_in_even_parts() -> None:
+def test_measured_list_is_sent_in_even_parts() -> None:
     item = {"tensors": {"y": {"dtype": "uint8", "shape": [7]}}}
     body = graph(
         node("cut", "x=input:u", "parts"),
@@ -101,7 +101,7 @@ def test_a_list_that_was_measured_passes_in_even_parts() -> None:
     assert {c.bytes for c in unknown if c.block == "each.y"} == {None}
 
 
-def test_one_executor_needs_nothing_from_anybody() -> None:
+def test_single_executor_receives_nothing() -> None:
     found = parse(graph(node("a", "x=input:u"), node("b", "x=a.y")))
     alone = spread(found, 1)
     assert alone.order == ("a", "b")
@@ -112,7 +112,7 @@ def test_one_executor_needs_nothing_from_anybody() -> None:
 
 @pytest.mark.parametrize("total", range(12))
 @pytest.mark.parametrize("executors", [1, 2, 3, 5])
-def test_parts_are_even_and_leave_nothing_out(total: int, executors: int) -> None:
+def test_parts_are_even_and_complete(total: int, executors: int) -> None:
     parts = [part(total, e, executors) for e in range(executors)]
     assert [i for each in parts for i in each] == list(range(total))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
@@ -268,7 +268,7 @@ def together(found: Program, spread: ExecutorSpread, graph_: TaskGraph, dice: ra
 
 @settings(max_examples=examples(300))
 @given(bodies(), st.integers(2, 4), st.randoms(use_true_random=False), st.booleans())
-def test_however_executors_overtake_each_other_the_outputs_are_the_same(
+def test_outputs_are_the_same_however_executors_overtake_each_other(
     body: dict[str, Any], executors: int, dice: random.Random, planned: bool
 ) -> None:
     found = parse(body)

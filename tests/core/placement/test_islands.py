@@ -70,14 +70,14 @@ ONE = graph([node("t", "x")], [block("x", 50, "b.host")])
 # --- one task -----------------------------------------------------------------------------------
 
 
-def test_a_single_task_goes_where_its_data_lies() -> None:
+def test_single_task_goes_where_its_data_is() -> None:
     found = apportion(ONE, [island("a"), island("b")], links("a", "b"))
     assert found.seats == {"t": "b"}
     assert (found.bytes, found.makespan_ns) == (0, 100 * MS)
     assert found.portions == {"b": ("t",)}
 
 
-def test_it_goes_elsewhere_if_waiting_takes_longer_than_the_copy() -> None:
+def test_task_goes_elsewhere_if_waiting_takes_longer_than_copying() -> None:
     busy = island("b", busy_ns=500 * MS)
     found = apportion(ONE, [island("a"), busy], links("a", "b"))
     assert found.seats == {"t": "a"}
@@ -85,7 +85,7 @@ def test_it_goes_elsewhere_if_waiting_takes_longer_than_the_copy() -> None:
     assert found.makespan_ns == 140 * MS  # 50 MB at 1.25 GB/s are 40 ms
 
 
-def test_without_data_it_goes_where_it_ends_first() -> None:
+def test_task_without_data_goes_where_it_ends_first() -> None:
     one = graph([node("t")], [])
     found = apportion(one, [island("a", busy_ns=20 * MS), island("b")], links("a", "b"))
     assert found.seats == {"t": "b"}
@@ -101,7 +101,7 @@ def test_without_data_it_goes_where_it_ends_first() -> None:
         (node("t", devices=("b.d0",)), {}, "not among the devices that it names"),
     ],
 )
-def test_what_fits_no_island_is_refused_with_the_reason(
+def test_task_that_fits_no_island_is_refused_with_the_reason(
     one: PlannedNode, room: dict[str, object], told: str
 ) -> None:
     with pytest.raises(Unplaceable, match=f"node t: cuda of island a: {told}"):
@@ -111,7 +111,7 @@ def test_what_fits_no_island_is_refused_with_the_reason(
 # --- graphs -------------------------------------------------------------------------------------
 
 
-def test_two_heavy_groups_with_a_thin_edge_are_cut_there() -> None:
+def test_graph_is_cut_at_the_edge_with_the_fewest_bytes() -> None:
     work = graph(
         [
             *(node(f"l{n}", "x", f"p{n}") for n in range(4)),
@@ -138,7 +138,7 @@ def test_a_block_crosses_once_to_each_island_that_needs_it() -> None:
     assert sorted(c.target for c in found.crossings) == ["b", "c"]
 
 
-def test_a_chain_is_not_cut_although_another_island_is_idle() -> None:
+def test_chain_is_not_cut_although_another_island_is_idle() -> None:
     chain = graph(
         [node(f"t{n}", f"b{n}", f"b{n + 1}") for n in range(6)],
         [block("b0", 5, "a.host"), *(block(f"b{n}", 5) for n in range(1, 7))],
@@ -148,7 +148,7 @@ def test_a_chain_is_not_cut_although_another_island_is_idle() -> None:
     assert found.bytes == 0
 
 
-def test_what_a_tenant_may_count_on_bounds_its_portion() -> None:
+def test_share_of_a_tenant_bounds_its_partition() -> None:
     """12 tasks of 100 ms; 3 devices of one island and 1 of the other are the tenant's share."""
     work = graph([node(f"t{n}") for n in range(12)], [])
     found = apportion(
@@ -158,7 +158,7 @@ def test_what_a_tenant_may_count_on_bounds_its_portion() -> None:
     assert found.makespan_ns == 300 * MS
 
 
-def test_a_gang_wider_than_the_share_takes_as_much_longer() -> None:
+def test_gang_wider_than_the_share_takes_longer_in_proportion() -> None:
     wide = graph([node("t", width=4)], [])
     found = apportion(wide, [island("a", devices=4, share=2)], [])
     assert found.makespan_ns == 200 * MS
@@ -235,7 +235,7 @@ def before() -> Portions:
     return apportion(CHAINS, places("a", "b"), links("a", "b"))
 
 
-def test_only_the_dead_islands_nodes_move() -> None:
+def test_only_nodes_of_a_lost_island_are_assigned_again() -> None:
     first = before()
     assert {first.seats["p0"], first.seats["q0"]} == {"a", "b"}
     dead = first.seats["p0"]
@@ -253,7 +253,7 @@ def test_only_the_dead_islands_nodes_move() -> None:
     assert all(after.seats[f"p{n}"] == "c" for n in range(4))
 
 
-def test_what_died_with_the_island_is_made_again_and_nothing_else() -> None:
+def test_blocks_lost_with_an_island_are_made_again_and_no_others() -> None:
     first = before()
     dead = first.seats["p0"]
     lives = "b" if dead == "a" else "a"
@@ -269,7 +269,7 @@ def test_what_died_with_the_island_is_made_again_and_nothing_else() -> None:
     assert set(after.seats) == {"p0", "p1", "p2", "p3", "q2", "q3"}
 
 
-def test_an_upload_that_is_lost_cannot_be_made_again() -> None:
+def test_lost_upload_cannot_be_made_again() -> None:
     with pytest.raises(BlockGone, match="no copy of pb0 is left"):
         reassign(CHAINS, places("a"), [], before=before().seats, done=[], at={"qb0": ("store",)})
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from app.core.model import dependencies as request_graph
 from app.core.model import task_graph
-from app.core.model.descriptor import BadDescriptor, Descriptor, Source, as_json, parse
+from app.core.model.descriptor import BadDescriptor, Descriptor, RunSpec, Source, parse
 from app.core.model.task_graph import INPUT, Node, TaskGraph, known_bytes
 from app.core.placement import partitions as subject
 from app.core.placement.partitions import Partition, cut, expanded, of_run, part
@@ -109,7 +109,7 @@ class Islands:
 # --- the cut --------------------------------------------------------------------------------------
 
 
-def test_what_is_wide_is_cut_where_least_crosses() -> None:
+def test_wide_graph_is_cut_where_the_fewest_bytes_cross() -> None:
     cuts = cut(two_chains(), 2, 1, bytes_per_s=SPEED)
     assert {mine.number for mine in cuts} == {0, 1}
     assert sorted(len(mine.nodes) for mine in cuts) == [3, 4]
@@ -122,7 +122,7 @@ def test_a_chain_stays_whole() -> None:
     assert (one.nodes, one.takes, one.gives, one.ends) == (("a", "b", "c"), {}, {}, {"y": "c.o"})
 
 
-def test_no_cut_is_made_where_sending_takes_longer() -> None:
+def test_graph_is_not_cut_where_sending_takes_longer() -> None:
     declared = {"tensors": {"o": {"dtype": "uint8", "shape": [10**10]}}}
     wide = graph(
         node("a", **declared), node("b", "a.o"), node("c", "a.o"), node("d", "b.o", "c.o"), y="d.o"
@@ -152,7 +152,7 @@ def test_a_partition_begins_when_its_first_inputs_are_there_and_takes_the_others
 
 
 @pytest.mark.parametrize("executors", [1, 2])
-def test_what_a_partition_waits_within_counts(executors: int) -> None:
+def test_waits_inside_a_partition_count_for_the_makespan(executors: int) -> None:
     seats = dict(l0=0, l1=0, l2=0, r0=1, r1=1, r2=1, join=0)
     first, other = cuts_of(two_chains(), seats, executors)
     assert first.nodes == ("l0", "l1", "l2", "join")
@@ -162,7 +162,7 @@ def test_what_a_partition_waits_within_counts(executors: int) -> None:
 
 
 @pytest.mark.parametrize("ms", [20, 80, 200])
-def test_a_pipeline_is_a_partition_on_each_island(ms: float) -> None:
+def test_pipeline_becomes_one_partition_on_each_island(ms: float) -> None:
     """Four micro-batches keep both islands busy but for moments."""
     times = {"forward": ms, "last": 3 * ms, "back": 2 * ms}
     short = dict.fromkeys(("weights", "batch", "change"), 20.0) | {"norms": 5.0}
@@ -176,7 +176,7 @@ def test_a_pipeline_is_a_partition_on_each_island(ms: float) -> None:
     assert busy_ms < max(mine.ms for mine in cuts) < busy_ms + 1000
 
 
-def test_what_waits_within_a_partition_gives_the_later() -> None:
+def test_node_that_waits_inside_a_partition_ends_later() -> None:
     """b waits for a1, and c takes what b gives."""
     pipe = graph(
         node("a0", ms=100),
@@ -194,7 +194,7 @@ def test_what_waits_within_a_partition_gives_the_later() -> None:
 
 
 @pytest.mark.parametrize("executors", [1, 2])
-def test_what_another_partition_takes_is_there_while_its_maker_runs_on(executors: int) -> None:
+def test_block_for_another_partition_is_sent_while_its_maker_runs(executors: int) -> None:
     pipe = graph(
         node("a0"), node("a1", "a0.o"), node("b", "a0.o"), node("a2", "a1.o", "b.o"), y="a2.o"
     )
@@ -207,7 +207,7 @@ def test_what_another_partition_takes_is_there_while_its_maker_runs_on(executors
 
 @given(st.integers(0, 10**6), st.integers(2, 4), st.integers(1, 3))
 @Profile(max_examples=examples(150), deadline=None)
-def test_however_the_cut_is_crossed_partitions_give_what_the_whole_gives(
+def test_partitions_give_what_the_whole_graph_gives_for_any_cut(
     seed: int, count: int, executors: int
 ) -> None:
     whole, draw = random_graph(seed), random.Random(seed)
@@ -225,7 +225,7 @@ def test_however_the_cut_is_crossed_partitions_give_what_the_whole_gives(
 
 @given(st.integers(0, 10**6))
 @Profile(max_examples=examples(50), deadline=None)
-def test_late_inputs_stand_in_the_order_in_which_they_are_needed(seed: int) -> None:
+def test_late_inputs_are_in_the_order_in_which_they_are_needed(seed: int) -> None:
     """A gang that stands still leaves for the first one: the others may depend on what follows."""
     whole, draw = random_graph(seed), random.Random(seed)
     cuts = cuts_of(whole, {one.name: draw.randrange(3) for one in whole.nodes})
@@ -263,7 +263,7 @@ def cut_up(**more: Any) -> tuple[Descriptor, list[str]]:
     return found, [fault.pointer for fault in faults]
 
 
-def test_partitions_stand_in_the_place_of_their_task() -> None:
+def test_partitions_take_the_place_of_their_task() -> None:
     found, faults = cut_up(publish={"y": "result"}, retry={"max": 2}, start={"after": ["make"]})
     assert faults == []
     tasks = {task.name: task for task in found.tasks}
@@ -278,12 +278,12 @@ def test_partitions_stand_in_the_place_of_their_task() -> None:
     assert giver.outputs[-1] == "y"
     assert [name for name in mine if tasks[name].publish] == [giver.name]
     assert all("raw" in tasks[name].inputs for name in mine)
-    run = as_json(giver)["run"]
-    assert run["part"]["nodes"][-1] == "join"
-    assert run["part"]["bytes"]["y"] == subject.USUAL_BYTES
+    run = giver.run
+    assert run.part["nodes"][-1] == "join"
+    assert run.part["bytes"]["y"] == subject.USUAL_BYTES
 
 
-def test_what_comes_late_is_taken_of_a_partition_that_stands_behind() -> None:
+def test_late_input_may_come_from_a_later_partition() -> None:
     cuts = cut(two_chains(), 2, 1, bytes_per_s=SPEED)
     found, faults = expanded(parse(request()), {"wide": cuts})
     assert faults == []
@@ -295,7 +295,7 @@ def test_what_comes_late_is_taken_of_a_partition_that_stands_behind() -> None:
     assert giver.run.part["late"] == []
 
 
-def test_what_nodes_took_before_is_told_with_each_partition_and_planned_with() -> None:
+def test_measured_times_are_kept_with_each_partition_and_used() -> None:
     """Of its own nodes; and where the graph says how long one takes, that holds."""
     sent = parse(request())
     (wide,) = [task for task in sent.tasks if task.name == "wide"]
@@ -307,17 +307,17 @@ def test_what_nodes_took_before_is_told_with_each_partition_and_planned_with() -
         replace(sent, tasks=tuple(known if task is wide else task for task in sent.tasks)),
         {"wide": cut(two_chains(), 2, 1, bytes_per_s=SPEED)},
     )
-    runs = [as_json(task)["run"] for task in found.tasks if task.name.startswith("wide.")]
-    assert sorted(name for run in runs for name in run["took_ms"]) == sorted(took_ms)
+    runs = [task.run for task in found.tasks if task.name.startswith("wide.")]
+    assert sorted(name for run in runs for name in run.took_ms) == sorted(took_ms)
     for run in runs:
-        assert {*run["took_ms"]} == {*run["part"]["nodes"]}
+        assert {*run.took_ms} == {*run.part["nodes"]}
         assert {node.est_ms for node in of_run(bare, run).nodes} == {7.0}
     said = graph(node("a", est={"ms": 3.0}), node("b", "a.o", est={}), y="b.o")
-    planned = of_run(said, {"took_ms": {"a": 7.0, "b": 7.0, "gone": 7.0}})
+    planned = of_run(said, RunSpec(kind="graph", took_ms={"a": 7.0, "b": 7.0, "gone": 7.0}))
     assert [node.est_ms for node in planned.nodes] == [3.0, 7.0]
 
 
-def test_how_large_blocks_were_is_told_with_each_partition_and_planned_with() -> None:
+def test_measured_block_sizes_are_kept_with_each_partition_and_used() -> None:
     """Of what it makes, and of what it takes from others, by the names that these have there."""
     sent = parse(request())
     (wide,) = [task for task in sent.tasks if task.name == "wide"]
@@ -329,22 +329,22 @@ def test_how_large_blocks_were_is_told_with_each_partition_and_planned_with() ->
         replace(sent, tasks=tuple(known if task is wide else task for task in sent.tasks)),
         {"wide": cuts},
     )
-    runs = [as_json(task)["run"] for task in found.tasks if task.name.startswith("wide.")]
+    runs = [task.run for task in found.tasks if task.name.startswith("wide.")]
     assert len(runs) > 1
-    assert any(run["part"]["takes"] for run in runs)
+    assert any(run.part["takes"] for run in runs)
     for run in runs:
-        made = {b for b in blocks if b.partition(".")[0] in run["part"]["nodes"]}
-        taken = run["part"]["takes"]
-        assert {*run["made_bytes"]} == made | {*taken.values()}
-        gives = run["part"]["gives"].items()
-        assert run["part"]["bytes"] == {port: made_bytes[block] for port, block in gives}
+        made = {b for b in blocks if b.partition(".")[0] in run.part["nodes"]}
+        taken = run.part["takes"]
+        assert {*run.made_bytes} == made | {*taken.values()}
+        gives = run.part["gives"].items()
+        assert run.part["bytes"] == {port: made_bytes[block] for port, block in gives}
         sizes = known_bytes(of_run(two_chains(), run))
         assert {port: sizes[f"{INPUT}{port}"] for port in taken} == {
             port: made_bytes[block] for port, block in taken.items()
         }
 
 
-def test_where_a_graph_is_cut_follows_from_sizes_that_were_measured() -> None:
+def test_measured_sizes_decide_where_a_graph_is_cut() -> None:
     """What reads a large block and a small one stays with the large one."""
     a = [node(f"a{n}", *([f"a{n - 1}.o"] if n else []), est={"ms": 2000}) for n in range(3)]
     b = [node(f"b{n}", *([f"b{n - 1}.o"] if n else []), est={"ms": 2000}) for n in range(3)]
@@ -356,7 +356,7 @@ def test_where_a_graph_is_cut_follows_from_sizes_that_were_measured() -> None:
         assert {block for mine in cuts for block in mine.takes.values()} == {small}
 
 
-def test_names_that_partitions_would_take_are_told() -> None:
+def test_names_taken_by_partitions_are_reported() -> None:
     cuts = cut(two_chains(), 2, 1, bytes_per_s=SPEED)
     long = "w" * (subject.MAX_NAME + 1)
     _, faults = expanded(parse(request(name=long)), {long: cuts})
@@ -368,7 +368,7 @@ def test_names_that_partitions_would_take_are_told() -> None:
 
 
 @pytest.mark.parametrize("run", [{"job": "m:J"}, {"function": "m:f"}, {"command": ["x"]}])
-def test_only_a_graph_is_cut(run: JSON) -> None:
+def test_only_graphs_are_cut(run: JSON) -> None:
     body = {"tasks": [{"name": "t", "run": run, "islands": 2}], "bundle": "sha256:" + "1" * 64}
     with pytest.raises(BadDescriptor) as error:
         parse(body)
@@ -376,7 +376,7 @@ def test_only_a_graph_is_cut(run: JSON) -> None:
 
 
 @pytest.mark.parametrize("islands", [0, 65, "2", 1.5])
-def test_how_many_islands_is_a_number(islands: object) -> None:
+def test_number_of_islands_must_be_a_number(islands: object) -> None:
     with pytest.raises(BadDescriptor) as error:
         parse(request(islands=islands))
     assert [fault.pointer for fault in error.value.faults] == ["/tasks/1/islands"]

@@ -81,7 +81,7 @@ def test_one_task_fetches_its_input_and_runs() -> None:
     assert plan.peak_bytes == {"d0": 13 * MB}
 
 
-def test_a_chain_stays_on_the_device_where_its_block_lies() -> None:
+def test_chain_stays_on_the_device_with_its_block() -> None:
     chain = graph(
         [node("a", "x", "y"), node("b", "y", "z"), node("c", "z")],
         [block("x", 64, "d1"), block("y", 64), block("z", 64)],
@@ -91,7 +91,7 @@ def test_a_chain_stays_on_the_device_where_its_block_lies() -> None:
     assert (plan.bytes, plan.makespan_ns) == (0, 30 * MS)
 
 
-def test_without_a_link_between_devices_a_block_goes_by_the_host_and_stays_there() -> None:
+def test_block_goes_through_the_host_where_devices_have_no_link() -> None:
     fan = graph(
         [node("a", "", "y"), *(node(f"r{n}", "y", devices=(f"d{n}",)) for n in range(3))],
         [block("y", 12)],
@@ -115,7 +115,7 @@ def test_a_link_carries_one_block_after_the_other() -> None:
     assert plan.starts_ns == {"a": 1_010_000, "b": 11_010_000}
 
 
-def test_bytes_are_saved_only_within_the_guard() -> None:
+def test_bytes_are_saved_only_within_the_makespan_limit() -> None:
     """Two tasks of 10 ms read one block of 60 MB (5 ms).  Together: 60 MB and 25 ms.  Apart: 120 MB
     and 15 ms.  Apart is quicker by far, so that is the plan, if the guard is not wide."""
     apart = graph([node("a", "x"), node("b", "x")], [block("x", 60, "host")])
@@ -125,7 +125,7 @@ def test_bytes_are_saved_only_within_the_guard() -> None:
     assert (plan.bytes, plan.makespan_ns) == (60 * MB, 25_010_000)
 
 
-def test_a_gang_has_all_of_its_devices_at_once_and_leaves_its_output_on_each() -> None:
+def test_gang_has_all_its_devices_at_once_and_leaves_its_output_on_each() -> None:
     work = graph(
         [node("long", "", "", 30, devices=("d0",)), node("gang", "x", "y", 10, width=2)],
         [block("x", 12, "host"), block("y", 1)],
@@ -139,7 +139,7 @@ def test_a_gang_has_all_of_its_devices_at_once_and_leaves_its_output_on_each() -
     assert (plan.order_of("d0"), plan.order_of("d1")) == (("long", "gang"), ("gang",))
 
 
-def test_kinds_have_their_own_times() -> None:
+def test_each_kind_of_device_has_its_own_times() -> None:
     devices = (
         PlannedDevice(id="gpu", host="host", kind="cuda"),
         PlannedDevice(id="cpu", host="host", kind="cpu"),
@@ -156,7 +156,7 @@ def test_kinds_have_their_own_times() -> None:
     assert place(graph([only], []), top).seats == {"t": ("cpu",)}
 
 
-def test_a_preset_is_run_only_where_it_can_be_given() -> None:
+def test_node_with_a_preset_runs_only_where_it_can_be_set() -> None:
     top = machine(2, peers=False)
     one = PlannedDevice(id="d1", host="host", kind="cuda", presets=frozenset({"train"}))
     none = PlannedDevice(id="d0", host="host", kind="cuda", presets=frozenset())
@@ -166,7 +166,7 @@ def test_a_preset_is_run_only_where_it_can_be_given() -> None:
     assert plan.seats == {"t": ("d1",)}
 
 
-def test_a_busy_device_is_waited_for_or_left() -> None:
+def test_busy_device_is_waited_for_or_avoided() -> None:
     top = machine(2, peers=False)
     busy = PlannedDevice(id="d0", host="host", kind="cuda", busy_ns=7 * MS)
     top = Topology(devices=(busy, top.devices[1]), links=top.links)
@@ -174,7 +174,7 @@ def test_a_busy_device_is_waited_for_or_left() -> None:
     assert place(graph([node("t", devices=("d0",))], []), top).starts_ns == {"t": 7 * MS}
 
 
-def test_a_device_that_is_busy_for_long_might_as_well_not_be_there() -> None:
+def test_device_busy_for_long_is_planned_as_if_absent() -> None:
     _, work, _ = random_graph(16)
     two, three = machine(2, peers=True), machine(3, peers=True)
     busy = PlannedDevice(id="d2", host="host", kind="cuda", busy_ns=3600 * 1000 * MS)
@@ -184,7 +184,7 @@ def test_a_device_that_is_busy_for_long_might_as_well_not_be_there() -> None:
     assert with_it.bytes == place(work, two, effort).bytes
 
 
-def test_an_output_is_brought_where_it_is_wanted() -> None:
+def test_output_is_copied_to_where_it_is_wanted() -> None:
     work = graph([node("t", "", "y")], [block("y", 12, to=("host",))])
     plan = place(work, machine(2, peers=False))
     assert [(t.target, t.node) for t in plan.transfers] == [("host", "")]
@@ -192,7 +192,7 @@ def test_an_output_is_brought_where_it_is_wanted() -> None:
     assert plan.order == ("t",)
 
 
-def test_across_hosts_a_block_travels_from_host_to_host_once() -> None:
+def test_block_is_sent_between_two_hosts_once() -> None:
     devices = tuple(
         PlannedDevice(id=f"{host}{n}", host=host, kind="cuda") for host in "ab" for n in range(2)
     )
@@ -215,7 +215,7 @@ def test_across_hosts_a_block_travels_from_host_to_host_once() -> None:
 # --- memory -------------------------------------------------------------------------------------
 
 
-def test_the_block_used_last_gives_way_and_comes_back() -> None:
+def test_block_used_last_is_evicted_and_comes_back() -> None:
     """Room for three blocks of 10: p, q and r come in turn, then s: of p, q, r the one whose next
     use is farthest is r (at the end).  All lie on the host too, so it is only fetched again."""
     reads = ["p", "q", "r", "s", "p", "q", "s", "r"]
@@ -232,7 +232,7 @@ def test_the_block_used_last_gives_way_and_comes_back() -> None:
     assert plan.peak_bytes == {"d0": 30 * MB}
 
 
-def test_an_only_copy_is_put_aside_on_the_host_before_it_goes() -> None:
+def test_only_copy_is_saved_to_the_host_before_eviction() -> None:
     """a makes 10; b needs 20 of workspace beside it in 25: it is put aside and fetched for c."""
     work = graph(
         [
@@ -252,7 +252,7 @@ def test_an_only_copy_is_put_aside_on_the_host_before_it_goes() -> None:
     assert plan.makespan_ns == 2 * (833_334 + 10_000) + 30 * MS
 
 
-def test_what_nobody_reads_any_more_makes_room_for_nothing() -> None:
+def test_block_without_readers_is_dropped_and_not_saved() -> None:
     chain = graph(
         [node(f"t{n}", f"b{n}", f"b{n + 1}") for n in range(8)],
         [block("b0", 10, "host"), *(block(f"b{n}", 10) for n in range(1, 9))],
@@ -272,7 +272,7 @@ def test_an_inout_port_takes_over_the_memory_of_what_it_replaces() -> None:
     assert peaks == [20, 10, 20]  # the last: somebody else still needs the old one
 
 
-def test_what_is_kept_does_not_vanish_under_pressure() -> None:
+def test_kept_block_survives_memory_pressure() -> None:
     work = graph(
         [node("a", "", "y"), node("b", memory_bytes=20 * MB, after=("a",))],
         [block("y", 10, keep=True)],
@@ -316,14 +316,14 @@ def test_a_working_set_of_four_times_the_memory_completes_within_it() -> None:
         ),
     ],
 )
-def test_what_cannot_be_placed_is_refused_with_the_reason(
+def test_node_that_fits_nowhere_is_refused_with_the_reason(
     nodes: list[PlannedNode], blocks: list[PlannedBlock], told: str
 ) -> None:
     with pytest.raises(Unplaceable, match=told):
         place(graph(nodes, blocks), machine(2, peers=False, memory_bytes=100 * MB))
 
 
-def test_places_that_no_link_leads_to_are_refused() -> None:
+def test_places_without_any_link_are_refused() -> None:
     top = machine(2, peers=False)
     with pytest.raises(Unplaceable, match="place d1: no links lead there from d0"):
         place(graph([node("t")], []), Topology(devices=top.devices, links=top.links[:3]))
@@ -434,7 +434,7 @@ def _held(
 
 @given(seed=st.integers(0, 10**6), size=st.integers(3, 14))
 @Profile(max_examples=examples(60))
-def test_every_plan_is_sound_and_within_the_guard(seed: int, size: int) -> None:
+def test_every_plan_is_valid_and_within_the_makespan_limit(seed: int, size: int) -> None:
     _, work, top = random_graph(seed, size)
     plan = place(work, top, LITTLE)
     sound(work, top, plan)
@@ -447,7 +447,7 @@ def test_every_plan_is_sound_and_within_the_guard(seed: int, size: int) -> None:
 
 @given(seed=st.integers(0, 10**6), size=st.integers(3, 14), share=st.floats(0.2, 1))
 @Profile(max_examples=examples(60))
-def test_with_little_memory_every_plan_is_sound_and_keeps_to_it(
+def test_every_plan_with_little_memory_is_valid_and_keeps_to_it(
     seed: int, size: int, share: float
 ) -> None:
     _, work, top = random_graph(seed, size)
@@ -462,7 +462,7 @@ def test_with_little_memory_every_plan_is_sound_and_keeps_to_it(
 
 @given(seed=st.integers(0, 10**6), size=st.integers(3, 12))
 @Profile(max_examples=examples(60))
-def test_what_is_undone_was_never_there(seed: int, size: int) -> None:
+def test_undone_step_of_the_search_leaves_no_trace(seed: int, size: int) -> None:
     _, work, top = random_graph(seed, size)
     problem, draw = Numbers(work, top).problem, random.Random(seed)
     order = problem.sorted_by(lambda task: 0)
@@ -486,7 +486,7 @@ def test_what_is_undone_was_never_there(seed: int, size: int) -> None:
 
 @given(seed=st.integers(0, 10**6), size=st.integers(3, 30))
 @Profile(max_examples=examples(60))
-def test_the_bytes_of_seats_are_known_without_a_clock(seed: int, size: int) -> None:
+def test_bytes_of_an_assignment_are_known_without_simulation(seed: int, size: int) -> None:
     _, work, top = random_graph(seed, size)
     problem, draw = Numbers(work, top).problem, random.Random(seed)
     seats = [draw.randrange(len(options)) for options in problem.options]
@@ -527,7 +527,7 @@ def test_tiny_graphs_come_close_to_the_best_of_all_assignments_in_all_orders(see
 
 @given(seed=st.integers(0, 10**6), size=st.integers(3, 8))
 @Profile(max_examples=examples(40))
-def test_what_is_called_exact_is_the_optimum_of_its_order(seed: int, size: int) -> None:
+def test_plan_called_exact_is_the_optimum_of_its_order(seed: int, size: int) -> None:
     _, work, top = random_graph(seed, size)
     plan = place(work, top)
     assert plan.exact
@@ -547,7 +547,7 @@ def test_what_is_called_exact_is_the_optimum_of_its_order(seed: int, size: int) 
         assert one.makespan_ns > limit or one.bytes >= plan.bytes
 
 
-def test_branch_and_bound_does_not_depend_on_where_the_search_came_to() -> None:
+def test_result_of_branch_and_bound_does_not_depend_on_where_it_starts() -> None:
     _, work, top = random_graph(2)
     thorough = place(work, top)
     hasty = place(work, top, Effort(search=1, exact=1_000_000))
@@ -556,7 +556,7 @@ def test_branch_and_bound_does_not_depend_on_where_the_search_came_to() -> None:
     assert abs(thorough.bytes - hasty.bytes) <= thorough.bytes * 0.05
 
 
-def test_a_large_graph_costs_far_fewer_bytes_than_the_rules_at_no_more_time() -> None:
+def test_plan_of_a_large_graph_copies_far_fewer_bytes_in_no_more_time() -> None:
     _, work, top = random_graph(6, 200)
     plan = place(work, top, Effort(search=40_000))
     sound(work, top, plan)
@@ -568,7 +568,7 @@ def test_a_large_graph_costs_far_fewer_bytes_than_the_rules_at_no_more_time() ->
 # --- the rules ----------------------------------------------------------------------------------
 
 
-def test_the_patents_rule_takes_of_the_idle_devices_the_one_that_needs_least() -> None:
+def test_patent_rule_takes_the_idle_device_that_needs_the_fewest_bytes() -> None:
     """u holds d0 while b becomes ready; b's block lies on d0, but only d1 is idle."""
     work = graph(
         [node("a", "x", "y", 10), node("u", "", "", 40), node("b", "y", "", 5)],
@@ -634,7 +634,7 @@ def test_the_same_graph_gives_the_same_plan_whatever_the_hash_seed() -> None:
     assert len(told) == 1
 
 
-def test_what_is_left_of_a_graph_begins_with_what_is_there() -> None:
+def test_rest_of_a_graph_is_planned_from_the_blocks_that_exist() -> None:
     work = graph(
         [node("a", "x", "y"), node("b", "y", "z", after=("a",)), node("c", "z")],
         [block("x", 1, "host"), block("y", 2), block("z", 3)],
@@ -687,7 +687,7 @@ def test_a_request_becomes_a_graph() -> None:
     assert (plan.bytes, plan.makespan_ns) == (40, 4 + 10_000 + 5 + 7)
 
 
-def test_the_example_of_the_page_gives_what_it_says() -> None:
+def test_example_of_the_docs_gives_what_they_say() -> None:
     page = (Path(__file__).parents[3] / "docs" / "internals" / "graphs.md").read_text()
     text = page.split("```python\n")[1].split("```")[0]
     example = doctest.DocTestParser().get_doctest(text, {}, "graphs.md", None, 0)
@@ -695,7 +695,7 @@ def test_the_example_of_the_page_gives_what_it_says() -> None:
 
 
 @pytest.mark.parametrize("name", ["digits ensemble", "training pipeline", "attention"])
-def test_programs_like_real_ones_are_placed_soundly(name: str) -> None:
+def test_realistic_programs_are_placed_validly(name: str) -> None:
     work, top = program(name), machine(3, peers=False)
     plan = place(work, top, Effort(search=10_000))
     sound(work, top, plan)

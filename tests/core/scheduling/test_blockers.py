@@ -9,7 +9,15 @@ import pytest
 
 from app.core.explanation import waiting_reasons
 from app.core.fairness.fair_tree import FIXED_POINT_BITS
-from app.core.model.snapshot import BoardDevice, BoardTask, BoardTenant, BoardUser, Policy, Snapshot
+from app.core.model.snapshot import (
+    BoardDevice,
+    BoardTask,
+    BoardTenant,
+    BoardUser,
+    Change,
+    Policy,
+    Snapshot,
+)
 from app.core.scheduling import blockers
 from app.core.scheduling.blockers import WaitingBranch, before
 from app.core.scheduling.board import Board
@@ -62,7 +70,7 @@ def tree_of(chance: random.Random, *, tied: bool = False) -> Snapshot:
 
 
 @pytest.mark.parametrize("seed", seeds(range(300)))
-def test_a_place_is_the_one_that_picking_one_by_one_gives(seed: int) -> None:
+def test_place_of_a_task_is_that_of_picking_one_by_one(seed: int) -> None:
     drawn = tree_of(random.Random(seed))
     told = {task.id: blockers.place(board(drawn), task)[0] for task in drawn.tasks.values()}
     picked = [task.id for task, _ in blockers.line(board(drawn))]
@@ -71,13 +79,13 @@ def test_a_place_is_the_one_that_picking_one_by_one_gives(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", seeds(range(50)))
-def test_nobody_shares_a_place_even_where_all_are_served_alike(seed: int) -> None:
+def test_no_two_tasks_share_a_place_even_if_equally_served(seed: int) -> None:
     drawn = tree_of(random.Random(seed), tied=True)
     told = [blockers.place(board(drawn), task)[0] for task in drawn.tasks.values()]
     assert sorted(told) == list(range(1, len(told) + 1))
 
 
-def test_who_is_before_it_is_counted_by_kind_of_party() -> None:
+def test_tasks_before_it_are_counted_by_own_user_tenant_and_others() -> None:
     drawn = island(
         "z'",
         queue="a a a2 b b b c",
@@ -98,7 +106,7 @@ def test_a_tenant_within_its_guarantee_goes_before_all_who_borrow() -> None:
     assert blockers.place(board(drawn), drawn.tasks["b"])[0] == 2
 
 
-def test_levels_count_as_the_formula_says() -> None:
+def test_tasks_before_it_are_counted_as_the_formula_says() -> None:
     me = WaitingBranch("m", faded=10, weight=2, fee=4, waiting=9)
     # My 2nd task stands at (10 + 1 * 4) / 2 = 7.
     others = [
@@ -118,7 +126,7 @@ def test_levels_count_as_the_formula_says() -> None:
     assert counts == [3, 2, 1, 5]
 
 
-def test_the_nearest_change_is_that_of_the_first_reason_to_fall() -> None:
+def test_nearest_change_is_that_of_the_first_reason_to_end() -> None:
     task = BoardTask(
         id="a", request="r", tenant="t", user="u", state="waiting", epoch=0, kind="cpu", width=4
     )
@@ -135,14 +143,67 @@ def test_the_nearest_change_is_that_of_the_first_reason_to_fall() -> None:
     assert waiting_reasons.nearest([]) is None
 
 
-def test_every_code_has_a_rank_and_says_whose_move_it_is() -> None:
+@pytest.mark.parametrize(
+    ("width", "seen", "told"),
+    [
+        (1, {"up": 4, "open": 1, "busy": 1}, (3, 1)),
+        (3, {"up": 4, "open": 2, "busy": 1, "free": 1}, (2, 2)),
+        (3, {"up": 4, "open": 3, "busy": 1, "free": 2}, (1, 1)),
+        (2, {"up": 4, "open": 2, "free": 1, "lent": 1, "busy": 1}, None),  # enough are to be had
+        (1, {"up": 4, "open": 0, "busy": 0}, None),  # DEVICE_DRAINED tells that all are
+        (1, {"up": 2, "open": 2, "busy": 2}, None),
+        (1, {"up": 4, "open": 1, "busy": 1, "pinned_to": ("d0",)}, None),
+    ],
+)
+def test_drained_devices_while_the_task_lacks_some_are_a_reason(width, seen, told) -> None:
+    task = BoardTask(
+        id="a", request="r", tenant="t", user="u", state="waiting", epoch=0, kind="cpu", width=width
+    )
+    obstacles = waiting_reasons.Obstacles(devices=4, turn_s=1.0, **seen)
+    reasons = waiting_reasons.waiting(task, obstacles, waiting_reasons.Ahead())
+    drained = [reason for reason in reasons if reason.code == "SOME_DEVICES_DRAINED"]
+    if told is None:
+        assert drained == []
+        return
+    (reason,) = drained
+    assert reason.message.startswith(f"{told[0]} of 4 cpu devices ")
+    assert reason.change == Change(action="open_devices", value=told[1], of="cpu")
+
+
+@pytest.mark.parametrize(
+    ("seen", "told"),
+    [
+        ({"up": 1, "stopping": ("d0",)}, "Device d0 is stopping"),
+        ({"up": 2, "stopping": ("d0", "d1")}, "Devices d0, d1 are stopping"),
+        ({"up": 5, "stopping": tuple("abcde")}, "Devices a, b, c and 2 more are stopping"),
+        ({"up": 2, "open": 1, "free": 1, "stopping": ("d0",)}, None),
+        ({"up": 2, "open": 1, "busy": 1, "stopping": ("d0",), "pinned_to": ("d1",)}, None),
+    ],
+)
+def test_stopping_devices_while_the_task_lacks_one_are_a_reason(seen, told) -> None:
+    task = BoardTask(
+        id="a", request="r", tenant="t", user="u", state="waiting", epoch=0, kind="cpu"
+    )
+    obstacles = waiting_reasons.Obstacles(devices=5, turn_s=1.0, **{"open": 0, "busy": 0, **seen})
+    reasons = waiting_reasons.waiting(task, obstacles, waiting_reasons.Ahead())
+    found = {reason.code: reason for reason in reasons}
+    assert not found.keys() & {"DEVICE_DRAINED", "SOME_DEVICES_DRAINED"}
+    if told is None:
+        assert "DEVICE_STOPPING" not in found
+        return
+    reason = found["DEVICE_STOPPING"]
+    assert reason.message == f"{told}: no new work starts there."
+    assert reason.change == Change(action="wait_for_workers", value=1, of="cpu")
+
+
+def test_every_reason_code_has_a_rank_and_an_actor() -> None:
     assert waiting_reasons.CODES.keys() >= waiting_reasons.START
     assert waiting_reasons.CODES.keys() >= waiting_reasons.CLOSED
     assert set(waiting_reasons.CODES.values()) == {"wait", "change_request", "ask_admin"}
 
 
 @pytest.mark.parametrize("seed", seeds(range(200)))
-def test_the_first_of_a_few_is_the_one_that_is_picked_first(seed):
+def test_first_of_few_waiting_tasks_is_picked_first(seed):
     drawn = board(tree_of(random.Random(seed)))
     few = random.Random(seed).sample(sorted(drawn.tasks), k=min(4, len(drawn.tasks)))
     order = blockers.soonest_first(drawn, few)
@@ -155,12 +216,12 @@ def test_the_first_of_a_few_is_the_one_that_is_picked_first(seed):
     assert order[0] == found[2].id
 
 
-def test_who_does_not_wait_is_in_no_order():
+def test_task_that_does_not_wait_has_no_place():
     drawn = board(tree_of(random.Random(0)))
     assert blockers.soonest_first(drawn, ["nobody"]) == []
 
 
-def test_a_device_is_wanted_while_somebody_is_in_line_for_its_kind() -> None:
+def test_device_is_wanted_while_a_task_waits_for_its_kind() -> None:
     chance = random.Random(7)
     drawn = board(tree_of(chance))
     assert blockers.is_wanted(drawn, "d0")
@@ -171,7 +232,7 @@ def test_a_device_is_wanted_while_somebody_is_in_line_for_its_kind() -> None:
 
 
 @pytest.mark.parametrize(("limit", "is_wanted"), [({}, False), ({"*": 1}, True), ({"*": 2}, False)])
-def test_a_device_is_wanted_by_who_may_have_no_other_beside_it(
+def test_device_is_wanted_by_a_task_that_may_hold_no_second_one(
     limit: dict[str, int], is_wanted: bool
 ) -> None:
     drawn = island("a .", queue="a", tasks={"a.2": {"kind": "gpu"}})

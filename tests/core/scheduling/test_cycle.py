@@ -38,27 +38,27 @@ def test_a_tie_goes_to_the_oldest() -> None:
     assert seats(plan(island(".", queue="b a"))) == "d0: b"
 
 
-def test_inside_a_tenant_the_user_who_used_least_goes_first() -> None:
+def test_least_served_user_of_a_tenant_goes_first() -> None:
     assert seats(plan(island(".", queue="a1 a2", used={"a1": 2, "a2": 1}))) == "d0: a2"
 
 
-def test_of_one_user_priority_goes_before_age() -> None:
+def test_priority_goes_before_age_among_tasks_of_one_user() -> None:
     urgent = {"a.2": {"priority": 5}}
     assert seats(plan(island(".", queue="a a", tasks=urgent))) == "d0: a.2"
 
 
-def test_what_was_just_given_counts_for_the_next_pick() -> None:
+def test_launch_counts_for_the_next_pick_of_the_same_round() -> None:
     # a is ahead by half a slice; after one launch it owes a whole one, so b comes second.
     assert seats(plan(island(". .", queue="a a b", used={"b": 0.5}))) == "d0: a  d1: b"
 
 
-def test_what_runs_is_charged_although_the_ledger_has_not_booked_it() -> None:
+def test_running_task_is_charged_before_the_ledger_has_booked_it() -> None:
     drawn = island("a' .", queue="a b", used={"b": 0.9})
     # a holds 0.5 s and owes the full slice of 1 s; b has used 0.9.
     assert seats(plan(drawn)) == "d1: b"
 
 
-def test_who_waits_in_vain_for_one_kind_keeps_nobody_from_a_turn_on_another() -> None:
+def test_tenant_that_waits_for_one_kind_blocks_no_turn_on_another_kind() -> None:
     cuda = {"kind": "cuda"}
     drawn = island(
         "a1 b",
@@ -73,12 +73,12 @@ def test_who_waits_in_vain_for_one_kind_keeps_nobody_from_a_turn_on_another() ->
 # --- where --------------------------------------------------------------------------------------
 
 
-def test_an_image_is_gone_on_from_where_it_lies() -> None:
+def test_task_resumes_on_the_device_with_its_image() -> None:
     image = {"a": {"image_on": "d1"}}
     assert seats(plan(island(". .", queue="a", tasks=image))) == "d1: a"
 
 
-def test_an_image_that_is_not_durable_waits_for_its_device() -> None:
+def test_task_waits_for_its_device_until_its_image_is_durable() -> None:
     image = {"a": {"image_on": "d0", "saved": False}}
     drawn = island("b' .", queue="a", tasks=image)
     assert seats(plan(drawn)) == ""
@@ -105,17 +105,68 @@ def test_a_frozen_command_whose_folder_is_not_kept_yet_stays_even_while_drained(
     assert seats(plan(drained)) == ""
 
 
-def test_an_image_that_is_lost_with_its_device_does_not_hold_its_task_back() -> None:
+GANG = {"width": 2, "one_host": True, "image_on": "d1", "image_with": ("d3",), "restarts": True}
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_frozen_command_of_several_devices_goes_on_only_where_all_its_processes_are(
+    saved,
+) -> None:
+    frozen = {"a": {**GANG, "saved": saved}}
+    (launch,) = plan(island(". . . .", queue="a", tasks=frozen)).decisions
+    assert launch.devices == ("d1", "d3")
+    waits = island(". . . b'", queue="a", tasks=frozen)
+    assert seats(plan(waits)) == ""
+    assert ("FROZEN_ON_DEVICE" in codes(plan(waits), "a")) == saved
+    replaces = plan(island(". . . b", queue="a", tasks=frozen, used={"b": 50.0}))
+    assert moves(replaces) == [("b", "Pause"), ("a", "Launch")]
+    assert replaces.decisions[1].devices == ("d1", "d3")
+
+
+@pytest.mark.parametrize("row", [". . . x", ". . . #"])
+def test_a_frozen_command_begins_again_elsewhere_if_one_of_its_devices_is_gone(row) -> None:
+    frozen = {"a": {**GANG, "saved": True}}
+    (launch,) = plan(island(row, queue="a", tasks=frozen)).decisions
+    assert set(launch.devices) <= {"d0", "d1", "d2"}
+    assert len(launch.devices) == 2
+
+
+def test_a_frozen_command_waits_for_its_folder_while_its_home_device_is_alive() -> None:
+    frozen = {"a": {**GANG, "saved": False}}
+    waits = plan(island(". . . x", queue="a", tasks=frozen))
+    assert (moves(waits), codes(waits, "a")[0]) == ([], "IMAGE_BEING_SAVED")
+    assert seats(plan(island(". x . .", queue="a", tasks=frozen))) != ""  # it is lost
+
+
+def test_a_command_that_loses_a_further_device_keeps_the_others_until_it_is_paused() -> None:
+    held = {"seats": ("d0", "d1", "d2"), "width": 3, "one_host": True, "restarts": True}
+    drawn = island("a . .", tasks={"a": held})
+    assert moves(plan(with_device(drawn, "d1", lease_until_s=0.0))) == [("a", "Pause")]
+    pausing = island("a/ . .", tasks={"a": held})
+    again = plan(with_device(pausing, "d1", lease_until_s=0.0))
+    assert moves(again) == []
+    homeless = plan(with_device(drawn, "d0", lease_until_s=0.0))
+    assert moves(homeless)[0] == ("a", "Lost")
+
+
+def test_a_command_of_several_devices_leaves_all_at_once_if_one_is_drained() -> None:
+    held = {"seats": ("d0", "d2"), "width": 2, "one_host": True}
+    drained = plan(island("a . #", tasks={"a": held}))
+    assert moves(drained) == [("a", "Pause")]
+    assert drained.decisions[0].devices == ("d0", "d2")
+
+
+def test_task_goes_on_elsewhere_when_its_image_is_lost_with_its_device() -> None:
     image = {"a": {"image_on": "d0", "saved": False}}
     assert seats(plan(island("x .", queue="a", tasks=image))) == "d1: a"
 
 
-def test_who_may_go_anywhere_leaves_a_device_to_who_may_not() -> None:
+def test_task_that_fits_anywhere_leaves_the_device_to_a_pinned_task() -> None:
     image = {"b": {"image_on": "d0", "saved": False}}
     assert seats(plan(island(". .", queue="a b", tasks=image))) == "d0: b  d1: a"
 
 
-def test_a_seat_that_is_being_vacated_is_given_away_once() -> None:
+def test_slot_that_is_being_vacated_is_given_away_once() -> None:
     assert seats(plan(island("a/", queue="b c"))) == "d0: b"
     starting = {"b": {"seats": ("d0",)}}
     assert seats(plan(island("a/ b*", queue="c", tasks=starting))) == "d1: c"
@@ -136,7 +187,7 @@ def test_a_device_whose_lease_ended_gets_nothing() -> None:
     assert codes(plan(drawn), "a") == ["NO_DEVICE_UP"]
 
 
-def test_kind_and_memory_must_fit_and_the_next_who_fits_goes_on() -> None:
+def test_device_must_have_kind_and_memory_or_the_next_task_gets_it() -> None:
     wants = {"a": {"memory_bytes": 9_000_000_000}, "b": {"kind": "cuda"}}
     assert seats(plan(island(".", queue="a b c", tasks=wants))) == "d0: c"
 
@@ -144,11 +195,11 @@ def test_kind_and_memory_must_fit_and_the_next_who_fits_goes_on() -> None:
 # --- F6, F8: taking turns -----------------------------------------------------------------------
 
 
-def test_who_had_more_gives_way_after_a_full_slice() -> None:
+def test_best_served_task_gives_way_after_a_full_slice() -> None:
     assert seats(plan(island("a", queue="b"))) == "d0: a>b"
 
 
-def test_nobody_gives_way_before_a_full_slice() -> None:
+def test_no_task_gives_way_before_a_full_slice() -> None:
     assert seats(plan(island("a'", queue="b", used={"a": 100}))) == ""
 
 
@@ -160,17 +211,15 @@ def test_nobody_gives_way_before_a_full_slice() -> None:
         (9.1, ""),
     ],
 )
-def test_who_gives_way_must_still_be_better_served_after_the_change(
-    used_by_b: float, drawn: str
-) -> None:
+def test_victim_must_still_be_better_served_after_the_change(used_by_b: float, drawn: str) -> None:
     assert seats(plan(island("a", queue="b", used={"b": used_by_b}))) == drawn
 
 
-def test_the_most_over_served_gives_way() -> None:
+def test_most_over_served_task_gives_way() -> None:
     assert seats(plan(island("a b", queue="c", used={"b": 5}))) == "d1: b>c"
 
 
-def test_who_waits_takes_its_turn_where_its_image_lies() -> None:
+def test_waiting_task_takes_its_turn_where_its_image_is() -> None:
     image = {"c": {"image_on": "d0"}}
     assert seats(plan(island("a b", queue="c", used={"b": 5}, tasks=image))) == "d0: a>c"
 
@@ -185,7 +234,7 @@ def test_tasks_of_one_user_give_way_only_to_a_higher_priority() -> None:
     assert seats(plan(island("a", queue="a", tasks={"a.2": {"priority": 1}}))) == "d0: a>a.2"
 
 
-def test_two_turns_in_one_round_leave_nobody_worse_served_than_who_gained() -> None:
+def test_two_turns_in_one_round_leave_no_victim_worse_served_than_the_winner() -> None:
     # c gains one device; a second one would make it better served than b.
     drawn = island("a b", queue="c c", used={"a": 20, "c": 8.5})
     assert seats(plan(drawn)) == "d0: a>c"  # c: 9.5, then 10.5 > 10
@@ -207,7 +256,7 @@ def test_a_free_device_is_taken_rather_than_a_held_one() -> None:
         (10_000_000, 60.0),  # never above slice_max_s
     ],
 )
-def test_a_slice_is_so_long_that_switching_costs_its_share(
+def test_slice_is_so_long_that_switching_costs_at_most_its_share(
     switch_us: int, expected_s: float
 ) -> None:
     task = island("", queue="a").tasks["a"]
@@ -228,7 +277,7 @@ def test_a_cancelled_task_that_waits_ends_at_once() -> None:
 
 
 @pytest.mark.parametrize("cell", ["a", "a*", "a/"])
-def test_a_cancelled_task_on_a_device_is_told_to_stop_and_its_seat_passed_on(cell: str) -> None:
+def test_cancelled_running_task_is_told_to_stop_and_its_slot_is_given_away(cell: str) -> None:
     drawn = island(cell, queue="b", tasks={"a": {"cancel_asked": True}})
     assert moves(plan(drawn)) == [("a", "Cancel"), ("b", "Launch")]
 
@@ -238,7 +287,7 @@ def test_a_task_is_told_to_stop_only_once() -> None:
     assert moves(plan(drawn)) == []
 
 
-def test_holding_pauses_a_running_task_and_locks_a_waiting_one() -> None:
+def test_hold_pauses_a_running_task_and_blocks_a_waiting_task() -> None:
     hold = {"conditions": Conditions(hold="user")}
     running = island("a .", tasks={"a": hold})
     assert moves(plan(running)) == [("a", "Pause")]
@@ -287,6 +336,12 @@ def test_a_task_starts_when_all_its_conditions_hold(
     assert decided.reasons == {} if codes_ is None else codes(decided, "a") == codes_
 
 
+def test_running_task_is_paused_when_its_input_cannot_come() -> None:
+    cannot = {"conditions": Conditions(broken=("z",))}
+    decided = plan(island("a", tasks={"a": cannot}))
+    assert [(d.task, d.move, d.rule) for d in decided.decisions] == [("a", "Pause", "needs")]
+
+
 def test_a_task_that_failed_waits_for_its_next_attempt() -> None:
     drawn = island(".", queue="a", tasks={"a": {"retry_at_s": NOW_S + 4, "attempts": 1}})
     decided = plan(drawn)
@@ -295,7 +350,7 @@ def test_a_task_that_failed_waits_for_its_next_attempt() -> None:
     assert decided.look_again_s == NOW_S + 4
 
 
-def test_a_condition_that_is_met_by_time_says_when_to_look_again() -> None:
+def test_round_is_due_again_when_a_condition_is_met_by_time() -> None:
     later = {**BLOCKED, "conditions": Conditions(not_before_s=NOW_S + 3)}
     assert plan(island(".", queue="a", tasks={"a": later})).look_again_s == NOW_S + 3
 
@@ -303,7 +358,7 @@ def test_a_condition_that_is_met_by_time_says_when_to_look_again() -> None:
 # --- lost ---------------------------------------------------------------------------------------
 
 
-def test_what_lay_on_a_device_whose_lease_ended_is_lost_and_goes_on_elsewhere() -> None:
+def test_task_on_a_device_with_an_ended_lease_is_lost_and_goes_on_elsewhere() -> None:
     drawn = with_device(island("a ."), "d0", lease_until_s=NOW_S)
     assert moves(plan(drawn)) == [("a", "Lost"), ("a", "Launch")]
     assert seats(plan(drawn)) == "d1: a"
@@ -314,6 +369,32 @@ def test_a_lost_device_is_waited_for_as_long_as_the_policy_says() -> None:
     drawn = with_device(island("a", policy=patient), "d0", lease_until_s=NOW_S - 4)
     assert moves(plan(drawn)) == []
     assert plan(drawn).look_again_s == NOW_S + 1
+
+
+def test_a_lost_device_with_long_steps_is_waited_for_as_long_as_its_grace_lasts() -> None:
+    drawn = with_device(island("a ."), "d0", lease_until_s=NOW_S - 4, grace_s=5)
+    assert moves(plan(drawn)) == []
+    assert plan(drawn).look_again_s == NOW_S + 1
+    over = with_device(island("a ."), "d0", lease_until_s=NOW_S - 5, grace_s=5)
+    assert moves(plan(over)) == [("a", "Lost"), ("a", "Launch")]
+
+
+@pytest.mark.parametrize("silent", [("d0", "d1"), ("d1",)])
+def test_a_task_on_two_devices_is_lost_after_the_longer_grace(silent: tuple[str, ...]) -> None:
+    """Its step runs on d0, which has the grace; d1 was lent to it."""
+    drawn = island("a .", tasks={"a": {"seats": ("d0", "d1"), "width": 2}})
+    drawn = with_device(drawn, "d0", grace_s=5)
+    for id in silent:
+        drawn = with_device(drawn, id, lease_until_s=NOW_S - 4)
+    assert ("a", "Lost") not in moves(plan(drawn))
+    for id in silent:
+        drawn = with_device(drawn, id, lease_until_s=NOW_S - 5)
+    assert moves(plan(drawn))[0] == ("a", "Lost")
+
+
+def test_a_device_in_its_grace_gets_no_new_task() -> None:
+    drawn = with_device(island(".", queue="a"), "d0", lease_until_s=NOW_S - 4, grace_s=5)
+    assert moves(plan(drawn)) == []
 
 
 @pytest.mark.parametrize("cell", ["a*", "a", "a/", "a!"])
@@ -327,7 +408,7 @@ def test_a_cancelled_task_that_is_lost_is_not_launched_again() -> None:
     assert moves(plan(drawn)) == [("a", "Lost"), ("a", "Cancel")]
 
 
-def test_a_task_on_a_device_that_nobody_knows_is_lost() -> None:
+def test_task_on_an_unknown_device_is_lost() -> None:
     assert moves(plan(island("a", tasks={"a": {"seats": ("gone",)}})))[0] == ("a", "Lost")
 
 
@@ -340,7 +421,7 @@ def test_places_follow_the_order_of_picks() -> None:
     assert decided.places == {"a": 1, "b": 2, "a.2": 3, "c": 4}
 
 
-def test_a_tenant_that_had_more_is_told_so_without_naming_the_others() -> None:
+def test_reason_says_that_the_tenant_had_more_and_names_no_other() -> None:
     decided = plan(island("b", queue="a a", used={"a": 50}))
     assert codes(decided, "a") == ["WAITING_FOR_DEVICE", "TENANT_OVER_FAIR_SHARE"]
     told = decided.reasons["a"][1].message
@@ -357,7 +438,7 @@ def test_a_tenant_that_had_more_is_told_so_without_naming_the_others() -> None:
 @pytest.mark.parametrize(
     ("used", "more"), [(838, "1"), (838.5, "1"), (839.5, "2"), (843, "5"), (843.5, "10")]
 )
-def test_two_sides_that_read_the_same_are_told_by_their_difference(used: float, more: str) -> None:
+def test_reason_gives_the_difference_of_two_equal_looking_numbers(used: float, more: str) -> None:
     told = plan(island("b", queue="a", used={"a": used, "b": 829})).reasons["a"][1].message
     assert told == (
         "Your tenant has used more than its share recently "
@@ -365,13 +446,13 @@ def test_two_sides_that_read_the_same_are_told_by_their_difference(used: float, 
     )
 
 
-def test_a_bound_is_a_round_number_no_smaller() -> None:
+def test_bound_is_rounded_up_never_down() -> None:
     assert [bound(s) for s in (0, 1, 1.1, 4, 6, 12, 50, 51, 700)] == [
         1, 1, 2, 5, 10, 20, 50, 100, 1000
     ]  # fmt: skip
 
 
-def test_a_user_is_told_of_users_and_priorities_before_it() -> None:
+def test_reason_counts_users_and_priorities_before_the_task() -> None:
     urgent = {"a": {"priority": 1}}
     decided = plan(island("z'", queue="a a a2", used={"a1": 3, "z": 100}, tasks=urgent))
     assert codes(decided, "a.2") == [
@@ -382,11 +463,11 @@ def test_a_user_is_told_of_users_and_priorities_before_it() -> None:
 
 
 @pytest.mark.parametrize("cells", ["", "x", "x x"])
-def test_a_kind_of_which_no_device_is_up_is_told(cells: str) -> None:
+def test_reason_says_that_no_device_of_the_kind_is_up(cells: str) -> None:
     assert codes(plan(island(cells, queue="a")), "a") == ["NO_DEVICE_UP"]
 
 
-def test_reasons_do_not_change_while_nothing_does() -> None:
+def test_reasons_stay_the_same_while_nothing_changes() -> None:
     drawn = island("a' b'", queue="c d", used={"c": 30, "d": 40})
     now, later = plan(drawn), decide(drawn, now_s=NOW_S + 0.2)
     assert now.reasons == later.reasons
@@ -395,16 +476,16 @@ def test_reasons_do_not_change_while_nothing_does() -> None:
 # --- when to look again -------------------------------------------------------------------------
 
 
-def test_the_end_of_a_slice_says_when_to_look_again() -> None:
+def test_round_is_due_again_at_the_end_of_a_slice() -> None:
     decided = plan(island("a'", queue="b", used={"a": 100}))
     assert decided.look_again_s == pytest.approx(NOW_S + 0.5, abs=0.002)
 
 
-def test_the_crossing_of_two_scores_says_when_to_look_again() -> None:
+def test_round_is_due_again_when_two_scores_cross() -> None:
     decided = plan(island("a", queue="b", used={"b": 12}))
     # a has 10 s and gains one each second; b would have 13 with its turn.
     assert decided.look_again_s == pytest.approx(NOW_S + 3, abs=0.002)
 
 
-def test_an_island_where_nothing_waits_looks_again_when_a_lease_ends() -> None:
+def test_round_is_due_again_at_the_end_of_a_lease_although_no_task_waits() -> None:
     assert plan(island("a")).look_again_s == NOW_S + 10

@@ -34,41 +34,41 @@ def wished(cells: str, queue: str, *gigabytes: int, **tasks: dict[str, Any]) -> 
     return moves(board)
 
 
-def test_a_small_task_leaves_a_large_device_for_who_needs_it() -> None:
+def test_small_task_leaves_a_large_device_for_a_task_that_needs_it() -> None:
     assert wished("a .", "b", 8, 4, b=BIG) == [("a", "d1")]
 
 
-def test_nobody_moves_who_does_not_fit_elsewhere() -> None:
+def test_task_that_fits_nowhere_else_is_not_moved() -> None:
     assert wished("a .", "b", 8, 4, a={"memory_bytes": 5 * GB}, b=BIG) == []
 
 
-def test_nobody_moves_while_a_large_device_is_free() -> None:
+def test_no_task_is_moved_while_a_large_device_is_free() -> None:
     assert wished("a . .", "b", 8, 4, 8, b=BIG) == []
 
 
-def test_nobody_moves_who_cannot_be_or_is_in_its_first_slice() -> None:
+def test_task_that_cannot_move_or_is_in_its_first_slice_stays() -> None:
     assert wished("a .", "b", 8, 4, a={"movable": False}, b=BIG) == []
     assert wished("a' .", "b", 8, 4, b=BIG) == []
 
 
-def test_the_smallest_that_will_do_moves_to_the_smallest_that_will_do() -> None:
+def test_smallest_sufficient_task_moves_to_the_smallest_sufficient_device() -> None:
     sizes = {"a": {"memory_bytes": 3 * GB}, "c": {"memory_bytes": 1 * GB}}
     assert wished("a c . .", "b", 8, 8, 4, 2, b=BIG, **sizes) == [("c", "d3")]
 
 
-def test_for_a_gang_all_move_that_must_or_none() -> None:
+def test_all_tasks_in_the_way_of_a_gang_move_or_none() -> None:
     gang = {**BIG, "width": 2}
     assert wished("a c . .", "b", 8, 8, 4, 4, b=gang) == [("a", "d2"), ("c", "d3")]
     assert wished("a c . .", "b", 8, 8, 4, 4, b=gang, c={"movable": False}) == []
     assert wished("a . .", "b", 8, 8, 4, b=gang) == [("a", "d2")]
 
 
-def test_one_move_at_a_time_of_each_kind() -> None:
+def test_only_one_move_at_a_time_for_each_kind() -> None:
     moving = {"c": {"moves_to": "d2"}}
     assert wished("a c . .", "b", 8, 8, 4, 4, b=BIG, **moving) == []
 
 
-def test_who_is_kept_out_by_a_limit_moves_nobody() -> None:
+def test_task_kept_out_by_a_limit_makes_no_task_move() -> None:
     drawn = island("a .", queue="b", tasks={"a": {"movable": True}, "b": BIG}, used={"b": 100})
     tenants = {**drawn.tenants, "b": replace(drawn.tenants["b"], limit={"cpu": 0})}
     board = Board.of(sized(replace(drawn, tenants=tenants), 8, 4), now_s=NOW_S)

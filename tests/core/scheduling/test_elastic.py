@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from app.core.explanation.waiting_reasons import Reason, breadth
+from app.core.model.device_choice import DeviceTraits
 from app.core.model.lifecycle import Move
 from app.core.model.snapshot import (
     BoardDevice,
@@ -31,7 +32,7 @@ from app.core.scheduling.record import as_json, from_json, seen_by
 from app.core.simulation.simulator import Arrival, Costs, Report, simulate
 from benchmarks.no_cycles import BOUND, ELASTIC, Shop, judge
 from benchmarks.no_cycles import island as random_island
-from tests.thoroughness import seeds
+from tests.thoroughness import rest_long, seeds
 
 NOW_S = 1000.0
 SECOND = 1_000_000
@@ -86,20 +87,20 @@ def told(plan: Plan) -> list[str]:
 # --- growing ------------------------------------------------------------------------------------
 
 
-def test_who_is_alone_grows_to_all_that_it_can_use() -> None:
+def test_task_alone_grows_to_all_devices_that_it_can_use() -> None:
     plan = decide(on(task("a", "d0", width_max=3)), now_s=NOW_S)
     assert told(plan) == ["a: d0 d1 d2"]
     assert [(d.move, d.rule) for d in plan.decisions] == [(Move.Splice, "grow")]
 
 
-def test_it_is_seated_with_what_it_needs_and_grows_after_a_while() -> None:
+def test_task_starts_with_the_devices_it_needs_and_grows_later() -> None:
     plan = decide(on(task("a", width=2, width_max=4)), now_s=NOW_S)
     assert told(plan) == ["a: d0 d1"]
     young = decide(on(task("a", "d0", held_s=59.0, width_max=3)), now_s=NOW_S)
     assert (young.decisions, young.look_again_s) == ((), NOW_S + 1.0)
 
 
-def test_a_task_that_switches_slowly_stays_as_it_is_for_a_turn() -> None:
+def test_task_that_switches_slowly_is_not_resized_for_one_turn() -> None:
     """A switch of 2 s may cost 2 % of the time, so a turn is 100 s; 60 s bound it."""
     policy = Policy(half_life_s=0.0, grow_after_s=1.0, slice_max_s=300.0)
     slow = task("a", "d0", held_s=99.0, width_max=2, switch_us=2 * SECOND)
@@ -107,7 +108,7 @@ def test_a_task_that_switches_slowly_stays_as_it_is_for_a_turn() -> None:
     assert told(decide(replace(on(slow), policy=policy), now_s=NOW_S + 1.0)) == ["a: d0 d1"]
 
 
-def test_devices_go_one_by_one_to_who_has_used_least() -> None:
+def test_free_devices_go_one_by_one_to_the_least_served_task() -> None:
     """Both were charged a turn for nothing yet: 100 s of a device each, a has twice the weight."""
     heavy = {"a": BoardTenant(id="a", name="a", weight=2000)}
     both = on(
@@ -122,13 +123,13 @@ def test_devices_go_one_by_one_to_who_has_used_least() -> None:
     assert sum(sizes.values()) == 302
 
 
-def test_no_limit_is_exceeded_by_growing() -> None:
+def test_growing_exceeds_no_limit() -> None:
     limited = {"a": BoardTenant(id="a", name="a", weight=1000, limit={"cpu": 2})}
     plan = decide(on(task("a", "d0", width_max=4), tenants=limited), now_s=NOW_S)
     assert told(plan) == ["a: d0 d1"]
 
 
-def test_nobody_grows_onto_what_a_task_in_line_could_take() -> None:
+def test_task_does_not_grow_onto_a_device_that_a_waiting_task_could_take() -> None:
     strict = Policy(half_life_s=0.0, turns=False, backfill="strict")
     waiting = on(task("a", "d0 d1", width=2, width_max=4), task("b", width=3), task("c"))
     drawn = replace(waiting, policy=strict)
@@ -140,7 +141,7 @@ def test_nobody_grows_onto_what_a_task_in_line_could_take() -> None:
 # --- giving back --------------------------------------------------------------------------------
 
 
-def test_who_comes_takes_a_device_that_is_only_lent_and_nobody_is_paused() -> None:
+def test_new_task_takes_a_lent_device_and_no_task_is_paused() -> None:
     plan = decide(on(grown("a", "d0 d1 d2 d3"), task("b")), now_s=NOW_S)
     assert told(plan) == ["a: d0 d1 d2", "b: d3"]
     assert [(d.move, d.rule, d.against) for d in plan.decisions] == [
@@ -149,7 +150,7 @@ def test_who_comes_takes_a_device_that_is_only_lent_and_nobody_is_paused() -> No
     ]
 
 
-def test_even_who_has_had_more_takes_it_and_so_do_ones_own() -> None:
+def test_best_served_tenant_takes_a_lent_device_back_too() -> None:
     greedy = on(grown("a", "d0 d1 d2 d3"), task("b"))
     users = {**greedy.users, "b1": BoardUser(id="b1", tenant="b", faded_us=1 << 80)}
     assert told(decide(replace(greedy, users=users), now_s=NOW_S)) == ["a: d0 d1 d2", "b: d3"]
@@ -157,30 +158,30 @@ def test_even_who_has_had_more_takes_it_and_so_do_ones_own() -> None:
     assert told(decide(own, now_s=NOW_S)) == ["a: d0 d1 d2", "a2: d3"]
 
 
-def test_it_needs_no_full_turn_to_give_back() -> None:
+def test_lent_device_is_given_back_before_a_full_turn() -> None:
     young = grown("a", "d0 d1 d2 d3", ago_s=0.5)
     assert told(decide(on(young, task("b")), now_s=NOW_S)) == ["a: d0 d1 d2", "b: d3"]
 
 
-def test_nobody_gives_back_what_it_needs() -> None:
+def test_task_keeps_the_devices_that_it_needs() -> None:
     drawn = on(grown("a", "d0 d1 d2 d3", width=3), task("b", width=2))
     users = {**drawn.users, "b1": BoardUser(id="b1", tenant="b", faded_us=1 << 80)}
     assert decide(replace(drawn, users=users), now_s=NOW_S).decisions == ()
 
 
-def test_a_gang_takes_what_is_free_and_what_is_lent_together() -> None:
+def test_gang_takes_free_and_lent_devices_together() -> None:
     plan = decide(on(grown("a", "d0 d1 d2"), task("b", width=3)), now_s=NOW_S)
     assert told(plan) == ["a: d0", "b: d3 d1 d2"]
 
 
-def test_only_what_is_lacking_besides_is_paused() -> None:
+def test_only_the_devices_still_missing_are_taken_by_a_pause() -> None:
     """Of two that b needs a gives back one; of c's, who had more, the latest is paused."""
     late = task("c2", "d3", held_s=90.0)
     drawn = on(grown("a", "d0 d1"), task("c", "d2"), late, task("b", width=2))
     assert told(decide(drawn, now_s=NOW_S)) == ["a: d0", "c2: -", "b: d1 d3"]
 
 
-def test_what_is_guaranteed_is_not_lent() -> None:
+def test_guaranteed_devices_are_not_lent() -> None:
     a = {"a": BoardTenant(id="a", name="a", weight=1000, guarantee={"cpu": 3})}
     plan = decide(on(grown("a", "d0 d1 d2 d3"), task("b"), tenants=a), now_s=NOW_S)
     assert told(plan) == ["a: d0 d1 d2", "b: d3"]
@@ -188,14 +189,14 @@ def test_what_is_guaranteed_is_not_lent() -> None:
     assert decide(held, now_s=NOW_S).decisions == ()
 
 
-def test_a_limit_has_room_when_a_device_is_given_back() -> None:
+def test_limit_has_room_again_when_a_device_is_given_back() -> None:
     """Tenant a may hold two and holds two; d2 is free, and still a gives one back for a2."""
     limited = {"a": BoardTenant(id="a", name="a", weight=1000, limit={"cpu": 2})}
     drawn = on(grown("a", "d0 d1"), task("a2"), devices=3, tenants=limited)
     assert told(decide(drawn, now_s=NOW_S)) == ["a: d0", "a2: d2"]
 
 
-def test_who_is_being_resized_is_waited_for_before_anybody_is_paused() -> None:
+def test_round_waits_for_a_resize_before_it_pauses_a_task() -> None:
     busy = replace(grown("a", "d0 d1", ago_s=1.0), state="splicing")
     drawn = on(busy, task("c", "d2"), task("c2", "d3"), task("b"))
     assert decide(drawn, now_s=NOW_S).decisions == ()
@@ -203,7 +204,7 @@ def test_who_is_being_resized_is_waited_for_before_anybody_is_paused() -> None:
     assert told(decide(ready, now_s=NOW_S)) == ["a: d0", "b: d1"]
 
 
-def test_a_drained_device_is_given_back_if_the_others_are_enough() -> None:
+def test_drained_device_is_given_back_if_the_others_are_enough() -> None:
     drawn = on(grown("a", "d0 d1 d2", width=2))
     cordoned = {**drawn.devices, "d0": replace(drawn.devices["d0"], cordoned=True)}
     drained = replace(drawn, devices=cordoned)
@@ -212,7 +213,7 @@ def test_a_drained_device_is_given_back_if_the_others_are_enough() -> None:
     assert told(decide(replace(drained, tasks={"a": needs}), now_s=NOW_S))[:1] == ["a: -"]
 
 
-def test_who_is_asked_to_hold_fewer_gives_back_what_it_took_last() -> None:
+def test_task_asked_to_hold_fewer_gives_back_the_last_device_first() -> None:
     asked = grown("a", "d0 d1 d2", width_max=2)
     assert told(decide(on(asked), now_s=NOW_S)) == ["a: d0 d1"]
     assert told(decide(on(replace(asked, width_max=0)), now_s=NOW_S)) == ["a: d0"]
@@ -225,21 +226,21 @@ def test_who_is_asked_to_hold_fewer_gives_back_what_it_took_last() -> None:
     assert not board.elastic
 
 
-def test_who_is_to_move_gives_back_first_what_it_does_not_need_and_does_not_grow() -> None:
+def test_moving_task_gives_back_extra_devices_first_and_does_not_grow() -> None:
     moves = grown("a", "d0 d1", moves_to="d1", movable=True)
     assert told(decide(on(moves), now_s=NOW_S)) == ["a: d0"]
     alone = task("a", "d0", width_max=4, moves_to="", movable=True)
     assert told(decide(on(alone), now_s=NOW_S)) == []
 
 
-def test_who_is_told_that_it_may_hold_more_grows() -> None:
+def test_task_grows_when_its_owner_allows_more_devices() -> None:
     board = Board.of(on(task("a", "d0", width_max=1)), now_s=NOW_S)
     assert told(cycle(board)) == []
     board.set_task(replace(board.tasks["a"], width_max=3))
     assert told(cycle(board)) == ["a: d0 d1 d2"]
 
 
-def test_who_is_cancelled_while_it_is_made_smaller_lets_go_of_all() -> None:
+def test_task_cancelled_during_a_resize_releases_all_devices() -> None:
     smaller = replace(grown("a", "d0 d1"), state="splicing", leaves=("d2",), cancel_asked=True)
     board = Board.of(on(smaller), now_s=NOW_S)
     assert told(cycle(board)) == ["a: d0 d1 d2"]
@@ -260,12 +261,12 @@ def at_home(*tasks: BoardTask, far: str = "", **drawn: Any) -> Snapshot:
     return replace(island, devices=devices, policy=replace(island.policy, homebound=True))
 
 
-def test_it_grows_onto_devices_of_its_host_only() -> None:
+def test_task_grows_only_onto_devices_of_its_host() -> None:
     drawn = at_home(task("a", "d1", width_max=4), far="d0 d3")
     assert told(decide(drawn, now_s=NOW_S)) == ["a: d1 d2"]
 
 
-def test_if_its_ranks_may_part_it_grows_onto_other_hosts_but_first_onto_its_own() -> None:
+def test_task_grows_onto_other_hosts_last_if_its_ranks_may_part() -> None:
     parts = task("a", "d1", width_max=3, across_hosts=True)
     assert told(decide(at_home(parts, far="d0 d3"), now_s=NOW_S)) == ["a: d1 d2 d0"]
     assert told(decide(at_home(parts, far="d0 d2 d3"), now_s=NOW_S)) == ["a: d1 d0 d2"]
@@ -275,7 +276,7 @@ def waits_for_two(**more: Any) -> BoardTask:
     return task("g", width=2, width_max=4, one_host=True, **more)
 
 
-def test_a_gang_that_may_not_part_begins_where_enough_devices_are_free_on_one_host() -> None:
+def test_gang_of_one_host_begins_where_enough_devices_are_free() -> None:
     begins = decide(at_home(waits_for_two(), far="d1 d3"), now_s=NOW_S)
     assert told(begins) in (["g: d1 d3"], ["g: d0 d2"])
     busy = at_home(waits_for_two(), task("a", "d0"), far="d1 d3")
@@ -286,7 +287,7 @@ def test_a_gang_that_may_not_part_begins_where_enough_devices_are_free_on_one_ho
     assert told(decide(parts, now_s=NOW_S)) == ["g: d2 d3"]
 
 
-def test_it_waits_while_free_ones_lie_on_two_hosts_and_says_so() -> None:
+def test_gang_waits_and_says_so_while_free_devices_are_on_two_hosts() -> None:
     drawn = at_home(
         waits_for_two(), task("a", "d0", held_s=0.5), task("b", "d1", held_s=0.5), far="d1 d3"
     )
@@ -296,7 +297,7 @@ def test_it_waits_while_free_ones_lie_on_two_hosts_and_says_so() -> None:
     assert gang.message == "Needs 2 devices of far at once; 1 of 2 are free."
 
 
-def test_who_gives_way_to_it_is_of_the_host_that_it_goes_to() -> None:
+def test_tasks_on_the_host_of_the_gang_give_way_to_it() -> None:
     """On the other host nobody is paused for it, however much it had."""
     tenants = {
         id: BoardTenant(id=id, name=id, weight=1000, guarantee={"cpu": 2} if id == "a" else {})
@@ -313,7 +314,7 @@ def test_who_gives_way_to_it_is_of_the_host_that_it_goes_to() -> None:
     assert told(plan) == ["x: -", "g: d2 d0"]
 
 
-def test_what_is_lent_on_any_host_lets_it_begin() -> None:
+def test_gang_begins_on_any_host_with_enough_lent_devices() -> None:
     """Also where another host is as large, and nobody there gives way."""
     others = [task(id, device, held_s=0.5) for id, device in (("x", "d1"), ("y", "d3"))]
     drawn = at_home(
@@ -323,14 +324,14 @@ def test_what_is_lent_on_any_host_lets_it_begin() -> None:
     assert told(decide(drawn, now_s=NOW_S)) == ["z: d0", "g: d2 d4"]
 
 
-def test_several_begin_in_one_round_each_on_its_host_and_nobody_is_paused_for_them() -> None:
+def test_several_gangs_begin_in_one_round_and_no_task_is_paused() -> None:
     others = [task(f"n{n}", f"d{n}") for n in (4, 5, 6)]
     gangs = [replace(waits_for_two(), id=id) for id in ("g", "k")]
     drawn = at_home(*gangs, *others, far="d1 d3 d5", devices=7)
     assert told(decide(drawn, now_s=NOW_S)) == ["g: d0 d2", "k: d1 d3"]
 
 
-def test_where_nobody_gives_way_it_goes_to_another_host() -> None:
+def test_gang_goes_to_another_host_where_no_task_gives_way() -> None:
     """On the first by name two run that are more urgent, of the same user."""
     owed = {"g": BoardTenant(id="g", name="g", weight=1000, guarantee={"cpu": 4})}
     urgent = [
@@ -342,7 +343,7 @@ def test_where_nobody_gives_way_it_goes_to_another_host() -> None:
     assert told(decide(drawn, now_s=NOW_S)) == ["v: -", "w: -", "g: d0 d2"]
 
 
-def test_on_a_host_with_too_few_it_never_begins() -> None:
+def test_gang_never_begins_on_a_host_with_too_few_devices() -> None:
     drawn = at_home(waits_for_two(), far="d1", devices=2)
     plan = decide(drawn, now_s=NOW_S)
     assert told(plan) == []
@@ -350,7 +351,7 @@ def test_on_a_host_with_too_few_it_never_begins() -> None:
     assert "of far at once; 1 cpu device takes work" in gang.message
 
 
-def test_a_device_that_comes_lets_it_begin() -> None:
+def test_gang_begins_when_a_missing_device_comes_up() -> None:
     """It waits for whichever host has enough first."""
     drawn = at_home(waits_for_two(), task("a", "d0", held_s=0.5), far="d1 d3", devices=3)
     board = Board.of(drawn, now_s=NOW_S)
@@ -359,7 +360,7 @@ def test_a_device_that_comes_lets_it_begin() -> None:
     assert told(cycle(board)) == ["g: d1 d3"]
 
 
-def test_it_never_gives_its_home_back() -> None:
+def test_task_never_gives_back_its_home_device() -> None:
     drawn = at_home(grown("a", "d0 d1"), task("b", memory_bytes=8), devices=2)
     sizes = {"d0": 8, "d1": 4}
     devices = {id: replace(d, memory_bytes=sizes[id]) for id, d in drawn.devices.items()}
@@ -368,7 +369,7 @@ def test_it_never_gives_its_home_back() -> None:
     assert told(decide(anywhere, now_s=NOW_S)) == ["a: d1", "b: d0"]
 
 
-def test_it_goes_on_when_a_device_is_lost_that_was_lent_and_not_without_its_home() -> None:
+def test_task_survives_the_loss_of_a_lent_device_but_not_of_its_home() -> None:
     drawn = at_home(grown("a", "d0 d1 d2"), devices=3)
 
     def without(*lost: str) -> Plan:
@@ -383,7 +384,7 @@ def test_it_goes_on_when_a_device_is_lost_that_was_lent_and_not_without_its_home
     assert next(d.move for d in without("d0").decisions) == Move.Lost
 
 
-def test_ranks_die_with_a_lost_device_of_another_host_and_leave_one_that_is_drained() -> None:
+def test_ranks_die_with_a_lost_device_of_another_host_but_leave_a_drained_one() -> None:
     drawn = at_home(grown("a", "d0 d1", across_hosts=True), devices=2, far="d1")
 
     def with_d1(**changes: Any) -> Plan:
@@ -394,7 +395,19 @@ def test_ranks_die_with_a_lost_device_of_another_host_and_leave_one_that_is_drai
     assert told(with_d1(cordoned=True)) == ["a: d0"]
 
 
-def test_a_device_lost_while_it_is_resized_is_seen_when_that_is_done() -> None:
+def test_ranks_die_with_a_lost_accelerator_of_their_own_host() -> None:
+    """Its ranks are remote ranks: the worker of the home device does not see it."""
+    drawn = at_home(grown("a", "d0 d1"), devices=2)
+    lost = replace(drawn.devices["d1"], lease_until_s=NOW_S - 1)
+    assert told(decide(replace(drawn, devices={**drawn.devices, "d1": lost}), now_s=NOW_S)) == [
+        "a: d0"
+    ]
+    apart = replace(lost, traits=DeviceTraits(ranks_apart=True))
+    plan = decide(replace(drawn, devices={**drawn.devices, "d1": apart}), now_s=NOW_S)
+    assert [d.move for d in plan.decisions][:1] == [Move.Lost]
+
+
+def test_device_lost_during_a_resize_is_noticed_after_it() -> None:
     drawn = at_home(replace(grown("a", "d0 d1 d2"), state="splicing"), devices=3)
     board = Board.of(drawn, now_s=NOW_S)
     board.set_device(replace(drawn.devices["d2"], lease_until_s=NOW_S + 1))
@@ -406,7 +419,7 @@ def test_a_device_lost_while_it_is_resized_is_seen_when_that_is_done() -> None:
     assert told(cycle(board)) == ["a: d0 d1"]
 
 
-def test_a_round_in_which_a_device_is_lost_is_not_made_again_at_once() -> None:
+def test_round_that_loses_a_device_is_not_repeated_at_once() -> None:
     drawn = at_home(grown("a", "d0 d1 d2"), devices=3)
     board = Board.of(drawn, now_s=NOW_S)
     board.set_device(replace(drawn.devices["d2"], lease_until_s=NOW_S + 1))
@@ -416,7 +429,7 @@ def test_a_round_in_which_a_device_is_lost_is_not_made_again_at_once() -> None:
     assert plan.look_again_s is None or plan.look_again_s > board.now_s
 
 
-def test_a_gang_goes_on_when_its_image_is_durable_and_not_with_fewer_devices() -> None:
+def test_gang_goes_on_when_its_image_is_durable_and_never_with_fewer_devices() -> None:
     paused = task("a", width=2, epoch=1, image_on="d0", saved=False)
     plan = decide(on(paused, devices=2), now_s=NOW_S)
     assert told(plan) == []
@@ -427,7 +440,7 @@ def test_a_gang_goes_on_when_its_image_is_durable_and_not_with_fewer_devices() -
 # --- what is told -------------------------------------------------------------------------------
 
 
-def test_what_it_holds_is_told_with_what_of_it_is_lent() -> None:
+def test_explanation_says_how_many_devices_are_held_and_lent() -> None:
     assert breadth(grown("a", "d0 d1 d2", width=2)) == (
         "It holds 3 of the 8 devices that it can use, 1 of them until somebody asks for them: "
         "it needs 2."
@@ -438,7 +451,7 @@ def test_what_it_holds_is_told_with_what_of_it_is_lent() -> None:
     assert (breadth(task("a", "d0")), breadth(task("a", width_max=4))) == ("", "")
 
 
-def test_a_device_being_given_back_is_promised_once() -> None:
+def test_device_being_given_back_is_promised_to_one_task_only() -> None:
     smaller = replace(grown("a", "d0 d1"), state="splicing", leaves=("d2",))
     drawn = on(smaller, task("b"), task("c"), task("d"), devices=3)
     plan = decide(drawn, now_s=NOW_S)
@@ -448,7 +461,7 @@ def test_a_device_being_given_back_is_promised_once() -> None:
 # --- why it waits -------------------------------------------------------------------------------
 
 
-def test_a_gang_that_waits_is_told_what_could_be_had() -> None:
+def test_waiting_gang_is_told_how_many_devices_it_could_get() -> None:
     """b needs four: one is free, a can give back one; a's other two are guaranteed to it."""
     a = {"a": BoardTenant(id="a", name="a", weight=1000, guarantee={"cpu": 2})}
     drawn = on(grown("a", "d0 d1 d2", ago_s=1.0), task("b", width=4), tenants=a)
@@ -490,7 +503,7 @@ def story(report: Report) -> list[tuple[float, str, str, int]]:
     ]
 
 
-def test_a_small_trace_by_hand() -> None:
+def test_small_trace_ends_as_computed_by_hand() -> None:
     """Two devices; a needs one, can use two, and has 100 s of work on both: 200 device-seconds.
 
     0 s: a begins on one.  10 s (grow_after): it is resized, which takes 4 s, and steps on two from
@@ -516,12 +529,12 @@ def test_a_small_trace_by_hand() -> None:
     assert (report.resizes, report.pauses) == ({"a": 3}, {})
 
 
-def test_a_resize_costs_half_of_a_pause_if_nothing_else_is_said() -> None:
+def test_resize_costs_half_of_a_pause_by_default() -> None:
     assert Costs(image_s=60.0, resume_s=20.0).resizing_s == 40.0
     assert Costs(image_s=60.0, resize_s=5.0).resizing_s == 5.0
 
 
-def test_work_is_the_same_on_however_many_devices() -> None:
+def test_task_does_the_same_work_on_any_number_of_devices() -> None:
     """Without costs: 90 device-seconds are 90 s on one device, and (90 - 10) / 3 + 10 on three."""
     policy = Policy(half_life_s=0.0, grow_after_s=10.0)
     for n, done_s in ((1, 90.0), (2, 50.0), (3, 36.666667)):
@@ -581,7 +594,7 @@ def _room(base: Snapshot, one: BoardTask) -> int:
 
 
 @pytest.mark.parametrize("first", seeds(range(0, 40, 20)))
-def test_all_work_ends_and_what_is_charged_is_what_was_held(first: int) -> None:
+def test_all_work_ends_and_charges_equal_held_time(first: int) -> None:
     """`simulate` checks each step: seats, sizes, slices, idle devices, the board made anew."""
     resizes = 0
     for seed in range(first, first + 20):
@@ -601,12 +614,12 @@ def test_all_work_ends_and_what_is_charged_is_what_was_held(first: int) -> None:
 @pytest.mark.parametrize(
     ("first", "smaller"),
     [
-        *((ELASTIC + seed, 30) for seed in range(0, 600, 300)),
-        *((BOUND + seed, 20) for seed in range(0, 900, 300)),  # whose gangs stay on one host
+        *rest_long([(ELASTIC + seed, 30) for seed in range(0, 600, 300)]),
+        *rest_long([(BOUND + seed, 20) for seed in range(0, 900, 300)]),  # gangs stay on one host
     ],
 )
 @pytest.mark.slow
-def test_random_elastic_islands_come_to_a_standstill_by_the_rules(first: int, smaller: int) -> None:
+def test_random_elastic_islands_settle_by_the_rules(first: int, smaller: int) -> None:
     count = sum((judge(seed) for seed in range(first, first + 300)), start=Counter())
     assert count["islands"] == 300
     assert count["grown"] > 10
@@ -626,7 +639,7 @@ def _plain(drawn: Snapshot) -> Snapshot:
     return replace(drawn, policy=policy, tenants=tenants, tasks=tasks)
 
 
-def test_what_was_decided_can_be_decided_again_from_what_was_recorded() -> None:
+def test_round_with_elastic_tasks_is_repeated_from_its_record() -> None:
     """Rounds that resize, and pause nobody: of the others it is told in
     tests/app/scheduling/test_board_follower."""
     resized = 0
@@ -646,7 +659,7 @@ def test_what_was_decided_can_be_decided_again_from_what_was_recorded() -> None:
     assert resized > 15
 
 
-def test_a_board_made_anew_knows_what_is_being_given_back() -> None:
+def test_new_board_knows_devices_being_given_back() -> None:
     smaller = replace(grown("a", "d0 d1"), state="splicing", leaves=("d2",))
     board = Board.of(on(smaller, devices=3), now_s=NOW_S)
     stay = board.stays["a"]

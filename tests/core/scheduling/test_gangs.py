@@ -61,7 +61,7 @@ def _known(task: str, *, at_s: float, work_s: float, width: int) -> Arrival:
     )
 
 
-def test_who_goes_before_a_gang_delays_it_by_nothing() -> None:
+def test_task_backfilled_before_a_gang_does_not_delay_it() -> None:
     policy, passed = Policy(half_life_s=0, turns=False, backfill="easy"), 0
     for seed in range(150):
         base, behind, n = _easy(seed)
@@ -73,7 +73,7 @@ def test_who_goes_before_a_gang_delays_it_by_nothing() -> None:
     assert passed > 300  # the devices kept did not stand idle meanwhile
 
 
-def test_without_a_reservation_singles_pass_the_gang_for_as_long_as_they_come() -> None:
+def test_single_tasks_pass_a_gang_without_end_if_nothing_is_reserved() -> None:
     stream = [_known(f"s{i:03}", at_s=2.0 * i, work_s=9.0, width=1) for i in range(60)]
     work = [*stream, _known("gang", at_s=1.0, work_s=20.0, width=4)]
     starts_s = {
@@ -146,7 +146,7 @@ def test_a_gang_starts_soon_after_its_patience_ends(
         assert started_s(report, "gang") - 5 <= policy.patience_s + policy.slice_max_s + switch_s
 
 
-def test_gangs_that_lost_patience_wait_for_each_other_within_their_part() -> None:
+def test_gangs_with_ended_patience_stay_within_their_share_of_devices() -> None:
     """Bound for the k-th: patience + the longest slice + what those before it hold, in turns.
 
     Six gangs of two on eight devices; half of these are for such gangs, so two sit at a time and
@@ -181,7 +181,7 @@ def _again(task: Arrival) -> Arrival:
     )  # fmt: skip
 
 
-def test_a_gang_as_wide_as_the_island_gets_its_turn_and_gives_it_back() -> None:
+def test_gang_as_wide_as_the_island_gets_a_turn_and_gives_it_back() -> None:
     """It is more than aged gangs may hold: it starts all the same, but is not left alone."""
     policy = Policy(half_life_s=0, patience_s=20.0, slice_max_s=4.0)
     gang = Arrival(at_s=5, task="gang", tenant="a", user="a1", work_s=1e6, width=4, tier="basic")
@@ -195,7 +195,7 @@ def test_a_gang_as_wide_as_the_island_gets_its_turn_and_gives_it_back() -> None:
     assert others_s > 0.5 * 4 * 200  # it has a quarter by its weight, and so have they
 
 
-def test_a_gang_is_seated_all_at_once_or_not_at_all() -> None:
+def test_gang_gets_all_its_devices_at_once_or_none() -> None:
     dice = random.Random(7)
     work = _stream(dice, work_s=(1.0, 8.0), until_s=40)
     work += [

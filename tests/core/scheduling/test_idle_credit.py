@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.core.fairness.fair_tree import FIXED_POINT_BITS
+from app.core.fairness.fair_tree import FIXED_POINT_BITS, carried_over
 from app.core.model.snapshot import (
     BoardDevice,
     BoardTask,
@@ -25,7 +25,7 @@ from app.core.model.snapshot import (
 )
 from app.core.scheduling.board import Board
 from app.core.scheduling.cycle import cycle, decide
-from app.core.scheduling.idle_credit import CarriedLevels, recall
+from app.core.scheduling.idle_credit import CarriedLevels, recall, welcome
 from app.core.scheduling.record import as_json, from_json, seen_by
 from app.core.simulation.simulator import Arrival, Report, simulate
 from tests.core.pictures import NOW_S, SECOND, island, moves
@@ -65,7 +65,7 @@ def score_s(board: Board, tenant: str) -> Fraction:
     return Fraction(score, 1 << 128) / (SECOND << FIXED_POINT_BITS)
 
 
-def test_who_comes_begins_at_the_level_of_those_who_wait_less_its_part_of_the_credit() -> None:
+def test_newcomer_begins_at_the_level_of_those_who_wait_less_its_credit() -> None:
     board = board_of("b", queue="b", used={"b": 99_990})  # and the 10 s that it holds the device
     come(board, "a")
     plan = cycle(board)
@@ -73,7 +73,7 @@ def test_who_comes_begins_at_the_level_of_those_who_wait_less_its_part_of_the_cr
     assert moves(plan) == [("b", "Pause"), ("a", "Launch")]
 
 
-def test_credit_is_parted_by_weight() -> None:
+def test_idle_credit_is_divided_by_weight() -> None:
     board = board_of("b", queue="b", used={"b": 99_990})
     board.set_tenant(BoardTenant(id="a", name="a", weight=3000))
     come(board, "a")
@@ -81,13 +81,13 @@ def test_credit_is_parted_by_weight() -> None:
     assert lifts_s(cycle(board)) == {"a": 3 * 100_000 - 750}
 
 
-def test_who_is_not_behind_by_more_than_the_credit_is_not_lifted() -> None:
+def test_tenant_behind_by_less_than_its_credit_gets_no_idle_credit() -> None:
     board = board_of("b", queue="b", used={"b": 490, "a": 0})
     come(board, "a")
     assert cycle(board).lifts == ()
 
 
-def test_those_who_come_one_after_the_other_begin_at_one_level_and_tie() -> None:
+def test_tenants_that_come_one_after_the_other_begin_level_and_tie() -> None:
     board = board_of("b", queue="b", used={"b": 99_990})
     board.set_tenant(BoardTenant(id="c", name="c", weight=7000))
     come(board, "a")
@@ -102,7 +102,7 @@ def test_those_who_come_one_after_the_other_begin_at_one_level_and_tie() -> None
     assert score_s(board, "d") >= score_s(board, "c")  # its part is of more who want the device
 
 
-def test_two_of_any_weights_that_come_at_once_tie_exactly() -> None:
+def test_two_tenants_of_any_weights_that_come_at_once_tie_exactly() -> None:
     board = board_of("b", queue="b", used={"b": 99_990})
     board.set_tenant(BoardTenant(id="c", name="c", weight=7001))
     come(board, "a", "a.1")
@@ -116,7 +116,25 @@ def test_two_of_any_weights_that_come_at_once_tie_exactly() -> None:
     assert tree.score(tree.branches[("c",)], kind="cpu") == (a << 128) // 1000
 
 
-def test_it_is_no_use_to_wait_until_the_others_are_done() -> None:
+@pytest.mark.parametrize("weight", [1, 3000, 7001])
+def test_a_changed_weight_leaves_a_branch_with_a_floor_where_it_stood(weight: int) -> None:
+    board = board_of("b", queue="b", used={"b": 99_990, "a": 10})
+    come(board, "a", "a.1")
+    welcome(board)
+    before, (user,) = score_s(board, "a"), [board.users["a1"]]
+    carried_us = carried_over(user.faded_us, 0, weight=1000, new_weight=weight)
+    board.set_tenant(BoardTenant(id="a", name="a", weight=weight, carried_us=carried_us))
+    assert float(score_s(board, "a")) == pytest.approx(float(before), rel=1e-9)
+    (lift,) = (
+        lift for lift in cycle(board).lifts if not lift.user
+    )  # written again, so that a new board has it
+    assert lift == board.lifts["a", "", "cpu"]
+    board.set_user(replace(user, weight=2000, carried_us=user.faded_us))
+    leaf, tenant = board.tree.branches["a", "a1"], board.tree.branches["a",]
+    assert board.tree.usage(leaf) - leaf.carried == board.tree.usage(tenant) - tenant.carried
+
+
+def test_waiting_until_the_others_are_done_gains_nothing() -> None:
     board = board_of("b", used={"b": 99_990})
     cycle(board)
     board.drop_task("b")
@@ -125,7 +143,7 @@ def test_it_is_no_use_to_wait_until_the_others_are_done() -> None:
     assert lifts_s(cycle(board)) == {"a": 100_000 - 1000}  # nobody else wants it: all is its part
 
 
-def test_who_runs_and_wants_no_more_sets_the_level_if_nobody_waits() -> None:
+def test_running_tenant_sets_the_level_if_no_tenant_waits() -> None:
     board = board_of("b c", used={"b": 99_990, "c": 70_000})
     come(board, "a")
     # Two devices give 2000 s in 1000 s; a third of it is a's.
@@ -133,19 +151,19 @@ def test_who_runs_and_wants_no_more_sets_the_level_if_nobody_waits() -> None:
     assert lifts_s(cycle(board))["a"] == pytest.approx(level, abs=1e-6)
 
 
-def test_nobody_is_lifted_above_one_who_waits() -> None:
+def test_idle_credit_floor_is_never_above_a_tenant_that_waits() -> None:
     board = board_of("b c", queue="c", used={"b": 99_990, "c": 69_980})
     come(board, "a")
     assert lifts_s(cycle(board))["a"] == pytest.approx(70_000 - 2000 / 3 - 10, abs=11)
 
 
-def test_a_kind_that_nobody_else_wants_lifts_nobody() -> None:
+def test_kind_that_no_other_tenant_wants_gives_no_idle_credit() -> None:
     board = board_of("b", queue="b", used={"b": 99_990})
     come(board, "a", kind="cuda")
     assert cycle(board).lifts == ()
 
 
-def test_a_lift_for_one_kind_counts_for_no_other() -> None:
+def test_idle_credit_floor_for_one_kind_does_not_count_for_another() -> None:
     board = board_of("b", queue="b", used={"b": 99_990})
     come(board, "a")
     cycle(board)
@@ -153,7 +171,7 @@ def test_a_lift_for_one_kind_counts_for_no_other() -> None:
     assert board.tree.score(a) == board.tree.score(a, kind="cuda") < board.tree.score(a, kind="cpu")
 
 
-def test_who_stays_in_line_is_never_lifted() -> None:
+def test_tenant_that_stays_in_line_gets_no_idle_credit() -> None:
     board = board_of("b", queue="b", used={"b": 99_990})
     board.set_tenant(BoardTenant(id="a", name="a", weight=1000, limit={"cpu": 0}))
     board.policy = replace(POLICY, idle_credit_s=1e9)
@@ -165,14 +183,14 @@ def test_who_stays_in_line_is_never_lifted() -> None:
     assert cycle(board).lifts == ()
 
 
-def test_who_was_made_to_give_way_is_not_lifted_when_it_is_in_line_again() -> None:
+def test_preempted_tenant_gets_no_idle_credit_when_it_waits_again() -> None:
     board = board_of("a b", queue="b", used={"b": 99_990})
     cycle(board)
     board.set_task(replace(board.tasks["a"], state="waiting", seats=()))
     assert cycle(board).lifts == ()
 
 
-def test_who_held_its_own_task_and_released_it_much_later_is_lifted() -> None:
+def test_tenant_that_held_its_task_for_long_gets_idle_credit_on_release() -> None:
     board = board_of("a b", queue="b", used={"b": 99_990})
     held = Conditions(hold="user")
     board.set_task(replace(board.tasks["a"], state="blocked", seats=(), conditions=held))
@@ -181,14 +199,14 @@ def test_who_held_its_own_task_and_released_it_much_later_is_lifted() -> None:
     assert set(lifts_s(cycle(board))) == {"a"}
 
 
-def test_whose_next_task_comes_before_the_next_round_never_left() -> None:
+def test_tenant_with_its_next_task_before_the_next_round_never_left() -> None:
     board = board_of(". b", queue="a", used={"b": 99_990})
     assert moves(cycle(board)) == [("a", "Launch")]
     come(board, "a", "a.next")
     assert cycle(board).lifts == ()
 
 
-def test_a_lift_never_falls() -> None:
+def test_idle_credit_floor_never_falls() -> None:
     board = board_of("b", queue="b", used={"b": 99_990})
     come(board, "a")
     first = lifts_s(cycle(board))["a"]
@@ -201,7 +219,7 @@ def test_a_lift_never_falls() -> None:
 # --- the next board, and the record ---------------------------------------------------------------
 
 
-def test_a_round_that_was_not_written_down_lifts_again() -> None:
+def test_round_that_was_not_committed_sets_the_idle_credit_floor_again() -> None:
     drawn = island("b", queue="b", used={"b": 99_990}, policy=POLICY)
     board = board_of("b", queue="b", used={"b": 99_990})
     cycle(board)
@@ -216,7 +234,7 @@ def test_a_round_that_was_not_written_down_lifts_again() -> None:
     assert cycle(anew).lifts == lost.lifts != ()
 
 
-def test_on_the_next_board_nobody_is_new_who_was_there() -> None:
+def test_next_board_takes_no_known_tenant_for_a_newcomer() -> None:
     board = board_of("b", queue="b", used={"b": 99_990}, policy=replace(POLICY, idle_credit_s=1e9))
     come(board, "a")
     cycle(board)
@@ -227,7 +245,7 @@ def test_on_the_next_board_nobody_is_new_who_was_there() -> None:
     assert cycle(anew).lifts == ()
 
 
-def test_what_was_decided_with_lifts_is_decided_again_from_the_record() -> None:
+def test_round_with_idle_credit_floors_is_repeated_from_its_record() -> None:
     board = board_of("b", queue="b", used={"b": 99_990})
     come(board, "a")
     plan = cycle(board)
@@ -264,7 +282,7 @@ def long(tenant: str, at_s: float) -> Arrival:
     idle_s=st.integers(1, 30 * 86_400),
     half_life_s=st.sampled_from([0.0, 3600.0, 7 * 86_400.0]),
 )
-def test_after_an_idle_of_any_length_one_is_ahead_by_its_credit_and_a_slice(
+def test_tenant_back_from_any_idle_time_leads_by_its_credit_and_one_slice(
     idle_s: int, half_life_s: float
 ) -> None:
     report = run(
@@ -276,7 +294,7 @@ def test_after_an_idle_of_any_length_one_is_ahead_by_its_credit_and_a_slice(
     assert b >= WINDOW_S / 2 - 2 * 1.0
 
 
-def test_without_a_bound_it_would_keep_the_device_until_it_has_caught_up() -> None:
+def test_without_idle_credit_a_returning_tenant_keeps_the_device_for_long() -> None:
     arrivals = [long("a", 0), long("b", AWAY)]
     report = run(arrivals, until_s=AWAY + WINDOW_S, idle_credit_s=1e12)
     assert report.device_s["b"] >= WINDOW_S - 2.0
@@ -285,7 +303,7 @@ def test_without_a_bound_it_would_keep_the_device_until_it_has_caught_up() -> No
 @settings(max_examples=examples(6), deadline=None)
 @given(away_s=st.integers(10, 5_000))
 @pytest.mark.slow
-def test_to_leave_and_come_back_gains_nothing(away_s: int) -> None:
+def test_leaving_and_coming_back_gains_nothing(away_s: int) -> None:
     until_s = 300.0 + away_s + WINDOW_S
     stays = run([long("a", 0), long("b", 0)], until_s=until_s)
     done = replace(long("b", 0), work_s=150.0)
@@ -293,7 +311,7 @@ def test_to_leave_and_come_back_gains_nothing(away_s: int) -> None:
     assert leaves.device_s["b"] <= stays.device_s["b"] + 1.0
 
 
-def test_many_who_come_back_at_once_keep_the_others_waiting_no_longer_than_the_credit() -> None:
+def test_many_returning_tenants_delay_the_others_by_the_credit_at_most() -> None:
     names = "abcdefgh"
     arrivals = [long("a", 0), *(long(name, AWAY) for name in names[1:])]
     report = run(arrivals, until_s=AWAY + CREDIT_S + 50.0, tenants=names)

@@ -41,7 +41,7 @@ from tests.thoroughness import seeds
         (2, {"a": 0, "b": 2}, 2, {"b": 2}),
     ],
 )
-def test_the_largest_islands_are_filled_one_after_the_other(
+def test_largest_islands_are_filled_first(
     width: int, devices: dict[str, int], islands: int, expected: dict[str, int] | None
 ) -> None:
     assert divided(width, devices, islands) == expected
@@ -54,7 +54,7 @@ HELD = GangMember(island="a", state="running", good_for=5)
 FREE = GangMember(island="b", state="waiting")
 
 
-def test_tickets_are_taken_in_the_order_of_their_islands_and_the_gang_last() -> None:
+def test_tickets_are_taken_in_order_of_islands_and_the_gang_starts_last() -> None:
     blocked = replace(HELD, state="blocked", good_for=0)
     assert of_ticket(0, GANG, [blocked, FREE]) == Terms()
     assert of_ticket(1, GANG, [blocked, FREE]) == Terms(tickets=("a",))
@@ -83,19 +83,19 @@ def test_a_ticket_is_good_for_one_epoch(
     assert of_ticket(0, gang, [ticket]).lets_go == expected
 
 
-def test_who_stands_behind_a_ticket_that_is_lost_lets_go() -> None:
+def test_member_after_a_lost_ticket_releases_its_devices() -> None:
     """Else it would hold seats and wait for some on an island before its own."""
     lost = replace(HELD, state="waiting")
     later = replace(HELD, island="b")
     assert of_ticket(1, GANG, [lost, later]) == Terms(tickets=("a",), lets_go=BACK)
 
 
-def test_a_gang_that_runs_is_asked_for_seats_that_an_island_wants_back() -> None:
+def test_running_gang_is_asked_for_devices_that_an_island_wants_back() -> None:
     runs = replace(GANG, state="running", epoch=5)
     assert of_gang(runs, [HELD, replace(HELD, island="b", state="pausing")]).lets_go == "b"
 
 
-def test_the_reasons_name_what_is_lacking() -> None:
+def test_reasons_name_the_missing_tickets() -> None:
     first, second = waiting_reasons._by_terms(Terms(tickets=("a", "b"), idle=True))
     assert (first.code, first.change.value) == ("TICKETS", ("a", "b"))
     assert second.code == "GANG_WANTS_NONE"
@@ -278,7 +278,7 @@ class World:
 
 
 @pytest.mark.parametrize("seed", seeds(range(60)))
-def test_all_end_and_no_gang_runs_without_its_tickets(seed: int) -> None:
+def test_all_gangs_end_and_none_runs_without_its_tickets(seed: int) -> None:
     world = World(random.Random(seed))
     world.play(20_000)
     tickets = [row for row in world.rows.values() if row.ticket]
@@ -287,7 +287,7 @@ def test_all_end_and_no_gang_runs_without_its_tickets(seed: int) -> None:
 
 
 @pytest.mark.slow
-def test_who_does_not_keep_the_order_gets_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gangs_that_break_the_order_of_islands_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
     """The contrast: tickets asked for on all islands at once, and kept until all are held."""
 
     def greedy(n: int, gang: GangMember, tickets: list[GangMember]) -> Terms:

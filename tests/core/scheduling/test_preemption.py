@@ -126,32 +126,32 @@ def cpu(devices: int) -> dict[str, int]:
 # --- F5: what was lent comes back ---------------------------------------------------------------
 
 
-def test_who_is_within_its_guarantee_takes_back_what_was_lent() -> None:
+def test_tenant_within_its_guarantee_takes_back_what_it_lent() -> None:
     # a has used far more than b: by F6 nobody would give way to it.
     tenants: Trees = {"a": {"guarantee": cpu(1)}, "b": {}}
     snapshot = drawn(tenants, "b1=b 1 +, b2=b 1 +, a1=a 1 -", devices=2, used={"a": 99})
     assert told(plan(snapshot)) == "b1>a1 F5"
 
 
-def test_only_as_much_comes_back_as_is_guaranteed() -> None:
+def test_no_more_than_the_guarantee_is_taken_back() -> None:
     tenants: Trees = {"a": {"guarantee": cpu(1)}, "b": {}}
     snapshot = drawn(tenants, "b1=b 1 +, b2=b 1 +, a1=a 1 -, a2=a 1 -", devices=2, used={"a": 99})
     assert told(plan(snapshot)) == "b1>a1 F5"
 
 
-def test_who_holds_its_guarantee_takes_nothing_back_though_it_waits() -> None:
+def test_tenant_that_holds_its_guarantee_takes_nothing_back() -> None:
     tenants: Trees = {"a": {"guarantee": cpu(1)}, "b": {}}
     snapshot = drawn(tenants, "a1=a 1 +, b2=b 1 +, a2=a 1 -", devices=2, used={"a": 99})
     assert told(plan(snapshot)) == ""
 
 
-def test_a_guarantee_is_not_touched_by_who_only_used_less() -> None:
+def test_guarantee_is_not_touched_for_a_tenant_that_only_used_less() -> None:
     tenants: Trees = {"a": {"guarantee": cpu(1)}, "b": {}}
     snapshot = drawn(tenants, "a1=a 1 +, b1=b 1 -", devices=1, used={"a": 99})
     assert told(plan(snapshot)) == ""
 
 
-def test_between_two_within_their_guarantees_usage_decides() -> None:
+def test_usage_decides_between_two_tenants_within_their_guarantees() -> None:
     # More is guaranteed than there is: then they take turns.
     tenants: Trees = {"a": {"guarantee": cpu(1)}, "b": {"guarantee": cpu(1)}}
     snapshot = drawn(tenants, "a1=a 1 +, b1=b 1 -", devices=1)
@@ -160,7 +160,7 @@ def test_between_two_within_their_guarantees_usage_decides() -> None:
     assert told(plan(less)) == ""
 
 
-def test_nobody_gives_back_before_a_full_slice() -> None:
+def test_no_task_gives_back_before_a_full_slice() -> None:
     tenants: Trees = {"a": {"guarantee": cpu(1)}, "b": {}}
     young = {"b1": {"held_us": SECOND // 2}}
     snapshot = drawn(tenants, "b1=b 1 +, a1=a 1 -", devices=1, changed=young)
@@ -168,13 +168,13 @@ def test_nobody_gives_back_before_a_full_slice() -> None:
     assert plan(snapshot).look_again_s == pytest.approx(NOW_S + 0.5)
 
 
-def test_a_guarantee_is_by_kind_of_device() -> None:
+def test_guarantee_counts_for_its_kind_of_device_only() -> None:
     tenants: Trees = {"a": {"guarantee": {"cuda": 1}}, "b": {}}
     snapshot = drawn(tenants, "b1=b 1 +, a1=a 1 -", devices=1, used={"a": 99})
     assert told(plan(snapshot)) == ""
 
 
-def test_a_gang_takes_back_all_it_needs_from_several() -> None:
+def test_gang_takes_back_all_its_devices_from_several_tasks() -> None:
     tenants: Trees = {"a": {"guarantee": cpu(2)}, "b": {}, "c": {}}
     running = "b1=b 1 +, c1=c 1 +, c2=c 1 +"
     snapshot = drawn(tenants, f"{running}, a1=a 2 -", devices=3, used={"a": 99})
@@ -187,7 +187,7 @@ def test_a_gang_wider_than_the_guarantee_does_not_count_as_guaranteed() -> None:
     assert told(plan(snapshot)) == ""
 
 
-def test_a_gang_that_is_lent_in_part_goes_whole_to_who_is_owed_and_stays_against_others() -> None:
+def test_gang_on_partly_lent_devices_gives_way_only_to_the_owed_tenant() -> None:
     tenants: Trees = {"a": {"guarantee": cpu(1)}, "b": {"guarantee": cpu(3)}, "c": {}}
     owed = drawn(tenants, "b1=b 4 +, a1=a 1 -", used={"a": 99})
     assert told(plan(owed)) == "b1>a1 F5"
@@ -204,21 +204,21 @@ ONE_RUNS: Trees = {
 HAD: Mapping[str, float] = {"a": 99, "b.u": 20}
 
 
-def test_a_branch_does_not_come_to_borrow_while_one_beside_it_is_owed() -> None:
+def test_branch_starts_to_borrow_only_when_no_sibling_is_owed() -> None:
     gang = "b1=b.u 1 +, b2=b.u 1 -, g1=b.v 3 -"
     assert told(plan(drawn(ONE_RUNS, gang, used=HAD))) == "b1>g1 F6/F8"
     # a's would be given the devices back at once, though b2 goes before both.
     assert told(plan(drawn(ONE_RUNS, f"{gang}, a1=a 1 -", used=HAD))) == ""
 
 
-def test_who_was_told_to_pause_counts_as_waiting_where_a_branch_comes_to_borrow() -> None:
+def test_task_told_to_pause_counts_as_waiting_for_the_borrow_rule() -> None:
     snapshot = drawn(ONE_RUNS, "b1=b.u 1 +, g1=b.v 3 -, a1=a 1 +", used=HAD)
     told_to = replace(snapshot.tasks["a1"], state="pausing")
     snapshot = replace(snapshot, tasks={**snapshot.tasks, "a1": told_to})
     assert told(plan(snapshot)) == ""
 
 
-def test_singles_do_not_become_a_gang_lent_in_part_while_one_beside_is_owed() -> None:
+def test_single_tasks_are_not_replaced_by_a_gang_while_a_sibling_is_owed() -> None:
     tenants: Trees = {"q": {"guarantee": cpu(1)}, "p": {}}
     tenants = {**tenants, **{id: {"parent": "p", "guarantee": cpu(2)} for id in ("a", "b")}}
     tasks = "q1=q 1 +, b1=b.u 1 +, b2=b.u 1 +, b3=b.u 1 +, g1=b.v 2 -"
@@ -231,7 +231,7 @@ def test_singles_do_not_become_a_gang_lent_in_part_while_one_beside_is_owed() ->
 # --- when nobody can gain -----------------------------------------------------------------------
 
 
-def test_it_is_known_until_when_nobody_gains_if_only_time_passes() -> None:
+def test_time_until_no_task_gains_is_known_in_advance() -> None:
     # a has had 10 s and runs on; b has had 12 s and would be charged a turn of 1 s: 13 s.
     one = drawn({"a": {}, "b": {}}, "a1=a 1 +, b1=b 1 -", devices=1, used={"b": 12})
     assert nobody_gains_until_s(Board.of(one, now_s=NOW_S)) == NOW_S + 3
@@ -240,7 +240,7 @@ def test_it_is_known_until_when_nobody_gains_if_only_time_passes() -> None:
     assert nobody_gains_until_s(Board.of(two, now_s=NOW_S)) == NOW_S + 1.5
 
 
-def test_a_turn_weighs_least_on_the_heaviest_of_all_who_wait() -> None:
+def test_next_turn_is_weighed_with_the_heaviest_waiting_branch() -> None:
     # b would be charged 1 s and stand at 13 s; c, of weight 2, at 12.5 + 1/2 = 13 s as well.  The
     # two lowest scores are b's and d's, so c is not looked at: its half second counts for all.
     tenants: Trees = {"a": {}, "b": {}, "c": {"weight": 2000}, "d": {}}
@@ -249,14 +249,14 @@ def test_a_turn_weighs_least_on_the_heaviest_of_all_who_wait() -> None:
     assert nobody_gains_until_s(Board.of(snapshot, now_s=NOW_S)) == NOW_S + 2.5
 
 
-def test_it_is_now_if_somebody_gains_or_a_branch_takes_turns_below_the_top() -> None:
+def test_round_is_due_now_if_a_task_gains_or_a_lower_branch_takes_turns() -> None:
     better = drawn({"a": {}, "b": {}}, "a1=a 1 +, b1=b 1 -", devices=1)
     assert nobody_gains_until_s(Board.of(better, now_s=NOW_S)) == NOW_S
     below = drawn({"a": {}, "b": {}}, "a1=a.u 1 +, a2=a.v 1 -", devices=1, used={"a.v": 99})
     assert nobody_gains_until_s(Board.of(below, now_s=NOW_S)) == NOW_S
 
 
-def test_a_round_in_which_nothing_moved_decides_what_a_whole_one_would() -> None:
+def test_short_round_decides_the_same_as_a_whole_round() -> None:
     snapshot = drawn({"a": {}, "b": {}}, "a1=a 1 +, b1=b 1 -", devices=1, used={"b": 12})
     board = Board.of(snapshot, now_s=NOW_S)
     assert told(cycle(board)) == ""
@@ -277,22 +277,22 @@ TWO_DEEP: Trees = {
 }
 
 
-def test_a_child_claims_under_its_parents_guarantee() -> None:
+def test_child_tenant_claims_under_its_parents_guarantee() -> None:
     snapshot = drawn(TWO_DEEP, "z1=z 1 +, z2=z 1 +, x1=x 1 -", devices=2, used={"x": 99})
     assert told(plan(snapshot)) == "z1>x1 F5"
 
 
-def test_a_childs_devices_are_safe_within_its_parents_guarantee() -> None:
+def test_child_tenants_devices_are_safe_within_its_parents_guarantee() -> None:
     snapshot = drawn(TWO_DEEP, "x1=x 1 +, y1=y 1 +, z1=z 1 -", devices=2, used={"x": 9, "y": 9})
     assert told(plan(snapshot)) == ""
 
 
-def test_below_one_parent_siblings_share_its_guarantee_by_usage() -> None:
+def test_siblings_share_their_parents_guarantee_by_usage() -> None:
     snapshot = drawn(TWO_DEEP, "x1=x 1 +, x2=x 1 +, y1=y 1 -, z1=z 1 -", devices=2)
     assert told(plan(snapshot)) == "x1>y1 F6/F8"
 
 
-def test_a_childs_own_guarantee_holds_although_its_parent_borrows() -> None:
+def test_childs_own_guarantee_holds_while_its_parent_borrows() -> None:
     tenants: Trees = {"p": {"guarantee": cpu(1)}, "x": {"parent": "p", "guarantee": cpu(1)},
                "y": {"parent": "p"}, "q": {"guarantee": cpu(1)}}  # fmt: skip
     # p holds two and is guaranteed one: what y holds is lent, what x holds is its own.
@@ -300,7 +300,7 @@ def test_a_childs_own_guarantee_holds_although_its_parent_borrows() -> None:
     assert told(plan(snapshot)) == "y1>q1 F5"
 
 
-def test_a_parent_within_its_guarantee_protects_a_child_above_its_own() -> None:
+def test_parent_within_its_guarantee_protects_a_child_above_its_own() -> None:
     tenants: Trees = {"p": {"guarantee": cpu(2)}, "x": {"parent": "p", "guarantee": cpu(1)},
                "q": {"guarantee": cpu(1)}}  # fmt: skip
     # x borrows, but only from p's own guarantee: q has to be as little served to take a turn.
@@ -308,7 +308,7 @@ def test_a_parent_within_its_guarantee_protects_a_child_above_its_own() -> None:
     assert told(plan(snapshot)) == ""
 
 
-def test_three_deep_sides_are_compared_where_they_part() -> None:
+def test_tenants_three_levels_deep_are_compared_where_their_branches_part() -> None:
     tenants: Trees = {
         "p": {}, "x": {"parent": "p"}, "xx": {"parent": "x", "guarantee": cpu(1)},
         "xy": {"parent": "x"}, "y": {"parent": "p"}, "yy": {"parent": "y"},
@@ -335,25 +335,25 @@ def test_a_limit_keeps_a_free_device_empty(limits: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "limits", [{"limit": cpu(1)}, {"limit": {"*": 1}}, {"most_running": 1}], ids=str
 )
-def test_under_a_full_limit_users_still_take_turns(limits: dict[str, Any]) -> None:
+def test_users_take_turns_under_a_full_limit(limits: dict[str, Any]) -> None:
     snapshot = drawn({"a": limits}, "a1=a.u 1 +, a2=a.v 1 -", devices=2)
     assert told(plan(snapshot)) == "a1>a2 F6/F8"
 
 
-def test_under_a_full_limit_a_higher_priority_goes_first() -> None:
+def test_higher_priority_goes_first_under_a_full_limit() -> None:
     first = {"a2": {"priority": 1}}
     snapshot = drawn({"a": {"most_running": 1}}, "a1=a 1 +, a2=a 1 -", devices=2, changed=first)
     assert told(plan(snapshot)) == "a1>a2 F6/F8"
 
 
-def test_a_gang_under_a_limit_asks_so_many_that_the_limit_is_kept() -> None:
+def test_gang_under_a_limit_preempts_enough_tasks_to_keep_the_limit() -> None:
     tenants: Trees = {"p": {"limit": cpu(3)}, "x": {"parent": "p"}, "y": {"parent": "p"}}
     # Five devices, two of them free: but with three more than y's p would hold five.
     snapshot = drawn(tenants, "x1=x 1 +, x2=x 1 +, x3=x 1 +, y1=y 2 -", devices=5)
     assert told(plan(snapshot)) == "x1>y1 F6/F8, x2>y1 F6/F8"
 
 
-def test_a_limit_far_up_counts_for_who_waited_too_long() -> None:
+def test_limit_of_an_ancestor_binds_a_task_that_waited_too_long() -> None:
     """Rules F7 and F9 go before all others, but not above a limit."""
     tenants: Trees = {"p": {"limit": cpu(2)}, "x": {"parent": "p"}, "q": {}}
     aged = {"x1": {"submitted_s": 0.0}}
@@ -363,7 +363,33 @@ def test_a_limit_far_up_counts_for_who_waited_too_long() -> None:
     assert told(plan(snapshot)) == "x2>x1 F7"  # its own makes room, not q's
 
 
-def test_room_that_a_gang_leaves_is_given_away_in_the_same_round() -> None:
+@pytest.mark.parametrize(
+    "limits", [{"limit": cpu(0)}, {"limit": {"*": 0}}, {"most_running": 0}], ids=str
+)
+def test_lowered_limit_takes_back_what_exceeds_it_after_a_full_slice(
+    limits: dict[str, Any],
+) -> None:
+    policy = Policy(half_life_s=0.0, slice_max_s=20.0)
+    long = {"a2": {"switch_us": SECOND}}  # its slice is 20 s, of which 10 have passed
+    tasks = "a1=a 1 +, a2=a 1 +, a3=a 1 +, b1=b 1 -"
+    snapshot = drawn({"a": {}, "b": {}}, tasks, devices=4, changed=long, policy=policy)
+    board = Board.of(snapshot, now_s=NOW_S)
+    assert told(cycle(board)) == "b1"
+    board.set_tenant(BoardTenant(id="a", name="a", weight=1000, **limits))
+    assert told(cycle(board)) == "a1>None F4, a3>None F4"
+    assert board.next_s() == NOW_S + 10
+    board.at(NOW_S + 10)
+    assert told(cycle(board)) == "a2>None F4"
+
+
+def test_lowered_limit_takes_back_no_more_than_exceeds_it() -> None:
+    tenants: Trees = {"p": {"limit": cpu(3)}, "x": {"parent": "p"}, "y": {"parent": "p"}, "q": {}}
+    tasks = "x1=x 2 +, y1=y 1 +, y2=y 1 +, q1=q 2 +"
+    later = {"y2": {"started_s": NOW_S - 5}}
+    assert told(plan(drawn(tenants, tasks, devices=6, changed=later))) == "y2>None F4"
+
+
+def test_devices_left_over_by_a_gang_are_given_away_in_the_same_round() -> None:
     tenants: Trees = {"p": {"limit": cpu(2)}, "x": {"parent": "p"}, "y": {"parent": "p"}}
     snapshot = drawn(tenants, "x1=x 2 +, y1=y 1 -, y2=y 1 -", devices=2)
     assert told(plan(snapshot)) == "x1>y1 F6/F8, y2"
@@ -387,14 +413,14 @@ def test_basic_gives_way_before_standard_before_premium() -> None:
         assert told(plan(snapshot)) == expected
 
 
-def test_the_most_over_served_gives_way_first() -> None:
+def test_most_over_served_task_gives_way_first() -> None:
     running = "b1=b 1 +, c1=c 1 +"
     one = drawn(CLAIM, f"{running}, a1=a 1 -", devices=2, used={"b": 5})
     other = drawn(CLAIM, f"{running}, a1=a 1 -", devices=2, used={"c": 5})
     assert (told(plan(one)), told(plan(other))) == ("b1>a1 F5", "c1>a1 F5")
 
 
-def test_of_one_user_the_lowest_priority_then_the_latest_gives_way() -> None:
+def test_lowest_priority_then_newest_task_of_a_user_gives_way() -> None:
     changed = {
         "b1": {"priority": 1, "started_s": NOW_S - 2},
         "b2": {"started_s": NOW_S - 9},
@@ -407,18 +433,18 @@ def test_of_one_user_the_lowest_priority_then_the_latest_gives_way() -> None:
     assert told(plan(snapshot)) == "b3>a1 F5, b2>a1 F5, b1>a1 F5"
 
 
-def test_a_wide_one_alone_gives_way_where_the_narrow_ones_before_it_do_not_help() -> None:
+def test_wide_task_gives_way_where_narrower_tasks_do_not_free_enough() -> None:
     # Four are needed.  In order: 1, then 4.  With the four the one is not needed: it stays.
     snapshot = drawn(CLAIM, "b1=b 1 +, b2=b 4 +, a1=a 4 -", devices=5)
     assert told(plan(snapshot)) == "b2>a1 F5"
 
 
-def test_free_devices_are_counted_before_anybody_is_asked() -> None:
+def test_free_devices_are_counted_before_any_task_is_paused() -> None:
     snapshot = drawn(CLAIM, "b1=b 1 +, b2=b 1 +, a1=a 3 -", devices=4)
     assert told(plan(snapshot)) == "b1>a1 F5"  # the third device; two are free
 
 
-def test_a_device_that_would_not_do_is_not_asked_for() -> None:
+def test_task_on_an_unsuitable_device_is_not_paused() -> None:
     changed = {"a1": {"memory_bytes": 8}}
     snapshot = drawn(CLAIM, "b1=b 1 +, b2=b 1 +, a1=a 1 -", devices=2, changed=changed)
     small = replace(snapshot.devices["d0"], memory_bytes=4)
@@ -426,7 +452,7 @@ def test_a_device_that_would_not_do_is_not_asked_for() -> None:
     assert told(plan(snapshot)) == "b2>a1 F5"
 
 
-def test_too_few_who_may_be_asked_are_not_asked_at_all() -> None:
+def test_no_task_is_paused_if_too_few_may_be() -> None:
     young = {"b2": {"held_us": SECOND // 2}}
     snapshot = drawn(CLAIM, "b1=b 1 +, b2=b 1 +, a1=a 2 -", devices=2, changed=young)
     assert told(plan(snapshot)) == ""
@@ -435,7 +461,7 @@ def test_too_few_who_may_be_asked_are_not_asked_at_all() -> None:
 # --- over time ----------------------------------------------------------------------------------
 
 
-def test_who_returns_has_its_guarantee_within_one_slice() -> None:
+def test_returning_tenant_has_its_guarantee_within_one_slice() -> None:
     """Whenever it comes: at most a slice, a pause and a start later it has what is guaranteed."""
     costs = Costs(start_s=0.05, pause_s=0.02, image_s=0.03, resume_s=0.02)
     tenants = [

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from app.core.model.provisions.process_images import marked
 from app.core.model.snapshot import (
     BoardDevice,
     BoardTask,
@@ -21,6 +22,7 @@ from app.core.scheduling.board import Board
 from app.core.scheduling.cycle import cycle, decide
 from app.core.scheduling.record import as_json, from_json, seen_by
 from benchmarks.no_cycles import ELASTIC, NOW_S, TIGHT, Shop, island
+from tests.thoroughness import rest_long
 
 ROUNDS = 6  # of each island; half of them at another instant than the round before
 
@@ -72,17 +74,40 @@ def _crowded(drawn: Snapshot, dice: random.Random) -> Snapshot:
     return replace(drawn, tasks=tasks)
 
 
+def _stored(drawn: Snapshot, dice: random.Random) -> Snapshot:
+    """Some that wait are commands with stored processes, which need hosts of one of two kinds."""
+    marks = [marked("aa11"), marked("bb22")]
+    devices = {
+        id: replace(device, traits=replace(device.traits, offers=(dice.choice(marks),)))
+        for id, device in drawn.devices.items()
+    }
+    tasks = {
+        id: replace(task, movable=True, restarts=True, goes_on_with=dice.choice(marks))
+        if task.state == "waiting" and dice.random() < 0.3
+        else task
+        for id, task in drawn.tasks.items()
+    }
+    return replace(drawn, devices=devices, tasks=tasks)
+
+
+@pytest.mark.parametrize("part", rest_long(range(2)))
 @pytest.mark.parametrize("kind", [0, TIGHT, ELASTIC], ids=["loose", "tight", "elastic"])
 @pytest.mark.parametrize(
     ("seeds", "drawn"),
-    [(400, _as_drawn), (200, _nobody_used_anything), (200, _without_turns), (100, _crowded)],
+    [
+        (200, _as_drawn),
+        (100, _nobody_used_anything),
+        (100, _without_turns),
+        (50, _crowded),
+        (50, _stored),
+    ],
 )
 @pytest.mark.slow
-def test_what_was_recorded_is_decided_again(
-    kind: int, seeds: int, drawn: Callable[[Snapshot, random.Random], Snapshot]
+def test_recorded_round_gives_the_same_decisions_again(
+    kind: int, seeds: int, drawn: Callable[[Snapshot, random.Random], Snapshot], part: int
 ) -> None:
-    compared = left_out = 0
-    for seed in range(kind, kind + seeds):
+    compared, left_out, first = 0, 0, kind + part * seeds
+    for seed in range(first, first + seeds):
         shop = Shop(drawn(island(seed, timeless=seed % 2 == 0), random.Random(seed)))
         for n in range(ROUNDS):
             board = Board.of(shop.snapshot(), now_s=shop.now_s)
@@ -96,11 +121,11 @@ def test_what_was_recorded_is_decided_again(
             cycle(shop.board, lift=False)
             shop.obey(plan)
             shop.later(0.5 * (n % 2))
-    assert compared > seeds / 5
+    assert compared >= seeds / 5
     assert left_out > compared  # it is not all that there was
 
 
-def test_what_is_recorded_does_not_grow_with_who_waits() -> None:
+def test_record_of_a_round_does_not_grow_with_the_waiting_tasks() -> None:
     """8 devices; 3,000 wait, of 300 tenants, in 40 lanes, a third of them started once."""
     small, big = (_size(_island(waiting)) for waiting in (300, 3000))
     assert small[0] <= 80
@@ -167,7 +192,7 @@ def _island(waiting: int) -> Snapshot:
     )
 
 
-def test_those_left_out_are_still_counted_where_they_count() -> None:
+def test_tasks_left_out_of_the_record_are_still_counted() -> None:
     """Two started tasks wait that are promised 0.9 of two devices each, and one more runs.
 
     Three promises do not fit into two devices, so nobody's is kept, on the record as well.

@@ -91,7 +91,7 @@ FITTING = [
 
 @pytest.mark.parametrize(("tasks", "devices", "weights"), FITTING, ids=range(len(FITTING)))
 @pytest.mark.slow
-def test_no_promise_that_fits_is_broken_in_any_hour(
+def test_no_tier_promise_that_fits_is_broken_in_any_hour(
     tasks: str, devices: int, weights: dict[str, float]
 ) -> None:
     hours = 5
@@ -102,7 +102,7 @@ def test_no_promise_that_fits_is_broken_in_any_hour(
 
 
 @pytest.mark.slow
-def test_random_promises_that_fit_are_kept_over_some_hundred_hours() -> None:
+def test_random_tier_promises_that_fit_are_kept_for_hundreds_of_hours() -> None:
     judged_h = 0.0
     for seed in range(10):
         dice = random.Random(seed)
@@ -123,7 +123,7 @@ def test_random_promises_that_fit_are_kept_over_some_hundred_hours() -> None:
 
 
 @pytest.mark.slow
-def test_what_the_promises_leave_is_had_by_who_is_promised_nothing() -> None:
+def test_tasks_without_a_promise_get_the_time_that_promises_leave() -> None:
     # Five at 70 % on four devices leave half a device; a fifth of the time is for their own turns.
     tasks = "a:standard a:standard a:standard b:standard b:standard c:basic"
     report, tiers = run(tasks, devices=4, hours=4)
@@ -132,7 +132,7 @@ def test_what_the_promises_leave_is_had_by_who_is_promised_nothing() -> None:
     assert min(share for id, share in shares.items() if tiers[id] == "basic") >= 0.40
 
 
-def test_a_shortage_sheds_standard_and_keeps_premium() -> None:
+def test_shortage_drops_the_promise_of_standard_and_keeps_premium() -> None:
     tasks = "a:premium a:premium b:standard b:standard b:standard c:basic"
     report, tiers = run(tasks, devices=3, hours=6, weights={"a": 0.1, "c": 5})
     shares = {id: worst_share(stays, 6 * HOUR) for id, stays in held(report).items()}
@@ -140,7 +140,7 @@ def test_a_shortage_sheds_standard_and_keeps_premium() -> None:
     assert min(shares[id] for id, tier in tiers.items() if tier == "standard") < 0.70
 
 
-def test_a_shed_tier_leaves_the_shares_to_the_weights() -> None:
+def test_tier_without_its_promise_shares_by_weight() -> None:
     """Two at 70 % do not fit on one device: then the weights decide, not who was away longest."""
     report, _ = run("a:standard b:standard", devices=1, hours=6, weights={"b": 3})
     assert report.device_s["a"] / sum(report.device_s.values()) == pytest.approx(0.25, abs=0.01)
@@ -180,12 +180,12 @@ def test_the_highest_tiers_whose_promises_fit_are_honoured(
     assert Board.of(island, now_s=1.0).urgency.honoured("cpu") == kept
 
 
-def test_what_lies_outside_the_window_is_forgotten() -> None:
+def test_waits_before_the_window_are_forgotten() -> None:
     away = been_away(((0.0, 100.0), (3000.0, 3100.0)), 3650.0, 3750.0, window_s=HOUR)
     assert away == ((3000.0, 3100.0), (3650.0, 3750.0))
 
 
-def test_times_close_together_are_remembered_as_one_of_the_same_length() -> None:
+def test_waits_close_together_are_merged_without_losing_time() -> None:
     # A part of an hour is 56.25 s: [3600, 3656.25) is one.
     away = been_away(((3601.0, 3602.0),), 3610.0, 3613.0, window_s=HOUR)
     assert away == ((3609.0, 3613.0),)

@@ -37,27 +37,27 @@ def shared(names, *, queue="", tasks=None, **more):
     return replace(picture, tasks={**picture.tasks, **seated}, devices=devices)
 
 
-def test_a_graph_joins_one_that_runs_and_nobody_is_paused():
+def test_graph_joins_a_running_graph_and_no_task_is_paused():
     plan = decide(drawn("a'", queue="b"), now_s=NOW_S)
     assert moves(plan) == [("a", "Share"), ("b", "Launch")]
     assert plan.decisions[1].shares
     assert plan.decisions[1].devices == ("d0",)
 
 
-def test_all_that_may_join_do_so_at_once_up_to_as_many_as_are_allowed():
+def test_several_graphs_join_in_one_round_up_to_the_limit_of_the_device():
     plan = decide(drawn("a'", queue="b c d e"), now_s=NOW_S)
     assert moves(plan) == [("a", "Share"), ("b", "Launch"), ("c", "Launch"), ("d", "Launch")]
     assert "e" in plan.reasons
 
 
-def test_of_each_user_one_takes_part_and_heirs_have_the_places_that_are_left():
+def test_one_graph_of_each_user_takes_turns_and_standby_graphs_fill_the_rest():
     plan = decide(drawn("a'", queue="a b b a2 a2"), now_s=NOW_S)
     assert moves(plan)[1:3] == [("b", "Launch"), ("a2", "Launch")]
     (heir,) = plan.decisions[3:]
     assert (heir.task, heir.shares) == ("b.2", True)  # b has had nothing yet
 
 
-def test_the_next_of_the_only_user_is_its_heir_and_there_is_one():
+def test_only_user_has_one_standby_graph():
     plan = decide(drawn("a'", queue="a a"), now_s=NOW_S)
     assert moves(plan) == [("a", "Share"), ("a.2", "Launch")]
 
@@ -65,17 +65,17 @@ def test_the_next_of_the_only_user_is_its_heir_and_there_is_one():
 @pytest.mark.parametrize(
     "more", [{"epoch": 1}, {"memory_bytes": 2**50}, {"graph": False}, {"width": 2}]
 )
-def test_who_was_launched_before_or_does_not_fit_or_share_is_no_heir(more):
+def test_graph_that_ran_before_or_does_not_fit_is_no_standby(more):
     picture = drawn("a'", queue="a", tasks={"a.2": more})
     assert moves(decide(picture, now_s=NOW_S)) == []
 
 
-def test_an_heir_makes_place_for_whoever_joins():
+def test_standby_graph_leaves_when_another_user_joins():
     picture = shared("b a' a", queue="c", used={"c": 8.0}, policy=replace(POLICY, sharers_max=3))
     assert moves(decide(picture, now_s=NOW_S)) == [("a.2", "Pause"), ("c", "Launch")]
 
 
-def test_an_heir_has_a_turn_to_begin_with_and_then_those_before_it_go_first():
+def test_standby_graph_has_one_turn_and_then_waits_for_the_graph_before_it():
     board = Board.of(shared("a' a' b'"), now_s=NOW_S)
     shares = time_sharing.shares(board, "d0")
     first = min(shares, key=lambda share: share.place)
@@ -97,7 +97,7 @@ def test_an_heir_has_a_turn_to_begin_with_and_then_those_before_it_go_first():
         {"b": {"width_max": 2}},
     ],
 )
-def test_what_is_no_graph_or_does_not_fit_does_not_share(tasks):
+def test_job_or_graph_that_does_not_fit_shares_no_device(tasks):
     assert moves(decide(drawn("a'", queue="b", tasks=tasks), now_s=NOW_S)) == []
 
 
@@ -123,35 +123,35 @@ def launches(plan):
     return {d.task: (*d.devices, d.shares) for d in plan.decisions if d.move == "Launch"}
 
 
-def test_on_several_devices_one_joins_those_to_whom_least_is_due():
+def test_graph_joins_the_device_with_the_least_weight():
     even = decide(drawn("a' b'", queue="c"), now_s=NOW_S)
     assert launches(even) == {"c": ("d0", True)}
     heavy = decide(drawn("a' b'", queue="c", weights={"a": 4}), now_s=NOW_S)
     assert launches(heavy) == {"c": ("d1", True)}
 
 
-def test_of_several_devices_one_rather_joins_those_who_are_ahead():
+def test_graph_rather_joins_graphs_that_are_ahead():
     ahead = drawn("a' b'", queue="c", used={"b": 4.0}, weights={"b": 2})
     assert launches(decide(ahead, now_s=NOW_S)) == {"c": ("d1", True)}
 
 
-def test_who_waits_takes_a_free_device_and_the_next_one_joins():
+def test_graph_takes_a_free_device_and_the_next_graph_joins_another():
     plan = decide(drawn("a' .", queue="b c"), now_s=NOW_S)
     assert launches(plan) == {"b": ("d1", False), "c": ("d0", True)}
 
 
-def test_one_s_next_graph_joins_where_it_has_none():
+def test_user_s_next_graph_joins_a_device_where_the_user_has_none():
     plan = decide(drawn("a' b'", queue="a b"), now_s=NOW_S)
     assert launches(plan) == {"a.2": ("d1", True), "b.2": ("d0", True)}
 
 
-def test_nobody_is_paused_for_one_who_can_share():
+def test_no_task_is_paused_for_a_graph_that_can_share():
     plan = decide(drawn("a b", queue="c", used={"a": 3.0, "b": 3.0, "c": 9.0}), now_s=NOW_S)
     assert launches(plan) == {"c": ("d0", True)}
     assert not any(decision.move == "Pause" for decision in plan.decisions)
 
 
-def test_whoever_shares_all_give_way_to_a_job_on_that_device_where_they_have_had_more():
+def test_graphs_that_share_all_give_way_to_a_job_that_had_less():
     job = {"e": {"graph": False}}
     used = {"a": 9.0, "b": 9.0, "c": 9.0, "d": 9.0}
     plan = decide(grouped("a b'", "c d", queue="e", used=used, tasks=job), now_s=NOW_S)
@@ -159,7 +159,7 @@ def test_whoever_shares_all_give_way_to_a_job_on_that_device_where_they_have_had
     assert launches(plan) == {"e": ("d1", False)}
 
 
-def test_a_gang_gets_several_devices_when_all_who_share_them_give_way():
+def test_gang_gets_devices_when_all_graphs_that_share_them_give_way():
     gang = {"e": {"graph": False, "width": 2}}
     used = {"a": 9.0, "b": 9.0, "c": 9.0, "d": 9.0}
     plan = decide(grouped("a b", "c d", queue="e", used=used, tasks=gang), now_s=NOW_S)
@@ -169,7 +169,7 @@ def test_a_gang_gets_several_devices_when_all_who_share_them_give_way():
     assert moves(plan) == []
 
 
-def test_an_image_that_is_not_durable_keeps_one_from_a_better_place_for_a_while():
+def test_graph_waits_a_while_for_its_device_until_its_image_is_durable():
     here = {"c": {"epoch": 1, "image_on": "d0", "saved": False, "waiting_since_s": NOW_S - 1}}
     more = {"used": {"b": 4.0}, "tasks": here, "weights": {"b": 2}}
     assert moves(decide(drawn("a' b'", queue="c", **more), now_s=NOW_S)) == []
@@ -177,7 +177,7 @@ def test_an_image_that_is_not_durable_keeps_one_from_a_better_place_for_a_while(
     assert launches(decide(drawn("a' b'", queue="c", **more), now_s=NOW_S)) == {"c": ("d0", True)}
 
 
-def test_who_is_far_behind_some_of_them_takes_their_place_beside_the_others():
+def test_graph_far_behind_takes_the_place_of_graphs_that_are_ahead():
     """Users of one tenant, and another tenant that has had as much as they together."""
     picture = shared("a b", queue="a2", used={"a": 20.0, "b": 20.0})
     plan = decide(picture, now_s=NOW_S)
@@ -185,7 +185,7 @@ def test_who_is_far_behind_some_of_them_takes_their_place_beside_the_others():
     assert launches(plan) == {"a2": ("d0", True)}
 
 
-def test_who_has_its_tenant_s_turns_lets_go_of_them_for_a_job_of_it_that_waits():
+def test_graph_gives_up_its_turns_for_a_waiting_job_of_its_tenant():
     """Else the other tenant never would give way, and the job waited for ever."""
     job = {"a2": {"graph": False}}
     plan = decide(shared("a b", queue="a2", used={"a": 9.0, "b": 9.0}, tasks=job), now_s=NOW_S)
@@ -195,14 +195,14 @@ def test_who_has_its_tenant_s_turns_lets_go_of_them_for_a_job_of_it_that_waits()
 
 
 @pytest.mark.parametrize("bound", [{"guarantee": {"cpu": 1}}, {"limit": {"cpu": 1}}])
-def test_whom_a_guarantee_or_a_limit_is_about_does_not_share(bound):
+def test_graph_under_a_guarantee_or_a_limit_does_not_share(bound):
     picture = drawn("a'", queue="b")
     tenants = {**picture.tenants, "b": replace(picture.tenants["b"], **bound)}
     plan = decide(replace(picture, tenants=tenants), now_s=NOW_S)
     assert not any(decision.shares for decision in plan.decisions)
 
 
-def test_while_a_tier_is_promised_a_part_they_take_whole_turns():
+def test_graphs_take_whole_turns_while_a_tier_has_a_promise():
     policy = replace(POLICY, tier_share={"premium": 0.9, "standard": 0.7})
     plan = decide(drawn("a'", queue="b", policy=policy), now_s=NOW_S)
     assert moves(plan) == []
@@ -211,7 +211,7 @@ def test_while_a_tier_is_promised_a_part_they_take_whole_turns():
     assert moves(plan) == [("a", "Share"), ("b", "Launch")]
 
 
-def test_who_is_far_behind_has_the_device_for_itself_and_who_is_far_ahead_waits():
+def test_graph_far_behind_has_the_device_alone_and_graph_far_ahead_waits():
     behind = decide(drawn("a", queue="b", used={"a": 100.0}), now_s=NOW_S)
     assert moves(behind) == [("a", "Pause"), ("b", "Launch")]
     assert not behind.decisions[1].shares
@@ -219,7 +219,7 @@ def test_who_is_far_behind_has_the_device_for_itself_and_who_is_far_ahead_waits(
     assert moves(ahead) == []
 
 
-def test_nobody_joins_before_one_that_waits_for_the_device_for_itself():
+def test_graph_does_not_join_before_a_task_that_waits_for_the_whole_device():
     job = {"b": {"graph": False}}
     plan = decide(drawn("a'", queue="b c", used={"c": 0.1}, tasks=job), now_s=NOW_S)
     assert moves(plan) == []
@@ -227,7 +227,7 @@ def test_nobody_joins_before_one_that_waits_for_the_device_for_itself():
     assert moves(plan) == [("a", "Share"), ("c", "Launch")]
 
 
-def test_who_needs_the_device_gets_it_when_all_who_share_it_have_had_more():
+def test_task_gets_the_device_when_all_graphs_that_share_it_had_more():
     job = {"c": {"graph": False}}
     even = shared("a b", queue="c", used={"a": 9.0, "b": 9.0}, tasks=job)
     plan = moves(decide(even, now_s=NOW_S))
@@ -238,7 +238,7 @@ def test_who_needs_the_device_gets_it_when_all_who_share_it_have_had_more():
     assert moves(decide(too_soon, now_s=NOW_S)) == []
 
 
-def test_the_device_is_free_when_the_last_of_them_has_gone():
+def test_device_is_free_when_the_last_graph_has_left():
     board = Board.of(shared("a b c"), now_s=NOW_S)
     for id in ("b", "a", "c"):
         assert [stay.id for stay in board.group("d0")]
@@ -252,7 +252,7 @@ def test_the_device_is_free_when_the_last_of_them_has_gone():
     assert not +tree.held
 
 
-def test_if_one_is_held_or_cancelled_the_others_go_on():
+def test_others_go_on_if_one_graph_is_held_or_cancelled():
     held = {"a": {"cancel_asked": True}}
     plan = decide(shared("a b c", tasks=held), now_s=NOW_S)
     assert moves(plan) == [("a", "Cancel")]
@@ -262,7 +262,7 @@ def test_if_one_is_held_or_cancelled_the_others_go_on():
     assert not board.pools["cpu"].free
 
 
-def test_all_are_paused_where_the_device_is_drained():
+def test_all_graphs_are_paused_when_the_device_is_drained():
     picture = shared("a b c")
     drained = {"d0": replace(picture.devices["d0"], cordoned=True)}
     assert moves(decide(replace(picture, devices=drained), now_s=NOW_S)) == [
@@ -272,26 +272,26 @@ def test_all_are_paused_where_the_device_is_drained():
     ]
 
 
-def test_a_second_device_parts_them():
+def test_graphs_part_when_a_second_device_comes():
     picture = shared("a b", used={"a": 1.0})
     second = replace(picture.devices["d0"], id="d1")
     picture = replace(picture, devices={**picture.devices, "d1": second})
     assert moves(decide(picture, now_s=NOW_S)) == [("a", "Pause")]
 
 
-def test_who_got_far_from_the_others_parts():
+def test_graph_far_from_the_others_leaves_them():
     assert moves(decide(shared("a b", used={"a": 100.0}), now_s=NOW_S)) == [("a", "Pause")]
     assert moves(decide(shared("a b", used={"a": 1.0}), now_s=NOW_S)) == []
 
 
-def test_who_shares_is_charged_for_what_its_device_said():
+def test_graph_that_shares_is_charged_by_what_its_device_reported():
     board = Board.of(shared("a b", used={"a": 3.0}), now_s=NOW_S)
     before = board.tree.usage(board.stays["a"].leaf)
     board.at(NOW_S + 100)
     assert board.tree.usage(board.stays["a"].leaf) == before
 
 
-def test_what_a_device_is_told_is_the_order_of_the_island():
+def test_rota_of_a_device_has_the_order_of_the_island():
     weights = {"a": 1.0, "b": 2.0}
     board = Board.of(shared("a b", used={"a": 2.0, "b": 2.0}, weights=weights), now_s=NOW_S)
     shares = time_sharing.shares(board, "d0")
@@ -303,7 +303,7 @@ def test_what_a_device_is_told_is_the_order_of_the_island():
     assert time_sharing.shares(Board.of(drawn("a"), now_s=NOW_S), "d0") == []
 
 
-def test_a_plan_with_sharers_is_the_same_on_a_board_that_followed():
+def test_plan_with_shared_devices_is_the_same_on_a_followed_board():
     picture = drawn("a'", queue="b c d e a2")
     board = Board.of(picture, now_s=NOW_S)
     cycle(board)
@@ -319,7 +319,7 @@ def test_a_plan_with_sharers_is_the_same_on_a_board_that_followed():
     assert cycle(again).decisions == cycle(board).decisions == ()
 
 
-def test_where_more_want_to_take_part_than_may_the_best_served_makes_place():
+def test_best_served_graph_leaves_where_more_want_to_share_than_may():
     picture = shared("a b c d", queue="e", used={"b": 2.0, "e": 10.0})
     plan = decide(picture, now_s=NOW_S)
     assert moves(plan) == [("b", "Pause"), ("e", "Launch")]
@@ -329,7 +329,7 @@ def test_where_more_want_to_take_part_than_may_the_best_served_makes_place():
     assert codes(too_soon, "e")
 
 
-def test_a_user_s_own_graph_of_higher_priority_takes_the_place_of_the_lower():
+def test_user_s_graph_of_higher_priority_takes_the_place_of_the_lower():
     first = {"a.2": {"priority": 5}}
     assert moves(decide(shared("a b", queue="a", tasks=first), now_s=NOW_S)) == [
         ("a", "Pause"),
@@ -338,14 +338,14 @@ def test_a_user_s_own_graph_of_higher_priority_takes_the_place_of_the_lower():
     assert moves(decide(shared("a' b", queue="a", tasks=first), now_s=NOW_S)) == []
 
 
-def test_nobody_joins_on_a_device_that_is_kept_for_one_who_moves_there():
+def test_graph_does_not_join_on_a_device_kept_for_a_moving_task():
     picture = drawn("a'", queue="b c")
     moving = replace(picture.tasks["c"], moves_to="d0", stops=True)
     picture = replace(picture, tasks={**picture.tasks, "c": moving})
     assert moves(decide(picture, now_s=NOW_S)) == []
 
 
-def test_who_does_not_take_turns_at_all_does_not_share():
+def test_graph_does_not_share_when_turns_are_off():
     picture = drawn("a'", queue="b", policy=replace(POLICY, turns=False))
     assert moves(decide(picture, now_s=NOW_S)) == []
 
@@ -451,7 +451,7 @@ class World:
 @pytest.mark.parametrize("jobs", [0.0, 0.4])
 @pytest.mark.parametrize("ends", [0.0, 0.01])
 @pytest.mark.slow
-def test_whatever_waits_shares_follow_the_weights_and_nobody_is_paused_too_soon(seed, jobs, ends):
+def test_shares_follow_the_weights_and_no_graph_is_paused_too_soon(seed, jobs, ends):
     dice = random.Random(seed)
     world = World(dice, "abcdef"[: dice.randint(2, 6)], jobs=jobs, ends=ends)
     tenants = {

@@ -49,7 +49,7 @@ def flat(dice):
 
 
 @pytest.mark.parametrize("seed", seeds(range(40)))
-def test_nobody_is_ahead_of_another_by_more_than_a_turn_of_its_own(seed):
+def test_no_task_is_ahead_of_another_by_more_than_its_own_turn(seed):
     seat, weights = flat(random.Random(seed))
     for _ in range(400):
         seat.turn()
@@ -73,7 +73,7 @@ def test_shares_of_a_window_follow_the_weights_within_a_few_turns(seed):
             assert error_us <= 2 * len(weights) * longest_us
 
 
-def test_one_to_two_to_four_to_eight_within_a_half_percent_over_five_seconds():
+def test_weights_1_2_4_8_are_met_within_half_a_percent_over_five_seconds():
     weights = {"a": 1000, "b": 2000, "c": 4000, "d": 8000}
     shares = [share(task, (task, 0, weight)) for task, weight in weights.items()]
     seat = Seat(shares, dict.fromkeys(weights, 2000))
@@ -90,7 +90,7 @@ def test_one_to_two_to_four_to_eight_within_a_half_percent_over_five_seconds():
         assert statistics.mean(errors) <= bound
 
 
-def test_users_split_what_their_tenant_has():
+def test_users_divide_the_turns_of_their_tenant():
     shares = [
         share("x", ("a", 0, 1000), ("a1", 0, 1000)),
         share("y", ("a", 0, 1000), ("a2", 0, 3000)),
@@ -103,7 +103,7 @@ def test_users_split_what_their_tenant_has():
     assert part == pytest.approx({"x": 1 / 8, "y": 3 / 8, "z": 1 / 2}, abs=0.002)
 
 
-def test_who_was_less_served_before_catches_up_first_and_is_not_ahead_afterwards():
+def test_less_served_task_catches_up_first_and_is_not_ahead_afterwards():
     shares = [share("old", ("a", 10**9, 1000), held_us=700), share("new", ("b", 0, 1000))]
     seat = Seat(shares, dict.fromkeys(("old", "new"), 2000))
     while seat.held_us["old"] == 700:
@@ -114,7 +114,7 @@ def test_who_was_less_served_before_catches_up_first_and_is_not_ahead_afterwards
     assert abs(seat.held_us["new"] - 1_000_000 - (seat.held_us["old"] - 700)) <= 2 * TURN_US
 
 
-def test_a_new_answer_of_the_same_truth_changes_nobodys_turn():
+def test_new_answer_with_the_same_shares_changes_no_turn():
     dice = random.Random(7)
     seat, weights = flat(dice)
     for _ in range(200):
@@ -128,14 +128,14 @@ def test_a_new_answer_of_the_same_truth_changes_nobodys_turn():
         assert least_served(as_booked, seat.held_us) == least_served(seat.shares, seat.held_us)
 
 
-def test_ties_go_by_name_whatever_the_order():
+def test_ties_are_broken_by_name_in_any_order():
     shares = [share(task, (task, 5, 1000)) for task in "cab"]
     for _ in range(5):
         random.shuffle(shares)
         assert least_served(shares, dict.fromkeys("abc", 0)) == "a"
 
 
-def test_the_last_is_the_one_whose_turn_is_farthest():
+def test_last_task_is_the_one_with_the_farthest_turn():
     rota = Rota.of([as_json(share(task, (task, used, 1000))) for used, task in enumerate("abc")])
     held = dict.fromkeys("abc", 0)
     assert rota.most_of("abc", held) == "c"
@@ -145,7 +145,7 @@ def test_the_last_is_the_one_whose_turn_is_farthest():
     assert not rota.has("d", 1)
 
 
-def test_what_one_had_that_has_ended_counts_for_its_user():
+def test_time_of_an_ended_task_still_counts_for_its_user():
     shares = [
         share("first", ("a", 0, 1000), place=0),
         share("heir", ("a", 0, 1000), place=1),
@@ -156,6 +156,6 @@ def test_what_one_had_that_has_ended_counts_for_its_user():
     assert least_served(shares, {**held, "other": 90_000}, ["heir", "other"]) == "heir"
 
 
-def test_a_share_is_the_same_after_json():
+def test_share_survives_json():
     one = share("x", ("a", 10**20, 1000), ("u", 3, 500), held_us=9, epoch=4)
     assert from_json(json.loads(json.dumps(as_json(one)))) == one

@@ -31,7 +31,7 @@ HEAD = TrustedLink(5, FIVE[4].hash)
 
 
 @given(st.lists(ANYTHING, max_size=5))
-def test_what_nobody_touched_is_good_from_anywhere_on(said):
+def test_untouched_chain_is_valid_from_any_record_on(said):
     links = chain(*said)
     whole = verify(links, TrustedLink())
     assert (whole.broken, whole.checked) == (None, len(said))
@@ -52,7 +52,7 @@ def changed(id, **to):
 
 
 @pytest.mark.parametrize("id", [1, 3, 5])
-def test_a_record_that_was_changed_is_named(id):
+def test_changed_record_is_named(id):
     found = verify(changed(id, says={"id": id, "what": "no"}), TrustedLink())
     said = f"the content of record {id} does not match its hash"
     assert found.broken == Break(id, said)
@@ -60,7 +60,7 @@ def test_a_record_that_was_changed_is_named(id):
 
 
 @pytest.mark.parametrize("id", [1, 3])
-def test_a_record_that_was_changed_with_its_hash_is_named_by_the_next_one(id):
+def test_record_changed_with_its_hash_is_found_at_the_next_record(id):
     says = {"id": id, "what": "no"}
     previous = FIVE[id - 1].previous
     found = verify(changed(id, says=says, hash=link_hash(previous, says)), TrustedLink())
@@ -69,18 +69,18 @@ def test_a_record_that_was_changed_with_its_hash_is_named_by_the_next_one(id):
 
 
 @pytest.mark.parametrize("id", [1, 3])
-def test_a_record_that_was_taken_out_is_named(id):
+def test_removed_record_is_named(id):
     found = verify([link for link in FIVE if link.id != id], TrustedLink())
     assert found.broken == Break(id, f"record {id} is missing; record {id + 1} follows")
 
 
-def test_a_chain_that_does_not_begin_at_the_beginning_is_found():
+def test_chain_without_its_beginning_is_found():
     says = {"id": 1, "what": "a"}
     found = verify([ChainLink(id=1, says=says, previous="f" * 64, hash="0")], TrustedLink())
     assert found.broken.id == 1
 
 
-def test_only_who_kept_a_hash_finds_the_end_cut_off_or_all_written_anew():
+def test_cut_or_rewritten_end_is_found_only_with_a_known_hash():
     assert verify(FIVE[:4], TrustedLink()).broken is None
     assert "is missing" in verify([], HEAD).broken.detail
     anew = rewritten(FIVE, 2)
@@ -88,6 +88,6 @@ def test_only_who_kept_a_hash_finds_the_end_cut_off_or_all_written_anew():
     assert "does not have the known hash" in verify(anew[4:], HEAD).broken.detail
 
 
-def test_the_known_record_itself_is_read_again():
+def test_known_record_itself_is_checked_again():
     links = changed(3, says={"id": 3, "what": "no"})
     assert verify(links[2:], TrustedLink(3, FIVE[2].hash)).broken.id == 3

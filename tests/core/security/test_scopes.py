@@ -18,7 +18,7 @@ from app.core.security.scopes import SCOPES, allows, within
         ([], "work:read", False),
     ],
 )
-def test_to_write_is_to_read_there(scopes, needed, found):
+def test_write_scope_includes_read_scope_of_the_same_area(scopes, needed, found):
     assert allows(scopes, needed) is found
 
 
@@ -33,5 +33,5 @@ def test_to_write_is_to_read_there(scopes, needed, found):
         (["work:read", "usage:read"], ["work:read"], False),
     ],
 )
-def test_which_may_do_no_more(scopes, others, found):
+def test_narrower_scopes_are_recognised(scopes, others, found):
     assert within(scopes, others) is found

@@ -8,14 +8,13 @@ from ipaddress import ip_address
 
 import pytest
 
+from app.core.security.addresses import may_call, networks
 from app.core.security.webhook_policy import (
     MESSAGE_LENGTH,
     WAITS_S,
     TaskEnd,
     Verdict,
-    may_call,
     message,
-    networks,
     of_tasks,
     refusal,
     verdict,
@@ -34,16 +33,16 @@ from app.core.security.webhook_policy import (
         "64:ff9b:1::1", "100.64.0.1", "198.18.0.1", "240.0.0.1",
     ],
 )  # fmt: skip
-def test_what_is_not_public_is_not_called(address):
+def test_non_public_address_is_not_called(address):
     assert not may_call(ip_address(address))
 
 
 @pytest.mark.parametrize("address", ["93.184.216.34", "2606:2800:220:1::1", "::ffff:8.8.8.8"])
-def test_what_is_public_is(address):
+def test_public_address_is_called(address):
     assert may_call(ip_address(address))
 
 
-def test_a_network_that_is_allowed_is_called_and_its_neighbours_are_not():
+def test_allowed_network_is_called_and_its_neighbours_are_not():
     allowed = networks("10.1.0.0/16, ::1/128")
     assert may_call(ip_address("10.1.2.3"), allowed)
     assert may_call(ip_address("::ffff:10.1.2.3"), allowed)
@@ -82,11 +81,11 @@ def test_a_network_that_is_allowed_is_called_and_its_neighbours_are_not():
         ("http://[::ffff:169.254.169.254]/", "must be a public address"),
     ],
 )
-def test_an_address_that_is_refused_says_why(url, told):
+def test_refused_address_has_a_reason(url, told):
     assert told in (refusal(url) or "nothing")
 
 
-def test_an_address_by_name_is_looked_at_when_it_is_called():
+def test_host_name_is_checked_when_it_is_called():
     assert refusal("https://hooks.example.org:8443/a?b=c") is None
     assert refusal("http://127.0.0.1:9/", networks("127.0.0.0/8")) is None
 
@@ -96,11 +95,11 @@ def test_an_address_by_name_is_looked_at_when_it_is_called():
     [(200, "delivered"), (204, "delivered"), (301, "again"), (307, "again"), (400, "again"),
      (410, "unwanted"), (500, "again"), (None, "again")],
 )  # fmt: skip
-def test_only_2xx_takes_a_message_in_and_410_wants_no_more(status, found):
+def test_only_2xx_accepts_a_message_and_410_ends_the_webhook(status, found):
     assert verdict(status) == Verdict(found)
 
 
-def test_it_is_tried_ever_later_and_then_given_up():
+def test_message_is_retried_ever_later_and_then_given_up():
     waits = [wait_s(tries, 0.0) for tries in range(len(WAITS_S))]
     assert waits == sorted(waits) == [*WAITS_S]
     assert wait_s(len(WAITS_S), 0.0) is None
@@ -108,14 +107,14 @@ def test_it_is_tried_ever_later_and_then_given_up():
     assert wait_s(1, 0.5) == pytest.approx(5.5)
 
 
-def test_the_body_is_what_the_standard_asks_for():
+def test_body_follows_the_standard():
     at = datetime(2026, 11, 21, 12, tzinfo=UTC)
     body = json.loads(message("request.done", at, {"id": "req_1"}))
     expected = {"type": "request.done", "timestamp": "2026-11-21T12:00:00+00:00"}
     assert body == {**expected, "data": {"id": "req_1"}}
 
 
-def test_of_many_tasks_the_first_that_failed_is_told():
+def test_first_failed_task_is_named():
     def end(name, state, message=None):
         return TaskEnd(name=name, state=state, cause="exception", message=message)
 
@@ -139,5 +138,5 @@ def test_of_many_tasks_the_first_that_failed_is_told():
         ({"webhook": "x", "on": ["failed"]}, "failed", True),
     ],
 )
-def test_a_request_is_told_of_the_ends_that_it_names(notify, state, found):
+def test_request_reports_only_the_ends_that_it_asked_for(notify, state, found):
     assert wants(notify, state) is found

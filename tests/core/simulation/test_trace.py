@@ -26,7 +26,7 @@ def lines(text: str) -> list[str]:
     return text.splitlines(keepends=True)
 
 
-def test_jobs_come_in_the_order_of_time_from_0_s_on() -> None:
+def test_jobs_arrive_in_order_of_time_from_0_s() -> None:
     trace = read(lines(PHILLY))
     assert trace.arrivals == (
         Arrival(
@@ -42,18 +42,18 @@ def test_jobs_come_in_the_order_of_time_from_0_s_on() -> None:
     assert trace.left_out == 0
 
 
-def test_columns_that_there_are_besides_are_read() -> None:
+def test_additional_columns_are_read() -> None:
     text = "timestamp,duration,num_gpus,cluster,user,kind,tier,priority\n5,1,1,a,eve,cpu,premium,-3"
     [arrival] = read(lines(text)).arrivals
     assert (arrival.user, arrival.kind, arrival.tier) == ("a/eve", "cpu", "premium")
     assert arrival.priority == -3
 
 
-def test_a_scheduler_may_be_told_no_durations() -> None:
+def test_simulated_scheduler_may_be_given_no_durations() -> None:
     assert {a.expected_s for a in read(lines(PHILLY), expected=False).arrivals} == {None}
 
 
-def test_what_sacct_prints_is_read_without_steps_and_jobs_that_held_no_device() -> None:
+def test_sacct_output_is_read_without_steps_and_jobs_without_devices() -> None:
     trace = read(lines(SACCT))
     assert [(a.at_s, a.tenant, a.user, a.width, a.work_s) for a in trace.arrivals] == [
         (0.0, "lab", "lab/ada", 2, 60.0),
@@ -79,18 +79,18 @@ def test_a_list_without_jobs_is_no_error() -> None:
         ("1,1,1,", "cluster must not be empty"),
     ],
 )
-def test_a_fault_is_told_with_its_line(row: str, what: str) -> None:
+def test_fault_is_reported_with_its_line(row: str, what: str) -> None:
     with pytest.raises(BadTrace, match=r"line 3: ") as told:
         read(["timestamp,duration,num_gpus,cluster\n", "1,1,1,a\n", row])
     assert told.value.what == what
 
 
-def test_a_header_that_lacks_a_column_is_told() -> None:
+def test_header_without_a_required_column_is_refused() -> None:
     with pytest.raises(BadTrace, match="line 1: missing column 'num_gpus'"):
         read(["timestamp,duration,cluster\n"])
 
 
-def test_a_job_that_could_do_with_fewer_devices_is_elastic() -> None:
+def test_job_that_can_run_on_fewer_devices_is_elastic() -> None:
     text = "timestamp,duration,num_gpus,cluster,min_gpus\n5,60,4,a,1\n6,60,4,a,\n7,60,4,a,4"
     assert [(a.width, a.width_max, a.work_s) for a in read(lines(text)).arrivals] == [
         (1, 4, 60.0),

@@ -41,7 +41,7 @@ def setup(*arrivals: Arrival, devices: int = 1, **more: object) -> Setup:
 
 
 @pytest.mark.parametrize("named", ["fair-strict", "fifo"])
-def test_two_jobs_on_one_device_are_told_as_they_were(named: str) -> None:
+def test_report_shows_two_jobs_on_one_device_as_they_ran(named: str) -> None:
     # a1 holds the device for 10 s and b1 for the 20 s after that; each is owed half until 10 s.
     _, told = run(setup(arrival("a1", 10), arrival("b1", 20), named=named))
     assert told["policy"] == named
@@ -73,7 +73,7 @@ def test_pauses_and_switches_are_lost_time_too() -> None:
         assert lost_s == pytest.approx(report.finished[task] - 60)
 
 
-def test_what_never_started_is_told_as_unfinished() -> None:
+def test_job_that_never_started_is_reported_as_unfinished() -> None:
     _, told = run(setup(arrival("a1", 10), arrival("a2", 10), until_s=5.0, named="fifo"))
     assert (told["jobs"], told["finished"]) == (2, 0)
     assert told["lost_s"] == dict.fromkeys(("mean", "p50", "p95", "p99", "max"))
@@ -81,7 +81,7 @@ def test_what_never_started_is_told_as_unfinished() -> None:
     assert told["device_h"] == round(5 / 3600, 3)
 
 
-def test_what_could_never_start_is_left_out_with_all_that_needs_it() -> None:
+def test_job_that_can_never_start_is_left_out_with_its_dependents() -> None:
     _, told = run(
         setup(
             arrival("a1", 1, width=3),
@@ -89,15 +89,16 @@ def test_what_could_never_start_is_left_out_with_all_that_needs_it() -> None:
             arrival("a3", 1, after=("a2",)),
             arrival("a4", 1, kind="cuda"),
             arrival("a5", 1, memory_bytes=8),
-            arrival("b1", 1, width=2),
+            arrival("a6", 1, choice="+fast"),
+            arrival("b1", 1, width=2, choice="-spot"),
             devices=2,
         )
     )
-    assert (told["left_out"], told["jobs"], told["finished"]) == (5, 1, 1)
+    assert (told["left_out"], told["jobs"], told["finished"]) == (6, 1, 1)
     assert [w["devices"] for w in told["widths"]] == ["2-7"]
 
 
-def test_quantiles_are_values_that_there_are() -> None:
+def test_quantiles_are_values_that_occurred() -> None:
     # nearest rank of 1..10: ceil(0.5 * 10) = the 5th, ceil(9.5) = the 10th
     ten = [float(n) for n in range(1, 11)]
     assert (quantile(ten, 50), quantile(ten, 95), quantile([7.0], 99)) == (5.0, 10.0, 7.0)
@@ -137,7 +138,7 @@ GANG = (
         ("fifo-greedy", {"a2": 57, "b1": 2, "b2": 7}),
     ],
 )
-def test_who_may_pass_a_gang_is_what_the_name_says(named: str, starts: dict[str, float]) -> None:
+def test_policy_name_says_which_tasks_may_pass_a_gang(named: str, starts: dict[str, float]) -> None:
     report, _ = run(setup(*GANG, devices=2, named=named))
     at_s = {a.task: a.at_s for a in GANG}
     assert {task: report.waits_s[task] + at_s[task] for task in starts} == starts
@@ -160,22 +161,22 @@ LAB = [
 ]
 
 
-def test_what_is_owed_goes_down_the_tree_by_weight() -> None:
+def test_entitlement_goes_down_the_tree_by_weight() -> None:
     assert owed_by_tree(8, "cpu", LAB, {"x": 8, "y": 8, "z": 8}) == {"x": 1, "y": 3, "z": 4}
 
 
-def test_what_a_parent_wants_itself_stands_beside_its_children_with_weight_1() -> None:
+def test_parents_own_demand_counts_as_a_child_of_weight_1() -> None:
     owed = owed_by_tree(8, "cpu", LAB, {"lab": 8, "x": 8, "y": 8, "z": 8})
     fifth = Fraction(4, 5)
     assert owed == {"lab": fifth, "x": fifth, "y": 3 * fifth, "z": 4}
 
 
-def test_limits_and_idle_tenants_leave_theirs_to_the_others() -> None:
+def test_devices_beyond_limits_and_of_idle_tenants_go_to_the_others() -> None:
     capped = [*LAB[:3], replace(LAB[3], limit={"*": 2})]
     assert owed_by_tree(8, "cpu", capped, {"y": 8, "z": 8}) == {"y": 6, "z": 2}
 
 
-def test_a_guarantee_is_owed_first() -> None:
+def test_guarantee_is_owed_first() -> None:
     owed = owed_by_tree(8, "cpu", [*LAB[:3], replace(LAB[3], guarantee={"cpu": 6})],
                         {"y": 8, "z": 8})  # fmt: skip
     assert owed == {"y": 2, "z": 6}
@@ -198,7 +199,7 @@ def test_a_meter_sums_exactly_between_changes() -> None:
 
 
 @pytest.mark.parametrize("lasts_s", [1, 256, 257, 1000, 3_000_000])
-def test_however_long_it_lasts_there_are_few_intervals_and_nothing_is_lost(lasts_s: int) -> None:
+def test_long_timeline_is_merged_into_few_intervals_without_loss(lasts_s: int) -> None:
     meter = Meter()
     meter.hold(0, KEY, 3)
     meter.hold(lasts_s * 500_000, KEY, -1)
@@ -223,7 +224,7 @@ def test_a_timeline_that_is_not_kept_changes_nothing_else() -> None:
     assert told[1].pauses
 
 
-def test_who_asks_may_stop_it() -> None:
+def test_caller_may_stop_a_simulation() -> None:
     work, rounds = [arrival(f"a{n:04}", 1) for n in range(1000)], itertools.count()
     with pytest.raises(SimulationStopped, match=r"stopped at \d+ s with \d+ tasks done") as stopped:
         run(setup(*work), go_on=lambda: next(rounds) < 256)

@@ -1,6 +1,7 @@
 """What takes datablocks and publishes some."""
 
 import hashlib
+import os
 import time
 
 import numpy
@@ -58,28 +59,37 @@ def bad(ctx, *, what):
 
 
 class Sum:
-    """Adds the rows of an input one by one; holds on to all of it."""
+    """Adds the rows of an input one by one; holds on to all of it.
 
-    def __init__(self, ctx, *, steps=10, nap_s=0.0):
+    If it `waits`, it steps on with its result, which it gives once there is a file `end`.
+    """
+
+    def __init__(self, ctx, *, steps=10, nap_s=0.0, waits=False):
         self.x, self.total = ctx.inputs["x"], 0
-        self.steps, self.nap_s = steps, nap_s
+        self.steps, self.nap_s, self.waits, self.result = steps, nap_s, waits, None
 
     def step(self, ctx):
         time.sleep(self.nap_s)
         self.total += int(self.x[ctx.step % len(self.x)].sum())
         if ctx.step == self.steps:
-            ctx.finish({"total": self.total, "seen": digest(self.x), "made": self.x[:2] + 1})
+            self.result = {"total": self.total, "seen": digest(self.x), "made": self.x[:2] + 1}
+        if self.result is not None and (not self.waits or os.path.exists("end")):
+            ctx.finish(self.result)
         return {"total": self.total}
 
 
 class Hold:
-    """Holds on to a large input in many ways; writes into it at a step, if it is told to."""
+    """Holds on to a large input in many ways; writes into it at a step, if it is told to.
 
-    def __init__(self, ctx, *, steps=200, write_at=0, nap_s=0.01):
+    If it `waits`, it steps on with its result, which it gives once there is a file `end`.
+    """
+
+    def __init__(self, ctx, *, steps=200, write_at=0, nap_s=0.01, waits=False):
         x = ctx.inputs["x"]
         self.whole, self.part, self.array = x, x[100:200, ::2], x.numpy()
         self.own = torch.zeros(3)
         self.steps, self.write_at, self.nap_s = steps, write_at, nap_s
+        self.waits, self.result = waits, None
 
     def step(self, ctx):
         time.sleep(self.nap_s)
@@ -91,5 +101,6 @@ class Hold:
             tied = self.part.data_ptr() - self.whole.data_ptr()
             same = self.array.ctypes.data == self.whole.data_ptr()
             given = digest(ctx.inputs["x"]) == digest(self.whole)
-            seen = {"seen": digest(parts), "tied": tied, "same": same, "given": given}
-            ctx.finish(seen)
+            self.result = {"seen": digest(parts), "tied": tied, "same": same, "given": given}
+        if self.result is not None and (not self.waits or os.path.exists("end")):
+            ctx.finish(self.result)

@@ -1,4 +1,7 @@
-"""A script that knows nothing of Roundhouse: it counts, and goes on from its own checkpoint."""
+"""A script that knows nothing of Roundhouse: it counts, and goes on from its own checkpoint.
+
+python count.py STEPS SECONDS_OF_A_STEP [waits]        waits at its end for a file `end`
+"""
 
 import hashlib
 import json
@@ -22,6 +25,8 @@ while state["step"] < steps:
     os.replace("state.tmp", "state.json")
     with open(os.environ["ROUNDHOUSE_METRICS"], "a") as file:
         file.write(json.dumps({"step": state["step"]}) + "\n")
+while "waits" in sys.argv and not os.path.exists("end"):
+    time.sleep(0.01)
 print("sum", state["sum"])
 with open("result.txt", "w") as file:
     file.write(state["sum"])

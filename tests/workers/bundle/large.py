@@ -1,5 +1,6 @@
 """A job large enough that its memory is watched, and that does what watching is there for."""
 
+import os
 import time
 
 import torch
@@ -7,9 +8,12 @@ from jobs import digest
 
 
 class Large:
-    """A frozen part, a buffer that grows, weights clipped in forward, gradients that add up."""
+    """A frozen part, a buffer that grows, weights clipped in forward, gradients that add up.
 
-    def __init__(self, ctx, *, steps=40, nap_s=0.0, clip=True):
+    If it `waits`, it steps on with its result, which it gives once there is a file `end`.
+    """
+
+    def __init__(self, ctx, *, steps=40, nap_s=0.0, clip=True, waits=False):
         self.base = torch.nn.Linear(200, 200).requires_grad_(False)
         self.net = torch.nn.Sequential(
             torch.nn.Linear(200, 200), torch.nn.BatchNorm1d(200), torch.nn.Linear(200, 200)
@@ -17,6 +21,7 @@ class Large:
         self.opt = torch.optim.AdamW(self.net.parameters(), 1e-3)
         self.average = [p.detach().clone() for p in self.net.parameters()]
         self.steps, self.nap_s, self.clip = steps, nap_s, clip
+        self.waits, self.result = waits, None
 
     def step(self, ctx):
         time.sleep(self.nap_s)
@@ -30,7 +35,9 @@ class Large:
             torch._foreach_lerp_(self.average, [p.detach() for p in self.net.parameters()], 0.1)
         if ctx.step == self.steps:
             average = sum(part.double().sum().item() for part in self.average)
-            ctx.finish({"digest": digest(self.net), "average": average, "whole": True})
+            self.result = {"digest": digest(self.net), "average": average, "whole": True}
+        if self.result is not None and (not self.waits or os.path.exists("end")):
+            ctx.finish(self.result)
         return {"loss": loss}
 
 

@@ -7,27 +7,39 @@ import time
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 
 class Train:
-    """Data parallel, with dropout, a learning rate schedule and data of each rank's own."""
+    """Data parallel, with dropout, a learning rate schedule and data of each rank's own.
 
-    def __init__(self, ctx, steps=12, pace=0.0):
+    If it `waits`, it steps on with its result, which it gives once there is a file `end`.
+    """
+
+    inputs = 16
+
+    def __init__(self, ctx, steps=12, pace=0.0, waits=False):
         assert dist.get_world_size() == ctx.world_size
         assert dist.get_rank() == ctx.rank
         torch.manual_seed(7)
-        net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 4))
-        self.net = nn.parallel.DistributedDataParallel(net)
+        net = self.layers()
+        self.net = self.parallel(net.to(ctx.device))
         self.opt = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
         self.sched = torch.optim.lr_scheduler.StepLR(self.opt, 5)
         torch.manual_seed(100 + ctx.rank)
-        self.steps, self.pace = steps, pace
-        self.seen = []
+        self.steps, self.pace, self.waits = steps, pace, waits
+        self.seen, self.result = [], None
+
+    def layers(self):
+        return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 4))
+
+    def parallel(self, net):
+        return nn.parallel.DistributedDataParallel(net)
 
     def step(self, ctx):
         time.sleep(self.pace)
         self.opt.zero_grad()
-        loss = self.net(torch.randn(8, 16)).square().mean()
+        loss = self.net(torch.randn(8, self.inputs, device=ctx.device)).square().mean()
         loss.backward()
         self.opt.step()
         self.sched.step()
@@ -37,9 +49,46 @@ class Train:
         if ctx.step == self.steps:
             digest = hashlib.sha256()
             for parameter in self.net.parameters():
-                digest.update(parameter.detach().numpy().tobytes())
-            ctx.finish({"digest": digest.hexdigest(), "seen": self.seen})
+                own = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+                digest.update(own.detach().cpu().numpy().tobytes())
+            self.result = {"digest": digest.hexdigest(), "seen": [*self.seen]}
+        if self.result is not None and self.may_end(ctx):
+            ctx.finish(self.result)
         return {"loss": loss.item()}
+
+    def may_end(self, ctx):
+        """Say whether all ranks have seen the file."""
+        if not self.waits:
+            return True
+        seen = torch.tensor(float(os.path.exists("end")), device=ctx.device)
+        dist.all_reduce(seen)
+        return seen.item() == ctx.world_size
+
+
+def summed(ctx, steps=0, pace=0.0):
+    """A function of several ranks: each has a part of the numbers."""
+    mine = torch.arange(100.0, device=ctx.device)[ctx.rank :: ctx.world_size].square().sum()
+    dist.all_reduce(mine)
+    assert mine.device == ctx.device
+    return {"total": mine.item()}
+
+
+class Wide(Train):
+    """A state of 64 MiB, and DDP's bucket of 16 MiB."""
+
+    inputs = 1024
+
+    def layers(self):
+        return nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4)))
+
+
+class Sharded(Train):
+    """FSDP2: every rank holds a part of each layer."""
+
+    def parallel(self, net):
+        for layer in (net[0], net[3], net):
+            fully_shard(layer)
+        return net
 
 
 class Fails(Train):

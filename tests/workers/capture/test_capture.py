@@ -38,14 +38,31 @@ from workers.capture.capture import (
     Surroundings,
     Uncapturable,
     capture,
-    rebuilt,
-    return_to,
 )
 from workers.capture.job_files import restore
+from workers.capture.restore import rebuilt, return_to
 from workers.hardware.accelerator import Accelerator
 
-CPU = Accelerator("cpu")
 NOWHERE = Surroundings()
+_accelerator = Accelerator("cpu")
+
+
+@pytest.fixture
+def kind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let the test's tensors lie on a device of this kind, which a job names as its default."""
+    global _accelerator
+    _accelerator = Accelerator(request.param)
+    torch.set_default_device(request.param)
+    yield
+    torch.set_default_device(None)
+    _accelerator = Accelerator("cpu")
+
+
+def on_each_kind(test: Any) -> Any:
+    """Run the test on the CPU and, with streams that run late, on a simulated accelerator."""
+    kinds = ["cpu", pytest.param("sim", marks=pytest.mark.sim)]
+    each = pytest.mark.parametrize("kind", kinds, indirect=True)
+    return pytest.mark.usefixtures("kind")(each(test))
 
 
 class Job:
@@ -54,14 +71,14 @@ class Job:
 
 
 def captured(job: Any, around: Surroundings = NOWHERE) -> Captured:
-    return capture(job, around=around, accelerator=CPU)
+    return capture(job, around=around, accelerator=_accelerator)
 
 
 def restored(image: Captured, around: Surroundings = NOWHERE) -> Any:
     """The job of an image, around private copies of its storages."""
-    copies = [torch.UntypedStorage(s.nbytes()).copy_(s) for s in image.storages]
+    copies = [s.clone() for s in image.storages]
     world = rebuilt(memoryview(bytes(image.graph)), copies, around=around)
-    return_to(world, CPU)
+    return_to(world, _accelerator)
     return world["job"]
 
 
@@ -78,7 +95,8 @@ def refused(job: Any, around: Surroundings = NOWHERE) -> Uncapturable:
 # --- tensors and arrays ---------------------------------------------------------------------------
 
 
-def test_ties_views_gradients_and_cycles_survive():
+@on_each_kind
+def test_shared_references_views_gradients_and_cycles_survive():
     base = torch.arange(12.0).reshape(3, 4)
     tied = torch.nn.Parameter(torch.randn(4, 4))
     tied.grad = torch.ones(4, 4)
@@ -95,7 +113,8 @@ def test_ties_views_gradients_and_cycles_survive():
     assert back.me is back
 
 
-def test_strided_tensors_of_every_shape_keep_it():
+@on_each_kind
+def test_strided_tensors_keep_their_strides():
     storage = torch.arange(10.0)
     numbers = torch.randn(3, dtype=torch.complex64)
     job = Job(
@@ -156,6 +175,7 @@ class Weight(torch.nn.Parameter):
     pass
 
 
+@on_each_kind
 def test_subclasses_keep_their_class_attributes_and_gradient():
     weight = Weight(torch.ones(2))
     weight.grad = torch.full((2,), 3.0)
@@ -173,13 +193,15 @@ def test_subclasses_keep_their_class_attributes_and_gradient():
     assert back.marked.name_of_it == "x"
 
 
-def test_a_tensor_that_a_module_keeps_as_a_plain_attribute_comes_along():
+@on_each_kind
+def test_tensor_in_a_plain_attribute_of_a_module_is_restored():
     net = torch.nn.Linear(2, 2)
     net.scale = torch.arange(3.0)
     assert torch.equal(there_and_back(Job(net=net)).net.scale, torch.arange(3.0))
 
 
-def test_modules_that_compute_their_weights_do_so_after_it():
+@on_each_kind
+def test_modules_that_compute_their_weights_do_so_after_a_restore():
     torch.manual_seed(0)
     job = Job(
         normed=parametrizations.weight_norm(torch.nn.Linear(3, 2)),
@@ -195,7 +217,7 @@ def test_modules_that_compute_their_weights_do_so_after_it():
     assert back.lazy(x).shape == (1, 2)
 
 
-def test_arrays_that_look_into_tensors_still_do():
+def test_arrays_that_view_tensors_still_do():
     tensor, array = torch.zeros(6), np.zeros((2, 3), order="F")
     job = Job(
         tensor=tensor,
@@ -219,7 +241,8 @@ def test_arrays_that_look_into_tensors_still_do():
     assert back.seen_as_tensor[0, 0] == -1
 
 
-def test_bytes_of_arrays_and_tensors_are_no_part_of_the_graph():
+@on_each_kind
+def test_bytes_of_arrays_and_tensors_are_not_in_the_pickled_graph():
     job = Job(
         tensor=torch.zeros(250_000),
         array=np.zeros(250_000),
@@ -234,14 +257,15 @@ def test_shared_memory_is_shared_again():
     assert not back.mine.is_shared()
 
 
-def test_a_packed_sequence_goes_on():
+def test_packed_sequence_is_restored():
     rnn = torch.nn.GRU(2, 3)
     packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
     back = there_and_back(Job(rnn=rnn, packed=packed))
     assert torch.equal(back.rnn(back.packed)[1], rnn(packed)[1])
 
 
-def test_tensors_are_listed_under_the_names_that_a_person_would_use():
+@on_each_kind
+def test_tensors_are_listed_under_their_attribute_names():
     model = torch.nn.Sequential(torch.nn.Linear(2, 3, bias=False), torch.nn.BatchNorm1d(3))
     optimizer = torch.optim.SGD([model[0].weight], 0.1, momentum=0.9)
     model[0].weight.grad = torch.ones(3, 2)
@@ -269,7 +293,7 @@ def test_tensors_are_listed_under_the_names_that_a_person_would_use():
     assert image.storages[number].data_ptr() == whole.untyped_storage().data_ptr()
 
 
-def test_memory_shared_in_part_with_an_array_is_refused():
+def test_memory_partly_shared_with_an_array_is_refused():
     array = np.zeros(10)
     assert "share" in refused(Job(a=array, t=torch.from_numpy(array[5:]))).what
 
@@ -277,9 +301,10 @@ def test_memory_shared_in_part_with_an_array_is_refused():
 # --- randomness -----------------------------------------------------------------------------------
 
 
-def test_every_source_of_randomness_goes_on_where_it_was():
+@on_each_kind
+def test_every_random_generator_continues_where_it_was():
     job = Job(
-        own=torch.Generator().manual_seed(3),
+        own=torch.Generator(_accelerator.device).manual_seed(3),
         rng=np.random.default_rng(4),
         old=np.random.RandomState(5),
         dice=random.Random(6),
@@ -297,7 +322,7 @@ def test_every_source_of_randomness_goes_on_where_it_was():
             job.rng.random(),
             job.old.rand(),
             job.dice.random(),
-            torch.rand(1, generator=job.torchs).item(),
+            torch.rand(1, generator=job.torchs, device="cpu").item(),
             job.numpys.rand(),
             job.draw(),
         ]
@@ -311,7 +336,8 @@ def test_every_source_of_randomness_goes_on_where_it_was():
     assert back.torchs is torch.default_generator
 
 
-def test_what_a_job_set_for_the_whole_process_is_set_again():
+@on_each_kind
+def test_process_wide_settings_of_a_job_are_set_again():
     torch.set_grad_enabled(False)
     torch.set_default_dtype(torch.float64)
     image = captured(Job())
@@ -329,6 +355,7 @@ def test_what_a_job_set_for_the_whole_process_is_set_again():
 # --- hooks, optimizers, schedules -----------------------------------------------------------------
 
 
+@on_each_kind
 def test_an_optimizer_keeps_its_parameters_hooks_and_schedule():
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters(), 0.1)
@@ -358,6 +385,7 @@ def test_an_optimizer_keeps_its_parameters_hooks_and_schedule():
     assert len(back.calls) == 2
 
 
+@on_each_kind
 def test_hooks_of_tensors_and_modules_are_called_and_can_be_removed():
     net = torch.nn.Linear(2, 1, bias=False)
     job = Job(net=net, seen=[])
@@ -385,7 +413,8 @@ def test_hooks_of_tensors_and_modules_are_called_and_can_be_removed():
     assert back.net.weight.grad.tolist() == [[1.0, 1.0]]
 
 
-def test_a_hook_registered_later_does_not_displace_one_of_before():
+@on_each_kind
+def test_later_hook_does_not_displace_an_earlier_one():
     net = torch.nn.Linear(1, 1)
     net.register_forward_hook(lambda *_: None)
     image = captured(Job(net=net))
@@ -395,12 +424,13 @@ def test_a_hook_registered_later_does_not_displace_one_of_before():
     assert len(back.net._forward_hooks) == 2
 
 
-def test_a_scaler_autocast_and_averaged_weights_go_on():
+@on_each_kind
+def test_gradient_scaler_autocast_and_averaged_weights_are_restored():
     torch.manual_seed(0)
     net = torch.nn.Linear(4, 4)
     job = Job(net=net, opt=torch.optim.SGD(net.parameters(), 0.1))
-    job.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
-    job.cast = torch.autocast("cpu", torch.bfloat16)
+    job.scaler = torch.amp.GradScaler(_accelerator.kind, init_scale=64.0, growth_interval=2)
+    job.cast = torch.autocast(_accelerator.kind, torch.bfloat16)
     job.mean = torch.optim.swa_utils.AveragedModel(net)
 
     def step(job: Any) -> torch.Tensor:
@@ -429,8 +459,9 @@ class Net(torch.nn.Module):
         return self.inner(x).relu()
 
 
+@on_each_kind
 @pytest.mark.parametrize("how", ["module", "in place", "function"])
-def test_what_was_compiled_is_compiled_again(how: str) -> None:
+def test_compiled_module_is_compiled_again(how: str) -> None:
     torch.manual_seed(0)
     net = Net()
     job = Job(net=net, seen=[])
@@ -462,7 +493,7 @@ class Point:
     x: int
 
 
-def test_iterators_go_on_where_they_were():
+def test_iterators_continue_where_they_were():
     numbers = [1, 2, 3, 4, 5]
     job = Job(
         list=iter(numbers),
@@ -486,6 +517,7 @@ def test_iterators_go_on_where_they_were():
         assert next(getattr(back, name)) == next(getattr(job, name)), name
 
 
+@on_each_kind
 def test_ordinary_objects_come_back():
     def local(x: int) -> int:
         return x + offset
@@ -521,7 +553,7 @@ def test_ordinary_objects_come_back():
         assert not back.condition.wait(timeout=0)
 
 
-def test_weak_references_lead_to_what_the_job_holds():
+def test_weak_references_lead_to_objects_that_the_job_holds():
     child = Job()
     job = Job(child=child, first=weakref.ref(child), gone=weakref.ref(Job()))
     child.parent, child.me = weakref.ref(job), weakref.ref(child)
@@ -543,7 +575,7 @@ def test_weak_references_lead_to_what_the_job_holds():
     assert len(back.by_key) == 0
 
 
-def test_what_belongs_to_the_process_is_found_again_there():
+def test_objects_of_the_process_are_found_in_the_new_process():
     here, there = Job(), Job()
     job = Job(ctx=here, log=here.__dict__, out=sys.stdout)
     back = restored(captured(job, Surroundings(ctx=here)), Surroundings(ctx=there))
@@ -561,7 +593,7 @@ def scratch(tmp_path: Path) -> Surroundings:
     return Surroundings(code=tmp_path / "code", scratch=tmp_path / "scratch")
 
 
-def test_files_are_read_on_where_they_were(scratch, tmp_path):
+def test_open_files_are_read_on_where_they_were(scratch, tmp_path):
     (scratch.code / "data.txt").write_text("one\nzwö\nthree\n")
     for opener, name in ((gzip.open, "a.gz"), (bz2.open, "a.bz2"), (lzma.open, "a.xz")):
         with opener(scratch.code / name, "wb") as out:
@@ -595,7 +627,7 @@ def test_files_are_read_on_where_they_were(scratch, tmp_path):
     assert back.memory.read() == b"bc"
 
 
-def test_the_working_folder_becomes_what_it_was(scratch, tmp_path):
+def test_working_folder_is_restored(scratch, tmp_path):
     folder = scratch.scratch
     (folder / "kept").mkdir()
     (folder / "kept" / "a").write_bytes(b"abc")
@@ -621,7 +653,7 @@ def test_the_working_folder_becomes_what_it_was(scratch, tmp_path):
         folder.mkdir(exist_ok=True)
 
 
-def test_ranks_of_a_host_restore_their_folder_beside_each_other(tmp_path):
+def test_ranks_of_a_host_restore_their_folders_side_by_side(tmp_path):
     """The first of them does; what it has open then stays what it is."""
     around, long_ago = Surroundings(scratch=tmp_path), 10**18
     storages = [torch.UntypedStorage(1000).fill_(n) for n in range(2)]
@@ -646,7 +678,7 @@ def test_ranks_of_a_host_restore_their_folder_beside_each_other(tmp_path):
         (tmp_path / "later").touch(exist_ok=True)
 
 
-def test_files_that_are_written_go_on_in_the_working_folder(scratch):
+def test_open_output_files_are_written_on_in_the_working_folder(scratch):
     folder = scratch.scratch
     job = Job(
         log=(folder / "log").open("a"),
@@ -690,7 +722,8 @@ def test_files_that_are_written_go_on_in_the_working_folder(scratch):
     }
 
 
-def test_maps_of_files_are_made_again(scratch):
+@on_each_kind
+def test_memory_mapped_files_are_mapped_again(scratch):
     np.arange(10, dtype=np.uint16).tofile(scratch.code / "tokens.bin")
     read = np.memmap(scratch.code / "tokens.bin", np.uint16, "r", offset=4, shape=(2, 4))
     written = np.memmap(scratch.scratch / "seen.bin", np.int64, "w+", shape=3)
@@ -709,7 +742,7 @@ def test_maps_of_files_are_made_again(scratch):
     assert np.fromfile(scratch.scratch / "seen.bin", np.int64)[0] == 5
 
 
-def test_files_that_did_not_change_are_not_read_again(scratch):
+def test_unchanged_files_are_not_read_again(scratch):
     path = scratch.scratch / "a"
     path.write_bytes(b"abc")
     os.utime(path, (1, 1))
@@ -732,9 +765,9 @@ def test_a_working_folder_that_is_too_large_is_refused(scratch):
     assert "10 bytes" in error.what
 
 
-def test_a_value_for_another_task_has_no_working_folder_and_no_random_state(scratch):
+def test_value_for_another_task_has_no_working_folder_and_no_random_state(scratch):
     (scratch.scratch / "mine").touch()
-    image = capture({"a": 1}, around=scratch, accelerator=CPU, whole=False)
+    image = capture({"a": 1}, around=scratch, accelerator=_accelerator, whole=False)
     (scratch.scratch / "theirs").touch()
     assert rebuilt(memoryview(bytes(image.graph)), [], around=scratch) == {"job": {"a": 1}}
     assert image.storages == []
@@ -776,7 +809,7 @@ def _with_node() -> Any:
         (lambda: Job(zipped=zip(iter([1]), _numbers(), strict=True)), "job.zipped", "generator"),
         (lambda: Job(locks=[1, {"a": _held()}]), "job.locks[1]['a']", "lock that is held"),
         (lambda: Job(thread=threading.Thread()), "job.thread", "thread"),
-        (lambda: Job(weak=weakref.ref(CPU)), "job.weak", "does not hold"),
+        (lambda: Job(weak=weakref.ref(NOWHERE)), "job.weak", "does not hold"),
         (lambda: Job(out=torch.nn.Linear(1, 1)(torch.ones(1))), "job.out", "live autograd"),
         (lambda: Job(node=_with_node()), "job.node", "MulBackward0"),
         (lambda: Job(call=_keeping(_numbers())), "job.call.<thing>", "generator"),
@@ -785,14 +818,14 @@ def _with_node() -> Any:
         (lambda: Job(store=torch.distributed.HashStore()), "job.store", "HashStore"),
     ],
 )
-def test_what_cannot_be_captured_is_named_with_its_path(make, path, what):
+def test_object_that_cannot_be_captured_is_named_with_its_path(make, path, what):
     error = refused(make())
     assert error.path.startswith(path)
     assert what in error.what
     assert error.advice
 
 
-def test_files_that_cannot_be_opened_again_are_refused(scratch, tmp_path):
+def test_file_that_cannot_be_opened_again_is_refused(scratch, tmp_path):
     with contextlib.ExitStack() as files:
 
         def opened(file: Any) -> Any:
@@ -816,7 +849,7 @@ def test_files_that_cannot_be_opened_again_are_refused(scratch, tmp_path):
     assert "readline" in found["looped"].advice
 
 
-def test_an_iterator_made_before_loaders_are_followed_is_refused():
+def test_iterator_made_before_loaders_are_tracked_is_refused():
     batches = torch.utils.data.dataloader._SingleProcessDataLoaderIter(
         torch.utils.data.DataLoader([1, 2, 3])  # type: ignore[arg-type]
     )
@@ -851,6 +884,25 @@ class Own(torch.utils.data.Sampler[int]):
 class Numbers(torch.utils.data.IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(21))
+
+
+class Stateful(torch.utils.data.IterableDataset[int]):
+    """Keeps its position as torchdata asks for it."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.next < 21:
+            self.next += 1
+            yield self.next - 1
+        self.next = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next = state["next"]
 
 
 class Generating(torch.utils.data.IterableDataset[int]):
@@ -931,7 +983,7 @@ EVERY_WAY: dict[str, Any] = {
 
 @pytest.mark.usefixtures("followed")
 @pytest.mark.parametrize("how", EVERY_WAY)
-def test_a_loader_goes_on_at_the_next_batch(how: str) -> None:
+def test_data_loader_continues_at_the_next_batch(how: str) -> None:
     def make() -> Loaded:
         return Loaded(**EVERY_WAY[how]())
 
@@ -943,7 +995,7 @@ def test_a_loader_goes_on_at_the_next_batch(how: str) -> None:
 
 @pytest.mark.usefixtures("followed")
 @pytest.mark.parametrize("kept", [False, True])
-def test_loading_processes_go_on_with_their_random_numbers(kept: bool) -> None:
+def test_loader_processes_continue_with_their_random_numbers(kept: bool) -> None:
     def make() -> Loaded:
         return Loaded(num_workers=2, shuffle=True, persistent_workers=kept)
 
@@ -954,14 +1006,18 @@ def test_loading_processes_go_on_with_their_random_numbers(kept: bool) -> None:
 
 
 @pytest.mark.usefixtures("followed")
-def test_torchdatas_loader_goes_on() -> None:
+@pytest.mark.parametrize(
+    ("data", "options"),
+    [(Noisy, {"shuffle": True}), (Stateful, {}), (Stateful, {"num_workers": 2})],
+)
+def test_stateful_loader_of_torchdata_continues(data: Any, options: dict[str, Any]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torchdata.stateful_dataloader import StatefulDataLoader
 
         class Kept(Loaded):
             def __init__(self) -> None:
-                self.loader = StatefulDataLoader(Noisy(), 4, shuffle=True)
+                self.loader = StatefulDataLoader(data(), 4, **options)
                 self.it = iter(self.loader)
 
         expected, drawn = _batches(Kept, 9, ())
@@ -971,7 +1027,7 @@ def test_torchdatas_loader_goes_on() -> None:
 
 
 @pytest.mark.usefixtures("followed")
-def test_iterables_that_nobody_can_follow_are_refused() -> None:
+def test_data_set_that_cannot_be_tracked_is_refused() -> None:
     generating = Loaded(data=Generating())
     error = refused(generating)
     assert error.path.startswith("job.it.")
@@ -984,7 +1040,7 @@ def test_iterables_that_nobody_can_follow_are_refused() -> None:
 
 
 @pytest.mark.usefixtures("followed")
-def test_a_sampler_that_changes_its_mind_is_found_out() -> None:
+def test_sampler_that_gives_another_order_is_detected() -> None:
     global _elsewhere
     _elsewhere = 0
     job = Loaded(sampler=Fickle())

@@ -31,7 +31,7 @@ def alone(station: Station) -> dict[Animal, object]:
 
 
 @pytest.mark.parametrize("animal", ANIMALS, ids=lambda animal: animal.name)
-def test_a_job_put_back_in_fresh_processes_computes_the_same_bits(station, alone, animal):
+def test_job_restored_in_new_processes_computes_the_same_bits(station, alone, animal):
     seed = zlib.crc32(animal.name.encode())
     moves, pauses = points(seed, STEPS, 3), points(seed + 1, STEPS, 3)
     expected = alone[animal] = undisturbed(station, animal, STEPS)
@@ -53,7 +53,7 @@ def test_ten_moves_in_a_row_lose_nothing(station, alone, animal):
     assert found["digest"] == expected["digest"]
 
 
-def test_another_seed_would_be_noticed(station):
+def test_different_seed_is_noticed(station):
     """The comparison can fail: a job that drew once more is not the same."""
     mlp = ANIMALS[0]
     one = undisturbed(station, mlp, 2)
@@ -63,7 +63,7 @@ def test_another_seed_would_be_noticed(station):
 
 
 @pytest.mark.parametrize("kind", ["replicated", "sharded"])
-def test_two_ranks_go_on_in_new_processes(tmp_path, kind):
+def test_two_ranks_continue_in_new_processes(tmp_path, kind):
     """Each rank is captured alone, after the same step; the groups are there before it is back."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.workers.two_ranks", str(tmp_path), kind],

@@ -24,27 +24,29 @@ class Told(Train):
         return metrics
 """
 STEPS = 30
+MB = 2**20
 
 
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("sim", marks=pytest.mark.sim)])
 @pytest.mark.parametrize("module", ["mlp", "loading"])
-def test_a_job_is_put_back_inside_walls(grounds, module):
-    ground = grounds(sandbox="preferred")
+def test_job_is_restored_inside_the_sandbox(rigs, accelerators, module, kind):
+    rig = accelerators(256 * MB) if kind == "sim" else rigs(sandbox="preferred")
 
     def launch(task: str, nap_s: float, epoch: int = 1, **more: object) -> None:
         files = {path.name: path.read_text() for path in ZOO.glob("*.py")}
         files["told.py"] = TOLD.format(module=module, steps=STEPS, nap_s=nap_s)
-        bundle, _ = ground.store.put([bundled(files)])
-        ground.launch(task, "told:Told", epoch=epoch, bundle=bundle, **more)
+        bundle, _ = rig.store.put([bundled(files)])
+        rig.launch(task, "told:Told", epoch=epoch, bundle=bundle, **more)
 
     launch("alone", 0.0)
-    expected = ground.event(Finished, "alone", timeout_s=60).result
-    launch("moved", 0.05)
-    ground.steps("moved", 4)
-    ground.save("moved")
-    saved = ground.event(Saved, "moved")
+    expected = rig.event(Finished, "alone").result
+    launch("moved", 0.15)
+    rig.steps("moved", 4)
+    rig.save("moved")
+    saved = rig.event(Saved, "moved")
     assert 0 < saved.step < STEPS
-    ground.cancel("moved")
-    ground.until(lambda: ground.view("moved") is None)
-    launch("moved", 0.0, epoch=2, images=[ground.image(saved)])
-    assert ground.event(Started, "moved", epoch=2).resumed == "image"
-    assert ground.event(Finished, "moved", epoch=2, timeout_s=60).result == expected
+    rig.cancel("moved")
+    rig.until(lambda: rig.view("moved") is None)
+    launch("moved", 0.0, epoch=2, images=[rig.image(saved)])
+    assert rig.event(Started, "moved", epoch=2).resumed == "image"
+    assert rig.event(Finished, "moved", epoch=2).result == expected

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
+import threading
 
 import pytest
 
@@ -32,6 +32,7 @@ class Played:
     def __init__(self, pids, *, refuses=(), hangs=()):
         self.states = dict.fromkeys(pids, RUNNING)
         self.refuses, self.hangs, self.calls = refuses, hangs, []
+        self.released = threading.Event()  # then what hangs goes on
 
     def state(self, pid):
         return self.states[pid]
@@ -52,7 +53,7 @@ class Played:
     def do(self, what, pid):
         self.calls.append((what, pid))
         if (what, pid) in self.hangs:
-            time.sleep(5)
+            self.released.wait(60)
         before, after = ALLOWED[what]
         if (what, pid) in self.refuses or self.states[pid] != before:
             raise NotDone("the driver says CUDA_ERROR_ILLEGAL_STATE")
@@ -63,7 +64,7 @@ def devices(driver, **more):
     return TreeMemory(driver=driver, is_of=lambda pid: pid in driver.states, **more)
 
 
-def test_all_are_locked_before_any_leaves_and_restored_before_any_goes_on():
+def test_all_processes_are_locked_before_any_saves_and_restored_before_any_runs():
     driver = Played([7, 8])
     held = devices(driver)
     held.leave([6, 7, 8])
@@ -78,14 +79,14 @@ def test_all_are_locked_before_any_leaves_and_restored_before_any_goes_on():
     assert len(driver.calls) == 8
 
 
-def test_who_cannot_be_locked_leaves_nobody_locked():
+def test_process_that_cannot_be_locked_leaves_no_other_locked():
     driver = Played([7, 8], refuses=[("lock", 8)])
     with pytest.raises(NotDone, match="lock of process 8: the driver says"):
         devices(driver).leave([7, 8])
     assert driver.states == {7: RUNNING, 8: RUNNING}
 
 
-def test_a_process_that_failed_before_is_not_touched():
+def test_process_that_failed_before_is_not_touched():
     driver = Played([7])
     driver.states[7] = FAILED
     with pytest.raises(NotDone, match="the driver reports process 7 as failed"):
@@ -93,21 +94,23 @@ def test_a_process_that_failed_before_is_not_touched():
     assert driver.calls == []
 
 
-def test_a_call_that_does_not_come_back_is_given_up(monkeypatch):
+def test_call_that_does_not_return_is_given_up(monkeypatch):
     monkeypatch.setattr(cuda_checkpoint, "MOVE_WITHIN_S", 0.2)
-    began_s = time.monotonic()
+    driver = Played([7], hangs=[("checkpoint", 7)])
     with pytest.raises(NotDone, match=r"checkpoint of process 7 was not done within 0\.2 s"):
-        devices(Played([7], hangs=[("checkpoint", 7)])).leave([7])
-    assert time.monotonic() - began_s < 2
+        devices(driver).leave([7])
+    assert driver.states == {7: LOCKED}  # the call has not returned
+    driver.released.set()
 
 
 def test_a_call_that_outlasts_the_lease_is_given_up():
-    held = devices(Played([7], hangs=[("lock", 7)]), may_go_on=lambda: False)
+    driver = Played([7], hangs=[("lock", 7)])
     with pytest.raises(NotDone, match="outlasted the device's lease"):
-        held.leave([7])
+        devices(driver, may_go_on=lambda: False).leave([7])
+    driver.released.set()
 
 
-def test_without_a_driver_nothing_leaves_and_that_is_known_before():
+def test_missing_driver_is_known_before_any_process_saves():
     held = TreeMemory.found("cpu")
     assert not held.can_leave
     held.leave([1])
@@ -115,7 +118,7 @@ def test_without_a_driver_nothing_leaves_and_that_is_known_before():
 
 
 @pytest.mark.gpu
-def test_the_drivers_own_word_and_a_real_process():
+def test_real_driver_saves_and_restores_a_real_process():
     """Is it permitted here at all?  A process of its own goes off the device, and back."""
     held = TreeMemory.found("cuda")
     if not held.can_leave:

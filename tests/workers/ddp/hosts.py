@@ -14,7 +14,7 @@ from workers.ranks.shared_memory import DEPTH
 
 
 def _kill_bridge():
-    os.kill(process_group._here.ground.bridge_process, signal.SIGKILL)
+    os.kill(process_group._here.arena.bridge_process, signal.SIGKILL)
 
 
 def last_rank_kills_its_bridge(ctx):

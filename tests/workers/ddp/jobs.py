@@ -339,7 +339,22 @@ class TwoOptimizers(Mlp):
 # --- faults ---
 
 
-def mismatched(ctx):
+def _call_in_turn(ctx, order):
+    """Return once all ranks before this one in `order` are about to call or wait in their call.
+
+    On one slot a rank that is about to call keeps the slot until it waits, so the order is exact.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    place = order.index(ctx.rank)
+    if place:
+        store.wait([f"turn {place}"])
+    store.set(f"turn {place + 1}", "")
+
+
+def mismatched(ctx, order=None):
+    """Rank 1 calls something else than the others, in any order or in this one."""
+    if order is not None:
+        _call_in_turn(ctx, order)
     if ctx.rank == 1:
         dist.broadcast(torch.zeros(3), src=0)
     else:

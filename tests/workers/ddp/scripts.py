@@ -29,7 +29,7 @@ def wishing(ctx, *, wishes=None):
         loss = net(torch.randn(8, 16)).square().mean()
         loss.backward()
         if seats := wishes.get(f"{step}:{ctx.rank}"):
-            turns.wish(process_group._here.ground, seats)
+            turns.wish(process_group._here.arena, seats)
         opt.step()
         opt.zero_grad()
         losses.append(loss.item())

@@ -16,7 +16,7 @@ from app.core.model.messages import CAUSES, Failed, Finished, Paused, Saved, Sta
 from app.storage.store import Damaged, OtherBytes, Store, blob
 from tests.s3 import serving
 from tests.workers.bundle.blocks import digest
-from tests.workers.conftest import Ground
+from tests.workers.conftest import DeviceRig
 from workers.transfer.host_cache import LEFT_S, Cache
 
 torch.manual_seed(5)
@@ -30,16 +30,16 @@ def npy(array):
     return out.getvalue()
 
 
-def block(ground, body, name="corpus", version=1):
+def block(rig, body, name="corpus", version=1):
     """A datablock in the store, as a Launch names it."""
-    sha256, size = ground.store.put([body])
+    sha256, size = rig.store.put([body])
     format = "npy" if body.startswith(b"\x93NUMPY") else "safetensors"
     named = f"{name}@{version}"
     return {"sha256": sha256, "size_bytes": size, "format": format, "datablock": named}
 
 
-def bytes_of(ground, kept):
-    with ground.store.open(kept["sha256"]) as file:
+def bytes_of(rig, kept):
+    with rig.store.open(kept["sha256"]) as file:
         return file.read()
 
 
@@ -48,9 +48,9 @@ def shell(text):
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory):
+def rig(tmp_path_factory):
     """One device for all tests here: each of them has tasks of its own."""
-    made = Ground(tmp_path_factory.mktemp("ground"))
+    made = DeviceRig(tmp_path_factory.mktemp("rig"))
     made.open()
     yield made
     made.close()
@@ -59,33 +59,33 @@ def ground(tmp_path_factory):
 numbers = itertools.count()
 
 
-def launched(ground, run, **given):
+def launched(rig, run, **given):
     """A new task; its name."""
     task = f"t{next(numbers)}"
-    ground.launch(task, run, **given)
+    rig.launch(task, run, **given)
     return task
 
 
-def done(ground, run, **given):
-    return ground.event(Finished, launched(ground, run, **given))
+def done(rig, run, **given):
+    return rig.event(Finished, launched(rig, run, **given))
 
 
-def failed(ground, run, **given):
-    return ground.event(Failed, launched(ground, run, **given))
+def failed(rig, run, **given):
+    return rig.event(Failed, launched(rig, run, **given))
 
 
 # --- what is given --------------------------------------------------------------------------------
 
 
-def test_a_function_is_given_tensors_by_name_or_the_one_there_is(ground):
+def test_function_gets_tensors_by_name_or_the_only_one(rig):
     inputs = {
-        "named": block(ground, save(NAMED), "named"),
-        "alone": block(ground, save(ALONE), "alone"),
-        "array": block(ground, npy(NAMED["a"].numpy()), "array"),
-        "fortran": block(ground, npy(numpy.asfortranarray(NAMED["a"].numpy())), "fortran"),
-        "number": block(ground, npy(numpy.float64(7)), "number"),
+        "named": block(rig, save(NAMED), "named"),
+        "alone": block(rig, save(ALONE), "alone"),
+        "array": block(rig, npy(NAMED["a"].numpy()), "array"),
+        "fortran": block(rig, npy(numpy.asfortranarray(NAMED["a"].numpy())), "fortran"),
+        "number": block(rig, npy(numpy.float64(7)), "number"),
     }
-    assert done(ground, "blocks:look", inputs=inputs).result["seen"] == {
+    assert done(rig, "blocks:look", inputs=inputs).result["seen"] == {
         "named": digest(NAMED),
         "alone": digest(ALONE["x"]),
         "array": digest(NAMED["a"]),
@@ -94,115 +94,122 @@ def test_a_function_is_given_tensors_by_name_or_the_one_there_is(ground):
     }
 
 
-def test_tensors_that_are_not_aligned_are_given_as_well(ground):
+def test_unaligned_tensors_are_given_too(rig):
     body = save(ALONE)
     end = 8 + int.from_bytes(body[:8], "little")
     shifted = (end - 8 + 3).to_bytes(8, "little") + body[8:end] + b"   " + body[end:]
-    seen = done(ground, "blocks:look", inputs={"x": block(ground, shifted)}).result["seen"]
+    seen = done(rig, "blocks:look", inputs={"x": block(rig, shifted)}).result["seen"]
     assert seen == {"x": digest(ALONE["x"])}
 
 
-def test_by_its_name_it_is_the_same_object(ground):
+def test_datablock_is_the_same_object_each_time_it_is_asked_for(rig):
     params = {"names": ["corpus", "corpus@3"]}
-    x = block(ground, save(NAMED), version=3)
-    finished = done(ground, "blocks:by_name", inputs={"x": x}, params=params)
+    x = block(rig, save(NAMED), version=3)
+    finished = done(rig, "blocks:by_name", inputs={"x": x}, params=params)
     assert finished.result == {"same": [True, True]}
 
 
-def test_one_that_is_not_declared_is_told_with_what_to_do(ground):
-    told = failed(ground, "blocks:unnamed", inputs={"x": block(ground, save(NAMED))}).message
+def test_undeclared_datablock_is_refused_with_advice(rig):
+    told = failed(rig, "blocks:unnamed", inputs={"x": block(rig, save(NAMED))}).message
     assert 'inputs: {PORT: "datablock:pictures"}' in told
     assert "Declared: corpus@1." in told
 
 
 @pytest.mark.parametrize("format", ["safetensors", "npy"])
 @pytest.mark.parametrize("run", ["blocks:scribble", "command"])
-def test_what_is_written_to_it_does_not_reach_the_stored_bytes(run, format, ground):
+def test_writing_to_a_tensor_does_not_reach_the_stored_bytes(run, format, rig):
     body = save(NAMED) if format == "safetensors" else npy(ALONE["x"].numpy())
-    x = block(ground, body)
+    x = block(rig, body)
     if run == "command":
         run = shell("truncate -s 3 $ROUNDHOUSE_INPUTS/x.*")
-    done(ground, run, inputs={"x": x})
-    assert bytes_of(ground, x) == body  # the hash is checked
-    seen = done(ground, "blocks:look", inputs={"x": x}).result["seen"]
+    done(rig, run, inputs={"x": x})
+    assert bytes_of(rig, x) == body  # the hash is checked
+    seen = done(rig, "blocks:look", inputs={"x": x}).result["seen"]
     assert seen == {"x": digest(NAMED if format == "safetensors" else ALONE["x"])}
 
 
-def test_a_job_that_holds_on_to_it_goes_on_from_its_image_with_the_same_bits(ground):
-    x = block(ground, save(ALONE))
-    params = {"steps": 300, "nap_s": 0.01}
+def test_job_that_keeps_a_datablock_resumes_from_its_image_with_the_same_bits(rig):
+    x = block(rig, save(ALONE))
+    params = {"steps": 100, "nap_s": 0.01}
     given = {"inputs": {"x": x}, "params": params, "outputs": ["made"]}
-    alone = done(ground, "blocks:Sum", **given).result
+    alone = done(rig, "blocks:Sum", **given).result
+    params["waits"] = True
 
-    task = launched(ground, "blocks:Sum", **given)
-    ground.steps(task, 3)
-    ground.save(task)
-    saved = ground.event(Saved, task)
-    ground.cancel(task)
-    ground.launch(task, "blocks:Sum", epoch=2, images=[ground.image(saved)], **given)
-    assert ground.event(Started, task, epoch=2).step == saved.step
-    assert ground.event(Finished, task, epoch=2).result == alone
+    task = launched(rig, "blocks:Sum", **given)
+    rig.steps(task, 3)
+    rig.save(task)
+    saved = rig.event(Saved, task)
+    rig.cancel(task)
+    rig.launch(task, "blocks:Sum", epoch=2, images=[rig.image(saved)], **given)
+    assert rig.event(Started, task, epoch=2).step == saved.step
+    rig.let_end(task, 2)
+    assert rig.event(Finished, task, epoch=2).result == alone
 
 
 LARGE = {"x": torch.randn(1000, 1000)}
 
 
 @pytest.mark.parametrize("write_at", [0, 5])
-def test_an_image_holds_what_a_job_wrote_and_only_refers_to_what_it_was_given(write_at, ground):
-    x = block(ground, save(LARGE))
-    given = {"inputs": {"x": x}, "params": {"write_at": write_at, "steps": 150}}
-    alone = done(ground, "blocks:Hold", **given).result
+def test_image_holds_what_a_job_wrote_and_only_refers_to_its_datablocks(write_at, rig):
+    x = block(rig, save(LARGE))
+    given = {"inputs": {"x": x}, "params": {"write_at": write_at, "steps": 50}}
+    alone = done(rig, "blocks:Hold", **given).result
+    given["params"]["waits"] = True
     assert (alone["tied"], alone["same"], alone["given"]) == (400_000, True, True)
 
-    task = launched(ground, "blocks:Hold", **given)
-    ground.steps(task, 10)
-    ground.save(task)
-    saved = ground.event(Saved, task)
+    task = launched(rig, "blocks:Hold", **given)
+    rig.steps(task, 10)
+    rig.save(task)
+    saved = rig.event(Saved, task)
     assert (saved.size_bytes < 100_000) == (not write_at)
-    ground.cancel(task)
-    ground.launch(task, "blocks:Hold", epoch=2, images=[ground.image(saved)], **given)
-    assert ground.event(Started, task, epoch=2).step == saved.step
-    again = ground.event(Finished, task, epoch=2).result
+    rig.cancel(task)
+    rig.launch(task, "blocks:Hold", epoch=2, images=[rig.image(saved)], **given)
+    assert rig.event(Started, task, epoch=2).step == saved.step
+    rig.let_end(task, 2)
+    again = rig.event(Finished, task, epoch=2).result
     assert {**again, "given": True} == alone
     assert again["given"] == (not write_at)  # the input itself is as it lies in the store
 
 
-def test_an_image_whose_datablock_is_not_there_says_so(ground):
-    given = {"inputs": {"x": block(ground, save(LARGE))}, "params": {"steps": 150}}
-    task = launched(ground, "blocks:Hold", **given)
-    ground.steps(task, 3)
-    ground.save(task)
-    image = ground.image(ground.event(Saved, task))
-    ground.cancel(task)
-    other = {**given, "inputs": {"x": block(ground, save(LARGE), version=2)}}
-    ground.launch(task, "blocks:Hold", epoch=2, images=[image], **other)
-    event = ground.event(Failed, task, epoch=2)
+def test_image_without_its_datablock_is_refused_with_the_name(rig):
+    given = {"inputs": {"x": block(rig, save(LARGE))}, "params": {"steps": 10**6}}
+    task = launched(rig, "blocks:Hold", **given)
+    rig.steps(task, 3)
+    rig.save(task)
+    image = rig.image(rig.event(Saved, task))
+    rig.cancel(task)
+    other = {**given, "inputs": {"x": block(rig, save(LARGE), version=2)}}
+    rig.launch(task, "blocks:Hold", epoch=2, images=[image], **other)
+    event = rig.event(Failed, task, epoch=2)
     assert event.cause == "image"
     assert "'x' of corpus@1, which is no input of this task" in event.message
 
 
-def test_paused_it_lies_where_it_was(ground):
+def test_datablock_of_a_paused_job_stays_where_it_was(rig):
     """Another takes its turn, and its memory is the kernel's to take back: nothing is moved."""
-    given = {"inputs": {"x": block(ground, save(LARGE))}, "params": {"steps": 100}}
-    alone = done(ground, "blocks:Hold", **given).result
-    task = launched(ground, "blocks:Hold", **given)
-    ground.steps(task, 5)
-    ground.pause(task)
-    ground.event(Paused, task)
-    assert ground.event(Saved, task).size_bytes < 100_000
-    done(ground, "blocks:look", inputs=given["inputs"])
-    ground.launch(task, "blocks:Hold", epoch=2, **given)
-    assert ground.event(Finished, task, epoch=2).result == alone
+    given = {"inputs": {"x": block(rig, save(LARGE))}, "params": {"steps": 50}}
+    alone = done(rig, "blocks:Hold", **given).result
+    given["params"]["waits"] = True
+    task = launched(rig, "blocks:Hold", **given)
+    rig.steps(task, 5)
+    rig.pause(task)
+    rig.event(Paused, task)
+    assert rig.event(Saved, task).size_bytes < 100_000
+    done(rig, "blocks:look", inputs=given["inputs"])
+    rig.launch(task, "blocks:Hold", epoch=2, **given)
+    rig.event(Started, task, epoch=2)
+    rig.let_end(task, 2)
+    assert rig.event(Finished, task, epoch=2).result == alone
 
 
-def test_a_command_finds_the_file_itself(ground):
+def test_command_finds_the_datablock_as_a_file(rig):
     inputs = {
-        "a": block(ground, save(NAMED), "a"),
-        "b": block(ground, npy(ALONE["x"].numpy()), "b"),
+        "a": block(rig, save(NAMED), "a"),
+        "b": block(rig, npy(ALONE["x"].numpy()), "b"),
     }
     said = "cd $ROUNDHOUSE_INPUTS; ls; sha256sum a.safetensors b.npy"
-    finished = done(ground, shell(said), inputs=inputs)
-    assert ground.printed(finished.task) == [
+    finished = done(rig, shell(said), inputs=inputs)
+    assert rig.printed(finished.task) == [
         "a.safetensors",
         "b.npy",
         f"{inputs['a']['sha256']}  a.safetensors",
@@ -210,9 +217,9 @@ def test_a_command_finds_the_file_itself(ground):
     ]
 
 
-def test_one_whose_bytes_are_lost_fails_its_task(ground):
-    x = block(ground, save(NAMED)) | {"sha256": "0" * 64}
-    assert "is not there" in failed(ground, "blocks:look", inputs={"x": x}).message
+def test_task_fails_if_the_bytes_of_its_datablock_are_lost(rig):
+    x = block(rig, save(NAMED)) | {"sha256": "0" * 64}
+    assert "is not there" in failed(rig, "blocks:look", inputs={"x": x}).message
 
 
 # --- what is published ----------------------------------------------------------------------------
@@ -220,34 +227,34 @@ def test_one_whose_bytes_are_lost_fails_its_task(ground):
 IDS = torch.from_numpy(numpy.random.default_rng(0).integers(0, 99, (20, 8)))
 
 
-def test_what_a_function_publishes_is_a_file_of_tensors(ground):
-    finished = done(ground, "blocks:tokens", outputs=["alone", "tokens"], publish=["tokens"])
+def test_published_value_of_a_function_is_a_file_of_tensors(rig):
+    finished = done(rig, "blocks:tokens", outputs=["alone", "tokens"], publish=["tokens"])
     kept, image = finished.outputs["tokens"], finished.outputs["alone"]
     assert finished.result == {"count": 160}
     assert image.keys() == {"sha256", "size_bytes", "head_bytes"}
     assert 0 < image["head_bytes"] == image["size_bytes"] - IDS.numel() * 8 < 2000
     assert (kept["format"], kept["tensor_count"]) == ("safetensors", 3)
     assert {"name": "ids", "dtype": "int64", "shape": [8, 20]} in kept["tensors"]
-    loaded = load(bytes_of(ground, kept))
+    loaded = load(bytes_of(rig, kept))
     assert torch.equal(loaded["ids"], IDS.t())
     assert loaded["scale"].dtype is torch.bfloat16
     # Another task of the request takes it as it would take the datablock; the other one as it was.
-    seen = done(ground, "blocks:look", inputs={"x": kept, "y": image}).result["seen"]
+    seen = done(rig, "blocks:look", inputs={"x": kept, "y": image}).result["seen"]
     assert seen == {"x": digest(loaded), "y": digest(IDS)}
 
 
-def test_a_tensor_without_a_name_comes_back_as_one(ground):
+def test_unnamed_tensor_is_read_back_as_one_tensor(rig):
     given = {"outputs": ["alone", "tokens"], "publish": ["alone"]}
-    kept = done(ground, "blocks:tokens", **given).outputs["alone"]
-    seen = done(ground, "blocks:look", inputs={"x": kept}).result["seen"]
+    kept = done(rig, "blocks:tokens", **given).outputs["alone"]
+    seen = done(rig, "blocks:look", inputs={"x": kept}).result["seen"]
     assert seen == {"x": digest(IDS)}
 
 
-def test_a_job_publishes_what_it_finishes_with(ground):
-    x = block(ground, save(ALONE))
+def test_job_publishes_the_result_it_finishes_with(rig):
+    x = block(rig, save(ALONE))
     given = {"inputs": {"x": x}, "outputs": ["made"], "publish": ["made"]}
-    kept = done(ground, "blocks:Sum", **given).outputs["made"]
-    assert torch.equal(load(bytes_of(ground, kept))["tensor"], ALONE["x"][:2] + 1)
+    kept = done(rig, "blocks:Sum", **given).outputs["made"]
+    assert torch.equal(load(bytes_of(rig, kept))["tensor"], ALONE["x"][:2] + 1)
 
 
 @pytest.mark.parametrize(
@@ -261,31 +268,31 @@ def test_a_job_publishes_what_it_finishes_with(ground):
         ("complex128", "does not support complex128"),
     ],
 )
-def test_what_cannot_be_published_fails_the_task_with_the_place(what, told, ground):
+def test_value_that_cannot_be_published_fails_the_task_with_its_place(what, told, rig):
     given = {"params": {"what": what}, "outputs": ["tokens"], "publish": ["tokens"]}
-    event = failed(ground, "blocks:bad", **given)
+    event = failed(rig, "blocks:bad", **given)
     assert told in event.message
     assert event.cause == "exception"
 
 
-def test_a_command_publishes_a_file_that_it_wrote(ground):
+def test_command_publishes_a_file_that_it_wrote(rig):
     body = save(NAMED)
     script = "cp $ROUNDHOUSE_INPUTS/x.safetensors tokens.safetensors"
-    given = {"inputs": {"x": block(ground, body)}, "outputs": ["tokens"], "publish": ["tokens"]}
-    kept = done(ground, shell(script), **given).outputs["tokens"]
-    assert bytes_of(ground, kept) == body
+    given = {"inputs": {"x": block(rig, body)}, "outputs": ["tokens"], "publish": ["tokens"]}
+    kept = done(rig, shell(script), **given).outputs["tokens"]
+    assert bytes_of(rig, kept) == body
     assert (kept["format"], kept["tensor_count"]) == ("safetensors", 3)
 
 
-def test_a_command_that_wrote_something_else_is_told_so(ground):
-    event = failed(ground, shell("echo hello > t.npy"), outputs=["t"], publish=["t"])
+def test_command_that_wrote_no_tensors_is_told_so(rig):
+    event = failed(rig, shell("echo hello > t.npy"), outputs=["t"], publish=["t"])
     assert "t.npy is to be published, but is not a safetensors or npy file" in event.message
 
 
-def test_a_resident_that_sends_no_tensors_is_ended(ground, monkeypatch):
+def test_resident_that_sends_no_tensors_is_ended(rig, monkeypatch):
     """Its own code would not, but a tenant's may speak for it."""
     monkeypatch.setattr("workers.device.store_io.HEAD_BYTES", 4)  # as if the rest were not there
-    event = failed(ground, "blocks:tokens", outputs=["alone", "tokens"], publish=["tokens"])
+    event = failed(rig, "blocks:tokens", outputs=["alone", "tokens"], publish=["tokens"])
     assert "invalid message" in event.message
     assert CAUSES[event.cause]
 
@@ -293,25 +300,25 @@ def test_a_resident_that_sends_no_tensors_is_ended(ground, monkeypatch):
 # --- what is read from the store ------------------------------------------------------------------
 
 
-def test_a_second_task_on_the_host_does_not_read_the_store_again(ground):
-    x = block(ground, save({"of": torch.ones(77)}))
+def test_second_task_on_a_host_does_not_read_the_store_again(rig):
+    x = block(rig, save({"of": torch.ones(77)}))
     size = x["size_bytes"]
     read = []
     for _ in range(2):
-        task = done(ground, "blocks:look", inputs={"x": x}).task
-        started = ground.event(Started, task)
+        task = done(rig, "blocks:look", inputs={"x": x}).task
+        started = rig.event(Started, task)
         read.append((started.input_bytes, started.fetched_bytes))
-        blob = ground.store.place.path(f"blobs/{x['sha256'][:2]}/{x['sha256']}")
+        blob = rig.store.place.path(f"blobs/{x['sha256'][:2]}/{x['sha256']}")
         blob.unlink(missing_ok=True)
     assert read == [(size, size), (size, 0)]
 
 
-def test_without_room_for_it_each_task_reads_the_store(grounds):
-    ground = grounds(host_cache_bytes=0)
-    x = block(ground, save(ALONE))
+def test_each_task_reads_the_store_if_the_cache_has_no_room(rigs):
+    rig = rigs(host_cache_bytes=0)
+    x = block(rig, save(ALONE))
     for _ in range(2):
-        task = done(ground, "blocks:look", inputs={"x": x}).task
-        assert ground.event(Started, task).fetched_bytes == x["size_bytes"]
+        task = done(rig, "blocks:look", inputs={"x": x}).task
+        assert rig.event(Started, task).fetched_bytes == x["size_bytes"]
 
 
 # --- a part of what lies in the store -------------------------------------------------------------
@@ -330,7 +337,7 @@ def anywhere(request, tmp_path):
     return Store(request.getfixturevalue("s3").bucket())
 
 
-def test_a_part_of_a_blob_is_read_alone_and_the_whole_is_checked(anywhere):
+def test_part_of_a_blob_is_read_alone_and_the_whole_is_verified(anywhere):
     body = bytes(range(256)) * 20_000
     sha256, size = anywhere.put([body])
 
@@ -351,7 +358,7 @@ def test_a_part_of_a_blob_is_read_alone_and_the_whole_is_checked(anywhere):
     assert 0 < len(b"".join(pieces)) < size
 
 
-def test_nothing_is_kept_under_a_hash_that_it_has_not(anywhere):
+def test_cache_keeps_no_bytes_under_a_wrong_hash(anywhere):
     with pytest.raises(OtherBytes, match="hash to"):
         anywhere.put([b"some bytes"], promised="0" * 64)
     assert not anywhere.has("0" * 64)
@@ -385,14 +392,14 @@ class TestCache:
             assert file.tell() == 0
             return file.read(), opened.is_fetched
 
-    def test_the_second_time_it_is_here(self, store, tmp_path):
+    def test_second_request_is_served_from_the_cache(self, store, tmp_path):
         cache = Cache(tmp_path / "cache", 1000)
         sha256 = self.put(store, 1)
         assert self.taken(cache, sha256, store) == (b"\x01" * 100, True)
         assert self.taken(cache, sha256, store) == (b"\x01" * 100, False)
         assert self.taken(Cache(tmp_path / "cache", 1000), sha256, store)[1] is False
 
-    def test_what_was_used_longest_ago_goes_first(self, store, tmp_path):
+    def test_least_recently_used_block_is_dropped_first(self, store, tmp_path):
         cache = Cache(tmp_path / "cache", 250)
         one, two, three = (self.put(store, n) for n in (1, 2, 3))
         for n, sha256 in enumerate((one, two)):
@@ -402,14 +409,14 @@ class TestCache:
         self.taken(cache, three, store)
         assert {entry.name for entry in cache.folder.iterdir()} == {one, three}
 
-    def test_what_is_larger_than_all_of_it_is_not_kept(self, store, tmp_path):
+    def test_block_larger_than_the_cache_is_not_kept(self, store, tmp_path):
         cache = Cache(tmp_path / "cache", 250)
         small, large = self.put(store, 1), self.put(store, 2, size=300)
         self.taken(cache, small, store)
         assert self.taken(cache, large, store) == (b"\x02" * 300, True)
         assert [entry.name for entry in cache.folder.iterdir()] == [small]
 
-    def test_whoever_has_it_open_keeps_it(self, store, tmp_path):
+    def test_process_with_an_open_block_keeps_it(self, store, tmp_path):
         cache = Cache(tmp_path / "cache", 150)
         one, two = self.put(store, 1), self.put(store, 2)
         self.taken(cache, one, store)
@@ -423,14 +430,14 @@ class TestCache:
         def full(*_):
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("workers.transfer.host_cache._lay_down", full)
+        monkeypatch.setattr("workers.transfer.host_cache.link_or_copy", full)
         cache = Cache(tmp_path / "cache", 1000)
         sha256 = self.put(store, 1)
         for _ in range(2):
             assert self.taken(cache, sha256, store) == (b"\x01" * 100, True)
         assert list(cache.folder.iterdir()) == []
 
-    def test_what_a_killed_worker_left_goes_after_a_while(self, store, tmp_path):
+    def test_files_left_by_a_killed_worker_are_deleted_later(self, store, tmp_path):
         cache = Cache(tmp_path / "cache", 1000)
         for name, age_s in ((".old", LEFT_S + 60), (".new", 0)):
             (cache.folder / name).mkdir(parents=True)
@@ -440,7 +447,7 @@ class TestCache:
         self.taken(cache, sha256, store)
         assert {entry.name for entry in cache.folder.iterdir()} == {".new", sha256}
 
-    def test_many_at_once_get_the_same(self, store, tmp_path):
+    def test_many_simultaneous_readers_get_the_same_bytes(self, store, tmp_path):
         from concurrent.futures import ThreadPoolExecutor
 
         shas = [self.put(store, n) for n in range(4)]

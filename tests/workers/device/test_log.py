@@ -34,3 +34,27 @@ def test_line_ends_of_other_systems_lose_nothing():
     log.write("stdout", b"one\r\ntwo\r")
     log.write("stdout", b"\nthree\r\r\n\r\n")
     assert lines(log) == ["one", "two", "three", ""]
+
+
+def test_a_line_that_a_pause_cuts_stays_one_line():
+    before, after = Log(), Log()
+    before.write("stdout", b"first\nste")
+    after.goes_on_from(before)
+    before.end()
+    after.write("stdout", b"p 2\n")
+    assert lines(before) == ["first"]
+    assert lines(after) == ["step 2"]
+
+
+def test_a_line_that_an_image_cuts_goes_on_where_the_image_does():
+    here, there = Log(), Log()
+    here.write("stdout", b"first\nste")
+    here.write("stderr", b"whole\n10 %\r20 %\xff")
+    begun = here.begun
+    here.leave_begun()
+    here.end()
+    there.begin_with(begun)
+    there.write("stdout", b"p 2\n")
+    there.end()
+    assert lines(here) == ["first", "whole"]
+    assert lines(there) == ["step 2", "20 %\ufffd"]

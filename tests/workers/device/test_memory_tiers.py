@@ -26,10 +26,11 @@ from workers.capture.capture import Surroundings, capture
 from workers.device.memory_tiers import Residency
 from workers.device.resident import Resident
 from workers.hardware.accelerator import Accelerator
+from workers.hardware.storages import follow_lending
 from workers.process import slab
 from workers.process.sandbox import ENVIRONMENT
 from workers.process.slab import Slab
-from workers.switching import context_switch, offload
+from workers.switching import context_switch
 from workers.switching.offload import LEAVES_BYTES, Absence, CalledOff
 from workers.switching.staging import Staging
 
@@ -47,7 +48,7 @@ class Place:
 
     def __init__(self, limit: int = 64 * MB) -> None:
         self.slab = Slab(slab.made(limit))
-        self.staging = Staging(self.slab, WATCH)
+        self.staging = Staging(self.slab, WATCH, CPU)
         self.absence = Absence(self.slab, CPU, self.staging.pinned)
 
     def leave(self, job: object) -> None:
@@ -73,7 +74,7 @@ def station() -> Iterator[Station]:
 
 
 @pytest.mark.parametrize("animal", ANIMALS, ids=lambda animal: animal.name)
-def test_a_job_that_was_off_the_device_computes_the_same_bits(station, animal: Animal):
+def test_job_that_left_the_device_computes_the_same_bits(station, animal: Animal):
     leaves = points(zlib.crc32(animal.name.encode()), STEPS, 5)
     expected = undisturbed(station, animal, STEPS)
     found = evicted(station, animal, STEPS, leaves)
@@ -105,8 +106,8 @@ class Tied:
         self.opt.step()
 
 
-def test_what_leaves_takes_no_memory_and_what_others_look_into_stays():
-    offload.follow()
+def test_storages_that_leave_take_no_memory_and_viewed_ones_stay():
+    follow_lending()
     job, place = Tied(), Place()
     job.step()
     lent = numpy.from_dlpack(job.lent)
@@ -140,7 +141,7 @@ def in_use_bytes() -> int:
 
 
 @pytest.mark.parametrize("environment", [{}, ENVIRONMENT], ids=["as glibc has it", "as residents"])
-def test_memory_that_was_let_go_of_is_the_kernels(environment):
+def test_released_memory_goes_back_to_the_kernel(environment):
     code = "from tests.workers.device.test_memory_tiers import leave_and_tell; leave_and_tell()"
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -166,7 +167,7 @@ def leave_and_tell() -> None:
     sys.stdout.write(f"{size} {before - away} {in_use_bytes() - away}")
 
 
-def test_what_comes_back_in_pieces_may_be_called_off_and_leave_again():
+def test_return_in_pieces_may_be_cancelled_and_reversed():
     job, place = SimpleNamespace(parts=[torch.full((WIDE, WIDE), n) for n in range(9)]), Place()
     place.leave(job)
     room = iter([True] * 4)
@@ -195,7 +196,7 @@ class Frozen:
 
 
 @needs_watch
-def test_what_lies_in_the_slab_unchanged_is_not_moved_there_again():
+def test_unchanged_storages_in_the_slab_are_not_moved_there_again():
     job, place = Frozen(), Place()
     for _ in range(3):
         job.step()
@@ -217,13 +218,13 @@ def test_what_lies_in_the_slab_unchanged_is_not_moved_there_again():
 
 
 @needs_watch
-def test_what_was_just_restored_is_not_copied_back():
+def test_storages_just_restored_are_not_copied_back():
     job, place = Frozen(), Place()
     job.step()
     captured = capture(job, around=Surroundings(), accelerator=CPU)
     layout = place.staging.begin(captured, lambda layout: None)
     place.staging.join()
-    fresh = Staging(place.slab, WATCH)
+    fresh = Staging(place.slab, WATCH, CPU)
     again: Any = context_switch.restored(
         place.slab, layout.as_json(), around=Surroundings(), accelerator=CPU, then=fresh.lies
     )
@@ -255,21 +256,21 @@ def _order(residents: list[Any], expected: list[str] | None = None) -> list[str]
     return [r.task for r in residency.needed_last_first(residents)]
 
 
-def test_who_takes_turns_is_needed_last_when_paused_last():
+def test_task_paused_last_is_needed_last_among_those_that_take_turns():
     assert _order([_resident("a", 10), _resident("b", 20), _resident("c", 30)]) == ["c", "b", "a"]
 
 
-def test_who_comes_back_sooner_than_others_stays():
+def test_task_that_returns_sooner_stays():
     often, seldom = _resident("often", 30, absent_us=5), _resident("seldom", 10, absent_us=100)
     assert _order([often, seldom]) == ["seldom", "often"]
 
 
-def test_what_the_island_expects_goes_before_what_is_guessed():
+def test_prediction_of_the_island_wins_over_a_guess():
     residents = [_resident("a", 10), _resident("b", 20), _resident("c", 30)]
     assert _order(residents, ["c", "a"]) == ["b", "a", "c"]
 
 
-def test_evicting_by_need_loads_less_than_evicting_the_longest_paused():
+def test_evicting_by_predicted_need_loads_less_than_evicting_the_oldest():
     """Four take turns where three fit: the best possible brings back one in three turns."""
     turns = [f"t{n % 4}" for n in range(400)]
     assert _loads(turns, lambda held, now: _order(list(held.values()))[0]) <= 400 / 3 + 5
@@ -298,9 +299,8 @@ def _loads(turns: list[str], victim: Any) -> int:
 
 
 def _living(task: str, state: str, **more: Any) -> Resident:
-    stay: Any = SimpleNamespace(
-        state=state, arrived_us=1, launch=SimpleNamespace(memory_bytes=60 * MB)
-    )
+    spec = SimpleNamespace(devices=SimpleNamespace(memory_bytes=60 * MB))
+    stay: Any = SimpleNamespace(state=state, arrived_us=1, spec=spec)
     wire: Any = SimpleNamespace(send=lambda message, fds: None)
     made = slab.made(64 * MB)
     record = ProcessRecord(1, task, StayRecord(task, 1), 0)
@@ -308,7 +308,7 @@ def _living(task: str, state: str, **more: Any) -> Resident:
     return Resident(record, wire, bulk, made, {}, room, stay, memory_bytes=20 * MB, **more)  # type: ignore[arg-type]
 
 
-def test_who_has_all_back_is_there_only_once_it_may_grow_to_what_it_asked_for(monkeypatch):
+def test_returned_task_is_ready_only_once_it_may_grow_to_its_request(monkeypatch):
     """Of its 60 MB it used 40: with these back, the other 20 are still somebody else's."""
     monkeypatch.setattr(Resident, "measure", lambda resident: None)
     goes, comes = _living("goes", "paused"), _living("comes", "seating", level="host")
@@ -336,7 +336,7 @@ def test_who_has_all_back_is_there_only_once_it_may_grow_to_what_it_asked_for(mo
     assert (goes.level, comes.level) == ("host", "device")
 
 
-def test_who_took_back_as_much_as_it_may_grow_to_is_there(monkeypatch):
+def test_task_that_took_all_memory_it_may_use_is_ready(monkeypatch):
     """It was granted less, but its allocator took more: nothing is left to be granted."""
     monkeypatch.setattr(Resident, "measure", lambda resident: None)
     comes = _living("comes", "seating", level="coming", granted_bytes=35 * MB, turn=1)
@@ -354,79 +354,78 @@ def test_who_took_back_as_much_as_it_may_grow_to_is_there(monkeypatch):
 # --- on a device ----------------------------------------------------------------------------------
 
 
-def _start(ground: Any, task: str, epoch: int = 1, **more: Any) -> None:
+def _start(rig: Any, task: str, epoch: int = 1, **more: Any) -> None:
     params = {"megabytes": 40, "nap_s": 0.002, **more.pop("params", {})}
-    ground.launch(task, "jobs:Count", epoch, params=params, **{"memory_bytes": 60 * MB, **more})
+    rig.launch(task, "jobs:Count", epoch, params=params, **{"memory_bytes": 60 * MB, **more})
 
 
-def _turn(ground: Any, task: str, epoch: int, steps: int = 2, **more: Any) -> Any:
+def _turn(rig: Any, task: str, epoch: int, steps: int = 2, **more: Any) -> Any:
     """One turn on the seat; its `Started`."""
-    _start(ground, task, epoch, **more)
-    started = ground.event(Started, task, epoch)
-    ground.steps(task, started.step + steps, epoch)
-    ground.pause(task, epoch)
-    ground.event(Paused, task, epoch)
+    _start(rig, task, epoch, **more)
+    started = rig.event(Started, task, epoch)
+    rig.steps(task, started.step + steps, epoch)
+    rig.pause(task, epoch)
+    rig.event(Paused, task, epoch)
     return started
 
 
-def test_more_take_turns_than_fit_and_none_of_them_ends(grounds):
-    ground = grounds(memory_bytes=130 * MB, host_memory_bytes=400 * MB)
+def test_more_tasks_take_turns_than_fit_and_none_of_them_ends(rigs):
+    rig = rigs(memory_bytes=130 * MB, host_memory_bytes=400 * MB)
     for epoch, task in itertools.product((1, 2, 3), ("t1", "t2", "t3", "t4")):
-        started = _turn(ground, task, epoch)
+        started = _turn(rig, task, epoch)
         assert started.resumed == ("fresh" if epoch == 1 else "resident")
-    levels = [ground.view(f"t{n}", 3).level for n in (1, 2, 3, 4)]
+    levels = [rig.view(f"t{n}", 3).level for n in (1, 2, 3, 4)]
     assert set(levels) == {"device", "host"}
-    for report in ground.reports:
+    for report in rig.reports:
         held = [(v.task, v.state, v.level, v.on_device_bytes) for v in report.residents]
         assert sum(part[-1] for part in held) <= 130 * MB, held
 
 
-def test_what_host_memory_does_not_hold_goes_to_the_store(grounds):
-    ground = grounds(memory_bytes=130 * MB, host_memory_bytes=100 * MB)
+def test_images_that_host_memory_cannot_hold_go_to_the_store(rigs):
+    rig = rigs(memory_bytes=130 * MB, host_memory_bytes=100 * MB)
     for task in ("t1", "t2", "t3", "t4"):
-        _turn(ground, task, 1)
-        ground.event(Saved, task)
-    ground.until(lambda: sum(v.host_bytes for v in ground.reports[-1].residents) <= 100 * MB)
-    gone = [task for task in ("t1", "t2", "t3", "t4") if ground.view(task) is None]
+        _turn(rig, task, 1)
+        rig.event(Saved, task)
+    rig.until(lambda: sum(v.host_bytes for v in rig.reports[-1].residents) <= 100 * MB)
+    gone = [task for task in ("t1", "t2", "t3", "t4") if rig.view(task) is None]
     assert gone
-    image = ground.image(ground.all(Saved, gone[0])[-1])
-    assert _turn(ground, gone[0], 2, images=[image]).resumed == "image"
+    image = rig.image(rig.all(Saved, gone[0])[-1])
+    assert _turn(rig, gone[0], 2, images=[image]).resumed == "image"
 
 
-def test_the_next_comes_back_while_the_one_before_still_runs(grounds):
-    ground = grounds(memory_bytes=160 * MB, host_memory_bytes=400 * MB)
+def test_next_task_returns_to_the_device_while_the_one_before_runs(rigs):
+    rig = rigs(memory_bytes=160 * MB, host_memory_bytes=400 * MB)
     for task in ("t1", "t2", "t3"):
-        _turn(ground, task, 1)
-    away = next(task for task in ("t1", "t2") if ground.view(task).level == "host")
-    _start(ground, "t3", 2)
-    ground.event(Started, "t3", 2)
-    _start(ground, away, 2)
-    ground.until(lambda: ground.view(away, 2) and ground.view(away, 2).level == "device")
-    assert ground.view("t3", 2).state == "running"
+        _turn(rig, task, 1)
+    away = next(task for task in ("t1", "t2") if rig.view(task).level == "host")
+    _start(rig, "t3", 2)
+    rig.event(Started, "t3", 2)
+    _start(rig, away, 2)
+    rig.until(lambda: rig.view(away, 2) and rig.view(away, 2).level == "device")
+    assert rig.view("t3", 2).state == "running"
 
 
-def test_jobs_that_leave_again_and_again_end_with_the_same_bits(grounds):
+def test_jobs_that_leave_again_and_again_end_with_the_same_bits(rigs):
     steps = {"steps": 30, "nap_s": 0.005}
     expected = alone("jobs:Everything", steps)["result"]
-    ground = grounds(memory_bytes=120 * MB, host_memory_bytes=400 * MB)
+    rig = rigs(memory_bytes=120 * MB, host_memory_bytes=400 * MB)
     dice, epochs = random.Random(4), {"e1": 0, "e2": 0, "c1": 0, "c2": 0}
     line = ["e2", "c1", "e1", "c2"]  # at first; for c1 and c2 together there is no room
-    while len(ground.all(Finished, "e1", epochs["e1"])) < 1:
+    for _ in range(14):
         task = line.pop() if line else dice.choice(sorted(epochs))
         epochs[task] += 1
         if task[0] == "c":
-            _start(ground, task, epochs[task], params={"megabytes": dice.choice((50, 70))})
+            _start(rig, task, epochs[task], params={"megabytes": dice.choice((50, 70))})
         else:
-            ground.launch(task, "jobs:Everything", epochs[task], params=steps)
-        ground.event(Started, task, epochs[task])
-        ground.pause(task, epochs[task])
-        ground.until(
-            lambda task=task: (
-                ground.all(Paused, task, epochs[task]) or ground.all(Finished, task, epochs[task])
-            )
-        )
-        if "e2" in epochs and ground.all(Finished, "e2", epochs["e2"]):
-            del epochs["e2"]
-    assert ground.event(Finished, "e1", epochs["e1"]).result == expected
-    levels = {view.level for report in ground.reports for view in report.residents}
+            rig.launch(task, "jobs:Patient", epochs[task], params=steps)
+        rig.event(Started, task, epochs[task])
+        rig.pause(task, epochs[task])
+        rig.event(Paused, task, epochs[task])
+    for task in ("e1", "e2"):
+        epochs[task] += 1
+        rig.launch(task, "jobs:Patient", epochs[task], params=steps)
+        rig.event(Started, task, epochs[task])
+        rig.let_end(task, epochs[task])
+        assert rig.event(Finished, task, epochs[task]).result == expected
+    levels = {view.level for report in rig.reports for view in report.residents}
     assert {"device", "host"} <= levels

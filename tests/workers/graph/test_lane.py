@@ -14,8 +14,8 @@ from app.core.model.messages import Failed, Finished, Resized, Saved, Started
 from app.core.model.task_graph import parse
 from app.core.placement.executors import spread
 from tests.thoroughness import rest_long
-from tests.workers.conftest import Ground
-from tests.workers.graph.test_runner import SLOW, body, launched, node, paused_and_saved, ran
+from tests.workers.conftest import DeviceRig
+from tests.workers.graph.test_runner import LONG, SLOW, body, launched, node, ran
 
 WIDE = body(
     node("parts", "pieces", writes="parts", params={"count": 7}),
@@ -47,37 +47,38 @@ STATES = body(  # what passes is no tensor: modules and optimizers, and what the
 
 @pytest.mark.parametrize("executors", [2, 3, 5])
 @pytest.mark.parametrize("graph", [WIDE, STATES], ids=["tensors", "states"])
-def test_it_gives_what_one_executor_gives(graph: Any, executors: int, ground: Ground) -> None:
-    launched(ground, "t1", graph, world_size=executors)
-    assert ground.event(Finished, "t1").result == ran(graph)
+def test_executors_give_what_one_executor_gives(graph: Any, executors: int, rig: DeviceRig) -> None:
+    launched(rig, "t1", graph, world_size=executors)
+    assert rig.event(Finished, "t1").result == ran(graph)
 
 
-def test_it_tells_how_large_blocks_were_whoever_made_them(ground: Ground) -> None:
+def test_sizes_of_blocks_are_reported_by_whichever_executor_made_them(rig: DeviceRig) -> None:
     """Lists that were dealt out as a whole; all as one executor tells it."""
-    launched(ground, "t1", WIDE)
-    launched(ground, "t3", WIDE, world_size=3)
-    alone, told = (ground.event(Finished, task).made_bytes for task in ("t1", "t3"))
+    launched(rig, "t1", WIDE)
+    launched(rig, "t3", WIDE, world_size=3)
+    alone, told = (rig.event(Finished, task).made_bytes for task in ("t1", "t3"))
     assert told == alone
     assert {"parts.parts", "draws.y", "again.y", "d0.y", "listed.y", "last.y"} <= told.keys()
 
 
-def test_it_takes_as_many_seats_as_it_is_lent(ground: Ground) -> None:
+def test_graph_uses_as_many_slots_as_it_is_lent(rig: DeviceRig) -> None:
     """The executors of one seat run one after another, those of three side by side."""
-    launched(ground, "t1", SLOW, world_size=3)
-    ground.steps("t1", 2)
+    launched(rig, "t1", SLOW, world_size=3)
+    rig.steps("t1", 2)
     for seats in (3, 1, 2):
-        ground.resize("t1", seats)
-        ground.until(lambda n=seats: [e for e in ground.all(Resized, "t1", 1) if e.seats == [n]])
-    assert ground.event(Finished, "t1").result == ran(SLOW)
+        rig.resize("t1", seats)
+        rig.until(lambda n=seats: [e for e in rig.all(Resized, "t1", 1) if e.seats == [n]])
+    rig.let_end("t1")
+    assert rig.event(Finished, "t1").result == ran(LONG)
 
 
 @pytest.mark.parametrize("seats", [1, 2])
-def test_what_finishes_first_in_the_order_is_the_result(seats: int, ground: Ground) -> None:
+def test_first_finished_result_in_the_order_of_nodes_counts(seats: int, rig: DeviceRig) -> None:
     """Whichever executor comes to its end first: here the later one, which does not sleep."""
     graph, result = finished_twice(executors=2)
-    launched(ground, "t1", graph, world_size=2)
-    ground.resize("t1", seats)
-    assert ground.event(Finished, "t1").result == result
+    launched(rig, "t1", graph, world_size=2)
+    rig.resize("t1", seats)
+    assert rig.event(Finished, "t1").result == result
 
 
 def finished_twice(executors: int) -> tuple[Any, Any]:
@@ -97,47 +98,49 @@ def finished_twice(executors: int) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("seed", rest_long(range(3), keep=2))
-def test_disturbed_it_ends_with_the_same_bits(seed: int, ground: Ground, slow: Any) -> None:
+def test_disturbed_executors_end_with_the_same_bits(seed: int, rig: DeviceRig, slow: Any) -> None:
     """Paused anywhere, its seats changed, resumed in place or from its image, and checkpointed."""
     dice, executors = random.Random(seed), 2 + seed % 2
     images: list[dict[str, object]] = []
     resumed = []
     for epoch in range(1, 8):
         more = {"images": images, "checkpoint_every_s": 0.05, "world_size": executors}
-        launched(ground, "t1", SLOW, epoch, **more)
-        resumed.append(ground.event(Started, "t1", epoch).resumed)
+        launched(rig, "t1", SLOW, epoch, **more)
+        resumed.append(rig.event(Started, "t1", epoch).resumed)
         if dice.random() < 0.7:
-            ground.resize("t1", executors, epoch)
+            rig.resize("t1", executors, epoch)
         if epoch == 7:
             break
         time.sleep(dice.uniform(0, 0.2))
-        images = paused_and_saved(ground, "t1", epoch)
+        images = rig.paused_and_saved("t1", epoch)
         if dice.random() < 0.6:
-            ground.drop.append(["t1", epoch])
-            ground.until(lambda: not ground.supervisor.lives.residents)
-    assert ground.event(Finished, "t1", 7).result == slow, resumed
+            rig.drop.append(["t1", epoch])
+            rig.until(lambda: not rig.supervisor.lives.residents)
+    rig.let_end("t1", epoch)
+    assert rig.event(Finished, "t1", epoch).result == slow, resumed
     assert {"fresh", "resident", "image"} >= set(resumed) > {"fresh"}
 
 
 @pytest.fixture(scope="module")
 def slow() -> Any:
-    return ran(SLOW)
+    return ran(LONG)
 
 
 @pytest.mark.parametrize("executor", [0, 1])
-def test_a_killed_executor_is_the_end_of_its_launch_and_the_next_goes_on(
-    executor: int, ground: Ground, slow: Any
+def test_killed_executor_ends_its_launch_and_the_next_goes_on(
+    executor: int, rig: DeviceRig, slow: Any
 ) -> None:
-    launched(ground, "t1", SLOW, checkpoint_every_s=0.05, world_size=2)
-    saved = ground.until(lambda: [e for e in ground.all(Saved, "t1", 1) if e.step > 0])[0]
-    (resident,) = ground.supervisor.lives.residents.values()
+    launched(rig, "t1", SLOW, checkpoint_every_s=0.05, world_size=2)
+    saved = rig.until(lambda: [e for e in rig.all(Saved, "t1", 1) if e.step > 0])[0]
+    (resident,) = rig.supervisor.lives.residents.values()
     os.kill(executors_of(resident.pid)[executor], signal.SIGKILL)
-    failed = ground.event(Failed, "t1")
+    failed = rig.event(Failed, "t1")
     assert failed.cause in ("exit", "exception")
     assert f"rank {executor}" in failed.message
-    launched(ground, "t1", SLOW, 2, images=[ground.image(saved)], world_size=2)
-    assert ground.event(Finished, "t1", 2).result == slow
-    assert ground.went_on_from(saved)
+    launched(rig, "t1", SLOW, 2, images=[rig.image(saved)], world_size=2)
+    assert rig.went_on_from(saved)
+    rig.let_end("t1", 2)
+    assert rig.event(Finished, "t1", 2).result == slow
 
 
 def executors_of(resident: int) -> list[int]:

@@ -10,17 +10,20 @@ import random
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
+from tests.launches import spec_of
+from tests.processes import children
 from tests.thoroughness import rest_long
+from tests.workers.device.test_late import GANG
+from tests.workers.device.test_late import WIDE as WIDE_WITH_LATE
 from tests.workers.graph.test_lane import STATES, WIDE, finished_twice
-from tests.workers.graph.test_runner import SLOW, body, node, ran
-from tests.workers.residents.test_remote_ranks import Gang, Residents, _connected, _spec
+from tests.workers.graph.test_runner import body, napping, node, ran
+from tests.workers.resident_gangs import Gang, Residents, connected, start_of
 from workers.capture.capture import Surroundings
 from workers.graph import remote_blocks
 from workers.graph.remote_blocks import BlockBridge, RemoteBlockTable
@@ -28,17 +31,14 @@ from workers.hardware.accelerator import Accelerator
 from workers.process.wire import Wire
 from workers.ranks import shared_memory, turns
 from workers.ranks.host_bridge import HOME
-from workers.ranks.shared_memory import Ground
+from workers.ranks.shared_memory import Arena
 from workers.ranks.turns import Turns
+from workers.switching import context_switch
 
 JSON = dict[str, Any]
 
-#: Shards that nap, then a chain that trains.
-LONG: JSON = {**SLOW, "nodes": [dict(each) for each in SLOW["nodes"]]}
-for each in LONG["nodes"]:
-    each["params"] = {"naps": {"nap_s": 0.2}}.get(each["name"], each.get("params", {}))
-    if each["function"] == "nodes:train":
-        each["params"] = {"nap_s": 0.1}  # so long that a busy machine disturbs it in time
+#: Shards that nap, then a chain that trains: so long that a busy machine disturbs it in time.
+LONG = napping(trains=160, nap_s=0.2, train_s=0.1)
 
 
 class Executors(Gang):
@@ -46,24 +46,61 @@ class Executors(Gang):
 
     def __init__(
         self,
-        residents: Residents,
+        residents: Residents | Sequence[Residents],
         hosts: list[int],
         graph: JSON,
         executors: int = 3,
         *,
         image: JSON | None = None,
         slab_fd: int = -1,
+        part: JSON | None = None,
+        patience_s: float = 0.2,
     ) -> None:
         self.executors = executors
-        self.graph = residents.folder / f"graph-{residents.born}.json"
+        self.part, self.patience_s = part, patience_s
+        home = residents if isinstance(residents, Residents) else residents[0]
+        self.graph = home.folder / f"graph-{home.born}.json"
         self.graph.write_text(json.dumps(graph))
         self.are_born(residents, hosts, image, slab_fd)
 
     def begins(self, wire: Wire, folders: Any, ends: list[int], **own: Any) -> None:
-        run = {"run": {"graph": "sha256:0"}, "world_size": self.executors, "memory_bytes": 0}
-        spec = _spec("", {}, folders, **own) | run
+        run: JSON = {"graph": "sha256:" + "0" * 64}
+        more: JSON = {}
+        if self.part is not None:
+            run["part"], more["outputs"] = self.part, list(self.part["after_ms"])
+            own["patience_s"] = self.patience_s
+        spec = spec_of(run, world_size=self.executors, **more)
         fd = os.open(self.graph, os.O_RDONLY)
-        wire.send({"is": "begin", "spec": spec, "files": 1 + len(ends)}, [fd, *ends])
+        start = start_of(spec, folders, kind=self.residents.device.kind, **own)
+        wire.send({"is": "begin", "start": start, "files": 1 + len(ends)}, [fd, *ends])
+        os.close(fd)
+
+    def goes_on(self, *, for_s: float) -> JSON | None:
+        """Return slots to it whenever it leaves them; return its end if that is within `for_s`."""
+        end_s = time.monotonic() + for_s
+        while time.monotonic() < end_s:
+            self.home.wait(max(0.0, end_s - time.monotonic()))
+            for message in self.home.receive():
+                match message["is"]:
+                    case "saving" if message["what"] not in self.withheld:
+                        self.order("kept", what=message["what"], files=0)
+                    case "paused":
+                        self.order("go", seats=self.hosts, linked=False)
+                    case "resized":
+                        self.hosts = message["seats"]
+                    case "failed" | "finished":
+                        assert message["is"] == "finished", f"{message}\n{self.residents.log()}"
+                        return message
+        return None
+
+    def give(self, port: str, value: Any) -> None:
+        """Send a late input, as the supervisor of the coordinator's device does."""
+        around, cpu = Surroundings(), Accelerator("cpu")
+        image = context_switch.stage(value, step=0, around=around, accelerator=cpu, root="b")
+        fd = os.memfd_create(port)
+        with os.fdopen(os.dup(fd), "wb") as file:
+            file.writelines(image.pieces())
+        self.home.send({"is": "block", "port": port}, [fd])
         os.close(fd)
 
 
@@ -76,7 +113,7 @@ def residents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Residents]:
 
 @pytest.fixture(scope="module")
 def undisturbed() -> JSON:
-    result: JSON = ran(SLOW)  # as long as it may nap
+    result: JSON = ran(napping(trains=160, nap_s=0.0, train_s=0.0))
     return result
 
 
@@ -95,7 +132,7 @@ def test_executors_of_several_hosts_give_what_one_gives(
 
 
 @pytest.mark.parametrize("seed", rest_long(range(3)))
-def test_disturbed_they_end_with_the_same_bits(
+def test_disturbed_executors_end_with_the_same_bits(
     residents: Residents, undisturbed: JSON, seed: int
 ) -> None:
     """Paused and saved at any moment, and on other hosts; some of it while something is asked."""
@@ -114,12 +151,13 @@ def test_disturbed_they_end_with_the_same_bits(
                 gang.hosts = dice.choice(layouts)
                 gang.change(gang.hosts)
                 assert gang.until("resized")["seats"] == gang.hosts
+    gang.let_end()
     assert gang.until("finished")["result"] == undisturbed
     gang.must_end()
     gang.end()
 
 
-def test_of_an_image_that_was_called_off_nothing_is_in_the_next(
+def test_cancelled_image_leaves_nothing_in_the_next(
     residents: Residents, undisturbed: JSON
 ) -> None:
     """What crossed for it lies at home no more where it did, though the same is in both."""
@@ -130,12 +168,13 @@ def test_of_an_image_that_was_called_off_nothing_is_in_the_next(
         gang.order("go", seats=gang.hosts, linked=False)
         gang.change(gang.hosts)
         gang.until("resized")
+    gang.let_end()
     assert gang.until("finished")["result"] == undisturbed
     gang.must_end()
     gang.end()
 
 
-def test_from_the_image_of_a_pause_they_go_on_on_any_hosts(
+def test_executors_resume_on_any_hosts_from_the_image_of_a_pause(
     residents: Residents, undisturbed: JSON
 ) -> None:
     image, kept, step = None, -1, 0
@@ -150,11 +189,12 @@ def test_from_the_image_of_a_pause_they_go_on_on_any_hosts(
         image = {"step": step, "index_bytes": saving["index_bytes"]}
         gang.end()
     gang = Executors(residents, [2, 1], LONG, image=image, slab_fd=kept).begin()
+    gang.let_end()
     assert gang.until("finished")["result"] == undisturbed
     gang.end()
 
 
-def test_cuts_that_follow_each_other_are_stood_at_once_each(
+def test_executors_stop_once_at_each_of_several_cuts(
     residents: Residents, undisturbed: JSON
 ) -> None:
     """That one is over comes by the line, and by the link what comes after it."""
@@ -162,13 +202,14 @@ def test_cuts_that_follow_each_other_are_stood_at_once_each(
     for _ in range(30):
         gang.order("save")
         gang.until("saving")
+    gang.let_end()
     assert gang.until("finished")["result"] == undisturbed
     gang.must_end()
     gang.end()
 
 
 @pytest.mark.parametrize("hosts", [[1, 1], [1, 1, 1]], ids=str)
-def test_what_finishes_first_in_the_order_is_the_result(
+def test_first_finished_result_in_the_order_of_nodes_counts(
     residents: Residents, hosts: list[int]
 ) -> None:
     """Also if who ends it later in the order, on another host, comes to its end first."""
@@ -179,7 +220,7 @@ def test_what_finishes_first_in_the_order_is_the_result(
     gang.end()
 
 
-def test_a_lost_host_ends_the_gang_by_no_fault_of_its_own(residents: Residents) -> None:
+def test_lost_host_ends_the_gang_without_fault_of_its_own(residents: Residents) -> None:
     gang = Executors(residents, [2, 1], LONG).begin()
     gang.until("progress", 1)
     gang.wires[1].close()
@@ -191,9 +232,10 @@ def test_a_lost_host_ends_the_gang_by_no_fault_of_its_own(residents: Residents) 
 
 @pytest.mark.parametrize("host", [0, 1])
 @pytest.mark.parametrize("victim", ["executor", "carrier"])
-def test_whoever_is_killed_on_whichever_host_all_end_and_it_is_told_who(
+def test_killed_executor_on_any_host_ends_all_and_is_named(
     residents: Residents, victim: str, host: int
 ) -> None:
+    are_alone(residents)
     gang = Executors(residents, [1, 1], LONG, 2).begin()
     gang.until("progress", 1)
     executor, carrier = ranks_and_bridges(residents)[host]
@@ -205,13 +247,20 @@ def test_whoever_is_killed_on_whichever_host_all_end_and_it_is_told_who(
     assert not ranks_and_bridges(residents)
 
 
+def are_alone(residents: Residents) -> None:
+    """Wait until the processes of all gangs have ended."""
+    end_s = time.monotonic() + 60
+    while ranks_and_bridges(residents):
+        assert time.monotonic() < end_s
+        time.sleep(0.02)
+
+
 def ranks_and_bridges(residents: Residents) -> list[list[int]]:
     """By host, each with one rank: the children of its conductor, in the order of their births."""
     found = []
-    for process in psutil.Process(residents.zygote.process.pid).children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if len(children := process.children()) > 1:
-                found.append(sorted(child.pid for child in children))
+    for process in children(residents.zygote.process.pid, recursive=True):
+        if len(below := children(process)) > 1:
+            found.append(sorted(child.pid for child in below))
     return sorted(found)
 
 
@@ -226,7 +275,7 @@ def test_a_node_that_fails_on_another_host_is_named(residents: Residents) -> Non
     gang.end()
 
 
-def test_before_a_host_stops_all_that_was_done_is_kept(
+def test_all_finished_work_is_saved_before_a_host_stops(
     residents: Residents, undisturbed: JSON
 ) -> None:
     gang = Executors(residents, [2, 1], LONG).begin()
@@ -237,8 +286,169 @@ def test_before_a_host_stops_all_that_was_done_is_kept(
     gang.end()
     image = {"step": saving["at_step"], "index_bytes": saving["index_bytes"]}
     again = Executors(residents, [1], LONG, image=image, slab_fd=gang.slab).begin()
+    again.let_end()
     assert again.until("finished")["result"] == undisturbed
     again.end()
+
+
+# --- inputs that come late ------------------------------------------------------------------------
+
+PATIENCE_S = 0.2
+LATE: JSON = {**WIDE_WITH_LATE, "nodes": [dict(each) for each in WIDE_WITH_LATE["nodes"]]}
+for each in LATE["nodes"]:
+    if each["name"] == "drawn":  # on each host, for longer than the patience
+        each |= {"function": "nodes:nap", "params": {"nap_s": 2 * PATIENCE_S}}
+
+
+PIECES = body(node("parts", "pieces", writes="parts", params={"count": 7}), parts="parts.parts")
+
+
+def parted(residents: Residents, hosts: list[int], **more: Any) -> Executors:
+    return Executors(residents, hosts, LATE, part=GANG, patience_s=PATIENCE_S, **more)
+
+
+@pytest.mark.parametrize("hosts", [[2, 1], [1, 1], [1, 1, 1]], ids=str)
+def test_executors_on_several_hosts_leave_their_slots_without_a_late_input(
+    residents: Residents, hosts: list[int]
+) -> None:
+    """They do not before the output that needs no late input is made and stored."""
+    gang = parted(residents, hosts).begin()
+    assert gang.until("saving")["what"] == "output:b1"
+    for _ in range(2):
+        assert gang.until("paused")["lacks"] == "b0"
+        gang.order("go", seats=gang.hosts, linked=False)
+    gang.give("b0", ran(PIECES)["parts"])
+    assert gang.until("finished")["result"] == ran(LATE)
+    gang.must_end()
+    gang.end()
+
+
+def test_descriptors_of_a_change_and_of_an_input_that_come_at_once_are_told_apart(
+    residents: Residents,
+) -> None:
+    gang = parted(residents, [2, 1]).begin()
+    gang.until("awaits")
+    below = children(residents.zygote.process.pid, recursive=True)
+    conductor = max(below, key=lambda each: len(children(each)))
+    conductor.suspend()
+    gang.change([1, 1])
+    gang.change([1, 1, 1])
+    gang.give("b0", ran(PIECES)["parts"])
+    conductor.resume()
+    while (finished := gang.goes_on(for_s=1.0)) is None:
+        pass
+    assert finished["result"] == ran(LATE)
+    gang.must_end()
+    gang.end()
+
+
+GIVES_TWO = GANG | {
+    "gives": {**GANG["gives"], "b2": "own.parts"},
+    "after_ms": {"b1": 1.0, "b2": 1.0},
+}
+
+
+@pytest.mark.parametrize("is_paused", [True, False])
+def test_gang_changes_hosts_when_the_output_that_leaves_is_stored(
+    residents: Residents, is_paused: bool
+) -> None:
+    """It leaves its slots at once; its second output waits behind the first."""
+    are_alone(residents)
+    gang = Executors(residents, [2, 1], LATE, part=GIVES_TWO, patience_s=60.0)
+    gang.withheld = ["output:b1", "output:b2"]
+    gang.begin()
+    first = gang.until("saving")["what"]
+    gang.until("awaits")  # both outputs were made about then
+    (before, _) = ranks_and_bridges(residents)
+    if is_paused:
+        gang.order("pause")
+        gang.until("paused")
+        gang.go_to([1, 1, 1])
+    else:
+        gang.change([1, 1, 1])
+    assert gang.goes_on(for_s=1.0) is None
+    assert before in ranks_and_bridges(residents)
+    gang.withheld = []
+    gang.order("kept", what=first, files=0)
+    gang.give("b0", ran(PIECES)["parts"])
+    assert gang.until("finished")["result"] == ran(LATE)
+    assert before not in ranks_and_bridges(residents)
+    gang.must_end()
+    gang.end()
+
+
+TWICE = LATE | {
+    "nodes": [
+        *LATE["nodes"],
+        node("more", "pieces", writes="parts", params={"count": 3}),
+        node("sum", "total", "xs=more.parts"),
+        node("three", "listed", "x=sum.y"),
+    ],
+    "outputs": {**LATE["outputs"], "three": "three.y"},
+}
+TAKES_TWICE = GANG | {
+    "nodes": [*GANG["nodes"], "sum", "three"],
+    "takes": {"b0": "parts.parts", "b9": "more.parts"},
+    "gives": {**GANG["gives"], "three": "three.y"},
+    "late": ["b0", "b9"],
+}
+
+
+def test_gang_holds_a_late_input_until_an_image_has_it(residents: Residents) -> None:
+    gang = Executors(residents, [2, 1], TWICE, part=TAKES_TWICE, patience_s=PATIENCE_S).begin()
+    gang.give("b0", ran(PIECES)["parts"])
+    while gang.until("paused")["lacks"] != "b9":
+        gang.order("go", seats=gang.hosts, linked=False)
+    while gang.until("saving")["what"] != "image":
+        pass
+    assert not has_open(residents, "memfd:b0")
+    gang.hosts = [1, 1, 1]
+    gang.go_to(gang.hosts)
+    gang.give("b9", more_pieces())
+    assert gang.until("finished")["result"] == ran(TWICE)
+    gang.must_end()
+    gang.end()
+
+
+def more_pieces() -> Any:
+    return ran(body(node("p", "pieces", writes="parts", params={"count": 3}), y="p.parts"))["y"]
+
+
+GONE = FileNotFoundError, ProcessLookupError
+
+
+def has_open(residents: Residents, name: str) -> bool:
+    """True if a process of a gang has a descriptor of this file."""
+    found = []
+    for process in children(residents.zygote.process.pid, recursive=True):
+        folder = f"/proc/{process.pid}/fd"
+        with contextlib.suppress(*GONE):  # the process
+            for fd in os.listdir(folder):
+                with contextlib.suppress(*GONE):  # the descriptor
+                    found.append(os.readlink(f"{folder}/{fd}"))
+    return any(name in each for each in found)
+
+
+@pytest.mark.parametrize("seed", rest_long(range(3)))
+def test_executors_that_lack_an_input_change_hosts_and_end_with_the_same_bits(
+    residents: Residents, seed: int
+) -> None:
+    """The input comes at any moment, also while they leave their slots or change hosts."""
+    dice = random.Random(seed)
+    gang = Executors(residents, [2, 1], TWICE, part=TAKES_TWICE, patience_s=PATIENCE_S).begin()
+    layouts = [[2, 1], [1, 1, 1], [3], [1, 2], [1, 1]]
+    comes_at = dice.randrange(5)
+    for n in range(5):
+        if n == comes_at:
+            gang.give("b0", ran(PIECES)["parts"])
+        assert gang.goes_on(for_s=dice.uniform(0, 3 * PATIENCE_S)) is None
+        gang.change(dice.choice(layouts))
+    gang.give("b9", more_pieces())
+    while (finished := gang.goes_on(for_s=1.0)) is None:
+        pass
+    assert finished["result"] == ran(TWICE)
+    gang.must_end()
+    gang.end()
 
 
 # --- what crosses ---------------------------------------------------------------------------------
@@ -253,19 +463,19 @@ class Hosts:
     def __init__(self, hosts: tuple[int, ...]) -> None:
         links: list[dict[int, socket.socket]] = [{} for _ in range(max(hosts) + 1)]
         for host in range(1, len(links)):
-            links[HOME][host], links[host][HOME] = _connected()
+            links[HOME][host], links[host][HOME] = connected()
         self.hosts = hosts
         made = [shared_memory.make(len(hosts), hosts, host) for host in range(len(links))]
-        self.grounds = [Ground(handles) for handles in made]
+        self.arenas = [Arena(handles) for handles in made]
         self.sent: list[tuple[int, int, int]] = []  # from, to, block
-        for board in self.grounds:
+        for board in self.arenas:
             turns.seat_all(board, len(hosts))
         around, cpu = Surroundings(), Accelerator("cpu")
         self.executors = [
-            RemoteBlockTable(Turns(self.grounds[host], rank, apart=True), BLOCKS, around, cpu)
+            RemoteBlockTable(Turns(self.arenas[host], rank, apart=True), BLOCKS, around, cpu)
             for rank, host in enumerate(hosts)
         ]
-        pairs = zip(self.grounds, links, strict=True)
+        pairs = zip(self.arenas, links, strict=True)
         self.carriers = [BlockBridge(board, own) for board, own in pairs]
         self._note_what_is_sent()
         self.settle()
@@ -305,7 +515,7 @@ class Hosts:
     def close(self) -> None:
         for link in self._links():
             link.sock.close()
-        for board in self.grounds:
+        for board in self.arenas:
             shared_memory.close(board.handles)
         vars(self).clear()
         gc.collect()  # what is mapped is of the size of all addresses
@@ -333,7 +543,7 @@ def test_a_block_crosses_each_connection_once_however_many_read_it(hosts: Hosts)
     last.post(1, {"a": [big(3)]}, (0, 1, 2))
     hosts.settle()
     assert sorted(hosts.sent) == sorted(set(hosts.sent))
-    assert len(hosts.sent) == 2 * (len(hosts.grounds) - 1)
+    assert len(hosts.sent) == 2 * (len(hosts.arenas) - 1)
     for reader in hosts.executors[1:]:
         assert torch.equal(reader.take((0, 0)), big(7))
     for reader in hosts.executors[:-1]:
@@ -343,7 +553,7 @@ def test_a_block_crosses_each_connection_once_however_many_read_it(hosts: Hosts)
 
 
 @lists_of_hosts((0, 1, 1), (0, 1, 2))
-def test_its_land_is_free_when_all_of_all_hosts_have_let_go(hosts: Hosts) -> None:
+def test_shared_memory_is_free_when_executors_of_all_hosts_released_it(hosts: Hosts) -> None:
     maker, *readers = hosts.executors
     maker.post(0, big(1), (1, 2))
     maker.drop((0, 0))
@@ -366,7 +576,7 @@ def test_its_land_is_free_when_all_of_all_hosts_have_let_go(hosts: Hosts) -> Non
 
 
 @lists_of_hosts((0, 1), (1, 0), (0, 1, 2))
-def test_who_is_slow_is_not_flooded_and_what_it_waits_for_comes_at_once(
+def test_slow_host_is_not_flooded_and_gets_what_it_waits_for_at_once(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From host 1 to 2 home passes on, and keeps no more than would lie there."""
@@ -375,7 +585,7 @@ def test_who_is_slow_is_not_flooded_and_what_it_waits_for_comes_at_once(
     for n in range(10):
         maker.post(n, big(n), (slow.me,))
     hosts.settle()
-    there = {block for _, to, block in hosts.sent if to == slow.ground.host}
+    there = {block for _, to, block in hosts.sent if to == slow.arena.host}
     assert there == {0, 1, 2}
     slow._tell("want", 8, maker.me)  # as it does before it goes to sleep
     hosts.settle()
@@ -389,7 +599,7 @@ def test_who_is_slow_is_not_flooded_and_what_it_waits_for_comes_at_once(
 
 
 @lists_of_hosts((0, 1), (0, 1, 2))
-def test_what_is_waited_for_before_it_is_made_goes_past_what_is_held_back(
+def test_block_already_waited_for_is_sent_before_blocks_held_back(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote_blocks, "WINDOW_BYTES", 1)
@@ -403,7 +613,7 @@ def test_what_is_waited_for_before_it_is_made_goes_past_what_is_held_back(
 
 
 @lists_of_hosts((0, 1, 2))
-def test_how_a_graph_ends_is_known_on_every_host(hosts: Hosts) -> None:
+def test_end_of_a_graph_is_known_on_every_host(hosts: Hosts) -> None:
     first, second, third = hosts.executors
     third.post(BLOCKS - 1, {"x": 3}, (0,))
     third.end_early(9)
@@ -422,7 +632,7 @@ def test_how_a_graph_ends_is_known_on_every_host(hosts: Hosts) -> None:
 
 
 @lists_of_hosts((0, 1))
-def test_a_block_that_its_readers_had_done_with_when_their_image_was_made_does_not_stay(
+def test_block_without_readers_left_at_an_image_does_not_stay(
     hosts: Hosts,
 ) -> None:
     maker, reader = hosts.executors
@@ -472,7 +682,7 @@ class Lane:
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("hosts", [(0, 1, 2, 2)], ids=str, indirect=True)
-def test_any_graph_comes_to_its_end_whatever_window_and_whoever_is_quick(
+def test_every_graph_ends_with_any_window_and_any_order(
     hosts: Hosts, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dice = random.Random(seed)

@@ -20,9 +20,9 @@ import torch
 
 from app.core.model import task_graph
 from app.core.model.descriptor import BadDescriptor
-from app.core.model.messages import Failed, Finished, Paused, Saved, Started
+from app.core.model.messages import Failed, Finished, Saved, Started
 from tests.thoroughness import rest_long
-from tests.workers.conftest import BUNDLE, PRESET, ROOT, Ground
+from tests.workers.conftest import BUNDLE, PRESET, ROOT, DeviceRig
 from workers.graph import runner
 from workers.graph.runner import Loaded, NodeFailed, weigh
 from workers.hardware.accelerator import Accelerator
@@ -50,19 +50,19 @@ def body(*those: Any, **outputs: str) -> Any:
     return {"nodes": list(those), "outputs": outputs or {"y": f"{those[-1]['name']}.y"}}
 
 
-def loaded(graph_: Any, **memory: int) -> Loaded:
+def loaded(graph_: Any, kind: str = "cpu", **memory: int) -> Loaded:
     def find(target: str) -> Any:
         return getattr(nodes, target.partition(":")[2])
 
-    return Loaded(graph_, find, Accelerator("cpu"), **memory)
+    return Loaded(graph_, find, Accelerator(kind), **memory)
 
 
-def context() -> Context:
-    return Context(device=torch.device("cpu"), rank=0, world_size=1, params={})
+def context(kind: str = "cpu") -> Context:
+    return Context(device=torch.device(kind), rank=0, world_size=1, params={})
 
 
-def ran(graph_: Any, **inputs: Any) -> Any:
-    job, ctx = loaded(graph_).begin(inputs), context()
+def ran(graph_: Any, kind: str = "cpu", **inputs: Any) -> Any:
+    job, ctx = loaded(graph_, kind).begin(inputs), context(kind)
     while ctx.result is None:
         job.step(ctx)
     return ctx.result
@@ -71,7 +71,7 @@ def ran(graph_: Any, **inputs: Any) -> Any:
 # --- what comes out -----------------------------------------------------------------------------
 
 
-def test_it_tells_how_long_its_longest_nodes_took(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_of_the_longest_nodes_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one that maps the mean of its shards, which here take a second by a clock that is ours."""
     seconds = itertools.count()
     monkeypatch.setattr("workers.graph.runner._clock", lambda: next(seconds))
@@ -92,7 +92,7 @@ def sizes(graph_: Any) -> dict[str, int]:
     return job.made_bytes()
 
 
-def test_it_tells_how_large_the_blocks_were_that_are_not_declared() -> None:
+def test_sizes_of_undeclared_blocks_are_reported() -> None:
     """Lists as a whole, however many items; what is within a module is not looked for."""
     starts = [node(f"s{n}", "start", params={"seed": n}) for n in range(2)]
     one = ran(body(starts[0]))["y"]
@@ -116,13 +116,13 @@ def test_it_tells_how_large_the_blocks_were_that_are_not_declared() -> None:
     assert found == {"s0.y": one.nbytes, "p.parts": whole, "d.y": whole, "l.y": 8 * len(listed)}
 
 
-def test_what_is_larger_than_any_memory_is_told_of_no_block() -> None:
+def test_impossible_block_size_is_not_reported() -> None:
     """Whoever hears of it would think that the process lies, and end it."""
     said = {"made_bytes": sizes(body(node("e", "expanded"), node("f", "first", "x=e.y")))}
     assert untrusted.made_bytes(said) == said["made_bytes"] == {"f.y": 4}
 
 
-def test_what_is_known_is_weighed_again_only_after_a_long_node(
+def test_known_block_is_measured_again_only_after_a_long_node(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A node takes no time here, and then a second, by a clock that is ours."""
@@ -135,7 +135,7 @@ def test_what_is_known_is_weighed_again_only_after_a_long_node(
     assert sizes(known) == {"a.y": 16, "b.y": 16}
 
 
-def test_weighing_ends_soon() -> None:
+def test_measuring_of_block_sizes_ends_soon() -> None:
     """With more parts than it may take, with what holds itself, and with what it does not know."""
     many = [torch.zeros(3)] * 1000
     assert weigh(many, 1001) == 12_000
@@ -148,7 +148,7 @@ def test_weighing_ends_soon() -> None:
     assert weigh(torch.nn.Linear(2, 2), 10) is None
 
 
-def test_a_node_may_make_what_does_not_say_how_large_it_is() -> None:
+def test_node_may_make_an_object_without_a_size() -> None:
     found = sizes(body(node("s", "sparse"), node("d", "dense", "x=s.y")))
     assert found == {"d.y": 36}
 
@@ -178,7 +178,7 @@ def test_one_node_maps_over_lists_in_step() -> None:
     assert y.tolist() == [sum(2 * n * 10 + n for n in range(5))] * 4
 
 
-def test_a_list_of_blocks_is_mapped_over_and_an_empty_one_gives_an_empty_one() -> None:
+def test_list_of_blocks_is_mapped_over_and_an_empty_one_gives_an_empty_list() -> None:
     listed = node("d", "double", "x=a.y,b.y", map="x")
     both = ran(body(node("a", "start", params={"seed": 1}), node("b", "start"), listed))["y"]
     assert [y.tolist() for y in both] == [[2.0] * 4, [0.0] * 4]
@@ -202,7 +202,7 @@ def test_each_shard_draws_its_own_numbers() -> None:
     assert not torch.equal(first, second - 1)
 
 
-def test_a_node_that_draws_nothing_need_not_be_seeded() -> None:
+def test_node_that_draws_nothing_need_not_be_seeded() -> None:
     unseeded = [node("s", "start", draws=False), node("a", "draw", "x=s.y", draws=False)]
     job, ctx = loaded(body(*unseeded)).begin({}), context()
     torch.manual_seed(7)
@@ -302,7 +302,7 @@ def test_a_plain_node_fails_as_any_other_does(
         assert told in str(failed.value.__cause__)
 
 
-def test_what_was_made_under_inference_mode_may_be_read() -> None:
+def test_value_made_under_inference_mode_may_be_read() -> None:
     """Torch counts no writes to it."""
     nodes.inferred = torch.inference_mode()(lambda ctx: {"y": torch.ones(2)})
     y = ran(body(node("i", "inferred"), node("d", "double", "x=i.y")))["y"]
@@ -317,14 +317,14 @@ def grown(*those: Any, **outputs: str) -> Any:
     return ran(body(node("s", "start"), *those, grow, **outputs))
 
 
-def test_an_inout_port_writes_to_the_memory_itself_if_nobody_else_needs_it() -> None:
+def test_inout_port_writes_in_place_if_nothing_else_needs_the_block() -> None:
     state = torch.zeros(4)
     grow = node("g", "grow", "state=input:s", "state", inout=["state"])
     assert ran(body(grow, y="g.state"), s=state)["y"] is state
     assert state.tolist() == [1.0] * 4
 
 
-def test_who_reads_the_block_too_or_a_view_of_it_sees_what_it_was() -> None:
+def test_other_reader_of_a_block_or_a_view_sees_its_former_value() -> None:
     assert grown(y="g.state", was="s.y")["was"].tolist() == [0.0] * 4
     view = node("v", "identity", "x=s.y")
     nodes.identity = lambda ctx, x: {"y": x[1:]}
@@ -333,7 +333,7 @@ def test_who_reads_the_block_too_or_a_view_of_it_sees_what_it_was() -> None:
     assert grown(view, y="g.state", was="v.y")["was"]["deep"][0].tolist() == [0.0] * 4
 
 
-def test_of_a_list_each_item_may_be_written_to_if_it_is_held_once() -> None:
+def test_item_of_a_list_may_be_written_in_place_if_it_is_held_once() -> None:
     grow = node("g", "grow", "state=input:v", "state", inout=["state"], map="state")
     one, other = torch.zeros(2), torch.zeros(2)
     apart = ran(body(grow, y="g.state"), v=[one, other])["y"]
@@ -345,7 +345,7 @@ def test_of_a_list_each_item_may_be_written_to_if_it_is_held_once() -> None:
     assert shared.tolist() == [0.0, 0.0]
 
 
-def test_a_block_goes_when_its_last_reader_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_is_released_when_its_last_reader_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "BURST_S", -1.0)  # one node a step
     adds = [node(f"n{n}", "add", f"x={f'n{n - 1}' if n else 'a'}.y") for n in range(5)]
     job, ctx = loaded(body(node("a", "start"), *adds)).begin({}), context()
@@ -355,7 +355,7 @@ def test_a_block_goes_when_its_last_reader_has_run(monkeypatch: pytest.MonkeyPat
         assert sum(value is not None for value in job.blocks) == 1
 
 
-def test_an_item_goes_when_its_shard_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_item_is_released_when_its_shard_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "BURST_S", -1.0)
     mapped = body(node("p", "pieces", writes="parts"), node("d", "double", "x=p.parts", map="x"))
     job, ctx = loaded(mapped).begin({}), context()
@@ -387,7 +387,7 @@ def test_a_node_that_fails_is_named(function: str, cause: type, told: str) -> No
     assert told in str(failed.value.__cause__)
 
 
-def test_what_is_mapped_over_must_be_lists_of_one_length() -> None:
+def test_mapped_inputs_must_be_lists_of_one_length() -> None:
     for given, told in [
         (
             {"x": torch.ones(2), "y": [1]},
@@ -401,7 +401,7 @@ def test_what_is_mapped_over_must_be_lists_of_one_length() -> None:
         assert told in str(failed.value.__cause__)
 
 
-def test_a_block_must_be_what_was_declared() -> None:
+def test_block_must_be_as_declared() -> None:
     def declared(*shape: Any, dtype: str = "float32") -> Any:
         return {"x": {"dtype": dtype, "shape": list(shape)}}
 
@@ -413,7 +413,7 @@ def test_a_block_must_be_what_was_declared() -> None:
         assert "'x' is float32[4]" in str(failed.value.__cause__)
 
 
-def test_a_name_in_a_shape_is_one_number_in_the_whole_graph() -> None:
+def test_dimension_name_in_a_shape_is_one_number_in_the_whole_graph() -> None:
     tensors = {"x": {"dtype": "float32", "shape": ["N"]}}
     two = [node(f"b{n}", "double", f"x=a{n}.y", tensors=tensors) for n in range(2)]
     starts = [node(f"a{n}", "start", params={"size": 4 + n}) for n in range(2)]
@@ -446,7 +446,7 @@ MIXED = body(
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_it_can_be_put_away_after_any_node_and_shard(
+def test_graph_can_be_paused_after_any_node_and_shard(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     undisturbed = ran(MIXED)
@@ -463,7 +463,7 @@ def test_it_can_be_put_away_after_any_node_and_shard(
     assert ctx.result == undisturbed
 
 
-def test_it_goes_on_in_the_order_in_which_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resumed_graph_continues_in_its_first_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a newer version would choose."""
     monkeypatch.setattr(runner, "BURST_S", -1.0)
     undisturbed, ctx = ran(MIXED), context()
@@ -482,33 +482,40 @@ def test_it_goes_on_in_the_order_in_which_it_began(monkeypatch: pytest.MonkeyPat
 
 
 def launched(
-    ground: Ground, task: str, graph_: Any, epoch: int = 1, *, part: Any = None, **more: Any
+    rig: DeviceRig, task: str, graph_: Any, epoch: int = 1, *, part: Any = None, **more: Any
 ) -> None:
     """The graph, or a partition of it."""
-    sha256, _ = ground.store.put([task_graph.canonical(graph_)])
+    sha256, _ = rig.store.put([task_graph.canonical(graph_)])
     run = {"graph": f"sha256:{sha256}"} | ({"part": part} if part else {})
-    ground.launch(task, run, epoch, **more)
+    rig.launch(task, run, epoch, **more)
 
 
 NAPS = 40
-LONG = body(
-    node("parts", "pieces", writes="parts", params={"count": NAPS}),
-    node("naps", "nap", "x=parts.parts", map="x"),
-    node("begin", "begin_training", writes="state"),
-    *(
-        node(f"t{n}", "train", f"state={m}.state", "state", inout=["state"])
-        for n, m in [(n, f"t{n - 1}" if n else "begin") for n in range(NAPS)]
-    ),
-    node("sum", "checksum", f"state=t{NAPS - 1}.state", "sum first"),
-    node("all", "total", "xs=naps.y"),
-    node("list", "listed", "x=all.y"),
-    sum="sum.sum",
-    first="sum.first",
-    drawn="list.y",
-)
-#: The same with naps of two seconds together: it has not finished before it is disturbed.
-SLOW = {**LONG, "nodes": [dict(each) for each in LONG["nodes"]]}
-SLOW["nodes"][1]["params"] = {"nap_s": 0.05}
+
+
+def napping(*, trains: int = NAPS, nap_s: float = 0.004, train_s: float = 0.003) -> Any:
+    """Shards that nap, then a chain that trains; each for so long, or until it may end."""
+    nap, train = {"nap_s": nap_s}, {"nap_s": train_s}
+    return body(
+        node("parts", "pieces", writes="parts", params={"count": NAPS}),
+        node("naps", "nap", "x=parts.parts", map="x", params=nap),
+        node("begin", "begin_training", writes="state"),
+        *(
+            node(f"t{n}", "train", f"state={m}.state", "state", inout=["state"], params=train)
+            for n, m in [(n, f"t{n - 1}" if n else "begin") for n in range(trains)]
+        ),
+        node("sum", "checksum", f"state=t{trains - 1}.state", "sum first"),
+        node("all", "total", "xs=naps.y"),
+        node("list", "listed", "x=all.y"),
+        sum="sum.sum",
+        first="sum.first",
+        drawn="list.y",
+    )
+
+
+LONG = napping()
+#: The same with naps of many seconds: it has not finished before it is disturbed.
+SLOW = napping(nap_s=0.2, train_s=0.2)
 
 
 @pytest.fixture(scope="module")
@@ -522,21 +529,19 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return json.loads(done.stdout.splitlines()[-1])["result"]
 
 
-def test_a_graph_gets_its_inputs_and_gives_its_outputs(ground: Ground) -> None:
-    ground.launch("t1", "nodes:start", params={"seed": 5}, outputs=["y"])
-    made = ground.event(Finished, "t1").outputs["y"]
+def test_a_graph_gets_its_inputs_and_gives_its_outputs(rig: DeviceRig) -> None:
+    rig.launch("t1", "nodes:start", params={"seed": 5}, outputs=["y"])
+    made = rig.event(Finished, "t1").outputs["y"]
     double = body(node("d", "double", "x=input:x"), node("l", "listed", "x=d.y"), y="d.y", z="l.y")
-    launched(ground, "t2", double, inputs={"x": made}, outputs=["y"])
-    finished = ground.event(Finished, "t2")
+    launched(rig, "t2", double, inputs={"x": made}, outputs=["y"])
+    finished = rig.event(Finished, "t2")
     assert finished.result == {"z": [10.0] * 4}
     assert finished.step == 2
-    launched(
-        ground, "t3", body(node("l", "listed", "x=input:x")), inputs={"x": finished.outputs["y"]}
-    )
-    assert ground.event(Finished, "t3").result == {"y": [10.0] * 4}
+    launched(rig, "t3", body(node("l", "listed", "x=input:x")), inputs={"x": finished.outputs["y"]})
+    assert rig.event(Finished, "t3").result == {"y": [10.0] * 4}
 
 
-def test_what_a_graph_gives_is_told_when_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_of_a_graph_is_reported_when_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "BURST_S", -1.0)
     ctx = context()
     one = body(node("a", "start"), node("b", "double", "x=a.y"), a="a.y", b="b.y", again="a.y")
@@ -553,76 +558,69 @@ def test_what_a_graph_gives_is_told_when_it_is_made(monkeypatch: pytest.MonkeyPa
     assert job.made().keys() == {"a", "b", "again"}, "another process gives all of it"
 
 
-def test_outputs_leave_while_the_graph_runs_on(ground: Ground) -> None:
+def test_outputs_are_stored_while_the_graph_runs_on(rig: DeviceRig) -> None:
     """And are told when it has finished; one that is paused meanwhile gives the same."""
-    long = node("nap", "nap", "x=a.y", params={"nap_s": 1.0})
+    long = node("nap", "nap", "x=a.y", params={"nap_s": 4.0})
     both = node("both", "total", "xs=a.y,nap.y")
     two = body(node("a", "start"), long, both, node("l", "listed", "x=both.y"), a="a.y", l="l.y")
-    launched(ground, "t1", two, outputs=["a"])
-    ground.event(Started, "t1")
-    (resident,) = ground.supervisor.lives.residents.values()
-    ground.until(lambda: "a" in resident.outputs)
-    assert not ground.all(Finished, "t1")
-    images = paused_and_saved(ground, "t1", 1)
-    ground.drop.append(["t1", 1])
-    ground.until(lambda: not ground.supervisor.lives.residents)
-    launched(ground, "t1", two, 2, outputs=["a"], images=images)
-    finished = ground.event(Finished, "t1", 2)
-    launched(ground, "t2", two, outputs=["a"])
-    undisturbed = ground.event(Finished, "t2")
+    launched(rig, "t1", two, outputs=["a"])
+    rig.event(Started, "t1")
+    (resident,) = rig.supervisor.lives.residents.values()
+    rig.until(lambda: "a" in resident.outputs)
+    assert not rig.all(Finished, "t1")
+    images = rig.paused_and_saved("t1", 1)
+    rig.drop.append(["t1", 1])
+    rig.until(lambda: not rig.supervisor.lives.residents)
+    launched(rig, "t1", two, 2, outputs=["a"], images=images)
+    finished = rig.event(Finished, "t1", 2)
+    launched(rig, "t2", two, outputs=["a"])
+    rig.event(Started, "t2")
+    rig.let_end("t2")
+    undisturbed = rig.event(Finished, "t2")
     assert undisturbed.result == finished.result
     assert undisturbed.outputs.keys() == finished.outputs.keys() == {"a"}
 
 
 @pytest.mark.parametrize("seed", rest_long(range(3)))
 def test_a_disturbed_graph_ends_with_the_same_bits(
-    seed: int, ground: Ground, undisturbed: Any
+    seed: int, rig: DeviceRig, undisturbed: Any
 ) -> None:
     """Paused at random nodes, resumed in place or in a fresh process, and checkpointed."""
     dice = random.Random(seed)
     images: list[dict[str, object]] = []
     resumed = []
     for epoch in range(1, 8):
-        launched(ground, "t1", SLOW, epoch, images=images, checkpoint_every_s=0.05)
-        resumed.append(ground.event(Started, "t1", epoch).resumed)
+        launched(rig, "t1", SLOW, epoch, images=images, checkpoint_every_s=0.05)
+        resumed.append(rig.event(Started, "t1", epoch).resumed)
         if epoch == 7:
             break
         time.sleep(dice.uniform(0, 0.05))
-        images = paused_and_saved(ground, "t1", epoch)
+        images = rig.paused_and_saved("t1", epoch)
         if dice.random() < 0.6:
-            ground.drop.append(["t1", epoch])
-            ground.until(lambda: not ground.supervisor.lives.residents)
-    finished = ground.event(Finished, "t1", 7)
+            rig.drop.append(["t1", epoch])
+            rig.until(lambda: not rig.supervisor.lives.residents)
+    rig.let_end("t1", epoch)
+    finished = rig.event(Finished, "t1", epoch)
     assert finished.result == undisturbed, resumed
     assert finished.step == 2 * NAPS + 5
     assert {"fresh", "resident", "image"} >= set(resumed) > {"fresh"}
 
 
-def paused_and_saved(ground: Ground, task: str, epoch: int) -> list[dict[str, object]]:
-    ground.pause(task, epoch)
-    paused = ground.event(Paused, task, epoch)
-
-    def saved() -> object:
-        there = ground.all(Saved, task, epoch)
-        return next((saved for saved in there if saved.step == paused.step), None)
-
-    return [ground.image(ground.until(saved))]
-
-
-def test_a_killed_graph_goes_on_from_its_checkpoint(ground: Ground, undisturbed: Any) -> None:
-    launched(ground, "t1", SLOW, checkpoint_every_s=0.05)
-    saved = ground.event(Saved, "t1")
-    (resident,) = ground.supervisor.lives.residents.values()
+def test_a_killed_graph_goes_on_from_its_checkpoint(rig: DeviceRig, undisturbed: Any) -> None:
+    launched(rig, "t1", SLOW, checkpoint_every_s=0.05)
+    saved = rig.event(Saved, "t1")
+    (resident,) = rig.supervisor.lives.residents.values()
     os.kill(resident.pid, signal.SIGKILL)
-    ground.event(Failed, "t1")
-    launched(ground, "t1", SLOW, 2, images=[ground.image(saved)])
-    assert ground.event(Finished, "t1", 2).result == undisturbed
-    assert ground.went_on_from(saved)
+    rig.event(Failed, "t1")
+    launched(rig, "t1", SLOW, 2, images=[rig.image(saved)])
+    assert rig.went_on_from(saved)
+    rig.let_end("t1", 2)
+    assert rig.event(Finished, "t1", 2).result == undisturbed
 
 
-def test_a_failing_node_is_told_with_its_function_and_their_traceback(ground: Ground) -> None:
-    launched(ground, "t1", body(node("first", "start"), node("bad", "wrong", "x=first.y")))
-    failed = ground.event(Failed, "t1")
+def test_failed_node_is_reported_with_its_function_and_traceback(rig: DeviceRig) -> None:
+    launched(rig, "t1", body(node("first", "start"), node("bad", "wrong", "x=first.y")))
+    failed = rig.event(Failed, "t1")
     assert failed.cause == "exception"
     assert failed.message == "In the node bad (nodes:wrong): ValueError: no good: 0.0"
     assert "nodes.py" in failed.detail
@@ -630,30 +628,30 @@ def test_a_failing_node_is_told_with_its_function_and_their_traceback(ground: Gr
     assert "workers/residents" not in failed.detail
 
 
-def test_a_function_that_is_not_there_is_told_of_before_anything_runs(ground: Ground) -> None:
-    launched(ground, "t1", body(node("a", "start"), node("b", "absent", "x=a.y")))
-    failed = ground.event(Failed, "t1")
+def test_missing_function_is_reported_before_anything_runs(rig: DeviceRig) -> None:
+    launched(rig, "t1", body(node("a", "start"), node("b", "absent", "x=a.y")))
+    failed = rig.event(Failed, "t1")
     assert (failed.cause, failed.step) == ("bundle", 0)
     assert "no 'absent'" in failed.message
 
 
-def test_a_block_that_cannot_be_captured_is_named(ground: Ground) -> None:
+def test_a_block_that_cannot_be_captured_is_named(rig: DeviceRig) -> None:
     slow = node("nap", "nap", "x=a.y", params={"nap_s": 0.05})
     odd = node("odd", "a_generator", "x=a.y")
     end = node("end", "total", "xs=nap.y,odd.y")
-    launched(ground, "t1", body(node("a", "start"), odd, slow, end))
-    failed = ground.event(Failed, "t1")
+    launched(rig, "t1", body(node("a", "start"), odd, slow, end))
+    failed = rig.event(Failed, "t1")
     assert failed.cause == "uncapturable"
     assert failed.message.startswith("job['blocks']['odd.y']: generator cannot be captured.")
 
 
-def test_a_graph_that_is_not_in_the_store_is_said_to_be_so(ground: Ground) -> None:
-    ground.launch("t1", {"graph": f"sha256:{'0' * 64}"})
-    failed = ground.event(Failed, "t1")
+def test_graph_missing_in_the_store_is_reported(rig: DeviceRig) -> None:
+    rig.launch("t1", {"graph": f"sha256:{'0' * 64}"})
+    failed = rig.event(Failed, "t1")
     assert failed.cause == "bundle"
     assert "not there" in failed.message
 
 
-def test_what_is_no_graph_is_refused_here_too() -> None:
+def test_invalid_graph_is_refused_by_the_runner_too() -> None:
     with pytest.raises(BadDescriptor):
         loaded({"nodes": [], "outputs": {}})

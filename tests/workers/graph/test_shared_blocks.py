@@ -14,7 +14,7 @@ from workers.capture.capture import Surroundings
 from workers.graph.shared_blocks import _HEAD_BYTES, LARGE_BYTES, BlockTable
 from workers.hardware.accelerator import Accelerator
 from workers.ranks import turns
-from workers.ranks.shared_memory import Ground, close, make
+from workers.ranks.shared_memory import Arena, close, make
 from workers.ranks.turns import GangFailed, Turns
 
 BLOCKS = 8
@@ -22,35 +22,48 @@ LARGE = LARGE_BYTES // 4
 
 
 @pytest.fixture
-def both() -> Iterator[tuple[BlockTable, BlockTable]]:
+def kind(request: pytest.FixtureRequest) -> str:
+    """Return the kind of device of both sides: the CPU, unless a test names another."""
+    return getattr(request, "param", "cpu")
+
+
+@pytest.fixture
+def both(kind: str) -> Iterator[tuple[BlockTable, BlockTable]]:
     """The two sides of a table, here in one process."""
     handles = make(2)
-    turns.seat_all(Ground(handles), 2)
+    turns.seat_all(Arena(handles), 2)
     around = Surroundings(code=Path("/nowhere"), scratch=Path("/nowhere"), ctx=None)
-    sides = (Turns(Ground(handles), rank, apart=True) for rank in range(2))
-    one, other = (BlockTable(side, BLOCKS, around, Accelerator("cpu")) for side in sides)
+    sides = (Turns(Arena(handles), rank, apart=True) for rank in range(2))
+    one, other = (BlockTable(side, BLOCKS, around, Accelerator(kind)) for side in sides)
     yield one, other
     close(handles)
 
 
-KINDS = ("bool", "uint8", "int64", "uint16", "uint64", "float16", "bfloat16", "complex128")
+TYPES = ("bool", "uint8", "int64", "uint16", "uint64", "float16", "bfloat16", "complex128")
+
+
+on_sim = pytest.mark.parametrize(
+    "kind", [pytest.param("sim", marks=pytest.mark.sim)], indirect=True
+)
+each_kind = pytest.mark.parametrize(
+    "kind", ["cpu", pytest.param("sim", marks=pytest.mark.sim)], indirect=True
+)
+FORMS = (
+    torch.arange(6.0).view(2, 3),
+    torch.tensor(True),
+    torch.empty(0, 5, dtype=torch.int16),
+    torch.randn(LARGE),
+    torch.randn(4, 4).T,
+    torch.randn(2, 1, 1, 1, 3),
+    torch.randn(3, dtype=torch.complex64).conj(),
+    torch.randn(5).bfloat16(),
+)
 
 
 @pytest.mark.parametrize(
-    "tensor",
-    [
-        *(torch.tensor([[0, 1, 2]]).to(getattr(torch, kind)) for kind in KINDS),
-        torch.arange(6.0).view(2, 3),
-        torch.tensor(True),
-        torch.empty(0, 5, dtype=torch.int16),
-        torch.randn(LARGE),
-        torch.randn(4, 4).T,
-        torch.randn(2, 1, 1, 1, 3),
-        torch.randn(3, dtype=torch.complex64).conj(),
-        torch.randn(5).bfloat16(),
-    ],
+    "tensor", [*(torch.tensor([[0, 1, 2]]).to(getattr(torch, dtype)) for dtype in TYPES), *FORMS]
 )
-def test_a_tensor_arrives_as_it_was(tensor: torch.Tensor, both: Any) -> None:
+def test_tensor_arrives_unchanged(tensor: torch.Tensor, both: Any) -> None:
     one, other = both
     assert not other.is_there((3, 0))
     here = one.post(3, tensor, (1,))
@@ -61,18 +74,32 @@ def test_a_tensor_arrives_as_it_was(tensor: torch.Tensor, both: Any) -> None:
         assert torch.equal(seen, tensor)
 
 
-def test_a_block_that_another_version_wrote_is_not_guessed_at(both: Any) -> None:
+@on_sim
+def test_tensors_of_an_accelerator_arrive_there_unchanged(both: Any) -> None:
+    one, other = both
+    given = [form.to("sim") for form in FORMS]
+    for number, tensor in enumerate(given):
+        one.post(number, tensor.clone(), (1,))  # whose last work need not have run
+    for number, tensor in enumerate(given):
+        seen = other.take((number, 0))
+        assert (seen.dtype, seen.shape) == (tensor.dtype, tensor.shape)
+        assert seen.device == tensor.device
+        assert torch.equal(seen, tensor)
+
+
+def test_block_written_by_another_version_is_refused(both: Any) -> None:
     one, other = both
     one.post(3, torch.arange(4.0), (1,))
     offset = other.words[other._entry((3, 0))]
-    one.ground.write(offset + _HEAD_BYTES - 8, bytes(8))
+    one.arena.write(offset + _HEAD_BYTES - 8, bytes(8))
     with pytest.raises(GangFailed, match="another version"):
         other.take((3, 0))
 
 
-def test_what_is_no_tensor_arrives_with_its_ties(both: Any) -> None:
+@each_kind
+def test_other_object_arrives_with_its_shared_references(both: Any, kind: str) -> None:
     one, other = both
-    model = torch.nn.Linear(3, 3)
+    model = torch.nn.Linear(3, 3).to(kind)
     one.post(0, {"model": model, "row": model.weight.detach()[1], "n": [1, "two"]}, (1,))
     there = other.take((0, 0))
     assert there["n"] == [1, "two"]
@@ -82,7 +109,7 @@ def test_what_is_no_tensor_arrives_with_its_ties(both: Any) -> None:
     assert torch.equal(there["row"], model.weight[1] + 1)
 
 
-def test_a_large_block_lies_once_and_what_was_made_there_is_not_copied(both: Any) -> None:
+def test_large_block_is_stored_once_and_not_copied_if_made_in_place(both: Any) -> None:
     one, other = both
     made = one.empty((LARGE,), torch.float32)
     made.fill_(7)
@@ -93,7 +120,7 @@ def test_a_large_block_lies_once_and_what_was_made_there_is_not_copied(both: Any
     assert (here[0], there[0]) == (8, 8)
 
 
-def test_land_is_used_again_when_nobody_sees_it_any_more(both: Any) -> None:
+def test_memory_is_used_again_when_no_process_sees_it_any_more(both: Any) -> None:
     one, other = both
     one.post(0, torch.zeros(LARGE), (1,))
     first = one.posted[0].offset
@@ -110,7 +137,7 @@ def test_land_is_used_again_when_nobody_sees_it_any_more(both: Any) -> None:
     assert one.posted[2].offset == first
 
 
-def test_small_blocks_that_are_done_with_make_room_for_others_as_they_go(both: Any) -> None:
+def test_finished_small_blocks_make_room_for_others(both: Any) -> None:
     one, other = both
     kept = []  # views that somebody holds for ever
     for n in range(BLOCKS):
@@ -126,14 +153,14 @@ def test_small_blocks_that_are_done_with_make_room_for_others_as_they_go(both: A
     assert len({posted.offset for posted in one.posted.values()}) == len(one.posted)
 
 
-def test_memory_that_was_asked_for_and_not_used_is_free_again(both: Any) -> None:
+def test_requested_but_unused_memory_is_free_again(both: Any) -> None:
     one, _ = both
     first = one.empty((LARGE,), torch.float32).data_ptr()
     one.reclaim()
     assert one.empty((LARGE,), torch.float32).data_ptr() == first
 
 
-def test_who_is_about_to_sleep_is_seen_or_sees_the_block(both: Any) -> None:
+def test_executor_about_to_sleep_is_woken_or_sees_the_block(both: Any) -> None:
     """Posted between two looks of whoever waits, before it was said that it sleeps."""
     one, other = both
     other.turns.words[other.turns.me + turns.STATE] = turns.RankState.RUNNING
@@ -153,7 +180,9 @@ def test_who_is_about_to_sleep_is_seen_or_sees_the_block(both: Any) -> None:
     assert other.take((0, 0)).tolist() == [1.0] * 3
 
 
-def test_the_lock_is_taken_only_for_who_waits(both: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_is_taken_only_for_waiting_executors(
+    both: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one, other = both
     locked = []
     board = one.turns.board
@@ -168,7 +197,7 @@ def test_the_lock_is_taken_only_for_who_waits(both: Any, monkeypatch: pytest.Mon
     assert words[me + turns.STATE] == turns.RankState.RUNNING
 
 
-def test_who_was_not_told_finds_it_by_itself(both: Any) -> None:
+def test_executor_that_was_not_woken_finds_the_block_by_itself(both: Any) -> None:
     """It only takes longer."""
     one, other = both
     other.turns.join()
@@ -179,7 +208,7 @@ def test_who_was_not_told_finds_it_by_itself(both: Any) -> None:
     assert other.turns.words[other.turns.me + turns.STATE] == turns.RankState.RUNNING
 
 
-def test_the_first_end_in_the_order_counts(both: Any) -> None:
+def test_first_end_in_the_order_of_nodes_counts(both: Any) -> None:
     one, other = both
     assert one.early is None
     one.end_early(5)
@@ -188,7 +217,7 @@ def test_the_first_end_in_the_order_counts(both: Any) -> None:
     assert one.early == other.early == (3, 1)
 
 
-def test_what_was_made_there_stays_while_another_value_is_a_view_of_it(both: Any) -> None:
+def test_block_made_in_place_stays_while_another_value_is_a_view_of_it(both: Any) -> None:
     one, other = both
     made = one.empty((LARGE,), torch.float32).fill_(7)
     part = made[:10]  # as of a node with two outputs
@@ -204,7 +233,7 @@ def test_what_was_made_there_stays_while_another_value_is_a_view_of_it(both: Any
     assert part.tolist() == [7.0] * 10
 
 
-def test_a_part_of_what_was_made_there_is_copied_and_the_rest_is_free_again(both: Any) -> None:
+def test_part_of_a_block_made_in_place_is_copied_and_the_rest_freed(both: Any) -> None:
     one, other = both
     made = one.empty((LARGE,), torch.float32).fill_(7)
     address = made.data_ptr()

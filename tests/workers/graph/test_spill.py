@@ -12,15 +12,14 @@ import numpy
 import pytest
 import torch
 
-from app.core.model.messages import Finished
-from tests.workers.conftest import ROOT, Ground
+from app.core.model.messages import Finished, Started
+from tests.workers.conftest import ROOT, DeviceRig
 from tests.workers.graph.test_runner import (
     body,
     context,
     launched,
     loaded,
     node,
-    paused_and_saved,
     ran,
 )
 from workers.device.resident import Resident
@@ -54,10 +53,17 @@ def stepped(job: Any, ctx: Any) -> Any:
     return ctx.result
 
 
-def test_a_quarter_of_the_memory_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+each_kind = pytest.mark.parametrize("kind", ["cpu", pytest.param("sim", marks=pytest.mark.sim)])
+
+
+@each_kind
+def test_graph_completes_in_a_quarter_of_its_memory(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     monkeypatch.setattr(runner, "BURST_S", -1.0)
-    expected = ran(large())
-    job, ctx = loaded(large(memory_bytes=BUDGET), host_bytes=64 * MB).begin({}), context()
+    expected = ran(large(), kind)
+    job = loaded(large(memory_bytes=BUDGET), kind, host_bytes=64 * MB).begin({})
+    ctx = context(kind)
     while ctx.result is None:
         job.step(ctx)
         assert on_device(job) <= BUDGET
@@ -67,7 +73,7 @@ def test_a_quarter_of_the_memory_is_enough(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(("count", "room"), [(32, 8), (12, 3), (16, 10)])
-def test_no_more_comes_back_than_with_foresight(count: int, room: int) -> None:
+def test_no_more_bytes_come_back_than_with_foresight(count: int, room: int) -> None:
     job = loaded(large(count=count, memory_bytes=room * MB), host_bytes=64 * MB).begin({})
     stepped(job, context())
     assert job.room.in_bytes == belady(count, room) * MB
@@ -94,7 +100,7 @@ def on_device(job: Any) -> int:
     return sum(one.size for one in lying if not job.room._is_aside(one.storage))
 
 
-def test_what_is_read_last_goes_first() -> None:
+def test_block_read_last_is_spilled_first() -> None:
     room = SpillBudget(3 * MB, 64 * MB, Accelerator("cpu"))
     first, second, third = (torch.full((SIZE,), float(n)) for n in range(3))
     room.make([third], [(30, first), (20, second), (10, third)], MB)
@@ -109,7 +115,7 @@ def aside(room: SpillBudget, tensor: torch.Tensor) -> bool:
     return room._is_aside(tensor.untyped_storage())
 
 
-def test_what_was_there_before_gives_way_without_a_copy_unless_it_was_written_to() -> None:
+def test_unchanged_restored_block_is_spilled_without_a_copy() -> None:
     room = SpillBudget(MB, 64 * MB, Accelerator("cpu"))
     one, other = torch.zeros(SIZE), torch.ones(SIZE)
     held = [(1, one), (2, other)]
@@ -126,7 +132,7 @@ def test_what_was_there_before_gives_way_without_a_copy_unless_it_was_written_to
     assert one[0].item() == 5.0
 
 
-def test_views_and_ties_hold() -> None:
+def test_views_and_shared_storages_survive_spilling() -> None:
     room = SpillBudget(2 * MB, 64 * MB, Accelerator("cpu"))
     model = torch.nn.Linear(512, 512)
     block = {"model": model, "row": model.weight.detach()[3], "opt": [model.weight]}
@@ -143,7 +149,7 @@ def test_views_and_ties_hold() -> None:
     assert model.weight.is_leaf
 
 
-def test_bits_of_views_hold() -> None:
+def test_bits_of_views_survive_spilling() -> None:
     room = SpillBudget(MB, 64 * MB, Accelerator("cpu"))
     whole = torch.complex(torch.ones(SIZE // 2), torch.full((SIZE // 2,), 2.0))
     block = [whole, whole.conj(), whole.conj().imag]
@@ -163,14 +169,14 @@ def test_bits_of_views_hold() -> None:
     ],
     ids=["sparse", "nested", "shared", "of numpy"],
 )
-def test_what_cannot_be_pointed_elsewhere_stays(odd: torch.Tensor) -> None:
+def test_storage_that_cannot_be_replaced_stays(odd: torch.Tensor) -> None:
     room = SpillBudget(MB, 64 * MB, Accelerator("cpu"))
     room.make([torch.zeros(SIZE)], [(1, odd)], 0)
     room.forget(odd)
     assert room.held_bytes == 0
 
 
-def test_who_holds_the_memory_itself_still_finds_the_bytes() -> None:
+def test_holder_of_the_memory_itself_still_finds_the_bytes() -> None:
     """As an image does, while it is copied beside the next step."""
     room = SpillBudget(MB, 64 * MB, Accelerator("cpu"))
     one = torch.ones(SIZE)
@@ -181,7 +187,7 @@ def test_who_holds_the_memory_itself_still_finds_the_bytes() -> None:
     assert storage[MB // 2 : MB // 2 + 4].tolist() == [0, 0, 128, 63]
 
 
-def test_what_nobody_holds_any_more_is_forgotten() -> None:
+def test_block_without_holders_is_forgotten() -> None:
     room = SpillBudget(MB, 64 * MB, Accelerator("cpu"))
     one = torch.zeros(SIZE)
     room.make([torch.zeros(SIZE)], [(1, one)], 0)
@@ -190,7 +196,7 @@ def test_what_nobody_holds_any_more_is_forgotten() -> None:
     assert room.held_bytes == 0
 
 
-def test_a_node_that_needs_more_than_there_is_says_so() -> None:
+def test_node_that_needs_more_memory_than_there_is_says_so() -> None:
     merge = node("m", "total", "xs=a.y")
     parts = node("parts", "indices", writes="parts", params={"count": COUNT})
     a = node("a", "filled", "n=parts.parts", map="n", params={"size": SIZE})
@@ -202,14 +208,14 @@ def test_a_node_that_needs_more_than_there_is_says_so() -> None:
     assert f"it takes {COUNT * MB} bytes at once" in str(failed.value.__cause__)
 
 
-def test_host_memory_has_a_bound_too() -> None:
+def test_host_memory_for_spilling_is_bounded() -> None:
     job = loaded(large(memory_bytes=BUDGET), host_bytes=4 * MB).begin({})
     with pytest.raises(NodeFailed) as failed:
         stepped(job, context())
     assert "do not fit into 4194304 bytes of host memory" in str(failed.value.__cause__)
 
 
-def test_what_a_node_writes_is_made_room_for_if_it_is_declared(
+def test_room_is_made_for_what_a_node_declares_to_write(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[tuple[int, int]] = []
@@ -229,14 +235,14 @@ def test_what_a_node_writes_is_made_room_for_if_it_is_declared(
     assert seen == [(0, 0), (5, 0), (0, MB)]
 
 
-def test_what_is_only_likely_fails_nobody() -> None:
+def test_room_that_is_only_likely_needed_fails_no_node() -> None:
     room = SpillBudget(3 * MB, 64 * MB, Accelerator("cpu"))
     one, two = torch.zeros(SIZE), torch.ones(SIZE)
     room.make([two], [(1, one), (0, two)], MB, likely_bytes=5 * MB)
     assert (aside(room, one), room.peak_bytes) == (True, 3 * MB)
 
 
-def test_as_long_as_all_fits_nothing_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_searched_while_everything_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[int] = []
     tidy = SpillBudget._tidy
     monkeypatch.setattr(SpillBudget, "_tidy", lambda room: (looked.append(1), tidy(room)))
@@ -249,16 +255,17 @@ def test_as_long_as_all_fits_nothing_is_looked_for(monkeypatch: pytest.MonkeyPat
     assert [aside(room, block) for block in blocks].count(True) == 1
 
 
+@each_kind
 @pytest.mark.parametrize("every", [1, 3, 7])
-def test_it_can_be_put_away_while_blocks_are_aside(
-    every: int, monkeypatch: pytest.MonkeyPatch
+def test_graph_can_be_paused_while_blocks_are_spilled(
+    every: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "BURST_S", -1.0)
-    expected, ctx = ran(large(count=12)), context()
+    expected, ctx = ran(large(count=12), kind), context(kind)
     limited = large(count=12, memory_bytes=3 * MB)
 
     def anew() -> Loaded:
-        return loaded(limited, host_bytes=64 * MB)
+        return loaded(limited, kind, host_bytes=64 * MB)
 
     job = anew().begin({})
     for step in range(10_000):
@@ -302,7 +309,7 @@ print(json.dumps(most - base))
 """
 
 
-def test_the_kernel_counts_no_more_than_the_budget() -> None:
+def test_kernel_counts_no_more_memory_than_the_budget() -> None:
     def grown(how: str) -> int:
         done = subprocess.run(
             [sys.executable, "-c", MEASURED, how],
@@ -322,27 +329,29 @@ def test_the_kernel_counts_no_more_than_the_budget() -> None:
 
 
 @pytest.mark.parametrize("executors", [1, 2])
-def test_in_a_resident_it_is_paused_and_moved_like_any_other(executors: int, grounds: Any) -> None:
+def test_graph_that_spills_is_paused_and_moved_in_a_resident(executors: int, rigs: Any) -> None:
     """Each executor has the budget for itself."""
-    ground: Ground = grounds(memory_bytes=256 * MB, host_memory_bytes=512 * MB)
+    rig: DeviceRig = rigs(memory_bytes=256 * MB, host_memory_bytes=512 * MB)
     expected, images = ran(large()), list[dict[str, object]]()
     for epoch in range(1, 4):
-        napping = large(nap_s=0.1)
+        napping = large(nap_s=0.25)
         more = {"memory_bytes": BUDGET, "world_size": executors}
-        launched(ground, "t1", napping, epoch, images=images, **more)
+        launched(rig, "t1", napping, epoch, images=images, **more)
         if epoch < 3:
-            ground.until(lambda: spilled(ground) > 0)
-            with_code = max(one.memory_bytes for one in residents(ground))
+            rig.until(lambda: spilled(rig) > 0)
+            with_code = max(one.memory_bytes for one in residents(rig))
             assert with_code < 2 * executors * BUDGET
-            images = paused_and_saved(ground, "t1", epoch)
-            ground.drop.append(["t1", epoch])
-            ground.until(lambda: not ground.supervisor.lives.residents)
-    assert ground.event(Finished, "t1", 3).result == expected
+            images = rig.paused_and_saved("t1", epoch)
+            rig.drop.append(["t1", epoch])
+            rig.until(lambda: not rig.supervisor.lives.residents)
+    rig.event(Started, "t1", 3)
+    rig.let_end("t1", 3)
+    assert rig.event(Finished, "t1", 3).result == expected
 
 
-def spilled(ground: Ground) -> int:
-    return sum(one.spilled_bytes for one in residents(ground))
+def spilled(rig: DeviceRig) -> int:
+    return sum(one.spilled_bytes for one in residents(rig))
 
 
-def residents(ground: Ground) -> list[Resident]:
-    return list(ground.supervisor.lives.residents.values())
+def residents(rig: DeviceRig) -> list[Resident]:
+    return list(rig.supervisor.lives.residents.values())

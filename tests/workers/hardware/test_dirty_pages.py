@@ -33,7 +33,7 @@ def memory(size: int = SIZE) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("at", [PAGE, SIZE // 2, SIZE])
-def test_one_byte_is_seen(watch, at):
+def test_one_written_byte_is_noticed(watch, at):
     tensor = memory()
     assert watch.protect([bytes_of(tensor)]) == set()
     assert watch.written([bytes_of(tensor)]) == set()
@@ -41,14 +41,14 @@ def test_one_byte_is_seen(watch, at):
     assert watch.written([bytes_of(tensor)]) == {bytes_of(tensor)}
 
 
-def test_reading_is_no_writing(watch):
+def test_reading_is_not_counted_as_writing(watch):
     tensor = memory()
     watch.protect([bytes_of(tensor)])
     assert int(tensor.sum()) == 0
     assert watch.written([bytes_of(tensor)]) == set()
 
 
-def test_what_was_written_is_forgotten_when_protected_again(watch):
+def test_written_pages_are_forgotten_when_protected_again(watch):
     tensor = memory()
     watch.protect([bytes_of(tensor)])
     tensor.fill_(3)
@@ -58,7 +58,7 @@ def test_what_was_written_is_forgotten_when_protected_again(watch):
     assert watch.written([bytes_of(tensor)]) == {bytes_of(tensor)}
 
 
-def test_writes_that_versions_do_not_count_are_seen(watch):
+def test_writes_not_counted_by_tensor_versions_are_noticed(watch):
     weight = torch.nn.Parameter(torch.ones(SIZE))
     watch.protect([bytes_of(weight)])
     version = weight._version
@@ -67,7 +67,7 @@ def test_writes_that_versions_do_not_count_are_seen(watch):
     assert watch.written([bytes_of(weight)]) == {bytes_of(weight)}
 
 
-def test_the_kernel_writes_for_a_process_and_is_seen(watch, tmp_path: Path):
+def test_writes_by_the_kernel_for_a_process_are_noticed(watch, tmp_path: Path):
     (tmp_path / "data").write_bytes(b"x" * SIZE)
     read, received = memory(), memory()
     watch.protect([bytes_of(read), bytes_of(received)])
@@ -83,7 +83,7 @@ def test_the_kernel_writes_for_a_process_and_is_seen(watch, tmp_path: Path):
     assert bytes(received[PAGE : PAGE + 2].numpy()) == b"yy"
 
 
-def test_a_child_may_do_with_its_copy_what_it_likes(watch):
+def test_writes_of_a_child_to_its_copy_are_not_counted(watch):
     tensor = memory()
     watch.protect([bytes_of(tensor)])
     array = tensor.numpy()  # torch's threads do not live on in a child
@@ -96,7 +96,7 @@ def test_a_child_may_do_with_its_copy_what_it_likes(watch):
     assert watch.written([bytes_of(tensor)]) == {bytes_of(tensor)}
 
 
-def test_what_was_released_costs_and_tells_nothing(watch):
+def test_released_pages_cost_and_report_nothing(watch):
     first, second = memory(), memory()
     both = [bytes_of(first), bytes_of(second)]
     watch.protect(both)
@@ -107,7 +107,7 @@ def test_what_was_released_costs_and_tells_nothing(watch):
     assert bytes_of(first) in watch.written(both)  # not watched is as good as written
 
 
-def test_neighbours_are_told_apart(watch):
+def test_neighbouring_regions_are_told_apart(watch):
     whole = memory(100 * PAGE)
     start = Range.inside(whole.data_ptr(), PAGE * 100).start
     parts = [Range(start + 10 * n * PAGE, start + (10 * n + 9) * PAGE) for n in range(10)]
@@ -118,7 +118,7 @@ def test_neighbours_are_told_apart(watch):
     assert watch.written(parts) == {parts[3], parts[9]}
 
 
-def test_more_scattered_writes_than_one_scan_tells_of(watch):
+def test_more_scattered_writes_than_one_scan_reports_are_found(watch):
     whole = memory(4000 * PAGE)
     part = bytes_of(whole)
     watch.protect([part])
@@ -129,7 +129,7 @@ def test_more_scattered_writes_than_one_scan_tells_of(watch):
     assert watch.written([half]) == {half}
 
 
-def test_memory_on_huge_pages_is_watched_to_the_byte(watch):
+def test_memory_on_huge_pages_is_watched_to_the_page(watch):
     whole = torch.zeros(16 << 20, dtype=torch.uint8)
     part = bytes_of(whole)
     watch.protect([part])
@@ -149,7 +149,7 @@ def test_memory_that_others_may_write_counts_as_written(watch, tmp_path: Path):
     assert watch.written(ranges) == {part, bytes_of(shared)}
 
 
-def test_memory_that_was_given_back_counts_as_written(watch):
+def test_memory_given_back_to_the_kernel_counts_as_written(watch):
     tensor = memory(64 << 20)
     part = bytes_of(tensor)
     watch.protect([part])

@@ -8,6 +8,7 @@ file gets which text; that stands in where a host has version 1 only.
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from workers.process import cgroups, sandbox
-from workers.process.cgroups import Bounds, ControlGroups, Hierarchy, hierarchies
+from workers.process import cgroups, group_owners, sandbox
+from workers.process.cgroups import Bounds, ControlGroups, GroupUsage, Hierarchy, hierarchies
 
 BOUNDS = Bounds.of(
     memory_bytes=1000,
@@ -63,7 +64,7 @@ def test_a_group_in_a_container_is_found_below_what_is_mounted(root, own, found)
 def _delegated(root: Path, name: str, controllers: str) -> Path:
     """What the kernel would show of such a group, and of two below it."""
     files = {"memory": ("max", "swap.max", "oom.group"), "pids": ("max",)}
-    files |= {"cpu": ("weight",), "io": ("weight",)}
+    files |= {"cpu": ("weight", "max"), "io": ("weight",)}
     for group in (root, root / name, root / name / "probe", root / name / "7"):
         group.mkdir()
         for file in ("procs", "subtree_control"):
@@ -106,13 +107,33 @@ def test_version_2_writes_each_bound_into_its_file(tmp_path):
         assert handed == "+memory +pids +cpu +io"
 
 
-def test_a_weight_that_no_disk_heeds_is_told_as_missing(tmp_path):
+def test_version_2_writes_the_limits_that_a_task_asked_for(tmp_path):
+    groups = _made(tmp_path / "own", "memory pids cpu io")
+    assert groups.limits_cpus()
+    group = Path(groups.make("7", {"memory": 100, "cpus": 1500, "processes": 64})[0])
+    # the kernel leaves room for an image of 200 bytes, and for processes of the platform
+    told = {"memory.max": "300", "cpu.max": "150000 100000", "pids.max": "68"}
+    assert {name: (group / name).read_text() for name in told} == told
+    (group / "memory.stat").write_text("anon 90\nfile 500\nkernel 7\nshmem 20\n")
+    (group / "pids.current").write_text("3\n")
+    assert groups.usage("7") == GroupUsage(memory_bytes=110, processes=3)
+    (group / "pids.peak").write_text("9\n")
+    assert groups.usage("7").processes == 9
+    (group / "pids.events").write_text("max 3\n")
+    told_of = "It reached 64 processes and threads (its limit, resources.processes)."
+    assert groups.refused("7") == told_of
+    (group / "memory.events").write_text("oom_kill 1\nmax 9\n")
+    told_of = "It used 120 B of 100 B of host memory (its limit, resources.memory_bytes)."
+    assert groups.refused("7", held_bytes=120) == f"{told_of} The kernel ended it."
+
+
+def test_weight_that_no_disk_obeys_is_reported_as_missing(tmp_path):
     groups = _made(tmp_path / "own", "memory pids cpu io", scheduler="[none] bfq")
     assert groups.standing == ["memory", "processes", "cpu"]
     assert "bfq" in groups.missing["io"]
 
 
-def test_version_2_that_hands_down_less_says_what_is_missing(tmp_path):
+def test_version_2_with_fewer_controllers_says_what_is_missing(tmp_path):
     groups = _made(tmp_path / "own", "pids")
     assert groups.standing == ["processes"]
     assert set(groups.missing) == {"memory", "cpu", "io", "devices"}
@@ -125,7 +146,7 @@ def test_version_2_without_any_controller_says_so(tmp_path):
     assert "no controller was delegated" in groups.missing["memory"]
 
 
-def test_what_version_2_counted_is_told_in_a_sentence(tmp_path):
+def test_counts_of_version_2_are_reported_in_a_sentence(tmp_path):
     groups = _made(tmp_path / "own", "memory pids cpu io")
     group = Path(groups.make("7")[0])
     assert groups.refused("7") == ""
@@ -157,7 +178,7 @@ def groups(tmp_path: Path) -> Iterator[ControlGroups]:
         resident_memory_bytes=2**26,
         residents_max=2,
         threads=1,
-        nodes=tuple(sandbox.device_nodes("cpu")),
+        nodes=tuple(sandbox.device_nodes(())),
     )
     made = ControlGroups.made("h.0", tmp_path, bounds)
     yield made
@@ -188,7 +209,7 @@ def _eat() -> None:
         held.append(b"1" * 2**20)
 
 
-def test_the_kernel_ends_who_takes_too_much_memory_and_counts_it(groups):
+def test_process_that_takes_too_much_memory_is_ended_and_counted(groups):
     _needs(groups, "memory")
     others = groups.make("2")
     assert _in_child(groups.make("1"), _eat) == -9
@@ -240,7 +261,7 @@ def _spinning(joined: list[str], begin: int, end: int, told: int) -> int:
     return child
 
 
-def test_what_a_killed_device_worker_left_is_ended_and_removed(groups, tmp_path):
+def test_groups_of_a_killed_device_worker_are_ended_and_removed(groups, tmp_path):
     _needs(groups, "processes")
     left = groups.make("7")
     child = os.fork()
@@ -254,6 +275,61 @@ def test_what_a_killed_device_worker_left_is_ended_and_removed(groups, tmp_path)
     assert after.standing == groups.standing
     after.remove("7")
     assert not after.left
+
+
+_OWNER = """
+import sys; from pathlib import Path
+from tests.workers.process.test_cgroups import BOUNDS
+from workers.process.cgroups import ControlGroups
+made = ControlGroups.made("h.9", Path(sys.argv[1]), BOUNDS)
+made.make("7")
+print(*[parent for _, parent in made.parents], flush=True)
+sys.stdin.read()
+"""
+
+
+def _owner(run: Path) -> tuple[subprocess.Popen[str], list[Path]]:
+    """Start another device worker, as far as its groups go; returns its process and its groups."""
+    words = [sys.executable, "-c", _OWNER, str(run)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(words, **pipes, cwd=Path(__file__).parents[3])
+    return process, [Path(path) for path in process.stdout.readline().split()]
+
+
+def test_empty_groups_of_killed_device_workers_are_removed_and_those_of_living_ones_stay(
+    groups, tmp_path
+):
+    """A killed device worker whose groups hold a process keeps them until that process ends."""
+    _needs(groups, "processes")
+    owners = [_owner(tmp_path / name) for name in ("living", "killed", "busy")]
+    (_, living), (killed, empty), (busy, held) = owners
+    assert all(group.exists() for _, made in owners for group in made)
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as inside:
+        for group in held:
+            (group / "7" / "cgroup.procs").write_text(str(inside.pid))
+        for process in (killed, busy):
+            process.kill()
+            process.communicate()
+        ControlGroups.made("h.1", tmp_path, groups.bounds).close()
+        assert not [group for group in empty if group.exists()]
+        assert all((group / "7").exists() for group in (*living, *held))
+        assert inside.poll() is None
+        inside.stdin.close()
+    owners[0][0].communicate()
+    gone = lambda: not [group for group in (*living, *held) if group.exists()]  # noqa: E731
+    end_s = time.monotonic() + 60  # the kernel lets go of a group a moment after its last process
+    while not gone():
+        assert time.monotonic() < end_s
+        ControlGroups.made("h.1", tmp_path, groups.bounds).close()
+
+
+def test_owner_is_known_by_its_start_and_its_namespace():
+    name = group_owners.owned_name("roundhouse-h.0-0417c06f")
+    stem, pid, started, namespace = name.rsplit("-", 3)
+    assert not group_owners.is_orphaned(name)
+    assert group_owners.is_orphaned(f"{stem}-{pid}-{int(started) + 1}-{namespace}")
+    assert not group_owners.is_orphaned(f"{stem}-{pid}-{int(started) + 1}-{int(namespace) + 1}")
+    assert not group_owners.is_orphaned("roundhouse-h.0-0417c06f")
 
 
 def test_groups_are_gone_when_closed_although_processes_lived_in_them(groups):
@@ -275,7 +351,7 @@ def test_groups_are_gone_when_closed_although_processes_lived_in_them(groups):
         os.close(fd)
 
 
-def test_counts_of_a_resident_before_are_not_those_of_the_next(groups):
+def test_counts_of_one_resident_are_not_those_of_the_next(groups):
     _needs(groups, "memory")
     assert _in_child(groups.make("1"), _eat) == -9
     assert groups.refused("1")

@@ -15,35 +15,35 @@ import torch
 
 from app.core.model.messages import Finished
 from tests.workers.conftest import ROOT
-from workers.process import sandbox
+from workers.process import host_mounts, sandbox
 from workers.process.sandbox import WALLS
 
 
 @pytest.fixture
-def found(ground):
+def found(rig):
     """What the job saw; the walls that stand here are in `walls`."""
-    walls = set(ground.reports[-1].facts["sandbox"])
+    walls = set(rig.reports[-1].facts["sandbox"])
     paths = [
-        str(ground.house.run.parent / "store"),
-        str(ground.house.run),
+        str(rig.house.run.parent / "store"),
+        str(rig.house.run),
         str(ROOT / "app"),
         "/etc/shadow",
     ]
-    ground.launch("t1", "jobs:Look", params={"paths": paths})
-    seen = ground.event(Finished, "t1").result
+    rig.launch("t1", "jobs:Look", params={"paths": paths})
+    seen = rig.event(Finished, "t1").result
     return {**seen, "walls": walls}
 
 
 @pytest.mark.usefixtures("fresh_zygotes")
-def test_its_memory_is_watched_behind_the_walls(ground):
-    if "overlap" not in ground.reports[-1].facts["capabilities"]:
+def test_memory_of_a_sandboxed_process_can_be_watched(rig):
+    if "overlap" not in rig.reports[-1].facts["capabilities"]:
         pytest.skip("this kernel cannot watch memory")
-    ground.launch("t1", "large:watch_memory")
-    assert ground.event(Finished, "t1").result == {"refused": 0, "before": 0, "after": 1}
+    rig.launch("t1", "large:watch_memory")
+    assert rig.event(Finished, "t1").result == {"refused": 0, "before": 0, "after": 1}
 
 
 @pytest.mark.usefixtures("fresh_zygotes")
-def test_no_secret_is_in_its_environment(found):
+def test_environment_has_no_secret(found):
     assert set(found["environment"]) <= {
         *("PATH", "HOME", "USER", "LOGNAME", "TMPDIR", "LD_LIBRARY_PATH"),
         *sandbox.ENVIRONMENT,
@@ -52,7 +52,7 @@ def test_no_secret_is_in_its_environment(found):
     }
 
 
-def test_it_sees_and_writes_only_what_is_its_own(found):
+def test_process_sees_and_writes_only_its_own_files(found):
     if "files" not in found["walls"]:
         pytest.skip("this machine gives no mount namespaces")
     assert found["cwd"] == "/scratch"
@@ -60,20 +60,20 @@ def test_it_sees_and_writes_only_what_is_its_own(found):
     assert not [name for name, done in found.items() if name.startswith("write ") and done]
 
 
-def test_it_has_no_network(found):
+def test_process_has_no_network(found):
     if "network" not in found["walls"]:
         pytest.skip("this machine gives no network namespaces")
     assert found["network"] is False
 
 
-def test_it_sees_no_other_process(found):
+def test_process_sees_no_other_process(found):
     if "processes" not in found["walls"]:
         pytest.skip("this machine gives no process namespaces")
     assert found["pid"] == 1
     assert found["processes"] in ([1], [])
 
 
-def test_who_forked_into_process_ids_of_its_own_goes_on_in_ours(found):
+def test_process_in_a_pid_namespace_is_known_by_our_process_id(found):
     if "processes" not in found["walls"] or os.geteuid() != 0:
         pytest.skip("only root has them without a namespace of users")
     for walls, ids in ((["processes"], 1), ([], 0)):
@@ -83,11 +83,11 @@ def test_who_forked_into_process_ids_of_its_own_goes_on_in_ours(found):
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == ids
 
 
-def test_it_can_run_a_program(found):
+def test_process_can_run_a_program(found):
     assert found["shell"] == "hi\n"
 
 
-def test_it_can_gain_nothing(found):
+def test_process_can_gain_no_privileges(found):
     walls, status = found["walls"], found["status"]
     if "privileges" in walls:
         assert status["NoNewPrivs:"].strip() == "1"
@@ -101,15 +101,15 @@ def test_it_can_gain_nothing(found):
 
 
 @pytest.mark.usefixtures("fresh_zygotes")
-def test_every_wall_that_does_not_stand_is_said_with_its_reason(ground):
-    walls = ground.reports[-1].facts["sandbox"]
+def test_every_missing_layer_is_reported_with_its_reason(rig):
+    walls = rig.reports[-1].facts["sandbox"]
     assert walls == [name for name in WALLS if name in walls]
     if os.geteuid() == 0 and Path("/proc/self/ns/user").exists():
         assert "privileges" in walls
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-def test_somebody_who_is_not_root_gets_the_same_walls_but_a_user(tmp_path_factory):
+def test_worker_without_root_gets_all_layers_but_the_user(tmp_path_factory):
     """By a user namespace; where those are forbidden the walls are named as missing."""
     python = shutil.which("python3", path="/usr/local/bin:/usr/bin")
     if python is None:
@@ -122,19 +122,20 @@ def test_somebody_who_is_not_root_gets_the_same_walls_but_a_user(tmp_path_factor
 
 
 @pytest.mark.usefixtures("fresh_zygotes")
-def test_a_checkout_below_tmp_gets_the_same_walls(ground):
+def test_checkout_below_tmp_gets_the_same_layers(rig):
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         probe = _checkout(Path(folder))
         if os.geteuid() == 0:
             os.chown(Path(folder) / "scratch", 9, 9)
         walls = subprocess.check_output([sys.executable, probe], text=True).split()
-    assert walls == ground.reports[-1].facts["sandbox"]
+    assert walls == rig.reports[-1].facts["sandbox"]
 
 
 def _checkout(folder: Path) -> Path:
     """With a program that says which walls stand there, for the user 9."""
     (folder / "workers" / "process").mkdir(parents=True)
-    shutil.copy(sandbox.__file__, folder / "workers" / "process")
+    for module in (sandbox, host_mounts):
+        shutil.copy(module.__file__, folder / "workers" / "process")
     for name in ("code", "scratch"):
         (folder / name).mkdir()
     script = (
@@ -169,14 +170,14 @@ def _as_nobody(folder: Path, python: str) -> None:
     assert walls & namespaces in (namespaces, set())
 
 
-def test_with_the_sandbox_off_jobs_run_all_the_same(grounds):
-    ground = grounds(sandbox="off")
-    assert ground.reports[-1].facts["sandbox"] == []
-    ground.launch("t1", "jobs:Count", params={"steps": 3})
-    ground.event(Finished, "t1")
+def test_jobs_run_with_the_sandbox_off(rigs):
+    rig = rigs(sandbox="off")
+    assert rig.reports[-1].facts["sandbox"] == []
+    rig.launch("t1", "jobs:Count", params={"steps": 3})
+    rig.event(Finished, "t1")
 
 
-def test_what_a_tensor_leaves_is_memory_for_the_next_of_its_size():
+def test_memory_of_a_freed_tensor_is_used_for_the_next_of_its_size():
     """Where crumbs beside it are cached, one run or another has place for nearly thirty."""
     assert max(map(_places, range(4))) < 20
 

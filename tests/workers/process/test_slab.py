@@ -22,7 +22,7 @@ def fd():
     os.close(made)
 
 
-def test_it_takes_memory_only_where_something_was_written(fd):
+def test_slab_takes_memory_only_where_it_was_written(fd):
     assert slab.limit_bytes(fd) == LIMIT
     assert slab.held_bytes(fd) == 0
     Slab(fd).view(mmap.PAGESIZE, 5)[:] = b"hello"
@@ -31,7 +31,7 @@ def test_it_takes_memory_only_where_something_was_written(fd):
 
 
 @pytest.mark.parametrize("size", [0, LIMIT, 1 << 40])
-def test_nobody_can_make_it_longer_or_shorter(fd, size):
+def test_size_of_a_slab_cannot_be_changed(fd, size):
     with pytest.raises(PermissionError) as refused:
         os.ftruncate(fd, size)
     assert refused.value.errno == errno.EPERM
@@ -39,7 +39,7 @@ def test_nobody_can_make_it_longer_or_shorter(fd, size):
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
 
 
-def test_what_its_owner_punches_out_reads_as_nothing_and_kills_nobody(fd):
+def test_pages_punched_out_by_the_owner_read_as_zeros_and_kill_no_reader(fd):
     mapped = Slab(fd)
     mapped.view(0, LIMIT)[:] = b"x" * LIMIT
     theirs = mmap.mmap(fd, LIMIT, prot=mmap.PROT_READ)
@@ -49,7 +49,7 @@ def test_what_its_owner_punches_out_reads_as_nothing_and_kills_nobody(fd):
     theirs.close()
 
 
-def test_an_index_comes_back_and_lies_behind_every_image(fd):
+def test_index_is_read_back_and_lies_behind_every_image(fd):
     size = slab.write_index(fd, {"layout": [1, 2], "of": "it"})
     Slab(fd).view(LIMIT - 4, 4)[:] = b"last"
     assert slab.read_index(fd, size) == {"layout": [1, 2], "of": "it"}
@@ -66,13 +66,13 @@ def test_an_index_comes_back_and_lies_behind_every_image(fd):
         (b"\xff\xfe", 2),
     ],
 )
-def test_an_index_that_is_none_is_told_apart(fd, text, size):
+def test_invalid_index_is_recognised(fd, text, size):
     os.pwrite(fd, text, LIMIT)
     with pytest.raises(BadIndex):
         slab.read_index(fd, size)
 
 
-def test_a_much_smaller_image_gives_memory_back(fd):
+def test_much_smaller_image_gives_memory_back(fd):
     mapped = Slab(slab.made(128 << 20))
     mapped.make_ready(100 << 20)
     assert slab.held_bytes(mapped.fd) == 100 << 20

@@ -37,7 +37,7 @@ def _end(holder: subprocess.Popen[str], *, kill: bool = False) -> None:
             holder.kill()
 
 
-def test_ranges_of_several_instances_are_never_shared(tmp_path):
+def test_ranges_of_several_instances_never_overlap(tmp_path):
     """All have devices of one name, in several processes at once."""
     holders = [_holder("h.0", tmp_path) for _ in range(6)]
     firsts = sorted(map(_first, holders))
@@ -46,7 +46,7 @@ def test_ranges_of_several_instances_are_never_shared(tmp_path):
     assert all(b - a >= uids.UIDS_PER_RANGE for a, b in pairwise(firsts))
 
 
-def test_a_range_after_a_kill_is_free_and_the_same_again(tmp_path):
+def test_range_of_a_killed_instance_is_free_and_the_same_again(tmp_path):
     before = _holder("h.0", tmp_path)
     first = _first(before)
     _end(before, kill=True)
@@ -55,14 +55,14 @@ def test_a_range_after_a_kill_is_free_and_the_same_again(tmp_path):
     _end(after)
 
 
-def test_a_range_of_another_name_is_another_one(tmp_path):
+def test_range_of_another_name_is_another_range(tmp_path):
     held = [uids.reserve(f"h.{number}", [tmp_path]) for number in range(300)]
     assert len({one.first for one in held}) == 300
     for one in held:
         one.close()
 
 
-def test_ranges_that_are_all_held_are_refused(tmp_path, monkeypatch):
+def test_start_is_refused_when_all_ranges_are_held(tmp_path, monkeypatch):
     monkeypatch.setattr(uids, "RANGES", 2)
     held = [uids.reserve("h.0", [tmp_path]) for _ in range(2)]
     with pytest.raises(uids.NoUids, match="all 2 ranges"):
@@ -71,7 +71,7 @@ def test_ranges_that_are_all_held_are_refused(tmp_path, monkeypatch):
         one.close()
 
 
-def test_a_folder_that_cannot_be_written_is_passed_over(tmp_path):
+def test_folder_that_cannot_be_written_is_skipped(tmp_path):
     (tmp_path / "file").write_text("")
     held = uids.reserve("h.0", [tmp_path / "file", tmp_path / "there"])
     assert list((tmp_path / "there").iterdir())

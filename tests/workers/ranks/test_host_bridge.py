@@ -1,4 +1,4 @@
-"""A gang on several hosts: grounds of their own, joined by TCP, give the bits of one ground."""
+"""A gang on several hosts: arenas of their own, joined by TCP, give the bits of one arena."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.workers.gangs import Gangs, bits
 from tests.workers.ranks.test_process_group import WARM
 from workers.ranks import shared_memory
 from workers.ranks.rendezvous import Group, RemoteMembers, ascent, branches
-from workers.ranks.shared_memory import DEPTH, Ground
+from workers.ranks.shared_memory import DEPTH, Arena
 from workers.ranks.turns import Turns, hosts_of
 
 RANKS = 3
@@ -40,7 +40,7 @@ def rows(gangs: Gangs) -> dict[str, list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_several_hosts_give_the_bits_of_one(
+def test_ranks_on_several_hosts_give_the_bits_of_one_host(
     rows: dict[str, list[dict[str, Any]]], row: str
 ) -> None:
     for name in HOSTS:
@@ -49,14 +49,14 @@ def test_several_hosts_give_the_bits_of_one(
 
 @pytest.mark.parametrize("entry", ["jobs:Mlp", "jobs:Transformer", "jobs:Sharded", "jobs:Joined"])
 @pytest.mark.parametrize("hosts", [[2, 1], [1, 2], [1, 1, 1]], ids=str)
-def test_five_ranks_on_three_devices_of_several_hosts(
+def test_five_ranks_on_three_devices_of_several_hosts_give_the_same_bits(
     gangs: Gangs, entry: str, hosts: list[int]
 ) -> None:
     alone = gangs.right(entry, ranks=5, seats=1, steps=8)
     assert bits(gangs.right(entry, ranks=5, hosts=hosts, steps=8)) == bits(alone)
 
 
-def test_ranks_of_one_seat_are_squashed_as_on_one_host(gangs: Gangs) -> None:
+def test_equal_state_of_the_ranks_of_a_slot_is_kept_once_on_several_hosts(gangs: Gangs) -> None:
     """Ranks 0 and 1 share a seat, as do 2 and 3: after two steps, half of theirs are spared."""
     stories = gangs.right("jobs:Mlp", ranks=5, hosts=[2, 1], steps=8)
     assert [story["spared"] + story["updates"] for story in stories] == [6, 6, 6, 6, 0]
@@ -66,7 +66,7 @@ def test_ranks_of_one_seat_are_squashed_as_on_one_host(gangs: Gangs) -> None:
 # --- who folds what ---
 
 
-def test_a_host_folds_what_lies_under_one_node_before_it_crosses() -> None:
+def test_host_combines_contributions_below_one_node_before_sending() -> None:
     """((0+1)+(2+3))+4 with 0 1 2 here and 3 4 there: nodes 5, 6, 7, 8 in the order of the sums."""
     found = branches((0, 0, 0, 1, 1))
     assert found.ways == (((1, 5),), ((0, 5),), (), (), ())
@@ -75,7 +75,7 @@ def test_a_host_folds_what_lies_under_one_node_before_it_crosses() -> None:
 
 
 @pytest.mark.parametrize("size", range(2, 14))
-def test_each_sum_is_made_once_whatever_the_hosts(size: int) -> None:
+def test_each_sum_is_made_once_on_any_hosts(size: int) -> None:
     """Folded on one host or joined between hosts: every node of the tree, by the same children."""
     children = {}
     for leaf, way in enumerate(ascent(size)):
@@ -98,7 +98,7 @@ def test_each_sum_is_made_once_whatever_the_hosts(size: int) -> None:
 
 
 @pytest.mark.parametrize("hosts", [[1, 1], [1, 1, 1]], ids=str)
-def test_changes_of_the_store_have_one_order(gangs: Gangs, hosts: list[int]) -> None:
+def test_changes_of_the_key_value_store_have_one_order(gangs: Gangs, hosts: list[int]) -> None:
     told = [s["losses"][0] for s in gangs.right("hosts:store", ranks=RANKS, hosts=hosts)]
     assert sorted(n for rank in told for n in rank["numbers"]) == list(range(1, 16))
     assert all(rank["kept"] == ["15", "", "0", "1", "2"] for rank in told)
@@ -106,19 +106,19 @@ def test_changes_of_the_store_have_one_order(gangs: Gangs, hosts: list[int]) -> 
     assert [rank["won"] for rank in told] == [first] * RANKS
 
 
-def test_who_runs_ahead_of_another_host_waits_for_it(gangs: Gangs) -> None:
+def test_rank_far_ahead_of_another_host_waits_for_it(gangs: Gangs) -> None:
     stories = gangs.right("hosts:runs_ahead", ranks=RANKS, hosts=[1, 1])
     assert stories[2]["losses"] == [4096.0 * sum(range(DEPTH + 7))]
 
 
-def test_groups_make_room_on_every_host(gangs: Gangs) -> None:
+def test_places_of_ended_groups_are_used_again_on_every_host(gangs: Gangs) -> None:
     stories = gangs.right("hosts:groups_come_and_go", ranks=RANKS, hosts=[1, 1])
     assert [story["losses"] for story in stories] == [[3.0 * sum(range(300))]] * RANKS
 
 
-def test_a_call_that_is_just_being_claimed_differs_from_none() -> None:
+def test_call_that_is_just_being_claimed_is_no_mismatch() -> None:
     """Whose number stands there while what it is does not yet: a bridge waits for the whole."""
-    board = Ground(shared_memory.make(2, (0, 1), 1))
+    board = Arena(shared_memory.make(2, (0, 1), 1))
     abroad, said = RemoteMembers(Turns(board, 1)), []
     index = abroad.exchange.index("pair", (0, 1))
     ticket = abroad.ticket(Group("pair", index, (0, 1), 0, (0, 1)), 0, "barrier()")
@@ -151,7 +151,7 @@ def test_a_call_that_is_just_being_claimed_differs_from_none() -> None:
         ("jobs:key_that_nobody_sets", ["store.wait(0//never 0)", "store.wait(0//never 2)"]),
     ],
 )
-def test_what_scripts_get_wrong_is_told_to_all_ranks_of_all_hosts(
+def test_mistake_of_a_script_is_reported_to_all_ranks_of_all_hosts(
     gangs: Gangs, hosts: list[int], entry: str, told: list[str]
 ) -> None:
     for error in gangs.errors(entry, ranks=RANKS, hosts=hosts):
@@ -161,15 +161,13 @@ def test_what_scripts_get_wrong_is_told_to_all_ranks_of_all_hosts(
 
 
 @pytest.mark.parametrize("hosts", [[1, 1], [1, 1, 1]], ids=str)
-def test_who_waits_for_ranks_that_have_ended_elsewhere_is_told(
-    gangs: Gangs, hosts: list[int]
-) -> None:
+def test_rank_that_waits_for_ended_ranks_elsewhere_is_told(gangs: Gangs, hosts: list[int]) -> None:
     error = gangs.errors("deadlocks:uneven_inputs_without_join", ranks=RANKS, hosts=hosts)[1]
     for part in ("rank 1 waits in all_reduce(", "rank 0 has ended", "rank 2 has ended"):
         assert part in error
 
 
-def test_an_error_and_a_death_are_told_with_their_rank(gangs: Gangs) -> None:
+def test_error_and_death_are_reported_with_their_rank(gangs: Gangs) -> None:
     raised = gangs.errors("jobs:one_raises", ranks=RANKS, hosts=[1, 1, 1])
     told = "GangFailed: rank 1 failed: ValueError: the tenant's own mistake"
     assert raised == [told, "ValueError: the tenant's own mistake", told]
@@ -178,7 +176,7 @@ def test_an_error_and_a_death_are_told_with_their_rank(gangs: Gangs) -> None:
     assert all("rank 1 has died" in killed[rank]["error"] for rank in (0, 2))
 
 
-def test_a_bridge_that_dies_ends_all_ranks_with_its_name(gangs: Gangs) -> None:
+def test_dead_bridge_ends_all_ranks_with_its_name(gangs: Gangs) -> None:
     errors = gangs.errors("hosts:last_rank_kills_its_bridge", ranks=RANKS, hosts=[1, 1])
     for rank in (0, 1):
         assert "the connection to host 1, of rank 2, is lost: " in errors[rank]
@@ -186,7 +184,7 @@ def test_a_bridge_that_dies_ends_all_ranks_with_its_name(gangs: Gangs) -> None:
 
 
 @pytest.mark.parametrize("hosts", [[1, 1], [1, 1, 1]], ids=str)
-def test_a_host_that_is_lost_ends_the_ranks_of_the_others(gangs: Gangs, hosts: list[int]) -> None:
+def test_lost_host_ends_the_ranks_of_the_others(gangs: Gangs, hosts: list[int]) -> None:
     stories = gangs.tell("hosts:last_host_goes", ranks=RANKS, hosts=hosts)
     assert stories[2] == {"killed": -9}
     for rank in (0, 1):

@@ -16,7 +16,7 @@ import pytest
 from tests.thoroughness import rest_long
 from tests.workers.gangs import JSON, Gangs, bits
 from workers.ranks import turns
-from workers.ranks.shared_memory import Ground, close, make
+from workers.ranks.shared_memory import Arena, close, make
 
 STEPS = 10
 
@@ -48,7 +48,7 @@ def kinds(story: JSON) -> list[str]:
     ("ranks", "seats"),
     [(n, m) for n in (2, 3, 4, 5) for m in range(1, n)] + [(8, 1), (8, 3), (8, 5)],
 )
-def test_any_number_of_seats_gives_the_bits_of_a_seat_for_each(
+def test_any_number_of_slots_gives_the_bits_of_a_slot_per_rank(
     gangs: Gangs, spread: dict[int, list[JSON]], ranks: int, seats: int
 ) -> None:
     found = gangs.right("jobs:Mlp", ranks=ranks, seats=seats, steps=STEPS)
@@ -56,7 +56,7 @@ def test_any_number_of_seats_gives_the_bits_of_a_seat_for_each(
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8])
-def test_seats_that_change_at_random_change_no_bit(
+def test_slots_that_change_at_random_change_no_bit(
     gangs: Gangs, spread: dict[int, list[JSON]], ranks: int
 ) -> None:
     dice = random.Random(ranks)
@@ -68,7 +68,7 @@ def test_seats_that_change_at_random_change_no_bit(
 
 
 @pytest.mark.parametrize("job", ["Transformer", "Conv"])
-def test_ordinary_training_does_not_depend_on_its_seats(gangs: Gangs, job: str) -> None:
+def test_ordinary_training_does_not_depend_on_its_slots(gangs: Gangs, job: str) -> None:
     ways: list[dict[str, Any]] = [
         {"seats": 3},
         {"seats": 1},
@@ -92,7 +92,7 @@ def test_two_ranks_train_to_the_bits_of_gloo(gangs: Gangs, spread: dict[int, lis
     assert bits(theirs) == bits(spread[2])
 
 
-def test_a_script_without_steps_is_resized_where_all_ranks_meet(gangs: Gangs) -> None:
+def test_script_without_steps_is_resized_where_all_ranks_meet(gangs: Gangs) -> None:
     params = {"names": ["rank_dependent_flow", "metrics_by_hand"]}
     plain = gangs.right("features:every", ranks=3, seats=3, params=params)
     moved = gangs.right("features:every", ranks=3, seats=3, params=params, resize={0: 1})
@@ -102,7 +102,7 @@ def test_a_script_without_steps_is_resized_where_all_ranks_meet(gangs: Gangs) ->
 
 @pytest.mark.parametrize("step", range(2, 6))
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (1, 2), (2, 1), (3, 1)])
-def test_a_script_is_resized_in_the_midst_of_a_step_too(
+def test_script_is_resized_within_a_step_too(
     gangs: Gangs, before: int, after: int, step: int
 ) -> None:
     """Also in the very meeting in which its ranks come to share what is equal."""
@@ -135,7 +135,7 @@ def wander(gangs: Gangs, folder: Path, seed: int, *, steps: int, together: bool)
 
 
 @pytest.mark.parametrize("seed", rest_long(range(1, 100)))
-def test_cuts_and_wishes_in_any_order_change_no_bit(
+def test_cuts_and_resizes_in_any_order_change_no_bit(
     gangs: Gangs, tmp_path: Path, seed: int
 ) -> None:
     """All ranks stand at the same cuts, and train to the bits of the undisturbed run."""
@@ -149,9 +149,7 @@ def test_cuts_and_wishes_in_any_order_change_no_bit(
 
 
 @pytest.mark.parametrize("seed", rest_long(range(1, 100)))
-def test_ranks_that_need_each_other_for_nothing_stand_at_the_same_cuts(
-    gangs: Gangs, tmp_path: Path, seed: int
-) -> None:
+def test_independent_ranks_stop_at_the_same_cuts(gangs: Gangs, tmp_path: Path, seed: int) -> None:
     """Thousands of steps without a collective: nothing but the boundaries keeps them together."""
     stories = wander(gangs, tmp_path, seed, steps=4000, together=False)
     cuts = [story["losses"][0]["cuts"] for story in stories]
@@ -161,21 +159,21 @@ def test_ranks_that_need_each_other_for_nothing_stand_at_the_same_cuts(
 # --- seats and turns ------------------------------------------------------------------------------
 
 
-def test_neighbours_share_a_seat_also_where_it_does_not_divide() -> None:
+def test_neighbouring_ranks_share_a_slot_when_slots_do_not_divide_ranks() -> None:
     assert [turns.seat_of(rank, 5, 3) for rank in range(5)] == [0, 0, 1, 1, 2]
     assert [turns.seat_of(rank, 8, 3) for rank in range(8)] == [0, 0, 0, 1, 1, 1, 2, 2]
     assert [turns.seat_of(rank, 4, 4) for rank in range(4)] == [0, 1, 2, 3]
 
 
-def test_a_number_of_seats_that_cannot_be_is_refused() -> None:
+def test_impossible_number_of_slots_is_refused() -> None:
     handles = make(2)
     for seats in (0, 3):
         with pytest.raises(ValueError, match="2 ranks take 1 to 2 seats"):
-            turns.wish(Ground(handles), seats)
+            turns.wish(Arena(handles), seats)
     close(handles)
 
 
-def test_e01_a_turn_is_logged_with_its_seat_and_no_two_ranks_of_a_seat_run_at_once(
+def test_e01_turn_is_logged_with_its_slot_and_no_two_ranks_of_a_slot_run_at_once(
     gangs: Gangs,
 ) -> None:
     found = gangs.right("jobs:Mlp", ranks=5, seats=3, steps=STEPS, resize={4: 1, 7: 2})
@@ -190,29 +188,27 @@ def test_e01_a_turn_is_logged_with_its_seat_and_no_two_ranks_of_a_seat_run_at_on
         assert all(before[1] <= after[0] for before, after in itertools.pairwise(intervals))
 
 
-def test_e02_a_turn_ends_where_the_rank_would_block(gangs: Gangs) -> None:
+def test_e02_turn_ends_where_the_rank_would_block(gangs: Gangs) -> None:
     """Per step a rank waits for the others' gradients, and for their agreement to the update."""
-    found = gangs.right("jobs:Mlp", ranks=3, seats=1, steps=20)
+    found = gangs.right("jobs:Mlp", ranks=3, seats=1, steps=20, slice_s=60.0)
     for story in found:
         assert {turn["ended_by"] for turn in story["log"]} <= {"wait", "end"}
         assert len(story["log"]) <= 2 * 20 + 10  # and some at the start
 
 
-def test_a_turn_ends_with_its_slice_between_two_steps(gangs: Gangs) -> None:
+def test_turn_ends_with_its_slice_between_two_steps(gangs: Gangs) -> None:
     """Ranks that need each other for nothing take turns all the same."""
     found = gangs.right("jobs:Alone", ranks=2, seats=1, steps=6, slice_s=0.0)
     for story in found:
         assert [turn["ended_by"] for turn in story["log"]].count("slice") >= 4
 
 
-def test_a_rank_that_sleeps_in_something_of_its_own_loses_its_seat(
-    gangs: Gangs, tmp_path: Path
-) -> None:
+def test_rank_that_sleeps_outside_our_calls_loses_its_slot(gangs: Gangs, tmp_path: Path) -> None:
     found = gangs.right("jobs:waits_outside", ranks=2, seats=1, params={"folder": str(tmp_path)})
     assert [story["losses"] for story in found] == [[["hello", 2.0]]] * 2
 
 
-def test_e03_e04_device_memory_goes_to_the_host_and_comes_back_in_place(gangs: Gangs) -> None:
+def test_e03_e04_device_memory_is_moved_to_the_host_and_comes_back_in_place(gangs: Gangs) -> None:
     """Bits and identities hold (the job keeps views); every byte that left came back."""
     moved = gangs.right("jobs:Views", ranks=2, seats=1, steps=STEPS, squash=False, swap=True)
     still = gangs.right("jobs:Views", ranks=2, seats=2, steps=STEPS)
@@ -223,14 +219,44 @@ def test_e03_e04_device_memory_goes_to_the_host_and_comes_back_in_place(gangs: G
         assert story["out_bytes"] == story["in_bytes"] > STEPS / 3 * story["largest_bytes"]
 
 
-def test_e05_e06_the_next_rank_runs_to_the_same_call_or_the_gang_says_who_did_not(
-    gangs: Gangs,
+ORDERS_AND_PAIRS = [  # the order of calls; the first to call, and the first that differs from it
+    ((0, 1, 2), (0, 1)),
+    ((0, 2, 1), (0, 1)),
+    ((1, 0, 2), (1, 0)),
+    ((1, 2, 0), (1, 2)),
+    ((2, 0, 1), (2, 1)),
+    ((2, 1, 0), (2, 1)),
+]
+
+
+def mismatch(first: int, other: int) -> str:
+    """How ranks end where rank 1 calls a broadcast and the others sum."""
+    sums, sends = "all_reduce(sum, float32[4])", "broadcast(from 0, float32[3])"
+    calls = [f"rank {rank} called {sends if rank == 1 else sums}" for rank in (first, other)]
+    told = "GangFailed: mismatched collectives: as call 1 of group 'c10d.0'"
+    return f"{told} {calls[0]}, {calls[1]}"
+
+
+@pytest.mark.parametrize(("order", "pair"), ORDERS_AND_PAIRS)
+def test_e05_e06_mismatched_calls_in_a_known_order_name_the_first_two_that_differ(
+    gangs: Gangs, order: tuple[int, ...], pair: tuple[int, int]
 ) -> None:
-    errors = gangs.errors("jobs:mismatched", ranks=3, seats=1)
-    assert all("rank 0 called" in e and "rank 1 called" in e for e in errors)
+    params = {"order": list(order)}
+    errors = gangs.errors("jobs:mismatched", ranks=3, seats=1, params=params)
+    assert errors == [mismatch(*pair)] * 3
 
 
-def test_e07_e08_nothing_is_summed_before_the_last_rank_came(gangs: Gangs) -> None:
+@pytest.mark.parametrize("seats", [1, 2, 3])
+def test_e05_e06_mismatched_calls_in_any_order_tell_all_ranks_of_one_such_pair(
+    gangs: Gangs, seats: int
+) -> None:
+    """The ranks begin in the order in which their processes come."""
+    errors = gangs.errors("jobs:mismatched", ranks=3, seats=seats)
+    assert errors[0] in {mismatch(*pair) for _, pair in ORDERS_AND_PAIRS}
+    assert errors == [errors[0]] * 3
+
+
+def test_e07_e08_sums_are_made_only_when_the_last_rank_has_come(gangs: Gangs) -> None:
     """A handle is not completed, nor its tensor changed, while a rank of the seat has not run."""
     found = gangs.right("jobs:watches_its_handle", ranks=3, seats=1)
     seen = [story["losses"][0] for story in found]
@@ -256,7 +282,7 @@ def test_e09_equal_state_is_kept_once_and_updated_once(
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam", "RMSprop", "NAdam", "RAdam", "Adagrad"])
-def test_stock_optimizers_are_squashed(gangs: Gangs, optimizer: str) -> None:
+def test_optimizers_of_torch_keep_equal_state_once(gangs: Gangs, optimizer: str) -> None:
     params = {"optimizer": optimizer}
     found, spread = (
         gangs.right("jobs:Mlp", ranks=3, seats=seats, steps=8, params=params) for seats in (1, 3)
@@ -266,7 +292,7 @@ def test_stock_optimizers_are_squashed(gangs: Gangs, optimizer: str) -> None:
 
 
 @pytest.mark.parametrize("seed", rest_long(range(100)))
-def test_a_parameter_changed_by_one_rank_is_found_at_its_next_step(gangs: Gangs, seed: int) -> None:
+def test_parameter_changed_by_one_rank_is_found_at_its_next_step(gangs: Gangs, seed: int) -> None:
     """The seeded violation: 1e-7 added to one element, on one rank, once."""
     dice = random.Random(seed)
     ranks = dice.choice([2, 3, 4])
@@ -293,7 +319,7 @@ def test_a_change_to_optimizer_state_is_found_and_named(gangs: Gangs) -> None:
     assert "rank 0: exp_avg of 0.weight was changed" in found[1]["events"][1]["what"]
 
 
-def test_an_update_that_depends_on_the_rank_is_found(gangs: Gangs) -> None:
+def test_update_that_depends_on_the_rank_is_found(gangs: Gangs) -> None:
     gang: JSON = {"ranks": 3, "steps": STEPS, "params": {"kind": "other rate"}}
     found = gangs.right("jobs:OwnOptimizer", seats=1, **gang)
     assert bits(found) == bits(gangs.right("jobs:OwnOptimizer", seats=3, **gang))
@@ -303,7 +329,7 @@ def test_an_update_that_depends_on_the_rank_is_found(gangs: Gangs) -> None:
 
 
 @pytest.mark.parametrize("swap", [False, True])
-def test_a_gradient_that_one_rank_has_of_its_own_is_found(gangs: Gangs, swap: bool) -> None:
+def test_gradient_that_differs_on_one_rank_is_found(gangs: Gangs, swap: bool) -> None:
     """Changed after DDP had summed it: by a digest, or where memory is moved by comparing."""
     gang: JSON = {"ranks": 3, "steps": STEPS, "params": {"kind": "other gradient"}}
     found = gangs.right("jobs:OwnOptimizer", seats=1, swap=swap, **gang)
@@ -313,7 +339,7 @@ def test_a_gradient_that_one_rank_has_of_its_own_is_found(gangs: Gangs, swap: bo
     assert "differ" in violation["what"]
 
 
-def test_parameters_that_every_rank_changes_by_hand_keep_their_bits(gangs: Gangs) -> None:
+def test_parameters_changed_by_hand_on_every_rank_keep_their_bits(gangs: Gangs) -> None:
     gang: JSON = {"ranks": 3, "steps": STEPS, "params": {"kind": "decay by hand"}}
     found = gangs.right("jobs:OwnOptimizer", seats=1, **gang)
     assert bits(found) == bits(gangs.right("jobs:OwnOptimizer", seats=3, **gang))
@@ -328,7 +354,7 @@ def test_parameters_that_every_rank_changes_by_hand_keep_their_bits(gangs: Gangs
         ("LBFGS", "its step is given a closure"),
     ],
 )
-def test_an_optimizer_that_does_more_than_change_tensors_is_left_alone(
+def test_optimizer_that_does_more_than_change_tensors_is_left_alone(
     gangs: Gangs, kind: str, why: str
 ) -> None:
     gang: JSON = {"ranks": 2, "steps": 6, "params": {"kind": kind}}
@@ -337,7 +363,7 @@ def test_an_optimizer_that_does_more_than_change_tensors_is_left_alone(
     assert [(e["kind"], e["what"]) for e in found[0]["events"]] == [("not squashed", why)]
 
 
-def test_parameters_that_other_tensors_look_into_are_left_where_they_are(gangs: Gangs) -> None:
+def test_parameters_viewed_by_other_tensors_are_not_moved(gangs: Gangs) -> None:
     """The job checks its view against the parameter at every step."""
     found = gangs.right("jobs:Views", ranks=2, seats=1, steps=STEPS)
     assert bits(found) == bits(gangs.right("jobs:Views", ranks=2, seats=2, steps=STEPS))
@@ -345,7 +371,7 @@ def test_parameters_that_other_tensors_look_into_are_left_where_they_are(gangs: 
     assert "other tensors look into the memory of its optimizer" in found[0]["events"][0]["what"]
 
 
-def test_a_view_made_of_common_memory_outlives_it(gangs: Gangs) -> None:
+def test_view_of_common_memory_outlives_it(gangs: Gangs) -> None:
     """Made at step 5, checked ever after: through a violation, and a change of seats."""
     gang: JSON = {"ranks": 2, "steps": STEPS, "resize": {9: 2}}
     gang["params"] = {"view_at": 5, "spoil": {"rank": 1, "step": 6}}
@@ -354,21 +380,21 @@ def test_a_view_made_of_common_memory_outlives_it(gangs: Gangs) -> None:
     assert kinds(found[0])[:2] == ["squashed", "violation"]
 
 
-def test_a_common_step_that_one_rank_never_comes_to_is_given_up(gangs: Gangs) -> None:
+def test_common_step_that_one_rank_never_reaches_is_given_up(gangs: Gangs) -> None:
     gang: JSON = {"ranks": 3, "steps": STEPS}
     found = gangs.right("jobs:TwoOptimizers", seats=1, **gang)
     assert bits(found) == bits(gangs.right("jobs:TwoOptimizers", seats=3, **gang))
     assert "given up" in kinds(found[0])
 
 
-def test_what_was_squashed_is_squashed_again_after_the_seats_changed(gangs: Gangs) -> None:
+def test_equal_state_is_shared_again_after_the_slots_changed(gangs: Gangs) -> None:
     found = gangs.right("jobs:Mlp", ranks=4, seats=2, steps=STEPS, resize={6: 1})
     for story in found:
         assert [e["step"] for e in story["events"] if e["kind"] == "squashed"] == [3, 6]
         assert "violation" not in kinds(story)
 
 
-def test_a_rank_with_a_seat_of_its_own_squashes_nothing(gangs: Gangs) -> None:
+def test_rank_with_a_slot_of_its_own_shares_no_state(gangs: Gangs) -> None:
     found = gangs.right("jobs:Mlp", ranks=3, seats=2, steps=STEPS, resize={6: 3})
     assert kinds(found[2]) == []
     assert all(story["common_bytes"] == 0 for story in found)

@@ -64,7 +64,7 @@ def at_random(ranks: int, seed: int) -> JSON:
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("job", JOBS)
-def test_seats_that_change_at_random_change_no_bit(matrix: Matrix, job: str, ranks: int) -> None:
+def test_slots_that_change_at_random_change_no_bit(matrix: Matrix, job: str, ranks: int) -> None:
     found = matrix.of(job, ranks, **at_random(ranks, seed=ranks))
     assert bits(found) == bits(matrix.spread(job, ranks))
 
@@ -72,7 +72,7 @@ def test_seats_that_change_at_random_change_no_bit(matrix: Matrix, job: str, ran
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("job", JOBS)
-def test_any_number_of_seats_gives_the_same_bits(matrix: Matrix, job: str, ranks: int) -> None:
+def test_any_number_of_slots_gives_the_same_bits(matrix: Matrix, job: str, ranks: int) -> None:
     ways: list[JSON] = [{"seats": seats} for seats in range(1, ranks)]
     ways += [at_random(ranks, seed) for seed in range(100, 103)]
     ways += [{**at_random(ranks, 103), "swap": True}, {**at_random(ranks, 104), "squash": False}]
@@ -90,7 +90,7 @@ def test_two_ranks_train_to_the_bits_of_gloo(matrix: Matrix, job: str) -> None:
     "ranks", [3, *(pytest.param(n, marks=pytest.mark.long) for n in (4, 5, 8))]
 )
 @pytest.mark.parametrize("job", JOBS)
-def test_more_ranks_train_as_near_to_gloo_as_its_own_order_of_sums_allows(
+def test_more_ranks_differ_from_gloo_only_by_the_order_of_sums(
     matrix: Matrix, job: str, ranks: int
 ) -> None:
     theirs = matrix.of(job, ranks, peers=True)

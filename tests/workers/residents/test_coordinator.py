@@ -17,12 +17,13 @@ from app.core.model.messages import (
     Started,
     Stopped,
 )
+from tests.launches import spec_of
 from tests.thoroughness import rest_long
-from tests.workers.conftest import Ground
+from tests.workers.conftest import DeviceRig
 from workers.process.slab import Slab, made
+from workers.process.task_start import TaskStart
 from workers.process.wire import Wire, pair
-from workers.ranks.shared_memory import Ground as GangGround
-from workers.ranks.shared_memory import close, make
+from workers.ranks.shared_memory import Arena, close, make
 from workers.residents import coordinator, remote_ranks
 from workers.residents.work import Work
 from workers.transfer import peer_auth
@@ -33,18 +34,25 @@ RANKS, STEPS = 3, 60
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """What the job gives when nobody disturbs it."""
-    ground = Ground(tmp_path_factory.mktemp("alone"))
-    ground.open()
+    rig = DeviceRig(tmp_path_factory.mktemp("alone"))
+    rig.open()
     try:
-        train(ground, "alone", pace=0.0)
-        return ground.event(Finished, "alone").result
+        train(rig, "alone", pace=0.0, waits=False)
+        return rig.event(Finished, "alone").result
     finally:
-        ground.close()
+        rig.close()
 
 
-def train(ground, task="t1", epoch=1, *, pace=0.05, **more):
-    params = {"steps": STEPS, "pace": pace}
-    ground.launch(task, "ranks:Train", epoch, world_size=RANKS, params=params, **more)
+def train(rig, task="t1", epoch=1, *, pace=0.05, waits=True, **more):
+    params = {"steps": STEPS, "pace": pace, "waits": waits}
+    rig.launch(task, "ranks:Train", epoch, world_size=RANKS, params=params, **more)
+
+
+def result(rig, epoch=1):
+    """Let it end, which no test has to hurry for."""
+    rig.event(Started, "t1", epoch)
+    rig.let_end("t1", epoch)
+    return rig.event(Finished, "t1", epoch).result
 
 
 def test_all_ranks_see_the_same_losses(undisturbed):
@@ -52,98 +60,98 @@ def test_all_ranks_see_the_same_losses(undisturbed):
 
 
 @pytest.mark.parametrize("seed", rest_long(range(2)))
-def test_it_is_paused_and_goes_on_in_place_with_the_same_bits(ground, undisturbed, seed):
+def test_gang_is_paused_and_resumed_in_place_with_the_same_bits(rig, undisturbed, seed):
     chance = random.Random(seed)
     for epoch in range(1, 5):
-        train(ground, epoch=epoch)
-        started = ground.event(Started, "t1", epoch)
+        train(rig, epoch=epoch)
+        started = rig.event(Started, "t1", epoch)
         assert started.capabilities == ["pause", "save", "move", "exact"]
-        ground.steps("t1", started.step + chance.randrange(1, 3), epoch=epoch)
-        ground.pause("t1", epoch)
-        paused = ground.event(Paused, "t1", epoch)
-        assert ground.event(Saved, "t1", epoch).step == paused.step
-    train(ground, epoch=5)
-    assert ground.event(Finished, "t1", 5).result == undisturbed
+        rig.steps("t1", started.step + chance.randrange(1, 3), epoch=epoch)
+        rig.pause("t1", epoch)
+        paused = rig.event(Paused, "t1", epoch)
+        assert rig.event(Saved, "t1", epoch).step == paused.step
+    train(rig, epoch=5)
+    assert result(rig, 5) == undisturbed
 
 
 @pytest.mark.parametrize("seed", rest_long(range(2)))
-def test_it_is_resized_saved_and_paused_as_it_runs_with_the_same_bits(ground, undisturbed, seed):
+def test_gang_is_resized_saved_and_paused_while_it_runs_with_the_same_bits(rig, undisturbed, seed):
     chance, seats = random.Random(seed), 1
     for epoch in range(1, 4):
-        train(ground, epoch=epoch, checkpoint_every_s=0.2)
+        train(rig, epoch=epoch, checkpoint_every_s=0.2)
         seats = 1
-        ground.event(Started, "t1", epoch)
+        rig.event(Started, "t1", epoch)
         for resized in range(1, 4):
             seats = chance.choice([n for n in range(1, RANKS + 1) if n != seats])
-            ground.resize("t1", seats, epoch)
-            ground.until(lambda n=resized, e=epoch: len(ground.all(Resized, "t1", e)) == n)
-            assert ground.all(Resized, "t1", epoch)[-1].seats == [seats]
-        ground.pause("t1", epoch)
-        ground.event(Paused, "t1", epoch)
-    train(ground, epoch=4)
-    assert ground.event(Finished, "t1", 4).result == undisturbed
+            rig.resize("t1", seats, epoch)
+            rig.until(lambda n=resized, e=epoch: len(rig.all(Resized, "t1", e)) == n)
+            assert rig.all(Resized, "t1", epoch)[-1].seats == [seats]
+        rig.pause("t1", epoch)
+        rig.event(Paused, "t1", epoch)
+    train(rig, epoch=4)
+    assert result(rig, 4) == undisturbed
 
 
-def test_who_is_paused_while_it_is_resized_begins_again_on_one_seat(ground, undisturbed):
-    train(ground)
-    ground.steps("t1", 2)
-    ground.resize("t1", RANKS)
-    ground.pause("t1")
-    ground.event(Paused, "t1")
-    train(ground, epoch=2)
-    ground.event(Started, "t1", 2)
-    ground.resize("t1", 2, epoch=2)
-    assert ground.event(Resized, "t1", 2).seats == [2]
-    assert ground.event(Finished, "t1", 2).result == undisturbed
+def test_gang_paused_during_a_resize_resumes_on_one_slot(rig, undisturbed):
+    train(rig)
+    rig.steps("t1", 2)
+    rig.resize("t1", RANKS)
+    rig.pause("t1")
+    rig.event(Paused, "t1")
+    train(rig, epoch=2)
+    rig.event(Started, "t1", 2)
+    rig.resize("t1", 2, epoch=2)
+    assert rig.event(Resized, "t1", 2).seats == [2]
+    assert result(rig, 2) == undisturbed
 
 
-def test_it_is_put_back_from_its_checkpoint_with_the_same_bits(ground, undisturbed):
-    train(ground)
-    ground.steps("t1", 4)
-    ground.pause("t1")
-    saved = ground.event(Saved, "t1")
+def test_gang_is_restored_from_its_checkpoint_with_the_same_bits(rig, undisturbed):
+    train(rig)
+    rig.steps("t1", 4)
+    rig.pause("t1")
+    saved = rig.event(Saved, "t1")
     for epoch in (2, 3):
-        ground.drop.append(["t1", epoch - 1])
-        ground.until(lambda: not ground.supervisor.lives.residents)
-        train(ground, epoch=epoch, images=[ground.image(saved)])
-        started = ground.event(Started, "t1", epoch)
+        rig.drop.append(["t1", epoch - 1])
+        rig.until(lambda: not rig.supervisor.lives.residents)
+        train(rig, epoch=epoch, images=[rig.image(saved)])
+        started = rig.event(Started, "t1", epoch)
         assert (started.resumed, started.step) == ("image", saved.step)
         if epoch == 2:
-            ground.steps("t1", saved.step + 3, epoch=2)
-            ground.pause("t1", 2)
-            saved = ground.event(Saved, "t1", 2)
-    assert ground.event(Finished, "t1", 3).result == undisturbed
+            rig.steps("t1", saved.step + 3, epoch=2)
+            rig.pause("t1", 2)
+            saved = rig.event(Saved, "t1", 2)
+    assert result(rig, 3) == undisturbed
 
 
-def test_its_checkpoints_show_all_ranks_after_the_same_step(ground, undisturbed):
-    train(ground, checkpoint_every_s=0.1)
-    ground.until(lambda: len(ground.all(Saved, "t1")) >= 2)
-    saved = ground.all(Saved, "t1")[-1]
-    ground.drop.append(["t1", 1])
-    ground.until(lambda: not ground.supervisor.lives.residents)
-    train(ground, epoch=2, images=[ground.image(saved)])
-    assert ground.event(Finished, "t1", 2).result == undisturbed
-    assert ground.went_on_from(saved)
+def test_checkpoint_shows_all_ranks_after_the_same_step(rig, undisturbed):
+    train(rig, checkpoint_every_s=0.1)
+    rig.until(lambda: len(rig.all(Saved, "t1")) >= 2)
+    saved = rig.all(Saved, "t1")[-1]
+    rig.drop.append(["t1", 1])
+    rig.until(lambda: not rig.supervisor.lives.residents)
+    train(rig, epoch=2, images=[rig.image(saved)])
+    assert result(rig, 2) == undisturbed
+    assert rig.went_on_from(saved)
 
 
-def test_tensors_of_every_rank_can_be_exported(ground):
-    train(ground)
-    ground.steps("t1", 2)
-    ground.pause("t1")
-    saved = ground.event(Saved, "t1")
-    manifest = ground.store.manifest("ten", saved.sha256, key=ground.house.signer.public)
+def test_tensors_of_every_rank_can_be_exported(rig):
+    train(rig)
+    rig.steps("t1", 2)
+    rig.pause("t1")
+    saved = rig.event(Saved, "t1")
+    manifest = rig.store.manifest("ten", saved.sha256, key=rig.house.signer.public)
     names = {tensor.name for tensor in manifest.ranks[0].tensors}
     mine = {name for name in names if not name.startswith("rank")}
     assert mine
     assert {f"rank1.{name}" for name in mine} < names
 
 
-def test_cancel_ends_all_ranks(ground):
-    train(ground)
-    ground.steps("t1", 2)
-    ground.cancel("t1")
-    ground.event(Stopped, "t1")
-    ground.until(lambda: not ground.supervisor.lives.residents)
+def test_cancel_ends_all_ranks(rig):
+    train(rig)
+    rig.steps("t1", 2)
+    rig.cancel("t1")
+    rig.event(Stopped, "t1")
+    rig.until(lambda: not rig.supervisor.lives.residents)
 
 
 @pytest.mark.parametrize(
@@ -153,45 +161,45 @@ def test_cancel_ends_all_ranks(ground):
         ("ranks:Dies", "rank 1: its process was killed by signal 9."),
     ],
 )
-def test_a_rank_that_ends_ends_the_gang_and_is_named(ground, entry, told):
-    ground.launch("t1", entry, world_size=RANKS)
-    failed = ground.event(Failed, "t1")
+def test_rank_that_dies_ends_the_gang_and_is_named(rig, entry, told):
+    rig.launch("t1", entry, world_size=RANKS)
+    failed = rig.event(Failed, "t1")
     assert failed.message == told
-    ground.until(lambda: not ground.supervisor.lives.residents)
+    rig.until(lambda: not rig.supervisor.lives.residents)
 
 
-def test_it_stands_still_when_the_trust_ends_and_goes_on_with_it(grounds, undisturbed):
-    ground = grounds(lease_s=3.0)
-    train(ground, pace=0.3)
-    ground.steps("t1", 2)
-    ground.deaf = True
-    time.sleep(2.8)
-    assert ground.supervisor.lives.holder.is_still
-    ground.deaf = False
-    assert ground.event(Finished, "t1", timeout_s=40).result == undisturbed
+def test_gang_stands_still_from_the_end_of_trust_until_its_renewal(rigs, undisturbed):
+    rig = rigs(lease_s=10.0, lease_margin_s=8.0)
+    train(rig, pace=0.1)
+    rig.steps("t1", 2)
+    rig.deaf = True
+    until_s = time.monotonic() + 9.0
+    while not rig.supervisor.lives.holder.is_still:
+        assert time.monotonic() < until_s, "stepped past its trust"
+        time.sleep(0.05)
+    rig.deaf = False
+    assert result(rig) == undisturbed
 
 
 SECRET = {"secret": "ab" * 32}
 
 
-def test_a_host_that_does_not_connect_is_given_up_and_it_goes_on_as_it_was(
-    ground, undisturbed, monkeypatch
-):
+def test_host_that_does_not_connect_is_given_up_and_the_gang_goes_on(rig, undisturbed, monkeypatch):
     monkeypatch.setattr(peer_auth, "WITHIN_S", 0.5)
-    train(ground)
-    ground.steps("t1", 2)
-    ground.resize("t1", RANKS)
-    ground.event(Resized, "t1")
-    ground.supervisor.receive(Resize(task="t1", epoch=1, seq=3, seats=[1, 1], links=SECRET))
-    ground.until(lambda: len(ground.all(Resized, "t1")) == 2)
-    assert ground.all(Resized, "t1")[-1].seats == [RANKS]
-    assert ground.event(Finished, "t1").result == undisturbed
+    train(rig)
+    rig.steps("t1", 2)
+    rig.resize("t1", RANKS)
+    rig.event(Resized, "t1")
+    rig.supervisor.receive(Resize(task="t1", epoch=1, seq=3, seats=[1, 1], links=SECRET))
+    rig.until(lambda: len(rig.all(Resized, "t1")) == 2)
+    assert rig.all(Resized, "t1")[-1].seats == [RANKS]
+    assert result(rig) == undisturbed
 
 
-def test_a_gang_whose_hosts_do_not_connect_never_begins_by_no_fault_of_its_own(ground, monkeypatch):
+def test_gang_without_its_hosts_never_begins_without_fault_of_its_own(rig, monkeypatch):
     monkeypatch.setattr(peer_auth, "WITHIN_S", 0.5)
-    train(ground, seats=[1, 1], links=SECRET)
-    assert ground.event(Failed, "t1").cause == "host"
+    train(rig, seats=[1, 1], links=SECRET)
+    assert rig.event(Failed, "t1").cause == "host"
 
 
 class Led:
@@ -208,10 +216,20 @@ class Led:
             for n in range(2)
         ]
         work = Work(wire=upwards, bulk=None, trust=None, slab=self.slab, watch=None)
-        work.spec = {"run": {"job": "m:J"}, "checkpoint_every_s": 0.0}
+        work.start = TaskStart(
+            task="t1",
+            spec=spec_of({"job": "m:J"}),
+            inputs={},
+            preset={},
+            kind="cpu",
+            code="",
+            scratch="",
+            lease_margin_s=1.0,
+            patience_s=1.0,
+        )
         self.handles = make(2)
         self.conductor = coordinator.Conductor(work)
-        self.conductor.ranks, self.conductor.board = self.ranks, GangGround(self.handles)
+        self.conductor.ranks, self.conductor.board = self.ranks, Arena(self.handles)
 
     def close(self):
         for wire in (self.conductor.work.wire, self.supervisor, *self.heard):
@@ -232,6 +250,7 @@ class Led:
         index = {"layout": {"graph": {"offset": 0, "size": 0}, "storages": []}}
         size = self.ranks[rank].part.write_index(index | {"fingerprint": {}, "tensors": {}})
         message = {"is": "saving", "what": "image", "at_step": step, "index_bytes": size}
+        message |= {"lacks": []}
         self.conductor.take(self.ranks[rank], {**message, "round": round})
 
     def told(self, rank):
@@ -248,7 +267,7 @@ def led():
     led.close()
 
 
-def test_an_image_that_only_some_have_begun_is_called_off_when_the_gang_goes_on(led):
+def test_image_begun_by_some_ranks_is_cancelled_when_the_gang_goes_on(led):
     led.order("go", seats=[1])
     led.says_saving(0, step=9, round=1)  # off the seat, in a pause
     led.order("go", seats=[1])
@@ -263,7 +282,7 @@ def test_an_image_that_only_some_have_begun_is_called_off_when_the_gang_goes_on(
     assert led.told(0)[-1] == "go"
 
 
-def test_a_save_that_is_asked_for_while_one_is_kept_comes_after_it(led):
+def test_save_asked_for_during_another_follows_it(led):
     led.order("go", seats=[1])
     for rank in range(2):
         led.says_saving(rank, step=3, round=1)
@@ -273,7 +292,7 @@ def test_a_save_that_is_asked_for_while_one_is_kept_comes_after_it(led):
     assert led.conductor.asked == {"save": {"is": "save"}}
 
 
-def test_where_the_part_of_one_rank_was_spoiled_all_make_another(led):
+def test_all_ranks_make_another_image_if_the_part_of_one_was_spoiled(led):
     led.order("go", seats=[1])
     led.says_saving(0, step=3, round=1)
     led.conductor.take(led.ranks[1], {"is": "spoiled"})
@@ -283,7 +302,7 @@ def test_where_the_part_of_one_rank_was_spoiled_all_make_another(led):
     assert led.up() == []
 
 
-def test_who_is_to_change_hosts_right_after_it_was_saved_stands_still_until_then(led):
+def test_gang_that_changes_hosts_after_a_save_stands_still_until_then(led):
     home = remote_ranks.Home(led.conductor.work, lambda work: 0)
     home.ranks, home.board = led.ranks, led.conductor.board
     home.saved_step, home.is_saving = 7, True  # that image is being kept

@@ -11,7 +11,7 @@ def own():
     return [name for name in sys.modules if name.partition(".")[0] in ("app", "workers")]
 
 
-def test_a_fork_finds_all_our_modules_among_the_last(monkeypatch):
+def test_forked_process_has_our_modules_among_the_last_loaded(monkeypatch):
     before = own()
     entry.put_own_modules_last()
     assert list(sys.modules)[-len(before) :] == before

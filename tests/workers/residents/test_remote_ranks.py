@@ -2,214 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.workers.conftest import PRESET
-from workers.device.zygote_handle import Zygote
+from tests.workers.resident_gangs import LIMIT_BYTES, RANKS, Gang, Residents, next_said
 from workers.process import slab
 from workers.process.image_layout import laid_out
-from workers.process.sandbox import Room
 from workers.process.slab import Slab
-from workers.process.wire import Trust, Wire, pair
 from workers.ranks.host_bridge import Link
 from workers.residents.remote_ranks import ImageParts
 
 JSON = dict[str, Any]
-
-RANKS, STEPS = 5, 160
-BUNDLE = Path(__file__).parents[1] / "bundle"
-LIMIT_BYTES = 64 * 2**20
-PATIENCE_S = 120.0
-
-
-class Residents:
-    """A warm process, and those that it forks."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR)
-        (folder / "probe").mkdir()
-        (folder / "residents").mkdir()
-        probe = Room(code=BUNDLE, scratch=folder / "probe", uid=os.getuid(), kind="cpu")
-        self.zygote = Zygote(lock_fd=self.lock, probe=probe, records=folder / "residents")
-        self.trust = Trust()
-        self.trust.extend(2**62)
-        self.born = 0
-        said = _next(self.zygote.wire)
-        assert said["is"] == "ready"
-        self.walls = said["walls"]
-
-    def spawn(self, slab_fd: int) -> tuple[Wire, tuple[Path, Path]]:
-        """Its wire, and where it sees its code and its own folder."""
-        self.born += 1
-        scratch = self.folder / str(self.born)
-        scratch.mkdir()
-        wire, control = pair()
-        bulk, bulk_end = socket.socketpair()
-        log = os.open(scratch / "log", os.O_CREAT | os.O_WRONLY)
-        room = Room(code=BUNDLE, scratch=scratch, uid=os.getuid(), kind="cpu")
-        fds = [control.fileno(), bulk_end.fileno(), self.trust.fd, log, log, slab_fd]
-        self.zygote.spawn(self.born, room, self.walls, fds, "job")
-        for end in (control, bulk, bulk_end):
-            end.close()
-        os.close(log)
-        return wire, room.inside(self.walls)
-
-    def log(self) -> str:
-        return "".join(path.read_text() for path in sorted(self.folder.glob("*/log")))
-
-    def close(self) -> None:
-        self.zygote.end()
-        self.trust.close()
-        os.close(self.lock)
-
-
-class Gang:
-    """One gang on some hosts, as the supervisors of its devices would hold it."""
-
-    def __init__(
-        self,
-        residents: Residents,
-        hosts: list[int],
-        *,
-        entry: str = "ranks:Train",
-        image: JSON | None = None,
-        slab_fd: int = -1,
-        pace: float = 0.0,
-    ) -> None:
-        self.params = {"steps": STEPS, "pace": pace}
-        self.entry = entry
-        self.are_born(residents, hosts, image, slab_fd)
-
-    def are_born(
-        self, residents: Residents, hosts: list[int], image: JSON | None, slab_fd: int
-    ) -> None:
-        self.residents, self.hosts = residents, hosts
-        self.slab = slab.made(LIMIT_BYTES) if slab_fd < 0 else slab_fd
-        self.said: list[JSON] = []
-        home, folders = residents.spawn(self.slab)
-        self.wires, self.folder = [home], residents.folder / str(residents.born)
-        with self.outposts(hosts) as ends:
-            self.begins(home, folders, ends, seats=hosts, host=0, image=image)
-
-    def begins(self, wire: Wire, folders: Any, ends: list[int], **own: Any) -> None:
-        spec = _spec(self.entry, self.params, folders, **own)
-        wire.send({"is": "begin", "spec": spec, "files": len(ends)}, ends)
-
-    @contextmanager
-    def outposts(self, hosts: list[int]) -> Iterator[list[int]]:
-        """Born and seated; home's ends of their lines and links."""
-        ends = []
-        for host in range(1, len(hosts)):
-            fd = slab.made(LIMIT_BYTES)
-            wire, folders = self.residents.spawn(fd)
-            os.close(fd)
-            ours, theirs = zip(*(_connected() for _ in ("line", "link")), strict=True)
-            self.begins(wire, folders, [], seats=hosts, host=host, image=None)
-            assert _next(wire)["is"] == "prepared"
-            wire.send({"is": "link"}, [end.fileno() for end in theirs])
-            for end in theirs:
-                end.close()
-            wire.send({"is": "go"})
-            self.wires.append(wire)
-            ends += ours
-        yield [end.fileno() for end in ends]
-        for end in ends:
-            end.close()
-
-    def change(self, hosts: list[int]) -> None:
-        with self.outposts(hosts) as ends:
-            self.home.send({"is": "resize", "seats": hosts}, ends)
-
-    def go_to(self, hosts: list[int]) -> None:
-        with self.outposts(hosts) as ends:
-            self.home.send({"is": "go", "seats": hosts, "linked": bool(ends)}, ends)
-
-    @property
-    def home(self) -> Wire:
-        return self.wires[0]
-
-    def order(self, word: str, **more: Any) -> None:
-        self.home.send({"is": word, **more})
-
-    def until(self, word: str, step: int = 0) -> JSON:
-        """What home said with this word, after `step` or later; images are kept as they come."""
-        end_s = time.monotonic() + PATIENCE_S
-        while True:
-            for at, message in enumerate(self.said):
-                if message["is"] == word and message["step"] >= step:
-                    del self.said[: at + 1]
-                    return message
-            assert time.monotonic() < end_s, f"no {word}: {self.said}, {self.residents.log()}"
-            self.home.wait(1.0)
-            came = self.home.receive()
-            for message in came:
-                if message["is"] == "saving":
-                    self.order("kept", what=message["what"])
-            self.said += came
-            last = [m for m in came if m["is"] in ("failed", "stopped") and m["is"] != word]
-            assert not last, f"{last}\n{last[0].get('detail')}\n{self.residents.log()}"
-
-    def begin(self) -> Gang:
-        self.until("prepared")
-        self.order("go", seats=self.hosts, linked=False)
-        return self
-
-    def must_end(self) -> None:
-        """The processes of all hosts, by themselves."""
-        end_s = time.monotonic() + PATIENCE_S
-        for wire in self.wires:
-            while not wire.closed:
-                assert time.monotonic() < end_s, self.residents.log()
-                wire.wait(1.0)
-                wire.receive()
-
-    def end(self) -> None:
-        for wire in self.wires:
-            wire.close()
-
-
-def _spec(entry: str, params: JSON, folders: tuple[Path, Path], **more: Any) -> JSON:
-    return {
-        "task": "t1",
-        "run": {"job": entry},
-        "params": params,
-        "inputs": {},
-        "outputs": [],
-        "publish": [],
-        "preset": PRESET,
-        "kind": "cpu",
-        "rank": 0,
-        "world_size": RANKS,
-        "code": str(folders[0]),
-        "scratch": str(folders[1]),
-        "checkpoint_every_s": 0.0,
-        "lease_margin_s": 1.0,
-        **more,
-    }
-
-
-def _connected() -> tuple[socket.socket, socket.socket]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        ours = socket.create_connection(server.getsockname())
-        return ours, server.accept()[0]
-
-
-def _next(wire: Wire) -> JSON:
-    end_s = time.monotonic() + PATIENCE_S
-    while time.monotonic() < end_s:
-        wire.wait(1.0)
-        if messages := wire.receive():
-            return messages[0]
-    raise TimeoutError("nothing was said")
 
 
 @pytest.fixture(scope="module")
@@ -238,7 +44,9 @@ def test_ranks_of_several_hosts_give_the_bits_of_one_device(
     gang.end()
 
 
-def test_it_is_paused_and_goes_on_in_place(residents: Residents, undisturbed: JSON) -> None:
+def test_gang_on_several_hosts_is_paused_and_resumed_in_place(
+    residents: Residents, undisturbed: JSON
+) -> None:
     gang = Gang(residents, [2, 1], pace=0.01).begin()
     step = 0
     for _ in range(3):
@@ -248,14 +56,14 @@ def test_it_is_paused_and_goes_on_in_place(residents: Residents, undisturbed: JS
         assert paused["has_state"]
         assert paused["step"] > step
         step = paused["step"]
-        off = _next(gang.wires[1])  # whoever comes next has that seat
+        off = next_said(gang.wires[1])  # whoever comes next has that seat
         assert (off["is"], off["has_state"], off["step"]) == ("paused", True, step)
         gang.order("go", seats=gang.hosts, linked=False)
     assert gang.until("finished")["result"] == undisturbed
     gang.end()
 
 
-def test_from_the_image_of_a_cut_it_goes_on_on_any_hosts(
+def test_gang_resumes_on_any_hosts_from_the_image_of_a_cut(
     residents: Residents, undisturbed: JSON
 ) -> None:
     """One host, two, three, two others, one: each time all ranks begin again from one image."""
@@ -264,18 +72,14 @@ def test_from_the_image_of_a_cut_it_goes_on_on_any_hosts(
     for hosts in ([1], [2, 1], [1, 1, 1], [1, 2]):
         gang = Gang(residents, hosts, image=image, slab_fd=kept, pace=0.02).begin()
         gang.until("progress", (image or {"step": 0})["step"] + 1)
-        gang.order("pause")
-        paused = gang.until("paused")
-        saving = gang.until("saving")
-        assert saving["at_step"] == paused["step"]
-        image = {"step": saving["at_step"], "index_bytes": saving["index_bytes"]}
+        image = gang.paused_image()
         gang.end()
     gang = Gang(residents, [1], image=image, slab_fd=kept).begin()
     assert gang.until("finished")["result"] == undisturbed
     gang.end()
 
 
-def test_its_hosts_change_while_it_runs(residents: Residents, undisturbed: JSON) -> None:
+def test_hosts_of_a_gang_change_while_it_runs(residents: Residents, undisturbed: JSON) -> None:
     """To other hosts, more, fewer, none; what was asked meanwhile comes after."""
     gang, step = Gang(residents, [1], pace=0.02).begin(), 0
     for hosts in ([2, 1], [1, 1, 1], [3], [1, 2], [1]):
@@ -297,7 +101,9 @@ def test_its_hosts_change_while_it_runs(residents: Residents, undisturbed: JSON)
     gang.end()
 
 
-def test_off_its_seats_it_changes_hosts_too(residents: Residents, undisturbed: JSON) -> None:
+def test_hosts_of_a_gang_change_while_it_has_no_slots(
+    residents: Residents, undisturbed: JSON
+) -> None:
     gang = Gang(residents, [1], pace=0.02)
     gang.until("prepared")
     for hosts in ([2, 1], [1, 1, 1], [1], [1, 2]):
@@ -311,7 +117,7 @@ def test_off_its_seats_it_changes_hosts_too(residents: Residents, undisturbed: J
     gang.end()
 
 
-def test_who_is_paused_before_its_hosts_change_stays_where_it_was(
+def test_gang_paused_before_its_hosts_change_stays_where_it_was(
     residents: Residents, undisturbed: JSON
 ) -> None:
     gang = Gang(residents, [2, 1], pace=0.02).begin()
@@ -328,7 +134,7 @@ def test_who_is_paused_before_its_hosts_change_stays_where_it_was(
     again.end()
 
 
-def test_what_ranks_of_an_outpost_print_comes_home(residents: Residents) -> None:
+def test_output_of_remote_ranks_is_in_the_log_of_the_task(residents: Residents) -> None:
     gang = Gang(residents, [1, 1, 1], entry="ranks:Prints").begin()
     gang.until("finished")
     gang.must_end()
@@ -337,7 +143,7 @@ def test_what_ranks_of_an_outpost_print_comes_home(residents: Residents) -> None
     gang.end()
 
 
-def test_equal_storages_of_an_image_cross_once() -> None:
+def test_equal_storages_of_an_image_are_sent_once() -> None:
     """Those of replicas are, and what is nowhere else equal is as it was."""
     one, other = (Slab(slab.made(LIMIT_BYTES)) for _ in range(2))
     sizes = [5, 100_000, 100_000, 100_000, 0]
@@ -362,7 +168,9 @@ def test_equal_storages_of_an_image_cross_once() -> None:
         end.close()
 
 
-def test_it_is_saved_while_it_runs(residents: Residents, undisturbed: JSON) -> None:
+def test_gang_on_several_hosts_is_saved_while_it_runs(
+    residents: Residents, undisturbed: JSON
+) -> None:
     gang = Gang(residents, [1, 1], pace=0.02).begin()
     gang.until("progress", 1)
     gang.order("save")
@@ -374,7 +182,7 @@ def test_it_is_saved_while_it_runs(residents: Residents, undisturbed: JSON) -> N
     again.end()
 
 
-def test_a_lost_outpost_ends_the_gang_with_its_name(residents: Residents) -> None:
+def test_lost_remote_host_ends_the_gang_with_its_name(residents: Residents) -> None:
     gang = Gang(residents, [2, 1], pace=0.02).begin()
     gang.until("progress", 1)
     gang.wires[1].close()
@@ -384,7 +192,7 @@ def test_a_lost_outpost_ends_the_gang_with_its_name(residents: Residents) -> Non
     gang.end()
 
 
-def test_before_a_host_stops_all_that_was_done_is_kept(
+def test_all_finished_work_is_saved_before_a_host_stops(
     residents: Residents, undisturbed: JSON
 ) -> None:
     gang = Gang(residents, [2, 1], pace=0.02).begin()
@@ -400,7 +208,7 @@ def test_before_a_host_stops_all_that_was_done_is_kept(
     again.end()
 
 
-def test_outposts_end_with_their_home(residents: Residents) -> None:
+def test_remote_ranks_end_with_their_coordinator(residents: Residents) -> None:
     gang = Gang(residents, [1, 1, 1], pace=0.02).begin()
     gang.until("progress", 1)
     gang.home.close()
@@ -409,13 +217,13 @@ def test_outposts_end_with_their_home(residents: Residents) -> None:
     gang.end()
 
 
-def test_a_rank_of_an_outpost_that_fails_is_named(residents: Residents) -> None:
+def test_failed_remote_rank_is_named(residents: Residents) -> None:
     gang = Gang(residents, [1, 1, 1], entry="ranks:LastFails").begin()
     assert gang.until("failed")["message"] == "rank 4: ValueError: the last rank has had enough"
     gang.end()
 
 
-def test_all_its_ranks_are_cancelled(residents: Residents) -> None:
+def test_all_ranks_are_cancelled(residents: Residents) -> None:
     gang = Gang(residents, [2, 1], pace=0.02).begin()
     gang.until("progress", 1)
     gang.order("cancel")

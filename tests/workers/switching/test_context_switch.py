@@ -14,6 +14,7 @@ from workers.switching import context_switch
 from workers.switching import image_file as images
 
 CPU = Accelerator("cpu")
+each_kind = pytest.mark.parametrize("kind", ["cpu", pytest.param("sim", marks=pytest.mark.sim)])
 
 
 class Job:
@@ -21,41 +22,48 @@ class Job:
         self.__dict__.update(parts)
 
 
-def test_a_job_comes_back_from_a_file(tmp_path):
-    job = Job(weight=torch.arange(3.0))
+@each_kind
+def test_job_is_restored_from_a_file(tmp_path, kind):
+    accelerator = Accelerator(kind)
+    job = Job(weight=torch.arange(3.0, device=kind))
     job.tail = job.weight[1:]
-    image = context_switch.stage(job, step=3, around=Surroundings(), accelerator=CPU)
+    image = context_switch.stage(job, step=3, around=Surroundings(), accelerator=accelerator)
     images.save(image, tmp_path / "image")
     loaded = images.load(tmp_path / "image")
     assert loaded.step == 3
     assert loaded.fingerprint == image.fingerprint
-    back = context_switch.restore(loaded, around=Surroundings(), accelerator=CPU)
+    back = context_switch.restore(loaded, around=Surroundings(), accelerator=accelerator)
+    assert back.weight.device == accelerator.device
     back.tail[0] = 7
     assert back.weight.tolist() == [0.0, 7.0, 2.0]
 
 
-def test_an_image_does_not_change_when_the_job_goes_on(tmp_path):
-    job = Job(weight=torch.zeros(3), array=np.zeros(3))
-    image = context_switch.stage(job, step=1, around=Surroundings(), accelerator=CPU)
+@each_kind
+def test_image_does_not_change_when_the_job_goes_on(tmp_path, kind):
+    accelerator = Accelerator(kind)
+    job = Job(weight=torch.zeros(3, device=kind), array=np.zeros(3))
+    image = context_switch.stage(job, step=1, around=Surroundings(), accelerator=accelerator)
     job.weight += 1
     job.array += 1
-    back = context_switch.restore(image, around=Surroundings(), accelerator=CPU)
+    back = context_switch.restore(image, around=Surroundings(), accelerator=accelerator)
     assert back.weight.sum() == back.array.sum() == 0
 
 
-def test_inputs_leave_the_random_numbers_alone(tmp_path):
-    image = context_switch.stage(torch.ones(2), step=0, around=Surroundings(), accelerator=CPU)
+@each_kind
+def test_reading_inputs_leaves_random_numbers_unchanged(tmp_path, kind):
+    accelerator, given = Accelerator(kind), torch.ones(2, device=kind)
+    how = {"around": Surroundings(), "accelerator": accelerator}
+    image = context_switch.stage(given, step=0, **how)
     torch.manual_seed(8)
-    before = torch.get_rng_state()
-    found = context_switch.value(image, around=Surroundings(), accelerator=CPU)
-    assert torch.equal(found, torch.ones(2))
-    assert torch.equal(torch.get_rng_state(), before)
+    before = [torch.get_rng_state(), *accelerator.random_state()]
+    assert torch.equal(context_switch.value(image, **how), given)
+    assert all(map(torch.equal, [torch.get_rng_state(), *accelerator.random_state()], before))
 
 
-def test_a_cut_image_is_not_read(tmp_path):
-    image = context_switch.stage(
-        Job(a=torch.ones(100)), step=1, around=Surroundings(), accelerator=CPU
-    )
+@each_kind
+def test_truncated_image_is_not_read(tmp_path, kind):
+    job, how = Job(a=torch.ones(100, device=kind)), {"accelerator": Accelerator(kind)}
+    image = context_switch.stage(job, step=1, around=Surroundings(), **how)
     whole = b"".join(image.pieces())
     assert len(whole) == image.size_bytes
     for length in (0, 10, 60, len(whole) - 1):
@@ -64,7 +72,7 @@ def test_a_cut_image_is_not_read(tmp_path):
             images.load(tmp_path / "cut")
 
 
-def test_a_value_may_lie_in_its_file_and_what_is_written_to_it_does_not(tmp_path):
+def test_value_is_mapped_from_its_file_and_writes_do_not_reach_it(tmp_path):
     given = {"a": torch.arange(1000.0), "b": torch.arange(7.0), "none": torch.ones(0)}
     image = context_switch.stage(given, step=0, around=Surroundings(), accelerator=CPU)
     images.save(image, tmp_path / "image")
@@ -80,7 +88,7 @@ def test_a_value_may_lie_in_its_file_and_what_is_written_to_it_does_not(tmp_path
     assert torch.equal(found["b"], given["b"])
 
 
-def test_the_memory_of_what_has_left_is_used_again():
+def test_memory_of_a_job_that_left_is_used_again():
     spare, size = context_switch.Spare(), 1 << 20
     first = spare.take(size)
     assert spare.take(size).data_ptr() != first.data_ptr()  # that one has not left

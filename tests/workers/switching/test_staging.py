@@ -23,7 +23,7 @@ from workers.process.slab import Slab
 from workers.switching import context_switch, staging
 from workers.switching.staging import WATCHED_BYTES, ImageTooLarge, Staging
 
-CPU = Accelerator("cpu")
+KINDS = ["cpu", pytest.param("sim", marks=pytest.mark.sim)]
 WIDE = 256  # a weight of WIDE x WIDE floats is large enough to be watched
 LIMIT = 64 << 20
 
@@ -31,16 +31,16 @@ LIMIT = 64 << 20
 class Job:
     """Has everything that is treated differently: weights, state, buffers, a frozen part."""
 
-    def __init__(self, make: Any = torch.optim.AdamW) -> None:
-        self.base = torch.nn.Linear(WIDE, WIDE).requires_grad_(False)
+    def __init__(self, make: Any = torch.optim.AdamW, kind: str = "cpu") -> None:
+        self.base = torch.nn.Linear(WIDE, WIDE).requires_grad_(False).to(kind)
         self.net = torch.nn.Sequential(
             torch.nn.Linear(WIDE, WIDE), torch.nn.BatchNorm1d(WIDE), torch.nn.Linear(WIDE, WIDE)
-        )
+        ).to(kind)
         self.opt = make(self.net.parameters(), lr=1e-3)
-        self.history = torch.zeros(WIDE * WIDE)
+        self.history = torch.zeros(WIDE * WIDE, device=kind)
 
     def forward(self) -> None:
-        out = self.net(self.base(torch.randn(8, WIDE)))
+        out = self.net(self.base(torch.randn(8, WIDE, device=self.history.device)))
         out.square().mean().backward()
 
     def step(self) -> None:
@@ -59,16 +59,16 @@ class Job:
 class Stage:
     """Stages a job, and says what its image holds."""
 
-    def __init__(self, watch: Watch | None = WATCH, limit: int = LIMIT) -> None:
-        self.slab = Slab(slab.made(limit))
-        self.staging = Staging(self.slab, watch)
+    def __init__(self, watch: Watch | None = WATCH, limit: int = LIMIT, kind: str = "cpu") -> None:
+        self.slab, self.accelerator = Slab(slab.made(limit)), Accelerator(kind)
+        self.staging = Staging(self.slab, watch, self.accelerator)
         self.told: queue.SimpleQueue[Layout] = queue.SimpleQueue()
         self.images = 0
 
     def begin(self, job: Job) -> list[torch.Tensor]:
         """Returns the state that the image must hold."""
         expected = job.state()
-        captured = capture(job, around=Surroundings(), accelerator=CPU)
+        captured = capture(job, around=Surroundings(), accelerator=self.accelerator)
         self.staging.begin(captured, self.told.put)
         return expected
 
@@ -76,8 +76,8 @@ class Stage:
     def held_up(self, job: Job) -> Iterator[None]:
         """An image of the next safe point; none of it is copied before the end of the block."""
         free = threading.Event()
-        captured = capture(job, around=Surroundings(), accelerator=CPU)
-        self.staging.begin(captured, lambda _: free.wait(timeout=20))  # keeps the thread busy
+        captured = capture(job, around=Surroundings(), accelerator=self.accelerator)
+        self.staging.begin(captured, lambda _: free.wait(timeout=60))  # keeps the thread busy
         job.step()
         self.begin(job)
         yield
@@ -86,13 +86,15 @@ class Stage:
     def image(self) -> list[torch.Tensor]:
         """The state of the job in the newest image; the random numbers of this process stay."""
         self.staging.join()
-        kept = torch.get_rng_state()
-        layout = self.told.get(timeout=20).as_json()
+        kept, of_device = torch.get_rng_state(), self.accelerator.random_state()
+        layout = self.told.get(timeout=60).as_json()
         assert self.told.empty()
         self.images += 1
-        job = context_switch.restored(self.slab, layout, around=Surroundings(), accelerator=CPU)
+        how = {"around": Surroundings(), "accelerator": self.accelerator}
+        job = context_switch.restored(self.slab, layout, **how)
         state: list[torch.Tensor] = job.state()
         torch.set_rng_state(kept)
+        self.accelerator.set_random_state(of_device)
         return state
 
 
@@ -102,7 +104,7 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 
 def bits(tensor: torch.Tensor) -> tuple[Any, bytes]:
-    return tensor.shape, tensor.contiguous().numpy().tobytes()
+    return tensor.shape, tensor.cpu().contiguous().numpy().tobytes()
 
 
 @pytest.mark.parametrize(
@@ -115,9 +117,16 @@ def bits(tensor: torch.Tensor) -> tuple[Any, bytes]:
         torch.optim.Adagrad,
     ],
 )
-@pytest.mark.parametrize("watch", [pytest.param(WATCH, marks=needs_watch), None])
-def test_the_next_steps_do_not_reach_an_image(make, watch):
-    job, stage = Job(make), Stage(watch)
+@pytest.mark.parametrize(
+    ("kind", "watch"),
+    [
+        pytest.param("cpu", WATCH, marks=needs_watch),
+        ("cpu", None),
+        pytest.param("sim", None, marks=pytest.mark.sim),
+    ],
+)
+def test_next_steps_do_not_change_an_image(make, kind, watch):
+    job, stage = Job(make, kind), Stage(watch, kind=kind)
     for _ in range(5):
         job.step()
         expected = stage.begin(job)
@@ -127,8 +136,9 @@ def test_the_next_steps_do_not_reach_an_image(make, watch):
     assert stage.images == 5
 
 
-def test_an_optimizer_that_steps_at_once_waits():
-    job, stage = Job(), Stage()
+@pytest.mark.parametrize("kind", KINDS)
+def test_optimizer_that_steps_at_once_waits(kind):
+    job, stage = Job(kind=kind), Stage(kind=kind)
     job.step()
     for _ in range(10):
         expected = stage.begin(job)
@@ -136,8 +146,9 @@ def test_an_optimizer_that_steps_at_once_waits():
         assert same(stage.image(), expected)
 
 
-def test_gradients_that_add_up_over_steps_are_kept():
-    job, stage = Job(), Stage()
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_accumulated_over_steps_are_kept(kind):
+    job, stage = Job(kind=kind), Stage(kind=kind)
     job.step()
     for _ in range(6):
         expected = stage.begin(job)
@@ -159,7 +170,7 @@ def test_gradients_that_add_up_over_steps_are_kept():
         lambda job: torch._foreach_mul_([job.net[0].weight.detach()], 0.5),
     ],
 )
-def test_who_writes_outside_an_optimizer_spoils_one_image_and_no_other(write):
+def test_write_outside_an_optimizer_spoils_one_image_and_no_other(write):
     job, stage = Job(), Stage()
     for _ in range(2):
         job.step()
@@ -177,7 +188,7 @@ def test_who_writes_outside_an_optimizer_spoils_one_image_and_no_other(write):
 
 
 @needs_watch
-def test_what_was_not_written_to_is_not_copied_again():
+def test_unchanged_storage_is_not_copied_again():
     job, stage = Job(), Stage()
     frozen = job.base.weight.nbytes + job.history.nbytes
     copied = []
@@ -195,11 +206,11 @@ def test_what_was_not_written_to_is_not_copied_again():
 
 
 @needs_watch
-def test_parameters_whose_optimizer_came_later_are_not_held_against_it():
+def test_parameters_of_a_late_optimizer_do_not_stay_hot():
     job, stage = Job(), Stage()
     for _ in range(3):  # nobody has stepped yet
         stage.begin(job)
-        stage.told.get(timeout=20)
+        stage.told.get(timeout=60)
     for _ in range(3):
         job.step()
         expected = stage.begin(job)
@@ -207,11 +218,17 @@ def test_parameters_whose_optimizer_came_later_are_not_held_against_it():
         assert same(stage.image(), expected)
 
 
+def _full(job: Job, dice: random.Random) -> torch.Tensor:
+    size, device = dice.choice((10, 70_000)), job.history.device
+    return torch.full((size,), dice.random(), device=device)
+
+
 @needs_watch
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(4))
-def test_whatever_a_job_does_no_image_is_wrong(seed):
+def test_image_is_never_wrong_whatever_a_job_does(seed, kind):
     dice = random.Random(seed)
-    job, stage = Job(), Stage()
+    job, stage = Job(kind=kind), Stage(kind=kind)
     deeds = [
         job.step,
         job.forward,
@@ -220,7 +237,7 @@ def test_whatever_a_job_does_no_image_is_wrong(seed):
         lambda: job.net[0].weight.data.clamp_(-1, 1),
         lambda: job.history.add_(1),
         lambda: job.base.weight.data.view(-1)[dice.randrange(WIDE)].fill_(dice.random()),
-        lambda: setattr(job, "history", torch.full((dice.choice((10, 70_000)),), dice.random())),
+        lambda: setattr(job, "history", _full(job, dice)),
         lambda: job.history.resize_(dice.choice((20_000, 90_000))),
         lambda: job.opt.load_state_dict(job.opt.state_dict()),
     ]
@@ -234,7 +251,7 @@ def test_whatever_a_job_does_no_image_is_wrong(seed):
     assert stage.images > 20
 
 
-def test_a_child_that_trains_waits_for_nobody():
+def test_child_process_that_trains_waits_for_nothing():
     job, stage = Job(), Stage()
     job.step()
     expected = stage.begin(job)
@@ -247,19 +264,21 @@ def test_a_child_that_trains_waits_for_nobody():
     assert same(stage.image(), expected)
 
 
-def test_an_image_that_does_not_fit_is_refused_before_anything_is_copied():
-    job, stage = Job(), Stage(limit=1 << 20)
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_image_that_does_not_fit_is_refused_before_anything_is_copied(kind):
+    job, stage = Job(kind=kind), Stage(limit=1 << 20, kind=kind)
     with pytest.raises(ImageTooLarge, match="can keep at most 1048576"):
         stage.begin(job)
     assert slab.held_bytes(stage.slab.fd) == 0
 
 
-def test_storages_keep_their_places_while_the_graph_grows():
-    job, stage = Job(), Stage()
+@pytest.mark.parametrize("kind", KINDS)
+def test_storages_keep_their_places_while_the_object_graph_grows(kind):
+    job, stage = Job(kind=kind), Stage(kind=kind)
     places = []
     for n in range(3):
         job.text = "x" * 10_000 * n  # type: ignore[attr-defined]
         stage.begin(job)
-        places.append(stage.told.get(timeout=20).storages)
+        places.append(stage.told.get(timeout=60).storages)
     assert places[0] == places[1] == places[2]
     assert places[0][0].offset >= staging._GRAPH_ROOM

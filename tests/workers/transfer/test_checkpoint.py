@@ -79,7 +79,7 @@ def names(store: Store, prefix: str) -> list[str]:
 # --- there and back -----------------------------------------------------------------------------
 
 
-def test_what_was_written_comes_back(store, signer):
+def test_written_image_is_read_back(store, signer):
     slab = Slab(SIZES)
     written = write(slab, store, signer, tensors=W)
     assert written.size_bytes == 3000 + sum(SIZES)
@@ -96,13 +96,13 @@ def test_what_was_written_comes_back(store, signer):
     assert found.manifest.ranks[0].tensors[0].name == "model.w"
 
 
-def test_an_image_without_any_bytes_is_one(store, signer):
+def test_image_without_bytes_is_valid(store, signer):
     slab = Slab([], graph=0)
     assert read(write(slab, store, signer).sha256, store, signer) == [b""]
 
 
 @given(st.lists(st.integers(0, 700_000), max_size=12), st.integers(0, 5000))
-def test_any_image_comes_back(tmp_path_factory, sizes, graph):
+def test_any_image_is_read_back(tmp_path_factory, sizes, graph):
     home = tmp_path_factory.mktemp("home")
     store, signer = Store(Folder(home / "store")), Signer.at(home / "key")
     slab = Slab(sizes, graph=graph)
@@ -110,7 +110,7 @@ def test_any_image_comes_back(tmp_path_factory, sizes, graph):
     shutil.rmtree(home)
 
 
-def test_an_unchanged_image_adds_nothing_but_its_manifest(store, signer):
+def test_unchanged_image_adds_only_its_manifest(store, signer):
     slab, known = Slab(SIZES), Known()
     first = write(slab, store, signer, known)
     chunks = names(store, "chunks")
@@ -122,7 +122,7 @@ def test_an_unchanged_image_adds_nothing_but_its_manifest(store, signer):
     assert read(again.sha256, store, signer) == read(first.sha256, store, signer) == slab.parts()
 
 
-def test_only_what_changed_is_written(store, signer):
+def test_only_changed_chunks_are_written(store, signer):
     slab, known = Slab(SIZES), Known()
     first = write(slab, store, signer, known)
     before = slab.parts()
@@ -133,7 +133,7 @@ def test_only_what_changed_is_written(store, signer):
     assert read(first.sha256, store, signer) == before
 
 
-def test_replicas_share_their_chunks_whoever_writes_first(store, signer):
+def test_equal_ranks_share_chunks_in_any_order_of_writing(store, signer):
     here, there = Slab(SIZES), Slab(SIZES)
     there.fill_graph()
     write(here, store, signer)
@@ -145,7 +145,7 @@ def test_replicas_share_their_chunks_whoever_writes_first(store, signer):
     assert read(written.sha256, store, signer) == diverged.parts()
 
 
-def test_tenants_share_nothing(store, signer):
+def test_tenants_share_no_chunks(store, signer):
     slab = Slab([MB])
     mine = write(slab, store, signer)
     about = About(tenant="ten_b", task="tsk_b", epoch=1, step=1)
@@ -155,7 +155,7 @@ def test_tenants_share_nothing(store, signer):
         read(mine.sha256, store, signer, tenant="ten_b")
 
 
-def test_what_shrinks_is_kept_small(store, signer):
+def test_compressible_chunks_are_stored_compressed(store, signer):
     slab = Slab([8 * MB])
     slab.fill(0, bytes(8 * MB))
     written = write(slab, store, signer)
@@ -167,7 +167,7 @@ def test_what_shrinks_is_kept_small(store, signer):
 # --- a resident is not believed -----------------------------------------------------------------
 
 
-def test_a_slab_that_could_be_cut_off_is_not_read(folder, signer):
+def test_slab_that_could_be_truncated_is_not_read(folder, signer):
     slab = Slab([10])
     slab.fd = os.memfd_create("slab")
     os.ftruncate(slab.fd, slab.layout.end)
@@ -175,14 +175,14 @@ def test_a_slab_that_could_be_cut_off_is_not_read(folder, signer):
         write(slab, folder, signer)
 
 
-def test_an_image_past_the_end_of_its_slab_is_none(folder, signer):
+def test_image_that_exceeds_its_slab_is_invalid(folder, signer):
     slab = Slab([10])
     slab.fd = new_slab(4)
     with pytest.raises(BadSlab, match="4 bytes"):
         write(slab, folder, signer)
 
 
-def test_rows_of_a_table_of_tensors_that_make_no_sense_are_left_out(folder, signer):
+def test_nonsensical_rows_of_the_tensor_table_are_left_out(folder, signer):
     """A checkpoint is worth more than its table, and nobody's table may point past its bytes."""
     nonsense = {
         "outside": [0, "float32", [4], [1], 0],
@@ -198,7 +198,7 @@ def test_rows_of_a_table_of_tensors_that_make_no_sense_are_left_out(folder, sign
     assert [tensor.name for tensor in found.ranks[0].tensors] == ["good"]
 
 
-def test_bytes_that_change_while_they_are_written_spoil_no_chunk(folder, signer):
+def test_bytes_that_change_during_writing_spoil_no_chunk(folder, signer):
     slab, ended = Slab([24 * MB]), threading.Event()
     part = slab.layout.storages[0]
 
@@ -274,7 +274,9 @@ FAULTS: dict[str, tuple[str, Callable[[Path, Path], None]]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_it_is_named_and_the_one_before_still_restores(fault, two, folder, signer):
+def test_damaged_checkpoint_is_reported_and_the_one_before_still_restores(
+    fault, two, folder, signer
+):
     _, first, second = two
     told, spoil = FAULTS[fault]
     before = read(first.sha256, folder, signer)
@@ -285,7 +287,7 @@ def test_it_is_named_and_the_one_before_still_restores(fault, two, folder, signe
     assert read(first.sha256, folder, signer) == before
 
 
-def test_a_chunk_that_was_found_damaged_is_written_anew(two, folder, signer):
+def test_damaged_chunk_is_written_again(two, folder, signer):
     slab, first, second = two
     chunk, _ = only_in(folder, second, first, signer)
     flip(chunk, 1000)
@@ -295,14 +297,14 @@ def test_a_chunk_that_was_found_damaged_is_written_anew(two, folder, signer):
     assert read(second.sha256, folder, signer) == slab.parts()
 
 
-def test_another_host_s_signature_is_none(two, folder, signer, tmp_path):
+def test_signature_of_another_host_is_invalid(two, folder, signer, tmp_path):
     _, first, _ = two
     other = Signer.at(tmp_path / "other.key")
     with pytest.raises(Damaged, match="not signed by"):
         read(first.sha256, folder, other)
 
 
-def test_a_forged_manifest_is_none_though_its_address_is_right(two, folder, signer, tmp_path):
+def test_forged_manifest_with_a_valid_address_is_refused(two, folder, signer, tmp_path):
     """Somebody who can write to the store, but has no key of a host."""
     _, first, _ = two
     sealed = folder.sealed("ten_a", first.sha256)
@@ -311,21 +313,21 @@ def test_a_forged_manifest_is_none_though_its_address_is_right(two, folder, sign
         read(forged, folder, signer)
 
 
-def test_a_manifest_of_another_tenant_is_none(two, folder, signer):
+def test_manifest_of_another_tenant_is_refused(two, folder, signer):
     _, first, _ = two
     moved = folder.put_manifest("ten_b", folder.sealed("ten_a", first.sha256))
     with pytest.raises(Damaged, match="belongs to tenant ten_a"):
         read(moved, folder, signer, tenant="ten_b")
 
 
-def test_a_checkpoint_that_took_too_long_is_not_told_of(tmp_path, signer):
+def test_checkpoint_that_took_too_long_is_not_reported(tmp_path, signer):
     """What it saw at its beginning may have been collected before its manifest was there."""
     store = Store(Folder(tmp_path / "store"), grace_s=0.0)
     with pytest.raises(TooSlow):
         write(Slab([10]), store, signer)
 
 
-def test_each_name_is_flushed_and_the_folders_that_hold_it_once(tmp_path, monkeypatch):
+def test_every_name_and_its_folders_are_flushed_once(tmp_path, monkeypatch):
     flushed = []
     monkeypatch.setattr(
         "app.storage.backend._sync", lambda path: flushed.append(path.relative_to(tmp_path))
@@ -351,7 +353,7 @@ def no_file_larger_than(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_file_too_large_is_an_error_that_leaves_nothing(two, folder, signer):
+def test_file_that_is_too_large_is_an_error_that_leaves_nothing(two, folder, signer):
     slab, _, second = two
     before = names(folder, "chunks")
     slab.fill(0)
@@ -378,7 +380,7 @@ def small_disk(tmp_path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(where)], check=True)
 
 
-def test_a_full_disk_is_named_and_the_one_before_still_restores(small_disk, signer):
+def test_full_disk_is_reported_and_the_checkpoint_before_still_restores(small_disk, signer):
     store, slab, known = Store(Folder(small_disk / "store")), Slab([5 * MB]), Known()
     first = write(slab, store, signer, known)
     before = slab.parts()
@@ -392,7 +394,7 @@ def test_a_full_disk_is_named_and_the_one_before_still_restores(small_disk, sign
 # --- S3 that does not do it ---------------------------------------------------------------------
 
 
-def test_a_server_that_is_gone_says_nothing_about_a_checkpoint(signer):
+def test_unreachable_store_says_nothing_about_a_checkpoint(signer):
     with serving() as s3:
         url = s3.new_bucket()
         store = Store(s3.bucket(url, patience_s=1.0))
@@ -404,7 +406,7 @@ def test_a_server_that_is_gone_says_nothing_about_a_checkpoint(signer):
         write(slab, store, signer, step=2)
 
 
-def test_a_bucket_that_is_not_there_is_no_lost_checkpoint(s3, signer):
+def test_missing_bucket_is_no_lost_checkpoint(s3, signer):
     store = Store(s3.bucket("s3://nowhere/at-all", patience_s=1.0))
     with pytest.raises(OSError, match="the bucket does not exist"):
         read("0" * 64, store, signer)
@@ -440,7 +442,7 @@ class Broken(threading.Thread):
     [b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\nConnection: close\r\n\r\n", b""],
     ids=["500", "silence"],
 )
-def test_a_server_that_fails_or_hangs_has_a_deadline(answer, signer):
+def test_store_that_fails_or_hangs_has_a_deadline(answer, signer):
     server = Broken(answer)
     server.start()
     store = Store(S3(port=server.port).bucket("s3://b/p", patience_s=1.0))
@@ -455,7 +457,7 @@ def test_a_server_that_fails_or_hangs_has_a_deadline(answer, signer):
 
 
 @given(st.binary(max_size=5000), st.integers(0, 50))
-def test_a_chunk_is_unpacked_to_what_was_packed(body, times):
+def test_chunk_is_decompressed_to_its_bytes(body, times):
     body = body * times
     packed = b"".join(packed_up(body))
     assert unpacked(packed, len(body)) == body
@@ -465,7 +467,7 @@ def test_a_chunk_is_unpacked_to_what_was_packed(body, times):
                 unpacked(packed, wrong)
 
 
-def test_no_more_is_unpacked_than_was_promised():
+def test_chunk_is_decompressed_to_no_more_than_promised():
     bomb = b"".join(packed_up(bytes(64 * MB)))
     assert bomb[-1:] == ZSTD
     assert len(bomb) < 10 * KB
@@ -474,7 +476,7 @@ def test_no_more_is_unpacked_than_was_promised():
     assert packed_up(os.urandom(100 * KB))[-1] == PLAIN
 
 
-def test_a_tenant_s_id_leads_nowhere_else(tmp_path):
+def test_tenant_id_cannot_lead_out_of_the_store(tmp_path):
     for bad in ("", "..", "a/b", "a\n"):
         with pytest.raises(ValueError, match="not the id of a tenant"):
             Chunks(Folder(tmp_path), bad)
@@ -483,7 +485,7 @@ def test_a_tenant_s_id_leads_nowhere_else(tmp_path):
 # --- keys ---------------------------------------------------------------------------------------
 
 
-def test_a_key_is_made_once_and_only_its_owner_reads_it(tmp_path):
+def test_key_is_made_once_and_readable_by_its_owner_only(tmp_path):
     path = tmp_path / "run" / "signing.key"
     first = Signer.at(path)
     assert Signer.at(path).public == first.public

@@ -47,7 +47,7 @@ def test_a_zip_and_a_tar_become_the_same_read_only_folder(tmp_path):
     "names",
     [["../up"], ["/abs"], ["a/../../up"], ["a\\b"], ["a.py", "A.py"], ["d/" * 20 + "deep"]],
 )
-def test_names_that_leave_the_folder_or_meet_another_are_refused(tmp_path, names):
+def test_names_that_leave_the_folder_or_collide_are_refused(tmp_path, names):
     with pytest.raises(BadBundle):
         unpacked(zipped(tmp_path / "a.zip", names), tmp_path / "out" / "a")
     assert list((tmp_path / "out").iterdir()) == []
@@ -61,13 +61,13 @@ def test_links_and_devices_are_refused(tmp_path):
         unpacked(zipped(tmp_path / "a.zip", ["a"], mode=0o120777), tmp_path / "out" / "a")
 
 
-def test_a_bomb_is_stopped_by_the_bytes_that_come_out(tmp_path, monkeypatch):
+def test_zip_bomb_is_stopped_by_its_unpacked_size(tmp_path, monkeypatch):
     monkeypatch.setattr(code_unpack, "TOTAL_LIMIT_BYTES", 10_000)
     with pytest.raises(BadBundle, match="more than 10000 bytes"):
         unpacked(zipped(tmp_path / "a.zip", ["a", "b"], text="x" * 6_000), tmp_path / "out" / "a")
 
 
-def test_what_is_no_archive_is_refused(tmp_path):
+def test_file_that_is_no_archive_is_refused(tmp_path):
     (tmp_path / "a").write_bytes(b"hello" * 1000)
     with pytest.raises(BadBundle, match="neither"):
         unpacked(tmp_path / "a", tmp_path / "out" / "a")

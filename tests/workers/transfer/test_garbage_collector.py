@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import random
 import subprocess
@@ -94,7 +95,7 @@ def world(store, tmp_path) -> World:
 # --- one step after the other -------------------------------------------------------------------
 
 
-def test_what_is_listed_stays(world):
+def test_listed_chunks_stay(world):
     first = world.write()
     world.slab.fill(0)
     second = world.write()
@@ -105,7 +106,7 @@ def test_what_is_listed_stays(world):
     world.read(second)
 
 
-def test_what_nothing_names_goes_in_two_steps_and_is_readable_between(world):
+def test_unlisted_chunk_is_deleted_in_two_steps_and_readable_between(world):
     first = world.write()
     world.slab.fill(0)
     second = world.write()
@@ -120,14 +121,14 @@ def test_what_nothing_names_goes_in_two_steps_and_is_readable_between(world):
         world.read(first)
 
 
-def test_whoever_began_to_read_before_it_was_condemned_reads_it_to_its_end(world):
+def test_reader_that_began_before_a_chunk_was_condemned_can_finish(world):
     written = world.write()
     for name in world.names():
         assert condemned(world.store, name)
     world.read(written)
 
 
-def test_young_names_are_left_alone(world):
+def test_young_files_are_left_alone(world):
     written = world.write(listed=False)
     sha256, _ = world.store.put([b"an output"])
     before = world.names()
@@ -137,7 +138,7 @@ def test_young_names_are_left_alone(world):
     world.store.open(sha256).close()
 
 
-def test_everything_goes_when_nothing_is_listed(world):
+def test_everything_is_deleted_when_nothing_is_listed(world):
     world.write(listed=False)
     world.store.put([b"an output that nobody came to name"])
     for _ in range(4):
@@ -152,7 +153,7 @@ def test_blobs_that_rows_name_stay(world):
     world.store.open(sha256).close()
 
 
-def test_a_writer_that_meets_a_condemned_chunk_writes_it_anew(world):
+def test_writer_that_meets_a_condemned_chunk_writes_it_again(world):
     first = world.write()
     world.forget(first)
     for name in [name for name in world.names() if name.startswith("chunks/")]:
@@ -165,7 +166,7 @@ def test_a_writer_that_meets_a_condemned_chunk_writes_it_anew(world):
     assert not [name for name in world.names() if name.startswith(CONDEMNED)]
 
 
-def test_a_chunk_condemned_between_a_writer_s_look_and_its_manifest_comes_back(world):
+def test_chunk_condemned_during_a_write_is_restored(world):
     """The writer counts on chunks that it found; the collector did not see its manifest yet."""
     first = world.write()
     chunks = [name for name in world.names() if name.startswith("chunks/")]
@@ -178,7 +179,7 @@ def test_a_chunk_condemned_between_a_writer_s_look_and_its_manifest_comes_back(w
     world.read(second)
 
 
-def test_a_manifest_whose_row_comes_late_comes_back(world):
+def test_manifest_with_a_late_row_is_restored(world):
     written = world.write(listed=False)
     world.collector.sweep()
     assert manifest("ten_a", written.sha256) not in world.names()
@@ -189,7 +190,7 @@ def test_a_manifest_whose_row_comes_late_comes_back(world):
     world.read(written)
 
 
-def test_nothing_of_a_tenant_goes_while_one_of_its_manifests_cannot_be_read(world, caplog):
+def test_nothing_of_a_tenant_is_deleted_while_one_manifest_is_unreadable(world, caplog):
     world.write()
     name = next(iter(world.rows))
     with world.store.place.batch() as batch:
@@ -202,7 +203,7 @@ def test_nothing_of_a_tenant_goes_while_one_of_its_manifests_cannot_be_read(worl
     assert "nothing of this tenant is collected" in caplog.text
 
 
-def test_what_a_killed_writer_left_half_written_goes(tmp_path):
+def test_unfinished_files_of_a_killed_writer_are_deleted(tmp_path):
     store = Store(Folder(tmp_path / "store"))
     store.put([b"x"])
     left = tmp_path / "store" / "incoming" / "4711-half"
@@ -215,7 +216,7 @@ def test_what_a_killed_writer_left_half_written_goes(tmp_path):
     assert not left.exists()
 
 
-def test_in_a_bucket_its_drafts_go(tmp_path, monkeypatch):
+def test_drafts_in_a_bucket_are_deleted(tmp_path, monkeypatch):
     with serving() as s3:
         bucket = s3.bucket()
         bucket.keep([b"an image's beginning"], lambda: checkpoint.draft("tsk_a", 3))
@@ -279,12 +280,19 @@ class Busy:
         self.chance = random.Random(7)
         self.read = 0
 
-    def check(self, sha256: str) -> None:
+    def check(self, sha256: str, *, listed_s: float = math.inf) -> None:
+        """Read it; it may be lost if it was listed at `listed_s` for the last time, long ago."""
         into = new_slab()
         key = self.signer.public
-        checkpoint.read(sha256, into=into, tenant="ten_a", key=key, store=self.store)
-        os.close(into)
-        self.read += 1
+        try:
+            checkpoint.read(sha256, into=into, tenant="ten_a", key=key, store=self.store)
+        except Damaged:
+            if time.monotonic() - listed_s < GRACE_S:
+                raise
+        else:
+            self.read += 1
+        finally:
+            os.close(into)
 
     def write_and_kill(self, seed: int) -> None:
         """List what a writer says, as `app.scheduling.housekeeping` forgets older ones; then kill
@@ -293,10 +301,13 @@ class Busy:
             until_s = time.monotonic() + self.chance.uniform(1.5, 3.0)
             for line in writer.stdout:
                 begun = self.chance.choice(self.rows.shas) if self.rows.shas else None
+                listed_s = time.monotonic()
                 if (gone := self.rows.add(line.strip())) is not None:
                     condemned(self.store, manifest("ten_a", gone))
                 if begun is not None:
-                    self.check(begun)  # listed when this reader began, and perhaps no more
+                    self.check(
+                        begun, listed_s=listed_s
+                    )  # listed when this reader began, and perhaps no more
                 if time.monotonic() > until_s:
                     break
             assert writer.poll() is None, "the writer failed"

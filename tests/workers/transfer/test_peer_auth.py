@@ -9,6 +9,7 @@ import threading
 
 import pytest
 
+from app.core.security import peer_proof
 from workers.transfer import peer_auth
 from workers.transfer.peer_auth import Links, connect
 
@@ -31,7 +32,7 @@ class Desk:
         done = threading.Event()
         self.calls.put(lambda: self.links.expect(secret, hosts, self.joined.put))
         self.calls.put(done.set)
-        assert done.wait(10)
+        assert done.wait(60)
 
     def _run(self):
         while not self._ends.is_set():
@@ -61,62 +62,62 @@ def close(sockets):
         sock.close()
 
 
-def test_all_hosts_are_joined_in_their_order_each_by_a_line_and_a_link(desk):
+def test_all_hosts_are_connected_in_order_each_by_two_sockets(desk):
     desk.expect(2)
     theirs = {host: connect(desk.links.place, SECRET, host, lambda: True) for host in (2, 1)}
-    ours = desk.joined.get(timeout=10)
+    ours = desk.joined.get(timeout=60)
     for n, (host, sort) in enumerate([(1, 0), (1, 1), (2, 0), (2, 1)]):
         theirs[host][sort].sendall(f"{host}.{sort}".encode())
         assert ours[n].recv(3) == f"{host}.{sort}".encode()
     close([*ours, *theirs[1], *theirs[2]])
 
 
-def test_who_lost_one_of_its_connections_tries_again(desk):
+def test_host_that_lost_a_connection_tries_again(desk):
     desk.expect(2)
     lost = connect(desk.links.place, SECRET, 1, lambda: True)
     again = connect(desk.links.place, SECRET, 1, lambda: True)
     assert lost[0].recv(1) == b""
     second = connect(desk.links.place, SECRET, 2, lambda: True)
-    ours = desk.joined.get(timeout=10)
+    ours = desk.joined.get(timeout=60)
     ours[0].sendall(b"line")
     assert again[0].recv(4) == b"line"
     close([*ours, *lost, *again, *second])
 
 
-def test_it_may_come_before_it_is_expected(desk):
+def test_host_may_connect_before_it_is_expected(desk):
     threading.Timer(0.3, lambda: desk.expect(1)).start()
     theirs = connect(desk.links.place, SECRET, 1, lambda: True)
-    close([*desk.joined.get(timeout=10), *theirs])
+    close([*desk.joined.get(timeout=60), *theirs])
 
 
 @pytest.mark.parametrize(("secret", "host"), [(OTHER, 1), (SECRET, 2), (SECRET, 0)])
-def test_who_is_not_expected_is_not_let_in(desk, secret, host):
+def test_unexpected_host_is_refused(desk, secret, host):
     desk.expect(1)
     with pytest.raises(OSError, match=r"closed|refused|reset"):
         connect(desk.links.place, secret, host, once)
     assert desk.joined.empty()
 
 
-def test_who_knows_a_secrets_digest_alone_proves_nothing(desk):
+def test_digest_of_a_secret_proves_nothing(desk):
     desk.expect(1)
-    hello = peer_auth._HELLO.pack(peer_auth._digest(bytes.fromhex(SECRET)), 1, 0, bytes(16))
+    hello = peer_proof.HELLO.pack(peer_proof.secret_digest(bytes.fromhex(SECRET)), 1, 0, bytes(16))
     with socket.create_connection(desk.links.place) as stranger:
-        stranger.settimeout(10)
+        stranger.settimeout(60)
         stranger.sendall(hello)
-        answer = peer_auth.read(stranger, peer_auth._CHALLENGE_BYTES + peer_auth._PROOF_BYTES)
-        stranger.sendall(answer[peer_auth._CHALLENGE_BYTES :])  # its own proof is no proof of ours
+        answer = peer_auth.read(stranger, peer_proof.CHALLENGE_BYTES + peer_proof.PROOF_BYTES)
+        stranger.sendall(answer[peer_proof.CHALLENGE_BYTES :])  # its own proof is no proof of ours
         assert stranger.recv(1) == b""
     assert desk.joined.empty()
 
 
-def test_an_outpost_does_not_join_who_cannot_prove_that_it_is_home():
+def test_remote_host_joins_only_a_home_that_proves_itself():
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer():
             sock, _ = server.accept()
             with sock:
-                peer_auth.read(sock, peer_auth._HELLO.size)
-                sock.sendall(bytes(peer_auth._CHALLENGE_BYTES + peer_auth._PROOF_BYTES))
+                peer_auth.read(sock, peer_proof.HELLO.size)
+                sock.sendall(bytes(peer_proof.CHALLENGE_BYTES + peer_proof.PROOF_BYTES))
 
         thread = threading.Thread(target=answer)
         thread.start()
@@ -125,7 +126,7 @@ def test_an_outpost_does_not_join_who_cannot_prove_that_it_is_home():
         thread.join()
 
 
-def test_what_is_expected_no_longer_is_refused_and_let_go(desk):
+def test_host_no_longer_expected_is_refused_and_released(desk):
     desk.expect(2)
     first = connect(desk.links.place, SECRET, 1, lambda: True)
     desk.calls.put(lambda: desk.links.forget(SECRET))

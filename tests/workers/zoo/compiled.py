@@ -15,11 +15,11 @@ class Net(nn.Module):
 
 class Train:
     def __init__(self, ctx, *, backend="aot_eager"):
-        self.net = torch.compile(Net(), backend=backend)
+        self.net = torch.compile(Net().to(ctx.device), backend=backend)
         self.opt = torch.optim.Adam(self.net.parameters(), 1e-2)
 
     def step(self, ctx):
-        x = torch.randn(4, 8)
+        x = torch.randn(4, 8, device=ctx.device)
         loss = (self.net(x) - x.flip(1)).square().mean()
         loss.backward()
         self.opt.step()

@@ -17,7 +17,7 @@ class Train:
             nn.AdaptiveAvgPool2d(1),
             nn.Flatten(),
             nn.utils.parametrizations.weight_norm(nn.Linear(16, 5)),
-        )
+        ).to(ctx.device)
         self.opt = torch.optim.RMSprop(self.net.parameters(), 1e-3, momentum=0.5)
         self.plan = torch.optim.lr_scheduler.OneCycleLR(self.opt, 1e-2, total_steps=200)
         self.mean = torch.optim.swa_utils.AveragedModel(
@@ -25,9 +25,10 @@ class Train:
         )
 
     def step(self, ctx):
-        images = torch.rand(6, 3, 8, 8)
-        images = images.flip(-1) if torch.rand(()) < 0.5 else images
-        loss = nn.functional.cross_entropy(self.net(images), torch.randint(5, (6,)))
+        images = torch.rand(6, 3, 8, 8, device=ctx.device)
+        images = images.flip(-1) if torch.rand((), device=ctx.device) < 0.5 else images
+        wanted = torch.randint(5, (6,), device=ctx.device)
+        loss = nn.functional.cross_entropy(self.net(images), wanted)
         self.opt.zero_grad()
         loss.backward()  # the gradients stay until the next step
         self.opt.step()

@@ -6,9 +6,11 @@ from torch import nn
 
 class Train:
     def __init__(self, ctx):
-        self.make = nn.Sequential(nn.Linear(4, 16), nn.LeakyReLU(0.2), nn.Linear(16, 2))
+        self.make = nn.Sequential(nn.Linear(4, 16), nn.LeakyReLU(0.2), nn.Linear(16, 2)).to(
+            ctx.device
+        )
         judge = nn.utils.parametrizations.spectral_norm(nn.Linear(2, 16))
-        self.judge = nn.Sequential(judge, nn.LeakyReLU(0.2), nn.Linear(16, 1))
+        self.judge = nn.Sequential(judge, nn.LeakyReLU(0.2), nn.Linear(16, 1)).to(ctx.device)
         self.opts = {
             "make": torch.optim.Adam(self.make.parameters(), 1e-3, betas=(0.5, 0.9), amsgrad=True),
             "judge": torch.optim.NAdam(self.judge.parameters(), 2e-3),
@@ -22,8 +24,8 @@ class Train:
 
     def step(self, ctx):
         loss = nn.functional.softplus
-        real = torch.randn(8, 2) * 0.5 + 2
-        made = self.make(torch.randn(8, 4))
+        real = torch.randn(8, 2, device=ctx.device) * 0.5 + 2
+        made = self.make(torch.randn(8, 4, device=ctx.device))
         against = loss(self.judge(made.detach())).mean() + loss(-self.judge(real)).mean()
         self.opts["judge"].zero_grad()
         against.backward()

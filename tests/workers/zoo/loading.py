@@ -20,7 +20,7 @@ class Noisy(Dataset):
 
 class Train:
     def __init__(self, ctx):
-        self.net = nn.Linear(6, 3)
+        self.net = nn.Linear(6, 3).to(ctx.device)
         self.opt = torch.optim.SGD(self.net.parameters(), 0.1)
         self.loader = DataLoader(Noisy(), 8, shuffle=True, num_workers=2, drop_last=True)
         self.batches = iter(self.loader)
@@ -31,6 +31,7 @@ class Train:
         except StopIteration:
             self.batches = iter(self.loader)
             x, y = next(self.batches)
+        x, y = x.to(ctx.device), y.to(ctx.device)
         loss = nn.functional.cross_entropy(self.net(x), y)
         loss.backward()
         self.opt.step()

@@ -17,14 +17,14 @@ class Added(nn.Module):
 
 class Train:
     def __init__(self, ctx):
-        self.net = nn.Sequential(*(Added(nn.Linear(16, 16)) for _ in range(3)))
+        self.net = nn.Sequential(*(Added(nn.Linear(16, 16)) for _ in range(3))).to(ctx.device)
         self.opt = torch.optim.AdamW([p for p in self.net.parameters() if p.requires_grad], 1e-2)
         self.seen = []
         for layer in self.net:
             layer.register_forward_hook(lambda layer, _, out: self.seen.append(out.mean().item()))
 
     def step(self, ctx):
-        x = torch.randn(4, 16)
+        x = torch.randn(4, 16, device=ctx.device)
         loss = (self.net(x) - x.roll(1, 1)).square().mean() / 3
         loss.backward()
         if ctx.step % 3 == 0:

@@ -29,8 +29,8 @@ class World:
 class Train:
     def __init__(self, ctx):
         self.world = World(3)
-        self.policy = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 2))
-        self.target = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 2))
+        self.policy = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 2)).to(ctx.device)
+        self.target = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 2)).to(ctx.device)
         self.target.load_state_dict(self.policy.state_dict())
         self.opt = torch.optim.Adam(self.policy.parameters(), 1e-2)
         self.seen = np.zeros((64, 10), np.float32)
@@ -41,12 +41,12 @@ class Train:
     def step(self, ctx):
         for n in range(8):
             before = self.world.state
-            values = self.policy(torch.tensor(before, dtype=torch.float32))
+            values = self.policy(torch.tensor(before, dtype=torch.float32, device=ctx.device))
             action = random.randrange(2) if random.random() > self.greed else int(values.argmax())
             after, reward = self.world.move(action)
             self.seen[(ctx.step * 8 + n) % 64] = [*before, *after, action, reward]
             self.rewards.append(reward)
-        rows = self.replay[torch.from_numpy(np.random.choice(64, 16))]
+        rows = self.replay[torch.from_numpy(np.random.choice(64, 16))].to(ctx.device)
         with torch.no_grad():
             wanted = rows[:, 9] + 0.9 * self.target(rows[:, 4:8]).amax(1)
         found = self.policy(rows[:, :4]).gather(1, rows[:, 8:9].long())[:, 0]

@@ -7,16 +7,16 @@ from torch import nn
 
 
 class Train:
-    def __init__(self, ctx):
-        self.rnn = nn.LSTM(8, 16, 2, dropout=0.2)
-        self.out = nn.Linear(16, 128)
-        self.embed = nn.Embedding(128, 8, sparse=True)
+    def __init__(self, ctx, *, sparse=True):
+        self.rnn = nn.LSTM(8, 16, 2, dropout=0.2).to(ctx.device)
+        self.out = nn.Linear(16, 128).to(ctx.device)
+        self.embed = nn.Embedding(128, 8, sparse=sparse).to(ctx.device)
         dense = [*self.rnn.parameters(), *self.out.parameters()]
         self.opts = [
             torch.optim.Adagrad(dense, 0.05),
-            torch.optim.SparseAdam(self.embed.parameters(), 0.01),
+            (torch.optim.SparseAdam if sparse else torch.optim.Adam)(self.embed.parameters(), 0.01),
         ]
-        self.state = (torch.zeros(2, 4, 16), torch.zeros(2, 4, 16))
+        self.state = tuple(torch.zeros(2, 4, 16, device=ctx.device) for _ in range(2))
         self.text = Path(__file__).open()  # noqa: SIM115
 
     def step(self, ctx):
@@ -24,7 +24,7 @@ class Train:
         if len(read) < 40:
             self.text.seek(0)
             read = self.text.read(40)
-        tokens = torch.tensor([ord(c) % 128 for c in read]).reshape(10, 4)
+        tokens = torch.tensor([ord(c) % 128 for c in read], device=ctx.device).reshape(10, 4)
         hidden, state = self.rnn(self.embed(tokens[:-1]), self.state)
         self.state = tuple(part.detach() for part in state)
         loss = nn.functional.cross_entropy(self.out(hidden).flatten(0, 1), tokens[1:].flatten())

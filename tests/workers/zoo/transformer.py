@@ -30,12 +30,12 @@ class Train:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.opt, lambda n: min(1, (n + 1) / 5) * 0.5 * (1 + math.cos(n / 30))
         )
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=4)
-        self.draw = torch.Generator().manual_seed(11)
+        self.scaler = torch.amp.GradScaler(ctx.device.type, init_scale=256.0, growth_interval=4)
+        self.draw = torch.Generator(ctx.device).manual_seed(11)
 
     def step(self, ctx):
-        tokens = torch.randint(0, 40, (4, 13), generator=self.draw)
-        with torch.autocast("cpu", torch.bfloat16):
+        tokens = torch.randint(0, 40, (4, 13), generator=self.draw, device=ctx.device)
+        with torch.autocast(ctx.device.type, torch.bfloat16):
             logits = self.model(tokens[:, :-1])
             loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         self.scaler.scale(loss).backward()

@@ -1,1 +1,4 @@
-"""A folder for the PYTHONPATH of a command's ranks; nothing else may lie in it."""
+"""Holds the `sitecustomize` of a command's ranks, which have this folder on their PYTHONPATH.
+
+No other module may lie here: the command could import it.
+"""

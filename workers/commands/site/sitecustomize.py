@@ -65,7 +65,7 @@ def _put_aside() -> dict[str, ModuleType]:
 
 
 def _run_who_stands_behind() -> None:
-    """The `sitecustomize` that would have been found without us."""
+    """Run the `sitecustomize` that Python would have found without this one."""
     path = [entry for entry in sys.path if Path(entry) != _SITE]
     spec = PathFinder.find_spec("sitecustomize", path)
     if spec is not None and spec.loader is not None:

@@ -7,14 +7,16 @@ from app.core.model import messages
 from app.core.model.messages import (
     Answer,
 )
+from app.core.model.provisions.mounts import FOLDER, IMAGE
 from workers.device.heartbeat import Rhythm
+from workers.device.host.health import DeviceHealth
+from workers.device.host.mounts import DeviceMounts
 from workers.device.memory_tiers import Residency
 from workers.device.prefetch import Lookout
+from workers.device.stays.lives import DeviceLives
 from workers.device.supervision.late_inputs import LateInputs
-from workers.device.supervision.lives import DeviceLives
 from workers.device.supervision.reports import DeviceReports
-from workers.device.watchdog import Watchdog
-from workers.process.wire import Trust
+from workers.device.supervisor_watchdog import Watchdog
 from workers.transfer.host_context import House
 
 
@@ -24,7 +26,6 @@ class AnswerDesk:
     def __init__(
         self,
         house: House,
-        trust: Trust,
         lives: DeviceLives,
         late: LateInputs,
         reports: DeviceReports,
@@ -32,9 +33,10 @@ class AnswerDesk:
         lookout: Lookout,
         rhythm: Rhythm,
         watchdog: Watchdog,
+        health: DeviceHealth,
+        mounts: DeviceMounts,
     ) -> None:
         self.house = house
-        self.trust = trust
         self.lives = lives
         self.late = late
         self.reports = reports
@@ -42,21 +44,26 @@ class AnswerDesk:
         self.lookout = lookout
         self.rhythm = rhythm
         self.watchdog = watchdog
+        self.health = health
+        self.mounts = mounts
 
     def receive(self, answer: Answer) -> None:
         if not self.lives.machine.is_fresh(answer):
             return
         self.lives.give(AnswerCame(answer=answer))
-        self.trust.extend(self.lives.machine.lease.trusted_until_us)
         self.watchdog.limit_s = answer.lease_us / 1e6
         self.reports.forget_hung()
+        self.health.check(answer.check)
+        self.reports.environments.told(answer.environments)
+        self.mounts.told(answer.mounts, FOLDER)
+        self.mounts.told(answer.images, IMAGE)
         for stay in list(self.lives.stays.values()):
             name = messages.key(*stay.key)
             stay.heard(answer.heard.get(name, 0))
             stay.log.acknowledged(answer.logged.get(name, 0))
             if stay.is_over():
                 self.lives.give(StayForgotten(stay=stay.key))
-        self.residency.expected = answer.next
+        self.residency.expected, self.residency.guest_bytes = answer.next, answer.guest_bytes
         for given in answer.given:
             self.late.given(given)
         self._may_stay(is_wanted=answer.wanted)
@@ -65,14 +72,14 @@ class AnswerDesk:
 
     def _may_stay(self, *, is_wanted: bool) -> None:
         """Tell a task that waits for an input how long it may hold the slot."""
-        holder = self.lives.holder
-        if holder is None or not holder.stay.stands_still:
-            return
+        holders = self.lives.holders
+        still = [holder for holder in holders if holder.stay.stands_still]
         is_wanted |= any(
             stay.state in ("seating", "running")
             for stay in self.lives.stays.values()
-            if stay is not holder.stay
+            if all(stay is not holder.stay for holder in holders)
         )
         patience_s = self.house.patience_s if is_wanted else self.house.at_rest_s
-        holder.send("patience", s=patience_s)
-        self.rhythm.chatter = True  # another task may be launched here
+        for holder in still:
+            holder.send("patience", s=patience_s)
+            self.rhythm.chatter = True  # another task may be launched here

@@ -10,14 +10,16 @@ import logging
 
 from app.core.device.device_events import DeadlinesDue
 from workers.device.heartbeat import Rhythm, now_us
+from workers.device.host.egress import EgressDesk
+from workers.device.host.gang_hosts import GangHosts
+from workers.device.host.resource_watch import ResourceWatch
 from workers.device.memory_tiers import Residency
 from workers.device.resident import Resident
-from workers.device.supervision.admission import Admission
-from workers.device.supervision.gang_hosts import GangHosts
-from workers.device.supervision.listening import ResidentListener
-from workers.device.supervision.lives import DeviceLives
+from workers.device.stays.admission import Admission
+from workers.device.stays.listening import ResidentListener
+from workers.device.stays.lives import DeviceLives
+from workers.device.stays.spawning import Spawner
 from workers.device.supervision.reports import DeviceReports
-from workers.device.supervision.spawning import Spawner
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +39,8 @@ class DeadlineWatch:
         reports: DeviceReports,
         residency: Residency,
         rhythm: Rhythm,
+        egress: EgressDesk,
+        watch: ResourceWatch,
     ) -> None:
         self.lives = lives
         self.hosts = hosts
@@ -46,8 +50,11 @@ class DeadlineWatch:
         self.reports = reports
         self.residency = residency
         self.rhythm = rhythm
+        self.egress = egress
+        self.watch = watch
 
     def apply(self, now: int) -> None:
+        self.watch.look(now)
         for resident in list(self.lives.residents.values()):
             self._flush(resident, now)
             if self.residency.lacks and resident.owes_image(now):
@@ -64,6 +71,7 @@ class DeadlineWatch:
                 self.listener.listen_to(resident, fd)
         if self.spawner.zygote_due_us is not None and now >= self.spawner.zygote_due_us:
             self.spawner.start_zygote()
+        self.egress.look(now)
 
     def _flush(self, resident: Resident, now: int) -> None:
         """Send again what the process did not read; kill a process that never reads."""
@@ -85,8 +93,9 @@ class DeadlineWatch:
         now, machine = now_us(), self.lives.machine
         due = [us for us in (stop_by_us, self.spawner.zygote_due_us) if us is not None]
         due += [self.rhythm.due_us(machine.lease.answered_us)] if self.reports.may_report() else []
+        due += [] if (look_us := self.watch.due_us()) is None else [look_us]
         due += [] if (machine_us := machine.due_us(now)) is None else [machine_us]
-        due += [due_us for due_us, _, _ in self.listener.muted]
+        due += [*(due_us for due_us, _, _ in self.listener.muted), *self.egress.due_us()]
         due += [0] if self.listener.unheard else []
         due += [s.give_up_us for s in self.lives.stays.values() if s.give_up_us is not None]
         if self.residency.lacks and self.lives.holder is None:

@@ -10,9 +10,11 @@ from app.core.device.device_events import (
     ContinueProcess,
     DropStay,
     ExpectHosts,
+    ExtendTrust,
     FetchInputs,
     ForgetHosts,
     ForgetStay,
+    GiveNotice,
     GiveSlot,
     Instruction,
     KillProcess,
@@ -25,20 +27,24 @@ from app.core.device.device_events import (
     TellVerdict,
 )
 from app.core.model import messages
+from app.core.model.migration import MOVABLE
 from workers.device import prefetch, store_io
 from workers.device.heartbeat import Rhythm
+from workers.device.host.device_presets import DevicePresets
+from workers.device.host.egress import EgressDesk
+from workers.device.host.gang_hosts import GangHosts
 from workers.device.memory_tiers import Residency
 from workers.device.prefetch import Lookout
 from workers.device.resident import Resident
 from workers.device.stay import Stay
+from workers.device.stays.admission import Admission
+from workers.device.stays.lives import DeviceLives
+from workers.device.stays.storing import ResultStore
+from workers.device.stays.verdicts import last_word
 from workers.device.store_io import Fetched, NotFetched
-from workers.device.supervision.admission import Admission
-from workers.device.supervision.gang_hosts import GangHosts
 from workers.device.supervision.late_inputs import LateInputs
-from workers.device.supervision.lives import DeviceLives
 from workers.device.supervision.side_work import SideWork
-from workers.device.supervision.storing import ResultStore
-from workers.device.supervision.verdicts import last_word
+from workers.process.wire import Trust
 from workers.transfer.host_context import House
 
 log = logging.getLogger(__name__)
@@ -50,6 +56,7 @@ class InstructionRunner:
     def __init__(
         self,
         house: House,
+        trust: Trust,
         lives: DeviceLives,
         hosts: GangHosts,
         storing: ResultStore,
@@ -59,8 +66,11 @@ class InstructionRunner:
         lookout: Lookout,
         rhythm: Rhythm,
         side: SideWork,
+        presets: DevicePresets,
+        egress: EgressDesk,
     ) -> None:
         self.house = house
+        self.trust = trust
         self.lives = lives
         self.hosts = hosts
         self.storing = storing
@@ -70,11 +80,15 @@ class InstructionRunner:
         self.lookout = lookout
         self.rhythm = rhythm
         self.side = side
+        self.presets = presets
+        self.egress = egress
         self._runs: dict[type[Instruction], Callable[[Any, int], None]] = {
             OpenStay: self._open_stay,
             FetchInputs: self._fetch_inputs,
             ContinueProcess: self._continue_process,
+            ExtendTrust: self._extend_trust,
             SendWord: self._send_word,
+            GiveNotice: self._give_notice,
             GiveSlot: self._give_slot,
             KillProcess: self._kill_process,
             TellIsland: self._tell_island,
@@ -109,6 +123,7 @@ class InstructionRunner:
         self.side.aside(
             lambda: prefetch.fetch(launch, house, came, taken),
             lambda fetched: self._take_fetched(stay, fetched),
+            is_long=launch.spec.environment is not None or launch.spec.image is not None,
         )
 
     def _take_fetched(self, stay: Stay, fetched: Fetched | BaseException) -> None:
@@ -152,13 +167,19 @@ class InstructionRunner:
     def _continue_process(self, continuing: ContinueProcess, now: int) -> None:
         resident = self.lives.residents[continuing.process]
         before, stay = resident.stay, self.lives.stays[continuing.stay]
-        before.log.end()
         stay.goes_on_from(before)
+        before.log.end()
         stay.resumed, stay.resident, resident.stay = "resident", resident, stay
         stay.unstaged_us = resident.staged_us
+        self.egress.renew(resident)
         self.late.bring(stay)
 
+    def _extend_trust(self, extending: ExtendTrust, now: int) -> None:
+        self.trust.extend(extending.until_us)
+
     def _send_word(self, sending: SendWord, now: int) -> None:
+        if self.presets.keeps_back(sending.process, lambda at: self._send_word(sending, at)):
+            return
         resident = self.lives.residents[sending.process]
         if sending.word == "pause":
             resident.send("pause", **self.residency.with_pause(resident, now))
@@ -167,8 +188,15 @@ class InstructionRunner:
         else:
             resident.send(sending.word)
 
+    def _give_notice(self, giving: GiveNotice, now: int) -> None:
+        resident = self.lives.residents[giving.process]
+        resident.send("notice", why=giving.why, left_us=giving.until_us - now)
+
     def _give_slot(self, giving: GiveSlot, now: int) -> None:
         resident = self.lives.residents[giving.process]
+        self.presets.begin(resident, lambda at: self._go(resident, giving, at), now)
+
+    def _go(self, resident: Resident, giving: GiveSlot, now: int) -> None:
         if giving.is_first:
             self._begin(resident, giving.waited_us, now)
         else:
@@ -183,15 +211,16 @@ class InstructionRunner:
         stay.tell(
             messages.Started,
             now,
-            preset=resident.preset,
-            capabilities=resident.capabilities,
+            preset={**resident.preset, **resident.device_preset},
+            capabilities=_capabilities(resident),
+            bound_because=resident.bound_because,
             resumed=stay.resumed,
             switch_us=waited_us,
             input_bytes=stay.input_bytes,
             fetched_bytes=stay.fetched_bytes,
             ways=stay.ways,
         )
-        if "function" in stay.launch.run:  # cannot pause, and may end in a moment
+        if stay.spec.run.kind == "function":  # cannot pause, and may end in a moment
             self.rhythm.soon(now)
         else:
             self.rhythm.happened = True
@@ -219,3 +248,11 @@ class InstructionRunner:
         said = last_word(resident, was_stopping=telling.was_stopping)
         stay.tell(said.pop("is"), now, **said)
         self.hosts.forget(stay)
+
+
+def _capabilities(resident: Resident) -> list[str]:
+    """Return what the task supports; of a command, the device worker knows whether it can move."""
+    if not resident.is_command:
+        return resident.capabilities
+    others = [each for each in resident.capabilities if each != MOVABLE]
+    return others if resident.bound_because else [*others, MOVABLE]

@@ -15,7 +15,7 @@ from workers.device.heartbeat import Rhythm, now_us
 from workers.device.prefetch import Lookout
 from workers.device.resident import Resident
 from workers.device.stay import Stay
-from workers.device.supervision.lives import DeviceLives
+from workers.device.stays.lives import DeviceLives
 from workers.device.supervision.side_work import SideWork
 from workers.transfer.host_context import House
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from app.core.device.device_events import OrderCame
 from app.core.model.messages import Launch, Order
-from workers.device.supervision.lives import DeviceLives
-from workers.device.supervision.storing import ResultStore
+from workers.device.stays.lives import DeviceLives
+from workers.device.stays.storing import ResultStore
 
 
 class OrderDesk:

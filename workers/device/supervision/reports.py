@@ -5,14 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from app.core.device.device_events import ReportDue
 from app.core.model.messages import (
     Alive,
 )
 from workers.device.heartbeat import LOGS_LIMIT_BYTES, HeartbeatTransport, Pulse, Rhythm, now_us
+from workers.device.host.environments import DeviceEnvironments
+from workers.device.host.health import DeviceHealth
+from workers.device.host.mounts import DeviceMounts
 from workers.device.memory_tiers import Residency
 from workers.device.prefetch import Lookout
 from workers.device.stay import log_lines
-from workers.device.supervision.lives import DeviceLives
+from workers.device.stays.lives import DeviceLives
 from workers.transfer.host_context import House
 from workers.transfer.peer_auth import Links
 from workers.transfer.peer_blocks import Giver
@@ -33,6 +37,9 @@ class DeviceReports:
         lookout: Lookout,
         links: Links,
         giver: Giver,
+        health: DeviceHealth,
+        mounts: DeviceMounts,
+        environments: DeviceEnvironments,
     ) -> None:
         self.house = house
         self.rhythm = rhythm
@@ -41,8 +48,13 @@ class DeviceReports:
         self.lookout = lookout
         self.links = links
         self.giver = giver
+        self.health = health
+        self.mounts = mounts
+        self.environments = environments
         self.pulse = Pulse(transport)
         self.facts: JSON = house.facts
+        self.is_trial_over = False  # of storing the processes of commands
+        self.is_stopping = False  # the worker stops once all is saved
         self.hung: list[Any] = []  # tasks that made the previous worker hang, until reported
 
     def forget_hung(self) -> None:
@@ -55,6 +67,10 @@ class DeviceReports:
     def hung_file(self) -> Path:
         return self.house.folder / "hung.json"
 
+    def begin_to_stop(self) -> None:
+        """Tell the island at once that this device takes no work any more."""
+        self.is_stopping = self.rhythm.happened = True
+
     def say_goodbye(self) -> None:
         """Send the last report: all events, no residents, and the lease given back."""
         self.pulse.flush(1.0)
@@ -63,8 +79,9 @@ class DeviceReports:
             self.pulse.flush(1.0)
 
     def may_report(self) -> bool:
-        """True once the device can work: a device that reports is given work."""
-        return "torch" in self.facts
+        """True once the device can work and was checked: a device that reports is given work."""
+        is_judged = self.health.is_judged and self.mounts.is_judged
+        return "torch" in self.facts and is_judged and self.is_trial_over
 
     def report_if_due(self) -> None:
         now = now_us()
@@ -74,6 +91,7 @@ class DeviceReports:
 
     def alive(self, *, leaving: bool = False) -> Alive:
         now = now_us()
+        self.lives.give(ReportDue())
         for resident in self.lives.residents.values():
             resident.measure()
         stays = list(self.lives.stays.values())
@@ -90,8 +108,14 @@ class DeviceReports:
             links=self.links.place,
             secret=self.giver.secret,
             hung=self.hung,
+            grace_us=self.lives.machine.lease.asked_us,
+            health=self.health.report(),
         )
 
     def _facts_now(self, leaving: bool) -> JSON:
-        held = {"held_bytes": self.residency.by_tenant()}
-        return {**held, "leaving": True} if leaving else held
+        held = {"held_bytes": self.residency.by_tenant(), **self.mounts.facts()}
+        held |= self.environments.facts()
+        offers = [*self.mounts.offers(), *self.environments.offers()]
+        held["offers"] = [*self.facts.get("offers", ()), *offers]
+        ends = {"stopping": self.is_stopping, "leaving": leaving}
+        return held | {name: True for name, holds in ends.items() if holds}

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from workers.transfer.host_context import remove_tree
+from workers.transfer.tree_removal import remove_tree
 
 
 class SideWork:
@@ -21,19 +21,27 @@ class SideWork:
         self._receive = receive
         self.threads = threads
         self._hands = ThreadPoolExecutor(threads, "hands")
+        # A build of an environment takes long: it must not keep other tasks from their inputs.
+        self._builders = ThreadPoolExecutor(threads, "builders")
         # A tenant's leftovers can be large: removing or closing them must not block other work.
         self._sweeper = ThreadPoolExecutor(1, "sweeper")
         self._closer = ThreadPoolExecutor(1, "closer")
 
-    def aside(self, work: Callable[[], Any], then: Callable[[Any], None]) -> None:
-        """Run `work` in another thread, then `then` in this one, with its result or its error."""
+    def aside(
+        self, work: Callable[[], Any], then: Callable[[Any], None], *, is_long: bool = False
+    ) -> None:
+        """Run `work` in another thread; then call `then` in this one, with its result or error.
+
+        Work that `is_long` has threads of its own.
+        """
 
         def done(future: Future[Any]) -> None:
             if not future.cancelled():
                 error = future.exception()
                 self._receive(lambda: then(future.result() if error is None else error))
 
-        self._hands.submit(work).add_done_callback(done)
+        pool = self._builders if is_long else self._hands
+        pool.submit(work).add_done_callback(done)
 
     def remove(self, folder: Path) -> None:
         """Remove a folder and all in it."""
@@ -45,6 +53,7 @@ class SideWork:
 
     def cancel_waiting(self) -> None:
         """Start no more work; wait for the work that runs."""
+        self._builders.shutdown(wait=False, cancel_futures=True)
         self._hands.shutdown(cancel_futures=True)
 
     def end(self) -> None:

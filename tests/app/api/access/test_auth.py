@@ -26,7 +26,7 @@ def token(world):
 
 
 class TestKey:
-    def test_it_names_its_caller(self, session, token):
+    def test_key_identifies_its_user(self, session, token):
         caller = auth.caller_of_key(session, token)
         assert (caller.user_name, caller.tenant_name, caller.role) == (
             "red.member",
@@ -36,41 +36,41 @@ class TestKey:
         assert not caller.in_root
         assert not caller.sees_all
 
-    def test_the_database_does_not_hold_it(self, session, token):
+    def test_key_is_not_stored_in_the_database(self, session, token):
         row = session.get_one(ApiKey, auth.id_of(token))
         secret = token.split("_")[2]
         assert all(secret not in str(value) for value in vars(row).values())
 
-    def test_every_mistyped_letter_is_noticed_without_the_database(self, token):
+    def test_mistyped_key_is_noticed_without_the_database(self, token):
         for n in range(3, len(token)):
             wrong = token[:n] + ("x" if token[n] != "x" else "y") + token[n + 1 :]
             assert auth.id_of(wrong) is None or wrong[n] == "_", n
 
-    def test_another_secret_with_a_right_check_is_refused(self, session, token):
+    def test_wrong_secret_with_a_valid_checksum_is_refused(self, session, token):
         id = auth.id_of(token)
         bare = f"rh_{id}_{'A' * 43}"
         with pytest.raises(Unauthenticated):
             auth.caller_of_key(session, bare + auth._check(bare))
 
     @pytest.mark.parametrize("column", ["expires_at", "revoked_at"])
-    def test_an_expired_or_revoked_one_opens_nothing(self, column, session, token, as_):
+    def test_expired_or_revoked_key_gives_no_access(self, column, session, token, as_):
         session.execute(update(ApiKey).values({column: datetime.now(UTC) - timedelta(seconds=1)}))
         session.commit()
         problem(as_("red.member").get("/v1/me"), 401, "unauthenticated")
 
-    def test_one_that_expires_later_is_good(self, session, as_):
+    def test_key_that_expires_later_is_valid(self, session, as_):
         session.execute(update(ApiKey).values(expires_at=datetime.now(UTC) + timedelta(hours=1)))
         session.commit()
         assert as_("red.member").get("/v1/me").json()["user"] == "red.member"
 
-    def test_its_use_is_written_later_and_not_by_the_call(self, session, token, as_):
+    def test_use_of_a_key_is_written_later_and_not_by_the_call(self, session, token, as_):
         as_("red.member").get("/v1/me")
         used = select(ApiKey.last_used_at).where(ApiKey.id == auth.id_of(token))
         assert session.scalar(used) is None
         auth.write_uses()
         assert datetime.now(UTC) - session.scalar(used) < timedelta(minutes=1)
 
-    def test_there_is_no_key_for_a_role_that_does_not_exist(self, session, world):
+    def test_key_for_an_unknown_role_cannot_be_made(self, session, world):
         with pytest.raises(ValueError, match="emperor"):
             auth.new_key(session, world.users["root"], "emperor", "x")
 
@@ -83,13 +83,13 @@ class TestOneThatWasGoodAMomentAgo:
         monkeypatch.setattr(credential_cache.time, "monotonic", lambda: gone_s[0])
         return gone_s
 
-    def test_it_is_not_looked_up_again(self, as_, monkeypatch, clock):
+    def test_key_that_was_just_valid_is_not_looked_up_again(self, as_, monkeypatch, clock):
         red = as_("red.member")
         assert red.get("/v1/me").status_code == 200
         monkeypatch.setattr(auth, "caller_of_key", lambda *_: pytest.fail("it was looked up"))
         assert red.get("/v1/me").json()["user"] == "red.member"
 
-    def test_what_another_process_revokes_opens_nothing_a_second_later(
+    def test_key_revoked_by_another_process_gives_no_access_a_second_later(
         self, as_, session, token, clock
     ):
         red = as_("red.member")
@@ -100,14 +100,14 @@ class TestOneThatWasGoodAMomentAgo:
         clock[0] += credential_cache.KNOWN_S
         problem(red.get("/v1/me"), 401, "unauthenticated")
 
-    def test_what_changes_of_its_user_counts_at_once(self, as_, session, clock):
+    def test_change_of_its_user_counts_at_once(self, as_, session, clock):
         red = as_("red.member")
         assert red.get("/v1/me").json()["user"] == "red.member"
         session.get_one(User, "usr_red.member").name = "rosa"
         session.commit()
         assert red.get("/v1/me").json()["user"] == "rosa"
 
-    def test_what_is_revoked_while_it_is_looked_up_is_not_remembered(
+    def test_key_revoked_during_a_look_up_is_not_remembered(
         self, as_, session, token, monkeypatch, clock
     ):
         """1. A call reads that the key is good.  2. It is revoked.  3. The call goes on; the next
@@ -134,7 +134,7 @@ class TestCookie:
             _, cookie = auth.sign_in(session, token)
         return TestClient(app, cookies={COOKIE: cookie})
 
-    def test_it_may_read(self, browser):
+    def test_session_may_read(self, browser):
         assert browser.get("/v1/me").json()["user"] == "red.member"
 
     @pytest.mark.parametrize(
@@ -147,7 +147,9 @@ class TestCookie:
             {"Origin": "null"},
         ],
     )
-    def test_it_changes_nothing_from_elsewhere(self, headers, browser, submitted, rows):
+    def test_session_changes_nothing_in_a_call_from_another_site(
+        self, headers, browser, submitted, rows
+    ):
         before = rows()
         answer = browser.post(f"/v1/requests/{submitted['id']}/cancel", headers=headers)
         problem(answer, 403, "insufficient-scope")
@@ -156,26 +158,26 @@ class TestCookie:
     @pytest.mark.parametrize(
         "headers", [{"Sec-Fetch-Site": "same-origin"}, {"Origin": "http://testserver"}]
     )
-    def test_it_may_change_something_from_our_pages(self, headers, browser, submitted):
+    def test_session_may_change_things_from_our_pages(self, headers, browser, submitted):
         answer = browser.post(f"/v1/requests/{submitted['id']}/cancel", headers=headers)
         assert answer.status_code == 202
 
-    def test_it_ends_with_its_key(self, browser, session):
+    def test_session_ends_with_its_key(self, browser, session):
         session.execute(update(ApiKey).values(revoked_at=func.now()))
         session.commit()
         problem(browser.get("/v1/me"), 401, "unauthenticated")
 
-    def test_it_ends_after_its_time(self, browser, session):
+    def test_session_ends_after_its_time(self, browser, session):
         session.execute(update(WebSession).values(expires_at=func.now() - timedelta(seconds=1)))
         session.commit()
         problem(browser.get("/v1/me"), 401, "unauthenticated")
 
-    def test_signing_out_ends_it(self, browser, session):
+    def test_signing_out_ends_the_session(self, browser, session):
         with transaction() as its:
             auth.sign_out(its, browser.cookies[COOKIE])
         problem(browser.get("/v1/me"), 401, "unauthenticated")
 
-    def test_a_bad_key_beside_a_good_cookie_opens_nothing(self, browser):
+    def test_bad_key_beside_a_valid_session_gives_no_access(self, browser):
         answer = browser.get("/v1/me", headers={"Authorization": "Basic eDp5"})
         problem(answer, 401, "unauthenticated")
 
@@ -193,7 +195,7 @@ def with_key(app, token):
 
 
 class TestScopes:
-    def test_the_schema_has_the_same_ones_and_every_area_has_one(self):
+    def test_schema_has_the_same_scopes_and_every_area_has_one(self):
         assert typing.get_args(Scope) == SCOPES
         assert {scope.partition(":")[0] for scope in SCOPES} == set(AREAS.values())
 
@@ -201,7 +203,7 @@ class TestScopes:
     def admin(self, as_):
         return as_("red.tenant_admin")
 
-    def test_they_narrow_what_a_role_may_do(self, app, admin):
+    def test_scopes_narrow_what_a_role_may_do(self, app, admin):
         key = made(admin, scopes=["work:read"]).json()
         assert key["scopes"] == ["work:read"]
         client = with_key(app, key["key"])
@@ -210,17 +212,17 @@ class TestScopes:
         told = problem(client.get("/v1/tenants"), 403, "insufficient-scope")["detail"]
         assert told == "this operation needs a key with the scope admin:read; got work:read"
 
-    def test_they_add_nothing_to_a_role(self, app, admin):
+    def test_scopes_add_nothing_to_a_role(self, app, admin):
         key = made(admin, role="viewer", scopes=["work:write"]).json()["key"]
         problem(with_key(app, key).post("/v1/requests", json={}), 403, "insufficient-scope")
 
-    def test_to_write_is_to_read_there_and_nowhere_else(self, app, admin):
+    def test_write_scope_includes_reading_of_its_area_only(self, app, admin):
         client = with_key(app, made(admin, scopes=["work:write"]).json()["key"])
         assert client.get("/v1/requests").status_code == 200
         assert client.get("/v1/devices").status_code == 403
 
     @pytest.mark.parametrize("scopes", [None, ["work:read"], ["admin:write", "work:read"]])
-    def test_who_is_narrowed_makes_no_key_that_may_do_more(self, app, admin, session, scopes):
+    def test_narrowed_key_makes_no_key_with_more_rights(self, app, admin, session, scopes):
         narrowed = made(admin, user_id="usr_red.tenant_admin", role="tenant_admin",
                         scopes=["admin:write"]).json()["key"]  # fmt: skip
         client = with_key(app, narrowed)
@@ -228,10 +230,10 @@ class TestScopes:
         assert made(client, scopes=["admin:read"]).status_code == 201
 
     @pytest.mark.parametrize("scopes", [[], ["everything"], "work:read"])
-    def test_there_are_no_others(self, admin, scopes):
+    def test_unknown_scope_is_refused(self, admin, scopes):
         problem(made(admin, scopes=scopes), 422, "validation-error")
 
-    def test_figures_for_prometheus_need_one_too(self, app, as_):
+    def test_metrics_need_a_scope_too(self, app, as_):
         for scope, status in (("usage:read", 200), ("work:read", 403)):
             body = {"user_id": "usr_root", "role": "viewer", "name": "prometheus"}
             key = as_("root").post("/v1/keys", json={**body, "scopes": [scope]}).json()["key"]
@@ -239,7 +241,7 @@ class TestScopes:
 
 
 class TestServiceAccounts:
-    def test_a_program_has_keys_and_nobody_signs_in_as_it(self, app, as_, session):
+    def test_service_account_has_keys_and_cannot_sign_in(self, app, as_, session):
         admin = as_("red.tenant_admin")
         account = admin.post("/v1/users", json={"name": "ci", "service": True}).json()
         assert account["service"]
@@ -252,7 +254,7 @@ class TestServiceAccounts:
         with pytest.raises(Unauthenticated, match="for programs"):
             auth.sign_in(session, key)
 
-    def test_nobody_signs_in_with_a_key_that_is_narrowed(self, as_, session):
+    def test_narrowed_key_cannot_sign_in(self, as_, session):
         key = made(as_("red.tenant_admin"), scopes=["work:read"]).json()["key"]
         with pytest.raises(Unauthenticated, match="for programs"):
             auth.sign_in(session, key)
@@ -266,7 +268,7 @@ class TestRotation:
 
         return rotate
 
-    def test_both_keys_are_good_for_a_while(self, app, rotate, token, session):
+    def test_old_and_new_key_are_valid_for_a_while(self, app, rotate, token, session):
         answer = rotate(overlap_s=60)
         assert answer.status_code == 201, answer.text
         new = answer.json()
@@ -282,7 +284,7 @@ class TestRotation:
         assert with_key(app, token).get("/v1/me").status_code == 401
         assert with_key(app, new["key"]).get("/v1/me").status_code == 200
 
-    def test_the_successor_may_do_what_it_could_and_lives_as_long(self, app, as_, rotate):
+    def test_new_key_has_the_rights_and_the_lifetime_of_the_old_one(self, app, as_, rotate):
         expires = datetime.now(UTC) + timedelta(days=30)
         old = made(
             as_("red.tenant_admin"), scopes=["work:read"], expires_at=expires.isoformat()
@@ -292,26 +294,26 @@ class TestRotation:
         lives = datetime.fromisoformat(new["expires_at"]) - datetime.now(UTC)
         assert timedelta(days=29) < lives <= timedelta(days=30, seconds=1)
 
-    def test_a_key_that_ends_sooner_is_not_prolonged(self, as_, rotate, session):
+    def test_key_that_ends_sooner_is_not_prolonged(self, as_, rotate, session):
         soon = datetime.now(UTC) + timedelta(minutes=1)
         old = made(as_("red.tenant_admin"), expires_at=soon.isoformat()).json()
         later = (datetime.now(UTC) + timedelta(days=1)).isoformat()
         assert rotate(of=old["key"], expires_at=later).status_code == 201
         assert session.get_one(ApiKey, old["id"]).expires_at == soon
 
-    def test_it_has_one_successor(self, rotate):
+    def test_key_has_one_successor(self, rotate):
         successor = rotate().json()["id"]
         told = problem(rotate(), 409, "conflict-state")["detail"]
         assert successor in told
 
     @pytest.mark.parametrize("column", ["expires_at", "revoked_at"])
-    def test_what_opens_nothing_has_none(self, rotate, session, token, column):
+    def test_invalid_key_cannot_be_rotated(self, rotate, session, token, column):
         which = update(ApiKey).where(ApiKey.id == auth.id_of(token))
         session.execute(which.values({column: func.now()}))
         session.commit()
         problem(rotate("red.tenant_admin"), 409, "conflict-state")
 
-    def test_nobody_comes_by_more_than_they_had(self, app, as_, rotate, world):
+    def test_rotation_gives_no_more_rights(self, app, as_, rotate, world):
         """One user with a weak key and a strong one; a narrowed key and one that is not."""
         admin = as_("red.tenant_admin")
         strong = made(admin, role="tenant_admin").json()["key"]
@@ -320,6 +322,6 @@ class TestRotation:
         path = f"/v1/keys/{auth.id_of(world.keys['red.member'])}/rotate"
         problem(with_key(app, narrowed).post(path), 403, "insufficient-scope")
 
-    def test_an_overlap_of_nothing_ends_the_old_one_at_once(self, app, rotate, token):
+    def test_overlap_of_zero_ends_the_old_key_at_once(self, app, rotate, token):
         assert rotate(overlap_s=0).status_code == 201
         assert with_key(app, token).get("/v1/me").status_code == 401

@@ -10,6 +10,7 @@ Who may do what within a tenant is the table of test_roles.py.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -31,8 +32,11 @@ from tests.app.documented import (
     DATABLOCK,
     DECISION,
     DELIVERY,
+    ENVIRONMENT,
     KEY,
+    MOUNT,
     REQUEST,
+    SECRET,
     TASK,
     TENANT,
     USER,
@@ -46,7 +50,7 @@ BUNDLE_OF_VISION = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f0
 IDS = [
     REQUEST["id"], TASK["id"], WAITING_REQUEST, WAITING_TASK, TENANT["id"], CHILD, USER["id"],
     KEY["id"], CHECKPOINT["id"], BUNDLE_OF_VISION, str(DECISION), WEBHOOK["id"], DELIVERY["id"],
-    DATABLOCK["name"],
+    DATABLOCK["name"], MOUNT["name"], SECRET["name"], ENVIRONMENT["id"],
 ]  # fmt: skip
 #: nothing of this is ever in an answer to blue, unless blue said it first
 MARKS = [
@@ -66,10 +70,15 @@ SHARED = ("/v1/devices", "/v1/enrolments", "/v1/hosts", "/v1/islands", "/v1/pres
 HARMLESS = {
     "limit", "tail", "wait", "format", "interval", "group_by", "since", "until", "submitted_after",
     "state", "phase", "kind", "island", "if-match", "operation", "action", "target_kind", "service",
-    "latest", "range", "if-range", "if-none-match", "content-range", "grep",
+    "tenant_wide", "latest", "sort", "range", "if-range", "if-none-match", "content-range", "grep",
 }  # fmt: skip
 #: parts of a path that only have a meaning below the thing before them
-WITHIN = {("GET /v1/tasks/{id}/outputs/{name}", "name")}
+WITHIN = {
+    ("GET /v1/tasks/{id}/outputs/{name}", "name"),
+    ("PUT /v1/secrets/{name}", "name"),  # each user has own names
+    ("POST /v1/datablocks/{name}/folder", "name"),  # each tenant has own names
+    ("GET /v1/datablocks/{name}/files/{sha256}", "sha256"),
+}
 #: the others, and what of vision's they could name
 NAMES = {
     "tenant_id": [TENANT["id"], CHILD],
@@ -78,7 +87,7 @@ NAMES = {
     "request_id": [REQUEST["id"], WAITING_REQUEST],
     "id_ends": [REQUEST["id"][-8:]],
     "task": [TASK["id"], "secret-of-vision"],
-    "name": ["secret of vision", DATABLOCK["name"]],
+    "name": ["secret of vision", DATABLOCK["name"], MOUNT["name"]],
     "sha256": [DATABLOCK["sha256"]],
     "label": ["secret:of vision"],
     "names": ["secret"],
@@ -125,6 +134,7 @@ def own(as_, vision, session) -> dict[str, str]:
         "users": "usr_blue.member",
         "webhooks": "whk_blue",
         "datablocks": "its-own",
+        "secrets": "ITS_OWN",
     }
 
 
@@ -183,7 +193,7 @@ def named_in_paths() -> Iterator[tuple[str, str]]:
 # --- the tests ----------------------------------------------------------------------------------
 
 
-def test_of_every_parameter_it_is_known_what_it_names():
+def test_every_parameter_is_classified_by_what_it_names():
     names = {
         (parameter["in"], parameter["name"])
         for operation in OPERATIONS.values()
@@ -195,7 +205,7 @@ def test_of_every_parameter_it_is_known_what_it_names():
 
 @pytest.mark.parametrize(("name", "id"), [*named_in_paths()])
 @pytest.mark.slow
-def test_a_path(name, id, as_, vision, rows):
+def test_path_with_a_foreign_id_is_not_found(name, id, as_, vision, rows):
     assert id in IDS, "an example that is not of vision"
     path = name.split()[1]
     before = rows()
@@ -217,12 +227,12 @@ def _filled(path: str, id: str) -> str:
 LISTS = [name for name in OPERATIONS if name.startswith("GET ") and "{" not in name]
 
 
-@pytest.mark.parametrize("name", LISTS)
-def test_what_lists_or_sums_up(name, as_, vision):
-    for who in PEOPLE:
-        status, _, text = ask(as_(who), name, name.split()[1])
-        assert status in (200, 403)
-        innocent(text)
+def test_lists_and_sums_show_nothing_foreign(as_, vision, subtests):
+    for name, who in itertools.product(LISTS, PEOPLE):
+        with subtests.test(name, who=who):
+            status, _, text = ask(as_(who), name, name.split()[1])
+            assert status in (200, 403)
+            innocent(text)
 
 
 def filters() -> Iterator[tuple[str, str, str]]:
@@ -233,16 +243,17 @@ def filters() -> Iterator[tuple[str, str, str]]:
                     yield name, parameter["name"], value
 
 
-@pytest.mark.parametrize(("name", "parameter", "value"), [*filters()])
 @pytest.mark.slow
-def test_a_filter(name, parameter, value, as_, own):
-    path = _of_own(name.split()[1], own)
-    for who in PEOPLE:
-        found, absent = (
-            ask(as_(who), name, path, params={parameter: one}) for one in (value, missing(value))
-        )
-        same(found, value, absent, missing(value))
-        innocent(found[2], said=value)
+def test_filter_with_a_foreign_id_finds_nothing(as_, own, subtests):
+    for (name, parameter, value), who in itertools.product(filters(), PEOPLE):
+        path = _of_own(name.split()[1], own)
+        with subtests.test(name, parameter=parameter, value=value, who=who):
+            found, absent = (
+                ask(as_(who), name, path, params={parameter: one})
+                for one in (value, missing(value))
+            )
+            same(found, value, absent, missing(value))
+            innocent(found[2], said=value)
 
 
 def _of_own(path: str, own: dict[str, str]) -> str:
@@ -256,22 +267,21 @@ def readers() -> Iterator[tuple[str, str, str]]:
                 yield name, parameter["in"], parameter["name"]
 
 
-@pytest.mark.parametrize(("name", "where", "parameter"), [*readers()])
 @pytest.mark.slow
-def test_a_cursor(name, where, parameter, app, as_, own, vision):
-    """That vision got, in the hands of blue."""
-    path = name.split()[1]
+def test_cursor_of_another_tenant_shows_nothing_foreign(app, as_, own, vision, subtests):
+    """Vision got it, and blue has it in its hands."""
     of_vision = TestClient(app, headers={"Authorization": f"Bearer {vision['tenant_admin']}"})
-    listed = _filled(path, _example_of_path(name)).removesuffix("/stream")
-    cursor = of_vision.get(listed, params={"limit": 1}).json()["next_cursor"]
-    assert cursor, f"vision has not two of what {listed} lists"
-    given = (
-        {"params": {parameter: cursor}} if where == "query" else {"headers": {parameter: cursor}}
-    )
-    for who in PEOPLE:
-        status, _, text = ask(as_(who), name, _of_own(path, own), **given)
-        assert status in (200, 403, 422)
-        innocent(text)
+    for name, where, parameter in readers():
+        with subtests.test(name, parameter=parameter):
+            path = name.split()[1]
+            listed = _filled(path, _example_of_path(name)).removesuffix("/stream")
+            cursor = of_vision.get(listed, params={"limit": 1}).json()["next_cursor"]
+            assert cursor, f"vision has not two of what {listed} lists"
+            given = {"params" if where == "query" else "headers": {parameter: cursor}}
+            for who in PEOPLE:
+                status, _, text = ask(as_(who), name, _of_own(path, own), **given)
+                assert status in (200, 403, 422), who
+                innocent(text)
 
 
 def _example_of_path(name: str) -> str:
@@ -296,7 +306,7 @@ MORE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(("name", "id"), [*bodies()])
-def test_a_body(name, id, as_, own):
+def test_body_with_a_foreign_id_is_refused(name, id, as_, own):
     media = OPERATIONS[name]["requestBody"]["content"]["application/json"]
     text = json.dumps({**_example(media), **MORE.get(name, {})})
     for who in PEOPLE:
@@ -309,7 +319,7 @@ def test_a_body(name, id, as_, own):
         assert found[0] in (403, 422), found
 
 
-def test_a_checkpoint_in_a_descriptor(as_, own):
+def test_foreign_checkpoint_in_a_descriptor_is_refused(as_, own):
     id = CHECKPOINT["id"]
     tasks = [{"name": "t", "run": {"job": "train:Train"}, "from_checkpoint": id}]
     text = json.dumps(descriptor(tasks=tasks))
@@ -322,7 +332,7 @@ def test_a_checkpoint_in_a_descriptor(as_, own):
         same(found, id, absent, missing(id))
 
 
-def test_an_idempotency_key(app, as_, own, vision):
+def test_foreign_idempotency_key_has_no_effect(app, as_, own, vision):
     """The same key of another tenant's member neither replays nor collides."""
     taking = [n for n, o in OPERATIONS.items() if _has(o, "idempotency-key")]
     assert taking == ["POST /v1/requests"]
@@ -350,10 +360,13 @@ ADDRESSES = {
     "/ui/login/oidc/callback": ["/ui/login/oidc/callback?state={}"],
     "/ui/logout": [],  # it only signs out
     "/ui/datablocks": ["/ui/datablocks", "/ui/datablocks?before=blk_{}"],
+    "/ui/environments": ["/ui/environments"],
+    "/ui/secrets": ["/ui/secrets"],
     "/ui/queue": ["/ui/queue"],
     "/ui/requests": ["/ui/requests", "/ui/requests?before={}", "/ui/requests?state=running"],
     "/ui/requests/{id}": ["/ui/requests/{}"],
     "/ui/members": ["/ui/members", "/ui/members?cursor={}"],
+    "/ui/members/limits": [],  # it only takes a form
     "/ui/members/{id}": ["/ui/members/{}"],
     "/ui/webhooks": ["/ui/webhooks"],
     "/ui/webhooks/{id}": ["/ui/webhooks/{}"],
@@ -365,20 +378,20 @@ ADDRESSES = {
 }
 
 
-def test_of_every_page_it_is_known_what_it_could_show():
+def test_every_page_is_classified_by_what_it_could_show():
     assert ADDRESSES.keys() == PAGES
 
 
-@pytest.mark.parametrize("address", [one for many in ADDRESSES.values() for one in many])
 @pytest.mark.slow
-def test_a_page(address, app, world, vision, session):
+def test_page_shows_nothing_foreign(app, world, vision, session, subtests):
     id = REQUEST["id"]
     for who in PEOPLE:
         _, cookie = auth.sign_in(session, world.keys[who])
         session.commit()
         visitor = TestClient(app, headers=SAME_ID, cookies={auth.COOKIE: cookie})
-        with mock.patch.object(changes, "closing", True):
-            found, absent = (visitor.get(address.format(one)) for one in (id, missing(id)))
-        assert found.status_code == absent.status_code
-        assert found.text.replace(id, "ID") == absent.text.replace(missing(id), "ID")
-        innocent(found.text, said=address.format(id))
+        for address in itertools.chain.from_iterable(ADDRESSES.values()):
+            with subtests.test(address, who=who), mock.patch.object(changes, "closing", True):
+                found, absent = (visitor.get(address.format(one)) for one in (id, missing(id)))
+                assert found.status_code == absent.status_code
+                assert found.text.replace(id, "ID") == absent.text.replace(missing(id), "ID")
+                innocent(found.text, said=address.format(id))

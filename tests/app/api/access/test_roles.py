@@ -6,6 +6,8 @@ it exists is not told; tests/app/api/access/test_foreign.py tries to learn it in
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from fastapi.testclient import TestClient
 from sqlalchemy import delete, update
@@ -20,10 +22,13 @@ from app.db.models import (
     Datablock,
     Delivery,
     Enrolment,
+    Environment,
     Event,
     Graph,
+    Mount,
     Preset,
     Request,
+    Secret,
     Task,
     Webhook,
 )
@@ -38,8 +43,8 @@ WHO = (
 
 # {req}, {tsk}: a running request of red.member and its task; {key}: a key of red.member; {ckp}: a
 # checkpoint of that task, whose bytes are lost, as are those of its output y; {whk}, {msg}: a
-# webhook of red and a message to it; {graph}: one that red has sent; {blk}: a datablock of
-# red.member, its bytes lost likewise
+# webhook of red and a message to it; {mnt}: a mount for red; {env}: an environment of red; {graph}:
+# one that red has sent; {blk}: a datablock of red.member, its bytes lost likewise
 TABLE = """
 #                                       the answers to WHO, in its order         scope
 POST   /v1/requests                     401  403  202  202  202  422  422  403  work:write
@@ -50,6 +55,7 @@ PATCH  /v1/requests/{req}               401  403  403  200  200  404  404  200  
 POST   /v1/requests/{req}/hold          401  403  403  202  202  404  404  202  work:write
 POST   /v1/requests/{req}/release       401  403  403  202  202  404  404  202  work:write
 POST   /v1/requests/{req}/cancel        401  403  403  202  202  404  404  202  work:write
+DELETE /v1/requests/{req}               401  403  403  409  409  404  404  409  work:write
 GET    /v1/requests/{req}/plan          401  200  200  200  200  404  404  200  work:read
 GET    /v1/requests/{req}/events        401  200  200  200  200  404  404  200  work:read
 GET    /v1/requests/{req}/events/stream 401  200  200  200  200  404  404  200  work:read
@@ -69,6 +75,7 @@ POST   /v1/tasks/{tsk}/checkpoint       401  403  403  202  202  404  404  202  
 POST   /v1/tasks/{tsk}/migrate          401  403  403  202  202  404  404  202  work:write
 POST   /v1/tasks/{tsk}/resize           401  403  403  202  202  404  404  202  work:write
 POST   /v1/tasks/{tsk}/cancel           401  403  403  202  202  404  404  202  work:write
+POST   /v1/tasks/{tsk}/tunnels          401  403  403  201  201  404  404  201  work:write
 GET    /v1/checkpoints/{ckp}            401  200  200  200  200  404  404  200  work:read
 GET    /v1/checkpoints/{ckp}/tensors    401  410  410  410  410  404  404  410  work:read
 GET    /v1/checkpoints/{ckp}/safetensors 401  410  410  410  410  404  404  410  work:read
@@ -83,6 +90,9 @@ PUT    /v1/datablocks/{blk}             401  403  200  200  200  202  202  202  
 GET    /v1/datablocks/{blk}             401  410  410  410  410  404  404  404  work:read
 HEAD   /v1/datablocks/{blk}             401  200  200  200  200  404  404  404  work:read
 DELETE /v1/datablocks/{blk}@1           401  403  403  200  200  404  404  404  work:write
+PUT    /v1/files/{sha}                  401  403  202  202  202  202  202  202  work:write
+POST   /v1/datablocks/{blk}/folder      401  403  202  202  202  202  202  202  work:write
+GET    /v1/datablocks/{blk}/files/{sha} 401  404  404  404  404  404  404  404  work:read
 GET    /v1/datablocks                   401  200  200  200  200  200  200  200  work:read
 GET    /v1/fair-share                   401  200  200  200  200  200  200  200  usage:read
 GET    /v1/queue                        401  200  200  200  200  200  200  200  usage:read
@@ -106,6 +116,9 @@ DELETE /v1/keys/{key}                   401  403  403  200  200  404  404  200  
 POST   /v1/webhooks                     401  403  403  403  201  403  422  201  admin:write
 GET    /v1/webhooks                     401  403  403  403  200  403  200  200  admin:read
 GET    /v1/webhooks/{whk}               401  403  403  403  200  404  404  200  admin:read
+GET    /v1/secrets                      401  200  200  200  200  200  200  200  work:read
+PUT    /v1/secrets/WIDE                 401  403  403  403  200  403  422  200  work:write
+DELETE /v1/secrets/WIDE                 401  403  403  403  204  403  404  204  work:write
 DELETE /v1/webhooks/{whk}               401  403  403  403  204  404  404  204  admin:write
 POST   /v1/webhooks/{whk}/rotate        401  403  403  403  200  404  404  200  admin:write
 POST   /v1/webhooks/{whk}/test          401  403  403  403  202  404  404  202  admin:write
@@ -133,17 +146,31 @@ GET    /v1/audit-events/verification    401  403  403  403  403  403  403  200  
 GET    /v1/presets                      401  200  200  200  200  200  200  200  devices:read
 GET    /v1/presets/train/cpu            401  200  200  200  200  200  200  200  devices:read
 PUT    /v1/presets/train/cpu            401  403  403  403  403  403  403  200  devices:write
+GET    /v1/mounts                       401  200  200  200  200  200  200  200  devices:read
+GET    /v1/environments                 401  200  200  200  200  200  200  200  work:read
+GET    /v1/environments/{env}           401  200  200  200  200  404  404  200  work:read
+POST   /v1/environments/{env}/refresh   401  403  200  200  200  404  404  200  work:write
+POST   /v1/mounts                       401  403  403  403  403  403  403  201  devices:write
+GET    /v1/mounts/{mnt}                 401  200  200  200  200  404  404  200  devices:read
+PATCH  /v1/mounts/{mnt}                 401  403  403  403  403  403  403  200  devices:write
+DELETE /v1/mounts/{mnt}                 401  403  403  403  403  403  403  204  devices:write
 """
 
 GRAPH = graphs.read(GRAPH_EXAMPLE)
+WIDE = {"tenant_wide": True, "tenant_id": "ten_red"}
 BODIES = {
     "POST /v1/requests": {"json": descriptor()},
     "POST /v1/requests:validate": {"json": descriptor()},
     "POST /v1/enrolments": {"json": {"device_id": "h.1", "key": "ab" * 32}},
     "PATCH /v1/requests/{req}": {"json": {"priority": 5}},
     "POST /v1/tasks/{tsk}/resize": {"json": {"devices_max": 2}},
+    "POST /v1/tasks/{tsk}/tunnels": {"json": {"kind": "shell"}},
     "PUT /v1/bundles/{sha}": {"content": BUNDLE},
     "PUT /v1/graphs/{graph}": {"json": GRAPH_EXAMPLE},
+    "PUT /v1/files/{sha}": {"headers": {"Content-Range": "bytes */9"}},
+    "POST /v1/datablocks/{blk}/folder": {
+        "json": {"files": [{"path": "a", "size_bytes": 1, "sha256": "0" * 64}]}
+    },
     "PUT /v1/datablocks/{blk}": {
         "params": {"sha256": "0" * 64},
         "headers": {"Content-Range": "bytes */9"},
@@ -154,9 +181,13 @@ BODIES = {
     "POST /v1/users": {"json": {"name": "new", "tenant_id": "ten_red"}},
     "POST /v1/keys": {"json": {"user_id": "usr_red.member", "role": "viewer", "name": "k"}},
     "POST /v1/webhooks": {"json": {"url": "https://example.org/", "tenant_id": "ten_red"}},
+    "PUT /v1/secrets/WIDE": {"json": {"value": "a value"}, "params": WIDE},
+    "DELETE /v1/secrets/WIDE": {"params": WIDE},
     "PATCH /v1/devices/h.0": {"json": {"cost": 2.0}, "headers": {"If-Match": '"1"'}},
     "POST /v1/simulations": {"json": {"island": "isle"}},
     "PUT /v1/presets/train/cpu": {"json": {"params": {"threads": 1}}},
+    "POST /v1/mounts": {"json": {"name": "coco", "path": "/data/coco"}},
+    "PATCH /v1/mounts/{mnt}": {"json": {"tenants": None}, "headers": {"If-Match": '"1"'}},
 }
 
 #: so that only the scope decides: a narrowed key makes no key that may do more than it
@@ -170,7 +201,7 @@ SCOPE_OF = {(method, path): scope for method, path, *_, scope in _LINES}
 
 def _shape(path: str) -> str:
     """The path with whatever names one thing as {}."""
-    things = {"ten_red", "usr_red.member", "isle", "h", "h.0", "train", "cpu", "0", "y"}
+    things = {"WIDE", "ten_red", "usr_red.member", "isle", "h", "h.0", "train", "cpu", "0", "y"}
     parts = path.split("/")
     return "/".join("{}" if part in things or part.startswith("{") else part for part in parts)
 
@@ -185,20 +216,34 @@ def test_the_table_has_every_operation_under_v1():
     assert {(method, _shape(path)) for method, path, *_ in ROWS} == served
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]} {row[1]}")
+def _rows(*, ended):
+    """Yield the rows of streams, whose request has ended here, or all other rows."""
+    yield from (row for row in ROWS if row[1].endswith("/stream") == ended)
+
+
+@contextlib.contextmanager
+def _undone(session):
+    """Each call finds the same world."""
+    undo = session.connection().begin_nested()
+    yield
+    undo.rollback()
+    session.expire_all()
+
+
+@pytest.mark.parametrize("ended", [False, True], ids=["calls", "streams"])
 @pytest.mark.slow
-def test_each_role_gets_what_the_table_says(row, as_, world, red, submitted, session):
-    method, path, *expected = row
-    _settle(session, submitted, ended=path.endswith("/stream"))
-    url = _url(path, submitted, world)
-    got = []
-    for who in WHO:
-        undo = session.connection().begin_nested()  # each one finds the same world
-        answer = as_(who).request(method, url, **BODIES.get(f"{method} {path}", {}))
-        got.append(str(answer.status_code))
-        undo.rollback()
-        session.expire_all()
-    assert dict(zip(WHO, got, strict=True)) == dict(zip(WHO, expected, strict=True))
+def test_each_role_gets_what_the_table_says(ended, as_, world, red, submitted, session):
+    _settle(session, submitted, ended=ended)
+    people, wrong = {who: as_(who) for who in WHO}, {}
+    for method, path, *expected in _rows(ended=ended):
+        url, got = _url(path, submitted, world), []
+        for client in people.values():
+            with _undone(session):
+                answer = client.request(method, url, **BODIES.get(f"{method} {path}", {}))
+            got.append(str(answer.status_code))
+        if got != expected:
+            wrong[method, path] = dict(zip(WHO, zip(got, expected, strict=True), strict=True))
+    assert wrong == {}, "by operation and person: what it is, and what it should be"
 
 
 def _url(path, submitted, world):
@@ -212,31 +257,36 @@ def _url(path, submitted, world):
         blk="corpus",
         whk="whk_1",
         msg="msg_1",
+        mnt="pictures",
+        env="env_1",
     )
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]} {row[1]}")
+@pytest.mark.parametrize("ended", [False, True], ids=["calls", "streams"])
 @pytest.mark.slow
-def test_a_key_that_is_narrowed_does_what_its_scopes_allow(row, app, world, submitted, session):
+def test_a_key_that_is_narrowed_does_what_its_scopes_allow(ended, app, world, submitted, session):
     """Keys of an administrator, one for each scope; what that is allowed is in the table above."""
-    method, path, *statuses = row
-    needed = SCOPE_OF[method, path]
-    open_to = {needed, needed.replace(":read", ":write")} if needed != "-" else {*SCOPES}
-    _settle(session, submitted, ended=path.endswith("/stream"))
+    _settle(session, submitted, ended=ended)
     session.execute(update(ApiKey).values(scopes=["admin:read"]))  # {key}: see NARROWED
-    url = _url(path, submitted, world)
-    for scope in SCOPES:
+    keys = {
+        (who, scope): auth.new_key(session, world.users[who], role, "narrowed", scopes=[scope])
+        for who, role in (("root", "platform_admin"), ("red.tenant_admin", "tenant_admin"))
+        for scope in SCOPES
+    }
+    session.commit()
+    client, wrong = TestClient(app), []
+    for method, path, *statuses in _rows(ended=ended):
+        needed = SCOPE_OF[method, path]
+        open_to = {needed, needed.replace(":read", ":write")} if needed != "-" else {*SCOPES}
         who = "root" if statuses[WHO.index("red.tenant_admin")] == "403" else "red.tenant_admin"
-        role = "platform_admin" if who == "root" else "tenant_admin"
-        key = auth.new_key(session, world.users[who], role, "narrowed", scopes=[scope])
-        client = TestClient(app, headers={"Authorization": f"Bearer {key}"})
-        undo = session.connection().begin_nested()
-        body = (BODIES | NARROWED).get(f"{method} {path}", {})
-        answer = client.request(method, url, **body)
-        undo.rollback()
-        session.expire_all()
-        refused = answer.status_code == 403
-        assert refused == (scope not in open_to), (scope, answer.text)
+        url, body = _url(path, submitted, world), (BODIES | NARROWED).get(f"{method} {path}", {})
+        for scope in SCOPES:
+            headers = {"Authorization": f"Bearer {keys[who, scope]}", **body.get("headers", {})}
+            with _undone(session):
+                answer = client.request(method, url, **{**body, "headers": headers})
+            if (answer.status_code == 403) != (scope not in open_to):
+                wrong.append((method, path, scope, answer.text))
+    assert wrong == []
 
 
 def _settle(session, submitted, *, ended):
@@ -250,6 +300,19 @@ def _settle(session, submitted, *, ended):
     task.descriptor = {**task.descriptor, "world_size": 2}
     task.outputs = {"y": {"sha256": "0" * 64, "size_bytes": 9, "format": "npy"}}
     whose = {"task_id": task.id, "tenant_id": task.tenant_id, "sha256": "0" * 64}
+    session.add(
+        Environment(
+            id="env_1",
+            tenant_id="ten_red",
+            user_id=task.user_id,
+            path="requirements.txt",
+            sort="requirements",
+            source_sha256="0",
+            python="3.11",
+            alone=False,
+        )
+    )
+    session.add(Mount(name="pictures", path="/data/pictures", tenants=["ten_red"]))
     session.add(
         Datablock(
             id="blk_1",
@@ -266,6 +329,8 @@ def _settle(session, submitted, *, ended):
     session.add(Checkpoint(id="ckp_1", epoch=1, step=1, size_bytes=1, took_us=1, **whose))
     hook = {"tenant_id": task.tenant_id, "url": "https://example.org/"}
     session.add(Webhook(id="whk_1", secret=webhooks.new_secret(), **hook))
+    whose = {"tenant_id": task.tenant_id, "key_id": "k", "encrypted": b"", "set_by": task.user_id}
+    session.add(Secret(id="sct_1", name="WIDE", **whose))
     session.flush()
     session.add(Delivery(id="msg_1", webhook_id="whk_1", type="t", body="", **hook))
     if ended:

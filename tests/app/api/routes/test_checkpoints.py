@@ -14,6 +14,7 @@ from safetensors.torch import load
 from sqlalchemy import select
 
 from app.core.model.manifest import About
+from app.core.model.messages import CheckpointRef
 from app.db.models import Checkpoint, Device, Task
 from app.scheduling import launch_order
 from app.settings import settings
@@ -114,14 +115,14 @@ def same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 class TestShow:
-    def test_a_list_says_what_it_added_and_who_signed_it(self, as_, task, saved, signer):
+    def test_list_says_what_each_checkpoint_added_and_who_signed_it(self, as_, task, saved, signer):
         answer = as_("red.viewer").get(f"/v1/tasks/{task.id}/checkpoints")
         (listed,) = answer.json()["items"]
         assert (listed["host"], listed["key"]) == ("h", signer.public)
         assert listed["new_bytes"] == saved.new_bytes
         assert as_("red.viewer").get(f"/v1/checkpoints/{saved.id}").json() == listed
 
-    def test_its_tensors_are_listed(self, red, saved):
+    def test_tensors_of_a_checkpoint_are_listed(self, red, saved):
         items = red.get(f"/v1/checkpoints/{saved.id}/tensors").json()["items"]
         assert [item["name"] for item in items] == sorted(TENSORS)
         by_name = {item["name"]: item for item in items}
@@ -130,7 +131,7 @@ class TestShow:
         assert by_name["odd"]["exported"] is False
 
     @pytest.mark.parametrize("path", ["", "/tensors", "/safetensors"])
-    def test_another_tenant_learns_nothing(self, as_, saved, path):
+    def test_other_tenant_learns_nothing_of_a_checkpoint(self, as_, saved, path):
         problem(as_("blue.tenant_admin").get(f"/v1/checkpoints/{saved.id}{path}"), 404, "not-found")
         problem(as_("").get(f"/v1/checkpoints/{saved.id}{path}"), 401, "unauthenticated")
 
@@ -146,7 +147,7 @@ class TestExport:
         (length,) = struct.unpack("<Q", answer.content[:8])
         assert b'"roundhouse.left_out":"odd"' in answer.content[: 8 + length]
 
-    def test_some_by_name(self, red, saved):
+    def test_named_tensors_are_exported(self, red, saved):
         names = {"names": ["base.corner", "step"]}
         answer = red.get(f"/v1/checkpoints/{saved.id}/safetensors", params=names)
         found = load(answer.content)
@@ -154,16 +155,16 @@ class TestExport:
         assert same(found["base.corner"], TENSORS["base.corner"])
 
     @pytest.mark.parametrize("name", ["nobody", "odd"])
-    def test_a_name_that_cannot_be_exported_is_refused(self, red, saved, name):
+    def test_tensor_that_cannot_be_exported_is_refused(self, red, saved, name):
         path = f"/v1/checkpoints/{saved.id}/safetensors"
         problem(red.get(path, params={"names": name}), 422, "validation-error", "?names")
 
-    def test_a_lost_manifest_is_named(self, red, saved, store):
+    def test_lost_manifest_is_reported(self, red, saved, store):
         store.place.delete(manifest(saved.tenant_id, saved.sha256))
         told = problem(red.get(f"/v1/checkpoints/{saved.id}/safetensors"), 410, "gone")
         assert "manifest" in told["detail"]
 
-    def test_a_signature_of_nobody_we_know_is_named(self, session, red, saved):
+    def test_signature_of_an_unknown_host_is_reported(self, session, red, saved):
         saved.key = "ab" * 32
         session.commit()
         told = problem(red.get(f"/v1/checkpoints/{saved.id}/tensors"), 410, "gone")
@@ -205,7 +206,7 @@ class TestFork:
         query = select(Task).where(Task.request_id == answer.json()["id"])
         return session.scalars(query).one()
 
-    def test_it_has_a_checkpoint_of_its_own_from_the_start(self, session, red, task, saved):
+    def test_fork_has_a_checkpoint_of_its_own_from_the_start(self, session, red, task, saved):
         task.descriptor = {**task.descriptor, "params": {"steps": 50}}
         session.commit()
         new = self.forked(session, self.fork(red, saved))
@@ -215,37 +216,58 @@ class TestFork:
         assert row.id != saved.id
         assert (row.epoch, row.step, row.new_bytes) == (0, 40, 0)
         assert (row.sha256, row.key) == (saved.sha256, saved.key)
+        assert (row.printed_epoch, row.printed_lines) == (None, None)
 
-    def test_its_first_launch_names_that_image_and_its_key(self, session, red, saved):
+    def test_fork_of_processes_has_printed_nothing_before_them(self, session, red, saved):
+        saved.printed_epoch, saved.printed_lines = 3, 17
+        session.commit()
+        new = self.forked(session, self.fork(red, saved))
+        row = session.scalars(select(Checkpoint).where(Checkpoint.task_id == new.id)).one()
+        assert (row.printed_epoch, row.printed_lines) == (0, 0)
+
+    def test_first_launch_of_a_fork_names_the_image_and_its_key(self, session, red, saved):
         new = self.forked(session, self.fork(red, saved))
         device = session.get_one(Device, "h.0")
-        wanted = [{"sha256": saved.sha256, "step": 40, "key": saved.key}]
-        assert launch_order.look_up(session, [(new, device)]).body(new, device)["images"] == wanted
+        wanted = [CheckpointRef(sha256=saved.sha256, step=40, key=saved.key)]
+        assert launch_order.look_up(session, [(new, device)]).launch(new, device).images == wanted
         # A damaged one too: it fails by name, and does not quietly begin anew.
         row = session.scalars(select(Checkpoint).where(Checkpoint.task_id == new.id)).one()
         row.damaged_at = row.created_at
         session.commit()
-        assert launch_order.look_up(session, [(new, device)]).body(new, device)["images"] == wanted
+        assert launch_order.look_up(session, [(new, device)]).launch(new, device).images == wanted
 
-    def test_the_same_parameters_may_be_given_and_others_are_refused(
-        self, session, red, task, saved
-    ):
+    def test_fork_may_repeat_its_parameters_but_not_change_them(self, session, red, task, saved):
         task.descriptor = {**task.descriptor, "params": {"steps": 50}}
         session.commit()
         self.forked(session, self.fork(red, saved, params={"steps": 50}))
         answer = self.fork(red, saved, params={"steps": 51})
         problem(answer, 422, "validation-error", "/tasks/0/params")
 
-    def test_another_job_is_refused(self, session, red, task, saved):
+    def test_fork_with_another_job_is_refused(self, session, red, task, saved):
         task.descriptor = {**task.descriptor, "run": {"job": "train:Other"}}
         session.commit()
         problem(self.fork(red, saved), 422, "validation-error", "/tasks/0/run/job")
 
-    def test_a_function_does_not_go_on_from_one(self, red, saved):
+    def test_command_begins_in_the_folder_of_another_with_other_ranks_and_parameters(
+        self, session, red, task, saved
+    ):
+        command = {"run": {"command": ["python", "train.py"]}, "world_size": 2}
+        pointer = "/tasks/0/from_checkpoint"
+        told = problem(self.fork(red, saved, **command), 422, "validation-error", pointer)
+        assert "is a checkpoint of a job, and this is a command" in str(told["errors"])
+        task.descriptor = {**task.descriptor, "run": command["run"], "world_size": 4}
+        session.commit()
+        new = self.forked(session, self.fork(red, saved, params={"lr": 2}, **command))
+        assert (new.step, new.spec.world_size, new.spec.params) == (40, 2, {"lr": 2})
+        device = session.get_one(Device, "h.0")
+        wanted = [CheckpointRef(sha256=saved.sha256, step=40, key=saved.key)]
+        assert launch_order.look_up(session, [(new, device)]).launch(new, device).images == wanted
+
+    def test_function_cannot_be_forked(self, red, saved):
         answer = self.fork(red, saved, run={"function": "train:encode"})
         problem(answer, 422, "validation-error", "/tasks/0/from_checkpoint")
 
-    def test_another_tenant_s_checkpoint_is_unknown(self, session, as_, red, saved):
+    def test_checkpoint_of_another_tenant_is_unknown(self, session, as_, red, saved):
         saved.tenant_id = "ten_blue"
         session.commit()
         pointer = "/tasks/0/from_checkpoint"
@@ -253,12 +275,12 @@ class TestFork:
         assert "no such checkpoint" in str(told["errors"])
 
     @pytest.mark.parametrize("column", ["damaged_at", "deleted_at"])
-    def test_one_that_is_not_to_be_had_any_more_is_unknown(self, session, red, saved, column):
+    def test_deleted_checkpoint_is_unknown(self, session, red, saved, column):
         setattr(saved, column, saved.created_at)
         session.commit()
         problem(self.fork(red, saved), 422, "validation-error", "/tasks/0/from_checkpoint")
 
-    def test_no_id_at_all_is_refused(self, red):
+    def test_fork_without_a_valid_id_is_refused(self, red):
         body = descriptor()
         body["tasks"][0]["from_checkpoint"] = "the last one"
         answer = red.post("/v1/requests", json=body)

@@ -18,10 +18,10 @@ def root(as_):
 
 
 class TestIslands:
-    def test_one_is_led_while_its_leaders_lease_lasts(self, as_, session):
+    def test_island_has_a_leader_while_its_lease_lasts(self, as_, session):
         viewer = as_("red.viewer")
         assert not viewer.get("/v1/islands/isle").json()["led"]
-        lease = func.now() + timedelta(seconds=5)
+        lease = func.now() + timedelta(hours=1)
         session.execute(update(Island).values(leader="me", leader_until=lease, term=3))
         session.commit()
         body = {"name": "isle", "leader": "me", "led": True, "term": 3, "devices": 2}
@@ -40,7 +40,7 @@ def test_a_device_row_with_what_the_api_forbids_is_refused(as_, session, column)
 
 
 class TestHosts:
-    def test_it_counts_what_is_up(self, as_, session):
+    def test_host_counts_its_devices_that_are_up(self, as_, session):
         session.execute(update(Device).where(Device.id == "h.1").values(lease_until=None))
         session.commit()
         body = as_("red.viewer").get("/v1/hosts/h").json()
@@ -75,7 +75,7 @@ class TestDevices:
         )
         session.commit()
 
-    def test_who_sits_on_it_is_told_to_those_who_may_see_the_task(self, as_, session, submitted):
+    def test_task_on_a_device_is_shown_to_callers_who_may_see_it(self, as_, session, submitted):
         self.seat(session, submitted)
 
         def seen(who):
@@ -87,6 +87,16 @@ class TestDevices:
         assert seen("blue.tenant_admin") == (True, None)
         assert not as_("root").get("/v1/devices/h.1").json()["busy"]
 
+    def test_model_and_uuid_of_an_accelerator_are_shown(self, as_, session):
+        device = session.get_one(Device, "h.0")
+        device.facts = {**device.facts, "model": "NVIDIA H100", "uuid": "GPU-5b3f"}
+        session.commit()
+        shown = [
+            as_("red.viewer").get(f"/v1/devices/{id}").json()["facts"] for id in ("h.0", "h.1")
+        ]
+        assert [facts.get("model") for facts in shown] == ["NVIDIA H100", None]
+        assert [facts.get("uuid") for facts in shown] == ["GPU-5b3f", None]
+
     def test_list_by_kind_and_island_page_by_page(self, as_):
         viewer = as_("red.viewer")
         first = viewer.get("/v1/devices?limit=1")
@@ -96,7 +106,7 @@ class TestDevices:
         assert viewer.get("/v1/devices?kind=cuda").json()["items"] == []
         assert len(viewer.get("/v1/devices?island=isle").json()["items"]) == 2
 
-    def test_cost_is_changed_for_the_version_that_was_read(self, root, session, rows):
+    def test_cost_is_changed_only_for_the_version_that_was_read(self, root, session, rows):
         etag = root.get("/v1/devices/h.0").headers["etag"]
         before = rows()
         problem(root.patch("/v1/devices/h.0", json={"cost": 2}), 428, "precondition-required")
@@ -127,14 +137,22 @@ class TestDevices:
 class TestPresets:
     URL = "/v1/presets/train/cpu"
 
-    def test_put_get_and_put_again(self, root, as_):
+    def test_preset_of_a_kind_needs_a_device_of_the_kind_or_a_usual_kind(self, root, session):
+        body = {"json": {"params": {"deterministic": "warn"}}}
+        assert root.put("/v1/presets/train/cuda", **body).is_success
+        problem(root.put("/v1/presets/train/sim", **body), 422, "validation-error", "{kind}")
+        session.get_one(Device, "h.1").kind = "sim"
+        session.commit()
+        assert root.put("/v1/presets/train/sim", **body).is_success
+
+    def test_preset_is_written_read_and_written_again(self, root, as_):
         for version in (1, 2):
             body = root.put(self.URL, json={"params": {"threads": version}}).json()
             assert (body["params"], body["version"]) == ({"threads": version}, version)
         assert as_("red.viewer").get(self.URL).json() == body
         assert as_("red.viewer").get("/v1/presets").json()["items"] == [body]
 
-    def test_there_may_be_one_for_all_types(self, root):
+    def test_preset_may_apply_to_all_types(self, root):
         assert root.put("/v1/presets/*/cpu", json={"params": {}}).json()["task_type"] == "*"
 
     @pytest.mark.parametrize(
@@ -147,7 +165,7 @@ class TestPresets:
             ("x", "/params"),
         ],
     )
-    def test_only_what_is_on_the_list_can_be_set(self, params, pointer, root, session, rows):
+    def test_only_listed_parameters_can_be_set(self, params, pointer, root, session, rows):
         before = rows()
         answer = root.put(self.URL, json={"params": params})
         problem(answer, 422, "validation-error", pointer)

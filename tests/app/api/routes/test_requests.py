@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from sqlalchemy import func, select, text, update
 
-from app.db.models import Bundle, Event, Idempotency, Need, Preset, Request, Task, Tenant
+from app.db.models import Bundle, Device, Event, Idempotency, Need, Preset, Request, Task, Tenant
 from app.db.transactions import transaction
 from app.errors import QueueFull
 from app.intake import intake
+from app.scheduling import retention
 from tests.app.conftest import BUNDLE, descriptor, people, problem, sha256
 
 
@@ -40,7 +41,23 @@ class TestSubmit:
         ]
         assert red.get(answer.headers["location"]).json() == body
 
-    def test_rows_are_tasks_needs_and_one_event(self, red, session):
+    def test_choice_that_no_device_suits_is_refused_with_what_there_is(self, red, session):
+        facts = {"model": "NVIDIA H100 80GB HBM3", "labels": ["fast"]}
+        with transaction() as its:
+            its.execute(update(Device).values(facts=facts))
+
+        def submitted(**devices):
+            run = {"job": "train:Train"}
+            tasks = [{"name": "t", "run": run, "devices": devices}]
+            return red.post("/v1/requests", json=descriptor(tasks=tasks))
+
+        assert submitted(model="h100", labels=["fast"]).status_code == 202
+        fault = problem(submitted(model="a100"), 422, "unsatisfiable", "/tasks/0/devices/model")
+        assert fault["errors"][0]["detail"] == (
+            "there is no cpu device of model a100; there are NVIDIA H100 80GB HBM3"
+        )
+
+    def test_submission_writes_tasks_dependencies_and_one_event(self, red, session):
         tasks = [
             {"name": "prep", "run": {"function": "train:encode"}, "outputs": ["h"]},
             {
@@ -50,14 +67,15 @@ class TestSubmit:
                 "params": {"steps": 5},
                 "inputs": {"x": "prep.h"},
                 "start": {"after": ["prep"], "hold": True, "not_before": "2030-01-01T00:00:00Z"},
-                "devices": {"memory_bytes": 1024},
+                "devices": {"memory_bytes": 9, "avoid_labels": ["spot", "old"]},
                 "retry": {"max": 2},
             },
         ]
         body = red.post("/v1/requests", json=descriptor(tasks=tasks, priority=-5)).json()
         prep, train = session.scalars(select(Task).order_by(Task.ordinal))
         assert (prep.ordinal, train.ordinal, train.type, train.kind) == (0, 1, "training", "cpu")
-        assert (train.memory_bytes, train.retry_max, train.priority) == (1024, 2, -5)
+        assert (train.memory_bytes, train.retry_max, train.priority) == (9, 2, -5)
+        assert (prep.device_choice, train.device_choice) == ("", "-old,-spot")
         assert (train.hold, train.not_before) == ("user", datetime(2030, 1, 1, tzinfo=UTC))
         assert train.descriptor["max_duration_s"] == 86400.0
         needs = session.scalars(select(Need).order_by(Need.port)).all()
@@ -72,10 +90,10 @@ class TestSubmit:
         assert event_types(session) == ["request.submitted"]
         assert red.get(f"/v1/requests/{body['id']}").json() == body  # it was not read back
 
-    def test_one_without_a_name_is_called_after_its_first_task(self, submitted):
+    def test_request_without_a_name_is_named_after_its_first_task(self, submitted):
         assert submitted["name"] == f"train-{submitted['id'][-6:]}"
 
-    def test_the_root_tenant_owns_no_share_and_is_told_so(self, as_):
+    def test_root_tenant_without_a_share_cannot_submit(self, as_):
         answer = as_("root").post("/v1/requests", json=descriptor())
         assert "has no share" in problem(answer, 403, "insufficient-scope")["detail"]
 
@@ -94,7 +112,7 @@ class TestTier:
         assert (shown["tier"], shown["devices_min"], shown["devices_max"]) == ("premium", 1, 1)
 
     @pytest.mark.parametrize("route", ["/v1/requests", "/v1/requests:validate"])
-    def test_a_better_one_than_the_tenants_is_refused(self, route, red, session, rows):
+    def test_better_tier_than_the_tenants_is_refused(self, route, red, session, rows):
         self.tier_of(session, "ten_red", "standard")
         before = rows()
         answer = red.post(route, json=descriptor(tier="premium"))
@@ -103,13 +121,13 @@ class TestTier:
         assert rows() == before
         assert red.post(route, json=descriptor(tier="standard")).is_success
 
-    def test_the_least_on_the_way_to_the_root_counts(self, red, session):
+    def test_lowest_tier_up_to_the_root_counts(self, red, session):
         self.tier_of(session, "ten_root", "basic")
         answer = red.post("/v1/requests", json=descriptor(tier="standard"))
         found = problem(answer, 422, "validation-error", "/tier")
         assert "may ask for basic, not" in found["detail"]
 
-    def test_who_asks_for_none_gets_standard_or_the_best_there_is(self, red, session):
+    def test_task_without_a_tier_gets_standard_or_the_best_allowed(self, red, session):
         assert red.post("/v1/requests", json=descriptor()).json()["tier"] == "standard"
         self.tier_of(session, "ten_red", "basic")
         assert red.post("/v1/requests:validate", json=descriptor()).json()["tier"] == "basic"
@@ -128,7 +146,7 @@ class TestTypeWithoutPreset:
     @pytest.mark.parametrize(
         ("task_type", "meant"), [("trian", "train"), ("train", None), ("evaluate", None)]
     )
-    def test_type_that_is_nearly_a_known_one_is_noted(self, task_type, meant, red):
+    def test_type_similar_to_a_known_one_is_noted(self, task_type, meant, red):
         body = descriptor()
         body["tasks"][0]["type"] = task_type
         for route, status in (("/v1/requests:validate", 200), ("/v1/requests", 202)):
@@ -144,7 +162,7 @@ class TestMaxQueued:
         session.get_one(Tenant, tenant_id).max_queued = most
         session.flush()
 
-    def test_one_more_than_may_wait_is_refused_with_the_numbers(self, red, session, rows):
+    def test_task_beyond_max_queued_is_refused_with_the_numbers(self, red, session, rows):
         self.bound(session, "ten_red", 2)
         for _ in range(2):
             assert red.post("/v1/requests", json=descriptor()).status_code == 202
@@ -154,7 +172,7 @@ class TestMaxQueued:
         assert "red has 2 queued tasks of at most 2; this request has 1" in found["detail"]
         assert rows() == before
 
-    def test_what_runs_or_has_ended_takes_no_place(self, red, session):
+    def test_running_and_ended_tasks_do_not_count_as_queued(self, red, session):
         self.bound(session, "ten_red", 1)
         for state in ("running", "done", "cancelled"):
             assert red.post("/v1/requests", json=descriptor()).status_code == 202
@@ -163,7 +181,7 @@ class TestMaxQueued:
         session.execute(update(Task).values(state="waiting"))
         problem(red.post("/v1/requests", json=descriptor()), 409, "queue-full")
 
-    def test_a_bound_above_counts_the_whole_subtree(self, red, as_, session):
+    def test_max_queued_of_a_tenant_counts_the_tenants_below(self, red, as_, session):
         session.get_one(Tenant, "ten_blue").parent_id = "ten_red"
         self.bound(session, "ten_red", 1)
         blue = as_("blue.member")
@@ -173,13 +191,13 @@ class TestMaxQueued:
             found = problem(client.post("/v1/requests", json=descriptor()), 409, "queue-full")
             assert "red has 1 queued tasks" in found["detail"]
 
-    def test_a_request_that_never_fits_is_told_to_be_split(self, red, session):
+    def test_request_larger_than_max_queued_is_refused_with_advice(self, red, session):
         self.bound(session, "ten_red", 1)
         tasks = [{"name": name, "run": {"job": "train:Train"}} for name in ("a", "b")]
         answer = red.post("/v1/requests", json=descriptor(tasks=tasks))
         assert "split the request" in problem(answer, 409, "queue-full")["detail"]
 
-    def test_of_two_at_once_only_one_gets_the_last_place(self, committed):
+    def test_only_one_of_two_simultaneous_requests_gets_the_last_place(self, committed):
         """1. The first has passed the check and is not committed.  2. The second comes and waits
         for it.  3. The first commits.  4. The second sees that the place is taken.
         """
@@ -195,7 +213,7 @@ class TestMaxQueued:
                 _until_somebody_waits_for(first)
                 assert not second.done()
             with pytest.raises(QueueFull):
-                second.result(timeout=30)
+                second.result(timeout=90)
         with transaction() as session:
             assert count(session, Task) == 1
 
@@ -216,8 +234,8 @@ def _submit(owner):
 
 def _taken_in(session, owner):
     once = intake.Once(None, "", descriptor())
-    ground = intake.ground(session, owner, once)
-    accepted = intake.accept(session, owner, once.body, ground)
+    facts = intake.request_facts(session, owner, once)
+    accepted = intake.accept(session, owner, once.body, facts)
     intake.write(session, accepted, once, intake.IntakeResponse(202, "{}", ""))
 
 
@@ -227,7 +245,7 @@ def _until_somebody_waits_for(session):
         "select count(*) from pg_locks"
         " where not granted and transactionid = pg_current_xact_id()::xid"
     )
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + 90
     while not session.scalar(waiting):
         assert time.monotonic() < deadline_s, "nobody waits"
         time.sleep(0.01)
@@ -245,7 +263,7 @@ class TestIdempotencyKey:
         assert "idempotency-replayed" not in first.headers
         assert count(session, Request) == count(session, Task) == count(session, Idempotency) == 1
 
-    def test_the_first_answer_is_given_again_however_it_stands_by_then(self, red, session):
+    def test_first_answer_is_repeated_whatever_happened_since(self, red, session):
         first = red.post("/v1/requests", json=descriptor(), headers=self.HEADERS)
         red.post(f"/v1/requests/{first.json()['id']}/hold")
         again = red.post("/v1/requests", json=descriptor(), headers=self.HEADERS)
@@ -263,20 +281,20 @@ class TestIdempotencyKey:
         problem(bad, 422, "validation-error")
         assert red.post("/v1/requests", json=descriptor(), headers=self.HEADERS).is_success
 
-    def test_keys_of_two_users_have_nothing_to_do_with_each_other(self, red, as_, session):
+    def test_idempotency_keys_of_two_users_are_independent(self, red, as_, session):
         red.post("/v1/requests", json=descriptor(), headers=self.HEADERS)
         other = as_("red.other").post("/v1/requests", json=descriptor(), headers=self.HEADERS)
         assert "idempotency-replayed" not in other.headers
         assert count(session, Request) == 2
 
-    def test_without_a_key_each_call_submits(self, red, session):
+    def test_each_call_without_a_key_submits(self, red, session):
         for _ in range(2):
             red.post("/v1/requests", json=descriptor())
         assert count(session, Request) == 2
 
 
 class TestValidate:
-    def test_it_shows_the_tasks_with_every_default_and_writes_nothing(self, red, rows):
+    def test_validation_shows_tasks_with_defaults_and_writes_nothing(self, red, rows):
         before = rows()
         body = red.post("/v1/requests:validate", json=descriptor(name="x")).json()
         assert body["name"] == "x"
@@ -298,7 +316,7 @@ class TestList:
     def test_newest_first(self, red, ids):
         assert self.listed(red) == ids
 
-    def test_page_by_page_each_is_seen_once(self, red, ids):
+    def test_each_request_is_seen_once_page_by_page(self, red, ids):
         seen, url = [], "/v1/requests?limit=2&state=queued"
         while url:
             answer = red.get(url)
@@ -307,7 +325,7 @@ class TestList:
             assert bool(url) == (answer.json()["next_cursor"] is not None)
         assert seen == ids
 
-    def test_what_comes_meanwhile_does_not_shift_the_next_page(self, red, ids):
+    def test_new_requests_do_not_shift_the_next_page(self, red, ids):
         first = red.get("/v1/requests?limit=2").json()
         red.post("/v1/requests", json=descriptor())
         assert self.listed(red, limit=2, cursor=first["next_cursor"]) == ids[2:4]
@@ -332,21 +350,21 @@ class TestList:
         session.commit()
         assert self.listed(red, submitted_after="2020-01-01T00:00:01Z") == ids[:4]
 
-    def test_of_other_tenants_nothing_is_listed(self, as_, ids):
+    def test_requests_of_other_tenants_are_not_listed(self, as_, ids):
         assert self.listed(as_("blue.tenant_admin")) == []
         assert self.listed(as_("blue.tenant_admin"), tenant_id="ten_red") == []
         assert self.listed(as_("root"), tenant_id="ten_red") == ids
 
 
 class TestChange:
-    def test_priority_reaches_the_tasks_and_leaves_one_event(self, red, submitted, session):
+    def test_new_priority_reaches_the_tasks_and_leaves_one_event(self, red, submitted, session):
         for _ in range(2):  # the second changes nothing more
             body = red.patch(f"/v1/requests/{submitted['id']}", json={"priority": 7}).json()
         assert body["priority"] == 7
         assert session.scalar(select(Task.priority)) == 7
         assert event_types(session) == ["request.submitted", "request.priority_set"]
 
-    def test_what_has_ended_keeps_its_priority_but_takes_labels(self, red, submitted, session):
+    def test_ended_request_keeps_its_priority_but_takes_labels(self, red, submitted, session):
         session.execute(update(Request).values(state="done"))
         session.commit()
         url = f"/v1/requests/{submitted['id']}"
@@ -362,15 +380,63 @@ class TestChange:
             ({"labels": {"a": 1}}, "/labels/a"),
         ],
     )
-    def test_nothing_else_can_be_changed(self, body, pointer, red, submitted, rows):
+    def test_other_fields_cannot_be_changed(self, body, pointer, red, submitted, rows):
         before = rows()
         answer = red.patch(f"/v1/requests/{submitted['id']}", json=body)
         problem(answer, 422, "validation-error", pointer)
         assert rows() == before
 
 
+class TestDelete:
+    @pytest.fixture
+    def ended(self, submitted, session) -> str:
+        at = func.now() - timedelta(minutes=11)
+        session.execute(update(Task).values(state="done", ended_at=at))
+        session.execute(update(Request).values(state="done", ended_at=at))
+        session.commit()
+        return f"/v1/requests/{submitted['id']}"
+
+    def test_ended_request_is_shown_as_deleted_until_it_is_gone(self, red, ended, session):
+        answer = red.delete(ended)
+        assert answer.status_code == 202, answer.text
+        asked_at = answer.json()["delete_asked_at"]
+        assert asked_at
+        assert red.delete(ended).json()["delete_asked_at"] == asked_at
+        assert event_types(session) == ["request.submitted", "request.delete_asked"]
+        with transaction() as its:
+            assert retention.delete_some(its)
+        problem(red.get(ended), 404, "not-found")
+        problem(red.delete(ended), 404, "not-found")
+        assert count(session, Task) == count(session, Event) == 0
+
+    @pytest.mark.parametrize("state", ["queued", "running"])
+    def test_request_that_goes_on_is_refused_with_the_way_to_end_it(
+        self, red, submitted, session, rows, state
+    ):
+        session.execute(update(Request).values(state=state))
+        session.commit()
+        before = rows()
+        told = problem(red.delete(f"/v1/requests/{submitted['id']}"), 409, "conflict-state")
+        assert f"POST /v1/requests/{submitted['id']}/cancel" in told["detail"]
+        assert rows() == before
+
+    def test_failed_request_of_which_a_task_stops_is_refused(self, red, ended, session):
+        session.execute(update(Task).values(state="stopping"))
+        session.commit()
+        problem(red.delete(ended), 409, "conflict-state")
+
+    def test_kept_request_is_let_go_before_it_is_deleted(self, red, ended, session):
+        assert red.patch(ended, json={"keep": True}).json()["keep"] is True
+        problem(red.delete(ended), 409, "conflict-state")
+        assert red.patch(ended, json={"keep": False}).json()["keep"] is False
+        assert red.delete(ended).status_code == 202
+        problem(red.patch(ended, json={"keep": True}), 409, "conflict-state")
+        told = ["request.kept", "request.let_go", "request.delete_asked"]
+        assert event_types(session) == ["request.submitted", *told]
+
+
 class TestWishes:
-    def test_cancel_is_a_wish_and_the_state_stays_the_islands(self, red, submitted, session):
+    def test_cancel_is_noted_and_the_island_changes_the_state(self, red, submitted, session):
         url = f"/v1/requests/{submitted['id']}/cancel"
         body = red.post(url).json()
         assert (body["state"], body["tasks"][0]["state"]) == ("queued", "blocked")
@@ -380,7 +446,7 @@ class TestWishes:
         assert session.scalar(select(Task.cancel_asked_at)) == asked_at
         assert event_types(session) == ["request.submitted", "request.cancel_asked"]
 
-    def test_cancelling_what_has_ended_changes_nothing(self, red, submitted, session, rows):
+    def test_cancelling_an_ended_request_changes_nothing(self, red, submitted, session, rows):
         session.execute(update(Task).values(state="done"))
         session.commit()
         before = rows()
@@ -396,7 +462,7 @@ class TestWishes:
         asked = ["request.hold_asked", "request.release_asked"]
         assert event_types(session) == ["request.submitted", *asked]
 
-    def test_what_a_platform_admin_holds_only_they_release(self, red, as_, submitted):
+    def test_hold_of_a_platform_admin_is_released_only_by_one(self, red, as_, submitted):
         url = f"/v1/requests/{submitted['id']}"
         assert as_("root").post(f"{url}/hold").json()["tasks"][0]["hold"] == "admin"
         problem(red.post(f"{url}/release"), 403, "insufficient-scope")
@@ -404,7 +470,7 @@ class TestWishes:
         assert as_("root").post(f"{url}/release").json()["tasks"][0]["hold"] == ""
 
     @pytest.mark.parametrize("wish", ["hold", "release"])
-    def test_what_has_ended_cannot_be_wished_back(self, wish, red, submitted, session, rows):
+    def test_action_on_an_ended_request_is_refused(self, wish, red, submitted, session, rows):
         session.execute(update(Task).values(state="done"))
         session.execute(update(Request).values(state="done"))
         session.commit()
@@ -414,7 +480,7 @@ class TestWishes:
         assert said == "the task is already done; nothing was changed"
         assert rows() == before
 
-    def test_a_request_is_held_if_all_that_has_not_ended_is(self, red, session):
+    def test_request_is_held_if_all_its_live_tasks_are_held(self, red, session):
         tasks = [{"name": name, "run": {"job": "train:Train"}} for name in ("a", "b", "c")]
         first = red.post("/v1/requests", json=descriptor(tasks=tasks)).json()
         ended, held, _ = (task["id"] for task in first["tasks"])

@@ -45,7 +45,7 @@ def tenants(scenery):
 
 @pytest.mark.parametrize("path", ROUTES)
 class TestEveryRoute:
-    def test_without_a_key_it_tells_nothing(self, get, path):
+    def test_call_without_a_key_is_refused(self, get, path):
         answer = get(path)
         assert answer.status_code == 401
         assert answer.headers["content-type"] == "application/problem+json"
@@ -55,7 +55,7 @@ class TestEveryRoute:
         assert answer.status_code == 422
         assert answer.json()["errors"][0]["pointer"] == "?tenat"
 
-    def test_nothing_of_another_tenants_is_told(self, get, scenery, tenants, path):
+    def test_nothing_of_another_tenant_is_shown(self, get, scenery, tenants, path):
         _, b = tenants
         told = get(path, scenery.key(b, "viewer")).text
         assert '"a"' not in told
@@ -66,7 +66,7 @@ class TestEveryRoute:
 
 
 class TestFairShare:
-    def test_a_member_sees_its_tenant_and_the_rest_as_one(self, get, session, scenery, tenants):
+    def test_member_sees_own_tenant_and_the_rest_as_one(self, get, session, scenery, tenants):
         a, _ = tenants
         told = get("/v1/fair-share", scenery.key(a)).json()
         shares = reports.fair_share(session, reports.clock(session))
@@ -84,7 +84,7 @@ class TestFairShare:
 
 
 class TestQueue:
-    def test_it_says_what_waits_why_and_what_would_help_first(self, get, scenery, tenants):
+    def test_queue_says_what_waits_why_and_what_would_help(self, get, scenery, tenants):
         told = get("/v1/queue", scenery.key(tenants[0])).json()
         [item] = told["items"]
         assert (item["place"], item["starts_at"]) == (1, None)
@@ -97,7 +97,7 @@ class TestQueue:
         assert item["nearest"]["code"] == "TENANT_OVER_FAIR_SHARE"
         assert told["next_cursor"] is None
 
-    def test_it_can_be_asked_for_one_state_or_kind(self, get, scenery, tenants):
+    def test_queue_is_filtered_by_state_and_kind(self, get, scenery, tenants):
         key = scenery.key(tenants[0])
         held = scenery.task(tenants[0], "blocked", hold="user", kind="cuda")
         for query in ("state=blocked", "kind=cuda", "state=blocked&kind=cuda"):
@@ -105,7 +105,7 @@ class TestQueue:
             assert item["id"] == held.id
         assert get("/v1/queue?state=running", key).status_code == 422
 
-    def test_pages_follow_each_other(self, get, scenery):
+    def test_pages_of_the_queue_follow_each_other(self, get, scenery):
         a = scenery.tenant("a")
         ids = [scenery.task(a).id for _ in range(3)]
         key, path, seen = scenery.key(a), "/v1/queue?limit=2", []
@@ -116,7 +116,7 @@ class TestQueue:
         assert seen == ids
 
     @pytest.mark.parametrize("cursor", ["x", "", "A", "%00"])
-    def test_what_is_no_cursor_is_refused(self, get, scenery, cursor):
+    def test_invalid_cursor_is_refused(self, get, scenery, cursor):
         answer = get(f"/v1/queue?cursor={cursor}", scenery.key(scenery.tenant("a")))
         assert answer.status_code == 422
 
@@ -134,7 +134,7 @@ class TestUsage:
             )  # fmt: skip
         return scenery.key(tenants[0])
 
-    def test_json(self, get, key):
+    def test_usage_is_given_as_json(self, get, key):
         told = get(f"/v1/usage?{DAY}&group_by=user,bucket&interval=1h", key).json()
         assert told["items"] == [
             {
@@ -144,7 +144,7 @@ class TestUsage:
         ]  # fmt: skip
 
     @pytest.mark.parametrize(("query", "accept"), [("&format=csv", "*/*"), ("", "text/csv")])
-    def test_csv(self, get, key, query, accept):
+    def test_usage_is_given_as_csv(self, get, key, query, accept):
         answer = get(f"/v1/usage?{DAY}{query}", key, Accept=accept)
         assert answer.headers["content-type"].startswith("text/csv")
         assert answer.text == "tenant,user,kind,held_us,charged_us\r\na,ann,cpu,7,14\r\n"
@@ -160,7 +160,7 @@ class TestUsage:
             ("format=parquet", "?format"),
         ],
     )
-    def test_bad_input_is_pointed_at(self, get, key, query, pointer):
+    def test_bad_input_is_reported_with_its_pointer(self, get, key, query, pointer):
         answer = get(f"/v1/usage?{query}", key)
         assert answer.status_code == 422
         assert answer.json()["errors"][0]["pointer"] == pointer
@@ -191,7 +191,7 @@ class TestDecisions:
             ]
         ]  # fmt: skip
 
-    def test_they_say_who_got_what_by_which_rule_newest_first(self, get, scenery, tenants, decided):
+    def test_decisions_show_task_and_rule_newest_first(self, get, scenery, tenants, decided):
         key = scenery.key(tenants[0])
         told = get("/v1/decisions", key).json()
         names = ("move", "rule", "devices", "task", "because")
@@ -204,7 +204,9 @@ class TestDecisions:
         assert [d["move"] for d in second["items"]] == ["Pause"]
         assert second["next_cursor"] is None
 
-    def test_against_whom_is_told_to_who_may_see_them(self, get, scenery, tenants, decided):
+    def test_other_party_of_a_decision_is_shown_to_callers_who_may_see_it(
+        self, get, scenery, tenants, decided
+    ):
         a, _ = tenants
         for tenant, role, named in (
             (a, "member", "another tenant"),
@@ -217,7 +219,7 @@ class TestDecisions:
             assert ("secret" in answer.text) is (named == "b")
             assert (decided[1].task_id in answer.text) is (named == "b")
 
-    def test_one_comes_with_its_round_and_for_an_admin_with_what_it_saw(
+    def test_decision_is_shown_with_its_round_and_to_an_admin_with_its_snapshot(
         self, get, scenery, tenants, decided
     ):
         path = f"/v1/decisions/{decided[0].id}"
@@ -229,7 +231,7 @@ class TestDecisions:
         assert [d["id"] for d in answer.json()["decisions"]] == [decided[0].id]
         assert "secret" not in answer.text
 
-    def test_one_of_another_tenants_is_not_there(self, get, scenery, tenants, decided):
+    def test_decision_about_another_tenant_is_not_found(self, get, scenery, tenants, decided):
         key = scenery.key(tenants[0])
         assert get(f"/v1/decisions/{decided[1].id}", key).status_code == 404
         assert get("/v1/decisions/0", key).status_code == 404

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -78,7 +78,7 @@ def log(request_id: str, *lines: str) -> None:
 
 
 class TestEvents:
-    def test_a_page_lists_them_oldest_first_and_the_next_goes_on(self, server, request_id):
+    def test_events_are_listed_oldest_first_page_by_page(self, server, request_id):
         for n in range(3):
             tell(request_id, f"note {n}")
         path = f"/v1/requests/{request_id}/events"
@@ -95,9 +95,7 @@ class TestEvents:
         assert second.json()["next_cursor"] is None
         assert "next" not in second.links
 
-    def test_a_stream_tells_what_was_and_what_comes_and_ends_with_the_request(
-        self, server, request_id
-    ):
+    def test_stream_sends_old_and_new_events_and_ends_with_the_request(self, server, request_id):
         with stream(server, f"/v1/requests/{request_id}/events/stream") as events:
             assert next(events)[0] == "request.submitted"
             tell(request_id, "one")
@@ -124,16 +122,14 @@ class TestEvents:
         with stream(server, path, **{"last-event-id": last}) as events:
             assert [data.get("message") for _, _, data in events] == ["two", None]
 
-    def test_what_the_api_changes_wakes_streams_without_a_notification(self, server, request_id):
+    def test_changes_by_the_api_wake_streams_without_a_notification(self, server, request_id):
         with stream(server, f"/v1/requests/{request_id}/events/stream") as events:
             next(events)
             with server.client() as client:
                 client.post(f"/v1/requests/{request_id}/hold").raise_for_status()
             assert next(events)[0] == "request.hold_asked"
 
-    def test_a_transaction_that_commits_late_is_not_missed(
-        self, server, request_id, engine: Engine
-    ):
+    def test_event_of_a_late_commit_is_not_missed(self, server, request_id, engine: Engine):
         """The first to take a transaction id is the last to commit."""
         with stream(server, f"/v1/requests/{request_id}/events/stream") as events:
             next(events)
@@ -144,7 +140,7 @@ class TestEvents:
             told = [next(events)[2]["message"] for _ in range(2)]
         assert told == ["first by id, last to come", "second by id, first to come"]
 
-    def test_a_stream_hears_again_after_postgres_dropped_its_listener(
+    def test_stream_goes_on_after_postgres_dropped_its_listener(
         self, server, request_id, engine: Engine
     ):
         with stream(server, f"/v1/requests/{request_id}/events/stream") as events:
@@ -162,25 +158,38 @@ class TestEvents:
     def test_open_streams_end_when_the_server_goes_down(self, server, request_id):
         with stream(server, f"/v1/requests/{request_id}/events/stream") as events:
             next(events)
-            began_s = time.monotonic()
             changes.close()
             assert next(events, None) is None
             server.uvicorn.should_exit = True
-        server.thread.join()
-        assert time.monotonic() - began_s < 2.0
+        server.thread.join(60)
+        assert not server.thread.is_alive()
 
 
 def _drop_listeners(engine: Engine) -> None:
     of_us = "select pg_terminate_backend(pid) from pg_stat_activity where query = 'listen {}'"
-    with engine.begin() as connection:
-        dropped = connection.exec_driver_sql(
-            of_us.format(CHANNEL) + " and datname = current_database()"
-        ).all()
-    assert dropped, "nobody was listening"
+    query = of_us.format(CHANNEL) + " and datname = current_database()"
+
+    def dropped() -> Any:
+        with engine.begin() as connection:
+            return connection.exec_driver_sql(query).all()
+
+    _until(dropped, "somebody listens")
+
+
+def _until(true: Callable[[], Any], what: str) -> None:
+    until_s = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < until_s, f"waited in vain until {what}"
+        time.sleep(0.02)
+
+
+def _until_waiting(request_id: str, calls: int) -> None:
+    """Wait until so many calls wait for a change of the request."""
+    _until(lambda: len(changes._of(request_id)) == calls, f"{calls} calls wait")
 
 
 class TestLogs:
-    def test_pages_and_tails(self, server, request_id):
+    def test_log_is_read_by_pages_and_from_its_end(self, server, request_id):
         log(request_id, "a", "b", "c")
         path = f"/v1/requests/{request_id}/logs"
 
@@ -196,7 +205,7 @@ class TestLogs:
         with server.client() as client:
             problem(client.get(path, params={"task": "other"}), 404, "not-found")
 
-    def test_a_tail_longer_than_a_page_goes_on_with_the_next_link(self, server, request_id):
+    def test_tail_longer_than_a_page_continues_at_the_next_link(self, server, request_id):
         log(request_id, *(f"line {n}" for n in range(300)))
         with server.client() as client:
             first = client.get(f"/v1/requests/{request_id}/logs", params={"tail": 250})
@@ -205,7 +214,7 @@ class TestLogs:
         assert texts == [f"line {n}" for n in range(50, 300)]
         assert rest.json()["next_cursor"] is None
 
-    def test_grep_leaves_the_lines_that_hold_the_text_as_it_is_written(self, server, request_id):
+    def test_grep_keeps_the_lines_that_contain_the_text(self, server, request_id):
         log(request_id, "loss 0.5", "Loss 0.4", "100% of a_b", "loss 0.3", "100 of axb")
         path = f"/v1/requests/{request_id}/logs"
 
@@ -219,7 +228,7 @@ class TestLogs:
         assert texts(grep="100% of a_b") == ["100% of a_b"]
         assert texts(grep="oss 0.", limit=2) == ["loss 0.5", "Loss 0.4"]
 
-    def test_all_of_it_comes_as_a_file(self, server, request_id):
+    def test_whole_log_is_downloaded_as_a_file(self, server, request_id):
         log(request_id, *(f"line {n}" for n in range(1200)), "lösung", "")
         path = f"/v1/requests/{request_id}/logs/text"
         with server.client() as client:
@@ -231,7 +240,7 @@ class TestLogs:
         with server.client("blue.member") as client:
             problem(client.get(path), 404, "not-found")
 
-    def test_a_stream_that_greps_looks_at_no_line_twice(self, server, request_id):
+    def test_stream_with_grep_reads_no_line_twice(self, server, request_id):
         log(request_id, *(["dull"] * 700), "loss 0.5")
         with stream(server, f"/v1/requests/{request_id}/logs/stream?grep=loss") as lines:
             assert next(lines)[2]["text"] == "loss 0.5"
@@ -240,7 +249,7 @@ class TestLogs:
             end(request_id)
             assert [name for name, _, _ in lines] == ["end"]
 
-    def test_a_stream_tells_new_lines_and_goes_on_after_the_last_event_id(self, server, request_id):
+    def test_stream_sends_new_lines_and_continues_after_the_last_event_id(self, server, request_id):
         log(request_id, "a")
         path = f"/v1/requests/{request_id}/logs/stream"
         with stream(server, path) as lines:
@@ -256,59 +265,59 @@ class TestLogs:
 
 
 class TestWait:
-    def test_it_answers_when_the_request_changes(self, server, request_id):
+    def test_wait_answers_when_the_request_changes(self, server, request_id):
         def change() -> None:
-            time.sleep(0.3)
+            _until_waiting(request_id, 1)
             with transaction() as session:
                 session.execute(update(Task).values(state="waiting"))
                 session.execute(select(func.pg_notify(CHANNEL, f"ten_red {request_id}")))
 
         with server.client() as client:
-            threading.Thread(target=change).start()
+            changing = threading.Thread(target=change)
+            changing.start()
             began_s = time.monotonic()
-            answer = client.get(f"/v1/requests/{request_id}", params={"wait": "4s"})
+            answer = client.get(f"/v1/requests/{request_id}", params={"wait": "55s"})
             took_s = time.monotonic() - began_s
+            changing.join()
         assert answer.json()["tasks"][0]["state"] == "waiting"
-        assert 0.2 < took_s < 3.0
+        assert took_s < 50.0
 
-    def test_it_answers_after_the_time_given_if_nothing_changes(self, server, request_id):
+    def test_wait_answers_after_its_time_without_a_change(self, server, request_id):
         with server.client() as client:
             began_s = time.monotonic()
             answer = client.get(f"/v1/requests/{request_id}", params={"wait": "0.5"})
             assert answer.json()["state"] == "queued"
-            assert 0.4 < time.monotonic() - began_s < 3.0
+            assert time.monotonic() - began_s > 0.4
 
-    def test_what_has_ended_is_answered_at_once(self, server, request_id):
+    def test_wait_for_an_ended_request_answers_at_once(self, server, request_id):
         end(request_id)
         with server.client() as client:
             began_s = time.monotonic()
-            client.get(f"/v1/requests/{request_id}", params={"wait": "4s"}).raise_for_status()
-            assert time.monotonic() - began_s < 1.0
+            client.get(f"/v1/requests/{request_id}", params={"wait": "55s"}).raise_for_status()
+            assert time.monotonic() - began_s < 50.0
 
-    def test_many_who_wait_do_not_use_up_the_connections(self, server, request_id):
+    def test_many_waiting_calls_do_not_use_up_the_connections(self, server, request_id):
         """More of them than the pool has connections."""
         waiting = [
             threading.Thread(target=self._wait, args=(server, request_id)) for _ in range(20)
         ]
         for thread in waiting:
             thread.start()
-        time.sleep(0.5)
+        _until_waiting(request_id, len(waiting))
         with server.client() as client:
-            began_s = time.monotonic()
             client.get("/v1/me").raise_for_status()
-            assert time.monotonic() - began_s < 1.0
+        assert all(thread.is_alive() for thread in waiting)
+        end(request_id)
         for thread in waiting:
             thread.join()
 
     def _wait(self, server: Server, request_id: str) -> None:
         with server.client() as client:
-            client.get(f"/v1/requests/{request_id}", params={"wait": "2s"}).raise_for_status()
+            client.get(f"/v1/requests/{request_id}", params={"wait": "55s"}).raise_for_status()
 
 
 class TestTwins:
-    def test_of_two_calls_with_one_key_at_once_one_submits_and_both_get_its_answer(
-        self, server, request_id
-    ):
+    def test_of_two_simultaneous_calls_with_one_key_one_submits(self, server, request_id):
         answers: list[Any] = []
 
         def submit() -> None:

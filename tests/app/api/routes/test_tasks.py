@@ -24,14 +24,14 @@ def set_task(session, **values):
 
 
 class TestShow:
-    def test_it_is_the_task_of_its_request(self, red, submitted, url):
+    def test_task_shows_its_request(self, red, submitted, url):
         assert red.get(url).json() == submitted["tasks"][0]
 
-    def test_what_it_held_counts_all_epochs(self, red, url, session):
+    def test_held_time_counts_all_epochs(self, red, url, session):
         set_task(session, total_held_us=5_000_000, held_us=250_000)
         assert red.get(url).json()["held_us"] == 5_250_000
 
-    def test_a_failed_one_shows_its_traceback(self, red, url, session):
+    def test_failed_task_shows_its_traceback(self, red, url, session):
         set_task(session, state="failed", cause="exception", message="KeyError", detail="Trace…")
         body = red.get(url).json()
         assert (body["cause"], body["message"], body["detail"]) == (
@@ -52,7 +52,7 @@ class TestOutputs:
         set_task(session, outputs=given)
         return kept
 
-    def test_artifacts_and_what_was_published_are_files(self, red, url, kept):
+    def test_artifacts_and_published_outputs_are_files(self, red, url, kept):
         for name, file in (("artifacts.zip", "artifacts.zip"), ("model", "model.npy")):
             answer = red.get(f"{url}/outputs/{name}")
             assert answer.content == self.BODY
@@ -63,7 +63,7 @@ class TestOutputs:
         behind = {"Range": "bytes=99-"}
         problem(red.get(f"{url}/outputs/model", headers=behind), 416, "range-not-satisfiable")
 
-    def test_what_lay_in_memory_is_no_file(self, red, url, kept):
+    def test_output_in_memory_is_no_file(self, red, url, kept):
         found = problem(red.get(f"{url}/outputs/opaque"), 409, "conflict-state")
         assert "publish the output" in found["detail"]
         problem(red.get(f"{url}/outputs/other"), 404, "not-found")
@@ -94,7 +94,7 @@ class TestList:
 
 
 class TestExplain:
-    def test_it_gives_every_reason_the_first_as_the_message(self, red, url, session):
+    def test_explanation_gives_every_reason_and_the_first_as_message(self, red, url, session):
         set_task(session, island="isle", state="waiting", hold="user")
         body = red.get(f"{url}/explain").json()
         codes = [reason["code"] for reason in body["reasons"]]
@@ -107,18 +107,18 @@ class TestExplain:
         assert (body["place"], body["estimate"], body["starts_at"]) == (1, None, None)
         assert body["no_estimate"]["code"] == "BLOCKED"
 
-    def test_one_that_nobody_has_looked_at_says_so(self, red, url):
+    def test_task_not_yet_looked_at_says_so(self, red, url):
         body = red.get(f"{url}/explain").json()
         assert [reason["code"] for reason in body["reasons"]] == ["NOT_LOOKED_AT"]
         assert body["message"] == body["reasons"][0]["message"]
 
-    def test_one_that_runs_has_no_reason_to_wait(self, red, url, session):
+    def test_running_task_has_no_reason_to_wait(self, red, url, session):
         set_task(session, state="running", seat="h.0")
         body = red.get(f"{url}/explain").json()
         assert (body["reasons"], body["nearest"], body["no_estimate"]) == ([], None, None)
         assert body["message"] == "Running on h.0."
 
-    def test_it_tells_where_the_time_went(self, red, url):
+    def test_explanation_shows_where_the_time_went(self, red, url):
         time = red.get(f"{url}/explain").json()["time"]
         assert time.keys() == {"waited_s", "switched_s", "moved_s", "computed_s", "staged_s"}
         assert time["waited_s"] == sum(time.values()) >= 0
@@ -187,21 +187,21 @@ class TestWishes:
         types = session.scalars(select(Event.type).order_by(Event.id)).all()
         assert types == ["request.submitted", "task.hold_asked", "task.release_asked"]
 
-    def test_cancel_twice_asks_once(self, red, url, session):
+    def test_second_cancel_changes_nothing(self, red, url, session):
         for _ in range(2):
             answer = red.post(f"{url}/cancel")
             assert (answer.status_code, answer.json()["cancel_asked"]) == (202, True)
         types = session.scalars(select(Event.type).order_by(Event.id)).all()
         assert types == ["request.submitted", "task.cancel_asked"]
 
-    def test_a_checkpoint_is_asked_of_what_sits_on_a_device(self, red, url, session):
+    def test_checkpoint_is_requested_of_a_task_on_a_device(self, red, url, session):
         problem(red.post(f"{url}/checkpoint"), 409, "conflict-state")
         set_task(session, state="running", seat="h.0")
         assert red.post(f"{url}/checkpoint").status_code == 202
         assert session.scalar(select(Task.save_asked))
 
     @pytest.mark.parametrize("wish", ["pause", "resume", "checkpoint"])
-    def test_what_has_ended_cannot_be_wished_back(self, wish, red, url, session, rows):
+    def test_action_on_an_ended_task_is_refused(self, wish, red, url, session, rows):
         set_task(session, state="done")
         before = rows()
         problem(red.post(f"{url}/{wish}"), 409, "conflict-state")

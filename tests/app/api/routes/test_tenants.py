@@ -7,10 +7,10 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 from fastapi.testclient import TestClient
-from sqlalchemy import select
+from sqlalchemy import func, select
 
 from app.db import tenant_tree
-from app.db.models import ApiKey, Tenant
+from app.db.models import Account, ApiKey, Lift, Tenant, User
 from app.db.transactions import transaction
 from tests.app.conftest import BUNDLE, descriptor, people, problem, sha256
 from tests.scenery import until_somebody_waits
@@ -22,7 +22,7 @@ def root(as_):
 
 
 class TestTenants:
-    def test_a_new_one_lies_below_the_root(self, root):
+    def test_new_tenant_is_below_the_root(self, root):
         answer = root.post("/v1/tenants", json={"name": "green", "weight": 2.5})
         assert answer.status_code == 201
         body = answer.json()
@@ -55,17 +55,17 @@ class TestTenants:
             ({"name": "x", "guarantee": {"cpu": 2, "cuda": 2}, "limit": {"*": 3}}, "/guarantee"),
         ],
     )
-    def test_a_bad_one_is_refused(self, body, pointer, root, rows):
+    def test_bad_tenant_or_key_is_refused(self, body, pointer, root, rows):
         before = rows()
         problem(root.post("/v1/tenants", json=body), 422, "validation-error", pointer)
         assert rows() == before
 
-    def test_without_more_words_it_has_no_quota(self, root):
+    def test_tenant_has_no_quota_by_default(self, root):
         body = root.post("/v1/tenants", json={"name": "green"}).json()
         assert (body["guarantee"], body["limit"], body["tier"]) == ({}, {}, "standard")
         assert (body["max_running"], body["max_queued"]) == (None, None)
 
-    def test_a_quota_may_name_kinds_that_are_not_there_yet(self, root):
+    def test_quota_may_name_kinds_that_do_not_exist_yet(self, root):
         quota = {
             "guarantee": {"cuda": 4, "tpu-v9": 0},
             "limit": {"cuda": 4, "*": 16},
@@ -84,7 +84,7 @@ class TestTenants:
         assert "red" in problem(answer, 409, "conflict-state")["detail"]
         assert rows() == before
 
-    def test_nobody_learns_from_a_name_that_another_tenant_has_it(self, root, as_):
+    def test_name_of_a_hidden_tenant_is_not_revealed(self, root, as_):
         """Names are unique among siblings, all of which whoever makes one sees."""
         admin = as_("red.tenant_admin")
         for name in ("blue", "platform", "red"):
@@ -92,7 +92,7 @@ class TestTenants:
         answer = admin.post("/v1/tenants", json={"name": "blue"})
         assert "red already has a child tenant" in problem(answer, 409, "conflict-state")["detail"]
 
-    def test_a_tenant_is_not_moved_to_where_its_name_is_taken(self, root, as_):
+    def test_tenant_is_not_moved_to_where_its_name_is_taken(self, root, as_):
         inner = as_("red.tenant_admin").post("/v1/tenants", json={"name": "blue"}).json()
         answer = root.patch(
             f"/v1/tenants/{inner['id']}",
@@ -101,13 +101,13 @@ class TestTenants:
         )
         assert "blue" in problem(answer, 409, "conflict-state")["detail"]
 
-    def test_each_sees_its_own(self, root, as_):
+    def test_each_caller_sees_own_tenants(self, root, as_):
         names = [item["name"] for item in root.get("/v1/tenants").json()["items"]]
         assert sorted(names) == ["blue", "platform", "red"]
         items = as_("red.viewer").get("/v1/tenants").json()["items"]
         assert [item["name"] for item in items] == ["red"]
 
-    def test_those_right_below_one_can_be_listed(self, root, as_):
+    def test_children_of_a_tenant_are_listed(self, root, as_):
         below = root.post("/v1/tenants", json={"name": "rose", "parent_id": "ten_red"}).json()
         for parent, names in (("ten_root", {"red", "blue"}), ("ten_red", {"rose"}), ("x", set())):
             found = root.get("/v1/tenants", params={"parent_id": parent}).json()["items"]
@@ -134,17 +134,36 @@ class TestChangeTenant:
         assert answer.headers["etag"] == '"2"'
         assert (answer.json()["weight"], answer.json()["name"]) == (0.5, "crimson")
 
-    def test_the_version_must_be_named_and_be_the_newest(self, root, rows):
+    def test_new_weight_leaves_the_place_in_the_order_unless_usage_of_the_past_counts(
+        self, root, session
+    ):
+        self.change(root, id="ten_blue", parent_id="ten_red")
+        for user in session.scalars(select(User)).all():
+            mine = {"ten_red": 100, "ten_blue": 1000}.get(user.tenant_id, 7)
+            session.add(Account(user_id=user.id, tenant_id=user.tenant_id, faded=mine))
+        session.add(Lift(island="isle", tenant_id="ten_red", kind="cpu", faded=70))
+        session.commit()
+        used = session.scalar(select(func.sum(Account.faded)).where(Account.faded != 7))
+        assert self.change(root, weight=3.0).is_success
+        red, lift = session.get_one(Tenant, "ten_red"), session.scalars(select(Lift)).one()
+        assert (red.weight_milli, red.carried, lift.faded) == (3000, 2 * used, 210)
+        self.change(root, match='"2"', weight=1.5, for_past_usage=True)
+        session.refresh(red)
+        assert (red.weight_milli, red.carried) == (1500, 0)
+        [last] = root.get("/v1/audit-events", params={"limit": 1}).json()["items"]
+        assert (last["before"]["carried"], last["after"]["carried"]) == (2 * used, 0)
+
+    def test_change_must_name_the_newest_version(self, root, rows):
         before = rows()
         problem(self.change(root, match="", weight=2.0), 428, "precondition-required")
         problem(self.change(root, match='"7"', weight=2.0), 412, "precondition-failed")
         assert rows() == before
 
-    def test_of_two_changes_of_one_version_the_second_is_told(self, root):
+    def test_second_of_two_changes_of_one_version_is_refused(self, root):
         assert self.change(root, weight=2.0).status_code == 200
         problem(self.change(root, weight=3.0), 412, "precondition-failed")
 
-    def test_the_tree_stays_a_tree(self, root, session):
+    def test_change_that_makes_a_ring_is_refused(self, root, session):
         below = self.change(root, id="ten_blue", parent_id="ten_red")
         assert below.json()["parent_id"] == "ten_red"
         for id, parent in (
@@ -166,7 +185,7 @@ class TestChangeTenant:
         problem(self.change(root, name="blue"), 409, "conflict-state")
         assert rows() == before
 
-    def test_what_is_left_out_stays_and_null_ends_a_bound(self, root):
+    def test_absent_field_stays_and_null_removes_a_bound(self, root):
         quota = {"guarantee": {"cuda": 2}, "limit": {"*": 8}, "max_running": 3, "max_queued": 5}
         self.change(root, **quota, tier="basic")
         body = self.change(root, match='"2"', max_queued=None, limit={}).json()
@@ -203,7 +222,7 @@ class TestGuaranteesInATree:
     def patch(self, id, **body):
         return self.root.patch(f"/v1/tenants/{id}", json=body, headers={"If-Match": "*"})
 
-    def test_children_are_promised_no_more_than_their_parent_has(self):
+    def test_guarantees_of_children_are_within_their_parents(self):
         self.made("a", "ten_red", cuda=3)
         answer = self.make("b", "ten_red", cuda=2)
         found = problem(answer, 422, "validation-error", "/guarantee/cuda")
@@ -211,14 +230,14 @@ class TestGuaranteesInATree:
         assert "its child tenants of 5 together" in found["detail"]
         self.made("b", "ten_red", cuda=1)
 
-    def test_a_kind_that_the_parent_has_no_figure_for_is_free(self):
+    def test_guarantee_is_unlimited_for_kinds_without_a_figure_of_the_parent(self):
         self.made("a", "ten_red", cpu=1000)
 
-    def test_an_explicit_zero_leaves_nothing_to_promise(self):
+    def test_explicit_zero_leaves_no_guarantee_for_children(self):
         self.patch("ten_red", guarantee={"cuda": 4, "cpu": 0})
         problem(self.make("a", "ten_red", cpu=1), 422, "validation-error", "/guarantee/cpu")
 
-    def test_a_promise_counts_through_tenants_without_a_figure_of_their_own(self):
+    def test_guarantee_counts_through_tenants_without_a_figure(self):
         middle = self.made("middle", "ten_red")
         self.made("leaf", middle, cuda=3)
         answer = self.make("other", "ten_red", cuda=2)
@@ -227,26 +246,26 @@ class TestGuaranteesInATree:
         problem(answer, 422, "validation-error", "/guarantee/cuda")
         self.made("leaf2", middle, cuda=1)
 
-    def test_a_figure_of_its_own_stands_for_all_below(self):
+    def test_guarantee_of_a_tenant_stands_for_all_below_it(self):
         middle = self.made("middle", "ten_red", cuda=3)
         self.made("leaf", middle, cuda=1)
         problem(self.make("other", "ten_red", cuda=2), 422, "validation-error", "/guarantee/cuda")
 
-    def test_a_parent_cannot_take_back_what_its_children_were_promised(self):
+    def test_parent_cannot_take_back_the_guarantees_of_its_children(self):
         self.made("a", "ten_red", cuda=3)
         answer = self.patch("ten_red", guarantee={"cuda": 2})
         problem(answer, 422, "validation-error", "/guarantee/cuda")
         assert self.patch("ten_red", guarantee={"cuda": 3}).is_success
         assert self.patch("ten_red", guarantee={}).is_success  # then theirs count upward
 
-    def test_who_moves_brings_the_promises_along(self):
+    def test_moved_tenant_brings_its_guarantees_along(self):
         a = self.made("a", "ten_blue", cuda=5)
         found = problem(self.patch(a, parent_id="ten_red"), 422, "validation-error", "/parent_id")
         assert "together" in found["detail"]
         assert self.patch(a, parent_id="ten_red", guarantee={"cuda": 4}).is_success
 
 
-def test_two_promises_at_once_are_not_more_than_there_is(committed, app):
+def test_two_simultaneous_guarantees_are_within_what_exists(committed, app):
     """1. The first has promised 3 of 4 and is not committed.  2. The second wants 3 and waits.
     3. The first commits.  4. The second is refused.
     """
@@ -262,17 +281,17 @@ def test_two_promises_at_once_are_not_more_than_there_is(committed, app):
             first.flush()
             second = threads.submit(root.post, "/v1/tenants", json=body)
             until_somebody_waits(first)
-        problem(second.result(timeout=30), 422, "validation-error", "/guarantee/cuda")
+        problem(second.result(timeout=90), 422, "validation-error", "/guarantee/cuda")
 
 
 class TestDeleteTenant:
-    def test_an_empty_one_goes(self, root):
+    def test_empty_tenant_is_deleted(self, root):
         url = root.post("/v1/tenants", json={"name": "green"}).headers["location"]
         assert root.delete(url).status_code == 204
         problem(root.get(url), 404, "not-found")
         problem(root.delete(url), 404, "not-found")
 
-    def test_one_with_users_or_tenants_below_it_stays(self, root, rows):
+    def test_tenant_with_users_or_children_is_not_deleted(self, root, rows):
         green = root.post("/v1/tenants", json={"name": "green"}).json()["id"]
         root.post("/v1/tenants", json={"name": "olive", "parent_id": green})
         before = rows()
@@ -281,7 +300,7 @@ class TestDeleteTenant:
             assert has in found["detail"]
         assert rows() == before
 
-    def test_one_with_webhooks_stays_until_they_are_deleted(self, root):
+    def test_tenant_with_webhooks_is_not_deleted(self, root):
         green = root.post("/v1/tenants", json={"name": "green"}).json()["id"]
         body = {"url": "https://hooks.example.org/", "tenant_id": green}
         hook = root.post("/v1/webhooks", json=body).json()["id"]
@@ -320,7 +339,7 @@ class TestTenantsOfATenantAdmin:
     def patch(self, client, id, **body):
         return client.patch(f"/v1/tenants/{id}", json=body, headers={"If-Match": "*"})
 
-    def test_they_lie_below_the_own_one_and_are_changed_by_it(self, admin, rose):
+    def test_tenant_admin_creates_and_changes_tenants_below_its_own(self, admin, rose):
         assert admin.get(f"/v1/tenants/{rose}").json()["parent_id"] == "ten_red"
         names = {item["name"] for item in admin.get("/v1/tenants").json()["items"]}
         assert names == {"red", "rose"}
@@ -329,14 +348,14 @@ class TestTenantsOfATenantAdmin:
         assert deeper.json()["parent_id"] == rose
         assert admin.delete(f"/v1/tenants/{deeper.json()['id']}").status_code == 204
 
-    def test_the_own_one_stays_as_it_is(self, admin, rows):
+    def test_tenant_admin_cannot_change_its_own_tenant(self, admin, rows):
         before = rows()
         for body in ({"weight": 9.0}, {"guarantee": {"cpu": 1}}, {"limit": {}}, {"name": "x"}):
             problem(self.patch(admin, "ten_red", **body), 403, "insufficient-scope")
         problem(admin.delete("/v1/tenants/ten_red"), 403, "insufficient-scope")
         assert rows() == before
 
-    def test_nothing_is_made_or_moved_elsewhere(self, admin, rose, rows):
+    def test_tenant_admin_creates_and_moves_nothing_elsewhere(self, admin, rose, rows):
         before = rows()
         for parent in ("ten_blue", "ten_root", "ten_0"):
             answer = admin.post("/v1/tenants", json={"name": "x", "parent_id": parent})
@@ -346,7 +365,7 @@ class TestTenantsOfATenantAdmin:
         problem(self.patch(admin, "ten_blue", weight=1.0), 404, "not-found")
         assert rows() == before
 
-    def test_only_what_the_own_one_is_guaranteed_is_divided(self, admin, rose, root):
+    def test_tenant_admin_divides_only_the_guarantee_of_its_tenant(self, admin, rose, root):
         answer = self.patch(admin, rose, guarantee={"cuda": 1})
         found = problem(answer, 422, "validation-error", "/guarantee/cuda")
         assert "red has a guarantee of 0 cuda devices in all" in found["detail"]
@@ -354,7 +373,7 @@ class TestTenantsOfATenantAdmin:
         assert self.patch(admin, rose, guarantee={"cuda": 2}).is_success
         assert "platform" not in str(self.patch(admin, rose, guarantee={"cuda": 3}).json())
 
-    def test_what_was_promised_to_those_below_can_be_divided_anew(self, admin, rose, root):
+    def test_guarantees_of_tenants_below_can_be_divided_anew(self, admin, rose, root):
         """red itself has no figure: what its tenants have from the platform is what it has."""
         self.patch(root, rose, guarantee={"cuda": 4})
         assert self.patch(admin, rose, guarantee={"cuda": 3}).is_success
@@ -382,7 +401,7 @@ class TestTenantsOfATenantAdmin:
 
 
 class TestUsers:
-    def test_a_tenant_admin_makes_and_sees_its_own(self, as_):
+    def test_tenant_admin_creates_and_sees_its_users(self, as_):
         admin = as_("red.tenant_admin")
         made = admin.post("/v1/users", json={"name": "ada"})
         assert made.json()["tenant_id"] == "ten_red"
@@ -390,14 +409,14 @@ class TestUsers:
         tenants = {item["tenant_id"] for item in admin.get("/v1/users").json()["items"]}
         assert tenants == {"ten_red"}
 
-    def test_a_name_is_taken_once_in_a_tenant(self, as_, rows):
+    def test_user_name_is_unique_in_its_tenant(self, as_, rows):
         admin = as_("red.tenant_admin")
         before = rows()
         problem(admin.post("/v1/users", json={"name": "red.member"}), 409, "conflict-state")
         assert rows() == before
         assert as_("blue.tenant_admin").post("/v1/users", json={"name": "red.member"}).is_success
 
-    def test_another_tenant_is_unknown(self, as_, rows):
+    def test_users_of_another_tenant_are_unknown(self, as_, rows):
         before = rows()
         for tenant_id in ("ten_blue", "ten_0"):
             body = {"name": "spy", "tenant_id": tenant_id}
@@ -436,7 +455,7 @@ class TestUsers:
         names = [item["name"] for item in [*first.json()["items"], *second["items"]]]
         assert sorted(names) == ["red.member", "red.other", "red.tenant_admin", "red.viewer"]
 
-    def test_me(self, as_):
+    def test_caller_can_read_its_own_user(self, as_):
         assert as_("red.viewer").get("/v1/me").json() | {"key_id": ""} == {
             "user_id": "usr_red.viewer",
             "user": "red.viewer",
@@ -451,7 +470,7 @@ class TestUsers:
 class TestKeys:
     BODY = {"user_id": "usr_red.member", "role": "member", "name": "laptop"}
 
-    def test_it_is_shown_once_and_works(self, as_, app):
+    def test_key_is_shown_once_and_works(self, as_, app):
         admin = as_("red.tenant_admin")
         made = admin.post("/v1/keys", json=self.BODY).json()
         headers = {"Authorization": f"Bearer {made['key']}"}
@@ -460,7 +479,7 @@ class TestKeys:
         assert made["id"] in [item["id"] for item in listed]
         assert all("key" not in item for item in listed)
 
-    def test_a_revoked_one_opens_nothing_and_revoking_twice_is_no_error(self, as_, app, session):
+    def test_revoked_key_gives_no_access_and_revoking_twice_is_no_error(self, as_, app, session):
         admin = as_("red.tenant_admin")
         made = admin.post("/v1/keys", json=self.BODY).json()
         first, again = (admin.delete(f"/v1/keys/{made['id']}") for _ in range(2))
@@ -491,13 +510,13 @@ class TestKeys:
             ({"expires_at": "soon"}, "/expires_at"),
         ],
     )
-    def test_a_bad_one_is_refused(self, change, pointer, as_, rows):
+    def test_bad_tenant_or_key_is_refused(self, change, pointer, as_, rows):
         before = rows()
         answer = as_("red.tenant_admin").post("/v1/keys", json=self.BODY | change)
         problem(answer, 422, "validation-error", pointer)
         assert rows() == before
 
-    def test_it_may_end_by_itself(self, as_, session):
+    def test_key_may_expire(self, as_, session):
         ends = datetime.now(UTC) + timedelta(days=1)
         body = self.BODY | {"expires_at": ends.isoformat()}
         made = as_("red.tenant_admin").post("/v1/keys", json=body).json()

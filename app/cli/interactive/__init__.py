@@ -1,0 +1,1 @@
+"""Open shells, ports and notebooks in tasks from the terminal."""

@@ -1,0 +1,241 @@
+"""Decides whether a device suits what a task asks of it, beside kind and memory.
+
+A task chooses by model, compute capability and labels (`DeviceChoice`); a device has them
+(`DeviceTraits`).  What else a task needs of a host, such as a mount, follows from the fields of its
+descriptor (`needs`); a device tells what its host can do (`offers`).  `DeviceChoice.suits` is the
+only place that compares both.  Tables and queue
+classes hold a choice as one short text (`text_of`, `choice_in`), so equal choices are equal texts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from app.core.model.provisions import resources
+
+#: A version of a GPU's instruction set, as CUDA counts them.
+CAPABILITY = re.compile(r"[0-9]{1,3}\.[0-9]{1,2}")
+#: A part of a model's name, without the "," that parts the items of a choice's text.
+MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._/()+-]{0,62}")
+#: What a host can do and a task may need: a word, or a sort and a name, as in `mount:imagenet`.
+NEED = re.compile(r"[a-z][a-z-]{0,30}(:[a-z0-9][a-z0-9._-]{0,62})?")
+#: Begins the need of a lock whose packages are ready on the host.
+PACKAGES = "packages:"
+_WORD = re.compile(r"[a-z0-9.+]+")
+_MIG = "mig"  # the word before the profile in the name of an instance of a GPU
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackageBuild:
+    """Tells of an environment that is not ready on a host: `state` is one of BUILD_STATES.
+
+    `told` are the words in which it failed, or what it waits for.
+    """
+
+    lock: str
+    state: str
+    told: str = ""
+
+
+#: States of an environment that a host is to build and has not ready.
+BUILD_STATES = ("waiting", "building", "failed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceTraits:
+    """Holds what a device says of itself; an instance of a GPU (MIG) has its profile in its model.
+
+    Ranks can take turns on the device if it can `splice`.  `ranks_apart`: a process sees this
+    device alone, so the ranks of a gang on other devices of its host are remote ranks.  A host that
+    tells of its `builds` has the packages of a task ready before the task may start there.
+    """
+
+    model: str = ""
+    compute_capability: str = ""
+    labels: tuple[str, ...] = ()
+    splice: bool = True
+    ranks_apart: bool = False
+    offers: tuple[str, ...] = ()
+    gives: tuple[tuple[str, int], ...] = ()  # resource -> the most for one task
+    builds: tuple[PackageBuild, ...] | None = None  # None: not known, or installed at a launch
+
+
+NO_TRAITS = DeviceTraits()
+WHOLE_MILLI = 1000  # thousandths in a whole device
+TRAITS = (
+    "model",
+    "compute_capability",
+    "labels",
+    "splice",
+    "ranks_apart",
+    "offers",
+    resources.GIVES,
+)  # the names of the facts that are traits
+#: Facts that are traits too, where it matters which packages are ready (`traits_now`).
+NOW = ("environments", "builds")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceChoice:
+    """Holds what a task asks of each of its devices; an empty field asks for nothing.
+
+    `model` has words of the model's name, such as `h100`.  A device has at least
+    `compute_capability`, all of `labels` and none of `avoid_labels`, and offers all of `needs`
+    (NEED); the three are sorted.  The task takes `fraction_milli` thousandths of its device; other
+    tasks may have the rest at the same time.
+    """
+
+    model: str = ""
+    compute_capability: str = ""
+    labels: tuple[str, ...] = ()
+    avoid_labels: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+    fraction_milli: int = WHOLE_MILLI
+    resources: tuple[tuple[str, int], ...] = ()  # `provisions.resources`, sorted by name
+
+    def suits(self, has: DeviceTraits) -> bool:
+        """True if the device meets every field."""
+        return not any(self.unmet(has))
+
+    def unmet(self, has: DeviceTraits) -> Iterator[str]:
+        """Yield the names of the fields that the device does not meet."""
+        if self.model and not _is_model(_words(self.model), _words(has.model)):
+            yield "model"
+        if _version(self.compute_capability) > _version(has.compute_capability):
+            yield "compute_capability"
+        labels = frozenset(has.labels)
+        if not labels.issuperset(self.labels):
+            yield "labels"
+        if not labels.isdisjoint(self.avoid_labels):
+            yield "avoid_labels"
+        needs = {*self.needs} if has.builds is not None else {*self.lasting.needs}
+        if not needs <= {*has.offers}:
+            yield "needs"
+        if self.resources and any(resources.unmet(self.resources, dict(has.gives))):
+            yield "resources"
+
+    @property
+    def lock(self) -> str:
+        """Return the lock of the packages that must be ready on the host; "" if there are none."""
+        return next((need[len(PACKAGES) :] for need in self.needs if need.startswith(PACKAGES)), "")
+
+    @property
+    def lasting(self) -> DeviceChoice:
+        """Return the choice without the packages, which any host that builds can have ready."""
+        if not self.lock:
+            return self
+        return replace(self, needs=tuple(n for n in self.needs if not n.startswith(PACKAGES)))
+
+    @property
+    def told(self) -> str:
+        """Return the choice in words that follow `device`; "" if any device will do."""
+        parts = [
+            f" of model {self.model}" * bool(self.model),
+            f" of compute capability {self.compute_capability}" * bool(self.compute_capability),
+            f" with label {' and '.join(self.labels)}" * bool(self.labels),
+            f" without label {' or '.join(self.avoid_labels)}" * bool(self.avoid_labels),
+            f" that offers {' and '.join(self.lasting.needs)}" * bool(self.lasting.needs),
+            f" that gives a task {resources.told_of(self.resources)}" * bool(self.resources),
+        ]
+        return "".join(parts)
+
+
+ANY_DEVICE = DeviceChoice()
+
+
+def text_of(choice: DeviceChoice) -> str:
+    """Return the choice as a text: its items with "," between them; "" if any device will do."""
+    items = (
+        *([f"={' '.join(_words(choice.model))}"] if choice.model else ()),
+        *([f">{choice.compute_capability}"] if choice.compute_capability else ()),
+        *(f"+{label}" for label in choice.labels),
+        *(f"-{label}" for label in choice.avoid_labels),
+        *(f"!{need}" for need in choice.needs),
+        *([f"%{choice.fraction_milli}"] if choice.fraction_milli < WHOLE_MILLI else ()),
+        *(f"&{name}={most}" for name, most in choice.resources),
+    )
+    return ",".join(items)
+
+
+def with_packages(text: str, lock: str) -> str:
+    """Return the text of a choice that also needs the packages of this lock."""
+    choice = choice_in(text).lasting
+    needs = (*choice.needs, PACKAGES + lock) if lock else choice.needs
+    return text_of(replace(choice, needs=tuple(sorted(needs))))
+
+
+@lru_cache(maxsize=4096)
+def choice_in(text: str) -> DeviceChoice:
+    """Read a choice that `text_of` wrote."""
+    items = [(item[0], item[1:]) for item in text.split(",") if item]
+
+    def named(sign: str) -> tuple[str, ...]:
+        return tuple(value for mark, value in items if mark == sign)
+
+    return DeviceChoice(
+        model="".join(named("=")),
+        compute_capability="".join(named(">")),
+        labels=named("+"),
+        avoid_labels=named("-"),
+        needs=named("!"),
+        fraction_milli=int("".join(named("%")) or WHOLE_MILLI),
+        resources=tuple(_resource(said) for said in named("&")),
+    )
+
+
+def _resource(said: str) -> tuple[str, int]:
+    name, _, most = said.partition("=")
+    return name, int(most)
+
+
+def traits_in(facts: Any) -> DeviceTraits:
+    """Read the traits among the facts that a device reports."""
+    model, compute_capability, labels, splice, ranks_apart, offers, gives = map(facts.get, TRAITS)
+    return DeviceTraits(
+        model=model or "",
+        compute_capability=compute_capability or "",
+        labels=tuple(labels or ()),
+        splice=splice is not False,
+        ranks_apart=bool(ranks_apart),
+        offers=tuple(offers or ()),
+        gives=tuple(sorted((gives or {}).items())),
+    )
+
+
+def traits_now(facts: Any) -> DeviceTraits:
+    """Read the traits, and which packages are ready on the host or are being installed there."""
+    lasting, (ready, builds) = traits_in(facts), map(facts.get, NOW)
+    if builds is None:
+        return lasting
+    words = (PACKAGES + lock for lock in sorted(ready or ()))
+    return replace(lasting, offers=(*lasting.offers, *words), builds=tuple(_builds(builds)))
+
+
+def _builds(told: Mapping[str, Sequence[str]]) -> Iterator[PackageBuild]:
+    for lock in sorted(told):
+        state, why = told[lock]
+        yield PackageBuild(lock=lock, state=state, told=why)
+
+
+def _is_model(asked: tuple[str, ...], found: tuple[str, ...]) -> bool:
+    """True if the found name has all the asked words.
+
+    The name of an instance begins with that of its GPU, but it is only a part of one: it suits
+    only a task that asks for the instance's profile, or for the word `mig`.
+    """
+    if _MIG in found and not {*asked} & {*found[found.index(_MIG) :]}:
+        return False
+    return {*asked} <= {*found}
+
+
+@lru_cache(maxsize=4096)
+def _words(name: str) -> tuple[str, ...]:
+    return tuple(_WORD.findall(name.lower()))
+
+
+def _version(said: str) -> tuple[int, ...]:
+    return tuple(map(int, said.split("."))) if CAPABILITY.fullmatch(said) else ()

@@ -1,0 +1,92 @@
+"""Says what notice a command gets before its processes are stopped for good.
+
+A command with a `notice` may save its work and end by itself, with exit status AGAIN: it then goes
+back to the queue and begins again in its kept working folder.  Whoever waits for the device waits
+for the notice too, so an island bounds it (`notice_us`); the task is charged until it lets go.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from app.core.model.fields import Fields
+
+JSON = dict[str, Any]
+
+AGAIN = 85  # the exit status of a command that asks to begin again
+#: the need of a task with a notice, and the offer of a device that can give one
+NEED = "notice"
+NO_SIGNAL = "none"  # only the file of the notice is written
+SIGNALS = ("SIGUSR1", "SIGUSR2", "SIGTERM", "SIGINT", "SIGHUP", "SIGCONT", NO_SIGNAL)
+MOST_S = 300.0
+#: microseconds; a task that begins again by itself after less time on its device uses up an attempt
+AGAIN_AFTER_US = 60_000_000
+
+
+class NoticeReason(StrEnum):
+    """Names why a command is to be stopped."""
+
+    DRAIN = "drain"
+    MOVE = "move"
+    RECLAIM = "reclaim"  # its device goes back to the tenant that it is guaranteed to
+    SHUTDOWN = "shutdown"  # the worker of its device stops
+    MAX_DURATION = "max_duration"
+
+
+#: The rule of a pause -> the reason of its notice.  By all other rules a command is frozen where it
+#: is and goes on later, so it gets no notice.
+OF_RULE = {"drain": NoticeReason.DRAIN, "move": NoticeReason.MOVE, "F5": NoticeReason.RECLAIM}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notice:
+    """The signal that the command gets, and how many seconds before the stop."""
+
+    signal: str = "SIGUSR1"
+    seconds: float = 60.0
+
+    def as_json(self) -> JSON:
+        return {"signal": self.signal, "seconds": self.seconds}
+
+
+def read_notice(fields: Fields, *, run_kind: str, max_duration_s: float) -> Notice | None:
+    """Read the field `notice`; None if the task asks for none."""
+    notice = Notice(
+        signal=fields.one_of("signal", SIGNALS, "SIGUSR1"),
+        seconds=fields.number("seconds", 60.0, above=0, most=MOST_S),
+    )
+    fields.close()
+    if not fields.given:
+        return None
+    if run_kind != "command":
+        told = f"only a command gets a notice: a {run_kind} is saved without one; leave it out"
+        fields.fault("", told)
+    elif notice.seconds >= max_duration_s:
+        told = f"must be less than max_duration_s, which is {max_duration_s:g}"
+        fields.fault("seconds", f"{told}; got {notice.seconds:g}", "range")
+    return notice
+
+
+def notice_us(notice: Notice | None, rule: str, *, most_s: float, slice_s: float) -> int:
+    """Return how long a task that is paused by this rule goes on after the order, in microseconds.
+
+    A device that is owed to another tenant is kept for one slice at most.
+    """
+    if notice is None or rule not in OF_RULE:
+        return 0
+    bounds = (notice.seconds, most_s, *([slice_s] if rule == "F5" else ()))
+    least_s: float = min(bounds)
+    return round(max(0.0, least_s) * 1e6)
+
+
+def is_free(noticed: str, held_us: int) -> bool:
+    """True if beginning again uses up no attempt of the task.
+
+    `noticed` is the reason of the notice that it got, or empty; `held_us` is how long it held its
+    device.  A limit on time that renews itself for nothing would be none.
+    """
+    if noticed == NoticeReason.MAX_DURATION:
+        return False
+    return bool(noticed) or held_us >= AGAIN_AFTER_US

@@ -1,0 +1,125 @@
+"""Writes and reads the lock of an environment: exactly which wheels it consists of.
+
+A lock is a short text, addressed by its SHA-256: a head, then one package a line with its hashes,
+sorted.  Equal environments are equal texts, of whatever tenant.  `uv` reads it as requirements with
+hashes.
+
+A lock that lies *over* the platform names the versions of PLATFORM: packages that every process of
+a job has imported before its code begins, so they cannot be replaced.  The lock has none of them.
+A lock that is *alone* has all that it needs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from app.core.model.provisions.requirements import (
+    BadFile,
+    FileFault,
+    PinnedPackage,
+    normal,
+    read_hashed,
+)
+
+#: What a process of a job has imported before its code begins (`workers.zygote`).
+PLATFORM = (
+    "cloudpickle",
+    "mpmath",
+    "numpy",
+    "sympy",
+    "torch",
+    "typing-extensions",
+    "xxhash",
+)
+
+_HEAD = re.compile(
+    r"# Roundhouse lock 1\n# python (?P<python>3\.\d{1,2})\n"
+    r"# (?P<how>alone|over(?P<over>( [a-z0-9-]+==[A-Za-z0-9_.!-]+)*))\n"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackageLock:
+    """The packages of an environment; `over` has the platform's versions if it is not `alone`."""
+
+    python: str
+    packages: tuple[PinnedPackage, ...]
+    over: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def alone(self) -> bool:
+        return not self.over
+
+    @property
+    def text(self) -> str:
+        pins = "".join(f" {name}=={self.over[name]}" for name in sorted(self.over))
+        how = "alone" if self.alone else f"over{pins}"
+        lines = [_line(one) for one in sorted(self.packages, key=_key)]
+        return f"# Roundhouse lock 1\n# python {self.python}\n# {how}\n" + "".join(lines)
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+
+def read_lock(text: str) -> PackageLock:
+    """Read what `PackageLock.text` wrote; raises BadFile."""
+    head = _HEAD.match(text)
+    if head is None:
+        raise BadFile((FileFault(1, "is no lock of an environment"),))
+    pins = (pin.split("==") for pin in (head["over"] or "").split())
+    rest = text[head.end() :]
+    return PackageLock(
+        python=head["python"],
+        packages=tuple(read_hashed(rest)) if rest else (),
+        over={name: version for name, version in pins},
+    )
+
+
+def over_platform(
+    pinned: Sequence[PinnedPackage], installed: Mapping[str, str]
+) -> tuple[list[PinnedPackage], list[str]]:
+    """Take the platform's packages out of a lock; return the rest, and what does not fit.
+
+    `installed` are the platform's versions, without their local parts.
+    """
+    rest, unfit = list[PinnedPackage](), list[str]()
+    for one in pinned:
+        has = installed.get(one.name)
+        if has is None:
+            rest.append(one)
+        elif public(one.version) != has:
+            unfit.append(f"{one.name} {one.version} instead of the platform's {has}")
+    return rest, unfit
+
+
+def public(version: str) -> str:
+    """Return a version without its local part: 2.13.0 for 2.13.0+cpu."""
+    return version.partition("+")[0]
+
+
+def stand_ins(installed: Mapping[str, str]) -> Iterable[tuple[str, str]]:
+    """Yield (name, version) of the empty packages that stand for the platform's while `uv` locks.
+
+    Their versions have a local part, so that they are none of the index.
+    """
+    return ((name, f"{version}+platform") for name, version in sorted(installed.items()))
+
+
+def asks_for(requirements: Iterable[str], package: str) -> bool:
+    """True if one of the requirements names the package."""
+    names = (re.match(r"[A-Za-z0-9._-]+", line) for line in requirements)
+    return package in {normal(found[0]) for found in names if found}
+
+
+def _key(one: PinnedPackage) -> tuple[str, str, str]:
+    return one.name, one.version, one.marker
+
+
+def _line(one: PinnedPackage) -> str:
+    marker = f" ; {one.marker}" if one.marker else ""
+    hashes = "".join(f" \\\n    --hash={each}" for each in sorted(one.hashes))
+    return f"{one.name}=={one.version}{marker}{hashes}\n"

@@ -1,0 +1,55 @@
+"""Says which commands leave their device with their processes, and where these can go on.
+
+A device whose start-up trial of CRIU passed offers OFFER, and OFFER with the mark of its host: the
+processes of an image go on only where all that they have chosen code for is equal, which is where
+the mark is equal.  The device worker says of each command whether its processes can be stored; if
+not, it says why, in the words that follow a colon.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+from functools import lru_cache
+
+from app.core.model.device_choice import choice_in, text_of
+from app.core.model.migration import MOVABLE
+
+OFFER = "command-images"  # what a device offers where the trial passes
+
+
+def marked(mark: str) -> str:
+    """Return the offer of devices with this mark."""
+    return f"{OFFER}:{mark}"
+
+
+def mark_in(offers: Iterable[str]) -> str:
+    """Return the marked offer among what a device offers; "" without one."""
+    return next((offer for offer in offers if offer.startswith(f"{OFFER}:")), "")
+
+
+@lru_cache(maxsize=4096)
+def choice_where_it_goes_on(choice: str, offer: str) -> str:
+    """Return the text of a choice whose devices offer this too."""
+    asked = choice_in(choice)
+    return text_of(replace(asked, needs=tuple(sorted({*asked.needs, offer}))))
+
+
+def movement(run_kind: str, capabilities: Collection[str], bound_because: str) -> str:
+    """Return in a sentence what becomes of the task if it leaves its device; "" if not known yet.
+
+    `bound_because` is why the processes of a command cannot go elsewhere.
+    """
+    if run_kind == "function":
+        return "It cannot move: on another device it runs again from its beginning."
+    if not capabilities:
+        return ""
+    if run_kind != "command":
+        return f"It can move between two {_PARTS.get(run_kind, 'steps')}, with its state."
+    if MOVABLE in capabilities:
+        return "It can move at any moment: its processes go on elsewhere where they stood."
+    because = f": {bound_because}" if bound_because else ""
+    return f"It cannot move: on another device it begins again in its kept folder{because}."
+
+
+_PARTS = {"graph": "nodes"}

@@ -1,0 +1,73 @@
+"""Choose which of the heartbeats that have come a round takes, so that it ends in time.
+
+A round that takes in whatever has come lasts the longer the more comes, and while it lasts more
+comes.  So a round takes at most `bound`, the longest waiting first; the bound follows what the
+last rounds took.  A heartbeat with events weighs more than one without: an end takes statements of
+its own, and mostly brings the launch of another task.
+"""
+
+from __future__ import annotations
+
+from app.core.model.messages import Alive
+
+FIRST, LEAST, MOST = 256, 128, 1024  # the bound at first, and its limits
+EVENT_WEIGHT = 4  # an event counts as so many heartbeats
+
+
+class HeartbeatBacklog:
+    """Keeps the newest heartbeat of every device process, which replaces all earlier ones.
+
+    A newer heartbeat takes the place of the older one, so a device that beats often waits no less
+    and no longer than the others.  Times are those of one monotonic clock of the caller.
+    """
+
+    def __init__(self) -> None:
+        self.bound = FIRST
+        self._waiting: dict[tuple[str, str], tuple[Alive, float]] = {}
+        self._taken: list[tuple[Alive, float]] = []  # by the last round
+        self._is_cut_short = False  # True if the last round left some
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def put(self, alive: Alive, came_s: float) -> None:
+        process = (alive.device, alive.incarnation)
+        known = self._waiting.get(process)
+        if known is None or known[0].sent_us < alive.sent_us:
+            self._waiting[process] = alive, came_s
+
+    def take(self) -> list[Alive]:
+        """Take those for one round; of two processes of a device, the older comes first."""
+        taken, weight = list[tuple[str, str]](), 0
+        for process, (alive, _) in self._waiting.items():
+            weight += 1 + EVENT_WEIGHT * len(alive.events)
+            if taken and weight > self.bound:
+                break
+            taken.append(process)
+        self._taken = [self._waiting.pop(process) for process in sorted(taken)]
+        self._is_cut_short = bool(self._waiting)
+        return [alive for alive, _ in self._taken]
+
+    def put_back(self) -> None:
+        """Put back what the last round took, because the round failed."""
+        for alive, came_s in self._taken:
+            self.put(alive, came_s)
+        self._taken = []
+
+    def alive_since(self) -> list[tuple[Alive, float]]:
+        """Return the waiting heartbeats that prove a device alive, and when each came.
+
+        A process is gone when a later one of its device has spoken.  A device that leaves asks for
+        no lease.
+        """
+        newest: dict[str, tuple[Alive, float]] = {}
+        for _, (alive, came_s) in sorted(self._waiting.items()):
+            newest[alive.device] = alive, came_s
+        return [one for one in newest.values() if not one[0].facts.get("leaving")]
+
+    def adapt(self, took_s: float, *, most_s: float) -> None:
+        """Set the bound after a round that took `took_s` and should take at most `most_s`."""
+        if took_s > most_s:
+            self.bound = max(LEAST, self.bound // 2)
+        elif self._is_cut_short and took_s < most_s / 2:
+            self.bound = min(MOST, self.bound * 2)

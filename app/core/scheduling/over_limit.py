@@ -1,0 +1,48 @@
+"""Rule F4: a limit that was lowered takes back what exceeds it, after a full slice.
+
+Launches keep the limits, so a branch exceeds one only after a change of the limit, or of its place
+in the tree.  The board notes such branches (`Board.over`).
+"""
+
+from __future__ import annotations
+
+from app.core.fairness.fair_tree import ALL, Branch
+from app.core.model.lifecycle import State
+from app.core.model.snapshot import TIERS
+from app.core.scheduling.board import Board
+from app.core.scheduling.stays import BoardStay
+
+
+def next_to_pause(board: Board) -> BoardStay | None:
+    """Return a stay that has to give its devices back for a limit, or None if none has to now.
+
+    Tiers and patience protect no stay from this.  Stays that free no more than the excess go first;
+    then basic tasks before standard ones, the lowest priority, and the latest start.
+    """
+    for branch in sorted(board.over, key=lambda branch: branch.path):
+        if not branch.exceeds:
+            del board.over[branch]
+        elif (stay := _cheapest(board, branch)) is not None:
+            return stay
+    return None
+
+
+def _cheapest(board: Board, branch: Branch) -> BoardStay | None:
+    over = {kind: branch.held[kind] - most for kind, most in branch.limit.items()}
+    too_many = branch.most_running is not None and branch.running > branch.most_running
+    helps = [
+        stay
+        for leaf, stays in board.ripe.items()
+        if leaf.path[: branch.depth] == branch.path
+        for stay in stays.values()
+        if stay.task.state == State.running
+        and (too_many or over.get(stay.lane.kind, 0) > 0 or over.get(ALL, 0) > 0)
+    ]
+    return min(helps, key=lambda stay: _key(stay, over), default=None)
+
+
+def _key(stay: BoardStay, over: dict[str, int]) -> tuple[bool, int, int, float, str]:
+    most = max(over.get(stay.lane.kind, 0), over.get(ALL, 0))
+    task = stay.task
+    started_s = task.started_s or 0.0
+    return stay.lane.width > most, TIERS.index(task.tier), task.priority, -started_s, task.id

@@ -1,0 +1,57 @@
+"""The health of a device, as API, pages and command show it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from app.core.device.device_fitness import Fitness, HealthReport
+from app.core.device.health_rules import HealthVerdict
+from app.db.models import Device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceHealthNote:
+    at: datetime
+    told: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceHealthView:
+    """What is known of a device's health.
+
+    `cordon_rule` and `cordon_reason` say why a rule has cordoned it, since `cordoned_at`; None
+    without such a cordon.  `warnings` are findings that do not cordon.  `notes` are the newest
+    first.
+    """
+
+    is_watched: bool
+    is_checking: bool
+    cordon_rule: str | None
+    cordon_reason: str | None
+    cordoned_at: datetime | None
+    warnings: list[str]
+    reading: dict[str, float]
+    notes: list[DeviceHealthNote]
+
+
+def device_health(device: Device) -> DeviceHealthView:
+    report, fitness = HealthReport.of(device.health), Fitness.of(device.fitness)
+    why, found = fitness.cordon, report.findings if report is not None else ()
+    warned = [finding.reason for finding in found if finding.verdict == HealthVerdict.WARN]
+    return DeviceHealthView(
+        is_watched=report is not None,
+        is_checking=fitness.is_checking,
+        cordon_rule=why.rule if why is not None else None,
+        cordon_reason=why.reason if why is not None else None,
+        cordoned_at=_at(why.at_s) if why is not None else None,
+        warnings=[*warned, *filter(None, [fitness.suspicion])],
+        reading=device.health.get("reading", {}),
+        notes=[
+            DeviceHealthNote(at=_at(note.at_s), told=note.told) for note in reversed(fitness.notes)
+        ],
+    )
+
+
+def _at(at_s: float) -> datetime:
+    return datetime.fromtimestamp(at_s, UTC)

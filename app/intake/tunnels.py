@@ -1,0 +1,287 @@
+"""Tunnels as rows: tickets, who may, where their tasks are, and when they end.
+
+A call of the API makes a ticket (`new_tunnel`).  A WebSocket uses it (`take`), once and soon.  From
+then on the API process that carries the tunnel looks at its task again and again (`look`), which
+also says that the tunnel still lives, and in the end writes down what it carried (`end`).  The
+audit log has the ticket, each refusal and the end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from sqlalchemy import and_, func, or_, select, text, update
+from sqlalchemy.orm import Session
+
+from app.core.model.lifecycle import ENDED, State
+from app.core.model.provisions import session as session_model
+from app.core.model.provisions.tunnel import (
+    PER_TASK,
+    TICKET_S,
+    TunnelKind,
+    TunnelTicket,
+    why_not_into,
+)
+from app.core.units import duration
+from app.db.ids import new_id
+from app.db.models import ApiKey, Device, Task, Tunnel, User
+from app.db.transactions import now
+from app.errors import Conflict, TooManyCalls
+from app.identity import audit
+from app.insight import explain
+from app.intake import actions
+
+PER_TENANT = 64  # open tunnels
+SEEN_EVERY_S = 15.0
+LOST_AFTER = text("interval '60 seconds'")  # without being seen: its API process has died
+
+#: Said of every ticket that opens nothing, whether it is unknown, used or too old.
+NO_TICKET = "the ticket is unknown, used or expired; ask for a new one"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TunnelPlace:
+    """Says where a tunnel's task is now, as far as its tunnel needs to know.
+
+    `links` and `secret` are how to reach its device worker; empty if it has none.  `over` is why
+    the tunnel must end, and `waits` what the task waits for; both may be empty.
+    """
+
+    request_id: str
+    state: str
+    epoch: int
+    device: str = ""
+    links: tuple[Any, ...] = ()
+    secret: str = ""
+    over: str = ""
+    waits: str = ""
+    is_idle: bool = False  # a session that gave its device back, until somebody types
+
+    @property
+    def runs(self) -> bool:
+        return self.state == State.running and bool(self.links)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakenTunnel:
+    """A tunnel whose ticket was just used."""
+
+    id: str
+    task_id: str
+    tenant_id: str
+    request_id: str
+    asked: dict[str, Any]
+    call: audit.Call
+
+    def ticket(self, epoch: int, now_s: float) -> TunnelTicket:
+        """Return the ticket for the device worker; each attempt to connect has its own."""
+        return TunnelTicket(
+            tunnel=f"{self.id}/{secrets.token_hex(8)}",
+            task=self.task_id,
+            epoch=epoch,
+            expires_s=int(now_s + TICKET_S),
+            **{**self.asked, "words": tuple(self.asked["words"])},
+        )
+
+
+# --- tickets --------------------------------------------------------------------------------------
+
+
+def new_tunnel(
+    session: Session, task: Task, kind: TunnelKind, asked: dict[str, Any], call: audit.Call
+) -> tuple[Tunnel, str]:
+    """Make a tunnel and its ticket; raises Conflict or TooManyCalls.
+
+    The ticket is known only to its caller.
+    """
+    spec = task.spec
+    if why := why_not_into(task.state, spec):
+        raise Conflict(why)
+    _check_limits(session, task)
+    ticket = secrets.token_urlsafe(32)
+    tunnel = Tunnel(
+        id=new_id("tun"),
+        task_id=task.id,
+        tenant_id=task.tenant_id,
+        kind=kind,
+        asked={"kind": kind, **asked},
+        call=asdict(call),
+        ticket_sha256=_hash(ticket),
+        expires_at=now(session) + timedelta(seconds=TICKET_S),
+    )
+    session.add(tunnel)
+    session.flush()
+    session.refresh(tunnel)
+    what = "A shell" if kind == TunnelKind.SHELL else f"Port {asked['port']}"
+    actions.tell(session, task, "task.tunnel_opened", f"{what} was opened by {call.user}.")
+    about = {"task": task.id, "kind": kind, "port": asked["port"], "words": asked["words"]}
+    audit.append(
+        session, call, "made", target=("tunnel", tunnel.id), tenant_id=task.tenant_id, after=about
+    )
+    return tunnel, ticket
+
+
+def _check_limits(session: Session, task: Task) -> None:
+    is_open = _is_open()
+    of_tenant = select(Tunnel.task_id).where(Tunnel.tenant_id == task.tenant_id, is_open)
+    tasks = session.scalars(of_tenant).all()
+    if tasks.count(task.id) >= PER_TASK:
+        raise TooManyCalls(f"the task has {PER_TASK} open tunnels, which is its limit; close one")
+    if len(tasks) >= PER_TENANT:
+        raise TooManyCalls(
+            f"your tenant has {PER_TENANT} open tunnels, which is its limit; close one"
+        )
+
+
+def _is_open() -> Any:
+    opened = and_(Tunnel.opened_at.is_not(None), Tunnel.seen_at > func.now() - LOST_AFTER)
+    offered = and_(Tunnel.opened_at.is_(None), Tunnel.expires_at > func.now())
+    return and_(Tunnel.ended_at.is_(None), or_(opened, offered))
+
+
+def take(session: Session, ticket: str, address: str) -> TakenTunnel | None:
+    """Use a ticket; None if it opens nothing, which is recorded."""
+    used = (
+        update(Tunnel)
+        .where(Tunnel.ticket_sha256 == _hash(ticket), Tunnel.opened_at.is_(None))
+        .where(Tunnel.expires_at > func.now())
+        .values(opened_at=func.now(), seen_at=func.now(), active_at=func.now())
+        .returning(Tunnel.id)
+    )
+    id = session.scalar(used)
+    if id is None:
+        _refuse(session, ticket, address)
+        return None
+    tunnel = session.get_one(Tunnel, id)
+    return TakenTunnel(
+        id=tunnel.id,
+        task_id=tunnel.task_id,
+        tenant_id=tunnel.tenant_id,
+        request_id=session.get_one(Task, tunnel.task_id).request_id,
+        asked=tunnel.asked,
+        call=audit.Call(**tunnel.call),
+    )
+
+
+def _refuse(session: Session, ticket: str, address: str) -> None:
+    known = session.scalar(select(Tunnel).where(Tunnel.ticket_sha256 == _hash(ticket)))
+    call = audit.Call(operation="openTunnel", user="", address=address)
+    target, tenant_id = ("tunnel", ""), None
+    if known is not None:
+        call, target, tenant_id = audit.Call(**known.call), ("tunnel", known.id), known.tenant_id
+    audit.refused_tunnel(session, call, target=target, tenant_id=tenant_id, why=NO_TICKET)
+
+
+def _hash(ticket: str) -> str:
+    return hashlib.sha256(ticket.encode()).hexdigest()
+
+
+# --- while it is open -----------------------------------------------------------------------------
+
+
+def look(
+    session: Session,
+    tunnel: TakenTunnel,
+    *,
+    sent: int,
+    received: int,
+    active_at: datetime,
+) -> TunnelPlace:
+    """Note that the tunnel lives and what it carried so far; return where its task is."""
+    known = update(Tunnel).where(Tunnel.id == tunnel.id)
+    session.execute(
+        known.values(
+            seen_at=func.now(),
+            active_at=func.greatest(Tunnel.active_at, active_at),
+            sent_bytes=sent,
+            received_bytes=received,
+        )
+    )
+    query = (
+        select(Task, Device)
+        .outerjoin(Device, and_(Device.id == Task.seat, Device.lease_until > func.now()))
+        .where(Task.id == tunnel.task_id)
+    )
+    task, device = session.execute(query).one()
+    place = TunnelPlace(request_id=task.request_id, state=task.state, epoch=task.epoch)
+    if over := _why_over(session, tunnel, task):
+        return _with(place, over=over)
+    if task.state == State.running and device is not None:
+        reach = tuple(device.links)
+        return _with(place, device=device.id, links=reach, secret=device.secret)
+    return _with(place, waits=_waits(session, task), is_idle=task.hold == session_model.HOLD)
+
+
+def wake(session: Session, tunnel: TakenTunnel) -> None:
+    """Bring a session back that gave its device away, because its user types."""
+    task = session.get_one(Task, tunnel.task_id)
+    actions.wake_task(session, task, by=tunnel.call.user)
+
+
+def _with(place: TunnelPlace, **more: Any) -> TunnelPlace:
+    return TunnelPlace(**{**asdict(place), **more})
+
+
+def _why_over(session: Session, tunnel: TakenTunnel, task: Task) -> str:
+    if task.state in ENDED:
+        return f"the task is {task.state}"
+    key = session.get(ApiKey, tunnel.call.key_id)
+    has_expired = key is not None and key.expires_at is not None and key.expires_at <= now(session)
+    if key is not None and (key.revoked_at is not None or has_expired):
+        return "the key that opened it was revoked or has expired"
+    if session.get(User, tunnel.call.user_id) is None:
+        return "the user that opened it was removed"
+    return ""
+
+
+def _waits(session: Session, task: Task) -> str:
+    """Say in one line why the task does not run, its place and when it is expected."""
+    told = explain.explain(session, [task])[task.id]
+    if not told.reasons:
+        return f"It is {task.state}."
+    place = f" Place {told.place}." if told.place else ""
+    start = told.estimate.starts_at if told.estimate else None
+    wait_s = (start - datetime.now(UTC)).total_seconds() if start else 0.0
+    expected = f" Expected in {duration(max(1.0, wait_s))}." if start else ""
+    return f"{told.reasons[0]['message']}{place}{expected}"
+
+
+def end(session: Session, tunnel: TakenTunnel, *, sent: int, received: int, why: str) -> None:
+    """Write down that the tunnel has ended, what it carried and for how long it was open."""
+    row = session.get_one(Tunnel, tunnel.id, with_for_update=True)
+    row.sent_bytes, row.received_bytes = sent, received
+    if row.ended_at is None:  # else `end_lost` took its API process for dead
+        _end(session, row, now(session), why)
+
+
+def end_lost(session: Session) -> None:
+    """End the tunnels whose API process has died, and tickets that nobody used.
+
+    A chore of control, which may run twice without harm.
+    """
+    unended = select(Tunnel).where(Tunnel.ended_at.is_(None)).with_for_update(skip_locked=True)
+    lost = unended.where(Tunnel.opened_at.is_not(None), Tunnel.seen_at <= func.now() - LOST_AFTER)
+    for row in session.scalars(lost.order_by(Tunnel.id)).all():
+        assert row.seen_at is not None
+        _end(session, row, row.seen_at, "the API process that carried it was lost")
+    unused = unended.where(Tunnel.opened_at.is_(None), Tunnel.expires_at <= func.now())
+    for row in session.scalars(unused.order_by(Tunnel.id)).all():
+        row.ended_at = row.expires_at
+
+
+def _end(session: Session, row: Tunnel, at: datetime, why: str) -> None:
+    row.ended_at = at
+    open_s = (at - row.opened_at).total_seconds() if row.opened_at else 0.0
+    about = {
+        "task": row.task_id,
+        "why": why,
+        "sent_bytes": row.sent_bytes,
+        "received_bytes": row.received_bytes,
+        "seconds": round(open_s, 3),
+    }
+    call, target = audit.Call(**row.call), ("tunnel", row.id)
+    audit.append(session, call, "removed", target=target, tenant_id=row.tenant_id, after=about)

@@ -1,0 +1,41 @@
+"""Make the key that encrypts the secrets of tenants, or go over to a new one.
+
+    python -m app.local.secrets_key            make the file, unless it exists
+    python -m app.local.secrets_key --new      put a new key first in the file; older ones stay
+    python -m app.local.secrets_key --again    encrypt all secrets with the first key of the file,
+                                               and the keys of images
+
+The file is `ROUNDHOUSE_SECRETS_KEY`, HOME/secrets.key by default.  The API and the islands read it
+at each use.  After `--new`, copy it to all of them, run `--again`, and remove the older lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from app.db import transactions
+from app.identity import image_keys, secret_store
+from app.settings import settings
+from app.storage.sealing import Keyring
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m app.local.secrets_key", description=__doc__)
+    parser.add_argument("--new", action="store_true", help="put a new key first in the file")
+    parser.add_argument("--again", action="store_true", help="encrypt all secrets with it")
+    asked = parser.parse_args()
+    path = settings().secrets_key_file
+    Keyring.make(path)
+    if asked.new:
+        Keyring.add(path)
+    told = f"{path} has {len(path.read_text('ascii').split())} keys\n"
+    if asked.again:
+        with transactions.transaction() as session:
+            told += f"{secret_store.encrypt_again(session)} secrets were encrypted again\n"
+            told += f"{image_keys.encrypt_again(session)} keys of images were encrypted again\n"
+    sys.stdout.write(told)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""Collect what a transaction of an island did, so that its sums are written once, at its end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from sqlalchemy.orm import Session
+
+from app.db.models import Order
+
+
+@dataclass
+class RoundNotes:
+    """Notes of one transaction; `journal.sums.settle` writes them, `journal.orders` sends.
+
+    moved     ids of requests with tasks that changed their state
+    changed   (tenant, request) of whatever open streams may want to read
+    closed    (task, epoch) of stays that ended: their orders need no answer
+    waiting   by queue, as the columns of `lines`: by how many more tasks wait there
+    charges   by (user, tenant, kind): held, charged and faded micro-device-seconds
+    orders    rows that are sent after the commit
+    """
+
+    moved: set[str] = field(default_factory=set)
+    changed: set[tuple[str, str]] = field(default_factory=set)
+    closed: set[tuple[str, int]] = field(default_factory=set)
+    waiting: Counter[tuple[Any, ...]] = field(default_factory=Counter)
+    charges: dict[tuple[str, str, str], tuple[int, int, int]] = field(default_factory=dict)
+    orders: list[Order] = field(default_factory=list)
+
+    def copy(self) -> RoundNotes:
+        return RoundNotes(**{one.name: getattr(self, one.name).copy() for one in fields(self)})
+
+
+def notes_of(session: Session) -> RoundNotes:
+    """Return the notes of this session's transaction."""
+    notes: RoundNotes | None = session.info.get("round")
+    return set_notes(session, RoundNotes()) if notes is None else notes
+
+
+def set_notes(session: Session, notes: RoundNotes) -> RoundNotes:
+    session.info["round"] = notes
+    return notes

@@ -1,0 +1,177 @@
+"""A signed message is opened only by its recipient, and only if the right key signed it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from app.core.model.messages import Alive, Answer, BadMessage, Cancel, encode
+from app.identity.enrolment import Roster
+from app.messaging import signed_messages
+from app.messaging.signed_messages import Mail, opened_heartbeat, sealed_heartbeat, sealed_news
+from app.storage.signing import HEARTBEAT, NEWS, BadSignature, Signer, public_key
+
+pytestmark = pytest.mark.security
+
+CANCEL = Cancel(task="tsk_1", epoch=1, seq=2)
+
+
+@pytest.fixture
+def island(tmp_path):
+    return Signer.at(tmp_path / "island")
+
+
+@pytest.fixture
+def other(tmp_path):
+    return Signer.at(tmp_path / "other")
+
+
+@pytest.fixture
+def mail(island):
+    return Mail("h.0", island.public)
+
+
+def answer(**more):
+    given = {"device": "h.0", "incarnation": "1", "sent_us": 1, "lease_us": 2}
+    return Answer(**given, heard={}, logged={}, keep=[], drop=[], **more)
+
+
+def beat(signer, **more):
+    facts = {"host": "h", "island": "isle", "kind": "cpu", "key": signer.public}
+    given = {"device": "h.0", "incarnation": "1", "sent_us": 1, "facts": facts}
+    return Alive(**{**given, "residents": [], "events": [], "logs": [], **more})
+
+
+class TestNews:
+    def test_message_of_the_own_island_is_opened(self, island, mail):
+        text = sealed_news(island, "h.0", [encode(answer()), encode(CANCEL)])
+        assert mail.opened(text) == [answer(), CANCEL]
+
+    def test_message_may_hold_integers_of_any_size(self, island, mail):
+        share = {"task": "t", "epoch": 1, "place": 1, "held_us": 1, "rate": 1}
+        told = answer(rota=[{**share, "path": [["a", 2**80, 1]]}])
+        assert mail.opened(sealed_news(island, "h.0", [encode(told)])) == [told]
+
+    def test_message_for_another_device_is_refused(self, island, mail):
+        with pytest.raises(BadMessage, match=r"for another device: 'h\.1'"):
+            mail.opened(sealed_news(island, "h.1", [encode(CANCEL)]))
+
+    def test_message_signed_by_another_key_is_refused(self, island, other, mail):
+        text = sealed_news(other, "h.0", [encode(CANCEL)])
+        with pytest.raises(BadSignature, match="may not sign this message"):
+            mail.opened(text)
+        with pytest.raises(BadSignature, match="not signed by"):
+            mail.opened(island.public + text[64:])
+
+    @pytest.mark.parametrize("at", [70, 200, -2])
+    def test_changed_message_is_refused(self, island, mail, at):
+        text = sealed_news(island, "h.0", [encode(CANCEL)])
+        changed = "0" if text[at] != "0" else "1"
+        with pytest.raises(BadSignature):
+            mail.opened(text[:at] + changed + text[at:][1:])
+
+    def test_heartbeat_and_message_are_not_taken_for_each_other(self, island, mail):
+        with pytest.raises(BadSignature):
+            mail.opened(sealed_heartbeat(island, beat(island)))
+        with pytest.raises(BadSignature):
+            opened_heartbeat(sealed_news(island, "h.0", []), hosts={island.public})
+
+    def test_checkpoint_is_not_taken_for_a_message(self, island, mail):
+        body = json.dumps({"device": "h.0", "news": [encode(CANCEL)]}).encode()
+        with pytest.raises(BadSignature):
+            mail.opened(f"{island.public}\n{island.sealed(body).decode()}")
+
+    @pytest.mark.parametrize("text", ["", "\n", "x", "\n\n\n", "é" * 200, "0" * 64 + "\n"])
+    def test_unsigned_message_is_refused(self, mail, text):
+        with pytest.raises(BadSignature):
+            mail.opened(text)
+
+    def test_another_island_is_obeyed_once_the_own_one_has_named_it(self, island, other, mail):
+        theirs = sealed_news(other, "h.0", [encode(CANCEL)])
+        with pytest.raises(BadSignature):
+            mail.opened(theirs)
+        mail.opened(sealed_news(island, "h.0", [encode(answer(peers=[other.public]))]))
+        assert mail.opened(theirs) == [CANCEL]
+
+    def test_another_island_may_not_answer(self, island, other, mail):
+        mail.opened(sealed_news(island, "h.0", [encode(answer(peers=[other.public]))]))
+        with pytest.raises(BadSignature, match="only the device's own island"):
+            mail.opened(sealed_news(other, "h.0", [encode(answer(peers=["0" * 64]))]))
+        assert mail.peers == (other.public,)
+
+
+class TestHeartbeats:
+    def test_heartbeat_of_an_enrolled_host_is_opened(self, island):
+        alive = beat(island)
+        assert opened_heartbeat(sealed_heartbeat(island, alive), hosts={island.public}) == alive
+
+    def test_heartbeat_of_an_unknown_host_is_refused(self, island, other):
+        with pytest.raises(BadSignature):
+            opened_heartbeat(sealed_heartbeat(other, beat(other)), hosts={island.public})
+
+    def test_host_cannot_use_the_key_of_another(self, island, other):
+        text = sealed_heartbeat(other, beat(island))
+        with pytest.raises(BadSignature, match="another host"):
+            opened_heartbeat(text, hosts={island.public, other.public})
+
+    def test_other_signed_messages_are_no_heartbeat(self, island):
+        text = signed_messages._sealed(island, HEARTBEAT, encode(CANCEL))
+        with pytest.raises(BadMessage):
+            opened_heartbeat(text, hosts={island.public})
+        with pytest.raises(BadMessage):
+            Mail("h.0", island.public).opened(
+                signed_messages._sealed(island, NEWS, {"device": "h.0"})
+            )
+
+    def test_enrolled_host_speaks_for_its_own_devices_on_its_own_island(self, island, other):
+        roster = Roster("isle")
+        roster._keys = {"h.0": island.public, "g.0": other.public, "x.0": island.public}
+        assert roster.objection(beat(island)) == ""
+        facts = beat(island).facts
+        for wrong in (
+            beat(island, device="g.0"),
+            beat(island, device="h.1"),
+            beat(island, device="x.0"),
+            beat(island, facts={**facts, "island": "east"}),
+        ):
+            assert roster.objection(wrong)
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        '{"loss": NaN}',
+        '{"loss": -Infinity}',
+        f'{{"loss": 1{"0" * 400}}}',
+        '{"loss": 9223372036854775808}',
+        r'{"loss": "\ud800"}',
+        r'{"loss\u0000": 1}',
+        f'{{"loss": {"[" * 100_000}{"]" * 100_000}}}',
+        '{"loss": ',
+    ],
+    ids=lambda metrics: metrics[:24],
+)
+def test_heartbeat_of_a_known_host_that_postgres_cannot_hold_is_refused(island, metrics):
+    view = {"is": "ResidentView", "task": "t", "epoch": 1, "state": "running", "step": 1}
+    view |= {"held_us": 1, "order_seq": 1, "memory_bytes": 0, "metrics": "METRICS"}
+    body = json.dumps({**encode(beat(island)), "residents": [view]})
+
+    def sent(told):
+        sealed = island.sealed(body.replace('"METRICS"', told).encode(), HEARTBEAT)
+        return f"{island.public}\n{sealed.decode()}"
+
+    emoji = r'{"loss": "\ud83d\ude00 \\u0000"}'
+    kept = opened_heartbeat(sent(emoji), hosts={island.public}).residents[0].metrics
+    assert kept == {"loss": "\U0001f600 \\u0000"}
+    with pytest.raises(BadMessage):
+        opened_heartbeat(sent(metrics), hosts={island.public})
+
+
+def test_public_key_is_given_directly_or_in_a_file(island, tmp_path):
+    island.publish(tmp_path / "island.pub")
+    assert public_key(island.public) == public_key(str(tmp_path / "island.pub")) == island.public
+    (tmp_path / "bad").write_text("7" * 63)
+    for bad in ("", "7" * 63, str(tmp_path / "none"), str(tmp_path / "bad")):
+        with pytest.raises(ValueError, match="public key"):
+            public_key(bad)

@@ -1,0 +1,178 @@
+"""Commands that hold several accelerators: what torchrun would start, a rank on each device.
+
+The host has eight simulated accelerators, and the task's own device worker is real.  The files of
+the other workers are written as those write them at their start.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from app.core.model.messages import Failed, Finished, Paused, Started
+from tests.processes import status_of
+from tests.workers.commands.test_runner import ended, its_processes, shell
+from tests.workers.conftest import PATIENCE_S, DeviceRig
+from workers.process.device_access import DeviceAccess, find_access, tell_host
+
+pytestmark = pytest.mark.sim
+
+DEVICES, RANKS, STEPS = 8, 4, 100
+MB = 2**20
+TRAIN = ["python", "ddp.py", "--kind", "sim", "--steps", str(STEPS), "--pace", "0.02"]
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], DeviceRig]]:
+    """Gives the worker of a device of the host, by its number; all are closed at the end."""
+    folder = tmp_path_factory.mktemp("host")
+    (folder / "sim").mkdir()
+    for path in (folder, folder / "sim"):
+        path.chmod(0o755)
+    opened: dict[int, DeviceRig] = {}
+
+    def worker(number: int) -> DeviceRig:
+        if number not in opened:
+            access = _access(folder / "sim", number)
+            opened[number] = rig = DeviceRig(
+                folder, device=f"h.{number}", kind="sim", access=access, memory_bytes=64 * MB
+            )
+            rig.open()
+            for other in range(DEVICES):
+                named = _access(folder / "sim", other)
+                tell_host(rig.house.devices_folder, f"h.{other}", "sim", named)
+        return opened[number]
+
+    yield worker
+    for rig in opened.values():
+        rig.close()
+
+
+def _access(home: Path, number: int) -> DeviceAccess:
+    nodes = (home / "budget", home / f"node{number}")
+    for node in nodes:
+        node.touch()
+        node.chmod(0o666)
+    environ = {
+        "SIM_DEVICES": str(DEVICES),
+        "SIM_HOME": str(home),
+        "SIM_MEMORY_BYTES": str(64 * MB),
+        "SIM_MODE": "lazy",
+    }
+    return find_access("sim", str(number), environ=environ, nodes=nodes)
+
+
+def launch(rig: DeviceRig, task: str, words: list[str], epoch: int = 1, **more: Any) -> None:
+    """Launch a command on its worker's device and three guests, with a rank on each."""
+    guests = more.pop("guests", ["h.1", "h.2", "h.3"])
+    slots = 1 + len(guests)
+    usual = {"world_size": slots, "seats": [slots], "guests": guests, "budget_us": 10**9}
+    rig.launch(task, words, epoch, **{**usual, **more})
+
+
+def on(lines: list[str]) -> list[str]:
+    """The device of each rank, in their order."""
+    return [line.rpartition(" ")[2] for line in sorted(lines) if line.startswith("rank ")]
+
+
+def parameters(lines: list[str]) -> str:
+    (line,) = (line for line in lines if line.startswith("parameters"))
+    return line.split()[1]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(host: Callable[[int], DeviceRig]) -> str:
+    rig = host(0)
+    launch(rig, "alone", TRAIN)
+    rig.event(Finished, "alone", timeout_s=120)
+    lines = ended(rig, "alone")
+    assert on(lines) == ["0", "1", "2", "3"]
+    return parameters(lines)
+
+
+def test_script_is_frozen_thawed_moved_and_resized_by_a_twin(host, undisturbed):
+    rig = host(0)
+    launch(rig, "t1", TRAIN)
+    rig.until(lambda: (view := rig.view("t1")) and view.step >= 3, timeout_s=120)
+    rig.pause("t1")
+    rig.event(Paused, "t1")
+    states = {*map(status_of, its_processes(rig))}
+    assert states == {psutil.STATUS_STOPPED}
+    rig.launch("other", shell("echo mine"))  # takes the slot of the first device meanwhile
+    rig.event(Finished, "other")
+    launch(rig, "t1", TRAIN, 2)
+    assert rig.event(Started, "t1", 2).resumed == "resident"
+    rig.until(lambda: (view := rig.view("t1", 2)) and view.step >= 10, timeout_s=120)
+    images = rig.paused_and_saved("t1", 2)
+    # moved to other devices, where it begins again from its own checkpoint
+    elsewhere = host(4)
+    launch(elsewhere, "t1", TRAIN, 3, guests=["h.7", "h.6", "h.5"], images=images)
+    assert elsewhere.event(Started, "t1", 3).resumed == "folder"
+    # a twin with another number of ranks begins in the same folder
+    rig.drop.append(["t1", 2])
+    launch(rig, "twin", TRAIN, guests=["h.1"], images=images)
+    rig.event(Finished, "twin", timeout_s=120)
+    elsewhere.event(Finished, "t1", 3, timeout_s=120)
+    moved, resized = ended(elsewhere, "t1", 3), ended(rig, "twin")
+    assert (on(moved), on(resized)) == (["4", "7", "6", "5"], ["0", "1"])
+    other_ranks = "Roundhouse: it begins again with 2 ranks; its files are of a run with 4"
+    assert (other_ranks in resized, other_ranks in moved) == (True, False)
+    assert parameters(moved) == undisturbed
+    assert parameters(resized) != undisturbed  # two ranks see other batches than four
+    for lines in (moved, resized):
+        (begun,) = (line for line in lines if line.startswith("begins after"))
+        assert 9 <= int(begun.split()[2]) < STEPS
+
+
+# --- the hostile side -----------------------------------------------------------------------------
+
+
+def test_rank_that_looks_for_other_devices_finds_only_those_of_its_task(host):
+    rig = host(0)
+    launch(rig, "pry", ["python", "prying.py"], guests=["h.1"])
+    rig.event(Finished, "pry", timeout_s=120)
+    (said,) = ended(rig, "pry")
+    seen = {"nodes": ["node0", "node1"], "count": "2", "beyond": "refused"}
+    assert json.loads(said) == seen
+
+
+def test_rank_that_hangs_is_frozen_and_ended_with_the_others(host):
+    hangs = "trap '' TERM INT; echo up; while :; do [ $RANK = 2 ] || sleep 0.05; done"
+    rig = host(0)
+    launch(rig, "hang", shell(hangs))
+    rig.until(lambda: rig.printed("hang") == ["up"] * RANKS)
+    rig.pause("hang")
+    rig.event(Paused, "hang")
+    processes = its_processes(rig)  # none begins or ends while they are stopped
+    assert {process.status() for process in processes} == {psutil.STATUS_STOPPED}
+    launch(rig, "hang", shell(hangs), 2, budget_us=10**6)
+    failed = rig.event(Failed, "hang", 2)
+    assert failed.cause == "max_duration"
+    _, alive = psutil.wait_procs(processes, timeout=PATIENCE_S)
+    assert not alive
+
+
+def test_rank_that_dies_ends_the_others_and_each_is_told(host):
+    dies = "echo up; [ $RANK = 0 ] && exit 0; [ $RANK = 2 ] && sleep 0.3 && kill -9 $$; sleep 60"
+    rig = host(0)
+    launch(rig, "die", shell(dies))
+    failed = rig.event(Failed, "die")
+    assert failed.message == "rank 2: It was ended by SIGKILL; perhaps it ran out of memory."
+    assert failed.detail.splitlines()[-RANKS:] == [
+        "rank 0: It ended with exit status 0.",
+        "rank 1: It was ended with the others.",
+        "rank 2: It was ended by SIGKILL; perhaps it ran out of memory.",
+        "rank 3: It was ended with the others.",
+    ]
+    rig.until(lambda: not rig.supervisor.lives.residents)
+
+
+def test_command_whose_devices_have_workers_of_another_home_is_told_so(host):
+    rig = host(0)
+    launch(rig, "homeless", shell("true"), guests=["h.99"])
+    assert "the worker of h.99 has another ROUNDHOUSE_HOME" in rig.event(Failed, "homeless").message

@@ -1,0 +1,35 @@
+"""Ranks of torch scripts that go on on other devices, with the bits of an undisturbed run."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+
+from app.core.model.messages import Finished, Started
+from tests.workers.commands.test_ranks import parameters, train, undisturbed
+from tests.workers.criu.test_commands_that_move import hosts
+
+__all__ = ["hosts", "undisturbed"]  # fixtures
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root may store processes"),
+]
+
+
+def test_ranks_of_a_torch_script_end_with_the_same_parameters(hosts, undisturbed):
+    rig, images, at = hosts(), [], 0
+    moments = random.Random(int(os.environ.get("MOVES_SEED", "26")))
+    for epoch in (1, 2, 3):
+        train(rig, epoch=epoch, images=images)
+        assert rig.event(Started, "t1", epoch).resumed == ("image" if images else "fresh")
+        at += moments.randint(5, 12)
+        rig.steps("t1", at, epoch)
+        images = rig.paused_and_saved("t1", epoch)
+        assert not rig.all(Finished, "t1", epoch)
+        rig = hosts()
+    train(rig, epoch=4, images=images)
+    assert rig.event(Started, "t1", 4).resumed == "image"
+    assert parameters(rig, epoch=4) == undisturbed

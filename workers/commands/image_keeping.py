@@ -1,0 +1,215 @@
+"""Makes images of a command's working folder while the command runs, is paused, or has ended."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from workers.commands import working_folder
+from workers.commands.stub_thread import StubThread, tell_owner
+from workers.commands.working_folder import FolderImage, FolderTooLarge, WorkingFolder
+from workers.process import slab as slabs
+from workers.residents.images import SAVES_APART_S
+
+if TYPE_CHECKING:
+    from workers.commands.runner import Stub
+
+JSON = dict[str, Any]
+
+STANDS_ONE_IN = 50  # a running command stands still for images at most for this part of its time
+
+
+class Keeping:
+    """Makes images of the working folder, one at a time; a thread copies, and nothing waits for it.
+
+    While the command runs, changed files are copied ahead, then the tree is stopped for the rest.
+    While the command is paused, everything is copied at once, as nothing changes.
+    """
+
+    def __init__(self, stub: Stub, folder: WorkingFolder) -> None:
+        self.stub, self.folder = stub, folder
+        self._thread = StubThread()
+        self.last_step: int | None = None  # step of the newest image that is stored or on its way
+        self.left_s = -1e9  # when the newest image left
+        self.saved_s = self.told_s = time.monotonic()
+        # "", "ahead", "copy" or "told"; from "told" on the slab is the supervisor's
+        self.stage = ""
+        self.has_beside = False  # the image has the folders beside the working folder
+        self.failed = False  # the last image was not stored; the supervisor says when to retry
+        self.is_wished = False  # an order requested the current image
+        self._result: FolderImage | BaseException | None = None
+        self._done = False
+        self._began_s = 0.0
+        self.stood_s = 0.0  # how long the tree was stopped in its slot for the last image
+        self.frees_early = False  # the tree runs on once its processes are dumped
+
+    def may_have_processes(self) -> bool:
+        """Say whether the current image is to have the processes of the command.
+
+        While the command runs, one that could not be stored, or was damaged by it, is tried again
+        only by an order.  One with an open terminal is tried again each time.
+        """
+        stub = self.stub
+        if not stub.start.stores_processes or not stub.processes or stub.status is not None:
+            return False
+        is_in_doubt = stub.is_in_doubt or stub.start.dump_damaged
+        return "pause" in stub.held or self.is_wished or not is_in_doubt
+
+    def dumped(self) -> None:
+        """Let the tree run on, as its processes are stored; at a pause it waits for the image."""
+        if self.frees_early:
+            self._stood()
+            self.stub.let_go("image")
+
+    def _stood(self) -> None:
+        if self.stub.is_seated and self._began_s:
+            self.stood_s = time.monotonic() - self._began_s
+            self.stub.stood_s, self._began_s = self.stub.stood_s + self.stood_s, 0.0
+
+    def due_in_s(self) -> float:
+        """Return the seconds until the next image is due."""
+        if self.stage or not self.stub.processes:
+            return 60.0
+        if "save" in self.stub.wishes:
+            return 0.0
+        if not self.stub.is_seated:
+            waits = self.last_step == self.stub.step or self.failed
+            return 60.0 if waits else self.left_s + SAVES_APART_S - time.monotonic()
+        every_s = self.stub.spec.checkpoint.every_s
+        if every_s <= 0 or self.stub.cancelled:  # its processes clean up, and end
+            return 60.0
+        return self.saved_s + max(every_s, STANDS_ONE_IN * self.stood_s) - time.monotonic()
+
+    def mind(self) -> None:
+        if self._done:
+            self._done = False
+            self._copied()
+        if not self.stage and self.due_in_s() <= 0:
+            self.is_wished = "save" in self.stub.wishes
+            self.stub.wishes -= {"save"}
+            self.saved_s, self.failed = time.monotonic(), False
+            if self.stub.is_seated:
+                self._aside("ahead", self.folder.ahead)
+            else:
+                self._copy()
+
+    def off_the_seat_no_more(self) -> None:
+        """Abandon a copy that no order requested: the slot is more urgent.  Copied files stay."""
+        self.saved_s = time.monotonic()
+        every_s = self.stub.spec.checkpoint.every_s
+        is_overdue = 0 < every_s < self.saved_s - self.told_s
+        if self.stage == "copy" and not self.is_wished and not is_overdue:
+            self.folder.is_abandoned = True
+
+    def kept(self, message: JSON) -> None:
+        self.stage = ""
+        self._stood()
+        self.stub.let_go("image")
+        self.stub.tell_not_stored(message.get("lost", ""))
+        if message.get("error"):
+            self.last_step, self.failed = None, True
+
+    def finish(self) -> None:
+        """Wait until no image is on its way."""
+        while self.stage:
+            self.stub.listen(0.05, self.stub.wakeups.fd)
+            self.stub.wakeups.clear()
+            if self._done:
+                self._done, self.stage = False, ""
+
+    def store_last(self) -> bool:
+        """Store the folder of the ended command; False if it could not be stored."""
+        self.finish()
+        self.failed = False
+        self._copy()
+        while self.stage:
+            self.stub.listen(0.05, self.stub.wakeups.fd)
+            self.stub.wakeups.clear()
+            if self._done:
+                self._done = False
+                self._copied()
+        return not self.failed
+
+    def _copy(self) -> None:
+        """Stop the tree and copy the folder; the tree stays stopped until all is copied."""
+        stub = self.stub
+        self._began_s = time.monotonic()
+        stub.hold("copy")
+        stub.count_stop()
+        self.last_step = stub.step
+        about: JSON = {"restarts": stub.restarts, "ranks": stub.spec.world_size}
+        about["stopped"] = sorted(stub.tree.stopped_before)
+        if stub.rank_tree is not None and stub.gang is not None:
+            stub.mind_ends()
+            about["tree"] = {**stub.rank_tree.about, "gang": asdict(stub.gang.inside)}
+        mapped = stub.tree.written_maps(self.folder.path)
+        self.folder.is_abandoned = False
+        self.has_beside = bool(self.folder.beside) and self.may_have_processes()
+        self._aside("copy", lambda: self._copied_folder(about, mapped))
+
+    def _copied_folder(self, about: JSON, mapped: set[str]) -> FolderImage:
+        """Copy the folder, with those beside it if they fit; runs in another thread."""
+        if self.has_beside:
+            try:
+                return self.folder.copy(about, mapped, with_beside=True)
+            except FolderTooLarge:
+                self.has_beside = False
+        return self.folder.copy(about, mapped)
+
+    def _aside(self, stage: str, work: Any) -> None:
+        self.stage, self._result = stage, None
+        self._thread.give(lambda: self._work(work))
+
+    def _work(self, work: Any) -> None:
+        try:
+            self._result = work()
+        except BaseException as error:
+            self._result = error
+        self._done = True
+        self.stub.wakeups.wake()
+
+    def _copied(self) -> None:
+        """Continue after a thread has done its part."""
+        stage, result = self.stage, self._result
+        self.stage, self._result = "", None
+        tree: JSON = {}
+        if stage == "copy":
+            if isinstance(result, FolderImage):  # then it may stay stopped for its processes
+                self.frees_early = "pause" not in self.stub.held
+                tree = self.stub.processes_to_store()
+            if "first_pid" not in tree:
+                self._stood()
+            self.stub.let_go("copy")
+        if isinstance(result, BaseException):
+            self._not_copied(result)
+        elif stage == "ahead":
+            self._copy()
+        elif isinstance(result, FolderImage):
+            self._tell(result, tree)
+
+    def _not_copied(self, error: BaseException) -> None:
+        self.last_step, self.left_s = None, time.monotonic()
+        if isinstance(error, working_folder.ImageUnwanted):
+            return
+        self.failed = True
+        if isinstance(error, FolderTooLarge | OSError | slabs.BadIndex):
+            tell_owner(
+                f"its working folder could not be saved, so a restart would lose its files: {error}"
+            )
+        else:
+            tell_owner("".join(traceback.format_exception(error)))
+
+    def _tell(self, kept: FolderImage, tree: JSON) -> None:
+        index = {"layout": kept.layout.as_json(), "fingerprint": {}, "tensors": {}}
+        try:
+            size = slabs.write_index(self.stub.slab.fd, index)
+        except (OSError, slabs.BadIndex) as error:
+            self._stood()
+            self.stub.let_go("image")
+            self._not_copied(error)
+            return
+        self.stage, self.left_s = "told", time.monotonic()
+        self.told_s = self.left_s
+        self.stub.say("saving", what="image", at_step=self.last_step, index_bytes=size, **tree)

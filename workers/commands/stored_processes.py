@@ -1,0 +1,121 @@
+"""The stub's part in storing and restoring the processes of its command.
+
+The device worker stores and restores them (`workers.criu`), while the stub keeps them stopped.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import stat
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from workers.commands.freezer import Tree
+
+JSON = dict[str, Any]
+
+#: Folders in memory that a command may write to; they go with its processes, under these names.
+BESIDE = {".roundhouse/tmp": Path("/tmp"), ".roundhouse/shm": Path("/dev/shm")}
+_SQLITE, _ROLLBACK = b"SQLite format 3\0", 1
+_SPARE_FILES = 4  # which CRIU opens in each process while it stores it
+
+
+class FirstProcess(Protocol):
+    """The first process of a command or of a rank: started here, or restored."""
+
+    @property
+    def pid(self) -> int: ...
+
+    returncode: int | None
+
+
+@dataclass
+class AdoptedProcess:
+    """A first process that was restored: our child, like one that was started here."""
+
+    pid: int
+    returncode: int | None = None
+
+
+def announced(tree: Tree, first: FirstProcess, *, has_beside: bool, has_tunnels: bool) -> JSON:
+    """Return what the device worker must know to store a stopped tree.
+
+    `has_beside` says that the image of the folder has the folders beside it too.  Raises NotStored
+    if its first process has ended, where its files would not go with it, or while it has tunnels:
+    what runs at their inner ends would be lost.
+    """
+    if has_tunnels:
+        raise NotStored("a terminal or a port is open in it, and would end")
+    pids = tree.pids()
+    if first.pid not in pids or first.returncode is not None:
+        raise NotStored("its first process had ended")
+    if not has_beside:
+        raise NotStored("its files in /tmp and /dev/shm do not fit into the image")
+    if full := _full(pids):
+        raise NotStored(full)
+    if name := _open_database(pids):
+        raise NotStored(f"{name} is an open database, which would notice that it was copied")
+    return {"first_pid": first.pid, "pids": pids}
+
+
+class NotStored(Exception):
+    """Raised when the processes cannot be in an image; says why."""
+
+
+def _full(pids: Iterable[int]) -> str:
+    """Say which process may open too few more files to be stored; "" if none."""
+    for pid in pids:
+        with suppress(OSError):
+            most, _ = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+            left = most - sum(int(name) < most for name in os.listdir(f"/proc/{pid}/fd"))
+            if left < _SPARE_FILES:
+                return (
+                    f"process {pid} may open {left} more files, and storing it takes {_SPARE_FILES}"
+                )
+    return ""
+
+
+def _open_database(pids: Iterable[int]) -> str:
+    """Return the name of an open SQLite file in a mode that compares inode numbers."""
+    for pid in pids:
+        with suppress(OSError):
+            for fd in os.scandir(f"/proc/{pid}/fd"):
+                if _is_rollback_database(fd.path):
+                    return os.path.basename(os.readlink(fd.path))
+    return ""
+
+
+def _is_rollback_database(path: str) -> bool:
+    with suppress(OSError):
+        if stat.S_ISREG(os.stat(path).st_mode):
+            with open(path, "rb") as file:
+                head = file.read(20)
+            return head.startswith(_SQLITE) and head[18:19] == bytes([_ROLLBACK])
+    return False
+
+
+def clear_beside() -> None:
+    """Empty the folders beside, for a command that begins again."""
+    for folder in BESIDE.values():
+        own = [entry for entry in folder.iterdir() if entry.lstat().st_uid == os.geteuid()]
+        for entry in own:
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
+                entry.unlink(missing_ok=True)
+
+
+def adopt(
+    tree: Tree, stopped_before: Iterable[int], answer: Callable[[], JSON]
+) -> tuple[AdoptedProcess | None, str]:
+    """Wait for the restored processes, which stay stopped; return the first, or None and why."""
+    said = answer()
+    if why := str(said["error"]):
+        return None, why
+    tree.adopt(stopped_before)
+    return AdoptedProcess(int(said["pid"])), ""

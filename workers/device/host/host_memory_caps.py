@@ -1,0 +1,50 @@
+"""Ends a task with a fraction of a CPU device that holds more memory than its part of it.
+
+The kernel counts the memory of its processes.  Where the host's control groups work, they bound it
+too; they also count images and shared memory, so their limit is wider.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from workers.device.resident import Resident, family, kernel_memory
+from workers.device.stays.lives import DeviceLives
+from workers.transfer.host_context import House
+
+log = logging.getLogger(__name__)
+
+#: What a process holds beside the memory of its tensors: the interpreter, torch, other libraries.
+CODE_BYTES = 2**29
+PROCESSES = 8  # of a task; those beyond have none to spare
+EVERY_US = 250_000
+
+
+class HostMemoryCaps:
+    """Counts the tasks with fractions of a CPU device, every EVERY_US."""
+
+    def __init__(self, house: House, lives: DeviceLives) -> None:
+        self.house, self.lives = house, lives
+        self._counted_us = 0
+
+    def look(self, now_us: int) -> None:
+        """Count if it is time; a task beyond its cap ends."""
+        if self.house.kind != "cpu" or now_us < self._counted_us + EVERY_US:
+            return
+        self._counted_us = now_us
+        for resident in list(self.lives.residents.values()):
+            if resident.is_fraction and resident.pid and not resident.kill_reason:
+                self._count(resident)
+
+    def _count(self, resident: Resident) -> None:
+        most_bytes = resident.cap_bytes(self.house.memory_bytes)
+        counted = kernel_memory(resident.pid)
+        if counted is None or counted[0] <= most_bytes + CODE_BYTES:
+            return
+        try:
+            processes = min(PROCESSES, sum(1 for _ in family(resident.pid)))
+        except (OSError, ValueError):
+            return  # it has just ended; the next count says more
+        if counted[0] > most_bytes + CODE_BYTES * processes:
+            log.warning("task %s holds %d bytes of %d", resident.task, counted[0], most_bytes)
+            self.lives.kill(resident, "device_memory")

@@ -1,0 +1,79 @@
+"""Gives the inner end of a tunnel to the process of its task, or starts it beside a job."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from dataclasses import asdict
+from typing import Any
+
+from app.core.model.provisions.tunnel import TunnelTicket, why_not_into
+from workers.device.resident import Resident
+from workers.device.stays.lives import DeviceLives
+from workers.device.stays.spawning import Spawner
+from workers.process import sandbox
+from workers.process.wire import Trust, tenant_pair
+
+NOT_HERE = "the task is not on this device any more"
+NOT_BESIDE = (
+    "this device worker starts nothing beside a job: it needs root, the sandbox layers processes "
+    "and user, and control groups for memory and processes"
+)
+
+
+class TunnelOpener:
+    """Opens tunnels, in the supervisor's thread; no call blocks."""
+
+    def __init__(self, lives: DeviceLives, spawner: Spawner, trust: Trust) -> None:
+        self.lives = lives
+        self.spawner = spawner
+        self.trust = trust
+
+    def open(self, ticket: TunnelTicket, theirs: socket.socket) -> str:
+        """Send the socket to the task's process; return "", or why it is refused.
+
+        A process that is paused now starts its end of the tunnel when it goes on.
+        """
+        stay = self.lives.stays.get((ticket.task, ticket.epoch))
+        resident = stay.process if stay is not None else None
+        if resident is None or resident.kill_reason or not resident.is_prepared:
+            return NOT_HERE
+        spec = resident.stay.spec
+        if why := why_not_into("running", spec):
+            return why
+        if resident.is_command:
+            resident.send("open", [theirs.fileno()], ticket=asdict(ticket))
+            return ""
+        return self._enter(resident, ticket, theirs)
+
+    def _enter(self, resident: Resident, ticket: TunnelTicket, theirs: socket.socket) -> str:
+        """Start the inner end beside a job, whose own process only steps."""
+        spec, zygote = resident.stay.spec, self.spawner.zygote
+        if not self.spawner.enters_jobs:
+            return NOT_BESIDE
+        if zygote is None or resident.pidfd is None:
+            return NOT_HERE
+        variables = {**spec.env, "ROUNDHOUSE_TASK": resident.task}
+        if spec.network.allow:
+            variables = {**sandbox.proxy_environment(), **variables}
+        is_seated = resident.shells.is_seated
+        said = {"ticket": asdict(ticket), "environment": variables, "is_seated": is_seated}
+        begin = _written(said)
+        wire, control = tenant_pair()
+        fds = [control.fileno(), theirs.fileno(), self.trust.fd, resident.pidfd, begin]
+        zygote.enter(resident.room, self.spawner.walls, fds)
+        os.close(begin)
+        os.close(control.detach())
+        resident.shells.add(wire)
+        return ""
+
+
+def _written(begin: dict[str, Any]) -> int:
+    """Return a file in memory with what the inner end begins with.
+
+    The zygote passes it on unread: residents of other tenants inherit the memory of the zygote.
+    """
+    fd = os.memfd_create("begin", os.MFD_CLOEXEC)
+    os.write(fd, json.dumps(begin).encode())
+    return fd

@@ -1,0 +1,40 @@
+"""Tells the processes beside a job when it has the slot (`workers.commands.job_shell`)."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from workers.process.wire import TenantWire
+
+
+class JobShells:
+    """The processes beside one job; each leaves by itself, and its end closes its wire."""
+
+    def __init__(self) -> None:
+        self.is_seated = False
+        self._wires: list[TenantWire] = []
+
+    def add(self, wire: TenantWire) -> None:
+        self._forget_ended()
+        self._wires.append(wire)
+
+    def seat(self, *, is_seated: bool) -> None:
+        """Let them run, or stop them."""
+        if is_seated == self.is_seated:
+            return
+        self.is_seated = is_seated
+        self._forget_ended()
+        for wire in self._wires:
+            with suppress(OSError):  # it has just ended
+                wire.send({"is": "go" if is_seated else "hold"})
+
+    def close(self) -> None:
+        for wire in self._wires:
+            wire.close()
+        self._wires = []
+
+    def _forget_ended(self) -> None:
+        for wire in self._wires:
+            if wire.wait(0):  # they say nothing, so this is the end
+                wire.close()
+        self._wires = [wire for wire in self._wires if wire.sock.fileno() >= 0]

@@ -1,0 +1,1 @@
+"""Starts the processes of tasks, listens to them, stores what they hand over, and ends them."""

@@ -1,0 +1,119 @@
+"""Finds memory for tasks, and lets tasks leave the slot for their successors."""
+
+from __future__ import annotations
+
+import logging
+
+from app.core.device.device_events import SlotDue
+from workers.device.heartbeat import now_us
+from workers.device.memory_tiers import Residency
+from workers.device.stay import Stay
+from workers.device.stays.lives import DeviceLives
+from workers.device.stays.spawning import Spawner
+from workers.device.stays.starting import TaskStarter
+from workers.device.store_io import Fetched
+
+log = logging.getLogger(__name__)
+
+SQUEEZE_US = 1_000_000  # how long a co-located task waits for memory before another one yields
+ROOM_WITHIN_US = 10_000_000  # how long a task waits for memory that frozen commands hold
+
+
+class Admission:
+    """Owns the tasks that are fetched and wait for memory."""
+
+    def __init__(
+        self,
+        lives: DeviceLives,
+        starter: TaskStarter,
+        spawner: Spawner,
+        residency: Residency,
+    ) -> None:
+        self.lives = lives
+        self.starter = starter
+        self.spawner = spawner
+        self.residency = residency
+        self.fetched: list[tuple[Stay, Fetched]] = []  # fetched, waiting for memory
+
+    def take(self, stay: Stay, fetched: Fetched) -> None:
+        """Keep what was fetched until there is memory, unless the task was given up meanwhile."""
+        if stay.state == "seating":
+            self.fetched.append((stay, fetched))
+        else:
+            fetched.close()
+
+    def admit(self) -> None:
+        """Find memory for residents that are off the device, then for tasks without a process."""
+        now = now_us()
+        if not self.residency.look(now):
+            self._end_a_frozen(now)
+            self._squeeze(now)
+            return
+        for here in list(self.fetched):
+            stay, fetched = here
+            if stay.state != "seating":
+                self.fetched.remove(here)
+                fetched.close()
+            elif (
+                not stay.record.is_linked
+                or self.spawner.zygote is None
+                or not self.spawner.zygote.is_ready
+            ):
+                continue
+            elif self.residency.has_room(stay.spec.devices.memory_bytes, now):
+                self.fetched.remove(here)
+                self.starter.spawn(stay, fetched)
+            elif self.lives.machine.slot.rota.is_heir(stay.launch.task):
+                # no task yields to a standby task: it is launched again when its turn comes
+                self.lives.pause(stay)
+            else:
+                self._end_a_frozen(now)
+                self._squeeze(now)
+                return
+
+    def _squeeze(self, now: int) -> None:
+        """Pause the best served task if not all that share the device fit in its memory."""
+        slot = self.lives.machine.slot
+        beside = [s for s in self.lives.stays.values() if s.state == "seating" and s.launch.beside]
+        waits = [stay for stay in beside if not slot.rota.is_heir(stay.launch.task)]
+        if not self.residency.lacks or not waits:
+            return
+        if any(r.stay.state == "pausing" or r.level == "leaving" for r in self.residency.living):
+            return  # one is letting go of memory already
+        here = {p.task: p.stay for p in slot.sharers() if p.stay.state == "running"}
+        arrived_us = [stay.arrived_us for stay in waits]
+        newest_us = max(arrived_us + [stay.arrived_us for stay in here.values()])
+        if here and now >= newest_us + SQUEEZE_US:
+            self.lives.pause(self.lives.stays[here[slot.best_served(here, now)].key])
+
+    def _end_a_frozen(self, now: int) -> None:
+        """End a frozen command to make room, as the last resort where the slot would stay empty for
+        ever.
+
+        The chosen command is the one paused longest among those with a durable working folder, once
+        a task has waited for ROOM_WITHIN_US.  The command starts again in its folder.
+        """
+        if (
+            self.lives.holder is not None
+            or not self.residency.lacks
+            or now < self.lacking_until_us()
+        ):
+            return
+        frozen = [r for r in self.residency.living if r.is_command and r.stay.state == "paused"]
+        kept = [r for r in frozen if r.is_kept and not r.is_saving]
+        if kept:
+            longest = min(kept, key=lambda r: (not r.is_durable, r.paused_us))
+            told = "" if longest.is_durable else "; it begins again in its folder"
+            log.warning("%s ends to make room%s", longest.task, told)
+            self.lives.evict(longest)
+
+    def lacking_until_us(self) -> int:
+        waits_us = [s.arrived_us for s in self.lives.stays.values() if s.state == "seating"]
+        return min(waits_us, default=now_us()) + ROOM_WITHIN_US
+
+    def end_round(self) -> None:
+        """Let the slot change hands, now that it is known which tasks have memory."""
+        away = frozenset(r.id for r in self.residency.living if r.level != "device")
+        waiting = frozenset(stay.launch.task for stay, _ in self.fetched)
+        is_short = bool(self.residency.lacks)
+        self.lives.give(SlotDue(is_short=is_short, waiting=waiting, away=away))

@@ -1,0 +1,62 @@
+"""Ends the stay of a resident whose process has ended, and frees what the process held."""
+
+from __future__ import annotations
+
+from app.core.device.device_events import ProcessExited
+from app.core.device.stay_state import StayState
+from app.core.model.provisions.resources import MEMORY
+from workers.device.host.egress import EgressDesk
+from workers.device.resident import Resident
+from workers.device.stays.listening import ResidentListener
+from workers.device.stays.lives import DeviceLives
+from workers.device.stays.spawning import Spawner
+from workers.device.stays.storing import ResultStore
+from workers.device.supervision.side_work import SideWork
+
+#: States of a stay whose task goes on from its newest image, if from anywhere.
+LEFT = frozenset({StayState.PAUSED, StayState.DROPPED})
+
+
+class ResidentExits:
+    """Takes the exits of resident processes."""
+
+    def __init__(
+        self,
+        lives: DeviceLives,
+        listener: ResidentListener,
+        spawner: Spawner,
+        storing: ResultStore,
+        side: SideWork,
+        egress: EgressDesk,
+    ) -> None:
+        self.lives = lives
+        self.listener = listener
+        self.spawner = spawner
+        self.storing = storing
+        self.side = side
+        self.egress = egress
+
+    def exited(self, resident: Resident, status: int) -> None:
+        self.listener.hear_the_rest(resident)
+        resident.exit_status = status
+        if resident.is_parsed:  # another thread parses its final message
+            return
+        if not self.egress.is_settled(resident):  # the proxy counts its last bytes
+            return
+        if resident.is_in_image and resident.stay.state in LEFT:
+            resident.stay.log.leave_begun()  # what goes on from there completes these lines
+        resident.stay.log.end()
+        resident.is_gone = True
+        held_bytes = resident.peaks.get(MEMORY, 0)
+        refused = self.spawner.groups.refused(str(resident.id), held_bytes=held_bytes)
+        resident.refused = resident.refused or refused
+        self.spawner.groups.remove(str(resident.id))
+        resident.close()
+        self.side.close(resident.wire.close)
+        if resident.is_saving:
+            self.storing.read_from.append(resident)
+        else:
+            self.side.close(resident.close_stores)
+        self.side.remove(resident.room.scratch)
+        self.lives.give(ProcessExited(process=resident.id))
+        del self.lives.residents[resident.id]

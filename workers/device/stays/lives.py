@@ -1,0 +1,81 @@
+"""Keeps what lives on the device, and passes on what happens there to the device's machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from app.core.device.device_events import (
+    DeviceEvent,
+    DropAsked,
+    Instruction,
+    KillAsked,
+    PauseAsked,
+    StayKey,
+    TaskUnable,
+)
+from app.core.device.device_machine import DeviceMachine
+from workers.device.heartbeat import now_us
+from workers.device.resident import Resident
+from workers.device.stay import Stay
+
+
+class DeviceLives:
+    """Owns all stays and residents of a device, and the machine that decides about them.
+
+    `run` carries out one instruction of the machine, given at a time.
+    """
+
+    def __init__(self, machine: DeviceMachine, run: Callable[[Instruction, int], None]) -> None:
+        self.machine, self._run = machine, run
+        self.residents: dict[int, Resident] = {}
+        self.stays: dict[StayKey, Stay] = {}
+
+    def give(self, event: DeviceEvent) -> None:
+        """Give an event to the machine, and do what it says."""
+        now = now_us()
+        for instruction in self.machine.handle(event, now):
+            self._run(instruction, now)
+
+    @property
+    def holders(self) -> list[Resident]:
+        """The residents that have the slot: one, or several with fractions of the device."""
+        return [self.residents[holder.id] for holder in self.machine.slot.holders]
+
+    @property
+    def holder(self) -> Resident | None:
+        """The resident that has had the slot for longest."""
+        return next(iter(self.holders), None)
+
+    def living(self, task: str) -> Resident | None:
+        """Return the task's living resident, if any."""
+        process = self.machine.living(task)
+        return None if process is None else self.residents[process.id]
+
+    def kill(self, resident: Resident, reason: str) -> None:
+        self.give(KillAsked(process=resident.id, reason=reason))
+
+    def pause(self, stay: Stay) -> None:
+        if self._is_newest(stay):
+            self.give(PauseAsked(stay=stay.key))
+
+    def drop(self, stay: Stay, reason: str) -> None:
+        """Drop the stay without an event; its process is killed."""
+        if self._is_newest(stay):
+            self.give(DropAsked(stay=stay.key, reason=reason))
+        elif stay.resident is not None:
+            self.kill(stay.resident, reason)
+
+    def fail(self, stay: Stay, cause: str, told: str, reason: str) -> None:
+        """End the stay as failed; `reason` is the kill reason of its process, if it has one."""
+        if self._is_newest(stay):
+            self.give(TaskUnable(stay=stay.key, cause=cause, told=told, reason=reason))
+        elif stay.resident is not None:
+            self.kill(stay.resident, reason)
+
+    def _is_newest(self, stay: Stay) -> bool:
+        """False if the stay is over, or another launch of its epoch has come since (a resize)."""
+        return self.machine.stays.get(stay.key) is stay.record
+
+    def evict(self, resident: Resident) -> None:
+        """End a resident to make room."""
+        self.drop(resident.stay, "evicted")

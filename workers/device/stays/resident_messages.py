@@ -1,0 +1,140 @@
+"""Obeys the messages of residents, each as far as the state of its task permits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from app.core.device.device_events import (
+    ProcessConcluded,
+    ProcessEnding,
+    ProcessPaused,
+    ProcessPrepared,
+    ProcessProgressed,
+    ProcessResized,
+    ProcessStood,
+)
+from app.core.placement.partitions import late
+from workers.device.heartbeat import Rhythm, now_us
+from workers.device.host.gang_hosts import GangHosts
+from workers.device.memory_tiers import Residency
+from workers.device.resident import Resident
+from workers.device.stays.listening import Handler
+from workers.device.stays.lives import DeviceLives
+from workers.process import untrusted
+from workers.process.untrusted import Nonsense
+from workers.transfer.host_context import House
+
+JSON = dict[str, Any]
+
+
+class ResidentMessages:
+    """Takes the messages of residents about the life of their tasks."""
+
+    def __init__(
+        self,
+        house: House,
+        lives: DeviceLives,
+        hosts: GangHosts,
+        residency: Residency,
+        rhythm: Rhythm,
+    ) -> None:
+        self.house = house
+        self.lives = lives
+        self.hosts = hosts
+        self.residency = residency
+        self.rhythm = rhythm
+
+    def awaits(self, resident: Resident, message: JSON) -> None:
+        port = _late_input(resident, message, "port")
+        if port in resident.stay.lacks:
+            resident.stay.awaits = port
+            self.rhythm.happened = True  # perhaps it was sent and the message was lost
+
+    def prepared(self, resident: Resident, message: JSON) -> None:
+        resident.preset = untrusted.table(message, "preset")
+        resident.capabilities = untrusted.words(message, "capabilities")
+        step = untrusted.number(message, "step")
+        self.lives.give(ProcessPrepared(process=resident.id, step=step))
+        if resident.stay.is_outpost and resident.stay.state == "seating":
+            self.hosts.join_coordinator(resident)
+
+    def progress(self, resident: Resident, message: JSON) -> None:
+        step = untrusted.number(message, "step")
+        clean = resident.stay.redactor.json
+        resident.stay.metrics = clean(untrusted.metrics(message))
+        resident.stay.points = clean(untrusted.points(message))
+        resident.staged_us = untrusted.number(message, "staged_us")
+        resident.idle_us = untrusted.number({"idle_us": 0, **message}, "idle_us")
+        told = untrusted.number(message, "memory_bytes")
+        spilled = untrusted.number({"spilled_bytes": 0, **message}, "spilled_bytes")
+        self.lives.give(ProcessProgressed(process=resident.id, step=step))
+        house, now = self.house, now_us()
+        resident.memory_bytes = resident.bounded_memory(told, house.memory_bytes, house.kind, now)
+        resident.spilled_bytes = resident.bounded_spill(
+            spilled, house.host_memory_bytes, house.kind, now
+        )
+        resident.measure()
+        self.rhythm.chatter = True
+
+    def away(self, resident: Resident, message: JSON) -> None:
+        self.residency.heard(resident, message)
+        self.rhythm.chatter = True
+
+    def still(self, resident: Resident, message: JSON) -> None:
+        self.lives.give(ProcessStood(process=resident.id, is_still=True))
+
+    def moving(self, resident: Resident, message: JSON) -> None:
+        self.lives.give(ProcessStood(process=resident.id, is_still=False))
+
+    def paused(self, resident: Resident, message: JSON) -> None:
+        lacks = _late_input(resident, message, "lacks") if "lacks" in message else ""
+        resident.shells.seat(is_seated=False)
+        self.lives.give(
+            ProcessPaused(
+                process=resident.id,
+                step=untrusted.number(message, "step"),
+                has_state=message.get("has_state") is not False,
+                lacks=lacks,
+                is_lacking=lacks in resident.stay.lacks,
+            )
+        )
+
+    def resized(self, resident: Resident, message: JSON) -> None:
+        slots = untrusted.numbers(message, "seats")
+        step = untrusted.number(message, "step")
+        self.lives.give(ProcessResized(process=resident.id, step=step, slots=slots))
+
+    def ending(self, resident: Resident, message: JSON) -> None:
+        self.lives.give(ProcessEnding(process=resident.id))
+
+    def last(self, resident: Resident, message: JSON) -> None:
+        """Keep the final message until the process has ended and all its output was read."""
+        step = untrusted.number(message, "step")
+        resident.look_us = 0  # its last peaks, before it is gone
+        resident.verdict = resident.checked or untrusted.verdict(message, resident.stay.redactor)
+        resident.checked = None
+        self.lives.give(ProcessConcluded(process=resident.id, step=step, word=message["is"]))
+
+    def handlers(self) -> dict[str, Handler]:
+        return {
+            "prepared": self.prepared,
+            "progress": self.progress,
+            "away": self.away,
+            "still": self.still,
+            "moving": self.moving,
+            "resized": self.resized,
+            "paused": self.paused,
+            "awaits": self.awaits,
+            "ending": self.ending,
+            "failed": self.last,
+            "finished": self.last,
+            "stopped": self.last,
+        }
+
+
+def _late_input(resident: Resident, message: JSON, name: str) -> str:
+    """Return an input name, checked to be one that may come late to this task."""
+    port = untrusted.text(message, name)
+    if port not in late(resident.stay.spec.run.part):
+        raise Nonsense(f"it lacks {port!r:.100}")
+    return port

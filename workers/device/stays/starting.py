@@ -1,0 +1,271 @@
+"""Starts a task in a new process."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+from dataclasses import replace
+
+from app.core.device.device_events import ProcessBegan
+from app.core.device.device_records import ProcessRecord
+from app.core.model import codec
+from app.core.model import preset as presets
+from app.core.model.device_fraction import cap_bytes
+from app.core.model.manifest import About
+from app.core.model.messages import Launch
+from app.core.model.provisions import resources
+from workers.criu import pids as criu_pids
+from workers.device import store_io
+from workers.device.host.egress import EgressDesk
+from workers.device.host.mounts import CannotMount, DeviceMounts
+from workers.device.resident import Adoption, Resident
+from workers.device.stay import Stay
+from workers.device.stays.command_images import CommandImages
+from workers.device.stays.listening import ResidentListener
+from workers.device.stays.lives import DeviceLives
+from workers.device.stays.spawning import Spawner
+from workers.device.store_io import Fetched
+from workers.device.supervision.late_inputs import LateInputs
+from workers.process.cgroups import OWN_PROCESSES
+from workers.process.sandbox import Room
+from workers.process.task_start import InputFile, SlabImage, TaskStart
+from workers.process.wire import Trust, tenant_pair
+from workers.transfer import peer_auth
+from workers.transfer.host_context import House
+
+BULK_TIMEOUT_S = 60.0
+
+
+class CannotLimit(Exception):
+    """Raised when a limit that a task asks for cannot be kept; says which, and why."""
+
+
+class TaskStarter:
+    """Starts tasks whose code and inputs are here."""
+
+    def __init__(
+        self,
+        house: House,
+        lives: DeviceLives,
+        trust: Trust,
+        spawner: Spawner,
+        listener: ResidentListener,
+        selector: selectors.BaseSelector,
+        late: LateInputs,
+        mounts: DeviceMounts,
+        egress: EgressDesk,
+    ) -> None:
+        self.house = house
+        self.lives = lives
+        self.trust = trust
+        self.spawner = spawner
+        self.listener = listener
+        self.selector = selector
+        self.late = late
+        self.mounts = mounts
+        self.egress = egress
+        self.images: CommandImages | None = None  # set where processes of commands can be stored
+
+    def spawn(self, stay: Stay, fetched: Fetched) -> None:
+        assert self.spawner.zygote is not None
+        if told := self._lacks(stay, fetched):
+            self.lives.fail(stay, "exit", told, "unfetched")
+            fetched.close()
+            return
+        try:
+            walls, shown = self.spawner.walls, fetched.access
+            mounts = self.mounts.of_launch(stay.launch, walls, shown)
+            mounts += self.mounts.of_folders(fetched.folders, walls)
+            self.mounts.check_image(fetched.root, mounts, walls)
+        except CannotMount as error:
+            self.lives.fail(stay, "mount", str(error), "unfetched")
+            fetched.close()
+            return
+        self.spawner.last_id += 1
+        try:
+            room = self._limited_room(stay, fetched)
+        except CannotLimit as error:
+            self.lives.fail(stay, "exit", str(error), "unfetched")
+            fetched.close()
+            return
+        wire, control = tenant_pair()
+        bulk, bulk_end = socket.socketpair()
+        peer_auth.wait_for(bulk, BULK_TIMEOUT_S)
+        pipes = {"stdout": os.pipe(), "stderr": os.pipe()}
+        writes = [write for _, write in pipes.values()]
+        sockets = [control.fileno(), bulk_end.fileno()]
+        given = [*sockets, self.trust.fd, *writes, fetched.slab]
+        outlet = [self.egress.expect(self.spawner.last_id)] if stay.spec.network.allow else []
+        sort = "command" if stay.spec.run.kind == "command" else "job"
+        room = replace(room, nodes=shown.nodes, folders=shown.folders, mounts=mounts)
+        if (root := fetched.root) is not None:
+            room = replace(room, image=root.root)
+        if (environment := fetched.environment) is not None:
+            folders = (*shown.folders, environment.base)
+            room = replace(room, environment=environment.folder, folders=folders)
+        adoption = self._adoption(stay, fetched, dict(zip(pipes, writes, strict=True)))
+        last_pid = criu_pids.RESERVED if self._stores_processes(stay) and adoption is None else 0
+        self.spawner.zygote.spawn(
+            self.spawner.last_id, room, walls, [*given, *outlet], sort, last_pid
+        )
+        resident = Resident(
+            record=self._begin(stay, sort, fetched),
+            wire=wire,
+            bulk=bulk,
+            slab=fetched.slab,
+            pipes={read: name for name, (read, _) in pipes.items()},
+            room=room,
+            stay=stay,
+            saved=fetched.image,
+            environment=fetched.environment,
+            folders=fetched.locks,
+            adoption=adoption,
+            dump_damaged=fetched.manifest is not None and fetched.manifest.about.dump_damaged,
+            bound_because=self._why_bound(stay),
+        )
+        resident.measure()
+        store_io.close_all([control.detach(), bulk_end.detach(), *writes, *outlet])
+        self.lives.residents[resident.id] = resident
+        stay.resident = resident
+        # Commands and remote ranks manage their own memory.
+        resident.may_leave = not (resident.is_command or stay.is_outpost)
+        stay.resumed = "fresh"
+        if fetched.image:
+            stay.resumed = "folder" if resident.is_command else "image"
+        fds = [*fetched.fds, *stay.hand_over()]
+        stay.input_bytes, stay.fetched_bytes = fetched.input_bytes, fetched.fetched_bytes
+        stay.ways = fetched.ways
+        stay.keep_out(fetched.redactor)
+        started = replace(
+            self._start(stay, room, fetched),
+            stores_processes=self._stores_processes(stay),
+            adopts=adoption is not None,
+            dump_damaged=resident.dump_damaged,
+        )
+        start = codec.to_json(started)
+        resident.send("begin", fds, start=start, files=len(fds))
+        self.late.bring(stay)
+        store_io.close_all(fds)
+        self.selector.register(wire, selectors.EVENT_READ, lambda: self.listener.hear(resident))
+        for fd in resident.pipes:
+            os.set_blocking(fd, False)
+            self.listener.listen_to(resident, fd)
+
+    def _stores_processes(self, stay: Stay) -> bool:
+        return self.images is not None and self.images.may_store(stay.launch)
+
+    def _why_bound(self, stay: Stay) -> str:
+        if self.images is None or stay.spec.run.kind != "command":
+            return ""
+        return self.images.why_not(stay.launch)
+
+    def _adoption(self, stay: Stay, fetched: Fetched, writes: dict[str, int]) -> Adoption | None:
+        """Return the processes of the task's image that can go on here; None if there are none.
+
+        Processes go on only in the task that they belong to, or in one of the same tenant that
+        begins from their checkpoint.
+        """
+        manifest, launch = fetched.manifest, stay.launch
+        if not self._stores_processes(stay) or manifest is None or len(manifest.ranks) < 2:
+            return None
+        if not _may_go_on(manifest.about, launch):
+            return None
+        pipes = {name: os.dup(write) for name, write in writes.items()}
+        return Adoption(manifest=manifest, pipes=pipes, held=fetched.beside)
+
+    def _lacks(self, stay: Stay, fetched: Fetched) -> str:
+        """Return what the task needs and this device does not have, in a sentence."""
+        if "devices" in self.spawner.groups.standing and (not_ours := self._guest_nodes(fetched)):
+            return f"It needs {', '.join(not_ours)}, which the control groups of this host forbid."
+        if stay.spec.network.allow and not self.spawner.has_egress:
+            return "It needs the network, which this device gives to no task."
+        return ""
+
+    def _limited_room(self, stay: Stay, fetched: Fetched) -> Room:
+        """Make the sandbox directory and the groups of a task, with the limits that it asked for.
+
+        Raises CannotLimit: no task runs without them.
+        """
+        asked, name = dict(stay.spec.resources.asked()), str(self.spawner.last_id)
+        if lacking := [*resources.unmet(tuple(asked.items()), self.spawner.gives)]:
+            raise CannotLimit(f"This device cannot keep its limits: {', '.join(lacking)}.")
+        room = self.spawner.room(name, fetched.code)
+        spare_bytes = self._spare_bytes(stay) if self.house.kind == "cpu" else 0
+        try:
+            template = self.spawner.template_for(asked.get(resources.DISK, 0))
+            groups = tuple(self.spawner.groups.make(name, asked, spare_bytes))
+        except OSError as error:
+            raise CannotLimit(f"This device could not set its limits: {error}.") from error
+        most = asked.get(resources.PROCESSES)
+        if most and "processes" not in self.spawner.groups.standing:
+            room = replace(room, processes=most + OWN_PROCESSES)
+        return replace(room, groups=groups, template=template)
+
+    def _spare_bytes(self, stay: Stay) -> int:
+        """Return the memory of the device that the task may not have."""
+        devices, all_bytes = stay.spec.devices, self.house.memory_bytes
+        most_bytes = cap_bytes(devices.choice.fraction_milli, devices.memory_bytes, all_bytes)
+        return max(0, all_bytes - most_bytes)
+
+    def _fraction(self, stay: Stay) -> float:
+        """Return the part of an accelerator's memory that the task's process may have."""
+        all_bytes = self.house.memory_bytes
+        used = 1 - self._spare_bytes(stay) / all_bytes if all_bytes else 1.0
+        return self.house.device_fraction * used
+
+    def _guest_nodes(self, fetched: Fetched) -> list[str]:
+        """Return the device nodes that it needs beside those of this device."""
+        nodes = (node for node in fetched.access.nodes if node not in self.house.access.nodes)
+        return [str(node) for node in nodes if node.is_char_device()]
+
+    def _begin(self, stay: Stay, sort: str, fetched: Fetched) -> ProcessRecord:
+        """Tell the machine of the new process; return what the machine knows of it."""
+        id, image = self.spawner.last_id, fetched.image
+        self.lives.give(
+            ProcessBegan(
+                process=id,
+                stay=stay.key,
+                is_command=sort == "command",
+                saved_step=None if image is None else image.step,
+            )
+        )
+        return self.lives.machine.processes[id]
+
+    def _start(self, stay: Stay, room: Room, fetched: Fetched) -> TaskStart:
+        launch, image = stay.launch, None
+        code, scratch = room.inside(self.spawner.walls)
+        if fetched.image is not None:
+            image = SlabImage(step=fetched.image.step, index_bytes=fetched.index_bytes)
+        return TaskStart(
+            task=launch.task,
+            spec=launch.spec,
+            inputs={
+                port: InputFile(
+                    format=source.get("format", ""), datablock=source.get("datablock", "")
+                )
+                for port, source in launch.inputs.items()
+            },
+            preset=presets.of_process(launch.preset),
+            kind=self.house.kind,
+            code=str(code),
+            scratch=str(scratch),
+            lease_margin_s=self.house.lease_margin_s,
+            patience_s=self.house.patience_s,
+            device_fraction=self._fraction(stay),
+            image=image,
+            seats=tuple(launch.seats),
+            host=launch.host,
+            variables=fetched.access.variables if launch.guests else {},
+            secrets=fetched.secrets,
+            image_variables={} if fetched.root is None else fetched.root.variables,
+        )
+
+
+def _may_go_on(about: About, launch: Launch) -> bool:
+    """True if the processes of an image may go on in this launch."""
+    if about.tenant != launch.tenant:
+        return False
+    if about.task != launch.task:
+        return launch.spec.from_checkpoint is not None
+    return about.epoch <= launch.epoch

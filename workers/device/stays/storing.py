@@ -1,0 +1,291 @@
+"""Stores what residents hand over: images and outputs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from app.core.device.device_events import ImageKept
+from app.core.model import messages
+from app.core.model.messages import CheckpointRef, Launch
+from app.core.model.wellformed import SENTENCE_MOST
+from workers.device import store_io
+from workers.device.heartbeat import Rhythm, now_us
+from workers.device.resident import Leaving, Resident, Saving
+from workers.device.stay import Stay
+from workers.device.stays.command_images import CommandImages, StoredTree, no_tree
+from workers.device.stays.lives import DeviceLives
+from workers.device.store_io import OutOfStep
+from workers.device.supervision.side_work import SideWork
+from workers.process import untrusted
+from workers.process.untrusted import Nonsense
+from workers.transfer.checkpoint import Written
+from workers.transfer.host_context import House
+
+log = logging.getLogger(__name__)
+
+JSON = dict[str, Any]
+
+SAVE_AGAIN_US = 5_000_000
+REMEMBERED = 10_000  # tasks with a known newest image
+SAVES_AT_ONCE = 2  # per process: one output being read, one becoming durable
+LIES_BYTES = 1 << 20  # outputs of at least this size go back to their producer as a file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageStored:
+    """A durable image, and what became of the processes of its command."""
+
+    written: Written
+    tree: StoredTree
+
+
+class DamagedAndNotStored(Exception):
+    """Raised when the processes of a command may not run on, and no image could be stored."""
+
+
+class ResultStore:
+    """Stores images and outputs of residents in other threads, and tells of them."""
+
+    def __init__(
+        self,
+        receive: Callable[[Any], None],
+        house: House,
+        lives: DeviceLives,
+        rhythm: Rhythm,
+        side: SideWork,
+    ) -> None:
+        self._receive = receive
+        self.house = house
+        self.lives = lives
+        self.rhythm = rhythm
+        self.side = side
+        self.read_from: list[Resident] = []  # ended, but a thread still stores their data
+        self.images: CommandImages | None = None  # set where processes of commands can be stored
+        self.kept: dict[str, tuple[int, CheckpointRef]] = {}  # task -> epoch and its newest image
+
+    def with_newest_image(self, launch: Launch) -> Launch:
+        """Return the launch with the image that its previous epoch stored here, if that image is
+        newer.
+
+        The island may have sent the launch before it heard of that image.  The process that made
+        the image is gone by now.
+        """
+        if launch.host or launch.task not in self.kept:
+            return launch
+        epoch, image = self.kept[launch.task]
+        is_next = launch.epoch == epoch + 1 and image.step > newest_step(launch)
+        return replace(launch, images=[image, *launch.images]) if is_next else launch
+
+    def saving(self, resident: Resident, message: JSON) -> None:
+        what, step = untrusted.text(message, "what"), untrusted.number(message, "at_step")
+        launch = resident.stay.launch
+        if what.startswith("output:") and resident.may_give(what[7:]):
+            self._says_output(resident, what[7:], message)
+            return
+        if resident.is_saving or what != "image":
+            raise Nonsense(f"it saves {what!r:.100}")
+        began_us = now_us()
+        resident.saves += 1
+        resident.measure()
+        size = untrusted.number(message, "index_bytes")
+        held, known, house = resident.slab, resident.known, self.house
+        awaited = resident.stay.record.is_moving
+        images = self.images
+        dumped = partial(self._receive, partial(resident.send, "dumped"))
+        tree = images.tree_of(resident, message, dumped) if images is not None else no_tree
+        told = _sentence(untrusted.text({"bound_because": "", **message}, "bound_because"))
+
+        def keep() -> ImageStored:
+            cipher = images.cipher_of(launch) if images is not None else None
+            with tree() as found:
+                try:
+                    written = store_io.keep(
+                        *(held, size, launch, step),
+                        known=known,
+                        house=house,
+                        awaited=awaited,
+                        beside=found.beside,
+                        dump_damaged=resident.dump_damaged or found.is_damaged,
+                        cipher=cipher,
+                    )
+                except Exception as error:
+                    if found.is_damaged:
+                        raise DamagedAndNotStored(f"{found.lost}; {error}") from error
+                    raise
+            return ImageStored(written=written, tree=found)
+
+        self.side.aside(
+            keep, lambda stored: self._image_stored(resident, step, began_us, stored, told)
+        )
+
+    def _says_output(self, resident: Resident, name: str, message: JSON) -> None:
+        size = untrusted.number(message, "size_bytes")
+        head = untrusted.number({"head_bytes": 0, **message}, "head_bytes")
+        if head > size:
+            raise Nonsense(f"an output of {size} bytes with a head of {head}")
+        if size > 2 * self.house.memory_bytes + 2**30:
+            raise Nonsense(f"an output of {size} bytes")
+        if any(one.name == name for one in resident.leaving):
+            raise Nonsense(f"it gives {name!r:.100} twice")
+        leaving = Leaving(
+            name=name,
+            size_bytes=size,
+            head_bytes=head,
+            early=message.get("early") is True and resident.is_awaited(name),
+        )
+        resident.leaving.append(leaving)
+        self._store_next(resident)
+
+    def _store_next(self, resident: Resident) -> None:
+        """Store the resident's next output; it is read while the previous one becomes durable."""
+        if resident.is_gone or resident.kill_reason:
+            return
+        if resident.is_read or not resident.leaving or resident.saves >= SAVES_AT_ONCE:
+            return
+        resident.saves += 1
+        resident.is_read = True
+        resident.measure()
+        bulk, house = resident.bulk, self.house
+        one = resident.leaving.popleft()
+        published = one.name in resident.stay.spec.publish
+        keep = store_io.publish if published else store_io.store
+
+        def read() -> None:
+            self._receive(lambda: self._output_read(resident))
+
+        pieces = store_io.received(bulk, one.size_bytes, read)
+        self.side.aside(
+            lambda: {**keep(pieces, one.size_bytes, house), "head_bytes": one.head_bytes},
+            lambda stored: self._output_stored(resident, one, stored),
+        )
+
+    def _output_read(self, resident: Resident) -> None:
+        resident.is_read = False
+        self._store_next(resident)
+
+    def _image_stored(
+        self,
+        resident: Resident,
+        step: int,
+        began_us: int,
+        stored: ImageStored | BaseException,
+        told: str,
+    ) -> None:
+        """Tell of an image; `told` is why the stub could not announce processes with it."""
+        resident.saves -= 1
+        if isinstance(stored, BaseException):
+            self._not_stored(resident, "image", stored)
+        else:
+            if stored.tree.is_damaged:  # before its stub is told, which lets it run on
+                self.lives.kill(resident, "damaged")
+            written = stored.written
+            resident.send("kept", what="image", lost=stored.tree.lost)
+            has_processes = bool(stored.tree.beside)
+            bound_because = _sentence(resident.stay.redactor.text(stored.tree.lost or told))
+            if has_processes:
+                resident.processes_step = step
+            if has_processes or bound_because:
+                resident.bound_because = bound_because
+            resident.saved = Saving(
+                step=step,
+                sha256=written.sha256,
+                size_bytes=written.size_bytes,
+                took_us=now_us() - began_us,
+                new_bytes=written.new_bytes,
+                has_processes=has_processes,
+                bound_because=bound_because,
+                printed=resident.printed if has_processes else (),
+            )
+            key = self.house.signer.public
+            image = CheckpointRef(sha256=written.sha256, step=step, key=key)
+            self._remember_image(resident, image)
+            self.tell_saved(resident.stay, resident.saved)
+            self.lives.give(ImageKept(process=resident.id, step=step))
+        self._close_if_gone(resident)
+
+    def _remember_image(self, resident: Resident, image: CheckpointRef) -> None:
+        """Keep the image as its task's newest, among the REMEMBERED tasks with images."""
+        launch = resident.stay.launch
+        self.kept.pop(launch.task, None)
+        self.kept[launch.task] = launch.epoch, image
+        if len(self.kept) > REMEMBERED:
+            del self.kept[next(iter(self.kept))]
+
+    def _close_if_gone(self, resident: Resident) -> None:
+        if resident.is_gone and not resident.is_saving:
+            self.read_from.remove(resident)
+            self.side.close(resident.close_stores)
+
+    def _output_stored(
+        self, resident: Resident, one: Leaving, stored: JSON | BaseException
+    ) -> None:
+        resident.saves -= 1
+        if isinstance(stored, BaseException):
+            self._not_stored(resident, f"output:{one.name}", stored)
+        else:
+            files = self._lies(resident, one, stored["sha256"])
+            resident.send("kept", files, what=f"output:{one.name}", files=len(files))
+            store_io.close_all(files)
+            resident.outputs[one.name] = stored
+            if one.early and not resident.is_gone:
+                resident.stay.tell(messages.Stored, now_us(), output=one.name, kept=stored)
+                self.rhythm.happened = True
+        self._store_next(resident)
+        self._close_if_gone(resident)
+
+    def _lies(self, resident: Resident, one: Leaving, sha256: str) -> list[int]:
+        """The descriptor of the cache file of a large output, for a part of a graph that still
+        holds it in memory; empty if there is none.
+        """
+        if not one.early or one.size_bytes < LIES_BYTES or resident.stay.spec.world_size > 1:
+            return []
+        if one.name in resident.stay.spec.publish:
+            return []  # published outputs are stored in another format
+        fd = self.house.cache.held(sha256)
+        return [] if fd is None else [fd]
+
+    def _not_stored(self, resident: Resident, what: str, error: BaseException) -> None:
+        if resident.is_gone or resident.kill_reason:
+            return
+        log.error("task %s: cannot store its %s: %s", resident.task, what, error)
+        if isinstance(error, OutOfStep):
+            self.lives.kill(resident, "nonsense")
+            return
+        if isinstance(error, DamagedAndNotStored):
+            self.lives.kill(resident, "damaged")
+            return
+        resident.send("kept", what=what, error=str(error), files=0)
+        if what == "image":
+            resident.save_again_us = now_us() + SAVE_AGAIN_US
+
+    def tell_saved(self, stay: Stay, saved: Saving) -> None:
+        stay.tell(
+            messages.Saved,
+            now_us(),
+            step=saved.step,
+            sha256=saved.sha256,
+            size_bytes=saved.size_bytes,
+            took_us=saved.took_us,
+            new_bytes=saved.new_bytes,
+            has_processes=saved.has_processes,
+            bound_because=saved.bound_because,
+            printed=[*saved.printed],
+        )
+        # While co-located tasks take turns, the next report comes soon and includes this event.
+        self.rhythm.chatter = True
+        self.rhythm.happened |= self.lives.holder is None
+
+
+def newest_step(launch: Launch) -> int:
+    """Return the step of the newest checkpoint that the launch names; 0 without one."""
+    return launch.images[0].step if launch.images else 0
+
+
+def _sentence(said: str) -> str:
+    """Return what a message may carry: one line of bounded length."""
+    line = " ".join(said.split())
+    return "".join(letter for letter in line if letter.isprintable())[:SENTENCE_MOST]

@@ -1,0 +1,70 @@
+"""Says how a task ended: by its process's final message, or by the way the process died."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from app.core.device.device_machine import PREPARE_US
+from app.core.model import messages
+from workers.device import resident as residents
+from workers.device.host.resource_watch import EXCEEDED
+from workers.device.resident import Resident
+from workers.process.sandbox import CANNOT_START
+
+JSON = dict[str, Any]
+
+
+def last_word(resident: Resident, *, was_stopping: bool) -> JSON:
+    """Return the final event of a stay from the process's final message and the way it ended."""
+    said, kill_reason = resident.verdict, resident.kill_reason
+    if said is not None and said["is"] is messages.Finished:
+        return {**said, "outputs": resident.outputs}
+    if kill_reason == "cancel" or was_stopping:
+        return {"is": messages.Stopped}
+    if said is not None and not kill_reason:
+        if resident.refused and said["is"] is messages.Failed:
+            said = {**said, "message": f"{resident.refused} {said['message']}"}
+        if said["is"] is messages.Failed and said["cause"] == "again":
+            if resident.stay.spec.notice is not None:
+                return {**said, "noticed": resident.stay.record.noticed}
+            said = {**said, "cause": "exit"}  # no genuine process asks for it
+        if resident.is_command and said["is"] is messages.Failed:
+            detail = "\n".join([*resident.stay.log.last, *said["detail"].splitlines()])
+            return {**said, "detail": detail, "outputs": resident.artifacts}
+        return said
+    cause = {"max_duration": "max_duration", "slow": "bundle"}.get(kill_reason, "exit")
+    told = f"{resident.refused} It was ended."
+    if kill_reason != EXCEEDED:
+        told = _how_it_ended(kill_reason, resident.exit_status or 0, resident.refused)
+    if kill_reason == "device_memory" and resident.is_fraction:
+        told = "It held more memory than its part of the device."
+    return {"is": messages.Failed, "cause": cause, "message": told}
+
+
+def _how_it_ended(kill_reason: str, status: int, refused: str) -> str:
+    match kill_reason:
+        case "max_duration":
+            return "It held its device for max_duration_s and was ended."
+        case "slow":
+            return f"Importing its code took more than {PREPARE_US // 1000000} s."
+        case "device_memory":
+            return "It held more memory on the device than the device may give its tasks."
+        case "nonsense":
+            return "Its process sent an invalid message."
+        case "flood":
+            return (
+                "Its process sent messages faster than its device worker could read them, for too "
+                "long."
+            )
+        case "deaf":
+            seconds = residents.UNREAD_US // 1_000_000
+            return f"Its process did not read messages of its device worker for {seconds} s."
+    if status == CANNOT_START:
+        return "This device could not start its process; see the log of the device."
+    number = -status if status < 0 else status - 128 if status > 128 else 0
+    if number == 9:
+        return refused or "Its process was killed (SIGKILL); perhaps it ran out of memory."
+    told = f"Its process died from signal {number}."
+    if not number:
+        told = f"Its process exited by itself, with status {status}."
+    return f"{refused} {told}" if refused else told

@@ -1,0 +1,1 @@
+"""The proxy of a device worker, through which residents reach the network where they may."""

@@ -1,0 +1,307 @@
+"""Finds the one device that a device worker serves, and what its processes need to use it.
+
+A device worker is told its device by UUID or by index.  Two things then keep it to this device.
+The visible-devices variable of the kind makes the device the only one that torch finds, with index
+0.  The sandbox shows only the device nodes of the device.  A program may change the variable, but
+it cannot open a node that it does not see.
+
+CUDA has a finder of its own here.  Every other kind is found by the name of its variable,
+`<KIND>_VISIBLE_DEVICES`, and has the nodes that the setting `device_nodes` names.  This module
+imports no torch: `workers.hardware.device_probe` tries the device out.
+
+A command may hold several devices of a host.  Each worker tells the others of its host in a file
+how its device is used (`tell_host`), and the worker of the command reads it (`with_guests`).  So
+the island only names devices, and cannot have a path of the host shown to a task.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+#: Locks of devices, shared by all device workers of a host that run as root.
+HOST_FOLDER = Path("/run/roundhouse-devices")
+SETTING = "ROUNDHOUSE_ACCELERATOR"
+
+
+class NoSuchDevice(Exception):
+    """Raised when the device that a worker is to serve cannot be found; the message says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceAccess:
+    """Lists what a process needs to use one device, and nothing of the other devices of the host.
+
+    `id` names the device on its host; "" stands for the CPU.  `is_unique` is true of a UUID, which
+    no other device in the world has.  `variables` belong to the environment of every process that
+    uses the device.  The sandbox shows `nodes` for writing and `folders` for reading.  `location`
+    is where the device is inside its host, from wide to narrow; () if that is not known.
+    """
+
+    id: str = ""
+    is_unique: bool = False
+    variables: Mapping[str, str] = field(default_factory=dict)
+    nodes: tuple[Path, ...] = ()
+    folders: tuple[Path, ...] = ()
+    location: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundDevice:
+    """A device that torch could use at the start of its worker; what torch said of it."""
+
+    access: DeviceAccess = field(default_factory=DeviceAccess)
+    model: str = ""
+    memory_bytes: int = 0  # 0: of the CPU, whose memory is the host's
+    compute_capability: str = ""  # of a GPU, such as "9.0"
+    can_splice: bool = True  # ranks can take turns on the device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MigPlace:
+    """The place of a MIG instance: the minor number of its GPU, and the numbers of its parts."""
+
+    minor: int
+    gpu_instance: int
+    compute_instance: int
+
+
+def find_access(
+    kind: str,
+    asked: str,
+    *,
+    environ: Mapping[str, str],
+    nodes: tuple[Path, ...] = (),
+    root: Path = Path("/"),
+    find_mig: Callable[[str], MigPlace] | None = None,
+) -> DeviceAccess:
+    """Return the access to the device that is `asked` for, by UUID or index.
+
+    `nodes` replace those that the kind has by itself.  Variables of `environ` that begin with the
+    name of the kind are passed on, as they configure its libraries.  Files of the host are sought
+    below `root`.  Raises NoSuchDevice.
+    """
+    if kind == "cpu":
+        if asked:
+            raise NoSuchDevice(f"{SETTING} is {asked!r}, but ROUNDHOUSE_DEVICE_KIND is cpu")
+        return DeviceAccess()
+    prefix = f"{kind.upper()}_"
+    passed = {name: value for name, value in environ.items() if name.startswith(prefix)}
+    asked = asked or passed.get(f"{prefix}VISIBLE_DEVICES", "")
+    if "," in asked:
+        raise NoSuchDevice(
+            f"{asked!r} names several devices, and a worker serves one: set {SETTING}"
+        )
+    if kind == "cuda":
+        found = _find_cuda(asked, root, find_mig or _mig_place, has_nodes=bool(nodes))
+    else:
+        found = _find_by_variable(kind, asked or "0")
+    return replace(
+        found, variables={**passed, **found.variables}, nodes=tuple(nodes) or found.nodes
+    )
+
+
+def _find_by_variable(kind: str, asked: str) -> DeviceAccess:
+    return DeviceAccess(id=asked, variables={f"{kind.upper()}_VISIBLE_DEVICES": asked})
+
+
+# --- devices of one command -----------------------------------------------------------------------
+
+
+def tell_host(folder: Path, device: str, kind: str, access: DeviceAccess) -> None:
+    """Tell the workers of this host how processes use the device of this worker."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    told = {
+        "kind": kind,
+        "id": access.id,
+        "nodes": [str(node) for node in access.nodes],
+        "folders": [str(shown) for shown in access.folders],
+    }
+    draft = folder / f"{device}.draft"
+    draft.write_text(json.dumps(told))
+    draft.replace(folder / f"{device}.json")
+
+
+def with_guests(own: DeviceAccess, kind: str, guests: Iterable[str], folder: Path) -> DeviceAccess:
+    """Return the access to the device of this worker and to its `guests`, in this order.
+
+    A process sees them as devices 0, 1, ...  Raises NoSuchDevice.
+    """
+    all_of_them = [own, *(_told(folder, guest, kind) for guest in guests)]
+    visible = {f"{kind.upper()}_VISIBLE_DEVICES": ",".join(each.id for each in all_of_them)}
+    return replace(
+        own,
+        variables={**own.variables, **visible},
+        nodes=tuple(dict.fromkeys(node for each in all_of_them for node in each.nodes)),
+        folders=tuple(dict.fromkeys(shown for each in all_of_them for shown in each.folders)),
+    )
+
+
+def _told(folder: Path, device: str, kind: str) -> DeviceAccess:
+    try:
+        told = json.loads((folder / f"{device}.json").read_text())
+    except FileNotFoundError as error:
+        raise NoSuchDevice(
+            f"the worker of {device} has another ROUNDHOUSE_HOME than the worker of this task, so "
+            "one command cannot hold both devices"
+        ) from error
+    if told["kind"] != kind:
+        raise NoSuchDevice(f"{device} is of kind {told['kind']}, not {kind}")
+    return DeviceAccess(
+        id=told["id"],
+        nodes=tuple(map(Path, told["nodes"])),
+        folders=tuple(map(Path, told["folders"])),
+    )
+
+
+# --- CUDA -----------------------------------------------------------------------------------------
+
+_MIG = "MIG-"
+MAX_LOCATION = 8  # parts of a device's location
+
+
+@dataclass(frozen=True, slots=True)
+class _Gpu:
+    """A GPU as the driver lists it in /proc/driver/nvidia; GPUs are counted by `bus`."""
+
+    bus: str
+    uuid: str
+    minor: int
+    model: str
+
+
+def _find_cuda(
+    asked: str, root: Path, find_mig: Callable[[str], MigPlace], *, has_nodes: bool
+) -> DeviceAccess:
+    if asked.startswith(_MIG):
+        if has_nodes:
+            return _cuda_access(asked, (), (), root)
+        instance = find_mig(asked)
+        its = next((gpu.bus for gpu in _gpus(root) if gpu.minor == instance.minor), "")
+        return _cuda_access(asked, _mig_nodes(instance, root), _pci_location(its, root), root)
+    gpu = _asked_gpu(asked, _gpus(root))
+    location = _pci_location(gpu.bus, root)
+    return _cuda_access(gpu.uuid, (_node(root, f"nvidia{gpu.minor}"),), location, root)
+
+
+def _pci_location(bus: str, root: Path) -> tuple[str, ...]:
+    """Return the location of a PCI device: its NUMA node, then the host bridge, the bridges and
+    switches above it, and itself; () if the host does not tell it.
+    """
+    device = root / "sys/bus/pci/devices" / bus.lower()
+    if not bus or not device.is_dir():
+        return ()
+    parts = device.resolve().parts
+    bridge = next((n for n, part in enumerate(parts) if part.startswith("pci")), len(parts))
+    node = device / "numa_node"
+    number = node.read_text().strip() if node.exists() else "-1"
+    numa = () if number == "-1" else (f"numa{number}",)
+    return (*numa, *parts[bridge:])[:MAX_LOCATION]
+
+
+def _cuda_access(
+    uuid: str, nodes: tuple[Path, ...], location: tuple[str, ...], root: Path
+) -> DeviceAccess:
+    common = [root / "dev" / name for name in ("nvidiactl", "nvidia-uvm")]
+    return DeviceAccess(
+        id=uuid,
+        is_unique=True,
+        variables={"CUDA_VISIBLE_DEVICES": uuid, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
+        nodes=(*nodes, *(node for node in common if node.exists())),
+        folders=(Path("/sys"),),  # where the driver's libraries read the topology
+        location=location,
+    )
+
+
+def _gpus(root: Path) -> list[_Gpu]:
+    """Return the GPUs that the driver lists, in the order in which nvidia-smi counts them."""
+    listed = (root / "proc/driver/nvidia/gpus").glob("*/information")
+    return sorted(map(_read_gpu, listed), key=lambda gpu: gpu.bus)
+
+
+def _read_gpu(file: Path) -> _Gpu:
+    pairs = (line.partition(":")[::2] for line in file.read_text().splitlines())
+    told = {name.strip(): value.strip() for name, value in pairs}
+    try:
+        minor = int(told["Device Minor"])
+    except (KeyError, ValueError) as error:
+        raise NoSuchDevice(f"{file} names no minor number of the GPU") from error
+    return _Gpu(file.parent.name, told.get("GPU UUID", ""), minor, told.get("Model", ""))
+
+
+def _asked_gpu(asked: str, gpus: list[_Gpu]) -> _Gpu:
+    there = "; ".join(f"{n}: {gpu.uuid} ({gpu.model})" for n, gpu in enumerate(gpus))
+    if not gpus:
+        raise NoSuchDevice("the NVIDIA driver lists no GPU on this host (/proc/driver/nvidia/gpus)")
+    if not asked and len(gpus) > 1:
+        raise NoSuchDevice(f"this host has several GPUs, so {SETTING} must name one: {there}")
+    wanted = asked or "0"
+    found = [
+        gpu
+        for number, gpu in enumerate(gpus)
+        if wanted == str(number) or (wanted.startswith("GPU-") and gpu.uuid.startswith(wanted))
+    ]
+    if len(found) != 1:
+        raise NoSuchDevice(f"{SETTING} is {asked!r}, but this host has {there}")
+    if not re.fullmatch(r"GPU-[0-9a-f-]+", found[0].uuid):
+        raise NoSuchDevice(
+            f"the driver has no UUID yet for GPU {wanted}: start nvidia-persistenced, or run "
+            "nvidia-smi once"
+        )
+    return found[0]
+
+
+def _mig_nodes(place: MigPlace, root: Path) -> tuple[Path, ...]:
+    """Return the nodes of a MIG instance: of its GPU, and one for each of its two capabilities."""
+    parts = root / f"proc/driver/nvidia/capabilities/gpu{place.minor}/mig/gi{place.gpu_instance}"
+    caps = (parts / "access", parts / f"ci{place.compute_instance}" / "access")
+    numbers = map(_capability_minor, caps)
+    named = [f"nvidia-caps/nvidia-cap{number}" for number in numbers]
+    return tuple(_node(root, name) for name in (f"nvidia{place.minor}", *named))
+
+
+def _capability_minor(file: Path) -> int:
+    try:
+        found = re.search(r"^DeviceFileMinor:\s*(\d+)", file.read_text(), re.MULTILINE)
+    except OSError as error:
+        raise NoSuchDevice(f"the driver lists no such MIG instance: {error}") from error
+    if found is None:
+        raise NoSuchDevice(f"{file} names no DeviceFileMinor")
+    return int(found[1])
+
+
+def _node(root: Path, name: str) -> Path:
+    node = root / "dev" / name
+    if not node.exists():
+        raise NoSuchDevice(f"the device node {node} is missing on this host, or in this container")
+    return node
+
+
+def _mig_place(uuid: str) -> MigPlace:
+    """Ask NVML for the place of a MIG instance."""
+    try:
+        nvml: Any = importlib.import_module("pynvml")
+    except ImportError as error:
+        raise NoSuchDevice(
+            f"the nodes of {uuid} are found by the package nvidia-ml-py, which is not installed; "
+            "install it, or name the nodes in ROUNDHOUSE_DEVICE_NODES"
+        ) from error
+    try:
+        nvml.nvmlInit()
+        try:
+            instance = nvml.nvmlDeviceGetHandleByUUID(uuid)
+            gpu = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(instance)
+            return MigPlace(
+                minor=nvml.nvmlDeviceGetMinorNumber(gpu),
+                gpu_instance=nvml.nvmlDeviceGetGpuInstanceId(instance),
+                compute_instance=nvml.nvmlDeviceGetComputeInstanceId(instance),
+            )
+        finally:
+            nvml.nvmlShutdown()
+    except nvml.NVMLError as error:
+        raise NoSuchDevice(f"NVML does not find {uuid}: {error}") from error

@@ -1,0 +1,23 @@
+"""Takes locks of open files, for which the kernel knows no time limit."""
+
+from __future__ import annotations
+
+import fcntl
+import time
+
+_AGAIN_S = 0.05
+
+
+def hold(fd: int, how: int, until_s: float = 0.0) -> bool:
+    """Take the lock (LOCK_SH or LOCK_EX); False if others hold it until then, by the monotonic
+    clock.  It is tried once at least.
+    """
+    while True:
+        try:
+            fcntl.flock(fd, how | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= until_s:
+                return False
+            time.sleep(_AGAIN_S)
+        else:
+            return True

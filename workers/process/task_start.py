@@ -1,0 +1,74 @@
+"""The message with which the supervisor begins a task in its process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from app.core.model.descriptor import TaskDescriptor
+
+JSON = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputFile:
+    """Describes the file of an input: an image if it has no `format`; `datablock` is
+    "NAME@VERSION".
+    """
+
+    format: str = ""
+    datablock: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlabImage:
+    """The image in the slab of the process; `is_kept` says that it is durable."""
+
+    step: int
+    index_bytes: int
+    is_kept: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskStart:
+    """The descriptor of a task, unchanged, and what a device adds to it.
+
+    `code` and `scratch` are folders, as the process sees them.  `seats` and `host` are those of the
+    Launch.  With `variables` the processes of a command see several devices.  `secrets` are
+    environment variables too, beside those of the descriptor.  `image_variables` are those that a
+    container image sets.  A process that becomes a rank of the task is the rank of this number.
+
+    `stores_processes` says that the processes of a command go into its images; `adopts`, that those
+    of its image are restored below this process.  With `dump_damaged`, storing them has damaged
+    them before, so they go only into images of a pause or an order, and not into those by time.
+    """
+
+    task: str
+    spec: TaskDescriptor
+    inputs: Mapping[str, InputFile]
+    preset: JSON
+    kind: str  # of the device
+    code: str
+    scratch: str
+    lease_margin_s: float
+    patience_s: float
+    device_fraction: float = 1.0  # of the device's memory, that the process may take
+    image: SlabImage | None = None
+    seats: tuple[int, ...] = (1,)
+    host: int = 0
+    variables: Mapping[str, str] = field(default_factory=dict)
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    image_variables: Mapping[str, str] = field(default_factory=dict)
+    rank: int = 0
+    stores_processes: bool = False
+    adopts: bool = False
+    dump_damaged: bool = False
+
+    def as_rank(self, rank: int) -> TaskStart:
+        """Return the start of a rank, which makes no image by itself; the first rank stores the
+        outputs.
+        """
+        never = replace(self.spec.checkpoint, every_s=0.0)
+        outputs = () if rank else self.spec.outputs
+        return replace(self, rank=rank, spec=replace(self.spec, checkpoint=never, outputs=outputs))

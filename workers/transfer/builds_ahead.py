@@ -1,0 +1,201 @@
+"""Builds the environments that tasks wait for, before any of these tasks has a device.
+
+    island -> locks in its answers -> device worker -> this thread -> builder -> uv
+
+The device workers of a host are told alike.  One of them builds at a time: whichever holds the lock
+file `building`.  The kernel takes the lock from a worker that dies, and the builder dies with its
+worker, so another worker goes on.  A build has a low priority, as tasks run beside it.
+
+A build that fails is told in uv's own words.  The failure is written down for the other workers of
+the host, so that they do not repeat it.  It is tried again after a while, as long as a task waits.
+A builder that is killed is begun again at once, up to KILLED_MOST times.  A fault of the host, such
+as a full disk, is no failure of the lock: it waits.
+
+Where the disk is full, an environment makes room for those that go before it, and not for others.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import takewhile
+
+from app.storage.store import Damaged, Store
+from workers.process.file_locks import hold
+from workers.process.uv import NoUv
+from workers.transfer.environments import BuilderKilled, Environments, NotBuilt
+
+log = logging.getLogger(__name__)
+
+AGAIN_S = 60.0  # from a failure until the next try, at least
+SOON_S = 2.0  # until the next try where nothing is wrong with the lock
+TURN_S = 0.2  # interval of looks for the turn of this worker: the kernel has no timed flock
+LOOK_S = 30.0  # interval of looks for environments that were removed although they are wanted
+KILLED_MOST = 3
+FULL = "the disk for packages is full of those that other tasks wait for"
+
+
+class BuildsAhead(threading.Thread):
+    """Builds the environments that tasks will need, one after another, in a thread of its own.
+
+    Other threads call only the public methods.
+    """
+
+    def __init__(self, kept: Environments, store: Store, happened: Callable[[], None]) -> None:
+        """Set up; `happened` is called from this thread when there is something to report."""
+        super().__init__(name="builds", daemon=True)
+        self.kept, self.store, self._happened = kept, store, happened
+        self._wanted: tuple[str, ...] = ()
+        self._since_s: dict[str, float] = {}  # failures before that are old
+        self._again_s: dict[str, float] = {}
+        self._killed: dict[str, int] = {}
+        self._states: dict[str, list[str]] = {}
+        self._changed = threading.Condition()
+        self._ended = False
+
+    # --- from other threads ---
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        return self._wanted
+
+    def want(self, locks: Sequence[str]) -> bool:
+        """Take in all locks that are wanted, the next first; True if they have changed."""
+        with self._changed:
+            if tuple(locks) == self._wanted:
+                return False
+            now_s = time.time()
+            self._wanted = tuple(locks)
+            self._since_s = {one: self._since_s.get(one, now_s) for one in locks}
+            for known in (self._again_s, self._killed, self._states):
+                for gone in known.keys() - self._since_s.keys():
+                    del known[gone]
+            self._changed.notify_all()
+            return True
+
+    def state(self, lock: str) -> list[str]:
+        """Return the state of a wanted lock that is not built, and what is told of it."""
+        with self._changed:
+            return list(self._states.get(lock, ("waiting", "")))
+
+    def end(self) -> None:
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    # --- this thread ---
+
+    def run(self) -> None:
+        while (lock := self._next()) is not None:
+            try:
+                with self._turn(lock) as is_mine:
+                    if is_mine:
+                        self._build(lock)
+            except OSError as error:
+                log.warning("cannot build the environment %s yet: %s", lock[:12], error)
+                self._put_off(lock, _words(error))
+            except Exception as error:
+                log.exception("cannot build the environment %s ahead", lock[:12])
+                self._fail(lock, f"The host cannot build environments: {error}", 0.0)
+
+    def _next(self) -> str | None:
+        """Wait for a lock that is to be built now; None at the end."""
+        with self._changed:
+            while not self._ended:
+                now_s, open_ = time.time(), [one for one in self._wanted if not self._has(one)]
+                for lock in open_:
+                    if (again_s := self._again_s.get(lock, 0.0)) <= now_s:
+                        self._since_s[lock] = max(self._since_s[lock], again_s)
+                        return lock
+                again_s = min((self._again_s[one] for one in open_), default=now_s + LOOK_S)
+                self._changed.wait(min(LOOK_S, again_s - now_s))
+            return None
+
+    def _has(self, lock: str) -> bool:
+        """True if the environment is built, as far as the host can tell."""
+        try:
+            return self.kept.has(lock)
+        except OSError:
+            return False  # its build tells the fault
+
+    @contextmanager
+    def _turn(self, lock: str) -> Iterator[bool]:
+        """Wait until no other worker of the host builds; False if there is nothing to do then."""
+        fd = self.kept.lock_file("building")
+        try:
+            while self._is_open(lock):
+                if hold(fd, fcntl.LOCK_EX):
+                    yield self._is_open(lock)  # the worker before may have built it
+                    return
+                with self._changed:
+                    self._changed.wait(TURN_S)
+            yield False
+        finally:
+            os.close(fd)
+
+    def _is_open(self, lock: str) -> bool:
+        """True if the lock is wanted, is not built, and no other worker has failed to build it."""
+        if self._ended or lock not in self._wanted or self.kept.has(lock):
+            return False
+        failure = self.kept.failure(lock)
+        if failure is None or failure.at_s < self._since_s.get(lock, 0.0):
+            return True
+        self._note_failure(lock, failure.told, failure.took_s)
+        return False
+
+    def _build(self, lock: str) -> None:
+        before = tuple(takewhile(lambda one: one != lock, self._wanted))
+        if not self.kept.has_room(before):
+            self._put_off(lock, FULL)
+            return
+        self._tell(lock, "building", "")
+        began_s = time.monotonic()
+        try:
+            self.kept.opened(lock, self.store, ahead=before).close()
+        except BuilderKilled as error:
+            killed = self._killed[lock] = self._killed.get(lock, 0) + 1
+            log.warning("the builder of %s was killed (%d times)", lock[:12], killed)
+            if killed >= KILLED_MOST:
+                self._fail(lock, str(error), time.monotonic() - began_s)
+        except (NotBuilt, NoUv) as error:
+            self._fail(lock, str(error), time.monotonic() - began_s)
+        except Damaged as error:
+            log.warning("cannot read the lock of the environment %s yet: %s", lock[:12], error)
+            self._put_off(lock, "the host cannot read its lock yet")
+        else:
+            self._happened()
+
+    def _fail(self, lock: str, told: str, took_s: float) -> None:
+        try:
+            self.kept.note_failure(lock, told, took_s)
+        except OSError as error:
+            log.warning("other workers are not told of a failed build: %s", error)
+        self._note_failure(lock, told, took_s)
+
+    def _note_failure(self, lock: str, told: str, took_s: float) -> None:
+        with self._changed:
+            self._again_s[lock] = time.time() + max(AGAIN_S, 2 * took_s)
+            self._killed.pop(lock, None)
+        self._tell(lock, "failed", told)
+
+    def _put_off(self, lock: str, told: str) -> None:
+        with self._changed:
+            self._again_s[lock] = time.time() + SOON_S
+        self._tell(lock, "waiting", told)
+
+    def _tell(self, lock: str, state: str, told: str) -> None:
+        with self._changed:
+            if lock not in self._since_s or self._states.get(lock) == [state, told]:
+                return
+            self._states[lock] = [state, told]
+        self._happened()
+
+
+def _words(error: OSError) -> str:
+    """Tell of a fault of the host, without the path of its file."""
+    return f"the host cannot build packages: {error.strerror or type(error).__name__}"

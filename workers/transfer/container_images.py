@@ -1,0 +1,239 @@
+"""Keeps the unpacked container images of a host, each under its digest.
+
+An image is unpacked once for all devices of the host, by a process of its own
+(`workers.transfer.image_unpacker`).  From then on nothing changes it; commands see it read-only.
+A registered folder that has changed has another digest, so it is unpacked anew at the next launch;
+tasks that run keep what they have.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import re
+import stat
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from app.core.model.wellformed import is_storable
+from app.storage.backend import make_private
+from workers.process import host_mounts
+from workers.process.host_mounts import HostMount
+from workers.transfer import image_source
+from workers.transfer.image_source import BadContainerImage
+from workers.transfer.image_unpacker import REFUSED
+from workers.transfer.kept_trees import ABOUT, KeptTrees, make_read_only
+
+JSON = dict[str, Any]
+
+log = logging.getLogger(__name__)
+
+ROOT = Path(__file__).resolve().parents[2]
+UNPACK_S = 1800.0  # limit for unpacking one
+DIGEST_S = 120.0  # limit for reading the digest of a file
+MAX_VARIABLES = 200
+MAX_VARIABLES_BYTES = 64 * 1024  # names and values together
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,126}")
+_TOLD = 2000
+_DIGESTS_KEPT = 1000
+#: What a file is by its device, inode, size and times -> the digest of its container image.
+_digests: dict[tuple[int, ...], str] = {}
+
+
+class NotUnpacked(Exception):
+    """Raised when a container image cannot be unpacked here; the message is for the task's
+    owner.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldContainerImage:
+    """An unpacked container image that is in use, until `fd` is closed."""
+
+    root: Path
+    digest: str
+    variables: Mapping[str, str]
+    fd: int
+    took_us: int  # of unpacking, which may have been long ago
+    is_new: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContainerImages(KeptTrees):
+    """The container images of a host, unpacked of up to `limit_bytes` on disk."""
+
+    def opened(self, name: str, place: HostMount) -> HeldContainerImage:
+        """Return the image that is registered at a place, unpacked if it is not yet; waits for
+        another device worker that unpacks it.  Raises NotUnpacked.
+        """
+        digest, unpacked = self._digest(place), list[str]()
+
+        def make() -> None:
+            self._unpack(digest, place)
+            self._make_room(digest)
+            unpacked.append(digest)
+
+        if (held := self.shared(digest, make, time.monotonic() + 2 * UNPACK_S)) is None:
+            raise NotUnpacked("another task unpacks it for too long")
+        fd, noted = held
+        try:
+            self._note(name, digest)
+        except BaseException:
+            os.close(fd)
+            raise
+        return HeldContainerImage(
+            root=self.built(digest) / "root",
+            digest=digest,
+            variables=noted["variables"],
+            fd=fd,
+            took_us=noted["took_us"],
+            is_new=bool(unpacked),
+        )
+
+    @property
+    def noted_ns(self) -> tuple[int, int]:
+        """Return when `shown` last changed, in a form that differs after each change."""
+        try:
+            return self.changed_ns, (self.folder / "names").stat().st_mtime_ns
+        except FileNotFoundError:
+            return self.changed_ns, 0
+
+    def shown(self) -> dict[str, JSON]:
+        """Return digest, size in bytes and unpacking time in microseconds, by name."""
+        found = {}
+        for note in sorted((self.folder / "names").glob("*")):
+            digest = note.read_text()
+            if (about := self.about(digest)) is not None:
+                sizes = {one: about[one] for one in ("size_bytes", "took_us")}
+                found[note.name] = {"digest": digest, **sizes}
+        return found
+
+    # --- files ---
+
+    def _note(self, name: str, digest: str) -> None:
+        """Note which digest the name had last."""
+        note = self.folder / "names" / name
+        make_private(note.parent)
+        if not note.exists() or note.read_text() != digest:
+            draft = self.work / f"note-{uuid.uuid4().hex[:12]}"
+            draft.write_text(digest)
+            draft.replace(note)
+
+    # --- unpacking ---
+
+    def _digest(self, place: HostMount) -> str:
+        """Return the digest of the image at a place.
+
+        Only the unpacker reads a tar file, in its sandbox, and reads the digest of a file once.
+        """
+        try:
+            fd = host_mounts.opened(place)
+        except OSError as error:
+            raise NotUnpacked(f"it cannot be opened: {error.strerror}") from None
+        try:
+            state = os.fstat(fd)
+            if stat.S_ISDIR(state.st_mode):
+                with image_source.opened(fd) as found:
+                    return found.digest
+        except BadContainerImage as error:
+            raise NotUnpacked(str(error)) from error
+        finally:
+            os.close(fd)
+        key = (state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns)
+        if (known := _digests.get(key)) is not None:
+            return known
+        with self._draft() as making:
+            found_here = str(self._run("", place, making, DIGEST_S)["digest"])
+        if len(_digests) >= _DIGESTS_KEPT:
+            _digests.clear()
+        _digests[key] = found_here
+        return found_here
+
+    @contextmanager
+    def _draft(self) -> Iterator[Path]:
+        make_private(self.work)
+        making = self.work / f"making-{uuid.uuid4().hex[:12]}"
+        making.mkdir()
+        try:
+            yield making
+        finally:
+            self.remove(making)
+
+    def _unpack(self, digest: str, place: HostMount) -> None:
+        """Unpack the image; this process holds its lock alone."""
+        began_s = time.monotonic()
+        with self._draft() as making:
+            said = self._run(digest, place, making, UNPACK_S)
+            made = making / "tree"
+            size_bytes = make_read_only(made)
+            took_us = int((time.monotonic() - began_s) * 1e6)
+            about = {"size_bytes": size_bytes, "took_us": took_us}
+            made.chmod(0o755)
+            (made / ABOUT).write_text(json.dumps({**about, "variables": _fit(said["variables"])}))
+            make_private(self.built(digest).parent)
+            made.rename(self.built(digest))
+            self.built(digest).chmod(0o555)
+        left = said["skipped"]
+        told = f"; {left} devices, pipes or unreadable files left out" if left else ""
+        log.info("unpacked container image %s in %.1f s%s", digest[:12], took_us / 1e6, told)
+
+    def _run(self, digest: str, place: HostMount, making: Path, limit_s: float) -> JSON:
+        order = {
+            "root": place.root,
+            "below": place.below,
+            "making": str(making.absolute()),
+            "digest": digest,
+            "limit_bytes": self.limit_bytes,
+            "limit_s": math.ceil(limit_s),
+        }
+        boot = f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
+        boot += "from workers.transfer.image_unpacker import main; main()"
+        try:
+            done = subprocess.run(
+                [sys.executable, "-B", "-c", boot, json.dumps(order)],
+                env={"LANG": "C.UTF-8", "PATH": os.environ.get("PATH", "")},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                cwd="/",
+                timeout=limit_s,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise NotUnpacked(f"it was not read within {limit_s:g} s") from error
+        told = done.stderr.decode("utf-8", "replace").strip()[-_TOLD:]
+        if done.returncode == REFUSED:
+            raise NotUnpacked(told)
+        if done.returncode:  # what it says then has paths of this host
+            log.error("the unpacker ended with status %d: %s", done.returncode, told)
+            raise NotUnpacked(f"the unpacker ended with status {done.returncode}")
+        said: JSON = json.loads(done.stdout)
+        return said
+
+    def _make_room(self, newest: str) -> None:
+        """Remove what is beyond the limit: what was used longest ago."""
+        self.remove_left_drafts(2 * UNPACK_S)
+        sizes = [about["size_bytes"] for one in self.by_use() if (about := self.about(one))]
+        self.let_go_unused(sum(sizes) - self.limit_bytes, {newest})
+
+
+def _fit(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that a process can have; raises NotUnpacked for too many."""
+    fit = {
+        name: value
+        for name, value in variables.items()
+        if _NAME.fullmatch(name) and is_storable(value)
+    }
+    size = sum(len(name) + len(value.encode()) for name, value in fit.items())
+    if len(fit) > MAX_VARIABLES or size > MAX_VARIABLES_BYTES:
+        told = f"{len(fit)} variables of {size} bytes; a command can have {MAX_VARIABLES}"
+        raise NotUnpacked(f"it sets {told} of {MAX_VARIABLES_BYTES} bytes together")
+    return fit

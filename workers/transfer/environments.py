@@ -1,0 +1,351 @@
+"""Keeps the built environments of a host, each under the hash of its lock.
+
+An environment is built once for all devices of the host, by a process of its own
+(`workers.device.environment_builder`): beside the others, and renamed when it is whole.  From
+then on nothing changes it.  Residents see it read-only.
+
+Each environment has a lock file (`workers.transfer.kept_trees`).  Beyond the limit uv's downloads
+go first, then the environments that were used longest ago.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import subprocess
+import sys
+import sysconfig
+import time
+import uuid
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from app.core.model.provisions.package_lock import PackageLock, public, read_lock
+from app.core.model.provisions.requirements import BadFile
+from app.storage.backend import make_private
+from app.storage.store import Store
+from workers.process import uv
+from workers.transfer.kept_trees import ABOUT, KeptTrees, disk_bytes, make_read_only
+
+JSON = dict[str, Any]
+
+log = logging.getLogger(__name__)
+
+ROOT = Path(__file__).resolve().parents[2]
+PLATFORM_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+BUILDER = "workers.device.environment_builder"  # a program
+REPORTED = 50  # environments that a host names, the last used first
+_LEFT_S = 3600.0  # a folder that is being built is younger than this
+_SLACK_S = 30.0
+_SIGNALLED = 0x80  # a status above it is that of a builder behind the sandbox which was killed
+
+
+class NotBuilt(Exception):
+    """Raised when an environment cannot be built here; the message is for the task's owner."""
+
+
+class BuilderKilled(NotBuilt):
+    """Raised when the builder was killed, which says nothing of the lock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildFailure:
+    """Tells of the last build of a lock on this host that failed."""
+
+    told: str
+    took_s: float
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldEnvironment:
+    """A built environment that is in use, until `close`.
+
+    `folder` has its own interpreter in `bin`; `base` is the installation of Python that the
+    interpreter belongs to.
+    """
+
+    folder: Path
+    base: Path
+    fd: int
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environments(KeptTrees):
+    """The environments of a host, of up to `limit_bytes` on disk; one is built within `build_s`.
+
+    `options` name the index (`workers.process.uv.index_options`), and `wheels` is the folder that
+    they name, if any.  A build reaches the destinations in `reach`; None: those that the host does.
+    With `is_walled` a build runs in the layers of the sandbox that stand here.
+    """
+
+    build_s: float
+    options: tuple[str, ...] = ()
+    wheels: Path | None = None
+    reach: Sequence[str] | None = ()
+    is_walled: bool = True
+
+    # --- use ---
+
+    def opened(
+        self, sha256: str, store: Store, *, ahead: Collection[str] | None = None
+    ) -> HeldEnvironment:
+        """Return the environment of a lock, built if it is not there; waits for another builder.
+
+        `ahead` are the locks that tasks wait for and that go before this one: none of them is
+        removed, and the build leaves most of the host to the tasks that run.
+
+        Raises NotBuilt, and app.storage.store.Damaged or OSError if the store does not have the
+        lock.
+        """
+
+        def make() -> None:
+            self._build(sha256, store, is_ahead=ahead is not None)
+            self._make_room({sha256, *(ahead or ())})
+
+        until_s = time.monotonic() + 2 * self.build_s + _SLACK_S
+        if (held := self.shared(sha256, make, until_s)) is None:
+            raise NotBuilt("Its environment is being built by another task for too long.")
+        fd, noted = held
+        return HeldEnvironment(folder=self.built(sha256), base=Path(noted["base"]), fd=fd)
+
+    def has(self, sha256: str) -> bool:
+        """True if the environment is built for this host."""
+        return self.about(sha256) is not None
+
+    def has_room(self, before: Collection[str]) -> bool:
+        """False if the environments that go before the next one fill the disk already."""
+        found = [about["size_bytes"] for one in before if (about := self.about(one)) is not None]
+        return not found or sum(found) < self.limit_bytes
+
+    def shown(self, wanted: Collection[str] = ()) -> dict[str, list[int]]:
+        """Return size in bytes and build time in microseconds, by lock, of those last used and of
+        those that are `wanted`.
+        """
+        try:
+            entries = [(one.stat().st_mtime, one.name) for one in os.scandir(self.folder / "built")]
+        except FileNotFoundError:
+            return {}
+        last = {name for _, name in sorted(entries, reverse=True)[:REPORTED]}
+        found = {name: self.about(name) for name in sorted(last.union(wanted))}
+        return {
+            name: [about["size_bytes"], about["took_us"]]
+            for name, about in found.items()
+            if about is not None
+        }
+
+    def failure(self, sha256: str) -> BuildFailure | None:
+        """Return what was written down of the last build of a lock that failed."""
+        path = self.folder / "failed" / sha256
+        try:
+            told = json.loads(path.read_text())
+            return BuildFailure(**told, at_s=path.stat().st_mtime)
+        except (FileNotFoundError, ValueError, TypeError):
+            return None
+
+    def note_failure(self, sha256: str, told: str, took_s: float) -> None:
+        """Write down that a build has failed, for the other device workers of the host."""
+        folder = self.folder / "failed"
+        make_private(folder)
+        for old in folder.iterdir():
+            if time.time() - old.stat().st_mtime > max(_LEFT_S, 4 * self.build_s):
+                old.unlink(missing_ok=True)
+        draft = folder / f"{sha256}.{uuid.uuid4().hex[:12]}"
+        draft.write_text(json.dumps({"told": told, "took_s": took_s}))
+        draft.replace(folder / sha256)
+
+    # --- files ---
+
+    def about(self, sha256: str) -> JSON | None:
+        """Read what was noted when it was built; None if it must be built (anew) for this host.
+
+        The packages of the platform, over which it may lie, are found by the path of this
+        installation.
+        """
+        noted = KeptTrees.about(self, sha256)  # super() knows no class that has slots
+        return noted if noted is not None and noted.get("prefix") == sys.prefix else None
+
+    # --- building ---
+
+    def _build(self, sha256: str, store: Store, *, is_ahead: bool) -> None:
+        """Build the environment; this process holds its lock alone."""
+        with store.open(sha256) as file:
+            try:
+                lock = read_lock(file.read().decode())
+            except (BadFile, UnicodeDecodeError) as error:
+                raise NotBuilt(f"Its lock cannot be read: {error}") from error
+        _must_fit(lock)
+        python = self._interpreter(lock)
+        work = self.folder / "work"
+        making = work / f"making-{uuid.uuid4().hex[:12]}"
+        make_private(work)
+        making.mkdir()
+        began_s = time.monotonic()
+        try:
+            with self._downloads():
+                self._install(lock, python, making, is_ahead=is_ahead)
+            took_us = int((time.monotonic() - began_s) * 1e6)
+            self._finish(sha256, lock, python, making / "environment", took_us)
+        finally:
+            self.remove(making)
+        log.info("built environment %s in %.1f s", sha256[:12], took_us / 1e6)
+
+    def _install(self, lock: PackageLock, python: Path, making: Path, *, is_ahead: bool) -> None:
+        (making / "lock.txt").write_text(lock.text)
+        order = {
+            "work": str(making.parent),
+            "making": making.name,
+            "python": str(python),
+            "uv": uv.program(),
+            "options": list(self.options),
+            "wheels": str(self.wheels.absolute()) if self.wheels else "",
+            "reach": self.reach,
+            "is_walled": self.is_walled,
+            "has_packages": bool(lock.packages),
+            "limit_s": self.build_s,
+            "is_ahead": is_ahead,
+        }
+        boot = f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
+        boot += f"from {BUILDER} import main; main()"
+        try:
+            done = subprocess.run(
+                [sys.executable, "-B", "-c", boot, json.dumps(order)],
+                env=uv.variables(making.parent / "downloads"),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                cwd="/",
+                timeout=2 * self.build_s + _SLACK_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise NotBuilt(f"Its environment was not built within {self.build_s:g} s.") from error
+        if done.returncode < 0 or done.returncode > _SIGNALLED:
+            number = -done.returncode if done.returncode < 0 else 0x100 - done.returncode
+            raise BuilderKilled(
+                f"Its environment was not built: the builder was ended by signal {number}."
+            )
+        if done.returncode:
+            said = uv.shortened(done.stderr.decode("utf-8", "replace"))
+            raise NotBuilt(f"Its environment could not be built: {said}")
+
+    def _finish(
+        self, sha256: str, lock: PackageLock, python: Path, made: Path, took_us: int
+    ) -> None:
+        """Add what ties it to this host, make it read-only and give it its name."""
+        site = site_packages(made, lock.python)
+        if not lock.alone:
+            (site / "_platform.pth").write_text(_platform_paths())
+        size_bytes = make_read_only(made)
+        about = {
+            "size_bytes": size_bytes,
+            "took_us": took_us,
+            "python": lock.python,
+            "base": str(python.resolve().parents[1]),
+            "prefix": sys.prefix,
+        }
+        made.chmod(0o755)
+        (made / ABOUT).write_text(json.dumps(about))
+        (made / ABOUT).chmod(0o444)
+        built = self.built(sha256)
+        make_private(built.parent)
+        if built.exists():  # of another installation
+            self.remove(built)
+        made.rename(built)
+        built.chmod(0o555)
+
+    def _interpreter(self, lock: PackageLock) -> Path:
+        if lock.python == PLATFORM_PYTHON:
+            return Path(sys.base_prefix) / "bin" / f"python{PLATFORM_PYTHON}"
+        found = interpreters().get(lock.python)
+        if found is None:
+            raise NotBuilt(f"This host has no Python {lock.python}.")
+        return found
+
+    # --- room ---
+
+    @contextmanager
+    def _downloads(self) -> Iterator[None]:
+        """Hold uv's downloads, so that they are not removed during a build."""
+        fd = self.lock_file("downloads")
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH)
+            yield
+        finally:
+            os.close(fd)
+
+    def _make_room(self, kept: Collection[str]) -> None:
+        """Remove what is beyond the limit: downloads first, then what was used longest ago."""
+        sizes = {name: size for name, (size, _) in self._all().items()}
+        downloads = self.folder / "work" / "downloads"
+        over = sum(sizes.values()) + disk_bytes(downloads) - self.limit_bytes
+        self.remove_left_drafts(max(_LEFT_S, 2 * self.build_s))
+        if over > 0:
+            over -= self.let_go("downloads", downloads)
+        self.let_go_unused(over, kept)
+
+    def _all(self) -> Mapping[str, tuple[int, int]]:
+        found = {name: self.about(name) for name in self.by_use()}
+        return {n: (a["size_bytes"], a["took_us"]) for n, a in found.items() if a is not None}
+
+
+def site_packages(environment: Path, python: str) -> Path:
+    """Return the folder with the packages of an environment."""
+    return environment / "lib" / f"python{python}" / "site-packages"
+
+
+def _must_fit(lock: PackageLock) -> None:
+    """Raise NotBuilt if the platform's packages here are others than the lock lies over."""
+    here = {name: _installed(name) for name in lock.over}
+    other = [f"{name} {lock.over[name]}" for name in sorted(here) if here[name] != lock.over[name]]
+    if other:
+        raise NotBuilt(
+            f"Its environment was locked for {', '.join(other)}, and this host has other versions: "
+            "submit the request again, to have it locked for them."
+        )
+
+
+def _installed(name: str) -> str:
+    try:
+        return public(version(name))
+    except PackageNotFoundError:
+        return ""
+
+
+def _platform_paths() -> str:
+    paths = dict.fromkeys(sysconfig.get_paths()[name] for name in ("purelib", "platlib"))
+    return "".join(f"{path}\n" for path in paths)
+
+
+@cache
+def interpreters() -> Mapping[str, Path]:
+    """Return the interpreters of this host by version, the platform's among them.
+
+    Raises workers.process.uv.NoUv.
+    """
+    found = {PLATFORM_PYTHON: Path(sys.base_prefix) / "bin" / f"python{PLATFORM_PYTHON}"}
+    how = ["--only-installed", "--offline", "--no-python-downloads", "--output-format", "json"]
+    asked = subprocess.run(
+        [uv.program(), "python", "list", *how],
+        env={**uv.variables(Path("/nonexistent")), "PATH": os.environ.get("PATH", "")},
+        capture_output=True,
+        timeout=60,
+        check=False,
+        cwd="/",
+    )
+    for one in json.loads(asked.stdout or b"[]"):
+        is_plain = one["implementation"] == "cpython" and one.get("variant") == "default"
+        parts = one["version_parts"]
+        name = f"{parts['major']}.{parts['minor']}"
+        if is_plain and parts["major"] == 3 and one.get("path"):
+            found.setdefault(name, Path(one["path"]).resolve())
+    return found

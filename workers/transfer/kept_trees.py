@@ -1,0 +1,157 @@
+"""Keeps folders that are made once on a host, each under its name, and shared read-only.
+
+A folder is made as a draft beside the others, and renamed when it is whole.  From then on nothing
+changes it.  Each has a lock file.  Its maker holds the lock alone; a device worker shares it as
+long as a resident of its sees the folder.  So a folder in use is never removed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import random
+import time
+import uuid
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from app.storage.backend import make_private
+from workers.process.file_locks import hold
+from workers.transfer.tree_removal import remove_tree
+
+JSON = dict[str, Any]
+
+ABOUT = "about.json"  # in each folder: what was noted when it was made
+_AGAIN_S = 0.02  # until the next look, at most: those who wait for each other part by chance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptTrees:
+    """The folders of one sort, of up to `limit_bytes` on disk."""
+
+    folder: Path
+    limit_bytes: int
+
+    def built(self, name: str) -> Path:
+        return self.folder / "built" / name
+
+    @property
+    def work(self) -> Path:
+        """Where drafts are made, and removed folders go first."""
+        return self.folder / "work"
+
+    @property
+    def changed_ns(self) -> int:
+        """Return when a folder was last added or removed; 0 if there was none yet."""
+        try:
+            return (self.folder / "built").stat().st_mtime_ns
+        except FileNotFoundError:
+            return 0
+
+    def lock_file(self, name: str) -> int:
+        """Return a descriptor of the lock file, which is not locked yet (`hold`)."""
+        locks = self.folder / "locks"
+        make_private(locks)
+        return os.open(locks / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def about(self, name: str) -> JSON | None:
+        """Read what was noted of a folder when it was made; None if it is to be made."""
+        try:
+            noted: JSON = json.loads((self.built(name) / ABOUT).read_text())
+        except (FileNotFoundError, ValueError):
+            return None
+        return noted
+
+    def shared(
+        self, name: str, make: Callable[[], None], until_s: float
+    ) -> tuple[int, JSON] | None:
+        """Share the lock of a folder, which `make` makes if it is not there; return the descriptor
+        that holds the lock, and what was noted of the folder.  Return None if others hold the lock
+        and have not made the folder by then.
+        """
+        while True:
+            fd = self.lock_file(name)
+            try:
+                if hold(fd, fcntl.LOCK_SH, until_s):
+                    if (noted := self.about(name)) is not None:
+                        os.utime(self.built(name))
+                        return fd, noted
+                    # The shared lock is given up for this.  Others may have made it, and share it
+                    # for long: so do not wait for the lock alone, but look again.
+                    if hold(fd, fcntl.LOCK_EX) and self.about(name) is None:
+                        make()
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)  # then share the lock with all who waited
+            if time.monotonic() >= until_s and self.about(name) is None:
+                return None
+            time.sleep(random.uniform(0.0, _AGAIN_S))
+
+    def by_use(self) -> list[str]:
+        """Return all names, those used longest ago first."""
+        entries = [(one.stat().st_mtime, one.name) for one in os.scandir(self.folder / "built")]
+        return [name for _, name in sorted(entries)]
+
+    def let_go(self, name: str, folder: Path) -> int:
+        """Remove a folder unless it is in use; return the bytes that this freed."""
+        fd = self.lock_file(name)
+        try:
+            if not hold(fd, fcntl.LOCK_EX):
+                return 0
+            size = disk_bytes(folder)
+            self.remove(folder)
+            return size
+        finally:
+            os.close(fd)
+
+    def let_go_unused(self, over_bytes: int, kept: Collection[str]) -> None:
+        """Remove what was used longest ago, until this frees `over_bytes`; `kept` stays."""
+        for name in self.by_use():
+            if over_bytes <= 0:
+                return
+            if name not in kept:
+                over_bytes -= self.let_go(name, self.built(name))
+
+    def remove_left_drafts(self, older_than_s: float) -> None:
+        """Remove drafts whose maker has died."""
+        for old in self.work.glob("making-*"):
+            if time.time() - old.stat().st_mtime > older_than_s:
+                self.remove(old)
+
+    def remove(self, folder: Path) -> None:
+        if folder.exists():
+            folder.chmod(0o755)  # only root can rename a folder that is read-only
+            gone = self.work / f"gone-{uuid.uuid4().hex[:12]}"
+            folder.rename(gone)
+            remove_tree(gone)
+
+
+def make_read_only(folder: Path) -> int:
+    """Let all users read a tree and nobody write to it; return its size on disk."""
+    for path, folders, files in os.walk(folder):
+        for name in files:
+            at = os.path.join(path, name)
+            status = os.lstat(at)
+            if not os.path.islink(at):
+                os.chmod(at, 0o555 if status.st_mode & 0o100 else 0o444)
+        for name in folders:
+            at = os.path.join(path, name)
+            if not os.path.islink(at):
+                os.chmod(at, 0o755)  # until all below it is done
+    for path, _, _ in os.walk(folder, topdown=False):
+        os.chmod(path, 0o555)
+    return disk_bytes(folder)
+
+
+def disk_bytes(folder: Path) -> int:
+    """Return the size of a tree on disk; a file counts once, however many names it has."""
+    blocks = dict[tuple[int, int], int]()
+    for path, _, files in os.walk(folder):
+        for name in files:
+            status = os.lstat(os.path.join(path, name))
+            blocks[status.st_dev, status.st_ino] = status.st_blocks
+    return 512 * sum(blocks.values())
