@@ -321,7 +321,11 @@ def test_function_job_and_graph_get_the_path_of_a_folder(walled: DeviceRig) -> N
 
 
 def test_ranks_of_a_command_see_its_mount_and_its_folder(showing: DeviceRig) -> None:
-    rig, script = showing, "import os; print(os.listdir('/data'), os.listdir('/inputs/corpus'))"
+    rig = showing
+    script = (
+        "import os; seen = [os.listdir('/data'), os.listdir('/inputs/corpus')];"
+        "print(f'{seen}\\n', end='')"  # in one write: the ranks share a stream
+    )
     spec = replace(spec_of({"command": ["python", "-c", script]}), mounts={"/data": "pics"})
     spec = replace(spec, world_size=2)
     given = {"corpus": folder_in(rig)}

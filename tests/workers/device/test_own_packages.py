@@ -106,7 +106,8 @@ def test_ranks_of_a_command_have_the_package(packaged: PackagedRig) -> None:
     rig = packaged.rig
     code = (
         "import towers, torch, torch.distributed as d; d.init_process_group('gloo'); "
-        "x = torch.ones(1) * towers.ONE; d.all_reduce(x); print(int(x))"
+        "x = torch.ones(1) * towers.ONE; d.all_reduce(x); "
+        "print(f'{int(x)}\\n', end='')"  # in one write: the ranks share a stream
     )
     rig.launch("t1", ["python", "-c", code], world_size=2, environment=packaged.environment())
     rig.event(Finished, "t1", timeout_s=90)  # two imports of torch on a busy machine

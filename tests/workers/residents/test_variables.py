@@ -42,7 +42,8 @@ def test_command_sees_the_variables_and_those_of_the_platform(rig):
 def test_ranks_of_a_command_import_from_their_python_path_and_ours(rig):
     script = (
         "import os, sys; sys.path.remove(''); import variables, sitecustomize;"
-        "print(os.environ['RANK'], os.environ['HF_HOME'], sitecustomize.__name__)"
+        "seen = [os.environ['RANK'], os.environ['HF_HOME'], sitecustomize.__name__];"
+        "print(' '.join(seen) + '\\n', end='')"  # in one write: the ranks share a stream
     )
     command = [sys.executable, "-c", script]
     rig.launch("t1", command, env={**ENV, "PYTHONPATH": "."}, world_size=2)
