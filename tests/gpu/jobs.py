@@ -82,8 +82,10 @@ def resident(run: Run) -> None:
         for epoch in range(1, 6):
             how: Any = {"params": params, "images": images, "preset": LENIENT}
             rig.launch("t1", "jobs:Everything", epoch, checkpoint_every_s=0.05, **how)
-            resumed.append(rig.event(Started, "t1", epoch, timeout_s=START_S).resumed)
+            started = rig.event(Started, "t1", epoch, timeout_s=START_S)
+            resumed.append(started.resumed)
             if epoch < 5:
+                rig.steps("t1", started.step + 1, epoch)  # before its first step nothing is saved
                 images = rig.paused_and_saved("t1", epoch)
             if epoch in (1, 3):
                 rig.drop.append(["t1", epoch])
