@@ -48,20 +48,21 @@ class Stock:
 
     def part(self, tenant: str, tenants: Tenants) -> Fraction:
         """Return the tenant's fair share of the devices, while all with work there compete."""
-        part = Fraction(self.devices)
+        weight, rivals = self.devices, 1
         for one in _upwards(tenant, tenants):
             itself = 0 if one.id in self.present else one.weight
-            part *= Fraction(one.weight, self.rivals[one.parent] + itself)
+            weight *= one.weight
+            rivals *= self.rivals[one.parent] + itself
         owed = tenants[tenant].guarantee.get(self.kind, 0)
-        return max(part, Fraction(min(owed, self.devices)))
+        return max(Fraction(weight, rivals), Fraction(min(owed, self.devices)))
 
     def room(self, tenant: str, work_ns: int, tenants: Tenants) -> KindCapacity:
         """Return the capacity that a tenant with this much new work finds."""
         part = self.part(tenant, tenants)
-        alone_ns = (self.queued_ns[tenant] + work_ns) / part
-        ends_ns = min(alone_ns, Fraction(self.total_ns + work_ns, self.devices))
+        alone_ns = (self.queued_ns[tenant] + work_ns) * part.denominator // part.numerator
+        ends_ns = min(alone_ns, (self.total_ns + work_ns) // self.devices)
         lanes = max(1, int(part))
-        busy_ns = max(0, int(ends_ns - Fraction(work_ns, lanes)))
+        busy_ns = max(0, ends_ns - work_ns // lanes)
         return KindCapacity(devices=self.devices, share=lanes, busy_ns=busy_ns)
 
 

@@ -13,11 +13,11 @@ again, with the nodes that must run again because their blocks died with it; all
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from app.core.model.datablock import cone
-from app.core.placement.cost_model import Option, PlacementProblem, Timeline, option
+from app.core.placement.cost_model import Hop, Option, PlacementProblem, Timeline, option
 from app.core.placement.heuristics import Solution, listed
 from app.core.placement.local_search import Effort, solve
 from app.core.placement.planner import (
@@ -33,6 +33,7 @@ from app.core.placement.planner import (
 )
 
 EFFORT = Effort(guard=1050)
+FEWEST = 8  # islands that a plan weighs for each node, if there are so many
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,21 +143,24 @@ def _assign(
     effort: Effort,
 ) -> Portions:
     graph = _from_above(graph, islands)
+    check(graph, {island.id: n for n, island in enumerate(islands)})
+    need = _bytes_needed(graph)
+    graph, islands = _narrowed(graph, islands, need, {*stay.values()})
     place = {island.id: n for n, island in enumerate(islands)}
-    check(graph, place)
     line = {
         (n, kind): number
         for number, (n, kind) in enumerate(
             (n, kind) for n, island in enumerate(islands) for kind in sorted(island.rooms)
         )
     }
-    speeds, ways = ways_between(Topology(devices=(), links=links), place)
+    most = sum(node.width for node in graph.nodes)  # lanes beyond these would stay empty
+    speeds, ways = _routes(graph, links, place)
     problem = problem_of(
         graph,
-        [_options(node, graph, islands, line, stay.get(node.id)) for node in graph.nodes],
+        [_options(node, need[node.id], islands, line, stay.get(node.id)) for node in graph.nodes],
         place=place,
         lanes=[
-            (islands[n].rooms[kind].busy_ns,) * max(1, islands[n].rooms[kind].share)
+            (islands[n].rooms[kind].busy_ns,) * max(1, min(most, islands[n].rooms[kind].share))
             for n, kind in line
         ],
         links=speeds,
@@ -164,6 +168,71 @@ def _assign(
         host=list(range(len(islands))),
     )
     return _named(graph, islands, problem, _found(problem, effort))
+
+
+def _bytes_needed(graph: PlannedGraph) -> dict[str, int]:
+    """Return the memory that each node needs on a device: its blocks and its workspace."""
+    size = {one.id: one.bytes for one in graph.blocks}
+    return {
+        node.id: sum(size[id] for id in {*node.reads, *node.writes}) + node.memory_bytes
+        for node in graph.nodes
+    }
+
+
+def _narrowed(
+    graph: PlannedGraph,
+    islands: tuple[PlacementIsland, ...],
+    need: Mapping[str, int],
+    keep: Collection[str],
+) -> tuple[PlannedGraph, tuple[PlacementIsland, ...]]:
+    """Leave out islands that cannot better the plan, so that its cost hardly grows with them.
+
+    Nodes with equal needs keep the islands where one of them would end first: as many as have a
+    lane for each of them, and at least `FEWEST`.  Islands with blocks stay too.
+    """
+    if len(islands) <= FEWEST:
+        return graph, islands
+    kept = {*keep, *(at for one in graph.blocks for at in (*one.at[:FEWEST], *one.to))}
+    alike = defaultdict[tuple[Hashable, ...], list[PlannedNode]](list)
+    for node in graph.nodes:
+        kinds = frozenset(node.time_ns)
+        alike[kinds, node.width, node.devices, node.preset, need[node.id]].append(node)
+    for nodes in alike.values():
+        soonest = set(_soonest(nodes, islands, need[nodes[0].id]))
+        if not soonest:
+            return graph, islands  # each of them has a reason to refuse the node
+        kept |= soonest
+    near = tuple(island for island in islands if island.id in kept)
+    blocks = (replace(one, at=tuple(id for id in one.at if id in kept)) for one in graph.blocks)
+    return replace(graph, blocks=tuple(blocks)), near
+
+
+def _soonest(
+    nodes: Sequence[PlannedNode], islands: tuple[PlacementIsland, ...], need: int
+) -> Iterator[str]:
+    """Yield the islands where the first of `nodes`, which need the same, would end first."""
+    node, ends = nodes[0], list[tuple[int, int, int]]()
+    for n, island in enumerate(islands):
+        for kind, room in island.rooms.items():
+            if _refused(node, island, kind, need) is None:
+                alone = _lanes(node, n, 0, room, kind)
+                ends.append((room.busy_ns + alone.time_ns, n, room.share))
+    lanes = 0
+    for count, (_, n, share) in enumerate(sorted(ends)):
+        if count >= FEWEST and lanes >= node.width * len(nodes):
+            return
+        lanes += share
+        yield islands[n].id
+
+
+def _routes(
+    graph: PlannedGraph, links: tuple[PlannedLink, ...], place: Mapping[str, int]
+) -> tuple[list[tuple[int, int]], list[list[tuple[Hop, ...]]]]:
+    """Return the links between these places, and the routes; a graph without blocks has none."""
+    if not graph.blocks:
+        return [], [[()] * len(place)] * len(place)
+    between = tuple(one for one in links if one.source in place and one.target in place)
+    return ways_between(Topology(devices=(), links=between), place)
 
 
 def _found(problem: PlacementProblem, effort: Effort) -> Solution:
@@ -187,13 +256,11 @@ def _from_above(graph: PlannedGraph, islands: tuple[PlacementIsland, ...]) -> Pl
 
 def _options(
     node: PlannedNode,
-    graph: PlannedGraph,
+    need: int,
     islands: tuple[PlacementIsland, ...],
     line: Mapping[tuple[int, str], int],
     stays: str | None,
 ) -> tuple[Option, ...]:
-    size = {one.id: one.bytes for one in graph.blocks}
-    need = sum(size[id] for id in {*node.reads, *node.writes}) + node.memory_bytes
     able, refused = list[Option](), list[str]()
     for (n, kind), number in line.items():
         room = islands[n].rooms[kind]

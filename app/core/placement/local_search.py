@@ -15,7 +15,7 @@ import random
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 
 from app.core.placement.cost_model import FAR, Option, PlacementChoice, PlacementProblem, Timeline
 from app.core.placement.exact import THOUSAND, Exact, unavoidable
@@ -48,6 +48,8 @@ def solve(problem: PlacementProblem, effort: Effort | None = None) -> Solution:
     effort = effort or Effort()
     if problem.tasks == 1:
         return _single(problem, effort)
+    if _is_sweep(problem):
+        return _swept(problem)
     search = Search(problem, effort)
     for start in starts(problem):
         search.offer(start)
@@ -69,6 +71,39 @@ def _single(problem: PlacementProblem, effort: Effort) -> Solution:
     best = min(found, key=lambda one: _worth(one.makespan_ns, one.bytes, limit_ns))
     least_bytes = unavoidable(problem, best.order)[0]
     return replace(best, least_makespan_ns=least_ns, least_bytes=least_bytes, exact=True)
+
+
+def _is_sweep(problem: PlacementProblem) -> bool:
+    """True if all tasks with a choice have the same one, and none has blocks or an order.
+
+    All take one lane each.
+    """
+    choices = {options for options in problem.options if len(options) > 1}
+    lanes = {one.lanes for options in problem.options for one in options}
+    return len(choices) == 1 and lanes == {1} and not problem.size and not any(problem.after)
+
+
+def _swept(problem: PlacementProblem) -> Solution:
+    """Place the tasks without a choice, then each other task on the lane where it ends first.
+
+    As the others are alike, no placement of them ends sooner.
+    """
+    line, seats = Timeline(problem), [0] * problem.tasks
+    order = sorted(range(problem.tasks), key=lambda task: len(problem.options[task]) > 1)
+    rest = [task for task in order if len(problem.options[task]) > 1]
+    line.run(order[: -len(rest)], seats)
+    choices = problem.options[rest[0]]
+    ends = [
+        (free + choice.time_ns, n)
+        for n, choice in enumerate(choices)
+        for free in line.free[choice.lines[0]]
+    ]
+    heapify(ends)
+    for task in rest:
+        end, seats[task] = ends[0]
+        heapreplace(ends, (end + choices[seats[task]].time_ns, seats[task]))
+    found = measure(problem, seats, order)
+    return replace(found, least_makespan_ns=found.makespan_ns, exact=True)
 
 
 class Search:

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from heapq import heappop, heappush
 from itertools import combinations
 
 from app.core.model.descriptor import Descriptor
@@ -582,17 +581,20 @@ def ways_between(
     names = list(place)
     ways = []
     for source in range(len(names)):
-        found: dict[int, tuple[Hop, ...]] = {}
-        todo: list[tuple[int, int, int, tuple[Hop, ...]]] = [(0, 0, source, ())]
-        while todo:
-            hops, took, at, way = heappop(todo)
-            if at in found:
-                continue
-            found[at] = way
-            if at != source and names[at] in devices:
-                continue
-            for n, to, more in out[at]:
-                heappush(todo, (hops + 1, took + more, to, (*way, Hop(n, to))))
+        found: dict[int, tuple[Hop, ...]] = {source: ()}
+        # places equally many hops away -> the time to there, and the route
+        level: dict[int, tuple[int, tuple[Hop, ...]]] = {source: (0, ())}
+        while level and len(found) < len(names):
+            beyond: dict[int, tuple[int, tuple[Hop, ...]]] = {}
+            for at, (took, way) in level.items():
+                if at != source and names[at] in devices:
+                    continue
+                for n, to, more in out[at]:
+                    if to not in found:
+                        this = (took + more, (*way, Hop(n, to)))
+                        beyond[to] = min(beyond.get(to, this), this)
+            found |= {to: way for to, (_, way) in beyond.items()}
+            level = beyond
         for to in set(range(len(names))) - set(found):
             raise Unplaceable(f"place {names[to]}", f"no links lead there from {names[source]}")
         ways.append([found[to] for to in range(len(names))])

@@ -207,6 +207,69 @@ def cut(work: PlannedGraph, seats: Mapping[str, str]) -> int:
     return total
 
 
+# --- many islands -------------------------------------------------------------------------------
+
+MANY = [f"i{n:02}" for n in range(40)]
+
+
+def many(**room: object) -> list[PlacementIsland]:
+    """Islands, the last of which is free first."""
+    return [island(id, busy_ns=(50 - n) * 10 * MS, **room) for n, id in enumerate(MANY)]
+
+
+def test_one_task_finds_the_soonest_of_many_islands() -> None:
+    found = apportion(graph([node("t")], []), many(), links(*MANY))
+    assert found.seats == {"t": "i39"}
+    assert found.exact
+
+
+def test_island_with_the_block_is_weighed_though_others_are_sooner() -> None:
+    work = graph([node("t", "x")], [block("x", 5_000, "i03.host")])
+    assert apportion(work, many(), links(*MANY)).seats == {"t": "i03"}
+
+
+def test_chain_over_many_islands_stays_on_the_soonest() -> None:
+    chain = graph(
+        [node("s", "", "x"), node("t", "x", "y"), node("u", "y")], [block("x", 50), block("y", 50)]
+    )
+    assert set(apportion(chain, many(), links(*MANY)).seats.values()) == {"i39"}
+
+
+def test_sweep_takes_as_many_islands_as_give_each_task_a_device() -> None:
+    idle = [island(id) for id in MANY]
+    found = apportion(graph([node(f"t{n}") for n in range(60)], []), idle, links(*MANY))
+    assert [len(tasks) for tasks in found.portions.values()] == [2] * 30
+    assert found.makespan_ns == 100 * MS
+
+
+def test_nodes_stay_on_a_late_island_of_many() -> None:
+    work = graph([node("s"), node("t")], [])
+    found = reassign(work, many(), links(*MANY), before={"s": "i00", "t": "dead"}, done=[], at={})
+    assert found.seats == {"s": "i00", "t": "i39"}
+
+
+def test_refusal_names_all_of_many_islands() -> None:
+    with pytest.raises(Unplaceable) as refused:
+        apportion(graph([node("t", width=3)], []), many(), links(*MANY))
+    assert str(refused.value).count("2 devices, 3 are wanted") == len(MANY)
+
+
+@given(seed=st.integers(0, 10**6))
+@Profile(max_examples=examples(30))
+def test_no_placement_of_a_sweep_ends_sooner(seed: int) -> None:
+    """Five tasks that are alike, on three islands whose devices become free at different times."""
+    draw = random.Random(seed)
+    several = [island(id, share=draw.choice((1, 2)), busy_ns=draw.randint(0, 300)) for id in "abc"]
+    nodes = [PlannedNode(id=f"t{n}", time_ns={"cuda": 100}) for n in range(5)]
+    found = apportion(graph(nodes, []), several, links("a", "b", "c"))
+    rooms = {one.id: one.rooms["cuda"] for one in several}
+    assert found.exact
+    assert found.makespan_ns == min(
+        max(rooms[id].busy_ns + 100 * -(-seats.count(id) // rooms[id].share) for id in {*seats})
+        for seats in product("abc", repeat=5)
+    )
+
+
 # --- an island dies -----------------------------------------------------------------------------
 
 CHAINS = graph(
