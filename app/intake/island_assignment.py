@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import permutations
 
-from sqlalchemy import Text, and_, cast, func, literal, or_, select, text
+from sqlalchemy import ColumnElement, Text, and_, cast, func, literal, or_, select, text
+from sqlalchemy.dialects.postgresql import aggregate_order_by
 from sqlalchemy.orm import Session, aliased
 
 from app.core.model.dependencies import Alike, Offer
@@ -55,10 +56,11 @@ APART_NS = 10**8  # the plan treats blocks given within this time as given toget
 STAYS_BYTES = 1 << 50  # a block this large keeps the nodes of one task on one island
 MAX_PERMUTED = 4  # islands, up to which all permutations of partitions are tried
 PAGE = 100  # requests of a lost island, taken over in one transaction
+NEW_PAGE = 500  # requests, assigned in one transaction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Work:
+class RequestWork:
     """A request: its tasks, what each of them needs, and how long each is expected to take.
 
     `parted` has the gangs that are too wide for any one island, with their number of slots on each
@@ -80,12 +82,17 @@ class _Work:
         return str(self.tasks[0].tenant_id)
 
 
-def assign_new(session: Session) -> set[str]:
-    """Give every unassigned task an island; return the islands that got something."""
-    rows = session.execute(_unassigned()).all()
+def assign_new(session: Session, *, after: str = "") -> tuple[set[str], str | None]:
+    """Give unassigned tasks an island, some requests at a time, from behind `after`.
+
+    Returns the islands that got something, and the request behind which to go on; None at the end.
+    """
+    query = select(Task.request_id).where(*_is_unassigned(), Task.request_id > after)
+    ids = session.scalars(query.distinct().order_by(Task.request_id).limit(NEW_PAGE)).all()
+    rows = session.execute(_unassigned(ids)).all() if ids else ()
     if not rows:
-        return set()
-    scene = _Scene.of(session)
+        return set(), None
+    scene = AssignmentScene.of(session)
     assigned, parted = list[tuple[str, str, JSON, bool]](), dict[str, Mapping[str, int]]()
     for work in _works(session, rows, scene.learned):
         found = scene.decided(work)
@@ -99,7 +106,8 @@ def assign_new(session: Session) -> set[str]:
         parted |= {id: why["tickets"] for id, (_, why) in found.items() if "tickets" in why}
     _write(session, assigned)
     gang_tickets.issue(session, parted)
-    return {island for _, island, _, _ in assigned}.union(*parted.values())
+    touched = {island for _, island, _, _ in assigned}.union(*parted.values())
+    return touched, ids[-1] if len(ids) == NEW_PAGE else None
 
 
 # --- why, for people ------------------------------------------------------------------------------
@@ -220,7 +228,7 @@ def take_over(session: Session, lost: str, *, after: str = "") -> tuple[set[str]
     ids = session.scalars(query.distinct().order_by(Task.request_id).limit(PAGE)).all()
     theirs = select(Task.id).where(Task.request_id.in_(ids), Task.island == lost)
     session.execute(theirs.order_by(Task.id).with_for_update(key_share=True))  # as actions do
-    scene = _Scene.of(session, without=lost)
+    scene = AssignmentScene.of(session, without=lost)
     rows = session.execute(_tasks().where(Task.request_id.in_(ids)).order_by(Task.id)).all()
     for work in _works(session, rows, scene.learned):
         found = scene.decided(work, lost=lost)
@@ -267,7 +275,7 @@ Seats = dict[str, tuple[str, JSON]]  # task -> its island, and why
 
 
 @dataclass(slots=True)
-class _Scene:
+class AssignmentScene:
     """The islands as they are, including what was assigned in this transaction.
 
     `up` has the devices that can take work now, of islands with a leader.  `all` has every device
@@ -280,21 +288,30 @@ class _Scene:
     tenants: Mapping[str, BoardTenant] = field(default_factory=dict)
     learned: forecast.Learned | None = None
     links: dict[tuple[str, ...], tuple[PlannedLink, ...]] = field(default_factory=dict)
+    able: dict[tuple[Hashable, ...], tuple[str, ...]] = field(default_factory=dict)  # by need
 
     @classmethod
-    def of(cls, session: Session, *, without: str = "") -> _Scene:
+    def of(cls, session: Session, *, without: str = "") -> AssignmentScene:
         up, all_ = (
             defaultdict[str, dict[str, Stock]](dict),
             defaultdict[str, dict[str, Stock]](dict),
         )
-        found = defaultdict[tuple[str, str], list[AnyRow]](list)
-        for row in session.execute(_devices(without)):
-            found[row.island, row.kind].append(row)
-        for (island, kind), rows in found.items():
-            all_[island][kind] = Stock(kind=kind, devices=sum(row.devices for row in rows))
-            if can := sum(row.up for row in rows):
-                up[island][kind] = Stock(kind=kind, devices=can)
-        offers = {of: Offer(tuple(_alike(row) for row in rows)) for of, rows in found.items()}
+        found = defaultdict[tuple[str, str], list[Alike]](list)
+        for row in session.execute(_hosts(without)):
+            for group in map(json.loads, row.groups):
+                devices, can, memory_bytes, *traits = group
+                named = {
+                    name: json.loads(one or "null")
+                    for name, one in zip(TRAITS, traits, strict=True)
+                }
+                alike = Alike(
+                    row.island, row.host, memory_bytes, devices, traits_in(named), row.hosts
+                )
+                found[row.island, row.kind].append(alike)
+                _add_devices(all_[row.island], row.kind, devices * row.hosts)
+                if can:
+                    _add_devices(up[row.island], row.kind, can * row.hosts)
+        offers = {of: Offer(tuple(alike)) for of, alike in found.items()}
         if len(all_) < 2:  # with a single island there is no choice to weigh
             return cls(up=up, all=all_, offers=offers)
         scene = cls(
@@ -307,7 +324,7 @@ class _Scene:
         scene._count_queues(session)
         return scene
 
-    def decided(self, work: _Work, *, lost: str = "") -> Seats | None:
+    def decided(self, work: RequestWork, *, lost: str = "") -> Seats | None:
         """Return the island of each new task, or of each task on the `lost` island.
 
         None if no island can run one of them.
@@ -319,12 +336,12 @@ class _Scene:
                 continue
         return None
 
-    def anywhere(self, work: _Work) -> Seats | None:
+    def anywhere(self, work: RequestWork) -> Seats | None:
         island = min(self.all, default=None)
         why = {"because": "The task is being cancelled; any island can end it."}
         return None if island is None else {task.id: (island, why) for task in work.tasks}
 
-    def add(self, work: _Work, found: Seats) -> None:
+    def add(self, work: RequestWork, found: Seats) -> None:
         """Count the request as queued, for the requests decided after it."""
         kinds = {task.id: task.kind for task in work.tasks}
         for id, (island, _) in found.items():
@@ -341,7 +358,9 @@ class _Scene:
                 usual_ns = _usual_ns(self.learned, tenant, width)
                 self._queue(island, kind, tenant, count * width * usual_ns)
 
-    def _decided(self, work: _Work, stocks: Mapping[str, Mapping[str, Stock]], lost: str) -> Seats:
+    def _decided(
+        self, work: RequestWork, stocks: Mapping[str, Mapping[str, Stock]], lost: str
+    ) -> Seats:
         work = work if lost else replace(work, parted=self._parted(work, stocks))
         needed = Counter[str]()
         for task in work.tasks:
@@ -356,7 +375,7 @@ class _Scene:
                     for kind in {task.kind for task in work.tasks} & of_kind.keys()
                 },
             )
-            for name, of_kind in sorted(stocks.items())
+            for name, of_kind in sorted(stocks.items(), key=_by_load)
         ]
         able = {task.id: self._able(task, stocks) for task in work.tasks}
         able |= {id: (max(of),) for id, of in work.parted.items()}
@@ -382,11 +401,15 @@ class _Scene:
         """The islands with enough devices that are large enough, on one host if the task needs
         that.
         """
-        return tuple(
-            name
-            for name, of_kind in sorted(stocks.items())
-            if task.kind in of_kind and task.devices_min <= self._most(task, name)
-        )
+        traits = (task.device_choice, task.across_hosts, task.memory_bytes, task.devices_min)
+        need = (stocks is self.up, task.kind, *traits)
+        if (able := self.able.get(need)) is None:
+            able = self.able[need] = tuple(
+                name
+                for name, of_kind in sorted(stocks.items())
+                if task.kind in of_kind and task.devices_min <= self._most(task, name)
+            )
+        return able
 
     def _most(self, task: AnyRow, island: str) -> int:
         """The number of devices that the task can have at once on the island."""
@@ -396,7 +419,7 @@ class _Scene:
         return offer.together(task.memory_bytes)
 
     def _parted(
-        self, work: _Work, stocks: Mapping[str, Mapping[str, Stock]]
+        self, work: RequestWork, stocks: Mapping[str, Mapping[str, Stock]]
     ) -> dict[str, dict[str, int]]:
         """Divide the gangs that are allowed to span islands and too wide for any one.
 
@@ -415,10 +438,11 @@ class _Scene:
         return parted
 
     def _portions(
-        self, work: _Work, graph: PlannedGraph, islands: Sequence[PlacementIsland]
+        self, work: RequestWork, graph: PlannedGraph, islands: Sequence[PlacementIsland]
     ) -> Portions:
-        names = tuple(island.id for island in islands)
-        links = self.links.setdefault(names, tuple(_links(names)))
+        names = tuple(sorted(island.id for island in islands))
+        if (links := self.links.get(names)) is None:
+            links = self.links[names] = tuple(_links(names))
         island = {task.id: task.island for task in work.tasks if task.island is not None}
         before = {n.id: island[_task_of(n)] for n in graph.nodes if _task_of(n) in island}
         if not before:
@@ -433,8 +457,15 @@ class _Scene:
         return reassign(graph, islands, links, before=before, done=done, at=at, effort=EFFORT)
 
 
+def _by_load(named: tuple[str, Mapping[str, Stock]]) -> tuple[int, str]:
+    """Order islands by their queued work for each device; of equals the first is taken."""
+    name, of_kind = named
+    devices = sum(stock.devices for stock in of_kind.values())
+    return sum(stock.total_ns for stock in of_kind.values()) // devices, name
+
+
 def _graph(
-    work: _Work, able: Mapping[str, tuple[str, ...]], *, all_: Sequence[str]
+    work: RequestWork, able: Mapping[str, tuple[str, ...]], *, all_: Sequence[str]
 ) -> PlannedGraph:
     """Build the placement graph: tasks as nodes, the outputs that they take from each other as
     blocks.
@@ -525,7 +556,9 @@ def _spells(task: AnyRow, time_ns: int, blocks: Collection[str]) -> Iterator[_Sp
     yield time_ns - ran_ns, together
 
 
-def _together(work: _Work, graph: PlannedGraph, islands: Sequence[str]) -> Iterator[PlannedGraph]:
+def _together(
+    work: RequestWork, graph: PlannedGraph, islands: Sequence[str]
+) -> Iterator[PlannedGraph]:
     """Yield the graph with each partition of its graph tasks on an island of its own, in every
     way.
 
@@ -571,20 +604,23 @@ def _links(names: Sequence[str]) -> Iterator[PlannedLink]:
                 yield PlannedLink(source=source, target=target, bytes_per_s=speed)
 
 
-def _late_bytes(work: _Work, found: Portions, id: str) -> int:
+def _late_bytes(work: RequestWork, found: Portions, id: str) -> int:
     """The bytes that come to the task late from other islands."""
+    late = [need for need in work.needs.get(id, ()) if need.late]
+    if not late:
+        return 0
     known = {task.id: task for task in work.tasks}
     seats = {task.id: task.island for task in work.tasks} | dict(found.seats)
     return sum(
         _bytes(known[need.needs_id], need.output)
-        for need in work.needs.get(id, ())
-        if need.late and seats[need.needs_id] != seats[id]
+        for need in late
+        if seats[need.needs_id] != seats[id]
     )
 
 
 def _why(
     found: Portions,
-    work: _Work,
+    work: RequestWork,
     task: AnyRow,
     able: Sequence[str],
     reads: frozenset[str],
@@ -610,7 +646,7 @@ def _why(
     return {"because": told, **why}
 
 
-def _needed_abroad(work: _Work, found: Seats) -> set[str]:
+def _needed_abroad(work: RequestWork, found: Seats) -> set[str]:
     """Return the tasks that other tasks, on another island, wait for."""
     island = {task.id: task.island for task in work.tasks}
     island |= {id: to for id, (to, _) in found.items()}
@@ -620,6 +656,10 @@ def _needed_abroad(work: _Work, found: Seats) -> set[str]:
         for need in needs
         if island[id] != island[need.needs_id]
     }
+
+
+def _add_devices(of_kind: dict[str, Stock], kind: str, devices: int) -> None:
+    of_kind.setdefault(kind, Stock(kind=kind, devices=0)).devices += devices
 
 
 # --- rows -----------------------------------------------------------------------------------------
@@ -639,21 +679,25 @@ def _tasks() -> AnySelect:
     )  # fmt: skip
 
 
-def _unassigned() -> AnySelect:
-    """Select and lock the tasks without an island, in the order of their ids.
+def _is_unassigned() -> tuple[ColumnElement[bool], ...]:
+    """Conditions: no island has the task yet, and its environment, if it has one, is locked."""
+    is_pending = func.coalesce(environments.IS_PENDING, False)
+    return Task.island.is_(None), Task.state.not_in(ENDED), ~is_pending
+
+
+def _unassigned(requests: Sequence[str]) -> AnySelect:
+    """Select and lock the requests' tasks without an island, in the order of their ids.
 
     Users' actions lock in the same order, so neither waits for the other in a ring.  No row is
-    skipped: all tasks of a request are assigned at once.  A request whose environment is not locked
-    yet waits.
+    skipped: all tasks of a request are assigned at once.
     """
-    is_pending = func.coalesce(environments.IS_PENDING, False)
-    mine = _tasks().where(Task.island.is_(None), Task.state.not_in(ENDED), ~is_pending)
+    mine = _tasks().where(*_is_unassigned(), Task.request_id.in_(requests))
     return mine.order_by(Task.id).with_for_update(key_share=True)
 
 
 def _works(
     session: Session, rows: Sequence[AnyRow], learned: forecast.Learned | None
-) -> Iterator[_Work]:
+) -> Iterator[RequestWork]:
     """Yield the requests in the order of their first tasks."""
     requests = defaultdict[str, list[AnyRow]](list)
     for row in rows:
@@ -665,7 +709,7 @@ def _works(
         for row in session.execute(query.where(Need.task_id == func.any(several))):
             needs[row.task_id].append(row)
     for tasks in requests.values():
-        yield _Work(
+        yield RequestWork(
             tasks=tasks,
             needs={task.id: needs[task.id] for task in tasks if task.id in needs},
             time_ns={task.id: _expected_ns(learned, task) for task in tasks},
@@ -709,9 +753,11 @@ _ASSIGN = text(
 )
 
 
-def _devices(without: str) -> AnySelect:
-    """Select, without one island, how many equal devices each host has, and how many can take work
-    now.
+def _hosts(without: str) -> AnySelect:
+    """Select, without one island, how many hosts have the same devices of a kind, and which.
+
+    Each of `groups` has a number of devices of such a host, how many of them can take work now,
+    their memory and their traits.
     """
     can = and_(
         IslandRow.leader_until > func.now(),
@@ -719,23 +765,26 @@ def _devices(without: str) -> AnySelect:
         ~Device.cordoned,
         ~Host.cordoned,
     )
-    alike = (Device.island, Device.kind, Device.host, Device.memory_bytes)
     # as texts: grouping by JSON takes longer
     traits = [cast(Device.facts[name], Text) for name in TRAITS]
-    named = [trait.label(name) for name, trait in zip(TRAITS, traits, strict=True)]
-    counts = (func.count().label("devices"), func.count().filter(can).label("up"))
-    return (
-        select(*alike, *named, *counts)
+    counts = (func.count(), func.count().filter(can))
+    alike = (
+        select(Device.island, Device.kind, Device.host)
+        .add_columns(
+            cast(func.jsonb_build_array(*counts, Device.memory_bytes, *traits), Text).label("group")
+        )
         .join(Host, Host.name == Device.host)
         .join(IslandRow, IslandRow.name == Device.island)
         .where(Device.island != without)
-        .group_by(*alike, *traits)
+        .group_by(Device.island, Device.kind, Device.host, Device.memory_bytes, *traits)
+        .subquery()
     )
-
-
-def _alike(row: AnyRow) -> Alike:
-    told = {name: json.loads(getattr(row, name) or "null") for name in TRAITS}
-    return Alike(row.island, row.host, row.memory_bytes, row.devices, traits_in(told))
+    groups = func.array_agg(aggregate_order_by(alike.c.group, alike.c.group)).label("groups")
+    host = (alike.c.island, alike.c.kind, alike.c.host)
+    hosts = select(*host, groups).group_by(*host).subquery()
+    same = (hosts.c.island, hosts.c.kind, hosts.c.groups)
+    names = (func.min(hosts.c.host).label("host"), func.count().label("hosts"))
+    return select(*same, *names).group_by(*same)
 
 
 def _queued() -> Iterator[AnySelect]:

@@ -42,6 +42,7 @@ class Control(Loop):
         super().__init__("control")
         self.chores_due_s = 0.0
         self.nudged = threading.Event()
+        self.assigned_until = ""  # the request behind which the next look goes on
         self.sweeper = Sweeper()
         self.sweeping: threading.Thread | None = None
         self.sweep_due_s = 0.0
@@ -62,14 +63,16 @@ class Control(Loop):
             self.dark_since_s.clear()  # a failed look saw no island
             raise
         with transactions.transaction() as session:
-            touched |= island_assignment.assign_new(session) | gang_tickets.try_again(session)
+            assigned, after = island_assignment.assign_new(session, after=self.assigned_until)
+            touched |= assigned | gang_tickets.try_again(session)
             # A nudge for a requested action (pause, cancel, ...) names no island, so every island
             # looks.
             islands = set(session.scalars(select(Island.name))) if wished else touched
         for island in sorted(islands):
             outbox.hint(broker.ISLAND_NUDGE, broker.island_queue(island))
+        self.assigned_until = after or ""
         self._chores()
-        return 2 * settings().tick_s
+        return 0.0 if after else 2 * settings().tick_s
 
     def _take_over(self) -> set[str]:
         """Give the unfinished requests of lost islands to others; return the islands that changed.

@@ -8,7 +8,7 @@ met.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from app.core.model.descriptor import Descriptor, Devices, TaskDescriptor, needs_of
@@ -33,13 +33,17 @@ class DependencyEdge:
 
 @dataclass(frozen=True, slots=True)
 class Alike:
-    """A number of devices of one host with equal memory and traits."""
+    """A number of devices of one host with equal memory and traits.
+
+    `hosts` is how many hosts of the island have the same devices as `host`, itself included.
+    """
 
     island: str
     host: str
     memory_bytes: int
     devices: int
     traits: DeviceTraits = NO_TRAITS
+    hosts: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,23 +66,27 @@ class Offer:
         found = Counter[tuple[str, str]]()
         for some in self.chosen(wanted.choice).alike:
             if some.memory_bytes >= wanted.memory_bytes:
-                found[some.island, "" if wanted.across_hosts else some.host] += some.devices
+                if wanted.across_hosts:
+                    found[some.island, ""] += some.devices * some.hosts
+                else:
+                    found[some.island, some.host] += some.devices
         return len({island for (island, _), n in found.items() if n >= wanted.min})
 
     def by_island(self, memory_bytes: int) -> Counter[str]:
         """Count the devices with at least `memory_bytes`, per island."""
-        return self._counted(memory_bytes, lambda some: some.island)
-
-    def together(self, memory_bytes: int) -> int:
-        """Return the most devices with at least `memory_bytes` that lie on one host."""
-        return max(self._counted(memory_bytes, lambda some: some.host).values(), default=0)
-
-    def _counted(self, memory_bytes: int, by: Callable[[Alike], str]) -> Counter[str]:
         found = Counter[str]()
         for some in self.alike:
             if some.memory_bytes >= memory_bytes:
-                found[by(some)] += some.devices
+                found[some.island] += some.devices * some.hosts
         return found
+
+    def together(self, memory_bytes: int) -> int:
+        """Return the most devices with at least `memory_bytes` that lie on one host."""
+        found = Counter[str]()
+        for some in self.alike:
+            if some.memory_bytes >= memory_bytes:
+                found[some.host] += some.devices
+        return max(found.values(), default=0)
 
 
 def needs(descriptor: Descriptor) -> dict[str, tuple[DependencyEdge, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from dataclasses import replace
 from datetime import timedelta
 
@@ -107,6 +108,12 @@ def add_task(session, name, *, request="req_r", tenant="a", needs=(), after=(), 
     session.flush()
 
 
+def assigned(session):
+    """Assign the first page of requests; return the islands that got something."""
+    touched, _ = island_assignment.assign_new(session)
+    return touched
+
+
 def islands(session):
     query = select(Task.name, Task.island).order_by(Task.name)
     return {name: island for name, island in session.execute(query)}
@@ -121,10 +128,10 @@ class TestNew:
         add_island(session, "east", cpu=1)
         add_island(session, "west", cpu=1)
         add_task(session, "a", request="req_a")
-        assert island_assignment.assign_new(session) == {"east"}  # both are idle
+        assert assigned(session) == {"east"}  # both are idle
         add_task(session, "b", request="req_b")
         # the other is still blocked, and queued
-        assert island_assignment.assign_new(session) == {"west"}
+        assert assigned(session) == {"west"}
         assert islands(session) == {"a": "east", "b": "west"}
         assert "2 islands can run the task" in told(session, "b")["because"]
 
@@ -135,6 +142,51 @@ class TestNew:
             add_task(session, f"t{n}", request=f"req_{n}")
         island_assignment.assign_new(session)
         assert sorted(islands(session).values()) == ["east"] * 2 + ["west"] * 6
+
+    def test_idle_islands_share_requests_evenly(self, session, people):
+        for name in ("east", "north", "west"):
+            add_island(session, name, cpu=50)
+        for n in range(30):
+            add_task(session, f"t{n:02}", request=f"req_{n:02}")
+        island_assignment.assign_new(session)
+        assert Counter(islands(session).values()) == {"east": 10, "north": 10, "west": 10}
+
+    def test_requests_are_assigned_page_by_page(self, session, people, monkeypatch):
+        monkeypatch.setattr(island_assignment, "NEW_PAGE", 2)
+        add_island(session, "east", cpu=1)
+        for n in range(5):  # no island has what the first two need
+            add_task(session, f"t{n}", request=f"req_{n}", kind="cuda" if n < 2 else "cpu")
+        pages, after = list[str | None](), ""
+        while after is not None:
+            _, after = island_assignment.assign_new(session, after=after)
+            pages.append(after)
+        assert pages == ["req_1", "req_3", None]
+        assert islands(session) == {
+            "t0": None,
+            "t1": None,
+            **dict.fromkeys(("t2", "t3", "t4"), "east"),
+        }
+
+    def test_hosts_with_equal_devices_count_together(self, session, people):
+        """Two hosts with two devices each, one of which is cordoned: three can take work."""
+        add_island(session, "east", cpu=1)
+        add_island(session, "west", cpu=2)
+        session.add(Host(name="west2", island="west"))
+        session.flush()
+        lease = func.now() + LEASE
+        for n, cordoned in enumerate((False, True)):
+            device = {"host": "west2", "island": "west", "kind": "cpu", "cordoned": cordoned}
+            session.add(Device(id=f"west2.{n}", lease_until=lease, memory_bytes=2**30, **device))
+        session.flush()
+        scene = island_assignment.AssignmentScene.of(session)
+        assert {name: of["cpu"].devices for name, of in scene.up.items()} == {"east": 1, "west": 3}
+        assert {name: of["cpu"].devices for name, of in scene.all.items()} == {"east": 1, "west": 4}
+        add_task(session, "wide", devices_min=3, devices_max=3)
+        add_task(
+            session, "spread", request="req_s", devices_min=3, devices_max=3, across_hosts=True
+        )
+        assert assigned(session) == {"west"}
+        assert islands(session) == {"spread": "west", "wide": None}
 
     def test_fair_share_may_send_a_task_to_an_island_with_more_queued(self, session, people):
         """In the queue of one other tenant we have half of the devices, and not its end."""
@@ -156,7 +208,7 @@ class TestNew:
         add_island(session, "west", cuda=1)
         add_task(session, "prep")
         add_task(session, "train", kind="cuda", needs=["prep"])
-        assert island_assignment.assign_new(session) == {"east", "west"}
+        assert assigned(session) == {"east", "west"}
         assert islands(session) == {"prep": "east", "train": "west"}
         assert told(session, "train") == {
             "because": "Only west has such devices.",
@@ -217,14 +269,14 @@ class TestNew:
         add_island(session, "only", cpu=1)
         add_task(session, "a")
         add_task(session, "b", after=["a"])
-        assert island_assignment.assign_new(session) == {"only"}
+        assert assigned(session) == {"only"}
 
     def test_memory_of_devices_counts(self, session, people):
         add_island(session, "east", cpu=9)
         add_island(session, "west", cpu=1)
         session.execute(update(Device).where(Device.island == "west").values(memory_bytes=2**40))
         add_task(session, "large", memory_bytes=2**35)
-        assert island_assignment.assign_new(session) == {"west"}
+        assert assigned(session) == {"west"}
 
     def test_task_goes_where_a_device_suits_its_choice(self, session, people):
         h100 = {"model": "NVIDIA H100", "compute_capability": "9.0", "labels": ["a", "spot"]}
@@ -249,24 +301,24 @@ class TestNew:
             session.execute(update(Host).where(Host.name == "east").values(cordoned=True))
         for n in range(3):
             add_task(session, f"t{n}", request=f"req_{n}")
-        assert island_assignment.assign_new(session) == {"west"}
+        assert assigned(session) == {"west"}
 
     def test_absent_island_gets_what_no_other_can_run(self, session, people):
         add_island(session, "east", cuda=1, led=False)
         add_island(session, "west", cpu=1)
         add_task(session, "t", kind="cuda")
-        assert island_assignment.assign_new(session) == {"east"}
+        assert assigned(session) == {"east"}
 
     def test_request_that_no_island_can_run_waits_whole_until_cancelled(self, session, people):
         add_island(session, "east", cpu=1)
         add_task(session, "a")
         add_task(session, "b", kind="tpu")
-        assert island_assignment.assign_new(session) == set()
+        assert assigned(session) == set()
         (a, _) = island_assignment.places(session, "req_r")
         assert (a.island, a.because) == (None, island_assignment.NOWHERE)
         actions.cancel_request(session, session.get_one(Request, "req_r"), by="a")
         session.flush()
-        assert island_assignment.assign_new(session) == {"east"}
+        assert assigned(session) == {"east"}
 
 
 def _line(island, tenant, waiting):
@@ -378,7 +430,7 @@ def two(up):
         taking = {**DESCRIPTOR, "inputs": {"p0": "prep.x"}}
         add_task(session, "train", kind="cuda", needs=["prep"], descriptor=taking)
     with transactions.transaction() as session:
-        assert island_assignment.assign_new(session) == {"east", "west"}
+        assert assigned(session) == {"east", "west"}
     west.look()
     east.look()
     west.look()
@@ -488,7 +540,7 @@ class TestWhatComesLate:
                 need = {"task_id": f"tsk_{name}", "needs_id": f"tsk_{other}"}
                 session.add(Need(**need, port="p0", output="x", late=True))
         with transactions.transaction() as session:
-            assert island_assignment.assign_new(session) == {"east", "west"}
+            assert assigned(session) == {"east", "west"}
         told = []
         monkeypatch.setattr(
             "app.messaging.outbox.tell", lambda device, message: told.append(message)
@@ -973,7 +1025,7 @@ def _ends(one):
 
 def _assign():
     with transactions.transaction() as session:
-        return island_assignment.assign_new(session)
+        return assigned(session)
 
 
 def lines(session):

@@ -54,7 +54,7 @@ class TestAssigned:
         add_island(session, "west", cpu=2)
         add_task(session, "prep")
         add_task(session, "wide", **{**SPANS, "devices_min": 3, "devices_max": 3}, after=["prep"])
-        assert island_assignment.assign_new(session) == {"east", "west"}
+        assert island_assignment.assign_new(session) == ({"east", "west"}, None)
         rows = {task.name: task for task in session.scalars(select(Task))}
         gang, ticket = rows["wide"], rows["wide@east"]
         assert (gang.island, gang.devices_min, gang.gang_id) == ("west", 2, gang.id)
@@ -81,7 +81,7 @@ class TestAssigned:
         add_island(session, "west", cpu=2)
         session.execute(update(Device).where(Device.id == "west.cpu0").values(cordoned=True))
         add_task(session, "wide", **SPANS)
-        assert island_assignment.assign_new(session) == {"west"}
+        assert island_assignment.assign_new(session) == ({"west"}, None)
         assert session.scalars(select(Task.gang_id)).all() == [None]
 
     def test_only_large_enough_devices_count_for_tickets(self, session, people):
@@ -118,7 +118,7 @@ def both(committed, sent):
     with transactions.transaction() as session:
         add_task(session, "wide", **SPANS)
     with transactions.transaction() as session:
-        assert island_assignment.assign_new(session) == {"east", "west"}
+        assert island_assignment.assign_new(session) == ({"east", "west"}, None)
     return east, west
 
 

@@ -262,6 +262,22 @@ def test_only_devices_that_are_large_enough_count(
     assert all(told in fault.detail for fault in faults if told)
 
 
+def test_hosts_with_the_same_devices_count_for_the_island_and_not_for_one_host() -> None:
+    many = Offer((Alike("a", "h0", 8, 4, hosts=3), Alike("a", "i", 8, 6)))
+    assert many.by_island(8) == {"a": 18}
+    assert many.together(8) == 6
+    body = {"name": "t", "run": {"job": "m:C"}, "world_size": 20}
+    for across, most in ((True, 18), (False, 6)):
+        devices = {"max": 20, "across_hosts": across}
+        faults = [
+            dependencies.unsatisfiable(
+                tasks({**body, "devices": {"min": n, **devices}}), {"cpu": many}
+            )
+            for n in (most, most + 1)
+        ]
+        assert [bool(one) for one in faults] == [False, True]
+
+
 OLD = DeviceTraits(model="NVIDIA A100-SXM4-40GB", compute_capability="8.0", labels=("old",))
 SPOT = DeviceTraits(model="NVIDIA H100 80GB HBM3", compute_capability="9.0", labels=("spot",))
 
