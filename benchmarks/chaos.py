@@ -32,7 +32,7 @@ import redis
 from app.local.embedded_servers import socket_folder, temporary_home
 from app.local.up import running
 from benchmarks import Target, quick, report
-from examples.demo import run_python
+from examples.session import run_python
 from tests.acceptance.conftest import JOBS, SUMS, System
 from tests.acceptance.history import overlaps, runs
 from tests.acceptance.test_up import family
@@ -293,7 +293,7 @@ def _undisturbed(task: JSON) -> tuple[JSON, dict[int, float]]:
     params, preset = json.dumps({**task["params"], "step_s": 0.0}), json.dumps(task["preset"])
     if params + preset not in _alone:
         words = (str(JOBS), ENTRY, "--params", params, "--preset", preset)
-        lines = run_python("-m", "workers.residents.run_alone", *words).splitlines()
+        lines = run_python({}, "-m", "workers.residents.run_alone", *words).splitlines()
         said = [line.split() for line in lines if line.startswith("loss ")]
         losses = {int(step): float(loss) for _, step, loss in said}
         _alone[params + preset] = json.loads(lines[-1])["result"], losses

@@ -286,7 +286,7 @@ def with_ours(job: Training, folder: Path) -> tuple[Save, Callable[[], float]]:
         def staged(layout: Layout) -> None:
             index = {
                 "layout": layout.as_json(),
-                "fingerprint": fingerprint(),
+                "fingerprint": fingerprint(cpu),
                 "tensors": captured.tensors,
             }
             said.write(f"{number} {slab.write_index(fd, index)}\n")

@@ -232,7 +232,7 @@ class Ours:
     def __init__(self) -> None:
         from benchmarks.overhead import resident
 
-        self.work = resident(Nothing(), "graph")
+        self.work = resident(None, "graph")
 
     def op_by_op(self, nodes: int, spin_us: float) -> Any:
         one = self.chain(1, spin_us)
@@ -287,11 +287,6 @@ class Ours:
             return work.ctx.result["y"]
 
         return call
-
-
-class Nothing:
-    def step(self, ctx: Any) -> None:
-        pass
 
 
 # --- a hop, in two processes of its own ----------------------------------------------------------
@@ -362,7 +357,7 @@ def _run_lane(handles: Any, rank: int) -> float:
         inputs = {"x": f"{before}.y"}
         node = {"name": name, "function": "m:add", "inputs": inputs, "outputs": ["y"]}
         nodes.append({**node, "draws": False})
-    work = resident(Nothing(), "graph", world_size=2, rank=rank)
+    work = resident(None, "graph", world_size=2, rank=rank)
     work.member = Member(handles, rank, collective=False)
     work.member.begin()
     loaded = LoadedLane(

@@ -181,8 +181,9 @@ def cpu_s(step: Callable[[], object], times: int) -> float:
     return time.thread_time() - began_s
 
 
-def resident(job: Job, kind: str = "job", *, world_size: int = 1, rank: int = 0) -> Any:
-    """Return a resident on its slot, up to its first step; its supervisor only reads.
+def resident(job: Job | None, kind: str = "job", *, world_size: int = 1, rank: int = 0) -> Any:
+    """Return a resident on its slot, where a job has made its first steps; its supervisor only
+    reads.
 
     Its task is of this `kind`, and it makes no checkpoints.
     """
@@ -221,7 +222,7 @@ def resident(job: Job, kind: str = "job", *, world_size: int = 1, rank: int = 0)
     work.ctx = Context(device=accelerator.device, rank=0, world_size=1, params={})
     work.around, work.accelerator, work.job = Surroundings(), accelerator, job
     work.outgoing, work.images = Outgoing(work), Images(work)
-    for _ in range(5):
+    for _ in range(5 if job is not None else 0):
         stages.one_step(work)
     return work
 
