@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from app.storage.s3_backend import Bucket
+from tests.ports import free_port
 
 
 @dataclass
@@ -39,7 +40,7 @@ class S3:
     def new_bucket(self) -> str:
         name = f"b-{uuid.uuid4().hex[:12]}"
         made = urllib.request.Request(f"{self.endpoint}/{name}", method="PUT")
-        urllib.request.urlopen(made, timeout=10).close()
+        urllib.request.urlopen(made, timeout=60).close()
         return f"s3://{name}/some/prefix"
 
     def bucket(self, url: str | None = None, *, patience_s: float = 20.0) -> Bucket:
@@ -59,8 +60,7 @@ class S3:
 
 @contextlib.contextmanager
 def serving() -> Iterator[S3]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        s3 = S3(port=free.getsockname()[1])
+    s3 = S3(port=free_port())
     words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(s3.port)]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     s3.process = subprocess.Popen(words, env={**os.environ, "PYTHONWARNINGS": "ignore"}, **quiet)

@@ -65,7 +65,7 @@ def test_overheard_handshake_is_useless(desk, monkeypatch):
         assert peer_auth.read(sock, 8)
         ours = [each for each in heard if len(each) in (peer_proof.HELLO.size + 32, 32)]
     hello, proof = ours[0], ours[-1]
-    with socket.create_connection(tuple(desk.links.place), timeout=5.0) as again:
+    with socket.create_connection(tuple(desk.links.place), timeout=60) as again:
         sendall(again, hello)
         peer_auth.read(again, peer_proof.CHALLENGE_BYTES + peer_proof.PROOF_BYTES)
         sendall(again, proof)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import select
-import socket
 import struct
 import time
 import uuid
@@ -88,9 +87,3 @@ class FarEnd:
 
     def is_readable(self, within_s: float) -> bool:
         return bool(select.select([self.sock], [], [], within_s)[0])
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import http.client
 import json
 import os
-import random
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -36,6 +33,7 @@ from app.settings import settings
 from app.storage.sealing import Keyring
 from app.storage.signing import Signer
 from app.storage.store import Store
+from tests.ports import free_port
 from tests.workers.slabs import Slab
 from workers.transfer import checkpoint
 from workers.transfer.checkpoint import Known
@@ -57,7 +55,7 @@ class Service:
     """An API process on a database of its own; `sql` is the hand of island and device."""
 
     def __init__(self, home: Path, database_url: str) -> None:
-        self.home, self.port = home, _free_port()
+        self.home, self.port = home, free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.env = {
             **os.environ,
@@ -155,14 +153,6 @@ class Service:
             return False
         finally:
             connection.close()
-
-
-def _free_port() -> int:
-    """Return a port that the system gives to no connection by itself, before it is listened at."""
-    while True:
-        port = random.randrange(20_000, 32_768)
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
 
 
 def _until(holds: Callable[[], Any], what: str, timeout_s: float = 90.0) -> Any:
@@ -285,7 +275,7 @@ class TestLogin:
             assert "got 'notaurl'" in result.stderr
 
     def test_unreachable_service_is_reported_in_words(self, run, monkeypatch):
-        monkeypatch.setenv("ROUNDHOUSE_URL", f"http://127.0.0.1:{_free_port()}")
+        monkeypatch.setenv("ROUNDHOUSE_URL", f"http://127.0.0.1:{free_port()}")
         monkeypatch.setenv("ROUNDHOUSE_KEY", "rh_x")
         monkeypatch.setattr("app.cli.client.FIRST_PAUSE_S", 100.0)  # more than its patience
         result = run("ps")

@@ -15,10 +15,11 @@ from app.core.model.provisions import tunnel
 from app.core.model.provisions.tunnel import WINDOW_BYTES, FrameKind
 from app.core.security import peer_proof
 from app.storage.signing import tunnel_key
+from tests.ports import free_port
 from tests.processes import children, status_of, words_of
 from tests.workers.commands.test_runner import its_processes, shell
 from tests.workers.conftest import PATIENCE_S
-from tests.workers.tunnels import FarEnd, free_port, ticket_for
+from tests.workers.tunnels import FarEnd, ticket_for
 from workers.commands import tunnel_end
 from workers.device.tunnels import TUNNELS_MAX
 from workers.transfer import peer_auth

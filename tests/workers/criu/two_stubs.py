@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -35,6 +36,7 @@ class Request:
     files: dict[str, str]
     home: str
     stop_after_s: list[float]
+    says_first: bool = False  # the moments count from when the program has written something
     uids: list[int] = field(default_factory=lambda: [261_001, 261_001])
     keep: bool = False  # only dump; the images stay
     is_stopped: bool = True  # when it is dumped
@@ -166,6 +168,8 @@ def _obey(order: str, tree: Tree, first: int) -> object:
 def _main(request: Request) -> Ran:
     found, host = program.find(request.criu), Host(request, 0, None)
     output, dump_s, restore_s, images, first = "", [], [], [], 0
+    if request.says_first:
+        select.select([host.read], [], [], 90)
     for number, after_s in enumerate(request.stop_after_s):
         time.sleep(after_s)
         first = int(host.order("stop" if request.is_stopped else "first")) or first

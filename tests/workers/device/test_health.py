@@ -44,9 +44,11 @@ def test_the_figures_and_findings_of_a_device_go_up_with_its_heartbeats(watched)
     ]
 
 
-@pytest.mark.parametrize("fault", ["lost", "hang"])
-def test_a_device_that_is_faulty_from_its_start_says_so_in_its_first_report(watched, fault):
-    device = watched(fault=fault, patience_s=1.0)
+@pytest.mark.parametrize(("fault", "patience_s"), [("lost", 30.0), ("hang", 1.0)])
+def test_a_device_that_is_faulty_from_its_start_says_so_in_its_first_report(
+    watched, fault, patience_s
+):
+    device = watched(fault=fault, patience_s=patience_s)
     assert [f["rule"] for f in device.reports[0].health["findings"]] == [fault]
 
 

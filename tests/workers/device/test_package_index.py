@@ -16,6 +16,7 @@ from app.core.model.provisions.package_lock import PackageLock
 from app.core.model.provisions.requirements import PinnedPackage
 from app.settings import Settings
 from app.storage.store import Store
+from tests.ports import free_port
 from tests.wheels import add_wheel
 from workers.process import sandbox, uv
 from workers.process.sandbox import Room
@@ -30,9 +31,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
     running: list[subprocess.Popen[bytes]] = []
 
     def serve(folder: Path) -> tuple[str, Path]:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         log = tmp_path / f"{port}.log"
         command = [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1"]
         with log.open("wb") as told:
