@@ -122,6 +122,8 @@ class Settings(BaseSettings):
     checkpoints_kept_days: float = Field(1, ge=0, allow_inf_nan=False)  # those of ended tasks
     decisions_kept_days: float = Field(7, ge=0, allow_inf_nan=False)
     deliveries_kept_days: float = Field(30, ge=0, allow_inf_nan=False)  # sent webhooks
+    # a folder, or s3://bucket/prefix, that keeps the rows of deleted requests; default: none does
+    archive: str = ""
 
     # the island
     island: str = "local"

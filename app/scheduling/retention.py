@@ -6,20 +6,23 @@ What was deleted stays charged, because the ledger's accounts and buckets refer 
 
 The audit log stays.  So do datablocks that a task published, and webhooks that are to be sent; they
 do not name the deleted any more.  Bytes in the store that no row refers to are collected as ever
-(`app.storage.garbage_collector`).
+(`app.storage.garbage_collector`).  An archive keeps the rows (`app.scheduling.archive`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, TextClause, false, func, or_, select, text
+from sqlalchemy import ColumnElement, TextClause, and_, false, func, or_, select, text
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from app.core.model.lifecycle import ENDED
 from app.db.models import Placement, Request, Task
+from app.db.transactions import now
+from app.scheduling.archive import Archive
 from app.settings import settings
 
 REQUESTS_AT_ONCE = 100
@@ -27,6 +30,7 @@ TASKS_AT_ONCE = 500
 ROWS_AT_ONCE = 2000  # of each table
 #: By then all islands have read the ends of the tasks, and no order about them is on its way.
 SETTLED = timedelta(minutes=10)
+DELETING = 0x526F756E65  # key of the advisory lock that lets one control delete at a time
 
 
 def is_over(
@@ -36,81 +40,184 @@ def is_over(
     return at < func.now() - timedelta(days=kept_days) if kept_days else false()
 
 
-def delete_some(session: Session) -> bool:
-    """Delete some rows of requests that are due; True if there may be more."""
-    # With stale statistics, a table may look as if the few rows were found fastest by reading all.
-    session.execute(text("set local enable_seqscan = off"))
-    requests = _due(session)
-    if not requests:
-        return False
-    tasks = _tasks(session, requests)
-    if all([_delete(session, statement, tasks) for statement in _OF_TASKS]):
-        session.execute(_TASKS, {"ids": tasks})
-        if len(tasks) < TASKS_AT_ONCE and _delete(session, _EVENTS, requests):
-            session.execute(_REQUESTS, {"ids": requests})
-    return True
+@dataclass(frozen=True, slots=True)
+class _OwnedTable:
+    """A table with rows that belong to requests or tasks: `owners` are the columns that name these.
 
+    Rows that are not `archived` are messages and tickets, which mean nothing later.
+    """
 
-def _due(session: Session) -> Sequence[str]:
-    """Lock requests that are to be deleted: those first of which users say so, then the oldest."""
-    asked = _ended().where(Request.delete_asked_at.is_not(None))
-    found = session.scalars(asked.order_by(Request.delete_asked_at)).all()
-    if found:
-        return found
-    old = _ended().where(~Request.keep)
-    old = old.where(is_over(Request.ended_at, settings().requests_kept_days))
-    return session.scalars(old.order_by(Request.ended_at)).all()
+    name: str
+    owners: tuple[str, ...]
+    archived: bool = True
 
+    def select(self, *, told: bool) -> TextClause:
+        owned = " or ".join(f"{owner} = any(:ids)" for owner in self.owners)
+        row = "row_to_json(it)::text" if told and self.archived else "null"
+        return text(
+            f"select ctid::text, xmin::text, array[{', '.join(self.owners)}], {row}"
+            f" from {self.name} it where {owned} limit :at_once"
+        )
 
-def _ended() -> Select[str]:
-    """Select requests that ended a while ago, and of which nothing goes on in any island."""
-    live = select(Task.id).where(Task.request_id == Request.id, Task.state.not_in(ENDED))
-    open_ = select(Task.request_id).join(Placement, Placement.task_id == Task.id)
-    return (
-        select(Request.id)
-        .where(Request.ended_at < func.now() - SETTLED)
-        .where(~live.exists(), Request.id.not_in(open_.where(Placement.ended_at.is_(None))))
-        .limit(REQUESTS_AT_ONCE)
-        .with_for_update(skip_locked=True)
-    )
-
-
-def _tasks(session: Session, requests: Sequence[str]) -> Sequence[str]:
-    """Lock some tasks of these requests; with a gang that spans islands also its tickets."""
-    some = select(Task.id).where(Task.request_id.in_(requests)).limit(TASKS_AT_ONCE)
-    picked = session.scalars(some).all()
-    with_tickets = select(Task.id).where(or_(Task.id.in_(picked), Task.gang_id.in_(picked)))
-    locked = with_tickets.order_by(Task.id).with_for_update(skip_locked=True)
-    return session.scalars(locked).all()
-
-
-def _delete(session: Session, statement: TextClause, ids: Sequence[str]) -> bool:
-    """Delete some rows; True if those were all."""
-    done: Any = session.execute(statement, {"ids": ids, "at_once": ROWS_AT_ONCE})
-    return bool(done.rowcount < ROWS_AT_ONCE)
-
-
-def _some_of(table: str, column: str) -> TextClause:
-    rows = f"select ctid from {table} where {column} = any(:ids) limit :at_once"
-    return text(f"delete from {table} where ctid = any(array({rows}))")
+    def delete(self) -> TextClause:
+        return text(
+            f"delete from {self.name} it"
+            " using unnest(cast(:places as tid[]), cast(:versions as xid[])) found (place, version)"
+            " where it.ctid = found.place and it.xmin = found.version"
+        )
 
 
 _OF_TASKS = (
-    _some_of("logs", "task_id"),
-    _some_of("metrics", "task_id"),
-    _some_of("decisions", "task_id"),
-    _some_of("orders", "task_id"),
-    _some_of("checkpoints", "task_id"),
-    _some_of("placements", "task_id"),
-    _some_of("tunnels", "task_id"),
-    _some_of("datablock_uses", "task_id"),
-    _some_of("needs", "task_id"),
-    _some_of("needs", "needs_id"),
+    _OwnedTable("logs", ("task_id",)),
+    _OwnedTable("metrics", ("task_id",)),
+    _OwnedTable("decisions", ("task_id",)),
+    _OwnedTable("orders", ("task_id",), archived=False),
+    _OwnedTable("checkpoints", ("task_id",)),
+    _OwnedTable("placements", ("task_id",)),
+    _OwnedTable("tunnels", ("task_id",), archived=False),
+    _OwnedTable("datablock_uses", ("task_id",)),
+    _OwnedTable("needs", ("task_id", "needs_id")),
 )
-_EVENTS = _some_of("events", "request_id")
-_TASKS = text("delete from tasks where id = any(:ids)")
-# A task that a device reports on at this moment was left out above.
-_REQUESTS = text(
-    "delete from requests where id = any(:ids)"
-    " and not exists (select from tasks where request_id = requests.id)"
-)
+_TASKS = _OwnedTable("tasks", ("id",))
+_EVENTS = _OwnedTable("events", ("request_id",))
+_REQUESTS = _OwnedTable("requests", ("id",))
+
+
+@dataclass(frozen=True, slots=True)
+class _RowVersion:
+    """A version of a row: where it lies, and the transaction that wrote it."""
+
+    place: str
+    version: str
+    owners: Sequence[str]
+    told: str | None
+
+
+@dataclass(slots=True)
+class _DeletedPiece:
+    """What is to be deleted at once: rows of each table, in the order of deletion.
+
+    `tasks` are task -> request.
+    """
+
+    requests: Sequence[str]
+    tasks: Mapping[str, str]
+    rows: dict[_OwnedTable, list[_RowVersion]] = field(default_factory=dict)
+
+    def told(self) -> dict[str, list[str]]:
+        found = {
+            table.name: [row.told for row in rows if row.told is not None]
+            for table, rows in self.rows.items()
+        }
+        return {name: lines for name, lines in found.items() if lines}
+
+
+def delete_some(session: Session, archive: Archive | None = None) -> bool:
+    """Delete some rows of requests that are due, after `archive` has them; True if it did.
+
+    Only versions of rows that were read are deleted.  The transaction writes nothing until the
+    archive is durable: event streams wait for each transaction that has written something.
+    Raises CannotArchive.
+    """
+    if not session.scalar(select(func.pg_try_advisory_xact_lock(DELETING))):
+        return False  # another control is at it
+    # With stale statistics, a table may look as if the few rows were found fastest by reading all.
+    session.execute(text("set local enable_seqscan = off"))
+    piece = _piece(session, told=archive is not None)
+    if piece is None:
+        return False
+    if archive is not None and (told := piece.told()):
+        archive.keep(told, now(session))
+    return _delete(session, piece)
+
+
+def _piece(session: Session, *, told: bool) -> _DeletedPiece | None:
+    requests = _due(session)
+    if not requests:
+        return None
+    tasks, are_all = _tasks(session, requests)
+    piece = _DeletedPiece(requests, tasks)
+
+    def read(table: _OwnedTable, ids: Collection[str]) -> bool:
+        """Add some rows of the table; True if those are all."""
+        given = {"ids": list(ids), "at_once": ROWS_AT_ONCE}
+        piece.rows[table] = [
+            _RowVersion(*row) for row in session.execute(table.select(told=told), given)
+        ]
+        return len(piece.rows[table]) < ROWS_AT_ONCE
+
+    if all([read(table, tasks) for table in _OF_TASKS]):
+        read(_TASKS, tasks)
+        if are_all and read(_EVENTS, requests):
+            read(_REQUESTS, requests)
+    return piece
+
+
+def _due(session: Session) -> Sequence[str]:
+    """Find requests that are to be deleted: those first of which users say so, then the oldest."""
+    for due, at in ((_is_asked(), Request.delete_asked_at), (_is_old(), Request.ended_at)):
+        query = select(Request.id).where(_has_ended(), due).order_by(at).limit(REQUESTS_AT_ONCE)
+        if found := session.scalars(query).all():
+            return found
+    return ()
+
+
+def _is_asked() -> ColumnElement[bool]:
+    return Request.delete_asked_at.is_not(None)
+
+
+def _is_old() -> ColumnElement[bool]:
+    return and_(~Request.keep, is_over(Request.ended_at, settings().requests_kept_days))
+
+
+def _has_ended() -> ColumnElement[bool]:
+    """Condition: the request ended a while ago, and nothing of it goes on in any island."""
+    live = select(Task.id).where(Task.request_id == Request.id, Task.state.not_in(ENDED))
+    open_ = select(Task.request_id).join(Placement, Placement.task_id == Task.id)
+    return and_(
+        Request.ended_at < func.now() - SETTLED,
+        ~live.exists(),
+        Request.id.not_in(open_.where(Placement.ended_at.is_(None))),
+    )
+
+
+def _tasks(session: Session, requests: Sequence[str]) -> tuple[dict[str, str], bool]:
+    """Find some tasks of these requests, with a gang that spans islands also its tickets; and
+    whether those are all.
+    """
+    some = select(Task.id).where(Task.request_id.in_(requests)).limit(TASKS_AT_ONCE)
+    picked = session.scalars(some).all()
+    with_tickets = or_(Task.id.in_(picked), Task.gang_id.in_(picked))
+    found = session.execute(select(Task.id, Task.request_id).where(with_tickets))
+    return {id: request for id, request in found}, len(picked) < TASKS_AT_ONCE
+
+
+def _delete(session: Session, piece: _DeletedPiece) -> bool:
+    """Delete what of the piece is still due, and not locked by other work; True if that is
+    something.
+    """
+    due = and_(_has_ended(), or_(_is_asked(), _is_old()))
+    requests = _locked(session, Request.id, piece.requests, due)
+    tasks = _locked(session, Task.id, piece.tasks)
+    requests -= {request for task, request in piece.tasks.items() if task not in tasks}
+    owners = requests | {task for task in tasks if piece.tasks[task] in requests}
+    deleted = 0
+    for table, found in piece.rows.items():
+        rows = [row for row in found if not owners.isdisjoint(row.owners)]
+        given = {"places": [r.place for r in rows], "versions": [r.version for r in rows]}
+        done: Any = session.execute(table.delete(), given)
+        deleted += done.rowcount
+        if done.rowcount < len(rows):
+            break  # a row has changed since: it goes next time, and then what it belongs to
+    return deleted > 0
+
+
+def _locked(
+    session: Session,
+    id: InstrumentedAttribute[str],
+    ids: Collection[str],
+    *only: ColumnElement[bool],
+) -> set[str]:
+    """Lock those of these rows that no other transaction holds."""
+    query = select(id).where(id.in_(ids), *only).order_by(id)
+    return set(session.scalars(query.with_for_update(skip_locked=True)))

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import random
+import signal
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
+import zstandard
 from sqlalchemy import func, insert, or_, select, text, update
+from sqlalchemy.orm import Session
 
+from app.db import transactions
 from app.db.models import (
     Account,
     Base,
@@ -28,9 +37,10 @@ from app.db.models import (
 )
 from app.db.transactions import transaction
 from app.scheduling import housekeeping, ledger, retention
+from app.scheduling.archive import Archive, archive
 from app.settings import settings
 from tests.app import documented
-from tests.app.conftest import fingerprints
+from tests.app.conftest import fingerprints, people
 from tests.app.documented import REQUEST, TASK, USER
 from workers.control import request_deleter
 from workers.control.request_deleter import RequestDeleter
@@ -52,6 +62,22 @@ def kept_for_ten_days(monkeypatch):
 @pytest.fixture
 def request_with_all(session, world) -> str:
     """A request with everything that can belong to one; a task of another waits."""
+    _write_request(session)
+    return ID
+
+
+@pytest.fixture
+def apart(committed) -> Iterator[Session]:
+    """A session with a connection of its own; the same request is committed."""
+    with transactions._sessions()() as session:
+        people(session)
+        session.commit()
+        _write_request(session)
+        yield session
+        session.rollback()
+
+
+def _write_request(session) -> None:
     documented.documented(session)
     session.add(_task("tsk_ticket", gang_id=TASK["id"], island=documented.ISLAND["name"]))
     session.flush()
@@ -75,7 +101,6 @@ def request_with_all(session, world) -> str:
     session.add(DatablockUse(task_id=TASK["id"], port="x", datablock_id=block.id))
     session.flush()
     _ends(session, ID, days=11)
-    return ID
 
 
 def _task(id, *, request_id=ID, ordinal=1, **more) -> Task:
@@ -95,11 +120,11 @@ def _ends(session, id, *, days: float) -> None:
     session.commit()
 
 
-def _delete_all(session) -> int:
+def _delete_all(session, archive=None) -> int:
     """Delete until nothing is due; return in how many transactions."""
     for n in range(1, 1000):
         with transaction() as its:
-            if not retention.delete_some(its):
+            if not retention.delete_some(its, archive):
                 session.expire_all()
                 return n
     raise AssertionError("it never ends")
@@ -214,6 +239,29 @@ class TestDeleteSome:
         assert _delete_all(session) == 1
         assert fingerprints(session) == before
 
+    def test_request_that_others_lock_waits_for_the_next_look(self, apart):
+        apart.execute(select(Request.id).where(Request.id == ID).with_for_update())
+        with transaction() as its:
+            assert not retention.delete_some(its)
+        apart.rollback()
+        _delete_all(apart)
+        assert not _there(apart)
+
+    def test_task_that_others_lock_keeps_its_request_whole(self, apart):
+        apart.execute(select(Task.id).where(Task.id == "tsk_ticket").with_for_update())
+        before = fingerprints(apart)
+        with transaction() as its:
+            assert not retention.delete_some(its)
+        assert fingerprints(apart) == before
+        apart.rollback()
+        _delete_all(apart)
+        assert not _there(apart)
+
+    def test_only_one_control_deletes_at_a_time(self, apart):
+        apart.execute(select(func.pg_advisory_xact_lock(retention.DELETING)))
+        assert _delete_all(apart) == 1
+        assert _there(apart)
+
     def test_search_for_old_requests_reads_an_index_from_its_oldest_end(self, session, world):
         session.execute(
             text(
@@ -223,14 +271,150 @@ class TestDeleteSome:
             )
         )
         session.execute(text("analyze requests"))
-        asked = retention._ended().where(~Request.keep, retention.is_over(Request.ended_at, 10))
-        words = asked.order_by(Request.ended_at).compile(
-            session.connection(), compile_kwargs={"literal_binds": True}
+        old = select(Request.id).where(retention._has_ended(), retention._is_old())
+        words = (
+            old.order_by(Request.ended_at)
+            .limit(100)
+            .compile(session.connection(), compile_kwargs={"literal_binds": True})
         )
         found = session.connection().exec_driver_sql(f"explain {words}").scalars()
         plan = "\n".join(found)
         assert "Index Scan using ix_requests_ended_at" in plan, plan
         assert "Sort" not in plan, plan
+
+
+KILLED = """
+import os, signal
+from app.db.transactions import transaction
+from app.scheduling import archive, retention
+
+kept = archive.Archive.keep
+
+def killed(self, rows, at):
+    kept(self, rows, at)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+archive.Archive.keep = killed
+with transaction() as session:
+    retention.delete_some(session, archive.archive())
+"""
+KEYS = {
+    "metrics": ("task_id", "step"),
+    "needs": ("task_id", "needs_id", "port"),
+    "datablock_uses": ("task_id", "port"),
+}
+
+
+class TestArchived:
+    @pytest.fixture(autouse=True)
+    def folder(self, tmp_path, monkeypatch) -> Path:
+        monkeypatch.setenv("ROUNDHOUSE_ARCHIVE", str(tmp_path))
+        settings.cache_clear()
+        return tmp_path
+
+    def test_all_that_is_deleted_is_in_the_archive_once(
+        self, session, request_with_all, folder, monkeypatch
+    ):
+        monkeypatch.setattr(retention, "ROWS_AT_ONCE", 3)
+        monkeypatch.setattr(retention, "TASKS_AT_ONCE", 1)
+        before = _rows_of(session)
+        _delete_all(session, archive())
+        assert not _there(session)
+        found = _archived(folder)
+        assert found.keys() == before.keys() - {"orders", "tunnels"}
+        for table, rows in found.items():
+            assert sorted(rows) == sorted(before[table]), table
+
+    def test_rows_of_a_killed_control_are_in_a_second_file_and_equal(self, apart, folder):
+        before = _rows_of(apart)
+        killed = subprocess.run([sys.executable, "-c", KILLED], timeout=60)
+        assert killed.returncode == -signal.SIGKILL
+        assert _there(apart)
+        assert _rows_of(apart) == before
+        _delete_all(apart, archive())
+        for table, rows in _archived(folder).items():
+            assert len(rows) > len(before[table]), table
+            assert sorted(set(rows)) == sorted(before[table]), table
+            names = KEYS.get(table, ("id",))
+            keys = {tuple(json.loads(row)[name] for name in names) for row in rows}
+            assert len(keys) == len(before[table]), table
+
+    def test_failed_archive_keeps_the_rows(
+        self, session, request_with_all, folder, monkeypatch, caplog
+    ):
+        (folder / "a_file").touch()
+        monkeypatch.setenv("ROUNDHOUSE_ARCHIVE", str(folder / "a_file" / "below"))
+        settings.cache_clear()
+        before = fingerprints(session)
+        assert RequestDeleter().look() == request_deleter.LOOK_S
+        assert "old requests stay" in caplog.text
+        assert fingerprints(session) == before
+
+    def test_nothing_is_written_or_locked_until_the_archive_is_durable(self, apart):
+        class Watched(Archive):
+            def keep(self, rows, at) -> str:
+                assert its.scalar(text("select pg_current_xact_id_if_assigned()")) is None
+                apart.execute(select(Task.id).with_for_update(nowait=True))
+                apart.rollback()
+                return super().keep(rows, at)
+
+        watched = Watched(archive().place)
+        with transaction() as its:
+            assert retention.delete_some(its, watched)
+        assert not _there(apart)
+
+    def test_row_that_changes_meanwhile_is_archived_as_it_was_deleted(self, apart, folder):
+        class Slow(Archive):
+            def keep(self, rows, at) -> str:
+                apart.execute(update(Task).where(Task.id == TASK["id"]).values(message="late"))
+                apart.commit()
+                return super().keep(rows, at)
+
+        with transaction() as its:
+            assert retention.delete_some(its, Slow(archive().place))
+        assert _there(apart)
+        _delete_all(apart, archive())
+        assert not _there(apart)
+        rows = [json.loads(row) for row in _archived(folder)["tasks"]]
+        assert {row["id"]: row["message"] for row in rows}[TASK["id"]] == "late"  # of the last file
+
+    def test_request_that_is_kept_meanwhile_stays(self, apart):
+        class Slow(Archive):
+            def keep(self, rows, at) -> str:
+                apart.execute(update(Request).where(Request.id == ID).values(keep=True))
+                apart.commit()
+                return super().keep(rows, at)
+
+        with transaction() as its:
+            assert not retention.delete_some(its, Slow(archive().place))
+        assert all(_mentions(apart, [TASK["id"], "tsk_ticket"]).values())
+
+
+def _rows_of(session) -> dict[str, list[str]]:
+    """Return all rows that belong to the request, as JSON by table."""
+    found = {}
+    for name, owner in (
+        *((table.name, column) for table in retention._OF_TASKS for column in table.owners[:1]),
+        ("tasks", "request_id"),
+        ("events", "request_id"),
+        ("requests", "id"),
+    ):
+        ids = [ID, TASK["id"], "tsk_ticket"]
+        query = f"select row_to_json(it)::text from {name} it where {owner} = any(:ids)"
+        found[name] = list(session.scalars(text(query), {"ids": ids}))
+    assert all(found.values())
+    return found
+
+
+def _archived(folder: Path) -> dict[str, list[str]]:
+    """Return all rows of the archive, as JSON by table, oldest file first."""
+    found: dict[str, list[str]] = {}
+    for file in sorted((folder / "archive").rglob("*.zst")):
+        for line in zstandard.decompress(file.read_bytes()).decode().splitlines():
+            head, row = line[:-1].split(', "row": ', 1)
+            assert json.loads(line)["row"] == json.loads(row)
+            found.setdefault(json.loads(f"{head}}}")["table"], []).append(row)
+    return found
 
 
 @pytest.mark.parametrize("seed", range(5))
