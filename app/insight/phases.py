@@ -44,8 +44,15 @@ IS_NO_TICKET: ColumnElement[bool] = or_(Task.gang_id.is_(None), Task.gang_id == 
 def is_in(phases: Collection[str]) -> ColumnElement[bool]:
     """Condition on requests: the request is in one of these phases."""
     ends = [phase for phase in phases if phase in ENDED]
-    live = [_leads(phase) for phase in MOST_ADVANCED if phase in phases]
-    return or_(Request.state.in_(ends), *live)
+    found = [_leads(phase) for phase in MOST_ADVANCED if phase in phases]
+    return or_(*found, Request.state.in_(ends)) if ends else or_(*found)
+
+
+def has_task_in(phases: Collection[str]) -> ColumnElement[bool]:
+    """Condition on tasks: the task is in one of these phases."""
+    is_in_one = TASK_PHASE.in_(phases)
+    # An index has the tasks that have not ended.
+    return is_in_one if {*phases} & ENDED else and_(is_in_one, Task.state.not_in(ENDED))
 
 
 def _leads(phase: Phase) -> ColumnElement[bool]:

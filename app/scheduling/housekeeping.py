@@ -4,7 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from sqlalchemy import Text, column, delete, exists, func, literal, or_, select, text, true, update
+from sqlalchemy import (
+    ARRAY,
+    Text,
+    cast,
+    column,
+    delete,
+    exists,
+    func,
+    literal,
+    literal_column,
+    or_,
+    select,
+    text,
+    true,
+    update,
+)
 from sqlalchemy.dialects.postgresql import JSONB, insert
 from sqlalchemy.orm import Session, aliased
 
@@ -181,7 +196,7 @@ def named(session: Session, names: Collection[str]) -> set[str]:
     The same bytes may be another checkpoint, an output, a bundle, a graph or a datablock.
     """
     if not names:
-        return set()  # saves a scan of every output of every task
+        return set()
     parts = [name for name in names if name.startswith(f"{UPLOADS}/")]
     found = set(session.scalars(select(UploadPart.place).where(UploadPart.place.in_(parts))))
     digests = {name.rpartition("/")[2] for name in names}
@@ -221,7 +236,11 @@ def _outputs(session: Session, digests: Collection[str]) -> Sequence[str]:
         taker.state.not_in(ENDED),
     )
     is_only_an_output = output.c.value["datablock"].astext.is_(None)
+    has_one = literal_column("jsonb_path_query_array(tasks.outputs, '$.*.sha256')", JSONB)
     query = select(digest).select_from(Task).join(output, true())
+    query = query.where(  # an index has the hashes of tasks with outputs
+        literal_column("tasks.outputs <> '{}'"), has_one.op("?|")(cast(list(digests), ARRAY(Text)))
+    )
     return session.scalars(query.where(digest.in_(digests), is_only_an_output | is_wanted)).all()
 
 

@@ -21,8 +21,20 @@ from fastapi import Header, Query
 from fastapi.responses import StreamingResponse
 from fastapi.sse import format_sse_event
 from pydantic import BaseModel
-from sqlalchemy import Select, Text, bindparam, cast, func, literal_column, select, tuple_
-from sqlalchemy.orm import Session
+from sqlalchemy import (
+    ARRAY,
+    ColumnElement,
+    Select,
+    Text,
+    bindparam,
+    cast,
+    func,
+    literal_column,
+    select,
+    true,
+    tuple_,
+)
+from sqlalchemy.orm import Session, aliased
 
 from app.api import cursors
 from app.api.access.auth import Authed, Caller
@@ -178,9 +190,28 @@ class Lines:
     tasks: dict[str, str]
     text: str = ""
 
-    def query(self) -> Select[LogLine]:
-        found = select(LogLine).where(LogLine.task_id.in_(self.tasks))
-        return found.where(func.strpos(LogLine.text, self.text) > 0) if self.text else found
+    def after(self, last: int | None, limit: int) -> Select[LogLine]:
+        """Select `limit` lines after the line `last`, oldest first."""
+        above = [LogLine.id > last] if last is not None else []
+        return self._some(limit, False, *above)
+
+    def newest(self, limit: int) -> Select[LogLine]:
+        return self._some(limit, True)
+
+    def _some(self, limit: int, newest: bool, *above: ColumnElement[bool]) -> Select[LogLine]:
+        """Select the first or the newest `limit` lines, of up to as many of each task.
+
+        Without a limit for each task, Postgres may read the lines of all requests by their ids.
+        """
+        ids = func.unnest(cast(list(self.tasks), ARRAY(Text)))
+        tasks = ids.table_valued("id", name="of_task").render_derived()
+        of_task = select(LogLine).where(LogLine.task_id == tasks.c.id, *above)
+        if self.text:
+            of_task = of_task.where(func.strpos(LogLine.text, self.text) > 0)
+        order = LogLine.id.desc() if newest else LogLine.id
+        line = aliased(LogLine, of_task.order_by(order).limit(limit).lateral())
+        found = select(line).select_from(tasks.join(line, true()))
+        return found.order_by(line.id.desc() if newest else line.id).limit(limit)
 
     def shown(self, line: LogLine) -> LogLineOut:
         return LogLineOut(
@@ -313,29 +344,27 @@ def _before(session: Session, lines: Lines, tail: int | None) -> str | None:
     """Return the cursor after which the last `tail` lines lie."""
     if tail is None:
         return None
-    query = lines.query().with_only_columns(LogLine.id).order_by(LogLine.id.desc())
-    last = session.scalar(query.offset(tail).limit(1))
+    newest = lines.newest(tail + 1).subquery()
+    last = session.scalar(select(newest.c.id).order_by(newest.c.id.desc()).offset(tail))
     return None if last is None else cursors.seal(last)
 
 
 def _list_lines(session: Session, lines: Lines, after: str | None, limit: int) -> list[LogLineOut]:
-    query = _above(lines.query(), after).limit(limit)
+    query = lines.after(_line(after), limit)
     return [lines.shown(line) for line in session.scalars(query)]
 
 
 def _read_lines(session: Session, lines: Lines, after: str | None, limit: int) -> Read:
     """Read lines for a stream; its cursor passes every line read, even if none matches."""
-    query = _above(replace(lines, text="").query(), after).limit(limit)
+    query = replace(lines, text="").after(_line(after), limit)
     rows = session.scalars(query).all()
     items = [lines.shown(line) for line in rows if lines.text in line.text]
     last = cursors.seal(rows[-1].id) if rows else after
     return Read(items, last, more=len(rows) == limit)
 
 
-def _above(query: Select[LogLine], after: str | None) -> Select[LogLine]:
-    if after is not None:
-        query = query.where(LogLine.id > cursors.opened_numbers(after)[0])
-    return query.order_by(LogLine.id)
+def _line(after: str | None) -> int | None:
+    return None if after is None else cursors.opened_numbers(after)[0]
 
 
 def _last_seen(event_id: str | None, parts: int = 1) -> str | None:

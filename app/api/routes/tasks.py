@@ -73,7 +73,7 @@ def list_tasks(
     if states := words_in(state, TaskState, "state"):
         query = query.where(Task.state.in_(states))
     if asked := words_in(phase, PhaseWord, "phase"):
-        query = query.where(phases.TASK_PHASE.in_(asked))
+        query = query.where(phases.has_task_in(asked))
     if request_id is not None:
         query = query.where(Task.request_id == request_id)
     found = paging.read(session, query, by=Task.id, newest_first=True)

@@ -62,6 +62,20 @@ class Request(Base):
         ),
         Index("ix_requests_tenant_id_id", "tenant_id", "id"),
         Index(
+            "ix_requests_live",
+            "id",
+            postgresql_where=text("state not in ('done', 'failed', 'cancelled')"),
+        ),
+        Index("ix_requests_name", "name", "id"),
+        Index("ix_requests_id_ends", text("right(id, 8)")),
+        Index(
+            "ix_requests_labels",
+            "labels",
+            postgresql_using="gin",
+            postgresql_ops={"labels": "jsonb_path_ops"},
+        ),
+        Index("ix_requests_submitted_at", "submitted_at", postgresql_using="brin"),
+        Index(
             "ix_requests_environment_id",
             "environment_id",
             "submitted_at",
@@ -246,6 +260,12 @@ class Task(Base):
         Index("ix_tasks_image_on", "image_on", postgresql_where=text("image_on is not null")),
         Index("ix_tasks_move_to", "move_to", postgresql_where=text("move_to is not null")),
         Index("ix_tasks_save_asked", "id", postgresql_where=text("save_asked")),
+        Index(
+            "ix_tasks_outputs",
+            text("jsonb_path_query_array(outputs, '$.*.sha256')"),
+            postgresql_using="gin",
+            postgresql_where=text("outputs <> '{}'"),
+        ),
         {"postgresql_with": {"fillfactor": "70"}},
     )
 

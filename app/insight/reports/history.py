@@ -36,18 +36,18 @@ def events(
     *,
     request: str | None = None,
     without: Collection[str] = (),
-    before: int | None = None,
     limit: int = 50,
 ) -> list[Happened]:
-    """Return events, newest first, `without` these types; `before` is the id of the last
-    one seen.
-    """
+    """Return the newest events first, `without` these types."""
+    # The events of a tenant or a request have an index in this order.
+    is_of_all = tenant is None and request is None
+    newest = (Event.id.desc(),) if is_of_all else (Event.txid.desc(), Event.id.desc())
     query = (
         select(Event, Tenant.name, Request.name, Task.name)
         .join(Tenant, Tenant.id == Event.tenant_id)
         .outerjoin(Request, Request.id == Event.request_id)
         .outerjoin(Task, Task.id == Event.task_id)
-        .order_by(Event.id.desc())
+        .order_by(*newest)
         .limit(limit)
     )
     if tenant is not None:
@@ -56,8 +56,6 @@ def events(
         query = query.where(Event.request_id == request)
     if without:
         query = query.where(Event.type.not_in(without))
-    if before is not None:
-        query = query.where(Event.id < before)
     return [
         Happened(
             id=event.id,

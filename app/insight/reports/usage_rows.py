@@ -55,26 +55,40 @@ def usage(
     bucket = func.date_bin(
         timedelta(seconds=interval_s), Usage.bucket, datetime(1970, 1, 1, tzinfo=UTC)
     )
-    columns = {"bucket": bucket, "tenant": Tenant.name, "user": User.name, "kind": Usage.kind}
+    # First by id: names are joined to few rows then, however long the time is.
+    ids = {"bucket": bucket, "tenant": Usage.tenant_id, "user": Usage.user_id, "kind": Usage.kind}
+    keys: list[ColumnElement[Any]] = [ids[name].label(name) for name in GROUPS if name in group_by]
+    sums = (
+        func.sum(Usage.held_us).label("held_us"),
+        func.sum(Usage.charged_us).label("charged_us"),
+    )
+    found = select(*keys, *sums).where(Usage.bucket >= since, Usage.bucket < until)
+    found = found.group_by(*keys)
+    if tenant is not None:
+        found = found.where(Usage.tenant_id == tenant)
+    of_ids = found.subquery()
+    named = {"tenant": Tenant.name, "user": User.name}
     chosen: list[ColumnElement[Any]] = [
-        columns[name].label(name) for name in GROUPS if name in group_by
+        (named[name] if name in named else of_ids.c[name]).label(name)
+        for name in GROUPS
+        if name in group_by
     ]
     # Group by id too, since two tenants may have the same name.
-    ids = [Usage.tenant_id] if "tenant" in group_by else []
+    apart = [of_ids.c.tenant] if "tenant" in group_by else []
     query = (
         select(
             *chosen,
-            func.coalesce(func.sum(Usage.held_us), 0).label("held_us"),
-            func.coalesce(func.sum(Usage.charged_us), 0).label("charged_us"),
+            func.coalesce(func.sum(of_ids.c.held_us), 0).label("held_us"),
+            func.coalesce(func.sum(of_ids.c.charged_us), 0).label("charged_us"),
         )
-        .join(Tenant, Tenant.id == Usage.tenant_id)
-        .join(User, User.id == Usage.user_id)
-        .where(Usage.bucket >= since, Usage.bucket < until)
-        .group_by(*chosen, *ids)
-        .order_by(*chosen, *ids)
+        .select_from(of_ids)
+        .group_by(*chosen, *apart)
+        .order_by(*chosen, *apart)
     )
-    if tenant is not None:
-        query = query.where(Usage.tenant_id == tenant)
+    if "tenant" in group_by:
+        query = query.join(Tenant, Tenant.id == of_ids.c.tenant)
+    if "user" in group_by:
+        query = query.join(User, User.id == of_ids.c.user)
     rows = session.execute(query).mappings()
     return [
         UsageRow(**{**row, "held_us": int(row["held_us"]), "charged_us": int(row["charged_us"])})

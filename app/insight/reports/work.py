@@ -9,8 +9,8 @@ from datetime import datetime
 from math import isfinite
 from typing import Any
 
-from sqlalchemy import func, select, text
-from sqlalchemy.orm import Session
+from sqlalchemy import func, select, text, true
+from sqlalchemy.orm import Session, aliased
 
 from app.core.model.descriptor import RUNS
 from app.core.model.lifecycle import NOT_STARTED
@@ -327,15 +327,18 @@ class Said:
 
 def log_tail(session: Session, request: str, *, grep: str = "", limit: int = 200) -> list[Said]:
     """Return the last lines of all tasks of a request that contain `grep`, oldest first."""
+    # Without the limit for each task, Postgres may read the lines of all tasks from the newest on.
+    of_task = select(LogLine).where(LogLine.task_id == Task.id)
+    if grep:
+        of_task = of_task.where(func.strpos(LogLine.text, grep) > 0)
+    line = aliased(LogLine, of_task.order_by(LogLine.id.desc()).limit(limit).lateral())
     query = (
-        select(LogLine, Task.name)
-        .join(Task, Task.id == LogLine.task_id)
+        select(line, Task.name)
+        .join_from(Task, line, true())
         .where(Task.request_id == request)
-        .order_by(LogLine.id.desc())
+        .order_by(line.id.desc())
         .limit(limit)
     )
-    if grep:
-        query = query.where(func.strpos(LogLine.text, grep) > 0)
     return [
         Said(id=row.id, task=name, epoch=row.epoch, at=row.at, stream=row.stream, text=row.text)
         for row, name in reversed(session.execute(query).all())

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from sqlalchemy import func, select, update
+from sqlalchemy import event, func, select, text, update
 
 from app.db import transactions
 from app.db.models import Checkpoint, Request, Task, Tenant, Usage, User
@@ -15,6 +16,7 @@ from app.scheduling import housekeeping
 from app.settings import settings
 from app.storage.garbage_collector import Swept
 from app.storage.store import Store, manifest
+from tests.app import documented
 
 
 @pytest.fixture
@@ -175,3 +177,25 @@ class TestRollUp:
         session.flush()
         housekeeping.roll_up(session)
         assert session.scalars(select(Usage.bucket_s)).all() == [10]
+
+
+def test_outputs_are_found_by_an_index_among_many_tasks(session, world):
+    documented.documented(session)
+    session.execute(
+        text(
+            "insert into tasks (id, request_id, tenant_id, user_id, ordinal, name, type, kind,"
+            " state, outputs) select 'tsk_' || n, id, tenant_id, user_id, n, 't' || n, 't', 'cpu',"
+            " 'done', jsonb_build_object('y', jsonb_build_object('sha256', md5(cast(n as text))))"
+            " from (select * from requests limit 1) r, generate_series(1, 20000) n"
+        )
+    )
+    session.execute(text("analyze tasks"))
+    sent = []
+    at = (session.get_bind().engine, "before_cursor_execute", lambda *told: sent.append(told[2:4]))
+    event.listen(*at)
+    digests = [hashlib.md5(str(n).encode()).hexdigest() for n in (7, 20001)]
+    assert housekeeping._outputs(session, digests) == digests[:1]
+    event.remove(*at)
+    [(query, given)] = sent
+    plan = "\n".join(session.connection().exec_driver_sql(f"explain {query}", given).scalars())
+    assert "ix_tasks_outputs" in plan, plan

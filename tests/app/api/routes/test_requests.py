@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from sqlalchemy import func, select, text, update
+from sqlalchemy import event, func, select, text, update
 
 from app.db.models import Bundle, Device, Event, Idempotency, Need, Preset, Request, Task, Tenant
 from app.db.transactions import transaction
@@ -518,3 +518,37 @@ class TestWishes:
         both = red.get("/v1/requests?phase=paused,done,running").json()["items"]
         assert [found["id"] for found in both] == [paused, running]
         problem(red.get("/v1/requests?phase=held"), 422, "validation-error", "?phase")
+
+
+@pytest.mark.parametrize(
+    ("asked", "index"),
+    [
+        ("requests?state=queued,running", "ix_requests_live"),
+        ("requests?phase=queued", "ix_requests_live"),
+        ("requests?phase=preempted,paused", "ix_requests_live"),
+        ("requests?name=none", "ix_requests_name"),
+        ("requests?id_ends=0123456789", "ix_requests_id_ends"),
+        ("requests?label=exp:none", "ix_requests_labels"),
+        ("requests?submitted_after=2100-01-01T00:00:00Z", "ix_requests_submitted_at"),
+        ("tasks?phase=preempted", "ix_tasks_live"),
+    ],
+)
+def test_filter_reads_an_index_among_many_requests(as_, session, asked, index):
+    for statement in (
+        "insert into requests (id, tenant_id, user_id, name, state, labels)"
+        " select 'req_' || n, 'ten_red', 'usr_red.member', 'r' || n, 'done',"
+        " jsonb_build_object('exp', 'a' || n) from generate_series(1, 20000) n",
+        "insert into tasks (id, request_id, tenant_id, user_id, island, ordinal, name, type, kind,"
+        " state) select 'tsk_' || n, 'req_' || n, 'ten_red', 'usr_red.member', 'isle', 0, 't', 't',"
+        " 'cpu', 'done' from generate_series(1, 20000) n",
+        "analyze requests, tasks",
+    ):
+        session.execute(text(statement))
+    client, sent = as_("red.member"), []
+    at = (session.get_bind().engine, "before_cursor_execute", lambda *told: sent.append(told[2:4]))
+    event.listen(*at)
+    assert client.get(f"/v1/{asked}").status_code == 200
+    event.remove(*at)
+    [(query, given)] = [one for one in sent if "ORDER BY" in one[0] and "LIMIT" in one[0]]
+    plan = "\n".join(session.connection().exec_driver_sql(f"explain {query}", given).scalars())
+    assert index in plan, plan
