@@ -14,6 +14,8 @@ writes to each page of a twentieth of its memory, and prints the time by its own
   fetches the rest and restores it. The same time, of that move.
 * the changed bytes: what the second image adds to the store. The bandwidth is that of the store in
   the same run, the slower of writing and reading random bytes.
+* 1 GB into a folder in memory: a dump and a restore write all memory of the program once. Where a
+  hypervisor takes free memory back, that can take ten times as long as where it does not.
 * Peer: stop and begin again. The same program on device workers without CRIU; the time until it is
   where it was when it was stopped.
 
@@ -51,6 +53,7 @@ from benchmarks import Target, quick, report
 from tests.workers.conftest import DeviceRig
 from tests.workers.criu import prefixes
 from workers.criu import program
+from workers.process.detached_mounts import memory_folder
 
 JSON = dict[str, Any]
 
@@ -61,7 +64,7 @@ HOT = 20  # one part in so many changes in every step
 AHEAD_S = 1.0  # how long it runs between two images
 BEYOND_S, PART = 1.0, 0.10
 TIMEOUT_S = 120.0
-STORED_BYTES, PIECE_BYTES = 256 * MB, 4 * MB
+STORED_BYTES, FILLED_BYTES, PIECE_BYTES = 256 * MB, 1000 * MB, 4 * MB
 
 STEPS = 1200
 
@@ -89,7 +92,7 @@ def main() -> int:
     except program.NoProgram as error:
         return report("command_migration", [], {"not measured": str(error)})
     with tempfile.TemporaryDirectory(prefix="moves-") as folder, _prefix(Path(folder)) as criu:
-        rate = _bandwidth(Path(folder) / "rate")
+        rate, filled_s = _bandwidth(Path(folder) / "rate"), _filled_s()
         rows = {
             name: [
                 moved(Path(folder) / f"{number}-{size}", size, criu)
@@ -100,7 +103,7 @@ def main() -> int:
         again_s = begun_again(Path(folder) / "again", SIZES["200 MB"])
     for row in (row for of_size in rows.values() for row in of_size):
         row["beyond_s"] = row["downtime_s"] - row["second_bytes"] / rate
-    return report("command_migration", targets(rows), peers(rows, rate, again_s))
+    return report("command_migration", targets(rows), peers(rows, rate, filled_s, again_s))
 
 
 def targets(rows: dict[str, list[JSON]]) -> list[Target]:
@@ -123,10 +126,11 @@ def _median(rows: list[JSON], name: str) -> float:
     return statistics.median(row[name] for row in rows)
 
 
-def peers(rows: dict[str, list[JSON]], rate: float, again_s: float) -> JSON:
+def peers(rows: dict[str, list[JSON]], rate: float, filled_s: float, again_s: float) -> JSON:
     told: JSON = {
         "moves of each size": len(next(iter(rows.values()))),
         "bandwidth of the store (slower way), MB/s": round(rate / MB),
+        "1 GB into a folder in memory, s": round(filled_s, 2),
         "stop and begin again, 200 MB, until it is where it was, s": round(again_s, 2),
         "load average": round(os.getloadavg()[0], 1),
     }
@@ -330,6 +334,16 @@ def _bandwidth(home: Path) -> float:
     for address in addresses:
         chunks.get(address, PIECE_BYTES)
     return STORED_BYTES / max(written_s - began_s, time.monotonic() - written_s)
+
+
+def _filled_s() -> float:
+    """Return the seconds in which 1 GB is written into a folder in memory, as CRIU does."""
+    body = bytes(PIECE_BYTES)
+    with memory_folder(2 * FILLED_BYTES) as folder, (folder / "filled").open("wb", 0) as file:
+        began_s = time.monotonic()
+        for _ in range(FILLED_BYTES // PIECE_BYTES):
+            file.write(body)
+        return time.monotonic() - began_s
 
 
 if __name__ == "__main__":
