@@ -16,11 +16,11 @@ import torch
 
 from app.settings import Settings
 from tests.gpu.step import CannotRun, Run
-from workers.commands.cuda_checkpoint import TreeMemory
 from workers.device import device_check
 from workers.device.device_memory import CONTEXT_BYTES
 from workers.device.monitors import NvmlMonitor
 from workers.hardware.accelerator import Accelerator, Pinned
+from workers.hardware.cuda_checkpoint import TreeMemory
 from workers.process import slab
 from workers.process.device_access import FoundDevice
 from workers.process.slab import Slab
@@ -102,6 +102,11 @@ def checkpoint(run: Run) -> None:
         }
         run.must(holds_the_same(), "the bytes are others than before")
     run.figures |= {f"{way} GB/s": round(size / took / GB, 2) for way, took in seconds.items()}
+    with holding(run, size) as (process, holds_the_same):
+        held.leave([process.pid])
+        held.left = found_device(run.kind).access.id  # as if it had been another GPU
+        held.come_back()
+        run.figures["told which GPU takes the place of which, same bytes"] = holds_the_same()
 
 
 def _seconds(work: Callable[[], object]) -> float:
@@ -154,8 +159,10 @@ def accounts(run: Run) -> None:
         run.figures["count per process"] = "only by NVML, which this kind has not"
         return
     monitor = NvmlMonitor(found_device(run.kind).access.id)
-    counted = dict(monitor.read(0.0).processes).get(os.getpid())
+    health = monitor.read(0.0)
+    counted = dict(health.processes).get(os.getpid())
     monitor.close()
+    run.figures |= {f"NVML: {name}": str(value) for name, value in asdict(health).items()}
     if counted is None:
         raise CannotRun("NVML does not list this process (another process namespace?)")
     x = torch.randn(2048, 2048, device=accelerator.device)

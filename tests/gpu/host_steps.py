@@ -6,22 +6,28 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
-from app.core.model.messages import Finished, Paused, Started
+from app.core.model.messages import CheckpointRef, Finished, Paused, Saved, Started
 from benchmarks import context_switch
 from tests.gpu.devices import GB, MB, holding
 from tests.gpu.jobs import LENIENT, START_S, rig_of
 from tests.gpu.step import CannotRun, Run
 from tests.workers.conftest import ROOT, bundled
+from tests.workers.criu import prefixes
 from tests.workers.gangs import Gangs, bits
-from workers.commands.cuda_checkpoint import TreeMemory
+from workers.criu import program
 from workers.hardware.accelerator import Accelerator
+from workers.hardware.cuda_checkpoint import TreeMemory
 
 
 def ranks(run: Run) -> None:
@@ -83,6 +89,90 @@ def command(run: Run) -> None:
     run.must(expected in said, f"it said {said[-1:]}, not {expected}")
     if not can_leave:
         raise CannotRun("the driver's way is not there; the pause was tried, and frees no memory")
+
+
+def _criu() -> str:
+    """Return the prefix of a CRIU that works here, even if root lacks CAP_SYS_RESOURCE."""
+    if (prefix := os.environ.get("ROUNDHOUSE_CRIU", "")) or prefixes.may_read_limits():
+        return prefix
+    try:
+        made = Path(tempfile.mkdtemp(prefix="gpu-criu-")) / "prefix"
+        return str(prefixes.with_limits_from_proc(program.PREFIX, made))
+    except (pytest.skip.Exception, OSError) as error:
+        raise CannotRun(f"processes cannot be stored here: {error}") from error
+
+
+TRAINING = """
+import sys, time, torch
+torch.manual_seed(3)
+kind, steps = sys.argv[1], int(sys.argv[2])
+model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Dropout(0.1)).to(kind)
+optimizer = torch.optim.AdamW(model.parameters())
+ballast = torch.arange(2**25, device=kind)
+batches = (torch.randn(64, 512, device=kind) for _ in range(steps))  # a generator, on its way
+for step, batch in enumerate(batches):
+    loss = model(batch).square().mean()
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+    ballast.add_(1)
+    print(step, loss.item().hex(), flush=True)
+    time.sleep(0.05)
+print("sum", int(ballast.sum()), model[0].weight.double().sum().item().hex())
+"""
+
+
+def move(run: Run) -> None:
+    """Let a script go on twice from the image of a pause, and once from one made while it ran.
+
+    Each time its processes are killed first, and go on in another sandbox with another user.
+    """
+    run.only_on_cuda("images of processes with device memory")
+    if not TreeMemory.found(run.kind).can_leave:
+        raise CannotRun("the driver has no checkpoint API, or does not permit its use here")
+    words = ["script.py", run.kind, "150"]
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "script.py").write_text(TRAINING)
+        alone = subprocess.run(
+            [sys.executable, *words], cwd=folder, capture_output=True, text=True, check=True
+        )
+    how: Any = {"preset": LENIENT, "memory_bytes": 4096 * MB}
+    more: Any = {"criu": _criu(), "host_memory_bytes": 16 * GB, "can_checkpoint": True}
+    with rig_of(run, **more) as rig:
+        images = rig.supervisor.images
+        if images.mover is None:
+            raise CannotRun(f"processes cannot be stored here: {images.missing}")
+        how["bundle"], _ = rig.store.put([bundled({"script.py": TRAINING})])
+        begun, printed, kept = [], list[str](), list[CheckpointRef]()
+        for epoch in range(1, 5):
+            runs: Any = {"checkpoint_every_s": 0.5} if epoch == 3 else {}
+            rig.launch("m1", ["python", *words], epoch, images=kept, **runs, **how)
+            started = rig.event(Started, "m1", epoch, timeout_s=START_S)
+            begun.append(f"{started.resumed} ({started.switch_us / 1e6:.2f} s)")
+            if epoch == 4:
+                rig.event(Finished, "m1", epoch, timeout_s=START_S)
+                printed += rig.printed("m1", epoch)
+                break
+            rig.until(lambda epoch=epoch: len(rig.printed("m1", epoch)) > 10, timeout_s=START_S)
+            if epoch < 3:
+                began_s = time.monotonic()
+                kept = rig.paused_and_saved("m1", epoch)
+                run.figures[f"paused and stored, {epoch}, s"] = round(time.monotonic() - began_s, 2)
+            else:
+                rig.until(lambda: rig.all(Saved, "m1", 3), timeout_s=START_S)
+            saved = rig.all(Saved, "m1", epoch)[-1]
+            run.must(saved.has_processes, f"its processes are in no image: {saved.bound_because}")
+            run.figures[f"image, {epoch}, MB"] = saved.size_bytes // MB
+            (held,) = rig.supervisor.lives.residents.values()
+            os.kill(held.pid, signal.SIGKILL)
+            rig.until(lambda epoch=epoch: rig.view("m1", epoch) is None)
+            kept = [rig.image(rig.all(Saved, "m1", epoch)[-1])]
+            printed += rig.printed("m1", epoch) if epoch < 3 else []
+    expected = alone.stdout.splitlines()
+    ended = [line for line in printed if not line.startswith("Roundhouse: ")]
+    is_same = ended[-1:] == expected[-1:]
+    run.figures |= {"each time it began": ", ".join(begun), "same bits": is_same}
+    run.must(is_same, f"it ends with {ended[-1:]}, not {expected[-1:]}")
+    twice = len(ended) != len(set(ended))
+    run.must({*ended} <= {*expected} and not twice, f"other lines than undisturbed: {printed[-5:]}")
 
 
 # --- other programs -------------------------------------------------------------------------------

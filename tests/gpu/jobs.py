@@ -213,7 +213,7 @@ def kill(run: Run) -> None:
     """Kill a process that holds device memory; how long does the device not have it back?"""
     megabytes = 128 if run.is_simulated else 4096
     accelerator = Accelerator(run.kind)
-    with rig_of(run) as rig:
+    with rig_of(run, host_memory_bytes=2 * megabytes * MB) as rig:  # for its images
         free_bytes = accelerator.free_bytes()
         how: Any = {"params": {"megabytes": megabytes}, "preset": LENIENT}
         rig.launch("t1", "jobs:Count", **how)

@@ -53,6 +53,12 @@ STEPS = (
         host_steps.command,
     ),
     Step(
+        "move",
+        "A command is stored with its device memory, killed, and goes on from its image.",
+        180,
+        host_steps.move,
+    ),
+    Step(
         "kill",
         "kill -9 of a job's process: the device's memory is free again, and the next job starts.",
         90,

@@ -97,7 +97,7 @@ def test_task_without_disk_for_its_folder_fails_with_the_reason(small):
         failed = small.event(Failed, "large")
     finally:
         os.truncate(template, SMALL["scratch_bytes"])
-    assert failed.message == "This device could not start its process; see the log of the device."
+    assert failed.message.startswith("A fault of this device, not of the task, ended its process")
     small.until(lambda: any("reserving disk" in line for line in small.printed("large")))
 
 

@@ -141,6 +141,7 @@ class Keeping:
         self.last_step = stub.step
         about: JSON = {"restarts": stub.restarts, "ranks": stub.spec.world_size}
         about["stopped"] = sorted(stub.tree.stopped_before)
+        about["away"], about["device"] = stub.devices.away, stub.devices.here
         if stub.rank_tree is not None and stub.gang is not None:
             stub.mind_ends()
             about["tree"] = {**stub.rank_tree.about, "gang": asdict(stub.gang.inside)}

@@ -45,7 +45,6 @@ from app.core.model.messages import ARTIFACTS
 from app.core.model.provisions.notice import AGAIN, NEED
 from app.core.units import counted
 from workers.commands import notices, ranks, working_folder
-from workers.commands.cuda_checkpoint import NotDone, TreeMemory
 from workers.commands.freezer import Tree, WontStop, reaped
 from workers.commands.idle_clock import IdleClock
 from workers.commands.image_keeping import Keeping
@@ -73,6 +72,7 @@ from workers.commands.stub_thread import tell_owner, teller
 from workers.commands.tunnels import InnerEnds
 from workers.commands.wakeups import Wakeups
 from workers.commands.working_folder import INTERNAL, WorkingFolder
+from workers.hardware.cuda_checkpoint import NotDone, StillHeld, TreeMemory
 from workers.process import sandbox
 from workers.process import slab as slabs
 from workers.process.image_layout import BadLayout
@@ -148,6 +148,8 @@ class Stub:
     gang: Gang | None = None  # set if there are several ranks
     rank_tree: RankTree | None = None  # set if their processes can be stored
     tree_before: JSON | None = None  # of the image: its ranks and their gang
+    away_before: list[int] = field(default_factory=list)  # processes without their device memory
+    device_before: str = ""  # UUID of the GPU that this memory left
     tunnels: InnerEnds = field(default_factory=InnerEnds)
     status: int | None = None
     failed_rank: int = 0
@@ -222,6 +224,8 @@ class Stub:
                 self.step, self.restarts = image.step, int(about["restarts"]) + 1
                 self.stopped_before = about.get("stopped", [])
                 self.tree_before = about.get("tree")
+                self.away_before = about.get("away", [])
+                self.device_before = about.get("device", "")
                 self._tell_other_ranks(about)
             (folder / INTERNAL).mkdir()
         except (BadLayout, working_folder.BadFolder, slabs.BadIndex) as error:
@@ -236,13 +240,19 @@ class Stub:
         if process is not None and self.gang is not None:
             why = self._adopt_ranks(process)
         if process is None or why:
-            self.tree.end(END_WITHIN_S)
-            clear_beside()
-            tell_owner(f"it begins again in its folder, as it could not go on where it was: {why}")
+            self._give_up_adopted(why)
             return
+        self.devices.adopt(self.away_before, self.device_before)
         self.restarts -= 1
         if self.gang is None:
             self.processes = [process]
+
+    def _give_up_adopted(self, why: str) -> None:
+        """End the restored processes, so that the command begins again in its folder."""
+        self.tree.end(END_WITHIN_S)
+        clear_beside()
+        self.processes, self.rank_tree, self.devices.away = [], None, []
+        tell_owner(f"it begins again in its folder, as it could not go on where it was: {why}")
 
     def _adopt_ranks(self, root: AdoptedProcess) -> str:
         """Take over restored ranks; return why they cannot go on, or ""."""
@@ -268,7 +278,13 @@ class Stub:
             return {}
         has_beside, has_tunnels = self.keeping.has_beside, self.tunnels.are_open
         try:
-            told = announced(self.tree, root, has_beside=has_beside, has_tunnels=has_tunnels)
+            told = announced(
+                self.tree,
+                root,
+                devices=self.devices,
+                has_beside=has_beside,
+                has_tunnels=has_tunnels,
+            )
         except NotStored as error:
             self.tell_not_stored(str(error), is_lasting=not has_tunnels)
             return {"bound_because": str(error)}
@@ -387,7 +403,7 @@ class Stub:
 
     def _must_run_to_leave(self) -> bool:
         """True if a pause must wait: device memory can leave only while the tree is not stopped."""
-        return self.devices.can_leave and bool(self.held)
+        return self.devices.can_leave and bool(self.held) and not self.devices.away
 
     def _cancel(self) -> None:
         """Ask all processes to end; the supervisor kills what takes too long."""
@@ -457,13 +473,23 @@ class Stub:
     def hold(self, why: str, within_s: float = FREEZE_WITHIN_S) -> None:
         """Stop the tree; raises Ending if it cannot be stopped."""
         try:
-            if why == "pause":
-                self.devices.leave(self.tree.pids())
+            if not self.held:
+                self._leave_device(why)
             self.tree.freeze(within_s)
         except (WontStop, NotDone) as error:
             told = f"It could not be paused, so it was ended: {error}"
             raise _failed("exit", told) from error
         self.held.add(why)
+
+    def _leave_device(self, why: str) -> None:
+        """Let device memory leave for a pause, and for an image with the processes."""
+        is_for_image = why == "copy" and self.keeping.may_have_processes()
+        try:
+            if why == "pause" or is_for_image:
+                self.devices.leave(self.tree.pids())
+        except StillHeld:
+            if not is_for_image:  # else the image has no processes, and says why
+                raise
 
     def let_go(self, why: str) -> None:
         if why not in self.held:
@@ -479,7 +505,15 @@ class Stub:
         try:
             self.devices.come_back()
         except NotDone as error:
-            raise _failed("exit", f"Its device memory could not be restored: {error}") from error
+            told = f"its device memory could not be restored: {error}"
+            if not self.away_before:
+                raise _failed("exit", f"{told[0].upper()}{told[1:]}") from error
+            self._give_up_adopted(told)
+            if self.gang is not None:
+                self._make_gang()
+            self.restarts += 1
+            self._start()
+        self.away_before = []
 
     def count_stop(self) -> None:
         self.step += self.progress.read()  # lines that it wrote before

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from workers.commands.freezer import Tree
+from workers.hardware.cuda_checkpoint import TreeMemory
 
 JSON = dict[str, Any]
 
@@ -42,12 +43,14 @@ class AdoptedProcess:
     returncode: int | None = None
 
 
-def announced(tree: Tree, first: FirstProcess, *, has_beside: bool, has_tunnels: bool) -> JSON:
+def announced(
+    tree: Tree, first: FirstProcess, *, devices: TreeMemory, has_beside: bool, has_tunnels: bool
+) -> JSON:
     """Return what the device worker must know to store a stopped tree.
 
     `has_beside` says that the image of the folder has the folders beside it too.  Raises NotStored
-    if its first process has ended, where its files would not go with it, or while it has tunnels:
-    what runs at their inner ends would be lost.
+    if its first process has ended, where its files or its device memory would not go with it, or
+    while it has tunnels: what runs at their inner ends would be lost.
     """
     if has_tunnels:
         raise NotStored("a terminal or a port is open in it, and would end")
@@ -56,6 +59,8 @@ def announced(tree: Tree, first: FirstProcess, *, has_beside: bool, has_tunnels:
         raise NotStored("its first process had ended")
     if not has_beside:
         raise NotStored("its files in /tmp and /dev/shm do not fit into the image")
+    if holding := devices.holding(pids):
+        raise NotStored(f"the device memory of process {holding[0]} did not leave the device")
     if full := _full(pids):
         raise NotStored(full)
     if name := _open_database(pids):

@@ -44,6 +44,7 @@ class HostTraits:
     machine: str
     processor: str
     python: str
+    accelerator: str = ""  # model and driver; "" of a CPU device
 
     @property
     def mark(self) -> str:
@@ -52,7 +53,7 @@ class HostTraits:
         return hashlib.sha256(said.encode()).hexdigest()[:16]
 
     @classmethod
-    def of_this_host(cls, criu: str, python: str) -> HostTraits:
+    def of_this_host(cls, criu: str, python: str, accelerator: str = "") -> HostTraits:
         uname = os.uname()
         return cls(
             criu=criu,
@@ -60,6 +61,7 @@ class HostTraits:
             machine=platform.machine(),
             processor=_features(Path("/proc/cpuinfo").read_text()),
             python=python,
+            accelerator=accelerator,
         )
 
 

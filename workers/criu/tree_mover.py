@@ -74,12 +74,16 @@ class TreeMover:
         program: CriuProgram,
         most_bytes: int,
         folder: Callable[[int], AbstractContextManager[Path]] = memory_folder,
+        accelerator: str = "",
     ) -> None:
-        """Set up; `folder` makes an empty folder for so many bytes, which no other user reaches."""
+        """Set up; `folder` makes an empty folder for so many bytes, which no other user reaches.
+
+        `accelerator` names the model and driver of the device, if that is no CPU.
+        """
         self.program = program
         self.most_bytes = most_bytes
         self.folder = folder
-        self.traits = HostTraits.of_this_host(program.version, sys.prefix)
+        self.traits = HostTraits.of_this_host(program.version, sys.prefix, accelerator)
 
     def store(
         self,

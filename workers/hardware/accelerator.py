@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from workers.process.device_access import driver_version
+
 DeviceModule = Any  # torch's module for a kind of device
 
 
@@ -125,7 +127,7 @@ def default_generators() -> dict[str, torch.Generator]:
 
 def _cuda_libraries() -> dict[str, Any]:
     return {
-        "driver": torch._C._cuda_getDriverVersion(),  # type: ignore[attr-defined]
+        "driver": driver_version("cuda"),
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
     }

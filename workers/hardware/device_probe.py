@@ -2,9 +2,9 @@
 
     python -m workers.hardware.device_probe KIND
 
-Writes one line of JSON: {"model", "memory_bytes", "compute_capability", "can_splice"}, or {"error"}
-with a sentence for the operator.  A process that has used a device must not fork, so neither the
-device worker nor its zygote can do this.
+Writes one line of JSON: the fields of `FoundDevice` but its access, or {"error"} with a sentence
+for the operator.  A process that has used a device must not fork, so neither the device worker nor
+its zygote can do this.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import sys
 from typing import Any
 
 import torch
+
+from workers.hardware.cuda_checkpoint import TreeMemory
 
 JSON = dict[str, Any]
 
@@ -39,6 +41,7 @@ def try_device(kind: str) -> JSON:
         "memory_bytes": memory_bytes,
         "compute_capability": _compute_capability(module, device),
         "can_splice": can_splice(module, device),
+        "can_checkpoint": TreeMemory.found(kind).can_leave,
     }
 
 

@@ -60,6 +60,7 @@ class FoundDevice:
     memory_bytes: int = 0  # 0: of the CPU, whose memory is the host's
     compute_capability: str = ""  # of a GPU, such as "9.0"
     can_splice: bool = True  # ranks can take turns on the device
+    can_checkpoint: bool = False  # its driver moves the memory of a process off it and back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,18 @@ class MigPlace:
     minor: int
     gpu_instance: int
     compute_instance: int
+
+
+def driver_version(kind: str, root: Path = Path("/")) -> str:
+    """Return the version of the driver of this kind of device; "" if it has none that we can read.
+
+    It is a part of what decides the bits of results, and of where processes can go on.
+    """
+    told = root / "proc/driver/nvidia/version"
+    if kind != "cuda" or not told.exists():
+        return ""
+    found = re.search(r"\b[0-9]+\.[0-9]+(\.[0-9]+)?\b", told.read_text().partition("\n")[0])
+    return found[0] if found else ""
 
 
 def find_access(

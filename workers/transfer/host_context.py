@@ -62,6 +62,7 @@ class House:
     model: str = ""  # of an accelerator, as its driver names it
     compute_capability: str = ""
     can_splice: bool = True  # ranks can take turns on the device
+    can_checkpoint: bool = False  # its driver moves the memory of a process off it and back
     memory_bytes: int = CPU_BYTES
     device_fraction: float = 1.0  # of an accelerator's memory that residents may have
     host_memory_bytes: int = CPU_BYTES  # for images; one image may take all of it
@@ -115,6 +116,7 @@ class House:
             model=found.model,
             compute_capability=found.compute_capability,
             can_splice=found.can_splice,
+            can_checkpoint=found.can_checkpoint,
             memory_bytes=memory_bytes,
             device_fraction=memory_bytes / (found.memory_bytes or memory_bytes),
             host_memory_bytes=settings.host_memory_bytes or memory_bytes,

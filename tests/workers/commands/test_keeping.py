@@ -8,10 +8,10 @@ import pytest
 
 from tests.launches import spec_of
 from workers.commands import runner
-from workers.commands.cuda_checkpoint import TreeMemory
 from workers.commands.image_keeping import Keeping
 from workers.commands.runner import Stub
 from workers.commands.stored_processes import AdoptedProcess
+from workers.hardware.cuda_checkpoint import TreeMemory
 from workers.process.task_start import TaskStart
 
 
@@ -101,7 +101,7 @@ def test_first_process_that_has_ended_is_not_stored_and_told(stub, monkeypatch):
     told = []
     monkeypatch.setattr(runner, "tell_owner", told.append)
     stub.keeping.has_beside = True
-    stub.tree = Stood()
+    stub.tree, stub.devices = Stood(), TreeMemory.found("cpu")
     assert stub.processes_to_store() == {"first_pid": 1001, "pids": [1001]}
     stub.processes[0].returncode = 0
     assert stub.processes_to_store() == {"bound_because": "its first process had ended"}

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from workers.commands.stored_processes import NotStored, announced
+from workers.hardware.cuda_checkpoint import TreeMemory
 
 FULL = """
 import os, resource
@@ -19,7 +20,7 @@ except OSError: pass
 for _ in range(3): os.close(opened.pop())
 print(flush=True); input(); os.close(opened.pop()); print(flush=True); input()
 """
-GOOD = {"has_beside": True, "has_tunnels": False}
+GOOD = {"devices": TreeMemory.found("cpu"), "has_beside": True, "has_tunnels": False}
 
 
 class Below:

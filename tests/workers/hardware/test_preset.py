@@ -7,7 +7,10 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
+
 from tests.workers.conftest import ROOT
+from workers.hardware import accelerator
 from workers.hardware.accelerator import Accelerator
 from workers.hardware.preset import differences, fingerprint
 
@@ -18,6 +21,12 @@ def test_fingerprint_survives_json() -> None:
     found = fingerprint(CPU)
     assert json.loads(json.dumps(found)) == found
     assert differences(found, fingerprint(CPU)) == []
+
+
+@pytest.mark.parametrize("kind", accelerator._LIBRARIES)
+def test_versions_of_libraries_are_told_whether_or_not_they_are_there(kind: str) -> None:
+    told = accelerator._LIBRARIES[kind]()
+    assert {"driver", "cuda", "cudnn"} <= told.keys()
 
 
 def test_differences_are_listed_one_by_one() -> None:

@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 
 from app.core.model.messages import Finished
-from workers.process.device_access import DeviceAccess, MigPlace, NoSuchDevice, find_access
+from workers.process.device_access import (
+    DeviceAccess,
+    MigPlace,
+    NoSuchDevice,
+    driver_version,
+    find_access,
+)
 
 UUIDS = ("GPU-aaaa0000-1111", "GPU-aaaa2222-3333", "GPU-bbbb4444-5555")
 MIG = "MIG-cccc6666-7777"
@@ -87,6 +93,13 @@ def test_mig_instance_has_its_capabilities_only(host):
 def test_gpu_that_is_not_one_of_the_host_is_refused(host, asked, told):
     with pytest.raises(NoSuchDevice, match=told):
         _cuda(host, asked)
+
+
+def test_driver_tells_its_version(host):
+    told = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build"
+    (host / "proc/driver/nvidia/version").write_text(f"{told}\nGCC version: 14.2.0\n")
+    assert driver_version("cuda", host) == "580.159.04"
+    assert driver_version("xpu", host) == driver_version("cuda", host / "none") == ""
 
 
 def test_gpu_without_its_node_or_uuid_is_refused(host):

@@ -29,6 +29,7 @@ from workers.device.stays.spawning import Spawner
 from workers.device.supervision.reports import DeviceReports
 from workers.device.supervision.side_work import SideWork
 from workers.process import untrusted
+from workers.process.device_access import driver_version
 from workers.process.untrusted import Nonsense
 from workers.transfer.checkpoint import BesideImage
 from workers.transfer.host_context import House
@@ -97,7 +98,12 @@ class CommandImages:
             log.info("processes of commands cannot be stored here: %s", found.missing)
             return
         self.version = found.version
-        self.mover = TreeMover(self._trial.program, self.house.host_memory_bytes)
+        house, accelerator = self.house, ""
+        if house.kind != "cpu":
+            accelerator = f"{house.model}, driver {driver_version(house.kind)}"
+        self.mover = TreeMover(
+            self._trial.program, house.host_memory_bytes, accelerator=accelerator
+        )
         facts = self.reports.facts
         offers = [*facts.get("offers", []), OFFER, marked(self.mover.traits.mark)]
         self.reports.facts = facts | {"offers": offers}
@@ -123,8 +129,11 @@ class CommandImages:
             return "the processes of ranks on several hosts are not stored"
         if spec.image is not None:
             return "it runs in a container image"
-        if self.house.kind != "cpu":
-            return f"memory of a {self.house.kind} device cannot be stored with its processes"
+        if (kind := self.house.kind) != "cpu":
+            if not self.house.can_checkpoint:
+                return f"the driver of its {kind} device cannot move memory off the device"
+            if launch.guests:
+                return "the memory of several devices is not stored with its processes"
         if spec.network.allow:
             return "it may use the network, and its connections would end in nothing elsewhere"
         if self.mover is None:

@@ -60,7 +60,7 @@ def _how_it_ended(kill_reason: str, status: int, refused: str) -> str:
             seconds = residents.UNREAD_US // 1_000_000
             return f"Its process did not read messages of its device worker for {seconds} s."
     if status == CANNOT_START:
-        return "This device could not start its process; see the log of the device."
+        return "A fault of this device, not of the task, ended its process; its log says which."
     number = -status if status < 0 else status - 128 if status > 128 else 0
     if number == 9:
         return refused or "Its process was killed (SIGKILL); perhaps it ran out of memory."

@@ -8,13 +8,14 @@ import threading
 
 import pytest
 
-from workers.commands import cuda_checkpoint
-from workers.commands.cuda_checkpoint import (
+from workers.hardware import cuda_checkpoint
+from workers.hardware.cuda_checkpoint import (
     CHECKPOINTED,
     FAILED,
     LOCKED,
     RUNNING,
     NotDone,
+    StillHeld,
     TreeMemory,
 )
 
@@ -31,7 +32,7 @@ class Played:
 
     def __init__(self, pids, *, refuses=(), hangs=()):
         self.states = dict.fromkeys(pids, RUNNING)
-        self.refuses, self.hangs, self.calls = refuses, hangs, []
+        self.refuses, self.hangs, self.calls, self.left = refuses, hangs, [], []
         self.released = threading.Event()  # then what hangs goes on
 
     def state(self, pid):
@@ -44,7 +45,8 @@ class Played:
     def checkpoint(self, pid):
         self.do("checkpoint", pid)
 
-    def restore(self, pid):
+    def restore(self, pid, left):
+        self.left.append(left)
         self.do("restore", pid)
 
     def unlock(self, pid):
@@ -81,9 +83,27 @@ def test_all_processes_are_locked_before_any_saves_and_restored_before_any_runs(
 
 def test_process_that_cannot_be_locked_leaves_no_other_locked():
     driver = Played([7, 8], refuses=[("lock", 8)])
-    with pytest.raises(NotDone, match="lock of process 8: the driver says"):
+    with pytest.raises(StillHeld, match="lock of process 8: the driver says"):
         devices(driver).leave([7, 8])
     assert driver.states == {7: RUNNING, 8: RUNNING}
+
+
+def test_restored_processes_come_back_to_the_gpu_that_is_there():
+    driver = Played([7])
+    for left in ("GPU-here", "GPU-there"):
+        driver.states[7] = CHECKPOINTED
+        held = devices(driver, here="GPU-here")
+        held.adopt([7], left)
+        held.come_back()
+        assert driver.states == {7: RUNNING}
+    assert driver.left == ["", "GPU-there"]  # "" where nothing is to be told
+
+
+def test_restored_processes_cannot_come_back_without_a_driver():
+    held = TreeMemory.found("cpu")
+    held.adopt([7], "")
+    with pytest.raises(NotDone, match="no driver here"):
+        held.come_back()
 
 
 def test_process_that_failed_before_is_not_touched():

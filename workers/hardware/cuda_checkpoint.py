@@ -5,6 +5,10 @@ holds, and frees the device: lock, checkpoint; later restore, unlock.  While a p
 CUDA calls block and its other threads go on.  So it is stopped (`freezer`) afterwards, and
 continued before it is restored: a thread of that process does part of the work.
 
+While the memory is away the process has no file or mapping of the device, so CRIU can store it
+(`workers.criu`).  Where it was restored, `adopt` takes over what is away, and `come_back` brings it
+to the device that is there: the driver is told which GPU takes the place of which.
+
 Invariants:
 * Every call has a deadline, as drivers have been seen to hang here for ever without an error.  A
   call that is late is abandoned, and its process must be killed.
@@ -13,11 +17,12 @@ Invariants:
   frees no device memory, and the task's capabilities have no "device_memory".
 
 Limits, by the driver's own documentation: no memory shared between processes (CUDA IPC) before
-driver 610, no unified memory, no MPS, and the process returns to the same device.
+driver 610, no unified memory, no MPS.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import time
@@ -40,13 +45,21 @@ class NotDone(Exception):
     """Raised when the driver failed or was late; the message says which process and which call."""
 
 
+class LateCall(NotDone):
+    """Raised when a call was late; what it does to its process may happen at any later moment."""
+
+
+class StillHeld(NotDone):
+    """Raised when the driver refused, no device memory has left, and the processes run on."""
+
+
 class Driver(Protocol):
     """The calls to the driver; each raises NotDone with the driver's own words."""
 
     def state(self, pid: int) -> int: ...
     def lock(self, pid: int, timeout_ms: int) -> None: ...
     def checkpoint(self, pid: int) -> None: ...
-    def restore(self, pid: int) -> None: ...
+    def restore(self, pid: int, left: str) -> None: ...
     def unlock(self, pid: int) -> None: ...
 
 
@@ -54,49 +67,70 @@ class Driver(Protocol):
 class TreeMemory:
     """The device memory of one process tree; `away` are the processes without it now.
 
-    `may_go_on` is called while a driver call lasts; if it returns False, the call is abandoned.
+    `here` is the UUID of the GPU that the processes see, and `left` of the one that they left, if
+    that is another.  `may_go_on` is called while a driver call lasts; if it returns False, the call
+    is abandoned.
     """
 
     driver: Driver | None
     is_of: Callable[[int], bool] = lambda pid: _holds_a_device(pid)
     may_go_on: Callable[[], bool] = lambda: True
     away: list[int] = field(default_factory=list)
+    here: str = ""
+    left: str = ""
 
     @classmethod
     def found(cls, kind: str, **more: Any) -> TreeMemory:
-        return cls(driver=_driver() if kind == "cuda" else None, **more)
+        if kind != "cuda":
+            return cls(driver=None, is_of=lambda pid: False, **more)
+        return cls(driver=_driver(), here=os.environ.get("CUDA_VISIBLE_DEVICES", ""), **more)
 
     @property
     def can_leave(self) -> bool:
         return self.driver is not None
 
     def leave(self, pids: Iterable[int]) -> None:
-        """Move the processes' device memory into host memory; after NotDone they must be killed."""
+        """Move the processes' device memory into host memory.
+
+        Raises StillHeld if they run on as before.  After any other NotDone they must be killed.
+        """
         if self.driver is None or self.away:
             return
-        of_devices = [pid for pid in pids if self.is_of(pid)]
+        of_devices = self.holding(pids)
         locked: list[int] = []
         try:
             for pid in of_devices:
                 self._lock(self.driver, pid)
                 locked.append(pid)
-        except NotDone:
+        except NotDone as error:
             for pid in locked:
                 self._do("unlock", pid, ANSWER_WITHIN_S, self.driver.unlock)
-            raise
+            if isinstance(error, LateCall):
+                raise
+            raise StillHeld(str(error)) from error
         for pid in of_devices:
             self._do("checkpoint", pid, MOVE_WITHIN_S, self.driver.checkpoint)
             self.away.append(pid)
 
+    def holding(self, pids: Iterable[int]) -> list[int]:
+        """Return the processes that hold device memory, or may hold some, at this moment."""
+        return [pid for pid in pids if self.is_of(pid)]
+
+    def adopt(self, away: Iterable[int], device: str) -> None:
+        """Take over restored processes, whose memory left this `device`."""
+        self.away, self.left = [*away], "" if device == self.here else device
+
     def come_back(self) -> None:
         """Move the device memory back and unlock the processes; raises NotDone."""
-        if self.driver is None:
+        if not self.away:
             return
+        if (driver := self.driver) is None:
+            raise NotDone("there is no driver here that brings memory of processes back")
         for pid in self.away:
-            self._do("restore", pid, MOVE_WITHIN_S, self.driver.restore)
+            self._do("restore", pid, MOVE_WITHIN_S, lambda pid: driver.restore(pid, self.left))
         for pid in self.away:
-            self._do("unlock", pid, ANSWER_WITHIN_S, self.driver.unlock)
-        self.away = []
+            self._do("unlock", pid, ANSWER_WITHIN_S, driver.unlock)
+        self.away, self.left = [], ""
 
     def _lock(self, driver: Driver, pid: int) -> None:
         state = self._do("state", pid, ANSWER_WITHIN_S, driver.state)
@@ -122,9 +156,9 @@ class TreeMemory:
         until_s = time.monotonic() + within_s
         while not ended.wait(_LOOK_S):
             if not self.may_go_on():
-                raise NotDone(f"{what} of process {pid} outlasted the device's lease")
+                raise LateCall(f"{what} of process {pid} outlasted the device's lease")
             if time.monotonic() >= until_s:
-                raise NotDone(f"{what} of process {pid} was not done within {within_s:g} s")
+                raise LateCall(f"{what} of process {pid} was not done within {within_s:g} s")
         if isinstance(answer[0], NotDone):
             raise NotDone(f"{what} of process {pid}: {answer[0]}") from answer[0]
         if isinstance(answer[0], BaseException):
@@ -194,8 +228,22 @@ class _Bindings:
     def checkpoint(self, pid: int) -> None:
         self._checked(self.bindings.cuCheckpointProcessCheckpoint(pid, None))
 
-    def restore(self, pid: int) -> None:
-        self._checked(self.bindings.cuCheckpointProcessRestore(pid, None))
+    def restore(self, pid: int, left: str) -> None:
+        args = self._moved_from(left) if left else None
+        self._checked(self.bindings.cuCheckpointProcessRestore(pid, args))
+
+    def _moved_from(self, left: str) -> Any:
+        """Return what tells the driver that the GPU here takes the place of the one `left`."""
+        if not hasattr(self.bindings, "CUcheckpointGpuPair"):
+            raise NotDone("this driver brings processes back to the same GPU only")
+        (here,) = self._checked(self.bindings.cuDeviceGet(0))
+        (new,) = self._checked(self.bindings.cuDeviceGetUuid(here))
+        # the bindings have no other way to make a UUID; they copy it from there
+        raw = ctypes.create_string_buffer(bytes.fromhex(left.removeprefix("GPU-").replace("-", "")))
+        pair, args = self.bindings.CUcheckpointGpuPair(), self.bindings.CUcheckpointRestoreArgs()
+        pair.oldUuid, pair.newUuid = self.bindings.CUuuid(ctypes.addressof(raw)), new
+        args.gpuPairs, args.gpuPairsCount = [pair], 1
+        return args
 
     def unlock(self, pid: int) -> None:
         self._checked(self.bindings.cuCheckpointProcessUnlock(pid, None))
