@@ -34,7 +34,7 @@ MIGRATIONS = Path(__file__).parent.parent.parent / "migrations"
 router = APIRouter(tags=["meta"])
 
 
-class Alive(BaseModel):
+class Liveness(BaseModel):
     model_config = {"json_schema_extra": {"examples": [{"status": "alive"}]}}
     status: str = "alive"
 
@@ -56,10 +56,10 @@ class Readiness(BaseModel):
     checks: dict[str, Check]
 
 
-@router.get("/livez", response_model=Alive, summary="Check that the process is alive")
-async def get_livez() -> Alive:
+@router.get("/livez", response_model=Liveness, summary="Check that the process is alive")
+async def get_livez() -> Liveness:
     """Answers without any check, and needs no thread and no connection."""
-    return Alive()
+    return Liveness()
 
 
 @router.get(

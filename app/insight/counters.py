@@ -16,7 +16,7 @@ from typing import Any
 from sqlalchemy import event
 from sqlalchemy.orm import Session, object_session
 
-from app.db.models import Event, Island, Placement
+from app.db.models import Island, Placement, RequestEvent
 from app.db.transactions import after_commit, now
 
 WRITTEN_EVERY_S = 1.0
@@ -63,8 +63,8 @@ class Tally:
         self._due_s = time.monotonic() + WRITTEN_EVERY_S
 
 
-@event.listens_for(Event, "after_insert")
-def _told(mapper: Any, connection: Any, row: Event) -> None:
+@event.listens_for(RequestEvent, "after_insert")
+def _told(mapper: Any, connection: Any, row: RequestEvent) -> None:
     if (told := _new(row)) is None:
         return
     told[f"{TOLD}{row.type}"] += 1

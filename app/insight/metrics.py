@@ -29,7 +29,7 @@ from sqlalchemy import and_, case, func, select, text
 from sqlalchemy.orm import Session
 
 from app.db.lines import IN_LINE
-from app.db.models import AuditEvent, Checkpoint, Delivery, Device, Host, Island, Order
+from app.db.models import AuditEvent, Checkpoint, Delivery, Device, Host, Island, OutboxOrder
 from app.insight import reports
 from app.insight.counters import (
     CAME,
@@ -389,8 +389,10 @@ def _unanswered(session: Session) -> Metric:
         "roundhouse_orders_unanswered", "Orders that a device has not acknowledged yet.", "island"
     )
     query = (
-        select(Device.island, func.count(Order.id))
-        .outerjoin(Order, and_(Order.device_id == Device.id, Order.answered_at.is_(None)))
+        select(Device.island, func.count(OutboxOrder.id))
+        .outerjoin(
+            OutboxOrder, and_(OutboxOrder.device_id == Device.id, OutboxOrder.answered_at.is_(None))
+        )
         .group_by(Device.island)
     )
     for island, count in session.execute(query):

@@ -24,7 +24,7 @@ from app.core.model.provisions import session as session_model
 from app.core.model.provisions.notice import NEED
 from app.core.units import counted
 from app.db import transactions
-from app.db.models import Event, Request, Task
+from app.db.models import Request, RequestEvent, Task
 from app.db.transactions import after_commit
 from app.errors import BadInput, Conflict, Forbidden
 from app.messaging import outbox
@@ -229,12 +229,12 @@ def leave_devices(session: Session, devices: Iterable[str], *, by: str) -> None:
 
 def _drained(session: Session, task: Task) -> bool:
     """True if the task's last move was asked for because its device is drained."""
-    asked = select(Event.data).where(
-        Event.request_id == task.request_id,
-        Event.task_id == task.id,
-        Event.type == "task.move_asked",
+    asked = select(RequestEvent.data).where(
+        RequestEvent.request_id == task.request_id,
+        RequestEvent.task_id == task.id,
+        RequestEvent.type == "task.move_asked",
     )
-    last = session.scalar(asked.order_by(Event.id.desc()).limit(1)) or {}
+    last = session.scalar(asked.order_by(RequestEvent.id.desc()).limit(1)) or {}
     return bool(last.get("drains") == task.seat)
 
 
@@ -340,7 +340,7 @@ def _tell(
     tenant_id = about.tenant_id
     request_id = about.request_id if isinstance(about, Task) else about.id
     session.add(
-        Event(
+        RequestEvent(
             tenant_id=tenant_id,
             request_id=request_id,
             task_id=task.id if task else None,

@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session
 from app.core.model.lifecycle import ENDED
 from app.core.model.provisions.session import SessionEnd, judge_silence
 from app.core.units import duration
-from app.db.models import Event, Task, Tenant, Tunnel
+from app.db.models import RequestEvent, Task, Tenant, Tunnel
 from app.db.transactions import now
 from app.intake import actions
 
@@ -55,10 +55,10 @@ def _end_s(session: Session, task: Task) -> float | None:
 
 
 def _is_warned(session: Session, task: Task, since: datetime) -> bool:
-    query = select(Event.id).where(
-        Event.request_id == task.request_id,
-        Event.task_id == task.id,
-        Event.type == WARNED,
-        Event.at > since - timedelta(seconds=1),
+    query = select(RequestEvent.id).where(
+        RequestEvent.request_id == task.request_id,
+        RequestEvent.task_id == task.id,
+        RequestEvent.type == WARNED,
+        RequestEvent.at > since - timedelta(seconds=1),
     )
     return session.scalar(query.limit(1)) is not None

@@ -24,7 +24,7 @@ from sqlalchemy import Select, func, or_, select, update
 from sqlalchemy.orm import Session
 
 from app.core.model.messages import JSON, Answer, encode
-from app.db.models import Order
+from app.db.models import OutboxOrder
 from app.messaging import broker
 from app.messaging.signed_messages import sealed_news
 from app.settings import settings
@@ -116,7 +116,7 @@ def reachable() -> bool:
 
 def take_unsent(
     session: Session, live: Sequence[str] | Select[str], *, resend_s: float
-) -> list[Order]:
+) -> list[OutboxOrder]:
     """Take the orders of `live` devices that were never sent, or long ago without an answer; in
     order.
 
@@ -125,16 +125,18 @@ def take_unsent(
     gang spans both islands) are left to it.
     """
     stale = func.now() - func.make_interval(0, 0, 0, 0, 0, 0, resend_s)
-    due = or_(Order.sent_at.is_(None), Order.sent_at < stale)
-    mine = select(Order.id).where(Order.answered_at.is_(None), Order.device_id.in_(live), due)
-    free = mine.order_by(Order.id).with_for_update(skip_locked=True)
-    sent = {"sent_at": func.now(), "sends": Order.sends + 1}
-    taken = update(Order).where(Order.id.in_(free)).values(sent).returning(Order)
+    due = or_(OutboxOrder.sent_at.is_(None), OutboxOrder.sent_at < stale)
+    mine = select(OutboxOrder.id).where(
+        OutboxOrder.answered_at.is_(None), OutboxOrder.device_id.in_(live), due
+    )
+    free = mine.order_by(OutboxOrder.id).with_for_update(skip_locked=True)
+    sent = {"sent_at": func.now(), "sends": OutboxOrder.sends + 1}
+    taken = update(OutboxOrder).where(OutboxOrder.id.in_(free)).values(sent).returning(OutboxOrder)
     fresh = {"synchronize_session": False, "populate_existing": True}
     return sorted(session.scalars(taken.execution_options(**fresh)), key=lambda order: order.id)
 
 
-def send(answers: Iterable[Answer], orders: Sequence[Order]) -> list[int]:
+def send(answers: Iterable[Answer], orders: Sequence[OutboxOrder]) -> list[int]:
     """Publish one message to each device: its answer, then its orders.
 
     Returns the ids of the orders that Redis may not have taken.  Call it outside any transaction.
@@ -172,5 +174,5 @@ def post(texts: Mapping[str, str]) -> set[str] | None:
 
 def mark_unsent(session: Session, ids: list[int]) -> None:
     """Make orders that Redis did not take due again in the next round."""
-    values = {"sent_at": None, "sends": Order.sends - 1}
-    session.execute(update(Order).where(Order.id.in_(ids)).values(values))
+    values = {"sent_at": None, "sends": OutboxOrder.sends - 1}
+    session.execute(update(OutboxOrder).where(OutboxOrder.id.in_(ids)).values(values))

@@ -36,7 +36,7 @@ from app.db.models import (
     Graph,
     Idempotency,
     Need,
-    Order,
+    OutboxOrder,
     Request,
     StoredFile,
     Task,
@@ -72,7 +72,9 @@ def tidy(session: Session) -> list[str]:
     session.execute(
         delete(Idempotency).where(Idempotency.created_at < func.now() - IDEMPOTENCY_KEPT)
     )
-    session.execute(delete(Order).where(Order.answered_at < func.now() - ANSWERED_ORDERS_KEPT))
+    session.execute(
+        delete(OutboxOrder).where(OutboxOrder.answered_at < func.now() - ANSWERED_ORDERS_KEPT)
+    )
     session.execute(delete(Cycle).where(is_over(Cycle.at, settings().decisions_kept_days)))
     session.execute(
         delete(Delivery).where(is_over(Delivery.ended_at, settings().deliveries_kept_days))

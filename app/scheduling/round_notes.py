@@ -8,7 +8,7 @@ from typing import Any
 
 from sqlalchemy.orm import Session
 
-from app.db.models import Order
+from app.db.models import OutboxOrder
 
 
 @dataclass
@@ -28,7 +28,7 @@ class RoundNotes:
     closed: set[tuple[str, int]] = field(default_factory=set)
     waiting: Counter[tuple[Any, ...]] = field(default_factory=Counter)
     charges: dict[tuple[str, str, str], tuple[int, int, int]] = field(default_factory=dict)
-    orders: list[Order] = field(default_factory=list)
+    orders: list[OutboxOrder] = field(default_factory=list)
 
     def copy(self) -> RoundNotes:
         return RoundNotes(**{one.name: getattr(self, one.name).copy() for one in fields(self)})

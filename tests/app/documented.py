@@ -39,7 +39,6 @@ from app.db.models import (
     Delivery,
     Device,
     Environment,
-    Event,
     Graph,
     Host,
     Idempotency,
@@ -50,6 +49,7 @@ from app.db.models import (
     Placement,
     Preset,
     Request,
+    RequestEvent,
     Secret,
     Task,
     Tenant,
@@ -211,7 +211,7 @@ def _done_by_task() -> Iterator[Any]:
         )  # fmt: skip
         yield Metric(step=n, values={"secret of vision": 0.5}, **of_task)
         yield LogLine(epoch=1, line=n, stream="stdout", text="secret of vision", **of_task)
-        yield Event(
+        yield RequestEvent(
             request_id=REQUEST["id"], type="task.started", message="secret of vision",
             txid=LONG_AGO, **of_tenant,
         )  # fmt: skip

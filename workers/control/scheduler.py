@@ -35,7 +35,7 @@ from app.core.scheduling.heartbeat_news import HeartbeatNews
 from app.core.scheduling.time_sharing import shares
 from app.core.scheduling.turns import as_json
 from app.db import gc_freeze, transactions
-from app.db.models import Device, Island, LedgerBase, Order, Placement, Task
+from app.db.models import Device, Island, LedgerBase, OutboxOrder, Placement, Task
 from app.identity.enrolment import Roster
 from app.insight.counters import Tally
 from app.messaging import broker, outbox
@@ -145,7 +145,9 @@ class Scheduler(Loop):
         self.pressing.clear()
         self.gathers_until_s = time.monotonic() + GATHER_S
 
-    def _written_down(self, heard: list[Alive], look_now: bool) -> tuple[list[Answer], list[Order]]:
+    def _written_down(
+        self, heard: list[Alive], look_now: bool
+    ) -> tuple[list[Answer], list[OutboxOrder]]:
         """Run one round.  If it fails, run it again carefully.
 
         The careful round handles the heartbeat of each device and the plan in savepoints of their
@@ -164,10 +166,10 @@ class Scheduler(Loop):
 
     def _round_in_one_transaction(
         self, heard: list[Alive], look_now: bool, *, careful: bool
-    ) -> tuple[list[Answer], list[Order]]:
+    ) -> tuple[list[Answer], list[OutboxOrder]]:
         with transactions.transaction() as session:
             # 1. Let only one scheduler write at a time.
-            row, due = self._begin(session), list[Order]()
+            row, due = self._begin(session), list[OutboxOrder]()
             self.roster.read(session)
             # 2. Record the reports of devices.
             recorded = journal.record_all(session, heard, careful=careful) if heard else []
@@ -200,12 +202,12 @@ class Scheduler(Loop):
             self.follower.forget()
         return row
 
-    def _settled(self, session: Session) -> list[Order]:
+    def _settled(self, session: Session) -> list[OutboxOrder]:
         """Write everything that this commit makes true; return the orders to send after it."""
         journal.settle(session)
         return self._due(session)
 
-    def _due(self, session: Session) -> list[Order]:
+    def _due(self, session: Session) -> list[OutboxOrder]:
         """Return orders to send: the new ones and, now and then, old unanswered ones."""
         new, resend_s = journal.ordered(session), settings().order_resend_s
         if time.monotonic() < self.resend_s:
@@ -354,7 +356,7 @@ class Scheduler(Loop):
             _spare_leases(session, self.island)
             self.follower.look_at_devices(session)
 
-    def _send(self, answers: list[Answer], due: list[Order]) -> None:
+    def _send(self, answers: list[Answer], due: list[OutboxOrder]) -> None:
         if unsent := outbox.send(answers, due):
             self.resend_s = 0.0
             with transactions.transaction() as session:

@@ -46,7 +46,7 @@ from app.api.middleware import v1_router
 from app.api.schemas.base import Page
 from app.api.schemas.tasks import EventOut, LogLineOut
 from app.core.model.lifecycle import ENDED
-from app.db.models import Event, LogLine, Request, Task, Xid8
+from app.db.models import LogLine, Request, RequestEvent, Task, Xid8
 from app.db.transactions import Db, transaction
 from app.errors import NotFound, Unavailable
 from app.messaging.live_updates import LONGEST_WAIT_S, Subscription, changes
@@ -137,17 +137,17 @@ def read_events(session: Session, request_id: str, after: str | None, limit: int
     query = _events_above(request_id).limit(limit)
     if after is not None:
         txid, id = _event_key(after)
-        key = tuple_(Event.txid, Event.id)
+        key = tuple_(RequestEvent.txid, RequestEvent.id)
         query = query.where(key > tuple_(_xid8(txid), bindparam("after_id", id)))
     rows = session.execute(query).all()
     items = [
         EventOut(
-            cursor=cursors.seal(row.txid, row.Event.id),
-            at=row.Event.at,
-            type=row.Event.type,
-            task_id=row.Event.task_id,
-            message=row.Event.message,
-            data=row.Event.data,
+            cursor=cursors.seal(row.txid, row.RequestEvent.id),
+            at=row.RequestEvent.at,
+            type=row.RequestEvent.type,
+            task_id=row.RequestEvent.task_id,
+            message=row.RequestEvent.message,
+            data=row.RequestEvent.data,
         )
         for row in rows
         if row.settled
@@ -158,11 +158,11 @@ def read_events(session: Session, request_id: str, after: str | None, limit: int
 
 def _events_above(request_id: str) -> Any:
     line = func.pg_snapshot_xmin(func.pg_current_snapshot())
-    settled = (Event.txid < line).label("settled")
+    settled = (RequestEvent.txid < line).label("settled")
     return (
-        select(Event, cast(Event.txid, Text).label("txid"), settled)
-        .where(Event.request_id == request_id)
-        .order_by(Event.txid, Event.id)
+        select(RequestEvent, cast(RequestEvent.txid, Text).label("txid"), settled)
+        .where(RequestEvent.request_id == request_id)
+        .order_by(RequestEvent.txid, RequestEvent.id)
     )
 
 

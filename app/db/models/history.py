@@ -46,7 +46,7 @@ class Decision(Base):
 # --- what happened ------------------------------------------------------------------------------
 
 
-class Event(Base):
+class RequestEvent(Base):
     """A message about a request, in plain words; append only.
 
     Readers page by (txid, id) below the oldest running transaction, so that no late commit is

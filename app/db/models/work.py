@@ -384,7 +384,7 @@ class Placement(Base):
     )
 
 
-class Order(Base):
+class OutboxOrder(Base):
     """The outbox: an order to a device, until the device shows that it has received it."""
 
     __tablename__ = "orders"

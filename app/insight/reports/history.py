@@ -11,7 +11,7 @@ from sqlalchemy import ColumnElement, Select, select, true
 from sqlalchemy.orm import InstrumentedAttribute, Session, aliased
 
 from app.db import tenant_tree
-from app.db.models import Cycle, Decision, Event, Request, Task, Tenant
+from app.db.models import Cycle, Decision, Request, RequestEvent, Task, Tenant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,21 +41,25 @@ def events(
     """Return the newest events first, `without` these types."""
     # The events of a tenant or a request have an index in this order.
     is_of_all = tenant is None and request is None
-    newest = (Event.id.desc(),) if is_of_all else (Event.txid.desc(), Event.id.desc())
+    newest = (
+        (RequestEvent.id.desc(),)
+        if is_of_all
+        else (RequestEvent.txid.desc(), RequestEvent.id.desc())
+    )
     query = (
-        select(Event, Tenant.name, Request.name, Task.name)
-        .join(Tenant, Tenant.id == Event.tenant_id)
-        .outerjoin(Request, Request.id == Event.request_id)
-        .outerjoin(Task, Task.id == Event.task_id)
+        select(RequestEvent, Tenant.name, Request.name, Task.name)
+        .join(Tenant, Tenant.id == RequestEvent.tenant_id)
+        .outerjoin(Request, Request.id == RequestEvent.request_id)
+        .outerjoin(Task, Task.id == RequestEvent.task_id)
         .order_by(*newest)
         .limit(limit)
     )
     if tenant is not None:
-        query = query.where(Event.tenant_id == tenant)
+        query = query.where(RequestEvent.tenant_id == tenant)
     if request is not None:
-        query = query.where(Event.request_id == request)
+        query = query.where(RequestEvent.request_id == request)
     if without:
-        query = query.where(Event.type.not_in(without))
+        query = query.where(RequestEvent.type.not_in(without))
     return [
         Happened(
             id=event.id,

@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session, defer
 from app.core.model import messages
 from app.core.model.messages import Alive, ResidentView
 from app.data import datablocks, mounts
-from app.db.models import Device, Need, Order, Placement, Task
+from app.db.models import Device, Need, OutboxOrder, Placement, Task
 from app.scheduling import gang_tickets
 from app.scheduling.journal import task_writer
 
@@ -32,7 +32,7 @@ class LockedRows:
     open: dict[str, list[Placement]]
     lent: dict[str, list[Placement]]
     near: dict[str, list[Task]]
-    unanswered: dict[str, list[Order]]
+    unanswered: dict[str, list[OutboxOrder]]
     mounts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
@@ -55,7 +55,7 @@ class DeviceRows:
     near: list[Task]
     open: dict[tuple[str, int], Placement]
     lent_to: list[tuple[str, int]]
-    unanswered: list[Order]
+    unanswered: list[OutboxOrder]
 
     def is_lent_to(self, view: ResidentView) -> bool:
         return (view.task, view.epoch) in self.lent_to
@@ -96,10 +96,14 @@ def lock(session: Session, alives: Sequence[Alive]) -> LockedRows:
     tasks = task_writer.locked_tasks(session, here)
     _shelve(session, tasks, alives)
     _lock_needs(session, alives)
-    unanswered = defaultdict[str, list[Order]](list)
+    unanswered = defaultdict[str, list[OutboxOrder]](list)
     if tasks:
-        query = select(Order).where(Order.device_id.in_(ids), Order.answered_at.is_(None))
-        for order in session.scalars(query.order_by(Order.id).options(defer(Order.body))):
+        query = select(OutboxOrder).where(
+            OutboxOrder.device_id.in_(ids), OutboxOrder.answered_at.is_(None)
+        )
+        for order in session.scalars(
+            query.order_by(OutboxOrder.id).options(defer(OutboxOrder.body))
+        ):
             unanswered[order.device_id].append(order)
     may_show = any(alive.facts.get("mounts") is not None for alive in alives)
     return LockedRows(

@@ -21,7 +21,7 @@ from app.core.model.snapshot import RESTARTS
 from app.core.units import counted
 from app.data import datablocks, graphs
 from app.db import transactions
-from app.db.models import Checkpoint, Device, Need, Order, Placement, Task
+from app.db.models import Checkpoint, Device, Need, OutboxOrder, Placement, Task
 from app.scheduling import guest_placements
 from app.scheduling.journal import again, device_health, device_rows, losses, outputs, task_writer
 from app.scheduling.journal.device_rows import DeviceRows
@@ -421,10 +421,10 @@ def _is_excused(session: Session, placement: Placement, event: messages.Failed) 
 
 def _damage(session: Session, task: Task, epoch: int) -> bool:
     """Mark the checkpoint from which this epoch resumed as damaged; False if there was none."""
-    launched = select(Order.body).where(
-        Order.task_id == task.id, Order.epoch == epoch, Order.kind == "Launch"
+    launched = select(OutboxOrder.body).where(
+        OutboxOrder.task_id == task.id, OutboxOrder.epoch == epoch, OutboxOrder.kind == "Launch"
     )
-    home = launched.order_by(Order.id).limit(1)  # launches of remote ranks come after it
+    home = launched.order_by(OutboxOrder.id).limit(1)  # launches of remote ranks come after it
     images = (session.scalar(home) or {}).get("images", [])
     if not images:
         return False

@@ -14,7 +14,7 @@ from app.core.model import codec, messages, older_launch
 from app.core.model.messages import JSON, Launch, Resize, Save
 from app.core.model.migration import Moving
 from app.db import transactions
-from app.db.models import Device, Order, Task
+from app.db.models import Device, OutboxOrder, Task
 from app.scheduling import launch_image_key, launch_secrets
 from app.scheduling.guest_placements import are_ranks_apart
 from app.scheduling.journal.plan_rows import PlanRows
@@ -56,7 +56,7 @@ def _write_launch(session: Session, task: Task, device: Device, launch: Launch) 
 
 
 def _write(session: Session, device: str, order: messages.Order, body: JSON) -> None:
-    row = Order(
+    row = OutboxOrder(
         task_id=order.task,
         epoch=order.epoch,
         seq=order.seq,
@@ -70,7 +70,7 @@ def _write(session: Session, device: str, order: messages.Order, body: JSON) -> 
     notes_of(session).orders.append(row)
 
 
-def ordered(session: Session) -> list[Order]:
+def ordered(session: Session) -> list[OutboxOrder]:
     """Return the orders of this transaction.  They are counted as sent, because they are sent when
     it commits.
     """

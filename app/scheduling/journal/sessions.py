@@ -20,7 +20,7 @@ from app.core.model.messages import ResidentView
 from app.core.model.provisions.session import HOLD, LEAST_PAUSE_S, gives_way, idle_limit_s
 from app.core.units import duration
 from app.db import transactions
-from app.db.models import Device, Event, Task, Tunnel
+from app.db.models import Device, RequestEvent, Task, Tunnel
 from app.scheduling.journal import task_writer
 from app.scheduling.journal.device_rows import DeviceRows
 from app.scheduling.journal.idle_tasks import idle_limits_s
@@ -72,8 +72,8 @@ def silent_for_s(session: Session, task: Task) -> float:
     A turn on a device that begins says nothing of a person, so it does not count.
     """
     typed = select(func.max(Tunnel.active_at)).where(Tunnel.task_id == task.id)
-    resumed = select(func.max(Event.at)).where(
-        Event.request_id == task.request_id, Event.type.in_(RESUMED)
+    resumed = select(func.max(RequestEvent.at)).where(
+        RequestEvent.request_id == task.request_id, RequestEvent.type.in_(RESUMED)
     )
     times = [task.first_started_at, session.scalar(typed), session.scalar(resumed)]
     last = max((at.timestamp() for at in times if at is not None), default=0.0)

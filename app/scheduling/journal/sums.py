@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 from app.core.model import lifecycle
 from app.core.model.lifecycle import ENDED
 from app.db import lines, transactions
-from app.db.models import Event, Request
+from app.db.models import Request, RequestEvent
 from app.messaging import webhooks
 from app.scheduling import ledger
 from app.scheduling.round_notes import RoundNotes, notes_of, set_notes
@@ -100,7 +100,7 @@ def _sum_up(session: Session, ids: Sequence[str]) -> None:
         if state in ENDED:
             ended.append(row.id)
             session.add(
-                Event(
+                RequestEvent(
                     tenant_id=row.tenant_id,
                     request_id=row.id,
                     type=f"request.{state}",

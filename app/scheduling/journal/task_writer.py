@@ -16,7 +16,7 @@ from app.core.model.snapshot import TIER_WINDOW_S
 from app.core.placement import partitions
 from app.core.scheduling.urgency import been_away
 from app.db import lines, transactions
-from app.db.models import Checkpoint, Event, Need, Placement, Task
+from app.db.models import Checkpoint, Need, Placement, RequestEvent, Task
 from app.messaging import outbox
 from app.scheduling import gang_tickets, guest_placements, ledger
 from app.scheduling.round_notes import notes_of, set_notes
@@ -182,7 +182,7 @@ def _nudge_abroad(session: Session, task: Task) -> None:
 def tell(session: Session, task: Task, type_: str, message: str, **data: Any) -> None:
     """Write an event of a task, for its owner and for open streams."""
     session.add(
-        Event(
+        RequestEvent(
             tenant_id=task.tenant_id,
             request_id=task.request_id,
             task_id=task.id,

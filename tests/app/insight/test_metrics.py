@@ -20,10 +20,10 @@ from app.db.models import (
     Checkpoint,
     Delivery,
     Device,
-    Event,
     Island,
-    Order,
+    OutboxOrder,
     Placement,
+    RequestEvent,
     User,
     Webhook,
 )
@@ -180,7 +180,9 @@ def test_orders_not_yet_taken_in_are_counted(scenery, session, figures):
     task = scenery.task(a, "running", seat="d0")
     for seq, answered in ((1, func.now()), (2, None), (3, None)):
         scenery.add(
-            Order(task_id=task.id, epoch=1, seq=seq, device_id="d0", kind="x", answered_at=answered)
+            OutboxOrder(
+                task_id=task.id, epoch=1, seq=seq, device_id="d0", kind="x", answered_at=answered
+            )
         )
     assert figures()["orders_unanswered", ()] == 2
 
@@ -234,7 +236,7 @@ class TestTally:
         with transaction() as session:
             for type_ in types:
                 owner = {"tenant_id": task.tenant_id, "request_id": task.request_id}
-                session.add(Event(type=type_, message="", data=data, **owner))
+                session.add(RequestEvent(type=type_, message="", data=data, **owner))
             a_tally._due_s = 0.0
             a_tally.write(session, session.get_one(Island, "isle"), leads=leads)
             if fail:

@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 
 from app.core.model.device_choice import choice_in
 from app.core.model.provisions.package_lock import read_lock
-from app.db.models import Bundle, Device, Environment, Event, Request, Task
+from app.db.models import Bundle, Device, Environment, Request, RequestEvent, Task
 from app.db.transactions import transaction
 from app.intake import environments, island_assignment
 from app.scheduling import housekeeping
@@ -307,7 +307,7 @@ def test_package_that_the_index_lacks_fails_the_request_in_uvs_words(
     assert (task.state, task.cause, task.island) == ("failed", "environment", None)
     assert "castles" in (task.detail or "")
     assert session.get_one(Request, shown["id"]).state == "failed"
-    told = select(func.count()).where(Event.type == "task.failed")
+    told = select(func.count()).where(RequestEvent.type == "task.failed")
     assert session.scalar(told) == 1
     add_wheel(wheels, "castles", "3.0")
     shown = submit(red, "castles>=3\n")  # the same file, which is tried again

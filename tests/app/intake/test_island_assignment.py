@@ -25,14 +25,14 @@ from app.db import transactions
 from app.db.models import (
     Checkpoint,
     Device,
-    Event,
     Host,
     Island,
     Line,
     Need,
-    Order,
+    OutboxOrder,
     Placement,
     Request,
+    RequestEvent,
     Task,
     Tenant,
     Usage,
@@ -466,7 +466,9 @@ class TestSeveralIslands:
         west.look()
         key = block_key("ab" * 32, "6" * 64)
         with transactions.transaction() as session:
-            order = session.scalars(select(Order).where(Order.task_id == "tsk_train")).one()
+            order = session.scalars(
+                select(OutboxOrder).where(OutboxOrder.task_id == "tsk_train")
+            ).one()
             copies = order.body["inputs"]["p0"]["copies"]
             assert copies == ([{"place": ["10.0.0.1", 9], "key": key}] if is_up else [])
             assert island_assignment.crossings(session, "req_r")[0].ways == []
@@ -553,7 +555,9 @@ class TestWhatComesLate:
     def test_both_tasks_run_and_the_launch_leaves_the_late_input_out(self, pair):
         assert {state for state, *_ in seen().values()} == {"running"}
         with transactions.transaction() as session:
-            bodies = session.scalars(select(Order.body).where(Order.kind == "Launch")).all()
+            bodies = session.scalars(
+                select(OutboxOrder.body).where(OutboxOrder.kind == "Launch")
+            ).all()
             assert [body["inputs"] for body in bodies] == [{}, {}]
             places = island_assignment.places(session, "req_r")
             assert [place.crossing_bytes for place in places] == [7, 7]
@@ -599,7 +603,9 @@ class TestWhatComesLate:
         west.look()
         assert seen()["p.1"] == ("starting", "west", 2)
         with transactions.transaction() as session:
-            launches = select(Order.body).where(Order.task_id == "tsk_p.1", Order.epoch == 2)
+            launches = select(OutboxOrder.body).where(
+                OutboxOrder.task_id == "tsk_p.1", OutboxOrder.epoch == 2
+            )
             (body,) = session.scalars(launches)
             assert set(body["inputs"]) == {"p0"}
 
@@ -654,7 +660,7 @@ class TestWhatComesLate:
 def taken_on_west():
     """The hash of what the second task was launched with."""
     with transactions.transaction() as session:
-        bodies = session.scalars(select(Order.body).where(Order.task_id == "tsk_train"))
+        bodies = session.scalars(select(OutboxOrder.body).where(OutboxOrder.task_id == "tsk_train"))
         return [taken["sha256"] for body in bodies for taken in body["inputs"].values()]
 
 
@@ -1034,5 +1040,7 @@ def lines(session):
 
 
 def said(session, name, type_):
-    query = select(Event.message).where(Event.task_id == f"tsk_{name}", Event.type == type_)
+    query = select(RequestEvent.message).where(
+        RequestEvent.task_id == f"tsk_{name}", RequestEvent.type == type_
+    )
     return " ".join(session.scalars(query))

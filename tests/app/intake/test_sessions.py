@@ -9,7 +9,7 @@ from sqlalchemy import func, select, text, update
 from sqlalchemy.event import listen, remove
 
 from app.core.model.messages import ResidentView
-from app.db.models import Device, Event, Task, Tenant, Tunnel
+from app.db.models import Device, RequestEvent, Task, Tenant, Tunnel
 from app.intake import actions, sessions
 from app.scheduling.journal import sessions as gives_way
 from app.scheduling.journal.device_rows import DeviceRows
@@ -37,7 +37,11 @@ def task(red, session):
 
 
 def events(session):
-    query = select(Event.type, Event.message).where(Event.type.like("task.%")).order_by(Event.id)
+    query = (
+        select(RequestEvent.type, RequestEvent.message)
+        .where(RequestEvent.type.like("task.%"))
+        .order_by(RequestEvent.id)
+    )
     return [tuple(row) for row in session.execute(query)]
 
 

@@ -16,7 +16,7 @@ from app.core.device.health_readings import Reading
 from app.core.device.health_rules import HealthLimits, HealthWatch
 from app.core.model.messages import Alive, Failed, Finished, Paused, ResidentView
 from app.db import transactions
-from app.db.models import AuditEvent, Device, Event
+from app.db.models import AuditEvent, Device, RequestEvent
 from app.scheduling import journal
 from tests.scenery import Scenery
 
@@ -126,7 +126,7 @@ def admin(app, scenery):
 
 
 def told(session, type_):
-    query = select(Event.message).where(Event.type == type_).order_by(Event.id)
+    query = select(RequestEvent.message).where(RequestEvent.type == type_).order_by(RequestEvent.id)
     return session.scalars(query).all()
 
 

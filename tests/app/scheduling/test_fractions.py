@@ -11,7 +11,7 @@ from app.core.model.messages import decode
 from app.core.model.snapshot import Plan, PlanDecision
 from app.core.scheduling.cycle import decide as decide_round
 from app.db import transactions
-from app.db.models import Account, Device, Order, Placement, Preset, Task, Usage
+from app.db.models import Account, Device, OutboxOrder, Placement, Preset, Task, Usage
 from app.scheduling import journal, snapshot_reader
 from app.scheduling.guest_placements import OverfullDevice
 from tests.app.scheduling.test_journal import DESCRIPTOR, decide, hear, lose, started, task, view
@@ -92,7 +92,7 @@ def test_a_whole_task_follows_all_fractions_that_were_told_to_leave(session, tas
     journal.store(session, Plan(decisions=(*decisions, launch)))
     journal.settle(session)
     assert (one.state, other.state, task.state) == ("pausing", "pausing", "starting")
-    pauses = session.scalars(select(Order).where(Order.kind == "Pause")).all()
+    pauses = session.scalars(select(OutboxOrder).where(OutboxOrder.kind == "Pause")).all()
     assert {decode(order.body).successor for order in pauses} == {task.id}
 
 
@@ -147,7 +147,7 @@ def test_a_fraction_gets_no_settings_of_the_device(session, task):
     half = _fraction(session, task, "tsk_b", 0.5)
     half.kind = "cuda"
     decide(session, half, "Launch", devices=("g.0",), cost=500)
-    [order] = session.scalars(select(Order).where(Order.task_id == half.id))
+    [order] = session.scalars(select(OutboxOrder).where(OutboxOrder.task_id == half.id))
     preset = decode(order.body).preset
     assert "power_limit_w" not in preset
     assert preset["deterministic"] is True

@@ -17,7 +17,7 @@ from app.db.models import (
     Device,
     Island,
     Need,
-    Order,
+    OutboxOrder,
     Placement,
     Request,
     Task,
@@ -129,7 +129,9 @@ def row(name):
 
 def orders():
     with transactions.transaction() as session:
-        query = select(Order.device_id, Order.kind, Order.body).order_by(Order.id)
+        query = select(OutboxOrder.device_id, OutboxOrder.kind, OutboxOrder.body).order_by(
+            OutboxOrder.id
+        )
         return session.execute(query).all()
 
 

@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import func, select, update
 
 from app.core.model.messages import Resize, Resized, decode, encode
-from app.db.models import Account, Event, Order, Placement, Task, Usage
+from app.db.models import Account, OutboxOrder, Placement, RequestEvent, Task, Usage
 from tests.app.scheduling import test_protocol as protocol
 from tests.thoroughness import rest_long
 
@@ -108,11 +108,11 @@ def test_no_slot_is_used_twice_and_every_task_ends(lends, session):
     for _ in range(300):
         lends.act()
     lends.calm()
-    assert session.scalar(select(func.count()).where(Event.type == "task.resized"))
+    assert session.scalar(select(func.count()).where(RequestEvent.type == "task.resized"))
     ends = set(session.scalars(select(Task.state).where(Task.cancel_asked_at.is_(None))))
     assert ends <= {"done"}
     booked = session.scalar(select(func.sum(Usage.charged_us)))
     assert booked == session.scalar(select(func.sum(Placement.charged_us)))
     assert booked == session.scalar(select(func.sum(Account.total_us)))
     assert session.scalar(select(func.count()).where(Placement.ended_at.is_(None))) == 0
-    assert session.scalar(select(func.count()).where(Order.answered_at.is_(None))) == 0
+    assert session.scalar(select(func.count()).where(OutboxOrder.answered_at.is_(None))) == 0

@@ -22,7 +22,7 @@ from app.db.models import (
     Device,
     Island,
     Need,
-    Order,
+    OutboxOrder,
     Placement,
     Request,
     Task,
@@ -212,7 +212,7 @@ class TestRound:
         isle.resend_s = 0.0
         hear(isle)
         assert orders(sent) == ["Launch", "Launch"]
-        assert session.scalars(select(Order.sends)).all() == [2]
+        assert session.scalars(select(OutboxOrder.sends)).all() == [2]
 
     def test_an_order_that_redis_did_not_take_is_sent_in_the_next_round(
         self, session, isle, sent, monkeypatch

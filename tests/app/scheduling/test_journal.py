@@ -35,15 +35,15 @@ from app.db.models import (
     Datablock,
     DatablockPlace,
     Device,
-    Event,
     Island,
     LogLine,
     Metric,
     Mount,
     Need,
-    Order,
+    OutboxOrder,
     Placement,
     Request,
+    RequestEvent,
     Task,
     Tenant,
     Usage,
@@ -183,7 +183,7 @@ class TestLaunch:
         hear(session)
         decide(session, task, "Launch", devices=("h.0",))
         assert (task.state, task.epoch, task.seat) == ("starting", 1, "h.0")
-        order = session.scalars(select(Order)).one()
+        order = session.scalars(select(OutboxOrder)).one()
         assert (order.kind, order.seq) == ("Launch", 1)
         assert order.body["spec"]["run"] == {"job": "train:Train"}
         assert order.body["budget_us"] == 100_000_000
@@ -192,7 +192,7 @@ class TestLaunch:
     def test_device_of_the_version_before_gets_the_launch_in_its_form(self, session, task):
         hear(session, spec=None)
         decide(session, task, "Launch", devices=("h.0",))
-        order = session.scalars(select(Order)).one()
+        order = session.scalars(select(OutboxOrder)).one()
         assert (order.body["run"], order.body["memory_bytes"]) == ({"job": "train:Train"}, 0)
         assert (order.body["checkpoint_every_s"], "spec" in order.body) == (60.0, False)
         assert decode(order.body).spec.run.entry == "train:Train"
@@ -201,7 +201,7 @@ class TestLaunch:
         hear(session)
         decide(session, task, "Launch", devices=("h.0",))
         hear(session, residents=[view(task, "seating")])
-        assert session.scalars(select(Order)).one().answered_at is not None
+        assert session.scalars(select(OutboxOrder)).one().answered_at is not None
 
     def test_slot_is_given_to_one_task_at_a_time(self, session, running):
         twin = {c.name: getattr(running, c.name) for c in Task.__table__.columns}
@@ -214,7 +214,7 @@ class TestLaunch:
         """Its resident died before any report that named it arrived: it can be sent for ever."""
         hear(session)
         decide(session, task, "Launch", devices=("h.0",))
-        order = session.scalars(select(Order)).one()
+        order = session.scalars(select(OutboxOrder)).one()
         order.sends = journal.LAUNCHES_UNSEEN - 1
         hear(session)
         assert task.state == "starting"
@@ -226,11 +226,11 @@ class TestLaunch:
         hear(session)
         decide(session, task, "Launch", devices=("h.0",))
         decide(session, task, "Cancel")
-        for order in session.scalars(select(Order)):
+        for order in session.scalars(select(OutboxOrder)):
             order.sends = journal.LAUNCHES_UNSEEN
         hear(session)
         assert task.state == "cancelled"
-        assert session.scalar(select(func.count()).where(Order.answered_at.is_(None))) == 0
+        assert session.scalar(select(func.count()).where(OutboxOrder.answered_at.is_(None))) == 0
 
 
 @pytest.fixture
@@ -271,7 +271,7 @@ class TestSharing:
     def test_order_says_that_the_other_tasks_stay(self, session, running, beside):
         bodies = {
             order.task_id: decode(order.body).beside
-            for order in session.scalars(select(Order).where(Order.kind == "Launch"))
+            for order in session.scalars(select(OutboxOrder).where(OutboxOrder.kind == "Launch"))
         }
         assert bodies == {running.id: False, beside.id: True}
 
@@ -295,7 +295,7 @@ class TestSharing:
         assert (beside.state, beside.shares, beside.seat) == ("waiting", False, None)
 
     def test_owner_is_told_that_the_task_shares(self, session, running, beside):
-        told = session.scalars(select(Event).where(Event.type == "task.shares")).one()
+        told = session.scalars(select(RequestEvent).where(RequestEvent.type == "task.shares")).one()
         assert (told.task_id, told.data["device"]) == (running.id, "h.0")
 
 
@@ -538,7 +538,7 @@ class TestUnheard:
         silence(session, 3)
         hear(session, incarnation="p2")
         decide(session, running, "Launch", devices=("h.0",))
-        newest = select(Order.body).order_by(Order.id.desc()).limit(1)
+        newest = select(OutboxOrder.body).order_by(OutboxOrder.id.desc()).limit(1)
         assert session.scalar(newest)["budget_us"] == 100_000_000 - 400
 
 
@@ -557,7 +557,9 @@ class TestHung:
             hear(session, incarnation="p2", hung=[["tsk_a", 1]])
             assert (running.state, running.attempts, running.cause) == ("waiting", 0, None)
         assert session.scalars(select(Placement.end)).one() == "hung"
-        told = session.scalars(select(Event.message).where(Event.type == "task.hung")).one()
+        told = session.scalars(
+            select(RequestEvent.message).where(RequestEvent.type == "task.hung")
+        ).one()
         assert told.startswith("h.0 stopped working while this task ran on it.")
 
     def test_task_that_made_two_devices_hang_fails(self, session, running):
@@ -659,7 +661,9 @@ class TestPause:
 
     def test_owner_is_not_told_which_task_takes_the_device(self, session, running):
         decide(session, running, "Pause", against="tsk_of_another_tenant")
-        told = session.scalars(select(Event).where(Event.type == "task.pausing")).one()
+        told = session.scalars(
+            select(RequestEvent).where(RequestEvent.type == "task.pausing")
+        ).one()
         assert "tsk_of_another_tenant" not in f"{told.message} {told.data}"
 
     def test_a_checkpoint_made_again_counts_again(self, session, running):
@@ -687,7 +691,7 @@ class TestEnd:
         hear(session, residents=[view(running, "ended", step=10)], events=[done])
         assert (running.state, running.result) == ("done", {"loss": 1})
         assert session.get_one(Request, "req_a").state == "done"
-        assert "request.done" in session.scalars(select(Event.type)).all()
+        assert "request.done" in session.scalars(select(RequestEvent.type)).all()
 
     def test_crashed_task_is_retried_while_attempts_are_left(self, session, running):
         running.retry_max = 1
@@ -866,7 +870,7 @@ def long_ago(session):
 
 class TestLending:
     def test_growing_orders_a_resize_and_takes_the_slot(self, session, grown):
-        order = session.scalars(select(Order).where(Order.kind == "Resize")).one()
+        order = session.scalars(select(OutboxOrder).where(OutboxOrder.kind == "Resize")).one()
         assert (order.device_id, order.body["seats"], order.seq) == ("h.0", [2], 2)
         (guest,) = guests(session)
         assert (guest.device_id, guest.epoch, guest.ended_at) == ("h.1", 1, None)
@@ -895,7 +899,7 @@ class TestLending:
         other = copy_of(session, grown)
         decide(session, grown, "Splice", devices=("h.0",))
         decide(session, other, "Launch", devices=("h.1",))
-        launch = session.scalars(select(Order).where(Order.task_id == other.id)).one()
+        launch = session.scalars(select(OutboxOrder).where(OutboxOrder.task_id == other.id)).one()
         assert decode(launch.body).surely_until_us == 0
         ready = [view(other, "seating")]
         answer = hear(session, device="h.1", residents=ready)
@@ -910,7 +914,7 @@ class TestLending:
         self, session, grown
     ):
         decide(session, grown, "Pause", against="tsk_b")
-        pause = session.scalars(select(Order).where(Order.kind == "Pause")).one()
+        pause = session.scalars(select(OutboxOrder).where(OutboxOrder.kind == "Pause")).one()
         assert decode(pause.body).successor == ""
         assert all(guest.leaving for guest in guests(session))
         hear(session, events=[event(Paused, grown, 3, step=9)])
@@ -963,8 +967,10 @@ def apart(session, running):
 
 
 def orders(session, device):
-    query = select(Order).where(Order.device_id == device, Order.answered_at.is_(None))
-    return session.scalars(query.order_by(Order.id)).all()
+    query = select(OutboxOrder).where(
+        OutboxOrder.device_id == device, OutboxOrder.answered_at.is_(None)
+    )
+    return session.scalars(query.order_by(OutboxOrder.id)).all()
 
 
 class TestAccelerators:
@@ -985,7 +991,7 @@ class TestAccelerators:
         assert (other.kind, other.body["seats"], other.body["host"]) == ("Launch", [1, 1], 1)
         hear(session, events=[event(Resized, alone, 2, seats=[1, 1], step=4)])
         assert alone.state == "running"
-        resized = select(Event.message).where(Event.type == "task.resized")
+        resized = select(RequestEvent.message).where(RequestEvent.type == "task.resized")
         assert session.scalars(resized).one() == "Resized after step 4: it runs on 2 devices."
 
     def test_ranks_come_back_to_the_home_device(self, session, alone):
@@ -1198,7 +1204,9 @@ class TestCommandsThatMove:
         hear(session, residents=[view(paused, "running", epoch=2)], events=[begun], **self.HOST)
         kept = session.scalars(select(LogLine.text).where(LogLine.task_id == paused.id)).all()
         assert kept == ["a", "b", "c"]
-        told = session.scalars(select(Event.message).where(Event.type == "task.started")).all()
+        told = session.scalars(
+            select(RequestEvent.message).where(RequestEvent.type == "task.started")
+        ).all()
         assert told[-1].endswith("from its saved state; without 1 line printed after it.")
 
     def test_image_of_the_folder_alone_changes_nothing(self, session, paused):
@@ -1322,7 +1330,9 @@ class TestPublish:
             },
             "log": {"sha256": "b" * 64, "size_bytes": 9},
         }
-        told = session.scalars(select(Event.message).where(Event.type == "task.published")).one()
+        told = session.scalars(
+            select(RequestEvent.message).where(RequestEvent.type == "task.published")
+        ).one()
         assert told == "Published tokens as datablock corpus-tokens@1 (90 bytes)."
 
     def test_repeated_publication_makes_no_version(self, session, publishing):
@@ -1427,14 +1437,14 @@ class TestNetworkUse:
         session.get_one(Tenant, "ten_a").network = ["*:443"]
         hear(session)
         decide(session, task, "Launch", devices=("h.0",))
-        first = session.scalars(select(Order)).one()
+        first = session.scalars(select(OutboxOrder)).one()
         assert "withdrawn" not in first.body
         assert first.body["spec"]["network"] == {"allow": allow}
         lose(session, task)
         task.state = "waiting"
         session.get_one(Tenant, "ten_a").network = ["*.pypi.org:443"]
         decide(session, task, "Launch", devices=("h.0",))
-        second = session.scalars(select(Order).order_by(Order.id.desc())).first()
+        second = session.scalars(select(OutboxOrder).order_by(OutboxOrder.id.desc())).first()
         assert decode(second.body).withdrawn == ["hf.co:443"]
 
 
@@ -1455,7 +1465,9 @@ def test_non_finite_metric_is_reported_when_it_appears(session, running):
     for step, loss in ((5, 0.5), (6, "nan"), (7, "nan"), (8, 0.25)):
         seen = replace(view(running, "running", step=step), metrics={"loss": loss})
         hear(session, residents=[seen])
-    told = session.scalars(select(Event.message).where(Event.type == "task.not_finite")).all()
+    told = session.scalars(
+        select(RequestEvent.message).where(RequestEvent.type == "task.not_finite")
+    ).all()
     assert told == ["Not a finite number at step 6: loss."]
 
 
@@ -1474,7 +1486,7 @@ class TestNotice:
         decision = PlanDecision(task=task.id, move="Pause", rule=rule, because="It leaves.")
         journal.store(session, Plan(decisions=(decision,)))
         session.refresh(task)
-        orders = session.scalars(select(Order).where(Order.kind == "Pause")).all()
+        orders = session.scalars(select(OutboxOrder).where(OutboxOrder.kind == "Pause")).all()
         return decode(orders[-1].body)
 
     def ask(self, session, task, noticed, *, held_us=5, epoch=1, seq=2):
@@ -1501,7 +1513,9 @@ class TestNotice:
     ):
         order = self.pause(session, command, rule)
         assert (order.why, order.notice_us) == (why, seconds * 1_000_000)
-        told = session.scalars(select(Event).where(Event.type == "task.pausing")).one()
+        told = session.scalars(
+            select(RequestEvent).where(RequestEvent.type == "task.pausing")
+        ).one()
         suffix = f" It is told, and has {seconds} s." if why else ""
         assert told.message == f"It leaves.{suffix}"
 
@@ -1526,7 +1540,9 @@ class TestNotice:
         assert (command.state, command.attempts, command.retry_at) == ("waiting", 0, None)
         assert session.scalars(select(Placement.end)).one() == "again"
         decide(session, command, "Launch", devices=("h.0",))
-        launch = decode(session.scalars(select(Order).where(Order.epoch == 2)).one().body)
+        launch = decode(
+            session.scalars(select(OutboxOrder).where(OutboxOrder.epoch == 2)).one().body
+        )
         assert [image.step for image in launch.images] == [7]
         assert launch.budget_us == 100_000_000 - 5
 
@@ -1535,7 +1551,9 @@ class TestNotice:
         self.ask(session, command, "max_duration", held_us=99_000_000)
         assert (command.state, command.attempts) == ("waiting", 1)
         decide(session, command, "Launch", devices=("h.0",))
-        launch = decode(session.scalars(select(Order).where(Order.epoch == 2)).one().body)
+        launch = decode(
+            session.scalars(select(OutboxOrder).where(OutboxOrder.epoch == 2)).one().body
+        )
         assert launch.budget_us == 100_000_000
         hear(
             session,

@@ -9,7 +9,7 @@ from sqlalchemy import delete, select, text
 
 from app.core.model.messages import Launch, about_image_key, decode
 from app.core.model.provisions.process_images import OFFER
-from app.db.models import Enrolment, ImageKey, Order, Tenant
+from app.db.models import Enrolment, ImageKey, OutboxOrder, Tenant
 from app.db.transactions import transaction
 from app.identity import image_keys
 from app.settings import settings
@@ -46,10 +46,10 @@ def launched(session, task) -> Launch:
     """Its next launch."""
     task.state, task.seat = "waiting", None
     session.execute(text("update placements set ended_at = now()"))
-    session.execute(delete(Order))
+    session.execute(delete(OutboxOrder))
     session.expire_all()
     decide(session, task, "Launch", devices=("h.0",))
-    [order] = session.scalars(select(Order))
+    [order] = session.scalars(select(OutboxOrder))
     return decode(order.body)
 
 

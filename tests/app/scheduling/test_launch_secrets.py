@@ -11,7 +11,7 @@ from sqlalchemy import delete, select, text
 from app.core.model.messages import about_secrets, decode
 from app.core.model.provisions.variables import MAX_SECRETS
 from app.core.model.wellformed import SENTENCE_MOST
-from app.db.models import AuditEvent, Enrolment, Order, Secret, Task
+from app.db.models import AuditEvent, Enrolment, OutboxOrder, Secret, Task
 from app.db.transactions import transaction
 from app.identity import secret_store
 from app.settings import settings
@@ -50,9 +50,9 @@ def put(session, name: str, value: str, user: str | None) -> Secret:
 
 
 def launched(session, task: Task) -> dict:
-    session.execute(delete(Order))
+    session.execute(delete(OutboxOrder))
     decide(session, task, "Launch", devices=("h.0",))
-    [order] = session.scalars(select(Order))
+    [order] = session.scalars(select(OutboxOrder))
     return decode(order.body).secrets
 
 

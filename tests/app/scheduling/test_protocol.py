@@ -38,7 +38,7 @@ from app.db.models import (
     Account,
     Device,
     Island,
-    Order,
+    OutboxOrder,
     Placement,
     Request,
     Task,
@@ -406,4 +406,4 @@ def test_nothing_runs_twice_and_everything_ends(world, session):
     assert booked == session.scalar(select(func.sum(Placement.charged_us)))
     assert booked == session.scalar(select(func.sum(Account.total_us)))
     assert session.scalar(select(func.count()).where(Placement.ended_at.is_(None))) == 0
-    assert session.scalar(select(func.count()).where(Order.answered_at.is_(None))) == 0
+    assert session.scalar(select(func.count()).where(OutboxOrder.answered_at.is_(None))) == 0

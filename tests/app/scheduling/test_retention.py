@@ -25,12 +25,12 @@ from app.db.models import (
     Datablock,
     DatablockUse,
     Delivery,
-    Event,
     LogLine,
     Need,
-    Order,
+    OutboxOrder,
     Placement,
     Request,
+    RequestEvent,
     Task,
     Tunnel,
     Usage,
@@ -84,7 +84,7 @@ def _write_request(session) -> None:
     session.execute(update(Task).where(Task.id == TASK["id"]).values(gang_id=TASK["id"]))
     session.add(Need(task_id="tsk_ticket", needs_id=TASK["id"]))
     device = documented.DEVICE["id"]
-    session.add(Order(task_id=TASK["id"], epoch=1, seq=1, device_id=device, kind="Stop"))
+    session.add(OutboxOrder(task_id=TASK["id"], epoch=1, seq=1, device_id=device, kind="Stop"))
     soon = func.now() + timedelta(minutes=1)
     session.add(
         Tunnel(
@@ -158,7 +158,9 @@ class TestDeleteSome:
 
     def test_nothing_else_changes(self, session, request_with_all):
         other = documented.WAITING_REQUEST
-        session.add(Event(request_id=other, type="t", message="m", tenant_id=OWNER["tenant_id"]))
+        session.add(
+            RequestEvent(request_id=other, type="t", message="m", tenant_id=OWNER["tenant_id"])
+        )
         session.commit()
         before = fingerprints(session)
         gone = {*_mentions(session, []), "requests", "tasks"}
@@ -167,7 +169,7 @@ class TestDeleteSome:
         for table in before.keys() - gone:
             assert after[table] == before[table], table
         assert _there(session, other)
-        assert session.scalar(select(func.count()).where(Event.request_id == other))
+        assert session.scalar(select(func.count()).where(RequestEvent.request_id == other))
         assert session.scalars(select(Task.id).where(Task.request_id == other)).all()
 
     def test_published_datablocks_and_webhooks_stay(self, session, request_with_all):

@@ -12,11 +12,11 @@ from app.core.scheduling.board import Board
 from app.db import transactions
 from app.db.models import (
     Device,
-    Event,
     Host,
     Island,
-    Order,
+    OutboxOrder,
     Placement,
+    RequestEvent,
     Task,
     Tenant,
     Usage,
@@ -55,7 +55,9 @@ class TestWish:
         assert (answer.status_code, answer.json()["move_to"]) == (202, "h.1")
         # Whoever is on the way somewhere is on the way elsewhere already.
         assert red.post(f"/v1/tasks/{task_id}/migrate").json()["move_to"] == "h.1"
-        events = session.scalars(select(Event.message).where(Event.type == "task.move_asked"))
+        events = session.scalars(
+            select(RequestEvent.message).where(RequestEvent.type == "task.move_asked")
+        )
         assert events.all() == ["Move to h.1 requested by red.member."]
 
     def test_without_a_device_any_will_do(self, red, task_id):
@@ -137,7 +139,9 @@ class TestWish:
         assert root.post(open_).status_code == 200
         assert red.get(f"/v1/tasks/{task_id}").json()["move_to"] is None
         with transaction() as session:
-            last = session.scalars(select(Event).order_by(Event.id.desc()).limit(1)).one()
+            last = session.scalars(
+                select(RequestEvent).order_by(RequestEvent.id.desc()).limit(1)
+            ).one()
         assert (last.type, last.task_id) == ("task.move_withdrawn", task_id)
 
     def test_uncordon_keeps_moves_where_host_or_device_is_still_cordoned(self, as_, task_id):
@@ -254,7 +258,7 @@ class Moves(protocol.World):
 
     def told(self, type_):
         """How many events of this type there are."""
-        return self.session.scalar(select(func.count()).where(Event.type == type_))
+        return self.session.scalar(select(func.count()).where(RequestEvent.type == type_))
 
     def picture(self):
         self.now_s = transactions.now_s(self.session)
@@ -336,7 +340,7 @@ def test_no_task_runs_twice_and_every_task_ends_whatever_happens_to_a_move(moves
     booked = session.scalar(select(func.sum(Usage.charged_us)))
     assert booked == session.scalar(select(func.sum(Placement.charged_us)))
     assert session.scalar(select(func.count()).where(Placement.ended_at.is_(None))) == 0
-    assert session.scalar(select(func.count()).where(Order.answered_at.is_(None))) == 0
+    assert session.scalar(select(func.count()).where(OutboxOrder.answered_at.is_(None))) == 0
 
 
 @pytest.mark.slow
@@ -356,7 +360,9 @@ def test_move_goes_from_stage_to_stage_and_loses_no_step(moves, session):
     rounds(12)
     assert (task.seat, task.epoch, task.move_to, task.moving) == (to, 2, None, None)
     assert (task.pauses, task.lost_steps) == (1, 0)
-    mine = select(Event.type).where(Event.task_id == task.id).order_by(Event.id)
+    mine = (
+        select(RequestEvent.type).where(RequestEvent.task_id == task.id).order_by(RequestEvent.id)
+    )
     told = [type_ for type_ in session.scalars(mine) if type_ != "task.saved"]
     assert told == [
         "task.launched",
@@ -368,7 +374,7 @@ def test_move_goes_from_stage_to_stage_and_loses_no_step(moves, session):
         "task.started",
         "task.moved",
     ]
-    moved = session.scalars(select(Event).where(Event.type == "task.moved")).one()
+    moved = session.scalars(select(RequestEvent).where(RequestEvent.type == "task.moved")).one()
     # A round of this double is one of 10 bytes, which pass in no time: one is enough.
     assert (moved.data["rounds"], moved.data["last_bytes"]) == (1, 10)
     assert (moved.data["source"], moved.data["to"], moved.data["lost_steps"]) == (began_on, to, 0)

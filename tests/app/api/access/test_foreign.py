@@ -22,7 +22,7 @@ from sqlalchemy import delete
 
 from app import pages
 from app.api.access import auth
-from app.db.models import Event, Request, Webhook
+from app.db.models import Request, RequestEvent, Webhook
 from app.main import app as service
 from app.messaging.live_updates import changes
 from tests.app.conftest import BUNDLE, descriptor, sha256
@@ -124,7 +124,7 @@ def own(as_, vision, session) -> dict[str, str]:
     client.put(f"/v1/bundles/{sha256(BUNDLE)}", content=BUNDLE)
     submitted = client.post("/v1/requests", json=descriptor()).json()
     session.get_one(Request, submitted["id"]).state = "done"
-    session.execute(delete(Event).where(Event.tenant_id == "ten_blue"))
+    session.execute(delete(RequestEvent).where(RequestEvent.tenant_id == "ten_blue"))
     session.add(Webhook(id="whk_blue", tenant_id="ten_blue", url="https://blue.invalid", secret=""))
     session.commit()
     return {

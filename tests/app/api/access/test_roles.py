@@ -23,11 +23,11 @@ from app.db.models import (
     Delivery,
     Enrolment,
     Environment,
-    Event,
     Graph,
     Mount,
     Preset,
     Request,
+    RequestEvent,
     Secret,
     Task,
     Webhook,
@@ -335,7 +335,7 @@ def _settle(session, submitted, *, ended):
     session.add(Delivery(id="msg_1", webhook_id="whk_1", type="t", body="", **hook))
     if ended:
         session.get_one(Request, submitted["id"]).state = "done"
-        session.execute(delete(Event))
+        session.execute(delete(RequestEvent))
     session.add(Graph(tenant_id="ten_red", sha256=GRAPH.sha256, nodes=2, body=GRAPH.body))
     session.add(Preset(task_type="train", kind="cpu", params={}))
     session.add(Enrolment(device_id="h.0", key="ab" * 32, enrolled_by="root"))

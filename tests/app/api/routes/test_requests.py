@@ -12,7 +12,17 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from sqlalchemy import event, func, select, text, update
 
-from app.db.models import Bundle, Device, Event, Idempotency, Need, Preset, Request, Task, Tenant
+from app.db.models import (
+    Bundle,
+    Device,
+    Idempotency,
+    Need,
+    Preset,
+    Request,
+    RequestEvent,
+    Task,
+    Tenant,
+)
 from app.db.transactions import transaction
 from app.errors import QueueFull
 from app.intake import intake
@@ -25,7 +35,7 @@ def count(session, table):
 
 
 def event_types(session):
-    return list(session.scalars(select(Event.type).order_by(Event.id)))
+    return list(session.scalars(select(RequestEvent.type).order_by(RequestEvent.id)))
 
 
 class TestSubmit:
@@ -407,7 +417,7 @@ class TestDelete:
             assert retention.delete_some(its)
         problem(red.get(ended), 404, "not-found")
         problem(red.delete(ended), 404, "not-found")
-        assert count(session, Task) == count(session, Event) == 0
+        assert count(session, Task) == count(session, RequestEvent) == 0
 
     @pytest.mark.parametrize("state", ["queued", "running"])
     def test_request_that_goes_on_is_refused_with_the_way_to_end_it(

@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy import Engine, func, insert, select, update
 from sqlalchemy.orm import Session
 
-from app.db.models import Event, LogLine, Request, Task
+from app.db.models import LogLine, Request, RequestEvent, Task
 from app.db.transactions import transaction
 from app.messaging.live_updates import CHANNEL, changes
 from tests.app.conftest import BUNDLE, descriptor, problem, sha256
@@ -57,7 +57,7 @@ def tell(request_id: str, message: str, *, notify: bool = True) -> None:
 
 def _add_event(session: Session, request_id: str, message: str) -> None:
     row = {"tenant_id": "ten_red", "request_id": request_id, "type": "task.noted"}
-    session.execute(insert(Event).values(message=message, **row))
+    session.execute(insert(RequestEvent).values(message=message, **row))
 
 
 def end(request_id: str) -> None:

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 import pytest
 from sqlalchemy import select, update
 
-from app.db.models import Checkpoint, Event, Metric, Placement, Task
+from app.db.models import Checkpoint, Metric, Placement, RequestEvent, Task
 from app.settings import settings
 from app.storage.store import Store
 from tests.app.conftest import descriptor, problem
@@ -184,14 +184,14 @@ class TestWishes:
             assert answer.json()["state"] == "running"
         for _ in range(2):
             assert red.post(f"{url}/resume").json()["hold"] == ""
-        types = session.scalars(select(Event.type).order_by(Event.id)).all()
+        types = session.scalars(select(RequestEvent.type).order_by(RequestEvent.id)).all()
         assert types == ["request.submitted", "task.hold_asked", "task.release_asked"]
 
     def test_second_cancel_changes_nothing(self, red, url, session):
         for _ in range(2):
             answer = red.post(f"{url}/cancel")
             assert (answer.status_code, answer.json()["cancel_asked"]) == (202, True)
-        types = session.scalars(select(Event.type).order_by(Event.id)).all()
+        types = session.scalars(select(RequestEvent.type).order_by(RequestEvent.id)).all()
         assert types == ["request.submitted", "task.cancel_asked"]
 
     def test_checkpoint_is_requested_of_a_task_on_a_device(self, red, url, session):

@@ -24,7 +24,7 @@ from app.api.routes import tunnels as routes
 from app.core.model.provisions import tunnel as values
 from app.core.model.provisions.tunnel import FrameKind, message_of
 from app.core.security import peer_proof
-from app.db.models import ApiKey, AuditEvent, Device, Event, Task, Tunnel
+from app.db.models import ApiKey, AuditEvent, Device, RequestEvent, Task, Tunnel
 from app.db.transactions import transaction
 from app.intake import tunnels
 from app.messaging.live_updates import changes
@@ -192,7 +192,9 @@ def test_shell_goes_through_the_service_and_is_written_down(running):
     assert ended.after["received_bytes"] > 20
     assert 0 < ended.after["seconds"] < 60
     with transaction() as session:
-        [event] = session.scalars(select(Event).where(Event.type == "task.tunnel_opened"))
+        [event] = session.scalars(
+            select(RequestEvent).where(RequestEvent.type == "task.tunnel_opened")
+        )
         assert event.message == "A shell was opened by red.member."
 
 
