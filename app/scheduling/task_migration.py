@@ -177,10 +177,10 @@ def _free(board: Board, task: Task, taken: Any) -> str | None:
     here = lane(task.kind, 1, task.memory_bytes, choice=choice)
     if task.move_to != ANYWHERE:
         to = str(task.move_to)
-        fits = pool.suits(to, here) and pool.free.get(to) is False
+        fits = pool.takes(to, here) and pool.free.get(to) is False
         return to if fits and to not in taken else None
     empty = [id for id, leaving in pool.free.items() if not leaving and id not in taken]
-    fitting = [id for id in empty if pool.suits(id, here)]
+    fitting = [id for id in empty if pool.takes(id, here)]
     waited_for = set(board.pinned())
     return min(fitting, key=lambda id: (id in waited_for, pool.open[id], id), default=None)
 

@@ -481,7 +481,7 @@ def _keep(board: Board, task: BoardTask, *, turns: bool) -> _KeptForGang:
     for at_s, id, devices in ends:
         if lane.host is not None and not turns:
             stay = board.stays[id]  # extra devices are counted above
-            devices = max(0, sum(pool.suits(one, lane) for one in stay.devices) - stay.grown)
+            devices = max(0, sum(pool.takes(one, lane) for one in stay.devices) - stay.grown)
         have += devices
         if have >= lane.width:
             return _KeptForGang(task.id, lane, max(at_s, board.now_s), have - lane.width)
@@ -655,7 +655,7 @@ def _takes(board: Board, task: BoardTask, lane: Lane, kept: _KeptForGang) -> int
     if pool is None or not (kept.lane.memory_bytes or kept.lane.host or kept.lane.choice):
         return lane.width
     devices = pool.best(board.lane(task), task.image_on, board.pinned())
-    return sum(pool.suits(id, kept.lane) for id in devices) if devices else lane.width
+    return sum(pool.takes(id, kept.lane) for id in devices) if devices else lane.width
 
 
 def _launch_free(draft: _DraftPlan, task: BoardTask, rule: str) -> bool:

@@ -80,6 +80,6 @@ def _movable(board: Board, lane: Lane) -> list[BoardStay]:
         and stay.task.movable
         and stay.task.moves_to is None
         and not stay.lane.is_fraction
-        and board.pools[lane.kind].suits(stay.devices[0], lane)
+        and board.pools[lane.kind].takes(stay.devices[0], lane)
     ]
     return sorted(found, key=lambda stay: (stay.task.memory_bytes, stay.id))

@@ -121,7 +121,7 @@ class _GrowClaim:
 
     def suits(self, stay: BoardStay, id: str) -> bool:
         same = self.pool is not None and stay.lane.kind == self.task.kind
-        return same and self.pool is not None and self.pool.suits(id, self.lane)
+        return same and self.pool is not None and self.pool.takes(id, self.lane)
 
     def taken(
         self, stay: BoardStay, devices: Sequence[str], *, lent: bool
@@ -182,7 +182,7 @@ class _Lacks:
 
     def __init__(self, board: Board, task: BoardTask, paused: Sequence[BoardStay]) -> None:
         here, leaf, pool = board.lane(task), board.leaf(task), board.pools.get(task.kind)
-        suits = [pool.suits(id, here) for s in paused for id in s.devices] if pool else []
+        suits = [pool.takes(id, here) for s in paused for id in s.devices] if pool else []
         self.devices = here.width - _free(pool, board, task) - sum(suits)
         self.over: dict[tuple[Branch, str], int] = {}
         for branch in above(leaf):

@@ -83,9 +83,9 @@ class Pool:
         """
         if self.parts and lane.is_fraction:
             beside = sum(self.fits_beside(id, lane) for id in self.parts)
-            return beside + sum(self.suits(id, lane) for id in self.free)
+            return beside + sum(self.takes(id, lane) for id in self.free)
         if lane.host is not None:
-            return sum(self.suits(id, lane) for id in self.free)
+            return sum(self.takes(id, lane) for id in self.free)
         if self._tells_apart(lane):
             return sum(self.fits(id, lane) for id in self.free)
         if not lane.memory_bytes:
@@ -106,7 +106,7 @@ class Pool:
         if lane is None:
             return len(self.open)
         if lane.host is not None:
-            return sum(self.suits(id, lane) for id in self.open)
+            return sum(self.takes(id, lane) for id in self.open)
         if self._tells_apart(lane):
             return sum(self.fits(id, lane) for id in self.open)
         if not lane.memory_bytes:
@@ -174,8 +174,8 @@ class Pool:
         """True if the device suits the lane's choice, whatever its memory."""
         return not lane.choice or choice_in(lane.choice).suits(self.traits.get(id, NO_TRAITS))
 
-    def suits(self, id: str, lane: Lane) -> bool:
-        """True if the device fits the lane, its pin and its host.
+    def takes(self, id: str, lane: Lane) -> bool:
+        """True if the device may get a task of the lane: it fits the lane, its pin and its host.
 
         A pinned task was on its device before, and may go on there whatever labels the device got.
         """
@@ -187,7 +187,7 @@ class Pool:
 
     def pins_free(self, lane: Lane) -> int:
         """Count the free devices among the only ones that suit the lane."""
-        return sum(self._is_free(id, lane) and self.suits(id, lane) for id in lane.pins)
+        return sum(self._is_free(id, lane) and self.takes(id, lane) for id in lane.pins)
 
     def _is_free(self, id: str, lane: Lane) -> bool:
         return id in self.free or (lane.is_fraction and self.fits_beside(id, lane))
@@ -198,7 +198,7 @@ class Pool:
         if part is None or id in self.closed or part.milli < lane.milli:
             return False
         wanted = part_bytes(lane, self.open.get(id, 0))
-        return part.memory_bytes >= wanted and self.suits(id, lane)
+        return part.memory_bytes >= wanted and self.takes(id, lane)
 
     def best(self, lane: Lane, image_on: str | None, pinned: Iterable[str]) -> list[str]:
         """Choose the devices for a task of this lane; an empty list if too few are free.
@@ -247,7 +247,7 @@ class Pool:
     def _first_choice(self, id: str, lane: Lane) -> bool:
         """True if the device is free, and it is empty or no other free device is."""
         leaving = self.free.get(id)
-        if leaving is None or not self.suits(id, lane):
+        if leaving is None or not self.takes(id, lane):
             return False
         return not leaving or all(self.free.values())
 
@@ -277,7 +277,7 @@ class Pool:
                     continue
                 seen.append(id)
                 wanted = among is None or (id in among[1]) is among[0]
-                if wanted and self.suits(id, lane):
+                if wanted and self.takes(id, lane):
                     yield id
         finally:
             for id in seen:

@@ -368,7 +368,7 @@ class _Claim:
         anywhere = lane.pin is None and lane.host is None
         if anywhere and not lane.memory_bytes and not lane.choice and self.pool.whole:
             return len(stay.devices)
-        return sum(self.pool.suits(id, lane) for id in stay.devices)
+        return sum(self.pool.takes(id, lane) for id in stay.devices)
 
     def fewest(self, chosen: list[Victim]) -> list[Victim]:
         """Drop the victims that are not needed after all, last chosen first."""
@@ -583,7 +583,7 @@ def device_to_empty(board: Board, task: BoardTask) -> str | None:
     if shut_by(board, task) is not None:
         return None
     claim = _Claim(board, task, urgent=False)
-    ends = {id: claim.empty_at_s(id) for id in pool.parts if pool.suits(id, lane)}
+    ends = {id: claim.empty_at_s(id) for id in pool.parts if pool.takes(id, lane)}
     found = [(at_s, id) for id, at_s in ends.items() if id not in pool.closed]
     at_s, id = min(found, default=(NEVER, ""))
     return id if id and (at_s < NEVER or not board.policy.turns) else None

@@ -135,7 +135,7 @@ def _to_free(here: SharedDevices, movers: list[_Mover]) -> _Mover | None:
         load = here.load(mover.device)
         return not mover.heir, -load, abs(load - 2 * _takes_along(here, mover)), in_line(mover.stay)
 
-    fit = [m for m in movers if any(here.pool.suits(id, m.stay.lane) for id in free)]
+    fit = [m for m in movers if any(here.pool.takes(id, m.stay.lane) for id in free)]
     return min(fit, key=rank, default=None)
 
 

@@ -106,8 +106,8 @@ def test_counts_are_those_of_the_devices_that_suit(seed: int) -> None:
         for host in (None, "h"):
             for memory in (0, 6):
                 here = lane("cpu", 1, memory, host=host, choice=choice)
-                assert pool.fitting(here) == sum(pool.suits(id, here) for id in pool.free)
-                assert pool.size(here) == sum(pool.suits(id, here) for id in pool.open)
+                assert pool.fitting(here) == sum(pool.takes(id, here) for id in pool.free)
+                assert pool.size(here) == sum(pool.takes(id, here) for id in pool.open)
                 every = lane("cpu", pool.fitting(here), memory, host=host, choice=choice)
                 chosen = pool.best(every, None, [])
                 assert len({*chosen}) == pool.fitting(here)
