@@ -27,7 +27,7 @@ from sqlalchemy.orm import Session
 
 from app.core.explanation import waiting_reasons as says
 from app.core.explanation.estimator import Unknown
-from app.core.explanation.waiting_reasons import Ahead, Obstacles
+from app.core.explanation.waiting_reasons import Ahead, Blockers
 from app.core.fairness.fair_tree import Branch, lane
 from app.core.model.lifecycle import NOT_STARTED, ON_A_DEVICE, State
 from app.core.model.snapshot import (
@@ -547,7 +547,7 @@ class _Answer:
         picture = self.picture
         here = () if picture.led else (says.no_scheduler(picture.island),)
         ranks = self._ranks([task for task in self.tasks.values() if task.state == State.waiting])
-        seen: dict[Any, Obstacles] = {}
+        seen: dict[Any, Blockers] = {}
         found = {}
         for task in self.tasks.values():
             reasons = (*here, *says.start(task, now_s=self.now_s))
@@ -557,7 +557,7 @@ class _Answer:
             key = blockers.alike(self.board, task)
             if key not in seen:
                 gangs = picture.line.gangs[task.kind] > 0
-                seen[key] = blockers.obstacles(self.board, task, gangs=gangs)
+                seen[key] = blockers.find_blockers(self.board, task, gangs=gangs)
             ahead, crowd = self._ahead(task, ranks[task.id])
             reasons += says.waiting(task, seen[key], ahead)
             expected = self._expected(task, reasons, ahead, crowd)

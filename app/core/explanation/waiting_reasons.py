@@ -149,8 +149,8 @@ class InstallingHost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Obstacles:
-    """The obstacles between an eligible task and the devices, as found by
+class Blockers:
+    """The blockers between an eligible task and the devices, as found by
     `core.scheduling.blockers`.
 
     `devices` counts the known devices of the task's kind with enough memory.  `up` counts how many
@@ -324,18 +324,18 @@ def no_scheduler(island: str) -> Reason:
 # --- devices ------------------------------------------------------------------------------------
 
 
-def waiting(task: BoardTask, obstacles: Obstacles, ahead: Ahead) -> tuple[Reason, ...]:
+def waiting(task: BoardTask, blockers: Blockers, ahead: Ahead) -> tuple[Reason, ...]:
     """Return why a task that could start does not: devices first, then what goes before it."""
     if task.stops and task.moves_to:
         return (_moving(task),)
-    is_installing = obstacles.installing and obstacles.open < task.width
+    is_installing = blockers.installing and blockers.open < task.width
     return (
-        *([_installing(obstacles.installing)] if is_installing else _devices(task, obstacles)),
-        *_stopping(task, obstacles),
-        *_limits(task, obstacles),
-        *_fairness(obstacles, ahead),
-        *_own(task, obstacles, ahead),
-        *_promises(task, obstacles),
+        *([_installing(blockers.installing)] if is_installing else _devices(task, blockers)),
+        *_stopping(task, blockers),
+        *_limits(task, blockers),
+        *_fairness(blockers, ahead),
+        *_own(task, blockers, ahead),
+        *_promises(task, blockers),
     )
 
 
@@ -368,7 +368,7 @@ def _among(devices: tuple[str, ...]) -> Reason:
     return _reason("FROZEN_ON_DEVICE", told, "one of them is free", change)
 
 
-def _where_its_state_is(task: BoardTask, seen: Obstacles) -> Iterator[Reason]:
+def _where_its_state_is(task: BoardTask, seen: Blockers) -> Iterator[Reason]:
     if seen.goes_on_on and not seen.free:
         yield _among(seen.goes_on_on)
     if seen.pinned_to and task.restarts and task.saved:
@@ -385,7 +385,7 @@ def _where_its_state_is(task: BoardTask, seen: Obstacles) -> Iterator[Reason]:
         yield _reason("IMAGE_BEING_SAVED", told, until, change)
 
 
-def _devices(task: BoardTask, seen: Obstacles) -> Iterator[Reason]:
+def _devices(task: BoardTask, seen: Blockers) -> Iterator[Reason]:
     what = _what(task)
     if seen.up == 0:
         told = f"No {what} is up (known: {seen.devices})."
@@ -445,7 +445,7 @@ def _installing(hosts: Sequence[InstallingHost]) -> Reason:
 _INSTALLING = ("building", "waiting", "", "failed")  # the state that is told first
 
 
-def _partly_drained(task: BoardTask, seen: Obstacles) -> Iterator[Reason]:
+def _partly_drained(task: BoardTask, seen: Blockers) -> Iterator[Reason]:
     """Yield how many devices are drained, if not all are and the task lacks devices.
 
     A task that only one device suits gains nothing from the drained ones.
@@ -463,7 +463,7 @@ def _partly_drained(task: BoardTask, seen: Obstacles) -> Iterator[Reason]:
     yield _reason("SOME_DEVICES_DRAINED", told, until, change)
 
 
-def _stopping(task: BoardTask, seen: Obstacles) -> Iterator[Reason]:
+def _stopping(task: BoardTask, seen: Blockers) -> Iterator[Reason]:
     """Yield which devices take no work because their workers stop, if the task lacks devices.
 
     A task that only one device suits is told about that device (`_where_its_state_is`).
@@ -489,7 +489,7 @@ def _unfit(devices: Sequence[str]) -> str:
     return f"{told} {more} more are faulty too." if more > 0 else told
 
 
-def _gang(task: BoardTask, seen: Obstacles) -> Iterator[Reason]:
+def _gang(task: BoardTask, seen: Blockers) -> Iterator[Reason]:
     what, once = _what(task), f"of {seen.host} at once" if seen.host else "at once"
     if 0 < seen.open < task.width:
         there = f"{seen.open} {_plural(what, seen.open)} take{'s' if seen.open == 1 else ''} work"
@@ -508,7 +508,7 @@ def _gang(task: BoardTask, seen: Obstacles) -> Iterator[Reason]:
         yield _reason("GANG_NEEDS_MORE_DEVICES", told, until, change)
 
 
-def _lent(seen: Obstacles) -> str:
+def _lent(seen: Blockers) -> str:
     if not seen.lent:
         return ""
     return f", and {seen.lent} more can be had from tasks that hold more than they need"
@@ -538,7 +538,7 @@ def company(task: BoardTask, others: int) -> str:
     )
 
 
-def _limits(task: BoardTask, seen: Obstacles) -> Iterator[Reason]:
+def _limits(task: BoardTask, seen: Blockers) -> Iterator[Reason]:
     for shut in seen.shut:
         if shut.kind:
             yield _limit(task, shut)
@@ -579,7 +579,7 @@ def _running(shut: Shut) -> Reason:
 # --- other tasks --------------------------------------------------------------------------------
 
 
-def _fairness(seen: Obstacles, ahead: Ahead) -> Iterator[Reason]:
+def _fairness(seen: Blockers, ahead: Ahead) -> Iterator[Reason]:
     for code, who, standing, others in (
         ("TENANT_OVER_FAIR_SHARE", "Your tenant", seen.tenant, ahead.tenants),
         ("USER_OVER_FAIR_SHARE", "You", seen.user, ahead.users),
@@ -607,7 +607,7 @@ def _compared(standing: Standing) -> str:
     return f"up to {more} device-seconds per weight more than those who run"
 
 
-def _own(task: BoardTask, seen: Obstacles, ahead: Ahead) -> Iterator[Reason]:
+def _own(task: BoardTask, seen: Blockers, ahead: Ahead) -> Iterator[Reason]:
     if ahead.higher:
         told = f"{ahead.higher} of your own tasks with higher priority {_go(ahead.higher)} first."
         until = "those tasks have started, or you change a priority"
@@ -644,7 +644,7 @@ def _above(task: BoardTask, other: int | None) -> int:
     return min(PRIORITY_MAX, (task.priority if other is None else other) + 1)
 
 
-def _promises(task: BoardTask, seen: Obstacles) -> Iterator[Reason]:
+def _promises(task: BoardTask, seen: Blockers) -> Iterator[Reason]:
     """Rules F4, F7 and F9: yield promises to others, and promises to the task that fail."""
     if seen.guaranteed:
         holds = f"{seen.guaranteed} {_plural(_what(task), seen.guaranteed)}"

@@ -2,10 +2,10 @@
 puts it into words.
 
 `line` yields all waiting tasks in the order in which they would be picked if one device after
-another became free.  It empties the board's queues, so it needs a board of its own.  `obstacles`
-looks at one task and changes nothing.  `place` gives the same place as `line` without picking
-tasks: it needs only the number of tasks that wait below each branch (`WaitingBranch`).  So it can
-answer for one task in a million, in O(depth * fan-out).
+another became free.  It empties the board's queues, so it needs a board of its own.
+`find_blockers` looks at one task and changes nothing.  `place` gives the same place as `line`
+without picking tasks: it needs only the number of tasks that wait below each branch
+(`WaitingBranch`).  So it can answer for one task in a million, in O(depth * fan-out).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from app.core.explanation import waiting_reasons
 from app.core.explanation.waiting_reasons import (
     Ahead,
+    Blockers,
     InstallingHost,
-    Obstacles,
     Shut,
     Standing,
 )
@@ -43,18 +43,18 @@ from app.core.scheduling.stays import BoardStay, fresh_us, slice_us
 
 def line(board: Board) -> Iterator[tuple[BoardTask, tuple[Reason, ...]]]:
     """Yield each waiting task with the reasons why it waits, first to last; empties the queues."""
-    seen: dict[tuple[Lane, Branch, int, str], Obstacles] = {}
+    seen: dict[tuple[Lane, Branch, int, str], Blockers] = {}
     waiting = [task for task in board.tasks.values() if task.id in board.tree]
     for task in waiting:
         if alike(board, task) not in seen:
-            seen[alike(board, task)] = obstacles(board, task)
+            seen[alike(board, task)] = find_blockers(board, task)
     order = _order(board)
     for task, before in _ahead(order):
         yield task, waiting_reasons.waiting(task, seen[alike(board, task)], before)
 
 
 def alike(board: Board, task: BoardTask) -> tuple[Lane, Branch, int, str]:
-    """Key of tasks with the same obstacles, except for what time does to each task."""
+    """Key of tasks with the same blockers, except for what time does to each task."""
     shed = task.id if task.epoch else ""
     return board.lane_in_line(task), board.leaf(task), task.priority, shed
 
@@ -89,10 +89,10 @@ def _ahead(order: list[BoardTask]) -> Iterator[tuple[BoardTask, Ahead]]:
         count.update(groups)
 
 
-# --- obstacles ------------------------------------------------------------------------------------
+# --- blockers -------------------------------------------------------------------------------------
 
 
-def obstacles(board: Board, task: BoardTask, *, gangs: bool | None = None) -> Obstacles:
+def find_blockers(board: Board, task: BoardTask, *, gangs: bool | None = None) -> Blockers:
     """Return what keeps a waiting task off the devices.
 
     `gangs`: does any gang wait for this kind?  Without it, the board's queues are searched.
@@ -119,7 +119,7 @@ def obstacles(board: Board, task: BoardTask, *, gangs: bool | None = None) -> Ob
     are_free = (id in holders and not holders[id] and id not in board.kept_for for id in pins)
     pin_is_free = bool(pins) and all(are_free)
     kept = could and (_gangs(board, task.kind) if gangs is None else gangs)
-    return Obstacles(
+    return Blockers(
         devices=len(fitting),
         up=sum(board.alive(device.id) for device in fitting),
         open=len(open_),

@@ -130,7 +130,7 @@ def test_nearest_change_is_that_of_the_first_reason_to_end() -> None:
     task = BoardTask(
         id="a", request="r", tenant="t", user="u", state="waiting", epoch=0, kind="cpu", width=4
     )
-    seen = waiting_reasons.Obstacles(devices=2, up=2, open=2, busy=1, free=1, turn_s=1.0)
+    seen = waiting_reasons.Blockers(devices=2, up=2, open=2, busy=1, free=1, turn_s=1.0)
     reasons = waiting_reasons.waiting(task, seen, waiting_reasons.Ahead(earlier=3))
     assert [reason.code for reason in reasons] == [
         "TOO_FEW_DEVICES",
@@ -159,8 +159,8 @@ def test_drained_devices_while_the_task_lacks_some_are_a_reason(width, seen, tol
     task = BoardTask(
         id="a", request="r", tenant="t", user="u", state="waiting", epoch=0, kind="cpu", width=width
     )
-    obstacles = waiting_reasons.Obstacles(devices=4, turn_s=1.0, **seen)
-    reasons = waiting_reasons.waiting(task, obstacles, waiting_reasons.Ahead())
+    found = waiting_reasons.Blockers(devices=4, turn_s=1.0, **seen)
+    reasons = waiting_reasons.waiting(task, found, waiting_reasons.Ahead())
     drained = [reason for reason in reasons if reason.code == "SOME_DEVICES_DRAINED"]
     if told is None:
         assert drained == []
@@ -184,8 +184,8 @@ def test_stopping_devices_while_the_task_lacks_one_are_a_reason(seen, told) -> N
     task = BoardTask(
         id="a", request="r", tenant="t", user="u", state="waiting", epoch=0, kind="cpu"
     )
-    obstacles = waiting_reasons.Obstacles(devices=5, turn_s=1.0, **{"open": 0, "busy": 0, **seen})
-    reasons = waiting_reasons.waiting(task, obstacles, waiting_reasons.Ahead())
+    found = waiting_reasons.Blockers(devices=5, turn_s=1.0, **{"open": 0, "busy": 0, **seen})
+    reasons = waiting_reasons.waiting(task, found, waiting_reasons.Ahead())
     found = {reason.code: reason for reason in reasons}
     assert not found.keys() & {"DEVICE_DRAINED", "SOME_DEVICES_DRAINED"}
     if told is None:
