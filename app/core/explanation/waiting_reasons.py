@@ -220,12 +220,12 @@ def nearest(reasons: Sequence[Reason]) -> Reason | None:
 # --- start conditions ---------------------------------------------------------------------------
 
 
-def unmet(task: BoardTask, *, now_s: float) -> tuple[Reason, ...]:
+def unmet_conditions(task: BoardTask, *, now_s: float) -> tuple[Reason, ...]:
     """Return why the task may not start yet; empty if all its start conditions hold."""
-    return tuple(_unmet(task, now_s))
+    return tuple(_unmet_conditions(task, now_s))
 
 
-def _unmet(task: BoardTask, now_s: float) -> Iterator[Reason]:
+def _unmet_conditions(task: BoardTask, now_s: float) -> Iterator[Reason]:
     conditions = task.conditions
     release = Change(action="release")
     if conditions.hold == "user":
@@ -271,7 +271,7 @@ def _by_terms(terms: Terms) -> Iterator[Reason]:
 
 def start(task: BoardTask, *, now_s: float) -> tuple[Reason, ...]:
     """Return everything that must come true before the task may start at all."""
-    return unmet(task, now_s=now_s) + backoff(task, now_s=now_s)
+    return unmet_conditions(task, now_s=now_s) + backoff(task, now_s=now_s)
 
 
 def backoff(task: BoardTask, *, now_s: float) -> tuple[Reason, ...]:

@@ -115,7 +115,7 @@ class DeviceChoice:
         needs = {*self.needs} if has.builds is not None else {*self.lasting.needs}
         if not needs <= {*has.offers}:
             yield "needs"
-        if self.resources and any(resources.unmet(self.resources, dict(has.gives))):
+        if self.resources and any(resources.lacking(self.resources, dict(has.gives))):
             yield "resources"
 
     @property

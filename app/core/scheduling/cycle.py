@@ -277,7 +277,7 @@ def _end(draft: _DraftPlan, task: BoardTask) -> None:
 def _unlock_or_lock(draft: _DraftPlan, task: BoardTask) -> None:
     if task.state not in NOT_STARTED:
         return
-    unmet = waiting_reasons.unmet(task, now_s=draft.board.now_s)
+    unmet = waiting_reasons.unmet_conditions(task, now_s=draft.board.now_s)
     if task.state == State.blocked and not unmet:
         draft.move(task, Move.Unlocked, "start", "All its start conditions hold.")
     elif task.state == State.waiting and unmet:

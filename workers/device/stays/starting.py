@@ -188,7 +188,7 @@ class TaskStarter:
         Raises CannotLimit: no task runs without them.
         """
         asked, name = dict(stay.spec.resources.asked()), str(self.spawner.last_id)
-        if lacking := [*resources.unmet(tuple(asked.items()), self.spawner.gives)]:
+        if lacking := [*resources.lacking(tuple(asked.items()), self.spawner.gives)]:
             raise CannotLimit(f"This device cannot keep its limits: {', '.join(lacking)}.")
         room = self.spawner.room(name, fetched.code)
         spare_bytes = self._spare_bytes(stay) if self.house.kind == "cpu" else 0

@@ -100,7 +100,7 @@ def offer_of(resource: str) -> str:
     return f"limit:{resource}"
 
 
-def unmet(asked: tuple[tuple[str, int], ...], gives: Mapping[str, int]) -> Iterator[str]:
+def lacking(asked: tuple[tuple[str, int], ...], gives: Mapping[str, int]) -> Iterator[str]:
     """Yield the resources of which a device cannot give as much as is asked."""
     yield from (name for name, most in asked if most > gives.get(name, 0))
 
