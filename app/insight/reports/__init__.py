@@ -16,6 +16,7 @@ from app.insight.reports.fleet import devices, paces, running
 from app.insight.reports.health import device_health
 from app.insight.reports.history import Decided, Happened, Round, decision, decisions, events
 from app.insight.reports.network import NetworkUse, network_use
+from app.insight.reports.queue import Queued, median_wait_s, queue
 from app.insight.reports.shares import (
     KindShare,
     TenantShare,
@@ -27,7 +28,6 @@ from app.insight.reports.shares import (
     within,
 )
 from app.insight.reports.usage_rows import GROUPS, INTERVALS, UsageRow, clock, to_csv, usage
-from app.insight.reports.waiting import Queued, median_wait_s, queue
 from app.insight.reports.work import (
     Curve,
     ReportedStay,

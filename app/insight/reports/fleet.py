@@ -19,8 +19,8 @@ from app.core.security.sandbox_layers import Sandbox
 from app.db.models import Device, Host, Placement, Task, Tenant
 from app.insight import phases
 from app.insight.reports.health import DeviceHealthView, device_health
+from app.insight.reports.queue import with_names
 from app.insight.reports.shares import select_holders
-from app.insight.reports.waiting import with_names
 from app.scheduling import guest_placements
 
 
