@@ -2,8 +2,8 @@
 
     python -m app.local.reference_pages
 
-The pages are api.md, fields.md, cli.md, errors.md and states.md.  `tests/test_docs.py` compares
-them with the code, so a page that was edited by hand, or not written again, fails there.
+The pages are api.md, descriptor_fields.md, cli.md, errors.md and states.md.  `tests/test_docs.py`
+compares them with the code, so a page that was edited by hand, or not written again, fails there.
 """
 
 from __future__ import annotations
@@ -339,7 +339,7 @@ device (`workers/device/supervision`) carries the instructions out.
 
 PAGES: dict[str, Callable[[], str]] = {
     "api.md": api,
-    "fields.md": fields,
+    "descriptor_fields.md": fields,
     "cli.md": command,
     "errors.md": problems,
     "states.md": states,
