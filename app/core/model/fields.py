@@ -43,6 +43,7 @@ _EXAMPLES = {
     "mounts": '{"/data": "imagenet"}',
     "image": '"ubuntu"',
 }
+NEGATIONS = ("not_", "no_", "without_", "exclude_")  # with which a wrong name may begin
 OF_REQUEST = frozenset({"tier", "priority", "bundle", "labels", "notify", "tasks", "environment"})
 OF_TASK = frozenset(
     {"run", "world_size", "params", "inputs", "outputs", "publish", "start", "devices", "islands"}
@@ -264,13 +265,15 @@ def _shown(text: str) -> str:
 
 
 def near_name(word: str, known: Iterable[str]) -> str | None:
-    """Return the known name that was probably meant.
+    """Return the known name that was probably meant: for `not_labels` never its opposite, `labels`.
 
     Names longer than MAX_HINTED are not compared, because that takes long.
     """
     if len(word) > MAX_HINTED:
         return None
-    near = get_close_matches(word, list(islice(known, MAX_COMPARED)), n=1)
+    opposites = {word.removeprefix(negation) for negation in NEGATIONS} - {word}
+    names = [name for name in islice(known, MAX_COMPARED) if name not in opposites]
+    near = get_close_matches(word, names, n=1)
     return near[0] if near else None
 
 

@@ -622,6 +622,14 @@ def test_limits_of_a_task_are_read_written_and_asked_of_a_device():
     assert "resources" not in to_wire(parse(_command(resources={})).tasks[0])
 
 
+@pytest.mark.parametrize("wrong", ["not_labels", "no_labels", "exclude_labels", "avoid_label"])
+def test_hint_for_a_negated_field_is_not_its_opposite(wrong):
+    with pytest.raises(BadDescriptor) as raised:
+        parse(_command(devices={wrong: ["flaky"]}))
+    (fault,) = raised.value.faults
+    assert fault.detail == f"unknown field {wrong!r}; did you mean 'avoid_labels'?"
+
+
 @pytest.mark.parametrize(
     ("field", "value", "told"),
     [
