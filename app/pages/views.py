@@ -68,6 +68,7 @@ QUEUE_READ = 50
 QUEUE_ON_A_PAGE = 200
 RUNNING_SHOWN = 12
 LOG_SHOWN = 200
+TASKS_SHOWN = 200
 REQUESTS_SHOWN = 50
 DATABLOCKS_SHOWN = 50
 ENVIRONMENTS_SHOWN = 50
@@ -463,7 +464,7 @@ def show_request(
     found = reports.request(session, None, id)
     assert found is not None
     now = reports.clock(session)
-    tasks, stays = reports.tasks(session, id), reports.stays(session, id)
+    tasks, stays = reports.tasks(session, id, limit=TASKS_SHOWN), reports.stays(session, id)
     acts = task_actions.choices(session, caller, asked_for)
     log = reports.log_tail(session, id, grep=grep, limit=LOG_SHOWN + 1)
     return page(
@@ -478,6 +479,7 @@ def show_request(
         acts=acts,
         inside=task_actions.look_inside(session, caller, asked_for),
         tasks=tasks,
+        not_shown=sum(found.tasks.values()) - len(tasks),
         spent=time_spent(session, [task.id for task in tasks]),
         times=charts.TIMES,
         breakdown=charts.breakdown,

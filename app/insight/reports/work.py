@@ -13,7 +13,7 @@ from sqlalchemy import func, select, text, true
 from sqlalchemy.orm import Session, aliased
 
 from app.core.model.descriptor import RUNS
-from app.core.model.lifecycle import NOT_STARTED
+from app.core.model.lifecycle import NOT_STARTED, State
 from app.core.model.next_size import memory_to_request, resources_to_request
 from app.core.model.phase import request_phase
 from app.core.model.provisions import process_images
@@ -179,9 +179,13 @@ def movement_of(task: Task) -> str:
     return process_images.movement(run_kind, task.capabilities, task.bound_because)
 
 
-def tasks(session: Session, request: str) -> list[TaskView]:
-    query = select(Task).where(Task.request_id == request).order_by(Task.ordinal)
-    found = session.scalars(query).all()
+def tasks(session: Session, request: str, *, limit: int) -> list[TaskView]:
+    """Return tasks of the request in their order; of more than `limit`, those that are not done
+    first.
+    """
+    query = select(Task).where(Task.request_id == request)
+    query = query.order_by(Task.state == State.done, Task.ordinal).limit(limit)
+    found = sorted(session.scalars(query), key=lambda task: task.ordinal)
     waiting = [task for task in found if task.state in NOT_STARTED]
     told = defaultdict(Why, explain.explain(session, waiting[:EXPLAINED]))
     held = held_devices(session, found)

@@ -466,3 +466,19 @@ class TestRequests:
             session.flush()
         tail = reports.log_tail(session, task.request_id, limit=2)
         assert [said.text for said in tail] == ["line 3", "line 4"]
+
+
+def test_tasks_of_a_request_beyond_the_limit_leave_out_those_that_are_done(session, scenery):
+    tenant = scenery.tenant("a")
+    tasks = [scenery.task(tenant, state) for state in ("done", "failed", "done", "waiting")]
+    request = tasks[0].request_id
+    for ordinal, task in enumerate(tasks):
+        task.request_id, task.ordinal = request, ordinal
+    session.flush()
+
+    def shown(limit: int) -> list[str]:
+        return [task.state for task in reports.tasks(session, request, limit=limit)]
+
+    assert shown(4) == ["done", "failed", "done", "waiting"]
+    assert shown(3) == ["done", "failed", "waiting"]
+    assert shown(1) == ["failed"]
