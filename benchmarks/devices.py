@@ -120,7 +120,7 @@ def _measured(devices: int, watch_s: float) -> dict[str, float]:
         signer = Signer.at(home / "host.key")
         _fill(devices, signer.public)
         try:
-            with _island(home) as island:
+            with island_process(home, ISLAND) as island:
                 return _watched(island, _Fleet(devices, signer, at), watch_s)
         finally:
             transactions.engine().dispose()
@@ -135,10 +135,10 @@ def _fill(devices: int, key: str) -> None:
 
 
 @contextmanager
-def _island(home: Path) -> Iterator[psutil.Process]:
+def island_process(home: Path, name: str) -> Iterator[psutil.Process]:
     log = home / "island.log"
     words = ["-m", "celery", "-A", "workers.control.scheduler", "worker", "--pool", "threads"]
-    words += ["-c", "2", "-Q", broker.island_queue(ISLAND), "-l", "WARNING"]
+    words += ["-c", "2", "-Q", broker.island_queue(name), "-l", "WARNING"]
     with log.open("wb") as out:
         process = subprocess.Popen([sys.executable, *words], stdout=out, stderr=subprocess.STDOUT)
     try:
@@ -149,7 +149,7 @@ def _island(home: Path) -> Iterator[psutil.Process]:
         sys.stderr.write("".join(log.read_text().splitlines(keepends=True)[-15:]))
 
 
-def _longest_s(before: Counter[str], after: Counter[str]) -> float:
+def longest_round_s(before: Counter[str], after: Counter[str]) -> float:
     """Return a bound for the longest round between two tallies: they count rounds in classes."""
     new = Counter(after)
     new.subtract(before)
@@ -159,9 +159,9 @@ def _longest_s(before: Counter[str], after: Counter[str]) -> float:
     return ROUND_BOUNDS_S[place] if place < len(ROUND_BOUNDS_S) else new[ROUNDS_US] / 1e6
 
 
-def _tally() -> Counter[str]:
+def tally_of(island: str) -> Counter[str]:
     with transactions.transaction() as session:
-        return Counter(session.get_one(Island, ISLAND).tally)
+        return Counter(session.get_one(Island, island).tally)
 
 
 def _watched(island: psutil.Process, fleet: _Fleet, watch_s: float) -> dict[str, float]:
@@ -173,15 +173,15 @@ def _watched(island: psutil.Process, fleet: _Fleet, watch_s: float) -> dict[str,
     first_s = time.monotonic() - began_s
     fleet.play(3 * BEAT_S)
 
-    before, before_s, fleet.answers = _tally(), own_s(island), 0
+    before, before_s, fleet.answers = tally_of(ISLAND), own_s(island), 0
     fleet.play(watch_s)
-    cpu_s, answers, middle = own_s(island) - before_s, max(1, fleet.answers), _tally()
+    cpu_s, answers, middle = own_s(island) - before_s, max(1, fleet.answers), tally_of(ISLAND)
     figures = {
         "first_s": round(first_s, 1),
         "cpu_ms": round(1e3 * cpu_s / answers, 3),
         "answered": answers,
         "answered of sent": round(answers / (len(fleet.devices) * watch_s / BEAT_S), 3),
-        "longest_s": round(_longest_s(before, middle), 3),
+        "longest_s": round(longest_round_s(before, middle), 3),
         "load": round(os.getloadavg()[0], 1),
     }
     ended_s = time.monotonic()
@@ -190,7 +190,7 @@ def _watched(island: psutil.Process, fleet: _Fleet, watch_s: float) -> dict[str,
         fleet.play(0.5)
     figures["ends_s"] = round(time.monotonic() - ended_s, 1)
     fleet.play(2 * WRITTEN_EVERY_S)  # the tally is written now and then
-    figures["ends_longest_s"] = round(_longest_s(middle, _tally()), 3)
+    figures["ends_longest_s"] = round(longest_round_s(middle, tally_of(ISLAND)), 3)
     return {**figures, "lost": _lost()}
 
 
