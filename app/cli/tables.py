@@ -41,6 +41,7 @@ _COLOURS = {
     "down": "red",
     "cancelled": "yellow",
     "cordoned": "yellow",
+    "stopping": "yellow",
 }
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0a-\x1f\x7f-\x9f]")
 

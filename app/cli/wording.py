@@ -839,7 +839,9 @@ def _location(of_device: JSON) -> str:
 def _device_state(device: JSON) -> Text:
     if not device["up"]:
         return state("down")
-    return state("cordoned") if device["cordoned"] else words("up")
+    if device["cordoned"]:
+        return state("cordoned")
+    return state("stopping") if device.get("stopping") else words("up")
 
 
 WEBHOOKS = [

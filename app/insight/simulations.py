@@ -281,7 +281,7 @@ def _setup(scene: ReplayInput, costs: Costs) -> Setup:
     as_is = scene.as_is
     return Setup(
         arrivals=scene.arrivals,
-        devices=[replace(d, up=True) for d in as_is.devices.values() if not d.cordoned],
+        devices=[replace(d, up=True) for d in as_is.devices.values() if d.takes_work],
         tenants=[replace(tenant, carried_us=0) for tenant in as_is.tenants.values()],
         users=[replace(user, faded_us=0, carried_us=0) for user in as_is.users.values()],
         policy=replace(as_is.policy, since_s=0.0),  # its clock begins with the first arrival

@@ -152,14 +152,13 @@ _DEVICE = (
 
 
 def _device(row: AnyRow) -> BoardDevice:
-    cordoned, stopping = row.cordoned or row.drained, bool(row.stopping)
     return BoardDevice(
         id=row.id,
         host=row.host,
         kind=row.kind,
         up=row.lease_until is not None,
-        cordoned=cordoned or stopping,
-        stopping=stopping and not cordoned,
+        cordoned=row.cordoned or row.drained,
+        stopping=bool(row.stopping),
         unfit=row.unfit or "",
         memory_bytes=row.memory_bytes,
         cost=row.cost_milli,

@@ -310,6 +310,7 @@ def _shown(caller: Caller, row: Any) -> dict[str, Any]:
         **shown,
         "up": row.up,
         "cordoned": row.Device.cordoned or row.host_cordoned,
+        "stopping": bool(row.Device.facts.get("stopping")),
         "busy": row.busy,
         "task_id": row.tasks[0] if row.tasks else None,
         "tasks": row.tasks,

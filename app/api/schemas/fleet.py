@@ -162,6 +162,7 @@ class DeviceOut(Out):
         kind="cpu",
         up=True,
         cordoned=False,
+        stopping=False,
         busy=True,
         task_id=EXAMPLE_TASK,
         tasks=[EXAMPLE_TASK],
@@ -180,6 +181,7 @@ class DeviceOut(Out):
     kind: str
     up: bool
     cordoned: bool = Field(description="The device or its host takes no new work.")
+    stopping: bool = Field(description="Its worker stops, so that it takes no new work either.")
     busy: bool = Field(description="A task holds the device.")
     task_id: str | None = Field(description="The task on the device, if you may see it.")
     tasks: list[str] = Field(

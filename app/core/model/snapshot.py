@@ -116,7 +116,7 @@ class IdleCreditFloor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoardDevice:
-    """A device; it takes new work while it is `up`, its lease lasts and it is not `cordoned`.
+    """A device; it gets new work while it is `up`, its lease lasts and it `takes_work`.
 
     Its tasks count as lost `grace_s` after its lease, as a long step may still run there.
     Only tasks whose choice suits its `traits` start on it.
@@ -127,7 +127,7 @@ class BoardDevice:
     kind: str  # "cpu", "cuda", ...
     up: bool = True
     cordoned: bool = False
-    stopping: bool = False  # it is `cordoned` for no other reason than that its worker stops
+    stopping: bool = False  # its worker stops
     unfit: str = ""  # why a health rule has cordoned it
     memory_bytes: int = 0
     cost: int = 1000  # thousandths: the cost of a second of this kind
@@ -139,6 +139,10 @@ class BoardDevice:
 
     def __post_init__(self) -> None:
         _check_above_0(self.id, "cost", self.cost)
+
+    @property
+    def takes_work(self) -> bool:
+        return not (self.cordoned or self.stopping)
 
     @property
     def location(self) -> tuple[str, ...]:

@@ -133,7 +133,9 @@ def find_blockers(board: Board, task: BoardTask, *, gangs: bool | None = None) -
         host=host,
         pinned_to=pins,
         pin_is_free=pin_is_free,
-        stopping=tuple(sorted(d.id for d in fitting if d.stopping and board.alive(d.id))),
+        stopping=tuple(
+            sorted(d.id for d in fitting if d.stopping and not d.cordoned and board.alive(d.id))
+        ),
         unfit=tuple(sorted(f"{device.id}: {device.unfit}" for device in fitting if device.unfit)),
         shed=_shed(board, task),
         goes_on_on=_goes_on_on(board, here, task, open_),

@@ -279,7 +279,7 @@ class Board:
 
     def open(self, device: BoardDevice) -> bool:
         """True if the device may be given new work."""
-        return not device.cordoned and self.alive(device.id)
+        return device.takes_work and self.alive(device.id)
 
     def set_device(self, device: BoardDevice) -> None:
         old = self.devices.get(device.id)
@@ -293,7 +293,7 @@ class Board:
             self.astray = True  # the next round looks for tasks lost with this device
         if old is not None and self._is_only_renewed(device, old):
             return
-        if old is not None and old.cordoned != device.cordoned:
+        if old is not None and old.takes_work != device.takes_work:
             self.news.update(self.on(device.id))
         self.tree.version += 1  # a waiting task may find a device now
         self._offer(device, old)
@@ -495,7 +495,7 @@ class Board:
         if on is None or not self.alive(on):
             return None
         lies_on = self._lies_on(task)
-        is_whole = all(self.alive(id) and not self.devices[id].cordoned for id in lies_on)
+        is_whole = all(self.alive(id) and self.devices[id].takes_work for id in lies_on)
         return on if not task.saved or (task.is_bound and is_whole) else None
 
     def _lies_on(self, task: BoardTask) -> tuple[str, ...]:

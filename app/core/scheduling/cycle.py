@@ -347,7 +347,7 @@ def _keep_for_its_gang(draft: _DraftPlan, ticket: BoardTask) -> None:
 
 def _drained(draft: _DraftPlan, task: BoardTask) -> list[str]:
     devices = draft.board.devices
-    return [id for id in task.seats if devices[id].cordoned]
+    return [id for id in task.seats if not devices[id].takes_work]
 
 
 def _drain(draft: _DraftPlan, task: BoardTask, drained: list[str]) -> None:

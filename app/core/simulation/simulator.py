@@ -725,7 +725,7 @@ def _idle(world: World) -> Iterable[str]:
         pin, choice = None if task.saved else task.image_on, choice_in(task.choice)
         for device in world.devices.values():
             large = device.kind == task.kind and device.memory_bytes >= task.memory_bytes
-            could = large and choice.suits(device.traits) and not device.cordoned
+            could = large and choice.suits(device.traits) and device.takes_work
             is_free = device.id not in held or _has_part(world, device, task)
             if could and is_free and pin in (None, device.id):
                 yield f"{device.id} is free and {task.id} waits"

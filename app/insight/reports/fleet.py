@@ -155,8 +155,9 @@ class FractionView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceView:
-    """A device and the task that holds it.  `state` is up, down or cordoned.  `others` is the
-    number of further tasks that take turns on it.  `fractions` are the tasks that hold parts of it.
+    """A device and the task that holds it.  `state` is up, down, cordoned or stopping.  `others`
+    is the number of further tasks that take turns on it.  `fractions` are the tasks that hold parts
+    of it.
 
     `holder` is the tenant of that task; None while the device is free.  A tenant that asks sees no
     name, and no other detail, of another tenant.
@@ -204,7 +205,9 @@ def devices(session: Session, tenant: str | None, now: datetime) -> list[DeviceV
 def _device_state(device: Device, drained: bool, now: datetime) -> str:
     if device.lease_until is None or device.lease_until <= now:
         return "down"
-    return "cordoned" if device.cordoned or drained else "up"
+    if device.cordoned or drained:
+        return "cordoned"
+    return "stopping" if device.facts.get("stopping") else "up"
 
 
 def _fraction_view(

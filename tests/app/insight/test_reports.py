@@ -318,10 +318,13 @@ class TestDevices:
         [seen] = reports.devices(session, None, now)
         assert [f.holder for f in seen.fractions] == ["a", "b"]
 
-    def test_silent_or_cordoned_device_is_marked(self, session, scenery, now):
+    def test_device_that_takes_no_work_is_marked(self, session, scenery, now):
         scenery.device("d0"), scenery.device("d1", lease_s=-1), scenery.device("d2", cordoned=True)
+        scenery.device("d3", facts={"stopping": True})
+        scenery.device("d4", facts={"stopping": True}, cordoned=True)
         seen = reports.devices(session, None, now)
-        assert [device.state for device in seen] == ["up", "down", "cordoned"]
+        states = ["up", "down", "cordoned", "stopping", "cordoned"]
+        assert [device.state for device in seen] == states
 
 
 class TestUsage:

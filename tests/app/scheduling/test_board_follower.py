@@ -192,6 +192,8 @@ class TestFollowing:
             device.facts = {"stopping": True}
         task = add(session, "t", "a1")
         assert (task.id, "Launch") not in a_round(session, isle)
+        seen = isle.board.devices["h.0"]
+        assert (seen.cordoned, seen.stopping, seen.takes_work) == (False, True, False)
         session.get_one(Device, "h.0").facts = {}
         assert (task.id, "Launch") in a_round(session, isle)
 
