@@ -42,6 +42,7 @@ from app.db import transactions
 from app.local import seed
 from app.local.embedded_servers import embedded_postgres, embedded_redis, temporary_home
 from app.local.up import Handle, answers, running
+from app.settings import settings
 from benchmarks import Target, quick, report
 
 CALLERS = 8
@@ -91,6 +92,7 @@ def main() -> int:
         lived = lives_s(system, lives)
     with temporary_home() as home, embedded_postgres(home) as postgres, embedded_redis(home) as url:
         os.environ |= {"DATABASE_URL": postgres, "REDIS_URL": url, "ROUNDHOUSE_HOME": str(home)}
+        settings.cache_clear()  # the system above has read others
         with serving() as service:
             taken = submits(service, seconds)
             fill(FILL, requests=stored)
