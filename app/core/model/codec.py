@@ -25,6 +25,7 @@ Reader = Callable[[Any, str], Any]  # of a JSON value and its JSON Pointer
 
 _LARGE = re.compile("-?[1-9][0-9]{15,4000}")
 _WORDS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
+_PLAIN = frozenset({str, int, float, bool, NoneType})  # JSON as they are
 _REQUIRED = object()
 EXACT = 2**53  # readers of JSON hold whole numbers up to this one exactly
 
@@ -57,12 +58,17 @@ def to_json(value: Any, *, whole: bool = False) -> Any:
 
     `whole` keeps fields at their default, too, for readers that do not use this codec.
     """
+    if type(value) in _PLAIN:
+        return value
     if is_dataclass(value):
         kind: Any = type(value)
         if (own := OWN_FORMS.get(kind)) is not None:
             return own.write(value)
-        named = ((name, getattr(value, name), usual) for name, usual in usual_values(kind))
-        return {name: to_json(it, whole=whole) for name, it, usual in named if whole or it != usual}
+        return {
+            name: it if type(it) in _PLAIN else to_json(it, whole=whole)
+            for name, usual in usual_values(kind)
+            if ((it := getattr(value, name)) is not usual and it != usual) or whole
+        }
     if isinstance(value, tuple | list):
         return [to_json(item, whole=whole) for item in value]
     if isinstance(value, Mapping):
