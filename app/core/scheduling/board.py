@@ -92,6 +92,9 @@ class Board:
         self.graphs: dict[str, BoardStay] = {}  # stays of graphs; some may share their devices
         self.ripe: dict[Branch, dict[str, BoardStay]] = {}
         self.settled: dict[Branch, dict[str, BoardStay]] = {}  # preemptible stays past `fresh_s`
+        # kind -> its preemptible stays that patience does not protect (`unprotected`)
+        self._unprotected: dict[str, dict[Branch, dict[str, BoardStay]]] = {}
+        self._unprotected_of: dict[str, int] = {}  # kind -> open devices when they were sorted
         self.memory = RoundMemory()
         self.news: set[str] = set()  # tasks to look at in the next cycle
         self.leases_due_s = NEVER
@@ -580,8 +583,10 @@ class Board:
     def others(self, task: BoardTask) -> list[str]:
         """Return the hosts with enough devices for a one-host task, except the one `lane` chose."""
         pool = self.pools.get(task.kind)
+        if pool is None or not task.one_host:
+            return []
         here = self.lane(task)
-        if pool is None or not task.one_host or here.pins:
+        if here.pins:
             return []
         size = pool.by_host(pool.open, here)
         return sorted(host for host, n in size.items() if n >= task.width and host != here.host)
@@ -736,7 +741,9 @@ class Board:
                 self._expect(stay)
         if task.state in LEAVES_A_SEAT and not stay.leaving:
             self._leave(stay)
-        elif task.started_s is not None and not stay.ripe and not stay.leaving:
+        elif stay.ripe and not stay.leaving:
+            self._note_protection(stay)
+        elif task.started_s is not None and not stay.leaving:
             if ripe_s(stay) <= self.now_s:
                 self._ripen(stay, late=known)
             else:
@@ -930,6 +937,7 @@ class Board:
     def _set_ripe(self, stay: BoardStay) -> None:
         stay.ripe = True
         self.ripe.setdefault(stay.leaf, {})[stay.id] = stay
+        self._note_protection(stay)
         self._ripe_tops.setdefault(stay.lane.kind, Counter())[stay.leaf.top] += len(stay.devices)
         at_s = settled_s(self.policy, stay)
         if at_s <= self.now_s:
@@ -940,6 +948,33 @@ class Board:
     def _set_settled(self, stay: BoardStay) -> None:
         self.settled.setdefault(stay.leaf, {})[stay.id] = stay
         self.tree.version += 1  # a task of the same user may replace it now
+
+    def unprotected(self, kind: str) -> Mapping[Branch, Mapping[str, BoardStay]]:
+        """Return the preemptible stays of a kind by leaf, without those that patience protects.
+
+        Patience depends on the number of open devices (rule F7).
+        """
+        pool = self.pools.get(kind)
+        devices = 0 if pool is None else len(pool.open)
+        if self._unprotected_of.get(kind) != devices:
+            self._unprotected[kind], self._unprotected_of[kind] = {}, devices
+            for stay in chain.from_iterable(stays.values() for stays in self.ripe.values()):
+                if stay.lane.kind == kind:
+                    self._note_protection(stay)
+        return self._unprotected[kind]
+
+    def _note_protection(self, stay: BoardStay) -> None:
+        if self.urgency.patience.protected(stay.task):
+            self._drop_unprotected(stay)
+        else:
+            leaves = self._unprotected.setdefault(stay.lane.kind, {})
+            leaves.setdefault(stay.leaf, {})[stay.id] = stay
+
+    def _drop_unprotected(self, stay: BoardStay) -> None:
+        leaves = self._unprotected.get(stay.lane.kind, {})
+        mine = leaves.get(stay.leaf)
+        if mine is not None and mine.pop(stay.id, None) is not None and not mine:
+            del leaves[stay.leaf]
 
     def ripe_tops(self, kind: str) -> list[tuple[int, Branch]]:
         """Return (score, branch) of top branches with preemptible stays, best served first."""
@@ -974,6 +1009,7 @@ class Board:
         del mine[stay.id]
         if not mine:
             del self.ripe[stay.leaf]
+        self._drop_unprotected(stay)
         settled = self.settled.get(stay.leaf)
         if settled is not None and settled.pop(stay.id, None) is not None and not settled:
             del self.settled[stay.leaf]

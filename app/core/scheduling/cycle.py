@@ -749,13 +749,13 @@ def _make_room_there(draft: _DraftPlan, task: BoardTask, rule: str, within: Bran
         return False
     if task.graph and rule not in ("F7", "F9") and time_sharing.has_a_place(board, task):
         return False
-    lane = board.lane(task)  # without victims the task would find its devices on this host
     urgent = rule in ("F7", "F9")
     offered = elastic.offers(board, task, urgent=urgent) if board.grown else []
     counts = Counter(offer.stay.id for offer in offered if offer.suits) if offered else {}
     victims = preemption.victims(board, task, within=within, urgent=urgent, offered=counts)
     if victims is None:
         return False
+    lane = board.lane(task)  # without victims the task would find its devices on this host
     if board.grown:
         back = elastic.given_back(board, task, offered, [victim.stay for victim in victims])
         if back is None:

@@ -44,22 +44,23 @@ branches; the lowest priority; the latest start.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 from app.core.fairness.fair_tree import ALL, Branch, Lane, unscored
 from app.core.fairness.fair_tree import score as scored
 from app.core.model.lifecycle import State
 from app.core.model.snapshot import TIERS, BoardTask, changed
-from app.core.scheduling.board import Board, place_in_line
+from app.core.scheduling.board import Board, alike, place_in_line
 from app.core.scheduling.pool import part_bytes
 from app.core.scheduling.stays import NEVER, BoardStay, ripe_s, slice_us
 
 RESOLUTION_S = 0.001  # of the computed instants
 NOT_TO_BE_HAD = 1 << 30  # more devices than exist
-NOTHING: Mapping[str, int] = {}
+NOTHING: Mapping[str, Any] = {}
 # with more pairs of a waiting task and a running leaf, no instant is computed
 LOOK_AHEAD_PAIRS = 16
 
@@ -98,16 +99,21 @@ def victims(
     of them to keep it.  `offered` counts by task the suitable extra devices that elastic tasks give
     back (`core.scheduling.elastic`); these are used before any pause.
     """
-    if not board.ripe or (within is None and not urgent and hopeless(board, task)):
+    if not board.unprotected(task.kind):
+        return None
+    if within is None and not urgent and hopeless(board, task):
         return None
     shut = shut_by(board, task)
     if shut is not None and (within is None or shut.depth > within.depth):
         within = shut
     claim = _Claim(board, task, urgent=urgent, offered=offered)
+    sides = claim.compared(within)
+    if not sides:
+        return None
+    claim.measure_need()
     if claim.need <= 0 and claim.over <= 0:
         return None  # there is room: the task waits for another reason
-    sides = [side for leaf in board.ripe if (side := claim.side(leaf, within)) is not None]
-    if not sides or not claim.enough(sides):
+    if not claim.enough(sides):
         return None
     near = claim.where_its_image_lies(sides)
     if near is not None:
@@ -127,7 +133,7 @@ def hopeless(board: Board, task: BoardTask) -> bool:
     The check compares the branches just below the root.  Tasks in the task's own branch are looked
     at later, when the tasks of that branch take turns.
     """
-    leaf, lane, kind = board.leaf(task), board.lane_in_line(task), task.kind
+    leaf, lane, kind = board.leaf(task), alike(task), task.kind
     top = leaf.top
     if not top.borrows(lane):
         return False
@@ -167,16 +173,22 @@ class _Claim:
         self.board, self.task, self.urgent, self.offered = board, task, urgent, offered
         self.lane, self.leaf = board.lane(task), board.leaf(task)
         self.pool = board.pools.get(task.kind)
-        self.need = self.over = 0  # devices needed; devices to be released to keep the limits
-        if self.pool is not None and self.pool.size(self.lane) >= self.lane.width:
-            self.need = max(0, self.lane.width - self._free() - sum(offered.values()))
-            self.over = _over(self.leaf, self.lane)
+        self.unprotected = board.unprotected(task.kind)
+        # devices needed; devices to be released to keep the limits (`measure_need`)
+        self.need = self.over = 0
         self.turn_us = slice_us(board.policy, task)
         self.rate = board.rate(self.lane)
-        self.taken: Counter[Branch] = Counter()
+        self.taken: dict[Branch, int] = defaultdict(int)
         self.spared: set[str] = set()  # stays that would at once take back what they gave
         self.fee = board.tree.faded(self.turn_us * self.rate)
+        self._charged: dict[Branch, int] = {}  # branch above the task -> its score with the fee
         self._kept_tiers: tuple[str, ...] | None = None
+
+    def measure_need(self) -> None:
+        """Set `need` and `over`, which only the choice of victims needs."""
+        if self.pool is not None and self.pool.size(self.lane) >= self.lane.width:
+            self.need = max(0, self.lane.width - self._free() - sum(self.offered.values()))
+            self.over = _over(self.leaf, self.lane)
 
     def _free(self) -> int:
         assert self.pool is not None
@@ -184,10 +196,16 @@ class _Claim:
             return self.pool.pins_free(self.lane)
         return self.pool.fitting(self.lane)
 
-    def side(self, leaf: Branch, within: Branch | None) -> _Side | None:
+    def compared(self, within: Branch | None) -> list[_Side]:
+        """Compare all leaves, or those below a branch, with the waiting task."""
+        leaves: Iterable[Branch] = self.unprotected
+        if within is not None:
+            depth, path = within.depth, within.path
+            leaves = [leaf for leaf in leaves if leaf.path[:depth] == path]
+        return [side for leaf in leaves if (side := self.side(leaf)) is not None]
+
+    def side(self, leaf: Branch) -> _Side | None:
         """Compare a leaf with the waiting task; None if no stay of the leaf gives way."""
-        if within is not None and leaf.path[: within.depth] != within.path:
-            return None
         tree = self.board.tree
         mine, theirs = sides(self.leaf, leaf)
         kind = self.lane.kind
@@ -197,16 +215,24 @@ class _Claim:
             return _Side(leaf, leaf, False, True, scores) if below_own else None
         borrowed = self._all_lent(leaf, theirs)
         owed = not mine.borrows(self.lane)
-        better = self.urgent or scores[0] > tree.score(mine, self.fee, kind=kind)
+        better = self.urgent or scores[0] > self.score_with_fee(mine)
         if (owed and (borrowed or better)) or (borrowed and better):
             return _Side(leaf, theirs, owed, better, scores)
         return None
+
+    def score_with_fee(self, mine: Branch) -> int:
+        """Return the score of a branch above the task once the task's next turn is charged."""
+        found = self._charged.get(mine)
+        if found is None:
+            tree, kind = self.board.tree, self.lane.kind
+            found = self._charged[mine] = tree.score(mine, self.fee, kind=kind)
+        return found
 
     def _all_lent(self, leaf: Branch, theirs: Branch, width: int = 1) -> bool:
         return all(self._lent(branch, width) for branch in below(leaf, theirs))
 
     def _below_own(self, leaf: Branch) -> bool:
-        return any(self._outranks(stay) for stay in self.board.ripe[leaf].values())
+        return any(self._outranks(stay) for stay in self.unprotected.get(leaf, NOTHING).values())
 
     def _outranks(self, stay: BoardStay) -> bool:
         """True if the waiting task goes before a running one of the same user."""
@@ -223,9 +249,9 @@ class _Claim:
         return branch.held[kind] - self.taken[branch] - width >= branch.guarantee.get(kind, 0)
 
     def enough(self, sides: list[_Side]) -> bool:
-        """Quick check: could the preemptible stays of these sides give enough devices?"""
-        ripe = self.board.ripe
-        have = sum(len(stay.devices) for side in sides for stay in ripe[side.leaf].values())
+        """Quick check: could the stays of these sides give enough devices?"""
+        unprotected = self.unprotected
+        have = sum(len(stay.devices) for side in sides for stay in unprotected[side.leaf].values())
         return have >= max(self.need, self.over)
 
     def where_its_image_lies(self, sides: list[_Side]) -> list[Victim] | None:
@@ -245,32 +271,30 @@ class _Claim:
         sides.sort(key=lambda side: (side.scores, side.leaf.path), reverse=True)
         need, over, chosen = self.need, self.over, dict[str, Victim]()
         self.taken.clear()
+        asked = [(side, stay) for side in sides for stay in self._in_order(side)]
+        if sum(len(stay.devices) for _, stay in asked) < max(need, over):
+            return []
         # Lent devices come back before a branch gives way within its guarantee.
         rules = ("F5", "F6/F8") if any(side.owed for side in sides) else ("F6/F8",)
         for by, tier in product(rules, TIERS):
-            for side in sides:
-                for stay in self._in_order(side, tier):
-                    gain = self.gain(stay)
-                    if stay.id in chosen or not ((need > 0 and gain) or over > 0):
+            for side, stay in asked:
+                gain = self.gain(stay)
+                if stay.id in chosen or not ((need > 0 and gain) or over > 0):
+                    continue
+                if stay.task.tier == tier and self._rule(side, stay) == by:
+                    all_beside = self._with_all_beside(Victim(stay, by))
+                    if all_beside is None:
                         continue
-                    if self._rule(side, stay) == by:
-                        all_beside = self._with_all_beside(Victim(stay, by))
-                        if all_beside is None:
-                            continue
-                        chosen |= {victim.stay.id: victim for victim in all_beside}
-                        need, over = need - gain, over - stay.lane.width
-                        for victim in all_beside:
-                            self._take(victim.stay)
-                if need <= 0 and over <= 0:
-                    return list(chosen.values())
+                    chosen |= {victim.stay.id: victim for victim in all_beside}
+                    need, over = need - gain, over - stay.lane.width
+                    for victim in all_beside:
+                        self._take(victim.stay)
+            if need <= 0 and over <= 0:
+                return list(chosen.values())
         return []
 
-    def _in_order(self, side: _Side, tier: str) -> list[BoardStay]:
-        stays = [
-            stay
-            for stay in self.board.ripe[side.leaf].values()
-            if stay.task.tier == tier and self._may_ask(stay, side)
-        ]
+    def _in_order(self, side: _Side) -> list[BoardStay]:
+        stays = [stay for stay in self.unprotected[side.leaf].values() if self._may_ask(stay, side)]
         stays.sort(
             key=lambda stay: (
                 stay.task.priority,
@@ -302,7 +326,7 @@ class _Claim:
 
     def gives_way(self, stay: BoardStay) -> bool:
         """True if the stay gives way after its turn and after those taken so far; take it then."""
-        side = self.side(stay.leaf, None)
+        side = self.side(stay.leaf)
         if side is None or self._protected(stay) or self._rule(side, stay) is None:
             return False
         self._take(stay)
@@ -403,7 +427,7 @@ class _Claim:
             rest = theirs.held[kind] - given
             if rest + stay.lane.width <= theirs.guarantee.get(kind, 0):
                 fee = tree.faded(stay.turn_us * self.board.rate(stay.lane))
-                if tree.score(mine, self.fee, kind=kind) > tree.score(theirs, fee, kind=kind):
+                if self.score_with_fee(mine) > tree.score(theirs, fee, kind=kind):
                     back.add(stay.id)
         return back
 
@@ -430,7 +454,7 @@ class _Claim:
         """Return the stay as a victim if it gives way together with those found so far."""
         for victim in found:
             self._take(victim.stay)
-        side = self.side(stay.leaf, None) if stay.ripe else None
+        side = self.side(stay.leaf) if stay.ripe else None
         rule = None if side is None else self._rule(side, stay)
         for victim in found:
             self._take(victim.stay, -1)
@@ -591,7 +615,7 @@ def device_to_empty(board: Board, task: BoardTask) -> str | None:
 
 def shut_by(board: Board, task: BoardTask) -> Branch | None:
     """Return the lowest branch above a task with limits that leave no room for it, or None."""
-    leaf, lane = board.leaf(task), board.lane_in_line(task)
+    leaf, lane = board.leaf(task), alike(task)
     return next((branch for branch in above(leaf) if not branch.room(lane)), None)
 
 
@@ -668,13 +692,16 @@ def next_turn_s(board: Board) -> float:
             claims += [(found[2], node) for found in board.tree.heads(node, lane)]
             if len(claims) > most:
                 return _look_s(board)
-    instants = (
-        _turn_s(board, _Claim(board, task, urgent=False), leaf)
-        for task, node in claims
-        for leaf in board.ripe
-        if leaf.path[: node.depth] == node.path
-    )
+    instants = (at_s for task, node in claims for at_s in _turns_s(board, task, node))
     return min((at_s for at_s in instants if at_s > board.now_s), default=NEVER)
+
+
+def _turns_s(board: Board, task: BoardTask, node: Branch) -> Iterator[float]:
+    """Yield for each leaf below a branch when the task may take the leaf's stays."""
+    claim = _Claim(board, task, urgent=False)
+    for leaf in board.ripe:
+        if leaf.path[: node.depth] == node.path:
+            yield _turn_s(board, claim, leaf)
 
 
 def _look_s(board: Board) -> float:
@@ -761,10 +788,12 @@ def _turn_s(board: Board, claim: _Claim, leaf: Branch) -> float:
     else:
         tree, kind = board.tree, claim.lane.kind
         crossing_s = tree.overtakes_s(theirs, mine, claim.turn_us * claim.rate, kind=kind)
-        if tree.score(theirs, kind=kind) <= tree.score(mine, claim.fee, kind=kind):
+        if tree.score(theirs, kind=kind) <= claim.score_with_fee(mine):
             crossing_s += RESOLUTION_S / 2  # the score must be higher, not equal
-    slices_s = (
-        (stay.task.started_s or 0.0) + max(claim.turn_us, stay.turn_us) / 1e6
-        for stay in board.ripe[leaf].values()
-    )
-    return max(crossing_s, min(slices_s))
+    first_s = NEVER
+    for stay in board.ripe[leaf].values():
+        slice_s = (stay.task.started_s or 0.0) + max(claim.turn_us, stay.turn_us) / 1e6
+        if slice_s <= crossing_s:
+            return crossing_s
+        first_s = min(first_s, slice_s)
+    return first_s

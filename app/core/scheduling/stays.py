@@ -87,14 +87,14 @@ def settled_s(policy: Policy, stay: BoardStay) -> float:
     return max(ripe_s(stay), started_s + max(policy.fresh_s, stay.turn_us / 1e6))
 
 
-def slice_us(policy: Policy, *tasks: BoardTask) -> int:
+def slice_us(policy: Policy, task: BoardTask, other: BoardTask | None = None) -> int:
     """Rule F8: return the length of a turn, so that switching costs at most `switch_share` of it.
 
-    A ticket's turn has the maximum length: its gang can start only after tasks on other islands
-    have had their turns.
+    Between two tasks the dearer switch counts.  A ticket's turn has the maximum length: its gang
+    can start only after tasks on other islands have had their turns.
     """
-    if any(task.ticket for task in tasks):
+    if task.ticket or (other is not None and other.ticket):
         return int(1e6 * policy.slice_max_s)
-    switch_us = tasks[0].switch_us if len(tasks) == 1 else max(task.switch_us for task in tasks)
+    switch_us = task.switch_us if other is None else max(task.switch_us, other.switch_us)
     turn_s = switch_us / 1e6 / policy.switch_share
     return int(1e6 * min(max(turn_s, policy.slice_min_s), policy.slice_max_s))

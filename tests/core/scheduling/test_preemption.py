@@ -488,3 +488,27 @@ def test_returning_tenant_has_its_guarantee_within_one_slice() -> None:
         slice_s = 0.08 / 0.02  # F8: what a switch costs, over its share
         assert waits_s[1] <= slice_s + 0.1, f"back at {back_s} s"
         assert waits_s[0] > 0  # nothing was free
+
+
+def test_gang_past_its_patience_is_unprotected_once_more_devices_make_it_narrow() -> None:
+    policy = Policy(half_life_s=0.0, patience_s=10.0, wide_share=0.25)
+    seen = drawn(
+        {"a": {}},
+        "gang=a 2 +, one=a 1 +",
+        devices=8,
+        changed={"gang": {"waited_s": 100.0}},
+        policy=policy,
+    )
+    board = Board.of(seen, now_s=NOW_S)
+
+    def unprotected() -> set[str]:
+        return {id for stays in board.unprotected("cpu").values() for id in stays}
+
+    assert unprotected() == {"one"}
+    board.set_device(replace(seen.devices["d0"], id="d8"))
+    assert unprotected() == {"gang", "one"}
+    board.drop_task("one")
+    pausing = replace(seen.tasks["gang"], state="pausing")
+    board.set_task(pausing)
+    board.set_task(replace(pausing, held_us=pausing.held_us + SECOND))
+    assert unprotected() == set()
