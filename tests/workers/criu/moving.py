@@ -168,8 +168,9 @@ def _read(rig: DeviceRig, task: str, epoch: int, run: MovedRun) -> None:
 @functools.cache
 def alone(source: str) -> list[str]:
     """Return the lines of a program that nothing disturbs."""
-    environ = {**os.environ, **sandbox.ENVIRONMENT, "OMP_NUM_THREADS": "1"}
-    environ |= {"MKL_NUM_THREADS": "1", "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}"}
+    # without our own variables: OPENBLAS_CORETYPE, for example, gives other bits
+    environ = {**sandbox.ENVIRONMENT, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    environ["PATH"] = f"{sys.prefix}/bin:{os.environ['PATH']}"
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "p.py").write_text(source)
         with (Path(folder) / "out").open("wb") as out:  # an orphan may keep it open
