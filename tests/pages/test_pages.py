@@ -10,7 +10,7 @@ import pytest
 from playwright.sync_api import expect
 from sqlalchemy import func, select
 
-from app.db.models import LogLine, Placement, Request, Task, Tenant
+from app.db.models import LogLine, Metric, Placement, Request, Task, Tenant
 from app.errors import NotFound
 from app.pages import charts
 from app.scheduling import journal
@@ -238,6 +238,22 @@ class TestRequestPage:
         visit.page.mouse.move(box["x"] + 1, box["y"] + box["height"] / 2)
         expect(legend.locator(".u-value").first).to_have_text("0")
         expect(legend.locator(".u-value").last).to_have_text("1")
+
+    def test_last_label_of_a_chart_has_room(self, visit, service):
+        """Half of the label "2,000,000" stands to the right of its step."""
+        last = {"task_id": service.tracked.id, "step": 2_000_000}
+        with service.change() as session:
+            session.add(Metric(**last, values={"loss": 0.01}))
+        visit.sign_in("a")
+        visit.go(f"/ui/requests/{service.tracked.request_id}")
+        expect(visit.page.locator("#curve-1-plot canvas")).to_have_count(1)
+        room = visit.page.evaluate(
+            "[...plots.values()].map(({ chart: { width, over } }) =>"
+            " width - over.offsetLeft - over.offsetWidth)"
+        )
+        assert min(room) >= 25
+        with service.change() as session:
+            session.delete(session.get_one(Metric, tuple(last.values())))
 
     def test_sections_are_in_the_order_of_use(self, visit, service):
         visit.sign_in("a")

@@ -79,21 +79,29 @@ function colour(name) {
   return found;
 }
 
-const title = label => ({ label, labelSize: 18, labelGap: 2, labelFont: "12px system-ui, sans-serif" });
+const FONT = "12px system-ui, sans-serif";
+const title = label => ({ label, labelSize: 18, labelGap: 2, labelFont: FONT });
 const said = value => value === null || value === undefined ? "–" : String(Number(value.toPrecision(5)));
+
+// Half of a label stands to the right of the last step of an axis.
+const ruler = document.createElement("canvas").getContext("2d");
+function halfLabel(text) {
+  ruler.font = FONT;
+  return Math.ceil(ruler.measureText(text).width / 2) + 4;
+}
 
 const WHOLE = Array.from({ length: 13 }, (_, n) => [1, 2, 5].map(first => first * 10 ** n)).flat();  // distances of steps on an axis
 
 function options(table, data, width) {
   const stack = table.dataset.plot === "stack";
   const quiet = colour("quiet"), rule = isDark() ? "#343942" : "#e4e1da";
-  const axis = { stroke: quiet, grid: { stroke: rule, width: 1 }, ticks: { stroke: rule, width: 1 }, font: "12px system-ui, sans-serif" };
+  const axis = { stroke: quiet, grid: { stroke: rule, width: 1 }, ticks: { stroke: rule, width: 1 }, font: FONT };
   const dates = stack && data.xs.at(-1) - data.xs[0] > 2 * 86400;
   const time = (_, splits) => splits.map(at => new Date(at * 1000).toLocaleString([], dates ? { day: "numeric", month: "short" } : { hour: "2-digit", minute: "2-digit", hour12: false }));
   const paths = stack ? uPlot.paths.stepped({ align: 1 }) : undefined;
   return {
     width, height: 210,
-    padding: [10, 8, 0, 0],
+    padding: [10, () => halfLabel(stack ? time(null, [data.xs.at(-1)])[0] : data.xs.at(-1).toLocaleString()), 0, 0],
     legend: { show: true },
     cursor: { y: false, points: { show: !stack } },
     scales: { x: { time: stack }, y: stack ? { range: (_, __, max) => [0, Math.max(1, max * 1.05)] } : {} },
