@@ -13,6 +13,7 @@ length of a round is an upper bound, as the island counts its rounds in classes 
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import os
 import subprocess
@@ -29,7 +30,15 @@ import psutil
 import redis
 from sqlalchemy import text
 
-from app.core.model.messages import Alive, Event, Finished, ResidentView, Started
+from app.core.model.messages import (
+    Alive,
+    Event,
+    Finished,
+    LogLines,
+    ResidentView,
+    Saved,
+    Started,
+)
 from app.db import transactions
 from app.db.models import Island
 from app.insight.counters import ROUND_BOUNDS_S, ROUNDS, ROUNDS_US, WRITTEN_EVERY_S
@@ -118,15 +127,15 @@ def _measured(devices: int, watch_s: float) -> dict[str, float]:
             cached.cache_clear()
         seed.migrate()
         signer = Signer.at(home / "host.key")
-        _fill(devices, signer.public)
+        fill_island(devices, signer.public)
         try:
             with island_process(home, ISLAND) as island:
-                return _watched(island, _Fleet(devices, signer, at), watch_s)
+                return _watched(island, Fleet(devices, signer, at), watch_s)
         finally:
             transactions.engine().dispose()
 
 
-def _fill(devices: int, key: str) -> None:
+def fill_island(devices: int, key: str) -> None:
     fill = FILL.strip().format(tenants=TENANTS, devices=devices, key=key, zeros="0" * 64)
     with transactions.transaction() as session:
         for statement in fill.rstrip(";").split(";\n"):
@@ -164,7 +173,7 @@ def tally_of(island: str) -> Counter[str]:
         return Counter(session.get_one(Island, island).tally)
 
 
-def _watched(island: psutil.Process, fleet: _Fleet, watch_s: float) -> dict[str, float]:
+def _watched(island: psutil.Process, fleet: Fleet, watch_s: float) -> dict[str, float]:
     began_s = time.monotonic()
     while fleet.running() < len(fleet.devices):
         if time.monotonic() > began_s + FIRST_LIMIT_S:
@@ -202,7 +211,7 @@ def _lost() -> int:
 
 
 @dataclass
-class _Device:
+class DevicePlayer:
     """Plays the device's half of the protocol for one task at a time."""
 
     id: str
@@ -212,7 +221,10 @@ class _Device:
     state: str = ""
     began_s: float = 0.0
     order_seq: int = 0
+    event_seq: int = 0
+    printed: int = 0  # lines of the task's log so far
     events: list[Event] = field(default_factory=list)
+    logs: list[LogLines] = field(default_factory=list)
 
     def alive(self) -> Alive:
         return Alive(
@@ -222,7 +234,7 @@ class _Device:
             facts=self.facts,
             residents=[self._view()] if self.task else [],
             events=self.events,
-            logs=[],
+            logs=self.logs,
         )
 
     def _held_us(self) -> int:
@@ -249,6 +261,8 @@ class _Device:
             elif one["is"] == "Answer" and self.events:
                 name = f"{self.task}/{self.epoch}"
                 self.events = [e for e in self.events if e.seq > one["heard"].get(name, 0)]
+                next_line = one["logged"].get(name, 0)
+                self.logs = [lines for lines in self.logs if lines.first >= next_line]
                 if self.state == "ended" and not self.events:
                     self.task = ""
         return is_new
@@ -258,26 +272,40 @@ class _Device:
             return False
         self.task, self.epoch, self.order_seq = launch["task"], launch["epoch"], launch["seq"]
         self.state, self.began_s = "running", time.monotonic()
-        head: dict[str, Any] = {"task": self.task, "epoch": self.epoch, "seq": 1}
+        self.event_seq, self.printed, self.events, self.logs = 0, 0, [], []
         said: dict[str, Any] = {"preset": {}, "capabilities": [], "resumed": "fresh"}
-        self.events = [Started(**head, step=0, held_us=0, **said)]
+        self._say(Started, step=0, **said)
         return True
+
+    def _say(self, kind: type[Event], **said: Any) -> None:
+        self.event_seq += 1
+        head: dict[str, Any] = {"task": self.task, "epoch": self.epoch, "seq": self.event_seq}
+        self.events.append(kind(**head, held_us=self._held_us(), **said))
+
+    def save(self) -> None:
+        step = self._view().step
+        sha256 = hashlib.sha256(f"{self.task} {step}".encode()).hexdigest()
+        said: dict[str, Any] = {"size_bytes": 10**9, "new_bytes": 10**8, "took_us": 10**6}
+        self._say(Saved, step=step, sha256=sha256, **said)
+
+    def print_lines(self, count: int) -> None:
+        lines = [["out", f"step {n}: loss 0.123456, 4567 tokens/s"] for n in range(count)]
+        head: dict[str, Any] = {"task": self.task, "epoch": self.epoch}
+        self.logs.append(LogLines(**head, first=self.printed, lines=lines))
+        self.printed += count
 
     def end(self) -> None:
         self.state = "ended"
-        head: dict[str, Any] = {"task": self.task, "epoch": self.epoch, "seq": 2}
-        held_us = self._held_us()
-        said: dict[str, Any] = {"result": {}, "outputs": {}}
-        self.events.append(Finished(**head, step=held_us // 100_000, held_us=held_us, **said))
+        self._say(Finished, step=self._view().step, result={}, outputs={})
 
 
-class _Fleet:
+class Fleet:
     """All devices, which send and read in turns spread over the beat."""
 
     def __init__(self, devices: int, signer: Signer, at: str) -> None:
         facts = {"host": "h", "island": ISLAND, "kind": "cpu", "threads": 1, "spec": True}
         facts |= {"memory_bytes": 2**30, "key": signer.public}
-        self.devices = [_Device(id=f"h.{n}", facts=facts) for n in range(devices)]
+        self.devices = [DevicePlayer(id=f"h.{n}", facts=facts) for n in range(devices)]
         self.signer, self.client = signer, redis.Redis.from_url(at)
         self.tick, self.due_s, self.answers = 0, time.monotonic(), 0
 
@@ -300,7 +328,7 @@ class _Fleet:
             self.due_s = max(self.due_s + BEAT_S / TICKS, time.monotonic() - BEAT_S)
             time.sleep(max(0.0, self.due_s - time.monotonic()))
 
-    def _hear(self, devices: list[_Device]) -> list[_Device]:
+    def _hear(self, devices: list[DevicePlayer]) -> list[DevicePlayer]:
         pipeline = self.client.pipeline(transaction=False)
         for device in devices:
             pipeline.rpop(broker.device_queue(device.id), 100)
@@ -312,7 +340,7 @@ class _Fleet:
                 urgent.append(device)
         return urgent
 
-    def _send(self, devices: list[_Device]) -> None:
+    def _send(self, devices: list[DevicePlayer]) -> None:
         queue = broker.island_queue(ISLAND)
         texts = [(queue, sealed_heartbeat(self.signer, device.alive())) for device in devices]
         broker.send_all(outbox.celery(), broker.ISLAND_ALIVE, texts)
