@@ -94,7 +94,7 @@ class _RowVersion:
 
 
 @dataclass(slots=True)
-class _DeletedPiece:
+class _Piece:
     """What is to be deleted at once: rows of each table, in the order of deletion.
 
     `tasks` are task -> request.
@@ -131,12 +131,12 @@ def delete_some(session: Session, archive: Archive | None = None) -> bool:
     return _delete(session, piece)
 
 
-def _piece(session: Session, *, told: bool) -> _DeletedPiece | None:
+def _piece(session: Session, *, told: bool) -> _Piece | None:
     requests = _due(session)
     if not requests:
         return None
     tasks, are_all = _tasks(session, requests)
-    piece = _DeletedPiece(requests, tasks)
+    piece = _Piece(requests, tasks)
 
     def read(table: _OwnedTable, ids: Collection[str]) -> bool:
         """Add some rows of the table; True if those are all."""
@@ -192,7 +192,7 @@ def _tasks(session: Session, requests: Sequence[str]) -> tuple[dict[str, str], b
     return {id: request for id, request in found}, len(picked) < TASKS_AT_ONCE
 
 
-def _delete(session: Session, piece: _DeletedPiece) -> bool:
+def _delete(session: Session, piece: _Piece) -> bool:
     """Delete what of the piece is still due, and not locked by other work; True if that is
     something.
     """
