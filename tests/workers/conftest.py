@@ -311,7 +311,8 @@ class DeviceRig:
         """Wait, over as many reports as it takes; what `true` returned."""
         with self.changed:
             found = self.changed.wait_for(true, timeout_s)
-            assert found, f"not within {timeout_s} s; {self.broken}; heard: {self.events}"
+            told = f"{self.broken}; heard: {self.events}; printed: {self.lines}"
+            assert found, f"not within {timeout_s} s; {told[:8000]}"
             return found
 
     def event(self, kind: type[Event], task: str, epoch: int = 1, **wait: Any) -> Any:

@@ -189,8 +189,9 @@ class Stub:
         folder = Path(self.start.scratch)
         self.tree = Tree(is_alone=os.getpid() == 1)
         self.idle = IdleClock(self.tree) if self.spec.session is not None else None
-        self.devices = TreeMemory.found(self.start.kind, may_go_on=lambda: self.trust.left_us() > 0)
         self._fill(folder)
+        # after its folder is filled: the driver makes a folder for its cache there
+        self.devices = TreeMemory.found(self.start.kind, may_go_on=lambda: self.trust.left_us() > 0)
         if self.spec.world_size > 1:
             self._make_gang()
         try:

@@ -76,6 +76,7 @@ class CUcheckpointLockArgs:
 
 
 def cuInit(flags: int) -> tuple[int]:
+    (Path.home() / ".nv").mkdir(exist_ok=True)  # as the driver does for its cache
     return (0,)
 
 
