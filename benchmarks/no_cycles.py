@@ -274,7 +274,8 @@ class Shop:
 
     def snapshot(self) -> Snapshot:
         tasks = {id: self._measured(task) for id, task in self.tasks.items()}
-        return replace(self.first, users=dict(self.users), tasks=tasks)
+        waits = tuple(self.board.waits.values())
+        return replace(self.first, users=dict(self.users), tasks=tasks, waits=waits)
 
     def _measured(self, task: BoardTask) -> BoardTask:
         if task.started_s is None:

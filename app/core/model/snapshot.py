@@ -46,6 +46,8 @@ class Policy:
     # do coordinator hosts lead the ranks of their tasks (`core.scheduling.elastic`)?
     homebound: bool = False
     patience_s: float = 36000.0  # F7: s after which a waiting gang goes before all others
+    # F7: largest part of the devices of a kind that may stand idle, kept for gangs; 0: none is kept
+    wait_share: float = 0.0
     wide_share: float = 0.02  # F7: part of a kind; gangs that need less wait longer
     aged_share: float = 0.5  # F7: largest part of devices for gangs that lost patience
     tier_share: Mapping[str, float] = field(default_factory=lambda: dict(TIER_SHARE))
@@ -112,6 +114,28 @@ class IdleCreditFloor:
     user: str = ""  # "" means the tenant itself
     kind: str
     faded_us: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GangWait:
+    """Rule F7: what gangs that wait for a kind of device cost (`core.scheduling.gang_waits`).
+
+    Devices are kept for the `gang` ("": for none) in its `epoch`, which expects the last one at
+    `at_s`.  Of them `idle`
+    stand free since `idle_since_s`, though other tasks could run there; `lost_s` are the
+    device-seconds that stood free in this wait before.  The waits so far are paid for at `again_s`;
+    no other begins before.  `each_s` is how long each device of the last gang stood free for it.
+    """
+
+    kind: str
+    again_s: float
+    gang: str = ""
+    epoch: int = 0
+    at_s: float = 0.0
+    idle: int = 0
+    idle_since_s: float = 0.0
+    lost_s: float = 0.0
+    each_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,6 +338,7 @@ class Snapshot:
     devices: Mapping[str, BoardDevice]
     tasks: Mapping[str, BoardTask]
     lifts: tuple[IdleCreditFloor, ...] = ()
+    waits: tuple[GangWait, ...] = ()
 
 
 # --- the plan -----------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ from app.core.model.snapshot import (
     BoardTask,
     BoardTenant,
     BoardUser,
+    GangWait,
     IdleCreditFloor,
     Policy,
     Snapshot,
@@ -90,6 +91,7 @@ class Board:
         self.beside: dict[str, dict[str, None]] = {}  # device -> tasks co-located with the holder
         self.fractions: dict[str, dict[str, None]] = {}  # device -> the fractions on it, if any
         self.graphs: dict[str, BoardStay] = {}  # stays of graphs; some may share their devices
+        self.gangs: dict[str, BoardStay] = {}  # stays of tasks that need several devices
         self.ripe: dict[Branch, dict[str, BoardStay]] = {}
         self.settled: dict[Branch, dict[str, BoardStay]] = {}  # preemptible stays past `fresh_s`
         # kind -> its preemptible stays that patience does not protect (`unprotected`)
@@ -112,6 +114,7 @@ class Board:
         self.astray = False  # may a task be on a device that is lost or unknown?
         # (tenant, user, kind) -> idle-credit floor
         self.lifts: dict[tuple[str, str, str], IdleCreditFloor] = {}
+        self.waits: dict[str, GangWait] = {}  # kind -> waits of gangs (`gang_waits`)
         self._paths: dict[str, Path] = {}
         self._ripening: list[tuple[float, str, int]] = []
         self._settling: list[tuple[float, str, int]] = []
@@ -143,6 +146,7 @@ class Board:
             board.set_user(snapshot.users[id])
         for lift in snapshot.lifts:
             board.set_lift(lift)
+        board.waits = {wait.kind: wait for wait in snapshot.waits}
         for id in sorted(snapshot.devices):
             board.set_device(snapshot.devices[id])
         for id in sorted(snapshot.tasks):
@@ -768,6 +772,8 @@ class Board:
         self.stays[task.id] = stay
         if task.graph:
             self.graphs[task.id] = stay
+        if task.width > 1:
+            self.gangs[task.id] = stay
         if task.width_max and task.elastic:
             self._count_grown(stay)
             self._give_back(stay, task.leaves)
@@ -908,6 +914,7 @@ class Board:
         """Remove a stay: the task has left its devices."""
         del self.stays[stay.id]
         self.graphs.pop(stay.id, None)
+        self.gangs.pop(stay.id, None)
         if stay.leaving or stay.ripe:
             self.tree.accrue(stay.leaf, -stay.rate)
         else:

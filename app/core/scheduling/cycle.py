@@ -34,6 +34,7 @@ from app.core.model.snapshot import (
 from app.core.scheduling import (
     blockers,
     elastic,
+    gang_waits,
     idle_credit,
     nearness,
     over_limit,
@@ -43,7 +44,7 @@ from app.core.scheduling import (
 )
 from app.core.scheduling.board import Board
 from app.core.scheduling.island_gangs import OVER
-from app.core.scheduling.stays import NEVER, slice_us
+from app.core.scheduling.stays import NEVER, RESOLUTION_S, slice_us
 from app.core.units import counted
 
 BACKFILL_DEPTH = 16  # most tasks considered behind a gang for which devices are kept
@@ -71,6 +72,7 @@ def cycle(board: Board, *, lift: bool = True) -> Plan:
     draft = _DraftPlan(board)
     if not board.memory.goes_on:
         board.memory.in_the_way, board.memory.tried = set(), {}
+        board.memory.waits = tuple(board.waits.values())
     # 1.  Mark tasks as lost if the lease of a device has ended.
     _count_the_lost(draft)
     # 2.  End tasks that were cancelled while they held no device, and tasks that can never start.
@@ -92,6 +94,8 @@ def cycle(board: Board, *, lift: bool = True) -> Plan:
         pool.closed.clear()
     # 5.  Seat the tasks that must not wait longer.
     urgent = _seat_urgent(draft)
+    # Keep devices for the gangs whose turn has come.
+    urgent |= _wait_for_devices(draft, urgent)
     # Launch graphs that can take turns with running graphs.
     kept = dict(urgent)
     _share(draft, kept)
@@ -99,12 +103,12 @@ def cycle(board: Board, *, lift: bool = True) -> Plan:
     # 7. in the place of tasks that had more.
     _seat(draft, kept)
     # 8.  Let tasks of one branch take turns.
-    _take_turns(draft)
+    _take_turns(draft, kept)
     # Victims released more than was needed: others may use it, or a limit has room again.
     while draft.left_over:
         draft.left_over = False
         _seat(draft, kept)
-        _take_turns(draft)
+        _take_turns(draft, kept)
     # All devices that could be taken are taken now: launch graphs beside others.
     _share(draft, kept)
     # 9.  Give what no waiting task could take to sharing graphs or to elastic tasks.
@@ -113,6 +117,7 @@ def cycle(board: Board, *, lift: bool = True) -> Plan:
         _share(draft, kept)
     if board.elastic and not board.short and not moves:
         _grow(draft, kept)
+    gang_waits.note_idle(board, draft.held_back)
     board.memory.goes_on = bool(board.short)
     seen = not board.short and not board.longer  # are all waiting tasks loaded?
     if seen and not draft.decisions and not kept and not urgent and draft.again_s == NEVER:
@@ -143,7 +148,7 @@ def _nothing_moved(draft: _DraftPlan) -> bool:
         or board.memory.lifted
     ):
         return False
-    return not board.urgency.tasks()
+    return not board.urgency.tasks() and not any(wait.gang for wait in board.waits.values())
 
 
 def _taken(lifted: dict[tuple[str, str, str], IdleCreditFloor]) -> tuple[IdleCreditFloor, ...]:
@@ -162,6 +167,8 @@ class _DraftPlan:
         self.again_s = NEVER  # when a task that could not be seated must be looked at again
         self.left_over = False  # did victims hold more than the launched task took?
         self.emptied: set[Lane] = set()  # lanes for whose first task a device is emptied
+        # kinds with free devices that a task did not get, as they are kept for a gang
+        self.held_back: set[str] = set()
 
     def move(
         self,
@@ -454,12 +461,12 @@ def _seat_urgent(draft: _DraftPlan) -> dict[str, _KeptForGang]:
         if shut is None and _launch_free(draft, task, rule):
             continue
         if not _make_room(draft, task, rule) and shut is None:
-            keeper = _keep(board, task, turns=True)
+            keeper = _keep(board, task, preemption.turns_end(board, task), urgent=True)
             if keeper.at_s < NEVER:
                 kept[task.kind] = keeper
                 board.memory.in_the_way.add(task.id)
             else:  # protection of running tasks ends some time
-                later_s = max(slice_us(board.policy, task) / 1e6, preemption.RESOLUTION_S)
+                later_s = max(slice_us(board.policy, task) / 1e6, RESOLUTION_S)
                 draft.again_s = min(draft.again_s, board.now_s + later_s)
     return kept
 
@@ -472,12 +479,73 @@ def _urgent_by(board: Board, task: BoardTask) -> str | None:
     return "F9" if promised and task.tier in board.urgency.honoured(task.kind) else None
 
 
-def _keep(board: Board, task: BoardTask, *, turns: bool) -> _KeptForGang:
-    """Return when enough devices are expected: when tasks end, or with `turns` when turns end."""
+def _wait_for_devices(
+    draft: _DraftPlan, urgent: dict[str, _KeptForGang]
+) -> dict[str, _KeptForGang]:
+    """Rule F7: seat the gangs that wait for their last devices, or keep devices for them.
+
+    Devices that are kept for an `urgent` task are not kept for a gang too.
+    """
+    board = draft.board
+    kept: dict[str, _KeptForGang] = {}
+    for kind in gang_waits.kinds(board):
+        gang_waits.settle(board, kind)
+        if kind in urgent:
+            continue
+        keeper = _goes_on_waiting(draft, kind) or _begins_to_wait(draft, kind)
+        if keeper is None:
+            continue
+        kept[kind] = keeper
+        board.memory.in_the_way.add(keeper.gang)
+        draft.again_s = min(draft.again_s, gang_waits.looks_again_s(board, keeper.at_s))
+    for ends_s in [gang_waits.turn_ends_s(board, stay) for stay in board.gangs.values()]:
+        if ends_s > board.now_s:
+            draft.again_s = min(draft.again_s, ends_s)
+    return kept
+
+
+def _goes_on_waiting(draft: _DraftPlan, kind: str) -> _KeptForGang | None:
+    board, task = draft.board, gang_waits.waiting_gang(draft.board, kind)
+    if task is None or preemption.shut_by(board, task) is not None:
+        gang_waits.end(board, kind)
+        return None
+    if _launch_free(draft, task, "F7") or _make_room(draft, task, "F7"):
+        gang_waits.end(board, kind, started=task)
+        return None
+    return _KeptForGang(task.id, board.lane(task), board.waits[kind].at_s, 0)
+
+
+def _begins_to_wait(draft: _DraftPlan, kind: str) -> _KeptForGang | None:
+    """Keep devices for the first gang if all holders must give way to it within a full slice."""
+    board, begins_s = draft.board, gang_waits.begins_s(draft.board, kind)
+    if begins_s > board.now_s:
+        draft.again_s = min(draft.again_s, begins_s)
+        return None
+    task = gang_waits.next_gang(board, kind)
+    if task is None:
+        return None
+    board.memory.in_the_way.add(task.id)
+    ends = preemption.turns_end(board, task, urgent=False)
+    keeper = _keep(board, task, ends, urgent=False)
+    if not board.now_s < keeper.at_s <= board.now_s + board.policy.slice_max_s:
+        draft.again_s = min(draft.again_s, gang_waits.put_off(board, kind))
+        return None
+    gang_waits.begin(board, task, keeper.at_s)
+    return keeper
+
+
+def _keep(
+    board: Board,
+    task: BoardTask,
+    ends: list[tuple[float, str, int]],
+    *,
+    urgent: bool,
+    turns: bool = True,
+) -> _KeptForGang:
+    """Return when enough devices are expected: `ends` say when turns end, or else when tasks do."""
     pool, lane = board.pools[task.kind], board.lane(task)
-    have = pool.fitting(lane)
-    have += sum(offer.suits for offer in elastic.offers(board, task, urgent=turns))
-    ends = preemption.turns_end(board, task) if turns else pool.ends
+    have = pool.pins_free(lane) if lane.pins else pool.fitting(lane)
+    have += sum(offer.suits for offer in elastic.offers(board, task, urgent=urgent))
     for at_s, id, devices in ends:
         if lane.host is not None and not turns:
             stay = board.stays[id]  # extra devices are counted above
@@ -546,9 +614,10 @@ def _seat(draft: _DraftPlan, kept: dict[str, _KeptForGang]) -> None:
     while not board.short and (found := tree.first(open_)) is not None:
         _, lane, task = found
         board.memory.looked_at(task, *tree.led())
-        keeper = kept.get(task.kind)
+        keeper = None if _is_owed(board, task, kept) else kept.get(task.kind)
         taken = 0 if keeper is None else _takes(board, task, lane, keeper)
         if keeper is not None and taken > keeper.spare:
+            draft.held_back.add(task.kind)
             if len(aside) < BACKFILL_DEPTH and lane.width <= _free(board, lane):
                 tree.drop(task.id)
                 aside.append(task)
@@ -565,6 +634,18 @@ def _seat(draft: _DraftPlan, kept: dict[str, _KeptForGang]) -> None:
             _find_no_seat(board, kept, open_, task)
     for task in aside:
         board.set_task(task)
+
+
+def _is_owed(board: Board, task: BoardTask, kept: dict[str, _KeptForGang]) -> bool:
+    """True if the task is within a guarantee, and a gang waits that would borrow (F4).
+
+    Such a task does not wait for the gang.
+    """
+    keeper, gang = kept.get(task.kind), gang_waits.waiting_gang(board, task.kind)
+    if not board.guarantees or gang is None or keeper is None or keeper.gang != gang.id:
+        return False
+    mine, theirs = preemption.sides(board.leaf(task), board.leaf(gang))
+    return theirs.borrows(keeper.lane) and not mine.borrows(board.lane_in_line(task))
 
 
 def _empty_a_device(draft: _DraftPlan, lane: Lane, task: BoardTask) -> None:
@@ -586,9 +667,7 @@ def _lanes(board: Board, kept: dict[str, _KeptForGang]) -> dict[Lane, None]:
         return {lane: None for lane in lanes if not _nothing_free(board, lane)}
     free = dict.fromkeys(lane for lane in lanes if _free(board, lane) >= lane.width)
     gain = [
-        lane
-        for lane in lanes
-        if lane not in free and board.ripe and lane.kind not in kept and _could_gain(board, lane)
+        lane for lane in lanes if lane not in free and board.ripe and _may_gain(board, lane, kept)
     ]
     if board.fractions:
         gain += [lane for lane in lanes if lane.width == 1 and _waits_for_fractions(board, lane)]
@@ -604,6 +683,15 @@ def _waits_for_fractions(board: Board, lane: Lane) -> bool:
 def _with_twins(lanes: Iterable[Lane]) -> dict[Lane, None]:
     """Add to each lane its counterpart (fresh or not): a launch may move siblings there (F8)."""
     return {twin: None for lane in lanes for twin in both_of(lane)}
+
+
+def _may_gain(board: Board, lane: Lane, kept: dict[str, _KeptForGang]) -> bool:
+    """True if tasks of a lane may replace others although devices may be kept for a gang."""
+    if lane.kind in kept:
+        found = board.tree.first((lane,)) if board.guarantees else None
+        if found is None or not _is_owed(board, found[2], kept):
+            return False
+    return _could_gain(board, lane)
 
 
 def _could_gain(board: Board, lane: Lane) -> bool:
@@ -623,7 +711,8 @@ def _find_no_seat(
     # With turns a gang makes room for itself, at the latest when its patience ends.
     easy = backfill == "easy" and not board.policy.turns
     if task.width > 1 and easy and task.kind not in kept:
-        kept[task.kind] = _keep(board, task, turns=False)
+        ends = board.pools[task.kind].ends
+        kept[task.kind] = _keep(board, task, ends, urgent=False, turns=False)
         board.memory.in_the_way.add(task.id)
     for lane in [lane for lane in open_ if lane.kind == task.kind]:
         hopeless = _nothing_free(board, lane) and preemption.nobody_can_gain(board, task)
@@ -803,16 +892,18 @@ def _give_back(
         _make_smaller(draft, resize.stay.task, resize.devices, by, told, task.id)
 
 
-def _take_turns(draft: _DraftPlan) -> None:
+def _take_turns(draft: _DraftPlan, kept: dict[str, _KeptForGang]) -> None:
     """Rules F6 and F8 below the top: let tasks of one branch replace each other.
 
-    This step gives the turns that no other branch could take.
+    This step gives the turns that no other branch could take.  A kind for which a gang waits is
+    left out: a new turn would put the gang off.
     """
     board = draft.board
     if not board.policy.turns or not board.tree.lanes:
         return
     for branch in preemption.shared(board):
-        open_ = _with_twins(board.tree.lanes)
+        waits = [kind for kind in kept if gang_waits.waiting_gang(board, kind) is not None]
+        open_ = _with_twins(lane for lane in board.tree.lanes if lane.kind not in waits)
         while open_ and branch.lines:
             found = board.tree.first_below(branch, open_)
             if found is None:

@@ -1,4 +1,6 @@
-"""Rule F7: how long a waiting gang is patient, and when it goes before all others.
+"""Rule F7: how long a gang waits whose turn does not come, until it goes before all others.
+
+`gang_waits` decides for how long devices are kept for a gang whose turn has come.
 
 Patience is the total time that a gang may wait.  The narrower the gang, the longer it is patient.
 Once the patience of a wide gang has ended, the gang is not preempted; how many devices such gangs

@@ -54,11 +54,11 @@ from app.core.fairness.fair_tree import ALL, Branch, Lane, unscored
 from app.core.fairness.fair_tree import score as scored
 from app.core.model.lifecycle import State
 from app.core.model.snapshot import TIERS, BoardTask, changed
+from app.core.scheduling import gang_waits
 from app.core.scheduling.board import Board, alike, place_in_line
 from app.core.scheduling.pool import part_bytes
-from app.core.scheduling.stays import NEVER, BoardStay, ripe_s, slice_us
+from app.core.scheduling.stays import NEVER, RESOLUTION_S, BoardStay, ripe_s, slice_us
 
-RESOLUTION_S = 0.001  # of the computed instants
 NOT_TO_BE_HAD = 1 << 30  # more devices than exist
 NOTHING: Mapping[str, Any] = {}
 # with more pairs of a waiting task and a running leaf, no instant is computed
@@ -366,11 +366,17 @@ class _Claim:
         gang.
         """
         if side.leaf is self.leaf:
-            return "F6/F8"
+            return self._turn_rule(stay)
         whole = self._all_lent(side.leaf, side.theirs, stay.lane.width)
         if side.owed and (whole or self._all_lent(side.leaf, side.theirs)):
             return "F5" if whole or side.better or self._guarantees_fit(side.theirs) else None
-        return "F6/F8" if side.better and (side.owed or whole) else None
+        return self._turn_rule(stay) if side.better and (side.owed or whole) else None
+
+    def _turn_rule(self, stay: BoardStay) -> str | None:
+        """Rule F7: a gang that would have to wait for its devices again has a longer turn."""
+        if not self.urgent and self.board.now_s < gang_waits.turn_ends_s(self.board, stay):
+            return None
+        return "F6/F8"
 
     def _guarantees_fit(self, side: Branch) -> bool:
         """True if all guarantees at the branch's level fit into the devices."""
@@ -491,9 +497,9 @@ class _Claim:
     def empty_at_s(self, device: str) -> float:
         """Return when all fractions on a device will give way, as things are; NEVER if not all."""
         self.taken.clear()
-        return max((self._leaves_at_s(stay) for stay in self.board.group(device)), default=NEVER)
+        return max((self.leaves_at_s(stay) for stay in self.board.group(device)), default=NEVER)
 
-    def _leaves_at_s(self, stay: BoardStay) -> float:
+    def leaves_at_s(self, stay: BoardStay) -> float:
         board, task = self.board, stay.task
         if not board.policy.turns:
             return board.end_s(stay)
@@ -566,19 +572,25 @@ class _Claim:
                 yield side.borrows(lane), self.board.tree.score(side, kind=lane.kind), side
 
 
-def turns_end(board: Board, task: BoardTask) -> list[tuple[float, str, int]]:
+def turns_end(
+    board: Board, task: BoardTask, *, urgent: bool = True
+) -> list[tuple[float, str, int]]:
     """Return when stays end, or when they may give way to an urgent task; like `Pool.ends`.
+
+    For a task that is not `urgent` they give way only if they are better served (F6), or lent (F5).
 
     Stays that may not give way even then count only at their own end.  Otherwise devices would be
     kept for ever in vain.
     """
-    claim, found = _Claim(board, task, urgent=True), list[tuple[float, str, int]]()
+    claim, found = _Claim(board, task, urgent=urgent), list[tuple[float, str, int]]()
     stays = [s for s in board.stays.values() if s.task.kind == task.kind and not s.leaving]
     turns = sorted((max(ripe_s(stay), claim.turn_over_s(stay)), stay.id) for stay in stays)
     for over_s, id in turns:
         stay = board.stays[id]
         at_s = board.end_s(stay)
-        if over_s < at_s and claim.gives_way(stay):
+        if stay.leaf is claim.leaf and not urgent:
+            at_s = min(at_s, claim.leaves_at_s(stay))
+        elif over_s < at_s and claim.gives_way(stay):
             at_s = over_s
         found.append((at_s, id, max(0, claim.gain(stay) - stay.grown)))
     return sorted(_last_beside(board, found))

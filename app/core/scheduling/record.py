@@ -25,6 +25,7 @@ from app.core.model.snapshot import (
     BoardTenant,
     BoardUser,
     Conditions,
+    GangWait,
     IdleCreditFloor,
     Plan,
     Policy,
@@ -57,6 +58,7 @@ def seen_by(board: Board, plan: Plan, before: Mapping[str, BoardTask], *, island
         devices={d.id: d for d in board.devices.values() if d.kind in kinds},
         tasks=tasks,
         lifts=tuple(_lifts(board, tenants, users, kinds)),
+        waits=tuple(wait for wait in board.memory.waits if wait.kind in kinds),
     )
 
 
@@ -208,6 +210,7 @@ def as_json(snapshot: Snapshot) -> JSON:
         "policy": codec.to_json(snapshot.policy),
         **{name: [codec.to_json(item) for _, item in items] for name, items in listed.items()},
         "lifts": codec.to_json(snapshot.lifts),
+        "waits": codec.to_json(snapshot.waits),
     }
     body: JSON = codec.with_texts(parts)
     return body
@@ -220,5 +223,6 @@ def from_json(body: JSON) -> Snapshot:
         for name, kind in _KINDS.items()
     }
     lifts = tuple(codec.from_json(IdleCreditFloor, item) for item in body.get("lifts", ()))
+    waits = tuple(codec.from_json(GangWait, item) for item in body.get("waits", ()))
     policy = codec.from_json(Policy, body["policy"])
-    return Snapshot(island=body["island"], policy=policy, lifts=lifts, **parts)
+    return Snapshot(island=body["island"], policy=policy, lifts=lifts, waits=waits, **parts)

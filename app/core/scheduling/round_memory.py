@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from app.core.fairness.fair_tree import Branch
-from app.core.model.snapshot import BoardTask, IdleCreditFloor
+from app.core.model.snapshot import BoardTask, GangWait, IdleCreditFloor
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class RoundMemory:
     `tried` maps the tasks that went first in the last round to the tasks that made them first or
     kept them from a device (`core.scheduling.record`).  `goes_on` is True if a queue ran out, so
     that the next round continues the last.  `quiet` is (`tree.moved`, time): while `moved` is the
-    same, no task gains before that time.
+    same, no task gains before that time.  `waits` are the waits of gangs before the last round.
 
     The rest serves idle credit.  `services` has the service level of each branch and kind, and
     `lifted` the floors that are new since the last plan.  `ended` has (branch, kind) of tasks that
@@ -45,6 +45,7 @@ class RoundMemory:
     tried: dict[str, tuple[str, ...]] = field(default_factory=dict)
     goes_on: bool = False
     quiet: tuple[int, float] = (-1, -math.inf)
+    waits: tuple[GangWait, ...] = ()
     services: dict[tuple[Branch, str], Service] = field(default_factory=dict)
     lifted: dict[tuple[str, str, str], IdleCreditFloor] = field(default_factory=dict)
     ended: dict[tuple[Branch, str], None] = field(default_factory=dict)

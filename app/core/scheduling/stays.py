@@ -14,6 +14,7 @@ LEAVES_A_SEAT = frozenset({State.pausing, State.stopping})
 
 
 NEVER = math.inf
+RESOLUTION_S = 0.001  # of the computed instants
 
 
 @dataclass(slots=True, eq=False)

@@ -554,7 +554,8 @@ class World:
 
     def snapshot(self) -> Snapshot:
         """Return what a ledger and heartbeats would show: nothing that runs is booked yet."""
-        return self._seen({id: self._measured(task) for id, task in self.tasks.items()})
+        seen = self._seen({id: self._measured(task) for id, task in self.tasks.items()})
+        return replace(seen, waits=tuple(self.board.waits.values()))
 
     def _seen(self, tasks: Mapping[str, BoardTask]) -> Snapshot:
         return Snapshot(

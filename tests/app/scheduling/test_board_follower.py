@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import func, select, text
 
 from app.core.fairness import fair_tree
-from app.core.model.snapshot import Plan, PlanDecision
+from app.core.model.snapshot import GangWait, Plan, PlanDecision
 from app.core.scheduling.board import Board
 from app.core.scheduling.cycle import cycle
 from app.core.scheduling.record import as_json, from_json, seen_by
@@ -204,6 +204,15 @@ class TestFollowing:
         a_round(session, isle)
         assert isle.board is not before
         assert isle.board.path_of("ten_b") == ("ten_a", "ten_b")
+
+
+def test_waits_of_gangs_outlast_a_board_that_is_read_anew(session, isle):
+    a_round(session, isle)
+    wait = GangWait(kind="cpu", again_s=isle.board.now_s + 900.0)
+    isle.board.waits = {"cpu": wait}
+    isle.forget()
+    a_round(session, isle)
+    assert isle.board.waits == {"cpu": wait}
 
 
 class TestLongLines:

@@ -1,0 +1,147 @@
+"""Rule F7: for how long devices stand free for a gang whose turn has come.
+
+Beside tasks that end one by one, the devices of a gang are hardly ever free together.  So they are
+kept for it as they become free, once all their holders have to give way to it after their turn
+(F5, F6), within a full slice.  Until the last device is there, those whose tasks end by themselves
+stand idle: a wait for w devices costs them about half a typical stay each.
+
+That cost alone decides how patient the gangs of a kind of device must be.  Over time it may be
+`Policy.wait_share` of the devices, as much as switching may cost (F8).  What stands idle is summed
+up, and the next wait begins when the sum is that part of the devices' time since the last wait
+began.  So patience follows the stays of the tasks, with no figure of its own: with D devices and
+stays of L seconds it is about w * L / 2 / (wait_share * D), at most 12.5 minutes for 8 of 8 devices
+beside tasks of 30 s.  Stays that end together cost nothing, and need no patience.
+
+All gangs of a kind share the sum, so their number does not matter.  In any time T the others lose
+wait_share * D * T at most, and one wait of w devices for a slice.
+
+A gang that waited has a longer turn: half of the time that pays for its wait.  If it gave way to
+the first task that is less served, the waits would cost it what it is owed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from app.core.fairness.fair_tree import Lane
+from app.core.model.snapshot import BoardTask, GangWait
+from app.core.scheduling.board import Board
+from app.core.scheduling.stays import NEVER, RESOLUTION_S, BoardStay
+
+WITHIN_S = 3600.0  # F7: in this time a gang gets what it is owed
+LOOKS = 8  # in the longest slice: how often a gang is looked at that may not begin to wait yet
+
+
+def waiting_gang(board: Board, kind: str) -> BoardTask | None:
+    """Return the gang for which devices of the kind are kept; None if its wait is over."""
+    wait = board.waits.get(kind)
+    if wait is None or wait.gang not in board.tree:
+        return None
+    task = board.tasks[wait.gang]
+    is_over = board.now_s >= wait.at_s + look_s(board)
+    return None if is_over or task.epoch != wait.epoch else task
+
+
+def next_gang(board: Board, kind: str) -> BoardTask | None:
+    """Return the gang that goes before all other gangs which wait for the kind."""
+    found = board.tree.first([lane for lane in board.tree.lanes if is_for_gang(lane, kind)])
+    return None if found is None else found[2]
+
+
+def is_for_gang(lane: Lane, kind: str) -> bool:
+    return lane.width > 1 and lane.kind == kind
+
+
+def kinds(board: Board) -> list[str]:
+    """Return the kinds of device for which a gang waits, or just did."""
+    if not board.policy.turns or not board.policy.wait_share:
+        return []
+    wanted = {lane.kind for lane in board.tree.lanes if lane.width > 1 and lane.kind in board.pools}
+    return sorted(wanted | {kind for kind, wait in board.waits.items() if wait.gang})
+
+
+def begins_s(board: Board, kind: str) -> float:
+    """Return when the next wait may begin."""
+    return board.waits[kind].again_s if kind in board.waits else -NEVER
+
+
+def look_s(board: Board) -> float:
+    """Return the time after which a gang is looked at again, in s."""
+    return max(board.policy.slice_max_s / LOOKS, RESOLUTION_S)
+
+
+def looks_again_s(board: Board, at_s: float) -> float:
+    """Return when to look at a gang whose last device is expected at `at_s`."""
+    return at_s if at_s > board.now_s else at_s + look_s(board)
+
+
+def put_off(board: Board, kind: str) -> float:
+    """Look at the gangs of a kind again a little later; return when."""
+    at_s = board.now_s + look_s(board)
+    known = board.waits.get(kind, GangWait(kind=kind, again_s=at_s))
+    board.waits[kind] = replace(known, again_s=at_s)
+    return at_s
+
+
+def begin(board: Board, task: BoardTask, at_s: float) -> None:
+    known = board.waits.get(task.kind, GangWait(kind=task.kind, again_s=board.now_s))
+    board.waits[task.kind] = replace(
+        known,
+        again_s=board.now_s,
+        gang=task.id,
+        epoch=task.epoch,
+        at_s=at_s,
+        lost_s=0.0,
+    )
+
+
+def settle(board: Board, kind: str) -> None:
+    """Add to the sum what has stood idle until now."""
+    wait = board.waits.get(kind)
+    if wait is None or not wait.idle:
+        return
+    lost_s = wait.idle * (board.now_s - wait.idle_since_s)
+    again_s = wait.again_s + paid_in_s(board, kind, lost_s)
+    board.waits[kind] = replace(wait, again_s=again_s, idle=0, lost_s=wait.lost_s + lost_s)
+
+
+def paid_in_s(board: Board, kind: str, lost_s: float) -> float:
+    """Return in what time so many device-seconds are no more than may stand idle."""
+    return lost_s / (board.policy.wait_share * max(1, board.pools[kind].size()))
+
+
+def end(board: Board, kind: str, started: BoardTask | None = None) -> None:
+    """End the wait for devices of a kind; the gang may have `started`."""
+    wait = board.waits.get(kind)
+    if wait is not None:
+        each_s = wait.each_s if started is None else wait.lost_s / started.width
+        board.waits[kind] = replace(wait, gang="", each_s=each_s)
+
+
+def turn_ends_s(board: Board, stay: BoardStay) -> float:
+    """Return until when a gang gives way by no turn (F6, F8), since it would have to wait again.
+
+    A turn is half of the time that pays for a wait; the other half is for the other tasks.  Both
+    together are no longer than the time in which F7 promises a share.
+    """
+    wait, started_s = board.waits.get(stay.lane.kind), stay.task.started_s
+    if wait is None or not wait.each_s or stay.lane.width == 1 or started_s is None:
+        return -NEVER
+    pays_s = paid_in_s(board, wait.kind, wait.each_s * stay.lane.width)
+    return started_s + min(pays_s, WITHIN_S) / 2
+
+
+def note_idle(board: Board, held_back: Collection[str]) -> None:
+    """Note which devices stand idle from now on, of kinds in which other tasks were held back."""
+    for kind, wait in board.waits.items():
+        task = waiting_gang(board, kind)
+        if task is not None and kind in held_back:
+            idle = _free(board, task)
+            board.waits[kind] = replace(wait, idle=idle, idle_since_s=board.now_s)
+
+
+def _free(board: Board, task: BoardTask) -> int:
+    """Count the free devices that suit the gang, without those that a task is still leaving."""
+    pool, lane = board.pools[task.kind], board.lane(task)
+    return sum(not leaving and pool.takes(id, lane) for id, leaving in pool.free.items())
