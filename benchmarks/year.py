@@ -476,6 +476,7 @@ def main() -> int:
         _at_most("longest round of the island meanwhile", longest_s, "s", LONGEST_PIECE_S),
         _at_most("sums of the ledger that changed", int(not is_same), "", 0),
     ]
+    same = dict(zip(every_address(most), every_address(FEW), strict=True))  # other ids
     peers = {
         **size,
         f"slowest page, p95 ms, {FEW:,} tasks": _slowest(few, "/ui/"),
@@ -485,7 +486,7 @@ def main() -> int:
         "load": round(os.getloadavg()[0], 1),
         **{f"alone: {name}": value for name, value in _told(alone).items()},
         **{f"beside deletes: {name}": value for name, value in _told(beside).items()},
-        **{path: {"p95 ms": p95(ms), "few": p95(few[path])} for path, ms in _by_time(many)},
+        **{path: {"p95 ms": p95(ms), "few": p95(few[same[path]])} for path, ms in _by_time(many)},
     }
     return report("year", targets, peers)
 
