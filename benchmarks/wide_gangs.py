@@ -13,9 +13,9 @@ owed is its share by water-filling: a third of the devices, or its width if that
 owed` is the worst at any instant from an hour after it came, of all that it held and was owed since
 then. What is lost is the device time that nobody held since the gang came, while others waited.
 
-Islands do not wait yet: `Policy.wait_share` is 0 unless it is set, as it is here. While one gang
-waits, no task of its kind takes another's turn, which costs many small gangs on hundreds of devices
-more than it gives them (`benchmarks.philly`).
+An island does so only where `ROUNDHOUSE_WAIT_SHARE` is set, as `Policy.wait_share` is here.  While
+one gang waits, no task of its kind takes another's turn, which costs many small gangs on hundreds
+of devices more than it gives them (`benchmarks.philly`).
 
 The peer is the same island without waits (`Policy.wait_share` 0): devices are kept for a gang only
 once it has waited for ten hours. The quick form has one seed and the widths 2, 4 and 8 for three

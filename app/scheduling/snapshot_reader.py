@@ -78,6 +78,7 @@ def policy(base: LedgerBase) -> Policy:
         idle_credit_s=settings().idle_credit_s,
         slice_min_s=settings().slice_min_s,
         slice_max_s=settings().slice_max_s,
+        wait_share=settings().wait_share,
         grow_after_s=settings().grow_after_s,
         sharers_max=settings().sharers_max,
         homebound=True,

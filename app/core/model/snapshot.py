@@ -121,10 +121,10 @@ class GangWait:
     """Rule F7: what gangs that wait for a kind of device cost (`core.scheduling.gang_waits`).
 
     Devices are kept for the `gang` ("": for none) in its `epoch`, which expects the last one at
-    `at_s`.  Of them `idle`
-    stand free since `idle_since_s`, though other tasks could run there; `lost_s` are the
-    device-seconds that stood free in this wait before.  The waits so far are paid for at `again_s`;
-    no other begins before.  `each_s` is how long each device of the last gang stood free for it.
+    `at_s`.  Of them `idle` stand free since `idle_since_s`, though other tasks could run there;
+    `lost_s` are the device-seconds that stood free in this wait before.  The waits so far are paid
+    for at `again_s`; no other begins before.  `each_s` is how long each device of the last gang
+    stood free for it.
     """
 
     kind: str
