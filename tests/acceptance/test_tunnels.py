@@ -22,6 +22,12 @@ pytestmark = pytest.mark.acceptance
 PATIENCE_S = 300.0
 
 
+def _own_terminal():
+    os.setsid()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored where pytest runs in the background
+
+
 class Terminal:
     """A program in a terminal of its own, as a user has it."""
 
@@ -36,7 +42,7 @@ class Terminal:
             stdout=slave,
             stderr=slave,
             env=env,
-            preexec_fn=lambda: (os.setsid(), fcntl.ioctl(0, termios.TIOCSCTTY, 0)),
+            preexec_fn=_own_terminal,
         )
         os.close(slave)
         self.text = ""

@@ -34,11 +34,11 @@ STEPS = (
     Step(
         "swap",
         "Two tenants' large jobs take turns on a device that holds one of them.",
-        240,
+        180,
         jobs.swap,
     ),
     Step(
-        "zoo", "Each job of the zoo, moved and offloaded, ends with the same bits.", 300, jobs.zoo
+        "zoo", "Each job of the zoo, moved and offloaded, ends with the same bits.", 240, jobs.zoo
     ),
     Step(
         "ranks",
@@ -55,7 +55,7 @@ STEPS = (
     Step(
         "move",
         "A command is stored with its device memory, killed, and goes on from its image.",
-        180,
+        120,
         host_steps.move,
     ),
     Step(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import socket
 import struct
@@ -136,27 +135,29 @@ def test_parts_of_more_than_a_message_may_have_are_refused():
         parts.add(part)
 
 
+HOLDER = """
+import mmap, subprocess, sys
+own, shared = bytearray(b"x" * (32 << 20)), mmap.mmap(-1, 64 << 20)
+shared.write(b"y" * (64 << 20))
+holds = "x = b'z' * (48 << 20); print(flush=True); input()"
+child = subprocess.Popen([sys.executable, "-c", holds], stdin=-1, stdout=-1)
+child.stdout.readline()
+print(flush=True)
+input()
+child.kill()
+"""
+
+
 def test_kernel_counts_what_a_process_and_its_children_hold():
-    before = kernel_memory(os.getpid())
-    assert before is not None
-    own, shared = bytearray(b"x" * (32 << 20)), mmap.mmap(-1, 64 << 20)
-    shared.write(b"y" * (64 << 20))
-    child = subprocess.Popen([sys.executable, "-c", "x = b'z' * (48 << 20); input()"], stdin=-1)
-    try:
-        until_s = time.monotonic() + 60
-        grown = 0
-        while grown < 75 << 20 and time.monotonic() < until_s:
-            after = kernel_memory(os.getpid())
-            assert after is not None
-            grown = after[0] - before[0]
-            time.sleep(0.05)
-        assert grown >= 75 << 20
-        assert after[1] - before[1] >= 60 << 20
-    finally:
-        child.kill()
-        child.communicate()
-        shared.close()
-    assert len(own) == 32 << 20
+    command = [sys.executable, "-c", HOLDER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        try:
+            assert holder.stdout.readline() == b"\n"
+            own, shared = kernel_memory(holder.pid)
+            assert 80 << 20 <= own < 200 << 20
+            assert 64 << 20 <= shared < 70 << 20
+        finally:
+            holder.communicate(b"\n")
     assert kernel_memory(2**22 + 1) is None
 
 

@@ -6,7 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -187,7 +187,9 @@ class Gang:
             came = self.home.receive()
             for message in came:
                 if message["is"] == "saving" and message["what"] not in self.withheld:
-                    self.order("kept", what=message["what"], files=0)
+                    # a gang that fails may have ended since: its last word comes next
+                    with suppress(BrokenPipeError):
+                        self.order("kept", what=message["what"], files=0)
             self.said += came
             last = [m for m in came if m["is"] in ("failed", "stopped") and m["is"] != word]
             assert not last, f"{last}\n{last[0].get('detail')}\n{self.log()}"

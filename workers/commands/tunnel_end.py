@@ -33,6 +33,7 @@ LAST_WORDS_S = 0.1  # how long a terminal must be silent after its shell has end
 LAST_WORDS_MAX_S = 5.0
 CONNECT_S = 2.0
 NO_SHELL = 127
+_GIVEN_BACK = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
 
 
 class TunnelOver(Exception):
@@ -291,8 +292,9 @@ def _become_shell(slave: int, words: list[str]) -> NoReturn:
         for fd in range(3):
             os.dup2(slave, fd)
         os.closerange(3, 4096)
-        # ignored by Python and by us: programs would inherit that, and outlive a lost user
-        for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGHUP):
+        # Ignored by Python, by us, or by a shell that began the device worker in the background:
+        # programs would inherit that, outlive a lost user, and not be interrupted.
+        for number in _GIVEN_BACK:
             signal.signal(number, signal.SIG_DFL)
         argv = words or [_usual_shell()]
         os.execvp(argv[0], argv)

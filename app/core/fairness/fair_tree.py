@@ -799,16 +799,20 @@ class FairTree(Generic[Item]):
             if child.entry is entry and (key := self._key(child)) is not None:
                 heappush(frontier, (key, _RIGHT))
 
-    def lowest(self, branch: Branch, lane: Lane) -> list[tuple[bool, int, Branch]]:
+    def lowest(self, branch: Branch, lane: Lane) -> list[tuple[bool, int, Branch | None]]:
         """Return the lowest key as `keys` does, and a second key that may be too low.
 
-        No other child has a key below the second.
+        No other child has a key below the second.  It is of no child (None) if it is an old one:
+        the child that had it may be the first by now.
         """
         line = branch.lines.get(lane)
         if line is None or not line.inner or self._top(line) is None:
             return []
         entries = (line.head, line.heap[0]) if line.heap else (line.head,)
-        return [(entry[0], entry[1], entry[3].branch) for entry in entries]
+        return [
+            (entry[0], entry[1], entry[3].branch if entry[3].entry is entry else None)
+            for entry in entries
+        ]
 
     def keys(self, branch: Branch, lane: Lane) -> Iterator[tuple[bool, int, Branch]]:
         """Yield (does it borrow, its score, itself) for each waiting child with room."""

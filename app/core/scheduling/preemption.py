@@ -749,12 +749,13 @@ def nobody_gains_until_s(board: Board) -> float:
     return tree.accrued_s(int(least)) if least < math.inf else NEVER
 
 
-def _claims(board: Board, kind: str) -> list[tuple[int, Branch]]:
+def _claims(board: Board, kind: str) -> list[tuple[int, Branch | None]]:
     """Return the lowest scores that waiting top branches can have after the shortest turn.
 
     The two lowest scores of each lane stand for all; a turn weighs least on the heaviest branch.
+    One without a branch may be of any.
     """
-    tree, found = board.tree, list[tuple[int, Branch]]()
+    tree, found = board.tree, list[tuple[int, Branch | None]]()
     for lane in tree.lanes:
         if lane.kind == kind:
             turn_us = int(1e6 * min(board.policy.slice_min_s, board.policy.slice_max_s))

@@ -181,7 +181,7 @@ udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); udp.bind(("127.0.0.1", 0
 for n in range(100):
     one.send(b"a"); left.send(b"b"); client.send(b"c" * 100)
     udp.sendto(b"d", udp.getsockname()); udp.recv(10); time.sleep(0.008); print(n)
-more = socket.create_connection(listening.getsockname())
+more = socket.create_connection(listening.getsockname()); listening.accept()
 got = [len(end.recv(100, socket.MSG_WAITALL)) for end in (other, right)]
 print("sum", got, len(server.recv(10_000, socket.MSG_WAITALL)))
 """
