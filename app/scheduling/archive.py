@@ -28,7 +28,7 @@ DRAFTS_KEPT_S = 86400.0
 
 
 class CannotArchive(Exception):
-    """The rows could not be kept, so they must stay in the database."""
+    """Raised when rows cannot be kept, so that they must stay in the database."""
 
 
 class Archive:

@@ -95,9 +95,9 @@ class _RowVersion:
 
 @dataclass(slots=True)
 class _Piece:
-    """What is to be deleted at once: rows of each table, in the order of deletion.
+    """Holds the rows that are deleted at once, by table, in the order of deletion.
 
-    `tasks` are task -> request.
+    `tasks` maps each task to its request.
     """
 
     requests: Sequence[str]

@@ -18,7 +18,7 @@ class DeviceHealthNote:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceHealthView:
-    """What is known of a device's health.
+    """Shows what is known of a device's health.
 
     `cordon_rule` and `cordon_reason` say why a rule has cordoned it, since `cordoned_at`; None
     without such a cordon.  `warnings` are findings that do not cordon.  `notes` are the newest
