@@ -139,7 +139,9 @@ def test_command_begins_again_where_its_device_memory_cannot_come_back(hosts, la
     told = "could not go on where it was: its device memory could not be restored: restore of"
     there.until(lambda: any(told in line for line in there.printed("t1", 2)))
     ours = [line for line in _to_the_end(there, 2) if not line.startswith("Roundhouse: ")]
-    assert ours == counted(int(ours[-2]))
+    # The restored process may print once more before its device memory is refused.
+    begun_again = ours[ours.index("10") :]
+    assert begun_again == counted(int(begun_again[-2]))
 
 
 def test_device_memory_that_cannot_leave_lets_the_command_run_and_is_told(hosts, launched):
