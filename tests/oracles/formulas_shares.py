@@ -4,7 +4,7 @@ YARN's computed shares, KAI's quota and over-quota, HTCondor's pie, Armada's fai
 fairness error, Jain's index: the published formulas, with plain arguments and exact fractions.
 
 Nothing here decides in Roundhouse: its own division is `core.fairness.water_filling`.  Several
-resources at once are `core.fairness.dominant_resource`; usage that was is
+resources at once are `tests.oracles.formulas_resources`; usage that was is
 `tests.oracles.formulas_history`.
 """
 

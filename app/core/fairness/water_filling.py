@@ -17,7 +17,7 @@ lead to over time.  `tests.oracles.formulas_shares` shows how other systems divi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import NamedTuple
@@ -160,49 +160,6 @@ def divide(capacity: Amount, claims: Claims) -> dict[str, Fraction]:
     return _parts(total, spans)
 
 
-def divide_leftover(capacity: Amount, claims: Claims) -> dict[str, Fraction]:
-    """Divide the floors first, then the rest by weight on top of them, up to the ceilings.
-
-    This is the form of quota-first systems (KAI's deserved and over-quota, in exact parts): weights
-    count only beyond the guarantees.  Otherwise like `divide`.
-    """
-    total = _total(capacity, claims)
-    if _short(total, claims):
-        return _parts(total, _floors(claims))
-    floors = {name: claim.floor for name, claim in claims.items()}
-    above = {
-        name: ShareRange(exact(claim.weight), Fraction(0), claim.ceiling - floors[name])
-        for name, claim in claims.items()
-    }
-    extra = _parts(total - sum(floors.values()), above)
-    return {name: floors[name] + extra[name] for name in claims}
-
-
-def division(
-    capacity: Amount,
-    demands: Mapping[str, Amount],
-    weights: Mapping[str, Amount],
-    guarantees: Mapping[str, Amount] | None = None,
-    limits: Mapping[str, Amount | None] | None = None,
-) -> dict[str, Fraction]:
-    """Do what `divide` does, with one dict by name for each property of a claim.
-
-    Every name in `demands` takes part.  A name that is missing in `guarantees` has no guarantee;
-    one that is missing in `limits` has no limit.  The other dicts may contain more names.
-    """
-    owed, most = guarantees or {}, limits or {}
-    claims = {
-        name: Claim(
-            weight=weights[name],
-            demand=demand,
-            guarantee=owed.get(name, 0),
-            limit=most.get(name),
-        )
-        for name, demand in demands.items()
-    }
-    return divide(capacity, claims)
-
-
 def _total(capacity: Amount, claims: Claims) -> Fraction:
     if not capacity >= 0:
         raise ValueError(f"capacity {capacity} is below 0: there is nothing to divide")
@@ -224,49 +181,6 @@ def _whole_spans(claims: Claims) -> dict[str, ShareRange]:
 def _parts(total: Fraction, spans: Mapping[str, ShareRange]) -> dict[str, Fraction]:
     found = level(total, spans.values())
     return {name: span.at(found) for name, span in spans.items()}
-
-
-# --- whole devices ------------------------------------------------------------------------------
-
-
-def whole(
-    shares: Mapping[str, Amount],
-    capacity: Amount | None = None,
-    *,
-    order: Sequence[str] = (),
-    ceilings: Mapping[str, Amount] | None = None,
-) -> dict[str, int]:
-    """Round shares to whole devices by largest remainder.
-
-    Each party keeps the whole part of its share.  The remaining devices go, one each, to the
-    parties that lost the largest fractions.  Equal fractions are ordered by `order` (age, say),
-    then by name for parties that `order` does not list.  The result adds up to the whole part of
-    all shares, or of `capacity` if that is less, and no party's share changes by a device or more.
-    With whole demands and limits no party exceeds them.  If they are not whole, `ceilings` enforces
-    them, and devices that no party may round up to stay undivided.
-    """
-    parts = {name: exact(share) for name, share in shares.items()}
-    total = sum(parts.values(), Fraction(0))
-    if capacity is not None:
-        total = min(total, exact(capacity))
-    counts = {name: part.numerator // part.denominator for name, part in parts.items()}
-    left = total.numerator // total.denominator - sum(counts.values())
-    if left < 0:
-        raise ValueError(f"capacity {capacity} is less than the shares come to: divide it first")
-    for name in _by_remainder(parts, order):
-        if left and (
-            ceilings is None or name not in ceilings or counts[name] + 1 <= ceilings[name]
-        ):
-            counts[name] += 1
-            left -= 1
-    return counts
-
-
-def _by_remainder(parts: Mapping[str, Fraction], order: Sequence[str]) -> list[str]:
-    """Return the parties that lose a fraction when rounded down, the largest fraction first."""
-    age = {name: place for place, name in enumerate(order)}
-    lost = {name: part % 1 for name, part in parts.items() if part % 1}
-    return sorted(lost, key=lambda name: (-lost[name], age.get(name, len(age)), name))
 
 
 # --- a tree of tenants --------------------------------------------------------------------------
@@ -300,32 +214,12 @@ def divide_tree(capacity: Amount, tree: Tree) -> dict[Path, Fraction]:
     the sum of its children's, whichever is more.  Of a child's guarantee only what the child can
     use now counts, so an idle guarantee is lent to the whole tree and not to the siblings first.
     """
-    return _down(exact(capacity), tree, divide)
-
-
-def whole_tree(capacity: int, tree: Tree, *, order: Sequence[str] = ()) -> dict[Path, int]:
-    """`divide_tree` in whole devices: `whole` rounds each level before those below.
-
-    `order` breaks ties of names at every level.  Demands, guarantees and limits are whole numbers.
-    """
-
-    def cut(part: Amount, claims: Claims) -> dict[str, Fraction]:
-        shares = whole(divide(part, claims), order=order)
-        return {name: Fraction(count) for name, count in shares.items()}
-
-    return {path: int(part) for path, part in _down(exact(capacity), tree, cut).items()}
-
-
-def _down(
-    capacity: Fraction, tree: Tree, cut: Callable[[Amount, Claims], dict[str, Fraction]]
-) -> dict[Path, Fraction]:
-    """Divide from the top down: `cut` each branch's part among its children."""
     below = dict(_families(tree))
     claims = _claims(below)
-    parts: dict[Path, Fraction] = {(): capacity}
+    parts: dict[Path, Fraction] = {(): exact(capacity)}
     for path, children in below.items():
         family = {name: claims[*path, name] for name in children}
-        for name, part in cut(parts[path], family).items():
+        for name, part in divide(parts[path], family).items():
             parts[*path, name] = part
     del parts[()]
     return parts

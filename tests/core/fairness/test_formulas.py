@@ -15,15 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.core.fairness import dominant_resource, water_filling
-from app.core.fairness.dominant_resource import (
-    armada_cost,
-    divisible_filling,
-    dominant_share,
-    kueue_share,
-    progressive_filling,
-)
 from app.core.fairness.water_filling import Claim, divide
-from tests.oracles import formulas_history, formulas_shares, stride
+from tests.oracles import formulas_history, formulas_resources, formulas_shares, stride
 from tests.oracles.formulas_history import (
     condor_effective,
     condor_priority,
@@ -34,6 +27,13 @@ from tests.oracles.formulas_history import (
     slurm_billing,
     slurm_classic,
     slurm_fair_tree,
+)
+from tests.oracles.formulas_resources import (
+    armada_cost,
+    divisible_filling,
+    dominant_share,
+    kueue_share,
+    progressive_filling,
 )
 from tests.oracles.formulas_shares import (
     KaiQueue,
@@ -901,7 +901,14 @@ def test_the_examples_of_the_page_come_out_as_printed():
 
 @pytest.mark.parametrize(
     "module",
-    [water_filling, dominant_resource, formulas_history, formulas_shares, stride],
+    [
+        water_filling,
+        dominant_resource,
+        formulas_resources,
+        formulas_history,
+        formulas_shares,
+        stride,
+    ],
     ids=lambda m: m.__name__,
 )
 def test_the_page_lists_every_public_function_with_its_arguments(module):

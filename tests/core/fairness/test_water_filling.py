@@ -14,13 +14,9 @@ from app.core.fairness.water_filling import (
     Claimant,
     ShareRange,
     divide,
-    divide_leftover,
     divide_tree,
-    division,
     exact,
     level,
-    whole,
-    whole_tree,
 )
 from tests.thoroughness import examples
 
@@ -41,8 +37,9 @@ from tests.thoroughness import examples
 def test_devices_are_divided_by_weight_among_those_who_want_them(
     capacity, demands, weights, shares
 ):
-    got = division(capacity, named(demands, int), named(weights, int))
-    assert got == named(shares, Fraction)
+    wanted, weight = named(demands, int), named(weights, int)
+    claims = {name: Claim(weight=weight[name], demand=wanted[name]) for name in wanted}
+    assert divide(capacity, claims) == named(shares, Fraction)
 
 
 # --- guarantees and limits ----------------------------------------------------------------------
@@ -75,27 +72,6 @@ def test_devices_are_divided_by_weight_among_those_who_want_them(
 )
 def test_a_guarantee_is_a_floor_and_a_limit_a_ceiling(capacity, claims, shares):
     assert divide(capacity, claimed(claims)) == named(shares, Fraction)
-
-
-@pytest.mark.parametrize(
-    ("capacity", "claims", "shares"),
-    [
-        # 6 first; the 4 that are left by weight, 4/3 each.
-        (10, "1 9 6 -, 1 9 0 -, 1 9 0 -", "22/3 4/3 4/3"),
-        # Owed 4 and 2: the other 6 by weights 1 2 3: 1, 2, 3.
-        (12, "1 9 4 -, 2 9 2 -, 3 9 0 -", "5 4 3"),
-        # a may hold 5, one more than it is owed: of 6 left, 1 to a and 5 to b and c by 1 to 4.
-        (10, "5 9 4 5, 1 9 0 -, 4 9 0 -", "5 1 4"),
-        (8, "1 9 6 -, 1 9 4 -, 1 9 2 -", "3 3 2"),  # does not fit: as divide
-    ],
-)
-def test_quota_first_gives_the_leftover_by_weight_on_top(capacity, claims, shares):
-    assert divide_leftover(capacity, claimed(claims)) == named(shares, Fraction)
-
-
-def test_a_table_for_each_word_says_the_same_as_claims():
-    got = division(10, named("9 9 9", int), named("1 2 3", int), {"a": 4}, {"b": 3})
-    assert got == divide(10, claimed("1 9 4 -, 2 9 0 3, 3 9 0 -"))
 
 
 def test_numbers_are_what_was_written():
@@ -145,44 +121,6 @@ def test_a_capacity_below_zero_is_refused():
 def test_the_level_is_the_lowest_at_which_the_parts_add_up(total, spans, found):
     fractions = [ShareRange(*(n if n is None else Fraction(n) for n in span)) for span in spans]
     assert level(Fraction(total), fractions) == found
-
-
-# --- whole devices ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("shares", "counts"),
-    [
-        ("5/2 5/2 5", "3 2 5"),  # a tie: by name
-        ("10/3 10/3 10/3", "4 3 3"),
-        ("12/5 18/5 4", "2 4 4"),  # .6 is the larger remainder
-        ("1/3 1/3 1/3", "1 0 0"),
-        ("1/2 1/4 0", "0 0 0"),  # 3/4 of a device is no device
-        ("7/4 7/4 3/2", "2 2 1"),
-    ],
-)
-def test_whole_devices_go_by_the_largest_remainder(shares, counts):
-    assert whole(named(shares, Fraction)) == named(counts, int)
-
-
-def test_equal_remainders_go_to_the_oldest_first():
-    thirds = named("4/3 4/3 4/3", Fraction)
-    assert whole(thirds, order=["c", "b", "a"]) == named("1 1 2", int)
-    assert whole(thirds, order=["b"]) == named("1 2 1", int)  # the others by name, after it
-    assert whole(named("5/3 5/3 5/3", Fraction), order=["b"]) == named("2 2 1", int)
-
-
-def test_whole_devices_never_pass_a_ceiling():
-    halves = named("3/2 3/2 1", Fraction)
-    assert whole(halves, ceilings={"a": Fraction(3, 2)}) == named("1 2 1", int)
-    assert whole(halves, ceilings={"a": 2, "b": Fraction(3, 2)}) == named("2 1 1", int)
-    assert sum(whole(halves, ceilings={"a": 1.5, "b": 1.5}).values()) == 3  # one stays undivided
-
-
-def test_whole_devices_are_cut_to_the_capacity():
-    assert whole(named("3/2 3/2 1", Fraction), Fraction(7, 2)) == named("1 1 1", int)
-    with pytest.raises(ValueError, match="capacity 2 is less than the shares"):
-        whole(named("3/2 3/2 1", Fraction), 2)
 
 
 # --- trees --------------------------------------------------------------------------------------
@@ -249,26 +187,6 @@ def test_a_parents_limit_holds_its_children_down():
     assert divide_tree(10, tree) == {("a",): 3, ("b",): 7, ("a", "x"): 3, ("a", "y"): 0}
 
 
-def test_whole_devices_in_a_tree_add_up_at_every_level():
-    # 7 by weight: 7/3 and 14/3; the larger remainder is shop's: 2 and 5. Then 1 and 1; 5/3 each.
-    tree = {
-        "lab": Claimant(children={"x": Claimant(demand=9), "y": Claimant(demand=9)}),
-        "shop": Claimant(
-            weight=2,
-            children={"p": Claimant(demand=9), "q": Claimant(demand=9), "r": Claimant(demand=9)},
-        ),
-    }
-    assert whole_tree(7, tree, order=["r"]) == {
-        ("lab",): 2,
-        ("shop",): 5,
-        ("lab", "x"): 1,
-        ("lab", "y"): 1,
-        ("shop", "p"): 2,  # r is older; then p, by name
-        ("shop", "q"): 1,
-        ("shop", "r"): 2,
-    }
-
-
 def test_a_tree_may_be_as_deep_as_it_likes():
     branch = Claimant(demand=7)
     for _ in range(2000):
@@ -301,11 +219,10 @@ claim_sets = st.lists(claims_of, max_size=8).map(
 
 @given(capacity=amounts, claims=claim_sets)
 def test_everything_that_is_wanted_is_given_and_no_more(capacity, claims):
-    for cut in (divide, divide_leftover):
-        shares = cut(capacity, claims)
-        ceilings = {name: claim.ceiling for name, claim in claims.items()}
-        assert sum(shares.values()) == min(capacity, sum(ceilings.values()))
-        assert all(0 <= shares[name] <= ceilings[name] for name in claims)
+    shares = divide(capacity, claims)
+    ceilings = {name: claim.ceiling for name, claim in claims.items()}
+    assert sum(shares.values()) == min(capacity, sum(ceilings.values()))
+    assert all(0 <= shares[name] <= ceilings[name] for name in claims)
 
 
 @given(capacity=amounts, claims=claim_sets)
@@ -313,12 +230,11 @@ def test_guarantees_are_honoured_when_they_fit_and_nobody_has_more_when_they_do_
     capacity, claims
 ):
     owed = {name: min(c.guarantee, c.ceiling) for name, c in claims.items()}
-    for cut in (divide, divide_leftover):
-        shares = cut(capacity, claims)
-        if sum(owed.values()) <= capacity:
-            assert all(shares[name] >= owed[name] for name in claims)
-        else:
-            assert all(shares[name] <= owed[name] for name in claims)
+    shares = divide(capacity, claims)
+    if sum(owed.values()) <= capacity:
+        assert all(shares[name] >= owed[name] for name in claims)
+    else:
+        assert all(shares[name] <= owed[name] for name in claims)
 
 
 @given(capacity=amounts, claims=claim_sets)
@@ -348,35 +264,6 @@ def test_a_tree_of_one_level_is_the_flat_division(capacity, claims):
     }
     flat = divide(capacity, claims)
     assert divide_tree(capacity, leaves) == {(name,): share for name, share in flat.items()}
-
-
-whole_claims = st.builds(
-    Claim,
-    weight=st.integers(1, 9),
-    demand=st.integers(0, 9),
-    guarantee=st.integers(0, 9),
-    limit=st.one_of(st.none(), st.integers(0, 9)),
-)
-
-
-@given(
-    capacity=st.integers(0, 40),
-    claims=st.dictionaries(st.sampled_from("abcdefgh"), whole_claims),
-    order=st.permutations("abcdefgh"),
-)
-def test_whole_devices_are_all_given_within_one_device_of_the_exact_share(capacity, claims, order):
-    shares = divide(capacity, claims)
-    counts = whole(shares, capacity, order=order)
-    assert sum(counts.values()) == sum(shares.values())
-    assert all(abs(counts[name] - shares[name]) < 1 for name in claims)
-    assert all(counts[name] <= claims[name].ceiling for name in claims)
-    if sum(claim.floor for claim in claims.values()) <= capacity:
-        assert all(counts[name] >= claims[name].floor for name in claims)
-    up = [name for name in claims if counts[name] > shares[name]]
-    down = [name for name in claims if counts[name] < shares[name]]
-    for a in up:
-        for b in down:
-            assert (-(shares[a] % 1), order.index(a)) < (-(shares[b] % 1), order.index(b))
 
 
 words = st.sampled_from("abc")
@@ -423,16 +310,16 @@ def families(tree, path=()):
 @settings(max_examples=examples(200))
 @given(capacity=st.integers(0, 30), tree=trees)
 def test_in_a_tree_every_branch_gives_on_all_it_has_and_honours_what_is_owed_below(capacity, tree):
-    for shares in (divide_tree(capacity, tree), whole_tree(capacity, tree)):
-        for path, children in families(tree):
-            part = shares[path] if path else capacity
-            below = {name: shares[*path, name] for name in children}
-            could = {name: could_hold(child) for name, child in children.items()}
-            owed = {name: owed_to(child) for name, child in children.items()}
-            assert sum(below.values()) == min(part, sum(could.values()))
-            assert all(0 <= below[name] <= could[name] for name in children)
-            if sum(owed.values()) <= part:
-                assert all(below[name] >= owed[name] for name in children)
+    shares = divide_tree(capacity, tree)
+    for path, children in families(tree):
+        part = shares[path] if path else capacity
+        below = {name: shares[*path, name] for name in children}
+        could = {name: could_hold(child) for name, child in children.items()}
+        owed = {name: owed_to(child) for name, child in children.items()}
+        assert sum(below.values()) == min(part, sum(could.values()))
+        assert all(0 <= below[name] <= could[name] for name in children)
+        if sum(owed.values()) <= part:
+            assert all(below[name] >= owed[name] for name in children)
 
 
 @given(less=st.integers(0, 30), more=st.integers(0, 30), tree=trees)
