@@ -6,7 +6,6 @@ enrolment is not heard any more: its lease ends, and its tasks go on elsewhere.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Collection, Sequence
 
@@ -17,8 +16,6 @@ from sqlalchemy.orm import Session
 from app.core.model.messages import Alive
 from app.db.models import Device, Enrolment, Island
 from app.errors import Conflict, NotFound
-
-log = logging.getLogger(__name__)
 
 READ_EVERY_S = 1.0
 

@@ -18,12 +18,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from workers.criu import image_folder, page_chunks
 from workers.criu.image_records import BadRecord
-
-JSON = dict[str, Any]
 
 FORMAT = "roundhouse processes 1"
 _FEATURES = ("flags", "Features")  # of a processor, as /proc/cpuinfo names them

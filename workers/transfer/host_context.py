@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import logging
 import os
 import re
 import socket
@@ -37,8 +36,6 @@ from workers.process.file_locks import hold
 from workers.transfer.container_images import ContainerImages
 from workers.transfer.environments import Environments
 from workers.transfer.host_cache import Cache
-
-log = logging.getLogger(__name__)
 
 JSON = dict[str, Any]
 

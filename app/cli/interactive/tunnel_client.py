@@ -20,8 +20,6 @@ from app.core.model.provisions.tunnel import (
     message_of,
 )
 
-LOST = "the connection was lost"
-
 #: Gives received bytes to the local side, and waits until it has taken them.
 Write = Callable[[bytes], Awaitable[None]]
 

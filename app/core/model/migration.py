@@ -21,11 +21,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
 
 from app.core.model.lifecycle import State
-
-JSON = dict[str, Any]
 
 ANYWHERE = "*"  # target of a move: any other device that is free
 MOVABLE = "move"  # the capability that a job needs to be moved

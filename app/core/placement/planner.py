@@ -171,10 +171,6 @@ class GraphPlacement:
     least_bytes: int
     exact: bool
 
-    def order_of(self, device: str) -> tuple[str, ...]:
-        """Return the nodes that the device runs, in order."""
-        return tuple(node for node in self.order if device in self.seats[node])
-
 
 class Unplaceable(ValueError):
     """A graph that cannot be placed: which node or block, and why."""
@@ -207,18 +203,6 @@ def place_by_rule(graph: PlannedGraph, topology: Topology, rule: str) -> GraphPl
     Unplaceable."""
     numbers = Numbers(graph, topology)
     found = RULES[rule](numbers.problem)
-    return numbers.placement(replace(found, least_makespan_ns=found.makespan_ns))
-
-
-def place_so(
-    graph: PlannedGraph,
-    topology: Topology,
-    seats: Mapping[str, tuple[str, ...]],
-    order: Iterable[str],
-) -> GraphPlacement:
-    """Return the plan with these devices and this order; raises Unplaceable if impossible."""
-    numbers = Numbers(graph, topology)
-    found = numbers.found(seats, tuple(order))
     return numbers.placement(replace(found, least_makespan_ns=found.makespan_ns))
 
 

@@ -49,8 +49,6 @@ from app.core.units import counted
 
 BACKFILL_DEPTH = 16  # most tasks considered behind a gang for which devices are kept
 
-Found = tuple[Branch, Lane, BoardTask]
-
 
 def decide(snapshot: Snapshot, *, now_s: float) -> Plan:
     """Return what to do now, in order, and why the other tasks wait.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from typing import Any
 
@@ -18,8 +17,6 @@ from workers.device.stay import Stay
 from workers.device.stays.lives import DeviceLives
 from workers.device.supervision.side_work import SideWork
 from workers.transfer.host_context import House
-
-log = logging.getLogger(__name__)
 
 JSON = dict[str, Any]
 

@@ -19,7 +19,6 @@ JSON = dict[str, Any]
 PYTHON = re.compile(r"3\.[0-9]{1,2}")
 PYTHON_RULE = 'a version of Python, such as "3.12"'
 SORTS = ("requirements", "lock")
-UV_LOCK = "uv.lock"
 
 _PATH = r"([A-Za-z0-9_][A-Za-z0-9_.-]{0,127}/){0,8}"
 _PART = "[A-Za-z0-9_.-]{0,64}"

@@ -27,9 +27,6 @@ FIGURES = ("connections", "refused", "sent_bytes", "received_bytes")
 NEED = "egress"  # what a host must offer to a task with a network
 EXAMPLE = "huggingface.co:443"
 
-DESTINATION_RULE = (
-    f'a name and a port such as "{EXAMPLE}"; "*.pypi.org:443" stands for the names below pypi.org'
-)
 _LABEL = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)")
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
 _PORT = re.compile(r"[1-9][0-9]{0,4}")

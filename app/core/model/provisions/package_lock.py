@@ -20,7 +20,6 @@ from app.core.model.provisions.requirements import (
     BadFile,
     FileFault,
     PinnedPackage,
-    normal,
     read_hashed,
 )
 
@@ -107,12 +106,6 @@ def stand_ins(installed: Mapping[str, str]) -> Iterable[tuple[str, str]]:
     Their versions have a local part, so that they are none of the index.
     """
     return ((name, f"{version}+platform") for name, version in sorted(installed.items()))
-
-
-def asks_for(requirements: Iterable[str], package: str) -> bool:
-    """True if one of the requirements names the package."""
-    names = (re.match(r"[A-Za-z0-9._-]+", line) for line in requirements)
-    return package in {normal(found[0]) for found in names if found}
 
 
 def _key(one: PinnedPackage) -> tuple[str, str, str]:

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from app.core.model.provisions.package_lock import (
     PackageLock,
-    asks_for,
     over_platform,
     read_lock,
     stand_ins,
@@ -62,8 +61,3 @@ def test_local_part_of_a_version_does_not_matter() -> None:
     rest, unfit = over_platform([PinnedPackage(name="torch", version="2.13.0+cu130")], INSTALLED)
     assert (rest, unfit) == ([], [])
     assert dict(stand_ins(INSTALLED))["torch"] == "2.13.0+platform"
-
-
-def test_package_is_found_among_requirements_by_any_spelling() -> None:
-    assert asks_for(["tqdm", "Torch>=2"], "torch")
-    assert not asks_for(["torchvision", "tqdm"], "torch")
