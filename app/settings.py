@@ -82,8 +82,9 @@ class Settings(BaseSettings):
     port: int = PORT
     body_limit_bytes: int = 4 * 2**20
     bundle_limit_bytes: int = 64 * 2**20
-    datablock_limit_bytes: int = Field(64 * 2**30, gt=0)  # of one datablock
-    datablock_quota_bytes: int = Field(256 * 2**30, ge=0)  # of all of a tenant; 0: no limit
+    datablock_limit_bytes: int = Field(64 * 2**30, gt=0)  # per datablock
+    # per tenant, all datablocks together; 0: no limit
+    datablock_quota_bytes: int = Field(256 * 2**30, ge=0)
     web_session_s: float = 12 * 3600.0
     # calls of a key, and of all keys of a tenant; 0: no limit
     key_reads_per_min: int = Field(120_000, ge=0)
@@ -119,7 +120,7 @@ class Settings(BaseSettings):
 
     # control: how long it keeps what is over; 0: for ever
     requests_kept_days: float = Field(0, ge=0, allow_inf_nan=False)  # with all that belongs to them
-    checkpoints_kept_days: float = Field(1, ge=0, allow_inf_nan=False)  # those of ended tasks
+    checkpoints_kept_days: float = Field(1, ge=0, allow_inf_nan=False)  # checkpoints of ended tasks
     decisions_kept_days: float = Field(7, ge=0, allow_inf_nan=False)
     deliveries_kept_days: float = Field(30, ge=0, allow_inf_nan=False)  # sent webhooks
     # a folder, or s3://bucket/prefix, that keeps the rows of deleted requests; default: none does
@@ -166,7 +167,8 @@ class Settings(BaseSettings):
     device_kind: str = "cpu"  # as torch names it
     # words with "," between them, for which tasks ask (`devices.labels`, `avoid_labels`)
     device_labels: str = Field("", pattern=_LABELS)
-    rack: str = Field("", pattern=_LOCATION)  # of this host; gangs are placed near
+    # rack of this host; gangs get devices that are near each other
+    rack: str = Field("", pattern=_LOCATION)
     # the device's location inside its host, such as numa0/switch1; default: what the PCI tree of
     # the host says of a GPU
     device_location: str = Field("", pattern=_LOCATION)

@@ -199,12 +199,12 @@ def _spawn(
         os.close(fd)
     inner = _kept_by(kept) or pid
     try:
-        pidfd = os.pidfd_open(inner)  # it waits for us, so the id is certainly its own
+        pidfd = os.pidfd_open(inner)  # the process waits for us, so the id is certainly its own
         record = births.write_record(records, inner)
     except ProcessLookupError:  # killed at once: then use its parent, our own child
         inner, pidfd = pid, os.pidfd_open(pid)
         record = births.write_record(records, pid)
-    with contextlib.suppress(BrokenPipeError):  # its exit will be reported
+    with contextlib.suppress(BrokenPipeError):  # the zygote's exit will be reported
         os.write(begin, b"!")
     os.close(begin)
     wire.send({"is": "spawned", "id": message["id"], "pid": inner}, [pidfd])

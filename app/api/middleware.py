@@ -35,7 +35,7 @@ from app.core.model.fields import Fault
 from app.errors import BadInput, TooLarge, TooManyCalls, WrongMediaType
 from app.settings import settings
 
-DRAINED_BYTES = 64 * 2**20  # of a body that is too large: bytes still read, and discarded
+DRAINED_BYTES = 64 * 2**20  # bytes that are still read, and discarded, of a body that is too large
 LARGE_BYTES = 2**16  # a larger body is parsed off the event loop
 DIGITS = 1000  # most digits of a whole number, because parsing very many takes long
 DEPTH = 32  # levels of nesting in a JSON body

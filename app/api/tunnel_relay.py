@@ -176,7 +176,7 @@ class TunnelRelay:
             try:
                 await self.link.send(frame)
             except ConnectionError:
-                await asyncio.Event().wait()  # what the task said last comes from the other side
+                await asyncio.Event().wait()  # the task's last words come from the other side
 
     def _typed(self) -> None:
         self.active_at = datetime.now(UTC)

@@ -38,7 +38,7 @@ def show_environment(
         found = client.get(f"/v1/environments/{id}")
     if output in (Output.json, Output.yaml):
         show(found, output, lambda: "")
-    else:  # as it is, so that it can be kept in a file
+    else:  # print the lock unchanged, so that it can be kept in a file
         told = found["lock"] or found["message"] or found["state"]
         sys.stdout.write(told.rstrip("\n") + "\n")
 

@@ -138,7 +138,7 @@ class Promises:
 
     def _leaves_first(self) -> Iterable[str]:
         found = list(self._children[None])
-        for id in found:  # it grows while it is walked: level by level
+        for id in found:  # the list grows while it is walked, level by level
             found += self._children[id]
         return reversed(found)
 

@@ -260,7 +260,7 @@ def _plain(value: Any) -> Any:
     match value:
         case datetime():
             return _told(value)
-        case Decimal():  # of a whole number
+        case Decimal():  # a whole number of Postgres
             return int(value)
     return value
 

@@ -38,7 +38,7 @@ from app.settings import settings
 from app.storage.store import Damaged, Store
 
 CAUSE = "environment"
-PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"  # of the platform
+PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"  # Python of the platform
 LOCKING = 0x656E7673  # key of the advisory lock under which control claims an environment
 
 #: True for a task whose environment is not locked yet.

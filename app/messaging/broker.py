@@ -43,7 +43,7 @@ WRAPPING_LIMIT_BYTES = 8 * 2**10  # size limit of a message without its text
 BRACKETS_LIMIT = 32  # brackets in a message without its text: bounds depth and number of objects
 COMPLAIN_EVERY_S = 10.0
 READ_TOGETHER = 16  # messages in one exchange: bounds memory, as each may be large
-TURNS_TOGETHER = 8  # such exchanges, before the reader looks at other things
+TURNS_TOGETHER = 8  # exchanges in a row, before the reader looks at anything else
 
 #: Names of the messages that this process accepts.
 HEARD: set[str] = set()

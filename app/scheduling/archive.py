@@ -63,7 +63,7 @@ def archive() -> Archive | None:
 def _at(address: str) -> Archive:
     place = place_at(address)
     try:
-        place.tidy(older_than_s=DRAFTS_KEPT_S)  # of writers that were killed
+        place.tidy(older_than_s=DRAFTS_KEPT_S)  # drafts of writers that were killed
     except OSError as error:
         log.warning("unfinished files of the archive in %s stay: %s", place, error)
     return Archive(place)

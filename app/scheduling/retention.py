@@ -27,7 +27,7 @@ from app.settings import settings
 
 REQUESTS_AT_ONCE = 100
 TASKS_AT_ONCE = 250
-ROWS_AT_ONCE = 1000  # of each table
+ROWS_AT_ONCE = 1000  # per table
 #: By then all islands have read the ends of the tasks, and no order about them is on its way.
 SETTLED = timedelta(minutes=10)
 DELETING = 0x526F756E65  # key of the advisory lock that lets one control delete at a time

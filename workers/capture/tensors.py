@@ -91,7 +91,7 @@ def _row(capture: Capture, tensor: torch.Tensor) -> tuple[Any, ...]:
         flags |= CONJUGATED
     if tensor.is_neg():
         flags |= NEGATED
-    if flags <= REQUIRES_GRAD:  # else its bytes are not its values
+    if flags <= REQUIRES_GRAD:  # with other flags the bytes are not the values
         capture.rows[id(tensor)] = (number, dtype, shape, stride, offset)
     return number, dtype, offset, shape, stride, flags
 

@@ -31,7 +31,7 @@ _PROC = Path("/proc")
 _STILL = frozenset("TtZXx")  # stopped, traced, or dead
 _IN_KERNEL = "D"
 _PATIENCE_S = 0.25  # how long to wait for threads in uninterruptible system calls
-_BEGINS_S = 1.0  # and how long if one may wait for its child to begin a program
+_BEGINS_S = 1.0  # the same if a process may be waiting for its child to begin a program
 _RUNS_S = 0.02  # for which a child is let run to this end, before all are stopped again
 _LOOK_AGAIN_S = 0.0005
 
@@ -179,7 +179,7 @@ def _stat(pid: int, thread: str = "") -> list[str]:
         text = (of / "stat").read_text("utf-8", "replace")
     except OSError:
         return []
-    return text.rpartition(")")[2].split()  # its name may contain anything, even brackets
+    return text.rpartition(")")[2].split()  # the name may contain anything, even brackets
 
 
 def _states(pid: int) -> Iterator[str]:

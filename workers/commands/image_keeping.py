@@ -78,7 +78,7 @@ class Keeping:
             waits = self.last_step == self.stub.step or self.failed
             return 60.0 if waits else self.left_s + SAVES_APART_S - time.monotonic()
         every_s = self.stub.spec.checkpoint.every_s
-        if every_s <= 0 or self.stub.cancelled:  # its processes clean up, and end
+        if every_s <= 0 or self.stub.cancelled:  # the processes clean up and end
             return 60.0
         return self.saved_s + max(every_s, STANDS_ONE_IN * self.stood_s) - time.monotonic()
 
@@ -177,7 +177,8 @@ class Keeping:
         self.stage, self._result = "", None
         tree: JSON = {}
         if stage == "copy":
-            if isinstance(result, FolderImage):  # then it may stay stopped for its processes
+            # the command may stay stopped until its processes are stored
+            if isinstance(result, FolderImage):
                 self.frees_early = "pause" not in self.stub.held
                 tree = self.stub.processes_to_store()
             if "first_pid" not in tree:

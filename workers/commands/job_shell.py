@@ -48,7 +48,7 @@ def serve(control: socket.socket, outer: int, trust: TrustSeen, begin: int) -> i
     except WontStop:
         return 1
     finally:
-        with contextlib.suppress(WontStop):  # what does not end now ends with the job
+        with contextlib.suppress(WontStop):  # a process that does not end now ends with the job
             shell.tree.end(END_WITHIN_S)
 
 

@@ -29,7 +29,7 @@ class Gang:
 
     def __init__(self, handles: Handles, slots: int) -> None:
         self.ranks, self.handles = handles.ranks, handles
-        self.inside = handles  # as the ranks have them
+        self.inside = handles  # handles in the form that the ranks have
         self.is_told = True  # False until the wanted number of slots is reached and reported
         self._wanted = slots
         self._board = Arena(handles)

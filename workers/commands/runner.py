@@ -135,9 +135,9 @@ class Stub:
     has_run: bool = False  # it ran since the step was last counted up
     held: set[str] = field(default_factory=lambda: {"pause"})
     wishes: set[str] = field(default_factory=set)
-    notice: JSON | None = None  # of a stop; the command is not told yet
-    signal: NoticeSignal | None = None  # of a notice; not all ranks have it yet
-    slots: int = 1  # of this host, on which it was told to go
+    notice: JSON | None = None  # a stop of which the command has no notice yet
+    signal: NoticeSignal | None = None  # a signal of a notice that not all ranks have yet
+    slots: int = 1  # slots of this host on which the command was told to run
     asked_seats: int = 0  # 0: no resize was ordered
     # the first process of each rank
     processes: list[FirstProcess] = field(default_factory=list)
@@ -147,13 +147,14 @@ class Stub:
     is_in_doubt: bool = False  # whether they can be stored at all
     gang: Gang | None = None  # set if there are several ranks
     rank_tree: RankTree | None = None  # set if their processes can be stored
-    tree_before: JSON | None = None  # of the image: its ranks and their gang
+    tree_before: JSON | None = None  # the image's ranks and their gang
     away_before: list[int] = field(default_factory=list)  # processes without their device memory
     device_before: str = ""  # UUID of the GPU that this memory left
     tunnels: InnerEnds = field(default_factory=InnerEnds)
     status: int | None = None
     failed_rank: int = 0
-    ends: list[int | None] = field(default_factory=list)  # of all ranks when the first one failed
+    # exit statuses of all ranks when the first one failed
+    ends: list[int | None] = field(default_factory=list)
     cancelled: bool = False
     reported_s: float = 0.0
     measured_s: float = 0.0
@@ -185,7 +186,7 @@ class Stub:
             self.listen(None)
         os.environ.update(sandbox.image_environment(self.start.image_variables))
         self.wakeups = Wakeups()
-        teller()  # it begins before the command
+        teller()  # the thread begins before the command
         folder = Path(self.start.scratch)
         self.tree = Tree(is_alone=os.getpid() == 1)
         self.idle = IdleClock(self.tree) if self.spec.session is not None else None
@@ -410,7 +411,7 @@ class Stub:
         """Ask all processes to end; the supervisor kills what takes too long."""
         self.cancelled = True
         if not self.processes or self.held:
-            raise Ending("stopped")  # it may not run any more, not even to clean up
+            raise Ending("stopped")  # the command may not run any more, not even to clean up
         self.tree.send(signal.SIGTERM)
 
     def _give_notice(self, notice: JSON) -> None:
@@ -434,7 +435,7 @@ class Stub:
         self.wishes -= {"pause"}
         self.hold("pause")
         self._reap()
-        if self.status is not None:  # it ended before it stopped, and ends here
+        if self.status is not None:  # the command ended before it stopped, and ends here
             self.let_go("pause")
             return
         self.count_stop()
@@ -489,7 +490,7 @@ class Stub:
             if why == "pause" or is_for_image:
                 self.devices.leave(self.tree.pids())
         except StillHeld:
-            if not is_for_image:  # else the image has no processes, and says why
+            if not is_for_image:  # otherwise the image has no processes, and says why
                 raise
 
     def let_go(self, why: str) -> None:
@@ -573,7 +574,7 @@ class Stub:
         threads = str(start.preset.get("threads", 1))
         return {
             **os.environ,
-            "PYTHONUNBUFFERED": "1",  # its output is seen at once
+            "PYTHONUNBUFFERED": "1",  # the command's output is seen at once
             "PYTHONDONTWRITEBYTECODE": "1",
             **self.spec.env,
             **start.secrets,
@@ -606,7 +607,8 @@ class Stub:
             self.rank_tree.root.returncode = status
             self.mind_ends()
             for rank, process in enumerate(self.processes):
-                if self.status is None and process.returncode is None:  # it was not told
+                # the exit has not been reported
+                if self.status is None and process.returncode is None:
                     self._rank_ended(rank, process, status)
         for rank, process in enumerate(self.processes):
             if process.pid == pid:

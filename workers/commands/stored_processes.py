@@ -23,7 +23,7 @@ JSON = dict[str, Any]
 #: Folders in memory that a command may write to; they go with its processes, under these names.
 BESIDE = {".roundhouse/tmp": Path("/tmp"), ".roundhouse/shm": Path("/dev/shm")}
 _SQLITE, _ROLLBACK = b"SQLite format 3\0", 1
-_SPARE_FILES = 4  # which CRIU opens in each process while it stores it
+_SPARE_FILES = 4  # files that CRIU opens in each process while it stores the process
 
 
 class FirstProcess(Protocol):

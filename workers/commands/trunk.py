@@ -26,7 +26,7 @@ def main() -> int:
     told: dict[str, Any] = json.load(sys.stdin)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    cancelled = []  # then all ranks may clean up
+    cancelled = []  # cancelled: all ranks may clean up
     signal.signal(signal.SIGTERM, lambda *_: cancelled.append(True))
     begun: list[subprocess.Popen[bytes]] = []
     with os.fdopen(told["answer"], "w") as answer:

@@ -141,7 +141,7 @@ class InnerEnd:
         elif kind == RESIZE and len(body) == 4:
             self.resize(*struct.unpack("!HH", body))
         elif (channel := self.channels.get(number)) is None:
-            return  # it was closed here, and the user does not know yet
+            return  # this side closed the channel, and the user does not know yet
         elif kind in (DATA, QUIET):
             channel.inwards += body
             if len(channel.inwards) > WINDOW_BYTES:
@@ -175,7 +175,7 @@ class InnerEnd:
             size = os.write(channel.fd, channel.inwards[:FRAME_BYTES]) if channel.inwards else 0
         except BlockingIOError:
             return
-        except OSError:  # nothing inside reads any more
+        except OSError:  # no process inside reads any more
             size, channel.is_written = len(channel.inwards), False
         del channel.inwards[:size]
         if size:

@@ -319,7 +319,7 @@ def _inside(name: str, made: set[str]) -> str:
 def begun_from(code: Path, folder: Path) -> None:
     """Fill the working folder of a new command with a writable copy of its bundle."""
     shutil.copytree(code, folder, dirs_exist_ok=True, symlinks=True, copy_function=_copied)
-    folder.chmod(0o700)  # as it is when it is restored
+    folder.chmod(0o700)  # the mode that the restored folder has
 
 
 def _copied(source: str, target: str) -> str:

@@ -84,7 +84,7 @@ def _begin_above(last: int) -> int:
 
 
 def _join(group: str) -> None:
-    tasks = os.path.join(group, "tasks")  # of version 1; version 2 has none
+    tasks = os.path.join(group, "tasks")  # the list of threads in version 1; version 2 has none
     with open(tasks if os.path.exists(tasks) else os.path.join(group, "cgroup.procs"), "w") as file:
         file.write("0")
 

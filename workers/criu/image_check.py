@@ -321,7 +321,7 @@ def _check_place(
             raise BadRecord("it is in a namespace of its own")
     name = f"fs-{pid}.img"
     if name not in reader.files:
-        return  # it shares them with its parent, or has ended
+        return  # the process shares its files with its parent, or has ended
     (place,) = reader.records(name, FS)[:1]
     with _reading(name):
         if paths.get(place.number(2)) != "/":
@@ -384,7 +384,8 @@ def _check_unix_socket(entry: ImageRecord, uid: int) -> None:
     if entry.number(6) & _OUTSIDE:
         raise BadRecord("a socket would be joined to one outside")
     address = entry.text(11)
-    if address and not address.startswith(b"\0"):  # those have names of the network namespace
+    # other addresses are names of the network namespace
+    if address and not address.startswith(b"\0"):
         place = _clean_path(entry.text(14)) + "/" if entry.has(14) else ""
         path = _clean_path(place.encode() + address.rstrip(b"\0"))
         if not _is_below(path, _WRITABLE):

@@ -22,7 +22,7 @@ REMAPS, LIST = "remap-fpath.img", "files.img"
 REMAP_MAGIC = 0x59133954
 _REG, _NAME = 3, 6  # fields: a regular file of an open file, and its path
 _LINKED = 0  # kind of a remap; others are files without any name, and those of /proc
-_FOLDERS = ("scratch", "tmp", "dev/shm")  # that go with an image
+_FOLDERS = ("scratch", "tmp", "dev/shm")  # folders that go with an image
 _GONE = " (deleted)"
 
 FileId = tuple[int, int]

@@ -15,9 +15,9 @@ from workers.criu.image_records import BadRecord, ImageFile
 
 PAGEMAP = 0x56084025
 PAGE_BYTES = 4096
-CHUNK_BYTES = 2**19  # of addresses; a chunk has at most as many bytes
+CHUNK_BYTES = 2**19  # of address space; a chunk has at most as many bytes
 _PRESENT, _IN_PARENT = 4, 1
-_PAGES_MOST = 2**40  # of one process
+_PAGES_MOST = 2**40  # per process
 
 
 @dataclass(frozen=True, slots=True)

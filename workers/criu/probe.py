@@ -37,7 +37,8 @@ _BOOT = "import sys; sys.path.insert(0, {root!r}); from workers.criu.probe impor
 _STATUS = Path("/proc/self/status")
 #: It has a state in memory, and waits for a line on a pipe of the host.
 _TINY = ("/bin/sh", "-c", "kept=4711; echo begun; read line; echo $kept $line")
-_LIMITS, _READS_LIMITS = "SYS_RESOURCE", "Can't get rlimit"  # what CRIU says without that right
+# the right, and what CRIU says without it
+_LIMITS, _READS_LIMITS = "SYS_RESOURCE", "Can't get rlimit"
 _IMAGE_BYTES = 64 * 2**20
 
 
@@ -62,7 +63,7 @@ class Trial:
     def __init__(self, named: str, room: Room, walls: list[str]) -> None:
         self._named, self._walls = named, walls
         self._body = {"walls": walls, "room": _room_as_json(room)}
-        self.program: program.CriuProgram | None = None  # what was tried
+        self.program: program.CriuProgram | None = None  # the program that was tried
         self._lock = Lock()
         self._child: subprocess.Popen[str] | None = None
         self._is_over = False
@@ -80,7 +81,7 @@ class Trial:
         try:
             said, errors = child.communicate(timeout=TRY_S)
         except subprocess.TimeoutExpired:
-            child.kill()  # what it started dies with it
+            child.kill()  # the processes that it started die with it
             child.communicate()
             return Found(missing=f"the trial took longer than {TRY_S:g} s")
         try:

@@ -24,7 +24,7 @@ from workers.criu import image_folder, page_chunks
 from workers.criu.image_records import BadRecord
 
 FORMAT = "roundhouse processes 1"
-_FEATURES = ("flags", "Features")  # of a processor, as /proc/cpuinfo names them
+_FEATURES = ("flags", "Features")  # the features of a processor, as /proc/cpuinfo names them
 _HEAD_BYTES = 2**20
 _MAPPED_MOST = 256  # files at once; each map keeps its file open
 
@@ -67,7 +67,7 @@ class HostTraits:
 class ProcessFacts:
     """Holds what CRIU's files do not say: the users of the processes, and the pipes to the host."""
 
-    pid: int  # of the first process, inside the sandbox
+    pid: int  # id of the first process, as seen inside the sandbox
     uid: int
     pipes: Mapping[str, str]  # "stdout" -> its name in /proc/PID/fd
     secrets_mark: str = ""  # another one if a secret of the task has another value than theirs
@@ -168,11 +168,12 @@ def unpack(image: StoredParts, folder: Path) -> None:
     _, listed = _head(image)
     if [size for _, cut in listed for size in cut] != [*image.sizes[1:]]:
         raise BadProcessImage("its parts are not those of its files")
-    places: list[tuple[Path, int]] = []  # of each part: its file, and where it begins there
+    places: list[tuple[Path, int]] = []  # file of each part, and where the part begins there
     for name, cut in listed:
         if "/" in name or name in (".", ".."):
             raise BadProcessImage(f"it has a file {name!r:.100}")
-        (folder / name).open("xb").close()  # it grows as it is written: large pages come fast so
+        # the file grows as it is written, which is fastest with large pages
+        (folder / name).open("xb").close()
         places += [(folder / name, at) for at in [*accumulate(cut, initial=0)][:-1]]
 
     def write(part: int, at: int, body: memoryview) -> None:

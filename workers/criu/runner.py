@@ -159,7 +159,7 @@ def _entered(body: JSON, fds: tuple[int, ...], target: Target) -> int:
     try:
         return helper.wait(target.limit_s + _MORE_S)
     except subprocess.TimeoutExpired:
-        helper.terminate()  # it kills CRIU and ends
+        helper.terminate()  # the helper kills CRIU and ends
         return enter.TIMED_OUT
     finally:
         helper.wait()

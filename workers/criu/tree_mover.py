@@ -38,10 +38,10 @@ from workers.process.detached_mounts import memory_folder
 from workers.process.sandbox import Room
 
 DUMP_S, RESTORE_S = 60.0, 60.0  # time limits of CRIU, beside that for the memory
-BYTES_PER_S = 32 * 2**20  # of memory, at least
+BYTES_PER_S = 32 * 2**20  # of memory; the slowest dump that is allowed
 MIB = 2**20
-_SPARE_BYTES = 64 * MIB  # of a folder, for what CRIU writes beside an image
-DUMPS_MOST = 3  # of one tree, where a dump fails by chance
+_SPARE_BYTES = 64 * MIB  # free space in a folder for what CRIU writes beside an image
+DUMPS_MOST = 3  # tries per tree, as a dump may fail by chance
 #: What CRIU says of a thread that was interrupted or ended just as CRIU seized it.
 _BY_CHANCE = re.compile(r"task interruption|No such process|Can't seize|Unable to interrupt")
 
@@ -107,7 +107,8 @@ class TreeMover:
         self._must_fit(memory_bytes)
         with self._dumped(stub, first_pid, DUMP_S + memory_bytes / BYTES_PER_S) as images:
             try:
-                self._must_fit(image_folder.size_bytes(images))  # also deleted files, for example
+                # the files include deleted ones, for example
+                self._must_fit(image_folder.size_bytes(images))
                 linked_files.name(images, linked_files.root_of(stub.pidfd), pids)
                 self._check(images, stub.room, pids)
                 facts = ProcessFacts(

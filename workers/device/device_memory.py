@@ -45,7 +45,8 @@ class DeviceAccount:
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
         self.leftovers: list[Leftover] = []
-        self.unseen_bytes = 0  # of processes that cannot be seen here, beyond what residents told
+        # memory of processes that cannot be seen here, above what residents report
+        self.unseen_bytes = 0
         self._tenants: dict[int, str] = {}  # by process with memory on the device
 
     def cap_bytes(self, resident: Resident, processes: int = 1) -> int:
@@ -80,7 +81,7 @@ class DeviceAccount:
         beyond, stayed, told_bytes = [], [], 0
         for resident in residents:
             own = _own_of(resident, left)
-            if not own:  # it holds nothing, or the driver's numbers are not ours
+            if not own:  # the process holds nothing, or the driver's ids are not ours
                 resident.measured_bytes = None
                 told_bytes += resident.memory_bytes
                 continue

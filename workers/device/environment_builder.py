@@ -29,8 +29,8 @@ _RESOLVER = ("/etc/resolv.conf", "/etc/nsswitch.conf", "/etc/gai.conf", "/etc/pk
 _NAMED_FILES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "UV_CONFIG_FILE")
 TMP_BYTES = 2**30
 PROXY = f"http://127.0.0.1:{sandbox.PROXY_PORT}"
-NICE = 10  # of a build for tasks that wait: those that run go first
-PART = 4  # such a build uses a PART-th of the processors
+NICE = 10  # of a build for waiting tasks: running tasks go first
+PART = 4  # such a build uses one of so many parts of the processors
 
 
 def main() -> NoReturn:

@@ -25,7 +25,7 @@ class JobShells:
         self.is_seated = is_seated
         self._forget_ended()
         for wire in self._wires:
-            with suppress(OSError):  # it has just ended
+            with suppress(OSError):  # the shell has just ended
                 wire.send({"is": "go" if is_seated else "hold"})
 
     def close(self) -> None:
@@ -35,6 +35,6 @@ class JobShells:
 
     def _forget_ended(self) -> None:
         for wire in self._wires:
-            if wire.wait(0):  # they say nothing, so this is the end
+            if wire.wait(0):  # shells send nothing, so this is the end of one
                 wire.close()
         self._wires = [wire for wire in self._wires if wire.sock.fileno() >= 0]

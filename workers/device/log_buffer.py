@@ -13,7 +13,7 @@ JSON = dict[str, Any]
 LINE_LIMIT_BYTES = 8 * 1024
 # kept per stay until acknowledged; the rest is dropped and reported as dropped
 LOG_LIMIT_BYTES = 1 * 2**20
-LAST_LINES = 20  # of stderr, the detail of a failed command
+LAST_LINES = 20  # lines of stderr that become the detail of a failed command
 
 
 class Log:

@@ -64,14 +64,15 @@ class Coming(threading.Thread):
         super().__init__(name=f"ahead {entry.task}", daemon=True)
         self.entry, self.house, self.came, self.happened = entry, house, came, happened
         self.ahead: PrefetchedImage | None = None
-        self._told = threading.Event()  # there is new work, or no more work
+        self._told = threading.Event()  # set if there is new work, or no more work
         self._over = self._unwanted = self._followed = False
         self.start()
 
     # --- from the supervisor's thread ---
 
     def go_on(self, entry: ExpectedTask) -> None:
-        if entry != replace(self.entry, image_key=entry.image_key):  # which is sealed each time
+        # the key is sealed anew each time
+        if entry != replace(self.entry, image_key=entry.image_key):
             self.entry = entry
             self._told.set()
 

@@ -92,7 +92,7 @@ class Connector:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connecting = asyncio.get_running_loop().sock_connect(sock, (str(address), port))
             await asyncio.wait_for(connecting, self.connect_s)
-        except OSError:  # also a TimeoutError
+        except OSError:  # includes TimeoutError
             sock.close()
             return None
         except BaseException:
@@ -108,5 +108,5 @@ def _is_own(address: Address) -> bool:
         try:
             probe.connect((str(address), 9))  # sends no packet
         except OSError:
-            return False  # there is no way to it
+            return False  # no route leads to the address
         return ip_address(probe.getsockname()[0].partition("%")[0]) == address

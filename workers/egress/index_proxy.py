@@ -69,7 +69,7 @@ async def _serve(listener: socket.socket, allow: tuple[Destination, ...]) -> Non
         connector=Connector(private=networks(ANYWHERE)),
         tell=_tell,
     )
-    await asyncio.Event().wait()  # it is killed with the build
+    await asyncio.Event().wait()  # the process is killed with the build
 
 
 def _tell(told: str) -> None:

@@ -24,7 +24,7 @@ from workers.egress.addresses import Connector
 
 log = logging.getLogger(__name__)
 
-CONNECTIONS_MAX = 64  # of a task at once
+CONNECTIONS_MAX = 64  # at once, per task
 RESOLVED_MAX = 4  # connections of a task that are being made at once
 NEW_BURST, NEW_PER_S = 128, 32.0  # new connections of a task
 TOLD_BURST, TOLD_PER_S = 10, 0.2  # refusals that are told to the owner
@@ -99,7 +99,8 @@ class Outlet:
         tasks = [self._serving, *self._open]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)  # none waits for the listener now
+        # no connection waits for the listener any more
+        await asyncio.gather(*tasks, return_exceptions=True)
         self.listener.close()
 
     async def _serve(self) -> None:
@@ -161,7 +162,8 @@ class Outlet:
     async def _refuse(self, sock: socket.socket, refusal: NotServed) -> None:
         self.use.refused += 1
         self._tell_owner(refusal.told)
-        with contextlib.suppress(OSError):  # it is gone, or does not read: also a TimeoutError
+        # the other side is gone, or does not read; includes TimeoutError
+        with contextlib.suppress(OSError):
             said = answer(refusal.status, refusal.told)
             await asyncio.wait_for(asyncio.get_running_loop().sock_sendall(sock, said), ANSWER_S)
             sock.shutdown(socket.SHUT_WR)
@@ -214,7 +216,7 @@ class Relay:
                 await asyncio.wait(ways)
                 watch.cancel()
         except* OSError:
-            pass  # one side has reset the connection, or both are idle: the bytes are counted
+            pass  # one side reset the connection, or both are idle: the bytes are counted anyway
 
     async def _out(self, first: bytes) -> None:
         def count(sent: int) -> None:

@@ -202,7 +202,7 @@ class Pinned:
             self._unpin = unpin = weakref.finalize(self, _unpin, *whose)
             unpin.atexit = False  # the process's end unpins everything
         else:
-            self.size = 0  # not pinned: copies are slower and block the host
+            self.size = 0  # the memory is not pinned: copies are slower and block the host
 
 
 def _unpin(host: _CudaHost | _BackendHost, address: int, held: object, process: int) -> None:

@@ -171,7 +171,7 @@ def _holds_a_device(pid: int) -> bool:
     try:
         maps = Path(f"/proc/{pid}/maps").read_text("utf-8", "replace")
     except OSError:
-        return False  # it has ended
+        return False  # the process has ended
     return "/dev/nvidia" in maps
 
 

@@ -80,7 +80,7 @@ def configure(wanted: dict[str, Any]) -> dict[str, Any]:
     for name, value in wanted.items():
         setting = SETTINGS.get(name)
         if setting is None:
-            continue  # not read back, so it counts as a difference
+            continue  # the value was not read back, so it counts as a difference
         try:
             setting.apply(value)
             found[name] = setting.read()
@@ -195,7 +195,7 @@ def impose(before: Mapping[str, Any], accelerator: Accelerator) -> list[str]:
             try:
                 setting.apply(before[name])
             except (AttributeError, RuntimeError, TypeError, ValueError):
-                continue  # not available or no longer changeable: a difference
+                continue  # the setting is not available or can no longer be changed: a difference
     return differences(before, fingerprint(accelerator))
 
 

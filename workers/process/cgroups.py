@@ -45,7 +45,7 @@ PROCESSES_MAX = 1000
 _WORKER = "roundhouse-worker"
 _WORKER_WEIGHT = 1000  # version 2: ten times a thread, so that no tenant starves the device worker
 _CONTROL_DEVICES = "rwm"
-_PERIOD_US = 100_000  # of a quota of processor time
+_PERIOD_US = 100_000  # the period for which a quota of processor time counts
 OWN_PROCESSES = 4  # the platform's own in a resident, beside those of a task with a limit
 _NOTHING: Mapping[str, int] = {}
 _TERMINALS = 136  # major number
@@ -61,7 +61,7 @@ class Bounds:
     residents_max: int
     threads: int
     nodes: tuple[Path, ...] = ()  # device nodes that a resident may open
-    image_bytes: int = 0  # of `resident_memory_bytes`, for the image of a resident
+    image_bytes: int = 0  # the part of `resident_memory_bytes` for the image of a resident
 
     @classmethod
     def of(
@@ -208,7 +208,7 @@ class ControlGroups:
                 standing = []
             if standing:
                 self.parents.append((hierarchy, parent))
-            else:  # nothing is limited here, so residents need no groups
+            else:  # no limit holds here, so residents need no groups
                 self.left |= set() if _remove(parent) else {parent}
             self.standing += standing
         self.standing = [name for name in CONTROLLERS if name in self.standing]

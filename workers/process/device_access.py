@@ -58,9 +58,9 @@ class FoundDevice:
     access: DeviceAccess = field(default_factory=DeviceAccess)
     model: str = ""
     memory_bytes: int = 0  # 0: of the CPU, whose memory is the host's
-    compute_capability: str = ""  # of a GPU, such as "9.0"
+    compute_capability: str = ""  # of a GPU, for example "9.0"
     can_splice: bool = True  # ranks can take turns on the device
-    can_checkpoint: bool = False  # its driver moves the memory of a process off it and back
+    can_checkpoint: bool = False  # the driver can move a process's memory off the device and back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,7 +38,8 @@ def remove_orphans(parent: Path) -> None:
     """
     for group in parent.glob("roundhouse-*"):
         if is_orphaned(group.name):
-            with suppress(OSError):  # not empty yet, or another device worker was faster
+            # the group is not empty yet, or another device worker was faster
+            with suppress(OSError):
                 for below in [entry for entry in group.iterdir() if entry.is_dir()]:
                     below.rmdir()
                 group.rmdir()
@@ -60,7 +61,7 @@ def _lives(pid: int, started: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # of another user, on a host that hides such processes
+    except OSError:  # the process belongs to another user, on a host that hides such processes
         return True
     return True
 

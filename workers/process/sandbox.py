@@ -49,7 +49,7 @@ PASSAGE = 0o711  # mode of a folder that others may pass through but not list
 #: The environment of every process that runs tenant code; parts of it decide the bits of results.
 ENVIRONMENT = {
     "PYTHONHASHSEED": "0",
-    "OPENBLAS_NUM_THREADS": "1",  # its threads would be lost in a fork
+    "OPENBLAS_NUM_THREADS": "1",  # further threads would be lost in a fork
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     # Take large memory from the heap, on huge pages, and keep it between steps: steps take a third
     # less time, and watching a gigabyte for writes takes 1 ms instead of 20.  Free memory is
@@ -86,7 +86,7 @@ class Room:
     environment: Path | None = None  # the packages that its request brings
     image: Path | None = None  # the root of its container image, in place of the host's files
     tmp_bytes: int = 2**30  # size of /tmp, and of /dev/shm
-    processes: int = 1024  # its most processes and threads, where it has a user of its own
+    processes: int = 1024  # most processes and threads, where the sandbox has a user of its own
     # file system image for its scratch folder (`workers.process.volumes`)
     template: Path | None = None
     volume: int | None = None  # descriptor of its mount, in the resident itself
@@ -409,7 +409,7 @@ _ETC = (
 #: Names at the top of every sandbox that are its own, whatever a container image has there.
 _OWN_TOP = frozenset({"code", "dev", "environment", "inputs", "proc", "scratch", "sys", "tmp"})
 _IMAGE_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-_OF_HOST = ("LD_LIBRARY_PATH", "CUDA_HOME")  # they name files that the image does not have
+_OF_HOST = ("LD_LIBRARY_PATH", "CUDA_HOME")  # these name files that the image does not have
 _TMP_FILES_MAX = 262_144
 _TERMINALS_MAX = 64
 _DEVICES = tuple(

@@ -48,12 +48,12 @@ class TaskStart:
     spec: TaskDescriptor
     inputs: Mapping[str, InputFile]
     preset: JSON
-    kind: str  # of the device
+    kind: str  # kind of the device
     code: str
     scratch: str
     lease_margin_s: float
     patience_s: float
-    device_fraction: float = 1.0  # of the device's memory, that the process may take
+    device_fraction: float = 1.0  # part of the device's memory that the process may take
     image: SlabImage | None = None
     seats: tuple[int, ...] = (1,)
     host: int = 0

@@ -26,7 +26,7 @@ from workers.process.detached_mounts import NODEV, NOSUID
 SHARE = 16  # default size: free disk space divided by this
 LARGEST_BYTES = 16 * 2**30
 LEAST_BYTES = 64 * 2**20
-KEPT_FREE_BYTES = 2**30  # of the host's disk, for all other use
+KEPT_FREE_BYTES = 2**30  # kept free on the host's disk for all other use
 _TEMPLATE = ("-O", "^has_journal", "-E", "lazy_itable_init=1", "-m", "0", "-b", "4096")
 
 

@@ -36,7 +36,7 @@ DEPTH_LIMIT = 64
 CONTAINERS_LIMIT = 2_000  # lists and tables in one frame
 # lists and tables in a message in parts, enough for the copies of a large graph
 PARTS_CONTAINERS_LIMIT = 250_000
-PART_CHARACTERS = 24_000  # of a message in parts; escaped again, they fit into a frame
+PART_CHARACTERS = 24_000  # length of one part of a message; escaped again, a part fits into a frame
 FDS_LIMIT = 64
 #: The descriptors that a new resident gets: control, bulk, trust, stdout, stderr, slab; a resident
 #: with a network gets one more, for the listener of its proxy.

@@ -139,7 +139,7 @@ class Group:
     index: int
     members: tuple[int, ...]
     me: int
-    hosts: tuple[int, ...] = ()  # of each member; empty if all members live on this host
+    hosts: tuple[int, ...] = ()  # host of each member; empty if all members live on this host
     calls: int = 0  # number of calls that this member has made
 
     @property
@@ -461,7 +461,8 @@ class Rendezvous:
     def has_come(self, channel: Group) -> bool:
         """True if the first member has made the call that this member makes next."""
         words, slot = self.arena.words, self.arena.slot(channel.index, channel.calls)
-        is_made = words[slot + _CALL] == channel.calls + 1  # else the call slot holds another call
+        # otherwise the call slot holds another call
+        is_made = words[slot + _CALL] == channel.calls + 1
         return is_made and bool(words[slot + SLOT_WORDS + _POSTED])
 
     def taken(self, ticket: CallView, members: int = 1) -> None:

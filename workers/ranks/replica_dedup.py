@@ -57,7 +57,7 @@ RETRIES = 6
 _USES_ALONE = 2
 
 _PAGE = mmap.PAGESIZE
-_ENTRY_BYTES = 8  # of the kernel's page map, per page
+_ENTRY_BYTES = 8  # size of an entry of the kernel's page map; one entry per page
 _IN_MEMORY, _IN_SWAP, _OF_FILE = (numpy.uint64(1 << bit) for bit in (63, 62, 61))
 
 _libc = ctypes.CDLL(None)
@@ -457,7 +457,7 @@ class Squash:
             theirs = json.loads(first) if first else {}
             try:
                 _must_be_untouched(region, optimizer)
-                if theirs.get("no"):  # then the first rank has left no gradients to compare with
+                if theirs.get("no"):  # the first rank has left no gradients to compare with
                     return _said()
                 given = self._gradients(record, stage=not theirs)
                 settings = _digest(_besides_tensors(optimizer))

@@ -38,7 +38,7 @@ from typing import Any
 import numpy
 import torch
 
-LAND_BYTES = 1 << 42  # of addresses; memory is used only where something was written
+LAND_BYTES = 1 << 42  # address space; memory is used only where something was written
 #: The same where the processes may be stored: CRIU looks at each page, 64 GiB in 0.1 s.
 STORED_LAND_BYTES = 1 << 36
 ALIGN_BYTES = 64  # as torch aligns its own memory, so that the same kernels compute the same bits
@@ -54,7 +54,7 @@ SLOT_WORDS = 16 + TEXT_WORDS
 _LAND_TAKEN = 8  # word of the head: the bytes of the heap that are taken
 _BRIDGE = 9  # word of the head: the process id of the bridge
 LOOK_EVERY_S = 0.25  # seconds between two checks of a waiting rank that the others are alive
-TOLD_LIMIT_BYTES = 1 << 17  # of one message to the bridge
+TOLD_LIMIT_BYTES = 1 << 17  # per message to the bridge
 _PUNCH_HOLE_KEEP_SIZE = 3
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]

@@ -51,7 +51,7 @@ LOG_LENGTH = 10_000
 
 
 class RankState(IntEnum):
-    NEW = 0  # its process has not joined yet
+    NEW = 0  # the rank's process has not joined yet
     READY = 1  # could run, and waits for its slot
     RUNNING = 2
     WAITING = 3  # for something that another rank does

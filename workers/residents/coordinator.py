@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 JSON = dict[str, Any]
 
 HEAD_BYTES = 2**20  # at the start of the slab: the table of how many storages each rank has
-COLLECTIVE_S = 1800.0  # as long as torch waits for a collective
+COLLECTIVE_S = 1800.0  # as long as torch itself waits for a collective
 LATE_S = 30.0  # after a call to a cut, until the log names late ranks
 LOOK_S = 0.05
 #: Reports that the gang makes only when all ranks have made them; for images, in one round.

@@ -85,7 +85,7 @@ class FirstExecutor:
         self.work, self.job = work, job
         self.since_s: float | None = None  # since when the next node has been waiting
         self.still_s: float | None = None  # since when all executors have been waiting
-        self.seated_s = work.seated_s  # as `Work.seated_s` at that time
+        self.seated_s = work.seated_s  # value of `Work.seated_s` at that time
         self.port = job.lacked()  # the input that it has waited for since then
         self.has_asked = self.has_left = False
 
@@ -159,7 +159,7 @@ def _take_arrived(work: Work, job: GraphJob) -> None:
     try:
         for port in list(work.arrived):
             fd = work.arrived.pop(port)
-            if port not in job.lacks.values():  # it came before the gang was forked anew
+            if port not in job.lacks.values():  # the input came before the gang was forked anew
                 os.close(fd)
                 continue
             job.take(port, image_value(work, fd))

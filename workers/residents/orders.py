@@ -139,7 +139,7 @@ def _return(work: Work) -> None:
         # Malloc took new memory; the kernel may reclaim the old memory.
         grown_bytes = progress.memory_bytes(work) + work.lazy_bytes - work.before_bytes
         work.lazy_bytes = max(0, grown_bytes)
-    if "leave" not in work.wishes:  # else reported after the release
+    if "leave" not in work.wishes:  # otherwise the report follows the release
         _say_away(work)
 
 
@@ -158,7 +158,7 @@ def _save_in_s(work: Work) -> float | None:
     if images.staging.is_copying:
         return LOOK_S
     if images.busy or work.outgoing.is_sending:
-        return None  # one thing leaves at a time; a message reports its end
+        return None  # only one storage leaves at a time; a message reports its end
     if work.job is None or work.ending or images.last_step == work.step:
         return None
     if "save" in work.wishes:

@@ -76,7 +76,7 @@ class Outgoing:
             what=f"output:{name}",
             body=_output(self.work, value, name, new),
             memory=memory,
-            early=self.work.ctx.result is None,  # else the final message names all outputs
+            early=self.work.ctx.result is None,  # otherwise the final message names all outputs
         )
         self.waiting.append(output)
         self.next()

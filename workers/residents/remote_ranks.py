@@ -637,7 +637,7 @@ class Outpost:
                 poll.register(rank.pidfd, select.POLLIN)
             if not rank.wire.closed:
                 poll.register(rank.wire.fileno(), select.POLLIN)
-        if not self.line.is_waiting:  # else ranks that print wait, too
+        if not self.line.is_waiting:  # otherwise ranks that print would wait, too
             for fd in self.printed:
                 poll.register(fd, select.POLLIN)
         poll.poll()
@@ -710,7 +710,7 @@ class Outpost:
     def _pass_on(self, rank: RankProcess, message: JSON) -> None:
         self._pass_on_printed()
         is_image = message["is"] == "saving" and message["what"] == "image"
-        if is_image and message["round"] == self.round:  # else the image has been called off
+        if is_image and message["round"] == self.round:  # otherwise the image has been called off
             self._send_image(rank, message["index_bytes"])
         self.line.say(("said", rank.number, message))
 

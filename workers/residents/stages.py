@@ -48,7 +48,7 @@ from workers.residents.work import Work
 from workers.switching import context_switch
 from workers.switching.staging import ImageTooLarge
 
-RESULT_LIMIT_BYTES = 256 * 1024  # as JSON; larger values must be outputs
+RESULT_LIMIT_BYTES = 256 * 1024  # in the form of JSON; larger values must be outputs
 
 
 def take_start(work: Work) -> None:

@@ -65,7 +65,7 @@ class Work:
     base_bytes: int = 0
     is_back_soon: bool = False  # off the slot only for the slices of co-located tasks
     turn: int = 0  # number of the last order about the place of its memory
-    before_bytes: int = 0  # its memory when it was told to release memory
+    before_bytes: int = 0  # memory of the process when it was told to release memory
     lazy_bytes: int = 0  # released, not reused, and not yet taken back by the kernel
     granted_bytes: int = 0  # device memory granted for its return
     staged_s: float = 0.0  # time at safe points spent on copying its state

@@ -211,7 +211,8 @@ class Staging:
             self.waited_s += time.perf_counter() - began_s
 
     def _aside(self, copy: Callable[[], None], then: Callable[[], None]) -> None:
-        if self._thread is None:  # one thread for the resident's life: starting one takes a while
+        # one thread for the life of the resident: starting one takes a while
+        if self._thread is None:
             self._thread = threading.Thread(target=self._help, name="staging", daemon=True)
             self._thread.start()
         self._done.clear()
@@ -229,7 +230,7 @@ class Staging:
             self._done.set()  # before `then`, so that `join` need not wait for the report
             if not spoiled:
                 then()
-            del copy, then  # and so the storages that they held
+            del copy, then  # this also frees the storages that they held
 
     def _placed(self, captured: Captured) -> Layout:
         """Return the layout.
@@ -372,7 +373,7 @@ class Staging:
         to = self.slab.address + part.offset - part.address
         for at in range(pages.start, pages.end, PIECE_BYTES):
             if part.storage.data_ptr() != part.address:
-                return False  # it was resized, and this memory belongs to something else
+                return False  # the storage was resized, and this memory belongs to another one
             _copy(to + at, at, min(PIECE_BYTES, pages.end - at))
         self.copied_bytes += part.size
         return True

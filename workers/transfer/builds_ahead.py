@@ -121,7 +121,7 @@ class BuildsAhead(threading.Thread):
         try:
             return self.kept.has(lock)
         except OSError:
-            return False  # its build tells the fault
+            return False  # the build reports the fault itself
 
     @contextmanager
     def _turn(self, lock: str) -> Iterator[bool]:

@@ -192,7 +192,8 @@ def write(
     )
 
 
-_InMemory = tuple[Sequence[Part], Sequence[memoryview], Mapping[str, Any]]  # and its tensors
+# the parts, their memory, and the tensors by name
+_InMemory = tuple[Sequence[Part], Sequence[memoryview], Mapping[str, Any]]
 
 
 class _Writer:
@@ -201,7 +202,7 @@ class _Writer:
     def __init__(
         self,
         parts: Sequence[Part],
-        memory: Sequence[memoryview],  # of each part
+        memory: Sequence[memoryview],  # memory of each part
         tensors: Mapping[str, Any],
         store: Store,
         known: Known,
@@ -221,7 +222,8 @@ class _Writer:
 
     def keep(self, cut: Cut) -> Chunk:
         spans = [self._span(span.part, span.offset, span.size) for span in cut]
-        if len(spans) == 1:  # else it is small, and copying is cheaper than hashing twice
+        # a body of several spans is small: copying costs less than hashing twice
+        if len(spans) == 1:
             quick = xxh3_128_digest(spans[0])
             if (seen := self._still_there(quick)) is not None:
                 self.seen[quick] = seen
@@ -263,7 +265,8 @@ class _Writer:
             return None
         is_fresh = _clock_s() - seen.at_s < self.store.grace_s / 4
         if is_fresh and not self.store.place.is_near:
-            return seen  # it cannot have been collected yet, and asking a remote store is slow
+            # the chunk cannot have been collected yet, and asking a remote store is slow
+            return seen
         now_s = _clock_s()
         return _Seen(seen.address, now_s) if self.writing.chunks.has(seen.address) else None
 

@@ -63,7 +63,7 @@ class HeldContainerImage:
     digest: str
     variables: Mapping[str, str]
     fd: int
-    took_us: int  # of unpacking, which may have been long ago
+    took_us: int  # time that unpacking took, maybe long ago
     is_new: bool = False
 
 
@@ -212,7 +212,7 @@ class ContainerImages(KeptTrees):
         told = done.stderr.decode("utf-8", "replace").strip()[-_TOLD:]
         if done.returncode == REFUSED:
             raise NotUnpacked(told)
-        if done.returncode:  # what it says then has paths of this host
+        if done.returncode:  # the program's message names paths of this host
             log.error("the unpacker ended with status %d: %s", done.returncode, told)
             raise NotUnpacked(f"the unpacker ended with status {done.returncode}")
         said: JSON = json.loads(done.stdout)

@@ -258,7 +258,7 @@ class Environments(KeptTrees):
         (made / ABOUT).chmod(0o444)
         built = self.built(sha256)
         make_private(built.parent)
-        if built.exists():  # of another installation
+        if built.exists():  # left by another installation
             self.remove(built)
         made.rename(built)
         built.chmod(0o555)

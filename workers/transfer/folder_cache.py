@@ -117,7 +117,7 @@ def _lay(file: FolderFile, path: Path, cache: Cache, store: Store) -> int:
         return 0
     fd, is_fetched = _opened(file.sha256, cache, store)
     try:
-        if file.executable:  # of its own, as the mode belongs to the file and not to the link
+        if file.executable:  # a copy, as the mode belongs to the file and not to the link
             shutil.copyfile(f"/proc/self/fd/{fd}", path)
             path.chmod(_EXECUTABLE)
         else:
@@ -130,7 +130,8 @@ def _lay(file: FolderFile, path: Path, cache: Cache, store: Store) -> int:
 
 def _opened(sha256: str, cache: Cache, store: Store) -> tuple[int, bool]:
     """Open the file in the cache; return its descriptor, and whether it was read from the store."""
-    opened = cache.opened(sha256, store, makes_room=False)  # that would look at all, for each file
+    # making room would look at all entries for each file
+    opened = cache.opened(sha256, store, makes_room=False)
     if opened.is_fetched and (kept := cache.held(sha256)) is not None:
         os.close(opened.fd)
         return kept, True

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 LEFT_S = 3600.0  # an older draft was left by a dead process
 BODY = "body"
 TREE = ".tree"  # end of the name of an entry that is a folder (`workers.transfer.folder_cache`)
-LOCK = "lock"  # of such an entry: its users hold a shared lock on it
+LOCK = "lock"  # lock file of such an entry: its users hold a shared lock on it
 _PIECE = 1 << 20
 
 
@@ -76,7 +76,7 @@ class Cache:
         try:
             os.utime(entry)
         except FileNotFoundError:
-            log.debug("%s was removed just now", sha256)  # and is still open here
+            log.debug("%s was removed just now", sha256)  # the file is still open here
         return fd
 
     def stored(self, pieces: Iterable[Bytes], size_bytes: int, store: Store) -> tuple[str, int]:

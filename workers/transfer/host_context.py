@@ -53,15 +53,15 @@ class House:
     kind: str = "cpu"
     labels: tuple[str, ...] = ()
     rack: str = ""
-    location: tuple[str, ...] = ()  # of the device inside its host, from wide to narrow
+    location: tuple[str, ...] = ()  # where the device is inside its host, from wide to narrow
     threads: int = 1
     access: DeviceAccess = field(default_factory=DeviceAccess)
-    model: str = ""  # of an accelerator, as its driver names it
+    model: str = ""  # name of an accelerator's model, as its driver gives it
     compute_capability: str = ""
     can_splice: bool = True  # ranks can take turns on the device
-    can_checkpoint: bool = False  # its driver moves the memory of a process off it and back
+    can_checkpoint: bool = False  # the driver can move a process's memory off the device and back
     memory_bytes: int = CPU_BYTES
-    device_fraction: float = 1.0  # of an accelerator's memory that residents may have
+    device_fraction: float = 1.0  # part of an accelerator's memory that residents may have
     host_memory_bytes: int = CPU_BYTES  # for images; one image may take all of it
     host_cache_bytes: int = 2**30
     block_bytes_per_s: int = 0  # to other hosts; 0: no limit
@@ -70,7 +70,8 @@ class House:
     environment_build_s: float = 900.0
     package_options: tuple[str, ...] = ()  # name the index (`workers.process.uv.index_options`)
     wheels: Path | None = None  # the folder that these name, if any
-    package_hosts: tuple[str, ...] | None = ()  # what a build reaches (`workers.process.uv.reach`)
+    # hosts that a build reaches (`workers.process.uv.reach`)
+    package_hosts: tuple[str, ...] | None = ()
     mount_roots: tuple[str, ...] = ()  # folders below which tasks may see mounts
     overhead_bytes: int = 2 * 2**30  # host memory of each resident besides both
     scratch_bytes: int = 0  # disk of each resident's scratch folder; 0: a part of the free space
@@ -83,7 +84,7 @@ class House:
     at_rest_s: float = 5.0  # how long a task may wait so if no other task wants the slot
     sandbox: Mode = "required"
     criu: str = ""  # a prefix or a program; "": the prefix that `make criu` makes
-    monitor: str = "none"  # of the device's health (`workers.device.monitors`)
+    monitor: str = "none"  # what watches the device's health (`workers.device.monitors`)
     health_every_s: float = 5.0
     health_patience_s: float = 30.0
     egress: bool = True  # tasks may reach the network, where the sandbox keeps them apart
@@ -230,8 +231,8 @@ class House:
             "splice": self.can_splice,
             # its residents see this device alone
             **({"ranks_apart": True} if self.kind != "cpu" else {}),
-            "spec": True,  # it takes a Launch with a whole descriptor
-            "image_key": True,  # and one with the key of images
+            "spec": True,  # the worker takes a Launch with a whole descriptor
+            "image_key": True,  # the worker takes a Launch with the key of images
             "offers": ["env", "secrets", notice.NEED, session.NEED],
         }
 

@@ -26,11 +26,11 @@ from typing import IO, Any, Self
 
 JSON = dict[str, Any]
 
-MAX_DOCUMENT_BYTES = 4 * 2**20  # of an index, a manifest or a configuration
+MAX_DOCUMENT_BYTES = 4 * 2**20  # per index, manifest or configuration
 MAX_NESTED = 4  # indexes in indexes
 MAX_LISTED = 2_000_000  # entries of a root file system
 MAX_DEPTH = 256  # folders in folders of one; each is open while it is listed
-MAX_HEADER_BYTES = 2**20  # of a part of a tar file that is read whole
+MAX_HEADER_BYTES = 2**20  # per part of a tar file that is read whole
 _LOOKED_AT = 10_000  # first members of a tar file, among which the marks of a layout are
 _LAYOUT = "oci-layout"
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")

@@ -137,7 +137,8 @@ class ImageTree:
             names = os.listdir(f"/proc/self/fd/{at}")
         finally:
             os.close(at)
-        self._charge(0, entries=len(names))  # else each of many whiteouts could list many
+        # otherwise each of many whiteouts could list many names
+        self._charge(0, entries=len(names))
         for name in names:
             inner = [*parts, name]
             if "/".join(inner) in self._of_layer:

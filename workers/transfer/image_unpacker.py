@@ -50,7 +50,7 @@ def main() -> NoReturn:
     making = Path(order["making"])
     room = _room(order, making)
     standing, missing = sandbox.try_out(room)
-    walls = [name for name in standing if name != "user"]  # what it writes belongs to us
+    walls = [name for name in standing if name != "user"]  # what the sandbox writes belongs to us
     if "files" not in walls:
         _refuse(f"the sandbox layer 'files' is missing: {missing.get('files', '')}")
     sandbox.separate(walls)
@@ -210,7 +210,7 @@ def _unpack_tar(file: IO[bytes], tree: ImageTree, mode: str) -> None:
     with opened as tar:
         for member in tar:
             _add(tree, tar, member)
-            tar.members = []  # else all headers stay in memory
+            tar.members = []  # otherwise all headers would stay in memory
 
 
 def _add(tree: ImageTree, tar: tarfile.TarFile, member: tarfile.TarInfo) -> None:

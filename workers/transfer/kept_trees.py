@@ -86,7 +86,7 @@ class KeptTrees:
             except BaseException:
                 os.close(fd)
                 raise
-            os.close(fd)  # then share the lock with all who waited
+            os.close(fd)  # then share the lock with all processes that waited
             if time.monotonic() >= until_s and self.about(name) is None:
                 return None
             time.sleep(random.uniform(0.0, _AGAIN_S))

@@ -138,7 +138,8 @@ class Links:
                         return
                     if key.fileobj is self._server:
                         self._accept(selector)
-                    elif key.data in self._visitors:  # else it was dropped in this round
+                    # otherwise the visitor was dropped in this round
+                    elif key.data in self._visitors:
                         self._hear(selector, key.data)
                 now_s = time.monotonic()
                 self._dismiss(selector, [v for v in self._visitors if now_s >= v.until_s])

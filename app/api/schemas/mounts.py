@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field
 from app.api.schemas.base import EXAMPLE_AT, EXAMPLE_TENANT, KIND, In, Out, example
 from app.core.model.wellformed import MAX_PATH, is_path
 
-MAX_TENANTS = 1000  # that one mount names
+MAX_TENANTS = 1000  # that one mount may name
 
 _TENANTS = (
     "The ids of the tenants that may use it, each with all tenants below it; null: every tenant."

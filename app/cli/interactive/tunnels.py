@@ -82,7 +82,7 @@ def one_command(client: Client, given: str) -> JSON:
 class ShownShell:
     """Says how a shell at this terminal ended."""
 
-    status: int | None  # of the shell; None if it has not told any
+    status: int | None  # exit status of the shell; None if the shell has not sent one
     left: bool  # the user left it with Ctrl-]
     failed: str  # why no terminal could be opened
     why: str  # why the tunnel ended
@@ -177,7 +177,7 @@ def _raw_terminal() -> Iterator[None]:
     import tty
 
     before = termios.tcgetattr(0)
-    tty.setraw(0, termios.TCSADRAIN)  # what was typed meanwhile stays
+    tty.setraw(0, termios.TCSADRAIN)  # what the user typed meanwhile stays
     try:
         yield
     finally:
@@ -214,7 +214,7 @@ class StatusLine:
         told = {"waiting": said.get("told", ""), "attached": f"on {said.get('device')}"}
         text = told.get(said["is"], "")
         if said["is"] == "attached" and not self.shown:
-            return  # nothing to write over: it is there at once
+            return  # no waiting line was shown, so there is nothing to replace
         if text:
             self.shown = said["is"] == "waiting"
             end = "" if self.shown else "\r\n"

@@ -24,8 +24,8 @@ JSON = dict[str, Any]
 DAY_S = 86_400.0
 FLAPPING_MOST = 3  # cordons within a day from which on a device no longer returns by itself
 FAILURES_WINDOW_S = 3_600.0
-FAILURES_TASKS = 3  # tasks that fail one after another,
-FAILURES_TENANTS = 2  # of so many tenants
+FAILURES_TASKS = 3  # tasks that failed one after another
+FAILURES_TENANTS = 2  # and that belong to so many tenants
 NOTES_KEPT = 20
 
 
@@ -151,7 +151,7 @@ def heard(
     fitness: Fitness, report: HealthReport | None, *, now_s: float, is_cordoned: bool
 ) -> Fitness:
     """Take in a device's report.  `is_cordoned`: the device takes no work now, for any reason."""
-    if report is None:  # nothing watches it: nothing can be found, and nothing checked
+    if report is None:  # nothing watches the device: no fault can be found or checked
         return _let_serve(fitness, now_s, "It has no monitor.") if fitness.is_checking else fitness
     if report.checked < 0:
         return fitness
@@ -171,7 +171,7 @@ def _conclude(
 ) -> Fitness:
     """End a check, once the device has made it."""
     if report.checked < fitness.check:
-        return fitness  # it still speaks of what was before the check
+        return fitness  # the report is older than the check
     if worst is None:
         return _let_serve(fitness, now_s, "It passed its check.")
     failed = replace(worst, reason=f"It did not pass its check. {worst.reason}")

@@ -26,7 +26,7 @@ WHY_MOST = 200  # characters of why a monitor does not work
 class HealthVerdict(StrEnum):
     """Names what the island does because of a finding."""
 
-    WARN = "warn"  # it is told; the device serves on
+    WARN = "warn"  # the fault is reported; the device still serves
     CORDON = "cordon"  # the device takes no new work
 
 
@@ -34,7 +34,7 @@ class Effect(StrEnum):
     """Names what happens to the tasks on the device."""
 
     STAY = "stay"
-    MOVE = "move"  # they move while they run, or pause: no step is lost
+    MOVE = "move"  # tasks move while they run, or pause: no step is lost
     RESTART = "restart"  # the device cannot give up their state: they resume from a checkpoint
 
 
@@ -120,11 +120,11 @@ class HealthLimits:
 
     patience_us: int = 30_000_000
     stuck_us: int = 300_000_000  # silent for so long: what is still on the device cannot leave it
-    window_us: int = 24 * 3_600_000_000  # of Xid codes that may come now and then
+    window_us: int = 24 * 3_600_000_000  # period in which Xid codes are counted
     warned_us: int = 3_600_000_000  # how long a warning of an event stands
     ecc_window_us: int = 3_600_000_000
     ecc_most: int = 3  # uncorrectable errors in that window
-    cooler_c: int = 5  # so far below its limit a hot device counts as cool
+    cooler_c: int = 5  # a hot device counts as cool when it is this far below its limit
     hot_c: int = 95  # the limit of a device that names none
     idle_below_percent: int = 2  # utilisation below which a device computes nothing
 

@@ -34,7 +34,7 @@ class StayMove(StrEnum):
     PAUSED = "paused"  # the process reached its safe point, or had nothing to finish
     CONTINUE = "continue"  # the next epoch goes on in the same process
     CANCEL = "cancel"
-    END = "end"  # its last event is reported
+    END = "end"  # the stay's last event is reported
     DROP = "drop"
 
 

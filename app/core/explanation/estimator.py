@@ -31,7 +31,7 @@ from typing import Protocol
 #: width), (tenant,), ()).  A key is always followed by the same wider keys.
 Who = tuple[Hashable, ...]
 
-STEP = 0.15  # of log time: a bin reaches 16 % further than the bin before
+STEP = 0.15  # width of a bin in log time: each bin reaches 16 % further than the one before
 BINS = 112  # from 1 s to 231 days; shorter runtimes count in the first bin, longer ones in the last
 # share that passes a bin if half of the tasks double their age: a Pareto tail with index 1
 TAIL = math.exp(-STEP)
@@ -311,7 +311,7 @@ EVENTS = 9_000  # tasks considered for one answer: what fits into half of the al
 STARTS = 2_500  # starts simulated in one run; after that the average speed so far is assumed
 RUNS = 25
 SEED = 7
-LEAST_SPREAD = 0.25  # of log time: however equal the runs are, the model is only a model
+LEAST_SPREAD = 0.25  # in log time: even equal runs do not make the model certain
 LONE_SPREAD = 0.5  # used when there are so many tasks ahead that only one run was possible
 
 

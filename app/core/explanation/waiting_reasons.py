@@ -186,7 +186,7 @@ class Blockers:
     user: Standing | None = None
     own: int = 0
     own_soon: int = 0  # own tasks on devices that give way after their minute (F8)
-    minute_s: float = 0.0  # that minute, in s; a slice may be longer
+    minute_s: float = 0.0  # length of that minute in s; a slice may be longer
     guaranteed: int = 0
     protected: int = 0
     shed: bool = False
@@ -200,10 +200,10 @@ class Blockers:
 class Ahead:
     """The number of waiting tasks of the same kind that go before a task, by reason."""
 
-    tenants: int = 0  # of less served tenants
-    users: int = 0  # of less served users of the same tenant
-    higher: int = 0  # of the same user, with higher priority
-    earlier: int = 0  # of the same user and priority, but older
+    tenants: int = 0  # tasks of less served tenants
+    users: int = 0  # tasks of less served users of the same tenant
+    higher: int = 0  # tasks of the same user with higher priority
+    earlier: int = 0  # older tasks of the same user with the same priority
     highest: int | None = None  # the highest priority among them
 
     @property

@@ -21,7 +21,7 @@ from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
-Reader = Callable[[Any, str], Any]  # of a JSON value and its JSON Pointer
+Reader = Callable[[Any, str], Any]  # reads a JSON value that stands at a JSON Pointer
 
 _LARGE = re.compile("-?[1-9][0-9]{15,4000}")
 _WORDS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}

@@ -187,7 +187,7 @@ def _cycle(descriptor: Descriptor) -> Iterator[Fault]:
 
 RANKS_ON_A_DEVICE = 64
 MAX_KNOWN = 10  # models or labels that a fault lists
-PARTING = ("job", "graph")  # what may run on several devices
+PARTING = ("job", "graph")  # the kinds that may run on several devices
 
 
 def unsatisfiable(descriptor: Descriptor, kinds: Mapping[str, Offer]) -> tuple[Fault, ...]:

@@ -40,7 +40,7 @@ class Parameter:
 
 #: Kinds of devices that may have a preset before any of their devices has been seen.
 KINDS = ("cpu", "cuda")
-WARN = "warn"  # of `deterministic`: warn of an operation that cannot be deterministic, and run it
+WARN = "warn"  # of `deterministic`: run an operation that cannot be deterministic, with a warning
 
 PARAMETERS: dict[str, Parameter] = {
     "threads": Parameter(kind=int, default=1, least=1, most=1024),

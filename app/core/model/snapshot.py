@@ -151,15 +151,15 @@ class BoardDevice:
     kind: str  # "cpu", "cuda", ...
     up: bool = True
     cordoned: bool = False
-    stopping: bool = False  # its worker stops
+    stopping: bool = False  # the device's worker is about to stop
     unfit: str = ""  # why a health rule has cordoned it
     memory_bytes: int = 0
     cost: int = 1000  # thousandths: the cost of a second of this kind
     lease_until_s: float = 0.0
     grace_s: float = 0.0
     traits: DeviceTraits = NO_TRAITS
-    rack: str = ""  # of its host; "" if it is not known
-    inside: tuple[str, ...] = ()  # its location inside its host, from wide to narrow
+    rack: str = ""  # rack of the host; "" if unknown
+    inside: tuple[str, ...] = ()  # location inside the host, from wide to narrow
 
     def __post_init__(self) -> None:
         _check_above_0(self.id, "cost", self.cost)

@@ -262,7 +262,7 @@ def _shed(board: Board, task: BoardTask) -> bool:
 
 def _fee(board: Board, stay: BoardStay, task: BoardTask) -> int:
     turn_us, lane = slice_us(board.policy, task), board.lane_in_line(task)
-    if lane.is_fraction or stay.lane.is_fraction:  # they cost different parts of a device
+    if lane.is_fraction or stay.lane.is_fraction:  # the two cost different parts of a device
         return board.tree.faded(turn_us * board.rate(lane))
     return board.tree.faded(turn_us * board.rate_of(stay.task) // len(stay.devices) * task.width)
 

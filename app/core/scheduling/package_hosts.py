@@ -49,7 +49,7 @@ def hosts_for(lock: str, hosts: Sequence[PackageHost], *, tasks: int, width: int
         if left > 0 and usable[one.name]:
             chosen.add(one.name)
             left -= usable[one.name]
-    for one in line:  # what idle devices cannot do waits for busy ones
+    for one in line:  # tasks that no idle device can run wait for busy devices
         if left > 0:
             chosen.add(one.name)
             left -= one.devices - usable[one.name]

@@ -54,8 +54,10 @@ class Pool:
     grown: int = 0  # devices that tasks hold beyond their need
     # cost in thousandths -> number of open devices
     costs: Counter[int] = field(default_factory=Counter)
-    traits: dict[str, DeviceTraits] = field(default_factory=dict)  # of devices, open or not
-    locations: dict[str, Location] = field(default_factory=dict)  # of devices, open or not
+    # traits of all devices, open or not
+    traits: dict[str, DeviceTraits] = field(default_factory=dict)
+    # locations of all devices, open or not
+    locations: dict[str, Location] = field(default_factory=dict)
     knows_locations: bool = False  # more of one device, now or before, than its host
     parts: dict[str, FreePart] = field(default_factory=dict)  # device with fractions -> its rest
     closed: set[str] = field(default_factory=set)

@@ -81,7 +81,7 @@ class _Side:
     theirs: Branch
     owed: bool  # is the waiting task's side within its guarantee?
     better: bool  # is `theirs` better served, even after the next turn?
-    scores: tuple[int, int]  # of `theirs`, and of the leaf
+    scores: tuple[int, int]  # score of `theirs`, score of the leaf
 
 
 def victims(

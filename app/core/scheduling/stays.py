@@ -14,7 +14,7 @@ LEAVES_A_SEAT = frozenset({State.pausing, State.stopping})
 
 
 NEVER = math.inf
-RESOLUTION_S = 0.001  # of the computed instants
+RESOLUTION_S = 0.001  # computed instants are this exact
 
 
 @dataclass(slots=True, eq=False)

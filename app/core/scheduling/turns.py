@@ -22,7 +22,7 @@ from typing import Any
 JSON = dict[str, Any]
 
 TURN_US = 5_000  # how long a task keeps the slot before the next task is chosen
-_BITS = 32  # of a score below one; ties are exact
+_BITS = 32  # binary digits of a score behind the point; ties are exact
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from app.core.scheduling.pool import Pool
 from app.core.scheduling.stays import NEVER
 
 AWAY_PARTS = 64  # the number of parts in which a window is remembered
-# of the waiting time that a window allows: the least at once, so that turns can end
+# The smallest part of a window's waiting time that is allowed at once, so that turns can end.
 LEAST_BURST = 1 / 16
 
 

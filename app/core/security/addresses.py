@@ -55,7 +55,7 @@ def may_call(address: Address, allowed: Iterable[Network] = ()) -> bool:
 
 def literal_address(host: str) -> Address | None:
     """Return the address that a host is written as; None for a name that must be resolved."""
-    host = host.removesuffix(".")  # of a name that is complete
+    host = host.removesuffix(".")  # a final point marks a complete name
     if host == "localhost" or host.endswith(".localhost"):
         return ip_address("127.0.0.1")
     with suppress(ValueError):

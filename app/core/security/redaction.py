@@ -17,9 +17,9 @@ from urllib.parse import quote, quote_plus
 MARK = "***"
 MIN_BYTES = 6  # a shorter text would be found everywhere
 ENCODED_MIN_BYTES = 8  # shorter values are not looked for in encodings
-MAX_BYTES = 32 * 1024  # of one value
-MAX_LINES = 64  # of one value
-MAX_LINES_TOGETHER = 128  # of all values of a task, since each costs time for every line of a log
+MAX_BYTES = 32 * 1024  # per value
+MAX_LINES = 64  # per value
+MAX_LINES_TOGETHER = 128  # per task, since each line costs time for every line of a log
 
 CUT_LEAST = 40  # characters; no shorter text was cut on its way
 

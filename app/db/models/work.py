@@ -171,7 +171,8 @@ class Task(Base):
     # the most that heartbeats told, over all epochs
     peak_device_bytes: Mapped[int] = mapped_column(BigInteger, server_default="0")
     peak_host_bytes: Mapped[int] = mapped_column(BigInteger, server_default="0")
-    peaks: Mapped[dict[str, int]] = json_column()  # of its host (`provisions.resources`)
+    # highest use of resources on the task's host (`provisions.resources`)
+    peaks: Mapped[dict[str, int]] = json_column()
     metrics: Mapped[dict[str, Any]] = json_column()
     capabilities: Mapped[list[Any]] = json_column("[]")
     # `core.model.provisions.process_images`
@@ -426,7 +427,7 @@ class Checkpoint(Base):
     took_us: Mapped[int] = mapped_column(BigInteger)
     host: Mapped[str] = mapped_column(server_default="")
     key: Mapped[str] = mapped_column(server_default="")
-    # of a command with its processes: the epoch of the dump, and the lines printed in it before
+    # of an image with a command's processes: the epoch of its dump, and the lines printed before
     printed_epoch: Mapped[int | None]
     printed_lines: Mapped[int | None]
     created_at: Mapped[datetime] = now_column()

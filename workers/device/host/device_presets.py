@@ -41,7 +41,8 @@ class _DriverThread(threading.Thread):
     """Does one thing after the other; the results are set in this thread."""
 
     def __init__(self) -> None:
-        super().__init__(name="settings", daemon=True)  # it may hang, and must not keep the worker
+        # the thread may hang, and must not keep the worker alive
+        super().__init__(name="settings", daemon=True)
         self._asked: SimpleQueue[tuple[Callable[[JSON], JSON], JSON, Future[JSON]] | None]
         self._asked = SimpleQueue()
 
@@ -72,8 +73,8 @@ class DevicePresets:
         self.house, self.lives, self._receive = house, lives, receive
         self._thread = _DriverThread()
         self._applied: AppliedPreset | None = None
-        self._asked: JSON = {}  # what the thread was asked for last
-        self._found: JSON = {}  # what it read back
+        self._asked: JSON = {}  # what the thread was asked to set last
+        self._found: JSON = {}  # what the thread read back
         self._is_settled = True  # the device is as was asked for last
         self._changes: dict[int, _Change] = {}  # by process that is to begin
 
@@ -139,7 +140,7 @@ class DevicePresets:
         self, wanted: JSON, future: Future[JSON], then: Callable[[Exception | None], None]
     ) -> None:
         error = future.exception()
-        if wanted is self._asked:  # nothing else was asked for since
+        if wanted is self._asked:  # no other preset was asked for since
             self._found = {} if error is not None else future.result()
             self._asked = wanted if error is None else {}
             self._is_settled = error is None
@@ -149,7 +150,7 @@ class DevicePresets:
 
     def _answered(self, change: _Change, error: Exception | None) -> None:
         if self._changes.get(change.process) is not change:
-            return  # it was given up
+            return  # this try was given up
         del self._changes[change.process]
         resident = self.lives.residents.get(change.process)
         if resident is None:

@@ -232,7 +232,7 @@ class EgressDesk:
             return
         try:
             self.wire.send(message, fds)
-        except OSError as error:  # it died; the selector will say so
+        except OSError as error:  # the proxy died; the selector will report it
             log.warning("the proxy of %s cannot be told: %s", self.house.device, error)
 
     def _hear(self) -> None:

@@ -38,7 +38,7 @@ class DeviceEnvironments:
         self._pythons: tuple[str, ...] = ()
         self._seen_ns = -1
         self._shown: dict[str, list[int]] = {}
-        self._builds: BuildsAhead | None = None  # none without uv
+        self._builds: BuildsAhead | None = None  # None if the host has no uv
 
     def start(self) -> None:
         """Offer environments of the platform's Python, and begin to look for others."""

@@ -30,7 +30,8 @@ class MonitorThread(threading.Thread):
     def __init__(
         self, monitor: DeviceMonitor, said: Callable[[Said], None], *, every_s: float
     ) -> None:
-        super().__init__(name="monitor", daemon=True)  # it may hang, and must not keep the worker
+        # the thread may hang, and must not keep the worker alive
+        super().__init__(name="monitor", daemon=True)
         self.monitor, self.said, self.every_s = monitor, said, every_s
         self._ended = threading.Event()
 

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 #: What a process holds beside the memory of its tensors: the interpreter, torch, other libraries.
 CODE_BYTES = 2**29
-PROCESSES = 8  # of a task; those beyond have none to spare
+PROCESSES = 8  # per task; further processes have no spare memory
 EVERY_US = 250_000
 
 
@@ -44,7 +44,7 @@ class HostMemoryCaps:
         try:
             processes = min(PROCESSES, sum(1 for _ in family(resident.pid)))
         except (OSError, ValueError):
-            return  # it has just ended; the next count says more
+            return  # the process has just ended; the next count says more
         if counted[0] > most_bytes + CODE_BYTES * processes:
             log.warning("task %s holds %d bytes of %d", resident.task, counted[0], most_bytes)
             self.lives.kill(resident, "device_memory")

@@ -51,7 +51,7 @@ class DeviceMounts:
         self._receive = receive
         self._known: dict[str, Mapping[str, str]] = {FOLDER: {}, IMAGE: {}}  # sort -> name -> path
         self._noted_ns = (0, 0)
-        self._unpacked: JSON = {}  # what is told of unpacked container images
+        self._unpacked: JSON = {}  # report of unpacked container images
         self._due_us = 0
         self._looks = False
         self._troubles: dict[str, str] = {}

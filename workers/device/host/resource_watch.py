@@ -51,7 +51,7 @@ class ResourceWatch:
     def measure(self, resident: Resident) -> None:
         """Take the peaks of one resident, and end it if it holds more memory than its limit."""
         usage = self._usage(resident)
-        resident.measure()  # its image is no memory of its own
+        resident.measure()  # an image is no memory of the resident
         held_bytes = max(0, usage.memory_bytes - resident.slab_bytes)
         resident.reach(MEMORY, held_bytes)
         resident.reach(PROCESSES, usage.processes)

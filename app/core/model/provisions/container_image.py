@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from app.core.model.fields import NAME, NAME_RULE, Fields
 
-PREFIX = "image:"  # of what a device offers
+PREFIX = "image:"  # prefix of the images among what a device offers
 
 
 def need_of_image(name: str) -> str:

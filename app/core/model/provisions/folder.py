@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-FOLDER = "folder"  # of a datablock
+FOLDER = "folder"  # the `format` of a datablock that is a folder
 MAX_FILES = 10_000
 MAX_PATH = 1024  # characters
 MAX_NAME = 255  # bytes of one name in a path, as file systems allow

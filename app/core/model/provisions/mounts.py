@@ -19,8 +19,8 @@ from app.core.model.fields import NAME, NAME_RULE, Fields, escaped
 from app.core.model.provisions.container_image import need_of_image
 from app.core.model.wellformed import is_path
 
-MAX_MOUNTS = 16  # of one task
-MAX_KNOWN = 100  # of one Roundhouse, of all sorts: each device knows all of them
+MAX_MOUNTS = 16  # per task
+MAX_KNOWN = 100  # per Roundhouse, of all sorts: each device knows all of them
 SORTS = FOLDER, IMAGE = "folder", "image"
 
 #: The first names of paths that every sandbox has, or that programs take as the system's own.

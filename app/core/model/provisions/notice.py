@@ -30,7 +30,7 @@ class NoticeReason(StrEnum):
 
     DRAIN = "drain"
     MOVE = "move"
-    RECLAIM = "reclaim"  # its device goes back to the tenant that it is guaranteed to
+    RECLAIM = "reclaim"  # the device goes back to the tenant to which it is guaranteed
     SHUTDOWN = "shutdown"  # the worker of its device stops
     MAX_DURATION = "max_duration"
 

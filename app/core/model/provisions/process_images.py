@@ -15,7 +15,7 @@ from functools import lru_cache
 from app.core.model.device_choice import choice_in, text_of
 from app.core.model.migration import MOVABLE
 
-OFFER = "command-images"  # what a device offers where the trial passes
+OFFER = "command-images"  # the offer that a device makes if its trial of CRIU passes
 
 
 def marked(mark: str) -> str:

@@ -19,7 +19,7 @@ from app.core.model.fields import near_name
 
 JSON = dict[str, Any]
 
-MAX_BYTES = 2**21  # of a file
+MAX_BYTES = 2**21  # per file
 MAX_LINES = 20_000
 MAX_LISTED = 20  # faults of one file; further ones are counted
 

@@ -31,7 +31,7 @@ CHANNELS_MAX = 64
 TICKET_BYTES = 4096
 TICKET_S = 30.0  # how long a ticket is good
 PER_TASK = 16  # open tunnels
-WORDS_MAX = 64  # of a command
+WORDS_MAX = 64  # per command
 WORD_CHARACTERS = 1024
 SIDE_MAX = 1000  # rows or columns of a terminal
 

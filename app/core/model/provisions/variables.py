@@ -16,7 +16,7 @@ from app.core.model.fields import Fields, escaped
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 VARIABLE_RULE = "1 to 128 letters, digits and '_', not starting with a digit"
 MAX_VARIABLES = 128
-MAX_SECRETS = 16  # of a task
+MAX_SECRETS = 16  # per task
 MAX_VALUE_BYTES = 16 * 1024
 MAX_VARIABLES_BYTES = 64 * 1024  # bytes of all names and values of a task
 
