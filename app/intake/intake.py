@@ -38,6 +38,7 @@ from app.core.model.fields import (
     shortened,
 )
 from app.core.model.messages import JSON
+from app.core.model.provisions.environment import TaskEnvironment
 from app.core.model.provisions.network_policy import destination, is_allowed, listed
 from app.core.security import webhook_policy
 from app.core.security.addresses import networks
@@ -597,7 +598,7 @@ def write(session: Session, accepted: Accepted, once: Once, answer: IntakeRespon
     graphs.keep(session, owner.tenant_id, found.graphs.values())
     if found.descriptor.notify is not None:
         webhooks.expect_addresses(session, owner.tenant_id)
-    environment, locked, lock = None, None, ""
+    environment, locked = None, None
     if found.environment is not None:
         environment, lock = environments.take(
             session, owner.tenant_id, owner.user_id, found.environment
@@ -616,16 +617,7 @@ def write(session: Session, accepted: Accepted, once: Once, answer: IntakeRespon
         for n in needed
     ]
     n = len(ids)
-    tasks = [
-        {
-            "id": one.id,
-            "ordinal": one.ordinal,
-            "spec": descriptors.as_json(replace(one.spec, environment=locked)),
-            "choice": with_packages(text_of(one.spec.devices.choice), lock),
-            "step": one.step,
-        }
-        for one in accepted.tasks
-    ]
+    tasks = [_row(one, locked) for one in accepted.tasks]
     given = {
         "id": request["id"],
         "tenant": owner.tenant_id,
@@ -652,6 +644,21 @@ def write(session: Session, accepted: Accepted, once: Once, answer: IntakeRespon
         datablocks.use(session, ids[task.name], {p: row for p, row in taken.items() if row})
     after_commit(session, outbox.nudge_control)
     after_commit(session, lambda: changes.tell(owner.tenant_id, request["id"]))
+
+
+def _row(task: NewTask, environment: TaskEnvironment | None) -> JSON:
+    """Return the values of a task's row, with the environment as it is locked now."""
+    spec, choice = task.spec, text_of(task.spec.devices.choice)
+    if environment is not None:
+        spec = replace(spec, environment=environment)
+        choice = with_packages(choice, environment.lock)
+    return {
+        "id": task.id,
+        "ordinal": task.ordinal,
+        "spec": descriptors.as_json(spec),
+        "choice": choice,
+        "step": task.step,
+    }
 
 
 def _check_room(session: Session, path: Sequence[tenant_tree.OnPath], wanted: int) -> None:

@@ -27,6 +27,7 @@ from app.api.schemas.tasks import (
     MigrateIn,
     PlacementOut,
     ResizeIn,
+    ResourcesOut,
     TaskOut,
 )
 from app.core.model import codec, dependencies, migration
@@ -353,6 +354,9 @@ def task_outs(session: Session, caller: Caller, tasks: Sequence[Task]) -> list[T
     ]
 
 
+_NOTHING_COUNTED = ResourcesOut()  # given, because a default is copied for each task
+
+
 def new_task_out(
     request: Mapping[str, Any],
     task: NewTask,
@@ -378,6 +382,7 @@ def new_task_out(
         "submitted_at": request["submitted_at"],
         "no_tunnel": why_not_into("blocked", spec),
         "movement": process_images.movement(spec.run.kind, (), ""),
+        "peak_resources": _NOTHING_COUNTED,
         "needs": [{"task": n.task, "port": n.port, "output": n.output} for n in needs],
         "inputs": said["inputs"],
         "publish": said["publish"],

@@ -206,10 +206,11 @@ def _too_much(task: TaskDescriptor, kinds: Mapping[str, Offer]) -> Iterator[tupl
         known = f"the kinds are {', '.join(sorted(kinds))}" if kinds else "no device has joined yet"
         yield "devices/kind", f"no device of kind {wanted.kind!r}; {known}"
         return
-    if fault := _unmet(task, offer):
+    suitable = offer.chosen(wanted.choice)
+    if not suitable.alike and (fault := _unmet(task, offer)):
         yield fault
         return
-    offer = offer.chosen(wanted.choice)
+    offer = suitable
     if wanted.memory_bytes > offer.memory_bytes:
         told = f"the largest {wanted.kind} device has {offer.memory_bytes} bytes"
         yield "devices/memory_bytes", f"{wanted.memory_bytes} bytes are requested, but {told}"
@@ -221,7 +222,7 @@ def _too_much(task: TaskDescriptor, kinds: Mapping[str, Offer]) -> Iterator[tupl
 
 
 def _unmet(task: TaskDescriptor, offer: Offer) -> tuple[str, str] | None:
-    """Return a fault at the first field of the choice that leaves no device; None if some suit."""
+    """Return a fault at the first field of the choice that leaves no device."""
     wanted, part = task.devices, ANY_DEVICE
     for name, there in (
         ("model", {some.traits.model for some in offer.alike}),

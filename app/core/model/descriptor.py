@@ -465,6 +465,8 @@ def _launcher(argv: Sequence[str]) -> str:
 
 def _params(fields: Fields) -> JSON:
     params = fields.mapping("params")
+    if not params:
+        return params
     size = len(json.dumps(params).encode())
     if size > MAX_PARAMS_BYTES:
         told = (
@@ -534,6 +536,8 @@ def _publish(fields: Fields) -> dict[str, str]:
 
 
 def _start(fields: Fields) -> StartConditions:
+    if not fields.given:
+        return StartConditions()
     start = StartConditions(
         after=fields.texts("after", NAME, NAME_RULE),
         not_before_s=fields.time("not_before"),
@@ -552,6 +556,8 @@ def _executors(body: JSON) -> int:
 
 
 def _devices(fields: Fields, world_size: int, usual_most: int) -> Devices:
+    if not fields.given:
+        return Devices(max=usual_most)
     why = f", as world_size is {world_size}"
     least = fields.integer("min", 1, least=1, most=world_size, why=why)
     most = fields.integer("max", max(least, usual_most), least=1, most=world_size, why=why)
@@ -593,6 +599,8 @@ def _device_labels(fields: Fields, key: str) -> tuple[str, ...]:
 
 
 def _checkpoint(fields: Fields) -> Checkpointing:
+    if not fields.given:
+        return Checkpointing()
     checkpoint = Checkpointing(
         every_s=fields.number("every_s", 60.0, above=0, most=MAX_DURATION_S),
         keep=fields.integer("keep", 3, least=1, most=1000),
@@ -602,6 +610,8 @@ def _checkpoint(fields: Fields) -> Checkpointing:
 
 
 def _retry(fields: Fields) -> int:
+    if not fields.given:
+        return 0
     retry_max = fields.integer("max", 0, least=0, most=100)
     fields.close()
     return retry_max

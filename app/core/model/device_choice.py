@@ -105,16 +105,18 @@ class DeviceChoice:
         """Yield the names of the fields that the device does not meet."""
         if self.model and not _is_model(_words(self.model), _words(has.model)):
             yield "model"
-        if _version(self.compute_capability) > _version(has.compute_capability):
+        if self.compute_capability and _version(self.compute_capability) > _version(
+            has.compute_capability
+        ):
             yield "compute_capability"
-        labels = frozenset(has.labels)
-        if not labels.issuperset(self.labels):
+        if self.labels and not {*self.labels} <= {*has.labels}:
             yield "labels"
-        if not labels.isdisjoint(self.avoid_labels):
+        if self.avoid_labels and not {*self.avoid_labels}.isdisjoint(has.labels):
             yield "avoid_labels"
-        needs = {*self.needs} if has.builds is not None else {*self.lasting.needs}
-        if not needs <= {*has.offers}:
-            yield "needs"
+        if self.needs:
+            needs = {*self.needs} if has.builds is not None else {*self.lasting.needs}
+            if not needs <= {*has.offers}:
+                yield "needs"
         if self.resources and any(resources.lacking(self.resources, dict(has.gives))):
             yield "resources"
 

@@ -38,7 +38,9 @@ class BadMessage(Exception):
 
 def is_storable(text: str) -> bool:
     """True if Postgres can store the text: it has no NUL, and no half of a surrogate pair."""
-    return "\x00" not in text and not any("\ud800" <= letter <= "\udfff" for letter in text)
+    if "\x00" in text:
+        return False
+    return text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def _text(pattern: re.Pattern[str], *, or_none: bool = False) -> Check:

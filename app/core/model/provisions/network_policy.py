@@ -138,6 +138,8 @@ NO_NETWORK = NetworkWish()
 
 def read_network(fields: Fields) -> NetworkWish:
     """Read the field `network` of a task."""
+    if not fields.given:
+        return NO_NETWORK
     allow = fields.texts("allow", None, "")
     if len(allow) > MAX_DESTINATIONS:
         told = f"must have at most {MAX_DESTINATIONS} destinations; got {len(allow)}"
@@ -148,7 +150,7 @@ def read_network(fields: Fields) -> NetworkWish:
             found[str(destination(text))] = None
         except BadDestination as error:
             fields.fault(f"allow/{n}", f"{error}; got {text!r:.100}")
-    if fields.given and not allow:
+    if not allow:
         fields.fault(
             "allow", "must list what the task may reach; omit network for nothing", "missing"
         )

@@ -53,13 +53,13 @@ class Notice:
 
 def read_notice(fields: Fields, *, run_kind: str, max_duration_s: float) -> Notice | None:
     """Read the field `notice`; None if the task asks for none."""
+    if not fields.given:
+        return None
     notice = Notice(
         signal=fields.one_of("signal", SIGNALS, "SIGUSR1"),
         seconds=fields.number("seconds", 60.0, above=0, most=MOST_S),
     )
     fields.close()
-    if not fields.given:
-        return None
     if run_kind != "command":
         told = f"only a command gets a notice: a {run_kind} is saved without one; leave it out"
         fields.fault("", told)

@@ -79,6 +79,8 @@ def of_amounts(amounts: Mapping[str, int]) -> Resources:
 
 def read_resources(fields: Fields) -> Resources:
     """Read the field `resources`."""
+    if not fields.given:
+        return NO_RESOURCES
     bounds: dict[str, Any] = {"least": LEAST_BYTES, "most": MOST_BYTES}
     cpus = fields.number("cpus", 0.0, above=0.0, most=MOST_CPUS)
     if 0 < cpus < 0.1:

@@ -45,10 +45,10 @@ class InteractiveSession:
 
 def read_session(fields: Fields, *, run_kind: str, world_size: int) -> InteractiveSession | None:
     """Read the field `session`; None if the task is none."""
-    idle_s = fields.number("idle_s", USUAL_IDLE_S, above=0, most=MOST_IDLE_S)
-    fields.close()
     if not fields.given:
         return None
+    idle_s = fields.number("idle_s", USUAL_IDLE_S, above=0, most=MOST_IDLE_S)
+    fields.close()
     if run_kind != "command":
         fields.fault("", f"only a command can be used by a person, not a {run_kind}; leave it out")
     elif world_size > 1:
