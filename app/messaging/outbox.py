@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -32,6 +33,7 @@ from app.storage.signing import Signer
 
 log = logging.getLogger(__name__)
 
+NUDGE_GAP_S = 0.02  # between two nudges of a queue: a worker reads all that is new at each
 AT_ONCE = 256  # messages to devices that are sealed and published together
 
 
@@ -56,7 +58,7 @@ def signer() -> Signer:
 
 class Nudger(threading.Thread):
     """Publishes one nudge for any number of requested actions, outside the calls that requested
-    them.
+    them; the first at once, and then one in NUDGE_GAP_S at most.
     """
 
     def __init__(self, name: str, queue: str) -> None:
@@ -69,6 +71,7 @@ class Nudger(threading.Thread):
             self.wanted.wait()
             self.wanted.clear()
             hint(self.message, self.queue)
+            time.sleep(NUDGE_GAP_S)
 
 
 @lru_cache
