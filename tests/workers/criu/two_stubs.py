@@ -149,11 +149,11 @@ def _obey(order: str, tree: Tree, first: int) -> object:
         case ["first"]:
             return first
         case ["look", uid]:
-            states = (Path(f"/proc/{pid}/status").read_text() for pid in tree.pids())
-            alive = [state for state in states if "State:\tZ" not in state]
+            until_s = time.monotonic() + 1.0  # a program that runs has not ended by then
+            while not _are_stopped(alive := _alive(tree)) and time.monotonic() < until_s:
+                time.sleep(0.01)  # the stop is sent, but a busy processor comes to it later
             odd = [odd for state in alive for odd in confinement.oddities(state, int(uid))]
-            odd += ["it runs" for state in alive if "State:\tT" not in state]
-            return "; ".join(odd)
+            return "; ".join(odd if _are_stopped(alive) else [*odd, "it runs"])
         case ["go", "on"]:
             tree.thaw()
         case ["wait", of]:
@@ -163,6 +163,16 @@ def _obey(order: str, tree: Tree, first: int) -> object:
                     tree.end(5)
                     return os.waitstatus_to_exitcode(status)
     return ""
+
+
+def _alive(tree: Tree) -> list[str]:
+    """Return what the kernel tells of each process of the tree that has not ended."""
+    states = (Path(f"/proc/{pid}/status").read_text() for pid in tree.pids())
+    return [state for state in states if "State:\tZ" not in state]
+
+
+def _are_stopped(states: list[str]) -> bool:
+    return all("State:\tT" in state for state in states)
 
 
 def _main(request: Request) -> Ran:
