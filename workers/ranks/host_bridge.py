@@ -23,8 +23,8 @@ in a report that comes after everything else it sent.
 step that none has begun. The coordinator picks the latest of these steps.
 
 *Ends.* The first failure anywhere is sent to all ranks everywhere. A broken connection is a
-failure. A bridge reports when all ranks of its host have ended, and exits when those of the other
-hosts have ended too.
+failure. A bridge reports when all ranks of its host have ended. It exits when the ranks of the
+other hosts have ended too.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Link:
         self.still: Said | None = None
         self.has_failed = False  # True if the peer reported a failure
         self.has_ended = False  # True if all its ranks have ended without failure
-        self.is_over = False  # True if nothing more will come
+        self.is_over = False  # True if the peer will send nothing more
         self._out: deque[tuple[memoryview, Callable[[], None] | None]] = deque()
         self._in = bytearray()
         self._header: Said | None = None
@@ -112,7 +112,7 @@ class Link:
 
     @property
     def is_still(self) -> bool:
-        """True if the peer's ranks wait, with all received that was sent to them."""
+        """True if the peer's ranks wait, and have received everything that was sent to them."""
         return self.still is not None and self.still[1] == self.sent
 
     @property
@@ -406,7 +406,7 @@ class Bridge:
         self._advance(crossing, call)
 
     def _send_sums(self, crossing: _Crossing, call: _Call) -> None:
-        """Send the sums of all nodes that lie entirely on this host; its ranks have folded them."""
+        """Send the sums of all tree nodes whose leaves are on this host; its ranks made them."""
         number = call.ticket.number
         for node, host in branches(crossing.group.hosts).tops:
             if host == self.host:
@@ -518,7 +518,7 @@ class Bridge:
     def _come(self, crossing: _Crossing, said: Said, body: ReceivedPlace | None) -> None:
         if crossing.held or not self._is_taken_in(crossing, said, body):
             crossing.held.append((said, body))
-            # makes us try again: a call slot may just have become free
+            # another pass is needed: a call slot may just have become free
             self.words[BRIDGE_WAITS] = 1
 
     def _try_again(self) -> None:
@@ -678,7 +678,8 @@ class Bridge:
     def _name_cut(self) -> None:
         step = turns.unbegun(self.arena)
         if not step:
-            return  # no rank has come to a boundary here: the first to come wakes us
+            # no rank of this host has come to a boundary: the first one that does wakes the bridge
+            return
         assert self.cut is not None
         step = max(step, *self.cut.values())
         self.cut = None
@@ -689,7 +690,7 @@ class Bridge:
         match said:
             case ("hold",):
                 self.must_hold = True
-                turns.end_cut(self.arena)  # ends a cut that we were not told has ended
+                turns.end_cut(self.arena)  # ends a cut whose end was not reported to this host
                 turns.call_to_cut(self.arena)
             case ("held", step) if self.cut is not None:
                 self.cut[link.host] = step

@@ -54,7 +54,8 @@ Tensors = list[torch.Tensor]
 BACKEND = "splice"
 
 _here: Rendezvous  # the exchange of this process's rank
-_store: SharedStore  # C++ holds it too, but its methods would be lost once Python had freed it
+# C++ holds the object too, but its Python methods would be lost once Python had freed it
+_store: SharedStore
 
 
 # --- a call under way -----------------------------------------------------------------------------
@@ -107,7 +108,7 @@ class Pending(Work):
 
         @torch.no_grad()
         def take_back() -> None:
-            # still unread: a later backward pass will read it
+            # not read yet: a later backward pass will read it
             if [uses(total) for total in sums] == before:
                 self.finish()
                 for total, tensor in zip(sums, self.value, strict=True):
@@ -117,7 +118,7 @@ class Pending(Work):
         return take_back
 
     def try_to_complete(self) -> bool:
-        """Complete the call if its results have come, unless its sum is about to be lent."""
+        """Complete the call if its results have arrived, unless its sum is about to be lent."""
         if self.is_for_future and self.future is not None:
             return self.done
         if not self.done and all(ticket.ready() for ticket in self.tickets):
@@ -615,11 +616,10 @@ class SpliceGroup(dist.ProcessGroup):
 
 
 def _engine_calls() -> bool:
-    """True if a backward pass in C++ has directly called the group's method from which this is
-    called.
+    """True if the caller, a method of the group, was called directly by a backward pass in C++.
 
-    Only DDP's reducer does so. A hook in Python, which may look at its tensors, would have a frame
-    in between.
+    Only DDP's reducer does so. A hook in Python, which may look at its tensors, would add a Python
+    frame between them.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename in _OURS:
@@ -707,7 +707,7 @@ def _fold_of(op: Any, size: int) -> tuple[str, Callable[[torch.Tensor], torch.Te
         raise NotImplementedError(
             f"the process group 'splice' has no reduction by {name}: scale, then use ReduceOp.SUM"
         )
-    if name == "mean":  # times 1/N as in DDP, which gives other bits than dividing by N
+    if name == "mean":  # multiplied by 1/N as in DDP; dividing by N would give other bits
         return name, lambda total: total.mul(1.0 / size).to(total.dtype)
     return name, lambda total: total
 
@@ -867,7 +867,7 @@ def _new_group(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(stock)
     def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, **more: Any) -> Any:
-        more.pop("pg_options", None)  # options of another backend
+        more.pop("pg_options", None)  # these options belong to another backend
         return stock(ranks, timeout, BACKEND, **more)
 
     return new_group

@@ -79,7 +79,7 @@ class GangSpec:
     hosts: tuple[int, ...] = ()
     kind: str = "cpu"
     path: str = ""  # a folder to add to the module search path
-    # rendezvous file; if set, run stock gloo over it instead of turns, to compare with
+    # rendezvous file; if set, stock gloo runs over it instead of turns, for comparison
     peers: str = ""
 
 
@@ -125,7 +125,7 @@ class Rank:
         self.timeout_s = timeout_s
 
     def swap(self, accelerator: Accelerator) -> RankOffload:
-        """Offload the rank's memory of this device between its turns, from now on."""
+        """From now on, offload the rank's device memory between its turns."""
         self.stow = RankOffload(accelerator)
         self.turns.leave, self.turns.enter = self.stow.leave, self.stow.enter
         register_optimizer_step_post_hook(self.stow.after_optimizer)
@@ -144,9 +144,9 @@ class Rank:
         return self.turns.rank
 
     def boundary(self, step: int, seats: int | None = None) -> None:
-        """Stop before step `step` where due.
+        """Stop before step `step` if a stop is due.
 
-        Request `seats` slots from there on, if all ranks say so.
+        From there on there are `seats` slots, if all ranks ask for the same number.
         """
         if self.stow is not None:
             self.stow.begin_step()
@@ -178,7 +178,7 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class StockRank:
-    """A rank of the same gang under stock gloo, without slots, to compare with."""
+    """A rank of the same gang under stock gloo, without slots, for comparison."""
 
     gang: GangSpec
     number: int
@@ -376,7 +376,7 @@ def _die_with_parent() -> None:
 
 
 def _see_one_device(gang: GangSpec, rank: int) -> None:
-    """Let this process see the device of its slot only, as a resident does."""
+    """Let this process see only the device of its slot, as a resident does."""
     if gang.resize:
         raise ValueError("a rank cannot change its device: begin the gang again from its image")
     seat = turns.seat_of(rank, gang.ranks, sum(gang.hosts) or gang.seats)
@@ -424,7 +424,7 @@ def _until_all_ended(children: dict[int, _Child]) -> Iterator[tuple[int, str]]:
 def _bridged(arenas: list[Arena]) -> list[int]:
     """Fork a bridge process for each host; returns the process ids.
 
-    The ranks exist already, so they hold no end of a link.
+    The ranks were forked before the links exist, so they hold no end of a link.
     """
     links: list[dict[int, socket.socket]] = [{} for _ in arenas]
     with socket.create_server(("127.0.0.1", 0)) as server:

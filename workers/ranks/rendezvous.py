@@ -37,7 +37,7 @@ import torch
 from workers.ranks.shared_memory import DEPTH, GROUPS, SLOT_WORDS, Arena, aligned, rounded
 from workers.ranks.turns import ABOUT, NUMBER, Turns, Wait, are_still, fail, waits_for
 
-EVERYBODY, NOBODY = -1, -2  # the awaited member, where it isn't a single one
+EVERYBODY, NOBODY = -1, -2  # stands for the awaited member if more than one is awaited
 
 _NAME, _SIZE, _CLOSED = 0, 1, 2  # words of a group
 _MEMBERS = 16
@@ -46,8 +46,8 @@ _TEXT = 16
 BRIDGE_WAITS = 10  # word of the head; 1 if the bridge must be woken when a call is over
 _POSTED, _OFFSET, _BYTES, _MERGED = range(4)
 
-# number of takes after which unused memory goes back to the host @50#: Functions (into, from) by
-# name that combine two contributions by changing `into`.
+# number of `take` calls after which unused memory goes back to the host @50#: Functions (into,
+# from) by name that combine two contributions by changing `into`.
 UNUSED_TAKES = 64
 GIVE_BACK_BYTES = 1 << 20
 
@@ -330,9 +330,9 @@ class Rendezvous:
     ) -> bytes | None:
         """Let all members bring bytes; the last member decides, and all get its decision.
 
-        `bring` gets what the first member brought, or None if we are the first. Returns None if the
-        vote was given up, because nothing else could move or because the members' texts differ.
-        Unlike a collective, a vote may fail without harm.
+        `bring` gets the bytes of the first member, or None if this rank is the first. Returns None
+        if the vote was given up: no rank could move otherwise, or the members' texts differ. Unlike
+        a collective, a vote may fail without harm.
         """
         ticket = self._enter(group, text, EVERYBODY, vote=True)
         words, slot = self.arena.words, ticket.slot
@@ -512,7 +512,8 @@ class Rendezvous:
         return offset
 
     def _fold(self, ticket: CallView, parts: Sequence[torch.Tensor], fold: str) -> None:
-        """Fold up the tree as far as the other branches have come, and leave our sum there.
+        """Fold up the tree as far as the other branches have arrived, and leave this rank's sum
+        there.
 
         Only the member that comes second to a node combines there, so no two ever write to the same
         sum.
@@ -539,9 +540,9 @@ class Rendezvous:
         return ticket.group.me
 
     def _leave_at(self, ticket: CallView, at: int, holder: int, sibling: int, parent: int) -> int:
-        """Put our sum at its node, unless the sum of the other branch is there already.
+        """Put this rank's sum at its node, unless the other branch's sum is there already.
 
-        Returns the member with that other sum, or -1.
+        Returns the member with the other branch's sum, or -1.
         """
         words = self.arena.words
         with self.arena.locked():
@@ -553,7 +554,7 @@ class Rendezvous:
     def combine(
         self, ticket: CallView, parts: Sequence[torch.Tensor], ours: int, theirs: int, fold: str
     ) -> int:
-        """Fold our sum into theirs; returns the member with the result in its memory."""
+        """Fold this rank's sum into the other one; return the member that holds the result."""
         into = self.parts_of(ticket, theirs)
         mine = parts if ours < 0 else self.parts_of(ticket, ours)
         for target, part in zip(into, mine, strict=True):
@@ -563,7 +564,7 @@ class Rendezvous:
         return theirs
 
     def _lacking(self, index: int, number: int) -> list[int]:
-        """Return the ranks that have not made a call in which a rank waits."""
+        """Return the ranks that have not yet made the call for which this rank waits."""
         words, slot, at = (
             self.arena.words,
             self.arena.slot(index, number),
@@ -600,7 +601,7 @@ class RemoteMembers:
         return self.arena.view(offset, size)
 
     def holder(self, ticket: CallView, node: int) -> int:
-        """Return the member with the sum of this node in its memory."""
+        """Return the member whose memory holds the sum of this tree node."""
         return self.arena.words[self.exchange.node(ticket, node)] - 1
 
     def has_room(self, ticket: CallView) -> bool:
@@ -612,12 +613,12 @@ class RemoteMembers:
 
     def differs(self, ticket: CallView) -> bool:
         words, slot = self.arena.words, ticket.slot
-        with self.arena.locked():  # a member of this host may be claiming it now
+        with self.arena.locked():  # a member of this host may be claiming the slot now
             known = words[slot + _CALL] == ticket.number + 1
             return known and words[slot + _SIGNATURE] != _number(ticket.text)
 
     def bring(self, ticket: CallView, piece: tuple[int, int]) -> None:
-        """Make heap memory that holds the member's contribution its contribution to the call."""
+        """Use heap memory that already holds the bytes as the member's contribution to the call."""
         at = self.exchange.member(ticket, ticket.group.me)
         self.arena.words[at + _OFFSET], self.arena.words[at + _BYTES] = piece
         self.exchange.heap.hold(ticket, *piece)

@@ -1,4 +1,4 @@
-"""Squashing: keep parameters and optimizer state that are equal on the ranks of a slot only once.
+"""Squashing: keep one copy of parameters and optimizer state that the ranks of a slot have equal.
 
     squash = Squash(exchange)
     squash.install()             # before the tenant's code makes an optimizer
@@ -10,12 +10,12 @@ Each rank shows that its copy is untouched, and that its gradients (by a digest 
 hyper-parameters are equal to those of the first rank. The last rank to arrive updates for all. So
 the step runs once per slot, however many ranks share the slot.
 
-Why a violation does no harm: a rank sees the region through a *private* mapping. Its reads see the
-common memory. What it writes outside a common step goes to pages of its own, as it would without
+A rank that breaks the rules does no harm, since it sees the region through a *private* mapping. Its
+reads see the common memory. Its writes outside a common step go to pages of its own, as without
 squashing, and the kernel's page table says which pages these are. Each rank checks them before
 every step, and no rank writes to the common memory until all have agreed: so the validation period
-is one step. If anything differs, every rank makes what it sees its own again and updates by itself:
-the bits are the same, only the step is slower.
+is one step. If anything differs, every rank copies what it sees into memory of its own and updates
+by itself: the bits are the same, only the step is slower.
 
 Invariant: the common memory is written only by a step to which all ranks of the slot agreed.
 
@@ -80,7 +80,7 @@ class ReplicaPart:
     tensor: torch.Tensor
     private: torch.Tensor
     common: torch.Tensor
-    offset: int  # from the start of the content
+    offset: int  # offset from the start of the content
     size_bytes: int
 
 
@@ -121,7 +121,7 @@ class OptimizerRegion:
     def join(
         cls, arena: Arena, start: int, tensors: list[torch.Tensor]
     ) -> OptimizerRegion | ReplicaPart:
-        """Join the region at `start`, or return a part that differs from its tensor."""
+        """Join the region at `start`; return a part if it differs from its tensor, else None."""
         region = cls(arena, start, tensors)
         for part in region.parts:
             if not same_bytes(part.tensor, part.common):
@@ -161,7 +161,7 @@ class OptimizerRegion:
         return result
 
     def leave(self) -> None:
-        """Give this rank its own copy of what it sees, and leave the region."""
+        """Copy the region into this rank's own memory, and leave the region."""
         # then the views must stay valid: writing to a page makes it this rank's own
         if self.is_viewed():
             self.private.view(torch.int64)[:: _PAGE // 8].add_(0)
@@ -265,7 +265,7 @@ def _add(digest: xxhash.xxh3_128, tensor: torch.Tensor, like: torch.Tensor) -> N
 
 @dataclass(slots=True)
 class Record:
-    """The state of one optimizer. `refused` says why it will not be squashed any more."""
+    """The squashing of one optimizer. `refused` says why it is never squashed again."""
 
     ordinal: int
     steps: int = 0
@@ -289,7 +289,8 @@ class Squash:
         self.spared = 0  # steps that another rank made for this one
         self._inside = False
         self._group: tuple[int, Group] | None = None
-        self._staged: list[Spared] = []  # gradients, and the slot's equal copies of them
+        # the gradients of the first rank, and the slot's equal copies of them
+        self._staged: list[Spared] = []
         self.turns.spared.append(lambda: self._staged)
 
     def install(self) -> None:
@@ -321,7 +322,7 @@ class Squash:
         self._inside = True
         try:
             if any(value is not None for value in (*args, *kwargs.values())):
-                self._refuse(record, "its step is given a closure")
+                self._refuse(record, "its step takes a closure")
             if device := _device_off_host(_tensors(optimizer)):
                 self._refuse(
                     record,
@@ -370,7 +371,7 @@ class Squash:
     # --- becoming common ---
 
     def _squashed(self, record: Record, optimizer: Optimizer) -> bool:
-        """True if its tensors lie in a region that the ranks of the present slot share.
+        """True if the optimizer's tensors lie in a region that the ranks of this slot share now.
 
         The map of slots may change in the very vote that makes a region, as all ranks wait there.
         """
@@ -396,7 +397,7 @@ class Squash:
     def _make_common(self, record: Record, optimizer: Optimizer, group: Group) -> bool:
         """Share state with the ranks of this slot if all of it is equal. Runs no step."""
         regions: list[OptimizerRegion] = []
-        generation = self.turns.generation  # before the vote, in which it may change
+        generation = self.turns.generation  # read before the vote, during which it may change
 
         def bring(first: bytes | None) -> bytes:
             try:
@@ -518,7 +519,7 @@ class Squash:
             record.region, record.gradients = None, []
 
     def _fall_back(self, record: Record, outcome: bytes | None, kind: str) -> None:
-        """Update alone for a while, longer each time."""
+        """Let each rank update by itself for a while, which becomes longer each time."""
         self._leave(record)
         record.falls += 1
         record.retry_at = record.steps + (FIRST_RETRY_STEPS << record.falls - 1)
@@ -578,7 +579,7 @@ def _state_tensors(optimizer: Optimizer) -> list[tuple[int, str, int, int]]:
 
 
 def _must_be_untouched(region: OptimizerRegion, optimizer: Optimizer) -> None:
-    """Raise Unlike unless the rank's tensors are as the last common step left them."""
+    """Raise Unlike if the rank has changed its tensors since the last common step."""
     if not region.holds(_tensors(optimizer)):
         raise Unlike("its optimizer has other tensors than before")
     if touched := region.touched():

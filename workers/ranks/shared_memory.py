@@ -15,8 +15,8 @@ has an eventfd and a lifeline of its own, behind those of the ranks, and an outb
 ranks of this host write.
 
 Everything is reached by file descriptors, which a fork inherits and a socket can carry; nothing has
-a name in the file system. Nothing here knows what the words mean to `turns` and `rendezvous`,
-except two words of the head, which are used here.
+a name in the file system. `turns` and `rendezvous` give the words their meaning; this module itself
+uses only two words of the head.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ import numpy
 import torch
 
 LAND_BYTES = 1 << 42  # address space; memory is used only where something was written
-#: The same where the processes may be stored: CRIU looks at each page, 64 GiB in 0.1 s.
+#: The same size for a gang whose processes may be stored: CRIU looks at each page, 64 GiB in 0.1 s.
 STORED_LAND_BYTES = 1 << 36
 ALIGN_BYTES = 64  # as torch aligns its own memory, so that the same kernels compute the same bits
 GROUPS = 256
 DEPTH = 256  # calls of one group that may be open before its fastest member has to wait
-TEXT_WORDS = 32  # words of 64 bits for a text in the table
+TEXT_WORDS = 32  # length of a text in the table, in words of 64 bits
 
 HEAD_WORDS = 512
 RANK_WORDS = 32 + TEXT_WORDS
@@ -187,9 +187,9 @@ class Arena:
 
     @property
     def bridge(self) -> int:
-        """The index of the bridge's eventfd and lifeline.
+        """The index of the bridge's eventfd and lifeline in the lists of them.
 
-        Those of a rank have the rank's number.
+        A rank's own stand at the rank's number.
         """
         return self.ranks
 
@@ -306,7 +306,7 @@ class Arena:
         pages = -(-size_bytes // mmap.PAGESIZE)
         self.words[_LAND_TAKEN] = start + pages * mmap.PAGESIZE
         if self.words[_LAND_TAKEN] > self._land_bytes:
-            raise MemoryError(f"a gang's land of {self._land_bytes} bytes is used up")
+            raise MemoryError(f"a gang's heap of {self._land_bytes} bytes is used up")
         return start
 
     def land_words(self) -> memoryview:
@@ -318,12 +318,12 @@ class Arena:
         return self.land[offset : offset + size_bytes]
 
     def apart(self, offset: int, size_bytes: int) -> torch.Tensor:
-        """Return the same as `at`, with a storage of its own, so that `uses` can count."""
+        """Return the tensor of `at` with a storage of its own, for which `uses` counts."""
         return torch.frombuffer(self._land, dtype=torch.uint8, offset=offset, count=size_bytes)
 
     def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return a non-empty tensor like `apart` does, of this type and shape."""
-        if (known := _in_numpy(dtype)) is not None:  # takes half as long as torch.frombuffer
+        if (known := _in_numpy(dtype)) is not None:  # this takes half as long as torch.frombuffer
             return torch.from_numpy(numpy.ndarray(shape, known, self._land, offset))
         count = math.prod(shape)
         return torch.frombuffer(self._land, dtype=dtype, offset=offset, count=count).view(shape)
@@ -370,7 +370,7 @@ def _in_numpy(dtype: torch.dtype) -> numpy.dtype[Any] | None:
 def uses(tensor: torch.Tensor) -> int:
     """Return how many references the tensor's storage has.
 
-    The Python object asked is one of them.
+    The given Python object holds one of them.
     """
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
@@ -381,7 +381,7 @@ def aligned(size_bytes: int) -> int:
 
 @functools.lru_cache
 def rounded(size_bytes: int) -> int:
-    """Round up to one of few sizes, at most an eighth larger, so that freed memory fits again."""
+    """Round up, by at most an eighth, to one of few sizes: so freed memory can be reused."""
     size = max(size_bytes, 512)
     step = 1 << max(size.bit_length() - 4, 6)
     return -(-size // step) * step

@@ -9,15 +9,15 @@ lent them, they are shared between processes, or they are squashed and belong to
 storages that only C++ can reach, such as activations between a forward and a backward pass.
 
 Only what lasts from step to step is moved: a tensor that is there at the boundary before a step, or
-after an optimizer's step. What a step makes for a while stays: it may belong to a stream of its
-own (those of FSDP2 do), and memory that comes back belongs to the current stream, so that it might
-be used for something else while the other stream still works on it. Tensors are found through
-Python's garbage collector, which takes some milliseconds. So this happens only in the first steps
-of the process and at every LOOK_EVERY-th step.
+after an optimizer's step. A tensor that a step makes for a while stays. It may belong to a stream
+of its own, as in FSDP2. Memory that comes back belongs to the current stream, so it might be reused
+while the other stream still works on the tensor. Tensors are found through Python's garbage
+collector, which takes some milliseconds. So they are searched only in the first steps of the
+process and at every LOOK_EVERY-th step.
 
 An accelerator's allocator keeps what is freed for its own process. So its cache is emptied, and the
-other ranks of the device find the memory free. It gives back whole segments only: a segment stays
-as long as one small block in it does.
+other ranks of the device find the memory free. The allocator gives back whole segments only: one
+small block in use keeps its segment.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FIRST_STEPS, LOOK_EVERY = 3, 50  # steps
 
 
 class RankOffload:
-    """A rank's list of its device tensors, and the host memory that takes their contents."""
+    """A rank's list of its device tensors, and the host memory into which their contents go."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
@@ -58,7 +58,7 @@ class RankOffload:
             self.look()
 
     def after_optimizer(self, *_: object) -> None:
-        """Find the state that an optimizer has made in one of its first steps."""
+        """Find the state that an optimizer has made; called in its first steps."""
         if self.steps <= FIRST_STEPS:
             self.look()
 
@@ -78,7 +78,7 @@ class RankOffload:
                 self.known[id(tensor)] = weakref.ref(tensor)
 
     def leave(self, spared: list[Spared]) -> None:
-        """Offload all storages that can be moved; spared ones are dropped without a copy."""
+        """Offload all storages that can be moved; the spared ones are not copied."""
         if not self.steps:
             self.look()
         self.accelerator.synchronize()  # work on any stream may still use them
@@ -108,7 +108,7 @@ class RankOffload:
         if found is None:
             return None
         size, place = found
-        if place is None:  # a call under way will overwrite it: any bytes will do
+        if place is None:  # a call in progress will overwrite it, so any bytes will do
             return torch.zeros(size, dtype=torch.uint8, device="cpu")
         return self.slab[place : place + size] if isinstance(place, int) else _bytes_of(place)
 
@@ -116,7 +116,7 @@ class RankOffload:
         """Bring all storages back, in memory of the default stream.
 
         The call in which this rank slept may have been issued on a side stream.  An allocator would
-        give memory of that stream away once it is freed, while the default one still uses it.
+        reuse memory of the side stream once it is freed, although the default stream still uses it.
         """
         with self.accelerator.on_default_stream():
             for storage, size, place in self.away:

@@ -54,7 +54,7 @@ class RankState(IntEnum):
     NEW = 0  # the rank's process has not joined yet
     READY = 1  # could run, and waits for its slot
     RUNNING = 2
-    WAITING = 3  # for something that another rank does
+    WAITING = 3  # waits for something that another rank does
     AWAY = 4  # waits for something outside the gang, and holds no slot
     DONE = 5
 
@@ -69,13 +69,13 @@ class Wait(IntEnum):
 
     NOTHING = 0
     CALL = 1  # about: group; number: call; part: the awaited member, or -1 for all
-    VOTE = 2  # about: group; number: call; given up when nothing else can move
+    VOTE = 2  # about: group; number: call; the wait is given up when no rank can move otherwise
     ROOM = 3  # about: group; number: call slot; its last call is still being read
     STORE = 4
-    MESSAGE = 5  # from any rank to this one
+    MESSAGE = 5  # a message from any rank to this rank
     BOUNDARY = 6
     BLOCK = 7  # number: of a graph's block, or of a part of it
-    CUT = 8  # before step `part`, until all hosts have agreed on where the cut is
+    CUT = 8  # waits before step `part` until all hosts have agreed where the cut is
 
 
 #: (tensor, copy): a tensor that need not be moved to the host, and a copy of its content there.
@@ -223,7 +223,7 @@ def waits_for(arena: Arena, rank: int) -> Wait:
 
 
 def are_still(arena: Arena) -> bool:
-    """True if no rank of this host could move by itself."""
+    """True if every rank of this host waits for something that only others can do."""
     return all(state(arena, rank) in (RankState.WAITING, RankState.DONE) for rank in arena.here())
 
 
@@ -293,7 +293,7 @@ class Turns:
         # `rendezvous` sets both: the ranks missing from a call, and how to give up a vote.
         self.lacking: Callable[[int, int], list[int]] = lambda about, number: []
         self.give_up_vote: Callable[[int, int], None] = lambda about, number: None
-        # each returns tensors that need not be moved
+        # functions; each returns tensors that need not be moved
         self.spared: list[Callable[[], list[Spared]]] = []
         # what was last seen of the slot's holder, and since when
         self._idle: tuple[tuple[int, ...], float] = (), 0.0
@@ -486,8 +486,8 @@ class Turns:
         """Remember that this rank has stopped at cut `number`, so that it stops at each cut only
         once.
 
-        Only for ranks that are `apart`. A host other than the coordinator host may hear of the
-        cut's end later than of what follows it.
+        Only for ranks that are `apart`. A host may receive what follows the cut before it hears of
+        the cut's end.
         """
         self._left_cut = number
 
@@ -503,10 +503,7 @@ class Turns:
         return self.apart and self.words[WISH] > 0 and not self._is_cut_now()
 
     def _yield_seat(self) -> None:
-        """Let the other ready ranks of this slot run first, if there are any.
-
-        The slice is used up.
-        """
+        """Let the other ready ranks of this slot run first, if any: the slice is used up."""
         others = [rank for rank in self.seatmates() if self._of(rank, STATE) == RankState.READY]
         if not others:
             return
@@ -652,7 +649,7 @@ class Turns:
                 self._seat_next(self.seat)
 
     def _take_idle_seat(self) -> None:
-        """Take the slot from a sleeping holder (in a lock or a socket, say), which may need us."""
+        """Take the slot from a holder that sleeps, in a lock say, and may need this rank."""
         place = self.arena.seat(self.seat) + _HOLDER
         holder = self.words[place] - 1
         if holder < 0 or self._of(holder, SPACE) != self._of(self.rank, SPACE):
@@ -665,7 +662,7 @@ class Turns:
             with self.board():
                 if (self.words[place] - 1, self._of(holder, TURNS)) == seen[:2]:
                     at = self.arena.rank(holder)
-                    self.arena.write_text(at + _TEXT, "it sleeps in something of its own")
+                    self.arena.write_text(at + _TEXT, "it sleeps in a call that is not ours")
                     self.words[at + STATE], self.words[place] = RankState.AWAY, 0
                     self._seat_next(self.seat)
 
@@ -678,7 +675,7 @@ class Turns:
             self._seat_next(self.seat)
 
     def _come_back(self) -> None:
-        """Wait behind the other ready ranks if we were away, or our slot was taken as we slept."""
+        """If this rank was away, or lost its slot asleep, wait behind the other ready ranks."""
         if self.words[self.me + STATE] != RankState.AWAY:
             return
         with self.board():
@@ -725,7 +722,7 @@ class Turns:
     def _must_not_be_stuck(self) -> None:
         """Apply a requested change of slots, give up votes, or fail the gang, if all ranks wait."""
         if self.arena.is_bridged:
-            if are_still(self.arena):  # the bridges find out whether all hosts are still
+            if are_still(self.arena):  # the bridges find out whether the ranks of all hosts wait
                 self.call_bridge()
             return
         mine = self.words[self.me + STATE]
@@ -735,7 +732,7 @@ class Turns:
             rank for rank in range(self.arena.ranks) if self._of(rank, STATE) == RankState.WAITING
         ]
         if any(self._of(rank, KIND) == Wait.BOUNDARY for rank in waiting):
-            self._regroup()  # all are parked, which is all that a change of slots needs
+            self._regroup()  # all ranks are parked, as a change of slots requires
         elif votes := [rank for rank in waiting if self._of(rank, KIND) == Wait.VOTE]:
             for rank in votes:
                 self.give_up_vote(self._of(rank, ABOUT), self._of(rank, NUMBER))

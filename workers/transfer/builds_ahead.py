@@ -2,16 +2,15 @@
 
     island -> locks in its answers -> device worker -> this thread -> builder -> uv
 
-The device workers of a host are told alike.  One of them builds at a time: whichever holds the lock
-file `building`.  The kernel takes the lock from a worker that dies, and the builder dies with its
-worker, so another worker goes on.  A build has a low priority, as tasks run beside it.
+All device workers of a host get the same locks.  One of them builds at a time: the one that holds
+the lock file `building`.  The kernel takes the lock from a worker that dies, and the builder dies
+with its worker, so another worker goes on.  A build has a low priority, as tasks run beside it.
 
-A build that fails is told in uv's own words.  The failure is written down for the other workers of
-the host, so that they do not repeat it.  It is tried again after a while, as long as a task waits.
-A builder that is killed is begun again at once, up to KILLED_MOST times.  A fault of the host, such
-as a full disk, is no failure of the lock: it waits.
-
-Where the disk is full, an environment makes room for those that go before it, and not for others.
+A failure is reported in uv's own words.  It is also written down for the other workers of the host,
+so that they do not repeat the build.  The build is tried again after a while, as long as a task
+waits.  A builder that is killed is begun again at once, up to KILLED_MOST times.  A fault of the
+host, such as a full disk, is no failure of the lock: the build waits.  On a full disk, older
+environments are removed only for environments that are wanted earlier than they are.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from workers.transfer.environments import BuilderKilled, Environments, NotBuilt
 
 log = logging.getLogger(__name__)
 
-AGAIN_S = 60.0  # from a failure until the next try, at least
-SOON_S = 2.0  # until the next try where nothing is wrong with the lock
+AGAIN_S = 60.0  # shortest time from a failure until the next try
+SOON_S = 2.0  # time until the next try if the fault is not one of the lock
 TURN_S = 0.2  # interval of looks for the turn of this worker: the kernel has no timed flock
 LOOK_S = 30.0  # interval of looks for environments that were removed although they are wanted
 KILLED_MOST = 3
@@ -51,7 +50,7 @@ class BuildsAhead(threading.Thread):
         super().__init__(name="builds", daemon=True)
         self.kept, self.store, self._happened = kept, store, happened
         self._wanted: tuple[str, ...] = ()
-        self._since_s: dict[str, float] = {}  # failures before that are old
+        self._since_s: dict[str, float] = {}  # failures before this time are old
         self._again_s: dict[str, float] = {}
         self._killed: dict[str, int] = {}
         self._states: dict[str, list[str]] = {}
@@ -65,7 +64,7 @@ class BuildsAhead(threading.Thread):
         return self._wanted
 
     def want(self, locks: Sequence[str]) -> bool:
-        """Take in all locks that are wanted, the next first; True if they have changed."""
+        """Set the locks that are wanted, the next one first; return True if they have changed."""
         with self._changed:
             if tuple(locks) == self._wanted:
                 return False
@@ -79,7 +78,7 @@ class BuildsAhead(threading.Thread):
             return True
 
     def state(self, lock: str) -> list[str]:
-        """Return the state of a wanted lock that is not built, and what is told of it."""
+        """Return the state of a wanted lock that is not built, and the text about it for people."""
         with self._changed:
             return list(self._states.get(lock, ("waiting", "")))
 
@@ -130,7 +129,7 @@ class BuildsAhead(threading.Thread):
         try:
             while self._is_open(lock):
                 if hold(fd, fcntl.LOCK_EX):
-                    yield self._is_open(lock)  # the worker before may have built it
+                    yield self._is_open(lock)  # another worker may have built it meanwhile
                     return
                 with self._changed:
                     self._changed.wait(TURN_S)
@@ -174,7 +173,7 @@ class BuildsAhead(threading.Thread):
         try:
             self.kept.note_failure(lock, told, took_s)
         except OSError as error:
-            log.warning("other workers are not told of a failed build: %s", error)
+            log.warning("cannot write down a failed build for other workers: %s", error)
         self._note_failure(lock, told, took_s)
 
     def _note_failure(self, lock: str, told: str, took_s: float) -> None:
@@ -197,5 +196,5 @@ class BuildsAhead(threading.Thread):
 
 
 def _words(error: OSError) -> str:
-    """Tell of a fault of the host, without the path of its file."""
+    """Describe a fault of the host, without the path of its file."""
     return f"the host cannot build packages: {error.strerror or type(error).__name__}"

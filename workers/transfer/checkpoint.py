@@ -79,10 +79,10 @@ class Known:
 
     def __init__(self) -> None:
         self.seen: dict[bytes, _Seen] = {}
-        self.image_key = ""  # with which they are encrypted
+        self.image_key = ""  # the key with which the chunks are encrypted
 
     def use_key(self, image_key: str) -> None:
-        """Forget the chunks if they are encrypted with another key than those to be written."""
+        """Forget the chunks if they are encrypted with another key than the next ones will be."""
         if image_key != self.image_key:
             self.seen, self.image_key = {}, image_key
 
@@ -97,7 +97,7 @@ class _Seen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """A written checkpoint: `size_bytes` of its image, `new_bytes` of growth of the store."""
+    """A written checkpoint: the size of its image, and by how much the store grew."""
 
     sha256: str
     size_bytes: int
@@ -105,15 +105,15 @@ class Written:
     chunks: int
 
 
-HeldChunks = Mapping[str, Bytes]  # checked and in plain, by address, in our own memory
+HeldChunks = Mapping[str, Bytes]  # chunks by address: checked, decrypted, in memory of this process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundImage:
     """An image in a slab, and its manifest.
 
-    `fetched_bytes` is the size of the chunks that were not here before.  `beside` are chunks of its
-    second image that were fetched ahead.
+    `fetched_bytes` is the size of the chunks that were not here before.  `beside` has chunks of the
+    manifest's second image that were fetched ahead.
     """
 
     sha256: str
@@ -155,8 +155,8 @@ def write(
     waits for them (`follow`): so chunks go to the store and from the store at the same time.
 
     Raises BadSlab for a fault of the resident, OSError for one of the store (disk full, bucket
-    away; the message says which).  After either, nothing new is listed and the same image may be
-    written again.
+    away; the message says which).  After either error no new checkpoint is listed, and the same
+    image may be written again.
     """
     images: list[_InMemory] = [(*_in_slab(slab, layout), tensors)]
     if beside:
@@ -170,7 +170,7 @@ def write(
             ranks = tuple(map(rank_of, writers))
             return Manifest(about=about, ranks=ranks, image_key=image_key)
 
-        # in a near store all chunks appear at once
+        # a store on this machine takes all chunks at once
         drafted = bool(draft) and not store.place.is_near
         if drafted:
             announced = manifest_of(lambda writer: writer.rank(writer.announced))
@@ -449,8 +449,9 @@ def follow(
 ) -> FoundImage | None:
     """Read an image that is being written now, as `read` does.
 
-    `wait` waits a moment and returns whether to look again.  Returns None if `wait` returned False
-    before anything was there; then `into` is unchanged.  Raises Damaged if it returned False later.
+    `wait` waits a moment and returns True if another look is worth while.  Returns None if `wait`
+    returned False before anything was there; then `into` is unchanged.  Raises Damaged if it
+    returned False later.
     """
     while True:
         try:
@@ -514,7 +515,7 @@ def _laid_out(graph_bytes: int, storages: list[tuple[int, str, bool]]) -> Layout
     return replace(layout, graph=replace(layout.graph, size=graph_bytes))
 
 
-_Place = tuple[str, tuple[tuple[int, int], ...]]  # a chunk, and where its spans lie in a slab
+_Place = tuple[str, tuple[tuple[int, int], ...]]  # a chunk, and the places of its spans in a slab
 
 
 def _placed_with(layout: Layout, rank: RankImage) -> Iterator[tuple[_Place, Chunk]]:
@@ -555,7 +556,7 @@ def fill(
 
 
 def _set_aside(store: Store, tenant: str, address: str, damaged: Damaged) -> None:
-    """Move a damaged chunk away: the next write of these bytes stores them again."""
+    """Move a damaged chunk away, so that the next write of the same bytes stores them again."""
     log.error(
         "%s; it is set aside, and the next checkpoint with these bytes writes it again", damaged
     )

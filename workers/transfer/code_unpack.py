@@ -52,7 +52,7 @@ def unpacked(archive: Path, folder: Path) -> Path:
 
 
 def _let_residents_read(folder: Path) -> None:
-    for path in (folder, *folder.rglob("*")):  # regardless of our umask
+    for path in (folder, *folder.rglob("*")):  # whatever the umask of this process
         path.chmod(0o755 if stat.S_ISDIR(path.lstat().st_mode) else 0o444)
 
 

@@ -38,10 +38,10 @@ JSON = dict[str, Any]
 log = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parents[2]
-UNPACK_S = 1800.0  # limit for unpacking one
+UNPACK_S = 1800.0  # time limit for unpacking one image
 DIGEST_S = 120.0  # limit for reading the digest of a file
 MAX_VARIABLES = 200
-MAX_VARIABLES_BYTES = 64 * 1024  # names and values together
+MAX_VARIABLES_BYTES = 64 * 1024  # length of all names and values together
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,126}")
 _TOLD = 2000
 _DIGESTS_KEPT = 1000
@@ -83,7 +83,7 @@ class ContainerImages(KeptTrees):
             unpacked.append(digest)
 
         if (held := self.shared(digest, make, time.monotonic() + 2 * UNPACK_S)) is None:
-            raise NotUnpacked("another task unpacks it for too long")
+            raise NotUnpacked("another task has been unpacking it for too long")
         fd, noted = held
         try:
             self._note(name, digest)
@@ -101,7 +101,7 @@ class ContainerImages(KeptTrees):
 
     @property
     def noted_ns(self) -> tuple[int, int]:
-        """Return when `shown` last changed, in a form that differs after each change."""
+        """Return a mark that differs after each change of what `shown` returns."""
         try:
             return self.changed_ns, (self.folder / "names").stat().st_mtime_ns
         except FileNotFoundError:
@@ -120,7 +120,7 @@ class ContainerImages(KeptTrees):
     # --- files ---
 
     def _note(self, name: str, digest: str) -> None:
-        """Note which digest the name had last."""
+        """Note the newest digest of a name."""
         note = self.folder / "names" / name
         make_private(note.parent)
         if not note.exists() or note.read_text() != digest:
@@ -133,7 +133,7 @@ class ContainerImages(KeptTrees):
     def _digest(self, place: HostMount) -> str:
         """Return the digest of the image at a place.
 
-        Only the unpacker reads a tar file, in its sandbox, and reads the digest of a file once.
+        Only the unpacker, in its sandbox, reads a tar file; it computes the digest of a file once.
         """
         try:
             fd = host_mounts.opened(place)
@@ -219,14 +219,14 @@ class ContainerImages(KeptTrees):
         return said
 
     def _make_room(self, newest: str) -> None:
-        """Remove what is beyond the limit: what was used longest ago."""
+        """Remove the images that were used longest ago, until the rest is within the limit."""
         self.remove_left_drafts(2 * UNPACK_S)
         sizes = [about["size_bytes"] for one in self.by_use() if (about := self.about(one))]
         self.let_go_unused(sum(sizes) - self.limit_bytes, {newest})
 
 
 def _fit(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a process can have; raises NotUnpacked for too many."""
+    """Return the variables, if a process can have so many; raises NotUnpacked otherwise."""
     fit = {
         name: value
         for name, value in variables.items()

@@ -41,10 +41,11 @@ log = logging.getLogger(__name__)
 ROOT = Path(__file__).resolve().parents[2]
 PLATFORM_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 BUILDER = "workers.device.environment_builder"  # a program
-REPORTED = 50  # environments that a host names, the last used first
-_LEFT_S = 3600.0  # a folder that is being built is younger than this
+REPORTED = 50  # at most so many environments are reported, the last used first
+_LEFT_S = 3600.0  # an older draft was left by a dead builder
 _SLACK_S = 30.0
-_SIGNALLED = 0x80  # a status above it is that of a builder behind the sandbox which was killed
+# a status above 128 means that the builder, inside the sandbox, was killed by a signal
+_SIGNALLED = 0x80
 
 
 class NotBuilt(Exception):
@@ -52,12 +53,12 @@ class NotBuilt(Exception):
 
 
 class BuilderKilled(NotBuilt):
-    """Raised when the builder was killed, which says nothing of the lock."""
+    """Raised when the builder was killed, which does not mean that the lock is at fault."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildFailure:
-    """Tells of the last build of a lock on this host that failed."""
+    """Describes the last failed build of a lock on this host."""
 
     told: str
     took_s: float
@@ -84,9 +85,9 @@ class HeldEnvironment:
 class Environments(KeptTrees):
     """The environments of a host, of up to `limit_bytes` on disk; one is built within `build_s`.
 
-    `options` name the index (`workers.process.uv.index_options`), and `wheels` is the folder that
-    they name, if any.  A build reaches the destinations in `reach`; None: those that the host does.
-    With `is_walled` a build runs in the layers of the sandbox that stand here.
+    `options` name the index (`workers.process.uv.index_options`); `wheels` is the folder of wheels
+    in these options, if any.  A build reaches the destinations in `reach`; None: all that the host
+    reaches.  With `is_walled` a build runs in the layers of the sandbox that stand here.
     """
 
     build_s: float
@@ -102,8 +103,9 @@ class Environments(KeptTrees):
     ) -> HeldEnvironment:
         """Return the environment of a lock, built if it is not there; waits for another builder.
 
-        `ahead` are the locks that tasks wait for and that go before this one: none of them is
-        removed, and the build leaves most of the host to the tasks that run.
+        `ahead` is for a build that no task on a device waits for.  It has the locks that are wanted
+        before this one, whose environments are not removed.  The build leaves most of the host to
+        the tasks that run.
 
         Raises NotBuilt, and app.storage.store.Damaged or OSError if the store does not have the
         lock.
@@ -115,7 +117,7 @@ class Environments(KeptTrees):
 
         until_s = time.monotonic() + 2 * self.build_s + _SLACK_S
         if (held := self.shared(sha256, make, until_s)) is None:
-            raise NotBuilt("Its environment is being built by another task for too long.")
+            raise NotBuilt("Another task has been building its environment for too long.")
         fd, noted = held
         return HeldEnvironment(folder=self.built(sha256), base=Path(noted["base"]), fd=fd)
 
@@ -124,7 +126,7 @@ class Environments(KeptTrees):
         return self.about(sha256) is not None
 
     def has_room(self, before: Collection[str]) -> bool:
-        """False if the environments that go before the next one fill the disk already."""
+        """False if the environments that are wanted before the next one already fill the disk."""
         found = [about["size_bytes"] for one in before if (about := self.about(one)) is not None]
         return not found or sum(found) < self.limit_bytes
 
@@ -145,7 +147,7 @@ class Environments(KeptTrees):
         }
 
     def failure(self, sha256: str) -> BuildFailure | None:
-        """Return what was written down of the last build of a lock that failed."""
+        """Return what was written down of a lock's last failed build."""
         path = self.folder / "failed" / sha256
         try:
             told = json.loads(path.read_text())
@@ -167,9 +169,9 @@ class Environments(KeptTrees):
     # --- files ---
 
     def about(self, sha256: str) -> JSON | None:
-        """Read what was noted when it was built; None if it must be built (anew) for this host.
+        """Read the notes of the build; None if the environment must be built (anew) for this host.
 
-        The packages of the platform, over which it may lie, are found by the path of this
+        The environment may use packages of the platform, which it finds by the path of this
         installation.
         """
         noted = KeptTrees.about(self, sha256)  # super() knows no class that has slots
@@ -241,7 +243,7 @@ class Environments(KeptTrees):
     def _finish(
         self, sha256: str, lock: PackageLock, python: Path, made: Path, took_us: int
     ) -> None:
-        """Add what ties it to this host, make it read-only and give it its name."""
+        """Add what ties the environment to this host, make it read-only, and name it."""
         site = site_packages(made, lock.python)
         if not lock.alone:
             (site / "_platform.pth").write_text(_platform_paths())
@@ -275,7 +277,7 @@ class Environments(KeptTrees):
 
     @contextmanager
     def _downloads(self) -> Iterator[None]:
-        """Hold uv's downloads, so that they are not removed during a build."""
+        """Keep uv's downloads from being removed during a build."""
         fd = self.lock_file("downloads")
         try:
             fcntl.flock(fd, fcntl.LOCK_SH)
@@ -304,7 +306,7 @@ def site_packages(environment: Path, python: str) -> Path:
 
 
 def _must_fit(lock: PackageLock) -> None:
-    """Raise NotBuilt if the platform's packages here are others than the lock lies over."""
+    """Raise NotBuilt if the lock was made for other versions of the platform's packages."""
     here = {name: _installed(name) for name in lock.over}
     other = [f"{name} {lock.over[name]}" for name in sorted(here) if here[name] != lock.over[name]]
     if other:

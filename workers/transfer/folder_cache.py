@@ -27,8 +27,9 @@ from app.storage.backend import make_private
 from app.storage.store import Store
 from workers.transfer.host_cache import LOCK, TREE, Cache, boot_name, link_or_copy
 
-CONTENT = "content"  # the folder itself, in its entry
-USED_AGAIN_S = 60.0  # uses within this time after another do not count: a folder has many files
+CONTENT = "content"  # name of the folder inside its entry
+# a use within this time after another does not count, since a folder has many files
+USED_AGAIN_S = 60.0
 _PLAIN, _EXECUTABLE, _PASSAGE = 0o444, 0o555, 0o755
 
 
@@ -80,7 +81,7 @@ def _locked(entry: Path) -> int | None:
         return None
     try:
         fcntl.flock(fd, fcntl.LOCK_SH)
-        # It may have been removed, or replaced, before the lock was ours.
+        # The entry may have been removed or replaced before this process got the lock.
         if os.path.samestat(os.fstat(fd), (entry / LOCK).stat()) and (entry / boot_name()).exists():
             return fd
     except FileNotFoundError:
@@ -90,7 +91,7 @@ def _locked(entry: Path) -> int | None:
 
 
 def _build(folder: FolderManifest, entry: Path, cache: Cache, store: Store) -> int:
-    """Make the entry, unless another device does so meanwhile; return the bytes read for it."""
+    """Make the entry, unless another device makes it first; return the bytes read for it."""
     draft, fetched_bytes = cache.folder / f".{uuid.uuid4().hex}", 0
     make_private(draft)
     try:
@@ -139,7 +140,7 @@ def _opened(sha256: str, cache: Cache, store: Store) -> tuple[int, bool]:
 
 
 def _open_to_all(content: Path) -> None:
-    """Let all users pass and list the folders; only tasks that get the mount come that far."""
+    """Let all users pass through and list the folders; only tasks with the mount can reach them."""
     for folder, _, _ in os.walk(content):
         os.chmod(folder, _PASSAGE)
 

@@ -103,7 +103,7 @@ class Cache:
             make_private(self.folder)
             return self.folder.stat().st_dev == store.place.root.stat().st_dev
         except OSError:
-            return False  # reported when something is written there
+            return False  # the fault is reported when a file is written there
 
     def _fetched(self, sha256: str, store: Store, *, makes_room: bool) -> int:
         with store.open(sha256) as file:
@@ -131,7 +131,7 @@ class Cache:
             if (fd := self.held(sha256)) is not None:
                 os.close(fd)
                 return
-            self._let_go(entry)  # the present entry is of an earlier boot
+            self._let_go(entry)  # the entry that is there was made before this boot
             draft.rename(entry)
         if makes_room:
             self._make_room()
@@ -271,7 +271,7 @@ def link_or_copy(fd: int, path: Path) -> None:
         os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
         return
     except OSError:
-        pass  # other file system, no name at all, or not permitted
+        pass  # the file is on another file system, has no name, or linking is not permitted
     os.lseek(fd, 0, os.SEEK_SET)
     how = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     with open(os.open(path, how, OWN_FILE), "wb") as copy, open(os.dup(fd), "rb") as file:

@@ -58,22 +58,23 @@ class House:
     access: DeviceAccess = field(default_factory=DeviceAccess)
     model: str = ""  # name of an accelerator's model, as its driver gives it
     compute_capability: str = ""
-    can_splice: bool = True  # ranks can take turns on the device
+    can_splice: bool = True  # True if ranks can take turns on the device
     can_checkpoint: bool = False  # the driver can move a process's memory off the device and back
     memory_bytes: int = CPU_BYTES
     device_fraction: float = 1.0  # part of an accelerator's memory that residents may have
-    host_memory_bytes: int = CPU_BYTES  # for images; one image may take all of it
+    host_memory_bytes: int = CPU_BYTES  # host memory for images; one image may take all of it
     host_cache_bytes: int = 2**30
-    block_bytes_per_s: int = 0  # to other hosts; 0: no limit
+    block_bytes_per_s: int = 0  # rate at which blocks are sent to other hosts; 0: no limit
     images_bytes: int = 64 * 2**30  # disk for unpacked container images
     environments_bytes: int = 32 * 2**30  # disk for environments
     environment_build_s: float = 900.0
     package_options: tuple[str, ...] = ()  # name the index (`workers.process.uv.index_options`)
-    wheels: Path | None = None  # the folder that these name, if any
+    wheels: Path | None = None  # the folder of wheels in these options, if any
     # hosts that a build reaches (`workers.process.uv.reach`)
     package_hosts: tuple[str, ...] | None = ()
     mount_roots: tuple[str, ...] = ()  # folders below which tasks may see mounts
-    overhead_bytes: int = 2 * 2**30  # host memory of each resident besides both
+    # host memory of each resident beside the device's and the image's
+    overhead_bytes: int = 2 * 2**30
     scratch_bytes: int = 0  # disk of each resident's scratch folder; 0: a part of the free space
     residents_max: int = 4
     stop_grace_s: float = 5.0
@@ -81,14 +82,14 @@ class House:
     lease_margin_s: float = 3.0
     beat_s: float = 2.0
     patience_s: float = 0.5  # how long a task may wait for a late input in the slot
-    at_rest_s: float = 5.0  # how long a task may wait so if no other task wants the slot
+    at_rest_s: float = 5.0  # the same if no other task wants the slot
     sandbox: Mode = "required"
     criu: str = ""  # a prefix or a program; "": the prefix that `make criu` makes
     monitor: str = "none"  # what watches the device's health (`workers.device.monitors`)
     health_every_s: float = 5.0
     health_patience_s: float = 30.0
     egress: bool = True  # tasks may reach the network, where the sandbox keeps them apart
-    egress_private: str = ""  # networks that they may reach although they are not public
+    egress_private: str = ""  # networks that tasks may reach although these are not public
     egress_hosts: Mapping[str, Sequence[str]] = field(default_factory=dict)  # name -> addresses
     address: str = "127.0.0.1"  # address at which other hosts reach this host
     incarnation: str = field(default_factory=lambda: _incarnation(0))
@@ -158,7 +159,7 @@ class House:
 
     @property
     def devices_folder(self) -> Path:
-        """Where the workers of this host tell each other how their devices are used."""
+        """The folder in which the workers of this host write how their devices are used."""
         return self.run / "devices"
 
     @property
@@ -250,7 +251,7 @@ def next_incarnation(file: Path) -> str:
     """Return a name for this process that sorts after those of all earlier processes on this
     device.
 
-    This holds even if the host's clock was put back.  Messages of older processes are never
+    The order holds even if the host's clock was put back.  Messages of older processes are never
     believed again.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -269,7 +270,7 @@ def _incarnation(last_ns: int) -> str:
 
 
 def _address_towards(url: str) -> str:
-    """Return the address under which one of our servers sees this host."""
+    """Return the address under which a server of Roundhouse sees this host."""
     place = urlsplit(url)
     with contextlib.suppress(OSError):
         found = socket.getaddrinfo(place.hostname, place.port or 1, type=socket.SOCK_DGRAM)
@@ -281,7 +282,7 @@ def _address_towards(url: str) -> str:
 
 
 def set_aside(folder: Path) -> Path:
-    """Move a folder out of the way at once; return where it and earlier ones lie now."""
+    """Move a folder out of the way at once; return the places of all folders moved so."""
     old = folder.with_name(f"{folder.name}.old")
     old.mkdir(parents=True, exist_ok=True)
     if folder.exists():

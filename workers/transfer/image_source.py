@@ -29,9 +29,10 @@ JSON = dict[str, Any]
 MAX_DOCUMENT_BYTES = 4 * 2**20  # per index, manifest or configuration
 MAX_NESTED = 4  # indexes in indexes
 MAX_LISTED = 2_000_000  # entries of a root file system
-MAX_DEPTH = 256  # folders in folders of one; each is open while it is listed
+MAX_DEPTH = 256  # most levels of folders; each folder is open while it is listed
 MAX_HEADER_BYTES = 2**20  # per part of a tar file that is read whole
-_LOOKED_AT = 10_000  # first members of a tar file, among which the marks of a layout are
+# number of first members of a tar file among which the marks of a layout are sought
+_LOOKED_AT = 10_000
 _LAYOUT = "oci-layout"
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 _MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
@@ -41,7 +42,7 @@ _INDEXES = (
 )
 
 
-#: Raised while a container image is read whose form is broken.
+#: Raised when the form of a container image is broken.
 BROKEN = (
     OSError,
     EOFError,
@@ -81,7 +82,7 @@ class BoundedHeader(tarfile.TarInfo):
     @classmethod
     def fromtarfile(cls, tarfile: tarfile.TarFile) -> Self:
         found = super().fromtarfile(tarfile)
-        found.check_size()  # an extended header may have given another
+        found.check_size()  # an extended header may have given another size
         return found
 
     def check_size(self) -> None:
@@ -219,13 +220,13 @@ def _of_file(file: IO[bytes]) -> Iterator[ImageSource]:
 def _members_of_layout(
     file: IO[bytes],
 ) -> tuple[tarfile.TarFile, Mapping[str, tarfile.TarInfo]] | None:
-    """Return the files of an OCI layout by name; None if the file is no uncompressed one."""
+    """Return the files of an OCI layout by name; None if it is no uncompressed tar file."""
     try:
         tar = tarfile.open(  # noqa: SIM115  # the caller closes it
             fileobj=file, mode="r:", tarinfo=BoundedHeader
         )
     except tarfile.ReadError:
-        return None  # compressed: then it can only be a root file system
+        return None  # a compressed tar file can only be a root file system
     found: dict[str, tarfile.TarInfo] = {}
     for n, member in enumerate(tar):
         if n >= _LOOKED_AT:
@@ -256,7 +257,7 @@ def _of_layout(open_file: Callable[[str], IO[bytes]]) -> ImageSource:
 
 
 def document(blob: Callable[[str], IO[bytes]], named: LayoutPart) -> JSON:
-    """Return a part that is JSON, if it has the digest by which it is named."""
+    """Return a part that is JSON, after checking it against its digest."""
     with blob(named.digest) as file:
         body = _read(file)
     if hashlib.sha256(body).hexdigest() != named.digest:

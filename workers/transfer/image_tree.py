@@ -16,7 +16,7 @@ from typing import IO
 from workers.process.host_mounts import open_in_root
 from workers.transfer.image_source import BadContainerImage
 
-ENTRY_BYTES = 4096  # disk that is counted for each entry, beside the bytes of files
+ENTRY_BYTES = 4096  # disk space that is counted for each entry, in addition to the bytes of files
 MAX_PATH, MAX_PARTS = 4096, 256
 MAX_REAL = 3000  # bytes of a folder's real path, so that a path of the host can name all in it
 _COPY_BYTES = 2**20
@@ -88,14 +88,14 @@ class ImageTree:
             os.close(at)
 
     def skip(self, path: str) -> None:
-        """Leave out what is neither folder, file nor link, and what was in its place."""
+        """Leave out an entry that is no folder, file or link; remove what was in its place."""
         if _parts(path):
             at, _ = self._cleared(path)
             os.close(at)
         self.skipped += 1
 
     def is_whiteout(self, path: str) -> bool:
-        """Remove what a whiteout hides of the layers below; False if the path is none."""
+        """Remove what a whiteout hides of the layers below; False if the path is no whiteout."""
         parts = _parts(path)
         if not parts or not parts[-1].startswith(_WHITEOUT):
             return False
@@ -128,7 +128,7 @@ class ImageTree:
                 os.close(at)
 
     def _clear_folder(self, parts: list[str]) -> None:
-        """Remove what the layers below have in a folder."""
+        """Remove what the layers below have put into a folder."""
         try:
             at = open_in_root(self.root, "/".join(parts) or ".", _FOLDER)
         except (FileNotFoundError, NotADirectoryError):
@@ -147,9 +147,7 @@ class ImageTree:
                 self._hide(inner)
 
     def _cleared(self, path: str) -> tuple[int, str]:
-        """Return the open parent and the name of a new entry, of which nothing is there any
-        more.
-        """
+        """Return the open parent and the name of an entry, with nothing left in its place."""
         if not (parts := _parts(path)):
             raise BadContainerImage("it has a file in place of its root")
         self._charge(0)
@@ -183,7 +181,7 @@ class ImageTree:
         """Return the open folder, if its path without links is not too long."""
         try:
             is_short = _real_bytes(at) - _real_bytes(self.root) <= MAX_REAL
-        except OSError:  # the kernel does not tell it any more
+        except OSError:  # the kernel no longer tells the path
             is_short = False
         if not is_short:
             os.close(at)

@@ -1,9 +1,9 @@
 """Unpacks one container image, as a program, in the layers of the sandbox that stand here.
 
 It sees the registered folder or file at /image, read-only, and its own folder, into which it writes
-`tree/root`; no store and no network.  It prints what the image says of itself, as JSON.  Without a
-digest in its order it prints only the digest.  Why it refuses an image goes to the standard error,
-and its exit status is REFUSED then.
+`tree/root`; no store and no network.  It prints the image's own description, as JSON. Without a
+digest in its order it prints only the digest. If it refuses an image, it writes the reason to the
+standard error and exits with REFUSED.
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ def unpack(source: Path, made: Path, order: JSON) -> JSON:
                     _unpack_tar(file, tree, "r|*")
             else:
                 _copy_folder(fds[0], tree)
-        if found.manifest is None:  # no digest says whether its parts belong together
+        # there is no digest by which to check that its parts belong together
+        if found.manifest is None:
             with image_source.opened(fds[0]) as again:
                 if again.digest != order["digest"]:
                     raise BadContainerImage(_CHANGED)
@@ -243,7 +244,7 @@ def _variables(configured: JSON) -> dict[str, str]:
 
 
 def _copy_folder(fd: int, tree: ImageTree) -> None:
-    """Copy a folder, but what other file systems show below it."""
+    """Copy a folder, except other file systems that are mounted below it."""
     device, names = os.fstat(fd).st_dev, dict[int, str]()
     for path, folders, files, at in os.fwalk(".", dir_fd=fd, follow_symlinks=False):
         for name in (*folders, *files):
@@ -272,7 +273,7 @@ def _copy(
     else:
         try:
             fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=at)
-        except PermissionError:  # a task's user could not read it either
+        except PermissionError:  # the user of a task could not read the file either
             tree.skip(path)
             return
         with os.fdopen(fd, "rb") as file:

@@ -1,8 +1,8 @@
 """Keeps folders that are made once on a host, each under its name, and shared read-only.
 
 A folder is made as a draft beside the others, and renamed when it is whole.  From then on nothing
-changes it.  Each has a lock file.  Its maker holds the lock alone; a device worker shares it as
-long as a resident of its sees the folder.  So a folder in use is never removed.
+changes it.  Each folder has a lock file. Its maker holds the lock alone. A device worker shares the
+lock as long as one of its residents sees the folder.  So a folder in use is never removed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from workers.transfer.tree_removal import remove_tree
 
 JSON = dict[str, Any]
 
-ABOUT = "about.json"  # in each folder: what was noted when it was made
-_AGAIN_S = 0.02  # until the next look, at most: those who wait for each other part by chance
+ABOUT = "about.json"  # name of the file, in each folder, with the notes of its making
+# longest pause until the next look; it is random, so that two waiting processes do not stay in step
+_AGAIN_S = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +41,7 @@ class KeptTrees:
 
     @property
     def work(self) -> Path:
-        """Where drafts are made, and removed folders go first."""
+        """The folder in which drafts are made, and to which removed folders are moved first."""
         return self.folder / "work"
 
     @property
@@ -69,8 +70,8 @@ class KeptTrees:
         self, name: str, make: Callable[[], None], until_s: float
     ) -> tuple[int, JSON] | None:
         """Share the lock of a folder, which `make` makes if it is not there; return the descriptor
-        that holds the lock, and what was noted of the folder.  Return None if others hold the lock
-        and have not made the folder by then.
+        that holds the lock, and what was noted of the folder.  Return None if another process has
+        held the lock for too long without making the folder.
         """
         while True:
             fd = self.lock_file(name)
@@ -79,8 +80,9 @@ class KeptTrees:
                     if (noted := self.about(name)) is not None:
                         os.utime(self.built(name))
                         return fd, noted
-                    # The shared lock is given up for this.  Others may have made it, and share it
-                    # for long: so do not wait for the lock alone, but look again.
+                    # To make the folder, this process first gives up its shared lock.  Another
+                    # process may make the folder first and then share the lock for long.  So look
+                    # again instead of only waiting for the lock.
                     if hold(fd, fcntl.LOCK_EX) and self.about(name) is None:
                         make()
             except BaseException:
@@ -92,7 +94,7 @@ class KeptTrees:
             time.sleep(random.uniform(0.0, _AGAIN_S))
 
     def by_use(self) -> list[str]:
-        """Return all names, those used longest ago first."""
+        """Return all names, ordered by last use, the oldest first."""
         entries = [(one.stat().st_mtime, one.name) for one in os.scandir(self.folder / "built")]
         return [name for _, name in sorted(entries)]
 
@@ -109,7 +111,7 @@ class KeptTrees:
             os.close(fd)
 
     def let_go_unused(self, over_bytes: int, kept: Collection[str]) -> None:
-        """Remove what was used longest ago, until this frees `over_bytes`; `kept` stays."""
+        """Remove folders, the longest unused first, until `over_bytes` are free; `kept` stays."""
         for name in self.by_use():
             if over_bytes <= 0:
                 return
@@ -141,7 +143,7 @@ def make_read_only(folder: Path) -> int:
         for name in folders:
             at = os.path.join(path, name)
             if not os.path.islink(at):
-                os.chmod(at, 0o755)  # until all below it is done
+                os.chmod(at, 0o755)  # writable until everything below it is done
     for path, _, _ in os.walk(folder, topdown=False):
         os.chmod(path, 0o555)
     return disk_bytes(folder)

@@ -30,12 +30,13 @@ from app.core.security import peer_proof
 HANDSHAKE_S = 5.0
 WAITING_LIMIT = 64  # unauthenticated connections
 WAITING_PER_ADDRESS = 16  # unauthenticated connections of one address
-AGAIN_S = 0.1  # until a retry: the order may reach the coordinator host later
+AGAIN_S = 0.1  # time until a retry, as the order may reach the coordinator host later
 WITHIN_S = 30.0
 
-SORTS = ("line", "link")  # by their number (`peer_proof.LINE`, `LINK`)
+SORTS = ("line", "link")  # names of the connections by their number (`peer_proof.LINE`, `LINK`)
 
-Sockets = list[socket.socket]  # line and link of each host except the coordinator host
+# two sockets, line and link, of each host except the coordinator host
+Sockets = list[socket.socket]
 Handshake = Generator[int, bytes, Callable[[], None]]
 Examination = Generator[int, bytes, None]
 
@@ -45,7 +46,7 @@ class Expected:
     """The hosts of one gang that are to connect; `then` is called when all have."""
 
     secret: bytes
-    hosts: int  # without the coordinator host
+    hosts: int  # hosts that are to connect, without the coordinator host
     then: Callable[[Sockets], None]
     joined: dict[tuple[int, str], socket.socket] = field(default_factory=dict)
 
@@ -145,7 +146,7 @@ class Links:
                 self._dismiss(selector, [v for v in self._visitors if now_s >= v.until_s])
 
     def _timeout_s(self) -> float | None:
-        eldest = next(iter(self._visitors), None)  # all have the same time limit
+        eldest = next(iter(self._visitors), None)  # all visitors have the same time limit
         return None if eldest is None else max(0.0, eldest.until_s - time.monotonic())
 
     def _accept(self, selector: selectors.BaseSelector) -> None:
@@ -226,7 +227,7 @@ def _eldest_silent(visitors: list[Visitor]) -> Visitor:
 
 
 def _listening(address: str) -> socket.socket:
-    """Listen on `address` if it is one of this host's; else, as behind NAT, on all addresses."""
+    """Listen on `address` if this host has it; otherwise (behind NAT, say) on all addresses."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         return socket.create_server((address, 0), family=family, backlog=WAITING_LIMIT)

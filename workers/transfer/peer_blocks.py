@@ -1,11 +1,11 @@
 """Sends blocks of this host's cache to the device workers of other hosts.
 
-A block is durable in the store; this only saves the way to the store and back.  A device worker has
-a secret for its lifetime, which its island learns from its reports.  A launch names for each input
-the workers that may have it, and the key of that block at each (`app.storage.signing.block_key`).
-A worker that connects proves that it knows the key, by the same handshake as the hosts of a gang
-(`workers.transfer.peer_auth`).  So a worker gets only the inputs of its launches, and a stranger
-gets nothing.  A job has no network at all.
+Every block is durable in the store; sending it from host to host only saves time.  A device worker
+has a secret for its lifetime, which its island learns from its reports.  A launch names for each
+input the workers that may have it, and the key of that block at each
+(`app.storage.signing.block_key`).  A worker that connects proves that it knows the key, by the same
+handshake as the hosts of a gang (`workers.transfer.peer_auth`).  So a worker gets only the inputs
+of its launches, and a stranger gets nothing.  A job has no network at all.
 
     giving worker -> taker   size in bytes, 0 if it is not here any more; the bytes
 
@@ -39,9 +39,9 @@ JSON = dict[str, Any]
 
 AT_ONCE = 4  # blocks sent at once; other takers wait, until they read the store
 STALL_S = 5.0  # limit without any byte
-SILENT_S = 60.0  # how long a host that did not answer is not asked
+SILENT_S = 60.0  # pause before a host that did not answer is asked again
 SLOWEST_BYTES_PER_S = 10**6  # a slower host is no faster than the store
-BURST_S = 0.005  # how much delay of a thread may be caught up
+BURST_S = 0.005  # so much delay of a thread may be made up for by sending faster
 _PIECE = 256 << 10  # bytes per send
 _TAKEN = 1 << 20  # bytes per receive
 _SIZE = struct.Struct("!Q")
@@ -118,8 +118,8 @@ def taken(copies: Iterable[JSON], sha256: str, size: int, cache: Cache) -> int |
     beginning.
 
     The block is verified and kept in the cache.  None if no host of `copies` gives it.  The first
-    host that does not answer in time ends the search: then the store is read, and that host is not
-    asked for SILENT_S.
+    host that does not answer in time ends the search: the store is read, and this host is not asked
+    again for SILENT_S.
     """
     for copy in copies:
         place = tuple(copy["place"])

@@ -351,7 +351,7 @@ def test_parameters_changed_by_hand_on_every_rank_keep_their_bits(gangs: Gangs) 
     [
         ("Counting", "its step changes more than tensors"),
         ("Noisy", "its step draws random numbers or calls collectives"),
-        ("LBFGS", "its step is given a closure"),
+        ("LBFGS", "its step takes a closure"),
     ],
 )
 def test_optimizer_that_does_more_than_change_tensors_is_left_alone(
