@@ -496,7 +496,7 @@ def _wait_for_devices(
         kept[kind] = keeper
         board.memory.in_the_way.add(keeper.gang)
         draft.again_s = min(draft.again_s, gang_waits.looks_again_s(board, keeper.at_s))
-    for ends_s in [gang_waits.turn_ends_s(board, stay) for stay in board.gangs.values()]:
+    for ends_s in gang_waits.turns_end_s(board):
         if ends_s > board.now_s:
             draft.again_s = min(draft.again_s, ends_s)
     return kept

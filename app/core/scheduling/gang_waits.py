@@ -132,6 +132,11 @@ def turn_ends_s(board: Board, stay: BoardStay) -> float:
     return started_s + min(pays_s, WITHIN_S) / 2
 
 
+def turns_end_s(board: Board) -> list[float]:
+    """Return `turn_ends_s` of all gangs on devices; empty if no gang has ever waited."""
+    return [turn_ends_s(board, stay) for stay in board.gangs.values()] if board.waits else []
+
+
 def note_idle(board: Board, held_back: Collection[str]) -> None:
     """Note which devices stand idle from now on, of kinds in which other tasks were held back."""
     for kind, wait in board.waits.items():
