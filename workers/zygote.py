@@ -62,8 +62,8 @@ def import_what_jobs_need() -> None:
     import numpy  # noqa: F401
     import torch._dynamo  # noqa: F401
 
-    import workers.commands.job_shell
     import workers.commands.runner
+    import workers.commands.shells.job_shell
     import workers.residents.entry
     import workers.residents.executor
 
@@ -320,7 +320,7 @@ def _keep_beside(inner: int, resident: int) -> NoReturn:
 def _serve_beside(
     room: Room, walls: list[str], control: int, outer: int, trust: int, begin: int
 ) -> int:
-    from workers.commands import job_shell
+    from workers.commands.shells import job_shell
 
     _, scratch = room.inside(walls)
     os.chdir(scratch)

@@ -10,13 +10,14 @@ verbs need are made there, so that commands start quickly.  Exit codes are stabl
 
 from __future__ import annotations
 
-from app.cli.verbs import app
+from app.cli.root_command import app
 
 # isort: off
 # Each import registers verbs; `--help` lists them in this order.
-from app.cli import service, submit, work
+from app.cli.verbs import service, submit, work
 from app.cli.interactive import tunnels, sessions, notebooks
-from app.cli import data, environments, mounts, container_images, actions, secrets, fleet, admin
+from app.cli.verbs import data, environments, mounts, container_images
+from app.cli.verbs import actions, secrets, fleet, admin
 
 # isort: on
 

@@ -9,10 +9,10 @@ from functools import partial
 
 import typer
 
-from app.cli import names, verbs, wording
+from app.cli import names, root_command, wording
 from app.cli.client import JSON, ApiProblem, Client, Unreachable
+from app.cli.root_command import JOB_FAILED
 from app.cli.tables import Output, err, show_line
-from app.cli.verbs import JOB_FAILED
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class _WaitReasons:
 
 def follow(ctx: typer.Context, client: Client, request_id: str, output: Output) -> None:
     """Print events until the request has ended; exits with JOB_FAILED if it did not end well."""
-    with _WaitReasons(partial(verbs.connect, ctx), request_id) as waits:
+    with _WaitReasons(partial(root_command.connect, ctx), request_id) as waits:
         for event in client.stream(f"/v1/requests/{request_id}/events"):
             waits.heard()
             if event.type != "end":

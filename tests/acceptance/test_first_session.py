@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from app.cli import main, verbs
+from app.cli import main, root_command
 from app.settings import settings
 from tests.acceptance.conftest import SETTLE_S
 
@@ -194,7 +194,7 @@ def _works(run: Run, words: list[str]) -> None:
     """Run a command; retry while its task was just preempted or has no checkpoint yet."""
     words += next((more for verb, more in ENDLESS.items() if verb in words), [])
     until_s = time.monotonic() + SETTLE_S
-    while (result := run(*words)).exit_code in (verbs.REFUSED, verbs.NOT_FOUND):
+    while (result := run(*words)).exit_code in (root_command.REFUSED, root_command.NOT_FOUND):
         assert time.monotonic() < until_s, (words, result.output)
         time.sleep(0.5)
-    assert result.exit_code == verbs.OK, (words, result.output)
+    assert result.exit_code == root_command.OK, (words, result.output)

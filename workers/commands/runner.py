@@ -44,8 +44,11 @@ from app.core.model.descriptor import TaskDescriptor
 from app.core.model.messages import ARTIFACTS
 from app.core.model.provisions.notice import AGAIN, NEED
 from app.core.units import counted
-from workers.commands import notices, ranks, working_folder
+from workers.commands import notices, working_folder
 from workers.commands.freezer import Tree, WontStop, reaped
+from workers.commands.gang import ranks
+from workers.commands.gang.rank_tree import ENDS, RankTree
+from workers.commands.gang.ranks import Gang
 from workers.commands.idle_clock import IdleClock
 from workers.commands.image_keeping import Keeping
 from workers.commands.inputs_outputs import (
@@ -57,8 +60,7 @@ from workers.commands.inputs_outputs import (
     output_of,
 )
 from workers.commands.notices import NoticeSignal, write_notice
-from workers.commands.rank_tree import ENDS, RankTree
-from workers.commands.ranks import Gang
+from workers.commands.shells.tunnels import InnerEnds
 from workers.commands.stored_processes import (
     BESIDE,
     AdoptedProcess,
@@ -69,7 +71,6 @@ from workers.commands.stored_processes import (
     clear_beside,
 )
 from workers.commands.stub_thread import tell_owner, teller
-from workers.commands.tunnels import InnerEnds
 from workers.commands.wakeups import Wakeups
 from workers.commands.working_folder import INTERNAL, WorkingFolder
 from workers.hardware.cuda_checkpoint import NotDone, StillHeld, TreeMemory

@@ -1,4 +1,4 @@
-"""Tells the processes beside a job when it has the slot (`workers.commands.job_shell`)."""
+"""Tells the processes beside a job when it has the slot (`workers.commands.shells.job_shell`)."""
 
 from __future__ import annotations
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from app.cli import names, verbs, wording
+from app.cli import names, root_command, wording
 from app.cli.client import JSON, Client, Unreachable
 from app.cli.interactive import sessions, tunnels
 from app.cli.interactive.browser_input import BrowserInput
 from app.cli.interactive.sessions import BeginsWith, DeviceKind, IdleS
+from app.cli.root_command import JOB_FAILED, NO_ANSWER, REFUSED, WORK, app
 from app.cli.tables import err
-from app.cli.verbs import JOB_FAILED, NO_ANSWER, REFUSED, WORK, app
 from app.core.model.provisions.session import USUAL_IDLE_S
 from app.core.model.provisions.tunnel import FrameKind
 
@@ -65,7 +65,7 @@ def notebook(
         raise typer.BadParameter("--environment names a file of --folder")
     token = secrets.token_urlsafe(24)
     more: JSON = {"env": {"JUPYTER_TOKEN": token}}
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         task = sessions.submit_session(
             client,
             name,
@@ -92,7 +92,7 @@ def _tell_end(client: Client, task: JSON, why: str) -> None:
         now = task
     if names.is_unfinished(now):
         err().print(wording.left_notebook(task["request_id"], PORT))
-        verbs.fail(NO_ANSWER, Text(f"The tunnel has ended: {why}."))
+        root_command.fail(NO_ANSWER, Text(f"The tunnel has ended: {why}."))
     err().print(wording.ended_notebook(now))
     raise typer.Exit(JOB_FAILED if now["state"] == "failed" else 0)
 
@@ -116,7 +116,7 @@ async def _serve(client: Client, task_id: str, at: int, token: str, *, opens: bo
             server = await asyncio.start_server(forwarder.meet, "127.0.0.1", at)
         except OSError as error:
             told = f"Port {at} of this machine cannot be used: {error.strerror}; see --local."
-            verbs.fail(REFUSED, Text(told))
+            root_command.fail(REFUSED, Text(told))
         async with server:
             _, number = server.sockets[0].getsockname()
             url = f"http://127.0.0.1:{number}/lab?token={token}"

@@ -9,12 +9,13 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from app.cli import names, submit, verbs, wording
+from app.cli import names, root_command, wording
 from app.cli.bundling import bundle_folder
 from app.cli.client import JSON, Client, Unreachable
 from app.cli.interactive import tunnels
+from app.cli.root_command import WORK, app
 from app.cli.tables import err
-from app.cli.verbs import WORK, app
+from app.cli.verbs import submit
 from app.core.model.provisions.session import USUAL_IDLE_S
 
 #: options of every verb that begins a session
@@ -55,7 +56,7 @@ def run(
         raise typer.BadParameter(
             "only sessions run in the foreground: add --interactive, or use `roundhouse submit`"
         )
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         task = submit_session(client, name, WAITS, kind=kind, idle_s=idle, folder=folder)
         with_it = asyncio.run(tunnels.run_shell(client, task["id"], words or []))
         end_unless_left(client, task, with_it)

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from app.cli import names, verbs, wording
+from app.cli import names, root_command, wording
 from app.cli.client import JSON, Client
+from app.cli.root_command import NO_ANSWER, REFUSED, WORK, Which, app
 from app.cli.tables import err
-from app.cli.verbs import NO_ANSWER, REFUSED, WORK, Which, app
 from app.core.model.provisions.tunnel import CHANNELS_MAX, FrameKind
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def shell(
     The exit code is that of the shell.  Its processes are part of the task: they pause and end with
     it.
     """
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         task = one_command(client, given)
         shown = asyncio.run(run_shell(client, task["id"], words or []))
     raise typer.Exit(exit_code(shown))
@@ -59,11 +59,11 @@ def forward(
     ] = -1,
 ) -> None:
     """Make a port of a running task reachable on this machine, at 127.0.0.1; Ctrl-C ends it."""
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         task = one_command(client, given)
         at = port if local < 0 else local
         why = asyncio.run(run_forward(client, task["id"], port, at))
-    verbs.fail(NO_ANSWER, Text(f"The tunnel has ended: {why}."))
+    root_command.fail(NO_ANSWER, Text(f"The tunnel has ended: {why}."))
 
 
 def one_command(client: Client, given: str) -> JSON:
@@ -96,12 +96,12 @@ class ShownShell:
 def exit_code(shown: ShownShell) -> int:
     """Return the exit code of the shell; ends the program if there was none."""
     if shown.failed:
-        verbs.fail(REFUSED, Text(shown.failed))
+        root_command.fail(REFUSED, Text(shown.failed))
     if shown.status is not None:
         return shown.status if shown.status >= 0 else COMMAND_NOT_OK - shown.status
     if shown.left:
         return 0
-    verbs.fail(NO_ANSWER, Text(f"The shell was closed: {shown.why}."))
+    root_command.fail(NO_ANSWER, Text(f"The shell was closed: {shown.why}."))
 
 
 async def run_shell(client: Client, task_id: str, words: list[str]) -> ShownShell:
@@ -235,7 +235,7 @@ async def run_forward(client: Client, task_id: str, port: int, at: int) -> str:
         try:
             server = await asyncio.start_server(forwarder.meet, "127.0.0.1", at)
         except OSError as error:
-            verbs.fail(
+            root_command.fail(
                 REFUSED, Text(f"Port {at} of this machine cannot be used: {error.strerror}.")
             )
         async with server:

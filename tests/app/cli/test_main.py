@@ -25,7 +25,7 @@ from safetensors import safe_open
 from safetensors.numpy import save, save_file
 from typer.testing import CliRunner, Result
 
-from app.cli import main, verbs, watching
+from app.cli import main, root_command, watching
 from app.cli.client import Client
 from app.core.model.manifest import About
 from app.local.embedded_servers import embedded_postgres, temporary_home
@@ -352,7 +352,7 @@ class TestSubmit:
         file = tmp_path / "lost.yaml"
         file.write_text(yaml.safe_dump({"bundle": "./cdoe", "tasks": []}))
         result = run("submit", file)
-        assert result.exit_code == verbs.USAGE
+        assert result.exit_code == root_command.USAGE
         told = " ".join(result.stderr.split())
         assert told.startswith(f"{file}: its bundle ./cdoe does not exist")
 
@@ -884,7 +884,7 @@ class TestWishes:
 def test_help_of_up_lists_its_options_and_help_of_simulate_only_its_own(run):
     shown = run("up", "--help").stdout
     assert all(f"--{name}" in shown for name in ("home", "devices", "hosts", "host", "port"))
-    assert run("up", "--devices", "two").exit_code == verbs.USAGE
+    assert run("up", "--devices", "two").exit_code == root_command.USAGE
     assert "completion" not in run("simulate", "--help").stdout
 
 
@@ -914,23 +914,25 @@ class TestOperating:
             assert [(d["id"], d["cordoned"]) for d in back] == [("local.0", False)]
 
     def test_only_an_admin_drains_and_only_existing_devices(self, run):
-        assert run("drain", "local").exit_code == verbs.NO_ACCESS
-        assert run("--as", "platform", "drain", "gone").exit_code == verbs.NOT_FOUND
+        assert run("drain", "local").exit_code == root_command.NO_ACCESS
+        assert run("--as", "platform", "drain", "gone").exit_code == root_command.NOT_FOUND
 
     def test_device_is_enrolled_with_its_hosts_key_listed_and_revoked(self, run):
         key = run("device", "key").stdout.strip()
         assert key == run("device", "key").stdout.strip()
         admin = ("--as", "platform", "device")
-        assert run("device", "enrol", "gpu7.0", "--key", key).exit_code == verbs.NO_ACCESS
+        assert run("device", "enrol", "gpu7.0", "--key", key).exit_code == root_command.NO_ACCESS
         made = run(*admin, "enrol", "gpu7.0", "gpu7.1", "--key", key, "-o", "json")
         assert [each["key"] for each in json.loads(made.stdout)] == [key, key]
-        assert run(*admin, "enrol", "gpu7.0", "--key", "0" * 64).exit_code == verbs.REFUSED
-        assert run(*admin, "enrol", "gpu7.0", "--key", "7").exit_code == verbs.USAGE
+        assert run(*admin, "enrol", "gpu7.0", "--key", "0" * 64).exit_code == root_command.REFUSED
+        assert run(*admin, "enrol", "gpu7.0", "--key", "7").exit_code == root_command.USAGE
         assert run(*admin, "revoke", "gpu7.0").exit_code == 0
         found = json.loads(run(*admin, "list", "-o", "json").stdout)
         assert [each["revoked_at"] is None for each in found] == [False, True]
         assert "KEY" in run(*admin, "list").stdout
-        assert run(*admin, "island-key").exit_code == verbs.NOT_FOUND, "its scheduler never ran"
+        assert run(*admin, "island-key").exit_code == root_command.NOT_FOUND, (
+            "its scheduler never ran"
+        )
 
     def test_presets_are_listed(self, run):
         assert "No presets" in run("presets").stdout
@@ -942,7 +944,7 @@ class TestOperating:
         assert "member of alpha" in found["key"]["detail"]
         assert found["postgres"]["ok"]
         assert not found["redis"]["ok"]  # this service has no Redis
-        assert result.exit_code == verbs.NO_ANSWER
+        assert result.exit_code == root_command.NO_ANSWER
 
     def test_doctor_recognises_a_key_of_another_service(self, run, monkeypatch):
         monkeypatch.setenv("ROUNDHOUSE_KEY", "rh_aaaaaaaa_" + "a" * 49)

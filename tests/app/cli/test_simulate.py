@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from app.cli import main, replay_svg, verbs
+from app.cli import main, replay_svg, root_command
 from app.cli.client import JSON
 
 #: One device: a holds it for 10 s, then b for 20 s.
@@ -132,7 +132,7 @@ def test_wrong_use_is_explained(run: Run, trace: Path, words: tuple[str, ...], s
     if not said:
         assert result.exit_code == 0, result.output
         return
-    assert result.exit_code == verbs.USAGE, result.output
+    assert result.exit_code == root_command.USAGE, result.output
     flat = " ".join(result.stderr.replace("│", " ").split())
     assert said in flat
 
@@ -140,14 +140,14 @@ def test_wrong_use_is_explained(run: Run, trace: Path, words: tuple[str, ...], s
 def test_fault_in_a_trace_is_reported_with_file_and_line(run: Run, trace: Path) -> None:
     trace.write_text(LIST + "2,-1,1,1,b\n")
     result = run(trace, "-d", 1)
-    assert result.exit_code == verbs.USAGE
+    assert result.exit_code == root_command.USAGE
     assert "jobs.csv, line 4: duration must be seconds above 0; got '-1'" in result.stderr
 
 
 def test_replay_of_history_takes_one_policy(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROUNDHOUSE_KEY", "rh_key")
     result = run("history", "--policy", "fair,fifo")
-    assert result.exit_code == verbs.USAGE
+    assert result.exit_code == root_command.USAGE
 
 
 def test_trace_is_replayed_over_thousands_of_half_lives(run: Run, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 A script that never imports torch.distributed does not notice.  Where that is imported its
 `init_process_group` is replaced by one that first makes the process a rank of its gang; only when
-it is called is more of ours loaded (`workers.commands.rank_process`).
+it is called is more of ours loaded (`workers.commands.gang.rank_process`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _command_rank() -> ModuleType:
     theirs = _put_aside()
     sys.path.insert(0, str(_SITE.parents[2]))
     try:
-        return importlib.import_module("workers.commands.rank_process")
+        return importlib.import_module("workers.commands.gang.rank_process")
     finally:
         del sys.path[0]
         _put_aside()

@@ -2,11 +2,11 @@
 
     user -- WebSocket -- API -- TCP -- device worker -- socket -- helper inside the walls
 
-The user and the helper (`workers.commands.tunnel_end`) exchange frames; nothing between them reads
-more than a frame's head.  A tunnel has channels, numbered by the user's side: channel 0 is the
-terminal of a shell, and each channel of a forwarded port is one connection.  A side sends at most
-`WINDOW_BYTES` of a channel beyond what the other side has taken, so a channel that nobody reads
-does not hold up the others, and no buffer grows.
+The user and the helper (`workers.commands.shells.tunnel_end`) exchange frames; no process between
+them reads more than the head of a frame.  A tunnel has channels, numbered by the user's side:
+channel 0 is the terminal of a shell, and each channel of a forwarded port is one connection.  A
+side sends at most `WINDOW_BYTES` of a channel beyond what the other side has taken, so a channel
+that nobody reads does not hold up the others, and no buffer grows.
 
 On the way to the device worker stands a ticket (`TunnelTicket`), which opens one tunnel once.
 """

@@ -29,7 +29,7 @@ from app.db.transactions import transaction
 from app.intake import tunnels
 from app.messaging.live_updates import changes
 from tests.serving import server  # noqa: F401
-from workers.commands import tunnel_end
+from workers.commands.shells import tunnel_end
 from workers.device.tunnels import TunnelServer
 from workers.transfer.peer_auth import Links
 

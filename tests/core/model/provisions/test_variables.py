@@ -18,7 +18,7 @@ from app.core.model.provisions.variables import (
     why_refused,
 )
 from tests.thoroughness import examples
-from workers.commands.ranks import Gang
+from workers.commands.gang.ranks import Gang
 from workers.process import sandbox
 
 JOB = {"job": "train:Train"}

@@ -9,11 +9,11 @@ from urllib.parse import quote, urlencode
 import typer
 from rich.text import Text
 
-from app.cli import verbs, wording
+from app.cli import root_command, wording
 from app.cli.client import JSON, Client
 from app.cli.names import find_named
+from app.cli.root_command import WORK, Format, Verbs, app
 from app.cli.tables import Output, err, show, table
-from app.cli.verbs import WORK, Format, Verbs, app
 
 secret = typer.Typer(cls=Verbs, help="Tokens and passwords for tasks.", no_args_is_help=True)
 app.add_typer(secret, name="secret", rich_help_panel=WORK)
@@ -32,7 +32,7 @@ _Tenant = Annotated[
 @secret.command("list")
 def list_secrets(ctx: typer.Context, output: Format = Output.table) -> None:
     """List your secrets and those of your tenant: names and times, never values."""
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         found = list(client.items("/v1/secrets"))
     show(found, output, lambda: table(found, wording.SECRETS))
 
@@ -49,7 +49,7 @@ def set_secret(
 
     The line end behind the value is not part of it.
     """
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         path = _path(client, name, tenant_wide, tenant)
         made = client.put(path, {"value": _value(name)})
     show(made, output, lambda: _told(made))
@@ -60,7 +60,7 @@ def remove_secret(
     ctx: typer.Context, name: _Name, tenant_wide: _Wide = False, tenant: _Tenant = ""
 ) -> None:
     """Remove a secret: tasks that name it fail at their next launch."""
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         client.delete(_path(client, name, tenant_wide, tenant))
     err().print(f"{name} is removed.")
 

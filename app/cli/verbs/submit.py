@@ -11,11 +11,11 @@ import typer
 from typer._click.exceptions import NoSuchOption
 from typer.core import TyperCommand
 
-from app.cli import verbs, watching, wording
+from app.cli import root_command, watching, wording
 from app.cli.bundling import PackedBundle, UnreadablePath, bundle_file, bundle_folder
 from app.cli.client import JSON, ApiProblem, Client, Unreachable
+from app.cli.root_command import WORK, Format, app
 from app.cli.tables import Output, err, show
-from app.cli.verbs import WORK, Format, app
 
 
 class _Submit(TyperCommand):
@@ -114,7 +114,7 @@ def submit(
         descriptor["environment"] = environment_of(environment, python)
     code = _code(descriptor, source, bundle)
     key = key or str(uuid.uuid4())
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         if code is not None:
             upload(client, code)
             descriptor["bundle"] = f"sha256:{code.sha256}"

@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
-from app.cli import names, verbs, wording
+from app.cli import names, root_command, wording
 from app.cli.bundling import UnreadablePath
 from app.cli.client import JSON, Client
 from app.cli.folders import get_folder, put_folder
+from app.cli.root_command import DATA, NOT_FOUND, WORK, Format, Verbs, Which, app
 from app.cli.tables import Output, err, show, table
-from app.cli.verbs import DATA, NOT_FOUND, WORK, Format, Verbs, Which, app
 
 
 @app.command(rich_help_panel=WORK)
@@ -26,7 +26,7 @@ def outputs(
     output: Format = Output.table,
 ) -> None:
     """List outputs of a request or task, and the files in a command's folder `artifacts`."""
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         kind, id = names.resolve(client, id)
         found = client.get(f"/v1/{kind}/{id}")
         given = wording.outputs(found["tasks"] if kind == "requests" else [found])
@@ -56,7 +56,7 @@ def _download(client: Client, given: list[JSON], folder: Path) -> None:
 @app.command(rich_help_panel=WORK)
 def checkpoints(ctx: typer.Context, id: Which, output: Format = Output.table) -> None:
     """List durable checkpoints, newest first; `from_checkpoint` in a descriptor begins from one."""
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         tasks = names.named_tasks(client, id)
         found = [
             {"task": task["name"], **each}
@@ -83,7 +83,7 @@ def export(
     ] = None,
 ) -> None:
     """Write a checkpoint's tensors into a safetensors file."""
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         id = checkpoint if checkpoint.startswith("ckp_") else _newest(client, checkpoint)
         size = client.download(f"/v1/checkpoints/{id}/safetensors", file, names=name or None)
     err().print(f"{file}: {size} bytes")
@@ -125,7 +125,7 @@ def cp(
         raise typer.BadParameter(
             "one of the two arguments must be datablock:NAME, the other a file"
         )
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         if source.startswith(BLOCK):
             named = client.get_datablock(source.removeprefix(BLOCK), Path(target))
             err().print(f"{target}: {named}, {Path(target).stat().st_size} bytes")
@@ -154,7 +154,7 @@ def datablocks(
     one name.
     """
     latest = None if all_ or name else "true"
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         found = list(client.items("/v1/datablocks", name=name, latest=latest, limit=200))
     show(found, output, lambda: table(found, wording.DATABLOCKS))
 
@@ -174,7 +174,7 @@ def put_datablock(
 
     Only files that your tenant does not have yet are sent; an interrupted transfer continues.
     """
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         row, sent = put_folder(client, name, path)
     err().print(f"{sent} of {row['file_bytes']} bytes were sent.")
     show(row, output, lambda: wording.datablock(row))
@@ -187,6 +187,6 @@ def get_datablock(
     folder: Annotated[Path, typer.Argument(help="the folder to write the files into")],
 ) -> None:
     """Download a folder; files that are there already are not fetched again."""
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         named, fetched = get_folder(client, name, folder)
     err().print(f"{folder}: {named}, {fetched} bytes were fetched.")

@@ -20,7 +20,7 @@ from tests.processes import children, status_of, words_of
 from tests.workers.commands.test_runner import its_processes, shell
 from tests.workers.conftest import PATIENCE_S
 from tests.workers.tunnels import FarEnd, ticket_for
-from workers.commands import tunnel_end
+from workers.commands.shells import tunnel_end
 from workers.device.tunnels import TUNNELS_MAX
 from workers.transfer import peer_auth
 

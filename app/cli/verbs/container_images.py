@@ -6,10 +6,11 @@ from typing import Annotated
 
 import typer
 
-from app.cli import mounts, verbs
-from app.cli.mounts import Tenants
+from app.cli import root_command
+from app.cli.root_command import DATA, Format, Verbs, app
 from app.cli.tables import Output
-from app.cli.verbs import DATA, Format, Verbs, app
+from app.cli.verbs import mounts
+from app.cli.verbs.mounts import Tenants
 
 image = typer.Typer(
     cls=Verbs, help="Container images in which commands can run.", no_args_is_help=True
@@ -54,5 +55,5 @@ def grant_image(
 @image.command("remove")
 def remove_image(ctx: typer.Context, name: _Name) -> None:
     """Delete the name of a container image; its files stay, and tasks that run keep it."""
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         client.delete(f"/v1/mounts/{name}")

@@ -7,11 +7,11 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from app.cli import verbs, wording
+from app.cli import root_command, wording
 from app.cli.client import JSON, Client
 from app.cli.names import find_named
+from app.cli.root_command import ADMIN, NOT_FOUND, Format, Verbs, app
 from app.cli.tables import Output, show, table
-from app.cli.verbs import ADMIN, NOT_FOUND, Format, Verbs, app
 
 Weight = Annotated[
     float | None,
@@ -27,7 +27,7 @@ _A_BOUND = "a number, or none"
 @app.command(rich_help_panel=ADMIN)
 def tenants(ctx: typer.Context, output: Format = Output.table) -> None:
     """List the tenants that you can see: weight, guarantee, limit, tier."""
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         found = list(client.items("/v1/tenants"))
     show(found, output, lambda: table(wording.as_tree(found), wording.TENANTS))
 
@@ -75,7 +75,7 @@ def tenant(
     """Show a tenant, and change it by the given options; or create one."""
     if under and not new:
         raise typer.BadParameter("--under needs --new: an existing tenant cannot be moved here")
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         found = {"guarantee": {}, "limit": {}} if new else find_named(client, "tenant", which)
         changed: JSON = {} if weight is None else {"weight": weight}
         changed |= {"for_past_usage": True} if for_past_usage and not new else {}
@@ -101,7 +101,7 @@ def tenant(
 @app.command(rich_help_panel=ADMIN)
 def users(ctx: typer.Context, output: Format = Output.table) -> None:
     """List the users that you can see, people and service accounts."""
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         found = list(client.items("/v1/users"))
         rows = _with_tenants(client, found)
     show(found, output, lambda: table(rows, wording.USERS))
@@ -126,7 +126,7 @@ def user(
     if tenant and not new:
         raise typer.BadParameter("--tenant needs --new: an existing user cannot change tenants")
     given = {} if weight is None else {"weight": weight}
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         if new:
             found = _new_user(client, {"name": which, **given}, tenant)
         else:
@@ -161,10 +161,10 @@ def show_island_key(
     island: Annotated[str, typer.Argument(metavar="ISLAND")] = "local",
 ) -> None:
     """Print the public key of an island, which its devices need to start."""
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         key = client.get(f"/v1/islands/{island}")["key"]
     if key is None:
-        verbs.fail(
+        root_command.fail(
             NOT_FOUND, Text(f"Island {island} has no key yet; its scheduler creates the key.")
         )
     typer.echo(key)
@@ -182,7 +182,7 @@ def enrol_devices(
     output: Format = Output.table,
 ) -> None:
     """Enrol devices of a host: messages that the host signs with its key are accepted."""
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         made = [
             client.post("/v1/enrolments", {"device_id": each, "key": key.strip()})
             for each in devices
@@ -193,7 +193,7 @@ def enrol_devices(
 @device.command("list")
 def list_enrolments(ctx: typer.Context, output: Format = Output.table) -> None:
     """List the enrolled devices and their keys."""
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         found = list(client.items("/v1/enrolments"))
     show(found, output, lambda: table(found, wording.ENROLMENTS))
 
@@ -201,7 +201,7 @@ def list_enrolments(ctx: typer.Context, output: Format = Output.table) -> None:
 @device.command("revoke")
 def revoke_device(ctx: typer.Context, id: _DeviceId, output: Format = Output.table) -> None:
     """Ignore a device from now on; no step is lost if you `drain` it first."""
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         found = client.delete(f"/v1/enrolments/{id}")
     show([found], output, lambda: table([found], wording.ENROLMENTS))
 
@@ -215,7 +215,7 @@ _WebhookId = Annotated[str, typer.Argument(metavar="WEBHOOK", help="id of the we
 @webhook.command("list")
 def list_webhooks(ctx: typer.Context, output: Format = Output.table) -> None:
     """List the webhooks of the tenants that you can see."""
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         found = list(client.items("/v1/webhooks"))
     show(found, output, lambda: table(found, wording.WEBHOOKS))
 
@@ -232,7 +232,7 @@ def add_webhook(
 ) -> None:
     """Add a webhook, called when requests end; prints its secret, once."""
     body: JSON = {"url": url} | ({"events": [f"request.{end}" for end in on]} if on else {})
-    with verbs.connect_once(ctx) as client:
+    with root_command.connect_once(ctx) as client:
         made = client.post("/v1/webhooks", body)
     show(made, output, lambda: wording.webhook(made))
 
@@ -245,7 +245,7 @@ def rotate_webhook(
     output: Format = Output.table,
 ) -> None:
     """Give a webhook a new secret, and print the secret, once."""
-    with verbs.connect_once(ctx) as client:
+    with root_command.connect_once(ctx) as client:
         made = client.post(f"/v1/webhooks/{id}/rotate", {"overlap_s": overlap_s})
     show(made, output, lambda: wording.webhook(made))
 
@@ -253,7 +253,7 @@ def rotate_webhook(
 @webhook.command("test")
 def try_webhook(ctx: typer.Context, id: _WebhookId, output: Format = Output.table) -> None:
     """Send a test message to a webhook."""
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         sent = client.post(f"/v1/webhooks/{id}/test", {})
     show([sent], output, lambda: table([sent], wording.DELIVERIES))
 
@@ -261,7 +261,7 @@ def try_webhook(ctx: typer.Context, id: _WebhookId, output: Format = Output.tabl
 @webhook.command("deliveries")
 def list_deliveries(ctx: typer.Context, id: _WebhookId, output: Format = Output.table) -> None:
     """List the messages sent to a webhook, and what became of them."""
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         found = list(client.items(f"/v1/webhooks/{id}/deliveries"))
     show(found, output, lambda: table(found, wording.DELIVERIES))
 
@@ -273,7 +273,7 @@ def redeliver(
     output: Format = Output.table,
 ) -> None:
     """Send a message again, at once."""
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         sent = client.post(f"/v1/deliveries/{id}/redeliver", {})
     show([sent], output, lambda: table([sent], wording.DELIVERIES))
 
@@ -281,7 +281,7 @@ def redeliver(
 @webhook.command("delete")
 def delete_webhook(ctx: typer.Context, id: _WebhookId) -> None:
     """Delete a webhook and its messages."""
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         client.delete(f"/v1/webhooks/{id}")
 
 
@@ -296,7 +296,7 @@ _KeyId = Annotated[str, typer.Argument(metavar="KEY", help="public id of the key
 @key.command("list")
 def list_keys(ctx: typer.Context, output: Format = Output.table) -> None:
     """List the keys of the users that you can see; the secrets are never shown."""
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         found = list(client.items("/v1/keys"))
         users = {user["id"]: user["name"] for user in client.items("/v1/users")}
     rows = [{**key, "user": users.get(key["user_id"])} for key in found]
@@ -321,7 +321,7 @@ def add_key(
     """Create a key; prints it, once."""
     body: JSON = {"role": role, "name": name or user, "scopes": scope or None}
     body |= {"expires_at": expires} if expires else {}
-    with verbs.connect_once(ctx) as client:
+    with root_command.connect_once(ctx) as client:
         made = client.post("/v1/keys", body | {"user_id": find_named(client, "user", user)["id"]})
     show(made, output, lambda: wording.key(made))
 
@@ -336,7 +336,7 @@ def rotate_key(
     output: Format = Output.table,
 ) -> None:
     """Create a key that replaces this one; prints it, once."""
-    with verbs.connect_once(ctx) as client:
+    with root_command.connect_once(ctx) as client:
         made = client.post(f"/v1/keys/{id}/rotate", {"overlap_s": overlap_s})
     show(made, output, lambda: wording.key(made))
 
@@ -344,14 +344,14 @@ def rotate_key(
 @key.command("revoke")
 def revoke_key(ctx: typer.Context, id: _KeyId) -> None:
     """Revoke a key: it gives no access from now on."""
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         client.delete(f"/v1/keys/{id}")
 
 
 @account.command("list")
 def list_accounts(ctx: typer.Context, output: Format = Output.table) -> None:
     """List the service accounts of the tenants that you can see."""
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         found = list(client.items("/v1/users", service=True))
         rows = _with_tenants(client, found)
     show(found, output, lambda: table(rows, wording.ACCOUNTS))
@@ -365,7 +365,7 @@ def add_account(
     output: Format = Output.table,
 ) -> None:
     """Create a service account; `roundhouse key add NAME` gives it a key."""
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         made = _new_user(client, {"name": name, "service": True}, tenant)
         rows = _with_tenants(client, [made])
     show([made], output, lambda: table(rows, wording.ACCOUNTS))

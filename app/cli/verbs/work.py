@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from app.cli import names, verbs, watching, wording
+from app.cli import names, root_command, watching, wording
 from app.cli.client import JSON, Client
+from app.cli.root_command import LIVE, WORK, Format, Which, app
 from app.cli.tables import Output, err, show, show_line, table
-from app.cli.verbs import LIVE, WORK, Format, Which, app
 
 
 @app.command(rich_help_panel=WORK)
@@ -25,7 +25,7 @@ def ps(
 ) -> None:
     """List requests, newest first."""
     phase = None if all_ else LIVE
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         page = client.get("/v1/requests", phase=phase, limit=limit)
     if page["items"] or output in (Output.json, Output.yaml):
         show(page["items"], output, lambda: table(page["items"], wording.REQUESTS))
@@ -41,7 +41,7 @@ def ps(
 @app.command("show", rich_help_panel=WORK)
 def show_one(ctx: typer.Context, id: Which, output: Format = Output.table) -> None:
     """Show a request with its tasks, or one task with where it ran."""
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         kind, id = names.resolve(client, id)
         value = client.get(f"/v1/{kind}/{id}")
         if kind == "requests":
@@ -54,7 +54,7 @@ def show_one(ctx: typer.Context, id: Which, output: Format = Output.table) -> No
 @app.command(rich_help_panel=WORK)
 def why(ctx: typer.Context, given: Which, output: Format = Output.table) -> None:
     """Explain why a request or task waits, and what would let it start."""
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         kind, id = names.resolve(client, given)
         tasks = [client.get(f"/v1/tasks/{id}")] if kind == "tasks" else names.open_tasks(client, id)
         told = [watching.explain(client, task) for task in tasks]
@@ -79,7 +79,7 @@ def logs(
 ) -> None:
     """Print what a request or task printed, on all devices and in all of its launches."""
     which = {"grep": grep, "tail": tail}
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         kind, id = names.resolve(client, given)
         path = f"/v1/requests/{id}/logs"
         if kind == "tasks":
@@ -112,7 +112,7 @@ def _lines(client: Client, path: str, which: JSON, follow: bool) -> Iterator[JSO
 @app.command(rich_help_panel=WORK)
 def watch(ctx: typer.Context, id: Which, output: Format = Output.table) -> None:
     """Print the events of a request until it ends; exit with 1 if it failed or was cancelled."""
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         kind, id = names.resolve(client, id)
         request_id = client.get(f"/v1/tasks/{id}")["request_id"] if kind == "tasks" else id
         watching.follow(ctx, client, request_id, output)

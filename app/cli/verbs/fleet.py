@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from app.cli import verbs, wording
+from app.cli import root_command, wording
 from app.cli.client import JSON, Client
+from app.cli.root_command import SHARES, SIMULATE, STARTED, Format, app
 from app.cli.tables import Output, out, show, table
-from app.cli.verbs import SHARES, SIMULATE, STARTED, Format, app
 
 
 @app.command(rich_help_panel=SHARES)
@@ -28,7 +28,7 @@ def usage(
 ) -> None:
     """Show used device time; `roundhouse share` shows what you may hold now."""
     since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - days * 86400))
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         report = client.get("/v1/usage", group_by=by, since=since, interval=interval)
     columns = wording.usage_columns(report["group_by"])
     show(report["items"], output, lambda: table(report["items"], columns))
@@ -37,7 +37,7 @@ def usage(
 @app.command(rich_help_panel=SHARES)
 def share(ctx: typer.Context, output: Format = Output.table) -> None:
     """Show your share now: what you may hold, what you hold and borrow, and why."""
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         fair = client.get("/v1/fair-share")
     show(fair, output, lambda: wording.shares(fair))
 
@@ -51,7 +51,7 @@ def devices(
     output: Format = Output.table,
 ) -> None:
     """List the devices: which are up, which are free, what runs there, how they are."""
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         if device:
             one = client.get(f"/v1/devices/{device}")
             named = _on_devices(client, [one])
@@ -75,7 +75,7 @@ def top(
 ) -> None:
     """Show shares, devices and running requests, live, until Ctrl-C."""
     screen = out()
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         if once or output != Output.table or not screen.is_terminal:
             now = _standing(client)
             named = _on_devices(client, now["devices"])
@@ -117,7 +117,7 @@ def _on_devices(client: Client, devices: list[JSON]) -> dict[str, str]:
 @app.command(rich_help_panel=SHARES)
 def presets(ctx: typer.Context, output: Format = Output.table) -> None:
     """List the parameters configured on a device for each type of task."""
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         found = list(client.items("/v1/presets"))
     none = "No presets: every task type runs with the default settings of its device."
     show(found, output, lambda: table(found, wording.PRESETS, empty=none))
@@ -148,7 +148,7 @@ def _serve(
 
     A device's id is its host's name, a dot and a number; a host's name may have dots, too.
     """
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         hosts = {host["name"] for host in client.items("/v1/hosts")}
         kind = "hosts" if place in hosts else "devices"
         client.post(f"/v1/{kind}/{place}/{paths[kind]}")

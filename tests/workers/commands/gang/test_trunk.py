@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from workers.commands import rank_tree, trunk
-from workers.commands.rank_tree import RankTree
+from workers.commands.gang import rank_tree, trunk
+from workers.commands.gang.rank_tree import RankTree
 
 AGAIN = 75
 

@@ -9,10 +9,10 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from app.cli import names, verbs, wording
+from app.cli import names, root_command, wording
 from app.cli.client import JSON, ApiProblem, Client
+from app.cli.root_command import WORK, Format, Several, Which, app
 from app.cli.tables import Output, err, show
-from app.cli.verbs import WORK, Format, Several, Which, app
 
 
 @app.command(rich_help_panel=WORK)
@@ -63,7 +63,7 @@ def migrate(
     output: Format = Output.table,
 ) -> None:
     """Move a task to another device while it runs; it loses no step."""
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         asked = [
             (task, client.post(f"/v1/tasks/{task['id']}/migrate", {"to": to}))
             for task in names.named_tasks(client, id)
@@ -82,7 +82,7 @@ def resize(
     output: Format = Output.table,
 ) -> None:
     """Set how many devices a task of several ranks may hold; its results stay bit-identical."""
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         asked = [
             (task, client.post(f"/v1/tasks/{task['id']}/resize", {"devices_max": most}))
             for task in names.named_tasks(client, id)
@@ -93,7 +93,7 @@ def resize(
 @app.command(rich_help_panel=WORK)
 def checkpoint(ctx: typer.Context, id: Which, output: Format = Output.table) -> None:
     """Write a durable checkpoint of a task at its next safe point; the task continues."""
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         asked = [
             (task, client.post(f"/v1/tasks/{task['id']}/checkpoint"))
             for task in names.named_tasks(client, id)
@@ -150,7 +150,7 @@ def _try_all(
     """Try the action on all ids; the exit code is that of the first problem."""
     done: list[tuple[str, JSON]] = []
     first = None
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         for given in ids:
             try:
                 done.append((given, act(client, given)))
@@ -161,4 +161,4 @@ def _try_all(
         lines = [wording.asked(verb, given, now) for given, now in done]
         show([now for _, now in done], output, lambda: Text("\n").join(lines))
     if first is not None:
-        raise typer.Exit(verbs.exit_code(first))
+        raise typer.Exit(root_command.exit_code(first))

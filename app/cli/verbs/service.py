@@ -10,10 +10,10 @@ from typing import Annotated
 
 import typer
 
-from app.cli import credentials, verbs, wording
+from app.cli import credentials, root_command, wording
 from app.cli.client import JSON, ApiProblem, Client
+from app.cli.root_command import HERE, NO_ANSWER, Format, app
 from app.cli.tables import Output, err, facts, show, table
-from app.cli.verbs import HERE, NO_ANSWER, Format, app
 
 
 @app.command(rich_help_panel=HERE)
@@ -51,7 +51,7 @@ def log_in(
     url = credentials.address(url, "the address")
     key = key or typer.prompt("API key", hide_input=True, err=True)
     new = credentials.Login(url=url, key=key.strip(), source="")
-    with verbs.connect(ctx, new) as client:
+    with root_command.connect(ctx, new) as client:
         me = client.get("/v1/me")
     file = credentials.store(new)
     err().print(f"Logged in as {me['user']} of {me['tenant']} ({me['role']}); saved in {file}.")
@@ -61,7 +61,7 @@ def log_in(
 def whoami(ctx: typer.Context, output: Format = Output.table) -> None:
     """Show your user, tenant and role, as the service sees you."""
     who = credentials.found(ctx.obj)
-    with verbs.connect(ctx, who) as client:
+    with root_command.connect(ctx, who) as client:
         me = client.get("/v1/me")
     show(me, output, lambda: facts([*wording.me(me), ("service", who.url), ("key", who.source)]))
 

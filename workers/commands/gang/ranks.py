@@ -20,7 +20,7 @@ from workers.ranks.shared_memory import LAND_BYTES, STORED_LAND_BYTES, Arena, Ha
 JSON = dict[str, Any]
 
 GANG = "ROUNDHOUSE_GANG"  # environment variable of a rank: `Handles` and "rank", as JSON
-SITE = Path(__file__).parent / "site"  # part of the PYTHONPATH of its ranks
+SITE = Path(__file__).parents[1] / "site"  # part of the PYTHONPATH of its ranks
 LOOK_S = 0.05  # interval of looks whether the number of slots has changed
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from workers.commands import trunk
+from workers.commands.gang import trunk
 from workers.commands.stored_processes import AdoptedProcess, FirstProcess
 
 JSON = dict[str, Any]

@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 
-from app.cli import verbs, wording
+from app.cli import root_command, wording
 from app.cli.client import JSON, Client
 from app.cli.names import find_named
+from app.cli.root_command import DATA, Format, Verbs, app
 from app.cli.tables import Output, err, show, table
-from app.cli.verbs import DATA, Format, Verbs, app
 
 mount = typer.Typer(
     cls=Verbs, help="Folders of the hosts that tasks can see.", no_args_is_help=True
@@ -60,7 +60,7 @@ def grant_mount(
 @mount.command("remove")
 def remove_mount(ctx: typer.Context, name: _Name) -> None:
     """Delete the name of a mount; the folder stays, and tasks that run keep what they see."""
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         client.delete(f"/v1/mounts/{name}")
 
 
@@ -69,7 +69,7 @@ def remove_mount(ctx: typer.Context, name: _Name) -> None:
 
 def list_sort(ctx: typer.Context, sort: str, output: Output, empty: str) -> None:
     """List the mounts of one sort."""
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         found = list(client.items("/v1/mounts", sort=sort))
         rows = _with_tenant_names(client, found)
     columns = wording.IMAGES if sort == "image" else wording.MOUNTS
@@ -78,7 +78,7 @@ def list_sort(ctx: typer.Context, sort: str, output: Output, empty: str) -> None
 
 def add_sort(ctx: typer.Context, body: JSON, tenants: str, output: Output) -> None:
     """Register a mount for these tenants."""
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         made = client.post("/v1/mounts", {**body, "tenants": _ids(client, tenants)})
         rows = _with_tenant_names(client, [made])
     show([made], output, lambda: table(rows, wording.MOUNTS))
@@ -92,7 +92,7 @@ def add_sort(ctx: typer.Context, body: JSON, tenants: str, output: Output) -> No
 
 def grant(ctx: typer.Context, name: str, tenants: str, output: Output) -> None:
     """Say anew which tenants may use a mount."""
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         found = client.get(f"/v1/mounts/{name}")
         changes = {"tenants": _ids(client, tenants)}
         made = client.patch(f"/v1/mounts/{name}", changes, version=found["version"])

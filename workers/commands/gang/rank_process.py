@@ -21,7 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from workers.commands.ranks import GANG
+from workers.commands.gang.ranks import GANG
 from workers.ranks import process_group, turns
 from workers.ranks.rank import Rank
 from workers.ranks.shared_memory import LAND_BYTES, STORED_LAND_BYTES, Arena, Handles

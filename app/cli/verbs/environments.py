@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from app.cli import verbs, wording
+from app.cli import root_command, wording
+from app.cli.root_command import DATA, Format, Verbs, app
 from app.cli.tables import Output, show, table
-from app.cli.verbs import DATA, Format, Verbs, app
 
 environment = typer.Typer(cls=Verbs, help="Packages that requests bring.", no_args_is_help=True)
 app.add_typer(environment, name="environment", rich_help_panel=DATA)
@@ -21,7 +21,7 @@ _EnvironmentId = Annotated[str, typer.Argument(metavar="ENVIRONMENT", help="id o
 @environment.command("list")
 def list_environments(ctx: typer.Context, output: Format = Output.table) -> None:
     """List what the files of packages were locked to, newest first."""
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         found = list(client.items("/v1/environments"))
     none = "No environments: name a file of packages in a request, as `environment`."
     show(found, output, lambda: table(found, wording.ENVIRONMENTS, empty=none))
@@ -34,7 +34,7 @@ def show_environment(
     output: Format = Output.table,
 ) -> None:
     """Show the lock: each package with its version and the hashes of its wheels."""
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         found = client.get(f"/v1/environments/{id}")
     if output in (Output.json, Output.yaml):
         show(found, output, lambda: "")
@@ -50,7 +50,7 @@ def refresh_environment(
     output: Format = Output.table,
 ) -> None:
     """Have the file locked anew, to newer versions, when a request names it next."""
-    with verbs.connect(ctx) as client:
+    with root_command.connect(ctx) as client:
         found = client.post(f"/v1/environments/{id}/refresh")
     show(found, output, lambda: f"{found['path']} is {found['state']}: {_NEXT}")
 

@@ -1,0 +1,1 @@
+"""Registers the verbs of the `roundhouse` command, one module for each group of them."""

@@ -1,0 +1,1 @@
+"""Runs the ranks of a command as one gang that shares the slots of its host."""
