@@ -1,7 +1,7 @@
 """Keep large, long-lived objects away from Python's garbage collector.
 
 Each collection that scans a board, or a tree of ten thousand tenants, stops everything else for a
-quarter of a second.  Objects that exist at a call of `spare` are not scanned any more.  They are
+quarter of a second.  Objects that exist when `spare` is called are not scanned any more.  They are
 still freed by reference counts, but not if they are part of a reference cycle.  `spare_anew` frees
 those too.
 """

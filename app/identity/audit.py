@@ -51,7 +51,8 @@ from app.db.models import (
 from app.db.transactions import after_commit
 
 READ_AGAIN_S = 3600.0  # interval in which equal reads with one key are recorded once
-REFUSED_AGAIN_S = 60.0  # interval in which equal wrong keys are recorded once: anybody can try
+# interval in which equal wrong keys are recorded once, as any caller can try keys
+REFUSED_AGAIN_S = 60.0
 KEPT = 10_000
 READ_AT_ONCE = 1000  # rows in a page when the chain is verified
 

@@ -155,7 +155,7 @@ def _made(session: Session, id: str, tenant: Tenant, name: str) -> str:
                 audit.append(own, call, "made", target=("user", id), tenant_id=tenant.id)
                 break
             if _known(own, id):
-                break  # another call of the same person created the user meanwhile
+                break  # another call by the same person created the user meanwhile
     found = _known(session, id)
     if found is None:
         raise Forbidden(f"the tenant has other users named {name!r}; ask an administrator")

@@ -1,7 +1,8 @@
 """Keeps a key for each tenant, with which device workers encrypt the images of its commands.
 
-It lies in Postgres encrypted with the key of secrets, which is not there.  So neither the store nor
-the database shows an image, and when the key of secrets is changed, images stay as they are.
+A tenant's key lies in Postgres, encrypted with the key of secrets, which is outside the database.
+So neither the store nor the database reveals an image. A change of the key of secrets leaves images
+as they are.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def of_tenant(session: Session, tenant_id: str) -> str:
         encrypted = keys.encrypted(os.urandom(KEY_BYTES).hex(), _about(tenant_id))
         made = {"tenant_id": tenant_id, "key_id": keys.newest, "encrypted": encrypted}
         session.execute(insert(ImageKey).values(made).on_conflict_do_nothing())
-        row = session.scalars(mine).one()  # ours, or that of an island that was faster
+        # the key of this process, or of an island that was faster
+        row = session.scalars(mine).one()
     return keys.decrypted(row.encrypted, _about(tenant_id), key_id=row.key_id)
 
 

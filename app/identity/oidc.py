@@ -138,7 +138,7 @@ class Provider:
         if time.monotonic() - self._asked_s < older_than_s and self._about:
             return
         if not self._lock.acquire(blocking=not self._about):
-            return  # another thread fetches now; the known keys will do
+            return  # another thread fetches now; the known keys serve until then
         try:
             since_s = time.monotonic() - self._asked_s
             if since_s >= (older_than_s if self._about else AWAY_AGAIN_S):

@@ -100,7 +100,7 @@ def cost_us(quota: int) -> int:
 
 
 Quotas = Mapping[str, tuple[str, int]]
-"""Of buckets, by name: (whose it is, calls a minute)."""
+"""Buckets by name: (owner, calls a minute)."""
 
 
 @dataclass(slots=True)

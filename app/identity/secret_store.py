@@ -40,7 +40,7 @@ def usable(tenant_id: str, user_id: str) -> ColumnElement[bool]:
 def put(
     session: Session, tenant_id: str, user_id: str | None, name: str, value: str, *, by: str
 ) -> tuple[Secret, bool]:
-    """Store a value; return its row, and whether it is new.
+    """Store a value; return its row, and True if it is new.
 
     The caller has locked the tenant, so that no other call adds a secret now.  Raises Conflict if
     there are too many, and Unavailable where no key is set.
@@ -75,7 +75,7 @@ def decrypted(row: Secret, keys: Keyring) -> str:
 
 
 def about(row: Secret) -> str:
-    """Say which version of which secret of whom a value is: it opens as nothing else."""
+    """Return the text that binds a value to its owner, name and version."""
     return "\n".join((row.id, row.tenant_id, row.user_id or "", row.name, str(row.version)))
 
 
@@ -89,7 +89,7 @@ def find(
 
 
 def encrypt_again(session: Session) -> int:
-    """Encrypt all secrets with the newest key that are not; return how many."""
+    """Encrypt anew all secrets that have an older key than the newest; return how many."""
     keys = keyring()
     older = select(Secret).where(Secret.key_id != keys.newest).with_for_update()
     rows = session.scalars(older).all()

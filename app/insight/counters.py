@@ -22,14 +22,15 @@ from app.db.transactions import after_commit, now
 WRITTEN_EVERY_S = 1.0
 ROUND_BOUNDS_S = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 
-# The keys of a tally.  The first four are prefixes, followed by a place in ROUND_BOUNDS_S, by the
-# type of an event, by one of core.model.messages.WAYS, by one of provisions.network_policy.FIGURES.
+# The keys of the counts.  The first four are prefixes, followed by a place in ROUND_BOUNDS_S, by
+# the type of an event, by one of core.model.messages.WAYS, by one of
+# provisions.network_policy.FIGURES.
 ROUNDS, TOLD, CAME, NETWORK = "rounds.", "told.", "came.", "network."
 ROUNDS_US, SWITCHES, SWITCH_US = "rounds_us", "switches", "switch_us"
 
 
 class Tally:
-    """The counts of one scheduler since it last wrote them."""
+    """The counts of one scheduler since it last wrote them to its island's row."""
 
     def __init__(self) -> None:
         self._new: Counter[str] = Counter()

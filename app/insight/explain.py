@@ -412,9 +412,7 @@ class _Picture:
         self._balance(above_them)
 
     def _balance(self, tenants: Iterable[str]) -> None:
-        """Give usage of users that are not on the board to the tenant's user that stands
-        for them.
-        """
+        """Add usage of users that are not on the board to the user that stands for them."""
         used, board = self.kept.used, self.board
         rest = {id: used[id] for id in tenants}
         for user in board.users.values():
@@ -491,7 +489,7 @@ class _Picture:
         return found
 
     def _has_room(self, kind: str, tenant: BoardTenant) -> bool:
-        """True if the tenant may hold one more device; else it goes before no other (rule F4)."""
+        """True if the tenant may hold one more device; if not, no tenant is behind it (rule F4)."""
         if tenant.id in self.board.tenants:
             return self.board.tree.branches[self.board.path_of(tenant.id)].room(lane(kind))
         shut = any(tenant.limit.get(each, 1) < 1 for each in (kind, "*"))

@@ -4,8 +4,8 @@
 Run times of tasks are learned from tasks that ended in the last 30 days.  Errors of earlier answers
 are learned from tasks that have started since this process gave the answers.  The scene is the
 island's board: the tasks on devices, and how many tasks of each tenant go before the task
-(`core.scheduling.blockers.before`).  If many do, a sample of them is simulated, each for several,
-and the wait is multiplied by the same number.
+(`core.scheduling.blockers.before`).  If many do, only every n-th of them is simulated, and the wait
+is multiplied by n.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ from app.scheduling import gang_tickets
 LEARNED_S = 60.0  # age at which a history is read again
 HISTORY = timedelta(days=30)
 PLACEMENTS = 20_000  # newest placements in which to look for tasks that ended
-TOLD = 2000  # answers remembered until their tasks have started
-EVENTS = 600  # tasks looked at in the simulations for one answer: some 2 ms
+TOLD = 2000  # most answers remembered until their tasks have started
+EVENTS = 600  # most tasks looked at in the simulations for one answer; they take about 2 ms
 PLAYED = 100  # largest number of tasks ahead that are simulated
 TURNS = 25  # largest number of turns in which a tenant that keeps a device is simulated
 PARTS = 8  # largest number of turns in which a task of usual length is simulated
@@ -271,7 +271,8 @@ def _held(
     """
     by_id = {row.id: row for row in rows}
     turn_s = slice_us(board.policy, task) / 1e6
-    beside = {id for others in board.beside.values() for id in others}  # simulate a device once
+    # each device is simulated once
+    beside = {id for others in board.beside.values() for id in others}
     for device, here in board.fractions.items():
         beside |= here.keys() - {board.seated[device]}
     for stay in board.stays.values():

@@ -35,7 +35,7 @@ from app.scheduling import ledger, snapshot_reader
 
 MOST_ARRIVALS = 20_000
 MOST_DEVICES = 10_000
-BUDGET_S = 20.0  # for both replays together
+BUDGET_S = 20.0  # time limit for both replays together
 WINDOW = timedelta(days=7)
 
 _one_at_a_time = Lock()
@@ -177,7 +177,7 @@ def _ended(session: Session, island: str, since: datetime, until: datetime) -> l
 
 
 def _needs(session: Session, ids: set[str]) -> dict[str, tuple[str, ...]]:
-    """Return by task which of the other given tasks it needed."""
+    """Return by task which other tasks of the list it needed."""
     found: dict[str, dict[str, None]] = defaultdict(dict)
     for task_id, needs_id in session.execute(
         select(Need.task_id, Need.needs_id)

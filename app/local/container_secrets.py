@@ -112,7 +112,8 @@ def _make_redis(folder: Path) -> None:
     _write(own / "users.acl", _users(passwords).encode())
     _write(own / "redis.conf", _configuration().encode())
     _write(own / "server.key", key)
-    _write(own / "server.pem", certificate)  # last: its presence marks the folder as complete
+    # written last: its presence marks the folder as complete
+    _write(own / "server.pem", certificate)
 
 
 def _users(passwords: dict[str, str]) -> str:

@@ -137,7 +137,7 @@ def leave_sockets(home: Path) -> None:
     """Remove the folder of sockets, once no server listens in it any more."""
     folder = socket_folder(home)
     for empty in (folder / "postgres", folder):
-        with suppress(OSError):  # still used by the other server, or removed already
+        with suppress(OSError):  # the folder is used by the other server, or removed already
             empty.rmdir()
 
 

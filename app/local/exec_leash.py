@@ -35,5 +35,5 @@ if __name__ == "__main__":
     parent_pid, signal, user_id, group_id = (int(word) for word in sys.argv[1:5])
     if user_id >= 0:
         become(user_id, group_id)
-    die_with(parent_pid, signal)  # after the change of user, which clears the signal
+    die_with(parent_pid, signal)  # set after the change of user, which clears the signal
     os.execv(sys.argv[5], sys.argv[5:])

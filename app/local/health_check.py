@@ -2,8 +2,8 @@
 
     python -m app.local.health_check [--alive] QUEUE
 
-With --alive, a Redis that does not answer is no fault of the worker: a restart would not mend it,
-and the worker goes on by itself once Redis is back.
+With --alive, a Redis that does not answer is no fault of the worker. A restart would not help, and
+the worker continues by itself once Redis is back.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Can clients of an older OpenAPI document go on with a newer one?
+"""Checks whether clients of an older OpenAPI document can go on with a newer one.
 
-A client sends what the older one allowed and reads what it promised.  So what is taken in may only
-widen, what is given out may only narrow, and nothing that has a name goes away.  An error may come
-or go: a client must know how to read any of them.
+A client sends what the older one allowed and reads what it promised.  So inputs may only widen,
+outputs may only narrow, and nothing with a name may be removed.  An error may come or go: a client
+must know how to read any of them.
 
 Documents are those that FastAPI writes: OpenAPI 3.1, references into components only.
 """
@@ -106,9 +106,9 @@ def _media(fits: _Fits, old: Schema, new: Schema, what: str) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Fits:
-    """Does all that fits an inner schema fit an outer one?
+    """Tells whether everything that fits an inner schema fits an outer one.
 
-    The older schema is the inner one of what is sent, and the outer one of what is answered.
+    For inputs the older schema is the inner one; for answers it is the outer one.
     """
 
     inner: Schema
@@ -189,7 +189,7 @@ def _alternatives(document: Schema, schema: Schema) -> Iterator[Schema]:
 
 
 def _alike(inner: Schema, outer: list[Schema]) -> list[Schema]:
-    """The ones that take values of that type at all."""
+    """Return the schemas that take values of that type."""
     kind = inner.get("type")
     taken = {kind, "number"} if kind == "integer" else {kind}
     return [one for one in outer if "type" not in one or one["type"] in taken]

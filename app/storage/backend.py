@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 Bytes = bytes | bytearray | memoryview
 
-INCOMING = "incoming"  # bytes without a name, perhaps left by killed writers
+INCOMING = "incoming"  # folder of bytes without a name, some of them left by killed writers
 PIECE_BYTES = 2**20  # size of one read
 FLUSH_BYTES = 4 * 2**20  # bytes after which a flush begins while the file is still written
 BLOCK_BYTES = 4096  # alignment and granularity of writes that bypass the page cache
@@ -65,7 +65,7 @@ class Batch(Protocol):
         """Take the pieces; they are copied, and need not have their name before `settle`."""
 
     def settle(self) -> None:
-        """Make all that was put durable, under its names, before returning."""
+        """Make everything that was put durable under its name before returning."""
 
 
 class Place(Protocol):

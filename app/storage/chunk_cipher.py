@@ -26,11 +26,11 @@ _ID_DIGITS = 32
 
 
 class NoImageKey(Exception):
-    """Raised for an image that is encrypted with a key that is not here."""
+    """Raised for an image whose key this process does not have."""
 
 
 class ChunkCipher:
-    """Encrypts and decrypts with one key; `id` names the key and tells nothing of it."""
+    """Encrypts and decrypts with one key; `id` names the key without revealing it."""
 
     def __init__(self, key: bytes) -> None:
         if len(key) != KEY_BYTES:
@@ -50,7 +50,7 @@ class ChunkCipher:
         return [nonce, self._of(address).encrypt(nonce, body, about)]
 
     def decrypted(self, tenant: str, address: str, sealed: Bytes, encoding: bytes) -> bytes:
-        """Decrypt a body; raises ValueError if it was changed, or is that of another chunk."""
+        """Decrypt a body; raises ValueError if it was changed, or belongs to another chunk."""
         if len(sealed) < _NONCE_BYTES + _TAG_BYTES:
             raise ValueError(f"{len(sealed)} bytes cannot be encrypted ones")
         nonce, rest = memoryview(sealed)[:_NONCE_BYTES], memoryview(sealed)[_NONCE_BYTES:]

@@ -20,10 +20,10 @@ from app.storage.backend import Batch, Bytes, Missing, Place
 from app.storage.chunk_cipher import ChunkCipher
 
 PLAIN, ZSTD = b"\x00", b"\x01"
-#: The encodings of encrypted chunks, by those of what is encrypted.
+#: The encodings of encrypted chunks, by the encoding of their content.
 ENCRYPTED = {PLAIN: b"\x02", ZSTD: b"\x03"}
 _DECRYPTED = {sealed: encoding for encoding, sealed in ENCRYPTED.items()}
-SAMPLE_BYTES = 16 * 2**10  # from the beginning, the middle and the end
+SAMPLE_BYTES = 16 * 2**10  # size of a sample: taken from the beginning, the middle and the end
 PAYS = 0.75  # compressed over plain size of a sample, below which the chunk is compressed
 _TENANT = re.compile(r"[A-Za-z0-9_-]{1,100}")
 
@@ -58,7 +58,7 @@ def fetched(place: Place, name: str) -> bytes:
 
 
 class Chunks:
-    """The chunks of one tenant: those of one key, or without a `cipher` those in plain."""
+    """The chunks of one tenant: encrypted with the key of `cipher`, or plain without it."""
 
     def __init__(self, place: Place, tenant: str, cipher: ChunkCipher | None = None) -> None:
         if not _TENANT.fullmatch(tenant):

@@ -31,7 +31,8 @@ from app.storage.store import BLOBS, MANIFESTS, UPLOADS, Store
 
 log = logging.getLogger(__name__)
 
-ORPHANED_S = 86400.0  # how long data without a row stays: a device may be cut off for so long
+# how long data without a row stays, as a device may be cut off from its island for so long
+ORPHANED_S = 86400.0
 
 #: Returns those of the given names of blobs, manifests and parts of uploads that rows refer to.
 Rows = Callable[[Collection[str]], set[str]]

@@ -2,7 +2,7 @@
 
 At rest, a value is encrypted with a key from a file outside the database (`Keyring`).  In a launch
 it is encrypted to the public key of the host that will run the task (`sealed_to`); only that host
-can open it (`HostKey`).  Both bind the value to what it is for: it does not open elsewhere.
+can open it (`HostKey`).  Both bind the value to its purpose: for another purpose it does not open.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Keyring:
 
     @staticmethod
     def add(path: Path) -> None:
-        """Put a new key before those in the file."""
+        """Put a new key before the other keys of the file."""
         draft = path.with_name(f"{path.name}.new")
         draft.unlink(missing_ok=True)
         older = path.read_bytes()

@@ -10,9 +10,9 @@ Only then is the tree `frozen`.  A tree that does not stop in time is reported, 
 kill it.  Processes that the command itself had stopped stay stopped when the tree continues.
 
 Invariant: between the return of `freeze` and `thaw`, the tree executes no instruction.  A thread in
-an uninterruptible system call (state D) stops before it returns to its program.  Such a thread is
-waited for only briefly.  A parent in `vfork` stays in this state until its child begins a program,
-and could not be stored there, so the child is let run until then.
+an uninterruptible system call (state D) stops before it returns to its program.  `freeze` waits for
+such a thread only briefly.  A parent in `vfork` stays in this state until its child begins a
+program.  It could not be stored in this state, so `freeze` lets the child run until then.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _STILL = frozenset("TtZXx")  # stopped, traced, or dead
 _IN_KERNEL = "D"
 _PATIENCE_S = 0.25  # how long to wait for threads in uninterruptible system calls
 _BEGINS_S = 1.0  # the same if a process may be waiting for its child to begin a program
-_RUNS_S = 0.02  # for which a child is let run to this end, before all are stopped again
+_RUNS_S = 0.02  # how long a child runs for this purpose, before all are stopped again
 _LOOK_AGAIN_S = 0.0005
 
 
@@ -91,7 +91,7 @@ class Tree:
                 self._let_begin(children, moving)
 
     def _children(self, parents: Iterable[int]) -> list[int]:
-        """Return the children of these processes that we have stopped."""
+        """Return those children of these processes that `freeze` has stopped."""
         wanted = {*parents}
         stopped = (pid for pid, parent in _parents().items() if parent in wanted)
         return [pid for pid in stopped if pid not in self._stopped_before]
@@ -106,7 +106,7 @@ class Tree:
 
     @property
     def stopped_before(self) -> frozenset[int]:
-        """Processes that the command itself had stopped before the tree was."""
+        """Processes that the command itself had stopped before the tree was frozen."""
         return frozenset(self._stopped_before)
 
     def adopt(self, stopped_before: Iterable[int]) -> None:
@@ -151,7 +151,7 @@ class Tree:
         return {path for pid in self.pids() for path in _written_maps(pid, f"{folder}/")}
 
     def _send(self, pid: int, number: signal.Signals) -> None:
-        # gone, or `freeze` sees that it still runs
+        # the process is gone, or `freeze` sees that it still runs
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
 
@@ -171,7 +171,7 @@ def _parents() -> dict[int, int]:
 
 
 def _stat(pid: int, thread: str = "") -> list[str]:
-    """Return the fields of proc_pid_stat(5) from the third, the state, on; empty if it is gone."""
+    """Return the fields of proc_pid_stat(5) from the third, the state, on; empty without it."""
     of = _PROC / str(pid)
     if thread:
         of = of / "task" / thread
@@ -193,7 +193,7 @@ def _states(pid: int) -> Iterator[str]:
 
 
 def _moving(pid: int) -> str:
-    """Return the states of its threads that are not stopped."""
+    """Return the states of those threads of the process that are not stopped."""
     return "".join(sorted({state for state in _states(pid) if state not in _STILL}))
 
 

@@ -1,7 +1,7 @@
 """Measures for how long the processes of a command have computed nothing.
 
-Only the time in which they could compute counts, over all turns on a device: a turn may be shorter
-than the time after which a session is idle.
+Only the time on the device counts, summed over turns: a turn may be shorter than the time after
+which a session is idle.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class IdleClock:
         self._used_s = self._now_used_s()
 
     def leave_out_stop(self) -> None:
-        """Leave out the time since the last look: the tree was stopped, and goes on now."""
+        """Leave out the time since the last look, in which the tree was stopped."""
         now_s = time.monotonic()
         self._since_s += now_s - self._seen_s
         self._seen_s, self._used_s = now_s, self._now_used_s()
@@ -42,7 +42,7 @@ class IdleClock:
         return round((self._seen_s - self._since_s) * 1e6)
 
     def _now_used_s(self) -> float:
-        """Return what the tree has used; what a process has reaped moves into its own count."""
+        """Return the processor time of the tree; a process's count has its reaped children."""
         ours = resource.getrusage(resource.RUSAGE_CHILDREN)
         return ours.ru_utime + ours.ru_stime + sum(map(_used_s, self.tree.pids()))
 
@@ -52,5 +52,5 @@ def _used_s(pid: int) -> float:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             fields = file.read().rpartition(")")[2].split()
     except OSError:
-        return 0.0  # it has just ended
+        return 0.0  # the process has just ended
     return sum(map(int, fields[11:15])) / _TICKS  # utime, stime, cutime, cstime

@@ -34,22 +34,22 @@ class Keeping:
         self.last_step: int | None = None  # step of the newest image that is stored or on its way
         self.left_s = -1e9  # when the newest image left
         self.saved_s = self.told_s = time.monotonic()
-        # "", "ahead", "copy" or "told"; from "told" on the slab is the supervisor's
+        # "", "ahead", "copy" or "told"; in "told" the slab belongs to the supervisor
         self.stage = ""
-        self.has_beside = False  # the image has the folders beside the working folder
+        self.has_beside = False  # True if the image has the folders beside the working folder
         self.failed = False  # the last image was not stored; the supervisor says when to retry
         self.is_wished = False  # an order requested the current image
         self._result: FolderImage | BaseException | None = None
         self._done = False
         self._began_s = 0.0
         self.stood_s = 0.0  # how long the tree was stopped in its slot for the last image
-        self.frees_early = False  # the tree runs on once its processes are dumped
+        self.frees_early = False  # True if the tree runs on once its processes are dumped
 
     def may_have_processes(self) -> bool:
         """Say whether the current image is to have the processes of the command.
 
-        While the command runs, one that could not be stored, or was damaged by it, is tried again
-        only by an order.  One with an open terminal is tried again each time.
+        A running command that could not be stored, or was damaged by storing, is tried again only
+        by an order.  A command with an open terminal is tried again each time.
         """
         stub = self.stub
         if not stub.start.stores_processes or not stub.processes or stub.status is not None:
@@ -58,7 +58,7 @@ class Keeping:
         return "pause" in stub.held or self.is_wished or not is_in_doubt
 
     def dumped(self) -> None:
-        """Let the tree run on, as its processes are stored; at a pause it waits for the image."""
+        """Let the tree run on once its processes are stored; at a pause, wait for the image."""
         if self.frees_early:
             self._stood()
             self.stub.let_go("image")

@@ -157,7 +157,7 @@ def _tensors(path: Path) -> File:
 def artifacts_of(folder: Path, zipped: Path) -> File | None:
     """Zip the plain files below `artifacts` in the working folder into the new file `zipped`.
 
-    None if there are no such files; raises OSError.
+    Return None if there are no such files; raises OSError.
     """
     found = sorted(_plain_files(folder / "artifacts"))
     if not found:
@@ -231,7 +231,7 @@ class Progress:
 
 
 def full_disk(folder: Path, most: int) -> str:
-    """Say what fills the folder of a task that asked for `most` bytes of disk; "" if nothing."""
+    """Say that the task's folder is over its limit of `most` bytes of disk, or return ""."""
     disk = os.statvfs(folder)
     used, files = (disk.f_blocks - disk.f_bfree) * disk.f_frsize, disk.f_files - disk.f_ffree
     if most and (used >= most or not disk.f_bavail):

@@ -20,7 +20,7 @@ from pathlib import Path
 from app.core.model.provisions.notice import NO_SIGNAL, NoticeReason
 from workers.commands.stored_processes import FirstProcess
 
-RETRY_S = 0.1  # how often it is looked whether a process handles the signal by now
+RETRY_S = 0.1  # interval of looks whether a process handles the signal
 _MASKS = ("SigIgn:", "SigCgt:")
 MESSAGES = {
     NoticeReason.DRAIN: "Its device is being drained.",
@@ -47,9 +47,10 @@ def write_notice(path: Path, why: str, left_s: float) -> None:
 
 
 class NoticeSignal:
-    """Sends the signal to each process once it handles it: a program that just begins would die.
+    """Sends the signal to each process once it handles it: a program that has just begun would die
+    of it.
 
-    A process that never handles the signal never gets it, and has the file only.
+    A process that never handles the signal does not get it; it can only read the file.
     """
 
     def __init__(self, processes: Iterable[FirstProcess], name: str) -> None:
@@ -57,7 +58,7 @@ class NoticeSignal:
         self.waiting = [] if self.number is None else list(processes)
 
     def send(self) -> None:
-        """Send it to the processes that handle it by now, and forget those that have ended."""
+        """Send the signal to processes that now handle it; forget processes that have ended."""
         left = [process for process in self.waiting if process.returncode is None]
         self.waiting = [process for process in left if not self._sent(process.pid)]
 

@@ -133,23 +133,26 @@ class Stub:
     step: int = 0
     restarts: int = 0
     is_seated: bool = False
-    has_run: bool = False  # it ran since the step was last counted up
+    has_run: bool = False  # True if the command ran since the step was last raised
     held: set[str] = field(default_factory=lambda: {"pause"})
     wishes: set[str] = field(default_factory=set)
     notice: JSON | None = None  # a stop of which the command has no notice yet
     signal: NoticeSignal | None = None  # a signal of a notice that not all ranks have yet
     slots: int = 1  # slots of this host on which the command was told to run
-    asked_seats: int = 0  # 0: no resize was ordered
+    asked_seats: int = 0  # number of slots that an order asks for; 0: no resize was ordered
     # the first process of each rank
     processes: list[FirstProcess] = field(default_factory=list)
-    stopped_before: list[int] = field(default_factory=list)  # in the image, by the command itself
-    adopted: JSON | None = None  # the answer to `adopts`
-    not_stored: set[str] = field(default_factory=set)  # why processes were in no image, as told
-    is_in_doubt: bool = False  # whether they can be stored at all
-    gang: Gang | None = None  # set if there are several ranks
-    rank_tree: RankTree | None = None  # set if their processes can be stored
+    # outputs that are in the image, written by the command itself
+    stopped_before: list[int] = field(default_factory=list)
+    adopted: JSON | None = None  # answer to the start's `adopts`
+    # the reason last reported why the image has no processes
+    not_stored: set[str] = field(default_factory=set)
+    is_in_doubt: bool = False  # True if the processes can be stored at all
+    gang: Gang | None = None  # the gang, if there are several ranks
+    rank_tree: RankTree | None = None  # the ranks' process tree, if their processes can be stored
     tree_before: JSON | None = None  # the image's ranks and their gang
-    away_before: list[int] = field(default_factory=list)  # processes without their device memory
+    # ids of processes whose device memory has left
+    away_before: list[int] = field(default_factory=list)
     device_before: str = ""  # UUID of the GPU that this memory left
     tunnels: InnerEnds = field(default_factory=InnerEnds)
     status: int | None = None
@@ -166,8 +169,9 @@ class Stub:
     progress: Progress = None  # type: ignore[assignment]
     devices: TreeMemory = None  # type: ignore[assignment]
     wakeups: Wakeups = None  # type: ignore[assignment]
-    idle: IdleClock | None = None  # set for a session
-    settled: dict[str, JSON] = field(default_factory=dict)  # answers to outputs: stored or failed
+    idle: IdleClock | None = None  # clock of a session
+    # answers of the supervisor about outputs: stored or failed
+    settled: dict[str, JSON] = field(default_factory=dict)
 
     @property
     def spec(self) -> TaskDescriptor:
@@ -192,7 +196,7 @@ class Stub:
         self.tree = Tree(is_alone=os.getpid() == 1)
         self.idle = IdleClock(self.tree) if self.spec.session is not None else None
         self._fill(folder)
-        # after its folder is filled: the driver makes a folder for its cache there
+        # only after the folder is filled, as the driver makes a folder for its cache there
         self.devices = TreeMemory.found(self.start.kind, may_go_on=lambda: self.trust.left_us() > 0)
         if self.spec.world_size > 1:
             self._make_gang()
@@ -233,7 +237,7 @@ class Stub:
             (folder / INTERNAL).mkdir()
         except (BadLayout, working_folder.BadFolder, slabs.BadIndex) as error:
             raise _failed("image", f"Its working folder could not be restored: {error}") from error
-        except OSError as error:  # the disk is at fault, not the image
+        except OSError as error:  # the disk is at fault, and not the image
             raise _failed("exit", f"Its working folder cannot be created: {error}") from error
 
     def _adopt(self) -> None:
@@ -275,7 +279,7 @@ class Stub:
         return self.adopted
 
     def processes_to_store(self) -> JSON:
-        """Return what is to be said of our processes with an image, and keep them stopped then."""
+        """Return what the image must say of the processes; if it has them, they stay stopped."""
         root = self.rank_tree.root if self.rank_tree is not None else self._only_process
         if root is None or not self.keeping.may_have_processes():
             return {}
@@ -390,13 +394,14 @@ class Stub:
         if self.signal is not None:
             self.signal.send()
             self.signal = self.signal if self.signal.waiting else None
-        if self.asked_seats and self.gang is not None:  # after `go`, which may have come with it
+        # handle it after `go`, which may have come in the same read
+        if self.asked_seats and self.gang is not None:
             self.gang.want(self.asked_seats, tell=True)
             self.asked_seats = 0
         if "pause" in self.wishes and self.is_seated and not self._must_run_to_leave():
             self.mind_ends()
             if any(self._is_again(process.returncode) for process in self.processes):
-                self.status = AGAIN  # the other ranks cannot go on without those that left
+                self.status = AGAIN  # the other ranks cannot go on without the ranks that left
             else:
                 self._pause()
 
@@ -440,7 +445,7 @@ class Stub:
             self.let_go("pause")
             return
         self.count_stop()
-        self.held -= {"trust"}  # off the slot nothing runs anyway
+        self.held -= {"trust"}  # without the slot no process runs anyway
         self.signal = None
         self._report()
         self.is_seated = False
@@ -450,7 +455,7 @@ class Stub:
         self.wishes -= {"go"}
         self.is_seated = True
         self._notice_file.unlink(missing_ok=True)
-        if self.gang is not None:  # extra slots from before are not theirs any more
+        if self.gang is not None:  # extra slots from before no longer belong to the task
             self.gang.want(self.slots, tell=False)
         self.keeping.off_the_seat_no_more()
         if self.idle is not None:
@@ -519,7 +524,7 @@ class Stub:
         self.away_before = []
 
     def count_stop(self) -> None:
-        self.step += self.progress.read()  # lines that it wrote before
+        self.step += self.progress.read()  # lines that the command wrote before
         if self.has_run:
             self.step, self.has_run = self.step + 1, False
 
@@ -624,7 +629,7 @@ class Stub:
 
     def _rank_ended(self, rank: int, process: FirstProcess, status: int) -> None:
         process.returncode = status
-        # after a cancel all ranks may clean up, and after a notice all may save
+        # after a cancel all ranks may clean up; after a notice all may save
         if status and not self._is_again(status) and not (self.status or self.cancelled):
             self.failed_rank, self.status = rank, status
             self.ends = [process.returncode for process in self.processes]
@@ -638,7 +643,7 @@ class Stub:
         return status == AGAIN and self.spec.notice is not None
 
     def _ends_of_ranks(self) -> list[str]:
-        """Say of each rank how it ended: by itself, or with the others after the first failure."""
+        """Describe how each rank ended: by itself, or stopped after the first failure."""
         told = (
             "It was ended with the others." if status is None else _how_it_ended(status)
             for status in self.ends
@@ -688,7 +693,7 @@ class Stub:
     # --- the end ---
 
     def ended_at_its_pause(self) -> bool:
-        """True if it ended by itself as it was paused: that is told when it has the slot again."""
+        """True if the command ended by itself while paused; reported when it has the slot."""
         return not self.is_seated and self.status is not None and self.status >= 0
 
     def settle(self) -> None:
@@ -704,7 +709,8 @@ class Stub:
         self._report()
         folder, publish = Path(self.start.scratch), self.spec.publish
         if self.status:
-            with contextlib.suppress(Ending):  # the failure of the command is what counts
+            # the failure of the command counts, not that of its output
+            with contextlib.suppress(Ending):
                 self._put_artifacts(folder)
             full = full_disk(folder, self.spec.resources.disk_bytes)
             full += " " if full else ""

@@ -49,8 +49,8 @@ def announced(
     """Return what the device worker must know to store a stopped tree.
 
     `has_beside` says that the image of the folder has the folders beside it too.  Raises NotStored
-    if its first process has ended, where its files or its device memory would not go with it, or
-    while it has tunnels: what runs at their inner ends would be lost.
+    if its first process has ended, if its files or its device memory would be left behind, or while
+    it has tunnels, whose shells would be lost.
     """
     if has_tunnels:
         raise NotStored("a terminal or a port is open in it, and would end")
@@ -73,7 +73,7 @@ class NotStored(Exception):
 
 
 def _full(pids: Iterable[int]) -> str:
-    """Say which process may open too few more files to be stored; "" if none."""
+    """Name a process that may not open the files that CRIU needs in it; "" if there is none."""
     for pid in pids:
         with suppress(OSError):
             most, _ = resource.prlimit(pid, resource.RLIMIT_NOFILE)
@@ -86,7 +86,7 @@ def _full(pids: Iterable[int]) -> str:
 
 
 def _open_database(pids: Iterable[int]) -> str:
-    """Return the name of an open SQLite file in a mode that compares inode numbers."""
+    """Return the name of an open SQLite file whose mode compares inode numbers."""
     for pid in pids:
         with suppress(OSError):
             for fd in os.scandir(f"/proc/{pid}/fd"):
@@ -105,7 +105,7 @@ def _is_rollback_database(path: str) -> bool:
 
 
 def clear_beside() -> None:
-    """Empty the folders beside, for a command that begins again."""
+    """Empty the folders beside the working folder, for a command that begins again."""
     for folder in BESIDE.values():
         own = [entry for entry in folder.iterdir() if entry.lstat().st_uid == os.geteuid()]
         for entry in own:

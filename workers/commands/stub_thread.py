@@ -1,7 +1,7 @@
 """A thread of the stub that begins before the command does.
 
-The limit on threads counts those of the stub with those of its command, as they have one user.  A
-command that has as many threads as it may have would leave the stub none to begin later.
+The limit on threads counts those of the stub with those of its command, as they have one user.  So
+the stub begins its thread first: a command may use up the limit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 
 class StubThread:
-    """Does work one piece after the other; nothing waits for it, also not the end of the stub."""
+    """Does pieces of work one after the other; not even the stub's end waits for them."""
 
     def __init__(self) -> None:
         self._asked: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()

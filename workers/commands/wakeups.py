@@ -16,7 +16,7 @@ class Wakeups:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # the pipe is full, so it wakes already
+        with contextlib.suppress(BlockingIOError):  # the pipe is full, so the loop wakes anyway
             os.write(self._write, b"w")
 
     def clear(self) -> None:

@@ -37,8 +37,9 @@ JSON = dict[str, Any]
 INTERNAL = ".roundhouse"
 FORMAT = "roundhouse command 1"
 FILES_LIMIT = 20_000
-SETTLED_NS = 100_000_000  # file system clocks are coarse: a file may change unseen for so long
-WASTE_BYTES = 2**26  # limit of unused slab space left by files that grew or are gone
+# file system clocks are coarse: for so long a change may not show in a file's times
+SETTLED_NS = 100_000_000
+WASTE_BYTES = 2**26  # most unused slab space that files which grew or vanished may leave
 _PIECE = 2**22
 
 #: (path inside the folder, mode, mtime in ns, number of its storage, target of a link)
@@ -90,7 +91,7 @@ class WorkingFolder:
 
     def ahead(self) -> None:
         """Copy changed files while the command may still change them; raises TooLarge."""
-        with suppress(FileNotFoundError, NotADirectoryError):  # a folder was removed
+        with suppress(FileNotFoundError, NotADirectoryError):  # the folder was removed meanwhile
             self._copy_all((), with_beside=False)
 
     def copy(
@@ -180,7 +181,7 @@ class WorkingFolder:
         return slot is not None and status.st_size <= slot.capacity
 
     def _room(self, size: int) -> int:
-        """Return the place of the list of files: behind all files."""
+        """Return the place of the list of files, which follows all files."""
         if self._end + size > self.slab.limit_bytes:
             raise FolderTooLarge(
                 f"the list of its files is {size} bytes larger than the memory left for saved "
@@ -205,7 +206,7 @@ class WorkingFolder:
                 if not (length := file.readinto(view)):
                     break
                 at += length
-        # a mapping of shared memory, which lies beside, changes no time
+        # a write to mapped shared memory in a folder beside changes no time of the file
         is_inside = not name.startswith(f"{INTERNAL}/")
         is_settled = time.time_ns() - max(before.st_mtime_ns, before.st_ctime_ns) >= SETTLED_NS
         if is_settled and is_inside:
@@ -253,7 +254,7 @@ def _seen(status: os.stat_result) -> tuple[int, ...]:
 
 
 def _capacity(size: int) -> int:
-    """Return the capacity for a file: a quarter more, so that a growing log keeps its place."""
+    """Return the space for a file: its size and a quarter, so that it may grow in place."""
     return _pages(size + size // 4 + 1)
 
 
@@ -269,8 +270,8 @@ def restore(
 ) -> JSON:
     """Fill the empty `folder` from the image; return the data that was stored as `about`.
 
-    The folders `beside` are filled too; without them, what the image has of them is left out.
-    Raises BadLayout, BadFolder; OSError if it cannot be written (the disk is full).
+    The folders `beside` are filled too; without them, their part of the image is left out. Raises
+    BadLayout, BadFolder; OSError if it cannot be written (the disk is full).
     """
     placed = from_json(layout, limit_bytes=slab.limit_bytes)
     body = _read(slab, placed.graph)
@@ -293,7 +294,7 @@ def restore(
             with path.open("xb", buffering=0) as file:
                 write_all(file, slab.view(part.offset, part.size))
             date(path, mode, changed_ns)
-    for of in reversed(folders):  # last, as adding files changes a folder's mtime
+    for of in reversed(folders):  # set at the end, as adding files changes a folder's mtime
         date(*of)
     return body
 
@@ -309,7 +310,7 @@ def _read(slab: Slab, graph: Extent) -> JSON:
 
 
 def _inside(name: str, made: set[str]) -> str:
-    """Return `name` if it lies in a folder made here, so through no link; else raise BadFolder."""
+    """Return `name` if its folder was made here and is no link; else raise BadFolder."""
     parent, _, last = name.rpartition("/")
     if parent not in made or last in ("", ".", "..") or name in ("/", INTERNAL):
         raise BadFolder(f"{name!r:.200} is outside the working folder")

@@ -11,7 +11,7 @@ _FILTERED = "2"  # proc_pid_status(5): SECCOMP_MODE_FILTER
 
 
 def oddities(status: str, uid: int) -> list[str]:
-    """Return what of the text of /proc/PID/status differs from a confined process of this user."""
+    """Return how a text of /proc/PID/status differs from that of a confined process."""
     fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
     found = [
         f"{name} is {' '.join(fields.get(name, 'unknown').split())}"

@@ -52,7 +52,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def main(request: JSON) -> NoReturn:
     try:
-        for group in request["groups"]:  # by paths of the host, so before we leave it
+        # opened by paths of the host, so before this process leaves it
+        for group in request["groups"]:
             _join(group)
         _checked(
             _libc.setns(request["pidfd"], _NEWNS | _NEWUTS | _NEWIPC | _NEWPID | _NEWNET), "setns"
@@ -90,7 +91,7 @@ def _join(group: str) -> None:
 
 
 def _wait(child: int, limit_s: float) -> int:
-    """Return the exit status of CRIU, which is killed at the time limit or when we are told to end.
+    """Return the exit status of CRIU, which is killed at the time limit or on SIGTERM.
 
     A tree whose dump was killed may be damaged: the caller ends it.
     """
@@ -118,7 +119,7 @@ def _become(request: JSON) -> NoReturn:
         os.setsid()
         os.umask(0o077)
         _limit(request)
-        _die_with_helper()  # after the change of rights, which would undo it
+        _die_with_helper()  # only after the change of rights, which would undo it
         _close_all_but(request["fds"])
         os.execve(request["argv"][0], request["argv"], {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"})
     except OSError as error:
@@ -127,7 +128,7 @@ def _become(request: JSON) -> NoReturn:
 
 
 def _die_with_helper() -> None:
-    """Have CRIU end with the helper, so that no CRIU holds processes that nobody waits for."""
+    """Have CRIU end with this helper, so that no CRIU is left holding processes."""
     _checked(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
 
 

@@ -1,11 +1,11 @@
 """Checks the image of a command before CRIU reads it.
 
 CRIU is root and trusts an image: the image says which user, which capabilities and which system
-call filter a process gets, and which files it has open.  So all of that must be what a process of
-this command can have had.  Only what is listed here passes.
+call filter a process gets, and which files it has open.  So an image passes only if a process of
+this command can have had all of this.
 
-A check never repairs.  What it refuses it names by file and reason (`BadImage`), so that the event
-of the task can say it.
+Whatever is not listed here is refused.  A check never repairs.  An error (`BadImage`) names the
+file and the reason, for the event of the task.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ _NAMES = re.compile(
     r"|(core|mm|pagemap|ids|fs|fdinfo|pages|timens)-(0|[1-9][0-9]{0,9})|pagemap-shmem-[0-9]{1,20}"
     r"|(ghost-file|tcp-stream)-[0-9a-f]{1,8})\.img"
 )
-_RUN_ID = re.compile(rb"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # part of a command to nft
+# CRIU puts this id into a command for nft
+_RUN_ID = re.compile(rb"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _VERSION = 1
 _MACHINES = {"x86_64": 1, "aarch64": 3}
 
 _ALIVE, _DEAD, _STOPPED, _ZOMBIE = 1, 2, 3, 6
 _PERSONALITIES = (0, 0x0040000)  # ADDR_NO_RANDOMIZE
 _FILTER_MODE, _FOR_ALL_THREADS = 2, 1
-_POLICIES = (0, 3, 5)  # normal, batch and idle; the others are of real time
-_MAX_PROCESSES = 1024  # with their threads, as the layer `limits` has it
+_POLICIES = (0, 3, 5)  # normal, batch and idle; all other policies are of real time
+_MAX_PROCESSES = 1024  # threads included, as the layer `limits` sets it
 _MOST = {6: 1024, 7: 4096, 4: 0}  # hard limits of RLIMIT_NPROC, RLIMIT_NOFILE, RLIMIT_CORE
 
 _REG, _PIPE, _FIFO, _INETSK, UNIX_SOCKET, _EVENTFD, _EVENTPOLL, _INOTIFY, _SIGNALFD = range(1, 10)
@@ -158,7 +159,7 @@ def _check_tree(reader: _Reader) -> CheckedTree:
             if not own or own[0] != pid or pid in parents:
                 raise BadRecord(f"process {pid} is not its own first thread")
             parents[pid], threads_of[pid] = record.number(2), tuple(own)
-            # 0: a session or group that began outside the tree
+            # 0 is a session or group that began outside the tree
             groups = {record.number(3), record.number(4)} - {0}
             if any(group <= RESERVED for group in groups):
                 raise BadRecord(f"process {pid} is in a group of the stub")
@@ -173,7 +174,7 @@ def _check_tree(reader: _Reader) -> CheckedTree:
 
 
 def _has_ended(reader: _Reader, pid: int) -> bool:
-    """Say whether a process only waits to be reaped: then nothing of it is restored."""
+    """True if a process has ended and only waits to be reaped: then nothing of it is restored."""
     name = f"core-{pid}.img"
     (core,) = reader.records(name, CORE)[:1]
     with _reading(name):
@@ -187,7 +188,7 @@ def _check_ids(parents: dict[int, int], threads: list[int]) -> None:
         raise BadRecord(f"an id is not above {RESERVED}")
     if sum(not parent for parent in parents.values()) != 1:
         raise BadRecord("it is not one tree")
-    seen: set[int] = set()  # CRIU makes a process when it has read its parent
+    seen: set[int] = set()  # CRIU makes a process after it has read the parent
     for pid, parent in parents.items():
         if parent and parent not in seen:
             raise BadRecord(f"the parent of process {pid} is not there before it")
@@ -195,7 +196,7 @@ def _check_ids(parents: dict[int, int], threads: list[int]) -> None:
 
 
 def _check_core(reader: _Reader, pid: int, allowed: Allowed, filters: Mapping[int, bool]) -> bool:
-    """Check the first thread of a process; return whether its filter is set for all its threads."""
+    """Check the first thread of a process; True if its filter is set for all its threads."""
     name = f"core-{pid}.img"
     core = _core(reader, name, allowed)
     with _reading(name):
@@ -274,7 +275,7 @@ def _check_filters(reader: _Reader, allowed: Allowed) -> dict[int, bool]:
     """Return the numbers of the filters that contain the filter of the sandbox, each with whether
     it is set for all threads of a process at once.
 
-    A program may add filters; each names the one that was there before.
+    A program may add filters; each filter names the one before it.
     """
     name = "seccomp.img"
     good: dict[int, bool] = {}
@@ -291,7 +292,7 @@ def _check_filters(reader: _Reader, allowed: Allowed) -> dict[int, bool]:
 
 
 def _check_inventory(reader: _Reader) -> dict[int, int]:
-    """Return the namespaces that CRIU was in: field of a namespace -> its number."""
+    """Return the namespaces in which CRIU was: field of a namespace -> its number."""
     name = "inventory.img"
     (record,) = reader.records(name, INVENTORY, 1)
     with _reading(name):
@@ -359,7 +360,7 @@ def _check_files(reader: _Reader, tree: CheckedTree, allowed: Allowed) -> dict[i
 
 
 def _check_owner(owner: ImageRecord, uid: int) -> None:
-    """Check who gets signals of a file: CRIU becomes that user for a moment."""
+    """Check the user that a file sends signals as: CRIU becomes this user for a moment."""
     if owner.number(5) and {owner.number(1), owner.number(2)} != {uid}:
         raise BadRecord("signals of a file would be sent by another user")
 
@@ -408,7 +409,7 @@ def _is_below(path: str, folders: Iterable[str]) -> bool:
 
 
 def _check_kept_files(reader: _Reader, allowed: Allowed) -> None:
-    """Check files that lie in the image itself: they had no name any more, or none ever."""
+    """Check files whose content is in the image, because they had no name when it was made."""
     for name in reader.names("ghost-file-"):
         (record,) = reader.records(name, GHOST, 1)
         with _reading(name):

@@ -10,11 +10,12 @@ from workers.criu import image_check, image_owner
 from workers.criu.image_check import Allowed, BadImage, CheckedTree
 from workers.criu.runner import ERRORS, LOG
 
-#: What CRIU leaves beside the image, and its list of control groups, which it is told to ignore.
+#: Files that are not needed: those that CRIU leaves beside the image, and the list of control
+#: groups, which CRIU is told to ignore.
 _BESIDE = (LOG, ERRORS, "stats-dump", "stats-restore", "cgroup.img")
 PAGES = "pages-"
-_FILES_MOST = 10_000  # a process has about ten, and one for each piece of shared memory
-_SMALL_BYTES = 64 * 2**20  # all files but the pages; of 100 processes these are 2 MiB
+_FILES_MOST = 10_000  # most files; a process has about ten, and one for each piece of shared memory
+_SMALL_BYTES = 64 * 2**20  # size of all files but the pages; for 100 processes it is 2 MiB
 
 
 def read(folder: Path) -> dict[str, bytes]:

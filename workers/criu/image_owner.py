@@ -1,7 +1,7 @@
 """Gives the processes and files of an image another user: a slot of the host has a user of its own.
 
 The image must have passed `image_check` for the user that it has.  Files of the working folder get
-their owner when they are laid down; here it is what only the image has.
+their owner when they are written; this module changes what is only in the image.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _Change = Callable[[ImageRecord], ImageRecord]
 
 
 def with_owner(files: Mapping[str, bytes], before: int, after: int) -> dict[str, bytes]:
-    """Return the files with user and group `after` instead of `before`; the others are the same."""
+    """Return the files with user and group `after` instead of `before`; all else stays the same."""
     if before == after:
         return dict(files)
     return {name: _changed(name, data, before, after) for name, data in files.items()}

@@ -104,21 +104,21 @@ class ImageRecord:
         return [ImageRecord.read(value) for value in values if not isinstance(value, int)]
 
     def message(self, number: int) -> ImageRecord:
-        """Return the one message in a field; two would be merged by CRIU."""
+        """Return the only message in a field; CRIU would merge several."""
         return ImageRecord.read(self.text(number))
 
     def with_int(self, number: int, value: int) -> ImageRecord:
-        """Return a copy with another value in a field, where the field is there."""
+        """Return a copy with another value in a field, if the field is there."""
         return self._mapped(number, _VARINT, lambda _: value)
 
     def with_text(self, number: int, value: bytes) -> ImageRecord:
-        """Return a copy with another string in a field, where the field is there."""
+        """Return a copy with another string in a field, if the field is there."""
         return self._mapped(number, _BYTES, lambda _: value)
 
     def with_message(
         self, number: int, change: Callable[[ImageRecord], ImageRecord]
     ) -> ImageRecord:
-        """Return a copy with a message changed, where it is there."""
+        """Return a copy with a message changed, if the message is there."""
 
         def changed(value: Value) -> Value:
             if isinstance(value, int):
@@ -216,7 +216,7 @@ def _packed(data: bytes) -> list[int]:
 
 
 def _of_32_bits(value: int) -> int:
-    """Return the value; CRIU would cut off what does not fit into 32 bits.
+    """Return the value, if it fits into 32 bits; CRIU would cut off the rest.
 
     A negative number of 32 bits is written with 64 bits.
     """

@@ -3,8 +3,8 @@
 glibc makes a semaphore in a file with a random name, links that file to the semaphore's name, and
 removes the first name; the process has it mapped by the first.  CRIU makes a new name beside such a
 file while it dumps, and expects that name at the restore.  The folders of the image were copied
-before, and CRIU takes its names away as the processes run on.  So the image gets the name instead
-that the file has: then all processes have the same file again.
+before, and CRIU takes its names away as the processes run on.  So this module writes the file's
+remaining name into the image: then all processes get the same file again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from workers.criu.image_records import ImageFile, ImageRecord
 REMAPS, LIST = "remap-fpath.img", "files.img"
 REMAP_MAGIC = 0x59133954
 _REG, _NAME = 3, 6  # fields: a regular file of an open file, and its path
-_LINKED = 0  # kind of a remap; others are files without any name, and those of /proc
+_LINKED = 0  # kind of a remap; other kinds are files without any name, and files of /proc
 _FOLDERS = ("scratch", "tmp", "dev/shm")  # folders that go with an image
 _GONE = " (deleted)"
 
@@ -73,7 +73,7 @@ def _renamed(opened: ImageRecord, path: str) -> ImageRecord:
 
 
 def _names(root: Path, pids: list[int], paths: set[str]) -> dict[str, str]:
-    """Return the name that each file has that is open by one of these removed names."""
+    """Return the remaining name of each file that is open by one of these removed names."""
     ids = {path: _id_of(root, pids, path) for path in paths}
     wanted, found = {*ids.values()}, dict[FileId, str]()
     for folder in _FOLDERS:
@@ -94,7 +94,7 @@ def _id_of(root: Path, pids: list[int], path: str) -> FileId:
 
 
 def _opened(process: Path, path: str) -> Iterator[os.stat_result]:
-    """Yield what a process has open or mapped by a name that was removed."""
+    """Yield the files that a process has open or mapped by a name that was removed."""
     for entry in os.scandir(process / "fd"):
         if os.readlink(entry.path) == path + _GONE:
             yield entry.stat()

@@ -1,9 +1,9 @@
 """Cuts the pages of an image into chunks by their addresses, and puts them together again.
 
-A process that ran on for a second has most of its pages as they were, but CRIU writes all pages one
-after the other, so that one new page moves all that follow.  A cut at fixed addresses keeps the
-chunks of unchanged memory as they are: 93 % of them after a second of training, where a cut by
-position keeps half.
+After a second, most pages of a process are unchanged. But CRIU writes all pages one after the
+other, so one new page moves all that follow.  A cut at fixed addresses keeps the chunks of
+unchanged memory as they are: 93 % of them after a second of training, where a cut by position keeps
+half.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _runs(pagemap: bytes) -> Iterator[tuple[int, int]]:
 
 
 def _append(found: list[PageCut], cut: PageCut, chunk_bytes: int) -> None:
-    """Add a part, or extend the last one where both lie in one window of addresses."""
+    """Add a part, or extend the last part if both lie in one window of addresses."""
     if found:
         last = found[-1]
         if last.address // chunk_bytes == cut.address // chunk_bytes:

@@ -1,7 +1,7 @@
 """Keeps the process ids of commands apart from those of helpers in the same PID namespace.
 
-A restored process gets the id that it had, so the id must be free.  The threads of the stub and
-CRIU take the lowest ids of a new namespace; processes of a command get ids above `RESERVED`.
+A restored process gets its old id, so this id must be free.  The threads of the stub and CRIU take
+the lowest ids of a new namespace; processes of a command get ids above `RESERVED`.
 """
 
 from __future__ import annotations

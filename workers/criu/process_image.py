@@ -1,4 +1,5 @@
-"""Takes what CRIU wrote of a command's processes as one image, and writes it down for CRIU again.
+"""Packs the files that CRIU wrote of a command's processes into one image, and unpacks them for
+CRIU.
 
 The image goes into the manifest of the task's checkpoint, beside the working folder of the same
 moment.  It lies in memory that no process of the task can reach: its bytes say which rights the
@@ -26,7 +27,7 @@ from workers.criu.image_records import BadRecord
 FORMAT = "roundhouse processes 1"
 _FEATURES = ("flags", "Features")  # the features of a processor, as /proc/cpuinfo names them
 _HEAD_BYTES = 2**20
-_MAPPED_MOST = 256  # files at once; each map keeps its file open
+_MAPPED_MOST = 256  # most files of one image; each mapping keeps its file open
 
 
 class BadProcessImage(Exception):
@@ -35,18 +36,18 @@ class BadProcessImage(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostTraits:
-    """Holds what must be equal where processes go on: they have chosen code for this processor."""
+    """Holds traits of a host that must be equal where processes go on."""
 
     criu: str
     kernel: str
     machine: str
     processor: str
     python: str
-    accelerator: str = ""  # model and driver; "" of a CPU device
+    accelerator: str = ""  # model and driver of the device; "" for a CPU device
 
     @property
     def mark(self) -> str:
-        """A word that is equal where all traits are."""
+        """A word that is equal on two hosts if all traits are equal."""
         said = json.dumps(asdict(self), sort_keys=True)
         return hashlib.sha256(said.encode()).hexdigest()[:16]
 
@@ -70,8 +71,8 @@ class ProcessFacts:
     pid: int  # id of the first process, as seen inside the sandbox
     uid: int
     pipes: Mapping[str, str]  # "stdout" -> its name in /proc/PID/fd
-    secrets_mark: str = ""  # another one if a secret of the task has another value than theirs
-    started_as: str = ""  # another one if the task is another program, or has other parameters
+    secrets_mark: str = ""  # differs if a secret of the task has another value
+    started_as: str = ""  # differs if the task is another program, or has other parameters
     traits: HostTraits
     # "stdout" -> the line that it was printing, as Latin-1 text: the rest comes from the image
     begun: Mapping[str, str] = field(default_factory=dict)
@@ -79,7 +80,7 @@ class ProcessFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedImage:
-    """An image in memory that no other process has; its first part is its description."""
+    """An image in memory of this process alone; its first part is its description."""
 
     parts: tuple[memoryview, ...]
 
@@ -111,7 +112,7 @@ def _features(cpuinfo: str) -> str:
 
 
 def pack(folder: Path, facts: ProcessFacts) -> PackedImage:
-    """Map the image in a folder, which may go meanwhile; raises BadProcessImage, OSError."""
+    """Map the image in a folder, which may be removed later; raises BadProcessImage, OSError."""
     files = image_folder.read(folder)
     mapped = [name for name in files if name.startswith(image_folder.PAGES)][:_MAPPED_MOST]
     memory = {name: _in_memory(folder / name, is_mapped=name in mapped) for name in files}

@@ -11,8 +11,8 @@ from typing import Any
 
 JSON = dict[str, Any]
 
-#: Older versions cannot dump sockets on kernels from 6.16 on, and have CVE-2026-18107: while a
-#: process is dumped, its restartable sequences could run in the state of the dump.
+#: Older versions cannot dump sockets on kernels from 6.16 on, and have CVE-2026-18107: a process
+#: could run its restartable sequences while it is dumped.
 OLDEST = (4, 2, 1)
 PREFIX = Path(__file__).resolve().parents[2] / ".criu"
 _VERSION_S = 5.0

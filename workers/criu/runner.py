@@ -24,11 +24,11 @@ from workers.criu.program import CriuProgram
 JSON = dict[str, Any]
 
 LOG, ERRORS = "criu.log", "criu.err"
-_MORE_S = 5.0  # the helper keeps the time limit; this is for a helper that hangs
+_MORE_S = 5.0  # extra time, for a helper that hangs and does not keep the time limit itself
 _BOTH = ("--ghost-limit", "1G", "--file-locks", "--link-remap", "--manage-cgroups=ignore")
 _SOCKETS = ("--tcp-established", "--network-lock", "nftables")
 _ERROR = re.compile(r"Error \([^)]*\): (.+)")
-_HARMLESS = ("tun: ", "rlimit: Can't setup RLIMIT_NOFILE")  # CRIU goes on after these
+_HARMLESS = ("tun: ", "rlimit: Can't setup RLIMIT_NOFILE")  # CRIU goes on after these warnings
 _WAITS = "Timeout reached. Try to interrupt"  # CRIU gives a process 10 s to stop
 _SAID_BYTES = 300
 
@@ -62,7 +62,7 @@ class Inherited:
 class _Request:
     words: list[str]
     file_bytes: int = 0
-    groups: tuple[str, ...] = ()  # control groups of the processes that begin
+    groups: tuple[str, ...] = ()  # control groups of the restored processes
     last_pid: int = 0  # 0: leave it to the kernel which id the next process gets
     inherited: list[int] = field(default_factory=list)
 
@@ -81,8 +81,8 @@ def restore(
 ) -> None:
     """Restore a tree below a stub that has no processes; the tree's root becomes its child.
 
-    The tree is in the control groups `groups`, not in those of the device worker.  It is stopped,
-    even where CRIU took it for a running one as it was dumped: it may not run before it is checked.
+    The tree is in the control groups `groups`, not in those of the device worker.  The tree is
+    stopped, even if it ran when CRIU dumped it: it may not run before it is checked.
     """
     given = list(inherited)
     words = ["restore", "-d", "--leave-stopped", *_BOTH, *_SOCKETS]
@@ -118,7 +118,7 @@ def _run(program: CriuProgram, target: Target, request: _Request) -> None:
         }
         status = _entered(body, (*fds, target.pidfd), target)
     if status:
-        # below 0: the helper was killed, and CRIU with it
+        # below 0: the helper was killed, and CRIU was killed with it
         is_killed = status < 0 or status >= 128 or status == enter.TIMED_OUT
         told = _reason(target, status)
         raise CriuFailed(f"{verb}: {told}", is_damaged=is_killed)

@@ -4,9 +4,9 @@ Both run outside the supervisor's thread and outside the sandbox.  The stub keep
 stopped meanwhile.  What CRIU writes and reads lies in memory, in a file system without a name: no
 other process reaches it, and nothing of it is left when the device worker ends.
 
-Invariant: nothing runs that was not checked.  An image is checked when it is made, so that what
-could not be restored is not kept; again before CRIU reads it; and the restored processes are
-checked while they are still stopped.
+Invariant: no process runs unchecked.  An image is checked when it is made, so that no useless image
+is kept, and again before CRIU reads it.  The restored processes are checked while they are still
+stopped.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from workers.process import sandbox
 from workers.process.detached_mounts import memory_folder
 from workers.process.sandbox import Room
 
-DUMP_S, RESTORE_S = 60.0, 60.0  # time limits of CRIU, beside that for the memory
+DUMP_S, RESTORE_S = 60.0, 60.0  # time limits of CRIU, in addition to the time for the memory
 BYTES_PER_S = 32 * 2**20  # of memory; the slowest dump that is allowed
 MIB = 2**20
 _SPARE_BYTES = 64 * MIB  # free space in a folder for what CRIU writes beside an image
@@ -222,7 +222,7 @@ class TreeMover:
 
 
 def available_bytes() -> int:
-    """Return the memory that the host can give without swapping."""
+    """Return how much memory the host can give without swapping."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024

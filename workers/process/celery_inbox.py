@@ -1,11 +1,12 @@
 """Handles Celery messages as hints: in the thread that reads them, and without acknowledgement.
 
 A hint only puts something into an inbox, so it needs neither Celery's pool nor the request object
-that Celery makes for a task.  Its owner sends a lost hint again, so Redis need not keep it until it
-was handled: that takes one Redis call for each hint instead of four.
+that Celery makes for a task.  The sender repeats a lost hint, so Redis need not keep a hint until
+it was handled.  A hint then takes one Redis call instead of four.
 
-Every worker that imports this module runs without gossip, mingle and Celery's own heartbeats.  They
-send events, which our serializer refuses, and their queues are no part of our protocol.
+Every worker that imports this module runs without gossip, mingle and Celery's own heartbeats.
+These send events, which the serializer of Roundhouse refuses, over queues that its protocol does
+not have.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ def hears(app: Celery, name: str) -> Callable[[Callable[..., None]], Callable[..
     """Return a decorator for a quick function that gets all hints of this name, in the reading
     thread.
 
-    It is called with the text of the message, or without arguments if the message has none.  Its
-    errors are logged now and then, as no code could handle them.
+    The function is called with the text of the message, or without arguments if the message has
+    none.  Some of its errors are logged, as no code could handle them.
     """
     broker.HEARD.add(name)
 

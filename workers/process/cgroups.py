@@ -7,7 +7,7 @@ plain file operations.  A resident joins its group before any tenant code runs. 
 hierarchy for all controllers; version 1 has one for each; a hybrid host may have both.  A library
 would not help: those for Python support one version, or need systemd's bus.
 
-Each device worker tries once at its start which limits work, in the same way as the layers of the
+Each device worker tries once at its start which limits work, as it does with the layers of the
 sandbox.  If a limit does not work, the reason is kept.
 """
 
@@ -43,10 +43,11 @@ PROCESSES_MAX = 1000
 
 # version 2: the device worker's own group, next to those of its residents
 _WORKER = "roundhouse-worker"
-_WORKER_WEIGHT = 1000  # version 2: ten times a thread, so that no tenant starves the device worker
+# version 2: ten times the weight of a thread, so that no tenant starves the device worker
+_WORKER_WEIGHT = 1000
 _CONTROL_DEVICES = "rwm"
 _PERIOD_US = 100_000  # the period for which a quota of processor time counts
-OWN_PROCESSES = 4  # the platform's own in a resident, beside those of a task with a limit
+OWN_PROCESSES = 4  # processes of the platform in a resident, in addition to the limit of its task
 _NOTHING: Mapping[str, int] = {}
 _TERMINALS = 136  # major number
 _NEARLY_BYTES = 2 * 2**20  # a huge page, the largest single charge
@@ -60,7 +61,7 @@ class Bounds:
     resident_memory_bytes: int
     residents_max: int
     threads: int
-    nodes: tuple[Path, ...] = ()  # device nodes that a resident may open
+    nodes: tuple[Path, ...] = ()  # the device nodes that a resident may open
     image_bytes: int = 0  # the part of `resident_memory_bytes` for the image of a resident
 
     @classmethod
@@ -98,7 +99,7 @@ class Toll:
     """Counts what the kernel refused a resident, by its control groups."""
 
     oom_kills: int = 0
-    memory_refused: int = 0  # times its own limit was reached; version 1: 0 or 1
+    memory_refused: int = 0  # how often its own limit was reached; version 1: 0 or 1
     forks_refused: int = 0
 
 
@@ -106,7 +107,7 @@ class Toll:
 class GroupUsage:
     """Counts what the processes of a resident hold now, and the most processes that it had.
 
-    `memory_bytes` is memory that the kernel cannot take back: no pages of files.
+    `memory_bytes` is memory that the kernel cannot take back, so pages of files do not count.
     """
 
     memory_bytes: int = 0
@@ -115,7 +116,7 @@ class GroupUsage:
 
 @dataclass(frozen=True, slots=True)
 class Hierarchy:
-    """A mounted hierarchy: the group of this process in it, and the limits that it enforces."""
+    """A mounted hierarchy: its group of this process, and the limits that it enforces."""
 
     version: int
     own: Path
@@ -195,7 +196,7 @@ class ControlGroups:
             parent = _own_group(hierarchy) / self.name
             try:
                 handed = _prepare(hierarchy)
-                # its own too: version 1 takes no rules once it has child groups
+                # also its own old group: version 1 takes no rules once a group has child groups
                 _remove_all(predecessors(parent.parent, self.name))
                 remove_orphans(parent.parent)
                 parent.mkdir(exist_ok=True)
@@ -253,7 +254,7 @@ class ControlGroups:
             self.smaller[resident] = most_bytes
         for hierarchy, parent in self.parents:
             group = parent / resident
-            _remove(group)  # an old group with this number has old counts
+            _remove(group)  # a group left from before would have old counts
             group.mkdir(exist_ok=True)
             for name in hierarchy.limits:
                 if name in self.standing:
@@ -281,7 +282,7 @@ class ControlGroups:
         return GroupUsage(memory_bytes=counted.get("memory", 0), processes=processes)
 
     def refused(self, resident: str, *, held_bytes: int = 0) -> str:
-        """Return what the kernel refused this resident, in a sentence; "" if nothing.
+        """Return in a sentence what the kernel refused this resident; "" if it refused nothing.
 
         `held_bytes` is the most memory that it was seen to hold.
         """
@@ -353,7 +354,8 @@ def _prepare(hierarchy: Hierarchy) -> str:
     """Pass the controllers on to child groups (version 2); return the line written for that.
 
     A group with processes of its own cannot pass them on.  Then this process moves into a group
-    next to those of its residents.  Other processes stay, and the kernel refuses.
+    next to those of its residents.  If other processes are in the group, they stay, and the kernel
+    refuses.
     """
     if hierarchy.version == 1:
         return ""
@@ -456,7 +458,7 @@ def _of_devices(nodes: tuple[Path, ...]) -> list[Line]:
         if stat.S_ISCHR(status.st_mode):
             number = f"{os.major(status.st_rdev)}:{os.minor(status.st_rdev)}"
             lines.append(("devices.allow", f"c {number} {_CONTROL_DEVICES}", False))
-    # the terminals of its own, which get their numbers later (`sandbox._give_terminals`)
+    # terminals of its own, which get their numbers later (`sandbox._give_terminals`)
     lines.append(("devices.allow", f"c {_TERMINALS}:* {_CONTROL_DEVICES}", False))
     return lines
 
@@ -557,7 +559,7 @@ def _remove(group: Path) -> bool:
     except FileNotFoundError:
         return True
     except OSError:
-        with suppress(OSError):  # some have ended meanwhile; the next removal retries
+        with suppress(OSError):  # some processes have ended meanwhile; the next removal tries again
             for pid in map(int, (group / "cgroup.procs").read_text().split()):
                 if pid:  # 0 is a process without an id in our namespace
                     os.kill(pid, signal.SIGKILL)

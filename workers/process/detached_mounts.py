@@ -1,4 +1,4 @@
-"""Makes mounts that have no place in any tree of files: only a descriptor leads to what is in them.
+"""Makes mounts without a place in any tree of files: only a descriptor leads to their files.
 
 When the last descriptor and the last mapping of its files are gone, the kernel removes the file
 system, also after a kill -9.
@@ -17,7 +17,7 @@ NOSUID, NODEV, NOEXEC = 2, 4, 8
 
 
 def mounted(kind: str, options: Mapping[str, str], attributes: int) -> int:
-    """Return a descriptor of a new mount of this kind of file system; raises OSError."""
+    """Return a descriptor of a new mount of a file system of this kind; raises OSError."""
     context = _libc.syscall(_SYS_FSOPEN, kind.encode(), _CLOEXEC)
     _checked(context, "fsopen")
     try:
@@ -51,7 +51,8 @@ def memory_folder(limit_bytes: int) -> Iterator[Path]:
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_SYS_FSOPEN, _SYS_FSCONFIG, _SYS_FSMOUNT = 430, 431, 432  # the same on all architectures
+# this number is the same on all architectures
+_SYS_FSOPEN, _SYS_FSCONFIG, _SYS_FSMOUNT = 430, 431, 432
 _FSCONFIG_SET_STRING, _FSCONFIG_CMD_CREATE, _CLOEXEC = 1, 6, 1
 
 

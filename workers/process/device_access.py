@@ -53,13 +53,13 @@ class DeviceAccess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundDevice:
-    """A device that torch could use at the start of its worker; what torch said of it."""
+    """A device that torch could use at the start of its worker, with torch's answers about it."""
 
     access: DeviceAccess = field(default_factory=DeviceAccess)
     model: str = ""
-    memory_bytes: int = 0  # 0: of the CPU, whose memory is the host's
+    memory_bytes: int = 0  # 0 for the CPU, whose memory is the host's
     compute_capability: str = ""  # of a GPU, for example "9.0"
-    can_splice: bool = True  # ranks can take turns on the device
+    can_splice: bool = True  # True if ranks can take turns on the device
     can_checkpoint: bool = False  # the driver can move a process's memory off the device and back
 
 
@@ -75,7 +75,7 @@ class MigPlace:
 def driver_version(kind: str, root: Path = Path("/")) -> str:
     """Return the version of the driver of this kind of device; "" if it has none that we can read.
 
-    It is a part of what decides the bits of results, and of where processes can go on.
+    The version can change the bits of results, and decides where stored processes can go on.
     """
     told = root / "proc/driver/nvidia/version"
     if kind != "cuda" or not told.exists():
@@ -95,9 +95,9 @@ def find_access(
 ) -> DeviceAccess:
     """Return the access to the device that is `asked` for, by UUID or index.
 
-    `nodes` replace those that the kind has by itself.  Variables of `environ` that begin with the
-    name of the kind are passed on, as they configure its libraries.  Files of the host are sought
-    below `root`.  Raises NoSuchDevice.
+    `nodes` replace the device nodes that the kind has by default.  Variables of `environ` that
+    begin with the name of the kind are passed on, as they configure its libraries.  Files of the
+    host are sought below `root`.  Raises NoSuchDevice.
     """
     if kind == "cpu":
         if asked:
@@ -175,7 +175,7 @@ def _told(folder: Path, device: str, kind: str) -> DeviceAccess:
 # --- CUDA -----------------------------------------------------------------------------------------
 
 _MIG = "MIG-"
-MAX_LOCATION = 8  # parts of a device's location
+MAX_LOCATION = 8  # most parts of a device's location
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +226,7 @@ def _cuda_access(
         is_unique=True,
         variables={"CUDA_VISIBLE_DEVICES": uuid, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
         nodes=(*nodes, *(node for node in common if node.exists())),
-        folders=(Path("/sys"),),  # where the driver's libraries read the topology
+        folders=(Path("/sys"),),  # the driver's libraries read the topology there
         location=location,
     )
 

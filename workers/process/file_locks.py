@@ -9,8 +9,8 @@ _AGAIN_S = 0.05
 
 
 def hold(fd: int, how: int, until_s: float = 0.0) -> bool:
-    """Take the lock (LOCK_SH or LOCK_EX); False if others hold it until then, by the monotonic
-    clock.  It is tried once at least.
+    """Take the lock (LOCK_SH or LOCK_EX); return False if it is still held at `until_s`. It is
+    tried at least once.
     """
     while True:
         try:

@@ -4,8 +4,8 @@
 
 A killed device worker leaves its groups behind.  The next one of the same device ends what is in
 them; empty groups of other devices go when any device worker starts on the host.  A group that was
-just made is empty too, so only the owner's death counts: a process id alone may be that of another
-process by now, but not together with the time at which the process started.
+just made is empty too, so a group goes only if its owner is dead.  A process id alone may belong to
+another process by now, so the name also has the time at which the owner started.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def owned_name(stem: str) -> str:
 
 
 def predecessors(parent: Path, name: str) -> list[Path]:
-    """Return groups of the same device and instance, whoever made them; `name` among them."""
+    """Return all groups of the same device and instance, `name` among them."""
     found = _OWNED.fullmatch(name)
     stem = found.group(1) if found else name
     return sorted({parent / name, parent / stem, *parent.glob(f"{stem}-*")})

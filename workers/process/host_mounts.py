@@ -3,9 +3,9 @@
 A mount is a row that an administrator of the platform wrote.  The row alone opens nothing: the
 folder must lie below a root that the administrator of this host allowed by a setting
 (ROUNDHOUSE_MOUNT_ROOTS).  The way from the root to the folder is resolved by the kernel with
-`openat2`, beneath the root.  So a symbolic link or `..` on the way cannot leave the root, also if
-somebody replaces a folder after it was looked at.  Where the kernel lacks `openat2`, this host
-shows no mounts.
+`openat2`, beneath the root.  So a symbolic link or `..` on the way cannot leave the root, even if a
+folder is replaced after it was checked.  Where the kernel lacks `openat2`, this host shows no
+mounts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class HostMount:
 def place_of(
     path: str, roots: Iterable[str], target: str = "", *, may_be_file: bool = False
 ) -> HostMount | None:
-    """Return the place of a folder below the deepest root that has it; None without one.
+    """Return the place of a folder below the deepest allowed root; None if no root contains it.
 
     Nothing is read from the disk.
     """

@@ -14,7 +14,7 @@ from app.core.model.wellformed import is_word
 
 JSON = dict[str, Any]
 
-ALIGNMENT = 4096  # bytes; a page, so that writes can be attributed to single storages
+ALIGNMENT = 4096  # in bytes: a page, so that a written page belongs to one storage
 
 
 class BadLayout(Exception):
@@ -23,7 +23,7 @@ class BadLayout(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """A range of `size` bytes at `offset`; `device` is the kind that the storage lay on."""
+    """A range of `size` bytes at `offset`; `device` is the kind of device of the storage."""
 
     offset: int
     size: int
@@ -40,7 +40,7 @@ class Layout:
 
     @property
     def end(self) -> int:
-        """The length that a slab needs to hold it, in bytes."""
+        """The length in bytes that a slab needs to hold the image."""
         return max((_end(part) for part in (self.graph, *self.storages)), default=0)
 
     @property

@@ -2,7 +2,7 @@
 
 A command gets the environment by PATH: `python` there is the environment's own, which finds its
 packages without further help.  Other code runs in this very process: the packages come before the
-platform's on the import path.  What is imported already stays, and no environment has it
+platform's on the import path.  Modules that are imported already stay; no environment brings these
 (`provisions.package_lock.PLATFORM`).
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 
 def enter(environment: Path, *, is_command: bool) -> None:
-    """Make the environment that of this process and its children."""
+    """Use the environment in this process and its children."""
     if is_command:
         os.environ["PATH"] = f"{environment}/bin:{os.environ['PATH']}"
         os.environ["VIRTUAL_ENV"] = str(environment)

@@ -81,8 +81,10 @@ class Room:
     nodes: tuple[Path, ...] = ()
     folders: tuple[Path, ...] = ()
     passages: tuple[Path, ...] = ()
-    groups: tuple[str, ...] = ()  # control groups (`workers.process.cgroups`) that it joins first
-    mounts: tuple[HostMount, ...] = ()  # folders of the host that it sees, read-only
+    # control groups (`workers.process.cgroups`) that the resident joins first
+    groups: tuple[str, ...] = ()
+    # mounts: folders of the host that the resident sees, read-only
+    mounts: tuple[HostMount, ...] = ()
     environment: Path | None = None  # the packages that its request brings
     image: Path | None = None  # the root of its container image, in place of the host's files
     tmp_bytes: int = 2**30  # size of /tmp, and of /dev/shm
@@ -145,7 +147,7 @@ def enclose(room: Room, walls: Iterable[str]) -> None:
                 raise LayerBroken(
                     f"the sandbox layer {name!r} could not be set up: {error}"
                 ) from error
-    _set_dumpable()  # changing the user has hidden our own /proc
+    _set_dumpable()  # changing the user has hidden the /proc of this process
     os.umask(0o077)
 
 
@@ -174,14 +176,14 @@ def environment(scratch: Path) -> dict[str, str]:
         "TMPDIR": "/tmp",
         "USER": "job",
         "LOGNAME": "job",
-        # torch trusts the code that it compiled: never in a folder that two tenants share
+        # torch trusts its compiled code, so it never lies in a folder that two tenants share
         "TORCHINDUCTOR_CACHE_DIR": f"{scratch}/.torchinductor",
         "TRITON_CACHE_DIR": f"{scratch}/.triton",
     }
 
 
 def enter_image() -> None:
-    """Forget where the programs and libraries of the host lie."""
+    """Remove the variables that name programs and libraries of the host."""
     for name in _OF_HOST:
         os.environ.pop(name, None)
     os.environ["PATH"] = _IMAGE_PATH
@@ -322,7 +324,8 @@ def _files(room: Room) -> None:
     # All trees are held by descriptor, so this mount may hide their paths.
     _mount("tmpfs", "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=0755")
     root = Path("/tmp")
-    _give_tmp(root / "tmp", room.tmp_bytes)  # before the trees: this checkout may be below /tmp
+    # mounted before the trees, as this checkout may be below /tmp
+    _give_tmp(root / "tmp", room.tmp_bytes)
     for fd, path in trees:
         _place(fd, root / path.relative_to("/"))
     _furnish(root, room)
@@ -338,14 +341,14 @@ def _limits(room: Room) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = 4096 if most == resource.RLIM_INFINITY else min(4096, most)
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
-    if os.geteuid() == 0:  # counted per user, and the resident is about to get its own
+    if os.geteuid() == 0:  # counted per user, and the resident is about to get a user of its own
         resource.setrlimit(resource.RLIMIT_NPROC, (room.processes, room.processes))
 
 
 def _user(room: Room) -> None:
     if os.geteuid() != 0:
         raise PermissionError(errno.EPERM, "only root can give a process another user")
-    _empty_bounding_set()  # while this is still allowed
+    _empty_bounding_set()  # done while this process still may
     os.setgroups([])
     os.setresgid(room.uid, room.uid, room.uid)
     os.setresuid(room.uid, room.uid, room.uid)
@@ -406,7 +409,7 @@ _ETC = (
     "mime.types",
     "ssl",
 )
-#: Names at the top of every sandbox that are its own, whatever a container image has there.
+#: Names at the top of every sandbox that a container image cannot replace.
 _OWN_TOP = frozenset({"code", "dev", "environment", "inputs", "proc", "scratch", "sys", "tmp"})
 _IMAGE_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _OF_HOST = ("LD_LIBRARY_PATH", "CUDA_HOME")  # these name files that the image does not have
@@ -419,8 +422,8 @@ _DEVICES = tuple(
 
 @cache
 def _shown(nodes: tuple[Path, ...], folders: tuple[Path, ...]) -> list[Path]:
-    """Return the paths of the host that a resident sees, under the same names: those of every
-    resident, and those of its device.
+    """Return the paths of the host that a resident sees under the same names: the paths for every
+    resident, and the paths of its device.
     """
     python = {
         sys.prefix,
@@ -442,7 +445,7 @@ def _shown(nodes: tuple[Path, ...], folders: tuple[Path, ...]) -> list[Path]:
 
 
 def overlaid(target: str, nodes: tuple[Path, ...], folders: tuple[Path, ...]) -> str:
-    """Return a path of every sandbox that a mount at `target` would lie over or in; "" if none."""
+    """Return a path of the sandbox that a mount at `target` would hide or lie in; "" if none."""
     for shown in (*_shown(nodes, folders), CODE, SCRATCH, PACKAGES, INPUTS, Path("/tmp")):
         if shown.is_relative_to(target) or Path(target).is_relative_to(shown):
             return str(shown)
@@ -452,7 +455,7 @@ def overlaid(target: str, nodes: tuple[Path, ...], folders: tuple[Path, ...]) ->
 def trouble_in_image(image: Path, target: str) -> str:
     """Say why nothing can be shown at a target in a container image; "" if it can.
 
-    What the image lacks at its top can be added, and below only what it has.  A symbolic link on
+    A target at the top of the image can be added; below the top it must exist.  A symbolic link on
     the way would be followed in the host, before the image is the root.
     """
     if Path(target).parts[1] in _OWN_TOP:
@@ -470,7 +473,7 @@ def trouble_in_image(image: Path, target: str) -> str:
 
 
 def _top_of_image(image: Path) -> list[Path]:
-    """Return what lies at the top of a container image, but what every sandbox has of its own."""
+    """Return the names at the top of a container image, without those of every sandbox."""
     return [path for path in sorted(image.iterdir()) if path.name not in _OWN_TOP]
 
 
@@ -484,7 +487,7 @@ def _of_device(room: Room) -> list[Path]:
 
 
 def shown_paths(room: Room) -> list[Path]:
-    """Return the paths of the host that a resident sees, read-only, but its code."""
+    """Return the paths of the host that a resident sees read-only, except its code."""
     shown = [*_shown(room.nodes, room.folders), *(Path(mount.target) for mount in room.mounts)]
     return [*shown, PACKAGES] if room.environment is not None else shown
 
@@ -563,18 +566,18 @@ def _furnish(root: Path, room: Room) -> None:
     try:
         _mount("proc", str(root / "proc"), "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
     except PermissionError:
-        return  # in a container that hides parts of /proc there is none at all
+        return  # in a container that hides parts of /proc, no /proc can be mounted
 
 
 def _furnish_etc(etc: Path) -> None:
     (etc / "passwd").write_text("root:x:0:0:::\njob:x:65534:65534::/scratch:\n")
     (etc / "group").write_text("root:x:0:\njob:x:65534:\n")
-    if not (etc / "hosts").exists():  # the proxy of the host sees those of the host
+    if not (etc / "hosts").exists():  # the proxy of the host resolves names with the host's files
         (etc / "hosts").write_text("127.0.0.1 localhost job\n")
 
 
 def _give_terminals(dev: Path) -> None:
-    """Give it terminals of its own, for shells; where none can be made, it has none."""
+    """Give the resident terminals of its own for shells, if the host can make them."""
     (dev / "pts").mkdir()
     bounds = f"newinstance,ptmxmode=0666,mode=0600,max={_TERMINALS_MAX}"
     with contextlib.suppress(OSError):
@@ -633,7 +636,7 @@ _REFUSED: dict[str, tuple[int, int | None]] = {
     "personality": (135, 92), "clock_settime": (227, 112), "settimeofday": (164, 170),
     "adjtimex": (159, 171), "clock_adjtime": (305, 266), "vhangup": (153, 58),
     "iopl": (172, None), "ioperm": (173, None), "modify_ldt": (154, None),
-    # memory and queues outside all other limits, and ways around descriptors
+    # these give memory and queues outside all other limits, or ways around descriptors
     "memfd_secret": (447, 447), "vmsplice": (278, 75), "pidfd_getfd": (438, 438),
     "io_setup": (206, 0), "io_submit": (209, 2), "io_getevents": (208, 4), "io_destroy": (207, 1),
     "io_cancel": (210, 3), "io_pgetevents": (333, 292),
@@ -645,11 +648,12 @@ _REFUSED: dict[str, tuple[int, int | None]] = {
     "listns": (470, 470),
 }  # fmt: skip
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-_NEWEST = 470  # calls that later kernels add return ENOSYS
+_NEWEST = 470  # calls that later kernels add; they return ENOSYS
 _CLONE, _CLONE3, _SOCKET, _SOCKETPAIR = (56, 220), (435, 435), (41, 198), (53, 199)
 _NEW_NAMESPACES = 0x7E020000  # any CLONE_NEW*
 _FAMILIES = (1, 2, 10)  # unix, inet, inet6
-_PROTOCOLS = (0, 1, 6, 17)  # the family's default, icmp, tcp, udp; neither mptcp nor udplite
+# allowed protocols: the family's default, icmp, tcp, udp; not mptcp, not udplite
+_PROTOCOLS = (0, 1, 6, 17)
 # With a lease a process delays other processes that open its file.  With SO_LINGER it delays the
 # process that closes a socket received from it.
 _FCNTL, _F_SETLEASE = (72, 25), 1024

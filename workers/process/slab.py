@@ -2,7 +2,7 @@
 
 A slab is a memfd that the device worker makes before the resident starts.  Its length is the limit
 of an image.  The length is sealed, and only written pages take memory.  So the kernel enforces the
-limit.  No process can shrink the slab under a reader, which would die of SIGBUS.  The kernel also
+limit, and no process can shrink the slab, of which a reader would die by SIGBUS.  The kernel also
 knows how much memory the slab takes (`held_bytes`), whatever the resident reports.
 
     0          an image, as its `layout` says
@@ -36,7 +36,7 @@ VALUES_LIMIT = 1_000  # in one line
 _PIECE_BYTES = 1 << 18
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, from Linux 5.14 on
 _REMOVE = 9  # MADV_REMOVE
-_STEP = 2**24  # memory is taken in pieces of this size, so that no thread waits for long
+_STEP = 2**24  # memory is allocated in pieces of this size, so that no thread waits for long
 
 
 class BadIndex(Exception):
@@ -170,13 +170,13 @@ class Slab:
         if self.limit_bytes:
             self.memory = mmap.mmap(fd, self.limit_bytes, offset=start)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-        self.used_bytes = 0  # size of the longest image that may still be there
+        self.used_bytes = 0  # size of the longest image whose memory may still be allocated
         with suppress(OSError):
-            self.memory.madvise(mmap.MADV_DONTFORK)  # a job's children do not need it
+            self.memory.madvise(mmap.MADV_DONTFORK)  # children of a job do not need the slab
         with suppress(OSError, AttributeError):
             self.memory.madvise(
                 mmap.MADV_HUGEPAGE
-            )  # if the host allows huge pages for shared memory
+            )  # takes effect if the host allows huge pages for shared memory
 
     def write_index(self, body: JSON) -> int:
         """Write the index behind this part, as the function of this name."""

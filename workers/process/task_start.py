@@ -39,9 +39,10 @@ class TaskStart:
     environment variables too, beside those of the descriptor.  `image_variables` are those that a
     container image sets.  A process that becomes a rank of the task is the rank of this number.
 
-    `stores_processes` says that the processes of a command go into its images; `adopts`, that those
-    of its image are restored below this process.  With `dump_damaged`, storing them has damaged
-    them before, so they go only into images of a pause or an order, and not into those by time.
+    `stores_processes` says that the processes of a command go into its images; `adopts` says that
+    the processes of its image are restored below this process.  With `dump_damaged`, storing has
+    damaged them before.  So they go only into images for a pause or an order, and not into periodic
+    images.
     """
 
     task: str

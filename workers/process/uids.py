@@ -38,7 +38,7 @@ class UidRange:
 
     @property
     def of_proxy(self) -> int:
-        """The user of the proxy, which no resident has."""
+        """The user id of the proxy, which no resident gets."""
         return self.first + UIDS_PER_RANGE - 1
 
     def close(self) -> None:

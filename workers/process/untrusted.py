@@ -20,12 +20,12 @@ class Nonsense(Exception):
 
 
 LAST_WORDS = ("failed", "finished", "stopped")
-HOSTS_LIMIT = 64  # hosts of one gang
-METRICS_LIMIT = 2_000  # over all executors of a graph
+HOSTS_LIMIT = 64  # most hosts of one gang
+METRICS_LIMIT = 2_000  # most entries, summed over all executors of a graph
 METRIC_CHARACTERS = 200
 POINTS_LIMIT = 32
 POINT_VALUES_LIMIT = 1_000  # over all points
-COPIES_LIMIT = 100_000  # copies of blocks between executors
+COPIES_LIMIT = 100_000  # most copies of blocks between executors
 _COPY = ("block", "source", "target", "bytes")
 TEXT_LIMIT = 64 * 1024
 NAMES_LIMIT = 20_000
@@ -34,7 +34,7 @@ NAMES_LIMIT = 20_000
 def verdict(message: JSON, redactor: Redactor) -> JSON:
     """Return the event for a resident's final message: its type, as `is`, and its fields.
 
-    What it tells people has no value of a secret.
+    Its texts for people contain no value of a secret.
     """
     said = _verdict(message)
     told = {name: redactor.json(said[name]) for name in _TOLD & said.keys()}
@@ -190,7 +190,7 @@ def _measured(message: JSON, what: str, kind: type[int | float], *, rows: int, m
 def failed(message: JSON) -> JSON:
     """Return the fields of core.model.messages.Failed from a resident's final message."""
     cause = text(message, "cause")
-    # a resident knows nothing of the store, of mounts and of how its environment was built
+    # a resident cannot know faults of the store, of mounts or of the build of its environment
     if cause not in messages.CAUSES or cause in ("store", "mount", "environment"):
         raise Nonsense(f"cause is {cause!r}")
     return {

@@ -18,10 +18,10 @@ from urllib.parse import urlsplit
 from app.settings import Settings
 
 DEFAULT_INDEX = "https://pypi.org/simple"  # of uv
-_FILES = ("files.pythonhosted.org:443",)  # where the index of Python has its wheels
+_FILES = ("files.pythonhosted.org:443",)  # host from which the wheels of Python's index come
 ONLY_WHEELS = ("--only-binary", ":all:")
-SAID_LIMIT = 4000  # characters of what uv says that are kept
-MEMORY_BYTES = 8 * 2**30  # address space; uv maps its cache
+SAID_LIMIT = 4000  # length of uv's messages that is kept
+MEMORY_BYTES = 8 * 2**30  # limit of address space; uv maps its cache
 OUTPUT_LIMIT = 16 * 2**20
 
 # What uv needs to reach the index of this machine; nothing else of our environment is passed on.
@@ -37,7 +37,7 @@ class NoUv(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UvResult:
-    """Says how a run of uv ended; `said` is its standard error, shortened."""
+    """Describes how a run of uv ended; `said` is its standard error, shortened."""
 
     status: int
     output: str
@@ -58,16 +58,16 @@ def program() -> str:
 
 
 def index_options(settings: Settings) -> list[str]:
-    """Return the options that name the administrator's index; none: uv's own configuration."""
+    """Return the options that name the index; none if uv's own configuration counts."""
     if settings.wheels is not None:
         return ["--no-index", "--find-links", str(settings.wheels.absolute())]
     return ["--default-index", settings.package_index] if settings.package_index else []
 
 
 def reach(settings: Settings) -> tuple[str, ...] | None:
-    """Return the destinations of the administrator's index; none if it is a folder.
+    """Return the destinations of the administrator's index; empty if it is a folder.
 
-    None: the host reaches the index through a proxy of its own, which decides.
+    None: the host has a proxy of its own, which decides.
     """
     if settings.wheels is not None:
         return ()
@@ -86,7 +86,7 @@ def reach(settings: Settings) -> tuple[str, ...] | None:
 def variables(cache: Path, proxy: str = "") -> dict[str, str]:
     """Return the environment of a process that runs uv; `cache` is uv's folder of downloads.
 
-    With a `proxy`, uv reaches everything through it, whatever this host says of proxies.
+    With a `proxy`, uv reaches everything through it and ignores the host's settings of proxies.
     """
     ours = os.environ
     names = [name for name in ours if name in _KEPT or name.startswith(_KEPT_PREFIXES)]
@@ -118,7 +118,7 @@ def run(
 def limited(
     command: Sequence[str], *, folder: Path, environment: Mapping[str, str], limit_s: float
 ) -> UvResult:
-    """Run a command with limits of time and memory, and end all that it started."""
+    """Run a command with limits of time and memory, and end all processes that it started."""
     limits = f"ulimit -c 0; ulimit -v {MEMORY_BYTES // 1024}"
     with subprocess.Popen(
         ["/bin/sh", "-c", f'{limits}; exec "$@"', "sh", *command],
@@ -151,7 +151,7 @@ def _end(group: int) -> None:
 
 
 def shortened(said: str) -> str:
-    """Return what uv said without empty lines; of a long text its beginning and its end."""
+    """Return uv's message without empty lines; of a long message the beginning and the end."""
     text = "\n".join(line.rstrip() for line in said.splitlines() if line.strip())
     if len(text) <= SAID_LIMIT:
         return text

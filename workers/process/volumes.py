@@ -23,7 +23,7 @@ from pathlib import Path
 from workers.process import detached_mounts
 from workers.process.detached_mounts import NODEV, NOSUID
 
-SHARE = 16  # default size: free disk space divided by this
+SHARE = 16  # the default size is the free disk space divided by this
 LARGEST_BYTES = 16 * 2**30
 LEAST_BYTES = 64 * 2**20
 KEPT_FREE_BYTES = 2**30  # kept free on the host's disk for all other use
@@ -128,7 +128,7 @@ def _data_from(fd: int, at: int) -> int | None:
     except OSError as error:
         if error.errno != errno.ENXIO:
             raise
-        return None  # only a hole up to the end
+        return None  # write only the last byte, which leaves a hole before it
 
 
 def _looped(image: int) -> tuple[int, str]:
@@ -155,7 +155,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _LOOP_CTL_GET_FREE, _LOOP_CONFIGURE = 0x4C82, 0x4C0A
 _LO_FLAGS_AUTOCLEAR, _LO_FLAGS_DIRECT_IO = 4, 16
 
-assert platform.architecture()[0] == "64bit"  # sizes are passed as long
+assert platform.architecture()[0] == "64bit"  # fallocate takes sizes of the type long
 
 
 def _checked(result: int, what: str) -> None:

@@ -27,11 +27,11 @@ from typing import Any
 JSON = dict[str, Any]
 
 LIMIT_BYTES = 4 * 2**20  # limit of a frame, and of a message in parts
-READS_LIMIT = 128  # reads in one `receive`, so that an endless writer cannot block the reader
+READS_LIMIT = 128  # most reads in one `receive`, so that an endless writer cannot block the reader
 TENANT_FRAME_BYTES = 64 * 1024  # limit of a frame from a tenant's process
 TENANT_FRAMES_AT_ONCE = 64
 TENANT_READS_AT_ONCE = 4
-UNSENT_LIMIT_BYTES = 4 * LIMIT_BYTES  # limit for one process that does not read
+UNSENT_LIMIT_BYTES = 4 * LIMIT_BYTES  # most bytes that wait for one process that does not read
 DEPTH_LIMIT = 64
 CONTAINERS_LIMIT = 2_000  # lists and tables in one frame
 # lists and tables in a message in parts, enough for the copies of a large graph
@@ -189,12 +189,12 @@ class TenantWire(Wire):
         sock.setblocking(False)
         self.has_more = False  # a complete frame has arrived; the next `receive` returns it
         self.read_bytes = 0
-        self.unread_since_us: int | None = None  # since when it has not read what was sent
+        self.unread_since_us: int | None = None  # since when the process has not read what was sent
         self._unsent: deque[tuple[memoryview, list[int]]] = deque()
         self._unsent_bytes = 0
 
     def send(self, message: JSON, fds: list[int] | None = None) -> None:
-        """Send a message, or later what the other end does not read yet; raises OSError."""
+        """Send a message; what the other end does not read yet is sent later.  Raises OSError."""
         body = json.dumps(message).encode()
         frame = memoryview(_LENGTH.pack(len(body)) + body)
         self._unsent.append((frame, [os.dup(fd) for fd in fds or []]))
@@ -293,7 +293,7 @@ def _descriptors(rights: list[tuple[int, int, bytes]]) -> list[int]:
 def pair() -> tuple[Wire, socket.socket]:
     """Return our end, wrapped, and the end to give away."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    ours.settimeout(5.0)  # a process that does not read by then is as good as dead
+    ours.settimeout(5.0)  # a process that has not read by then counts as dead
     return Wire(ours), theirs
 
 
@@ -318,7 +318,8 @@ class Trust:
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
         try:
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
-        except OSError:  # before Linux 5.1: a tenant could extend its own trust
+        # before Linux 5.1 there was no such seal, and a tenant could extend its own trust
+        except OSError:
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
 
     def extend(self, until_us: int) -> None:

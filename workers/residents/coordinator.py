@@ -49,9 +49,9 @@ JSON = dict[str, Any]
 
 HEAD_BYTES = 2**20  # at the start of the slab: the table of how many storages each rank has
 COLLECTIVE_S = 1800.0  # as long as torch itself waits for a collective
-LATE_S = 30.0  # after a call to a cut, until the log names late ranks
+LATE_S = 30.0  # time from a call to a cut until the log names late ranks
 LOOK_S = 0.05
-#: Reports that the gang makes only when all ranks have made them; for images, in one round.
+#: Reports that the gang makes only when all ranks have made them; for images, in one attempt.
 TOGETHER = ("prepared", "paused", "saving")
 
 
@@ -65,7 +65,8 @@ class Member:
     """
 
     def __init__(self, handles: Handles, rank: int, *, collective: bool = True) -> None:
-        timeout_s = COLLECTIVE_S if collective else math.inf  # one node may take hours
+        # no time limit, as one node may take hours
+        timeout_s = COLLECTIVE_S if collective else math.inf
         self.rank = Rank(
             handles, rank, timeout_s=timeout_s, squash=collective, apart=not collective
         )
@@ -178,7 +179,7 @@ class RankProcess:
     pidfd: int
     wire: Wire
     region: Region
-    part: Slab  # the slab at `region`
+    part: Slab  # the rank's part of the slab
     # reports of TOGETHER that the gang has not made yet
     said: dict[str, JSON] = field(default_factory=dict)
     progress: JSON = field(default_factory=dict)
@@ -211,7 +212,7 @@ def fork(
             _become(work, theirs, handles, rank, region)
             status = live(work)
         except BaseException:
-            traceback.print_exc()  # goes to the job's log
+            traceback.print_exc()  # what the rank prints goes to the job's log
         finally:
             os._exit(status)
     theirs.close()
@@ -251,7 +252,7 @@ class Conductor:
         self.round = 0
         self.is_still = False
         self.saved_s = time.monotonic()
-        # late inputs that came and are in no image: port -> descriptor
+        # late inputs that arrived and are in no image yet: port -> descriptor
         self.came: dict[str, int] = {}
         self.leaving: set[str] = set()  # outputs that are on their way to the store
         self.lacks = ""  # the input without which the gang leaves its slots
@@ -327,7 +328,7 @@ class Conductor:
         if not self.board.is_bridged:
             turns.reseat(self.board, seats[0])
         self.tell({"is": "go"}, self.ranks)
-        # some ranks have begun the image of the pause, and others never will
+        # some ranks have begun the image of the pause, and the others never will
         if not self.is_saving:
             self._call_off_image()
 
@@ -478,7 +479,8 @@ class Conductor:
         parts = zip(self.ranks, sizes, strict=True)
         indices = [rank.part.read_index(size) for rank, size in parts]
         self.index_bytes = slab.write_index(joined(slab, indices, regions))
-        for port in self.came.keys() - said[0]["lacks"]:  # ranks forked anew have it, too
+        # ranks that are forked anew have the input, too
+        for port in self.came.keys() - said[0]["lacks"]:
             os.close(self.came.pop(port))
         self.saved_step, self.is_saving = said[0]["at_step"], True
         self.saved_s = time.monotonic()
@@ -501,7 +503,7 @@ class Conductor:
         self.work.say("progress", **{**_without_head(said), **own})
 
     def _look_whether_still(self) -> None:
-        """Report when nothing steps on this device: each rank is still or waits for others."""
+        """Report when no rank steps on this device: each rank is still or waits for others."""
         waits = (turns.RankState.WAITING, turns.RankState.DONE)
         still = all(
             rank.is_still or turns.state(self.board, rank.number) in waits for rank in self.here

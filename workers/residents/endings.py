@@ -1,4 +1,4 @@
-"""How a task ends early: the final message of its process, in the tenant's words."""
+"""Ends a task early, with a final message of its process in words for the tenant."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Ending(Exception):
 
 
 class Abandoned(BaseException):
-    """Raised when the supervisor is gone: nothing waits for results of this process."""
+    """Raised when the supervisor is gone, so that no process waits for results of this one."""
 
 
 @contextlib.contextmanager

@@ -25,13 +25,13 @@ SAVES_APART_S = 1.0  # least time from one image to the image of a pause, unless
 
 @dataclass(frozen=True, slots=True)
 class Lies:
-    """The content of the slab, now or after staging: the state of a job off its slot."""
+    """The image in the slab, or on its way there: the state of a job off its slot."""
 
     step: int
     fingerprint: JSON
     captured: Captured
     layout: Layout
-    lacks: list[str]  # the late inputs that a graph had not taken in
+    lacks: list[str]  # late inputs that the graph had not used yet
     round: int = 0
 
     def index(self) -> JSON:
@@ -48,7 +48,7 @@ class Images:
     def __init__(self, work: Work) -> None:
         self.work, self.staging = work, Staging(work.slab, work.watch, work.accelerator)
         self.absence = Absence(work.slab, work.accelerator, self.staging.pinned)
-        self.lies: Lies | None = None  # set while nothing steps
+        self.lies: Lies | None = None  # True while no step runs
         self.busy = False  # an image is in the slab or on its way there
         self.failed = False  # the last image was not stored; the supervisor says when to retry
         self.last_step: int | None = None  # step of the newest image that is stored or on its way
@@ -149,7 +149,7 @@ class Images:
         self.left_s = max(self.left_s, time.monotonic() + for_s - SAVES_APART_S)
 
     def look(self) -> None:
-        """Check off the slot whether a process of the job has spoiled the image."""
+        """Check, while off the slot, whether a process of the job has spoiled the image."""
         if not self.staging.is_copying and self._is_spoiled():
             self.left_s = time.monotonic()  # retry soon, but not in a tight loop
 
@@ -157,7 +157,7 @@ class Images:
         spoiled, self.staging.spoiled = self.staging.spoiled, False
         if spoiled:
             self.busy, self.last_step = False, None
-            # if memory is away, only the report failed
+            # if the memory is off the device, only the report failed
             self.lies = self.lies if self.absence.away else None
             self.work.outgoing.next()
         return spoiled
@@ -177,5 +177,5 @@ class Images:
         except Abandoned:
             pass  # the main thread will notice
         except (OSError, slabs.BadIndex):
-            traceback.print_exc()  # into the job's log; the next image retries
+            traceback.print_exc()  # printed into the job's log; the next image is a new try
             self.staging.spoiled = True

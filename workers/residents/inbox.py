@@ -63,7 +63,7 @@ def _files(work: Work, count: int) -> list[int]:
 def _take_turn(work: Work, message: JSON) -> None:
     """Note an order to pause, to yield for the slices of others, or to take the slot."""
     match message["is"]:
-        case "go":  # sent only after the supervisor heard that it paused
+        case "go":  # the supervisor sends this only after it heard of the pause
             work.wishes -= {"pause", "yield"}
             work.wishes.add("go")
         case "yield":

@@ -14,8 +14,8 @@ from workers.residents.work import Work
 from workers.switching import context_switch
 from workers.switching import image_file as images
 
-UNHEARD_S = 0.1  # wait for a late input, usually on its way, before asking for it
-PUT_AGAIN_S = 1.0  # before a failed output is stored again
+UNHEARD_S = 0.1  # wait for a late input, which is usually on its way, before asking for it
+PUT_AGAIN_S = 1.0  # pause before a failed output is stored again
 
 
 NOT_LOADED = "An input could not be loaded: "
@@ -74,7 +74,7 @@ def await_inputs(work: Work, job: GraphJob) -> None:
 
 
 class FirstExecutor:
-    """The ties of a partition's first executor to the outside: late inputs, and early outputs.
+    """Handles late inputs and early outputs of a partition, in its first executor.
 
     The gang waits on its slots for an input as a single executor does (`await_inputs`): for the
     time that a launch takes, or longer while no other task wants the device.  That time begins when
@@ -86,7 +86,7 @@ class FirstExecutor:
         self.since_s: float | None = None  # since when the next node has been waiting
         self.still_s: float | None = None  # since when all executors have been waiting
         self.seated_s = work.seated_s  # value of `Work.seated_s` at that time
-        self.port = job.lacked()  # the input that it has waited for since then
+        self.port = job.lacked()  # the input for which the gang has waited since then
         self.has_asked = self.has_left = False
 
     @property
@@ -131,14 +131,15 @@ class FirstExecutor:
         return not self.has_asked and bool(self.job.lacks) and _seconds(self.since_s) >= UNHEARD_S
 
     def _may_leave(self) -> bool:
-        """True if the gang has waited for too long, and all that it made is durable or lost."""
+        """True if the gang has waited for too long, and all its outputs are durable or lost."""
         if self.has_left or not self.job.lacks or self.since_s is None:
             return False
         if not self.job.stands_still:
             self.still_s = None
             return False
         self.still_s = self.still_s or time.monotonic()
-        # Once all stand still none can make another output, so this order of questions is enough.
+        # Once all executors stand still, none makes another output; so outputs are checked after
+        # that.
         return _seconds(self.still_s) >= self.work.patience_s and not (
             self.work.outgoing.busy or self.job.has_new_outputs
         )

@@ -49,10 +49,10 @@ def pause(work: Work, **told: str) -> None:
     work.is_back_soon = "yield" in work.wishes
     work.wishes -= {"pause", "yield"}
     if work.is_back_soon:
-        work.accelerator.synchronize()  # the device work that it began is part of its slice
+        work.accelerator.synchronize()  # device work that the task began is part of its slice
     if not work.is_back_soon or time.monotonic() - work.reported_s >= REPORT_S:
         progress.report(work)
-    if work.member is not None:  # this process ends if the gang changes its hosts
+    if work.member is not None:  # if the gang changes its hosts, this process ends here
         work.outgoing.hold()  # the conductor waits for outputs that are leaving
     work.say("paused", has_state=work.job is not None, **told)
     work.images.wait(AFTER_PAUSING_S)
@@ -76,7 +76,7 @@ def wait_for_seat(work: Work) -> None:
     while "go" not in work.wishes or work.images.absence.away:
         if "cancel" in work.wishes:
             raise Ending("stopped")
-        if "go" in work.wishes:  # the supervisor stopped waiting for the release, which did happen
+        if "go" in work.wishes:  # the supervisor no longer waits for the release, which did happen
             work.granted_bytes = work.images.absence.bytes
             _return(work)
             continue
@@ -173,7 +173,7 @@ def _save_off_the_seat(work: Work) -> None:
     try:
         work.images.put()
     except Ending as ending:
-        work.ending = ending  # a task ends only in the slot: reported once it is back
+        work.ending = ending  # a task ends only in the slot, so the end is reported once it is back
         if work.member is not None:
             work.say("unsaved")
 

@@ -95,7 +95,7 @@ class Outgoing:
 
     @property
     def is_sending(self) -> bool:
-        """True if an output leaves now, or will by itself."""
+        """True if an output is leaving, or will leave without further calls."""
         return bool(self.leaving) or (bool(self.waiting) and not self.is_held)
 
     @property
@@ -145,7 +145,8 @@ class Outgoing:
             if not self._writes:
                 return None
             output = self.waiting[0]
-            self.leaving[output.what] = output  # first, so that it is always in one of the two
+            # add it first, so that the output is always in one of the two
+            self.leaving[output.what] = output
             self.waiting.popleft()
             self.work.say("saving", at_step=self.work.step, **output.said())
             return output
@@ -171,7 +172,7 @@ def _output(
         if root in work.spec.publish:
             return Published(value, f"result[{root!r}]")
         around, accelerator = work.around, work.accelerator
-        # How far an executor is when an output comes to it depends on the others.
+        # The progress of an executor when an output reaches it depends on the other executors.
         step = 0 if isinstance(work.job, ExecutorJob) else work.step
         return context_switch.stage(
             value, step=step, around=around, accelerator=accelerator, root=root, new=new

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 REPORT_S = 0.2  # progress and metrics are reported at most this often
-FIRST_POINTS_S = 2.0  # how long a new task also reports the metrics of steps in between
+# for so long a new task also reports the metrics of the steps between two reports
+FIRST_POINTS_S = 2.0
 FIRST_POINTS = 32  # most steps with metrics that a new task reports
 FIRST_VALUES = 640  # most metric values that a new task reports, over all steps
 

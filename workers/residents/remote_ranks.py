@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 Live = Callable[["Work"], int]
 
 PRINTED_BYTES = 1 << 16  # most bytes of output to read at once
-PRINTED_PIECES = 256  # most pieces of output to keep while the log is not read
+PRINTED_PIECES = 256  # most pieces of output that are kept while the log is not read
 PRINTED_WITHIN_S = 5.0  # seconds to wait for the log at the end, for each piece
 
 
@@ -253,7 +253,7 @@ class Home(Conductor):
         self.changes = False
         # True for a change by a "go" order, which needs no "resized" report
         self.is_silent = False
-        # True if a host stops: the gang ends when the image of the cut is kept
+        # True if the worker of a host stops: the gang ends when the image of the cut is kept
         self.is_left = False
         self.has_begun = False  # True once the gang has run on its slots
         self.is_off = True  # True if all ranks are off their slots, and begin to send no output
@@ -435,7 +435,7 @@ class Home(Conductor):
 
     def take(self, rank: RankProcess, message: JSON) -> None:
         if message["is"] == "unsaved" and self.changes:
-            self._want_no_more()  # the rank reports the reason once it runs again
+            self._want_no_more()  # the rank reports the reason when it runs again
             self.changes, self.is_seated, self.is_off = False, True, False
             self.tell({"is": "go"}, self.ranks)
         super().take(rank, message)

@@ -1,4 +1,4 @@
-"""Stand at a safe point between two steps, alone or with all ranks of a gang."""
+"""Stop at a safe point between two steps, alone or with all ranks of a gang."""
 
 from __future__ import annotations
 

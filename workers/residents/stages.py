@@ -54,7 +54,7 @@ RESULT_LIMIT_BYTES = 256 * 1024  # in the form of JSON; larger values must be ou
 def take_start(work: Work) -> None:
     while work.start is None:
         inbox.listen(work, None)
-    os.environ.update(work.spec.env)  # before any code of the tenant runs
+    os.environ.update(work.spec.env)  # must happen before any code of the tenant runs
     os.environ.update(work.start.secrets)
 
 
@@ -226,7 +226,8 @@ def run(work: Work) -> None:
     if not checked and not work.is_graph and work.member is None:
         work.points = FirstPoints(until_s=time.monotonic() + FIRST_POINTS_S)
     if work.is_graph and work.member is None:
-        outputs.give_early(work)  # blocks in the image, in case they were not stored before
+        # send blocks of the image again, in case they were not stored before
+        outputs.give_early(work)
     while work.ctx.result is None:
         one_step(work)
         if not checked and work.ctx.result is None:
@@ -307,7 +308,7 @@ def _must_be_capturable(work: Work) -> None:
         raise uncapturable(error) from error
     except ImageTooLarge as error:
         raise too_large(error) from error
-    if work.spec.checkpoint.every_s > 0:  # an image is sure to follow: prepare its memory
+    if work.spec.checkpoint.every_s > 0:  # prepare the memory for an image, as one will follow
         threading.Thread(target=work.slab.make_ready, args=(size,), daemon=True).start()
 
 

@@ -56,19 +56,22 @@ class Work:
     wishes: set[str] = field(default_factory=set)
     reported_s: float = -math.inf
     saved_s: float = 0.0
-    ending: Ending | None = None  # why no image can be made; reported once it is back in the slot
+    # why no image can be made; reported when the task is back in the slot
+    ending: Ending | None = None
     # port -> file of a late input that arrived
     arrived: dict[str, int] = field(default_factory=dict)
-    seated_s: float = 0.0  # when it last took the slot, except after slices of others
-    patience_s: float = 0.0  # how long it may wait for an input in the slot
-    outside: FirstExecutor | None = None  # for the first executor of a partition
+    seated_s: float = 0.0  # when the task last took the slot, except after slices of others
+    patience_s: float = 0.0  # how long the task may wait for an input in the slot
+    outside: FirstExecutor | None = None  # set in the first executor of a partition
     base_bytes: int = 0
-    is_back_soon: bool = False  # off the slot only for the slices of co-located tasks
-    turn: int = 0  # number of the last order about the place of its memory
+    # True if the task is off the slot only for the slices of co-located tasks
+    is_back_soon: bool = False
+    turn: int = 0  # number of the last order to move memory off the device or back
     before_bytes: int = 0  # memory of the process when it was told to release memory
-    lazy_bytes: int = 0  # released, not reused, and not yet taken back by the kernel
-    granted_bytes: int = 0  # device memory granted for its return
-    staged_s: float = 0.0  # time at safe points spent on copying its state
+    # bytes that were released, not reused, and not yet taken back by the kernel
+    lazy_bytes: int = 0
+    granted_bytes: int = 0  # device memory that the task may take when it returns
+    staged_s: float = 0.0  # time spent at safe points to copy the state
     ctx: Context = None  # type: ignore[assignment]  # filled by load_code
     around: Surroundings = None  # type: ignore[assignment]
     lent: Lent = field(default_factory=Lent)
@@ -102,7 +105,7 @@ class Work:
         return self.job.count if isinstance(self.job, GraphJob) else self.step
 
     def away(self, waits_for: str) -> contextlib.AbstractContextManager[None]:
-        """Let the other ranks of its gang run while it waits for something from outside."""
+        """Let the other ranks of the gang run while this rank waits for something from outside."""
         return self.member.away(waits_for) if self.member else contextlib.nullcontext()
 
     def say(self, word: str, **said: Any) -> None:

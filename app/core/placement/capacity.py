@@ -47,7 +47,7 @@ class Stock:
             self.rivals[one.parent] += one.weight
 
     def part(self, tenant: str, tenants: Tenants) -> Fraction:
-        """Return the tenant's fair share of the devices, while all with work there compete."""
+        """Return the tenant's fair share of the devices among all tenants with work there."""
         weight, rivals = self.devices, 1
         for one in _upwards(tenant, tenants):
             itself = 0 if one.id in self.present else one.weight

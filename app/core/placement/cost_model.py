@@ -90,12 +90,12 @@ class PlacementProblem:
     workspace: list[int]
     size: list[int]
     at: list[int]  # per block, a mask of places
-    kept: list[bool]  # per block: needed after the graph too
+    kept: list[bool]  # per block: True if it is needed after the graph too
     lanes: list[tuple[int, ...]]
     links: list[tuple[int, int]]  # latency in ns, bytes per second
     ways: list[list[tuple[Hop, ...]]]
     places: int
-    host: list[int]  # per place, where its blocks are evicted to
+    host: list[int]  # per place: the place to which its blocks are evicted
     _hops: dict[tuple[int, int], int] = field(default_factory=dict)
     _sources: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
 
@@ -255,10 +255,10 @@ class Timeline:
         self.link_free = [0] * len(problem.links)
         self.begin = [-1] * problem.tasks
         self.end = [-1] * problem.tasks
-        self.sums = [0, 0, 0]  # bytes, those of them for evictions, makespan
+        self.sums = [0, 0, 0]  # bytes, how many of them for evictions, makespan
         self.log: list[tuple[list[Any], int, Any]] = []
-        self.trips: list[Trip] | None = None  # if a list, transfers are recorded
-        # recorded with trips: (block, place, for which task)
+        self.trips: list[Trip] | None = None  # a list in which transfers are recorded, or None
+        # recorded with trips: (block, place, task that needs the memory)
         self.leaves: list[tuple[int, int, int]] = []
         self.budget = budget
         self.seats = seats
@@ -308,7 +308,7 @@ class Timeline:
         return start + option.time_ns
 
     def _ready(self, task: int, option: Option, come: int) -> int:
-        """Return when the task's needs are done and at its places; bring missing blocks there."""
+        """Bring missing blocks to the task's places; return when all its inputs are there."""
         start, end, arrive = 0, self.end, self.arrive
         for other in self.problem.after[task]:
             if end[other] > start:
@@ -436,7 +436,7 @@ class Timeline:
     def _room_for(self, task: int, place: int, needed: int, incoming: int, bound: int) -> int:
         """Reserve at one place; returns when blocks may start to arrive.
 
-        They may arrive while the task before runs, if both fit; else when that task has ended.
+        If both fit, blocks may arrive while the previous task still runs; otherwise after its end.
         """
         over = self.used[place] + needed - bound
         if over > 0:
@@ -505,14 +505,14 @@ class Timeline:
 
 
 class PlacementChoice:
-    """The option of every task, and the bytes that this moves with unlimited memory."""
+    """The option of every task, and the bytes that these options move with unlimited memory."""
 
     __slots__ = ("count", "need", "problem", "seats", "source", "total")
 
     def __init__(self, problem: PlacementProblem, seats: Sequence[int]) -> None:
         self.problem = problem
         self.seats = list(seats)
-        self.count = [[0] * problem.places for _ in problem.size]  # readers at each place
+        self.count = [[0] * problem.places for _ in problem.size]  # number of readers at each place
         self.need = [0] * len(problem.size)
         self.source = list(problem.at)
         for task, options in enumerate(problem.options):

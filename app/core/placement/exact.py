@@ -81,10 +81,10 @@ class _Branches:
         for n in reversed(range(problem.tasks)):
             self.work[n] = self.work[n + 1] + problem.least_work[found.order[n]]
         self.lanes = max(1, sum(len(lanes) for lanes in problem.lanes))
-        self.used = 0  # a mask of places where some task runs
+        self.used = 0  # mask of the places where some task runs
 
     def go(self, n: int) -> None:
-        """Place the n-th task in every way that may still be better."""
+        """Place the n-th task in every way that may lead to a better placement."""
         if n == len(self.order):
             self._keep()
             return

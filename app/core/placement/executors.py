@@ -1,9 +1,9 @@
 """Plans a graph over several executors: which one runs which node, and what passes.
 
 The executors of a graph are the ranks of its gang.  `spread` assigns the nodes ahead of time; the
-planner (`planner`) weighs bytes against time.  `lanes` returns what each executor runs, in the
-one order of all, and what it takes from others, gives to them and frees.  Both are pure functions.
-So every executor knows the whole plan, and no question is needed between two nodes.
+planner (`planner`) weighs bytes against time.  `lanes` returns what each executor runs, in the one
+order of all, and which blocks it takes from others, gives to them and frees.  Both are pure
+functions.  So every executor knows the whole plan, and asks no other between two nodes.
 
 * A mapped node has one shard per item.  Executor `e` of `n` runs the items from `total * e // n` to
   `total * (e + 1) // n`.  What it writes stays there as a part of the list.
@@ -70,9 +70,9 @@ class Stop:
     """A unit in an executor's lane; blocks by number.
 
     `takes` are (block, maker) that the unit reads and other executors make.  `gives` are blocks
-    that it makes and others read.  `frees` are own blocks that no executor needs after it.  `drops`
-    are (block, maker) that this executor no longer needs: blocks of others, and own ones that
-    others may still need.
+    that it makes and others read.  `frees` are own blocks that no executor needs after the unit.
+    `drops` are (block, maker) that this executor no longer needs: blocks of others, and own blocks
+    that others may still need.
     """
 
     at: int
@@ -117,7 +117,7 @@ def spread(
 
 
 def _in_order(graph: TaskGraph, first: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the planned order; nodes whose shards lie apart in it go as near as possible."""
+    """Return the planned order, with the shards of a node as near together as possible."""
     needed, followers = waits(graph), defaultdict[str, list[str]](list)
     for name, others in needed.items():
         for other in others:

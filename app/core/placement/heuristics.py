@@ -1,8 +1,8 @@
 """Placements by simple rules: peers to compare with, and starts of the search.
 
 Each rule takes a problem and returns a whole placement, measured by the same `Timeline` as all
-others.  `RULES` are the peers that Roundhouse is compared with.  `starts` are those with which the
-search begins (`app.core.placement.local_search`).
+others.  `RULES` are the peers with which Roundhouse is compared.  `starts` are the placements with
+which the search begins (`app.core.placement.local_search`).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def ranks(problem: PlacementProblem) -> list[int]:
 
 
 def heft(problem: PlacementProblem) -> Solution:
-    """Place by HEFT (Topcuoglu 2002): by upward rank, each task where it ends first, gaps used.
+    """Place by HEFT (Topcuoglu 2002): by upward rank, each task where it ends first, also in gaps.
 
     As published, it assumes that links are always free; the result is measured like all others.
     """

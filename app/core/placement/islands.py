@@ -3,8 +3,8 @@
 Islands are places with lanes, and the workload is placed on them like a graph on devices
 (`app.core.placement.planner`): the fewest bytes between islands, at a makespan of at most 1.05
 times the best one known.  A block that several islands hold or need crosses once to each of them:
-this is the cut of its hypergraph.  A tenant counts on as many devices of an island as its fair
-share there, and waits for the work that others have queued before.
+this is the cut of its hypergraph.  A tenant can count on its fair share of the devices of an
+island, and waits for work that others have queued there before.
 
 A request of a single task is a graph with one node.  When an island dies, its nodes are assigned
 again, with the nodes that must run again because their blocks died with it; all others stay.
@@ -33,7 +33,7 @@ from app.core.placement.planner import (
 )
 
 EFFORT = Effort(guard=1050)
-FEWEST = 8  # islands that a plan weighs for each node, if there are so many
+FEWEST = 8  # at least so many islands are compared for each node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ class Portions:
     makespan_ns: int
     least_makespan_ns: int
     exact: bool
-    again: tuple[str, ...] = field(default=())  # nodes that had ended, and must run again
+    again: tuple[str, ...] = field(default=())  # nodes that had ended and must run again
 
     @property
     def bytes(self) -> int:
@@ -153,7 +153,7 @@ def _assign(
             (n, kind) for n, island in enumerate(islands) for kind in sorted(island.rooms)
         )
     }
-    most = sum(node.width for node in graph.nodes)  # lanes beyond these would stay empty
+    most = sum(node.width for node in graph.nodes)  # further lanes would stay empty
     speeds, ways = _routes(graph, links, place)
     problem = problem_of(
         graph,
@@ -200,7 +200,7 @@ def _narrowed(
     for nodes in alike.values():
         soonest = set(_soonest(nodes, islands, need[nodes[0].id]))
         if not soonest:
-            return graph, islands  # each of them has a reason to refuse the node
+            return graph, islands  # no island takes the node; each has a reason
         kept |= soonest
     near = tuple(island for island in islands if island.id in kept)
     blocks = (replace(one, at=tuple(id for id in one.at if id in kept)) for one in graph.blocks)

@@ -23,8 +23,8 @@ from app.core.placement.heuristics import Solution, by_start, measure, starts
 
 MOVES = tuple[tuple[int, int], ...]  # (task, option) of all that move together
 
-SMALL = 48  # tasks; up to here all pairs are swapped, above only neighbours
-MANY = 150  # tasks; above, moves are first tried many at a time
+SMALL = 48  # graphs of up to so many tasks: all pairs are swapped; in larger ones only neighbours
+MANY = 150  # graphs of more tasks: moves are first tried many at a time
 NEAR = 6  # distance in the order within which neighbours are swapped
 EXACT = 20  # most tasks with a choice for exhaustive search, with at most MANY tasks in all
 
@@ -74,7 +74,7 @@ def _single(problem: PlacementProblem, effort: Effort) -> Solution:
 
 
 def _is_sweep(problem: PlacementProblem) -> bool:
-    """True if all tasks with a choice have the same one, and none has blocks or an order.
+    """True if all tasks with a choice have equal options, and none has blocks or an order.
 
     All take one lane each.
     """
@@ -161,7 +161,7 @@ class Search:
         return self._within(best)
 
     def _within(self, best: Solution) -> Solution:
-        """Reduce the time if a better makespan, and so a lower limit, is known by now."""
+        """Reduce the time if a better makespan has been found meanwhile, which lowers the limit."""
         if best.makespan_ns > self.limit_ns:
             best = self.sink(best, self.limit_ns, until=self.left - 10 * self.problem.tasks)
         if best.makespan_ns > self.limit_ns and self.quickest:
@@ -421,7 +421,7 @@ class _Pass:
     `cap_ns`.
     """
 
-    PATIENCE = 150  # moves without a new best
+    PATIENCE = 150  # number of moves after which a pass ends without a new best placement
     LOOKS = 12  # per task: evaluations in one pass
     CROWD = 12  # neighbours per block that are evaluated again after a move
 

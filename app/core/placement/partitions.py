@@ -1,19 +1,20 @@
 """Cuts the graph of a task that may use several islands into partitions, each of which is a task.
 
 `cut` gives every node to a partition, one for each island (`islands.apportion`, islands alike): few
-bytes cross at a makespan near the best.  An island schedules a partition with one message, and all
-that holds of tasks holds of partitions: they are paused, moved, begun again, charged and fenced.
+bytes cross at a makespan near the best.  An island schedules a partition with one message.
+Whatever holds for tasks holds for partitions: they are paused, moved, begun again, charged and
+fenced.
 
-* A partition runs its nodes in the order of the plan, and begins when all is there that its first
-  node needs.  All else that it takes from other partitions may come **late**, while it runs.
-* So partitions never wait for each other in a ring before they begin, in however many directions
-  the cut is crossed.  While they run, a node of one may wait for a node of another that waits for a
-  node of the first: all go on, as all run their nodes in the order of one plan.
+* A partition runs its nodes in the order of the plan.  It begins when the inputs of its first node
+  are there.  Its other inputs from other partitions may come **late**, while it runs.
+* So no partitions wait for each other in a circle before they begin, even if blocks cross the cut
+  in both directions.  While they run, a node of one may wait for a node of another that waits for
+  an earlier node of the first.  All go on, because all run their nodes in the order of one plan.
 * A partition that waits for long leaves its device, and comes back when the block is there.
-* The graph stays whole where all that is expected to take as long as on one island.
+* The graph is not cut if it is expected to take as long in parts as on one island.
 
-A block is known by the partition and the node that made it; what is lost is made again by the same
-nodes with the same bits.
+The name of a block has the partition and the node that made it.  A lost block is made again by the
+same nodes, with the same bits.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from app.core.placement.planner import PlannedLink
 
 JSON = dict[str, Any]
 
-MAX_NODES = 2000  # in a graph that is cut; cutting it takes a few seconds
+MAX_NODES = 2000  # most nodes of a graph that is cut; cutting takes a few seconds
 MAX_NAME = 50  # longest name of its task, since partitions are called NAME.NUMBER
 LAUNCH_MS = 100.0  # assumed time from a free slot until a partition runs there
 GIVE_MS = 50.0  # assumed time from the end of a node until its output is known to be in the store
@@ -76,7 +77,7 @@ class Partition:
     after_ms: Mapping[str, float]
 
     def as_json(self) -> JSON:
-        """Return what a launch says of it, beside the graph."""
+        """Return what a launch says of the partition, in addition to the graph."""
         return {
             "nodes": list(self.nodes),
             "takes": dict(self.takes),
@@ -89,7 +90,7 @@ class Partition:
 
 
 def part(graph: TaskGraph, said: JSON | None) -> TaskGraph:
-    """Return what a partition runs of its graph; all of it where nothing is `said`."""
+    """Return the part of the graph that a partition runs; the whole graph if nothing is `said`."""
     if said is None:
         return graph
     chosen, sizes = set(said["nodes"]), declared(graph)
@@ -209,11 +210,12 @@ class _Played:
     begins_ms: float
     free_ms: float
     waits_ms: float = 0.0
-    ran_ms: dict[str, float] = field(default_factory=dict)  # node -> time from its launch
+    # node -> time from the launch of its partition
+    ran_ms: dict[str, float] = field(default_factory=dict)
 
 
 class _Cut:
-    """Plays the nodes of the partitions through, as the islands will run them.
+    """Simulates the nodes of the partitions as the islands will run them.
 
     `planned` has the nodes of each partition in the order of one plan, so that no partitions wait
     for each other in a ring.
@@ -232,14 +234,14 @@ class _Cut:
         self.seats = {name: number for number, names in planned.items() for name in names}
         self.ms = {name: _ms(node) / executors for name, node in self.nodes.items()}
         self.needs = waits(graph)
-        self.there_ms = dict[str, float]()  # node -> when other partitions have what it made
+        self.there_ms = dict[str, float]()  # node -> when other partitions have its blocks
         self.played = dict[int, _Played]()
         for name in TopologicalSorter(self._waits()).static_order():
             self._run(name)
         self.ends_ms = max((one.free_ms for one in self.played.values()), default=0.0)
 
     def _waits(self) -> dict[str, set[str]]:
-        """Return for what each node waits: what it needs, and the one before it in its
+        """Return the nodes for which each node waits: those it needs, and the one before it in its
         partition.
         """
         waits = {name: {*self.needs[name]} for name in self.seats}
@@ -260,7 +262,7 @@ class _Cut:
         self.there_ms[name] = mine.free_ms + GIVE_MS
 
     def _across(self, name: str) -> Iterator[str]:
-        """Yield the nodes of other partitions that this one needs."""
+        """Yield the nodes of other partitions that this partition needs."""
         return (other for other in self.needs[name] if self.seats[other] != self.seats[name])
 
     def found(self) -> tuple[Partition, ...]:
@@ -299,7 +301,7 @@ class _Cut:
 
 
 def _unused(word: str, taken: set[str]) -> str:
-    """The word, with as many "_" behind it as keep its numbers apart from these."""
+    """Return the word with enough "_" appended that numbered names differ from the given names."""
     while any(name.startswith(word) and name[len(word) :].isdigit() for name in taken):
         word += "_"
     return word

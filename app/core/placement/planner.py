@@ -27,8 +27,9 @@ from app.core.placement.heuristics import RULES, Solution, starts
 from app.core.placement.local_search import Effort, Search, solve
 from app.core.units import counted
 
-MAX_COMBINATIONS = 64  # device sets of one gang; above, only neighbours are combined
-TYPICAL_BYTES = 1 << 20  # size of copy by which routes with equally many hops are compared
+# most device sets of one gang; if there were more, only neighbours are combined
+MAX_COMBINATIONS = 64
+TYPICAL_BYTES = 1 << 20  # size of the copy by which routes with equally many hops are compared
 
 
 # --- the values ---------------------------------------------------------------------------------
@@ -38,7 +39,7 @@ TYPICAL_BYTES = 1 << 20  # size of copy by which routes with equally many hops a
 class PlannedBlock:
     """A datablock of a graph: `at` are the places where it lies now, none if a node writes it.
 
-    `to` are places where it must lie at the end.  `keep`: it is needed after the graph, in any
+    `to` are places where it must be at the end.  `keep`: it is needed after the graph, at any
     place.  Places are ids of devices and hosts.
     """
 
@@ -57,7 +58,7 @@ class PlannedNode:
     `devices` is not empty, it can run on those only.  It needs `width` devices of one kind at once,
     each with all that it reads and `memory_bytes` of workspace, and leaves what it writes on all of
     them.  `replaces` maps a written block to a read block whose memory it takes over, if no other
-    node needs the latter (an in-out port).  Nodes in `after` must end first but pass no data.
+    node needs the read block (an in-out port).  Nodes in `after` must end first but pass no data.
     """
 
     id: str
@@ -80,10 +81,10 @@ class PlannedGraph:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedDevice:
-    """A device that takes work in `busy_ns` from now.
+    """A device that takes work from `busy_ns` on, counted from now.
 
-    `presets` are those that the device can be given; None means any.  `memory_bytes` None means no
-    known limit.
+    `presets` are the presets that the device supports; None means any.  `memory_bytes` None means
+    no known limit.
     """
 
     id: str
@@ -436,7 +437,7 @@ def problem_of(
 
 
 def check(graph: PlannedGraph, places: Mapping[str, int]) -> None:
-    """Raises Unplaceable if the graph is not valid: repeated or unknown names, or a cycle."""
+    """Raise Unplaceable if the graph has repeated names, unknown names or a cycle."""
     _named_once("node", [node.id for node in graph.nodes], "two nodes have this name")
     _named_once("datablock", [one.id for one in graph.blocks], "two datablocks have this name")
     written = [id for node in graph.nodes for id in node.writes]

@@ -145,7 +145,7 @@ def find_blockers(board: Board, task: BoardTask, *, gangs: bool | None = None) -
 
 
 def _goes_on_on(board: Board, here: Lane, task: BoardTask, open_: list[str]) -> tuple[str, ...]:
-    """Return the open devices where its processes go on; empty if every device will do."""
+    """Return the open devices on which its processes can go on; empty if any device will do."""
     pool = board.pools.get(task.kind)
     if pool is None or here.choice == task.choice or here.pins:
         return ()
@@ -181,9 +181,10 @@ class _Held(NamedTuple):
     """Why a holder does not give way; all false if it gives way once its turn is over."""
 
     served: bool  # the holder is not better served
-    guaranteed: bool  # better served, but holds no more than its guarantee
-    protected: bool  # would give way, but must not be paused now
-    soon: bool = False  # equally urgent, of the same user: gives way after its minute (F8)
+    guaranteed: bool  # the holder is better served, but holds no more than its guarantee
+    protected: bool  # the holder would give way, but must not be paused now
+    # equally urgent, of the same user: the holder gives way after its minute (F8)
+    soon: bool = False
 
 
 def _holders(board: Board, task: BoardTask, busy: list[BoardStay]) -> dict[str, Any]:
@@ -311,7 +312,7 @@ class WaitingBranch(NamedTuple):
 
 
 def is_wanted(board: Board, device: str) -> bool:
-    """True if a task waits for such a device, or is shut out by a limit above its holder."""
+    """True if a task waits for such a device, or a limit above its holder shuts it out."""
     known, holder = board.devices.get(device), board.stays.get(board.seated.get(device, ""))
     if known is None or board.tree.root.in_line(known.kind):
         return True
@@ -324,7 +325,7 @@ def is_wanted(board: Board, device: str) -> bool:
 
 
 def soonest_first(board: Board, ids: Iterable[str]) -> list[str]:
-    """Return the waiting ones of these few tasks, as they would be picked if no others waited.
+    """Return those of these few tasks that wait, in the order in which they would be picked alone.
 
     Turns that tasks before them will be charged do not count; call again after each pick.
     """
@@ -346,7 +347,7 @@ def _of_branch(board: Board, branch: Branch, task: BoardTask) -> tuple[bool, int
 
 
 WaitingBefore = tuple[list[WaitingBranch], list[int]]
-"""Parties, and how many of each; two lists, as ten thousand pairs would wake the collector."""
+"""Parties and their numbers, as two lists: so many pairs would start the garbage collector."""
 
 
 def before(me: WaitingBranch, k: int, others: Iterable[WaitingBranch]) -> WaitingBefore:

@@ -306,7 +306,7 @@ class Board:
         self._offer(device, old)
 
     def _is_only_renewed(self, device: BoardDevice, old: BoardDevice) -> bool:
-        """True if nothing has changed but the end of the lease, so that no task is decided anew."""
+        """True if only the end of the lease has changed, so that no task must be decided again."""
         pool = self.pools.get(device.kind)
         if pool is None or (device.id in pool.open) != self.open(device):
             return False
@@ -535,7 +535,7 @@ class Board:
         return choice if max(sizes, default=0) >= task.width else task.choice
 
     def lane_elsewhere(self, stay: BoardStay) -> Lane:
-        """Return what a task that runs would need of another device, to go on there."""
+        """Return what a running task would require of another device, to continue there."""
         return with_choice(stay.lane, where_it_goes_on(stay.task))
 
     def is_fresh(self, task: BoardTask) -> bool:
@@ -641,9 +641,10 @@ class Board:
             heappush(self._wake, (not_before_s, task.id))
 
     def _is_away(self, task: BoardTask) -> bool:
-        """True if the task isn't queued now: it moves, isn't loaded, or has no durable image.
+        """True if the task isn't queued now: it is being moved, isn't loaded, or has no durable
+        image.
 
-        Only a gang has to wait for a durable image, but for one whose processes are frozen.
+        Only a gang has to wait for a durable image, and not if its processes are frozen.
         """
         is_kept = task.width == 1 or task.restarts or self.pin(task) is None
         return not is_kept or self.beyond(task) or self._lands(task)
@@ -736,7 +737,7 @@ class Board:
             stay = self._seat(task)
         self._measure_turn(stay, task)
         if task.graph:
-            self.tree.version += 1  # other graphs may join it now
+            self.tree.version += 1  # other graphs may now join this one
         if task.width_max:
             self.tree.version += 1  # the task may have become resizable
             if task.elastic and stay.id not in self.elastic and not stay.leaving:
@@ -954,7 +955,7 @@ class Board:
 
     def _set_settled(self, stay: BoardStay) -> None:
         self.settled.setdefault(stay.leaf, {})[stay.id] = stay
-        self.tree.version += 1  # a task of the same user may replace it now
+        self.tree.version += 1  # a task of the same user may now replace it
 
     def unprotected(self, kind: str) -> Mapping[Branch, Mapping[str, BoardStay]]:
         """Return the preemptible stays of a kind by leaf, without those that patience protects.
@@ -1088,8 +1089,8 @@ def place_in_line(task: BoardTask) -> tuple[int, float, str]:
 def waited_longer(fresh: BoardTask, older: BoardTask, now_s: float) -> bool:
     """Rule F8: True if a fresh task gets a device before an older task of its user.
 
-    The fresh task does if it had waited for longer when the older task was paused than the older
-    task has waited since.  So it need not wait until the older task ends; and the longer the older
+    It does if its wait at the moment of the older task's pause was longer than the older task has
+    waited since.  So a fresh task need not wait until the older task ends; and the longer the older
     task waits, the fewer tasks pass it.
     """
     return older.waits_since_s - fresh.waits_since_s > now_s - older.waits_since_s

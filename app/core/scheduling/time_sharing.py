@@ -69,7 +69,7 @@ def _is_plain(branch: Branch) -> bool:
 
 
 def _runs(task: BoardTask) -> bool:
-    """True if the task runs, or will at once, beside others."""
+    """True if the task runs beside others, or will do so at once."""
     return task.state == State.running or (task.shares and task.state == State.starting)
 
 
@@ -352,7 +352,7 @@ def _rank(
 
 
 def _step(here: SharedDevices, leaf: Branch, lane: Lane, device: str) -> int:
-    """Return how far ahead they are, in units that matter; around 0 while they are level."""
+    """Return how far ahead the stays are, in steps of `APART_US`; 0 while they are nearly level."""
     apart = here.usage(lane, APART_US)
     return (here.ahead(leaf, device) + apart // 2) // apart
 
@@ -548,9 +548,9 @@ def _could_run(here: SharedDevices, lane: Lane) -> bool:
 def _owes(
     here: SharedDevices, stay: BoardStay, group: Sequence[BoardStay], leaf: Branch, task: BoardTask
 ) -> bool:
-    """True if the stay would give way to a task of its tenant, but other stays do not.
+    """True if the stay would give way to a task of its tenant, but the other stays would not.
 
-    While the stay continues, the others never give way: its tenant has what it is owed.
+    While this stay continues, the others never give way, because its tenant has what it is owed.
     """
     if stay.leaf.top is not leaf.top or stay.leaf is leaf:
         return False

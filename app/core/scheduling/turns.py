@@ -7,9 +7,9 @@ the branches above the task.  At the end of a turn the device walks the tree fro
 lowest usage per weight.  So shares follow the weights within turns, not within rounds of the
 island, and a task with too long a turn then waits longer.
 
-What always holds (tested): take two tasks that share all the time, once the less served one has
-caught up.  Then neither is ahead, per weight, by more than one of its own turns.  The module has no
-side effects: values in, values out.
+Invariant (tested): of two tasks that share a device all the time, neither is ahead, per weight, by
+more than one of its own turns, once the less served one has caught up.  The module has no side
+effects: values in, values out.
 """
 
 from __future__ import annotations

@@ -46,7 +46,8 @@ class Tenant(Base):
     max_running: Mapped[int | None]
     max_queued: Mapped[int | None]
     idle_pause_s: Mapped[int | None]
-    session_end_s: Mapped[int | None]  # a session without input for so long ends; null: as above
+    # a session without input for so long ends; null: what the tenant above says
+    session_end_s: Mapped[int | None]
     network: Mapped[list[Any] | None] = mapped_column(JSONB(none_as_null=True))
     tier: Mapped[str] = mapped_column(server_default="standard")
     version: Mapped[int] = mapped_column(server_default="1")

@@ -168,7 +168,7 @@ class Task(Base):
     away: Mapped[list[Any]] = json_column("[]")
     pauses: Mapped[int] = mapped_column(server_default="0")
     lost_steps: Mapped[int] = mapped_column(BigInteger, server_default="0")
-    # the most that heartbeats told, over all epochs
+    # highest values in heartbeats, over all epochs
     peak_device_bytes: Mapped[int] = mapped_column(BigInteger, server_default="0")
     peak_host_bytes: Mapped[int] = mapped_column(BigInteger, server_default="0")
     # highest use of resources on the task's host (`provisions.resources`)

@@ -28,12 +28,12 @@ class NetworkUse:
 
 
 def network_use(session: Session, tasks: Sequence[Task]) -> dict[str, NetworkUse]:
-    """Return what those of the tasks used that may reach the network, by task."""
+    """Return by task what the tasks that may reach the network used of it."""
     wishes = {task.id: wish["allow"] for task in tasks if (wish := task.descriptor.get("network"))}
     if not wishes:
         return {}
     sums = (func.sum(Placement.network[name].astext.cast(BigInteger)) for name in FIGURES)
-    whose = func.coalesce(Task.gang_id, Task.id)  # a ticket's placement has ranks of its gang
+    whose = func.coalesce(Task.gang_id, Task.id)  # the placement of a ticket has ranks of its gang
     query = select(whose, *sums).join(Task, Task.id == Placement.task_id)
     query = query.where(or_(Task.id.in_(wishes), Task.gang_id.in_(wishes)))
     rows = session.execute(query.group_by(whose)).all()

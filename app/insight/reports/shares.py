@@ -379,10 +379,10 @@ def _capacity(session: Session, now: datetime) -> dict[str, int]:
 
 
 def _holders() -> Select[Placement]:
-    """Select the placement that holds each device, one for a device.
+    """Select for each device the placement that holds it.
 
-    A task that was told to leave holds its device until it has left.  Among tasks that share a
-    device, the first to come counts.
+    A task that was told to leave holds its device until it has left.  If tasks share a device, the
+    task that came first counts.
     """
     return select_holders().ext(distinct_on(Placement.device_id))
 
@@ -500,7 +500,7 @@ def _of_kind(share: TenantShare, kind: str) -> KindShare:
 
 
 def verdict_of_all(shares: Sequence[TenantShare]) -> str:
-    """Say the same for a platform administrator, about all tenants."""
+    """Say who runs first for a platform administrator, about all tenants."""
     kinds = shares[0].kinds if shares else ()
     devices = sum(kind.devices for kind in kinds)
     tops = [share for share in shares if not share.depth]

@@ -173,8 +173,8 @@ EXPLAINED = 50
 
 
 def movement_of(task: Task) -> str:
-    """Say what becomes of a task that leaves its device, and why."""
-    run = task.descriptor.get("run") or {}  # the ticket of a gang has none
+    """Say what happens to a task that leaves its device, and why."""
+    run = task.descriptor.get("run") or {}  # the ticket of a gang has no descriptor
     run_kind = next((kind for kind in RUNS if kind in run), "")
     return process_images.movement(run_kind, task.capabilities, task.bound_because)
 

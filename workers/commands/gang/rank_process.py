@@ -1,7 +1,7 @@
 """Joins a process of a command to its gang when it asks for its process group
 (`workers.commands.site`).
 
-    script -> init_process_group(...) -> here: joined to the gang -> the group is ours
+    script -> init_process_group(...) -> here: joined to the gang -> the group is `splice`
 
 From then on the process takes turns with the other ranks, as a rank of a job does; before that it
 runs like any process.  The first process of a rank that asks becomes the rank.  Further processes

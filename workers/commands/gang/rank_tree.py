@@ -1,7 +1,7 @@
 """The stub's side of ranks whose processes can be stored: they lie below one process (`trunk`).
 
-The trunk runs as the user of the command, so what it says is not trusted: at most its own command
-ends early.
+The trunk runs as the user of the command, so the stub does not trust its answers: a wrong one can
+at most end its own command early.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from workers.commands.stored_processes import AdoptedProcess, FirstProcess
 JSON = dict[str, Any]
 
 ENDS = "ends"  # file in the working folder with the ranks that have ended
-ANSWER_S = 10.0  # within which a trunk has started its ranks
-_SAID_BYTES = 2**16  # most that is read of what a trunk says
-#: What numbers that the command wrote itself may lead to.
+ANSWER_S = 10.0  # time limit for a trunk to start its ranks
+_SAID_BYTES = 2**16  # most bytes that are read from a trunk
+#: The errors that numbers written by the command may cause.
 _NONSENSE = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
 
 
@@ -83,7 +83,7 @@ class RankTree:
 
     @classmethod
     def adopted(cls, root: FirstProcess, about: JSON) -> RankTree:
-        """Return the tree of an image whose `about` is in its folder."""
+        """Return the ranks of an image, whose `about` lies in its folder."""
         ranks = [AdoptedProcess(int(pid), code) for pid, code in about["ranks"]]
         return cls(root, ranks)
 
@@ -102,7 +102,7 @@ class RankTree:
 def _begun_ranks(fd: int, program: str) -> list[AdoptedProcess]:
     """Return the ranks that a trunk says it has started; raises OSError, also if it says nothing.
 
-    A rank that has begun may stop the trunk, so nobody waits for ever.
+    A rank that has begun may stop the trunk, so the wait has a time limit.
     """
     try:
         said = json.loads(_heard(fd, time.monotonic() + ANSWER_S) or b"{}")

@@ -20,8 +20,8 @@ from workers.ranks.shared_memory import LAND_BYTES, STORED_LAND_BYTES, Arena, Ha
 JSON = dict[str, Any]
 
 GANG = "ROUNDHOUSE_GANG"  # environment variable of a rank: `Handles` and "rank", as JSON
-SITE = Path(__file__).parents[1] / "site"  # part of the PYTHONPATH of its ranks
-LOOK_S = 0.05  # interval of looks whether the number of slots has changed
+SITE = Path(__file__).parents[1] / "site"  # on the PYTHONPATH of the ranks
+LOOK_S = 0.05  # interval at which the stub checks for a changed number of slots
 
 
 class Gang:
@@ -71,9 +71,9 @@ class Gang:
     def has_resized(self) -> int:
         """Return the new number of slots, once, when the ranks have adopted it; else 0."""
         words, seats = self._board.words, turns.seats(self._board)
-        # The request is one word, so it is written whole even without the lock; it is written again
-        # until the ranks have obeyed it.  It is never 0: a rank that has just seen that there is a
-        # request would then find none.
+        # The request is one word, so the write is atomic even without the lock.  The stub writes it
+        # again until the ranks have obeyed.  It is never 0, since a rank that has just seen a
+        # request must not find that there is none.
         if words[turns.WISH] != self._wanted and (words[turns.WISH] or seats != self._wanted):
             words[turns.WISH] = self._wanted
         if self.is_told or seats != self._wanted:
@@ -86,7 +86,7 @@ class Gang:
     def environment(self, rank: int, restarts: int, path: str) -> dict[str, str]:
         """Return a rank's environment: torchrun's variables, and how it finds the other ranks.
 
-        `path` is the PYTHONPATH that it would have alone.
+        `path` is the PYTHONPATH of a command without ranks.
         """
         gang = {**asdict(self.handles), "rank": rank}
         return {
@@ -110,7 +110,7 @@ class Gang:
 
 
 def _free_port() -> int:
-    """Return a free port for torch's own means; a sandbox has its own loopback."""
+    """Return a free port for torch's own rendezvous; a sandbox has its own loopback."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])

@@ -4,7 +4,8 @@
 
 The stub runs it as a program of its own: nothing of the stub is in its memory, and it imports
 little.  It takes over processes that outlive their parent, and writes down how each rank ended.  It
-ends when all ranks have ended, or when one has failed; its status is 0 only if that of each is 0.
+ends when all ranks have ended, or when one has failed.  Its status is 0 only if all ranks ended
+with 0.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def _started(told: dict[str, Any], environment: dict[str, str]) -> subprocess.Po
 
 def _tell(path: Path, ends: list[tuple[int, int]]) -> None:
     draft = path.with_name(f"{path.name}.new")
-    with contextlib.suppress(OSError):  # a full disk: then our own status has to do
+    with contextlib.suppress(OSError):  # the disk is full: the trunk's own exit status must suffice
         draft.write_text(json.dumps(ends))
         draft.replace(path)
 

@@ -1,13 +1,13 @@
-"""Runs the inner end of a tunnel beside a job: in its walls, but not below its process.
+"""Runs the inner end of a tunnel beside a job: in its sandbox, but not below its process.
 
     zygote -> keeper -> this -> inner end (`tunnel_end`) -> a shell
 
 The process of a job is captured as a whole, so nothing is started in it.  The zygote forks this
-process instead, which enters the walls of the job (`sandbox.enter`) as the job's user.
+process instead, which enters the job's sandbox (`sandbox.enter`) as the job's user.
 
 Invariant: as those of a command, the processes below this one run only while the job has the slot
-and the device is trusted.  They end with the tunnel, also those that a shell left in the
-background, and with the job: it is process 1 of the namespace in which they all are.
+and the device is trusted.  They end with the tunnel, even processes that a shell left in the
+background.  They also end with the job, which is process 1 of their namespace.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from workers.process.wire import TrustSeen, Wire
 
 JSON = dict[str, Any]
 
-LOOK_AGAIN_S = 0.25  # whether the device is trusted again
+LOOK_AGAIN_S = 0.25  # interval of looks whether the device is trusted again
 
 
 def serve(control: socket.socket, outer: int, trust: TrustSeen, begin: int) -> int:
@@ -53,7 +53,7 @@ def serve(control: socket.socket, outer: int, trust: TrustSeen, begin: int) -> i
 
 
 class JobShell:
-    """Starts the inner end, and stops and continues its processes as the job has the slot."""
+    """Starts the inner end, whose processes run only while the job has the slot."""
 
     def __init__(self, control: Wire, outer: int, trust: TrustSeen, message: JSON) -> None:
         self.control, self.outer, self.trust, self.message = control, outer, trust, message
@@ -68,7 +68,7 @@ class JobShell:
         return self.is_seated and self.trust.left_us() > 0
 
     def turn(self) -> bool:
-        """Do what is due, then wait; False once the inner end has ended."""
+        """Do what is due, then wait; return False once the inner end has ended."""
         if self.may_run:
             self._run()
         elif self.end is not None:

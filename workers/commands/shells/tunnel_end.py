@@ -2,9 +2,9 @@
 
     python -I -S tunnel_end.py FD TICKET
 
-It runs inside the walls of a command as one more process of the task, and so it is frozen, charged,
-limited and ended like all of them.  It imports only the standard library, because the walls show no
-other package of ours; the frames are those of `provisions.tunnel`.
+It runs inside the sandbox of a command as one more process of the task, so it is frozen, charged,
+limited and ended like the others.  It imports only the standard library, because the sandbox shows
+no package of Roundhouse; the frames are those of `provisions.tunnel`.
 
 A shell gets SIGHUP when the user is gone.  A connection is closed.
 """
@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 HEAD = struct.Struct("!BHI")
 DATA, WINDOW, END, OPEN, RESIZE, EXIT, FAILED, QUIET = range(8)
 FRAME_BYTES, WINDOW_BYTES, CHANNELS_MAX = 2**15, 2**18, 64
-KEPT_BYTES = 2**16  # frames that the outer side has not taken; above that no channel is read
+KEPT_BYTES = 2**16  # bytes that the outer side has not taken; above this limit no channel is read
 LAST_WORDS_S = 0.1  # how long a terminal must be silent after its shell has ended
 LAST_WORDS_MAX_S = 5.0
 CONNECT_S = 2.0
@@ -37,17 +37,17 @@ _GIVEN_BACK = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGHUP, signal.SIGINT, sig
 
 
 class TunnelOver(Exception):
-    """The user is gone, or broke the rules of frames."""
+    """Raised when the user is gone, or broke the rules of frames."""
 
 
 class InnerChannel:
-    """A descriptor inside, and how many bytes more may be sent in each direction."""
+    """A channel: a descriptor, and how many bytes may be sent in each direction."""
 
     def __init__(self, number: int, fd: int) -> None:
         os.set_blocking(fd, False)
         self.number, self.fd = number, fd
-        self.inwards = bytearray()  # came from the user, not written yet
-        self.window = WINDOW_BYTES  # how many bytes the user takes
+        self.inwards = bytearray()  # bytes from the user that are not written yet
+        self.window = WINDOW_BYTES  # how many more bytes the user takes
         self.is_read = self.is_written = True
         self.ends = False  # the user sends no more
 
@@ -86,7 +86,7 @@ class InnerEnd:
         return None
 
     def look(self) -> None:
-        """Do what time or another process has made due."""
+        """Do what is due because time has passed or another process has changed."""
 
     def await_events(self) -> None:
         writes = selectors.EVENT_WRITE if self.leaves else 0
@@ -122,7 +122,7 @@ class InnerEnd:
                 pass
 
     def take(self) -> bool:
-        """Take one frame, if it is all there."""
+        """Take one frame, if all of it has arrived."""
         if len(self.came) < HEAD.size:
             return False
         kind, number, size = HEAD.unpack_from(self.came)
@@ -155,7 +155,7 @@ class InnerEnd:
         self.leaves += HEAD.pack(kind, number, len(body)) + body
 
     def open(self, number: int) -> None:
-        """Connect a channel; a shell has only the one it began with."""
+        """Connect a channel; a shell has only the channel with which it began."""
 
     def resize(self, rows: int, columns: int) -> None:
         """Change the size of the terminal, if there is one."""
@@ -243,7 +243,7 @@ class Shell(InnerEnd):
         return None if self.status is None else LAST_WORDS_S
 
     def look(self) -> None:
-        """End with the shell, once its last words are read."""
+        """End with the shell, once its last output is read."""
         if not self.child or self.is_over:
             return
         if self.status is None:
@@ -256,7 +256,7 @@ class Shell(InnerEnd):
             self.is_over = True
 
     def has_read_all(self) -> bool:
-        """True if the terminal has nothing more to say.
+        """True if no more output comes from the terminal.
 
         A process that the shell left behind may keep the terminal open, and write to it.
         """
@@ -271,7 +271,7 @@ class Shell(InnerEnd):
 
     def finish(self, channel: InnerChannel) -> None:
         with contextlib.suppress(OSError):
-            os.write(channel.fd, b"\x04")  # the end of a file, as typed
+            os.write(channel.fd, b"\x04")  # the character that ends an input, as typed
 
 
 def _is_readable(fd: int) -> bool:
@@ -292,8 +292,9 @@ def _become_shell(slave: int, words: list[str]) -> NoReturn:
         for fd in range(3):
             os.dup2(slave, fd)
         os.closerange(3, 4096)
-        # Ignored by Python, by us, or by a shell that began the device worker in the background:
-        # programs would inherit that, outlive a lost user, and not be interrupted.
+        # Python, this program, or a shell that began the device worker in the background ignores
+        # these signals.  Programs would inherit that: they would outlive a lost user, and could not
+        # be interrupted.
         for number in _GIVEN_BACK:
             signal.signal(number, signal.SIG_DFL)
         argv = words or [_usual_shell()]
@@ -317,7 +318,7 @@ class Forward(InnerEnd):
         if (before := self.channels.get(number)) is not None:
             if before.is_read or not before.ends:
                 raise TunnelOver
-            self.close(before)  # both sides are done with it
+            self.close(before)  # both sides have closed the channel
         port = self.ticket["port"]
         try:
             sock = socket.create_connection(("127.0.0.1", port), CONNECT_S)

@@ -1,4 +1,4 @@
-"""Starts the inner ends of tunnels, beside a command and in its walls (`tunnel_end`)."""
+"""Starts the inner ends of tunnels beside a command, in its sandbox (`tunnel_end`)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class InnerEnds:
 
     def add(self, ticket: JSON, fd: int) -> None:
         """Take a tunnel, whose end starts when the tree may run."""
-        if len(self._waiting) + len(self._started) >= 2 * PER_TASK:  # the device worker counts too
+        # the device worker counts tunnels too
+        if len(self._waiting) + len(self._started) >= 2 * PER_TASK:
             os.close(fd)
         else:
             self._waiting.append((ticket, fd))
@@ -41,7 +42,7 @@ class InnerEnds:
         for ticket, fd in waiting:
             try:
                 self._start(ticket, fd, folder, environment, bound)
-            except OSError as error:  # perhaps the limit of its processes; its tunnel just ends
+            except OSError as error:  # perhaps the limit of processes is reached; the tunnel ends
                 os.write(2, f"Roundhouse: a tunnel could not be started: {error}\n".encode())
             finally:
                 os.close(fd)

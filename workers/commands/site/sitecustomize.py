@@ -1,8 +1,8 @@
-"""What every Python imports first that a rank of a command starts: Python looks for this name.
+"""Runs first in every Python that a rank of a command starts: Python imports a module of this name.
 
-A script that never imports torch.distributed does not notice.  Where that is imported its
-`init_process_group` is replaced by one that first makes the process a rank of its gang; only when
-it is called is more of ours loaded (`workers.commands.gang.rank_process`).
+A script that never imports torch.distributed notices nothing. When a script imports it, this module
+replaces `init_process_group` by a function that first makes the process a rank of its gang. Only a
+call of this function loads more code of Roundhouse (`workers.commands.gang.rank_process`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SITE = Path(__file__).parent
 
 
 class _Watcher:
-    """A finder that finds nothing, but sees what is imported."""
+    """A finder that finds no module, but sees each import."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != _C10D:
@@ -48,7 +48,7 @@ def _joining(stock: Any) -> Any:
 
 @functools.cache
 def _command_rank() -> ModuleType:
-    """Ours, whatever the script calls `workers`; neither gets to see the other's."""
+    """Import our `workers`; the script may have another module of this name."""
     theirs = _put_aside()
     sys.path.insert(0, str(_SITE.parents[2]))
     try:
