@@ -158,9 +158,7 @@ def _files(folder: Path, wanted: _Wanted, withheld: list[str]) -> Iterator[str]:
 
 
 def _fits(path: Path, patterns: tuple[str, ...]) -> bool:
-    """True if a pattern matches: one with a slash as a path from the top, others as a name
-    anywhere.
-    """
+    """True if a pattern matches: with a slash as a path from the top, without as any name."""
     for pattern in patterns:
         bare = pattern.strip("/")
         seen = path.as_posix() if "/" in pattern.rstrip("/") else path.name
@@ -187,7 +185,7 @@ def _zip(folder: Path, names: list[str]) -> bytes:
         for name in names:
             entry = zipfile.ZipInfo(name, _EPOCH)
             entry.compress_type = zipfile.ZIP_DEFLATED
-            entry.create_system = 3  # Unix, so that the mode below is understood
+            entry.create_system = 3  # made on Unix, so that readers use the mode below
             entry.external_attr = (
                 0o100755 if os.access(folder / name, os.X_OK) else 0o100644
             ) << 16

@@ -1,9 +1,9 @@
 """A thin client of the Roundhouse API, for the command line, notebooks and tests.
 
-Three rules always hold.  A call that may have arrived is repeated only if a repetition is harmless:
-that is true of everything but a POST, and a POST carries an `Idempotency-Key`.  An error response
-becomes a `ApiProblem` with everything that the service said.  A broken stream is resumed where it
-broke, by `Last-Event-ID`, so that no event is missed or shown twice.
+Three rules always hold.  A call that may have arrived is repeated only if a repetition is harmless.
+A POST is harmless because it carries an `Idempotency-Key`, and all other calls are anyway.  An
+error response becomes a `ApiProblem` with everything that the service said.  A broken stream is
+resumed where it broke, by `Last-Event-ID`, so that no event is missed or shown twice.
 
 Answers are the service's JSON as dictionaries; nothing is renamed or cached here.
 
@@ -31,7 +31,7 @@ import httpx2
 JSON = dict[str, Any]
 
 TIMEOUT_S = 30.0
-FIRST_PAUSE_S = 0.2  # doubled after each attempt
+FIRST_PAUSE_S = 0.2  # first pause between attempts, doubled after each attempt
 LONGEST_PAUSE_S = 5.0
 SILENCE_S = 45.0  # time limit for silence: the service sends a comment every 15 s into a stream
 PART_BYTES = 32 * 2**20  # bytes of an upload in one call
@@ -40,7 +40,7 @@ _BUSY = frozenset({429, 502, 503, 504})
 
 
 class ClientError(Exception):
-    """The errors that a caller of this module must expect."""
+    """The base of the errors that a caller of this module must expect."""
 
 
 class ApiProblem(ClientError):
@@ -276,10 +276,10 @@ class Client:
         return _body(self._call("PUT", path, json=body))
 
     def patch(self, path: str, body: JSON, *, version: int | None = None) -> JSON:
-        """Change what was read at `version`, if it has versions; a Problem of status 412 if it has
-        another by now.
+        """Change what was read at `version`, if it has versions.
 
-        That also happens if an answer was lost and the repeated change then had no effect.
+        Raises Problem with status 412 if it has a newer version.  That also happens if the answer
+        was lost: then the change was made, and its repetition refused.
         """
         headers = {} if version is None else {"If-Match": f'"{version}"'}
         return _body(self._call("PATCH", path, json=body, headers=headers))
@@ -392,7 +392,7 @@ class _Retries:
         self.left_s, self.next_s, self.sleep = patience_s, FIRST_PAUSE_S, sleep
 
     def wait(self, otherwise: ClientError) -> None:
-        """Sleep, or raise `otherwise` if that would take too long."""
+        """Sleep; raise `otherwise` instead if the sleep would exceed the patience."""
         pause_s = max(self.next_s, getattr(otherwise, "retry_after_s", None) or 0.0)
         if pause_s > self.left_s:
             raise otherwise
@@ -407,7 +407,7 @@ def _passes(problem: ApiProblem) -> bool:
 
 
 def _goes_on(problem: ApiProblem) -> bool:
-    """True if the progress of an upload is to be asked for: another client sends the same, or the
+    """True if a client should ask how far an upload is: another client sends the same file, or the
     service is busy.
     """
     return problem.type == "conflict-state" or _passes(problem)
@@ -430,7 +430,7 @@ def _problem(response: httpx2.Response) -> ApiProblem:
         body = response.json()
     except ValueError:
         body = None
-    if not isinstance(body, dict):  # answered by a proxy between us and the service
+    if not isinstance(body, dict):  # the answer came from a proxy in front of the service
         body = {"title": response.reason_phrase, "detail": response.text[:200]}
     return ApiProblem(response.status_code, body, retry_after_s=_seconds(response))
 

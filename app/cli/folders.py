@@ -26,7 +26,7 @@ _EXECUTABLE = stat.S_IXUSR
 
 
 def read_folder(path: Path) -> tuple[FolderManifest, dict[str, Path]]:
-    """Return the files below a folder, or one file as a folder of its own; and each by its hash.
+    """Return the files below a folder (or one file, as a folder), and the path of each by its hash.
 
     Raises UnreadablePath for links and for what is no plain file.
     """
@@ -50,7 +50,7 @@ def _plain_files(path: Path) -> Iterator[Path]:
             if below.is_symlink() and below.is_dir():
                 raise UnreadablePath(f"{below} is a link to a folder; a folder has no links")
             yield from _plain_files(below)
-    elif path.is_file():  # also a link to a file: its content is uploaded
+    elif path.is_file():  # includes a link to a file: the content is uploaded
         yield path
     else:
         raise UnreadablePath(f"{path} is neither a file nor a folder")

@@ -1,24 +1,24 @@
-"""Tells what a person does in a browser from what its page does by itself.
+"""Tells apart what a person does in a browser and what its page does by itself.
 
-A notebook's page asks its server again and again which kernels there are.  Those calls must not
-bring a session back that has nothing to do.  So this reads what one connection of the browser
-sends: calls that change something, opened pages and messages on WebSockets are input; other calls,
-pings and the bytes of TLS are not.  It runs on the user's own machine and changes nothing.
+A notebook's page asks its server again and again which kernels there are.  These calls must not
+wake an idle session.  So this module reads what one connection of the browser sends: calls that
+change something, opened pages and messages on WebSockets are input; other calls, pings and the
+bytes of TLS are not.  It runs on the user's own machine and changes nothing.
 """
 
 from __future__ import annotations
 
-HEAD_BYTES = 2**16  # a longer head of a call is taken for input
+HEAD_BYTES = 2**16  # a longer head of a call counts as input
 _CHANGING = (b"POST", b"PUT", b"PATCH", b"DELETE")
 _MESSAGES = (1, 2)  # opcodes of text and bytes
 
 
 class BrowserInput:
-    """Follows one connection."""
+    """Follows one connection of the browser."""
 
     def __init__(self) -> None:
-        self._kept = b""  # a head that is not complete
-        self._skipped = 0  # bytes of a body, or of a frame, that follow
+        self._kept = b""  # the beginning of a head that is not complete yet
+        self._skipped = 0  # number of bytes of a body or frame that are still to come
         self._is_socket = False
 
     def holds_input(self, data: bytes) -> bool:
@@ -60,7 +60,7 @@ class BrowserInput:
         return len(head) + len(end), method in _CHANGING or opens_page
 
     def _frame(self, data: bytes) -> tuple[int, bool]:
-        """Read the head of a frame of a WebSocket, likewise."""
+        """Read the head of a WebSocket frame; return the same."""
         if len(data) < 2:
             return 0, False
         opcode, size, at = data[0] & 15, data[1] & 127, 2

@@ -24,12 +24,12 @@ from app.core.model.provisions.tunnel import FrameKind
 if TYPE_CHECKING:
     from app.cli.interactive.tunnel_client import UserEnd
 
-PORT = 8888  # inside the task, whose loopback address is its own
+PORT = 8888  # port inside the task, which has a loopback address of its own
 LOOK_AGAIN_S = 0.5
 _PROBE = b"GET /api HTTP/1.0\r\n\r\n"
 _NEVER = "jupyterlab.NeverCheckForUpdate"
-#: Without pings of its server, a page that was away keeps its connection.  Kernels talk over files,
-#: because to look for free ports Jupyter uses SO_LINGER, which the sandbox refuses.
+#: The server sends no pings, so a page that was away keeps its connection.  Kernels talk over
+#: socket files: to find free ports Jupyter would use SO_LINGER, which the sandbox refuses.
 _JUPYTER = [
     *("python", "-m", "jupyterlab", "--no-browser", "--allow-root"),
     *("--ServerApp.ip=127.0.0.1", f"--ServerApp.port={PORT}", "--ServerApp.port_retries=0"),
@@ -86,9 +86,10 @@ def notebook(
 
 def _tell_end(client: Client, task: JSON, why: str) -> None:
     try:
-        client.get(f"/v1/requests/{task['request_id']}", wait="5s")  # until it tells how it ended
+        # wait until the tunnel reports how it ended
+        client.get(f"/v1/requests/{task['request_id']}", wait="5s")
         now = client.get(f"/v1/tasks/{task['id']}")
-    except Unreachable:  # the service was lost, and with it the tunnel; the notebook is elsewhere
+    except Unreachable:  # the service and the tunnel were lost; the notebook still runs
         now = task
     if names.is_unfinished(now):
         err().print(wording.left_notebook(task["request_id"], PORT))

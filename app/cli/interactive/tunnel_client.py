@@ -26,14 +26,15 @@ Write = Callable[[bytes], Awaitable[None]]
 
 @dataclass(eq=False)
 class UserChannel:
-    """One channel; `write` is None once the local side takes no more."""
+    """A channel of the tunnel; `write` is None once the local side takes no more."""
 
     number: int
     write: Write | None
     window: int = WINDOW_BYTES  # how many bytes the task's side takes
-    opened: asyncio.Event = field(default_factory=asyncio.Event)  # set while the window is open
+    opened: asyncio.Event = field(default_factory=asyncio.Event)  # set while the window has room
     received: asyncio.Queue[bytes | None] = field(default_factory=asyncio.Queue)
-    closed: asyncio.Event = field(default_factory=asyncio.Event)  # all that came is given
+    # set when everything that arrived was passed on
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
     failed: str = ""  # why the task's side did not connect it
 
     def grew(self, size: int) -> None:
@@ -47,8 +48,8 @@ class UserEnd:
     def __init__(self, socket: ClientConnection, news: Callable[[JSON], None]) -> None:
         self.socket, self.news = socket, news
         self.channels: dict[int, UserChannel] = {}
-        self.status: int | None = None  # how the shell ended
-        self.why = ""  # why the tunnel ended, as the service said it
+        self.status: int | None = None  # exit status of the shell
+        self.why = ""  # why the tunnel ended, in the words of the service
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -116,7 +117,7 @@ class UserEnd:
                 channel.received.put_nowait(None)
 
     async def _drain(self, channel: UserChannel) -> None:
-        """Give what comes to the local side, and let the task's side send so much again."""
+        """Pass received bytes to the local side, and let the task's side send as many again."""
         while (body := await channel.received.get()) is not None:
             if channel.write is not None:
                 try:

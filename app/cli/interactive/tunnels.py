@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 LEAVE = b"\x1d"  # Ctrl-]
 READ_BYTES = 2**16
-COMMAND_NOT_OK = 128  # plus the number of the signal that ended it
+COMMAND_NOT_OK = 128  # exit code of a shell that a signal ended: this plus the number of the signal
 
 
 @app.command(rich_help_panel=WORK)

@@ -1,1 +1,1 @@
-"""Defines the values that everything speaks of, and the tables of their lives."""
+"""Defines the values that all rooms share, and the tables of their states."""

@@ -1,14 +1,14 @@
 """Writes frozen dataclasses as JSON and reads them back: one codec for values that travel.
 
 `to_json` omits fields at their default, so that a process of an older version can read a value
-that says nothing new.  `with_texts` turns whole numbers beyond 2^53 into text, for readers outside
-that would round them; `from_json` reads both.
+whose new fields are unused.  `with_texts` turns whole numbers beyond 2^53 into text, for readers in
+other languages, which would round them; `from_json` reads both.
 
 `from_json` fails closed: an unknown field, a missing field or a wrong type raises BadValue with a
-JSON Pointer.  It reads the types that such values are made of: texts, numbers, dataclasses, tuples,
-lists, mappings from texts, and each of them or None.
+JSON Pointer.  It reads texts, numbers, dataclasses, tuples, lists, mappings from texts, and
+optional values of all these types.
 
-A class whose JSON is not an image of its fields registers its `OwnForm`.
+A class whose JSON does not follow its fields registers its `OwnForm`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Reader = Callable[[Any, str], Any]  # reads a JSON value that stands at a JSON P
 
 _LARGE = re.compile("-?[1-9][0-9]{15,4000}")
 _WORDS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
-_PLAIN = frozenset({str, int, float, bool, NoneType})  # JSON as they are
+_PLAIN = frozenset({str, int, float, bool, NoneType})  # values that are JSON already
 _REQUIRED = object()
-EXACT = 2**53  # readers of JSON hold whole numbers up to this one exactly
+EXACT = 2**53  # readers of JSON hold whole numbers up to this number exactly
 
 
 class BadValue(Exception):
-    """The JSON is no such value; `pointer` is the place of the fault."""
+    """Raised for JSON that is not such a value; `pointer` is the place of the fault."""
 
     def __init__(self, pointer: str, detail: str) -> None:
         self.pointer, self.detail = pointer, detail
@@ -40,7 +40,7 @@ class BadValue(Exception):
 
 @dataclass(frozen=True, slots=True)
 class OwnForm:
-    """The functions that write and read a class in a form of its own; `read` raises BadValue."""
+    """The functions that write and read a class with its own JSON form; `read` raises BadValue."""
 
     write: Callable[[Any], Any]
     read: Reader
@@ -173,7 +173,8 @@ def _dataclass(kind: Any) -> Reader:
 
     def read(value: Any, where: str) -> Any:
         _must_be_object(value, where)
-        if not readers:  # made at the first use, as a class may hold values of its own kind
+        # the reader is made at its first use, as a class may hold values of its own type
+        if not readers:
             readers.update({name: _reader(hints[name]) for name in usual})
         if unknown := sorted(value.keys() - readers.keys()):
             raise BadValue(where, f"{kind.__name__} has no field {unknown[0]!r:.80}")

@@ -25,12 +25,12 @@ from enum import StrEnum
 
 class CopyState(StrEnum):
     absent = "absent"
-    in_flight = "in_flight"  # memory is reserved; the block is on its way, or being computed
-    exclusive = "exclusive"  # whole, and the only whole copy
-    shared = "shared"  # whole, as are other copies
-    spilled = "spilled"  # moved to a slower place, to come back here
+    in_flight = "in_flight"  # memory is reserved; the block is being copied or computed
+    exclusive = "exclusive"  # the only whole copy
+    shared = "shared"  # a whole copy beside other whole copies
+    spilled = "spilled"  # moved to a slower place, and to be copied back
     invalid = "invalid"  # the memory is held, but no longer contains this block
-    lost = "lost"  # the place died, and the copy with it
+    lost = "lost"  # the copy was lost when its place died
 
 
 class CopyMove(StrEnum):
@@ -77,7 +77,7 @@ HOLDS_MEMORY = WHOLE | {CopyState.in_flight, CopyState.invalid}
 
 
 class IllegalCopyMove(Exception):
-    """The copy's state does not allow the move."""
+    """Raised when the copy's state does not allow the move."""
 
     def __init__(self, block: str, place: str, state: str, move: str) -> None:
         self.block, self.place, self.state, self.move = block, place, state, move
@@ -88,7 +88,7 @@ class IllegalCopyMove(Exception):
 
 
 class StillNeeded(Exception):
-    """The last whole copy of a block was to be dropped while the block is still needed."""
+    """Raised instead of dropping the last whole copy of a block that is still needed."""
 
     def __init__(self, block: str, place: str, refs: int) -> None:
         self.block, self.place, self.refs = block, place, refs
@@ -99,7 +99,7 @@ class StillNeeded(Exception):
 
 
 class BlockGone(Exception):
-    """A block is needed, no whole copy of it is left, and no task of the graph makes it."""
+    """Raised for a needed block without a whole copy that no task of the graph makes."""
 
     def __init__(self, block: str) -> None:
         self.block = block
@@ -164,7 +164,7 @@ class TrackedBlock:
         return self._moved(place, CopyMove.Fail)
 
     def spilled(self, place: str) -> TrackedBlock:
-        """Move the copy at `place` to a slower place, to come back; another must be whole."""
+        """Move the copy at `place` to a slower place for a while; another copy must be whole."""
         return self._moved(place, CopyMove.Spill)._settled()
 
     def dropped(self, place: str) -> TrackedBlock:

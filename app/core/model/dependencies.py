@@ -1,8 +1,8 @@
 """The tasks of a request as a graph: checks it, orders it, and tells if it can ever run here.
 
 Nodes are tasks.  An edge is a start condition: `after` (order only) or an input (order and data).
-This module knows no time and no devices at work; `core.scheduling.cycle` finds out when an edge is
-met.
+This module knows neither the time nor running devices; `core.scheduling.cycle` decides when an edge
+is met.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def _cycle(descriptor: Descriptor) -> Iterator[Fault]:
 # --- feasibility --------------------------------------------------------------------------------
 
 RANKS_ON_A_DEVICE = 64
-MAX_KNOWN = 10  # models or labels that a fault lists
+MAX_KNOWN = 10  # most models or labels that a fault lists
 PARTING = ("job", "graph")  # the kinds that may run on several devices
 
 
@@ -229,7 +229,7 @@ def _unmet(task: TaskDescriptor, offer: Offer) -> tuple[str, str] | None:
         ("compute_capability", {some.traits.compute_capability for some in offer.alike}),
         ("labels", {label for some in offer.alike for label in some.traits.labels}),
         ("avoid_labels", set[str]()),
-        ("needs", set[str]()),  # names of mounts are not for every tenant
+        ("needs", set[str]()),  # names of mounts are not shown to every tenant
         ("resources", set[str]()),
     ):
         part = replace(part, **{name: getattr(wanted.choice, name)})

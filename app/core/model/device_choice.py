@@ -26,7 +26,7 @@ NEED = re.compile(r"[a-z][a-z-]{0,30}(:[a-z0-9][a-z0-9._-]{0,62})?")
 #: Begins the need of a lock whose packages are ready on the host.
 PACKAGES = "packages:"
 _WORD = re.compile(r"[a-z0-9.+]+")
-_MIG = "mig"  # the word before the profile in the name of an instance of a GPU
+_MIG = "mig"  # the word before the profile in the name of a MIG instance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,8 @@ class DeviceTraits:
     ranks_apart: bool = False
     offers: tuple[str, ...] = ()
     gives: tuple[tuple[str, int], ...] = ()  # resource -> the most for one task
-    builds: tuple[PackageBuild, ...] | None = None  # None: not known, or installed at a launch
+    # None: not known, or packages are installed at a launch
+    builds: tuple[PackageBuild, ...] | None = None
 
 
 NO_TRAITS = DeviceTraits()

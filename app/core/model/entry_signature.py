@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from app.core.model.fields import near_name
 
-LISTED = 10  # unknown parameters reported one by one
+LISTED = 10  # at most so many unknown parameters are reported one by one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,11 +18,11 @@ from app.core.model.wellformed import is_storable
 
 JSON = dict[str, Any]
 
-MAX_FAULTS = 100  # further faults are counted, not listed
+MAX_FAULTS = 100  # most faults that are listed; further ones are counted
 UNKNOWN_TOLD = 10  # unknown fields listed per object; further ones are counted
 MAX_HINTED = 64  # characters; for a longer name no similar name is suggested
 MAX_COMPARED = 200  # known names with which an unknown name is compared
-MAX_DEPTH = 32  # nesting of lists and objects
+MAX_DEPTH = 32  # most levels of lists and objects inside each other
 
 # examples for faults: fields whose form a newcomer may not guess
 _EXAMPLES = {
@@ -43,7 +43,7 @@ _EXAMPLES = {
     "mounts": '{"/data": "imagenet"}',
     "image": '"ubuntu"',
 }
-NEGATIONS = ("not_", "no_", "without_", "exclude_")  # with which a wrong name may begin
+NEGATIONS = ("not_", "no_", "without_", "exclude_")  # prefixes of wrong names
 OF_REQUEST = frozenset({"tier", "priority", "bundle", "labels", "notify", "tasks", "environment"})
 OF_TASK = frozenset(
     {"run", "world_size", "params", "inputs", "outputs", "publish", "start", "devices", "islands"}
@@ -215,7 +215,7 @@ def _example(key: str) -> str:
 
 
 def _place_of(key: str) -> str:
-    """Return where a known field belongs that was written elsewhere; else an empty text."""
+    """Return where a known field belongs if it was written at a wrong place; else ""."""
     if key in OF_REQUEST:
         return "it belongs to the request, beside tasks"
     return "it belongs to a task, beside name and run" if key in OF_TASK else ""

@@ -100,7 +100,7 @@ NOT_STARTED = frozenset({State.blocked, State.waiting})
 
 
 class IllegalMove(Exception):
-    """The task's state does not allow the move."""
+    """Raised when the task's state does not allow the move."""
 
     def __init__(self, task: str, state: str, move: str) -> None:
         self.task, self.state, self.move = task, state, move

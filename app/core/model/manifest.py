@@ -31,8 +31,8 @@ FORMAT = "roundhouse manifest 1"
 
 CHUNK_BYTES = 4 * 2**20  # bytes in each chunk of a large part
 TAIL_BYTES = 2**20  # a last piece smaller than this joins the piece before
-SMALL_BYTES = 2**16  # bytes; smaller parts share chunks
-# bytes; limit of a shared chunk, which is written again if one of its parts changes
+SMALL_BYTES = 2**16  # in bytes; parts below this size share chunks
+# in bytes; limit of a shared chunk, which is written again if one of its parts changes
 GROUP_BYTES = 2**18
 LARGEST_CHUNK_BYTES = CHUNK_BYTES + TAIL_BYTES
 
@@ -53,9 +53,7 @@ _GRAPH = 0
 
 
 class BadManifest(Exception):
-    """The input is not a valid manifest; `path` is the place, like
-    "ranks[0].chunks[3].spans[1]".
-    """
+    """Raised for an invalid manifest; `path` is a place like "ranks[0].chunks[3].spans[1]"."""
 
     def __init__(self, path: str, told: str) -> None:
         self.path, self.told = path, told

@@ -136,7 +136,7 @@ class Pause(Order):
 
     successor: str = ""  # a task that is launched on this device, or ""
     moves: bool = False  # the task continues on another device, which waits for its image
-    notice_us: int = 0  # how long it goes on after it was told; 0: it is not told
+    notice_us: int = 0  # how long the task goes on after its notice; 0: it gets no notice
     why: str = ""  # the reason of its notice (`provisions.notice.NoticeReason`)
 
 
@@ -190,7 +190,7 @@ class Started(Event):
     preset: JSON
     capabilities: list[str]
     resumed: str  # "fresh", "resident" (never left the device), "image"; "folder" for a command
-    # time that the slot stood empty for the task after the task could have taken it
+    # time for which the slot stood empty although the task could have taken it
     switch_us: int = 0
     input_bytes: int = 0  # bytes of all inputs
     fetched_bytes: int = 0  # bytes of the inputs that were read from the store
@@ -229,7 +229,7 @@ class Stored(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Came(Event):
-    """An input that came late has arrived, by one of WAYS."""
+    """A late input has arrived, in one of WAYS."""
 
     port: str
     way: str
@@ -303,7 +303,7 @@ WAYS = ("here", "host", "store")
 
 #: Cause of a failed attempt -> whether another attempt may help (if `retry.max` permits one).
 CAUSES = {
-    "exception": True,  # the tenant's code raised
+    "exception": True,  # the tenant's code raised an exception
     "exit": True,  # the process ended without a message: killed, out of memory, os._exit
     "max_duration": False,  # the task held its slot for max_duration_s
     "uncapturable": False,  # the state cannot be captured, so the task could never be paused
@@ -311,7 +311,7 @@ CAUSES = {
     "secret": False,  # a secret that the task names cannot be given to it
     "device_preset": False,  # the driver of the device refused a setting of the preset
     "bundle": False,  # the code could not be loaded
-    "environment": True,  # the packages that its request brings could not be installed
+    "environment": True,  # the packages of its request could not be installed
     "mount": True,  # a mount cannot be shown on the host, or the tenant may not use it any more
     "image": True,  # the checkpoint could not be restored; an older one is tried
     "host": True,  # another host of the gang was lost: retried without using up an attempt
@@ -343,7 +343,7 @@ class ResidentView:
     state: str
     step: int
     held_us: int
-    order_seq: int  # the highest order of this epoch that the device has handled
+    order_seq: int  # number of the highest order of this epoch that the device has handled
     memory_bytes: int
     staged_us: int = 0
     level: str = "device"
@@ -374,16 +374,16 @@ class Alive:
     `incarnation` names the device worker's process and sorts after those of all processes before
     it.  `facts` describe the device: host, island, kind, threads, memory_bytes, sandbox, torch.
     With the fact "spec" it takes a Launch with a whole descriptor (`core.model.older_launch`), with
-    the fact "image_key" one with that field.
-    `offers` is what the host can do and tasks may need.  A host that may show mounts has the fact
-    "mounts", the hash of those that it knows (`provisions.mounts`), and "images" likewise.
-    `ahead` are the images of expected tasks that are here: {"task", "sha256", "bytes", "us"};
-    `bytes` had to be fetched for the image, which took `us`.  Other hosts reach the device worker
-    at `links`, [address, port].  `secret` opens the blocks that it gives
-    (`workers.transfer.peer_blocks`).  `hung` are [task, epoch] with which the process before was
-    busy when its supervisor hung (`workers.device.hang_report`).  `grace_us` is how long a step may
-    go on after the lease (`core.device.lease`).  `health` is what the device's monitor reads and
-    finds, if it has one (`core.device.health_rules`).
+    the fact "image_key" a Launch with this field.  `offers` is what the host can do and tasks may
+    need.  A host that may show mounts has the fact "mounts", the hash of the mounts that it knows
+    (`provisions.mounts`); "images" is the same for container images.  `ahead` are the images of
+    expected tasks that are here: {"task", "sha256", "bytes", "us"}; `bytes` had to be fetched for
+    the image, which took `us`.  Other hosts reach the device worker at `links`, [address, port].
+    `secret` opens the blocks that it gives (`workers.transfer.peer_blocks`).  `hung` are [task,
+    epoch] with which the process before was busy when its supervisor hung
+    (`workers.device.hang_report`).  `grace_us` is how long a step may go on after the lease
+    (`core.device.lease`).  `health` is what the device's monitor reads and finds, if it has one
+    (`core.device.health_rules`).
     """
 
     device: str
@@ -483,12 +483,12 @@ class Answer:
 
 
 def about_secrets(task: str, epoch: int, device: str) -> str:
-    """Say for which launch secrets are sealed: they open for no other one."""
+    """Return the text that binds sealed secrets to one launch: they open for no other."""
     return f"{task}\n{epoch}\n{device}"
 
 
 def about_image_key(task: str, epoch: int, device: str) -> str:
-    """Say for which launch the key of a task's images is sealed."""
+    """Return the text that binds the sealed key of a task's images to one launch."""
     return f"{about_secrets(task, epoch, device)}\nimages"
 
 

@@ -31,10 +31,12 @@ MOVABLE = "move"  # the capability that a job needs to be moved
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MovePolicy:
     rounds_max: int = 5
-    brief_s: float = 0.1  # seconds; a rest that copies within this time needs no further round
+    # in seconds; a rest that is copied within this time needs no further round
+    brief_s: float = 0.1
     # fraction; the last round must have shrunk the rest by more than this for one more round
     shrinks_by: float = 0.1
-    stopped_s: float = 15.0  # seconds that a task may stand still, besides the time for copying
+    # seconds for which a task may stand still, in addition to the time for copying
+    stopped_s: float = 15.0
     slower_by: float = 4.0  # factor by which copying may take longer than expected
 
 
@@ -163,7 +165,7 @@ def _failed(moving: Moving, scene: MoveScene) -> str | None:
 
 
 def _enough(rounds: tuple[CopyRound, ...], policy: MovePolicy) -> str | None:
-    """Return why no further round is worth it; None if one is."""
+    """Return why no further round is worth its cost; None if a round is."""
     if expected_stop_s(rounds) <= policy.brief_s:
         return "hardly anything is left to copy"
     if len(rounds) >= policy.rounds_max:

@@ -1,4 +1,4 @@
-"""Say what to request for the next task like one that is done."""
+"""Suggests what to request for the next task, from the peaks of a similar task that is done."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPARE = 8  # an eighth of the peak: heartbeats do not see every moment
 def memory_to_request(state: str, peak_bytes: int) -> int | None:
     """Return the bytes to request after such a peak, in whole units.
 
-    None if the task is not done, as it may need more yet, or if nothing was counted.
+    None if the task is not done, as it may still need more, or if nothing was counted.
     """
     if state != State.done or peak_bytes <= 0:
         return None
@@ -29,12 +29,12 @@ def memory_to_request(state: str, peak_bytes: int) -> int | None:
     return -(-asked // UNIT_BYTES) * UNIT_BYTES
 
 
-UNITS = {CPUS: 500, PROCESSES: 8}  # half a processor; of memory and disk: UNIT_BYTES
+UNITS = {CPUS: 500, PROCESSES: 8}  # half a processor; the unit of memory and disk is UNIT_BYTES
 
 
 def resources_to_request(state: str, peaks: Mapping[str, int]) -> Resources | None:
-    """Return the limits to ask for after such peaks of what it took of its host, with an eighth to
-    spare.  None if the task is not done, or if nothing was counted.
+    """Return the limits to ask for after such peaks of host resources, with an eighth to spare.
+    None if the task is not done, or if nothing was counted.
     """
     if state != State.done or not peaks:
         return None

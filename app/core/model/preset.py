@@ -101,7 +101,7 @@ def _default(parameter: Parameter, kind: str) -> Any:
 def promises_bits(params: Mapping[str, Any]) -> bool:
     """True if a task with this preset computes the same bits whenever it is run.
 
-    Otherwise an operation may run that has no deterministic kernel on its device.
+    If False, an operation may run that has no deterministic kernel on its device.
     """
     return params.get("deterministic", True) is True
 

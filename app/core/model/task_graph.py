@@ -41,7 +41,7 @@ from app.core.model.fields import (
 JSON = dict[str, Any]
 
 MAX_NODES = 10_000  # in all sub-graphs together
-MAX_LISTED = 10_000  # blocks in a list that one port takes
+MAX_LISTED = 10_000  # most blocks in a list that one port takes
 MAX_EST_MS = 1e9
 MAX_RANK = 64  # dimensions of a shape
 MAX_BYTES = 2**50
@@ -366,7 +366,7 @@ def _declared_outside(
 
 
 def _lifted(taken: Binding, name: str, given: Mapping[str, Binding]) -> Binding:
-    """Return the binding of an inner port in terms of the outer graph."""
+    """Return what an inner port reads, as a binding of the outer graph."""
     if not taken.is_list and taken.sources[0].startswith(INPUT):
         return given.get(taken.sources[0].removeprefix(INPUT), taken)
     sources = list[str]()
@@ -516,7 +516,7 @@ class _Sizes:
         while isinstance(size, str) and size in self.known:
             passed.append(size)
             size = self.known[size]
-        self.known.update(dict.fromkeys(passed, size))  # the way is short from now on
+        self.known.update(dict.fromkeys(passed, size))  # shorten the chain for later look-ups
         return size
 
     def of(self, tensor: DeclaredTensor) -> DeclaredTensor:
@@ -607,7 +607,7 @@ def least_bytes(
 
 
 def largest(graph: TaskGraph) -> tuple[Node, int]:
-    """Return the node that needs most memory at once by its declarations, and how many bytes."""
+    """Return the node that needs the most memory at once by its declarations, and its bytes."""
     made = declared(graph)
     return max(((node, least_bytes(node, made)) for node in graph.nodes), key=lambda pair: pair[1])
 

@@ -23,7 +23,7 @@ JSON = dict[str, Any]
 SAFETENSORS, NPY = "safetensors", "npy"
 FORMATS = (SAFETENSORS, NPY)
 HEAD_BYTES = 4 * 2**20  # a header must end within this many bytes of the file
-LISTED = 100  # tensors listed in a summary
+LISTED = 100  # most tensors listed in a summary
 
 #: torch's dtype -> its name in safetensors, which has none for the others.
 SAID = {
@@ -44,7 +44,7 @@ _MOST_DIMENSIONS = 64
 
 
 class BadTensorFile(Exception):
-    """The file is neither safetensors nor npy, or not complete; the message says why."""
+    """Raised for a file that is neither safetensors nor npy, or not complete; says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,14 +23,14 @@ _FORMAT = re.compile(r"[a-z0-9]{1,20}")
 _ADDRESS = re.compile(r"[A-Za-z0-9:._%-]{1,253}")
 _PROCESS = re.compile(r"[A-Za-z0-9-]{0,64}")
 _LARGEST = 2**63 - 1
-FINDINGS_MOST = 32  # findings in a report of a device's health
-MAX_PATH = 255  # characters of the path or the target of a mount
-BUILD_TOLD_MOST = 5000  # characters that tell why packages were not installed
-SENTENCE_MOST = 500  # characters of the reason of a finding
+FINDINGS_MOST = 32  # most findings in a report of a device's health
+MAX_PATH = 255  # most characters of the path or the target of a mount
+BUILD_TOLD_MOST = 5000  # most characters of the reason why packages were not installed
+SENTENCE_MOST = 500  # most characters of the reason of a finding
 
 
 class BadMessage(Exception):
-    """The message is not valid."""
+    """Raised for a message that is not valid."""
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ _AHEAD = _object({"task": is_id, "sha256": _is_hash, "bytes": _is_count, "us": _
 
 
 def _is_build(value: Any) -> bool:
-    """True for a state of BUILD_STATES with what is told of it."""
+    """True for [state, text], with one of BUILD_STATES."""
     if not (isinstance(value, list) and len(value) == 2 and value[0] in BUILD_STATES):
         return False
     told = value[1]

@@ -1,1 +1,1 @@
-"""Describes what a job brings or gets: packages, data, variables, network, limits, sessions."""
+"""Describes what a job brings or may use: packages, data, variables, network, limits, sessions."""

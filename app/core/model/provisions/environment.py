@@ -1,5 +1,4 @@
-"""Reads the `environment` of a request: the packages that its tasks bring, from a file of its
-bundle.
+"""Reads the `environment` of a request: the packages of its tasks, from a file of its bundle.
 
 `EnvironmentFile` is what a tenant writes.  A `TaskEnvironment` is what each task of the request
 carries from then on: it is stored with the task, and travels to the device in the launch.  It names
@@ -57,8 +56,8 @@ class EnvironmentFile:
 class TaskEnvironment:
     """The environment of a task: `lock` is the SHA-256 of its locked packages, "" before that.
 
-    With an `own_python` it runs in an interpreter of its own, as only a command may; else in that
-    of the platform.
+    With an `own_python` it runs in an interpreter of its own, as only a command may; otherwise in
+    the platform's interpreter.
     """
 
     python: str

@@ -26,12 +26,12 @@ _HASH = re.compile(r"[0-9a-f]{64}")
 
 
 class BadFolderManifest(Exception):
-    """The manifest is not one of a folder; the message says why."""
+    """Raised for bytes that are no manifest of a folder; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderFile:
-    """One file; of its mode only whether it may be run is kept."""
+    """One file; only the executable bit of its mode is kept."""
 
     path: str
     size_bytes: int
@@ -97,7 +97,7 @@ def _wrong_with(file: FolderFile) -> str:
 
 
 def is_inside(path: str) -> bool:
-    """True for a relative path of plain names: it names one place in the folder, and no other."""
+    """True for a relative path of plain names, which names exactly one place in the folder."""
     parts = path.split("/")
     if len(path) > MAX_PATH or len(parts) > MAX_DEPTH or not path.isprintable():
         return False

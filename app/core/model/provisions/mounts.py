@@ -4,8 +4,8 @@ A mount of the sort "image" is a container image instead, the root of a command
 (`provisions.container_image`).
 
 `mounts: {"/data": "imagenet"}` shows the folder that is registered as `imagenet` at `/data`,
-read-only.  A target is an absolute path that lies over nothing that every sandbox has.  The names
-are known to Postgres (`app.data.mounts`), the folders to the hosts (`workers.process.host_mounts`).
+read-only.  A target is an absolute path that hides no path of the sandbox.  The names are known to
+Postgres (`app.data.mounts`), the folders to the hosts (`workers.process.host_mounts`).
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ def read_mounts(fields: Fields) -> dict[str, str]:
 
 
 def need_of(name: str) -> str:
-    """Return what a device must offer so that a task can use the mount."""
+    """Return the offer that a device must make so that a task can use the mount."""
     return f"mount:{name}"
 
 
 def offer_of(name: str, sort: str) -> str:
-    """Return what a device offers if it can show a mount of this sort."""
+    """Return the offer of a device that can show a mount of this sort."""
     return need_of_image(name) if sort == IMAGE else need_of(name)
 
 
@@ -85,7 +85,8 @@ def digest(paths: Mapping[str, str]) -> str:
 
 
 def is_allowed(tenants: Iterable[str] | None, path: Iterable[str]) -> bool:
-    """True if a tenant may use a mount: it, or a tenant above it on its `path`, is among `tenants`.
+    """True if the tenant with this `path` may use a mount: the tenant, or one above it, is in
+    `tenants`.
 
     None stands for all tenants.
     """

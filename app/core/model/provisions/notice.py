@@ -1,8 +1,9 @@
 """Says what notice a command gets before its processes are stopped for good.
 
 A command with a `notice` may save its work and end by itself, with exit status AGAIN: it then goes
-back to the queue and begins again in its kept working folder.  Whoever waits for the device waits
-for the notice too, so an island bounds it (`notice_us`); the task is charged until it lets go.
+back to the queue and begins again in its kept working folder.  A task that waits for the device
+also waits for the notice, so an island bounds the notice (`notice_us`).  The noticed task is
+charged until it lets go.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class NoticeReason(StrEnum):
     MAX_DURATION = "max_duration"
 
 
-#: The rule of a pause -> the reason of its notice.  By all other rules a command is frozen where it
-#: is and goes on later, so it gets no notice.
+#: The rule of a pause -> the reason of its notice.  A pause by any other rule freezes a command
+#: where it is until it goes on, so it gets no notice.
 OF_RULE = {"drain": NoticeReason.DRAIN, "move": NoticeReason.MOVE, "F5": NoticeReason.RECLAIM}
 
 
@@ -85,7 +86,7 @@ def is_free(noticed: str, held_us: int) -> bool:
     """True if beginning again uses up no attempt of the task.
 
     `noticed` is the reason of the notice that it got, or empty; `held_us` is how long it held its
-    device.  A limit on time that renews itself for nothing would be none.
+    device.  Otherwise a command could evade its time limit by asking again and again.
     """
     if noticed == NoticeReason.MAX_DURATION:
         return False

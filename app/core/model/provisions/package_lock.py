@@ -1,12 +1,12 @@
 """Writes and reads the lock of an environment: exactly which wheels it consists of.
 
 A lock is a short text, addressed by its SHA-256: a head, then one package a line with its hashes,
-sorted.  Equal environments are equal texts, of whatever tenant.  `uv` reads it as requirements with
-hashes.
+sorted.  Equal environments have equal texts, also those of different tenants.  `uv` reads it as
+requirements with hashes.
 
 A lock that lies *over* the platform names the versions of PLATFORM: packages that every process of
-a job has imported before its code begins, so they cannot be replaced.  The lock has none of them.
-A lock that is *alone* has all that it needs.
+a job has imported before its code begins, so they cannot be replaced.  The lock does not contain
+them.  A lock that is *alone* contains everything that it needs.
 """
 
 from __future__ import annotations

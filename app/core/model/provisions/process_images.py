@@ -1,9 +1,9 @@
-"""Says which commands leave their device with their processes, and where these can go on.
+"""Tells which commands leave their device with their processes, and where these can go on.
 
-A device whose start-up trial of CRIU passed offers OFFER, and OFFER with the mark of its host: the
-processes of an image go on only where all that they have chosen code for is equal, which is where
-the mark is equal.  The device worker says of each command whether its processes can be stored; if
-not, it says why, in the words that follow a colon.
+A device whose start-up trial of CRIU passed offers OFFER, and OFFER with the mark of its host.
+Stored processes have chosen code for their processor and driver. They go on only on hosts with the
+same mark, where these are equal.  The device worker reports for each command whether its processes
+can be stored. If not, the reason follows a colon.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def choice_where_it_goes_on(choice: str, offer: str) -> str:
 
 
 def movement(run_kind: str, capabilities: Collection[str], bound_because: str) -> str:
-    """Return in a sentence what becomes of the task if it leaves its device; "" if not known yet.
+    """Return in a sentence what happens to the task if it leaves its device; "" if not known yet.
 
     `bound_because` is why the processes of a command cannot go elsewhere.
     """

@@ -21,9 +21,9 @@ JSON = dict[str, Any]
 
 MAX_BYTES = 2**21  # per file
 MAX_LINES = 20_000
-MAX_LISTED = 20  # faults of one file; further ones are counted
+MAX_LISTED = 20  # most faults listed for one file; further ones are counted
 
-# Spaces are taken once and for good (`*+`): a long run of them takes linear time.
+# Spaces are matched without backtracking (`*+`), so a long run of them takes linear time.
 _NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,126}[A-Za-z0-9])?"
 _EXTRAS = rf"(?:\s*+\[\s*+(?:{_NAME}(?:\s*+,\s*+{_NAME})*)?\s*+\])?"
 _BOUND = r"(?:===|~=|==|!=|<=|>=|<|>)\s*+[A-Za-z0-9_.*+!-]{1,128}"

@@ -1,8 +1,8 @@
 """Says what a task may take of its host: processors, memory, disk and processes.
 
-Each limit that a task asks for is kept by its host, or the task does not run there: a host says
-what it keeps (`offer_of`) and how much it can give one task (the fact GIVES).  A limit is no
-reservation: when all want them, processors are divided among the tasks of a host by weight.
+A task runs only on a host that enforces each limit of the task. A host reports which limits it
+enforces (`offer_of`) and how much it can give one task (the fact GIVES). A limit is no reservation:
+if all tasks of a host want processors, these are divided by weight.
 
 Numbers are whole: processors in thousandths, all else in bytes or pieces.
 """
@@ -32,7 +32,7 @@ FIELDS = {
 LEAST_BYTES = 64 * 2**20
 MOST_BYTES = 2**50
 MOST_CPUS = 4096
-MOST_PROCESSES = 1000  # the limit of every resident
+MOST_PROCESSES = 1000  # the limit of a task that asks for none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,14 +96,12 @@ def read_resources(fields: Fields) -> Resources:
 
 
 def offer_of(resource: str) -> str:
-    """Return the word by which a device says that it keeps this limit, and a task that it needs
-    that.
-    """
+    """Return the word for a limit: a device that enforces it offers the word."""
     return f"limit:{resource}"
 
 
 def lacking(asked: tuple[tuple[str, int], ...], gives: Mapping[str, int]) -> Iterator[str]:
-    """Yield the resources of which a device cannot give as much as is asked."""
+    """Yield the resources that exceed what the device can give."""
     yield from (name for name, most in asked if most > gives.get(name, 0))
 
 

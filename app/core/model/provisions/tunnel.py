@@ -1,12 +1,12 @@
-"""A tunnel carries bytes between a user and a process inside the walls of a running task.
+"""A tunnel carries bytes between a user and a process inside the sandbox of a running task.
 
     user -- WebSocket -- API -- TCP -- device worker -- socket -- helper inside the walls
 
 The user and the helper (`workers.commands.shells.tunnel_end`) exchange frames; no process between
 them reads more than the head of a frame.  A tunnel has channels, numbered by the user's side:
 channel 0 is the terminal of a shell, and each channel of a forwarded port is one connection.  A
-side sends at most `WINDOW_BYTES` of a channel beyond what the other side has taken, so a channel
-that nobody reads does not hold up the others, and no buffer grows.
+side sends at most `WINDOW_BYTES` of a channel beyond what the other side has taken.  So an unread
+channel does not hold up other channels, and no buffer grows.
 
 On the way to the device worker stands a ticket (`TunnelTicket`), which opens one tunnel once.
 """
@@ -33,7 +33,7 @@ TICKET_S = 30.0  # how long a ticket is good
 PER_TASK = 16  # open tunnels
 WORDS_MAX = 64  # per command
 WORD_CHARACTERS = 1024
-SIDE_MAX = 1000  # rows or columns of a terminal
+SIDE_MAX = 1000  # most rows or columns of a terminal
 
 #: Before a frame on TCP and on sockets: kind, channel, length.  A WebSocket message is one frame,
 #: without the length.
@@ -61,8 +61,8 @@ def why_no_tunnel(
     """Say why no tunnel into a task can be opened; "" if one can.
 
     A tunnel into a task that does not run yet, or not now, waits until it does.  A shell in a
-    command is counted with the command; a shell in a job runs beside it, and the device memory that
-    it takes would be counted for no task.
+    command counts as part of the command.  A shell of a job runs beside the job, so device memory
+    that it took would count for no task.
     """
     if state in ENDED:
         return f"the task is already {state}; its processes are gone"
@@ -100,7 +100,7 @@ class FrameKind(IntEnum):
     FAILED = 6  # helper: why a channel cannot be connected
     QUIET = 7  # user: bytes that are no input of a person; they wake no task
     OPENED = 8  # device worker: the tunnel is open
-    REFUSED = 9  # device worker: why it is not
+    REFUSED = 9  # device worker: why the tunnel is not open
 
 
 FROM_USER = frozenset(
@@ -113,11 +113,11 @@ FROM_HELPER = frozenset(
 
 
 class BadFrame(Exception):
-    """The frame is too long, or its kind is not one that this side may send."""
+    """Raised for a frame that is too long, or of a kind that this side may not send."""
 
 
 class BadTicket(Exception):
-    """The ticket is malformed."""
+    """Raised for a malformed ticket."""
 
 
 def checked_head(kind: int, channel: int, size: int, allowed: frozenset[FrameKind]) -> FrameKind:

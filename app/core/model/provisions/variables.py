@@ -1,8 +1,8 @@
 """Reads the environment variables and the names of secrets of a task.
 
-A variable is refused if the platform sets it, if it decides the bits of results or the walls of the
-sandbox, or if it could have no effect: the process of a job, a function or a graph runs already
-when the task's variables are set, so what the loader or the interpreter reads at its start is for
+A variable is refused if the platform sets it, if it decides the bits of results or the sandbox, or
+if it could have no effect. The process of a job, a function or a graph already runs when the task's
+variables are set. So variables that the loader or the interpreter reads at its start are for
 commands only.
 """
 
