@@ -2,11 +2,11 @@
 
 The zygote writes a record before a resident runs any code, and removes the record when the process
 has ended.  So a starting device worker ends all processes of its predecessor, even a process that
-asked the kernel not to die with its parent.  A resident holds no lock of ours: a tenant's process
-could lock any file that it holds.
+asked the kernel not to die with its parent.  A resident holds no lock of the device worker, since a
+tenant's process could lock any file that it has open.
 
 A record is an empty file, named by the boot of the host, the process id, and the start time of the
-process: together they name one process and no other.
+process: together they name exactly one process.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""Accounts for the memory of an accelerator by what its driver counts, not by what jobs say.
+"""Accounts for the memory of an accelerator by its driver's counts, not by the reports of jobs.
 
 The driver counts the bytes of each process on the device: its context, its allocator, all of it.
-Each count is compared with what the residents told since the one before:
+Each count is compared with what the residents reported since the previous count:
 
-* A resident that told less is booked with what the driver counted.
+* A resident that reported less is booked with the driver's count.
 * A resident beyond its cap is ended.
-* A resident that said that it had left the device, and holds more than it said and a context,
-  counts as not having left; it is ended as soon as nothing is lost by that.
+* A resident that reported that it had left the device, but holds more than a context and what it
+  reported, counts as not having left.  It is ended as soon as nothing is lost by that.
 * Memory of processes that are no resident's is missing from the device.  It is booked for the
   tenant whose resident held it, if the driver counted the process before the resident ended.
 
-In a container the driver may name processes by numbers of another PID namespace.  Such counts are
-compared in sum: what exceeds the residents' own words is missing from the device.
+In a container the driver may name processes by numbers of another PID namespace.  Then only the
+sums are compared: what exceeds the residents' reports is missing from the device.
 """
 
 from __future__ import annotations
@@ -25,34 +25,35 @@ from workers.device.resident import Resident, family
 
 log = logging.getLogger(__name__)
 
-#: What a process has on a device beside the memory of its tensors: the context of the driver, and
-#: the workspaces of libraries.
+#: What a process has on a device in addition to the memory of its tensors: the context of the
+#: driver, and the workspaces of libraries.
 CONTEXT_BYTES = 2**30
 
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """Memory on the device of a process that is no living resident's."""
+    """Memory on the device of a process that belongs to no living resident."""
 
     process: int
     held_bytes: int
-    tenant: str  # whose resident the process belonged to; "" if that is not known
+    tenant: str  # tenant of the resident to which the process belonged; "" if unknown
 
 
 class DeviceAccount:
-    """Keeps what the driver counted last on one device.  It runs in the supervisor's thread."""
+    """Keeps the driver's last counts on one device.  It runs in the supervisor's thread."""
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
         self.leftovers: list[Leftover] = []
         # memory of processes that cannot be seen here, above what residents report
         self.unseen_bytes = 0
-        self._tenants: dict[int, str] = {}  # by process with memory on the device
+        # counts by process, of processes with memory on the device
+        self._tenants: dict[int, str] = {}
 
     def cap_bytes(self, resident: Resident, processes: int = 1) -> int:
         """Return the most that the driver may count for a resident with so many processes.
 
-        Each of its ranks has a context of its own; its other processes have none to spare.
+        Each of its ranks has a context of its own; its other processes are allowed none.
         """
         ranks = min(processes, resident.stay.spec.world_size)
         return resident.cap_bytes(self.budget_bytes) + CONTEXT_BYTES * ranks
@@ -62,7 +63,7 @@ class DeviceAccount:
         return self.unseen_bytes + sum(one.held_bytes for one in self.leftovers)
 
     def by_tenant(self) -> dict[str, int]:
-        """Return the left-over bytes of each tenant whose resident held them."""
+        """Return by tenant the bytes that its ended residents left on the device."""
         held: dict[str, int] = {}
         for one in self.leftovers:
             if one.tenant:
@@ -74,7 +75,8 @@ class DeviceAccount:
     ) -> tuple[list[Resident], list[Resident]]:
         """Book what the driver counted, as (process, bytes).
 
-        Returns the residents beyond the cap, and those that said that they had left and have not.
+        Returns the residents beyond the cap, and the residents that reported to have left but have
+        not.
         """
         left = dict(counted)
         tenants: dict[int, str] = {}
@@ -133,5 +135,5 @@ def _own_of(resident: Resident, counted: Mapping[int, int]) -> list[int]:
             if process in counted:
                 own.append(process)
     except (OSError, ValueError):
-        return own  # some have just ended; the next count says more
+        return own  # some processes have just ended; the next count says more
     return own

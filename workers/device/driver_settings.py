@@ -1,8 +1,8 @@
 """Reads and changes the settings of a device in its driver: by NVML, or in a file.
 
-A `DriverSettings` may take long, or never return, so only the thread of
-`workers.device.host.device_presets` uses it.  `AppliedPreset` changes settings and puts
-back what was there before, also after the device worker was killed: it writes that down first.
+A call of `DriverSettings` may take long, or never return, so only the thread of
+`workers.device.host.device_presets` makes one.  `AppliedPreset` changes settings and puts back the
+old values, which it writes down first, so even after the device worker was killed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ JSON = dict[str, Any]
 
 
 class NotSet(Exception):
-    """The driver does not take a setting, or does not answer; the message says why."""
+    """Raised when the driver does not take a setting, or does not answer; says why."""
 
 
 class DriverSettings(Protocol):
@@ -35,11 +35,11 @@ class DriverSettings(Protocol):
         """Return the present value of each preset parameter that the device has.  Raises NotSet."""
 
     def write(self, changes: Mapping[str, Any]) -> None:
-        """Change some of them.  Raises NotSet, perhaps after some were changed."""
+        """Change some settings.  Raises NotSet, perhaps after some were changed."""
 
 
 def find_settings(house: House) -> DriverSettings | None:
-    """Return the way to the device's settings, which is that of its monitor; None without one."""
+    """Return the access to the device's settings, over its monitor; None without a monitor."""
     name, _, folder = house.monitor.partition(":")
     if name == "file":
         return FileSettings(Path(folder) / f"{house.device}.settings.json")
@@ -50,7 +50,7 @@ def find_settings(house: House) -> DriverSettings | None:
 
 
 class AppliedPreset:
-    """Keeps a device's settings as a preset says, and knows what they were before.
+    """Keeps a device's settings as a preset says, and remembers the old values.
 
     `before` has the value that each changed setting had; `file` has the same, for the next worker.
     """
@@ -62,9 +62,9 @@ class AppliedPreset:
             self.before = json.loads(file.read_text())
 
     def apply(self, wanted: Mapping[str, Any]) -> JSON:
-        """Set what is wanted, put all else back, and return the wanted values as read back.
+        """Set the wanted values, put all others back, and return the wanted ones as read back.
 
-        Raises NotSet, after all is as it was before, as far as the driver allows it.
+        Raises NotSet, after putting back all old values, as far as the driver allows it.
         """
         if self.settings is None:
             if wanted:
@@ -73,7 +73,7 @@ class AppliedPreset:
         try:
             return self._apply(self.settings, wanted)
         except NotSet:
-            with contextlib.suppress(NotSet):  # the first error says more
+            with contextlib.suppress(NotSet):  # report the first error, which says more
                 self._apply(self.settings, {})
             raise
 
@@ -122,8 +122,8 @@ _NO_WAY = (
 
 
 class FileSettings:
-    """Keeps settings in a file: for devices without NVML whose settings another program makes true,
-    and for tests.
+    """Keeps settings in a file, for tests and for devices without NVML, whose settings another
+    program applies.
 
     The file is an object: parameter -> {"value"}.  Beside the value may stand: "least" and "most",
     its bounds; "refused", why the driver takes no value; "takes", the value that the driver takes
@@ -193,7 +193,7 @@ class NvmlSettings:
             if "power_limit_w" in changes:
                 limit_mw = round(changes["power_limit_w"] * 1000)
                 _set("power_limit_w", nvml, nvml.nvmlDeviceSetPowerManagementLimit, gpu, limit_mw)
-            clocks = ("memory_clock_mhz", "graphics_clock_mhz")  # NVML sets both at once
+            clocks = ("memory_clock_mhz", "graphics_clock_mhz")  # NVML sets both clocks at once
             if set_ := [name for name in clocks if name in changes]:
                 pair = [changes.get(name, now.get(name)) for name in clocks]
                 _set(" and ".join(set_), nvml, nvml.nvmlDeviceSetApplicationsClocks, gpu, *pair)
@@ -222,7 +222,7 @@ class NvmlSettings:
 
 
 def _told(nvml: Any, question: Callable[..., Any], *about: Any) -> Any:
-    """Return what NVML answers; None if this device has no such setting."""
+    """Return NVML's answer; None if this device has no such setting."""
     try:
         return question(*about)
     except (nvml.NVMLError_NotSupported, nvml.NVMLError_FunctionNotFound):
@@ -239,7 +239,7 @@ def _set(name: str, nvml: Any, order: Callable[..., Any], *how: Any) -> None:
 
 
 def _whole(limit_mw: int | None) -> int | float | None:
-    """Return watts, as a whole number if they are one, as presets have it."""
+    """Return watts: whole numbers as int, like the values of presets."""
     if limit_mw is None:
         return None
     return limit_mw / 1000 if limit_mw % 1000 else limit_mw // 1000

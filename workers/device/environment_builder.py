@@ -3,10 +3,10 @@
     device worker -> this, in the layers of the sandbox that stand here -> uv -> proxy -> index
 
 It sees its own folder, the interpreter and what uv needs to reach the index; no store, no secret of
-ours.  It has no network but a proxy, which reaches the hosts of the index (`workers.egress`), and
-none at all if the index is a folder.  Only where the host reaches the index through a proxy of its
-own is it in the network of the host.  `uv` takes wheels only and checks their
-hashes, so no code of a package runs.  What uv says goes to the standard error.
+Roundhouse.  Its only network is a proxy that reaches the hosts of the index (`workers.egress`);
+with an index in a folder it has none.  If the host reaches the index through a proxy of its own,
+the builder uses the network of the host.  `uv` takes wheels only and checks their hashes, so no
+code of a package runs.  Messages of uv go to the standard error.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> NoReturn:
         os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
     sandbox.die_with_parent()
     sandbox.enclose(room, walls)
-    os.umask(0o022)  # residents may read it
+    os.umask(0o022)  # residents may read the environment
     _, inside = room.inside(walls)
     os._exit(_build(order, inside, has_proxy=room.egress is not None))
 
@@ -72,7 +72,7 @@ def _room(order: JSON, work: Path) -> Room:
 
 
 def _needed(order: JSON) -> Iterator[Path]:
-    """Yield what uv reads: the interpreter, how to reach the index, and its configuration."""
+    """Yield the files that uv reads: the interpreter, its configuration, those of the network."""
     yield Path(order["python"]).resolve().parents[1]
     yield Path(order["uv"])
     if order["wheels"]:

@@ -1,8 +1,8 @@
-"""Passes on which task a supervisor was busy with when it hung, from one device worker to the next.
+"""Tells the next device worker which task the supervisor was busy with when it hung.
 
 The watchdog writes a file before it ends the process.  The next device worker of the device reads
 the file at its start, and reports it until the island acknowledges it (`Alive.hung`).  A device
-worker that is killed writes no file: then no task is to blame.
+worker that is killed writes no file, and no task is blamed.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from app.core.model.messages import Alive
 log = logging.getLogger(__name__)
 
 LOGS_LIMIT_BYTES = 64 * 1024  # limit of log lines in one report
-SOON_S = 0.1  # wait this long, so that events of the same moment share a report
+SOON_S = 0.1  # wait so long that events of the same moment share a report
 CHATTER_S = 0.5  # log lines, metrics and progress are reported at most this often
 
 
@@ -37,8 +37,8 @@ class HeartbeatTransport(Protocol):
 
 
 class Rhythm:
-    """Decides when the next report is due: at once after an event, later after chatter, else every
-    `beat_us`.
+    """Decides when the next report is due: at once after an event, a little later after chatter,
+    otherwise every `beat_us`.
 
     Chatter (log lines, metrics, progress) waits for the answer to the previous report, so that a
     talkative job never piles up reports for an unreachable island.

@@ -49,7 +49,7 @@ class Log:
         for line in whole:
             self._add(stream, _last_frame(line))
         rest = _last_frame(data[end:])
-        # A value that has come in part stays together until all of it is there.
+        # A secret that has arrived in part is held back until all of it is there.
         while len(rest) > LINE_LIMIT_BYTES + self.redactor.longest:
             part, rest = self.redactor.split(rest, LINE_LIMIT_BYTES)
             self._add(stream, part)
@@ -60,7 +60,7 @@ class Log:
         self._add("stderr", self.redactor.clean(text.encode()))
 
     def goes_on_from(self, before: Log) -> None:
-        """Take over the incomplete last lines: what completes them comes here."""
+        """Take over the incomplete last lines, which this stay will complete."""
         self._open, before._open = before._open, self._open
 
     @property

@@ -28,11 +28,11 @@ NVML = "pynvml"  # the module that nvidia-ml-py installs
 
 
 class DeviceLost(Exception):
-    """The driver no longer finds the device."""
+    """Raised when the driver no longer finds the device."""
 
 
 class MonitorGone(Exception):
-    """The monitor itself does not work; the message says why."""
+    """Raised when the monitor itself does not work; says why."""
 
 
 class DeviceMonitor(Protocol):
@@ -43,7 +43,7 @@ class DeviceMonitor(Protocol):
         """
 
     def close(self) -> None:
-        """Give back what the monitor holds; the thread that reads calls it."""
+        """Release what the monitor holds; called by the thread that reads."""
 
 
 def find_monitor(house: House) -> DeviceMonitor | None:
@@ -82,7 +82,7 @@ class FileMonitor:
     def __init__(self, file: Path) -> None:
         self.file = file
         self._seen: int | None = None  # number of codes that were read before
-        self._read_ns = 0  # when the file was written that was read last
+        self._read_ns = 0  # modification time of the file that was read last
 
     def read(self, wait_s: float) -> Reading:
         until_s = time.monotonic() + wait_s
@@ -104,7 +104,7 @@ class FileMonitor:
         return replace(figures, xids=tuple(new))
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: a file holds nothing."""
 
     def _written_ns(self) -> int:
         try:
@@ -209,7 +209,7 @@ class NvmlMonitor:
     def _await_events(self, wait_s: float) -> tuple[int, ...]:
         """Return the codes of the Xid events that come within `wait_s`, up to the first."""
         if self._events is None:
-            time.sleep(wait_s)  # the device tells no events: only its figures are read
+            time.sleep(wait_s)  # the device reports no events, so only its figures are read
             return ()
         try:
             came = self._nvml.nvmlEventSetWait_v2(self._events, int(wait_s * 1000))
@@ -229,7 +229,7 @@ class NvmlMonitor:
         return found
 
     def _ask(self, question: Callable[..., Any], *about: Any) -> Any:
-        """Return what NVML answers; None if this device does not tell it."""
+        """Return NVML's answer; None if this device does not give one."""
         found = self._try(question, *about)
         return None if found is _NOT_HERE else found
 
@@ -255,4 +255,4 @@ class NvmlMonitor:
         return MonitorGone(f"NVML: {error}")
 
 
-_NOT_HERE = object()  # answer to a question that the device does not know
+_NOT_HERE = object()  # the answer of NVML to a question that the device does not support

@@ -9,7 +9,7 @@ chunks.  When the task stops, its last image is fetched while it is still being 
 a command's processes stay in the device worker's own memory until the Launch.
 
 Prefetched data was verified when it came, and no process has the slab until a resident is born with
-it.  Prefetching is only an optimization: what is lost here is fetched again.
+it.  Prefetching is only an optimization: whatever is lost here is fetched again at the launch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 JSON = dict[str, Any]
 
 AGAIN_S = 2.0  # until the retry of a failed fetch
-REMEMBERED = 10_000  # limit of prefetched inputs with a remembered way
+REMEMBERED = 10_000  # most prefetched inputs whose way is remembered
 LOOK_S = 0.05  # interval of looks into the store for an image being written
 
 
@@ -115,7 +115,8 @@ class Coming(threading.Thread):
         elif self.ahead is None or self.ahead.found.sha256 != image.sha256:
             self._fetch(entry, image)
         elif self.house.store.place.is_near:
-            self._wait(None)  # a near store is fast, and shows an image only when it is complete
+            # a store on this machine is fast, and shows an image only when it is complete
+            self._wait(None)
         else:
             self._follow(entry, image)
 

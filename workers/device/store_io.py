@@ -70,8 +70,8 @@ class Fetched:
 
     The image lies in `slab`, which is empty without an image.  `input_bytes` is the size of all
     inputs.  `fetched_bytes` of them were read from the store, as neither this host nor another had
-    them.  `ways` has for each port how the input came: one of core.model.messages.WAYS.  `folders`
-    are the inputs that are folders, by port; their files among `fds` are their manifests.
+    them.  `ways` has for each port how the input arrived: one of core.model.messages.WAYS.
+    `folders` are the inputs that are folders, by port; their files among `fds` are their manifests.
     `secrets` are the values that the launch has sealed, by name; `redactor` knows them.
     """
 
@@ -90,7 +90,7 @@ class Fetched:
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     redactor: Redactor = NO_SECRETS
     manifest: Manifest | None = None  # of the image
-    beside: HeldChunks = field(default_factory=dict, repr=False)  # of its second image
+    beside: HeldChunks = field(default_factory=dict, repr=False)  # chunks of the second image
 
     @property
     def locks(self) -> list[int]:
@@ -203,7 +203,7 @@ def held_image(launch: Launch, house: House) -> HeldContainerImage | None:
         return house.images.opened(name, place)
     except NotUnpacked as error:
         why = str(error)
-    except Exception as error:  # a launch that is tried again would meet it again
+    except Exception as error:  # another try would fail for the same reason
         log.exception("task %s: its container image %s is not unpacked", launch.task, name)
         reason = error.strerror if isinstance(error, OSError) else None
         why = f"this host failed ({reason or type(error).__name__})"
@@ -213,7 +213,7 @@ def held_image(launch: Launch, house: House) -> HeldContainerImage | None:
 def opened_secrets(launch: Launch, house: House) -> tuple[dict[str, str], Redactor]:
     """Open the secrets that the launch has for this host; raises NotFetched.
 
-    A task never runs without one that it names.
+    A task never runs without a secret that it names.
     """
     names, given = launch.spec.secrets, launch.secrets
     if not names:
@@ -390,9 +390,9 @@ def _as_cause(cause: str) -> Iterator[None]:
         yield
     except (Damaged, BadBundle, BadIndex) as error:
         raise NotFetched(cause, str(error)) from error
-    except NoImageKey as error:  # the image is sound, and an older one would need the key too
+    except NoImageKey as error:  # the image is intact, and an older image would need the key too
         raise NotFetched("store", f"Its image cannot be read: {error}.") from error
-    except OSError as error:  # the store is away; its content may be sound
+    except OSError as error:  # the store is away; its content may be intact
         raise NotFetched("store", f"{type(error).__name__}: {error}") from error
 
 

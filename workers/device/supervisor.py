@@ -80,7 +80,8 @@ from workers.transfer.peer_blocks import Giver
 
 log = logging.getLogger(__name__)
 
-SAVE_PART = 0.5  # of the time to drain: what remains to save a command after its notice
+# of the time to drain: of the time to drain: kept for saving a command after its notice
+SAVE_PART = 0.5
 
 
 class Supervisor(threading.Thread):

@@ -58,7 +58,7 @@ Opener = Callable[[TunnelTicket, socket.socket], str]
 
 @dataclass(eq=False)
 class Way:
-    """One direction: what `source` sent and `target` has not taken yet."""
+    """One direction of a tunnel: what `source` sent and `target` has not taken yet."""
 
     source: socket.socket
     target: socket.socket

@@ -1,8 +1,8 @@
 """Sets the device's own part of a preset while a task that has one holds the slot.
 
-A driver may take long to change a setting, or hang.  A thread of its own asks it; until it has
-answered, the words to the task's process are kept back in their order, so the process does not
-begin.  When no task that wants settings holds the slot, they are put back.
+A driver may take long to change a setting, or hang.  So a separate thread asks the driver.  Until
+the driver has answered, messages to the task's process are kept back, in their order, so the
+process does not begin.  When no task that wants settings holds the slot, they are put back.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from workers.transfer.host_context import House
 log = logging.getLogger(__name__)
 
 JSON = dict[str, Any]
-Word = Callable[[int], None]  # sends something to a process, at this time
-ANSWER_US = 30_000_000  # limit for the driver to change its settings
-END_S = 5.0  # limit for it when the worker stops; else the next worker puts them back
+Word = Callable[[int], None]  # sends a message to a process; the argument is the time
+ANSWER_US = 30_000_000  # time limit for the driver to change its settings
+END_S = 5.0  # the same when the worker stops; after that the next worker puts them back
 
 
 class _Change:
-    """A change under way for a process in the slot, with the words kept back from it."""
+    """A change in progress for a process in the slot, with the messages kept back from it."""
 
     def __init__(self, process: int, wanted: JSON, by_us: int) -> None:
         self.process, self.wanted, self.by_us = process, wanted, by_us
@@ -38,7 +38,7 @@ class _Change:
 
 
 class _DriverThread(threading.Thread):
-    """Does one thing after the other; the results are set in this thread."""
+    """Changes settings one after the other; the results are set in this thread."""
 
     def __init__(self) -> None:
         # the thread may hang, and must not keep the worker alive
@@ -52,7 +52,7 @@ class _DriverThread(threading.Thread):
         return future
 
     def end(self) -> None:
-        """Let the thread end after what it was asked for."""
+        """Let the thread end after the changes that it was asked for."""
         self._asked.put(None)
 
     def run(self) -> None:
@@ -75,11 +75,11 @@ class DevicePresets:
         self._applied: AppliedPreset | None = None
         self._asked: JSON = {}  # what the thread was asked to set last
         self._found: JSON = {}  # what the thread read back
-        self._is_settled = True  # the device is as was asked for last
-        self._changes: dict[int, _Change] = {}  # by process that is to begin
+        self._is_settled = True  # True if the device has the settings that were asked for last
+        self._changes: dict[int, _Change] = {}  # changes by process that is to begin
 
     def start(self) -> None:
-        """Put back what a worker that was killed has left, before a task begins."""
+        """Put back settings that a killed worker has left, before a task begins."""
         file = self.house.folder / "settings_before.json"
         self._applied = AppliedPreset(find_settings(self.house), file)
         self._thread.start()
@@ -103,7 +103,7 @@ class DevicePresets:
         self._ask(wanted, lambda error: self._answered(change, error))
 
     def keeps_back(self, process: int, word: Word) -> bool:
-        """Keep a word for the process until it begins; False if it may be sent."""
+        """Keep a message back until the process begins; False if it may be sent now."""
         if (change := self._changes.get(process)) is None:
             return False
         change.words.append(word)

@@ -48,11 +48,11 @@ _BOOT = (
 
 @dataclass
 class ResidentOutlet:
-    """Represents the outlet of one resident; `said` are its last figures of the present proxy."""
+    """Represents the outlet of one resident; `said` are the last figures from the present proxy."""
 
     listener: socket.socket | None = None  # None until the resident has made it
     said: list[int] = field(default_factory=lambda: [0] * len(FIGURES))
-    closing_us: int | None = None  # since when the proxy is to close it
+    closing_us: int | None = None  # when the proxy was told to close the outlet
 
 
 class EgressDesk:
@@ -78,12 +78,13 @@ class EgressDesk:
         self.wire: TenantWire | None = None
         self.started_us = -AGAIN_US
         self.idle_us: int | None = None  # since when there are no outlets
-        self.failed_starts = 0  # in a row; the present one counts until it is ready
+        # failed starts in a row; the present start counts until the proxy is ready
+        self.failed_starts = 0
 
     # --- outlets ---
 
     def expect(self, resident: int) -> int:
-        """Expect the listener of a new resident; return the descriptor by which it sends it."""
+        """Expect the listener of a new resident; return the descriptor over which it comes."""
         ours, theirs = socket.socketpair()
         self.outlets[resident] = ResidentOutlet()
         self.selector.register(ours, selectors.EVENT_READ, lambda: self._take(resident, ours))
@@ -98,7 +99,8 @@ class EgressDesk:
     def is_settled(self, resident: Resident) -> bool:
         """True if nothing of an ended resident is left here.
 
-        Else its outlet closes, and its exit is given again when the last figures are here.
+        Otherwise its outlet closes, and its exit is handled again when the last figures have
+        arrived.
         """
         outlet = self.outlets.get(resident.id)
         if outlet is None:
@@ -112,7 +114,7 @@ class EgressDesk:
         return False
 
     def _take(self, id: int, ours: socket.socket) -> None:
-        """Take the listener of a resident; nothing comes if it has ended before."""
+        """Take the listener of a resident; a resident that ended before sends none."""
         self.selector.unregister(ours)
         with ours:
             _, fds, _, _ = socket.recv_fds(ours, 1, 1, socket.MSG_CMSG_CLOEXEC)
@@ -196,7 +198,7 @@ class EgressDesk:
             boot = _BOOT.format(root=str(ROOT), fd=theirs.fileno())
             self.process = subprocess.Popen(
                 [sys.executable, "-B", "-c", boot],
-                env={"LANG": "C.UTF-8"},  # no secret, and no proxy of the host
+                env={"LANG": "C.UTF-8"},  # without secrets, and without a proxy of the host
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
@@ -284,7 +286,7 @@ class EgressDesk:
             self.rhythm.chatter = True
 
     def _settle(self, id: int) -> None:
-        """Forget a closed outlet, and give the exit of its resident again."""
+        """Forget a closed outlet, and handle the exit of its resident again."""
         outlet = self.outlets.get(id)
         if outlet is None or outlet.closing_us is None:
             raise Nonsense(f"it closed outlet {id}")

@@ -1,8 +1,8 @@
 """Reports which environments lie on this host, and for which versions of Python it can build them.
 
-It has those built that tasks wait for (`workers.transfer.builds_ahead`): the island tells their
-locks, and gives a task a device only where its environment is ready.  Each report has the state of
-every lock that is wanted and not ready.
+It lets the environments be built for which tasks wait (`workers.transfer.builds_ahead`).  The
+island names their locks, and gives a task a device only on a host where its environment is ready.
+Each report has the state of every lock that is wanted and not ready.
 
 The look for interpreters starts programs, so a thread does it.
 """
@@ -30,7 +30,7 @@ JSON = dict[str, Any]
 
 
 class DeviceEnvironments:
-    """Owns what the device says of environments.  Only the supervisor's thread uses it."""
+    """Owns the device's report of environments.  Only the supervisor's thread uses it."""
 
     def __init__(self, house: House, receive: Callable[[Any], None], rhythm: Rhythm) -> None:
         self.house, self.rhythm = house, rhythm
@@ -71,10 +71,10 @@ class DeviceEnvironments:
         return [f"environment:{PLATFORM_PYTHON}", *(f"python:{one}" for one in self._pythons)]
 
     def told(self, locks: Sequence[str]) -> None:
-        """Have exactly these environments built ahead, the first first."""
+        """Have exactly these environments built ahead, in this order."""
         if self._builds is not None and self._builds.want(locks):
             self._seen_ns = -1
-            self.rhythm.happened = True  # the island sees that they are on their way
+            self.rhythm.happened = True  # the island sees that the builds are on their way
 
     def end(self) -> None:
         if self._builds is not None:

@@ -1,8 +1,8 @@
 """Watches the health of the device: a thread reads its monitor, the supervisor judges.
 
-The thread may hang in the driver for ever; the supervisor then hears nothing, and judges that
-(`core.device.health_rules`).  A device does not report, and so gets no work, before it was judged
-once.
+The thread may hang in the driver for ever.  The supervisor then hears nothing, and this silence is
+judged too (`core.device.health_rules`).  A device does not report before its first judgement, and
+so gets no work.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class DeviceHealth:
         self._thread: MonitorThread | None = None
         #: Called in the supervisor's thread with each reading.
         self.on_reading: Callable[[Reading], None] = lambda reading: None
-        self._told: JSON = {}  # the judgement without the figures, as it was seen last
+        self._told: JSON = {}  # the last judgement, without the figures
         self.is_judged = True
 
     def start(self) -> None:

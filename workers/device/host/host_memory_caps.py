@@ -1,7 +1,7 @@
 """Ends a task with a fraction of a CPU device that holds more memory than its part of it.
 
 The kernel counts the memory of its processes.  Where the host's control groups work, they bound it
-too; they also count images and shared memory, so their limit is wider.
+too. They also count images and shared memory, so their limit is higher.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class HostMemoryCaps:
         self._counted_us = 0
 
     def look(self, now_us: int) -> None:
-        """Count if it is time; a task beyond its cap ends."""
+        """Count if a count is due; end a task beyond its cap."""
         if self.house.kind != "cpu" or now_us < self._counted_us + EVERY_US:
             return
         self._counted_us = now_us

@@ -5,8 +5,8 @@ The island names all mounts with their paths.  The host shows a path only below 
 administrator allowed, and only behind the sandbox layer `files`.  A look at a file system may hang
 (NFS), so a thread does it, and at most one at a time.
 
-The paths are written down for the next device worker of the device.  It looks at them before its
-first report, so that a restart takes no mount away from the tasks that ask for it.
+The paths are written down for the next device worker of the device, which looks at them before its
+first report.  So a restart takes no mount away from tasks.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class DeviceMounts:
         self._looks = False
         self._troubles: dict[str, str] = {}
         self._is_awaited = False  # the first report waits for the next look
-        self._patience_us: int | None = None  # until when it does
+        self._patience_us: int | None = None  # when this wait ends
         self.shown: tuple[str, ...] = ()
 
     def start(self) -> None:
@@ -65,7 +65,7 @@ class DeviceMounts:
             try:
                 known = json.loads(self._file.read_text())
                 if all(isinstance(path, str) for path in known.values()):
-                    known = {FOLDER: known, IMAGE: {}}  # an earlier version knew folders only
+                    known = {FOLDER: known, IMAGE: {}}  # an earlier version wrote folders only
                 for sort in self._known:
                     self._known[sort] = {n: p for n, p in known[sort].items() if is_path(p)}
                 self._is_awaited = True

@@ -2,8 +2,8 @@
 
 The kernel enforces most limits by itself (`workers.process.cgroups`, `volumes`).  Only the memory
 of a task that asked for a limit is watched: images of a task lie in memory that the kernel counts
-as the task's own, so the kernel's limit leaves room for them.  Where a host has no control groups,
-the watch is all that limits memory, and the limit of a user's processes is the kernel's older one.
+as the task's own, so the kernel's limit leaves room for them.  On a host without control groups
+only this watch limits memory, and processes are limited by RLIMIT_NPROC.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from workers.process.cgroups import ControlGroups, GroupUsage
 from workers.process.sandbox import SCRATCH
 
 LIMITED_US = 250_000  # how often a task with a limit of memory is looked at
-USUAL_US = 2_000_000  # how often all others are
+USUAL_US = 2_000_000  # how often all other tasks are looked at
 CPUS_OVER_US = 1_000_000  # processors are an average over this time at least
 EXCEEDED = "host_memory"  # the kill reason
 _FIXED = (b"Pss_Anon:", b"Pss_Shmem:")  # rows of smaps_rollup, in KiB
@@ -30,7 +30,7 @@ _TICK_US = 1_000_000 // os.sysconf("SC_CLK_TCK")
 
 
 class ResourceWatch:
-    """Looks at the residents that have the slot; the others hold what they held."""
+    """Looks at the residents that have the slot; the use of the others does not change."""
 
     def __init__(self, lives: DeviceLives, groups: Callable[[], ControlGroups]) -> None:
         self.lives, self.groups = lives, groups
@@ -63,7 +63,7 @@ class ResourceWatch:
             self.lives.give(KillAsked(process=resident.id, reason=EXCEEDED))
 
     def _usage(self, resident: Resident) -> GroupUsage:
-        """Return what it holds: by its control groups, else by what its processes show."""
+        """Return what the resident holds, by its control groups, else by its processes."""
         groups = self.groups()
         counted = groups.usage(str(resident.id))
         if "memory" not in groups.standing:
@@ -74,7 +74,7 @@ class ResourceWatch:
         return counted
 
     def _measure_cpus(self, resident: Resident) -> None:
-        """Take the processors that it used on average, over a second or more.
+        """Measure the processors that it used on average, over a second or more.
 
         The kernel counts the time of each process in ticks, and gives out a limit in periods of a
         tenth of a second: a shorter average of many processes is mostly noise.

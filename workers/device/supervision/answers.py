@@ -68,7 +68,7 @@ class AnswerDesk:
             self.late.given(given)
         self._may_stay(is_wanted=answer.wanted)
         self.lookout.expect(answer.expect, here=[task for task, _ in self.lives.stays])
-        self.rhythm.chatter |= bool(answer.expect)  # more of it will soon be prefetched
+        self.rhythm.chatter |= bool(answer.expect)  # more of the image will soon be prefetched
 
     def _may_stay(self, *, is_wanted: bool) -> None:
         """Tell a task that waits for an input how long it may hold the slot."""
@@ -82,4 +82,4 @@ class AnswerDesk:
         patience_s = self.house.patience_s if is_wanted else self.house.at_rest_s
         for holder in still:
             holder.send("patience", s=patience_s)
-            self.rhythm.chatter = True  # another task may be launched here
+            self.rhythm.chatter = True  # another task may now be launched here

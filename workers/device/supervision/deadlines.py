@@ -1,4 +1,4 @@
-"""Applies all that depends on time alone, and says when that is due next.
+"""Does everything that depends on time alone, and tells when it is due next.
 
 Whether the end of the lease kills a process is decided in `app.core.device.device_machine`.
 """
@@ -74,7 +74,7 @@ class DeadlineWatch:
         self.egress.look(now)
 
     def _flush(self, resident: Resident, now: int) -> None:
-        """Send again what the process did not read; kill a process that never reads."""
+        """Send again what a process did not read; kill a process that never reads."""
         if resident.kill_reason or resident.wire.unread_since_us is None:
             return
         with contextlib.suppress(OSError):  # it is dying; its exit will be reported

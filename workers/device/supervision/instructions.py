@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 
 class InstructionRunner:
-    """Does what the machine says, and decides nothing."""
+    """Carries out what the machine says, and decides nothing."""
 
     def __init__(
         self,
@@ -220,7 +220,7 @@ class InstructionRunner:
             fetched_bytes=stay.fetched_bytes,
             ways=stay.ways,
         )
-        if stay.spec.run.kind == "function":  # cannot pause, and may end in a moment
+        if stay.spec.run.kind == "function":  # such a task cannot pause, and may end in a moment
             self.rhythm.soon(now)
         else:
             self.rhythm.happened = True
@@ -251,7 +251,7 @@ class InstructionRunner:
 
 
 def _capabilities(resident: Resident) -> list[str]:
-    """Return what the task supports; of a command, the device worker knows whether it can move."""
+    """Return what the task supports; only the device worker knows if a command can move."""
     if not resident.is_command:
         return resident.capabilities
     others = [each for each in resident.capabilities if each != MOVABLE]

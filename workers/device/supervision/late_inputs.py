@@ -61,7 +61,7 @@ class LateInputs:
     def _brought(
         self, resident: Resident, port: str, opened: tuple[int, str] | BaseException
     ) -> None:
-        stay = resident.stay  # still of the same task
+        stay = resident.stay  # the process still runs the same task
         if isinstance(opened, BaseException):
             self._lacks_for_good(stay, port, opened)
             return

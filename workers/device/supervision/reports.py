@@ -25,7 +25,7 @@ JSON = dict[str, Any]
 
 
 class DeviceReports:
-    """Owns what the device says of itself, and the thread that sends it."""
+    """Owns the device's report of itself, and the thread that sends it."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class DeviceReports:
         self.pulse = Pulse(transport)
         self.facts: JSON = house.facts
         self.is_trial_over = False  # of storing the processes of commands
-        self.is_stopping = False  # the worker stops once all is saved
+        self.is_stopping = False  # the worker stops once all tasks are saved
         self.hung: list[Any] = []  # tasks that made the previous worker hang, until reported
 
     def forget_hung(self) -> None:
@@ -74,7 +74,7 @@ class DeviceReports:
     def say_goodbye(self) -> None:
         """Send the last report: all events, no residents, and the lease given back."""
         self.pulse.flush(1.0)
-        for _ in range(2):  # twice, as no later report repeats it
+        for _ in range(2):  # sent twice, as no later report repeats it
             self.pulse.say(self.alive(leaving=True))
             self.pulse.flush(1.0)
 
