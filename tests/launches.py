@@ -14,7 +14,10 @@ IN_THE_DESCRIPTOR = (
     "run", "params", "outputs", "publish", "world_size", "checkpoint_every_s", "memory_bytes",
 )  # fmt: skip
 # fields that a flat Launch of older workers never had; a Launch has `secrets` of its own
-LATER = ("env", "notice", "environment", "resources", "secret_names", "session", "from_checkpoint")
+LATER = (
+    "env", "notice", "environment", "resources", "secret_names", "session", "from_checkpoint",
+    "isolation",
+)  # fmt: skip
 
 
 def spec_of(run: dict[str, Any], **more: Any) -> TaskDescriptor:

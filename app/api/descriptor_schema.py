@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from fastapi import Body
 from pydantic import WithJsonSchema
 
+from app.core.model.descriptor import OWN_PROCESS
 from app.core.model.provisions.network_policy import MAX_DESTINATIONS
 from app.core.model.provisions.notice import MOST_S, SIGNALS
 from app.core.model.provisions.session import LEAST_IDLE_S, MOST_IDLE_S, USUAL_IDLE_S
@@ -394,6 +395,13 @@ _TASK = _object(
                 }
             ),
             "description": "a command that a person uses through `roundhouse shell` or `forward`",
+        },
+        "isolation": {
+            "type": "string",
+            "enum": [OWN_PROCESS],
+            "description": "`process`: a function gets a process that no other task uses. Without"
+            " it, functions of one tenant with the same module, bundle, packages, preset and limits"
+            " may run one after another in one process",
         },
     },
     ["name", "run"],

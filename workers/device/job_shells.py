@@ -18,6 +18,11 @@ class JobShells:
         self._forget_ended()
         self._wires.append(wire)
 
+    def is_there(self) -> bool:
+        """True if a process is beside the job."""
+        self._forget_ended()
+        return bool(self._wires)
+
     def seat(self, *, is_seated: bool) -> None:
         """Let them run, or stop them."""
         if is_seated == self.is_seated:

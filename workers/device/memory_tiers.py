@@ -279,5 +279,7 @@ def _level_of(resident: Resident, memory_bytes: int) -> str:
 
 
 def _may_end(resident: Resident) -> bool:
+    if resident.is_resting:
+        return not resident.kill_reason
     off = resident.stay.state == "paused"
     return off and not resident.kill_reason and resident.is_durable and not resident.is_saving

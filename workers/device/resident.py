@@ -180,12 +180,46 @@ class Resident:
         return self.record.paused_us
 
     @property
+    def is_resting(self) -> bool:
+        return self.record.is_resting
+
+    @property
     def is_saving(self) -> bool:
         return self.saves > 0
 
     @property
     def is_command(self) -> bool:
         return self.record.is_command
+
+    def rest(self) -> None:
+        """Stop the process between two functions, so that nothing computes there meanwhile."""
+        self.shells.seat(is_seated=False)
+        self._signal(signal.SIGSTOP)
+
+    def begin_again(self, stay: Stay) -> None:
+        """Let the resting process run the function of another stay."""
+        self.stay.leave_process()
+        self.stay, stay.resident = stay, self
+        self.saved, self.verdict, self.refused = None, None, ""
+        self.preset, self.device_preset, self.capabilities = {}, {}, []
+        self.outputs, self.peaks, self.cpu, self.staged_us = {}, {}, (0, 0), 0
+        self.frames = TokenBucket(FRAMES_BURST, FRAMES_PER_S)
+        self.said_bytes = TokenBucket(BYTES_BURST, BYTES_PER_S)
+        self.calm = TokenBucket(MUTED_BURST_S, MUTED_PER_S)
+        self._signal(signal.SIGCONT)
+
+    def may_rest(self) -> bool:
+        """True if the next function may run in the process: the last one left nothing behind that
+        is seen from here.
+        """
+        if not self.stay.shared_key or self.is_saving or self.leaving or self.pidfd is None:
+            return False
+        if len(self.pipes) < 2 or self.shells.is_there():
+            return False  # it closed its streams; a tunnel leads into its process
+        try:
+            return not below(self.pid)
+        except (OSError, ValueError):
+            return False
 
     def may_give(self, output: str) -> bool:
         declared = output in self.stay.spec.outputs
@@ -325,17 +359,23 @@ class Resident:
 
     def kill(self) -> None:
         """Kill the process and all that it started, at once."""
-        if self.pidfd is None:
-            return  # it is killed when its pidfd is known
-        try:
-            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
-        except ProcessLookupError:
-            return
+        if not self._signal(signal.SIGKILL):
+            return  # it has ended, or is killed when its pidfd is known
         try:
             # without sandbox layers, its children are in its process group
             os.killpg(self.pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
             return
+
+    def _signal(self, number: signal.Signals) -> bool:
+        """Send a signal to the process; False if it has ended or has not begun."""
+        if self.pidfd is None:
+            return False
+        try:
+            signal.pidfd_send_signal(self.pidfd, number)
+        except ProcessLookupError:
+            return False
+        return True
 
     def close_stores(self) -> None:
         """Close what a storing thread may read from; call it when no thread does."""

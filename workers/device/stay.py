@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from app.core.device.device_records import StayRecord
+from app.core.device.shared_process import shared_process_key
 from app.core.device.stay_state import StayState
 from app.core.model.descriptor import TaskDescriptor
 from app.core.model.messages import Event, Launch, LogLines, ResidentView
@@ -31,6 +32,7 @@ class Stay:
 
     launch: Launch
     record: StayRecord  # what the device's machine decides from
+    shared_key: str = ""  # of the processes in which it may run after other functions
     metrics: JSON = field(default_factory=dict)
     points: list[list[Any]] = field(default_factory=list)
     resident: Resident | None = None
@@ -51,11 +53,14 @@ class Stay:
     coming: set[str] = field(default_factory=set)  # ports of late inputs being fetched
     awaits: str = ""  # port of the input that its process waits for
     network: JSON = field(default_factory=dict)  # what it used of the network (`ResidentView`)
+    # peaks and memory of its function, whose process runs another one now
+    peaks: dict[str, int] = field(default_factory=dict)
+    memory_bytes: int = 0
 
     @classmethod
     def of(cls, launch: Launch, record: StayRecord) -> Stay:
         lacks = set(late(launch.spec.run.part)) - launch.inputs.keys()
-        return cls(launch=launch, record=record, lacks=lacks)
+        return cls(launch=launch, record=record, shared_key=shared_process_key(launch), lacks=lacks)
 
     @property
     def state(self) -> StayState:
@@ -80,6 +85,12 @@ class Stay:
     def keep_out(self, redactor: Redactor) -> None:
         """Replace the values of these secrets in all that its process says from now on."""
         self.redactor = self.log.redactor = redactor
+
+    def leave_process(self) -> None:
+        """Let go of its process, which runs another function from now on."""
+        assert self.resident is not None
+        self.peaks, self.memory_bytes = self.resident.peaks, self.resident.memory_bytes
+        self.resident = None
 
     def is_given(self, port: str, source: JSON) -> None:
         if port in self.lacks:
@@ -157,13 +168,13 @@ class Stay:
             step=self.step,
             held_us=self.held_us(now_us),
             order_seq=self.record.order_seq,
-            memory_bytes=self.resident.memory_bytes if self.resident else 0,
+            memory_bytes=self.resident.memory_bytes if self.resident else self.memory_bytes,
             **(self.resident.where() if self.resident and self.resident.stay is self else {}),
             staged_us=self.staged_us(now_us),
             lacks=sorted({self.awaits} & (self.lacks - self.given.keys())),
             metrics=self.metrics,
             points=self.points,
-            peaks=dict(self.resident.peaks) if self.resident else {},
+            peaks=dict(self.resident.peaks if self.resident else self.peaks),
             network=self.network,
             idle_us=self.process.idle_us if self.process else 0,
         )

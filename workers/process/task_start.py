@@ -43,6 +43,8 @@ class TaskStart:
     the processes of its image are restored below this process.  With `dump_damaged`, storing has
     damaged them before.  So they go only into images for a pause or an order, and not into periodic
     images.
+
+    The process of a function that `rests` does not exit: it waits for the next function.
     """
 
     task: str
@@ -65,6 +67,7 @@ class TaskStart:
     stores_processes: bool = False
     adopts: bool = False
     dump_damaged: bool = False
+    rests: bool = False
 
     def as_rank(self, rank: int) -> TaskStart:
         """Return the start of a rank, which makes no image by itself; the first rank stores the

@@ -8,6 +8,8 @@ A stage that cannot go on raises `Ending` with the final message of the process.
 `Wire` and wait as requested actions until the next safe point.  The trust deadline is read before
 every step: after the deadline no step begins, even if the supervisor hangs.
 
+A function may be followed by others in the same process (`shared_process`).
+
 Images of the job are copied into its slab, mostly while the next step already runs (`staging`).
 The supervisor is told where an image lies, and answers when it has stored the image.  Outputs leave
 over the `bulk` socket.  Threads that only copy do both; nothing else runs beside the job.
@@ -21,7 +23,7 @@ import socket
 from workers.hardware.dirty_pages import Watch
 from workers.process.slab import Slab
 from workers.process.wire import TrustSeen, Wire
-from workers.residents import remote_ranks, stages
+from workers.residents import remote_ranks, shared_process, stages
 from workers.residents.endings import Abandoned, Ending
 from workers.residents.work import Work
 
@@ -35,14 +37,22 @@ def execute(
         return 1
     if work.spec.world_size > 1:
         return remote_ranks.conduct(work, live)
-    return live(work)
+    status = live(work)
+    while work.is_resting:
+        work = Work(wire=wire, bulk=bulk, trust=trust, slab=slab, watch=watch, shared=work.shared)
+        if not is_begun(work):
+            return 0
+        status = live(work)
+    return status
 
 
 def is_begun(work: Work) -> bool:
-    """Wait for the start; False if the supervisor is gone."""
+    """Wait for the start; False if the supervisor is gone, or has no further function."""
     try:
         stages.take_start(work)
     except Abandoned:
+        return False
+    if work.start is None:
         return False
     if work.is_graph:
         stages.read_graph(work)
@@ -55,8 +65,11 @@ def live(work: Work) -> int:
         for stage in stages.ALL:
             stage(work)
     except Ending as ending:
+        said = ending.message
+        if work.start.rests and shared_process.goes_on(work, ending):
+            said["rests"] = work.is_resting = True
         with contextlib.suppress(Abandoned):
-            work.say(ending.message.pop("is"), **ending.message)
+            work.say(said.pop("is"), **said)
     except Abandoned:
         return 1
     return 0

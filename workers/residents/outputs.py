@@ -15,6 +15,7 @@ from workers.capture.capture import Uncapturable
 from workers.capture.tensor_io import Published, Unpublishable
 from workers.graph.lane import ExecutorJob
 from workers.residents.endings import JSON, Abandoned, Ending, uncapturable
+from workers.residents.shared_process import WRITER
 from workers.residents.work import Work
 from workers.switching import context_switch
 from workers.switching.context_switch import Spare
@@ -125,7 +126,7 @@ class Outgoing:
             if self._writes or not self._may_leave():
                 return
             self._writes = True
-        threading.Thread(target=self._write_all, daemon=True).start()
+        threading.Thread(target=self._write_all, name=WRITER, daemon=True).start()
 
     def _may_leave(self) -> bool:
         """True if the next output may leave; in a gang only after the previous one is stored."""

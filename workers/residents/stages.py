@@ -54,6 +54,8 @@ RESULT_LIMIT_BYTES = 256 * 1024  # in the form of JSON; larger values must be ou
 def take_start(work: Work) -> None:
     while work.start is None:
         inbox.listen(work, None)
+        if "end" in work.wishes:
+            return  # there is no further function
     os.environ.update(work.spec.env)  # must happen before any code of the tenant runs
     os.environ.update(work.start.secrets)
 
@@ -67,15 +69,21 @@ def read_graph(work: Work) -> None:
 
 
 def configure(work: Work) -> None:
-    work.base_bytes = progress.anonymous_bytes()
+    """Configure torch as the preset says; after another function the process is configured."""
+    shared = work.shared
     try:
         work.accelerator = Accelerator(work.start.kind)
+        if shared.is_used:
+            work.outgoing, work.images = Outgoing(work), Images(work)
+            work.base_bytes, work.preset = shared.base_bytes, shared.preset
+            return
+        work.base_bytes = shared.base_bytes = progress.anonymous_bytes()
         cap_memory(work.accelerator, work.start.device_fraction)
         work.outgoing, work.images = Outgoing(work), Images(work)
         if work.member is not None and work.member.collective and not work.accelerator.is_host:
             # device memory holds the state of one rank at a time
             work.images.staging.offloaded = work.member.rank.swap(work.accelerator).content
-        work.preset = preset.configure(work.start.preset)
+        work.preset = shared.preset = preset.configure(work.start.preset)
     except preset.NotTaken as error:
         detail = "\n".join(error.differences)
         raise Ending("failed", cause="preset", message=str(error), detail=detail) from error
@@ -100,6 +108,9 @@ def load_code(work: Work) -> None:
     )
     work.around = Surroundings(code=code, scratch=Path(start.scratch), ctx=work.ctx)
     work.around.lent = work.lent
+    if work.shared.is_used:
+        work.entry = _find_entry(work)
+        return
     entry.seed(work.accelerator)
     data_loader.follow()
     follow_lending()
@@ -108,6 +119,16 @@ def load_code(work: Work) -> None:
             work.entry = _load_graph(work, code)
         else:
             work.entry = entry.load_entry(code, spec.run.entry)
+    except BaseException as error:
+        raise as_ending(error, cause="bundle") from error
+    if start.rests:
+        work.shared.note()
+
+
+def _find_entry(work: Work) -> Any:
+    """Return the function of a process that has loaded its module for another one."""
+    try:
+        return entry.find_entry(Path(work.start.code), work.spec.run.entry)
     except BaseException as error:
         raise as_ending(error, cause="bundle") from error
 

@@ -25,6 +25,7 @@ from workers.residents.context import Context
 from workers.residents.coordinator import Member
 from workers.residents.endings import JSON, Abandoned, Ending
 from workers.residents.progress import FirstPoints
+from workers.residents.shared_process import SharedProcess
 
 if TYPE_CHECKING:
     from workers.residents.images import Images
@@ -41,6 +42,8 @@ class Work:
     trust: TrustSeen
     slab: Slab
     watch: Watch | None
+    shared: SharedProcess = field(default_factory=SharedProcess)
+    is_resting: bool = False  # its function has ended, and its process can run another one
     start: TaskStart = None  # type: ignore[assignment]  # filled by take_start
     fds: list[int] = field(default_factory=list)
     graph: TaskGraph | None = None  # the graph, or the part of it that this task runs

@@ -234,7 +234,7 @@ class House:
             **({"ranks_apart": True} if self.kind != "cpu" else {}),
             "spec": True,  # the worker takes a Launch with a whole descriptor
             "image_key": True,  # the worker takes a Launch with the key of images
-            "offers": ["env", "secrets", notice.NEED, session.NEED],
+            "offers": ["env", "secrets", notice.NEED, session.NEED, "isolation"],
         }
 
 

@@ -154,6 +154,14 @@ class ProcessBegan(DeviceEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessRenewed(DeviceEvent):
+    """A resting process begins the stay of its next function."""
+
+    process: int
+    stay: StayKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessPrepared(ProcessEvent):
     process: int
     step: int
@@ -197,11 +205,16 @@ class ProcessResized(ProcessEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessConcluded(ProcessEvent):
-    """The process sent its final message: "finished", "failed" or "stopped"."""
+    """The process sent its final message: "finished", "failed" or "stopped".
+
+    A process that `rests` does not exit: it can run another function
+    (`core.device.shared_process`).
+    """
 
     process: int
     step: int
     word: str
+    rests: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,7 +275,7 @@ class ExtendTrust(Instruction):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendWord(Instruction):
-    """Send a message to a process: pause, save, cancel, yield or look."""
+    """Send a message to a process: pause, save, cancel, yield, look or end."""
 
     process: int
     word: str

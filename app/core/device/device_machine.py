@@ -49,6 +49,7 @@ from app.core.device.device_events import (
     ProcessPaused,
     ProcessPrepared,
     ProcessProgressed,
+    ProcessRenewed,
     ProcessResized,
     ProcessStood,
     ReportDue,
@@ -74,6 +75,7 @@ from app.core.scheduling.turns import Rota
 PREPARE_US = 120_000_000  # limit to import a tenant's code and restore its image
 HANDOVER_US = 2_000_000  # how long a successor may prepare while its predecessor still runs
 ENDING_US = 30_000_000  # limit to store the folder of a command that begins again
+REST_US = 5_000_000  # how long a process waits for the next function that may run in it
 REMEMBERED = 10_000  # tasks with a known newest launch; the island stops older epochs
 
 #: Kill reasons without an event: the island sees that the resident is gone.
@@ -112,6 +114,7 @@ class DeviceMachine:
             ReportDue: self._report_due,
             SlotDue: self._slot_due,
             ProcessBegan: self._process_began,
+            ProcessRenewed: self._process_renewed,
             ProcessPrepared: self._process_prepared,
             ProcessPaused: self._process_paused,
             ProcessProgressed: self._process_progressed,
@@ -139,7 +142,7 @@ class DeviceMachine:
         Remote ranks don't count, as they end with their coordinator host.
         """
         alive = (p for p in self.processes.values() if p.task == task and not p.kill_reason)
-        return next((p for p in alive if not p.stay.is_remote), None)
+        return next((p for p in alive if not (p.stay.is_remote or p.is_resting)), None)
 
     def accepts(self, launch: Launch) -> bool:
         """True if the launch is for this process of the device and newer than any before."""
@@ -160,6 +163,7 @@ class DeviceMachine:
         alive = [process for process in self.processes.values() if not process.kill_reason]
         due = [process.kill_us for process in alive if process.kill_us is not None]
         due += [process.deadline_us for process in alive if not process.is_prepared]
+        due += [p.rests_until_us for p in alive if p.rests_until_us is not None]
         due += [s.yield_by_us for s in self.stays.values() if s.yield_by_us is not None]
         due += [s.noticed_until_us for s in self.stays.values() if s.noticed_until_us is not None]
         holders = [holder for holder in self.slot.holders if not holder.kill_reason]
@@ -410,6 +414,9 @@ class DeviceMachine:
             elif stay.state in ACTIVE:
                 left_us = event.pause_by_us - now_us
                 self._pause_after(left_us, NoticeReason.SHUTDOWN, stay, now_us)
+        for process in self.processes.values():
+            if process.is_resting:
+                self._kill(process, "rested")
 
     # --- time ---
 
@@ -419,6 +426,8 @@ class DeviceMachine:
                 self._kill(process, "cancel")
             elif not process.is_prepared and now_us >= process.deadline_us:
                 self._kill(process, "slow")
+            elif process.rests_until_us is not None and now_us >= process.rests_until_us:
+                self._kill(process, "rested")
         for stay in list(self.stays.values()):
             if stay.noticed_until_us is not None and now_us >= stay.noticed_until_us:
                 self._pause(stay, now_us)
@@ -503,6 +512,10 @@ class DeviceMachine:
         process.is_command, process.saved_step = event.is_command, event.saved_step
         self.processes[process.id] = stay.process = process
 
+    def _process_renewed(self, event: ProcessRenewed, now_us: int) -> None:
+        process = self.processes[event.process]
+        process.begin_again(self.stays[event.stay], now_us + PREPARE_US)
+
     def _process_prepared(self, event: ProcessPrepared, now_us: int) -> None:
         process = self.processes[event.process]
         if process.is_prepared:
@@ -569,7 +582,15 @@ class DeviceMachine:
         if event.word == "stopped" and stay.state != StayState.STOPPING:
             self._reject(process, "stopped without being told to")
             return
-        stay.step = event.step  # its end is reported when the process has exited
+        stay.step = event.step  # its end is reported when the process has exited or rests
+        if not event.rests:
+            return
+        if stay.state != StayState.RUNNING or not self.slot.has(process) or self.is_leaving:
+            self._send(process, "end")
+            return
+        self.slot.free(process, now_us)
+        process.rests_until_us = now_us + REST_US
+        self._conclude(process)
 
     def _image_kept(self, event: ImageKept, now_us: int) -> None:
         process = self.processes[event.process]
@@ -582,12 +603,26 @@ class DeviceMachine:
         self.slot.free(process, now_us)
         if stay.is_over:
             return
+        if process.is_renewed and not process.is_prepared and not process.kill_reason:
+            self._begin_anew(stay)
+            return
         is_silent = stay.state == StayState.PAUSED or stay.is_remote
         if is_silent or process.kill_reason in SILENT_REASONS:
             process.kill_reason = process.kill_reason or "exited"  # it needs no kill
             self._drop(stay, process.kill_reason)
         else:
             self._conclude(process)
+
+    def _begin_anew(self, stay: StayRecord) -> None:
+        """Let a function begin in a new process: the one that it was to share ended before it."""
+        stay.process = None
+        if stay.state == StayState.SEATING:
+            self._say(FetchInputs(stay=stay.key))
+        elif stay.state == StayState.PAUSING:
+            self._say(TellIsland(stay=stay.key, kind=messages.Paused))
+            self._drop(stay, "dropped")
+        else:
+            self._end(stay, messages.Stopped)
 
     # --- moves ---
 
@@ -656,7 +691,7 @@ class DeviceMachine:
         ids = [holder.id for holder in self.slot.holders]
         assert len(ids) == len({*ids}), "a process is twice in the slot"
         assert self.slot.free_milli >= 0, self.slot.holders
-        alive = [p.task for p in self.processes.values() if not p.kill_reason]
+        alive = [p.task for p in self.processes.values() if not (p.kill_reason or p.is_resting)]
         assert len(alive) == len(set(alive)), f"a task has two processes: {alive}"
 
 

@@ -100,6 +100,8 @@ class ProcessRecord:
     deadline_us: int  # until when it must be prepared
     is_command: bool = False
     is_prepared: bool = False
+    is_renewed: bool = False  # it ran another function before
+    rests_until_us: int | None = None  # while it rests: when it ends unless a function comes
     is_away: bool = False  # its memory is off the device, or not granted yet
     yields: bool = False  # it was told that its slice is over
     is_still: bool = False  # the device's trust has ended, and it has stopped
@@ -113,11 +115,23 @@ class ProcessRecord:
     kill_reason: str = ""
 
     @property
+    def is_resting(self) -> bool:
+        """True between two functions that run in the process."""
+        return self.rests_until_us is not None
+
+    @property
     def is_kept(self) -> bool:
         """True if its state is durable, as far as possible; for a command that is its working
         folder.
         """
-        return not self.has_state or self.saved_step == self.stay.step
+        return self.is_resting or not self.has_state or self.saved_step == self.stay.step
+
+    def begin_again(self, stay: StayRecord, deadline_us: int) -> None:
+        """Take the stay of the next function; nothing of the function before counts any more."""
+        self.task, self.stay, stay.process = stay.task, stay, self
+        self.deadline_us, self.rests_until_us = deadline_us, None
+        self.is_prepared, self.is_renewed, self.has_state = False, True, False
+        self.step_since_us = self.step_us = 0
 
     def stepped(self, steps: int, now_us: int) -> None:
         """Count steps that have ended since the last call."""

@@ -60,6 +60,7 @@ TIERS = ("premium", "standard", "basic")
 ENDS = ("done", "failed", "cancelled")
 RUNS = ("job", "function", "command", "graph")
 _LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
+OWN_PROCESS = "process"  # the value of `isolation`: no other function runs in its process
 # ranks of these stay on their devices, unless the descriptor says otherwise
 ONE_DEVICE = ("function", "command")
 
@@ -192,6 +193,8 @@ class TaskDescriptor:
     (`provisions.container_image`).  `islands` is the most islands that a graph may be partitioned
     for, or that a gang with `across_hosts` may span.  `env` are the environment variables of its
     process and of all that the process starts; `secrets` names those whose values are secrets.
+    `isolation` is OWN_PROCESS, or empty for a function that may share its process with others
+    (`core.device.shared_process`).
     """
 
     name: str
@@ -218,6 +221,7 @@ class TaskDescriptor:
     notice: Notice | None = None
     resources: Resources = NO_RESOURCES
     session: InteractiveSession | None = None
+    isolation: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,6 +302,9 @@ def _task(fields: Fields) -> TaskDescriptor:
     if task.run.kind == "graph" and task.devices.choice.fraction_milli < WHOLE_MILLI:
         told = "graphs share a device in turns; a fraction is for jobs, functions and commands"
         fields.fault("devices/fraction", told, "fraction")
+    if task.isolation and task.run.kind != "function":
+        told = f"a {task.run.kind} never shares its processes with other tasks; leave it out"
+        fields.fault("isolation", told)
     if task.from_checkpoint is not None and task.run.kind not in ("job", "command"):
         told = f"only a job or a command can start from a checkpoint, not a {task.run.kind}"
         fields.fault("from_checkpoint", told)
@@ -346,6 +353,7 @@ def _read_task(fields: Fields, *, is_planned: bool = False) -> TaskDescriptor:
             world_size=world_size,
             is_session=fields.body.get("session") is not None,
         ),
+        isolation=fields.one_of("isolation", (OWN_PROCESS,), ""),
     )
     return _with_needs(task)
 
@@ -370,6 +378,7 @@ def needs_of(task: TaskDescriptor) -> dict[str, str]:
         "secrets": ("secrets", task.secrets),
         notice.NEED: ("notice", task.notice),
         session.NEED: ("session", task.session),
+        "isolation": ("isolation", task.isolation),
     }
     needs = {need: field for need, (field, value) in asked.items() if value}
     mounts = {need_of(name): f"mounts/{escaped(target)}" for target, name in task.mounts.items()}
@@ -696,6 +705,7 @@ def as_json(task: TaskDescriptor) -> JSON:
         "notice": task.notice.as_json() if task.notice is not None else None,
         "resources": task.resources.as_json(),
         "session": task.session.as_json() if task.session is not None else None,
+        "isolation": task.isolation or None,
     }
 
 

@@ -33,6 +33,7 @@ _EXAMPLES = {
     "devices": '{"max": 2}',
     "retry": '{"max": 3}',
     "resources": '{"cpus": 4, "memory_bytes": 16e9}',
+    "isolation": '"process"',
     "notice": '{"signal": "SIGUSR1", "seconds": 60}',
     "checkpoint": '{"every_s": 60}',
     "network": '{"allow": ["huggingface.co:443"]}',
@@ -48,7 +49,7 @@ OF_REQUEST = frozenset({"tier", "priority", "bundle", "labels", "notify", "tasks
 OF_TASK = frozenset(
     {"run", "world_size", "params", "inputs", "outputs", "publish", "start", "devices", "islands"}
     | {"checkpoint", "retry", "max_duration_s", "from_checkpoint", "network"}
-    | {"env", "secrets", "mounts", "image", "notice", "resources", "session"}
+    | {"env", "secrets", "mounts", "image", "notice", "resources", "session", "isolation"}
 )
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")

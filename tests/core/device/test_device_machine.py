@@ -34,6 +34,7 @@ from app.core.device.device_events import (
     ProcessPaused,
     ProcessPrepared,
     ProcessProgressed,
+    ProcessRenewed,
     ProcessStood,
     SendWord,
     SlotDue,
@@ -41,7 +42,7 @@ from app.core.device.device_events import (
     TellIsland,
     TellVerdict,
 )
-from app.core.device.device_machine import PREPARE_US, DeviceMachine
+from app.core.device.device_machine import PREPARE_US, REST_US, DeviceMachine
 from app.core.model import messages
 from app.core.model.descriptor import RunSpec
 from app.core.model.messages import Cancel, Launch, Order, Pause, Save
@@ -100,6 +101,8 @@ class ProcessModel:
     yields: bool = False
     was_told_to_pause: bool = False
     killed: str = ""
+    resting_since_us: int | None = None
+    renewed: bool = False
     gone: bool = False
     cancelled_us: int | None = None
 
@@ -416,7 +419,12 @@ class DeviceUnderRandomEvents(RuleBasedStateMachine):
 
     def alive(self) -> list[ProcessModel]:
         """The processes whose messages are read: a killed process is not heard any more."""
-        return [p for p in self.processes.values() if not (p.gone or p.killed)]
+        living = (p for p in self.processes.values() if not (p.gone or p.killed))
+        return [p for p in living if p.resting_since_us is None]
+
+    def resting(self) -> list[ProcessModel]:
+        living = (p for p in self.processes.values() if not (p.gone or p.killed))
+        return [p for p in living if p.resting_since_us is not None]
 
     def alive_holder(self) -> list[ProcessModel]:
         return [p for p in self.alive() if p.id in self.slot]
@@ -467,6 +475,31 @@ class DeviceUnderRandomEvents(RuleBasedStateMachine):
         self.give(ProcessConcluded(process=process.id, step=5, word=word))
         assert not process.killed
 
+    @precondition(lambda self: self.alive_holder())
+    @rule(data=st.data(), word=st.sampled_from(["finished", "failed"]))
+    def say_last_and_rest(self, data: st.DataObject, word: str) -> None:
+        process = data.draw(st.sampled_from(self.alive_holder()))
+        stay = process.stay
+        told = (stay.pause_asked, stay.cancel_asked, stay.noticed, self.leaving)
+        self.give(ProcessConcluded(process=process.id, step=5, word=word, rests=True))
+        assert stay.over != any(told)
+        if stay.over:
+            self.leave_slot(process)
+            process.resting_since_us = self.now_us
+        assert not process.killed
+
+    @precondition(lambda self: self.resting() and self.fetchable())
+    @rule(data=st.data())
+    def renew(self, data: st.DataObject) -> None:
+        """The next function of a key begins in a process that rests."""
+        process = data.draw(st.sampled_from(self.resting()))
+        stay = data.draw(st.sampled_from(self.fetchable()))
+        stay.fetching, stay.process, process.stay = False, process, stay
+        process.resting_since_us, process.renewed, process.prepared = None, True, False
+        process.born_us, process.still, process.yields = self.now_us, False, False
+        process.was_told_to_pause, process.cancelled_us = False, None
+        self.give(ProcessRenewed(process=process.id, stay=stay.key))
+
     @precondition(lambda self: self.alive())
     @rule(data=st.data(), luck=st.integers(0, 7))
     def say_what_no_resident_says(self, data: st.DataObject, luck: int) -> None:
@@ -505,7 +538,14 @@ class DeviceUnderRandomEvents(RuleBasedStateMachine):
         process.gone = True
         is_silent = process.killed in SILENT or (stay.paused and not stay.cancel_asked)
         told = stay.ends_told
+        begins_anew = process.renewed and not (process.prepared or process.killed or was_over)
+        if begins_anew and not stay.pause_asked:
+            stay.process, stay.fetching = None, True
         self.give(ProcessExited(process=process.id))
+        if begins_anew:
+            assert stay.over == stay.pause_asked
+            assert stay.ends_told == told
+            return
         assert stay.over
         if not was_over:
             assert stay.ends_told - told == (0 if is_silent else 1)
@@ -547,6 +587,9 @@ class DeviceUnderRandomEvents(RuleBasedStateMachine):
             assert not slow
             if process.cancelled_us is not None:
                 assert self.now_us < process.cancelled_us + GRACE_US
+        for process in self.resting():
+            assert process.resting_since_us is not None
+            assert self.now_us < process.resting_since_us + REST_US
         for process in self.alive_holder():
             held_us = process.stay.held_us + self.now_us - self.slot[process.id]
             assert held_us < BUDGET_US

@@ -60,6 +60,10 @@ class Admission:
                 or not self.spawner.zygote.is_ready
             ):
                 continue
+            elif (shared := self.lives.find_shared(stay.shared_key)) is not None:
+                if shared.is_resting:
+                    self.fetched.remove(here)
+                    self.starter.renew(stay, fetched, shared)
             elif self.residency.has_room(stay.spec.devices.memory_bytes, now):
                 self.fetched.remove(here)
                 self.starter.spawn(stay, fetched)

@@ -159,6 +159,8 @@ class ResidentListener:
             self.unheard.append(resident)
 
     def _take(self, resident: Resident, message: JSON) -> None:
+        if resident.is_resting:
+            raise Nonsense(f"it says {message['is']!r:.100} between two functions")
         heard = self.handlers.get(message["is"])
         if heard is None:
             raise Nonsense(f"it says {message['is']!r:.100}")

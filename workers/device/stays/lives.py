@@ -14,9 +14,13 @@ from app.core.device.device_events import (
     TaskUnable,
 )
 from app.core.device.device_machine import DeviceMachine
+from app.core.device.stay_state import StayState
 from workers.device.heartbeat import now_us
 from workers.device.resident import Resident
 from workers.device.stay import Stay
+
+#: States of a function whose process may rest after it.
+BEFORE_REST = frozenset({StayState.SEATING, StayState.RUNNING})
 
 
 class DeviceLives:
@@ -51,6 +55,17 @@ class DeviceLives:
         process = self.machine.living(task)
         return None if process is None else self.residents[process.id]
 
+    def find_shared(self, key: str) -> Resident | None:
+        """Return a process for a function of this key: one that rests, else one that still runs
+        another function.
+        """
+        if not key:
+            return None
+        shared = [r for r in self.residents.values() if r.stay.shared_key == key]
+        alive = [r for r in shared if not r.kill_reason]
+        running = (r for r in alive if r.stay.state in BEFORE_REST)
+        return next((r for r in alive if r.is_resting), next(running, None))
+
     def kill(self, resident: Resident, reason: str) -> None:
         self.give(KillAsked(process=resident.id, reason=reason))
 
@@ -78,4 +93,7 @@ class DeviceLives:
 
     def evict(self, resident: Resident) -> None:
         """End a resident to make room."""
+        if resident.is_resting:
+            self.kill(resident, "rested")
+            return
         self.drop(resident.stay, "evicted")

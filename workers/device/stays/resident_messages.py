@@ -18,7 +18,7 @@ from workers.device.heartbeat import Rhythm, now_us
 from workers.device.host.gang_hosts import GangHosts
 from workers.device.memory_tiers import Residency
 from workers.device.resident import Resident
-from workers.device.stays.listening import Handler
+from workers.device.stays.listening import Handler, read_printed
 from workers.device.stays.lives import DeviceLives
 from workers.process import untrusted
 from workers.process.untrusted import Nonsense
@@ -108,12 +108,25 @@ class ResidentMessages:
         self.lives.give(ProcessEnding(process=resident.id))
 
     def last(self, resident: Resident, message: JSON) -> None:
-        """Keep the final message until the process has ended and all its output was read."""
+        """Keep the final message until the process has ended and all its output was read.
+
+        A process that can run another function rests instead, if it may.
+        """
         step = untrusted.number(message, "step")
         resident.look_us = 0  # its last peaks, before it is gone
         resident.verdict = resident.checked or untrusted.verdict(message, resident.stay.redactor)
         resident.checked = None
-        self.lives.give(ProcessConcluded(process=resident.id, step=step, word=message["is"]))
+        word, rests = message["is"], message.get("rests") is True
+        if rests and not resident.may_rest():
+            rests = False
+            resident.send("end")
+        if rests:
+            read_printed(resident)
+        concluded = ProcessConcluded(process=resident.id, step=step, word=word, rests=rests)
+        self.lives.give(concluded)
+        if resident.is_resting:
+            resident.stay.log.end()
+            resident.rest()
 
     def handlers(self) -> dict[str, Handler]:
         return {

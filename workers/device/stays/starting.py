@@ -7,7 +7,7 @@ import selectors
 import socket
 from dataclasses import replace
 
-from app.core.device.device_events import ProcessBegan
+from app.core.device.device_events import ProcessBegan, ProcessRenewed
 from app.core.device.device_records import ProcessRecord
 from app.core.model import codec
 from app.core.model import preset as presets
@@ -130,6 +130,24 @@ class TaskStarter:
         stay.resident = resident
         # Commands and remote ranks manage their own memory.
         resident.may_leave = not (resident.is_command or stay.is_outpost)
+        self._begin_task(resident, fetched)
+        self.selector.register(wire, selectors.EVENT_READ, lambda: self.listener.hear(resident))
+        for fd in resident.pipes:
+            os.set_blocking(fd, False)
+            self.listener.listen_to(resident, fd)
+
+    def renew(self, stay: Stay, fetched: Fetched, resident: Resident) -> None:
+        """Begin a function in a resting process, which keeps its packages and its limits."""
+        store_io.close_all([fetched.slab, *fetched.locks])
+        if fetched.environment is not None:
+            fetched.environment.close()
+        self.lives.give(ProcessRenewed(process=resident.id, stay=stay.key))
+        resident.begin_again(stay)
+        self._begin_task(resident, fetched)
+
+    def _begin_task(self, resident: Resident, fetched: Fetched) -> None:
+        """Tell the process its task."""
+        stay = resident.stay
         stay.resumed = "fresh"
         if fetched.image:
             stay.resumed = "folder" if resident.is_command else "image"
@@ -138,19 +156,16 @@ class TaskStarter:
         stay.ways = fetched.ways
         stay.keep_out(fetched.redactor)
         started = replace(
-            self._start(stay, room, fetched),
+            self._start(stay, resident.room, fetched),
             stores_processes=self._stores_processes(stay),
-            adopts=adoption is not None,
+            adopts=resident.adoption is not None,
             dump_damaged=resident.dump_damaged,
+            rests=bool(stay.shared_key),
         )
         start = codec.to_json(started)
         resident.send("begin", fds, start=start, files=len(fds))
         self.late.bring(stay)
         store_io.close_all(fds)
-        self.selector.register(wire, selectors.EVENT_READ, lambda: self.listener.hear(resident))
-        for fd in resident.pipes:
-            os.set_blocking(fd, False)
-            self.listener.listen_to(resident, fd)
 
     def _stores_processes(self, stay: Stay) -> bool:
         return self.images is not None and self.images.may_store(stay.launch)

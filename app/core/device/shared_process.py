@@ -1,0 +1,44 @@
+"""Says which functions may run one after another in one process.
+
+A function is short more often than not, and to fork and wall in a process costs more than most of
+them.  So a process that has run one to its end rests, and the next one of the same key runs there.
+Functions with the same key are of one tenant, have the same code, packages and preset, and are
+given the same by their host.  They share all that a process has: modules, globals, memory, folders.
+"""
+
+from __future__ import annotations
+
+import json
+
+from app.core.model.descriptor import OWN_PROCESS
+from app.core.model.device_choice import WHOLE_MILLI
+from app.core.model.messages import Launch
+from app.core.model.provisions.folder import FOLDER
+
+HOST_KIND = "cpu"  # of devices; on all others a resting process would keep device memory
+
+
+def shared_process_key(launch: Launch) -> str:
+    """Return the key of the processes in which this launch may run; "" for one of its own."""
+    spec = launch.spec
+    needs_own = (
+        spec.run.kind != "function",
+        spec.isolation == OWN_PROCESS,
+        spec.devices.kind != HOST_KIND,
+        spec.devices.choice.fraction_milli < WHOLE_MILLI,
+        spec.world_size > 1,
+        spec.secrets,
+        spec.mounts,
+        spec.image,
+        spec.network.allow,
+        launch.beside,
+        launch.guests,
+        any(source.get("format") == FOLDER for source in launch.inputs.values()),
+    )
+    if any(needs_own):
+        return ""
+    module, _, _ = spec.run.entry.partition(":")
+    environment = None if spec.environment is None else spec.environment.lock
+    asked = [spec.devices.memory_bytes, spec.resources.as_json(), dict(spec.env)]
+    parts = [launch.tenant, launch.bundle, module, environment, launch.preset, asked]
+    return json.dumps(parts, sort_keys=True)

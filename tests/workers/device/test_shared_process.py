@@ -1,0 +1,165 @@
+"""Functions that run one after another in one process: what they share, and with which others."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from app.core.model.messages import Failed, Finished, Paused, Started, Stopped
+from tests.workers.conftest import PRESET, DeviceRig
+
+
+def _ended(rig: DeviceRig, task: str, run: str = "short:look", **more: object) -> Finished:
+    rig.launch(task, run, **more)
+    finished: Finished = rig.event(Finished, task)
+    return finished
+
+
+def _process(rig: DeviceRig, task: str, run: str = "short:look", **more: object) -> str:
+    return str(_ended(rig, task, run, **more).result["process"])
+
+
+def test_functions_run_one_after_another_in_one_process(rig):
+    results = [_ended(rig, f"t{n}").result for n in range(3)]
+    assert len({result["process"] for result in results}) == 1
+    assert [result["calls"] for result in results] == [1, 2, 3]
+    assert results[0]["state"] == results[1]["state"] == results[2]["state"]
+
+
+def test_functions_that_are_launched_together_run_one_after_another(rig):
+    for n in range(4):
+        rig.launch(f"t{n}", "short:look", params={"nap_s": 0.05})
+    ends = [rig.event(Finished, f"t{n}") for n in range(4)]
+    assert len({end.result["process"] for end in ends}) == 1
+    assert sorted(end.result["calls"] for end in ends) == [1, 2, 3, 4]
+    assert all(end.held_us >= 50_000 for end in ends)
+    assert rig.supervisor.spawner.last_id == 1
+
+
+def test_each_function_has_its_own_log_and_its_own_start(rig):
+    for n in range(3):
+        _ended(rig, f"t{n}")
+        started = rig.event(Started, f"t{n}")
+        assert (started.resumed, started.preset) == ("fresh", PRESET)
+        rig.until(lambda n=n: rig.printed(f"t{n}") == ["looks"])
+
+
+def test_next_function_finds_the_process_as_the_first_one_did(rig):
+    first = _ended(rig, "t1").result
+    changed = _process(rig, "t2", "short:change")
+    last = _ended(rig, "t3").result
+    assert first["process"] == changed == last["process"]
+    assert first["state"] == last["state"]
+    rig.until(lambda: rig.printed("t3") == ["looks"])
+
+
+def test_function_that_raises_leaves_the_process_to_the_next(rig):
+    process = _process(rig, "t1")
+    rig.launch("t2", "short:fail")
+    assert rig.event(Failed, "t2").message == f"ValueError: {process}"
+    assert _process(rig, "t3") == process
+
+
+def test_function_that_ends_the_process_takes_no_other_function_along(rig):
+    process = _process(rig, "t1")
+    rig.launch("t2", "short:wait")
+    rig.event(Started, "t2")
+    rig.launch("t3", "short:die")
+    rig.launch("t4", "short:look")
+    rig.let_end("t2")
+    assert rig.event(Finished, "t2").result["process"] == process
+    assert rig.event(Failed, "t3").cause == "exit"
+    assert rig.event(Finished, "t4").result["process"] != process
+
+
+@pytest.mark.parametrize("leaves", ["leave_thread", "leave_child", "close_output"])
+def test_function_that_leaves_something_behind_ends_its_process(rig, leaves):
+    process = _process(rig, "t1", f"short:{leaves}")
+    rig.until(lambda: not rig.supervisor.lives.residents)
+    assert _process(rig, "t2") != process
+
+
+@pytest.mark.parametrize(
+    "differs",
+    [
+        {"tenant": "ten_other"},
+        {"env": {"A": "b"}},
+        {"preset": {**PRESET, "threads": 2}},
+        {"resources": {"cpus": 1.0}},
+        {"memory_bytes": 1 << 20},
+        {"isolation": "process"},
+        {"run": "jobs:tokenize", "params": {"text": "a"}, "outputs": ["tokens"]},
+    ],
+    ids=lambda differs: next(iter(differs)),
+)
+def test_function_that_differs_runs_in_a_process_of_its_own(rig, differs):
+    process = _process(rig, "t1")
+    residents = [*rig.supervisor.lives.residents]
+    finished = _ended(rig, "t2", differs.pop("run", "short:look"), **differs)
+    assert finished.result.get("process") != process
+    assert rig.supervisor.spawner.last_id == 2
+    assert len(residents) == 1
+
+
+def test_function_that_asked_for_its_own_process_shares_it_with_no_equal_one(rig):
+    own = {"isolation": "process"}
+    assert _process(rig, "t1", **own) != _process(rig, "t2", **own)
+
+
+def test_resting_process_is_stopped_and_speaks_to_nobody(rig):
+    _process(rig, "t1")
+    (resident,) = rig.supervisor.lives.residents.values()
+    with open(f"/proc/{resident.pid}/stat") as file:
+        assert file.read().rpartition(")")[2].split()[0] == "T"
+    assert rig.view("t1") is None or rig.view("t1").state == "ended"
+
+
+def test_process_that_is_killed_while_it_rests_fails_no_function(rig):
+    process = _process(rig, "t1")
+    (resident,) = rig.supervisor.lives.residents.values()
+    os.kill(resident.pid, signal.SIGKILL)
+    assert _process(rig, "t2") != process
+    assert not [event for event in rig.events if isinstance(event, Failed)]
+
+
+def test_resting_process_makes_room_for_another_task(rigs):
+    rig = rigs(residents_max=1)
+    _process(rig, "t1")
+    rig.launch("t2", "jobs:Count", params={"steps": 3})
+    rig.event(Finished, "t2")
+
+
+def test_functions_behind_the_running_one_give_way_and_lose_nothing(rig):
+    _process(rig, "t1")
+    rig.launch("t2", "short:wait")
+    rig.event(Started, "t2")
+    rig.launch("t3", "short:look")
+    rig.launch("t4", "short:look")
+    rig.until(lambda: rig.view("t4") is not None)
+    rig.pause("t3")
+    rig.event(Paused, "t3")
+    rig.cancel("t4")
+    rig.event(Stopped, "t4")
+    rig.let_end("t2")
+    process = rig.event(Finished, "t2").result["process"]
+    rig.launch("t3", "short:look", epoch=2)
+    assert rig.event(Finished, "t3", 2).result["process"] == process
+
+
+def test_cancelled_function_ends_its_process_and_the_next_one_begins_anew(rig):
+    process = _process(rig, "t1")
+    rig.launch("t2", "short:wait")
+    rig.event(Started, "t2")
+    rig.launch("t3", "short:look")
+    rig.cancel("t2")
+    rig.event(Stopped, "t2")
+    assert rig.event(Finished, "t3").result["process"] != process
+
+
+def test_device_that_leaves_ends_its_resting_processes_at_once(rig):
+    _process(rig, "t1")
+    (resident,) = rig.supervisor.lives.residents.values()
+    rig.close()
+    assert resident.kill_reason == "rested"
