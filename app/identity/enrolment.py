@@ -92,6 +92,10 @@ class Roster:
         self.peers = _sorted(session.scalars(others).all())
         self._due_s = time.monotonic() + READ_EVERY_S
 
+    def has_key(self, device: str, key: str) -> bool:
+        """True if the device is enrolled with this key."""
+        return self._keys.get(device) == key
+
     def objection(self, alive: Alive) -> str:
         """Say why this heartbeat, signed by one of `hosts`, does not count; empty if it does."""
         facts, host = alive.facts, alive.device.rpartition(".")[0] or alive.device

@@ -149,14 +149,19 @@ def send(answers: Iterable[Answer], orders: Sequence[OutboxOrder]) -> list[int]:
         news[answer.device].append(encode(answer))
     for order in orders:
         news[order.device_id].append(order.body)
-    devices, sent = list(news), set[str]()
+    sent = post_all({device: sealed_news(signer(), device, said) for device, said in news.items()})
+    return [order.id for order in orders if order.device_id not in sent]
+
+
+def post_all(texts: Mapping[str, str]) -> set[str]:
+    """Publish one text to each of any number of devices; returns those whose queues took theirs."""
+    devices, sent = list(texts), set[str]()
     for first in range(0, len(devices), AT_ONCE):
-        some = devices[first : first + AT_ONCE]
-        taken = post({device: sealed_news(signer(), device, news[device]) for device in some})
+        taken = post({device: texts[device] for device in devices[first : first + AT_ONCE]})
         if taken is None:
             break  # each of the rest would run into the same timeout
         sent |= taken
-    return [order.id for order in orders if order.device_id not in sent]
+    return sent
 
 
 def post(texts: Mapping[str, str]) -> set[str] | None:

@@ -29,7 +29,17 @@ def opened_heartbeat(text: str, *, hosts: Container[str]) -> Alive:
     """Open a heartbeat; `hosts` are the accepted public keys.  Raises BadSignature or
     BadMessage.
     """
-    key, body = _opened(text, HEARTBEAT, hosts)
+    key, body = opened_body(text, hosts=hosts)
+    return heartbeat_in(body, text, key)
+
+
+def opened_body(text: str, *, hosts: Container[str]) -> tuple[str, JSON]:
+    """Return the key that signed a heartbeat, and what it says, which is not checked yet."""
+    return _opened(text, HEARTBEAT, hosts)
+
+
+def heartbeat_in(body: JSON, text: str, key: str) -> Alive:
+    """Return the heartbeat that says `body`, from the text that `key` signed."""
     _check_storable(body, text)
     alive = decode(body)
     if not isinstance(alive, Alive):
@@ -42,6 +52,29 @@ def opened_heartbeat(text: str, *, hosts: Container[str]) -> Alive:
 def sealed_news(signer: Signer, device: str, bodies: Iterable[JSON]) -> str:
     """Seal an answer and orders for one device, in this order."""
     return _sealed(signer, NEWS, {"device": device, "news": list(bodies)})
+
+
+class ReadyAnswers:
+    """Makes the news of answers that differ from one to the next only in what they answer."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, tuple[Answer, str, str]] = {}
+
+    def sealed(self, signer: Signer, answer: Answer, *, sent_us: int) -> str:
+        """Seal an answer to the heartbeat of `sent_us`, whichever heartbeat it names itself."""
+        made = self._made.get(answer.device)
+        if made is None or made[0] != answer:
+            made = self._made[answer.device] = answer, *_around_sent_us(answer)
+        body = f'{made[1]},"sent_us":{sent_us},{made[2]}'
+        return _sealed_bytes(signer, NEWS, body.encode())
+
+
+def _around_sent_us(answer: Answer) -> tuple[str, str]:
+    said = encode(answer)
+    head = {name: said.pop(name) for name in ("is", "device", "incarnation")}
+    del said["sent_us"]
+    news = f'{{"device":{_json(answer.device)},"news":[{_json(head)[:-1]}'
+    return news, f"{_json(said)[1:]}]}}"
 
 
 class Mail:
@@ -75,8 +108,15 @@ class Mail:
 
 
 def _sealed(signer: Signer, context: bytes, body: JSON) -> str:
-    written = signer.sealed(json.dumps(body, separators=(",", ":")).encode(), context)
-    return f"{signer.public}\n{written.decode()}"
+    return _sealed_bytes(signer, context, _json(body).encode())
+
+
+def _sealed_bytes(signer: Signer, context: bytes, body: bytes) -> str:
+    return f"{signer.public}\n{signer.sealed(body, context).decode()}"
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
 
 
 def _opened(text: str, context: bytes, known: Container[str]) -> tuple[str, JSON]:

@@ -76,11 +76,18 @@ def note(session: Session, placement: Placement, held_us: int) -> int:
     held = held_us - placement.held_us
     charged = held_us * placement.cost_milli // 1000 - placement.charged_us
     placement.held_us, placement.charged_us = held_us, placement.charged_us + charged
-    noted = notes_of(session).charges
-    key = (placement.user_id, placement.tenant_id, placement.kind)
-    old = noted.get(key, (0, 0, 0))
-    noted[key] = old[0] + held, old[1] + charged, old[2] + _faded(session, charged)
+    note_sums(session, (placement.user_id, placement.tenant_id, placement.kind), held, charged)
     return charged
+
+
+def note_sums(
+    session: Session, account: tuple[str, str, str], held_us: int, charged_us: int
+) -> None:
+    """Add to the notes what a statement has added to placements of a (user, tenant, kind)."""
+    noted = notes_of(session).charges
+    old = noted.get(account, (0, 0, 0))
+    faded = _faded(session, charged_us)
+    noted[account] = old[0] + held_us, old[1] + charged_us, old[2] + faded
 
 
 def _faded(session: Session, charged_us: int) -> int:

@@ -24,7 +24,7 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.orm import Session
 
-from app.core.model.messages import Alive, Answer
+from app.core.model.messages import Alive, Answer, decode
 from app.core.model.snapshot import Plan
 from app.core.model.wellformed import BadMessage
 from app.core.scheduling import record
@@ -32,6 +32,7 @@ from app.core.scheduling.blockers import is_wanted, soonest_first
 from app.core.scheduling.board import Board
 from app.core.scheduling.heartbeat_backlog import HeartbeatBacklog
 from app.core.scheduling.heartbeat_news import HeartbeatNews
+from app.core.scheduling.quiet_heartbeats import AcknowledgedReport, Beat, QuietHeartbeats
 from app.core.scheduling.time_sharing import shares
 from app.core.scheduling.turns import as_json
 from app.db import gc_freeze, transactions
@@ -39,7 +40,7 @@ from app.db.models import Device, Island, LedgerBase, OutboxOrder, Placement, Ta
 from app.identity.enrolment import Roster
 from app.insight.counters import Tally
 from app.messaging import broker, outbox
-from app.messaging.signed_messages import opened_heartbeat
+from app.messaging.signed_messages import ReadyAnswers, heartbeat_in, opened_body
 from app.scheduling import journal, ledger, task_migration
 from app.scheduling.board_follower import Follower
 from app.settings import settings
@@ -53,6 +54,7 @@ BUSY_S = 0.05  # retry after this, while a requested action is being written
 TOLD_TASKS = 5  # limit of tasks named in the log if a round asks for a time in the past
 ROUNDS_A_LEASE = 5  # a round should take at most this part of the leader's lease
 GATHER_S = 0.25  # time between rounds that only take heartbeats that say nothing new
+PROGRESSES_A_LEASE = 2  # how often the progress of quiet tasks is written during a lease
 RESEND_LOOKS = 4  # looks for orders to resend, per resend interval
 
 celery = broker.make_celery("island", settings().redis_url.get_secret_value(), settings().redis_tls)
@@ -61,15 +63,19 @@ celery = broker.make_celery("island", settings().redis_url.get_secret_value(), s
 class Scheduler(Loop):
     """Schedules `island`.
 
-    `inbox` holds the heartbeats received since the last round; `backlog` those that no round has
-    taken yet.
+    `inbox` holds the heartbeats received since the last round.  `backlog` holds those that no round
+    has taken yet, and `quiet` those that say nothing new.
     """
 
     def __init__(self, island: str) -> None:
         super().__init__(f"island {island}")
         self.island, self.me = island, uuid.uuid4().hex
-        self.inbox: queue.SimpleQueue[tuple[Alive, float]] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[tuple[Alive | Beat, float]] = queue.SimpleQueue()
         self.backlog = HeartbeatBacklog()
+        self.quiet = QuietHeartbeats()
+        self.reports: dict[str, AcknowledgedReport] = {}  # of this round, not committed yet
+        self.replaced: set[str] = set()  # devices whose process has been replaced
+        self.ready = ReadyAnswers()
         self.roster = Roster(island)
         # device -> incarnation and time of its newest heartbeat
         self.spoken: dict[str, tuple[str, int]] = {}
@@ -90,13 +96,25 @@ class Scheduler(Loop):
 
         The thread that reads from Redis calls it.
         """
-        alive = opened_heartbeat(sealed, hosts=self.roster.hosts)
+        key, body = opened_body(sealed, hosts=self.roster.hosts)
+        beat = self.quiet.recognise(body, now_s=time.monotonic())
+        if beat is not None and self.roster.has_key(beat.device, key):
+            if self._is_newest(beat):
+                self.inbox.put((beat, beat.came_s))
+                self.wake.set()
+            return
+        alive = heartbeat_in(body, sealed, key)
         if objection := self.roster.objection(alive):
             raise BadSignature(objection)
-        sent = alive.incarnation, alive.sent_us
-        if sent > self.spoken.get(alive.device, ("", 0)):
-            self.spoken[alive.device] = sent
+        if self._is_newest(alive):
             self.hear(alive)
+
+    def _is_newest(self, said: Alive | Beat) -> bool:
+        sent = said.incarnation, said.sent_us
+        if sent <= self.spoken.get(said.device, ("", 0)):
+            return False
+        self.spoken[said.device] = sent
+        return True
 
     def hear(self, alive: Alive) -> None:
         self.inbox.put((alive, time.monotonic()))
@@ -116,8 +134,28 @@ class Scheduler(Loop):
     def look(self) -> float:
         """Run one round; 0 if heartbeats are left for another one."""
         self._gather()
-        began_s, heard = time.monotonic(), self._heard()
+        began_s = time.monotonic()
+        self._take_in()
+        self._renew_quietly()
+        # What a process said last counts before it is replaced.
+        self._write_progress(self.quiet.unwritten(self.replaced))
+        self.replaced.clear()
+        heard = self.backlog.take()
         look_now = self.nudged.is_set() or time.monotonic() >= self.due_s
+        if heard or look_now:
+            self._look(heard, look_now)
+        every_s = settings().lease_s / PROGRESSES_A_LEASE
+        self._write_progress(self.quiet.due(now_s=time.monotonic(), every_s=every_s))
+        took_s = time.monotonic() - began_s
+        self.backlog.adapt(took_s, most_s=settings().leader_s / ROUNDS_A_LEASE)
+        if self.leads:
+            self.tally.round(took_s)
+        if self.backlog or self.quiet.waiting:
+            return 0.0
+        return max(0.0, self.due_s - time.monotonic())
+
+    def _look(self, heard: list[Alive], look_now: bool) -> None:
+        """Record what was heard, plan, and send answers and orders."""
         self.nudged.clear()
         try:
             answers, due = self._written_down(heard, look_now)
@@ -125,14 +163,74 @@ class Scheduler(Loop):
             self._not_written_down()
             raise
         # 4. Send only what is committed.
+        self.quiet.learn(self.reports, now_s=time.monotonic())
         self._send(answers, due)
-        took_s = time.monotonic() - began_s
-        self.backlog.adapt(took_s, most_s=settings().leader_s / ROUNDS_A_LEASE)
-        if self.leads:
-            self.tally.round(took_s)
-        if self.backlog:
-            return 0.0
-        return max(0.0, self.due_s - time.monotonic())
+
+    def _renew_quietly(self) -> None:
+        """Renew the leases of devices that say nothing new, and answer them: before all else.
+
+        Devices whose rows have changed, so that there may be more to say, are recorded in full.
+        """
+        if not self.quiet.waiting:
+            return
+        asked, others, renewed = self._renewed()
+        texts = dict[str, str]()
+        for beat, report in asked:
+            if (txid := renewed.get(beat.device)) is None:
+                self.quiet.forget(beat.device)
+                others.append(beat)
+                continue
+            self.quiet.renewed(beat, txid)
+            answer = self._as_planned(report.answer)
+            texts[beat.device] = self.ready.sealed(outbox.signer(), answer, sent_us=beat.sent_us)
+        outbox.post_all(texts)
+        for beat in others:
+            self._put_back(beat)
+
+    def _renewed(self) -> tuple[list[tuple[Beat, AcknowledgedReport]], list[Beat], dict[str, str]]:
+        """Renew what waits; returns what was asked for, heartbeats to record in full, and by device
+        the transaction that renewed its lease.
+        """
+        try:
+            with transactions.transaction() as session:
+                row = self._begin(session)
+                self.roster.read(session)
+                asked, others = self.quiet.take()
+                renewed = journal.renew(session, asked, island=self.island)
+                self._hold_lead(row)
+                return asked, others, renewed
+        except (OperationalError, InterfaceError):
+            raise  # the database is away
+        except Exception:
+            log.exception("island %s: no lease was renewed without a full record", self.island)
+            self.quiet.forget_all()
+        return *self.quiet.take(), {}
+
+    def _put_back(self, beat: Beat) -> None:
+        """Let a round record a heartbeat in full; its form is that of one that was decoded."""
+        self.backlog.put(decode(beat.body), beat.came_s)
+
+    def _as_planned(self, answer: Answer) -> Answer:
+        """Add what the plan knows to an answer to a device on which nothing waits."""
+        board, peers = self.follower.board, self.roster.peers
+        if board is None:
+            return replace(answer, peers=peers)
+        return replace(answer, peers=peers, rota=[], wanted=is_wanted(board, answer.device))
+
+    def _write_progress(self, beats: list[Beat]) -> None:
+        """Write how far the tasks are of which these heartbeats tell."""
+        if not beats:
+            return
+        try:
+            with transactions.transaction() as session:
+                self._row(session)
+                journal.write_progress(session, beats)
+                journal.settle(session)
+        except (OperationalError, InterfaceError):
+            raise  # the database is away
+        except Exception:  # each device's next full report has all of it
+            log.exception("island %s: the progress of tasks was not written", self.island)
+        self.quiet.written(beats)
 
     def _gather(self) -> None:
         """Wait a moment for more heartbeats if nothing is pressing.
@@ -140,7 +238,7 @@ class Scheduler(Loop):
         Most of what a round costs does not depend on the number of heartbeats that it takes.
         """
         until_s = min(self.gathers_until_s, self.due_s)
-        if not self.backlog:
+        if not (self.backlog or self.quiet.waiting):
             self.pressing.wait(max(0.0, until_s - time.monotonic()))
         self.pressing.clear()
         self.gathers_until_s = time.monotonic() + GATHER_S
@@ -172,7 +270,11 @@ class Scheduler(Loop):
             row, due = self._begin(session), list[OutboxOrder]()
             self.roster.read(session)
             # 2. Record the reports of devices.
-            recorded = journal.record_all(session, heard, careful=careful) if heard else []
+            self.reports = {}
+            quiet = None if careful else self.reports
+            recorded = (
+                journal.record_all(session, heard, careful=careful, quiet=quiet) if heard else []
+            )
             _spare_the_waiting(session, self.backlog.alive_since())
             changed = look_now or any(changed for _, changed in recorded)
             # actions that wait for the commit need not wait for the plan
@@ -244,11 +346,18 @@ class Scheduler(Loop):
             if row.leader == self.me:
                 row.leader_until = func.now()
 
-    def _heard(self) -> list[Alive]:
-        """Return the heartbeats for one round."""
+    def _take_in(self) -> None:
+        """Sort the heartbeats that came: those that repeat what is known, and all others."""
         while not self.inbox.empty():
-            self.backlog.put(*self.inbox.get())
-        return self.backlog.take()
+            said, came_s = self.inbox.get()
+            if isinstance(said, Alive):
+                if self.quiet.supersede(said):
+                    self.replaced.add(said.device)
+                self.backlog.put(said, came_s)
+            elif self.quiet.report_of(said) is not None:
+                self.quiet.put(said)
+            else:
+                self._put_back(said)
 
     def _row(self, session: Session) -> tuple[Island, float]:
         """Return the island's row, locked, and the seconds left of its leader's lease."""
@@ -272,6 +381,7 @@ class Scheduler(Loop):
             log.warning("%s leads island %s", self.me[:8], self.island)
             row.leader, row.term, row.leading_since = self.me, row.term + 1, func.now()
             self.follower.forget()
+            self.quiet.forget_all()
             _spare_leases(session, self.island)
         if left_s < settings().leader_s / 2:
             row.leader_until = func.now() + timedelta(seconds=settings().leader_s)

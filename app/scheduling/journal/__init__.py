@@ -28,6 +28,7 @@ from app.scheduling.journal.events import RETRY_LONGEST_S, STORE_AGAIN_S
 from app.scheduling.journal.heartbeats import record, record_all
 from app.scheduling.journal.losses import hand_over, lose, unseat
 from app.scheduling.journal.orders import order_round, order_saves, ordered
+from app.scheduling.journal.quiet import renew, write_progress
 from app.scheduling.journal.residents import LAUNCHES_UNSEEN
 from app.scheduling.journal.sums import CHANGES, settle, write_down
 from app.scheduling.journal.task_writer import break_off, tell
@@ -49,9 +50,11 @@ __all__ = [
     "ordered",
     "record",
     "record_all",
+    "renew",
     "settle",
     "store",
     "tell",
     "unseat",
     "write_down",
+    "write_progress",
 ]

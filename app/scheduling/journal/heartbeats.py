@@ -15,6 +15,7 @@ from app.core.model import codec, messages
 from app.core.model.messages import Alive, Answer, LogLines, ResidentView, key
 from app.core.model.migration import Moving
 from app.core.model.provisions.mounts import FOLDER, IMAGE, digest
+from app.core.scheduling.quiet_heartbeats import AcknowledgedReport
 from app.db import transactions
 from app.db.models import Device, Host, LogLine, Task
 from app.scheduling import guest_placements, launch_order
@@ -34,6 +35,7 @@ from app.scheduling.journal import (
 )
 from app.scheduling.journal.device_rows import DeviceRows, LockedRows
 from app.scheduling.journal.packages_ahead import PackagesAhead
+from app.scheduling.journal.quiet import report_to_remember, transaction_id
 from app.settings import settings
 
 log = logging.getLogger(__name__)
@@ -42,18 +44,44 @@ log = logging.getLogger(__name__)
 Recorded = tuple[Answer, bool]
 
 
-def record_all(session: Session, alives: Sequence[Alive], *, careful: bool) -> list[Recorded]:
+def record_all(
+    session: Session,
+    alives: Sequence[Alive],
+    *,
+    careful: bool,
+    quiet: dict[str, AcknowledgedReport] | None = None,
+) -> list[Recorded]:
     """Record each heartbeat; stale ones are left out.
 
     With `careful`, each heartbeat is written in a savepoint of its own, so that a bad one cannot
-    spoil the others.  Without it, any error is raised.
+    spoil the others.  Without it, any error is raised.  What `quiet.renew` needs to know of devices
+    that may go on quietly is added to `quiet`; it holds once the transaction is committed.
     """
     believed = device_rows.lock(session, alives)
     if not careful:
         _register_all(session, alives, believed)
     ahead = _PackagesByIsland(session, alives)
     found = [_record_apart(session, alive, believed, ahead, careful=careful) for alive in alives]
+    if quiet is not None:
+        quiet.update(_to_remember(session, alives, found, believed))
     return [one for one in found if one is not None]
+
+
+def _to_remember(
+    session: Session,
+    alives: Sequence[Alive],
+    found: Sequence[Recorded | None],
+    believed: LockedRows,
+) -> dict[str, AcknowledgedReport]:
+    txid, reports = transaction_id(session), dict[str, AcknowledgedReport]()
+    for alive, recorded in zip(alives, found, strict=True):
+        reports.pop(alive.device, None)  # of an earlier process
+        if recorded is not None:
+            house = device_rows.rows_of_device(believed.devices[alive.device], believed)
+            report = report_to_remember(house, alive, recorded[0], txid=txid)
+            if report is not None:
+                reports[alive.device] = report
+    return reports
 
 
 class _PackagesByIsland(dict[str, PackagesAhead]):
