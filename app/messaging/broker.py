@@ -16,7 +16,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -25,7 +25,6 @@ from celery.utils.nodenames import anon_nodename
 from kombu import serialization
 from kombu.transport import TRANSPORT_ALIASES
 from kombu.transport import redis as over_redis
-from kombu.utils.json import loads
 from redis.exceptions import ResponseError
 
 log = logging.getLogger(__name__)
@@ -45,8 +44,9 @@ COMPLAIN_EVERY_S = 10.0
 READ_TOGETHER = 16  # messages in one exchange: bounds memory, as each may be large
 TURNS_TOGETHER = 8  # exchanges in a row, before the reader looks at anything else
 
-#: Names of the messages that this process accepts.
-HEARD: set[str] = set()
+#: By name of the messages that this process accepts: what hears them, called with the time when
+#: the message expires and with its text.
+HEARD: dict[str, Callable[[str | None, str], None]] = {}
 
 
 def island_queue(island: str) -> str:
@@ -246,27 +246,27 @@ class Channel(over_redis.Channel):
         return True
 
     def _take_what_waits(self) -> None:
-        """Deliver what waits behind the message that was read, many messages in one exchange.
+        """Hear what waits behind the message that was read, many messages in one exchange.
 
         An island gets thousands of heartbeats a second.  Otherwise each would cost an exchange with
-        Redis and a turn of Celery's loop.
+        Redis, a turn of Celery's loop and three objects that nobody needs.
         """
         with self.conn_or_acquire() as client:
             for queue in self.active_queues:
                 for _ in range(TURNS_TOGETHER):
                     items = client.rpop(queue, READ_TOGETHER) or ()
                     for item in items:
-                        self._take(queue, item)
+                        self._take(item)
                     if len(items) < READ_TOGETHER:
                         break
 
-    def _take(self, queue: str, item: bytes) -> None:
+    def _take(self, item: bytes) -> None:
         try:
-            checked((queue.encode(), item))
+            headers, text = _opened(item)
         except NotAMessage as error:
             self._complaint.say(error)
             return
-        self.connection._deliver(loads(item.decode()), queue)
+        HEARD[headers["task"]](headers.get("expires"), text)
 
     def _remove_what_is_no_queue(self) -> None:
         """Delete keys of other types that were put in a queue's place, so that the queue works
@@ -295,6 +295,12 @@ def checked(reply: Any, **_: Any) -> tuple[bytes, bytes] | None:
     if not reply:
         return None
     queue, item = reply
+    _opened(item)
+    return queue, item
+
+
+def _opened(item: bytes) -> tuple[dict[str, Any], str]:
+    """Return the headers and the text of a message for us; raises NotAMessage."""
     if len(item) > MESSAGE_LIMIT_BYTES:
         raise NotAMessage(f"{len(item)} bytes")
     if item.count(b"[") + item.count(b"{") > BRACKETS_LIMIT:
@@ -302,13 +308,13 @@ def checked(reply: Any, **_: Any) -> tuple[bytes, bytes] | None:
     try:
         message = json.loads(item.decode())
         text_bytes = len(message["body"])
-        base64.b64decode(message["body"], validate=True).decode()
+        text = base64.b64decode(message["body"], validate=True).decode()
         _check(message)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise NotAMessage(f"{item[:60]!r}: {error!r:.100}") from error
     if len(item) - text_bytes > WRAPPING_LIMIT_BYTES:
         raise NotAMessage(f"{len(item) - text_bytes} bytes of headers")
-    return queue, item
+    return message["headers"], text
 
 
 def _check(message: dict[str, Any]) -> None:

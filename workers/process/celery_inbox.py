@@ -37,9 +37,17 @@ def hears(app: Celery, name: str) -> Callable[[Callable[..., None]], Callable[..
     The function is called with the text of the message, or without arguments if the message has
     none.  Some of its errors are logged, as no code could handle them.
     """
-    broker.HEARD.add(name)
+    complaint = broker.Complaint(log, f"{name} was not heard")
 
     def mark(function: Callable[..., None]) -> Callable[..., None]:
+        def hear(expires: str | None, text: str) -> None:
+            try:
+                if not _is_stale(expires):
+                    function(*((text,) if text else ()))
+            except Exception as error:
+                complaint.say(repr(error), exc_info=True)
+
+        broker.HEARD[name] = hear
         app.task(function, name=name, base=Hint)
         return function
 
@@ -49,15 +57,10 @@ def hears(app: Celery, name: str) -> Callable[[Callable[..., None]], Callable[..
 def passed_on(task: celery.Task, app: Celery, consumer: object) -> Callable[..., None]:
     """Return the handler of a task's messages, as Celery's `Strategy`."""
 
-    complaint = broker.Complaint(log, f"{task.name} was not heard")
-
     def pass_on(message: Any, *_: object) -> None:
-        try:
-            if not _is_stale(message.headers.get("expires")):
-                # Kombu returns an empty body unparsed; a nudge has no arguments.
-                task.run(*(message.payload[0] if message.payload else ()))
-        except Exception as error:
-            complaint.say(repr(error), exc_info=True)
+        # Kombu returns an empty body unparsed; a nudge has no arguments.
+        text = message.payload[0][0] if message.payload else ""
+        broker.HEARD[task.name](message.headers.get("expires"), text)
 
     return pass_on
 
