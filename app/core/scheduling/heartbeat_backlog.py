@@ -11,7 +11,7 @@ from __future__ import annotations
 from app.core.model.messages import Alive
 
 FIRST, LEAST, MOST = 256, 128, 1024  # the bound at first, and its limits
-EVENT_WEIGHT = 4  # an event counts as so many heartbeats
+EVENT_WEIGHT = 20  # an event, and a launch that follows, count as so many heartbeats
 
 
 class HeartbeatBacklog:
