@@ -775,6 +775,7 @@ class Board:
             self.graphs[task.id] = stay
         if task.width > 1:
             self.gangs[task.id] = stay
+            self.urgency.patience.hold(task)
         if task.width_max and task.elastic:
             self._count_grown(stay)
             self._give_back(stay, task.leaves)
@@ -789,8 +790,6 @@ class Board:
                 self.seated[id] = task.id  # until the task is seen to leave
                 pool.remove(id)
         self.tree.hold(leaf, here)
-        if self.urgency.patience.protected(task):
-            self.urgency.patience.aged[task.kind] += task.width
         self.tree.charge(leaf, self.tree.faded(self._owes(stay)))
         self._expect(stay)
         return stay
@@ -915,15 +914,14 @@ class Board:
         """Remove a stay: the task has left its devices."""
         del self.stays[stay.id]
         self.graphs.pop(stay.id, None)
-        self.gangs.pop(stay.id, None)
+        if self.gangs.pop(stay.id, None) is not None:
+            self.urgency.patience.let_go(stay.task)
         if stay.leaving or stay.ripe:
             self.tree.accrue(stay.leaf, -stay.rate)
         else:
             self._true_up(stay)
         self._unripe(stay)
         pool = self.pools[stay.task.kind]
-        if self.urgency.patience.protected(stay.task):
-            self.urgency.patience.aged[stay.task.kind] -= stay.lane.width
         if not stay.leaving:
             if self.elastic:
                 self._count_grown(stay, -1)

@@ -9,7 +9,7 @@ may hold is limited (`aged_share`).
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 
 from app.core.model.snapshot import BoardTask, Policy
@@ -22,7 +22,31 @@ class GangPatience:
 
     def __init__(self, policy: Policy, pools: Mapping[str, Pool]) -> None:
         self.policy, self.pools = policy, pools
-        self.aged: Counter[str] = Counter()  # kind -> devices held by gangs that lost patience
+        # kind -> the gangs on its devices
+        self._gangs: defaultdict[str, dict[str, BoardTask]] = defaultdict(dict)
+        self._aged: dict[str, tuple[int, int]] = {}  # kind -> (open devices, result of `aged`)
+
+    def hold(self, gang: BoardTask) -> None:
+        """Note that a gang holds devices."""
+        self._gangs[gang.kind][gang.id] = gang
+        self._aged.pop(gang.kind, None)
+
+    def let_go(self, gang: BoardTask) -> None:
+        """Note that a gang holds no devices any more."""
+        del self._gangs[gang.kind][gang.id]
+        self._aged.pop(gang.kind, None)
+
+    def aged(self, kind: str) -> int:
+        """Return the number of devices that gangs hold whose patience has ended.
+
+        Patience depends on the number of open devices: if it changes, all gangs are looked at.
+        """
+        devices = self.pools[kind].size() if kind in self.pools else 0
+        known = self._aged.get(kind)
+        if known is None or known[0] != devices:
+            held = sum(gang.width for gang in self._gangs[kind].values() if self.protected(gang))
+            known = self._aged[kind] = (devices, held)
+        return known[1]
 
     def total_s(self, task: BoardTask) -> float:
         """Return how long a gang waits in total before it goes before all others, in s.
@@ -63,4 +87,4 @@ class GangPatience:
         pool = self.pools.get(task.kind)
         if pool is None or not self._ages(task):
             return pool is not None
-        return self.aged[task.kind] + task.width <= self.policy.aged_share * pool.size()
+        return self.aged(task.kind) + task.width <= self.policy.aged_share * pool.size()
