@@ -258,7 +258,12 @@ def _up_the_tree(shares: Iterable[TenantShare], waits: Waits) -> Waits:
 
 def _devices(session: Session, now: datetime) -> Iterator[Metric]:
     up = func.coalesce(Device.lease_until > now, False)
-    state = case((~up, "down"), (Device.cordoned | Host.cordoned, "cordoned"), else_="up")
+    state = case(
+        (~up, "down"),
+        (Device.cordoned | Host.cordoned, "cordoned"),
+        (Device.facts["stopping"].as_boolean(), "stopping"),
+        else_="up",
+    )
     query = (
         select(Device.island, Device.kind, state, func.count())
         .join(Host, Host.name == Device.host)
@@ -266,10 +271,10 @@ def _devices(session: Session, now: datetime) -> Iterator[Metric]:
     )
     counted = {(island, kind, is_): n for island, kind, is_, n in session.execute(query)}
     devices = _gauge(
-        "roundhouse_devices", "Devices; up: reporting and not drained.", "island", "kind", "state"
+        "roundhouse_devices", "Devices; up: takes new work.", "island", "kind", "state"
     )
     for island, kind in sorted({(island, kind) for island, kind, _ in counted}):
-        for is_ in ("up", "cordoned", "down"):
+        for is_ in ("up", "cordoned", "stopping", "down"):
             devices.add_metric([island, kind, is_], counted.get((island, kind, is_), 0))
     yield devices
     ages = _gauge(

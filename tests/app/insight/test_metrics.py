@@ -145,14 +145,17 @@ class TestTenants:
 
 def test_devices_by_state_and_the_oldest_heartbeat(scenery, session, figures):
     for name, lease_s, cordoned in (("u", 60, False), ("v", 60, False), ("c", 60, True),
-                                    ("d", -1, False)):  # fmt: skip
+                                    ("s", 60, False), ("d", -1, False)):  # fmt: skip
         scenery.device(name, lease_s=lease_s, cordoned=cordoned)
+    session.get_one(Device, "s").facts = {"stopping": True}
     for device, age_s in (("u", 3), ("v", 1), ("d", 900)):
         seen = func.now() - timedelta(seconds=age_s)
         session.execute(update(Device).where(Device.id == device).values(seen_at=seen))
     told = figures()
     devices = {labels: n for (name, labels), n in told.items() if name == "devices"}
-    assert devices == {("cpu", "up"): 2, ("cordoned", "cpu"): 1, ("cpu", "down"): 1}
+    assert devices == {
+        ("cpu", "up"): 2, ("cordoned", "cpu"): 1, ("cpu", "stopping"): 1, ("cpu", "down"): 1
+    }  # fmt: skip
     assert told["heartbeat_age_seconds", ()] == pytest.approx(3, abs=0.01)
     assert told["island_led", ()] == 1
 
