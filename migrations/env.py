@@ -1,13 +1,16 @@
 """Alembic's entry: the schema comes to be by these migrations and in no other way."""
 
+import time
+
 from alembic import context
-from sqlalchemy import NullPool, create_engine, text
+from sqlalchemy import Connection, NullPool, create_engine, text
 from sqlalchemy.dialects.postgresql.base import ischema_names
 
 from app.db.models import Base, Xid8
 from app.settings import Settings
 
 LOCK = 0x726F756E  # one migrator at a time, however many processes start at once
+LOOK_S = 0.2
 
 ischema_names["xid8"] = Xid8  # so that `alembic check` knows the type when it meets it
 
@@ -15,12 +18,26 @@ ischema_names["xid8"] = Xid8  # so that `alembic check` knows the type when it m
 def run() -> None:
     url = context.config.attributes.get("url") or Settings().database_url.get_secret_value()
     with create_engine(url, poolclass=NullPool).connect() as connection:
+        _wait_for_others(connection)
         context.configure(
-            connection=connection, target_metadata=Base.metadata, compare_server_default=False
+            connection=connection,
+            target_metadata=Base.metadata,
+            compare_server_default=False,
+            transaction_per_migration=True,  # some work outside of a transaction
         )
         with context.begin_transaction():
-            connection.execute(text("select pg_advisory_xact_lock(:lock)"), {"lock": LOCK})
             context.run_migrations()
+
+
+def _wait_for_others(connection: Connection) -> None:
+    """Take the lock of migrators, which the connection keeps until it is closed.
+
+    A statement that waits for the lock would be one that `create index concurrently` waits for.
+    """
+    while not connection.scalar(text("select pg_try_advisory_lock(:lock)"), {"lock": LOCK}):
+        connection.rollback()
+        time.sleep(LOOK_S)
+    connection.commit()
 
 
 run()

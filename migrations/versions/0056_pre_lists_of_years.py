@@ -1,5 +1,7 @@
 """pre: indexes for lists of requests, and for the tasks that have an output."""
 
+from typing import Any
+
 import sqlalchemy as sa
 from alembic import op
 
@@ -8,42 +10,38 @@ down_revision = "0055"
 branch_labels = None
 depends_on = None
 
-
-def upgrade() -> None:
-    op.execute("SET LOCAL lock_timeout = '5s'")  # rather fail than stop the island
-
-    # A million requests are read in some seconds; submits wait for so long.
-    op.create_index(
-        "ix_requests_live",
+#: name -> (table, columns, options)
+INDEXES: dict[str, tuple[str, list[Any], dict[str, Any]]] = {
+    "ix_requests_live": (
         "requests",
         ["id"],
-        postgresql_where=sa.text("state not in ('done', 'failed', 'cancelled')"),
-    )
-    op.create_index("ix_requests_name", "requests", ["name", "id"])
-    op.create_index("ix_requests_id_ends", "requests", [sa.text("right(id, 8)")])
-    op.create_index(
-        "ix_requests_labels",
+        {"postgresql_where": sa.text("state not in ('done', 'failed', 'cancelled')")},
+    ),
+    "ix_requests_name": ("requests", ["name", "id"], {}),
+    "ix_requests_id_ends": ("requests", [sa.text("right(id, 8)")], {}),
+    "ix_requests_labels": (
         "requests",
         ["labels"],
-        postgresql_using="gin",
-        postgresql_ops={"labels": "jsonb_path_ops"},
-    )
+        {"postgresql_using": "gin", "postgresql_ops": {"labels": "jsonb_path_ops"}},
+    ),
     # Requests lie in the order of this time, so a few pages of index are enough for a year.
-    op.create_index(
-        "ix_requests_submitted_at", "requests", ["submitted_at"], postgresql_using="brin"
-    )
-    op.create_index(
-        "ix_tasks_outputs",
+    "ix_requests_submitted_at": ("requests", ["submitted_at"], {"postgresql_using": "brin"}),
+    "ix_tasks_outputs": (
         "tasks",
         [sa.text("jsonb_path_query_array(outputs, '$.*.sha256')")],
-        postgresql_using="gin",
-        postgresql_where=sa.text("outputs <> '{}'"),
-    )
+        {"postgresql_using": "gin", "postgresql_where": sa.text("outputs <> '{}'")},
+    ),
+}
+
+
+def upgrade() -> None:
+    with op.get_context().autocommit_block():  # the tables may be large, and are written meanwhile
+        for name, (table, columns, options) in INDEXES.items():
+            op.drop_index(name, table, if_exists=True, postgresql_concurrently=True)  # a broken one
+            op.create_index(name, table, columns, postgresql_concurrently=True, **options)
 
 
 def downgrade() -> None:
-    op.execute("SET LOCAL lock_timeout = '5s'")
-
-    op.drop_index("ix_tasks_outputs", "tasks")
-    for name in ("submitted_at", "labels", "id_ends", "name", "live"):
-        op.drop_index(f"ix_requests_{name}", "requests")
+    with op.get_context().autocommit_block():
+        for name, (table, _, _) in INDEXES.items():
+            op.drop_index(name, table, postgresql_concurrently=True)
