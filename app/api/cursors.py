@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fastapi import Depends, Query, Request, Response
+from sqlalchemy import ColumnElement, FromClause, any_, func, select, true
 from sqlalchemy.orm import InstrumentedAttribute, Session
 from starlette.datastructures import URL
 
@@ -77,6 +78,19 @@ class FoundPage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PageParts:
+    """Divides the rows of a list into parts, of each of which an index has the rows in order.
+
+    A row belongs to the row of `table` with which it `holds`.  A page then costs a page of each
+    part, however many rows there are.  Otherwise Postgres may read all rows in order until a page
+    is full, since it cannot know that few rows match.
+    """
+
+    table: FromClause
+    holds: ColumnElement[bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Paging:
     """The page that is requested.  `marked`: its cursors are rejected by other lists."""
 
@@ -115,21 +129,41 @@ class Paging:
         *,
         by: InstrumentedAttribute[Any],
         newest_first: bool = False,
+        parts: PageParts | None = None,
     ) -> FoundPage:
         """Read the page in the order of `by`, a column with a different value in every row.
 
-        A row is what the query selects; a single value is given as itself.  Raises BadInput.
+        A row is what the query selects; a single value is given as itself.  `parts` divide the
+        rows.  Raises BadInput.
         """
         if (cursor := self.cursor) is not None:
             open_ = opened_numbers if by.type.python_type is int else opened
             [key] = open_(cursor)
             query = query.where(by < key if newest_first else by > key)
+        if parts is not None:
+            query = query.where(by == any_(self._keys(query, by, newest_first, parts)))
         single = len(query.column_descriptions) == 1
         keyed = query.add_columns(by.label("page_key"))
         order = by.desc() if newest_first else by
         found = session.execute(keyed.order_by(order).limit(self.most)).all()
         rows = [row[0] if single else row for row in found]
         return self.cut(rows, [seal(row.page_key) for row in found])
+
+    def _keys(
+        self,
+        query: AnySelect,
+        by: InstrumentedAttribute[Any],
+        newest_first: bool,
+        parts: PageParts,
+    ) -> ColumnElement[Any]:
+        """Return an array with the keys of the page: the first of the first keys of each part."""
+        its = query.with_only_columns(by.label("key")).where(parts.holds)
+        its = its.order_by(by.desc() if newest_first else by).limit(self.most)
+        of_part = its.correlate(parts.table).lateral("of_part")
+        key = of_part.c.key
+        keys = select(key).select_from(parts.table).join(of_part, true())
+        keys = keys.order_by(key.desc() if newest_first else key).limit(self.most)
+        return func.array(keys.scalar_subquery())
 
     def cut(self, rows: list[Any], cursors: list[str]) -> FoundPage:
         """Make a page of the first `limit` of at most `most` rows, each with its cursor."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from sqlalchemy import ColumnElement, and_, case, literal, or_, select
+from sqlalchemy import Boolean, ColumnElement, and_, case, literal, literal_column, or_, select
 
 from app.core.model.lifecycle import ENDED, NOT_STARTED
 from app.core.model.phase import MOST_ADVANCED, OF_STATE, Phase, task_phase
@@ -37,6 +37,11 @@ TASK_PHASE: ColumnElement[str] = case(
     else_=literal(Phase.queued.value),
 )
 
+# Literal, as in the indexes ix_tasks_live and ix_requests_live: Postgres uses these for no
+# parameters, unless it plans a statement for its values.
+IS_LIVE_TASK = literal_column("tasks.state not in ('done', 'failed', 'cancelled')", Boolean)
+IS_LIVE_REQUEST = literal_column("requests.state not in ('done', 'failed', 'cancelled')", Boolean)
+
 #: Excludes tickets, which keep devices for a gang: the gang itself decides the request's phase.
 IS_NO_TICKET: ColumnElement[bool] = or_(Task.gang_id.is_(None), Task.gang_id == Task.id)
 
@@ -51,16 +56,21 @@ def is_in(phases: Collection[str]) -> ColumnElement[bool]:
 def has_task_in(phases: Collection[str]) -> ColumnElement[bool]:
     """Condition on tasks: the task is in one of these phases."""
     is_in_one = TASK_PHASE.in_(phases)
-    # An index has the tasks that have not ended.
-    return is_in_one if {*phases} & ENDED else and_(is_in_one, Task.state.not_in(ENDED))
+    return is_in_one if {*phases} & ENDED else and_(is_in_one, IS_LIVE_TASK)
+
+
+def states_in(phases: Collection[str]) -> frozenset[str]:
+    """Return the states that a task in one of these phases may have."""
+    found = {state for state, phase in OF_STATE.items() if phase in phases}
+    return frozenset(found if set(phases) <= {*OF_STATE.values()} else found | NOT_STARTED)
 
 
 def _leads(phase: Phase) -> ColumnElement[bool]:
     """Condition: no task of the request is further than this phase, and at least one is in it."""
     further = [each.value for each in MOST_ADVANCED[: MOST_ADVANCED.index(phase)]]
-    live = select(Task.request_id).where(Task.state.not_in(ENDED), IS_NO_TICKET)
+    live = select(Task.request_id).where(IS_LIVE_TASK, IS_NO_TICKET)
     return and_(
-        Request.state.not_in(ENDED),
+        IS_LIVE_REQUEST,
         Request.id.in_(live.where(TASK_PHASE.in_([phase.value]))),
         Request.id.not_in(live.where(TASK_PHASE.in_(further))),
     )

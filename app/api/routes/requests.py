@@ -36,7 +36,7 @@ from app.core.model.lifecycle import ENDED
 from app.core.model.phase import request_phase
 from app.data import graphs
 from app.db.models import Request, Task, Tenant, User
-from app.db.transactions import Db, commit, released, transaction
+from app.db.transactions import Db, commit, plan_for_values, released, transaction
 from app.errors import BadInput, Forbidden
 from app.insight import phases
 from app.intake import actions, intake, island_assignment
@@ -184,6 +184,8 @@ def list_requests(
     query = select(Request).where(of_caller(caller, Request.tenant_id))
     if states := words_in(state, RequestState, "state"):
         query = query.where(Request.state.in_(states))
+        if not ENDED.intersection(states):
+            query = query.where(phases.IS_LIVE_REQUEST)
     if asked := words_in(phase, PhaseWord, "phase"):
         query = query.where(phases.is_in(asked))
     for item in label or []:
@@ -196,6 +198,7 @@ def list_requests(
     if tenant_id is not None:
         query = query.where(Request.tenant_id == tenant_id)
     if submitted_after is not None:
+        plan_for_values(session)
         query = query.where(Request.submitted_at > submitted_after)
     found = paging.read(session, query, by=Request.id, newest_first=True)
     return found.page(_summaries(session, found.rows))

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any, get_args
 
 from fastapi import Body, Path, Query, Response
 from fastapi.responses import StreamingResponse
-from sqlalchemy import bindparam, select
+from sqlalchemy import ARRAY, Text, and_, bindparam, cast, func, select, true
 from sqlalchemy.orm import Session, aliased
 
-from app.api import downloads
+from app.api import cursors, downloads
 from app.api.access import tunnel_access
 from app.api.access.auth import Authed, Caller
 from app.api.access.visibility import of_caller, task_to_act_on, visible_task
@@ -33,6 +33,7 @@ from app.api.schemas.tasks import (
 from app.core.model import codec, dependencies, migration
 from app.core.model import descriptor as descriptors
 from app.core.model.device_choice import choice_in, traits_in
+from app.core.model.lifecycle import ENDED, State
 from app.core.model.messages import ARTIFACTS
 from app.core.model.migration import ANYWHERE, Moving
 from app.core.model.next_size import memory_to_request, resources_to_request
@@ -40,7 +41,7 @@ from app.core.model.phase import task_phase
 from app.core.model.provisions import process_images
 from app.core.model.provisions.resources import of_amounts
 from app.core.model.provisions.tunnel import why_not_into
-from app.db.models import Checkpoint, Device, Host, Metric, Need, Placement, Task
+from app.db.models import Checkpoint, Device, Host, Metric, Need, Placement, Task, Tenant
 from app.db.transactions import Db
 from app.errors import BadInput, Conflict, NotFound
 from app.insight import explain, phases, reports
@@ -73,12 +74,39 @@ def list_tasks(
     query = select(Task).where(of_caller(caller, Task.tenant_id))
     if states := words_in(state, TaskState, "state"):
         query = query.where(Task.state.in_(states))
+        if not ENDED.intersection(states):
+            query = query.where(phases.IS_LIVE_TASK)
     if asked := words_in(phase, PhaseWord, "phase"):
         query = query.where(phases.has_task_in(asked))
     if request_id is not None:
         query = query.where(Task.request_id == request_id)
-    found = paging.read(session, query, by=Task.id, newest_first=True)
+    by_state = request_id is None and (states or asked or not caller.sees_all)
+    found = paging.read(
+        session,
+        query,
+        by=Task.id,
+        newest_first=True,
+        parts=_by_tenant_and_state(caller, states, asked) if by_state else None,
+    )
     return found.page(task_outs(session, caller, found.rows))
+
+
+def _by_tenant_and_state(
+    caller: Caller, states: Collection[str], asked: Collection[str]
+) -> cursors.PageParts:
+    """Return the tenants that the caller sees, each with every state that tasks found may have."""
+    possible = phases.states_in(asked) if asked else frozenset(State)
+    wanted = possible.intersection(states) if states else possible
+    unnested = func.unnest(cast(sorted(wanted), ARRAY(Text))).table_valued("state")
+    each = unnested.render_derived()
+    table = (
+        select(Tenant.id, each.c.state)
+        .join(each, true())
+        .where(of_caller(caller, Tenant.id))
+        .subquery("parts")
+    )
+    holds = and_(Task.tenant_id == table.c.id, Task.state == table.c.state)
+    return cursors.PageParts(table=table, holds=holds)
 
 
 def words_in(text: str | None, known: Any, name: str) -> list[str]:

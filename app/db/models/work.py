@@ -200,6 +200,7 @@ class Task(Base):
         one_of("tier", TIERS),
         CheckConstraint("epoch >= 0", name="epoch"),
         CheckConstraint("devices_min between 1 and devices_max", name="devices"),
+        Index("ix_tasks_tenant_id_state_id", "tenant_id", "state", "id"),
         Index(
             "ix_tasks_queue",
             "tenant_id",

@@ -5,9 +5,10 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 import pytest
-from sqlalchemy import select, update
+from sqlalchemy import select, text, update
 
 from app.db.models import Checkpoint, Metric, Placement, RequestEvent, Task
+from app.insight import phases
 from app.settings import settings
 from app.storage.store import Store
 from tests.app.conftest import descriptor, problem
@@ -69,6 +70,19 @@ class TestOutputs:
         problem(red.get(f"{url}/outputs/other"), 404, "not-found")
 
 
+#: Tasks of red, of a tenant below it, and of blue, in four states.
+_TASKS_OF_THREE = (
+    "insert into tenants (id, name, parent_id) values ('ten_below', 'below', 'ten_red')",
+    "insert into requests (id, tenant_id, user_id, name) select 'req_' || t, t, 'usr_red.member', t"
+    " from unnest(array['ten_red', 'ten_blue', 'ten_below']) t",
+    "insert into tasks (id, request_id, tenant_id, user_id, island, ordinal, name, type, kind,"
+    " state) select 'tsk_' || to_char(n, 'fm00'), r.id, r.tenant_id, r.user_id, 'isle', n, n, 't',"
+    " 'cpu', (array['done', 'waiting', 'blocked', 'failed'])[1 + n % 4]"
+    " from generate_series(1, 36) n join requests r"
+    " on r.tenant_id = (array['ten_red', 'ten_blue', 'ten_below'])[1 + n % 3]",
+)
+
+
 class TestList:
     def test_by_request_and_state_page_by_page(self, red, submitted, session):
         red.post("/v1/requests", json=descriptor())
@@ -81,6 +95,31 @@ class TestList:
         second = red.get(first.links["next"]["url"]).json()
         assert [*first.json()["items"], *second["items"]] == every
         problem(red.get("/v1/tasks?state=sleeping"), 422, "validation-error", "?state")
+
+    @pytest.mark.parametrize("asked", ["", "state=done,waiting", "phase=queued", "phase=failed"])
+    def test_pages_of_each_reader_have_every_task_once_in_order(self, as_, session, asked):
+        for statement in _TASKS_OF_THREE:
+            session.execute(text(statement))
+        session.commit()
+        tenants = ["ten_red", "ten_blue", "ten_below"]
+        sees = {
+            "root": tenants,
+            "red.tenant_admin": [tenants[0], tenants[2]],
+            "red.member": tenants[:1],
+        }
+        name, _, words = asked.partition("=")
+        for reader, of in sees.items():
+            client, found, next_ = as_(reader), [], f"/v1/tasks?limit=3&{asked}"
+            while next_:
+                page = client.get(next_)
+                found += page.json()["items"]
+                next_ = page.links.get("next", {}).get("url")
+            query = select(Task.id).where(Task.tenant_id.in_(of)).order_by(Task.id.desc())
+            column = Task.state if name == "state" else phases.TASK_PHASE
+            if asked:
+                query = query.where(column.in_(words.split(",")))
+            assert [task["id"] for task in found] == list(session.scalars(query))
+            assert found
 
     def test_by_phase(self, red, submitted, session):
         ids = [task["id"] for task in submitted["tasks"]]
