@@ -197,8 +197,9 @@ def plans(session: Session, request_id: str) -> list[StoredPlan]:
     """Return the plans of a request's graph tasks; computed anew, with the same result each
     time.
     """
-    tasks = session.scalars(select(Task).where(Task.request_id == request_id).order_by(Task.id))
-    return [_plan(session, task) for task in tasks if "graph" in task.descriptor["run"]]
+    its = select(Task).where(Task.request_id == request_id).order_by(Task.id)
+    with_graph = its.where(Task.descriptor["run"].has_key("graph"))
+    return [_plan(session, task) for task in session.scalars(with_graph)]
 
 
 def _plan(session: Session, task: Task) -> StoredPlan:

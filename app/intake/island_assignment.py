@@ -19,7 +19,7 @@ from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import permutations
 
-from sqlalchemy import ColumnElement, Text, and_, cast, func, literal, or_, select, text
+from sqlalchemy import ColumnElement, Text, and_, any_, cast, func, literal, or_, select, text
 from sqlalchemy.dialects.postgresql import aggregate_order_by
 from sqlalchemy.orm import Session, aliased
 
@@ -164,6 +164,8 @@ def crossings(session: Session, request_id: str) -> list[Crossing]:
     part = maker.descriptor["run"]["part"]
     came = Placement.ways[Need.port].astext
     begun_with = taker.first_started_at.is_not(None) & ~Need.late
+    # An array and not only a join, so that the needs of no other request are read.
+    takers = select(Task.id).where(Task.request_id == request_id)
     query = (
         select(maker.name, Need.output, maker.island, taker.island, maker.outputs, part)
         .add_columns(func.bool_or(begun_with | came.is_not(None)))
@@ -171,7 +173,11 @@ def crossings(session: Session, request_id: str) -> list[Crossing]:
         .join(maker, maker.id == Need.needs_id)
         .join(taker, taker.id == Need.task_id)
         .outerjoin(Placement, and_(Placement.task_id == taker.id, ~Placement.guest))
-        .where(taker.request_id == request_id, Need.port != "", maker.island != taker.island)
+        .where(
+            Need.task_id == any_(func.array(takers.scalar_subquery())),
+            Need.port != "",
+            maker.island != taker.island,
+        )
         .group_by(maker.id, Need.output, taker.island)
         .order_by(func.min(taker.id), Need.output)
     )

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import select
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, load_only
 
 from app.api.access.auth import Caller
 from app.api.access.tunnel_access import why_closed
@@ -65,7 +65,8 @@ class LookInside:
 
 def look_inside(session: Session, caller: Caller, request: Request) -> LookInside:
     query = select(Task).where(Task.request_id == request.id).order_by(Task.ordinal)
-    tasks = session.scalars(query).all()
+    needed = load_only(Task.name, Task.state, Task.user_id, Task.descriptor)
+    tasks = session.scalars(query.options(needed)).all()
     closed: dict[str, list[str]] = {}
     opens = []
     for task in tasks:

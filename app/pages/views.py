@@ -477,7 +477,7 @@ def show_request(
         item=found,
         row=asked_for,
         acts=acts,
-        inside=task_actions.look_inside(session, caller, asked_for),
+        inside=None if found.ended_at else task_actions.look_inside(session, caller, asked_for),
         tasks=tasks,
         not_shown=sum(found.tasks.values()) - len(tasks),
         spent=time_spent(session, [task.id for task in tasks]),

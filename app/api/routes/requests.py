@@ -141,8 +141,8 @@ def plan_of_request(id: str, caller: Authed, session: Db) -> dict[str, Any]:
     """
     visible_request(session, caller, id)
     return {
-        "tasks": [asdict(place) for place in island_assignment.places(session, id)],
-        "crossings": [asdict(one) for one in island_assignment.crossings(session, id)],
+        "tasks": island_assignment.places(session, id),
+        "crossings": island_assignment.crossings(session, id),
         "graphs": [_plan(plan) for plan in graphs.plans(session, id)],
     }
 

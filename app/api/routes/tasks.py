@@ -434,6 +434,9 @@ def _needs(session: Session, ids: list[str]) -> dict[str, list[dict[str, str]]]:
     return found
 
 
+_COLUMNS = [name for name in TaskOut.model_fields if hasattr(Task, name)]
+
+
 def _task_out(
     task: Task,
     caller: Caller,
@@ -441,7 +444,7 @@ def _task_out(
     lent: list[Placement],
     used: NetworkUse | None,
 ) -> TaskOut:
-    shown = {name: getattr(task, name) for name in TaskOut.model_fields if hasattr(task, name)}
+    shown = {name: getattr(task, name) for name in _COLUMNS}
     next_time = resources_to_request(task.state, task.peaks)
     shown |= {
         "phase": phases.of_task(task),

@@ -89,10 +89,10 @@ def usage(
         query = query.join(Tenant, Tenant.id == of_ids.c.tenant)
     if "user" in group_by:
         query = query.join(User, User.id == of_ids.c.user)
-    rows = session.execute(query).mappings()
+    grouped = [name for name in GROUPS if name in group_by]
     return [
-        UsageRow(**{**row, "held_us": int(row["held_us"]), "charged_us": int(row["charged_us"])})
-        for row in rows
+        UsageRow(**dict(zip(grouped, key, strict=True)), held_us=int(held), charged_us=int(charged))
+        for *key, held, charged in session.execute(query)
     ]
 
 
