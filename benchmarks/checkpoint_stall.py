@@ -114,7 +114,7 @@ def summed(rows: list[JSON]) -> JSON:
 
 
 def median(rows: list[JSON], what: str) -> float:
-    return statistics.median(row[what] for row in rows)
+    return float(statistics.median(row[what] for row in rows))
 
 
 def in_a_process(way: str, size: int, times: int) -> list[JSON]:
@@ -142,9 +142,12 @@ class Training:
 
         torch.set_num_threads(1)
         torch.manual_seed(0)
-        layer = lambda: torch.nn.TransformerEncoderLayer(  # noqa: E731
-            WIDTH, 8, 4 * WIDTH, batch_first=True, dropout=0.1
-        )
+
+        def layer() -> torch.nn.Module:
+            return torch.nn.TransformerEncoderLayer(
+                WIDTH, 8, 4 * WIDTH, batch_first=True, dropout=0.1
+            )
+
         each = 3 * 4 * sum(part.numel() for part in layer().parameters())
         self.net = torch.nn.Sequential(*[layer() for _ in range(max(1, round(size / each)))])
         self.opt = torch.optim.AdamW(self.net.parameters())
@@ -216,10 +219,10 @@ def with_torch_save(job: Training, folder: Path) -> tuple[Save, Callable[[], flo
 
 
 def with_dcp(job: Training, folder: Path) -> tuple[Save, Callable[[], float]]:
-    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
     def save(number: int) -> Future[float]:
-        dcp.save(job.state(), checkpoint_id=folder / str(number), no_dist=True)
+        save_state(job.state(), checkpoint_id=folder / str(number), no_dist=True)
         shutil.rmtree(folder / str(number - 1), ignore_errors=True)
         return done_now()
 
@@ -227,8 +230,8 @@ def with_dcp(job: Training, folder: Path) -> tuple[Save, Callable[[], float]]:
 
 
 def with_dcp_async(job: Training, folder: Path) -> tuple[Save, Callable[[], float]]:
-    from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+    from torch.distributed.checkpoint.state_dict_saver import async_save
 
     stager = DefaultStager(
         StagingOptions(
@@ -241,7 +244,7 @@ def with_dcp_async(job: Training, folder: Path) -> tuple[Save, Callable[[], floa
 
     def save(number: int) -> Future[float]:
         durable: Future[float] = Future()
-        written = dcp.async_save(
+        written = async_save(
             job.state(), checkpoint_id=folder / str(number), async_stager=stager, no_dist=True
         )
         assert isinstance(written, Future)

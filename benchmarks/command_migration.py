@@ -123,7 +123,7 @@ def _target(name: str, value: float, unit: str, bound: float) -> Target:
 
 
 def _median(rows: list[JSON], name: str) -> float:
-    return statistics.median(row[name] for row in rows)
+    return float(statistics.median(row[name] for row in rows))
 
 
 def peers(rows: dict[str, list[JSON]], rate: float, filled_s: float, again_s: float) -> JSON:

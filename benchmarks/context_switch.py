@@ -108,7 +108,7 @@ def target(name: str, value: float, unit: str, op: str, bound: float) -> Target:
 
 
 def median(rows: list[JSON], name: str) -> float:
-    return statistics.median(row[name] for row in rows)
+    return float(statistics.median(row[name] for row in rows))
 
 
 # --- two jobs on a device -------------------------------------------------------------------------
@@ -264,9 +264,9 @@ def on_accelerator(kind: str, size: int) -> tuple[list[Target], JSON]:
         row["peer in"] = timed(accelerator, lambda: device.copy_(host, non_blocking=True))
         row["in"] = timed(accelerator, one.come_back)
         other.leave()
-        with ThreadPoolExecutor(2) as both:
+        with ThreadPoolExecutor(2) as threads:
             row["both"] = timed(
-                accelerator, lambda: list(both.map(_call, (one.leave, other.come_back)))
+                accelerator, lambda: list(threads.map(_call, (one.leave, other.come_back)))
             )
         one.come_back()
         rows.append(row)

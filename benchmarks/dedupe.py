@@ -30,7 +30,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_loader import load as load_state
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
+from torch.multiprocessing.spawn import spawn
 
 from app.core.model.manifest import About
 from app.storage.backend import Folder
@@ -241,9 +243,9 @@ def dcp_rank(rank: int, number: int, where: str) -> None:
     weight = next(name for name in state if name.startswith("model."))
     state[weight].view(-1)[0] += rank  # replicas that have diverged
     mine = {name: state[name].clone() for name in ("private", weight)}
-    dcp.save(state, checkpoint_id=f"{where}/saved")
+    save_state(state, checkpoint_id=f"{where}/saved")
     loaded = {name: torch.zeros_like(value) for name, value in mine.items()}
-    dcp.load(loaded, checkpoint_id=f"{where}/saved")
+    load_state(loaded, checkpoint_id=f"{where}/saved")
     kept = {name: bool(torch.equal(loaded[name], mine[name])) for name in mine}
     Path(where, f"kept-{rank}").write_text(f"{kept['private']} {kept[weight]}")
     dist.destroy_process_group()
@@ -251,7 +253,7 @@ def dcp_rank(rank: int, number: int, where: str) -> None:
 
 def dcp_with(number: int) -> JSON:
     with folder() as where:
-        torch.multiprocessing.spawn(dcp_rank, (number, str(where)), nprocs=number)
+        spawn(dcp_rank, (number, str(where)), nprocs=number)
         kept = [(where / f"kept-{rank}").read_text().split() for rank in range(number)]
         return {
             "stored_bytes": size_of(where / "saved"),

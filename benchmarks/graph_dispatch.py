@@ -32,7 +32,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
@@ -357,12 +357,13 @@ def _run_lane(handles: Any, rank: int) -> float:
         inputs = {"x": f"{before}.y"}
         node = {"name": name, "function": "m:add", "inputs": inputs, "outputs": ["y"]}
         nodes.append({**node, "draws": False})
+    functions: dict[str, Callable[..., Any]] = {"m:ready": ready, "m:add": add}
     work = resident(None, "graph", world_size=2, rank=rank)
     work.member = Member(handles, rank, collective=False)
     work.member.begin()
     loaded = LoadedLane(
         {"nodes": nodes, "outputs": {"y": f"{names[-1]}.y"}},
-        {"m:ready": ready, "m:add": add}.__getitem__,
+        functions.__getitem__,
         work.accelerator,
         spread=ExecutorSpread(
             executors=2,

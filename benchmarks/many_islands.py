@@ -23,14 +23,15 @@ import random
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from app.core.model.dependencies import Alike, Offer
 from app.core.model.device_choice import DeviceTraits
 from app.core.model.snapshot import BoardTenant
 from app.core.placement.capacity import Stock
+from app.db.transactions import AnyRow
 from app.intake.island_assignment import NEW_PAGE, AssignmentScene, RequestWork, Seats
 from benchmarks import Target, quick, report
 
@@ -184,8 +185,11 @@ def _work(draw: random.Random, shape: str, id: str, devices: int) -> RequestWork
     if shape == "gang of 64":
         tasks = [replace(one, devices_min=64, across_hosts=True) for one in tasks]
     if shape == "gang over islands":
-        wide = {"devices_min": devices * 6 // 5, "across_hosts": True, "may_span": True}
-        tasks = [replace(one, **wide, islands=4) for one in tasks]
+        width = devices * 6 // 5
+        tasks = [
+            replace(one, devices_min=width, across_hosts=True, may_span=True, islands=4)
+            for one in tasks
+        ]
     needs = {}
     if shape == "graph of 10":
         needs = {
@@ -195,7 +199,11 @@ def _work(draw: random.Random, shape: str, id: str, devices: int) -> RequestWork
         }
         needs = {id: list({one.needs_id: one for one in of}.values()) for id, of in needs.items()}
     time_ns = int(draw.uniform(60, LONGEST_S) * 1e9)
-    return RequestWork(tasks=tasks, needs=needs, time_ns={task.id: time_ns for task in tasks})
+    return RequestWork(
+        tasks=cast(Sequence[AnyRow], tasks),
+        needs=cast(Mapping[str, Sequence[AnyRow]], needs),
+        time_ns={task.id: time_ns for task in tasks},
+    )
 
 
 # --- decisions ------------------------------------------------------------------------------------

@@ -202,7 +202,7 @@ def resident(job: Job | None, kind: str = "job", *, world_size: int = 1, rank: i
     from workers.residents.work import Work
 
     ours, theirs = socket.socketpair()
-    subprocess.Popen(["cat"], stdin=theirs, stdout=subprocess.DEVNULL)  # ends when we do
+    subprocess.Popen(["cat"], stdin=theirs.fileno(), stdout=subprocess.DEVNULL)  # ends when we do
     theirs.close()
     trust = Trust()
     trust.extend(FOREVER_US)
@@ -214,7 +214,12 @@ def resident(job: Job | None, kind: str = "job", *, world_size: int = 1, rank: i
     accelerator = Accelerator("cpu")
     run = RunSpec(kind=kind)
     work.start = TaskStart(
-        **{"task": "t", "kind": "cpu", "inputs": {}, "preset": {}, "code": "", "scratch": ""},
+        task="t",
+        kind="cpu",
+        inputs={},
+        preset={},
+        code="",
+        scratch="",
         spec=TaskDescriptor(name="t", type="default", run=run, world_size=world_size),
         lease_margin_s=1.0,
         patience_s=1.0,

@@ -47,6 +47,7 @@ ONE, SPREAD = "N x one rank", "a seat for each"
 AIMED_AT = ("squashed", "plain")
 SHARE_S = 0.2  # seconds on the core, for one of two gangs that are compared
 WARM_STEPS = 5  # until DDP's buckets settle and the optimizer is watched and squashed
+PINNED = ("taskset", "-c", "0")
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}
 WAYS: dict[str, JSON] = {
     "squashed": {},
@@ -129,7 +130,7 @@ class Pair:
     """
 
     def __init__(self) -> None:
-        self.hosts = [WarmProcess(before=("taskset", "-c", "0"), **MALLOC) for _ in range(2)]
+        self.hosts = [WarmProcess(before=PINNED, warm=(), **MALLOC) for _ in range(2)]
 
     def run(self, one: JSON, other: JSON) -> list[list[JSON]]:
         with ThreadPoolExecutor(2) as threads:

@@ -153,18 +153,22 @@ def pipeline(ms: dict[str, float], run: int = 0, *, waits: bool = False) -> JSON
 
     state, rows = tensor(LAYERS, WIDTH, WIDTH), tensor(BATCH, WIDTH)
     sizes = {"layers": LAYERS, "width": WIDTH, "run": run}
-    weights = {"outputs": ["w"], "tensors": {"w": state}}
+    weights: JSON = {"outputs": ["w"], "tensors": {"w": state}}
     nodes = [node(f"w{s}.0", "weights", {}, params=sizes, **weights) for s in "ab"]
     for m in range(BATCHES):
-        made = {"outputs": ["x"], "tensors": {"x": rows}, "params": {"size": BATCH, "width": WIDTH}}
+        made: JSON = {
+            "outputs": ["x"],
+            "tensors": {"x": rows},
+            "params": {"size": BATCH, "width": WIDTH},
+        }
         nodes.append(node(f"x.{m}", "batch", {}, **made))
     for k in range(STEPS):
         a, b = f"wa.{k}.w", f"wb.{k}.w"
         for m in range(BATCHES):
             id, x = f"{k}.{m}", f"x.{m}.x"
-            forward = {"outputs": ["h"], "tensors": {"h": rows}}
-            last = {"outputs": ["g", "gx"], "tensors": {"g": state, "gx": rows}}
-            back = {"outputs": ["g"], "tensors": {"g": state}}
+            forward: JSON = {"outputs": ["h"], "tensors": {"h": rows}}
+            last: JSON = {"outputs": ["g", "gx"], "tensors": {"g": state, "gx": rows}}
+            back: JSON = {"outputs": ["g"], "tensors": {"g": state}}
             nodes += [
                 node(f"fa.{id}", "forward", {"w": a, "x": x}, **forward),
                 node(f"b.{id}", "last", {"w": b, "x": f"fa.{id}.h"}, **last),
@@ -210,7 +214,7 @@ def _pairs(one: _System, two: _System, ms: dict[str, float], *, waits: bool) -> 
 
 def _ratio(pairs: Pairs) -> float:
     """Return the ratio of the medians, in percent."""
-    single, both = (statistics.median(pair[n]["took_s"] for pair in pairs) for n in (0, 1))
+    single, both = (float(statistics.median(pair[n]["took_s"] for pair in pairs)) for n in (0, 1))
     return round(100 * single / both, 1)
 
 

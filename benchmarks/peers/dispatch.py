@@ -137,7 +137,8 @@ class RayActors(RayCompiled):
         def call(x: Any) -> torch.Tensor:
             for _ in range(nodes):
                 x = self.actor.add.remote(x, spin_us)
-            return self.ray.get(x)
+            found: torch.Tensor = self.ray.get(x)
+            return found
 
         return call
 
@@ -162,7 +163,7 @@ class Dask:
         cluster = LocalCluster(
             n_workers=2, threads_per_worker=1, dashboard_address=None, silence_logs="ERROR"
         )
-        self.get, self.client = None, Client(cluster)
+        self.client = Client(cluster)
         self.numbers = iter(range(10**9))
 
     def op_by_op(self, nodes: int, spin_us: float) -> Call:
@@ -193,21 +194,21 @@ class DaskThreads(Dask):
     def __init__(self) -> None:
         from dask.threaded import get
 
-        self.get, self.numbers = get, iter(range(10**9))
+        self.run, self.numbers = get, iter(range(10**9))
 
     def op_by_op(self, nodes: int, spin_us: float) -> Call:
         def call(x: torch.Tensor) -> torch.Tensor:
             for _ in range(nodes):
-                x = self.get(*self._graph(x, 1, spin_us))
+                x = self.run(*self._graph(x, 1, spin_us))
             return x
 
         return call
 
     def chain(self, nodes: int, spin_us: float) -> Call:
-        return lambda x: self.get(*self._graph(x, nodes, spin_us))
+        return lambda x: self.run(*self._graph(x, nodes, spin_us))
 
     def fused(self, nodes: int) -> Call:
-        return lambda x: self.get({"y": (add_many, x, nodes)}, "y")
+        return lambda x: self.run({"y": (add_many, x, nodes)}, "y")
 
 
 class CeleryChain:

@@ -69,7 +69,7 @@ class TorchQueue:
             block.fill_(1)
         stamp(block, number)
         self.there.put((block, number))
-        return self.back.get()
+        return float(self.back.get())
 
     def close(self) -> None:
         self.there.put(None)
@@ -103,7 +103,7 @@ class Gloo:
     def call(self, way: str, number: int) -> float:
         stamp(self.block.fill_(1), number)
         self.dist.send(self.block, 1)
-        return self.back.get()
+        return float(self.back.get())
 
     def close(self) -> None:
         self.block[0] = -1
@@ -152,8 +152,9 @@ class Ray:
 
     def call(self, way: str, number: int) -> float:
         if way == "placed":
-            return self.ray.get(self.maker.place.remote(self.reader, number))
-        return self.ray.get(self.reader.read.remote(self.maker.make.remote(number), number))
+            return float(self.ray.get(self.maker.place.remote(self.reader, number)))
+        made = self.maker.make.remote(number)
+        return float(self.ray.get(self.reader.read.remote(made, number)))
 
     def close(self) -> None:
         self.ray.shutdown()
@@ -173,7 +174,7 @@ class Maker:
         placed = ray.put(block)
         del block
         time.sleep(OTHER_WORK_S)
-        return ray.get(reader.read.remote(placed, number, time.perf_counter_ns()))
+        return float(ray.get(reader.read.remote(placed, number, time.perf_counter_ns())))
 
 
 class Reader:
@@ -201,7 +202,7 @@ class Dask:
     def call(self, way: str, number: int) -> float:
         made = self.client.submit(made_with, number, workers=[self.first], pure=False)
         read = self.client.submit(took_us, made, number, workers=[self.second], pure=False)
-        return read.result()
+        return float(read.result())
 
     def close(self) -> None:
         self.client.shutdown()
