@@ -11,6 +11,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -91,15 +93,18 @@ def command(run: Run) -> None:
         raise CannotRun("the driver's way is not there; the pause was tried, and frees no memory")
 
 
-def _criu() -> str:
-    """Return the prefix of a CRIU that works here, even if root lacks CAP_SYS_RESOURCE."""
+@contextmanager
+def _criu() -> Iterator[str]:
+    """Yield the prefix of a CRIU that works here, even if root lacks CAP_SYS_RESOURCE."""
     if (prefix := os.environ.get("ROUNDHOUSE_CRIU", "")) or prefixes.may_read_limits():
-        return prefix
-    try:
-        made = Path(tempfile.mkdtemp(prefix="gpu-criu-")) / "prefix"
-        return str(prefixes.with_limits_from_proc(program.PREFIX, made))
-    except (pytest.skip.Exception, OSError) as error:
-        raise CannotRun(f"processes cannot be stored here: {error}") from error
+        yield prefix
+        return
+    with tempfile.TemporaryDirectory(prefix="gpu-criu-") as folder:
+        try:
+            made = prefixes.with_limits_from_proc(program.PREFIX, Path(folder) / "prefix")
+        except (pytest.skip.Exception, OSError) as error:
+            raise CannotRun(f"processes cannot be stored here: {error}") from error
+        yield str(made)
 
 
 TRAINING = """
@@ -135,8 +140,8 @@ def move(run: Run) -> None:
             [sys.executable, *words], cwd=folder, capture_output=True, text=True, check=True
         )
     how: Any = {"preset": LENIENT, "memory_bytes": 4096 * MB}
-    more: Any = {"criu": _criu(), "host_memory_bytes": 16 * GB, "can_checkpoint": True}
-    with rig_of(run, **more) as rig:
+    more: Any = {"host_memory_bytes": 16 * GB, "can_checkpoint": True}
+    with _criu() as prefix, rig_of(run, criu=prefix, **more) as rig:
         images = rig.supervisor.images
         if images.mover is None:
             raise CannotRun(f"processes cannot be stored here: {images.missing}")
