@@ -10,7 +10,8 @@ gives the graph's outputs to others as soon as they are made (`PartitionLink`).
 
 *The image* of an executor holds the blocks that it made and that an executor still needs. Blocks of
 other executors are not in it: their makers post them again. So all executors may be stopped
-anywhere, each before any of its nodes.
+anywhere, each before any of its nodes. An executor that stands at a cut takes back no block: one
+whose image is already made may run on and drop blocks that this image lacks.
 """
 
 from __future__ import annotations
@@ -187,9 +188,13 @@ class ExecutorJob(GraphJob):
         if result is not None:
             self._finish_early(result, self._next_at())
 
-    def state(self) -> JSON:
-        count = len(self.program.blocks)
+    def stand(self) -> None:
+        """Take back dropped blocks, before the other executors know that this one is at a cut."""
         self.passing.reclaim()
+
+    def state(self) -> JSON:
+        """Return the progress, with all blocks that an executor at the same cut may need."""
+        count = len(self.program.blocks)
         given = {n: value for n, value in self.passing.values().items() if n < count}
         return {
             "spread": asdict(self.spread),

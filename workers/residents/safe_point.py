@@ -30,6 +30,8 @@ def safe_point(work: Work) -> None:
 
 def _stand_at_cut(work: Work) -> None:
     """Wait until all ranks stand at the cut, and the step and reason of the cut are known."""
+    if isinstance(work.job, ExecutorJob):
+        work.job.stand()
     work.say("at_cut", ran=work.ran)
     while "on" not in work.wishes:
         inbox.listen(work, None)
