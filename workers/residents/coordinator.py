@@ -245,8 +245,11 @@ class Conductor:
         self.wished = 0  # requested number of slots that is not reported yet as reached; 0 if none
         self.is_seated = False
         self.is_saving = False  # from the order until the image is kept
-        self.saved_step = -1
-        self.index_bytes = 0  # bytes of the index of the image of `saved_step`
+        image = work.start.image
+        # step of the image in the slab, which is kept or being kept; -1 if there is none
+        self.saved_step = image.step if image is not None and image.is_kept else -1
+        # bytes of the index of the image of `saved_step`
+        self.index_bytes = 0 if image is None else image.index_bytes
         self.save_again = False  # True if another image was ordered while one was being kept
         # number of image attempts; reports of a cancelled attempt have another number
         self.round = 0
@@ -482,7 +485,7 @@ class Conductor:
         # ranks that are forked anew have the input, too
         for port in self.came.keys() - said[0]["lacks"]:
             os.close(self.came.pop(port))
-        self.saved_step, self.is_saving = said[0]["at_step"], True
+        self.saved_step, self.is_saving = _same_step(said, "at_step"), True
         self.saved_s = time.monotonic()
 
     def _say_progress(self) -> None:
@@ -582,8 +585,8 @@ def _together(said: list[JSON]) -> JSON:
     }
 
 
-def _same_step(said: list[JSON]) -> int:
-    steps = {each["step"] for each in said}
+def _same_step(said: list[JSON], word: str = "step") -> int:
+    steps = {each[word] for each in said}
     assert len(steps) == 1, f"the ranks stand after steps {sorted(steps)}"
     return int(steps.pop())
 

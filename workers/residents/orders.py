@@ -188,14 +188,29 @@ def _stand_still(work: Work) -> None:
 
 
 def _save_if_wished(work: Work) -> None:
-    if work.images.busy or work.outgoing.busy or work.job is None:
-        return
     every_s = work.spec.checkpoint.every_s
     due = every_s > 0 and time.monotonic() - work.saved_s >= every_s
-    if "save" in work.wishes or due:
-        work.wishes -= {"save"}
-        work.saved_s = time.monotonic()
-        if work.images.last_step != work.step:
-            began_s = time.perf_counter()
-            work.images.put()
-            work.staged_s += time.perf_counter() - began_s
+    if not (due or "save" in work.wishes) or work.images.busy or work.job is None:
+        return
+    if work.member is not None:
+        _let_outputs_leave(work)
+    elif work.outgoing.busy:
+        return
+    work.wishes -= {"save"}
+    work.saved_s = time.monotonic()
+    if work.images.last_step != work.step:
+        began_s = time.perf_counter()
+        work.images.put()
+        work.staged_s += time.perf_counter() - began_s
+    if work.member is not None:
+        work.outgoing.go_on()
+
+
+def _let_outputs_leave(work: Work) -> None:
+    """Wait until the outputs that are leaving are stored, and send no others before the image.
+
+    A rank makes its part of an image at the cut, like all other ranks, and not later.
+    """
+    work.outgoing.hold()
+    while work.outgoing.is_sending:
+        inbox.listen(work, None)

@@ -21,7 +21,7 @@ from tests.launches import spec_of
 from tests.thoroughness import rest_long
 from tests.workers.conftest import DeviceRig
 from workers.process.slab import Slab, made
-from workers.process.task_start import TaskStart
+from workers.process.task_start import SlabImage, TaskStart
 from workers.process.wire import Wire, pair
 from workers.ranks.shared_memory import Arena, close, make
 from workers.residents import coordinator, remote_ranks
@@ -205,7 +205,7 @@ def test_gang_without_its_hosts_never_begins_without_fault_of_its_own(rig, monke
 class Led:
     """A conductor of two ranks that are played here: what it tells them, and its supervisor."""
 
-    def __init__(self):
+    def __init__(self, image=None):
         self.slab = Slab(made(coordinator.HEAD_BYTES + (1 << 20)))
         upwards, self.supervisor = self._line()
         ends = [self._line() for _ in range(2)]
@@ -226,6 +226,7 @@ class Led:
             scratch="",
             lease_margin_s=1.0,
             patience_s=1.0,
+            image=image,
         )
         self.handles = make(2)
         self.conductor = coordinator.Conductor(work)
@@ -290,6 +291,16 @@ def test_save_asked_for_during_another_follows_it(led):
     assert led.conductor.asked == {}
     led.order("kept", what="image")
     assert led.conductor.asked == {"save": {"is": "save"}}
+
+
+def test_gang_restored_from_an_image_does_not_wait_for_it_to_be_kept_again():
+    """Called to a cut before any rank has run: no rank makes the image that is stored already."""
+    led = Led(image=SlabImage(step=9, index_bytes=1))
+    led.conductor.at_cut(9, {"save": {"is": "save"}}, led.ranks)
+    assert not led.conductor.is_saving
+    led.conductor.at_cut(10, {"save": {"is": "save"}}, led.ranks)
+    assert led.conductor.is_saving
+    led.close()
 
 
 def test_all_ranks_make_another_image_if_the_part_of_one_was_spoiled(led):
