@@ -26,7 +26,7 @@ from workers.process import slab
 from workers.process.sandbox import Room
 from workers.process.wire import Parts, TenantWire
 from workers.transfer.checkpoint import HeldChunks, Known
-from workers.transfer.environments import HeldEnvironment
+from workers.transfer.installs.environments import HeldEnvironment
 
 JSON = dict[str, Any]
 

@@ -48,10 +48,10 @@ from workers.process.uv import NoUv
 from workers.transfer import checkpoint, folder_cache, peer_blocks
 from workers.transfer.checkpoint import BadSlab, FoundImage, HeldChunks, Known, Written
 from workers.transfer.code_unpack import BadBundle, unpacked
-from workers.transfer.container_images import HeldContainerImage, NotUnpacked
-from workers.transfer.environments import HeldEnvironment, NotBuilt
 from workers.transfer.folder_cache import BuiltFolder, FolderBeyondCache
 from workers.transfer.host_context import House
+from workers.transfer.installs.container_images import HeldContainerImage, NotUnpacked
+from workers.transfer.installs.environments import HeldEnvironment, NotBuilt
 
 JSON = dict[str, Any]
 

@@ -33,9 +33,9 @@ from workers.process import sandbox, uv
 from workers.process.cgroups import Bounds
 from workers.process.device_access import HOST_FOLDER, DeviceAccess, FoundDevice
 from workers.process.file_locks import hold
-from workers.transfer.container_images import ContainerImages
-from workers.transfer.environments import Environments
 from workers.transfer.host_cache import Cache
+from workers.transfer.installs.container_images import ContainerImages
+from workers.transfer.installs.environments import Environments
 
 JSON = dict[str, Any]
 

@@ -21,7 +21,7 @@ from tests.package_index import why_unreachable
 from tests.workers.criu.moving import SEED, alone, moved
 from tests.workers.criu.programs import PROGRAMS, MatrixProgram
 from workers.control.package_locker import locked
-from workers.transfer.environments import PLATFORM_PYTHON
+from workers.transfer.installs.environments import PLATFORM_PYTHON
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root may store processes")
 

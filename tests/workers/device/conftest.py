@@ -13,7 +13,7 @@ from app.core.model.provisions.requirements import PinnedPackage
 from tests.wheels import add_wheel
 from tests.workers.conftest import DeviceRig
 from workers.control.package_locker import installed
-from workers.transfer.environments import PLATFORM_PYTHON
+from workers.transfer.installs.environments import PLATFORM_PYTHON
 
 TOWERS = "ONE = 1\nclass Tower:\n    def __init__(self):\n        self.height = 0\n"
 SCRIPTS = {"towers-1.0.data/scripts/build-tower": "#!python\nimport towers\nprint(towers.ONE)\n"}

@@ -19,7 +19,7 @@ from tests.launches import launch_of, spec_of
 from tests.workers.conftest import DeviceRig, words_in_memory
 from tests.workers.image_files import oci_layout, root_file_system, tar_of, tar_of_folder
 from workers.device.store_io import NotFetched, held_image
-from workers.transfer.container_images import ContainerImages
+from workers.transfer.installs.container_images import ContainerImages
 
 #: Looks around with the programs of the image alone; each line is an answer.
 LOOK = """

@@ -15,7 +15,7 @@ import torch
 from app.core.model.messages import ExpectedTask, Failed, Finished, Started
 from tests.wheels import add_wheel
 from tests.workers.device.conftest import PackagedRig
-from workers.transfer.environments import PLATFORM_PYTHON, interpreters
+from workers.transfer.installs.environments import PLATFORM_PYTHON, interpreters
 
 
 def test_job_imports_the_package_beside_the_platforms_torch(packaged: PackagedRig) -> None:

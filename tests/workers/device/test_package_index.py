@@ -20,7 +20,7 @@ from tests.ports import free_port
 from tests.wheels import add_wheel
 from workers.process import sandbox, uv
 from workers.process.sandbox import Room
-from workers.transfer.environments import PLATFORM_PYTHON, Environments, NotBuilt
+from workers.transfer.installs.environments import PLATFORM_PYTHON, Environments, NotBuilt
 
 Server = Callable[[Path], tuple[str, Path]]
 

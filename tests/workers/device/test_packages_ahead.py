@@ -16,7 +16,7 @@ from tests.processes import children, runs
 from tests.wheels import add_wheel
 from tests.workers.conftest import DeviceRig
 from tests.workers.device.conftest import PackagedRig
-from workers.transfer import builds_ahead
+from workers.transfer.installs import builds_ahead
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 """Reports which environments lie on this host, and for which versions of Python it can build them.
 
-It lets the environments be built for which tasks wait (`workers.transfer.builds_ahead`).  The
-island names their locks, and gives a task a device only on a host where its environment is ready.
-Each report has the state of every lock that is wanted and not ready.
+It lets the environments be built for which tasks wait (`workers.transfer.installs.builds_ahead`).
+The island names their locks, and gives a task a device only on a host where its environment is
+ready.  Each report has the state of every lock that is wanted and not ready.
 
 The look for interpreters starts programs, so a thread does it.
 """
@@ -19,10 +19,10 @@ from typing import Any
 from workers.device.heartbeat import Rhythm
 from workers.process import uv
 from workers.process.uv import NoUv
-from workers.transfer import environments
-from workers.transfer.builds_ahead import BuildsAhead
-from workers.transfer.environments import PLATFORM_PYTHON
 from workers.transfer.host_context import House
+from workers.transfer.installs import environments
+from workers.transfer.installs.builds_ahead import BuildsAhead
+from workers.transfer.installs.environments import PLATFORM_PYTHON
 
 log = logging.getLogger(__name__)
 

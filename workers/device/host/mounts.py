@@ -26,9 +26,9 @@ from workers.process import host_mounts, sandbox
 from workers.process.device_access import DeviceAccess
 from workers.process.host_mounts import HostMount
 from workers.process.sandbox import INPUTS
-from workers.transfer.container_images import HeldContainerImage
 from workers.transfer.folder_cache import CONTENT, BuiltFolder
 from workers.transfer.host_context import House
+from workers.transfer.installs.container_images import HeldContainerImage
 
 log = logging.getLogger(__name__)
 

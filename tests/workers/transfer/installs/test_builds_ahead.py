@@ -13,9 +13,9 @@ import pytest
 
 from app.core.model.provisions.package_lock import PackageLock
 from app.core.model.provisions.requirements import PinnedPackage
-from tests.workers.transfer.test_environments import Host
-from workers.transfer.builds_ahead import BuildsAhead
-from workers.transfer.environments import PLATFORM_PYTHON, Environments
+from tests.workers.transfer.installs.test_environments import Host
+from workers.transfer.installs.builds_ahead import BuildsAhead
+from workers.transfer.installs.environments import PLATFORM_PYTHON, Environments
 
 LIMIT_S = 60.0
 

@@ -24,9 +24,9 @@ from typing import IO, Any, NoReturn, cast
 from workers.process import sandbox
 from workers.process.host_mounts import HostMount
 from workers.process.sandbox import Room
-from workers.transfer import image_source
-from workers.transfer.image_source import BadContainerImage, ImageSource, LayoutPart
-from workers.transfer.image_tree import ImageTree
+from workers.transfer.installs import image_source
+from workers.transfer.installs.image_source import BadContainerImage, ImageSource, LayoutPart
+from workers.transfer.installs.image_tree import ImageTree
 
 JSON = dict[str, Any]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import IO
 
 from workers.process.host_mounts import open_in_root
-from workers.transfer.image_source import BadContainerImage
+from workers.transfer.installs.image_source import BadContainerImage
 
 ENTRY_BYTES = 4096  # disk space that is counted for each entry, in addition to the bytes of files
 MAX_PATH, MAX_PARTS = 4096, 256

@@ -4,8 +4,8 @@ An environment is built once for all devices of the host, by a process of its ow
 (`workers.device.environment_builder`): beside the others, and renamed when it is whole.  From
 then on nothing changes it.  Residents see it read-only.
 
-Each environment has a lock file (`workers.transfer.kept_trees`).  Beyond the limit uv's downloads
-go first, then the environments that were used longest ago.
+Each environment has a lock file (`workers.transfer.installs.kept_trees`).  Beyond the limit uv's
+downloads are removed first, then the environments that were used longest ago.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from app.core.model.provisions.requirements import BadFile
 from app.storage.backend import make_private
 from app.storage.store import Store
 from workers.process import uv
-from workers.transfer.kept_trees import ABOUT, KeptTrees, disk_bytes, make_read_only
+from workers.transfer.installs.kept_trees import ABOUT, KeptTrees, disk_bytes, make_read_only
 
 JSON = dict[str, Any]
 
 log = logging.getLogger(__name__)
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PLATFORM_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 BUILDER = "workers.device.environment_builder"  # a program
 REPORTED = 50  # at most so many environments are reported, the last used first

@@ -1,9 +1,9 @@
 """Keeps the unpacked container images of a host, each under its digest.
 
 An image is unpacked once for all devices of the host, by a process of its own
-(`workers.transfer.image_unpacker`).  From then on nothing changes it; commands see it read-only.
-A registered folder that has changed has another digest, so it is unpacked anew at the next launch;
-tasks that run keep what they have.
+(`workers.transfer.installs.image_unpacker`).  From then on it never changes; commands see it
+read-only.  A registered folder that has changed has another digest, so it is unpacked anew at the
+next launch; tasks that run keep what they have.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from app.core.model.wellformed import is_storable
 from app.storage.backend import make_private
 from workers.process import host_mounts
 from workers.process.host_mounts import HostMount
-from workers.transfer import image_source
-from workers.transfer.image_source import BadContainerImage
-from workers.transfer.image_unpacker import REFUSED
-from workers.transfer.kept_trees import ABOUT, KeptTrees, make_read_only
+from workers.transfer.installs import image_source
+from workers.transfer.installs.image_source import BadContainerImage
+from workers.transfer.installs.image_unpacker import REFUSED
+from workers.transfer.installs.kept_trees import ABOUT, KeptTrees, make_read_only
 
 JSON = dict[str, Any]
 
 log = logging.getLogger(__name__)
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 UNPACK_S = 1800.0  # time limit for unpacking one image
 DIGEST_S = 120.0  # limit for reading the digest of a file
 MAX_VARIABLES = 200
@@ -196,7 +196,7 @@ class ContainerImages(KeptTrees):
             "limit_s": math.ceil(limit_s),
         }
         boot = f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
-        boot += "from workers.transfer.image_unpacker import main; main()"
+        boot += "from workers.transfer.installs.image_unpacker import main; main()"
         try:
             done = subprocess.run(
                 [sys.executable, "-B", "-c", boot, json.dumps(order)],

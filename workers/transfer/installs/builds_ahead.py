@@ -27,7 +27,7 @@ from itertools import takewhile
 from app.storage.store import Damaged, Store
 from workers.process.file_locks import hold
 from workers.process.uv import NoUv
-from workers.transfer.environments import BuilderKilled, Environments, NotBuilt
+from workers.transfer.installs.environments import BuilderKilled, Environments, NotBuilt
 
 log = logging.getLogger(__name__)
 

@@ -25,10 +25,10 @@ from tests.workers.image_files import (
     tar_of_folder,
 )
 from workers.process.host_mounts import HostMount
-from workers.transfer import image_source, image_unpacker
-from workers.transfer.container_images import ROOT, ContainerImages, NotUnpacked
-from workers.transfer.image_source import BadContainerImage
-from workers.transfer.kept_trees import make_read_only
+from workers.transfer.installs import image_source, image_unpacker
+from workers.transfer.installs.container_images import ROOT, ContainerImages, NotUnpacked
+from workers.transfer.installs.image_source import BadContainerImage
+from workers.transfer.installs.kept_trees import make_read_only
 
 MIB = 2**20
 
@@ -426,7 +426,7 @@ def test_unpacker_ends_with_the_device_worker_that_started_it(tmp_path: Path) ->
         "root": str(tmp_path), "below": "root.tar", "making": str(making), "limit_bytes": 2**40,
         "limit_s": 77, "digest": image_unpacker.digest_of(tmp_path / "root.tar"),
     }  # fmt: skip
-    boot = "from workers.transfer.image_unpacker import main; main()"
+    boot = "from workers.transfer.installs.image_unpacker import main; main()"
     outer = psutil.Popen([sys.executable, "-B", "-c", boot, json.dumps(order)], cwd=ROOT)
     try:
         while not tree.exists():

@@ -20,7 +20,7 @@ from app.storage.store import Damaged, Store
 from tests.wheels import add_wheel
 from workers.control.package_locker import installed
 from workers.process import uv
-from workers.transfer.environments import (
+from workers.transfer.installs.environments import (
     PLATFORM_PYTHON,
     Environments,
     HeldEnvironment,
@@ -142,7 +142,7 @@ def test_three_device_workers_of_a_host_build_it_once(host: Host, tmp_path: Path
         "import logging, sys; logging.basicConfig(level='INFO')\n"
         "from pathlib import Path\n"
         "from app.storage.store import Store\n"
-        "from workers.transfer.environments import Environments\n"
+        "from workers.transfer.installs.environments import Environments\n"
         "home, wheels, lock = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]\n"
         "options = ('--no-index', '--find-links', str(wheels))\n"
         "made = Environments(folder=home / 'environments', limit_bytes=2**30, build_s=60.0,\n"
@@ -150,7 +150,7 @@ def test_three_device_workers_of_a_host_build_it_once(host: Host, tmp_path: Path
         "made.opened(lock, Store.at(home / 'store')).close()\n"
     )
     words = [sys.executable, "-c", code, str(tmp_path), str(host.wheels), sha256]
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[4]
     workers = [
         subprocess.Popen(words, cwd=root, stderr=subprocess.PIPE, text=True) for _ in range(3)
     ]
