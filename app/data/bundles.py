@@ -31,12 +31,12 @@ from app.errors import BadInput
 
 MAX_FILES = 2000
 MAX_UNPACKED_BYTES = 64 * 2**20
-MAX_RATIO = 100  # unpacked size over packed size, beyond the first MiB
+MAX_RATIO = 100  # most unpacked bytes for each packed byte, beyond the first MiB
 MAX_DEPTH = 16
 MAX_NAME_BYTES = 255  # per part of a path
 MAX_SOURCE_BYTES = 2**18  # a larger .py file is stored, but not searched for entry points
 MAX_SOURCES_BYTES = 2**23  # all parsed files together; files nearest to the top are parsed first
-MAX_PACKAGE_FILES = 20  # files that a request may name as its environment; the first are taken
+MAX_PACKAGE_FILES = 20  # most files of a bundle that a request may name as its environment
 _MAX_DIRECTORY_BYTES = MAX_FILES * 1024
 _PIECE = 1 << 16
 
@@ -220,7 +220,7 @@ def _check_directory(file: IO[bytes], size: int) -> None:
 
 
 class _LimitedStream:
-    """A stream that fails after `limit` bytes, because tar headers name sizes of their own."""
+    """A stream that fails after `limit` bytes, because sizes in tar headers are not trusted."""
 
     def __init__(self, source: IO[bytes], limit: int) -> None:
         self._source, self._left = source, limit

@@ -44,7 +44,8 @@ from app.settings import settings
 _SHELF = 0x626C6B  # first key of the advisory locks; unique in this database
 _VERSIONS_TOLD = 5
 SEEN_AGAIN = timedelta(minutes=1)  # age at which the time in a `DatablockPlace` is updated
-PLACES_TOLD = 3  # hosts named to a task that takes a version; after them it asks the store
+# most hosts named to a task that takes a version; after these the task asks the store
+PLACES_TOLD = 3
 
 
 # --- the version that a name means ----------------------------------------------------------------
@@ -137,7 +138,7 @@ def added(session: Session, new: New) -> Datablock:
 
 
 def shelve(session: Session, tenants: Iterable[str]) -> None:
-    """Take the right to make versions for these tenants, until the commit.
+    """Take the lock for making versions of these tenants, until the commit.
 
     The locks are taken in one order, so that two transactions that need several cannot deadlock.
     """

@@ -1,7 +1,7 @@
 """Rows of folders: datablocks of files that lie in the store once for all folders of a tenant.
 
 A client uploads the files that the tenant lacks (`app.data.upload_kinds`), and then names all files
-of the folder.  So a folder that has changed costs what has changed in it.
+of the folder.  So uploading a changed folder sends only the changed files.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def made(tenant_id: str, user_id: str, name: str, files: FolderManifest) -> Done
 
 
 def _touched(session: Session, tenant_id: str, wanted: Collection[str]) -> dict[str, int]:
-    """Keep the tenant's files of these hashes for a day; return their sizes."""
+    """Keep those files of these hashes that the tenant has for a day; return their sizes."""
     mine = (StoredFile.tenant_id == tenant_id, StoredFile.sha256.in_(wanted))
     # in one order, so that two clients that name the same files cannot deadlock
     locked = select(StoredFile.sha256).where(*mine).order_by(StoredFile.sha256).with_for_update()
@@ -102,7 +102,7 @@ def has(session: Session, row: Datablock, sha256: str) -> int | None:
 
 
 def forget(session: Session, freed: Collection[str]) -> list[str]:
-    """Delete the files that only these freed folders had, and files that no folder came to have.
+    """Delete files that only these freed folders had, and files that no folder ever had.
 
     Returns the names of their blobs.
     """

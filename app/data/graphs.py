@@ -275,7 +275,7 @@ def learn(
     """Store how long nodes of this task's graph took, and how large their blocks were, for later
     plans.
 
-    Skipped if another transaction has the row locked: the next run will do.
+    If another transaction has locked the row, nothing is stored: the next run will store it.
     """
     sha256 = task.spec.run.graph_sha256
     mine = select(Graph).where(Graph.tenant_id == task.tenant_id, Graph.sha256 == sha256)

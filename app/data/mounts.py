@@ -76,7 +76,7 @@ def unpacked(session: Session, mounts: Iterable[Mount]) -> dict[str, list[JSON]]
 
 
 def faults(session: Session, descriptor: Descriptor, path: Collection[str]) -> list[Fault]:
-    """Return a fault for each mount that the tenant may not use, whether there is one or not."""
+    """Return a fault for each mount that the tenant may not use, whether it exists or not."""
     asked = {
         FOLDER: [
             (f"/tasks/{n}/mounts/{escaped(target)}", name)

@@ -1,4 +1,4 @@
-"""The sorts of uploads: datablocks, which are tensors, files of folders, and bundles of code."""
+"""The sorts of uploads: datablocks of tensors, files of folders, and bundles of code."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ class Tensors:
             for piece in pieces:
                 head.extend(piece[: HEAD_BYTES - len(head)])
                 yield piece
-            _described(bytes(head), wanted.size_bytes)  # checked before the blob gets its name
+            # checks the bytes before the blob gets its name
+            _described(bytes(head), wanted.size_bytes)
 
         try:
             Store.at(settings().store_address).put(seen(), promised=wanted.sha256)
@@ -120,7 +121,7 @@ class Files:
         datablocks.check_room(session, wanted.tenant_id, wanted.size_bytes)
 
     def look_at_head(self, wanted: WantedUpload, head: bytes) -> None:
-        """Any bytes are a file."""
+        """Do nothing: any bytes are a file."""
 
     def store(self, wanted: WantedUpload, pieces: Iterable[Bytes]) -> JSON:
         try:
@@ -150,10 +151,10 @@ class Code:
         return None if row is None else Done(row=row, is_new=False)
 
     def check_room(self, session: Session, wanted: WantedUpload) -> None:
-        """There is no quota for code."""
+        """Do nothing: there is no quota for code."""
 
     def look_at_head(self, wanted: WantedUpload, head: bytes) -> None:
-        """An archive can only be inspected as a whole."""
+        """Do nothing: an archive can only be inspected as a whole."""
 
     def store(self, wanted: WantedUpload, pieces: Iterable[Bytes]) -> JSON:
         store, digest = Store.at(settings().store_address), hashlib.sha256()

@@ -1,7 +1,7 @@
 """Celery over Redis, as wake-up transport and process host; its messages contain no work.
 
-Here are the names of queues and messages, and the settings that all processes share.  A bare client
-made by `make_celery` can send to workers that it does not import.
+This module has the names of queues and messages, and the settings that all processes share.  A bare
+client made by `make_celery` can send to workers that it does not import.
 
 A message carries one text, which `app.messaging.signed_messages` signs and opens; a nudge carries
 none.  Anyone with write access to Redis can put anything into a queue.  So `Channel` checks the
@@ -34,7 +34,7 @@ CONTROL_QUEUE = "control"
 CONTROL_NUDGE = "control.nudge"  # something was submitted or asked for
 ISLAND_NUDGE = "island.nudge"  # look again
 ISLAND_ALIVE = "island.alive"  # a heartbeat
-DEVICE_NEWS = "device.news"  # to a device: the answer to its heartbeat, and orders
+DEVICE_NEWS = "device.news"  # message to a device: the answer to its heartbeat, and orders
 
 CONTENT_TYPE = "application/x-roundhouse"
 MESSAGE_LIMIT_BYTES = 32 * 2**20
@@ -66,7 +66,7 @@ def make_celery(name: str, redis_url: str, tls: dict[str, Any] | None = None) ->
         accept_content=[CONTENT_TYPE],
         task_serializer="roundhouse",
         task_ignore_result=True,
-        task_publish_retry=False,  # a hint that cannot be sent is sent again by its owner
+        task_publish_retry=False,  # the sender of a hint that failed sends it again later
         task_default_queue="unused",
         task_create_missing_queues=True,
         worker_prefetch_multiplier=1,
@@ -114,7 +114,7 @@ def send_all(
 
 
 def _wrappings(name: str, expires_s: float) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what is equal in all messages that are sent together: headers and properties."""
+    """Return the headers and properties that all messages sent together have in common."""
     until = datetime.now(UTC) + timedelta(seconds=expires_s)
     shown = {"argsrepr": "", "kwargsrepr": ""}
     unused = dict.fromkeys(
@@ -199,7 +199,7 @@ serialization.register("roundhouse", _written, _read, CONTENT_TYPE, "utf-8")
 
 
 class NotAMessage(Exception):
-    """An item in a queue that is no message of ours."""
+    """Raised for an item in a queue that is no message of Roundhouse."""
 
 
 class Complaint:

@@ -23,8 +23,8 @@ from app.core.security.webhook_policy import AttemptAnswer
 
 
 class _Refused(Exception):
-    """The address may not be called.  It is not named: a tenant could use that to explore our
-    network.
+    """Raised when the address may not be called.  The text does not name it, since a tenant could
+    explore the network in this way.
     """
 
 
@@ -36,7 +36,7 @@ def post(
     timeout_s: float,
     allowed: Iterable[Network] = (),
 ) -> AttemptAnswer:
-    """Send the POST; never raises for what the other side does."""
+    """Send the POST; a fault of the other side raises nothing."""
     began_s = time.monotonic()
     status, error = None, ""
     try:

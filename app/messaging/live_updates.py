@@ -129,7 +129,7 @@ class _Listener(threading.Thread):
 
     def _listen(self, connection: psycopg.Connection) -> None:
         connection.execute(f"listen {CHANNEL}")
-        self._changes.tell_all()  # something may have been missed
+        self._changes.tell_all()  # changes may have been missed
         while not self._stopping.is_set():
             for notice in connection.notifies(timeout=_LOOK_UP_S):
                 tenant_id, _, request_id = notice.payload.partition(" ")

@@ -32,8 +32,8 @@ from app.db.ids import new_id
 from app.db.models import Delivery, Task, Webhook
 
 SECRET_BYTES = 32
-ATTEMPTS_KEPT = 30  # newest attempts that are recorded for a message
-PER_TENANT = 4  # messages of a tenant that are sent at the same time
+ATTEMPTS_KEPT = 30  # most attempts that are recorded for a message, the newest
+PER_TENANT = 4  # most messages of a tenant that are sent at the same time
 RESOLVING_S = 30.0  # time for the resolution of a name, in addition to the time of a call
 
 

@@ -1,1 +1,1 @@
-"""Turns rows into what an island decides from, and its decisions into rows."""
+"""Turns rows into snapshots, from which an island decides, and its decisions into rows."""

@@ -3,7 +3,7 @@
 Each piece that is deleted is a file of its own, `archive/YYYY/MM/DD/ID.jsonl.zst`; ids sort by
 time.  A line is a row: {"table": "logs", "row": {...}}, with all columns by their names.  The file
 is durable before its rows are deleted.  If control is killed between the two, the rows are deleted
-later, and are in a later file too: of rows with one key, the last is as it was deleted.
+later and are in a later file too: of several rows with one key, the last one counts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from app.storage.store import place_at
 log = logging.getLogger(__name__)
 
 ARCHIVE = "archive"
-LEVEL = 9  # a file is written once, beside a wait for the disk or the bucket
+LEVEL = 9  # each file is written once, and the wait for the disk or bucket takes longer anyway
 DRAFTS_KEPT_S = 86400.0
 
 
@@ -54,7 +54,7 @@ class Archive:
 
 
 def archive() -> Archive | None:
-    """Return where this deployment keeps what it deletes; None if it does not."""
+    """Return the archive of this deployment; None if it has none."""
     address = settings().archive
     return _at(address) if address else None
 

@@ -33,7 +33,7 @@ def guests(session: Session, tasks: Collection[str]) -> dict[str, list[Placement
     lent = Placement.guest & Placement.ended_at.is_(None)
     query = select(Placement).where(lent, Placement.task_id.in_(list(tasks)))
     for guest in session.scalars(query.order_by(Placement.id)):
-        if guest.ended_at is None:  # it may have ended in this transaction
+        if guest.ended_at is None:  # the guest may have ended in this transaction
             found[guest.task_id].append(guest)
     return found
 
@@ -72,7 +72,7 @@ def has_fractions(
 
 
 def check_fractions(session: Session, devices: Collection[str]) -> None:
-    """Raise OverfullDevice if more than the whole of one of these devices is given to tasks.
+    """Raise OverfullDevice if tasks have more than the whole of one of these devices.
 
     Tasks that leave, or that share a device in turns, do not count.  Only the island's leader gives
     its devices to tasks, so nothing is added between this check and the commit.
@@ -96,7 +96,7 @@ def check_fractions(session: Session, devices: Collection[str]) -> None:
 
 
 class OverfullDevice(Exception):
-    """The plan gives more of a device than there is: nothing of it is written."""
+    """Raised for a plan that gives more of a device than there is; nothing of it is written."""
 
 
 def lend(session: Session, task: Task, devices: Sequence[Device], cost_milli: int) -> None:
@@ -151,7 +151,8 @@ def seated(session: Session, lent: Iterable[Placement]) -> None:
 
 
 def by_host(devices: Iterable[Device]) -> list[list[Device]]:
-    """Group a task's devices by the host of their ranks: the home's first, then each other one.
+    """Group a task's devices by the host of their ranks: the home's host first, then each other
+    host.
 
     A device whose ranks are apart is a group of its own.
     """
@@ -186,9 +187,7 @@ def held_us_with(session: Session, guest: Placement, more_us: int) -> int:
 
 
 def cost(session: Session, placements: Iterable[Placement]) -> int:
-    """Return what a second of these placements costs, in thousandths; 0 if it is the cost of their
-    devices.
-    """
+    """Return what a second of these placements costs, in thousandths; 0: as their devices do."""
     held = list(placements)
     of_devices = sum(session.get_one(Device, each.device_id).cost_milli for each in held)
     charged = sum(each.cost_milli for each in held)

@@ -60,15 +60,13 @@ MARKED_CHECKPOINTS_KEPT = text("interval '10 minutes'")
 DELETED_DATABLOCKS_KEPT = text("interval '10 minutes'")
 PLACES_KEPT = text("interval '7 days'")  # hosts have dropped data that was unused for so long
 UNFINISHED_UPLOADS_KEPT = text("interval '1 day'")
-TUNNELS_KEPT = text("interval '30 days'")  # the audit log keeps who opened them
+TUNNELS_KEPT = text("interval '30 days'")  # the audit log still tells who opened them
 HOUR_S = 3600
 SWEEPING = 0x526F756E64  # key of the advisory lock that lets one collector run at a time
 
 
 def tidy(session: Session) -> list[str]:
-    """Run all chores in one transaction; return the names in the store that no row refers
-    to now.
-    """
+    """Run all chores in one transaction; return names in the store without a row."""
     session.execute(
         delete(Idempotency).where(Idempotency.created_at < func.now() - IDEMPOTENCY_KEPT)
     )
@@ -226,7 +224,7 @@ def _locks(session: Session, digests: Collection[str]) -> Iterator[str]:
 def _outputs(session: Session, digests: Collection[str]) -> Sequence[str]:
     """Return the given hashes that are an output of a task.
 
-    A published output is kept as a datablock instead, and as long as a task is to take it.
+    A published output counts only while a task is to take it; otherwise its datablock keeps it.
     """
     columns = (column("key", Text), column("value", JSONB))
     output = func.jsonb_each(Task.outputs).table_valued(*columns).lateral()
@@ -254,7 +252,7 @@ def _blob(tenant: str, sha256: str) -> str:
 
 
 class Sweeper:
-    """The garbage collector, fed from rows; of all that run, only one works at a time."""
+    """The garbage collector, with references from rows; of several, only one works at a time."""
 
     def __init__(self) -> None:
         self.collector = Collector(Store.at(settings().store_address), self._named)

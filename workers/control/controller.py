@@ -42,7 +42,7 @@ class Control(Loop):
         super().__init__("control")
         self.chores_due_s = 0.0
         self.nudged = threading.Event()
-        self.assigned_until = ""  # the request behind which the next look goes on
+        self.assigned_until = ""  # the next look goes on behind this request
         self.sweeper = Sweeper()
         self.sweeping: threading.Thread | None = None
         self.sweep_due_s = 0.0
@@ -60,7 +60,7 @@ class Control(Loop):
         try:
             touched = self._take_over()
         except BaseException:
-            self.dark_since_s.clear()  # a failed look saw no island
+            self.dark_since_s.clear()  # a look that failed has seen no island
             raise
         with transactions.transaction() as session:
             assigned, after = island_assignment.assign_new(session, after=self.assigned_until)
@@ -75,12 +75,12 @@ class Control(Loop):
         return 0.0 if after else 2 * settings().tick_s
 
     def _take_over(self) -> set[str]:
-        """Give the unfinished requests of lost islands to others; return the islands that changed.
+        """Give the unfinished requests of lost islands to other islands; return all that changed.
 
         An island is dark if it has unfinished tasks, but no leader and no live device
         (`island_assignment.dark`).  It is lost if it was dark at every look for `island_lost_s`.
-        Only our own looks count: after a pause of Postgres or of this process all islands look dark
-        at once.
+        Only looks of this process count: after a pause of Postgres or of this process all islands
+        look dark at once.
         """
         touched, now_s, lost_s = set[str](), time.monotonic(), settings().island_lost_s
         if not lost_s or now_s < self.dark_due_s:
@@ -92,7 +92,7 @@ class Control(Loop):
         for lost, since_s in self.dark_since_s.items():
             if now_s - since_s >= lost_s:
                 touched |= _taken_over(lost)
-                self.dark_since_s[lost] = now_s  # retry the rest after the same time
+                self.dark_since_s[lost] = now_s  # the rest is tried again after the same time
         return touched
 
     def _chores(self) -> None:

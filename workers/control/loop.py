@@ -1,8 +1,9 @@
-"""Gives a Celery worker one long-lived thread; control and island are built on it.
+"""Gives a Celery worker one long-lived thread; control and island schedulers use it.
 
 A *worker* bootstep starts the thread, so it lives as long as the worker, whatever happens to the
-connection to Redis.  Hints only wake it.  Without hints it looks by itself, at the latest after the
-time that its last look returned.  All database work happens in this thread, which gets no signals.
+connection to Redis.  Hints only wake it.  Without hints the thread looks by itself, at the latest
+after the time that its last look returned.  All database work happens in this thread, which gets no
+signals.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ It runs in control.  Several may run: a locker that takes an environment has a l
 runs in a process with limits and without secrets, in a folder of its own that is removed
 afterwards.  It takes wheels only, so nothing of a package is run.
 
-The platform's packages are in no lock that lies over them.  While `uv` chooses, an empty package of
-the same name and version stands for each of them.  So what asks for another version of them is a
-contradiction, which uv tells in its own words.
+A lock that lies over the platform's packages does not contain them.  While `uv` chooses, an empty
+package of the same name and version takes the place of each.  So a package that needs another
+version of one is a contradiction, which uv reports in its own words.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from workers.process.uv import NoUv, UvResult
 
 log = logging.getLogger(__name__)
 
-LEASE_FACTOR = 3  # runs of uv for one environment, each within the limit
+LEASE_FACTOR = 3  # most runs of uv for one environment, each within the time limit
 REFRESH_S = 60.0
 
 
@@ -81,7 +81,7 @@ class PackageLocker(Loop):
         return 0.0
 
     def _refresh(self) -> None:
-        """Look now and then whether the platform's packages are others than those of locks."""
+        """Check now and then whether locks lie over other versions of the platform's packages."""
         if time.monotonic() < self._refreshed_s:
             return
         self._refreshed_s = time.monotonic() + REFRESH_S
@@ -115,7 +115,7 @@ def locked(claimed: ClaimedEnvironment, limit_s: float) -> PackageLock:
 
 
 class _Locking:
-    """One locking, in a folder of its own."""
+    """Locks one environment, in a folder of its own."""
 
     def __init__(self, claimed: ClaimedEnvironment, folder: Path, limit_s: float) -> None:
         self.claimed, self.folder, self.limit_s = claimed, folder, limit_s
@@ -186,7 +186,7 @@ class _Locking:
         return PackageLock(python=self.claimed.python, packages=tuple(pinned))
 
     def _check(self, lock: PackageLock) -> None:
-        """Have uv look for a wheel of each package; nothing is installed."""
+        """Let uv look for a wheel of each package; nothing is installed."""
         written = self._write("lock.txt", lock.text)
         how = ["--dry-run", "--no-deps", "--require-hashes", "--target", "nowhere"]
         done = self._uv("pip", "install", *how, "--requirements", written.name, *self.options)
@@ -212,7 +212,7 @@ class _Locking:
 
 
 def _read(output: str) -> list[PinnedPackage]:
-    """Read what uv wrote; an environment of no package has an empty lock."""
+    """Read the lock that uv wrote; an environment without packages has an empty lock."""
     lines = (line for line in output.splitlines() if not line.startswith("#"))
     return read_hashed(output) if any(line.strip() for line in lines) else []
 
@@ -224,13 +224,13 @@ _WHY_OVER = (
 
 
 def _told(done: UvResult, over: Mapping[str, str]) -> str:
-    """Return what uv said, with the reason if it is about the platform's packages."""
+    """Return uv's message, with the reason if it is about the platform's packages."""
     is_over = any(f"{name}==" in done.said for name in over)
     return f"{done.said}\n{_WHY_OVER}" if is_over else done.said
 
 
 def _write_empty_wheel(folder: Path, name: str, told: str) -> None:
-    """Write a wheel without content, whose name and version are all that a resolver sees."""
+    """Write a wheel without content: a resolver sees its name and version only."""
     base = f"{name.replace('-', '_')}-{told}"
     with zipfile.ZipFile(folder / f"{base}-py3-none-any.whl", "w") as wheel:
         head = f"Metadata-Version: 2.1\nName: {name}\nVersion: {told}\n"

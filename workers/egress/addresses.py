@@ -19,8 +19,8 @@ from app.core.security.proxy_request import NotServed
 
 RESOLVE_S = 10.0  # limit until a name is resolved
 CONNECT_S = 10.0  # limit until an address has accepted a connection
-TRIED_MAX = 4  # addresses of one name
-RESOLVERS = 64  # names that are resolved at once
+TRIED_MAX = 4  # most addresses of one name
+RESOLVERS = 64  # most names that are resolved at once
 
 Resolve = Callable[[str, int], Sequence[str]]
 
@@ -36,7 +36,7 @@ class Connector:
     """Connects to destinations.
 
     `private` are networks that may be reached although they are not public.  `hosts` are names with
-    fixed addresses, for which nobody is asked.
+    fixed addresses, which are not resolved.
     """
 
     private: tuple[Network, ...] = ()
@@ -102,7 +102,7 @@ class Connector:
 
 
 def _is_own(address: Address) -> bool:
-    """True for an address of this host: what listens there may trust every program of the host."""
+    """True for an address of this host, where a service may trust every program of the host."""
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:

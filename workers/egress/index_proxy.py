@@ -1,4 +1,4 @@
-"""Serves a build of packages: it reaches the hosts of the administrator's index, and nothing else.
+"""Serves a build of packages: connects to the hosts of the administrator's index, and to no others.
 
 The build has a network of its own, in which it can connect to this proxy only.  The proxy is a
 process of the build: it ends with it, and has all layers of the sandbox but the network's.
@@ -23,7 +23,7 @@ from workers.egress.outlet import Outlet, OutletRules
 from workers.egress.process import shut_off
 from workers.process import sandbox
 
-ANYWHERE = "0.0.0.0/0,::/0"  # the administrator named the host, which may be in the house
+ANYWHERE = "0.0.0.0/0,::/0"  # the administrator named this host, which may have a private address
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +73,6 @@ async def _serve(listener: socket.socket, allow: tuple[Destination, ...]) -> Non
 
 
 def _tell(told: str) -> None:
-    """Add a refusal to what uv says."""
+    """Write a refusal beside the messages of uv."""
     sys.stderr.write(f"Roundhouse refused a connection: {told}\n")
     sys.stderr.flush()

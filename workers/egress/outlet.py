@@ -1,4 +1,4 @@
-"""Serves the connections of one task: what it may reach, its bounds, and what it used."""
+"""Serves the connections of one task, within its policy and bounds, and counts its use."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from workers.egress.addresses import Connector
 log = logging.getLogger(__name__)
 
 CONNECTIONS_MAX = 64  # at once, per task
-RESOLVED_MAX = 4  # connections of a task that are being made at once
-NEW_BURST, NEW_PER_S = 128, 32.0  # new connections of a task
-TOLD_BURST, TOLD_PER_S = 10, 0.2  # refusals that are told to the owner
-HEAD_S = 10.0  # limit until a head has arrived
-ANSWER_S = 5.0  # limit until a refusal was read
-IDLE_S = 900.0  # a connection without a byte in either direction ends
+RESOLVED_MAX = 4  # most connections of a task that are being opened at once
+NEW_BURST, NEW_PER_S = 128, 32.0  # limit of new connections of a task
+TOLD_BURST, TOLD_PER_S = 10, 0.2  # limit of refusals that are reported to the owner
+HEAD_S = 10.0  # time limit until a head has arrived
+ANSWER_S = 5.0  # time limit until a refusal was read
+IDLE_S = 900.0  # a connection ends after so long without a byte in either direction
 IDLE_LOOK_S = 30.0
 BLOCK_BYTES = 64 * 1024
 
@@ -39,7 +39,7 @@ Told = Callable[[str], None]
 
 @dataclass(slots=True)
 class OutletUse:
-    """Counts what a task did through its outlet."""
+    """Counts a task's use of its outlet."""
 
     connections: int = 0
     refused: int = 0
@@ -79,7 +79,7 @@ class Outlet:
     tell: Told
     idle_s: float = IDLE_S
     use: OutletUse = field(default_factory=OutletUse)
-    untold: int = 0  # refusals since the last one that was told
+    untold: int = 0  # refusals since the last report
 
     def __post_init__(self) -> None:
         self.listener.setblocking(False)
@@ -138,7 +138,7 @@ class Outlet:
                 await self._refuse(sock, refusal)
                 return
             except OSError:
-                return  # the task has closed it
+                return  # the task has closed the connection
             with there:
                 self.use.connections += 1
                 await Relay(sock, there, self.use, self.idle_s).run(
@@ -248,7 +248,7 @@ class Relay:
             count(size)
             await loop.sock_sendall(target, block[:size])
             self._moved_s = time.monotonic()
-        with contextlib.suppress(OSError):  # the other side has closed all of it
+        with contextlib.suppress(OSError):  # the other side has closed both directions
             target.shutdown(socket.SHUT_WR)
 
     async def _watch(self) -> None:

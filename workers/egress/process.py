@@ -29,9 +29,9 @@ from workers.process.wire import Wire
 
 JSON = dict[str, Any]
 
-REPORT_S = 1.0  # interval in which new figures are told
-NICE = 5  # the computations of the host go first
-#: What the system's resolver reads.
+REPORT_S = 1.0  # interval at which new figures are reported
+NICE = 5  # a low priority: computations of the host go first
+#: Files that the system's resolver reads.
 RESOLVER_FILES = ("resolv.conf", "hosts", "nsswitch.conf", "host.conf", "gai.conf")
 
 
@@ -69,7 +69,7 @@ def shut_off(walls: list[str], folder: str, uid: int) -> None:
     sandbox.die_with_parent()
     room = Room(code=Path(folder), scratch=Path(folder), uid=uid, folders=resolver_files())
     sandbox.enclose(room, walls)
-    sandbox.die_with_parent()  # a change of the user has undone it
+    sandbox.die_with_parent()  # set again, as a change of the user has undone it
     if "files" not in walls:
         os.chdir("/")
 
@@ -84,7 +84,7 @@ class Proxy:
         self._closing: set[asyncio.Task[None]] = set()
 
     async def serve(self, early: list[JSON]) -> None:
-        """Obey the messages that came with the first one, then those that come."""
+        """Obey the messages that came with the first one, then later messages."""
         loop, gone = asyncio.get_running_loop(), asyncio.Event()
         self.wire.send({"is": "ready"})
         for message in early:
@@ -133,7 +133,7 @@ class Proxy:
         self.wire.send({"is": "refused", "outlet": id, "told": told})
 
     def _report(self) -> None:
-        """Tell the figures of outlets where something has changed."""
+        """Report the figures of outlets that have changed."""
         for id, outlet in self.outlets.items():
             figures = outlet.use.numbers()
             if self._told.get(id) != figures:

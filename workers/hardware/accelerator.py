@@ -1,8 +1,8 @@
 """Wraps torch's devices: the one place that knows the kinds of accelerators.
 
 The CPU is always there.  Of any other kind torch has a module (`torch.cuda`, `torch.xpu`, or what a
-backend registers), and all code here uses only what these modules have in common.  Registering
-memory of the host is the exception: there is a table for it.
+backend registers), and all code here uses only what these modules have in common.  The exception is
+registering host memory, for which there is a table.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Accelerator:
         return torch.Stream(device=self.device)
 
     def on_default_stream(self) -> contextlib.AbstractContextManager[object]:
-        """Let the block use the stream on which code computes that chooses none."""
+        """Let the block use the stream of code that chooses no stream itself."""
         if self.module is None:
             return contextlib.nullcontext()
         now = self.current_stream()
@@ -88,10 +88,10 @@ class Accelerator:
     # --- random numbers ---
 
     def generators(self) -> list[torch.Generator]:
-        """Return the generators from which code draws that names none: the CPU's and its own."""
+        """Return the generators of code that names none: those of the CPU and of this device."""
         if self.module is None:
             return [torch.default_generator]
-        self.module.init()  # before, CUDA has none
+        self.module.init()  # before that, CUDA has no generator
         return [torch.default_generator, self.module.default_generators[self.device.index]]
 
     def seed(self, number: int) -> None:
@@ -206,5 +206,5 @@ class Pinned:
 
 
 def _unpin(host: _CudaHost | _BackendHost, address: int, held: object, process: int) -> None:
-    if os.getpid() == process:  # a fork has no part in what its parent registered
+    if os.getpid() == process:  # memory that a parent registered is not registered in its fork
         host.unregister(address)

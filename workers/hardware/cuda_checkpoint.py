@@ -6,8 +6,8 @@ CUDA calls block and its other threads go on.  So it is stopped (`freezer`) afte
 continued before it is restored: a thread of that process does part of the work.
 
 While the memory is away the process has no file or mapping of the device, so CRIU can store it
-(`workers.criu`).  Where it was restored, `adopt` takes over what is away, and `come_back` brings it
-to the device that is there: the driver is told which GPU takes the place of which.
+(`workers.criu`).  After a restore, `adopt` takes over the memory that is away, and `come_back`
+brings it onto the device of this host.  The driver is told which GPU takes the place of which.
 
 Invariants:
 * Every call has a deadline, as drivers have been seen to hang here for ever without an error.  A
@@ -31,9 +31,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-LOCK_WITHIN_S = 10.0  # submitted work must finish first
+LOCK_WITHIN_S = 10.0  # time limit for submitted work, which must finish first
 MOVE_WITHIN_S = 180.0  # about 5 GB/s were measured, and devices have up to 140 GB
-ANSWER_WITHIN_S = 5.0  # limit of calls that move no memory
+ANSWER_WITHIN_S = 5.0  # time limit of calls that move no memory
 _LOOK_S = 0.05
 
 RUNNING, LOCKED, CHECKPOINTED, FAILED = range(4)  # values of CUprocessState
@@ -67,9 +67,9 @@ class Driver(Protocol):
 class TreeMemory:
     """The device memory of one process tree; `away` are the processes without it now.
 
-    `here` is the UUID of the GPU that the processes see, and `left` of the one that they left, if
-    that is another.  `may_go_on` is called while a driver call lasts; if it returns False, the call
-    is abandoned.
+    `here` is the UUID of the GPU that the processes see; `left` is the UUID of the GPU that they
+    left, if that is another one.  `may_go_on` is called while a driver call lasts; if it returns
+    False, the call is abandoned.
     """
 
     driver: Driver | None
@@ -188,7 +188,7 @@ _CALLS = (
 
 
 def _driver() -> Driver | None:
-    """Return the driver if it has this API and permits its use; None if unknown in time."""
+    """Return the driver if it has this API and permits its use; None if it is too slow."""
     try:
         from cuda.bindings import driver as bindings  # type: ignore[import-not-found,unused-ignore]
     except ImportError:
@@ -198,7 +198,7 @@ def _driver() -> Driver | None:
     asked = TreeMemory(driver=None)
     try:
         found = asked._do("probe", 0, ANSWER_WITHIN_S, lambda _: _is_served(bindings))
-    except (NotDone, RuntimeError):  # the bindings have the call, but the driver does not
+    except (NotDone, RuntimeError):  # the bindings have the call, but the driver lacks it
         return None
     return _Bindings(bindings) if found else None
 
@@ -233,7 +233,7 @@ class _Bindings:
         self._checked(self.bindings.cuCheckpointProcessRestore(pid, args))
 
     def _moved_from(self, left: str) -> Any:
-        """Return what tells the driver that the GPU here takes the place of the one `left`."""
+        """Return the argument that lets the GPU of this host take the place of the one `left`."""
         if not hasattr(self.bindings, "CUcheckpointGpuPair"):
             raise NotDone("this driver brings processes back to the same GPU only")
         (here,) = self._checked(self.bindings.cuDeviceGet(0))

@@ -1,4 +1,4 @@
-"""Tries the device of a worker out, in a process of its own, before the worker serves it.
+"""Tries out the device of a worker, in a separate process, before the worker serves it.
 
     python -m workers.hardware.device_probe KIND
 
@@ -21,7 +21,7 @@ JSON = dict[str, Any]
 
 
 def try_device(kind: str) -> JSON:
-    """Return what torch says of the only device of this kind that it sees, and what it can do."""
+    """Return torch's facts about the only device of this kind that it sees."""
     try:
         device = torch.device(kind, 0)
     except RuntimeError:
@@ -45,12 +45,13 @@ def try_device(kind: str) -> JSON:
     }
 
 
-#: What ranks that take turns on a device need of its module, beside what all residents need.
+#: Functions that a device's module needs for ranks in turns, in addition to those for all
+#: residents.
 _NEEDED = ("empty_cache", "memory_reserved", "mem_get_info", "default_generators")
 
 
 def can_splice(module: Any, device: torch.device) -> bool:
-    """True if a rank can let its memory of the device go, and take it again in its place."""
+    """True if a rank can release its device memory, and later take it back for the same tensors."""
     if not all(hasattr(module, name) for name in _NEEDED):
         return False
     tensor = torch.arange(1024, device=device)
@@ -66,7 +67,7 @@ def can_splice(module: Any, device: torch.device) -> bool:
 
 
 def _compute_capability(module: Any, device: torch.device) -> str:
-    """Return it as "9.0"; "" of kinds that have none, or say something else than two numbers."""
+    """Return it as "9.0"; "" for kinds without one, or with anything but two numbers."""
     found = getattr(module, "get_device_capability", lambda _: None)(device)
     return ".".join(map(str, found)) if isinstance(found, tuple) and len(found) == 2 else ""
 

@@ -6,7 +6,8 @@ of torch, or the operating system for `readinto`. PAGEMAP_SCAN reports the pages
 protection. Nothing ever waits, and no thread serves faults.
 
 Memory of a file, or that other processes also map, always counts as written, because writes by
-other processes are not visible. Neither are writes by a device itself; no job has such a device.
+other processes are not visible. Writes by a device itself are not visible either, but no job has
+such a device.
 
 The descriptors are opened before the sandbox closes: tenant code cannot open its own.
 """
@@ -35,7 +36,7 @@ _REGISTER_WP, _PROTECT = 2, 1
 _PAGEMAP_SCAN = 0xC0606610
 _CHECK_WPASYNC = 1 << 1
 _IS_WRITTEN, _IS_SHARED = 1 << 1, 1 << 2
-_REGIONS = 512  # results of one scan; the rest is asked for again
+_REGIONS = 512  # most results of one scan; another scan gives the rest
 
 
 class Unwatchable(Exception):
@@ -111,7 +112,7 @@ class Watch:
         for run in _runs(ranges):
             try:
                 pages = self._scan(Range(run[0].start, run[-1].end))
-            except OSError:  # something in it is not watched any more: check one by one
+            except OSError:  # a range of the group is not watched any more: check one by one
                 found |= {part for part in run if self._is_written(part)}
             else:
                 found |= _touched(run, pages)

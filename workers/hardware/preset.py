@@ -104,7 +104,7 @@ _VARIABLES = (
     "OPENBLAS_CORETYPE",
     "OPENBLAS_NUM_THREADS",
     "PYTHONHASHSEED",
-)  # read when a process starts; ATEN_CPU_CAPABILITY is covered by `cpu_capability`
+)  # these are read when a process starts; `cpu_capability` covers ATEN_CPU_CAPABILITY
 
 
 def _flag(of: Any, name: str) -> Setting:
@@ -179,7 +179,7 @@ def _of_machine() -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """Return vendor, family and model of the processor: libraries choose their kernels by them."""
+    """Return vendor, family and model of the processor, by which libraries choose their kernels."""
     if not _CPUINFO.exists():
         return platform.processor()
     pairs = (line.partition(":")[::2] for line in _CPUINFO.read_text().splitlines())

@@ -15,7 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from workers.hardware.dirty_pages import PAGE, Range
 
-LAZILY, AT_ONCE = 8, 4  # MADV_FREE: when the kernel needs the pages; MADV_DONTNEED
+# MADV_FREE, by which the kernel takes pages when it needs them; MADV_DONTNEED
+LAZILY, AT_ONCE = 8, 4
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -46,7 +47,7 @@ def may_leave(storage: torch.UntypedStorage) -> bool:
 
 def release_pages(storage: torch.UntypedStorage, when: int) -> None:
     """Give the pages of a host storage back to the kernel; malloc would keep them in its heap."""
-    # Not the first and the last page, where malloc keeps its own bookkeeping.
+    # The first and last page stay, where malloc keeps its own bookkeeping.
     pages = Range.inside(storage.data_ptr() + PAGE, storage.nbytes() - 2 * PAGE)
     # If madvise fails, malloc keeps the memory for later allocations.
     _libc.madvise(pages.start, pages.end - pages.start, when)

@@ -36,7 +36,7 @@ _libc.malloc_trim.argtypes = [ctypes.c_size_t]
 
 
 class Spare:
-    """Host memory of staged values that were sent, kept because new memory costs page faults."""
+    """Host memory of values that were sent; kept, as new memory costs page faults."""
 
     def __init__(self) -> None:
         self._free = list[torch.UntypedStorage]()
@@ -91,9 +91,9 @@ def _copied(
 
 
 class WrongKind(Exception):
-    """Raised when a job lay on another kind of device than this process has.
+    """Raised when a job was on another kind of device than this process has.
 
-    Its random numbers cannot go on: each kind draws them in its own way.
+    Its random numbers could not go on, as each kind draws them in its own way.
     """
 
 
@@ -190,7 +190,8 @@ def _new(size: int) -> torch.UntypedStorage:
     storage = torch.UntypedStorage(size)
     address = storage.data_ptr()
     begin, end = -(-address // _HUGE) * _HUGE, (address + size) // _HUGE * _HUGE
-    if begin < end:  # only pages that it fills, so that it takes no more memory than requested
+    # huge pages only where it fills them, so that it takes no more memory than requested
+    if begin < end:
         _libc.madvise(begin, end - begin, mmap.MADV_HUGEPAGE)
     return storage
 

@@ -24,7 +24,7 @@ _LENGTH = struct.Struct("!Q")
 
 
 class Unreadable(Exception):
-    """The file is no image of ours, or its end is missing."""
+    """Raised for a file that is no image of Roundhouse, or whose end is missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

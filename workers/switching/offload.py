@@ -9,7 +9,8 @@ What stays: small storages, and memory that other code knows by its address (num
 processes share it, it is pinned, or it was lent by DLPack). On an accelerator, host memory stays.
 
 Memory of a CPU device goes back to the kernel lazily (MADV_FREE): the kernel takes the pages when
-it needs them. If it didn't, coming back costs no page faults, which take longer than the copy.
+it needs them. If it has not taken them, coming back costs no page faults, which take longer than
+the copy.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from workers.process.image_layout import Extent
 from workers.process.slab import Slab
 
 LEAVES_BYTES = 64 * 1024  # smaller storages stay
-PIECE_BYTES = 16 * 2**20  # copied by one thread at a time
+PIECE_BYTES = 16 * 2**20  # size of the pieces, each copied by one thread
 COPIERS = 2  # threads that fill storages; a single thread does not use the full memory bandwidth
 
-Lying = tuple[torch.UntypedStorage, Extent]  # a storage, and where its bytes are in the slab
+Lying = tuple[torch.UntypedStorage, Extent]  # a storage, and the place of its bytes in the slab
 
 
 class CalledOff(Exception):
-    """There is no memory for the remaining storages any more; all that have come back stay."""
+    """Raised when the remaining storages get no memory; storages that have come back stay."""
 
 
 class Absence:

@@ -1,1 +1,1 @@
-"""Decides what a device worker does, without a device."""
+"""Decides what a device worker does; nothing here touches a device."""

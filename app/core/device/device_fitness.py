@@ -3,11 +3,11 @@
 A finding that cordons (`core.device.health_rules`) cordons the device.  The device serves again
 
 * by itself when the finding is gone, if it was one that passes: heat, silence, no monitor;
-* else after an administrator lets it: then the device is checked, and serves if it passes.
+* otherwise after an administrator lets it serve: the device is checked, and serves if it passes.
 
-Two rules need memory.  A device that is cordoned again and again no longer returns by itself.  A
-device on which tasks of several tenants fail one after another is cordoned too, unless no other
-device of its kind would be left: then the tasks are the likelier cause.
+Two rules need memory.  A device that is cordoned too often no longer returns by itself.  A device
+on which tasks of several tenants fail one after another is cordoned too, unless no other device of
+its kind would be left: then the tasks are the likelier cause.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from app.core.device.idleness import Idleness
 JSON = dict[str, Any]
 
 DAY_S = 86_400.0
-FLAPPING_MOST = 3  # cordons within a day from which on a device no longer returns by itself
+FLAPPING_MOST = 3  # after so many cordons within a day a device no longer returns by itself
 FAILURES_WINDOW_S = 3_600.0
 FAILURES_TASKS = 3  # tasks that failed one after another
 FAILURES_TENANTS = 2  # and that belong to so many tenants
@@ -33,8 +33,8 @@ NOTES_KEPT = 20
 class HealthReport:
     """Carries a device's report of its health.
 
-    `checked` is the last check that it has finished, -1 while one is under way.  `idle`: it
-    computes nothing.
+    `checked` is the number of its last finished check, -1 during a check.  `idle`: it computes
+    nothing.
     """
 
     checked: int
@@ -198,9 +198,9 @@ def _begin(fitness: Fitness, worst: Finding, now_s: float, *, by_hand: bool) -> 
 
 
 def _worsen(fitness: Fitness, why: HealthCordon, worst: Finding, now_s: float) -> Fitness:
-    """Replace the reason of a cordon by a graver one: one that does not pass, or that costs steps.
+    """Replace the reason of a cordon by a graver one, which does not pass or costs steps.
 
-    The cordon stays one cordon, so that a device does not count as flapping by it.
+    It stays one cordon, so that the device does not count as flapping.
     """
     lasts = why.returns and worst.rule not in PASSING
     costs = worst.effect == Effect.RESTART != why.effect
@@ -229,7 +229,7 @@ def _noted(fitness: Fitness, now_s: float, told: str) -> Fitness:
 def task_failed(
     fitness: Fitness, failure: TaskFailure, *, others_serve: bool, is_cordoned: bool
 ) -> Fitness:
-    """Take in that a task failed on the device.  `others_serve`: other devices of its kind do."""
+    """Count a task that failed on the device.  `others_serve`: other devices of its kind do."""
     if fitness.cordon is not None:
         return fitness
     recent = (
@@ -248,7 +248,7 @@ def task_failed(
 
 
 def task_went_well(fitness: Fitness) -> Fitness:
-    """Take in that a task ended well or was paused there: the device can do work."""
+    """Update the fitness after a task ended well or was paused there: the device can work."""
     return replace(fitness, failures=()) if fitness.failures else fitness
 
 
@@ -261,7 +261,7 @@ def excuses(fitness: Fitness) -> bool:
 
 
 def let_serve_asked(fitness: Fitness, *, by: str, now_s: float) -> Fitness:
-    """An administrator lets a device serve that a rule has cordoned: it is checked first."""
+    """Let a device serve, by an administrator, after a rule's cordon: it is checked first."""
     if fitness.cordon is None:
         return replace(fitness, failures=(), cordons_s=())
     asked = replace(fitness, check=fitness.check + 1, is_checking=True, failures=(), cordons_s=())
@@ -269,7 +269,7 @@ def let_serve_asked(fitness: Fitness, *, by: str, now_s: float) -> Fitness:
 
 
 def cordon_asked(fitness: Fitness) -> Fitness:
-    """An administrator cordons the device: from now on it does not return by itself."""
+    """Cordon the device, by an administrator: from now on it does not return by itself."""
     if fitness.cordon is None:
         return fitness
     return replace(fitness, cordon=replace(fitness.cordon, returns=False), is_checking=False)

@@ -1,7 +1,7 @@
 """Define what a device's monitor reads, and decide when a new reading is worth a report.
 
-A reading says None where the device does not tell.  Heartbeats carry the last *told* reading, which
-is replaced only when the device has changed enough, so that they stay equal from beat to beat.
+A figure is None if the device does not report it.  Heartbeats carry the last *told* reading.  It is
+replaced only when the device has changed enough, so that most heartbeats are equal.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Reading:
     xids: tuple[int, ...] = ()
 
 
-#: The figures in a heartbeat, and by how much each must change before it is told again: at least so
-#: much, and at least such a part of what was told.  A count is told whenever it changes.
+#: The figures in a heartbeat, and by how much each must change before it is told again: at least by
+#: this amount, and by this part of the told figure.  A count is told whenever it changes.
 _ENOUGH: Mapping[str, tuple[float, float]] = {
     "utilisation_percent": (15, 0.0),
     "memory_used_bytes": (64 * 2**20, 0.05),
@@ -75,7 +75,7 @@ def is_worth_telling(told: JSON, now: JSON) -> bool:
 def reading_of(told: Mapping[str, Any]) -> Reading:
     """Read what a program wrote about a device; raises ValueError for anything else.
 
-    `xids` are left out: whoever reads the list knows which of them are new.
+    `xids` are left out: only the reader of the list knows which of them are new.
     """
     names = {field.name for field in fields(Reading)}
     if unknown := sorted(set(told) - names):

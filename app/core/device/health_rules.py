@@ -20,7 +20,7 @@ from app.core.device.health_readings import Reading, figures, is_worth_telling
 
 JSON = dict[str, Any]
 
-WHY_MOST = 200  # characters of why a monitor does not work
+WHY_MOST = 200  # most characters of the reason why a monitor does not work
 
 
 class HealthVerdict(StrEnum):
@@ -58,7 +58,7 @@ PASSING = frozenset({HealthRule.TEMPERATURE, HealthRule.HANG, HealthRule.MONITOR
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that is wrong with a device.  `reason` holds nothing that counts up."""
+    """Something that is wrong with a device.  `reason` has no number that changes."""
 
     rule: HealthRule
     verdict: HealthVerdict
@@ -80,7 +80,7 @@ def cordon(rule: HealthRule, reason: str, effect: Effect = Effect.MOVE) -> Findi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class XidRule:
-    """Says what one code means.
+    """Describes an Xid code.
 
     A warning becomes a cordon when it comes `most` times in a window.
     """
@@ -119,7 +119,8 @@ class HealthLimits:
     """
 
     patience_us: int = 30_000_000
-    stuck_us: int = 300_000_000  # silent for so long: what is still on the device cannot leave it
+    # after so long a silence, the state on the device cannot leave it any more
+    stuck_us: int = 300_000_000
     window_us: int = 24 * 3_600_000_000  # period in which Xid codes are counted
     warned_us: int = 3_600_000_000  # how long a warning of an event stands
     ecc_window_us: int = 3_600_000_000
@@ -151,8 +152,8 @@ class _Passing:
 class HealthWatch:
     """Judges one device by its readings; a check forgets all findings and begins anew.
 
-    A device under check has no patience with itself: what is wrong at its first reading counts at
-    once, so that a faulty device never begins to serve.
+    During a check there is no patience: a fault at the first reading counts at once, so that a
+    faulty device never begins to serve.
     """
 
     def __init__(self, limits: HealthLimits, now_us: int) -> None:
@@ -171,7 +172,7 @@ class HealthWatch:
         self._limit_c = self.limits.hot_c
         self._idle_us: int | None = None  # since when it computes nothing
         self._came: dict[int, deque[int]] = {}  # Xid code -> when it came
-        self._ecc: deque[tuple[int, int]] = deque()  # when, and the count of errors
+        self._ecc: deque[tuple[int, int]] = deque()  # times, each with the count of errors then
 
     # --- what the monitor says ---
 
@@ -213,7 +214,7 @@ class HealthWatch:
         self.is_checked |= is_silent
 
     def _answered(self, now_us: int) -> int:
-        """Note an answer; return how long a condition may last before it counts."""
+        """Note that the monitor answered; return how long a condition may last before it counts."""
         self.heard_us = now_us
         self._silent.see(False, now_us, self.limits.patience_us)
         return self.limits.patience_us if self.is_checked else 0
@@ -254,7 +255,7 @@ class HealthWatch:
             self._ecc.append((now_us, count))
         since_us = now_us - self.limits.ecc_window_us
         while len(self._ecc) > 1 and self._ecc[1][0] <= since_us:
-            self._ecc.popleft()  # the first one left is the count at the window's beginning
+            self._ecc.popleft()  # the first entry left is the count at the window's beginning
         if count - self._ecc[0][1] >= self.limits.ecc_most:
             told = f"{self.limits.ecc_most} or more uncorrectable memory errors (ECC) in an hour."
             self._stand(cordon(HealthRule.ECC, told))
@@ -282,7 +283,7 @@ class HealthWatch:
     # --- the judgement ---
 
     def findings(self, now_us: int) -> list[Finding]:
-        """Return what is wrong now: the gravest first, then in the order in which it was found."""
+        """Return what is wrong now, the gravest first, then in the order of discovery."""
         found = [*self._standing.values(), *self._passing(now_us)]
         named = {(finding.rule, finding.reason) for finding in found}
         for name, (since_us, finding) in list(self._warned.items()):
@@ -327,7 +328,7 @@ class HealthWatch:
 
 
 def _sentence(text: str) -> str:
-    """Return a text of somebody else in the form that a heartbeat may carry."""
+    """Return a foreign text in the form that a heartbeat may carry."""
     shown = "".join(letter if letter.isprintable() else " " for letter in text)
     return shown[:WHY_MOST]
 

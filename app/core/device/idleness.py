@@ -29,7 +29,7 @@ class Idleness:
 def judge_idleness(
     before: Idleness | None, *, task: str, epoch: int, now_s: float, pause_s: float
 ) -> tuple[Idleness, IdleStep | None]:
-    """Judge a task whose device is idle now.  Another task, or another launch, begins anew."""
+    """Judge a task whose device is idle now.  For another task or launch the time begins anew."""
     if before is None or (before.task, before.epoch) != (task, epoch):
         return Idleness(task=task, epoch=epoch, since_s=now_s), None
     idle_s = now_s - before.since_s

@@ -7,8 +7,8 @@ A step may begin until the lease is nearly over, and may last longer.  So a devi
 in each report, for a grace: for how long after the lease the island leaves the device's work alone,
 as a step that lasts so long may still run.  The device kills the step only when the grace ends too.
 
-The island keeps to the grace of the newest report that it recorded, and the device does not know
-which report that is until it is answered.  So the device counts on the least grace among the newest
+The island applies the grace of the newest report that it recorded.  The device does not know which
+report that is until the answer comes.  So the device counts on the least grace among the newest
 answered report and all later ones.
 """
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from app.core.model.messages import Answer
 
 SHORT_STEP_US = 1_000_000  # steps up to this long are over in the margin of every lease
-GRACE_MAX_US = 2**30  # 18 minutes; an island has a lower limit (`ROUNDHOUSE_STEP_GRACE_S`)
+GRACE_MAX_US = 2**30  # 18 minutes; an island may allow less (`ROUNDHOUSE_STEP_GRACE_S`)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class Lease:
     the answered report, so they hold however long the messages took.
 
     `asked` are the graces that the device asked for in reports: (since when, grace), oldest first.
-    The last one holds still.
+    The last one is still valid.
     """
 
     trusted_until_us: int = 0
@@ -51,7 +51,7 @@ class Lease:
 
     @property
     def work_ends_us(self) -> int:
-        """From when on another device may have the work."""
+        """The time from which another device may have the work."""
         return self.ends_us + self.grace_us
 
     def after(self, answer: Answer, *, margin_us: int) -> Lease:
@@ -88,7 +88,7 @@ class Lease:
 
 
 def _since(asked: tuple[tuple[int, int], ...], us: int) -> tuple[tuple[int, int], ...]:
-    """Leave out what no report after `us` asked for."""
+    """Leave out graces for which no report after `us` asked."""
     ends = [*(since_us for since_us, _ in asked[1:]), None]
     return tuple(one for one, end in zip(asked, ends, strict=True) if end is None or end > us)
 

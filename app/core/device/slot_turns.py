@@ -24,7 +24,8 @@ class SlotTurns:
         self, stays: Mapping[StayKey, StayRecord], processes: Mapping[int, ProcessRecord]
     ) -> None:
         self.stays, self.processes = stays, processes
-        self.holders: list[ProcessRecord] = []  # the processes that have the slot, first one first
+        # the processes that have the slot, in the order in which they got it
+        self.holders: list[ProcessRecord] = []
         self.free_since_us = 0
         self.rota = Rota({})
         self.turn_over_us = 0
@@ -105,7 +106,7 @@ class SlotTurns:
             return min(ready, key=lambda p: p.stay.arrived_us, default=None)
         sharers = {p.task: p for p in self.sharers()}
         if not sharers:
-            return off[0]  # an answer on its way may name one task less, but never none
+            return off[0]  # an answer on its way may leave out one task, but not all
         return sharers[self.rota.next_of(sharers, self.shared_us(now_us))]
 
     def due_us(self) -> int | None:
@@ -114,9 +115,7 @@ class SlotTurns:
         return self.turn_over_us if asks else None
 
     def _rivals(self) -> list[str]:
-        """Return the tasks that share the device with the task in the slot, itself included; else
-        none.
-        """
+        """Return the tasks that share the device with the task in the slot, that task included."""
         tasks = [process.task for process in self.sharers()]
         holder = self.holder
         return tasks if holder is not None and holder.task in tasks and len(tasks) > 1 else []

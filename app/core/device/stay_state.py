@@ -3,8 +3,8 @@
 `seating` lasts from the Launch until the task has the slot for the first time.  A `running` task
 has the slot or waits for its next slice.  A `noticed` task has the slot and was told that it will
 be stopped soon.  A `pausing` or `stopping` task was told so and has not reached its safe point.  A
-`paused` task has a process that holds its state.  A stay that `ended` reported how; a stay that was
-`dropped` reports nothing, as the island sees that it is gone.
+`paused` task has a process that holds its state.  A stay that `ended` has reported its end.  A stay
+that was `dropped` reports nothing, as the island sees that it is gone.
 
 `python -m app.core.device.stay_state` prints the table, for docs/internals/architecture.md.
 """
@@ -26,7 +26,7 @@ class StayState(StrEnum):
 
 
 class StayMove(StrEnum):
-    """A change of a stay's state: ordered, said by the process, or decided by the device."""
+    """A change of a stay's state: ordered, reported by the process, or decided by the device."""
 
     BEGIN = "begin"  # the task gets the slot for the first time
     NOTICE = "notice"  # a command is told that it will be stopped
@@ -58,7 +58,7 @@ OVER = frozenset({StayState.ENDED, StayState.DROPPED})
 
 
 class IllegalStayMove(Exception):
-    """The stay's state does not allow the move: the state machine is wrong."""
+    """Raised if the stay's state does not allow the move: the state machine is wrong."""
 
 
 def state_after(state: StayState, move: StayMove) -> StayState:
