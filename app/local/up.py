@@ -450,7 +450,8 @@ def running(
     hosts: int = 1,
     env: Mapping[str, str] | None = None,
 ) -> Iterator[Handle]:
-    """Run the system on `home`, ready, until the context ends; call it from a long-lived thread.
+    """Run the system on `home` until the context ends; it is ready when the context begins.  Call
+    it from a long-lived thread.
 
     `devices` are the devices, or the number of CPU devices if the settings name no other kind.
     """

@@ -210,8 +210,8 @@ def _give(
 class SigningIn:
     """The state of a sign-in that this browser has begun, kept in a cookie.
 
-    `state` proves that the same browser comes back, `nonce` that the token is of this sign-in, and
-    `verifier` that the code is its own.
+    `state` proves that the same browser comes back, `nonce` that the token belongs to this sign-in,
+    and `verifier` that the code does.
     """
 
     state: str

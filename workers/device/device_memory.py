@@ -119,7 +119,7 @@ class DeviceAccount:
 
 
 def _has_stayed(resident: Resident) -> bool:
-    """True if it holds more on the device than small tensors, of which it told, and a context."""
+    """True if a resident holds more than a context and the small tensors that it reported."""
     return (resident.measured_bytes or 0) > resident.memory_bytes + CONTEXT_BYTES
 
 

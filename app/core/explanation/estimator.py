@@ -307,12 +307,13 @@ class Unknown:
 
 # --- start times --------------------------------------------------------------------------------
 
-EVENTS = 9_000  # tasks considered for one answer: what fits into half of the allowed 50 ms
-STARTS = 2_500  # starts simulated in one run; after that the average speed so far is assumed
+# most tasks considered for one answer: as many as fit into half of the allowed 50 ms
+EVENTS = 9_000
+STARTS = 2_500  # most starts simulated in one run; after that the average speed so far is assumed
 RUNS = 25
 SEED = 7
 LEAST_SPREAD = 0.25  # in log time: even equal runs do not make the model certain
-LONE_SPREAD = 0.5  # used when there are so many tasks ahead that only one run was possible
+LONE_SPREAD = 0.5  # the spread if so many tasks are ahead that only one run was possible
 
 
 def starts_in(
@@ -431,7 +432,7 @@ class _Rest:
 
 
 class _SimulatedRun:
-    """A simulated run from now on.  Devices are counted, not named."""
+    """A simulated run from now on.  Devices are counted and have no names."""
 
     def __init__(self, cast: _Cast, chance: random.Random) -> None:
         self.cast, self.random = cast, chance.random
@@ -574,10 +575,11 @@ def _grown(now_s: float, half_life_s: float) -> float:
 
 # --- calibration --------------------------------------------------------------------------------
 
-WINDOW = 2_000  # answers per class; enough for several bursts, which have errors that are all alike
-ENOUGH = 30  # answers before a class is used
+# answers remembered per class; enough for several bursts, whose errors are all alike
+WINDOW = 2_000
+ENOUGH = 30  # number of answers from which on a class is used
 COVERAGE = 0.8
-LESSON = 0.005  # how far one miss moves the level
+LESSON = 0.005  # by how much one miss moves the level
 LEVELS = (0.01, 0.6)  # bounds of the level: the share of answers that may be missed
 
 

@@ -94,7 +94,8 @@ START = frozenset(
         "GANG_WANTS_NONE", "RETRY_BACKOFF",
     }
 )  # fmt: skip
-#: Reasons that do not end when others release devices: while one lasts, no estimate is made.
+#: Reasons that do not end when others release devices; while such a reason lasts, there is no
+#: estimate.
 CLOSED = (START - {"NOT_BEFORE", "RETRY_BACKOFF"}) | {
     "ENVIRONMENT_PENDING",
     "NOT_LOOKED_AT",
@@ -108,9 +109,9 @@ CLOSED = (START - {"NOT_BEFORE", "RETRY_BACKOFF"}) | {
 }
 
 PRIORITY_MAX = 100
-TOLD_MOST = 300  # characters of what the installer said
-UNFIT_TOLD = 3  # faulty devices named in a reason
-STOPPING_TOLD = 3  # stopping devices named in a reason
+TOLD_MOST = 300  # most characters of the installer's message
+UNFIT_TOLD = 3  # most faulty devices named in a reason
+STOPPING_TOLD = 3  # most stopping devices named in a reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +141,7 @@ class InstallingHost:
     """A host with devices for a task, on which the packages of the task are not ready.
 
     `state` is one of `core.model.device_choice.BUILD_STATES`, or "" before the host was asked.
-    `told` says in which words the installation failed, or what it waits for.
+    `told` is the message with which the installation failed, or what it waits for.
     """
 
     host: str
@@ -192,7 +193,7 @@ class Blockers:
     shed: bool = False
     stopping: tuple[str, ...] = ()
     unfit: tuple[str, ...] = ()
-    goes_on_on: tuple[str, ...] = ()  # the only devices where its processes go on
+    goes_on_on: tuple[str, ...] = ()  # the only devices on which its processes can go on
     installing: tuple[InstallingHost, ...] = ()
 
 
@@ -204,7 +205,7 @@ class Ahead:
     users: int = 0  # tasks of less served users of the same tenant
     higher: int = 0  # tasks of the same user with higher priority
     earlier: int = 0  # older tasks of the same user with the same priority
-    highest: int | None = None  # the highest priority among them
+    highest: int | None = None  # highest priority among these tasks
 
     @property
     def all(self) -> int:
@@ -442,7 +443,7 @@ def _installing(hosts: Sequence[InstallingHost]) -> Reason:
     return _reason("PACKAGES_INSTALLING", told, f"they are installed on {first.host}", change)
 
 
-_INSTALLING = ("building", "waiting", "", "failed")  # the state that is told first
+_INSTALLING = ("building", "waiting", "", "failed")  # which state is told first
 
 
 def _partly_drained(task: BoardTask, seen: Blockers) -> Iterator[Reason]:

@@ -33,7 +33,8 @@ from app.core.model.device_choice import WHOLE_MILLI, choice_in
 
 FIXED_POINT_BITS = 40
 SHORTEST_HALF_LIFE_S = 1.0
-LONGEST_HALF_LIFE_S = 100 * 366 * 86400.0  # 100 years; up to this a float can count microseconds
+# 100 years: up to this a float counts microseconds exactly
+LONGEST_HALF_LIFE_S = 100 * 366 * 86400.0
 
 
 def half_life(half_life_s: float) -> float:
@@ -80,7 +81,8 @@ def rebase(faded: int, halvings: int) -> int:
 
 
 def carried_over(used: int, carried: int, *, weight: int, new_weight: int) -> int:
-    """Return what a branch carries once its weight changes, so that it stands as it did (rule F3).
+    """Return what a branch carries once its weight changes, so that its place in the order stays
+    (rule F3).
 
     `used` is its faded usage, and `carried` what earlier changes of its weight added to or took
     from that in comparisons.  The score stays what it was; usage from now on counts by the new
@@ -219,7 +221,7 @@ _lane = cache(Lane)
 
 _NO_LIFTS: Mapping[str, int] = {}
 _NOTHING: Mapping[str, int] = {}
-_UNTIL_IT_CHANGES = 1 << 62  # a tick that never comes: the score is valid until a change
+_UNTIL_IT_CHANGES = 1 << 62  # a version that never comes: the score is valid until a change
 _RIGHT = -1  # marks a key that was checked, in place of its index in the heap
 _SLACK = 16  # stale entries that are kept in a heap of any size
 

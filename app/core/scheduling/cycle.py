@@ -102,7 +102,7 @@ def cycle(board: Board, *, lift: bool = True) -> Plan:
     _seat(draft, kept)
     # 8.  Let tasks of one branch take turns.
     _take_turns(draft, kept)
-    # Victims released more than was needed: others may use it, or a limit has room again.
+    # Victims released more than was needed: other tasks may use it, or a limit has room again.
     while draft.left_over:
         draft.left_over = False
         _seat(draft, kept)
@@ -117,7 +117,7 @@ def cycle(board: Board, *, lift: bool = True) -> Plan:
         _grow(draft, kept)
     gang_waits.note_idle(board, draft.held_back)
     board.memory.goes_on = bool(board.short)
-    seen = not board.short and not board.longer  # are all waiting tasks loaded?
+    seen = not board.short and not board.longer  # True if all waiting tasks are loaded
     if seen and not draft.decisions and not kept and not urgent and draft.again_s == NEVER:
         until_s = preemption.nobody_gains_until_s(board)
         if board.elastic:
@@ -163,7 +163,7 @@ class _DraftPlan:
         self.decisions: list[PlanDecision] = []
         self.before: dict[str, BoardTask] = {}  # the moved tasks as they were before the round
         self.again_s = NEVER  # when a task that could not be seated must be looked at again
-        self.left_over = False  # did victims hold more than the launched task took?
+        self.left_over = False  # True if victims held more than the launched task took
         self.emptied: set[Lane] = set()  # lanes for whose first task a device is emptied
         # kinds with free devices that a task did not get, as they are kept for a gang
         self.held_back: set[str] = set()
@@ -463,7 +463,7 @@ def _seat_urgent(draft: _DraftPlan) -> dict[str, _KeptForGang]:
             if keeper.at_s < NEVER:
                 kept[task.kind] = keeper
                 board.memory.in_the_way.add(task.id)
-            else:  # protection of running tasks ends some time
+            else:  # the protection of running tasks ends at some time
                 later_s = max(slice_us(board.policy, task) / 1e6, RESOLUTION_S)
                 draft.again_s = min(draft.again_s, board.now_s + later_s)
     return kept
@@ -540,13 +540,13 @@ def _keep(
     urgent: bool,
     turns: bool = True,
 ) -> _KeptForGang:
-    """Return when enough devices are expected: `ends` say when turns end, or else when tasks do."""
+    """Return when enough devices are expected; `ends` are the expected ends of turns or tasks."""
     pool, lane = board.pools[task.kind], board.lane(task)
     have = pool.pins_free(lane) if lane.pins else pool.fitting(lane)
     have += sum(offer.suits for offer in elastic.offers(board, task, urgent=urgent))
     for at_s, id, devices in ends:
         if lane.host is not None and not turns:
-            stay = board.stays[id]  # extra devices are counted above
+            stay = board.stays[id]  # extra devices of elastic tasks are counted above
             devices = max(0, sum(pool.takes(one, lane) for one in stay.devices) - stay.grown)
         have += devices
         if have >= lane.width:

@@ -1,9 +1,9 @@
 """Choose moves that free devices that fit a waiting task.
 
-A gang may be spread over any devices of a kind, so only its memory and its choice matter.  Other
-tasks may hold large devices, and could run on a free device that is too small for the gang or does
-not suit its choice.  Among the tasks that find too few devices that fit, the first is considered.
-If moves would let it start, all moves that it needs are made; otherwise none.
+A gang may use any devices of a kind that fit its memory and its choice.  Other tasks may hold large
+devices, and could run on a free device that is too small for the gang or does not suit its choice.
+Among the tasks that find too few devices that fit, the first is considered.  If moves would let it
+start, all moves that it needs are made; otherwise none.
 
 Three things always hold.  No task is moved before a full slice.  No task is moved while another
 move of the kind is under way.  No task is moved to a device on which it does not fit.
@@ -21,7 +21,7 @@ from app.core.scheduling.board import Board
 from app.core.scheduling.pool import Pool
 from app.core.scheduling.stays import BoardStay
 
-LANES = 64  # most lanes that are looked at; there may be as many as sizes of tasks
+LANES = 64  # most lanes that are looked at; there may be one for each size of tasks
 
 
 def moves(board: Board) -> list[tuple[str, str]]:
@@ -37,7 +37,7 @@ def moves(board: Board) -> list[tuple[str, str]]:
 
 
 def _first_without_room(board: Board, pool: Pool) -> BoardTask | None:
-    """Return the first waiting task that too few free devices fit, with enough free ones in all."""
+    """Return the first waiting task that too few of the free devices fit."""
     lanes = (
         lane
         for lane in board.tree.lanes

@@ -8,8 +8,8 @@ back at once.  So the following always holds.
   those are.  The elastic task gives devices back and continues with the rest, before any task is
   paused.  There is one exception: a branch that is within its guarantee with these devices gives
   them only to a branch that is within its own guarantee and less served.
-* Growing is no claim: no task is paused for it, and no limit is exceeded.  What tasks need decides
-  alone whether a task has room, borrows or lends.  So growing does not change which task pauses
+* Growing is no claim: no task is paused for it, and no limit is exceeded.  Only the need of tasks
+  decides whether a task has room, borrows or lends.  So growing does not change which task pauses
   which.
 * If ranks are led by their task's coordinator host (`Policy.homebound`), the task never gives back
   the first device that it took, which is on that host.  It grows onto devices of that host first,
@@ -333,7 +333,7 @@ class _Shares:
         heapify(line)
         while line and free:
             place, stay = line[0]
-            if (now := self._place(stay)) != place:  # places only ever become later
+            if (now := self._place(stay)) != place:  # a task's place can only become later
                 heapreplace(line, (now, stay))
                 continue
             mine = given.get(stay.id, [])

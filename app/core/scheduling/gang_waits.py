@@ -6,14 +6,14 @@ kept for it as they become free, once all their holders have to give way to it a
 stand idle: a wait for w devices costs them about half a typical stay each.
 
 That cost alone decides how patient the gangs of a kind of device must be.  Over time it may be
-`Policy.wait_share` of the devices, as much as switching may cost (F8).  What stands idle is summed
-up, and the next wait begins when the sum is that part of the devices' time since the last wait
-began.  So patience follows the stays of the tasks, with no figure of its own: with D devices and
-stays of L seconds it is about w * L / 2 / (wait_share * D), at most 12.5 minutes for 8 of 8 devices
+`Policy.wait_share` of the devices, as much as switching may cost (F8).  The idle time is summed up.
+The next wait begins when the sum is no more than that part of the devices' time since the last wait
+began.  So patience follows from the stays of the tasks, and is no setting: with D devices and stays
+of L seconds it is about w * L / 2 / (wait_share * D), at most 12.5 minutes for 8 of 8 devices
 beside tasks of 30 s.  Stays that end together cost nothing, and need no patience.
 
-All gangs of a kind share the sum, so their number does not matter.  In any time T the others lose
-wait_share * D * T at most, and one wait of w devices for a slice.
+All gangs of a kind share the sum, so their number does not matter.  In any time T the other tasks
+lose at most wait_share * D * T, and one wait of w devices for a slice.
 
 A gang that waited has a longer turn: half of the time that pays for its wait.  If it gave way to
 the first task that is less served, the waits would cost it what it is owed.
@@ -30,7 +30,7 @@ from app.core.scheduling.board import Board
 from app.core.scheduling.stays import NEVER, RESOLUTION_S, BoardStay
 
 WITHIN_S = 3600.0  # F7: in this time a gang gets what it is owed
-LOOKS = 8  # in the longest slice: how often a gang is looked at that may not begin to wait yet
+LOOKS = 8  # how often in a longest slice a gang is looked at that may not begin to wait yet
 
 
 def waiting_gang(board: Board, kind: str) -> BoardTask | None:
@@ -97,7 +97,7 @@ def begin(board: Board, task: BoardTask, at_s: float) -> None:
 
 
 def settle(board: Board, kind: str) -> None:
-    """Add to the sum what has stood idle until now."""
+    """Add the idle time until now to the sum."""
     wait = board.waits.get(kind)
     if wait is None or not wait.idle:
         return
@@ -107,7 +107,7 @@ def settle(board: Board, kind: str) -> None:
 
 
 def paid_in_s(board: Board, kind: str, lost_s: float) -> float:
-    """Return in what time so many device-seconds are no more than may stand idle."""
+    """Return the time in which so many device-seconds may stand idle."""
     return lost_s / (board.policy.wait_share * max(1, board.pools[kind].size()))
 
 
@@ -120,7 +120,8 @@ def end(board: Board, kind: str, started: BoardTask | None = None) -> None:
 
 
 def turn_ends_s(board: Board, stay: BoardStay) -> float:
-    """Return until when a gang gives way by no turn (F6, F8), since it would have to wait again.
+    """Return until when the turns of others do not displace a gang (F6, F8), as it would wait
+    again.
 
     A turn is half of the time that pays for a wait; the other half is for the other tasks.  Both
     together are no longer than the time in which F7 promises a share.

@@ -1,4 +1,4 @@
-"""Tell heartbeats that need a round at once from those that say nothing new.
+"""Tells apart heartbeats that need a round at once and heartbeats that say nothing new.
 
 Most heartbeats repeat what the island knows, with later times, more steps and other temperatures.
 They only renew a lease, which lasts for several heartbeats.  So they can wait a moment, until a
@@ -14,7 +14,7 @@ from app.core.model.messages import Alive, ResidentView
 
 
 class HeartbeatNews:
-    """Remembers what each device said last, without what changes in every heartbeat."""
+    """Remembers each device's last heartbeat, without the fields that change in every heartbeat."""
 
     def __init__(self) -> None:
         self._said: dict[str, tuple[Any, ...]] = {}

@@ -16,8 +16,8 @@ for the epoch of that launch, or none is used.
 A member with slots on one island waits only for slots on later islands, so no gangs wait for each
 other in a ring.  A member that cannot continue releases all slots on later islands.
 
-Every scheduler writes only its own members, from what the rows of all members say at that moment.
-The only message is "look again", so a scheduler that restarts finds what there is to do.
+Every scheduler writes only its own members, from the rows of all members at that moment. The only
+message is "look again", so a scheduler that restarts finds what there is to do.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BACK = "back"  # `Terms.lets_go`: the gang does not use these slots
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GangMember:
-    """A gang, or one of its tickets, as its row says.
+    """A gang, or one of its tickets, as read from its row.
 
     `good_for` is the epoch of the gang for which a ticket took its devices.  A gang is `willing` if
     no user holds or cancels it, and no attempt of it failed a moment ago.

@@ -25,7 +25,7 @@ def nearest(
 ) -> list[str]:
     """Choose `count` of the devices, or all if there are fewer; the result is in their order.
 
-    The devices `beside` are chosen already: those near one of them go first.  Without any, the
+    The devices `beside` are chosen already: devices near one of these go first.  Without any, the
     devices of the narrowest location that has enough are chosen, and of those locations the one
     with the fewest.  Within a location they come from as few of its parts as possible.
     """
@@ -49,7 +49,7 @@ def depth(ids: Sequence[str], count: int, locations: Mapping[str, Location]) -> 
 
 
 def told(locations: Sequence[Location]) -> str:
-    """Say in a sentence how near the devices of a task are; "" if nothing is known of it."""
+    """Say in a sentence how near the devices of a task are; "" if that is not known."""
     if len(locations) < 2 or not any(rack or inside for rack, _, *inside in locations):
         return ""
     shared, n = common(locations), len(locations)
@@ -74,7 +74,7 @@ def _shared(one: Location, other: Location) -> int:
 
 
 class _Part:
-    """A location with its devices: those in its parts, and those of which no more is known."""
+    """A location with its devices: those in its parts, and those without a narrower location."""
 
     __slots__ = ("here", "parts", "size")
 

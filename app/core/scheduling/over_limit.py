@@ -1,6 +1,6 @@
 """Rule F4: a limit that was lowered takes back what exceeds it, after a full slice.
 
-Launches keep the limits, so a branch exceeds one only after a change of the limit, or of its place
+No launch exceeds a limit, so a branch exceeds one only after a change of the limit, or of its place
 in the tree.  The board notes such branches (`Board.over`).
 """
 

@@ -1,9 +1,9 @@
 """Decides which hosts have packages ready for the tasks that wait, and which packages go first.
 
-Enough hosts are asked for the devices that the tasks need: those that have the packages or build
-them already, then those with idle devices, each lock in an order of its own, so that locks spread.
-A host that failed is tried again and does not count, so another one is asked in its place; one
-that takes no work is not asked.
+Hosts are asked until they have as many devices as the tasks need.  Hosts that have the packages or
+build them already come first, then hosts with idle devices.  The order of the others differs from
+lock to lock, so that locks spread over the hosts.  A host that failed tries again but does not
+count, so another host is asked in its place.  A host that takes no work is not asked.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
-TRIED = 3  # hosts that must fail before a lock is given up, if there are so many
-OPEN = 8  # locks that are not ready and a host is asked for at a time
-LOOKED_AT = 2 * OPEN  # locks of a tenant for which hosts are chosen at a time
+TRIED = 3  # number of hosts that must fail before a lock is given up, if there are so many
+OPEN = 8  # most unready locks that a host is asked for at a time
+LOOKED_AT = 2 * OPEN  # most locks of a tenant for which hosts are chosen at a time
 
-#: States of a lock on a host, those first that are nearest to being ready.
+#: States of a lock on a host, the one nearest to being ready first.
 STATES = ("ready", "building", "waiting", "", "failed")
 
 
@@ -57,7 +57,7 @@ def hosts_for(lock: str, hosts: Sequence[PackageHost], *, tasks: int, width: int
 
 
 def given_up(hosts: Sequence[PackageHost]) -> list[PackageHost]:
-    """Return the hosts that failed if no host can be expected to have the packages; else none."""
+    """Return the hosts that failed, if no host can be expected to have the packages."""
     failed = [one for one in hosts if one.state == "failed"]
     if any(one.state in ("ready", "building", "waiting") for one in hosts):
         return []
@@ -80,7 +80,7 @@ def in_turn(since: Mapping[str, Mapping[str, float]]) -> list[str]:
 
 
 def asked(locks: Iterable[str], ready: frozenset[str]) -> list[str]:
-    """Return the locks to ask a host for: the first OPEN that it lacks, and all that it has."""
+    """Return the locks to ask a host for: the first OPEN missing ones, and all present ones."""
     found, open_ = list[str](), 0
     for lock in locks:
         open_ += lock not in ready

@@ -13,7 +13,7 @@ from app.core.model.device_choice import NO_TRAITS, DeviceTraits, choice_in
 from app.core.model.device_fraction import cap_bytes
 from app.core.scheduling.nearness import Location, depth, nearest
 
-MOST_HOSTS = 64  # equally good hosts that are compared by how near their devices are
+MOST_HOSTS = 64  # most equally good hosts that are compared by the nearness of their devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,9 @@ class Pool:
     traits: dict[str, DeviceTraits] = field(default_factory=dict)
     # locations of all devices, open or not
     locations: dict[str, Location] = field(default_factory=dict)
-    knows_locations: bool = False  # more of one device, now or before, than its host
-    parts: dict[str, FreePart] = field(default_factory=dict)  # device with fractions -> its rest
+    knows_locations: bool = False  # True if the locations have more parts than the host
+    # device with fractions -> the part that they leave free
+    parts: dict[str, FreePart] = field(default_factory=dict)
     closed: set[str] = field(default_factory=set)
 
     def lies_at(self, id: str, location: Location) -> None:

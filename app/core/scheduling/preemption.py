@@ -79,8 +79,8 @@ class _Side:
 
     leaf: Branch
     theirs: Branch
-    owed: bool  # is the waiting task's side within its guarantee?
-    better: bool  # is `theirs` better served, even after the next turn?
+    owed: bool  # True if the waiting task's side is within its guarantee
+    better: bool  # True if `theirs` is better served, even after the next turn
     scores: tuple[int, int]  # score of `theirs`, score of the leaf
 
 
@@ -156,7 +156,7 @@ def hopeless(board: Board, task: BoardTask) -> bool:
 
 
 def nobody_can_gain(board: Board, head: BoardTask) -> bool:
-    """True if no stay gives way to `head`, the least served task, and so to none of the others."""
+    """True if no stay gives way to `head`, the least served task, and so to no other task."""
     top = board.leaf(head).top
     if board.guarantees or not board.ripe:
         return not board.ripe
@@ -249,7 +249,7 @@ class _Claim:
         return branch.held[kind] - self.taken[branch] - width >= branch.guarantee.get(kind, 0)
 
     def enough(self, sides: list[_Side]) -> bool:
-        """Quick check: could the stays of these sides give enough devices?"""
+        """Quick check: True if the stays of these sides could give enough devices."""
         unprotected = self.unprotected
         have = sum(len(stay.devices) for side in sides for stay in unprotected[side.leaf].values())
         return have >= max(self.need, self.over)
@@ -352,7 +352,7 @@ class _Claim:
             return False
         left_s = self.board.urgency.slack_s(task) - (self.turn_us + task.switch_us) / 1e6
         if not self.urgent:
-            # With no more slack the stay would be urgent at once.
+            # Without slack the stay would be urgent at once.
             return left_s <= self.board.urgency.lead_s(task) + RESOLUTION_S
         promised = self.task.epoch and self.board.policy.tier_share.get(self.task.tier)
         # Of two tasks behind their promises, the task that would be further behind continues.
@@ -599,7 +599,7 @@ def turns_end(
 def _last_beside(
     board: Board, ends: list[tuple[float, str, int]]
 ) -> Iterator[tuple[float, str, int]]:
-    """Yield for each shared device only the last end, which frees it."""
+    """Yield for each shared device only the last end, which frees the device."""
     last = dict[tuple[str, ...], tuple[float, str, int]]()
     for end in sorted(ends):
         last[board.stays[end[1]].devices] = end
@@ -752,8 +752,8 @@ def nobody_gains_until_s(board: Board) -> float:
 def _claims(board: Board, kind: str) -> list[tuple[int, Branch | None]]:
     """Return the lowest scores that waiting top branches can have after the shortest turn.
 
-    The two lowest scores of each lane stand for all; a turn weighs least on the heaviest branch.
-    One without a branch may be of any.
+    The two lowest scores of each lane stand for all; a turn weighs least on the heaviest branch. An
+    instant without a branch may be of any branch.
     """
     tree, found = board.tree, list[tuple[int, Branch | None]]()
     for lane in tree.lanes:

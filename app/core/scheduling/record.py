@@ -41,7 +41,8 @@ def seen_by(board: Board, plan: Plan, before: Mapping[str, BoardTask], *, island
     """Return what the round saw that made `plan`; `before` has the moved tasks as they were."""
     moved = [before[decision.task] for decision in plan.decisions if decision.task in before]
     held = [before.get(id, stay.task) for id, stay in board.stays.items()]
-    on_the_way = [board.tasks[id] for id in board.kept_for.values()]  # devices are kept for them
+    # devices are kept for these tasks
+    on_the_way = [board.tasks[id] for id in board.kept_for.values()]
     waited = _waited(board, moved)
     tasks = {task.id: task for task in (*waited, *on_the_way, *held, *moved)}
     users = {task.user: board.users[task.user] for task in tasks.values()}
@@ -115,7 +116,7 @@ def _in_sums(board: Board, tasks: Mapping[str, BoardTask]) -> Iterator[BoardTask
     """Yield held tasks that stand for the sums of all omitted tasks.
 
     Rule F9: whether the promises to all started tasks of a tier can be kept decides which tasks are
-    protected.  Another task shows that there is more than one priority, if there is.
+    protected.  If there is more than one priority, another task shows that.
     """
     left = Counter(board.urgency.started)
     for id in tasks.keys() & board.tasks.keys():
@@ -217,7 +218,7 @@ def as_json(snapshot: Snapshot) -> JSON:
 
 
 def from_json(body: JSON) -> Snapshot:
-    """Return the snapshot of such JSON; raises KeyError or BadValue if it is none."""
+    """Return the snapshot that this JSON describes; raises KeyError or BadValue."""
     parts: dict[str, Any] = {
         name: {item["id"]: codec.from_json(kind, item, f"/{name}") for item in body[name]}
         for name, kind in _KINDS.items()

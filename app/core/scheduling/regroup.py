@@ -12,8 +12,8 @@ finds the device on which it resumes, as for any other graph.
 
 These rules always hold: no graph moves before a full slice, so no task is asked twice within one; a
 graph leaves no device empty; one graph of a kind moves at a time; and none moves while a task waits
-that goes before it.  At one instant a graph that moves is preemptible, and is so no more
-afterwards, so there is no cycle.
+that goes before it.  A move ends the preemptible state of the graph at that instant, so there is no
+cycle.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Says what keys, people, hosts and addresses are allowed."""
+"""Decides what keys, people, hosts and addresses may do."""

@@ -14,8 +14,8 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_add
 Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network
 
-#: Public addresses that are never called.  An address in the first five stands for another one that
-#: the check would not see; the other two belong to servers of the clouds themselves.
+#: Public addresses that are never called. An address in the first five networks contains another
+#: address, which the check would not see. The last two belong to servers of the clouds themselves.
 _NEVER = tuple(
     ip_network(one)
     for one in (
@@ -54,7 +54,7 @@ def may_call(address: Address, allowed: Iterable[Network] = ()) -> bool:
 
 
 def literal_address(host: str) -> Address | None:
-    """Return the address that a host is written as; None for a name that must be resolved."""
+    """Return the address, if a host is written as one; None for a name that must be resolved."""
     host = host.removesuffix(".")  # a final point marks a complete name
     if host == "localhost" or host.endswith(".localhost"):
         return ip_address("127.0.0.1")

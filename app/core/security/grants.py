@@ -13,7 +13,8 @@ from typing import Any
 
 ROLES = ("platform_admin", "tenant_admin", "member", "viewer")
 
-NAMES = ("preferred_username", "email", "sub")  # the first that is present names the user
+# claims; the first one that is present names the user
+NAMES = ("preferred_username", "email", "sub")
 NAME_LENGTH = 100
 
 

@@ -1,8 +1,8 @@
 """A hash chain of records: each hash covers the record and the hash before it.
 
 If a record is changed, inserted or removed, the chain breaks there, unless all later records are
-written anew.  Then their hashes differ from any hash that was kept elsewhere (`known`).  Only a
-kept hash shows that the end was cut off.
+written anew.  But then their hashes differ from hashes that were kept elsewhere (`known`).  Only a
+kept hash shows that the end of the chain was cut off.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class TrustedLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainLink:
-    """A stored record; `says` is all of it except `previous` and `hash`."""
+    """A stored record; `says` is its content without `previous` and `hash`."""
 
     id: int
     says: Mapping[str, Any]

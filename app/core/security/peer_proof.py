@@ -34,7 +34,7 @@ def hello_to(desk: int, secret: bytes, *, host: int = 0, named: bytes = b"") -> 
 
 
 def proof_of(secret: bytes, who: bytes, hello: bytes, challenge: bytes) -> bytes:
-    """Return the proof of `who`, b"home" or b"outpost"."""
+    """Return the proof of one side: `who` is b"home" or b"outpost"."""
     return hmac.digest(secret, who + hello + challenge, "sha256")
 
 

@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 
 from app.core.model.provisions.network_policy import BadDestination, Destination, destination
 
-HEAD_BYTES = 8 * 1024  # limit of a head
-TOLD_CHARACTERS = 300  # limit of a reason in the first line of an answer
+HEAD_BYTES = 8 * 1024  # most bytes of a head
+TOLD_CHARACTERS = 300  # most characters of a reason in the first line of an answer
 
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,40}")
 _HEADER = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):.*", re.DOTALL)
@@ -27,7 +27,7 @@ _OWN = frozenset({"connection", "keep-alive", "proxy-connection", "proxy-authori
 
 
 class NotServed(Exception):
-    """The request is answered with this status and this reason, and its connection ends."""
+    """Raised to answer a request with this status and reason, and to end its connection."""
 
     def __init__(self, status: int, told: str) -> None:
         super().__init__(told)

@@ -1,9 +1,9 @@
-"""Replaces the values of secrets in what a task's processes say, by MARK.
+"""Replaces the values of secrets by MARK in the output of a task's processes.
 
-A value is found as it is, each line of it by itself, and in the usual encodings: Base64 at any
-place of a longer text, URL-quoted, and escaped as JSON or Python write texts.  This keeps a secret
-out of logs by accident.  It is no wall: whoever writes the code of a task can print its secrets in
-a form that nobody can recognise.
+A value is found unchanged, line by line, and in the usual encodings: Base64 at any place of a
+longer text, URL-quoted, and escaped as JSON or Python write texts.  This keeps a secret out of logs
+by accident.  It is no protection against the author of a task's code, who can print its secrets in
+a form that is not recognised.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 from urllib.parse import quote, quote_plus
 
 MARK = "***"
-MIN_BYTES = 6  # a shorter text would be found everywhere
-ENCODED_MIN_BYTES = 8  # shorter values are not looked for in encodings
+MIN_BYTES = 6  # a shorter text would be found by chance everywhere
+ENCODED_MIN_BYTES = 8  # shorter values are not searched in encodings
 MAX_BYTES = 32 * 1024  # per value
 MAX_LINES = 64  # per value
 MAX_LINES_TOGETHER = 128  # per task, since each line costs time for every line of a log
 
-CUT_LEAST = 40  # characters; no shorter text was cut on its way
+CUT_LEAST = 40  # in characters; shorter texts were never cut on their way
 
 _MARK = MARK.encode()
 
@@ -42,17 +42,17 @@ def fault_of(value: str) -> str:
 
 
 def are_too_long(values: Iterable[str]) -> bool:
-    """True if a task cannot have all of these values at once: they have too many lines."""
+    """True if these values together have too many lines for one task."""
     return sum(len(_lines(value)) for value in values) > MAX_LINES_TOGETHER
 
 
 class Redactor:
-    """Knows the forms of a task's secrets; one without secrets changes nothing."""
+    """Knows the forms of a task's secrets; without secrets it changes nothing."""
 
     def __init__(self, values: Iterable[str] = ()) -> None:
         found = {form.encode("utf-8", "surrogatepass") for each in values for form in _forms(each)}
         self._forms = sorted((form for form in found if len(form) >= MIN_BYTES), key=len)
-        #: No form is longer, so only so many bytes before a cut can belong to what comes after it.
+        #: No form is longer, so only this many bytes before a cut can belong to a form across it.
         self.longest = max(map(len, self._forms), default=0)
 
     def __bool__(self) -> bool:
@@ -65,7 +65,7 @@ class Redactor:
     def split(self, data: bytes, at: int) -> tuple[bytes, bytes]:
         """Cut a line that is too long: return about the first `at` bytes, clean, and the rest.
 
-        No form lies across the cut: one that would is in the first part.
+        No form lies across the cut: such a form goes into the first part.
         """
         spans = _merged(self._spans(data))
         cut = max([at, *(end for begin, end in spans if begin < at)])
@@ -80,7 +80,7 @@ class Redactor:
         return said if clean is data else clean.decode("utf-8", "surrogatepass")
 
     def clean_cut(self, data: bytes) -> bytes:
-        """Replace all forms, and the part of one with which the bytes begin or end."""
+        """Replace all forms, and parts of a form with which the bytes begin or end."""
         return _without(data, _merged([*self._spans(data), *self._cut_off(data)]))
 
     def json(self, value: Any) -> Any:
@@ -174,7 +174,8 @@ def _escaped(text: str) -> Iterator[str]:
 
 
 def _in_base64(value: bytes) -> Iterator[str]:
-    """Yield how the value looks inside a longer text in Base64: that depends on its place there.
+    """Yield how the value looks inside a longer text in Base64, which depends on its place in the
+    text.
 
     The digits at the edges depend on the bytes around the value too, so they are left out.
     """

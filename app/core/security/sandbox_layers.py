@@ -90,7 +90,7 @@ class Sandbox:
 
 
 def missing(standing: Collection[str]) -> list[str]:
-    """Return the layers that `required` needs and that are not active."""
+    """Return the inactive layers among those that `required` needs."""
     return [name for name in LAYERS if name in NEEDED and name not in standing]
 
 

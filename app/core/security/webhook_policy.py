@@ -27,7 +27,7 @@ WAITS_S = (0, 5, 300, 1800, 7200, 18_000, 36_000, 50_400, 72_000, 86_400)
 JITTER = 0.2  # largest part of each wait that is added at random, so that retries spread out
 
 URL_LENGTH = 2000
-MESSAGE_LENGTH = 500  # characters of a failed task's message
+MESSAGE_LENGTH = 500  # most characters of a failed task's message
 
 # --- the message body ---------------------------------------------------------------------------
 

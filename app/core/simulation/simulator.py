@@ -9,8 +9,8 @@ With `checked` every step is checked: a broken invariant raises Broken, with the
 The updated board must also make the same decisions as a board built anew.  Without `checked`, a
 step costs what changes in it, so years of a cluster take seconds.
 
-Devices stay up here, and no task is cancelled or held: the tests of `decide` cover lost devices and
-requested actions.
+In a simulation devices stay up, and no task is cancelled or held: the tests of `decide` cover lost
+devices and requested actions.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from app.core.scheduling.stays import HOLDS_A_SEAT, slice_us
 from app.core.scheduling.urgency import been_away
 from app.core.simulation.meter import Interval, Meter
 
-STORY_LINES = 20  # lines of the timeline that Broken shows
+STORY_LINES = 20  # most lines of the timeline that Broken shows
 # most rounds at one instant, or in a row that ask for another round at once
 STANDSTILL_ROUNDS = 100
-TOLD_TASKS = 5  # tasks that are named when the clock stands still
+TOLD_TASKS = 5  # most tasks that are named when the clock stands still
 # T0 moves on after so many half-lives, so that numbers do not grow with the time replayed
 REBASE_HALF_LIVES = 512
 
@@ -147,7 +147,7 @@ class Report:
 
 
 class InvariantBroken(Exception):
-    """An invariant does not hold; the message has what, when, and the decisions before it."""
+    """Raised for a broken invariant; says which one, when, and the decisions before."""
 
     def __init__(self, what: str, *, at_s: float, timeline: Iterable[StoryLine]) -> None:
         self.what, self.at_s = what, at_s
@@ -159,7 +159,7 @@ class InvariantBroken(Exception):
 
 
 class SimulationStopped(Exception):
-    """`go_on` returned False at `at_s` of the simulated clock, with `done` tasks finished."""
+    """Raised when `go_on` returned False, at `at_s`, with `done` tasks finished."""
 
     def __init__(self, *, at_s: float, done: int) -> None:
         self.at_s, self.done = at_s, done
@@ -241,13 +241,13 @@ class _Run:
     left_us: int
     speed: int = 0  # devices on which the task steps, in this stay
     steps_from_us: int = 0  # when the task begins to step, in this stay
-    safe_us: float = math.inf  # when it stops stepping, if it was told to pause or to be resized
-    ends_us: int = -1  # when it will be done, as things are
+    safe_us: float = math.inf  # when the task stops stepping, if it was told to pause or to resize
+    ends_us: int = -1  # when the task will be done if nothing changes
     first_us: int | None = None
     finished_us: int | None = None
     pauses: int = 0
     resizes: int = 0
-    cost: int = 0  # cost of a second once it has been made smaller
+    cost: int = 0  # cost of a second once the task has been made smaller
     ready: bool = False
 
     def step(self, until_us: int) -> None:
@@ -291,7 +291,7 @@ class World:
         self._freed_us: dict[str, int] = {}
         self._device_us: Counter[str] = Counter()
         self._meter = Meter()
-        self._resized = False  # was any task ever resized?
+        self._resized = False  # True if any task was ever resized
         self._waited_for: dict[str, list[str]] = {}
 
     @property
@@ -642,7 +642,7 @@ _FREE = Conditions()
 
 
 def _left_s(task: BoardTask, run: _Run, devices: int) -> float | None:
-    """Return how much of the expected work is left, in s on so many devices; always more than 0."""
+    """Return the expected work that is left, in s on so many devices; always above 0."""
     arrival = run.arrival
     if task.expected_s is None:
         return None

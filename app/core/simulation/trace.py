@@ -27,14 +27,14 @@ from app.core.simulation.simulator import Arrival
 
 COMMAS = ("timestamp", "duration", "num_gpus", "cluster")
 SACCT = ("Submit", "ElapsedRaw", "Account")
-WIDEST = 1_000_000  # devices of one job
+WIDEST = 1_000_000  # most devices of one job
 LONGEST_S = 100 * 365 * 86400.0
 
 _GPUS = re.compile(r"(?:^|,)gres/gpu=(\d+)(?=,|$)")
 
 
 class BadTrace(ValueError):
-    """A line that can't be read, with what is wrong and what would be right."""
+    """Raised for a line that cannot be read; says what is wrong and what would be right."""
 
     def __init__(self, line: int, what: str) -> None:
         self.line, self.what = line, what

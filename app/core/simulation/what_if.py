@@ -35,7 +35,7 @@ POLICIES: Mapping[str, tuple[bool, bool, str]] = {
 
 WIDTHS = (1, 2, 8, 16)  # the least number of devices of each width class
 SHORT_S = 600.0  # a bounded slowdown counts shorter jobs as this long
-CURVE = 100  # points of a distribution, less one
+CURVE = 100  # number of equal parts of a distribution
 
 Value = dict[str, Any]
 
@@ -248,7 +248,7 @@ class _TenantShares:
         }
 
     def error(self) -> float:
-        """Return the mean part of all devices owed to a tenant but held by another, or idle."""
+        """Return the mean part of all devices that a tenant was owed and did not hold."""
         lacking_s = math.fsum(
             lasts_s * sum(max(0.0, part - held.get(id, 0.0)) for id, part in owed.items())
             for lasts_s, owed, held in zip(self._lengths_s, self._owed, self._held, strict=True)
