@@ -4,10 +4,11 @@
 
 The supervisor's long-lived thread starts the zygote by exec, and the zygote dies with that thread.
 All processes that it forks die with it; if one survives, the next device worker finds its record
-(`workers.device.births`) and ends it.  The zygote has one thread, so a fork is safe; a fork takes
-some milliseconds.  If the kernel allows a PID namespace, the resident is process 1 in its own, and
-all processes that it started end with it.  A zygote without root gets a PID namespace only by way
-of a user namespace: then a `keeper` process in between waits for the resident and ends like it.
+(`workers.device.resident_records`) and ends it.  The zygote has one thread, so a fork is safe; a
+fork takes some milliseconds.  If the kernel allows a PID namespace, the resident is process 1 in
+its own, and all processes that it started end with it.  A zygote without root gets a PID namespace
+only by way of a user namespace: then a `keeper` process in between waits for the resident and ends
+like it.
 
 Messages: `begin`, `spawn` and `enter` come in; `ready`, `spawned` and `exited` go back.
 
@@ -32,7 +33,7 @@ from typing import Any, NoReturn
 
 from app.core.model.provisions.tunnel import FrameKind, frame_of
 from workers.criu import pids
-from workers.device import births
+from workers.device import resident_records
 from workers.hardware.dirty_pages import Unwatchable, Watch
 from workers.process import cgroups, own_packages, sandbox, volumes
 from workers.process.host_mounts import HostMount
@@ -200,10 +201,10 @@ def _spawn(
     inner = _kept_by(kept) or pid
     try:
         pidfd = os.pidfd_open(inner)  # the process waits for us, so the id is certainly its own
-        record = births.write_record(records, inner)
+        record = resident_records.write_record(records, inner)
     except ProcessLookupError:  # killed at once: then use its parent, our own child
         inner, pidfd = pid, os.pidfd_open(pid)
-        record = births.write_record(records, pid)
+        record = resident_records.write_record(records, pid)
     with contextlib.suppress(BrokenPipeError):  # the zygote's exit will be reported
         os.write(begin, b"!")
     os.close(begin)

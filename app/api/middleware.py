@@ -242,7 +242,7 @@ def strict_json(body: bytes) -> Any:
             object_pairs_hook=_no_doubles,
             parse_constant=_no_constant,
             parse_float=_finite,
-            parse_int=_whole,
+            parse_int=_whole_number,
         )
         _plain(value, DEPTH)
     except json.JSONDecodeError:
@@ -274,7 +274,7 @@ def _finite(text: str) -> float:
     return number
 
 
-def _whole(text: str) -> int:
+def _whole_number(text: str) -> int:
     if len(text) > DIGITS:
         raise ValueError(f"the number {text[:20]}… must have at most {DIGITS} digits")
     return int(text)

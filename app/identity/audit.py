@@ -260,13 +260,13 @@ def _values(row: Base) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     match value:
         case datetime():
-            return _told(value)
+            return _iso_time(value)
         case Decimal():  # a whole number of Postgres
             return int(value)
     return value
 
 
-def _told(at: datetime) -> str:
+def _iso_time(at: datetime) -> str:
     return at.astimezone(UTC).isoformat(timespec="microseconds")
 
 
@@ -375,7 +375,7 @@ def _write(session: Session, call: Call, done: list[dict[str, Any]]) -> None:
     rows = []
     for one in done:
         id += 1
-        says = {"id": id, "at": _told(at), **_by(call), **one}
+        says = {"id": id, "at": _iso_time(at), **_by(call), **one}
         row = {**says, "at": at, "previous": hash, "hash": link_hash(hash, says)}
         hash = row["hash"]
         rows.append(row)

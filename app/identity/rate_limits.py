@@ -150,7 +150,7 @@ class Limiter:
         if not quotas or now_s < self._away_until_s:
             return RateResult()
         with self._lock:
-            ahead = self._ahead.get(_of(quotas))
+            ahead = self._ahead.get(_cache_key(quotas))
             if ahead is None or not ahead.left or now_s > ahead.at_s + AHEAD_S:
                 return None
             ahead.left -= 1
@@ -159,9 +159,9 @@ class Limiter:
     def take(self, quotas: Quotas) -> RateResult:
         """Take one call out of each bucket."""
         held = self.take_held(quotas)
-        return self._taken(quotas) if held is None else held
+        return self._take_by_redis(quotas) if held is None else held
 
-    def _taken(self, quotas: Quotas) -> RateResult:
+    def _take_by_redis(self, quotas: Quotas) -> RateResult:
         keys = [f"rate:{name}:{whose}" for name, (whose, _) in quotas.items()]
         args = [n for _, quota in quotas.values() for n in (cost_us(quota), WINDOW_S * _US)]
         wanted, now_s = self._wanted(quotas), time.monotonic()
@@ -180,7 +180,7 @@ class Limiter:
         allows it.
         """
         with self._lock:
-            before = self._ahead.get(_of(quotas))
+            before = self._ahead.get(_cache_key(quotas))
         if before is None or time.monotonic() > before.at_s + AHEAD_S:
             return 1
         least = min(quota for _, quota in quotas.values())
@@ -188,8 +188,8 @@ class Limiter:
 
     def _keep(self, quotas: Quotas, ahead: _Ahead) -> None:
         with self._lock:
-            self._ahead[_of(quotas)] = ahead
-            self._ahead.move_to_end(_of(quotas))
+            self._ahead[_cache_key(quotas)] = ahead
+            self._ahead.move_to_end(_cache_key(quotas))
             if len(self._ahead) > KEPT:
                 self._ahead.popitem(last=False)
 
@@ -206,7 +206,7 @@ class Limiter:
             )
 
 
-def _of(quotas: Quotas) -> tuple[Any, ...]:
+def _cache_key(quotas: Quotas) -> tuple[Any, ...]:
     return tuple(quotas.items())
 
 

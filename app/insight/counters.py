@@ -65,7 +65,7 @@ class Tally:
 
 
 @event.listens_for(RequestEvent, "after_insert")
-def _told(mapper: Any, connection: Any, row: RequestEvent) -> None:
+def _count_event(mapper: Any, connection: Any, row: RequestEvent) -> None:
     if (told := _new(row)) is None:
         return
     told[f"{TOLD}{row.type}"] += 1

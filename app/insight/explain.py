@@ -85,7 +85,7 @@ def explain(session: Session, tasks: Sequence[TaskRow]) -> dict[str, Why]:
     with kept.lock:
         for island, asked in by_island.items():
             if island is None:
-                found |= {task.id: _told((_unassigned(task),)) for task in asked}
+                found |= {task.id: _why((_unassigned(task),)) for task in asked}
             else:
                 picture = kept.picture(session, island, know={row.tenant_id for row in asked})
                 found |= _Answer(session, picture, asked).told()
@@ -133,7 +133,7 @@ def warm(session: Session) -> None:
     gc_freeze.spare()
 
 
-def _told(
+def _why(
     reasons: Sequence[Reason],
     place: int | None = None,
     expected: Start | Unknown | None = None,
@@ -550,7 +550,7 @@ class _Answer:
         for task in self.tasks.values():
             reasons = (*here, *says.start(task, now_s=self.now_s))
             if task.state != State.waiting:
-                found[task.id] = _told(reasons or (says.not_looked_at(),))
+                found[task.id] = _why(reasons or (says.not_looked_at(),))
                 continue
             key = blockers.alike(self.board, task)
             if key not in seen:
@@ -559,7 +559,7 @@ class _Answer:
             ahead, crowd = self._ahead(task, ranks[task.id])
             reasons += says.waiting(task, seen[key], ahead)
             expected = self._expected(task, reasons, ahead, crowd)
-            found[task.id] = _told(reasons, ahead.all + 1, expected)
+            found[task.id] = _why(reasons, ahead.all + 1, expected)
         return found
 
     def _expected(

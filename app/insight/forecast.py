@@ -89,7 +89,7 @@ class Learned:
 
     def expected_s(self, row: Any) -> float | None:
         """Return how long such a task will still run on the number of devices that it needs."""
-        return self.history.expected_remaining_s(_who(row))
+        return self.history.expected_remaining_s(_history_keys(row))
 
     def usual_s(self, tenant: str, width: int) -> float | None:
         """Return how long the tenant's tasks of this width run."""
@@ -144,7 +144,7 @@ def _history(session: Session) -> History:
     )
     history = History()
     for row in session.execute(query):
-        history.add(_who(row), _worked_s(row, row.held_us))
+        history.add(_history_keys(row), _worked_s(row, row.held_us))
     return history
 
 
@@ -157,7 +157,7 @@ def _worked_s(row: Any, held_us: int) -> float:
     return (row.total_held_us + held_us + row.guest_held_us) / 1e6 / row.devices_min  # type: ignore[no-any-return]
 
 
-def _who(row: Any) -> estimator.Who:
+def _history_keys(row: Any) -> estimator.Who:
     tenant, width = row.tenant_id, row.devices_min
     return (tenant, row.user_id, row.name, width), (tenant, width), (tenant,), ()
 
@@ -208,7 +208,7 @@ def start(
 
 def _queued(row: AnyRow) -> WaitingTask:
     return WaitingTask(
-        who=_who(row),
+        who=_history_keys(row),
         width=row.devices_min,
         elapsed_s=_worked_s(row, row.held_us),
         max_duration_s=row.max_duration_s,
@@ -286,7 +286,7 @@ def _held(
         worked_s = _worked_s(row, holder.held_us)
         yield Held(
             tenant=stay.leaf.top.name,
-            who=_who(row),
+            who=_history_keys(row),
             width=len(stay.devices),
             elapsed_s=worked_s,
             turn_s=0.0 if slice_s == math.inf else slice_s - left_s,

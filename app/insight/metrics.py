@@ -174,7 +174,7 @@ def _by_kind(told: list[TenantShare]) -> Iterator[Metric]:
         for share in told:
             for kind in share.kinds:
                 if (value := of_kind(kind)) is not None:
-                    family.add_metric([*_who(share), kind.kind], value)
+                    family.add_metric([*_tenant_labels(share), kind.kind], value)
         yield family
 
 
@@ -182,7 +182,7 @@ def _in_all(told: list[TenantShare]) -> Iterator[Metric]:
     for name, (made, what, of_share) in _IN_ALL.items():
         family = made(f"roundhouse_tenant_{name}", _below(what), labels=["tenant", "level"])
         for share in told:
-            family.add_metric(_who(share), of_share(share))
+            family.add_metric(_tenant_labels(share), of_share(share))
         yield family
 
 
@@ -190,7 +190,7 @@ def _below(what: str) -> str:
     return f"{what} Includes child tenants."
 
 
-def _who(share: TenantShare) -> list[str]:
+def _tenant_labels(share: TenantShare) -> list[str]:
     return [share.tenant, str(share.depth)]
 
 
@@ -208,7 +208,7 @@ def _waiting(shares: list[TenantShare], told: list[TenantShare], waits: Waits) -
     for share in told:
         for kind in share.kinds:
             if (wait_s := waits.get((share.id, kind.kind))) is not None:
-                heads.add_metric([*_who(share), kind.kind], wait_s)
+                heads.add_metric([*_tenant_labels(share), kind.kind], wait_s)
     yield heads
     tasks = _gauge("roundhouse_waiting_tasks", "Tasks that could start at once.", "kind")
     longest = _gauge("roundhouse_head_wait_seconds", "The same, for all tenants.", "kind")

@@ -88,7 +88,7 @@ def wanted(
     try:
         requirements.check(file.sort, file.path, body)
     except BadFile as bad:
-        faults += [Fault(where, _told(file.path, one), "packages") for one in bad.faults]
+        faults += [Fault(where, _sentence(file.path, one), "packages") for one in bad.faults]
     return WantedEnvironment(file=file, sha256=known[file.path], alone=alone), faults
 
 
@@ -101,7 +101,7 @@ def _python_faults(file: EnvironmentFile, alone: bool) -> Iterator[Fault]:
         yield Fault("/environment/python", told, "python")
 
 
-def _told(path: str, fault: requirements.FileFault) -> str:
+def _sentence(path: str, fault: requirements.FileFault) -> str:
     where = f"{path}, line {fault.line}" if fault.line else path
     return f"{where}: {fault.detail}"
 

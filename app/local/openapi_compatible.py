@@ -125,7 +125,7 @@ class _Fits:
         wide = [*_alternatives(self.outer, outer)]
         for alternative in _alternatives(self.inner, inner):
             told = [
-                [*self._told(alternative, one, where, seen)] for one in _alike(alternative, wide)
+                [*self._misfits(alternative, one, where, seen)] for one in _alike(alternative, wide)
             ]
             yield from min(told, key=len, default=[f"{where}: {self._may_be(alternative)}"])
 
@@ -133,7 +133,7 @@ class _Fits:
         kind = inner.get("type", "anything")
         return f"{kind} was taken, and is not" if self.old_is_inner else f"it may be {kind} now"
 
-    def _told(self, inner: Schema, outer: Schema, where: str, seen: _Seen) -> Iterator[str]:
+    def _misfits(self, inner: Schema, outer: Schema, where: str, seen: _Seen) -> Iterator[str]:
         yield from (f"{where}: {told}" for told in self._values(inner, outer))
         yield from self._properties(inner, outer, where, seen)
         for keyword, step in (("items", "/*"), ("additionalProperties", "/*")):

@@ -331,7 +331,7 @@ def _own_file(path: Path) -> IO[bytes]:
 def _welcome(wanted: WantedSystem, state: _State) -> str:
     took_s = time.monotonic() - state.began_s
     lines = [
-        f"Roundhouse is up after {took_s:.1f} s, with {_told(wanted.devices)}",
+        f"Roundhouse is up after {took_s:.1f} s, with {_counted_by_kind(wanted.devices)}",
         f"  pages  {state.url}/ui/",
         f"  API    {state.url}/docs",
         f"  logs   {state.supervisor.logs}",
@@ -344,7 +344,7 @@ def _welcome(wanted: WantedSystem, state: _State) -> str:
     return "\n".join([*lines, *warning(_sandboxes(state)), "Ctrl-C stops everything."])
 
 
-def _told(devices: Iterable[WantedDevice]) -> str:
+def _counted_by_kind(devices: Iterable[WantedDevice]) -> str:
     """Return "1 CPU device, 2 CUDA devices"."""
     kinds = Counter(device.kind.upper() for device in devices)
     return ", ".join(counted(n, f"{kind} device") for kind, n in kinds.items()) or "no device"

@@ -163,7 +163,7 @@ def reweigh(session: Session, row: Tenant | User, weight_milli: int, *, past: bo
     if past:
         row.carried = 0
     elif old != weight_milli:
-        used = int(session.scalar(select(func.sum(Account.faded)).where(_of(row))) or 0)
+        used = int(session.scalar(select(func.sum(Account.faded)).where(_accounts_of(row))) or 0)
         row.carried = fair_tree.carried_over(
             used, int(row.carried), weight=old, new_weight=weight_milli
         )
@@ -175,7 +175,7 @@ def reweigh(session: Session, row: Tenant | User, weight_milli: int, *, past: bo
     )
 
 
-def _of(row: Tenant | User) -> ColumnElement[bool]:
+def _accounts_of(row: Tenant | User) -> ColumnElement[bool]:
     """Select the accounts whose usage is the row's; the root stands beside its children."""
     if isinstance(row, User):
         return Account.user_id == row.id

@@ -13,7 +13,7 @@ import pytest
 from app.core.model.messages import Failed
 from tests.security.devices import attack, serves
 from tests.workers.conftest import ROOT, DeviceRig, rigs
-from workers.device import births
+from workers.device import resident_records
 from workers.transfer.host_context import locked
 
 pytestmark = pytest.mark.security
@@ -64,7 +64,7 @@ def test_resident_that_asked_to_outlive_its_device_worker_is_ended_by_the_next(t
     records = tmp_path / "run" / "h.0" / "residents"
     os.close(locked(tmp_path / "run" / "h.0.lock", 60.0))
     assert list(records.iterdir())
-    assert births.end_recorded(records, 60.0) == []
+    assert resident_records.end_recorded(records, 60.0) == []
     _, alive = psutil.wait_procs(left, timeout=60)
     assert not alive
     assert not list(records.iterdir())

@@ -85,7 +85,7 @@ class Tree:
                 self.is_frozen = True
                 return
             if waited_s >= within_s:
-                raise WontStop(_told(moving, within_s))
+                raise WontStop(_describe_moving(moving, within_s))
             time.sleep(_LOOK_AGAIN_S)
             if waited_s >= _RUNS_S:
                 self._let_begin(children, moving)
@@ -132,7 +132,7 @@ class Tree:
             if not left:
                 return
             if time.monotonic() >= until_s:
-                raise WontStop(_told(left, within_s))
+                raise WontStop(_describe_moving(left, within_s))
             time.sleep(_LOOK_AGAIN_S)
 
     def send(self, number: signal.Signals) -> None:
@@ -232,7 +232,7 @@ def reaped() -> Iterator[tuple[int, int]]:
             yield pid, os.waitstatus_to_exitcode(status)
 
 
-def _told(moving: dict[int, str], within_s: float) -> str:
+def _describe_moving(moving: dict[int, str], within_s: float) -> str:
     named = [f"process {pid} ({_name(pid)}) is in state {states}" for pid, states in moving.items()]
     more = f", and {len(named) - 3} more" if len(named) > 3 else ""
     return f"within {within_s:g} s: {', '.join(named[:3])}{more}"

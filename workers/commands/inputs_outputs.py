@@ -211,12 +211,12 @@ class Progress:
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > LINE_LIMIT_BYTES:
             lines, self._rest = [*lines, self._rest], b""
-        good = [said for line in lines if line.strip() and (said := self._said(line)) is not None]
+        good = [said for line in lines if line.strip() and (said := self._parsed(line)) is not None]
         if good:
             self.metrics, self.is_new = good[-1], True
         return len(good)
 
-    def _said(self, line: bytes) -> JSON | None:
+    def _parsed(self, line: bytes) -> JSON | None:
         try:
             body = json.loads(line)
         except (ValueError, RecursionError):

@@ -142,7 +142,7 @@ class _Locking:
                 rest, _ = over_platform(_read(done.output), over)
                 return PackageLock(python=self.claimed.python, packages=tuple(rest), over=over)
             if not self.claimed.alone:
-                raise CannotLock(_told(done, over))
+                raise CannotLock(_uv_message(done, over))
         done = self._compile(wanted)
         if done.status:
             raise CannotLock(done.said)
@@ -223,7 +223,7 @@ _WHY_OVER = (
 )
 
 
-def _told(done: UvResult, over: Mapping[str, str]) -> str:
+def _uv_message(done: UvResult, over: Mapping[str, str]) -> str:
     """Return uv's message, with the reason if it is about the platform's packages."""
     is_over = any(f"{name}==" in done.said for name in over)
     return f"{done.said}\n{_WHY_OVER}" if is_over else done.said

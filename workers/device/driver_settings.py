@@ -134,10 +134,10 @@ class FileSettings:
         self.file = file
 
     def read(self) -> JSON:
-        return {name: one["value"] for name, one in self._said().items()}
+        return {name: one["value"] for name, one in self._read_file().items()}
 
     def write(self, changes: Mapping[str, Any]) -> None:
-        said = self._said()
+        said = self._read_file()
         for name, value in changes.items():
             one = said[name]
             if reason := one.get("refused"):
@@ -150,7 +150,7 @@ class FileSettings:
             draft.write_text(json.dumps(said))
             draft.replace(self.file)
 
-    def _said(self) -> dict[str, JSON]:
+    def _read_file(self) -> dict[str, JSON]:
         try:
             said: dict[str, JSON] = json.loads(self.file.read_text())
             return {name: dict(one) for name, one in said.items() if "value" in one}
@@ -176,14 +176,16 @@ class NvmlSettings:
     def read(self) -> JSON:
         with self._opened() as (nvml, gpu):
             found = {
-                "power_limit_w": _whole(_told(nvml, nvml.nvmlDeviceGetPowerManagementLimit, gpu)),
-                "graphics_clock_mhz": _told(
+                "power_limit_w": _watts(
+                    _ask_nvml(nvml, nvml.nvmlDeviceGetPowerManagementLimit, gpu)
+                ),
+                "graphics_clock_mhz": _ask_nvml(
                     nvml, nvml.nvmlDeviceGetApplicationsClock, gpu, nvml.NVML_CLOCK_GRAPHICS
                 ),
-                "memory_clock_mhz": _told(
+                "memory_clock_mhz": _ask_nvml(
                     nvml, nvml.nvmlDeviceGetApplicationsClock, gpu, nvml.NVML_CLOCK_MEM
                 ),
-                "compute_mode": _mode(_told(nvml, nvml.nvmlDeviceGetComputeMode, gpu)),
+                "compute_mode": _mode(_ask_nvml(nvml, nvml.nvmlDeviceGetComputeMode, gpu)),
             }
         return {name: value for name, value in found.items() if value is not None}
 
@@ -221,7 +223,7 @@ class NvmlSettings:
                 nvml.nvmlShutdown()
 
 
-def _told(nvml: Any, question: Callable[..., Any], *about: Any) -> Any:
+def _ask_nvml(nvml: Any, question: Callable[..., Any], *about: Any) -> Any:
     """Return NVML's answer; None if this device has no such setting."""
     try:
         return question(*about)
@@ -238,7 +240,7 @@ def _set(name: str, nvml: Any, order: Callable[..., Any], *how: Any) -> None:
         raise NotSet(f"{name}: NVML: {error}") from error
 
 
-def _whole(limit_mw: int | None) -> int | float | None:
+def _watts(limit_mw: int | None) -> int | float | None:
     """Return watts: whole numbers as int, like the values of presets."""
     if limit_mw is None:
         return None

@@ -88,10 +88,10 @@ class FileMonitor:
         until_s = time.monotonic() + wait_s
         while self._written_ns() == self._read_ns and time.monotonic() < until_s:
             time.sleep(LOOK_S)  # a file that appears or changes cannot be awaited portably
-        said = self._said()
+        said = self._read_file()
         while said.get("fault") == "hang":
             time.sleep(LOOK_S)
-            said = self._said()
+            said = self._read_file()
         if said.pop("fault", None) == "lost":
             raise DeviceLost
         codes = [int(code) for code in said.get("xids", [])]
@@ -112,7 +112,7 @@ class FileMonitor:
         except OSError:
             return -1
 
-    def _said(self) -> dict[str, Any]:
+    def _read_file(self) -> dict[str, Any]:
         self._read_ns = self._written_ns()
         try:
             said = json.loads(self.file.read_text())

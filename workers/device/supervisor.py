@@ -8,7 +8,7 @@ that it spawned die with it.
 
 Invariants:
 * The process speaks for the device only while it holds the device's lock, which no resident can
-  reach, and after every recorded resident (`workers.device.births`) has ended.
+  reach, and after every recorded resident (`workers.device.resident_records`) has ended.
 * A stale or repeated order changes nothing.  An order alone gives no task the slot unless the order
   is fresh: otherwise the island must first have answered a report that names the resident.
 * No job steps past the trust deadline that the island's answers set.  A job that cannot stop is

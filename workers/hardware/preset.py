@@ -202,11 +202,11 @@ def impose(before: Mapping[str, Any], accelerator: Accelerator) -> list[str]:
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return a sentence for each difference that may change bits; none means `exact`."""
     return [
-        f"{name}: {_said(before, name)} where the image was made, {_said(now, name)} here"
+        f"{name}: {_shown(before, name)} where the image was made, {_shown(now, name)} here"
         for name in sorted({*before, *now})
         if before.get(name) != now.get(name)
     ]
 
 
-def _said(values: Mapping[str, Any], name: str) -> str:
+def _shown(values: Mapping[str, Any], name: str) -> str:
     return "not set" if values.get(name) is None else str(values[name])

@@ -145,7 +145,7 @@ def with_guests(own: DeviceAccess, kind: str, guests: Iterable[str], folder: Pat
 
     A process sees them as devices 0, 1, ...  Raises NoSuchDevice.
     """
-    all_of_them = [own, *(_told(folder, guest, kind) for guest in guests)]
+    all_of_them = [own, *(_read_access(folder, guest, kind) for guest in guests)]
     visible = {f"{kind.upper()}_VISIBLE_DEVICES": ",".join(each.id for each in all_of_them)}
     return replace(
         own,
@@ -155,7 +155,7 @@ def with_guests(own: DeviceAccess, kind: str, guests: Iterable[str], folder: Pat
     )
 
 
-def _told(folder: Path, device: str, kind: str) -> DeviceAccess:
+def _read_access(folder: Path, device: str, kind: str) -> DeviceAccess:
     try:
         told = json.loads((folder / f"{device}.json").read_text())
     except FileNotFoundError as error:

@@ -404,8 +404,8 @@ class Squash:
                 theirs = json.loads(first) if first else None
                 regions.append(self._region(optimizer, theirs, record.region))
             except Unlike as unlike:
-                return _said(no=f"rank {self.turns.rank}: {unlike}")
-            return _said(start=regions[0].start, layout=_layout(_tensors(optimizer)))
+                return _vote_bytes(no=f"rank {self.turns.rank}: {unlike}")
+            return _vote_bytes(start=regions[0].start, layout=_layout(_tensors(optimizer)))
 
         text = f"sharing optimizer {record.ordinal} at its step {record.steps}"
         outcome = self.exchange.meet(group, text, bring, _all_agree)
@@ -459,14 +459,14 @@ class Squash:
             try:
                 _must_be_untouched(region, optimizer)
                 if theirs.get("no"):  # the first rank has left no gradients to compare with
-                    return _said()
+                    return _vote_bytes()
                 given = self._gradients(record, stage=not theirs)
                 settings = _digest(_besides_tensors(optimizer))
                 if theirs:
                     _must_be_like(theirs, given, settings)
             except Unlike as unlike:
-                return _said(no=f"rank {self.turns.rank}: {unlike}")
-            return _said(given=given, settings=settings)
+                return _vote_bytes(no=f"rank {self.turns.rank}: {unlike}")
+            return _vote_bytes(given=given, settings=settings)
 
         def decide(rows: list[bytes]) -> bytes:
             reasons = _all_agree(rows)
@@ -536,7 +536,7 @@ class Squash:
         )
 
 
-def _said(**said: Any) -> bytes:
+def _vote_bytes(**said: Any) -> bytes:
     return json.dumps(said).encode()
 
 

@@ -43,16 +43,26 @@ def run_alone(
     else:
         built = load_entry(folder.resolve(), entry)
         if not isinstance(built, type):
-            return {"steps": 1, "result": _said(call(built, ctx)), "metrics": {}, "preset": taken}
+            return {
+                "steps": 1,
+                "result": _json(call(built, ctx)),
+                "metrics": {},
+                "preset": taken,
+            }
         job = built(ctx, **params)
     done, metrics = 0, {}
     while ctx.result is None and (not steps or done < steps):
         metrics = take_step(job, ctx, done + 1)
         done += 1
-    return {"steps": done, "result": _said(ctx.result or {}), "metrics": metrics, "preset": taken}
+    return {
+        "steps": done,
+        "result": _json(ctx.result or {}),
+        "metrics": metrics,
+        "preset": taken,
+    }
 
 
-def _said(result: JSON) -> JSON:
+def _json(result: JSON) -> JSON:
     """Return the result, with the type's name for values that JSON cannot hold (outputs)."""
     said = {}
     for name, value in result.items():

@@ -2,7 +2,7 @@
 
 A host context (`House`) covers the processes of one device worker and all that they hold.  The
 device worker, the zygote and the keepers hold its lock.  Residents hold no lock; they are recorded
-(`workers.device.births`).
+(`workers.device.resident_records`).
 """
 
 from __future__ import annotations

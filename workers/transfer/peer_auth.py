@@ -107,7 +107,7 @@ class Links:
         }
 
     def forget(self, secret: str) -> None:
-        expected = self._taken(peer_proof.secret_digest(bytes.fromhex(secret)))
+        expected = self._take_expected(peer_proof.secret_digest(bytes.fromhex(secret)))
         for sock in expected.joined.values() if expected else ():
             sock.close()
 
@@ -121,7 +121,7 @@ class Links:
             for sock in expected.joined.values():
                 sock.close()
 
-    def _taken(self, digest: bytes) -> Expected | None:
+    def _take_expected(self, digest: bytes) -> Expected | None:
         expected = self._expected.get(digest)
         self._expected = {key: one for key, one in self._expected.items() if key != digest}
         return expected
@@ -217,7 +217,7 @@ class Links:
             before.close()  # the host tries again
         expected.joined[host, sort] = sock
         if len(expected.joined) == expected.hosts * len(SORTS):
-            self._taken(digest)
+            self._take_expected(digest)
             expected.then([expected.joined[key] for key in sorted(expected.joined)])
 
 

@@ -126,7 +126,7 @@ def taken(copies: Iterable[JSON], sha256: str, size: int, cache: Cache) -> int |
         if time.monotonic() < _silent_until_s.get(place, 0.0):
             continue
         try:
-            return _taken(copy, sha256, size, cache)
+            return _fetch_from(copy, sha256, size, cache)
         except OSError as error:
             log.warning("%s does not send block %s: %s", copy["place"], sha256, error)
             if isinstance(error, TimeoutError):
@@ -135,7 +135,7 @@ def taken(copies: Iterable[JSON], sha256: str, size: int, cache: Cache) -> int |
     return None
 
 
-def _taken(copy: JSON, sha256: str, size: int, cache: Cache) -> int:
+def _fetch_from(copy: JSON, sha256: str, size: int, cache: Cache) -> int:
     asked = peer_auth.at_desk(peer_proof.BLOCK, copy["place"], copy["key"], sha256)
     with asked as sock, Draft(cache) as draft:
         peer_auth.wait_for(sock, STALL_S)

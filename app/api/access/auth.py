@@ -485,12 +485,12 @@ class Uses:
             self._at[key_id] = datetime.now(UTC)
 
     def write(self, session: Session) -> None:
-        rows = self._taken()
+        rows = self._take_noted()
         if rows:
             used = update(ApiKey).where(ApiKey.id == bindparam("key"))
             session.connection().execute(used.values(last_used_at=bindparam("at")), rows)
 
-    def _taken(self) -> list[dict[str, Any]]:
+    def _take_noted(self) -> list[dict[str, Any]]:
         with self._lock:
             at, self._at = self._at, {}
         return [{"key": key, "at": at[key]} for key in sorted(at)]

@@ -52,7 +52,7 @@ def set_secret(
     with root_command.connect(ctx) as client:
         path = _path(client, name, tenant_wide, tenant)
         made = client.put(path, {"value": _value(name)})
-    show(made, output, lambda: _told(made))
+    show(made, output, lambda: _set_sentence(made))
 
 
 @secret.command("remove")
@@ -80,6 +80,6 @@ def _path(client: Client, name: str, tenant_wide: bool, tenant: str) -> str:
     return f"/v1/secrets/{quote(name, safe='')}" + (f"?{urlencode(query)}" if query else "")
 
 
-def _told(made: JSON) -> Text:
+def _set_sentence(made: JSON) -> Text:
     whose = "your tenant" if made["user_id"] is None else "you"
     return Text(f"{made['name']} is set for {whose} (version {made['version']}).")

@@ -342,7 +342,7 @@ def starts_in(
     except KeyError:
         return Unknown(code="NO_HISTORY", message="No task has ended here yet to learn from.")
     logs = [math.log(max(1.0, wait)) for wait in waits]
-    told = _told(median(waits), math.hypot(LEAST_SPREAD, _deviation(logs)))
+    told = _interval(median(waits), math.hypot(LEAST_SPREAD, _deviation(logs)))
     return told if calibration is None else calibration.corrected(told)
 
 
@@ -373,7 +373,9 @@ def _deviation(logs: Sequence[float]) -> float:
     return math.sqrt(math.fsum((log - mean) ** 2 for log in logs) / (len(logs) - 1))
 
 
-def _told(model_s: float, spread: float, z: tuple[float, float, float] | None = None) -> Estimate:
+def _interval(
+    model_s: float, spread: float, z: tuple[float, float, float] | None = None
+) -> Estimate:
     # 10th, 50th and 90th percentile of a normal distribution
     low, middle, high = z if z is not None else (-1.2816, 0.0, 1.2816)
     p10_s, p50_s, p90_s = (model_s * math.exp(spread * part) for part in (low, middle, high))
@@ -635,7 +637,7 @@ class Calibration:
             if window is not None and len(window.ordered) >= ENOUGH:
                 low, high = window.missed / 2, 1 - window.missed / 2
                 z = (window.quantile(low), window.quantile(0.5), window.quantile(high))
-                return _told(told.model_s, told.model_spread, z)
+                return _interval(told.model_s, told.model_spread, z)
         return told
 
 

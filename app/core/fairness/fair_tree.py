@@ -511,7 +511,7 @@ class FairTree(Generic[Item]):
             above.changed = version
             above = above.parent
 
-    def who_waits(self, branch: Branch, kind: str) -> Iterator[Branch]:
+    def waiting_children(self, branch: Branch, kind: str) -> Iterator[Branch]:
         """Yield the children that wait for devices of a kind and have room, once for each lane."""
         for lane, line in branch.lines.items():
             if lane.kind == kind and line.inner and line.head is not None:

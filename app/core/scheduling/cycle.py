@@ -35,11 +35,11 @@ from app.core.scheduling import (
     blockers,
     elastic,
     gang_waits,
+    graph_moves,
     idle_credit,
     nearness,
     over_limit,
     preemption,
-    regroup,
     time_sharing,
 )
 from app.core.scheduling.board import Board
@@ -80,7 +80,7 @@ def cycle(board: Board, *, lift: bool = True) -> Plan:
     # Launch moving tasks that can start now on their new devices.
     _land(draft)
     # Pause tasks that may no longer share a device.
-    _part(draft)
+    _pause_unshared(draft)
     # Take back what exceeds a lowered limit.
     _take_back(draft)
     # Raise new arrivals to the idle-credit floor.
@@ -128,7 +128,7 @@ def cycle(board: Board, *, lift: bool = True) -> Plan:
         before=draft.before,
         look_again_s=_look_again_s(board, urgent, draft.again_s),
         now_s=board.now_s,
-        lifts=_taken(board.memory.lifted),
+        lifts=_take_out(board.memory.lifted),
     )
 
 
@@ -149,7 +149,9 @@ def _nothing_moved(draft: _DraftPlan) -> bool:
     return not board.urgency.tasks() and not any(wait.gang for wait in board.waits.values())
 
 
-def _taken(lifted: dict[tuple[str, str, str], IdleCreditFloor]) -> tuple[IdleCreditFloor, ...]:
+def _take_out(
+    lifted: dict[tuple[str, str, str], IdleCreditFloor],
+) -> tuple[IdleCreditFloor, ...]:
     found = tuple(lifted[key] for key in sorted(lifted))
     lifted.clear()
     return found
@@ -557,9 +559,9 @@ def _keep(
 # --- graphs that share a device -----------------------------------------------------------------
 
 
-def _part(draft: _DraftPlan) -> None:
+def _pause_unshared(draft: _DraftPlan) -> None:
     because = "Preempted: its device can no longer be shared. Resumes automatically."
-    for stay in time_sharing.who_parts(draft.board) if draft.board.beside else ():
+    for stay in time_sharing.stays_that_must_part(draft.board) if draft.board.beside else ():
         draft.move(stay.task, Move.Pause, "share", because, devices=stay.devices)
 
 
@@ -567,13 +569,13 @@ def _share(draft: _DraftPlan, kept: dict[str, _KeptForGang]) -> None:
     """Launch graphs beside running graphs; on a full device one of those makes room."""
     board = draft.board
     for kind in [here.kind for here in time_sharing.places(board) if here.kind not in kept]:
-        while (join := _who_joins(board, kind)) is not None:
+        while (join := _next_join(board, kind)) is not None:
             _join(draft, join)
 
 
-def _who_joins(board: Board, kind: str) -> time_sharing.Join | None:
+def _next_join(board: Board, kind: str) -> time_sharing.Join | None:
     here = next((here for here in time_sharing.places(board) if here.kind == kind), None)
-    return None if here is None else time_sharing.who_joins(here)
+    return None if here is None else time_sharing.next_join(here)
 
 
 def _join(draft: _DraftPlan, join: time_sharing.Join) -> None:
@@ -594,7 +596,7 @@ def _regroup(draft: _DraftPlan, kept: dict[str, _KeptForGang]) -> bool:
     """Pause graphs that share so that they can move to other devices; False if none moves."""
     moves = False
     for here in time_sharing.places(draft.board):
-        found = None if here.kind in kept else regroup.who_moves(here)
+        found = None if here.kind in kept else graph_moves.graph_to_move(here)
         if found is not None:
             stay, because = found
             draft.move(stay.task, Move.Pause, "regroup", because, devices=stay.devices)

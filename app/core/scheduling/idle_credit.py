@@ -92,8 +92,8 @@ def _look(
     A measurement is used again until a slice has passed or the total weight of the siblings has
     doubled.  So the cost of an arrival does not grow with the number of siblings.
     """
-    waiting = set(board.tree.who_waits(parent, kind)).difference(new)
-    holding = _who_holds(board, parent, kind).difference(new)
+    waiting = set(board.tree.waiting_children(parent, kind)).difference(new)
+    holding = _holders(board, parent, kind).difference(new)
     if waiting:
         seen = min(board.tree.score(branch, kind=kind) for branch in waiting)
     else:
@@ -103,7 +103,7 @@ def _look(
     service.again_s = board.now_s + board.policy.slice_max_s
 
 
-def _who_holds(board: Board, parent: Branch, kind: str) -> set[Branch]:
+def _holders(board: Board, parent: Branch, kind: str) -> set[Branch]:
     """Return the children of a branch that hold devices of a kind."""
     found = set[Branch]()
     for stay in board.stays.values():
@@ -124,7 +124,7 @@ def _see_off(
     while branch.parent is not None and not branch.held[kind] and not branch.in_line(kind):
         parent = branch.parent
         came = new.get((parent, kind), ())
-        if all(other in came for other in board.tree.who_waits(parent, kind)):
+        if all(other in came for other in board.tree.waiting_children(parent, kind)):
             service = board.memory.services.setdefault((parent, kind), Service())
             service.level = max(service.level, board.tree.score(branch, kind=kind))
         branch = parent

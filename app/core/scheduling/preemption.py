@@ -34,7 +34,7 @@ other:
 * By F6 no branch gets more devices on loan while a sibling that goes before it waits in vain, or
   was just told to pause.  A gang that is partly on lent devices counts with all its devices.
 * F5 does not pause a task that would at once be owed its devices again, as the less served one
-  (`who_comes_back`).  That can happen if a pause frees more devices than the waiting task needs.
+  (`comes_back`).  That can happen if a pause frees more devices than the waiting task needs.
 
 As few tasks as possible are chosen: none of the victims can be left out.  The order is: lent
 devices, if the waiting task is owed them; basic tasks, then standard ones; the most over-served
@@ -119,7 +119,7 @@ def victims(
     if near is not None:
         return near
     found = claim.fewest(claim.chosen(sides))
-    while back := claim.who_comes_back(found):
+    while back := claim.comes_back(found):
         claim.spared |= back
         found = claim.fewest(claim.chosen(sides))
     if not found or claim.outgrows(found):
@@ -415,7 +415,7 @@ class _Claim:
                 del groups[stay.devices]
         return [victim for group in groups.values() for victim in group]
 
-    def who_comes_back(self, found: list[Victim]) -> set[str]:
+    def comes_back(self, found: list[Victim]) -> set[str]:
         """Return the victims by F5 that would at once be owed their devices back.
 
         A gang that is lent in part may leave its branch below the branch's guarantee.  If that

@@ -14,7 +14,8 @@ graphs would count as running without getting a turn.  A waiting task that canno
 no better served graph joins before it.
 
 Usage is counted over all devices, so a user with graphs on two devices evens out their usage.  If
-there is no such user, some graphs move from one device to the other (`core.scheduling.regroup`).
+there is no such user, some graphs move from one device to the other
+(`core.scheduling.graph_moves`).
 
 One graph of each user takes turns on a device.  If places are left, the user's next graph is
 launched too, as a *standby* (`heir`).  The standby gets one turn to begin with, and more once the
@@ -227,7 +228,7 @@ class WhyNoJoin(Enum):
     stops = "nobody may go before it"
 
 
-def who_joins(here: SharedDevices) -> Join | None:
+def next_join(here: SharedDevices) -> Join | None:
     """Return the first waiting task that may take turns on a device, and where.
 
     Stays on the device may have to make room, each after a full slice: a stay of the same user with
@@ -235,7 +236,7 @@ def who_joins(here: SharedDevices) -> Join | None:
     task.  The best served stay and those ahead must have had more than the task will after its next
     slice.  If no other task joins, a standby may.
     """
-    for leaf, lane, task in who_wait(here):
+    for leaf, lane, task in waiting_graphs(here):
         choice = choice_of(here, leaf, lane, task)
         if isinstance(choice, Join):
             return choice
@@ -258,12 +259,12 @@ def may_not_be_passed(here: SharedDevices) -> list[Branch]:
     """Return the users with a first task that can't share now and must not be passed by others."""
     return [
         leaf
-        for leaf, lane, task in who_wait(here)
+        for leaf, lane, task in waiting_graphs(here)
         if choice_of(here, leaf, lane, task) is WhyNoJoin.stops
     ]
 
 
-def who_wait(here: SharedDevices) -> Iterator[tuple[Branch, Lane, BoardTask]]:
+def waiting_graphs(here: SharedDevices) -> Iterator[tuple[Branch, Lane, BoardTask]]:
     """Yield the first waiting task of each user, in the order of rule F3, up to `DEPTH` users."""
     tree = here.board.tree
     lanes = [lane for lane in tree.lanes if lane.kind == here.kind]
@@ -417,7 +418,7 @@ def _heir(here: SharedDevices, device: str) -> Join | None:
     board, group = here.board, here.groups[device]
     if len(group) >= board.policy.sharers_max:
         return None
-    for leaf, lane, task in who_wait(here):
+    for leaf, lane, task in waiting_graphs(here):
         own = of_user(leaf, group)
         if not own or not may(board, task):
             return None
@@ -500,7 +501,7 @@ def _near(here: SharedDevices, one: Branch, other: Branch, bound_us: int) -> boo
 # --- parting --------------------------------------------------------------------------------------
 
 
-def who_parts(board: Board) -> list[BoardStay]:
+def stays_that_must_part(board: Board) -> list[BoardStay]:
     """Return the stays that must stop sharing a device; the least served of the group stays."""
     found = []
     for device in sorted(board.beside):
@@ -509,7 +510,7 @@ def who_parts(board: Board) -> list[BoardStay]:
             here = SharedDevices(board, kind, [device])
             found += [stay for stay in _parts(here, group) if _may_ask(stay)]
     for here in places(board) if board.beside else ():
-        found += [s for s in _who_yields(here) if s not in found and _may_ask(s)]
+        found += [s for s in _due_elsewhere(here) if s not in found and _may_ask(s)]
     return found
 
 
@@ -523,9 +524,9 @@ def _parts(here: SharedDevices, group: Sequence[BoardStay]) -> list[BoardStay]:
     return [s for s in group if any(here.apart(one.leaf, s.leaf) > far for one in in_turn)]
 
 
-def _who_yields(here: SharedDevices) -> Iterator[BoardStay]:
+def _due_elsewhere(here: SharedDevices) -> Iterator[BoardStay]:
     """Yield stays with turns that are due to another task of their tenant, elsewhere or waiting."""
-    waiting = list(_who_need_all(here))
+    waiting = list(_waiting_for_whole(here))
     for device in here.devices:
         group = here.groups[device]
         for stay in group if len(group) > 1 else ():
@@ -534,9 +535,9 @@ def _who_yields(here: SharedDevices) -> Iterator[BoardStay]:
                 yield stay
 
 
-def _who_need_all(here: SharedDevices) -> Iterator[tuple[Branch, BoardTask]]:
+def _waiting_for_whole(here: SharedDevices) -> Iterator[tuple[Branch, BoardTask]]:
     """Yield the waiting tasks that need devices for themselves."""
-    for leaf, lane, task in who_wait(here):
+    for leaf, lane, task in waiting_graphs(here):
         if not may(here.board, task) and _could_run(here, lane):
             yield leaf, task
 

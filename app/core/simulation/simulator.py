@@ -43,7 +43,7 @@ from app.core.scheduling.pool import part_bytes
 from app.core.scheduling.preemption import shut_by
 from app.core.scheduling.stays import HOLDS_A_SEAT, slice_us
 from app.core.scheduling.urgency import been_away
-from app.core.simulation.meter import Interval, Meter
+from app.core.simulation.device_meter import Interval, Meter
 
 STORY_LINES = 20  # most lines of the timeline that Broken shows
 # most rounds at one instant, or in a row that ask for another round at once

@@ -19,7 +19,7 @@ from app.core.fairness import water_filling
 from app.core.fairness.fair_tree import ALL
 from app.core.model.device_choice import choice_in
 from app.core.model.snapshot import BoardDevice, BoardTenant, BoardUser, Policy
-from app.core.simulation.meter import Interval, Key
+from app.core.simulation.device_meter import Interval, Key
 from app.core.simulation.simulator import Arrival, Costs, Report, simulate
 
 #: policy -> (one queue for all tenants?, may tasks be paused?, which tasks may pass a waiting gang)

@@ -454,7 +454,7 @@ def _so(share: TenantShare, shares: Sequence[TenantShare]) -> str:
     rest = list(_rivals(share, shares))
     if share.waiting:
         waited = [kind for kind in share.kinds if kind.waiting and kind.devices]
-        said = {_who_goes_first(kind, rest) for kind in waited}
+        said = {_first_sentence(kind, rest) for kind in waited}
         return said.pop() if len(said) == 1 else ""
     over = [kind for kind in share.kinds if kind.held > kind.fair]
     due = any(
@@ -481,7 +481,7 @@ def _rivals(
         mine = by_id.get(mine.parent_id or "")
 
 
-def _who_goes_first(kind: KindShare, rest: Sequence[tuple[float, TenantShare]]) -> str:
+def _first_sentence(kind: KindShare, rest: Sequence[tuple[float, TenantShare]]) -> str:
     """Apply rules F3 and F6 to one kind that the tenant waits for, by what the ledger has
     booked.
     """

@@ -23,7 +23,14 @@ from app.data import datablocks, graphs
 from app.db import transactions
 from app.db.models import Checkpoint, Device, Need, OutboxOrder, Placement, Task
 from app.scheduling import guest_placements
-from app.scheduling.journal import again, device_health, device_rows, losses, outputs, task_writer
+from app.scheduling.journal import (
+    device_health,
+    device_rows,
+    losses,
+    outputs,
+    restarts,
+    task_writer,
+)
 from app.scheduling.journal.device_rows import DeviceRows
 
 log = logging.getLogger(__name__)
@@ -382,9 +389,9 @@ def _retry_wait_s(attempts: int) -> float:
 
 
 def _failed(session: Session, task: Task, placement: Placement, event: messages.Failed) -> None:
-    if event.cause == again.CAUSE:
+    if event.cause == restarts.CAUSE:
         wait_s = _retry_wait_s(task.attempts + 1)
-        again.begin_again(session, task, placement, event, wait_s=wait_s)
+        restarts.begin_again(session, task, placement, event, wait_s=wait_s)
         return
     task_writer.close_stay(session, task, placement, "failed")
     task.step = max(task.step, event.step)

@@ -169,7 +169,7 @@ class PackagesAhead:
         found: dict[str, dict[str, tuple[str, str]]] = defaultdict(dict)
         for seat in self._seats:
             of_host = found[seat.host]
-            for lock, state in _told(seat.traits):
+            for lock, state in _reported_locks(seat.traits):
                 of_host[lock] = min(of_host.get(lock, _NOTHING), state, key=_nearest)
         return found
 
@@ -212,7 +212,7 @@ def _nearest(found: tuple[str, str]) -> int:
     return order.index(found[0])
 
 
-def _told(traits: DeviceTraits) -> Iterator[tuple[str, tuple[str, str]]]:
+def _reported_locks(traits: DeviceTraits) -> Iterator[tuple[str, tuple[str, str]]]:
     """Yield each lock of which a device tells, with its state and what is told of it."""
     for offer in traits.offers:
         if offer.startswith(PACKAGES):

@@ -10,7 +10,7 @@ from fractions import Fraction
 import pytest
 
 from app.core.model.snapshot import BoardDevice, BoardTenant, BoardUser, Policy
-from app.core.simulation.meter import MOST, Meter
+from app.core.simulation.device_meter import MOST, Meter
 from app.core.simulation.simulator import Arrival, Costs, SimulationStopped, simulate
 from app.core.simulation.what_if import POLICIES, Setup, owed_by_tree, policy, quantile, run, spread
 

@@ -23,7 +23,7 @@ from app.core.model.messages import (
 )
 from tests.launches import image_of
 from tests.workers.conftest import PATIENCE_S, PRESET, DeviceRig, alone, separate_device
-from workers.device import births
+from workers.device import resident_records
 from workers.transfer.host_context import CannotServe, locked
 
 # --- a job's life ---------------------------------------------------------------------------------
@@ -557,7 +557,7 @@ def test_a_killed_worker_leaves_no_process_and_frees_its_locks(tmp_path, walls):
         device.kill()
         device.wait()
         os.close(locked(tmp_path / "run" / "h.0.lock", PATIENCE_S))
-        assert not births.end_recorded(tmp_path / "run" / "h.0" / "residents", PATIENCE_S)
+        assert not resident_records.end_recorded(tmp_path / "run" / "h.0" / "residents", PATIENCE_S)
         _, alive = psutil.wait_procs(children, timeout=PATIENCE_S)
         assert not alive
 

@@ -14,7 +14,7 @@ from app.core.model import device_fraction
 from app.core.model.provisions import network_policy, resources
 from app.core.security import sandbox_layers
 from app.storage.backend import make_private
-from workers.device import births, store_io
+from workers.device import resident_records, store_io
 from workers.device.heartbeat import Rhythm, now_us
 from workers.device.resident import Resident
 from workers.device.stays.lives import DeviceLives
@@ -93,7 +93,7 @@ class Spawner:
     def end_predecessors(self) -> None:
         """End all processes of the device worker before this one."""
         make_private(self.records)
-        if left := births.end_recorded(self.records, LOCK_WAIT_S):
+        if left := resident_records.end_recorded(self.records, LOCK_WAIT_S):
             raise CannotServe(f"processes {left} of the worker before do not end; end them first")
 
     @property

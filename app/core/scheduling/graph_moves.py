@@ -38,7 +38,7 @@ from app.core.scheduling.time_sharing import (
     may_not_be_passed,
     of_user,
     takes_from,
-    who_wait,
+    waiting_graphs,
     would_give_way,
 )
 
@@ -69,7 +69,7 @@ class _Mover:
         return self.stay.leaf
 
 
-def who_moves(here: SharedDevices) -> tuple[BoardStay, str] | None:
+def graph_to_move(here: SharedDevices) -> tuple[BoardStay, str] | None:
     """Return the graph to pause so that it resumes on another device, and why; or None."""
     movers = list(_movers(here)) if _is_calm(here) else []
     if not movers:
@@ -92,7 +92,7 @@ def _is_calm(here: SharedDevices) -> bool:
     graphs = (stay for stay in here.board.graphs.values() if stay.lane.kind == here.kind)
     if any(stay.leaving for stay in graphs):
         return False
-    return not any(task.graph and lane.pin is not None for _, lane, task in who_wait(here))
+    return not any(task.graph and lane.pin is not None for _, lane, task in waiting_graphs(here))
 
 
 def _movers(here: SharedDevices) -> Iterator[_Mover]:
