@@ -1,4 +1,4 @@
-"""The data folder of a service on this machine, for programs that must start quickly.
+"""Finds the data folder of a service on this machine, for programs that must start quickly.
 
 `app.settings` reads all settings and needs pydantic for that; the command only needs these.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-HOST, PORT = "127.0.0.1", 8000  # defaults for ROUNDHOUSE_HOST and ROUNDHOUSE_PORT, of the API
+HOST, PORT = "127.0.0.1", 8000  # the defaults of ROUNDHOUSE_HOST and ROUNDHOUSE_PORT, for the API
 
 
 def default_home() -> Path:

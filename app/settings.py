@@ -26,7 +26,7 @@ from app.home import HOST, PORT, default_home
 
 
 def _networks(listed: str) -> str:
-    networks(listed)  # reports a mistake when a process starts
+    networks(listed)  # so that a mistake is reported when a process starts
     return listed
 
 
@@ -71,11 +71,12 @@ class Settings(BaseSettings):
     home: Path = Field(default_factory=default_home)
     database_url: SecretStr = Field(SecretStr(""), validation_alias="DATABASE_URL")
     redis_url: SecretStr = Field(SecretStr(""), validation_alias="REDIS_URL")
-    redis_ca: Path | None = None  # CA of the certificate of a rediss:// server
+    redis_ca: Path | None = None  # file of the CA that signed the certificate of a rediss:// server
     redis_certificate: Path | None = None  # our client certificate, if the server asks for one
     redis_key: Path | None = None
-    address: str = ""  # at which other hosts reach this host; default: as the broker sees it
-    store: str = ""  # a folder, or s3://bucket/prefix; default: home/store
+    # address at which other hosts reach this host; default: the one that the broker sees
+    address: str = ""
+    store: str = ""  # the store: a folder, or s3://bucket/prefix; default: home/store
 
     # the API
     host: str = HOST
@@ -86,40 +87,43 @@ class Settings(BaseSettings):
     # per tenant, all datablocks together; 0: no limit
     datablock_quota_bytes: int = Field(256 * 2**30, ge=0)
     web_session_s: float = 12 * 3600.0
-    # calls of a key, and of all keys of a tenant; 0: no limit
+    # most calls a minute of a key, and of all keys of a tenant; 0: no limit
     key_reads_per_min: int = Field(120_000, ge=0)
     key_writes_per_min: int = Field(120_000, ge=0)
     tenant_reads_per_min: int = Field(240_000, ge=0)
     tenant_writes_per_min: int = Field(240_000, ge=0)
     # file with the keys that encrypt the secrets of tenants; default: home/secrets.key
     secrets_key: Path | None = None
-    wrong_keys_per_min: int = Field(120, ge=0)  # from one address; 0: no limit
-    # calls of a key that are under way at once in one process, streams and waits included
+    wrong_keys_per_min: int = Field(120, ge=0)  # wrong keys a minute from one address; 0: no limit
+    # most calls of a key in progress at once in one process, streams and waits included
     key_calls_max: int = Field(200, gt=0)
-    # event streams that are open at once in one process: of a key, and in all
+    # most event streams open at once in one process: of a key, and in all
     key_streams_max: int = Field(64, gt=0)
     streams_max: int = Field(1000, gt=0)
     # sign-in with an OpenID Connect provider; without an issuer there is none
     oidc_issuer: Annotated[str, AfterValidator(_issuer)] = ""
     oidc_client_id: str = ""
     oidc_client_secret: SecretStr = SecretStr("")
-    oidc_audience: str = ""  # required in tokens that call the API; default: the client's id
+    # the audience that tokens for the API must have; default: the client's id
+    oidc_audience: str = ""
     oidc_claim: str = "groups"
     oidc_grants: Annotated[dict[str, str], AfterValidator(_grants)] = {}  # value -> TENANT:ROLE
     # webhooks: networks, separated by commas, that may be called although they are not public
     webhook_networks: Annotated[str, AfterValidator(_networks)] = ""
-    webhook_timeout_s: float = Field(15.0, gt=0)  # time for a receiver to answer
+    webhook_timeout_s: float = Field(15.0, gt=0)  # time limit for a receiver to answer
     # the index of packages for environments, an address as `uv` takes it; default: uv's own
     # configuration on this machine
     package_index: str = Field("", pattern=r"^\S*$")
-    # what a build reaches beside the index, HOST:PORT with commas: where the index has its wheels
+    # further hosts that a build may reach, as HOST:PORT with commas: where the index has its wheels
     package_hosts: Annotated[str, AfterValidator(_destinations)] = ""
     wheels: Path | None = None  # a folder of wheels, used instead of any index
-    package_lock_s: float = Field(120.0, gt=0, allow_inf_nan=False)  # limit for locking one
-    metrics_tenants_max: int = Field(500, ge=0)  # number of tenants in /metrics
+    # time limit for locking one environment
+    package_lock_s: float = Field(120.0, gt=0, allow_inf_nan=False)
+    metrics_tenants_max: int = Field(500, ge=0)  # most tenants in /metrics
 
-    # control: how long it keeps what is over; 0: for ever
-    requests_kept_days: float = Field(0, ge=0, allow_inf_nan=False)  # with all that belongs to them
+    # how long control keeps ended things; 0: for ever
+    # ended requests, with all that belongs to them
+    requests_kept_days: float = Field(0, ge=0, allow_inf_nan=False)
     checkpoints_kept_days: float = Field(1, ge=0, allow_inf_nan=False)  # checkpoints of ended tasks
     decisions_kept_days: float = Field(7, ge=0, allow_inf_nan=False)
     deliveries_kept_days: float = Field(30, ge=0, allow_inf_nan=False)  # sent webhooks
@@ -139,7 +143,7 @@ class Settings(BaseSettings):
     wait_share: float = Field(0.0, ge=0, le=0.5)
     # the longest notice before a pause; a reclaimed device waits for it (`notice` of a task)
     notice_max_s: float = Field(300.0, ge=0, le=300, allow_inf_nan=False)
-    sharers_max: int = Field(4, ge=0)  # graphs that may take turns on one device; 0 or 1: no turns
+    sharers_max: int = Field(4, ge=0)  # most graphs that take turns on one device; 0 or 1: no turns
     grow_after_s: float = Field(
         5.0, ge=0, allow_inf_nan=False
     )  # minimum time from the start or a resize of a task until it grows
@@ -148,7 +152,8 @@ class Settings(BaseSettings):
     island_lost_s: float = Field(
         120.0, ge=0, allow_inf_nan=False
     )  # time without signs of life after which an island's tasks move to others; 0: never
-    island_link_bytes_per_s: int = Field(1_250_000_000, gt=0)  # between any two islands
+    # assumed bytes per second between any two islands
+    island_link_bytes_per_s: int = Field(1_250_000_000, gt=0)
     move_deadline_s: float = Field(
         600.0, gt=0, allow_inf_nan=False
     )  # time limit for a move: from then on it is given up if the copy is not complete
@@ -164,8 +169,8 @@ class Settings(BaseSettings):
     device: str = ""  # "<host>.<n>"
     # its island's public key, or a file with it; default: home/islands/<island>.pub
     island_public_key: str = ""
-    device_kind: str = "cpu"  # as torch names it
-    # words with "," between them, for which tasks ask (`devices.labels`, `avoid_labels`)
+    device_kind: str = "cpu"  # the kind of device, as torch names it
+    # labels of the device, separated by ",", for which tasks ask (`devices.labels`, `avoid_labels`)
     device_labels: str = Field("", pattern=_LABELS)
     # rack of this host; gangs get devices that are near each other
     rack: str = Field("", pattern=_LOCATION)
@@ -175,17 +180,20 @@ class Settings(BaseSettings):
     accelerator: str = ""  # UUID or index of the accelerator that this worker serves
     device_nodes: str = ""  # device nodes of it, between commas, where its kind has no finder
     device_threads: int = 1
-    device_memory_bytes: int = Field(0, ge=0)  # 0: all of an accelerator; 4 GiB of a CPU device
-    host_memory_bytes: int = Field(0, ge=0)  # for images of residents; 0: the device's memory
+    # memory for tasks; 0: all of an accelerator's, 4 GiB on a CPU device
+    device_memory_bytes: int = Field(0, ge=0)
+    # host memory for images of residents; 0: as much as the device's memory
+    host_memory_bytes: int = Field(0, ge=0)
     # host memory of a resident in addition to the device's memory and its images: the interpreter,
     # data loaders, pages of files, /tmp and /dev/shm
     resident_overhead_bytes: int = Field(2 * 2**30, ge=2**28)
     # disk of a resident's scratch folder, reserved while it lives; 0: a 16th of the free space
     scratch_bytes: int = Field(0, ge=0)
-    host_cache_bytes: int = Field(16 * 2**30, ge=0)  # disk for inputs and outputs
+    host_cache_bytes: int = Field(16 * 2**30, ge=0)  # disk space for cached inputs and outputs
     # disk of the host for environments; those in use stay beyond it
     environments_bytes: int = Field(32 * 2**30, ge=0)
-    environment_build_s: float = Field(900.0, gt=0, allow_inf_nan=False)  # limit for building one
+    # time limit for building one environment
+    environment_build_s: float = Field(900.0, gt=0, allow_inf_nan=False)
     # disk of the host for unpacked container images, together and each; those in use stay beyond it
     images_bytes: int = Field(64 * 2**30, ge=0)
     block_bytes_per_s: int = Field(0, ge=0)  # rate of blocks sent to other hosts; 0: no limit
@@ -193,7 +201,8 @@ class Settings(BaseSettings):
     mount_roots: Annotated[str, AfterValidator(_folders)] = ""
     # what watches the device's health: auto, none, nvidia, or file:FOLDER with a file DEVICE.json
     device_monitor: str = Field("auto", pattern=r"^(auto|none|nvidia|file:/.+)$")
-    health_every_s: float = Field(5.0, gt=0, allow_inf_nan=False)  # interval of its readings
+    # interval of the monitor's readings
+    health_every_s: float = Field(5.0, gt=0, allow_inf_nan=False)
     # how long a device may be too hot, silent or without its monitor before it is cordoned
     health_patience_s: float = Field(30.0, gt=0, allow_inf_nan=False)
     # CRIU, which stores processes of commands: its prefix, or the program; default: the prefix that
@@ -205,7 +214,7 @@ class Settings(BaseSettings):
     egress_private: Annotated[str, AfterValidator(_networks)] = ""
     # names with fixed addresses for tasks, as in index.house=10.1.0.7,hub.house=10.1.0.8
     egress_hosts: Annotated[str, AfterValidator(_hosts)] = ""
-    residents_max: int = 4  # jobs kept in memory on a device: one runs, the others are paused
+    residents_max: int = 4  # most jobs kept in memory on a device: one runs, the others are paused
     stop_grace_s: float = 5.0
     # a worker that is told to stop pauses and saves its tasks within this
     drain_s: float = Field(8.0, gt=0, allow_inf_nan=False)

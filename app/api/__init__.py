@@ -1,1 +1,1 @@
-"""The REST API under /v1: its routers, the forms of its input and output, and access control."""
+"""Serves the REST API under /v1: its routers, the forms of inputs and outputs, access control."""

@@ -92,7 +92,7 @@ class PageParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paging:
-    """The page that is requested.  `marked`: its cursors are rejected by other lists."""
+    """The requested page.  `marked`: other lists reject its cursors."""
 
     http: Request
     response: Response
@@ -111,7 +111,7 @@ class Paging:
 
     @property
     def _mark(self) -> str:
-        """Short hash of the route, so that another list's cursor is rejected."""
+        """A short hash of the route, so that another list's cursor is rejected."""
         if not self.marked:
             return ""
         path = str(self.http.scope["route"].path)

@@ -41,7 +41,7 @@ class OpenStreams:
 
     @contextmanager
     def one(self, key_id: str) -> Iterator[None]:
-        """Count one more stream while the context lasts."""
+        """Count one more open stream while the context lasts."""
         self._of[key_id] += 1
         try:
             yield

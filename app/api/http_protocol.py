@@ -32,15 +32,18 @@ _HalfOpen = OrderedDict["BoundedProtocol", None]
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    HEAD_BYTES: ClassVar = 2**16  # limit of a header section, or of trailers
-    HEAD_S: ClassVar = 10.0  # seconds for a complete header section
+    HEAD_BYTES: ClassVar = 2**16  # most bytes of a header section, or of trailers
+    HEAD_S: ClassVar = 10.0  # time limit in s for a complete header section
     BODY_BYTES: ClassVar = 2**12  # least bytes of a body that must arrive in each BODY_S
     BODY_S: ClassVar = 20.0
-    WRITE_S: ClassVar = 60.0  # seconds that an answer may wait before the client takes any of it
-    MESSAGE_BYTES: ClassVar = 2**16  # limit of a message of a WebSocket, which is not compressed
+    WRITE_S: ClassVar = 60.0  # time in s that an answer may wait before the client takes any of it
+    # most bytes of a message of a WebSocket, which is not compressed
+    MESSAGE_BYTES: ClassVar = 2**16
     CONNECTIONS_MAX: ClassVar = 4000
-    HALF_OPEN_MAX: ClassVar = 2000  # connections without a complete header section yet
-    PIPELINED_MAX: ClassVar = 16  # calls of a connection that wait for the answer to an earlier one
+    # most connections that have not sent a complete header section yet
+    HALF_OPEN_MAX: ClassVar = 2000
+    # most calls of a connection that wait for the answer to an earlier call
+    PIPELINED_MAX: ClassVar = 16
 
     _half_open: ClassVar[WeakKeyDictionary[ServerState, _HalfOpen]] = WeakKeyDictionary()
 
@@ -49,8 +52,8 @@ class BoundedProtocol(HttpToolsProtocol):
         config.ws_max_size, config.ws_per_message_deflate = self.MESSAGE_BYTES, False
         self._others = self._half_open.setdefault(server_state, OrderedDict())
         self._awaits_head = self._awaits_body = False
-        self._unread_bytes = 0  # received since the parser last completed something
-        self._body_bytes = 0  # received since the last look
+        self._unread_bytes = 0  # bytes received since the parser last completed something
+        self._body_bytes = 0  # bytes received since the last look
         self._reading: TimerHandle | None = None
         self._writing: TimerHandle | None = None
 
@@ -116,7 +119,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._read_within(self.HEAD_S, self._look_at_head)
 
     def _look_at_head(self) -> None:
-        """Abort the connection, unless the header is missing only because we paused reading."""
+        """Abort the connection, unless the header is missing only because reading was paused."""
         if self.flow.read_paused:
             self._read_within(self.HEAD_S, self._look_at_head)
         else:

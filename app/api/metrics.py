@@ -36,7 +36,7 @@ BOUNDS_S = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.
 
 EXAMPLE = 'roundhouse_waiting_tasks{kind="cuda"} 3.0\n'
 
-disable_created_metrics()  # they would double the counters' series, to no use
+disable_created_metrics()  # such metrics would double the counters' series for nothing
 registry = CollectorRegistry()
 ProcessCollector(registry=registry)
 registry.register(wrong_keys.counted)

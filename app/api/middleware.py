@@ -38,7 +38,7 @@ from app.settings import settings
 DRAINED_BYTES = 64 * 2**20  # bytes that are still read, and discarded, of a body that is too large
 LARGE_BYTES = 2**16  # a larger body is parsed off the event loop
 DIGITS = 1000  # most digits of a whole number, because parsing very many takes long
-DEPTH = 32  # levels of nesting in a JSON body
+DEPTH = 32  # most levels of nesting in a JSON body
 
 _ONCE = ("Authorization", "Idempotency-Key", "Content-Range", "If-Match", "Last-Event-ID")
 _GOOD_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -222,7 +222,7 @@ def _check_given_once(headers: Headers) -> None:
 
 
 def _check_media_type(headers: Headers) -> None:
-    """Reject other types than JSON: a form of another origin could send them without preflight."""
+    """Reject types other than JSON: a form of another origin could send these without preflight."""
     has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
     packed = headers.get("content-encoding", "identity").strip().lower()
     if has_body and packed != "identity":

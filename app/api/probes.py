@@ -1,4 +1,4 @@
-"""The service itself: liveness, readiness, and the API page."""
+"""Answers for the service itself: liveness, readiness, and the API page."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from app.settings import settings
 REDIS_TIMEOUT_S = 2.0
 # how long a device's refusal is reported; the device tries again sooner
 REFUSAL_TOLD = timedelta(minutes=5)
-READY_S = 4.0  # limit of all checks together
+READY_S = 4.0  # time limit of all checks together
 MIGRATIONS = Path(__file__).parent.parent.parent / "migrations"
 
 router = APIRouter(tags=["meta"])

@@ -279,7 +279,8 @@ def _database_error(request: Request, error: Exception) -> JSONResponse:
 def _unexpected(request: Request, error: Exception) -> JSONResponse:
     """Answer an unexpected error; Starlette then raises it again, for the server's log."""
     answer = of_error(request, AppError())
-    answer.headers["X-Request-ID"] = request_id_of(request)  # this answer bypasses the middleware
+    # this answer bypasses the middleware, which would set the header
+    answer.headers["X-Request-ID"] = request_id_of(request)
     return answer
 
 

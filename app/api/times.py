@@ -1,4 +1,4 @@
-"""Times in the input: ISO 8601 only; plain numbers are rejected."""
+"""Reads times in the input: ISO 8601 only; plain numbers are rejected."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ Text messages go to the user alone and tell what happens to the task: JSON with 
     waiting    the task does not run now; `told` says why, its place and when it is expected
     ended      nothing follows; `told` says why
 
-Input for a task that does not run waits.  When the task runs again, in the same process, it gets
-that input.  A task that began anew has lost its processes, so its tunnel ends.
+Input for a task that does not run waits until the task runs again in the same process.  A task that
+began anew has lost its processes, so its tunnel ends.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ from app.storage.signing import tunnel_key
 log = logging.getLogger(__name__)
 
 CONNECT_S = 5.0
-LOOK_APART_S = 0.25  # least time between two looks at the task
-#: A session is held as idle only after more silence than that (`provisions.session.LEAST_IDLE_S`).
+LOOK_APART_S = 0.25  # shortest time between two looks at the task
+#: A session counts as idle only after more silence than this (`provisions.session.LEAST_IDLE_S`).
 JUST = timedelta(seconds=LEAST_IDLE_S / 2)
-REFUSALS_MAX = 10  # how often the device worker may say that the task is not there yet
+REFUSALS_MAX = 10  # so often the device worker may answer that the task is not there yet
 FROM_DEVICE = FROM_HELPER | {FrameKind.OPENED, FrameKind.REFUSED}
 NORMAL, VIOLATION, TRY_LATER = 1000, 1008, 1013  # codes with which a WebSocket closes
 _LENGTH = struct.Struct("!H")
 
 
 class TunnelEnded(Exception):
-    """The tunnel ends; the message says why."""
+    """Raised to end the tunnel; the message says why."""
 
 
 class DeviceLink:
@@ -122,9 +122,9 @@ class TunnelRelay:
         self.connected = asyncio.Event()
         self.sent = self.received = 0
         self.active_at = datetime.now(UTC)
-        self.has_exited = False  # the shell's exit status has passed
-        self.told = ""  # the last line about the task
-        self.is_idle = False  # the session gave its device back
+        self.has_exited = False  # True once the shell's exit status has passed
+        self.told = ""  # the last message about the task
+        self.is_idle = False  # True while the session has given its device back
         self.news: Subscription | None = None
         self.refusals = 0
         self.code = NORMAL
@@ -226,11 +226,11 @@ class TunnelRelay:
             await news.wait(again_s)
 
     def _has_just_typed(self) -> bool:
-        """True if the user typed since, or just before, the session was seen to be idle."""
+        """True if the user typed after, or just before, the session was found idle."""
         return datetime.now(UTC) - self.active_at < JUST
 
     async def _last_words(self) -> None:
-        """Let what the task said at its end pass first."""
+        """Pass on the last output of the task first."""
         if self.link is not None:
             await asyncio.sleep(LOOK_APART_S)
 
@@ -280,7 +280,7 @@ class TunnelRelay:
 
 
 def _errors(results: list[Any], done: set[Any], tasks: list[Any]) -> list[BaseException]:
-    """Return why it ended, the first reason first; raises an error that nothing here expects."""
+    """Return why the tunnel ended, by the first reason; raises any unexpected error."""
     found = [r for r, t in zip(results, tasks, strict=True) if t in done]
     for error in found:
         if not isinstance(error, TunnelEnded | WebSocketDisconnect | OSError | RuntimeError):

@@ -28,7 +28,7 @@ from app.data.uploads import PART_BYTES, Begun, Done, WantedUpload
 from app.errors import BadInput, Conflict, Unavailable
 from app.storage.backend import Bytes
 
-THREADS = 6  # fewer than the connections that the pool has beyond the gate
+THREADS = 6  # fewer than the database connections that the pool has beyond the gate
 
 ContentRange = Annotated[
     str | None,
@@ -121,7 +121,7 @@ async def _receive(
             if len(body) >= PART_BYTES:
                 at = await _keep(begun, at, body)
     except ClientDisconnect:
-        pass  # the client cannot read an answer any more
+        pass  # the client is gone and cannot read an answer
     if at == 0 and len(body) == sent.total:
         return replace(begun, received_bytes=sent.total), [bytes(body)]
     if body:

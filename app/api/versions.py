@@ -19,7 +19,7 @@ def etag(version: int) -> str:
 
 
 def check_version(if_match: str | None, version: int) -> None:
-    """Raises VersionNeeded or StaleVersion, unless `if_match` names this version."""
+    """Raise VersionNeeded or StaleVersion, unless `if_match` names this version."""
     if if_match is None:
         raise VersionNeeded(
             f"read the resource first, and send its current ETag {etag(version)} as If-Match"

@@ -1,4 +1,4 @@
-"""The web pages for tenants: rendered on the server, live, with nothing from another origin.
+"""Serves the web pages for tenants: rendered on the server, live, with nothing from another origin.
 
 Their figures are those of `app.insight.reports`, as the API's are.  Their forms call the API's
 operations, so a page allows exactly what its reader's role allows.  Every answer of the service

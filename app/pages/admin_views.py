@@ -43,7 +43,7 @@ KEYS_SHOWN = 200
 OVERLAPS = {0: "not at all", 3600: "an hour", 86_400: "a day", 7 * 86_400: "a week"}
 #: The lifetime of a new key, in days; 0 is never.
 LIVES = {0: "never", 30: "in 30 days", 90: "in 90 days", 365: "in a year"}
-#: The limits of a tenant for what nobody uses, in words.
+#: The limits of a tenant for idle tasks and sessions, in words.
 IDLE_LIMITS = {
     "idle_pause_s": "Pause what computes nothing, after seconds",
     "session_end_s": "End sessions without input, after seconds",

@@ -15,7 +15,7 @@ from app.insight.forecast import Start
 from app.insight.reports import Curve, Happened, Queued, ReportedStay, UsageRow
 from app.insight.time_spent import TimeSpent
 
-COLOURS = 8  # distinguishable series; roundhouse.css names the colours
+COLOURS = 8  # most series that can be told apart; roundhouse.css has their colours
 
 
 # --- words --------------------------------------------------------------------------------------

@@ -35,12 +35,12 @@ Body = TypeVar("Body", bound=BaseModel)
 Choice = TypeVar("Choice")
 
 TOLD = "roundhouse_told"
-TOLD_FOR_S = 60  # seconds; a page that is opened later shows no message
+TOLD_FOR_S = 60  # lifetime in s; a page that is opened later shows no message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """The result of a form, in words; `secret` is shown with it, this once."""
+    """The result of a form, in words; `secret` is shown with it, only once."""
 
     words: str
     secret: str = ""
@@ -54,7 +54,7 @@ def token(cookie: str) -> str:
 
 
 def check(request: Request, token: Annotated[str, Form()] = "") -> None:
-    """Raises Forbidden unless a page of this session sends the form; a dependency of routes."""
+    """Raise Forbidden unless a page of this session sends the form; a dependency of routes."""
     cookie = request.cookies.get(COOKIE, "")
     if not from_our_origin(request):
         raise Forbidden("a form is sent from a page of this service")
@@ -63,7 +63,7 @@ def check(request: Request, token: Annotated[str, Form()] = "") -> None:
 
 
 def chosen(do: str, known: Mapping[str, Choice]) -> Choice:
-    """Return what the pressed button stands for; raises BadInput."""
+    """Return the value of the pressed button; raises BadInput."""
     if do not in known:
         raise BadInput.at("/do", f"must be one of {', '.join(known)}; got {do!r:.40}", "unknown")
     return known[do]

@@ -19,7 +19,7 @@ from app.pages.forms import Field
 from app.pages.views import Sender, Visitor
 
 ON_A_PAGE = 200
-WIDE = "tenant"  # the choice for a secret of all users
+WIDE = "tenant"  # the choice in the form for a secret of all users
 
 router = APIRouter(include_in_schema=False, route_class=GatedRoute)
 

@@ -22,7 +22,7 @@ from app.core.model.migration import MOVABLE
 from app.db.models import Request, Task
 from app.intake.actions import ADMIN_HOLD
 
-ID_END = 8  # characters of an id that the command-line tool takes for the whole
+ID_END = 8  # so many first characters of an id suffice for the command-line tool
 INSIDE_SHOWN = 5
 
 

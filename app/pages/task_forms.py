@@ -31,7 +31,7 @@ router = APIRouter(include_in_schema=False, route_class=GatedRoute)
 class _Wish:
     """An operation, and the message after it, a format string for the operation's answer.
 
-    `of_ended`: the operation is for what has ended.
+    `of_ended`: the operation is for ended requests.
     """
 
     operation: Callable[..., Any]

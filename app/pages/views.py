@@ -60,10 +60,11 @@ from app.settings import settings
 
 HOME = "/ui/"
 OIDC = "/ui/login/oidc"
-SIGNING_IN = "roundhouse_signing_in"  # a cookie, while a person is with the identity provider
+# name of the cookie while a person is with the identity provider
+SIGNING_IN = "roundhouse_signing_in"
 SIGNING_IN_S = 600.0
-CHANGED_EVERY_S = 1.0  # seconds; a page is told of changes at most this often
-QUEUE_SHOWN = 10  # on the overview, by place, of the QUEUE_READ oldest
+CHANGED_EVERY_S = 1.0  # shortest time in s between two notices of changes to a page
+QUEUE_SHOWN = 10  # tasks shown on the overview, by place, among the QUEUE_READ oldest
 QUEUE_READ = 50
 QUEUE_ON_A_PAGE = 200
 RUNNING_SHOWN = 12
@@ -106,7 +107,7 @@ templates.env.globals["asset"] = asset
 
 
 class NotSignedIn(Exception):
-    """A page was requested without a browser session."""
+    """Raised when a page was requested without a browser session."""
 
 
 def visitor(
@@ -623,7 +624,7 @@ def stream(session: Db, caller: Visitor, request: str = "") -> Response:
 
 async def _changed(topic: str) -> AsyncIterator[str]:
     with changes.subscribe(topic) as news:
-        yield CHANGED  # changes between the page's answer and this stream
+        yield CHANGED  # covers changes between the page's answer and this stream
         while not changes.closing:
             if await news.wait():
                 yield CHANGED

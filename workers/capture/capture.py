@@ -96,7 +96,7 @@ def capture(
 
 
 def _world(accelerator: Accelerator) -> dict[str, Any]:
-    """Return the process state with which a job goes on, beside its own objects."""
+    """Return the process state, in addition to its own objects, with which a job goes on."""
     return {
         "torch": torch.get_rng_state(),
         "accelerator": accelerator.random_state(),
@@ -138,7 +138,7 @@ def _pickled(
 
 
 class NotPicklable(Exception):
-    """Something in the graph does not pickle, for any reason."""
+    """Raised when an object in the graph does not pickle, for any reason."""
 
 
 def _dump(pickler: Capture, world: dict[str, Any]) -> None:
@@ -148,7 +148,7 @@ def _dump(pickler: Capture, world: dict[str, Any]) -> None:
             pickler.dump(world)
     except Refused:
         raise
-    except Exception as error:  # any exception of a tenant's __reduce__ or __getstate__
+    except Exception as error:  # a tenant's __reduce__ or __getstate__ may raise any exception
         raise NotPicklable(str(error)) from error
 
 
@@ -185,7 +185,8 @@ class Capture(cloudpickle.Pickler):
         self.around, self.weakly = around, weakly
         self.numbers: dict[tuple[str, int, int], int] = {}
         self.storages: list[torch.UntypedStorage] = []
-        self.lent: list[Name] = []  # have the numbers -1, -2, ...; no image holds them
+        # lent storages have the numbers -1, -2, ...; no image holds them
+        self.lent: list[Name] = []
         self.rows: dict[int, tensors.Row] = {}  # id -> location of a tensor or an array
         self.weak: list[tuple[object, object]] = []
         self.last: object = None
@@ -264,7 +265,7 @@ def _reduce_module(capture: Capture, module: torch.nn.Module) -> Any:
         names = tuple(module.parametrizations)  # type: ignore[arg-type]
         return make_parametrized, (cls.__mro__[1], names), vars(module), None, None, set_module
     state = vars(module)
-    if cls.__module__ == "torch._dynamo.eval_frame":  # torch's own way loses the hooks
+    if cls.__module__ == "torch._dynamo.eval_frame":  # torch's own pickling loses the hooks
         hooks = {name: state[name] for name in _HOOK_TABLES if state.get(name)}
         return cls, (module._orig_mod, module.dynamo_ctx), hooks, None, None, set_module
     if cls.__getstate__ is not torch.nn.Module.__getstate__ or _reduces_itself(cls):

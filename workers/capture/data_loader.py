@@ -116,7 +116,7 @@ _PLAIN = (int, float, str, bool, type(None))
 
 @known
 class Moment:
-    """All that the next draw of a sampler depends on."""
+    """Everything on which the next draw of a sampler depends."""
 
     def __init__(self, sampler: Any) -> None:
         self.process = _of_process()
@@ -173,7 +173,7 @@ class BatchOrder:
         self.print = 0  # hash of the indices taken
         self.draws = {-1: Moment(sampler)}
         self.left: list[torch.Tensor] = []  # states of the sampler's generators after the last draw
-        self.again = deque[Any]()  # indices taken but not given out before the capture
+        self.again = deque[Any]()  # indices that were taken but not given out before the capture
         self.is_simple = _draws_only_at_first(sampler)
         self._given: Iterator[Any] | None = iter(sampler)
 
@@ -289,7 +289,8 @@ class _Following:
 
     @property
     def _index_sampler(self) -> Ordered:
-        if "index_sampler" not in vars(self):  # restored, and not started again yet
+        # set while the iterator is restored and not started again
+        if "index_sampler" not in vars(self):
             return Ordered(vars(self)["loader"]._index_sampler)
         sampler: Ordered = vars(self)["index_sampler"]
         return sampler

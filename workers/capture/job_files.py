@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 FILES_LIMIT = 10_000
 SETTLED_NS = (
-    # file system clocks tick coarsely: this long a change may leave the file's time as it is
+    # file system clocks tick coarsely: for so long a change may not show in the file's time
     100_000_000
 )
 
@@ -75,7 +75,7 @@ def listing(capture: Capture) -> list[Entry]:
             elif not found.is_dir():
                 continue  # a socket or a pipe: the process that needs it makes it again
         except FileNotFoundError:
-            continue  # gone meanwhile, for example because a loading process tidies up
+            continue  # the file is gone, for example because a loading process tidied up
         except OSError as error:
             what = f"a file that cannot be read ({error.strerror})"
             raise Refused(

@@ -21,7 +21,7 @@ _MODULE_TABLES = ("_parameters", "_buffers", "_modules")  # attributes of torch.
 
 
 class Uncapturable(Exception):
-    """Something cannot be captured: `path` is its place, `what` its type.
+    """Raised when an object cannot be captured: `path` is its place, `what` its type.
 
     A path looks like "job.data._it".
     """
@@ -32,7 +32,7 @@ class Uncapturable(Exception):
 
 
 class Refused(Exception):
-    """Something cannot be captured; raised while pickling, where its path is not known yet."""
+    """Raised while pickling an object that cannot be captured, whose path is not known yet."""
 
     def __init__(self, obj: object, what: str, advice: str) -> None:
         self.obj, self.what, self.advice = obj, what, advice

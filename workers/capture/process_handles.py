@@ -117,7 +117,7 @@ def process_group(name: str) -> object:
 
 def _reduce_stream(capture: Capture, stream: Any) -> Any:
     is_default = stream.stream_id == 0
-    priority = getattr(stream, "priority", 0)  # only the classes of some kinds tell it
+    priority = getattr(stream, "priority", 0)  # only some classes of groups tell their timeout
     return make_stream, (type(stream), str(stream.device), is_default, priority)
 
 
@@ -194,7 +194,7 @@ def make_reentrant_lock() -> object:
 @known
 def set_logger(logger: logging.Logger, state: dict[str, Any]) -> None:
     vars(logger).update(state)
-    logger.setLevel(state["level"])  # also clears the cache of enabled levels
+    logger.setLevel(state["level"])  # setLevel also clears the cache of enabled levels
 
 
 # --- functions with state beyond their code -------------------------------------------------------
@@ -299,7 +299,7 @@ def _kept(capture: Capture, reference: object, target: object) -> bool:
 
 
 class _Nothing:
-    """An object that is freed as soon as it is made."""
+    """An object that is freed as soon as it is made: the target of a dead weak reference."""
 
 
 @known

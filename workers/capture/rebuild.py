@@ -69,7 +69,7 @@ class Surroundings:
     ) -> None:
         self.code, self.scratch = code, scratch
         self.scratch_limit_bytes = scratch_limit_bytes
-        # by path, what was read before: unchanged files are not read again
+        # path -> bytes read before, as unchanged files are not read again
         self.files: dict[str, Any] = {}
         self.lent: LentStorages = NothingLent()
         self.named = {

@@ -22,7 +22,7 @@ from workers.capture import data_loader, job_files, process_handles, tensors  # 
 from workers.capture.rebuild import Loading, Surroundings, current, known, rebuilding
 from workers.hardware.accelerator import Accelerator, default_generators
 
-TRAILER_BYTES = 8  # the end of a graph, which says where the header begins
+TRAILER_BYTES = 8  # the last bytes of a graph, which say where the header begins
 
 
 def rebuilt(

@@ -31,7 +31,7 @@ Value = torch.Tensor | dict[str, torch.Tensor]
 
 
 class Unpublishable(Exception):
-    """The value to publish is no tensor or dict of tensors.
+    """Raised for a value to publish that is no tensor or dict of tensors.
 
     The message says where and what to do.
     """

@@ -205,7 +205,8 @@ def _memory(array: Array) -> torch.UntypedStorage | None:
         return owner.untyped_storage()
     if type(root) is not numpy.ndarray or not (root.flags.owndata or type(owner) is bytes):
         return None
-    whole: Any = (ctypes.c_char * root.nbytes).from_address(_address(root))  # for any order of axes
+    # works for any order of axes
+    whole: Any = (ctypes.c_char * root.nbytes).from_address(_address(root))
     whole._root = root  # so the storage below keeps the array alive
     return torch.from_numpy(numpy.frombuffer(whole, numpy.uint8)).untyped_storage()
 

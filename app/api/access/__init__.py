@@ -1,1 +1,1 @@
-"""Says who calls, what they may see, and how much they may ask for at once."""
+"""Finds out who calls, what they may see, and how many calls they may make."""

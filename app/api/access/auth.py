@@ -42,7 +42,7 @@ from app.settings import settings
 COOKIE = rate_headers.SESSION_COOKIE
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 NO_SECRET = ""  # `secret_sha256` of a key without a secret
-USES_EVERY_S = 60.0  # seconds; `last_used_at` is written at most this often
+USES_EVERY_S = 60.0  # shortest time in s between two writes of `last_used_at`
 
 _BASE62 = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _ID_LENGTH, _SECRET_LENGTH, _CHECK_LENGTH = 8, 43, 6
@@ -52,7 +52,7 @@ _ID_LENGTH, _SECRET_LENGTH, _CHECK_LENGTH = 8, 43, 6
 class Caller:
     """The user or program that makes a call.
 
-    `scopes` are those to which its key is narrowed, None if it is not; `service`: a program.
+    `scopes` are the scopes to which its key is narrowed, None without such; `service`: a program.
     `in_root`: of the root tenant, which owns no share and so cannot submit work.
     """
 
@@ -265,7 +265,7 @@ def sign_in(session: Session, token: str) -> tuple[Caller, str]:
     """Open a browser session for a key: returns (caller, cookie value); raises Unauthenticated."""
     caller = caller_of_key(session, token)
     if caller.service or caller.scopes is not None:
-        # The pages show all that a role may see, and a program reads no pages.
+        # The pages show all that a role may see, and programs read no pages.
         raise Unauthenticated(
             "this key is for programs (it has scopes or belongs to a service account) and cannot "
             "sign in"
@@ -356,7 +356,7 @@ async def authenticated(
 ) -> Caller:
     """Return the caller, after a check of the scope.
 
-    `bearer` and `cookie` are only there for the OpenAPI document.
+    `bearer` and `cookie` are parameters only for the OpenAPI document.
     """
     caller = await identified(request)
     _check_scope(caller, request.scope["route"])

@@ -1,7 +1,7 @@
 """Caches callers whose keys were valid a moment ago, so that frequent callers need no query.
 
 Changes of keys, users and tenants that this process commits count at once.  Changes committed by
-other processes, expired keys, and changes committed past the ORM count KNOWN_S later at most.
+other processes, expired keys, and changes committed without the ORM count after KNOWN_S at most.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ KNOWN_S = 1.0
 KEPT = 10_000
 
 _TELLING: tuple[type[Base], ...] = (ApiKey, User, Tenant)
-_CHANGED = "callers"  # key in `session.info`: the session changed rows of _TELLING
+_CHANGED = "callers"  # key in `session.info`, set when the session changed rows of _TELLING
 
 
 @dataclass(frozen=True, slots=True)
 class _KnownCredential:
     caller: Caller
-    until_s: float  # seconds of the monotonic clock
+    until_s: float  # time by the monotonic clock, in seconds
 
 
 class Callers:

@@ -100,7 +100,7 @@ class Gate:
         self._waiting.move_to_end(whose)
         if not queue:
             del self._waiting[whose]
-        if not admitted.done():  # else its wait was cancelled at this moment
+        if not admitted.done():  # otherwise the wait was cancelled at this moment
             self._inside[whose] += 1
             admitted.set_result(None)
 

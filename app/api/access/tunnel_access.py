@@ -14,7 +14,8 @@ from app.db.models import Task
 def why_closed(caller: Caller, task: Task) -> str:
     """Say why this caller cannot open a shell or a port of the task; "" if the caller can.
 
-    The descriptor is read as JSON: a list of tasks has no time to check each again.
+    The descriptor is read as unchecked JSON, because checking each task of a list again would take
+    too long.
     """
     if not may_act(caller, task):
         return "only its owner or an administrator may look into it"

@@ -6,7 +6,7 @@ is empty, this process rejects unknown credentials from that address, without a 
 bucket fills again.  Keys that were valid before still work from there.
 
 A flood writes few records: one per key or address in a minute, and at most RECORDS_PER_MIN in
-total.  Each record says how many wrong keys this process has seen since the record before it.
+total.  Each record says how many wrong keys this process has seen since the previous record.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Guard:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # by address, in seconds of the monotonic clock
+        # until when an address is rejected, in seconds of the monotonic clock
         self._refused_until_s: OrderedDict[str, float] = OrderedDict()
         self._recorded_s: deque[float] = deque(maxlen=RECORDS_PER_MIN)
         self._unrecorded = 0
@@ -77,7 +77,7 @@ def address_of(request: Request) -> str:
 
 
 def check_address(request: Request) -> None:
-    """Raises TooManyCalls while the caller's address has sent too many wrong keys."""
+    """Raise TooManyCalls while the caller's address has sent too many wrong keys."""
     if (left_s := guard.seconds_left(address_of(request))) > 0:
         raise _too_many(max(1, round(left_s)))
 
