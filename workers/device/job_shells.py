@@ -8,7 +8,7 @@ from workers.process.wire import TenantWire
 
 
 class JobShells:
-    """The processes beside one job; each leaves by itself, and its end closes its wire."""
+    """The processes beside one job; each ends by itself, which closes its wire."""
 
     def __init__(self) -> None:
         self.is_seated = False
@@ -24,7 +24,7 @@ class JobShells:
         return bool(self._wires)
 
     def seat(self, *, is_seated: bool) -> None:
-        """Let them run, or stop them."""
+        """Let the processes run, or stop them."""
         if is_seated == self.is_seated:
             return
         self.is_seated = is_seated

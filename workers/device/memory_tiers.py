@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 JSON = dict[str, Any]
 
-GRANT_BYTES = 16 * 2**20  # least grant, unless less is wanted
+GRANT_BYTES = 16 * 2**20  # least memory that is granted at once, unless less is wanted
 LEAVE_US = 10_000_000  # limit to release memory; then the resident is ended if its image is durable
 
 
@@ -57,7 +57,7 @@ class Residency:
         self.held_ahead = held_ahead
         self.account = DeviceAccount(house.memory_bytes)
         self.expected: list[str] = []
-        self.guest_bytes = 0  # asked for here by commands with another home device
+        self.guest_bytes = 0  # memory that commands with another home device asked for here
         self.lacks = ""
 
     # --- accounting ---
@@ -121,7 +121,7 @@ class Residency:
             if resident.level == "leaving" and now_us >= resident.leave_by_us:
                 self._did_not_leave(resident, now_us)
             elif resident.level == "coming" and resident.stay.state == "paused":
-                self.begin_to_evict(resident, now_us)  # its return was called off
+                self.begin_to_evict(resident, now_us)  # the return was called off
         wanted = [r for r in self.living if r.stay.state == "seating" and r.level != "device"]
         if not wanted:
             self._make_room(0, now_us, places=0)
@@ -199,7 +199,7 @@ class Residency:
         return False
 
     def _did_not_leave(self, resident: Resident, now_us: int) -> None:
-        if resident.stay.state == "pausing":  # its step is not over
+        if resident.stay.state == "pausing":  # the step is not over
             resident.leave_by_us = now_us + LEAVE_US
             return
         resident.level, resident.may_leave = "device", False
@@ -210,7 +210,7 @@ class Residency:
 
     def _let_come(self, resident: Resident, now_us: int) -> None:
         if resident.level == "leaving":
-            return  # it reports when it is done
+            return  # the resident reports when it is done
         lacking = resident.lacking_bytes
         self.lacks, there = self._make_room(lacking, now_us, places=0, coming=resident)
         granted = lacking if there else min(lacking, max(0, self.free_bytes))
@@ -230,12 +230,13 @@ class Residency:
         house, is_settled = self.house, message.get("settled") is True
         told = number(message, "memory_bytes")
         if is_settled and turn == resident.turn:
-            resident.measured_bytes = None  # counted before it left or came
+            # this message was sent before the memory left or came back
+            resident.measured_bytes = None
         memory_bytes = resident.bounded_memory(told, house.memory_bytes, house.kind, now_us())
         if turn > resident.turn:
             raise Nonsense("it says what is away without being asked")
         if turn < resident.turn:
-            return  # a newer order is under way, which it answers too
+            return  # a newer order is on its way, and its answer will follow
         resident.measure()
         if away_bytes > resident.slab_bytes:
             raise Nonsense("more is away than lies in its slab")

@@ -49,8 +49,8 @@ class Saving:
     took_us: int = 0
     new_bytes: int = 0
     has_processes: bool = False  # of its command
-    bound_because: str = ""  # why it has none, though they were asked for
-    printed: tuple[int, ...] = ()  # epoch and number of log lines, when they were dumped
+    bound_because: str = ""  # why the image has no processes, although they were asked for
+    printed: tuple[int, ...] = ()  # epoch and number of log lines when the processes were dumped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,28 +101,30 @@ class Resident:
     pidfd: int | None = None
     pid: int = 0
     preset: JSON = field(default_factory=dict)
-    device_preset: JSON = field(default_factory=dict)  # its part that the driver has taken
+    # the part of its preset that the driver has taken
+    device_preset: JSON = field(default_factory=dict)
     capabilities: list[str] = field(default_factory=list)
     saved: Saving | None = None  # its newest durable image
     # of its newest durable image that has its processes too, if it is a command
     processes_step: int | None = None
-    bound_because: str = ""  # why the processes of a command cannot go to another device
+    bound_because: str = ""  # why the processes of its command cannot go to another device
     # epoch and number of its log lines when its processes were dumped last
     printed: tuple[int, ...] = ()
     adoption: Adoption | None = None  # the processes of a command wait to be restored below it
     dump_damaged: bool = False  # a dump has damaged the processes of its command, now or before
     memory_bytes: int = 0
-    measured_bytes: int | None = None  # on the device by the driver's count; None: not counted yet
+    # memory on the device by the driver's count; None: not counted yet
+    measured_bytes: int | None = None
     idle_us: int = 0  # how long the processes of a session have computed nothing
-    staged_us: int = 0  # how long it stopped in the slot to copy its state
-    slab_bytes: int = 0  # as counted by the kernel
+    staged_us: int = 0  # time for which the process stopped in the slot to copy its state
+    slab_bytes: int = 0  # memory of the slab as counted by the kernel
     spilled_bytes: int = 0  # blocks of a graph in host memory
     known: Known = field(default_factory=Known)
     level: str = "device"  # place of its state, see `workers.device.memory_tiers`
-    may_leave: bool = True  # it frees device memory when told to
+    may_leave: bool = True  # True if the process frees device memory when told to
     leave_by_us: int = 0
     turn: int = 0  # number of orders about the place of its memory
-    away_bytes: int = 0  # its memory that is off the device
+    away_bytes: int = 0  # bytes of its memory that are off the device
     granted_bytes: int = 0  # device memory granted for its return
     absent_us: int = 0  # usual time between a pause and its next slice; 0: unknown
     saves: int = 0  # number of images and outputs being stored
@@ -135,21 +137,22 @@ class Resident:
     shells: JobShells = field(default_factory=JobShells)  # processes beside a job
     parts: Parts = field(default_factory=Parts)  # received parts of a long message
     is_parsed: bool = False  # another thread parses a long message; later messages wait
-    is_muted: bool = False  # not read from for a while, as it sent too much
+    is_muted: bool = False  # True while it is not read from, because it sent too much
     said: deque[JSON] = field(default_factory=deque)  # messages read and not processed yet
     checked: JSON | None = None  # the event made of a final message that came in parts
-    exit_status: int | None = None  # its exit status, if it exited while a message was parsed
+    exit_status: int | None = None  # exit status, if the process exited while a message was parsed
     frames: TokenBucket = field(default_factory=lambda: TokenBucket(FRAMES_BURST, FRAMES_PER_S))
     said_bytes: TokenBucket = field(default_factory=lambda: TokenBucket(BYTES_BURST, BYTES_PER_S))
     calm: TokenBucket = field(default_factory=lambda: TokenBucket(MUTED_BURST_S, MUTED_PER_S))
     kernel: tuple[int, int] | None = None  # (own, shared) bytes of its processes in the kernel
     kernel_us: int = 0  # when the kernel was last asked for its memory
-    environment: HeldEnvironment | None = None  # in use until the process is gone
-    refused: str = ""  # what its limits denied it, in a sentence
-    # resource -> the most that it was seen to take of its host (`provisions.resources`)
+    # sandbox directory, in use until the process is gone
+    environment: HeldEnvironment | None = None
+    refused: str = ""  # what its limits refused the process, in a sentence
+    # resource -> highest use of the host that was seen (`provisions.resources`)
     peaks: dict[str, int] = field(default_factory=dict)
-    look_us: int = 0  # when it is looked at next
-    cpu: tuple[int, int] = (0, 0)  # its processor time, and when that was seen
+    look_us: int = 0  # when the process is looked at next
+    cpu: tuple[int, int] = (0, 0)  # processor time of the process, and when it was read
 
     @property
     def id(self) -> int:
@@ -242,7 +245,7 @@ class Resident:
 
     @property
     def is_durable(self) -> bool:
-        """True if ending it now loses nothing; of a command, also its processes are stored."""
+        """True if ending it now loses nothing; for a command its processes must be stored, too."""
         has_all = not (self.is_command and self.has_state)
         return self.is_kept and (has_all or self.processes_step == self.record.saved_step)
 
@@ -277,7 +280,7 @@ class Resident:
         return {"level": self.level, **held}
 
     def cap_bytes(self, device_bytes: int) -> int:
-        """Return the most memory that it may have on a device with so much."""
+        """Return the most memory that the resident may have on a device with so much memory."""
         asked_bytes = self.stay.spec.devices.memory_bytes
         return cap_bytes(self.record.stay.milli, asked_bytes, device_bytes)
 
@@ -305,8 +308,8 @@ class Resident:
         """Bound the memory that a job reports by its device, and by the count of the kernel or the
         driver.
 
-        The kernel counts the memory of a CPU device now.  The driver of an accelerator has counted
-        it a while ago, and the job may have taken more since then.
+        The kernel counts the memory of a CPU device at once.  The driver of an accelerator counted
+        a while ago, and the job may have taken more since then.
         """
         if kind != "cpu":
             return max(min(told, house_bytes), self.measured_bytes or 0)
@@ -355,7 +358,7 @@ class Resident:
         try:
             self.wire.send({"is": word, **said}, fds)
         except OSError:
-            return  # it is dying; its exit will be reported
+            return  # the process is dying; its exit will be reported
 
     def kill(self) -> None:
         """Kill the process and all that it started, at once."""

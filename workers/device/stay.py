@@ -31,7 +31,7 @@ class Stay:
     """Represents one epoch of one task on this device."""
 
     launch: Launch
-    record: StayRecord  # what the device's machine decides from
+    record: StayRecord  # the facts from which the device's machine decides
     shared_key: str = ""  # of the processes in which it may run after other functions
     metrics: JSON = field(default_factory=dict)
     points: list[list[Any]] = field(default_factory=list)
@@ -45,14 +45,14 @@ class Stay:
     log: Log = field(default_factory=Log)
     redactor: Redactor = NO_SECRETS
     unstaged_us: int = 0  # `staged_us` of its process when this stay began
-    input_bytes: int = 0  # of all its inputs
-    fetched_bytes: int = 0  # of its inputs that came from the store
+    input_bytes: int = 0  # bytes of all its inputs
+    fetched_bytes: int = 0  # bytes of the inputs that came from the store
     ways: JSON = field(default_factory=dict)  # port -> way by which the input came
     lacks: set[str] = field(default_factory=set)  # ports of late inputs that have not arrived
     given: JSON = field(default_factory=dict)  # port -> source of a late input that can be fetched
     coming: set[str] = field(default_factory=set)  # ports of late inputs being fetched
     awaits: str = ""  # port of the input that its process waits for
-    network: JSON = field(default_factory=dict)  # what it used of the network (`ResidentView`)
+    network: JSON = field(default_factory=dict)  # use of the network (`ResidentView`)
     # peaks and memory of its function, whose process runs another one now
     peaks: dict[str, int] = field(default_factory=dict)
     memory_bytes: int = 0
@@ -83,7 +83,7 @@ class Stay:
         return self.launch.task, self.launch.epoch
 
     def keep_out(self, redactor: Redactor) -> None:
-        """Replace the values of these secrets in all that its process says from now on."""
+        """From now on, replace the values of these secrets in all output of the process."""
         self.redactor = self.log.redactor = redactor
 
     def leave_process(self) -> None:
@@ -121,7 +121,7 @@ class Stay:
         return self.record.held_us(now_us)
 
     def staged_us(self, now_us: int) -> int:
-        """The time its process stopped to copy state; it may lie, so slot time is the bound."""
+        """The time for which its process stopped to copy state; at most its slot time."""
         told_us = 0 if self.resident is None else self.resident.staged_us - self.unstaged_us
         return max(0, min(told_us, self.held_us(now_us)))
 

@@ -21,7 +21,7 @@ class StayRecord:
     task: str
     epoch: int
     arrived_us: int = 0
-    budget_us: int = 0  # of slot time
+    budget_us: int = 0  # slot time that the stay may still use
     is_remote: bool = False  # remote ranks; their coordinator host reports for them
     state: StayState = StayState.SEATING
     is_confirmed: bool = False
@@ -37,7 +37,8 @@ class StayRecord:
     notice_us: int = 0  # the notice that the task asks for; 0: none
     noticed: str = ""  # why it got a notice (`provisions.notice.NoticeReason`), or empty
     noticed_until_us: int | None = None  # when it is paused after a notice
-    launch_slots: list[int] = field(default_factory=lambda: [1])  # that it is to begin on
+    # slots on which the task is to begin
+    launch_slots: list[int] = field(default_factory=lambda: [1])
     slots: list[int] = field(default_factory=lambda: [1])  # slots of its ranks, by host
     guests: list[str] = field(default_factory=list)  # further devices that its process sees
     secrets_mark: str = ""  # another one means other values of its secrets
@@ -102,11 +103,11 @@ class ProcessRecord:
     is_prepared: bool = False
     is_renewed: bool = False  # it ran another function before
     rests_until_us: int | None = None  # while it rests: when it ends unless a function comes
-    is_away: bool = False  # its memory is off the device, or not granted yet
-    yields: bool = False  # it was told that its slice is over
+    is_away: bool = False  # the process's memory is off the device, or not granted yet
+    yields: bool = False  # the process was told that its slice is over
     is_still: bool = False  # the device's trust has ended, and it has stopped
-    has_state: bool = False  # it has had the slot, so it has state to lose
-    saved_step: int | None = None  # of its newest durable image
+    has_state: bool = False  # the process has had the slot, so it has state to lose
+    saved_step: int | None = None  # step of the newest durable image
     paused_us: int = 0
     step_since_us: int = 0  # when its present step began, at the earliest
     step_us: int = 0  # how long its steps last: the longest of late

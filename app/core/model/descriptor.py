@@ -61,17 +61,17 @@ ENDS = ("done", "failed", "cancelled")
 RUNS = ("job", "function", "command", "graph")
 _LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
 OWN_PROCESS = "process"  # the value of `isolation`: no other function runs in its process
-# ranks of these stay on their devices, unless the descriptor says otherwise
+# ranks of these programs keep their devices, unless the descriptor says otherwise
 ONE_DEVICE = ("function", "command")
 
 MAX_TASKS = 1000
 MAX_ISLANDS = 64
-MAX_PARAMS_BYTES = 256 * 1024  # bytes per task, as JSON
+MAX_PARAMS_BYTES = 256 * 1024  # most bytes of parameters of a task, as JSON
 # bytes of all words, and of the parameters as JSON: the limit of exec
 MAX_COMMAND_BYTES = 64 * 1024
 MAX_WORDS = 1000
 MAX_LABELS = 64
-MAX_DEVICE_LABELS = 16  # labels of devices that a task may name
+MAX_DEVICE_LABELS = 16  # most labels of devices that a task may name
 MAX_MEMORY_BYTES = 2**50
 MAX_DURATION_S = 365 * 86400.0
 
@@ -90,7 +90,7 @@ _CHECKPOINT_RULE = 'the id of a checkpoint: "ckp_" and 32 hexadecimal digits'
 
 
 class BadDescriptor(Exception):
-    """The input is not a valid descriptor; `faults` lists all that is wrong with it."""
+    """Raised for an invalid descriptor; `faults` lists everything that is wrong."""
 
     def __init__(self, faults: tuple[Fault, ...]) -> None:
         self.faults = faults
@@ -217,7 +217,7 @@ class TaskDescriptor:
     secrets: tuple[str, ...] = ()
     mounts: Mapping[str, str] = field(default_factory=dict)
     image: str | None = None
-    environment: TaskEnvironment | None = None  # computed from that of the request
+    environment: TaskEnvironment | None = None  # computed from the environment of the request
     notice: Notice | None = None
     resources: Resources = NO_RESOURCES
     session: InteractiveSession | None = None

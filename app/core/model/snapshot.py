@@ -122,9 +122,9 @@ class GangWait:
 
     Devices are kept for the `gang` ("": for none) in its `epoch`, which expects the last one at
     `at_s`.  Of them `idle` stand free since `idle_since_s`, though other tasks could run there;
-    `lost_s` are the device-seconds that stood free in this wait before.  The waits so far are paid
-    for at `again_s`; no other begins before.  `each_s` is how long each device of the last gang
-    stood free for it.
+    `lost_s` are the device-seconds that stood free in this wait before.  At `again_s` the waits so
+    far are paid for; no other wait begins before that.  `each_s` is how long each device of the
+    last gang stood free for it.
     """
 
     kind: str
@@ -152,7 +152,7 @@ class BoardDevice:
     up: bool = True
     cordoned: bool = False
     stopping: bool = False  # the device's worker is about to stop
-    unfit: str = ""  # why a health rule has cordoned it
+    unfit: str = ""  # why a health rule has cordoned the device
     memory_bytes: int = 0
     cost: int = 1000  # thousandths: the cost of a second of this kind
     lease_until_s: float = 0.0
@@ -170,7 +170,7 @@ class BoardDevice:
 
     @property
     def location(self) -> tuple[str, ...]:
-        """Its location from wide to narrow (`core.scheduling.nearness`)."""
+        """The device's location from wide to narrow (`core.scheduling.nearness`)."""
         return self.rack, self.host, *self.inside
 
 
@@ -245,13 +245,13 @@ class BoardTask:
     width_max: int = 0  # devices that the task can use at most; 0: no more than `width`
     across_hosts: bool = False
     one_host: bool = False
-    choice: str = ""  # the devices that suit it (`core.model.device_choice`)
+    choice: str = ""  # which devices suit the task (`core.model.device_choice`)
     tier: str = "standard"
     priority: int = 0
     submitted_s: float = 0.0
     conditions: Conditions = field(default_factory=Conditions)
-    waiting_since_s: float | None = None  # None: since the task was submitted
-    waited_s: float = 0.0  # s in earlier waits
+    waiting_since_s: float | None = None  # since when the task waits; None: since it was submitted
+    waited_s: float = 0.0  # in s: the sum of earlier waits
     expected_s: float | None = None  # s that the task is expected to run on; None if unknown
     away: tuple[tuple[float, float], ...] = ()
     movable: bool = False
@@ -261,7 +261,7 @@ class BoardTask:
     leaves: tuple[str, ...] = ()
     launched_s: float = 0.0  # when the Launch order was written
     started_s: float | None = None  # when the device reported that the task runs
-    # since when it is charged for what it holds now; None: since its launch
+    # since when the task is charged for its present devices; None: since its launch
     resized_s: float | None = None
     accrued_us: int = 0  # device time of this epoch not yet charged to the tenant
     held_us: int = 0  # device time of this epoch, in total
@@ -271,7 +271,7 @@ class BoardTask:
     saved: bool = True
     restarts: bool = False  # a command: restarts elsewhere unless its processes are `movable`
     goes_on_with: str = ""
-    switch_us: int = 0  # cost of the last switch to this task
+    switch_us: int = 0  # what the last switch to this task cost
     graph: bool = False
     gang: str = ""
     ticket: bool = False

@@ -1,16 +1,16 @@
-"""Choose which of the heartbeats that have come a round takes, so that it ends in time.
+"""Choose which of the waiting heartbeats a round takes, so that the round ends in time.
 
-A round that takes in whatever has come lasts the longer the more comes, and while it lasts more
-comes.  So a round takes at most `bound`, the longest waiting first; the bound follows what the
-last rounds took.  A heartbeat with events weighs more than one without: an end takes statements of
-its own, and mostly brings the launch of another task.
+If a round took all waiting heartbeats, a long round would make the next one longer.  So a round
+takes at most `bound`, the longest waiting first.  The bound follows the durations of the last
+rounds.  A heartbeat with events weighs more than one without: the end of a task needs more
+statements, and mostly leads to the launch of another task.
 """
 
 from __future__ import annotations
 
 from app.core.model.messages import Alive
 
-FIRST, LEAST, MOST = 256, 128, 1024  # the bound at first, and its limits
+FIRST, LEAST, MOST = 256, 128, 1024  # the first bound, and its limits
 EVENT_WEIGHT = 20  # an event, and a launch that follows, count as so many heartbeats
 
 
@@ -24,7 +24,7 @@ class HeartbeatBacklog:
     def __init__(self) -> None:
         self.bound = FIRST
         self._waiting: dict[tuple[str, str], tuple[Alive, float]] = {}
-        self._taken: list[tuple[Alive, float]] = []  # by the last round
+        self._taken: list[tuple[Alive, float]] = []  # heartbeats taken by the last round
         self._is_cut_short = False  # True if the last round left some
 
     def __len__(self) -> int:
@@ -55,10 +55,10 @@ class HeartbeatBacklog:
         self._taken = []
 
     def alive_since(self) -> list[tuple[Alive, float]]:
-        """Return the waiting heartbeats that prove a device alive, and when each came.
+        """Return the waiting heartbeats that prove a device alive, and when each arrived.
 
-        A process is gone when a later one of its device has spoken.  A device that leaves asks for
-        no lease.
+        Once a later process of its device has reported, a process is gone.  A device that leaves
+        asks for no lease.
         """
         newest: dict[str, tuple[Alive, float]] = {}
         for _, (alive, came_s) in sorted(self._waiting.items()):
