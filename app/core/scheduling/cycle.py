@@ -117,7 +117,7 @@ def cycle(board: Board, *, lift: bool = True) -> Plan:
         _grow(draft, kept)
     gang_waits.note_idle(board, draft.held_back)
     board.memory.goes_on = bool(board.short)
-    seen = not board.short and not board.longer  # True if all waiting tasks are loaded
+    seen = not board.short and not board.longer  # are all waiting tasks loaded?
     if seen and not draft.decisions and not kept and not urgent and draft.again_s == NEVER:
         until_s = preemption.nobody_gains_until_s(board)
         if board.elastic:
@@ -128,7 +128,7 @@ def cycle(board: Board, *, lift: bool = True) -> Plan:
         before=draft.before,
         look_again_s=_look_again_s(board, urgent, draft.again_s),
         now_s=board.now_s,
-        lifts=_take_out(board.memory.lifted),
+        lifts=_taken(board.memory.lifted),
     )
 
 
@@ -149,7 +149,7 @@ def _nothing_moved(draft: _DraftPlan) -> bool:
     return not board.urgency.tasks() and not any(wait.gang for wait in board.waits.values())
 
 
-def _take_out(
+def _taken(
     lifted: dict[tuple[str, str, str], IdleCreditFloor],
 ) -> tuple[IdleCreditFloor, ...]:
     found = tuple(lifted[key] for key in sorted(lifted))
