@@ -12,13 +12,13 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
 import uuid_utils
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from fastapi._compat import ModelField, field_annotation_is_sequence
 from fastapi.dependencies.models import Dependant
 from fastapi.dependencies.utils import get_flat_params
@@ -164,7 +164,6 @@ def v1_router(tag: str, *statuses: int) -> APIRouter:
         prefix="/v1",
         tags=[tag],
         route_class=StrictRoute,
-        dependencies=[Depends(known_parameters)],
         responses=problems.declared(401, 422, 429, 503, *statuses),
     )
 
@@ -184,7 +183,7 @@ class StrictRequest(Request):
 class StrictRoute(ScopedRoute):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.needs_caller = auth.authenticated in _calls_of(self.dependant)
+        self.needs_caller = not auth.AUTHENTICATING.isdisjoint(_calls_of(self.dependant))
         if self.body_field is not None:
             self.responses = {**self.responses, **problems.declared(415)}
 
@@ -203,12 +202,13 @@ class StrictRoute(ScopedRoute):
                 _check_media_type(request.headers)
             if self.needs_caller:  # before the body is read
                 await auth.identified(request)
+            _check_parameters(request, self.query_parameters)
             return await handle(StrictRequest(request.scope, request.receive))
 
         return handle_strictly
 
 
-def _calls_of(dependant: Dependant) -> Iterator[object]:
+def _calls_of(dependant: Dependant) -> Iterator[Callable[..., Any] | None]:
     for each in dependant.dependencies:
         yield each.call
         yield from _calls_of(each)
@@ -295,12 +295,8 @@ def _plain(value: Any, depth: int) -> None:
             _plain(item, depth - 1)
 
 
-async def known_parameters(request: Request) -> None:
-    """Reject query parameters that are unknown, repeated without being lists, or contain a NUL.
-
-    A dependency of routes.
-    """
-    known = request.scope["route"].query_parameters
+def _check_parameters(request: Request, known: Mapping[str, ModelField]) -> None:
+    """Reject query parameters that are unknown, repeated without being lists, or contain a NUL."""
     given = request.query_params.multi_items()
     times = Counter(name for name, _ in given)
     faults = [

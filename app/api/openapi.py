@@ -13,12 +13,27 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import TypeAdapter
 
+from app.api.access.rate_headers import SESSION_COOKIE
 from app.api.descriptor_schema import COMPONENTS
 from app.api.schemas.base import Problem
 
 JSON = dict[str, Any]
 
 _REF = "#/components/schemas/"
+_SECURITY = {
+    "key": {
+        "type": "http",
+        "description": "An API key `rh_…`, created with POST /v1/keys, or a token of the identity "
+        "provider.",
+        "scheme": "bearer",
+    },
+    "session": {
+        "type": "apiKey",
+        "description": "A session of a signed-in browser.",
+        "in": "cookie",
+        "name": SESSION_COOKIE,
+    },
+}
 
 
 def install(app: FastAPI) -> None:
@@ -38,6 +53,7 @@ def completed(document: JSON) -> JSON:
     schemas = document["components"]["schemas"]
     _add_problem(schemas)
     schemas.update(deepcopy(COMPONENTS))
+    document["components"]["securitySchemes"] = deepcopy(_SECURITY)
     _put_nulls_back(document)
     for name, schema in schemas.items():
         if name.startswith("Page_") and (item := _example(schemas, _items(schema))) is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import select
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -22,6 +22,7 @@ from sqlalchemy import Engine, Row, Select, create_engine, event, text
 from sqlalchemy.exc import InvalidatePoolError
 from sqlalchemy.orm import Session, sessionmaker
 from starlette.concurrency import run_in_threadpool
+from starlette.requests import HTTPConnection
 
 from app.settings import settings
 
@@ -158,22 +159,26 @@ def released(session: Session) -> Iterator[Session]:
         session.close()
 
 
-async def get_session() -> AsyncIterator[Session]:
-    """Yield a session that holds no connection; an endpoint uses one only inside `released`."""
-    session = _sessions()()
-    try:
-        yield session
-        if session.in_transaction():
-            raise RuntimeError("an endpoint left its transaction open: it must use `released`")
-    finally:
-        if session.in_transaction():
-            with CancelScope(shield=True):
-                await run_in_threadpool(session.close)
+async def get_session(request: HTTPConnection) -> Session:
+    """Return the session of a call.  It holds no connection; an endpoint uses one only inside
+    `released`.
+    """
+    session = request.state.session = _sessions()()
+    return session
 
 
-# scope="function" runs the check at the end of `get_session` before the response is sent; FastAPI's
-# default would run it afterwards.
-Db = Annotated[Session, Depends(get_session, scope="function")]
+async def close_session(request: HTTPConnection) -> None:
+    """Close the session of a call that has ended; raises RuntimeError if its transaction is
+    open.
+    """
+    session: Session | None = getattr(request.state, "session", None)
+    if session is not None and session.in_transaction():
+        with CancelScope(shield=True):
+            await run_in_threadpool(session.close)
+        raise RuntimeError("an endpoint left its transaction open: it must use `released`")
+
+
+Db = Annotated[Session, Depends(get_session)]
 
 
 def now_s(session: Session) -> float:

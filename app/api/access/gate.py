@@ -28,7 +28,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
 from app.api.access import rate_headers
-from app.db.transactions import POOL_SIZE, POOL_WAIT_S, released
+from app.db.transactions import POOL_SIZE, POOL_WAIT_S, close_session, released
 from app.errors import Unavailable
 
 WAIT_S = POOL_WAIT_S
@@ -158,11 +158,14 @@ class GatedRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def handle_in_turn(request: Request) -> Response:
-            if not self.is_gated:
-                return await handle(request)
-            await read_body(request)
-            async with gate().entered(rate_headers.whose(request)):
-                return await handle(request)
+            try:
+                if not self.is_gated:
+                    return await handle(request)
+                await read_body(request)
+                async with gate().entered(rate_headers.whose(request)):
+                    return await handle(request)
+            finally:
+                await close_session(request)
 
         return handle_in_turn
 

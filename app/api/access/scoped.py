@@ -9,6 +9,9 @@ from fastapi.routing import APIRoute
 from app.api.access.gate import GatedRoute
 from app.core.security.scopes import AREAS
 
+#: What a call may authenticate with; `app.api.openapi` says what each is.
+SECURITY: list[dict[str, list[str]]] = [{"key": []}, {"session": []}]
+
 
 def operation_id(route: APIRoute) -> str:
     return operation_named(route.name)
@@ -26,7 +29,8 @@ class ScopedRoute(GatedRoute):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.needs_scope = _scope(self)
-        self.openapi_extra = {**(self.openapi_extra or {}), "x-scope": self.needs_scope}
+        shown = {"security": SECURITY, "x-scope": self.needs_scope}
+        self.openapi_extra = {**(self.openapi_extra or {}), **shown}
 
 
 #: Any caller may ask for its own identity.  The routes in _LOOKING only read, though they take a
