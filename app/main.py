@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import multiprocessing
+import os
 import re
 import signal
 import threading
@@ -123,7 +125,8 @@ def _body_limit(path: str) -> int:
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     gc_freeze.spare()
-    changes.start(engine())
+    _end_with_parent()
+    changes.start(engine(), processes=settings().api_processes)
     warming = asyncio.create_task(run_in_threadpool(_warm))
     writing = asyncio.create_task(_write_uses())
     try:
@@ -135,6 +138,18 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         await run_in_threadpool(_write_uses_once)
         await run_in_threadpool(changes.stop)
         await run_in_threadpool(engine().dispose)
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that started it as a worker (`uvicorn --workers`) has died."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+
+        def watch() -> None:
+            parent.join()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
 def _warm() -> None:

@@ -79,6 +79,8 @@ class Settings(BaseSettings):
     store: str = ""  # the store: a folder, or s3://bucket/prefix; default: home/store
 
     # the API
+    # processes that serve it, on this machine as `make up` starts them, or on all machines together
+    api_processes: int = Field(1, ge=1, le=64)
     host: str = HOST
     port: int = PORT
     body_limit_bytes: int = 4 * 2**20

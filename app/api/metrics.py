@@ -1,4 +1,7 @@
-"""GET /metrics for Prometheus: this process's answers, and the figures of `app.insight.metrics`.
+"""GET /metrics for Prometheus: the API's answers, and the figures of `app.insight.metrics`.
+
+The answers are those of this process.  If PROMETHEUS_MULTIPROC_DIR names a folder, which its
+client library reads at the start, they are those of all processes that share the folder.
 
 The figures cover all tenants.  So the call needs a key of the root tenant, of any role, or a
 platform admin's key.  (A viewer of the root tenant sees nothing else of other tenants.)
@@ -6,6 +9,7 @@ platform admin's key.  (A viewer of the root tenant sees nothing else of other t
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from itertools import chain
@@ -22,6 +26,7 @@ from prometheus_client import (
 )
 from prometheus_client.core import Metric
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.multiprocess import MultiProcessCollector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.api.access import wrong_keys
@@ -36,13 +41,15 @@ BOUNDS_S = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.
 
 EXAMPLE = 'roundhouse_waiting_tasks{kind="cuda"} 3.0\n'
 
+_SHARED = "PROMETHEUS_MULTIPROC_DIR"
+
 disable_created_metrics()  # such metrics would double the counters' series for nothing
 registry = CollectorRegistry()
 ProcessCollector(registry=registry)
 registry.register(wrong_keys.counted)
 answers = Counter(
     "roundhouse_api_answers",
-    "Responses of this process.",
+    "Responses of the API.",
     ["operation", "status"],
     registry=registry,
 )
@@ -113,7 +120,19 @@ class _Together:
         self.read = read
 
     def collect(self) -> Iterator[Metric]:
-        return chain(registry.collect(), self.read)
+        return chain(_answered().collect(), self.read)
+
+
+def _answered() -> CollectorRegistry:
+    """Return the registry of this process, or one of all processes that share the folder.
+
+    It lacks what is of one process alone (`process_*`), which would differ from scrape to scrape.
+    """
+    if not os.environ.get(_SHARED):
+        return registry
+    together = CollectorRegistry()
+    MultiProcessCollector(together)
+    return together
 
 
 @router.get(

@@ -34,14 +34,16 @@ import psycopg
 import redis
 
 from app.local.process_supervisor import ProcessSupervisor, Spec, leashed
+from app.settings import settings
 
 MAJOR = "18"
+CONNECTIONS_OF_API = 26  # the pool of an API process, and what it listens and announces with
+CONNECTIONS = 54  # of all other processes together
 DATABASE = "roundhouse"
 NOBODY = (65534, 65534)
 
 _POSTGRES = {
     "listen_addresses": "",
-    "max_connections": "80",
     "shared_buffers": "64MB",
     "max_wal_size": "512MB",
     "wal_level": "minimal",  # one server, no replicas: less to write
@@ -177,8 +179,13 @@ def postgres(home: Path) -> Spec:
     _forget_stale_pid(data)
     folder = socket_folder(home) / "postgres"
     _make_socket_folders(home)
-    settings = {**_POSTGRES, "unix_socket_directories": str(folder)}
-    options = [word for name, value in settings.items() for word in ("-c", f"{name}={value}")]
+    connections = CONNECTIONS + CONNECTIONS_OF_API * settings().api_processes
+    given = {
+        **_POSTGRES,
+        "max_connections": str(connections),
+        "unix_socket_directories": str(folder),
+    }
+    options = [word for name, value in given.items() for word in ("-c", f"{name}={value}")]
     return Spec(
         name="postgres",
         command=(str(programs / "postgres"), "-D", str(data), *options),

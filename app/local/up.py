@@ -19,6 +19,7 @@ import argparse
 import http.client
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -141,7 +142,7 @@ def _start(wanted: WantedSystem, state: _State, port: int) -> None:
     env = _env(wanted, state, port)
     _seed(wanted, env)
     # 3. Start our processes.  Devices end first, so that the island still hears what they paused.
-    supervisor.start(_api(env, wanted.host, port), *_schedulers(wanted, env))
+    supervisor.start(_api(wanted, env, port), *_schedulers(wanted, env))
     supervisor.start(*(_device(env, wanted, n) for n in range(len(wanted.devices))))
     why = f"{state.url}/readyz and {supervisor.logs} say why"
     supervisor.wait_until(
@@ -214,14 +215,24 @@ def _seed(wanted: WantedSystem, env: Env) -> None:
         raise CannotStart(f"the database could not be prepared:\n{run.stdout}{run.stderr}")
 
 
-def _api(env: Env, host: str, port: int) -> Spec:
+def _api(wanted: WantedSystem, env: Env, port: int) -> Spec:
     # Without the timeout, a browser that follows a stream would prevent the end of the server.
     options = ("--timeout-graceful-shutdown", "3", "--no-access-log", "--log-level", "warning")
     bounded = ("--http", "app.api.http_protocol:BoundedProtocol")
-    words = ("-m", "uvicorn", "app.main:app", "--host", host, "--port", str(port))
+    words = ["-m", "uvicorn", "app.main:app", "--host", wanted.host, "--port", str(port)]
+    if (processes := settings().api_processes) > 1:
+        words += ["--workers", str(processes)]
+        env = {**env, "PROMETHEUS_MULTIPROC_DIR": str(_emptied(wanted.home / "run" / "metrics"))}
     return Spec(
         name="api", command=(sys.executable, *words, *bounded, *options), env=env, folder=ROOT
     )
+
+
+def _emptied(folder: Path) -> Path:
+    """Return the folder, new: figures of an earlier start would count again."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700, parents=True)
+    return folder
 
 
 def _schedulers(wanted: WantedSystem, env: Env) -> list[Spec]:

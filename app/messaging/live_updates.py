@@ -1,21 +1,25 @@
 """Wake coroutines that wait for changes of a request.
 
 Islands and control execute `NOTIFY roundhouse, '<tenant id> <request id>'` in their transactions.
+(A notification may have several changes, one on a line.)
 One thread for each API process listens, and wakes the coroutines that subscribed to that request or
 tenant.  A wake-up has no content and may be spurious: the woken coroutine reads the database.  It
 may also be lost (Postgres restarts), so no wait is longer than `LONGEST_WAIT_S`.
 
-Changes by the API itself do not use Postgres' NOTIFY, which would serialize its commits; `tell`
-wakes the waiters of this process.
+A call of the API does not execute NOTIFY in its own transaction, which would serialize commits.
+`tell` wakes the waiters of this process.  Where there are several API processes
+(`api_processes`), a thread tells the others of all changes since it last did, apart from the calls.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import queue
 import threading
+import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import psycopg
@@ -27,6 +31,8 @@ CHANNEL = "roundhouse"
 ALL = "*"  # the topic of every change
 LONGEST_WAIT_S = 15.0
 _RECONNECT_S = 1.0
+_GAP_S = 0.1  # between two announcements, because each wakes every API process
+_TOLD_AT_ONCE = 64  # changes in a notification, of some 80 bytes each; Postgres takes 8,000 bytes
 _LOOK_UP_S = 5.0  # interval at which the listening thread checks whether it should stop
 
 
@@ -60,6 +66,7 @@ class Changes:
         self._lock = threading.Lock()
         self._subscriptions: dict[str, set[Subscription]] = defaultdict(set)
         self._listener: _Listener | None = None
+        self._announcer: _Announcer | None = None
         self.closing = False  # True when the server shuts down: open streams end
 
     @contextmanager
@@ -79,6 +86,13 @@ class Changes:
                     del self._subscriptions[topic]
 
     def tell(self, tenant_id: str, request_id: str) -> None:
+        """Wake the waiters of all API processes."""
+        self.wake(tenant_id, request_id)
+        if self._announcer is not None:
+            self._announcer.add(f"{tenant_id} {request_id}")
+
+    def wake(self, tenant_id: str, request_id: str) -> None:
+        """Wake the waiters of this process."""
         with self._lock:
             woken = [s for topic in (tenant_id, request_id, ALL) for s in self._of(topic)]
         for subscription in woken:
@@ -93,10 +107,14 @@ class Changes:
     def _of(self, topic: str) -> set[Subscription]:
         return self._subscriptions.get(topic, set())
 
-    def start(self, engine: Engine) -> None:
+    def start(self, engine: Engine, *, processes: int = 1) -> None:
+        """Listen; of several API `processes` each tells the others."""
         self.closing = False
         self._listener = _Listener(self, engine)
         self._listener.start()
+        if processes > 1:
+            self._announcer = _Announcer(engine)
+            self._announcer.start()
 
     def close(self) -> None:
         """End all streams; may be called from a signal handler, and twice."""
@@ -106,6 +124,9 @@ class Changes:
     def stop(self) -> None:
         self.closing = True
         self.tell_all()
+        if self._announcer is not None:
+            self._announcer.stop()
+            self._announcer = None
         if self._listener is not None:
             self._listener.stop()
             self._listener = None
@@ -115,8 +136,7 @@ class _Listener(threading.Thread):
     def __init__(self, changes: Changes, engine: Engine) -> None:
         super().__init__(name="changes", daemon=True)
         self._changes, self._stopping = changes, threading.Event()
-        url = engine.url.set(drivername="postgresql")
-        self._conninfo = url.render_as_string(hide_password=False)
+        self._conninfo = _conninfo(engine)
 
     def run(self) -> None:
         while not self._stopping.is_set():
@@ -132,13 +152,64 @@ class _Listener(threading.Thread):
         self._changes.tell_all()  # changes may have been missed
         while not self._stopping.is_set():
             for notice in connection.notifies(timeout=_LOOK_UP_S):
-                tenant_id, _, request_id = notice.payload.partition(" ")
-                self._changes.tell(tenant_id, request_id)
+                for change in notice.payload.splitlines():
+                    tenant_id, _, request_id = change.partition(" ")
+                    self._changes.wake(tenant_id, request_id)
                 if self._stopping.is_set():
                     return
 
     def stop(self) -> None:
         self._stopping.set()
+
+
+class _Announcer(threading.Thread):
+    """Tells the other API processes of changes.  One that is lost is noticed at the next look."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(name="announced changes", daemon=True)
+        self._conninfo = _conninfo(engine)
+        self._news: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # None: stop
+
+    def add(self, change: str) -> None:
+        self._news.put(change)
+
+    def stop(self) -> None:
+        self._news.put(None)
+
+    def run(self) -> None:
+        while (first := self._news.get()) is not None:
+            try:
+                # A lost announcement is no harm, so no commit of one waits for the disk.
+                options = "-c synchronous_commit=off"
+                with psycopg.connect(
+                    self._conninfo, autocommit=True, options=options
+                ) as connection:
+                    self._announce(connection, first)
+                    return
+            except psycopg.Error as error:
+                log.warning("cannot announce changes: %s", error)
+
+    def _announce(self, connection: psycopg.Connection, first: str) -> None:
+        """Announce changes until the end, those that came meanwhile together."""
+        told: str | None = first
+        while told is not None:
+            together = {told}
+            while not self._news.empty() and (told := self._news.get()) is not None:
+                together.add(told)
+            for some in _batched(sorted(together)):
+                connection.execute("select pg_notify(%s, %s)", (CHANNEL, "\n".join(some)))
+            time.sleep(_GAP_S)
+            if told is not None:
+                told = self._news.get()
+
+
+def _batched(changes: Sequence[str]) -> Iterator[Sequence[str]]:
+    for at in range(0, len(changes), _TOLD_AT_ONCE):
+        yield changes[at : at + _TOLD_AT_ONCE]
+
+
+def _conninfo(engine: Engine) -> str:
+    return engine.url.set(drivername="postgresql").render_as_string(hide_password=False)
 
 
 changes = Changes()
