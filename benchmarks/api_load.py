@@ -4,7 +4,9 @@ python -m benchmarks.api_load [--quick]
 
 One API process as `make up` starts it, Postgres with fsync, and the callers share the machine.
 Callers are threads with a connection each, which send the next call when the last is answered.
-Submits are counted when they are answered, which is after their commit. Reads are of 100,000
+Submits are counted when they are answered, which is after their commit, and then once more with
+two API processes. The CPU of a submit is that of the API and of all processes of Postgres; that of
+the callers, who take it from the same cores, stands beside it. Reads are of 100,000
 requests (--quick: 10,000), each kind by two callers at once. Lives are no-op functions, all
 submitted at once, run by the real island and two real CPU devices, until the last is done.
 
@@ -32,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import procrastinate
+import psutil
 import redis
 from celery import Celery
 from sqlalchemy import make_url, text
@@ -44,12 +47,13 @@ from app.local.embedded_servers import embedded_postgres, embedded_redis, tempor
 from app.local.up import Handle, answers, running
 from app.settings import settings
 from benchmarks import Target, quick, report
+from benchmarks.idle import family_s
 
 CALLERS = 8
 READERS = 2
 REPEATS = 3
 TASKS = 100  # per bulk request
-START_S = 30.0
+START_S = 120.0
 LIVES_S = 600.0
 WATCH_S = 0.2
 
@@ -71,6 +75,10 @@ insert into events (tenant_id, request_id, task_id, type, message)
     'task.done', 'Done.'
   from generate_series(1, :requests) n
 """
+
+DEVICE = """insert into islands (name) values ('local');
+insert into hosts (name, island) values ('h', 'local');
+insert into devices (id, host, island, kind) values ('h.0', 'h', 'local', 'cpu')"""
 
 READS = {
     "a request": "/v1/requests/req_{id}",
@@ -94,13 +102,22 @@ def main() -> int:
         os.environ |= {"DATABASE_URL": postgres, "REDIS_URL": url, "ROUNDHOUSE_HOME": str(home)}
         settings.cache_clear()  # the system above has read others
         with serving() as service:
-            taken = submits(service, seconds)
+            taken, spent_ms = submits(service, seconds)
             fill(FILL, requests=stored)
             read_ms = reads(service, seconds / 5)
+        with serving(processes=2) as service:
+            shared = per_s(submitting(service, 1), seconds)
         peers = {**procrastinate_defers(postgres, seconds), **celery_sends(url, seconds)}
     every = [ms for took in read_ms.values() for ms in took]
     targets = [
         Target(name="submits", value=taken["one task"], unit="/s", op=">=", bound=1000),
+        Target(
+            name="submit, CPU",
+            value=round(spent_ms["API"] + spent_ms["Postgres"], 2),
+            unit="ms",
+            op="<=",
+            bound=1.5,
+        ),
         Target(
             name="bulk", value=round(TASKS * taken["bulk"]), unit="tasks/s", op=">=", bound=5000
         ),
@@ -109,6 +126,9 @@ def main() -> int:
     ]
     beside = {
         "submits with an Idempotency-Key, /s": taken["with a key"],
+        "submits by two API processes, /s": round(shared, 1),
+        **{f"a submit, CPU ms of {who}": round(ms, 2) for who, ms in spent_ms.items()},
+        "load": [round(one, 1) for one in os.getloadavg()],
         "requests stored": stored,
         **{f"{name}, p50 ms": round(statistics.median(ms), 1) for name, ms in read_ms.items()},
         **{f"{name}, p99 ms": p99(ms) for name, ms in read_ms.items()},
@@ -125,6 +145,7 @@ def p99(ms: list[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Service:
+    pid: int  # of the process that serves, or of the one that started those
     port: int
     key: str  # key of alpha's member
     bundle: str
@@ -132,28 +153,27 @@ class Service:
 
 
 @contextmanager
-def serving() -> Iterator[Service]:
+def serving(processes: int = 1) -> Iterator[Service]:
     """Start the API alone, without island and devices, so that the work stays queued."""
     seed.migrate()
     with transactions.transaction() as session:
         keys = seed.seed(session, {}, tenants=True)
-        session.execute(text("insert into islands (name) values ('local')"))
-        session.execute(text("insert into hosts (name, island) values ('h', 'local')"))
-        session.execute(
-            text("insert into devices (id, host, island, kind) values ('h.0', 'h', 'local', 'cpu')")
-        )
+        for row in DEVICE.split(";"):
+            session.execute(text(f"{row} on conflict do nothing"))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     bounded = ("--http", "app.api.http_protocol:BoundedProtocol")
     options = (*bounded, "--no-access-log", "--log-level", "warning", "--port", str(port))
-    command = (sys.executable, "-m", "uvicorn", "app.main:app", *options)
-    with subprocess.Popen(command) as process:
+    workers = ("--workers", str(processes)) if processes > 1 else ()
+    command = (sys.executable, "-m", "uvicorn", "app.main:app", *options, *workers)
+    env = os.environ | {"ROUNDHOUSE_API_PROCESSES": str(processes)}
+    with subprocess.Popen(command, env=env) as process:
         try:
             wait_for(lambda: answers(f"http://127.0.0.1:{port}", "/livez"))
             key = keys["alpha"]["member"]
             with Client(f"http://127.0.0.1:{port}", key) as client:
-                yield Service(port, key, uploaded(client), keys)
+                yield Service(process.pid, port, key, uploaded(client), keys)
         finally:
             process.terminate()
 
@@ -259,31 +279,59 @@ def median_per_s(act: Act, seconds: float) -> float:
     return round(statistics.median(per_s(act, seconds) for _ in range(REPEATS)), 1)
 
 
-def submits(service: Service, seconds: float) -> dict[str, float]:
-    """Return submits per second, by kind of request."""
-    one = json.dumps(described(service.bundle)).encode()
-    bulk = json.dumps(described(service.bundle, TASKS)).encode()
-    keys = count()
+def submits(service: Service, seconds: float) -> tuple[dict[str, float], dict[str, float]]:
+    """Return submits per second, by kind of request, and the CPU of one with one task, by whose it
+    is.
+    """
+    postgres = _postmaster()
+    one, done = submitting(service, 1), count()
 
-    def submitting(body: bytes, *, keyed: bool = False) -> Act:
-        def act(_: int) -> Callable[[], object]:
-            caller = Caller(service)
+    def counted(n: int) -> Callable[[], object]:
+        submit = one(n)
 
-            def submit() -> None:
-                head = f"Idempotency-Key: {next(keys)}\r\n" if keyed else ""
-                status = caller.call("POST /v1/requests", body, head)
-                assert status == 202, status
-
-            return submit
+        def act() -> None:
+            submit()
+            next(done)
 
         return act
 
-    per_s(submitting(one), 1.0)  # warm-up
-    return {
-        "one task": median_per_s(submitting(one), seconds),
-        "with a key": median_per_s(submitting(one, keyed=True), seconds),
-        "bulk": median_per_s(submitting(bulk), seconds),
-    }
+    def spent_ms() -> dict[str, float]:
+        ended = postgres.cpu_times()
+        postgres_s = family_s(postgres.pid) + ended.children_user + ended.children_system
+        parts_s = {"API": family_s(service.pid), "Postgres": postgres_s}
+        return {name: 1e3 * s for name, s in {**parts_s, "callers": time.process_time()}.items()}
+
+    per_s(one, 1.0)  # warm-up
+    before = spent_ms()
+    taken = {"one task": median_per_s(counted, seconds)}
+    made = next(done)
+    each_ms = {name: (ms - before[name]) / made for name, ms in spent_ms().items()}
+    taken["with a key"] = median_per_s(submitting(service, 1, keyed=True), seconds)
+    taken["bulk"] = median_per_s(submitting(service, TASKS), seconds)
+    return taken, each_ms
+
+
+def submitting(service: Service, tasks: int, *, keyed: bool = False) -> Act:
+    """Return callers that submit requests of so many tasks."""
+    body, keys = json.dumps(described(service.bundle, tasks)).encode(), count()
+
+    def act(_: int) -> Callable[[], object]:
+        caller = Caller(service)
+
+        def submit() -> None:
+            head = f"Idempotency-Key: {next(keys)}\r\n" if keyed else ""
+            status = caller.call("POST /v1/requests", body, head)
+            assert status == 202, status
+
+        return submit
+
+    return act
+
+
+def _postmaster() -> psutil.Process:
+    with transactions.transaction() as session:
+        backend = psutil.Process(int(session.scalar(text("select pg_backend_pid()")) or 0))
+    return backend.parents()[0]
 
 
 def reads(service: Service, seconds: float) -> dict[str, list[float]]:
