@@ -143,13 +143,14 @@ def change_tenant(
     check_version(if_match, tenant.version)
     if body.parent_id is not None:
         tenant.parent_id = _new_parent(session, caller, tenant, body.parent_id)
+        _flush(session, f"the new parent already has a child tenant named {tenant.name!r}")
     _reweigh(session, tenant, body)
     _take_over(tenant, body)
     if body.network is not None:
         tenant.network = _network(session, caller, body.network)
     _check_quota(tenant, "limit" if body.guarantee is None else "guarantee")
     tenant.version += 1
-    _flush(session, f"the new parent already has a child tenant named {tenant.name!r}")
+    _flush(session, f"its parent already has a child tenant named {tenant.name!r}")
     if promised:
         changed = "parent_id" if body.guarantee is None else "guarantee"
         _check_promises(session, caller, tenant, before, changed)
@@ -463,9 +464,10 @@ def change_user(
     check_version(if_match, user.version)
     if body.name is not None:
         user.name = body.name
+        _flush(session, f"the tenant already has a user named {body.name!r}")
     _reweigh(session, user, body)
     user.version += 1
-    _flush(session, f"the tenant already has a user named {body.name!r}")
+    session.flush()
     _tell_islands(session)
     return _user_out(session, response, user)
 

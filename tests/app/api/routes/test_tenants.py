@@ -441,6 +441,7 @@ class TestUsers:
         for body, match, status, type_ in (
             ({"weight": 2.0}, '"7"', 412, "precondition-failed"),
             ({"name": "red.other"}, '"1"', 409, "conflict-state"),
+            ({"name": "red.other", "weight": 2.0}, '"1"', 409, "conflict-state"),
             ({"weight": 0}, '"1"', 422, "validation-error"),
             ({"tenant_id": "ten_blue"}, '"1"', 422, "validation-error"),
         ):
