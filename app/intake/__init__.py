@@ -1,1 +1,1 @@
-"""Turns requests into rows, and notes what people ask for afterwards."""
+"""Turns requests into rows, and records the actions that people request afterwards."""

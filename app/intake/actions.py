@@ -6,8 +6,8 @@ repeated request changes nothing more.  Each request that changes something leav
 name of the user.  After the commit, the open streams and the island are notified (or control, if
 the task has no island yet); both notifications may be lost.
 
-What has ended does not change: to cancel it is no error, to keep or delete a request is for ended
-ones too, any other action is a Conflict.
+An ended request or task does not change.  Cancelling it is no error, and an ended request can be
+kept or deleted; any other action is a Conflict.
 """
 
 from __future__ import annotations

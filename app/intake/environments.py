@@ -1,8 +1,8 @@
 """Environments of requests: checked when they are submitted, locked by control.
 
-The file that a request names was kept when its bundle came.  Its faults are the faults of the
-request.  If the tenant has a lock of the same file, the tasks get it at once; else they wait,
-`blocked` and without an island, until control has one (`workers.control.package_locker`).
+The file that a request names was kept when its bundle was uploaded.  Faults of the file are faults
+of the request.  If the tenant has a lock of the same file, the tasks get it at once; else they
+wait, `blocked` and without an island, until control has one (`workers.control.package_locker`).
 
 The same file keeps its lock, so that the same request runs with the same packages tomorrow.  It is
 locked again if that failed before, if the platform has other versions now, or if a user asks for a
@@ -110,7 +110,7 @@ def _package_files(session: Session, tenant_id: str, sha256: str) -> Mapping[str
     """Return the files of a bundle that may be an environment, with their hashes; None without the
     bundle.
 
-    A bundle of before there were environments is inspected now.
+    A bundle that is older than environments is inspected now.
     """
     row = session.get(Bundle, (tenant_id, sha256))
     if row is None:
@@ -268,7 +268,7 @@ def keep_failure(session: Session, id: str, message: str, took_us: int) -> None:
 
 
 def cancel_waiting(session: Session) -> None:
-    """End the tasks that are to be cancelled and still wait for a lock: no island has them yet."""
+    """End cancelled tasks that still wait for a lock, since no island has them yet."""
     if ids := _waiting(session, Task.cancel_asked_at.is_not(None)):
         journal.cancel(session, ids, "Cancelled before its environment was locked.")
         journal.settle(session)

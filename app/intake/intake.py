@@ -57,7 +57,7 @@ from app.messaging.live_updates import changes
 from app.scheduling import gang_tickets
 from app.settings import settings
 
-LISTED = 10  # entry points that a message names
+LISTED = 10  # most entry points that a message names
 MAX_DATABLOCKS = 10_000  # of one request; a query takes 65,535 values
 _SORT_OF = {"job": "class", "function": "function"}
 
@@ -417,7 +417,7 @@ def _continued(
             if before.run.kind != task.run.kind:
                 told = f"is a checkpoint of a {before.run.kind}, and this is a {task.run.kind}"
                 faults.append(Fault(f"/tasks/{n}/from_checkpoint", told, "another-kind"))
-            if task.run.kind == "command":  # its folder refers to nothing
+            if task.run.kind == "command":  # the folder of a command refers to no datablocks
                 tasks.append(replace(task, params=task.params or before.params))
                 continue
             lent = {p: it for p, it in before.inputs.items() if it.kind == "datablock"}
@@ -483,7 +483,7 @@ def _taken(
     ]
     faults = [
         Fault(where, datablocks.missing(session, owner.tenant_id, source), "unknown-datablock")
-        for where, source in unknown[:MAX_FAULTS]  # each asks the database
+        for where, source in unknown[:MAX_FAULTS]  # each of these asks the database
     ]
     exact = {source: replace(source, version=row.version) for source, row in found.items()}
     tasks = tuple(

@@ -51,12 +51,13 @@ from app.settings import settings
 EFFORT = Effort(guard=1050, search=20_000, exact=10_000)  # 200 tasks take a sixth of a second
 USUAL_NS = 60 * 10**9  # assumed time of an unknown task
 USUAL_BYTES = 1 << 20  # assumed size of an output that was never made
-SEPARATE = 1.02  # partitions lie apart if the request then takes at most this times as long
+# partitions are put on several islands if the request then takes at most this times as long
+SEPARATE = 1.02
 APART_NS = 10**8  # the plan treats blocks given within this time as given together
 STAYS_BYTES = 1 << 50  # a block this large keeps the nodes of one task on one island
-MAX_PERMUTED = 4  # islands, up to which all permutations of partitions are tried
-PAGE = 100  # requests of a lost island, taken over in one transaction
-NEW_PAGE = 500  # requests, assigned in one transaction
+MAX_PERMUTED = 4  # for up to so many islands all permutations of partitions are tried
+PAGE = 100  # most requests of a lost island that one transaction takes over
+NEW_PAGE = 500  # most requests that one transaction assigns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +100,7 @@ def assign_new(session: Session, *, after: str = "") -> tuple[set[str], str | No
         if found is None and any(task.cancel_asked_at for task in work.tasks):
             found = scene.anywhere(work)  # any island can end it
         if found is None:
-            continue  # no islands have such devices now; tried again later
+            continue  # no island has such devices now; the request is tried again later
         scene.add(work, found)
         abroad = _needed_abroad(work, found)
         assigned += [(id, island, why, id in abroad) for id, (island, why) in found.items()]
@@ -184,7 +185,7 @@ def crossings(session: Session, request_id: str) -> list[Crossing]:
     found = []
     for name, output, source, target, outputs, said, taken, ways in session.execute(query):
         kept = outputs[output] if taken else {}
-        head = kept.get("head_bytes", 0)  # absent from devices of older versions
+        head = kept.get("head_bytes", 0)  # devices of older versions do not report this
         found.append(
             Crossing(
                 block=f"{name}.{output}",
@@ -239,7 +240,7 @@ def take_over(session: Session, lost: str, *, after: str = "") -> tuple[set[str]
     for work in _works(session, rows, scene.learned):
         found = scene.decided(work, lost=lost)
         if found is None:
-            continue  # no other island has such devices: it waits for the lost one
+            continue  # no other island has such devices, so the task waits for the lost one
         scene.add(work, found)
         anew = {id: (to, _anew(lost, to, why)) for id, (to, why) in found.items()}
         journal.hand_over(
@@ -348,7 +349,7 @@ class AssignmentScene:
         return None if island is None else {task.id: (island, why) for task in work.tasks}
 
     def add(self, work: RequestWork, found: Seats) -> None:
-        """Count the request as queued, for the requests decided after it."""
+        """Count the request as queued work, for the requests that are decided after it."""
         kinds = {task.id: task.kind for task in work.tasks}
         for id, (island, _) in found.items():
             self._queue(island, kinds[id], work.tenant, work.time_ns[id])
@@ -670,7 +671,7 @@ def _add_devices(of_kind: dict[str, Stock], kind: str, devices: int) -> None:
 
 # --- rows -----------------------------------------------------------------------------------------
 
-_learned = forecast.Learned()  # how long tasks run
+_learned = forecast.Learned()  # usual run times of tasks
 
 
 def _tasks() -> AnySelect:
@@ -694,8 +695,8 @@ def _is_unassigned() -> tuple[ColumnElement[bool], ...]:
 def _unassigned(requests: Sequence[str]) -> AnySelect:
     """Select and lock the requests' tasks without an island, in the order of their ids.
 
-    Users' actions lock in the same order, so neither waits for the other in a ring.  No row is
-    skipped: all tasks of a request are assigned at once.
+    Users' actions lock in the same order, so there is no deadlock.  No row is skipped: all tasks of
+    a request are assigned at once.
     """
     mine = _tasks().where(*_is_unassigned(), Task.request_id.in_(requests))
     return mine.order_by(Task.id).with_for_update(key_share=True)

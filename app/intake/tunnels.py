@@ -37,9 +37,10 @@ from app.intake import actions
 
 PER_TENANT = 64  # open tunnels
 SEEN_EVERY_S = 15.0
-LOST_AFTER = text("interval '60 seconds'")  # without being seen: its API process has died
+# time without being seen after which its API process counts as dead
+LOST_AFTER = text("interval '60 seconds'")
 
-#: Said of every ticket that opens nothing, whether it is unknown, used or too old.
+#: The message for every ticket that opens nothing, whether it is unknown, used or too old.
 NO_TICKET = "the ticket is unknown, used or expired; ask for a new one"
 
 

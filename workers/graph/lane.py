@@ -1,9 +1,9 @@
 """The plan of one executor in a graph over several: its own nodes, in the common order.
 
 The executors are the ranks of a gang, in processes of their own, and each knows the whole plan
-(`app.core.placement.executors`). So nothing is asked between two nodes. An executor runs its nodes
-strictly in order, waits until the blocks that they read are posted, and posts blocks that others
-read (`shared_blocks`).
+(`app.core.placement.executors`). So an executor asks no other between two nodes. An executor runs
+its nodes strictly in order, waits until the blocks that they read are posted, and posts blocks that
+others read (`shared_blocks`).
 
 *Late inputs* of the graph come to the first executor, which posts them like blocks of its own, and
 gives the graph's outputs to others as soon as they are made (`PartitionLink`).
@@ -51,7 +51,7 @@ class PartitionLink(Protocol):
         """True if no node may begin until this process is trusted again."""
 
     def waits(self) -> None:
-        """Act on the time for which the next node has been waiting."""
+        """Act if the next node has been waiting for too long."""
 
     def runs(self) -> None:
         """Note that the next node can run."""
@@ -106,14 +106,14 @@ class LoadedLane(Loaded):
     def begin(self, inputs: JSON) -> ExecutorJob:
         lacks = [port for port in self.late if port not in inputs]
         there = {f"{INPUT}{port}": inputs.pop(port) for port in self.ports if port not in lacks}
-        if self.turns.rank:  # the first executor passes these on
+        if self.turns.rank:  # the first executor passes these inputs on
             lacks, late = [], {f"{INPUT}{port}" for port in self.late}
             there = {name: value for name, value in there.items() if name not in late}
         return ExecutorJob(self, {"blocks": there, "lacks": lacks})
 
     def go_on(self, state: JSON) -> ExecutorJob:
         before = ExecutorSpread(**state["spread"])
-        if before != self.spread:  # another version computed another plan
+        if before != self.spread:  # another version of Roundhouse has computed another plan
             self.lay(before)
         return ExecutorJob(self, state)
 
@@ -219,7 +219,7 @@ class ExecutorJob(GraphJob):
 
     @property
     def _is_at_end(self) -> bool:
-        """True if no node of this executor will run any more."""
+        """True if this executor will run no further node."""
         if self.result is not None or self._next_at() == self.end:
             return True
         early = self.passing.early
@@ -355,7 +355,7 @@ class ExecutorJob(GraphJob):
         self._plain(ctx, call, self.done, given, runner._clock())
 
     def _did(self, stop: Stop, call: UnitCall) -> None:
-        for n in stop.gives:  # first of all, because other executors wait
+        for n in stop.gives:  # done first, because other executors wait
             self.blocks[n] = self.passing.post(n, self.blocks[n], self.lane.readers[n])
             if self.end in self.lane.readers[n].values():  # an output of the graph
                 self.passing.call_first()
@@ -412,8 +412,8 @@ class ExecutorJob(GraphJob):
     def lacked(self) -> str | None:
         """Return the lacking input that is needed first in the order of the plan.
 
-        If no executor can run, that is what they wait for: all nodes before its first reader have
-        run.
+        If no executor can run, all of them wait for this input, since all nodes before its first
+        reader have run.
         """
         return next(iter(self.lacks.values()), None)
 
@@ -440,9 +440,7 @@ class ExecutorJob(GraphJob):
         return next(self._new_outputs(), None) is not None
 
     def _new_outputs(self) -> Iterator[tuple[str, int]]:
-        """Yield the outputs that `made` has not returned, by port and number, if all of it is
-        there.
-        """
+        """Yield the complete outputs that `made` has not returned yet, by port and number."""
         if self.me:
             return
         for port, n in self.program.outputs.items():

@@ -132,7 +132,7 @@ class RemoteBlockTable(BlockTable):
 
 
 class ReaderStandIn(BlockTable):
-    """Stands in for one remote executor: repeats here what that executor did on its own host."""
+    """Stands in for one remote executor: repeats on this host what the executor did on its own."""
 
     def __init__(self, arena: Arena, executor: int, blocks: int) -> None:
         super().__init__(Turns(arena, executor), blocks, Surroundings(), Accelerator("cpu"))
@@ -172,7 +172,7 @@ class _Parcel:
 
     offset: int
     size: int
-    source: Link | None  # None: it was made here
+    source: Link | None  # None: the block was made on this host
     beyond: dict[int, tuple[int, ...]]
 
 
@@ -180,7 +180,7 @@ class _Parcel:
 class _Way:
     """The traffic of one connection. `wanted` are blocks for which an executor behind it waits."""
 
-    open_bytes: int = 0  # bytes sent and not yet dropped there
+    open_bytes: int = 0  # bytes that were sent and not yet dropped behind the connection
     held: deque[Held] = field(default_factory=deque)
     wanted: set[Held] = field(default_factory=set)
 
@@ -245,7 +245,7 @@ class BlockBridge(Bridge):
         """
         match said:
             case ("blocks", _) if self.deputies:
-                return  # another executor has reported the number
+                return  # another executor has reported the number already
             case ("blocks", count):
                 for executor in range(self.arena.ranks):
                     if not self.arena.is_here(executor):
@@ -305,7 +305,7 @@ class BlockBridge(Bridge):
         here = [reader for reader in readers if self.arena.is_here(reader)]
         self.deputies[whose].put(block, body, here)
         self._carry(held, _Parcel(body.offset, len(body.view), link, self._beyond(readers)))
-        # readers that went on from an image may have dropped it before
+        # readers that continued from an image may have dropped the block before
         self._look_whether_over(held)
 
     def _is_wanted(self, link: Link, held: Held) -> None:

@@ -1,6 +1,6 @@
 """A task that is a graph, inside its resident: node after node, some milliseconds of them per step.
 
-Nothing is asked of the scheduler between two nodes. A step runs a burst of nodes, so that the state
+The scheduler is not asked between two nodes. A step runs a burst of nodes, so that the state
 between two steps is small: the number of nodes that are done, and the blocks that are still needed.
 Images hold this state as plain lists and dicts around the tenant's own values. So a graph is
 paused, moved and continued like any other job.
@@ -47,7 +47,7 @@ JSON = dict[str, Any]
 ITEMS = 1 << 20  # per place in the program, more than a list has items; see `_pieces`
 BURST_S = 0.002  # seconds after which a step starts no further node
 TIMED_LIMIT = 1000  # most nodes to report times of: the longest
-WEIGH_S = 1e-4  # seconds; the blocks of nodes that took longer are weighed each time
+WEIGH_S = 1e-4  # in seconds: the blocks of nodes that took longer are weighed each time
 PARTS = 8  # a block with more parts than this is weighed only if its node took long
 # seconds of the node's time for each further part; weighing a part costs a twentieth of this
 PART_S = 5e-6
@@ -65,7 +65,7 @@ _WROTE = (
 
 
 class NodeFailed(Exception):
-    """A node raised an exception, which is the cause of this one."""
+    """Raised when a node raised an exception, which is the cause of this one."""
 
     def __init__(self, node: str, function: str) -> None:
         self.node, self.function = node, function
@@ -73,7 +73,7 @@ class NodeFailed(Exception):
 
 
 class BadBlock(Exception):
-    """A node did not keep to its ports; the message says how, and what to do."""
+    """Raised when a node did not keep to its ports; says how, and what to do."""
 
 
 class Loaded:
@@ -141,7 +141,8 @@ class Loaded:
 
     def go_on(self, state: JSON) -> GraphJob:
         """Continue from the result of `GraphJob.state`, made in any process."""
-        if tuple(state["order"]) != self.program.order:  # another version computed another order
+        # another version of Roundhouse has computed another order
+        if tuple(state["order"]) != self.program.order:
             self.order(state["order"])
         return GraphJob(self, state)
 
@@ -155,7 +156,7 @@ class GraphJob:
     `owned` may be written to. `sizes` are the numbers that stand for names in declared shapes.
     """
 
-    first = 0  # number of its first shard
+    first = 0  # number of this executor's first shard
     total = 0  # number of shards of all executors
 
     def __init__(self, loaded: Loaded, state: JSON) -> None:
@@ -212,7 +213,7 @@ class GraphJob:
         return sorted(live)
 
     def awaited(self) -> str | None:
-        """Return the input that the next node reads and that has not come, if any."""
+        """Return the input that the next node reads and that has not arrived, if any."""
         if not self.lacks or self.done == len(self.calls):
             return None
         reads = (n for _, many, _ in self.calls[self.done].unit.inputs for n in many)
@@ -694,7 +695,7 @@ _NOT_ENTERED = (
 
 
 def parts_of(value: object) -> frozenset[object]:
-    """Return everything within a value that can be written to: storages and objects.
+    """Return everything inside a value that can be written to: storages and objects.
 
     Modules, classes and functions are left out, because a copy would share them anyway.
     """

@@ -5,8 +5,8 @@ maker of a block posts it: the content is copied once into heap memory of the ma
 executors read it, and not at all if it was made there (`empty`). Readers map it in place. The maker
 reuses the memory when all readers have dropped the block, and nothing still holds a view.
 
-Beside blocks the table holds how a graph ends: that it is over, and the first place in the order at
-which a node finished it early.
+The table also says how a graph ends: that it is over, and the first place in the order at which a
+node finished it early.
 
 Invariants: a block is posted once in the life of an arena, and never written to afterwards. A post
 is announced under the table's lock if a rank waits for it or is about to, so no rank sleeps through
@@ -43,7 +43,7 @@ _OVER, _EARLY, _PASSED = 0, 1, 2
 # Words of a block: its offset, and one for each executor, set when it needs the block no longer.
 _HEAD = 8  # words before a block's bytes that say how to read them
 _HEAD_BYTES = 8 * _HEAD
-_VALUE = -1  # in place of a tensor's rank, for pickled values
+_VALUE = -1  # marks a pickled value, in place of a tensor's rank
 _VERSION = 0x2026_11_24  # the last word of a head: the version of this format
 _DTYPES = tuple(
     getattr(torch, name)
@@ -58,10 +58,10 @@ _KNOWN_HEADS = 1024
 _uses = torch._C._storage_Use_Count
 SPIN_S = 50e-6
 CORES = os.cpu_count() or 1
-# bytes: pieces up to the first size are cut from regions of the second
+# in bytes: pieces up to the first size are cut from regions of the second size
 _SMALL_BYTES, _TAKEN_BYTES = 1 << 14, 1 << 18
 _LOOKED_AT = 2  # number of the oldest dropped blocks to check whenever another block is dropped
-LARGE_BYTES = 1 << 16  # from this size on the maker keeps no copy of its own
+LARGE_BYTES = 1 << 16  # from this size on the maker keeps no separate copy
 KEPT_BYTES = 1 << 28  # of free heap memory, already faulted in, that is kept for further blocks
 
 Held = tuple[int, int]  # (block, executor that made it)
@@ -222,7 +222,7 @@ class BlockTable:
         return self._alone
 
     def want(self, held: Held) -> None:
-        """Have a block of another host sent as soon as it is made; on one host it is there."""
+        """Ask for a block of another host as soon as it is made; on one host nothing is to do."""
 
     @property
     def others_are_still(self) -> bool:
@@ -243,7 +243,7 @@ class BlockTable:
         """
         offset, size, storages = self._written(value)
         entry = self._entry((block, self.me))
-        self.words[entry] = offset  # first of all, so that polling readers need not wait
+        self.words[entry] = offset  # done first, so that polling readers need not wait
         posted = self.posted[block] = _Posted(offset, size, readers, storages)
         if self.turns.awaiting(Wait.BLOCK, entry):
             with self.turns.board():
@@ -251,7 +251,7 @@ class BlockTable:
         if posted.size < LARGE_BYTES:
             return value
         value = self._seen_here(posted)
-        self.reclaim()  # readers already run: freeing heap memory may take the kernel long
+        self.reclaim()  # readers already run by now: freeing heap memory may take the kernel long
         return value
 
     def _seen_here(self, posted: _Posted) -> Any:
@@ -318,7 +318,7 @@ class BlockTable:
         offset = self.words[self._entry(held)]
         head = self._head(offset)
         self.passed_bytes[held] = self.passed_bytes.get(held, 0) + head.content_bytes
-        # the same as below, in as few calls as possible
+        # the common case, in as few calls as possible
         if head.dtype is not None and head.content_bytes:
             value = self.arena.tensor(offset + _HEAD_BYTES, head.shape, head.dtype)
             self.mapped[held] = [value.untyped_storage()]

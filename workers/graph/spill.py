@@ -29,13 +29,13 @@ from app.core.model.datablock import EvictableCopy, victims
 from workers.hardware.accelerator import Accelerator
 from workers.hardware.storages import AT_ONCE, flat, may_leave, release_pages
 
-SPILLED_BYTES = 64 * 1024  # smaller storages stay: they are not worth a mapping
+SPILLED_BYTES = 64 * 1024  # smaller storages stay on the device, since a mapping is not worth while
 
 Piece = tuple[int | None, object]  # (place at which it is read next, or None if never; the value)
 
 
 class NoRoom(Exception):
-    """A node needs more memory at once than there is; the message says how much."""
+    """Raised when a node needs more memory at once than there is; says how much."""
 
 
 @dataclass(slots=True)
@@ -58,7 +58,8 @@ class SpillBudget:
     `out_bytes` and `in_bytes` were copied from and to the device. `peak_bytes` is the most that its
     blocks used there at once, with what the next node was expected to write.
 
-    As long as all fits, no storages are searched: `_most_bytes` is an upper bound of what is there.
+    As long as all blocks fit, no storages are searched: `_most_bytes` is an upper bound of their
+    size.
     """
 
     def __init__(self, budget_bytes: int, host_bytes: int, accelerator: Accelerator) -> None:
@@ -279,7 +280,7 @@ _NOT_ENTERED = (types.ModuleType, type, types.FunctionType, types.BuiltinFunctio
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """Every tensor within a value, each once."""
+    """Yield every tensor inside a value, each once."""
     seen, ahead = set[int](), [value]
     while ahead:
         part = ahead.pop()
@@ -290,4 +291,4 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
             yield part
             ahead += [part.grad] if part.is_leaf and part.grad is not None else []
         elif gc.is_tracked(part):
-            ahead += filter(gc.is_tracked, gc.get_referents(part))  # a number holds nothing
+            ahead += filter(gc.is_tracked, gc.get_referents(part))  # a number holds no tensor
