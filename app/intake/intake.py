@@ -58,7 +58,7 @@ from app.scheduling import gang_tickets
 from app.settings import settings
 
 LISTED = 10  # most entry points that a message names
-MAX_DATABLOCKS = 10_000  # of one request; a query takes 65,535 values
+MAX_DATABLOCKS = 10_000  # per request; one query takes at most 65,535 values
 _SORT_OF = {"job": "class", "function": "function"}
 
 

@@ -255,7 +255,7 @@ def end(session: Session, tunnel: TakenTunnel, *, sent: int, received: int, why:
     """Write down that the tunnel has ended, what it carried and for how long it was open."""
     row = session.get_one(Tunnel, tunnel.id, with_for_update=True)
     row.sent_bytes, row.received_bytes = sent, received
-    if row.ended_at is None:  # else `end_lost` took its API process for dead
+    if row.ended_at is None:  # otherwise `end_lost` took its API process for dead
         _end(session, row, now(session), why)
 
 

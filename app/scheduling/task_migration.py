@@ -173,7 +173,7 @@ def _free(board: Board, task: Task, taken: Any) -> str | None:
     pool = board.pools.get(task.kind)
     if pool is None:
         return None
-    choice = with_packages(_choice_of(task), "")  # they are installed while its image is copied
+    choice = with_packages(_choice_of(task), "")  # packages are installed while the image is copied
     here = lane(task.kind, 1, task.memory_bytes, choice=choice)
     if task.move_to != ANYWHERE:
         to = str(task.move_to)

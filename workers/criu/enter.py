@@ -65,7 +65,7 @@ def main(request: JSON) -> NoReturn:
         sys.stderr.write(f"cannot enter the sandbox: {error}\n")
         os._exit(CANNOT_ENTER)
     status = _wait(child, request["limit_s"])
-    # also after a failure: the command begins again, and may be stored later
+    # Also after a failure: the command begins again, and may be stored later.
     reserved = _begin_above(request["last_pid"]) if request["last_pid"] else 0
     os._exit(status or reserved)
 

@@ -48,7 +48,7 @@ class Saving:
     size_bytes: int
     took_us: int = 0
     new_bytes: int = 0
-    has_processes: bool = False  # of its command
+    has_processes: bool = False  # True if the image has the processes of its command
     bound_because: str = ""  # why the image has no processes, although they were asked for
     printed: tuple[int, ...] = ()  # epoch and number of log lines when the processes were dumped
 
@@ -105,7 +105,7 @@ class Resident:
     device_preset: JSON = field(default_factory=dict)
     capabilities: list[str] = field(default_factory=list)
     saved: Saving | None = None  # its newest durable image
-    # of its newest durable image that has its processes too, if it is a command
+    # Step of the newest durable image that has the processes of a command.
     processes_step: int | None = None
     bound_because: str = ""  # why the processes of its command cannot go to another device
     # epoch and number of its log lines when its processes were dumped last

@@ -89,7 +89,7 @@ class Fetched:
     folders: dict[str, BuiltFolder] = field(default_factory=dict)
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     redactor: Redactor = NO_SECRETS
-    manifest: Manifest | None = None  # of the image
+    manifest: Manifest | None = None  # manifest of the image
     beside: HeldChunks = field(default_factory=dict, repr=False)  # chunks of the second image
 
     @property

@@ -80,7 +80,7 @@ from workers.transfer.peer_blocks import Giver
 
 log = logging.getLogger(__name__)
 
-# of the time to drain: of the time to drain: kept for saving a command after its notice
+# this part of the time to drain is kept for saving a command after its notice
 SAVE_PART = 0.5
 
 

@@ -43,7 +43,7 @@ from workers.transfer.peer_blocks import SharedPace
 log = logging.getLogger(__name__)
 
 BUFFER_BYTES = 2**17
-TUNNELS_MAX = 64  # of this device
+TUNNELS_MAX = 64  # per device
 TICKET_WITHIN_S = 5.0
 LEAVE_WITHIN_S = 5.0
 #: Of all tunnels of the device together, so that a flood leaves the supervisor its time.

@@ -62,7 +62,7 @@ CORES = os.cpu_count() or 1
 _SMALL_BYTES, _TAKEN_BYTES = 1 << 14, 1 << 18
 _LOOKED_AT = 2  # number of the oldest dropped blocks to check whenever another block is dropped
 LARGE_BYTES = 1 << 16  # from this size on the maker keeps no separate copy
-KEPT_BYTES = 1 << 28  # of free heap memory, already faulted in, that is kept for further blocks
+KEPT_BYTES = 1 << 28  # free heap memory, already faulted in, that is kept for further blocks
 
 Held = tuple[int, int]  # (block, executor that made it)
 

@@ -162,7 +162,7 @@ class OptimizerRegion:
 
     def leave(self) -> None:
         """Copy the region into this rank's own memory, and leave the region."""
-        # then the views must stay valid: writing to a page makes it this rank's own
+        # The views must stay valid: writing to a page makes the page this rank's own.
         if self.is_viewed():
             self.private.view(torch.int64)[:: _PAGE // 8].add_(0)
         else:

@@ -45,7 +45,7 @@ class SharedProcess:
     """What the process was like after it had imported the module of its functions."""
 
     is_used: bool = False  # a function has run to its end here
-    preset: JSON = field(default_factory=dict)  # as read back
+    preset: JSON = field(default_factory=dict)  # preset that was read back
     base_bytes: int = 0  # the memory of the process before any code of the tenant
     threads: set[threading.Thread] = field(default_factory=set)
     variables: dict[str, str] = field(default_factory=dict)

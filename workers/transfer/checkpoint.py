@@ -229,7 +229,7 @@ class _Writer:
                 self.seen[quick] = seen
                 return Chunk(address=seen.address, spans=cut)
         body = self._copied(spans)
-        # of the copy, as the slab may have changed since the first hash
+        # Hash the copy, as the slab may have changed since the first hash.
         quick = xxh3_128_digest(body)
         seen = self._still_there(quick)
         if seen is None:

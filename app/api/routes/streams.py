@@ -199,7 +199,8 @@ class Lines:
         return self._some(limit, True)
 
     def _some(self, limit: int, newest: bool, *above: ColumnElement[bool]) -> Select[LogLine]:
-        """Select the first or the newest `limit` lines, of up to as many of each task.
+        """Select the first or the newest `limit` lines; at most `limit` lines of each task are
+        read.
 
         Without a limit for each task, Postgres may read the lines of all requests by their ids.
         """

@@ -25,7 +25,7 @@ DAY_S = 86_400.0
 FLAPPING_MOST = 3  # after so many cordons within a day a device no longer returns by itself
 FAILURES_WINDOW_S = 3_600.0
 FAILURES_TASKS = 3  # tasks that failed one after another
-FAILURES_TENANTS = 2  # and that belong to so many tenants
+FAILURES_TENANTS = 2  # consecutive failed tasks must belong to so many tenants
 NOTES_KEPT = 20
 
 

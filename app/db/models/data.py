@@ -59,12 +59,12 @@ class Environment(Base):
     """The packages that a tenant's file names, and their lock; equal files are locked once.
 
     `source_sha256` is the file, of the sort `sort` (`provisions.environment.SORTS`).  With `alone`
-    only commands of one rank use it, so it may bring packages that replace the platform's.  A lock
-    over the platform's packages is `stale` when the platform has other versions.
+    only commands of one rank use the lock, so it may have packages that replace the platform's.  A
+    lock over the platform's packages is `stale` when the platform has other versions.
 
     `lock_sha256` is the address of the lock in the store.  `packages` are [name, version] of each
-    package in it.  `message` is what `uv` said when it failed.  Control locks until `claimed_until`
-    at most, and took `took_us` for it.
+    package in it.  `message` is what `uv` said when it failed.  A control process that locks it now
+    has time until `claimed_until`; the last locking took `took_us`.
     """
 
     __tablename__ = "environments"

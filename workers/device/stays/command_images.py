@@ -70,7 +70,7 @@ class CommandImages:
         self.spawner = spawner
         self.reports = reports
         self.side = side
-        self.version = ""  # of the CRIU that passed the trial
+        self.version = ""  # version of the CRIU that passed the trial
         self.mover: TreeMover | None = None  # set when the trial has passed
         self.missing = "it has not tried it out"  # why there is no mover
         self._trial: Trial | None = None

@@ -69,7 +69,7 @@ class Spawner:
         self.limits: list[str] = []  # enforced on this device, beside those of control groups
         self.gives: dict[str, int] = {}  # resource -> the most that a task may ask for
         self.scratch_bytes = 0
-        self.templates: list[Path] = []  # of sizes that tasks asked for, the newest last
+        self.templates: list[Path] = []  # templates of sizes that tasks asked for, the newest last
 
     def open(self, lock_fd: int) -> None:
         """Prepare what residents need, and start the zygote, which inherits the device's lock."""

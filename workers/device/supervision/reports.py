@@ -53,7 +53,7 @@ class DeviceReports:
         self.environments = environments
         self.pulse = Pulse(transport)
         self.facts: JSON = house.facts
-        self.is_trial_over = False  # of storing the processes of commands
+        self.is_trial_over = False  # True once the trial of storing processes has ended
         self.is_stopping = False  # the worker stops once all tasks are saved
         self.hung: list[Any] = []  # tasks that made the previous worker hang, until reported
 

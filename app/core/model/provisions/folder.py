@@ -20,7 +20,8 @@ MAX_PATH = 1024  # characters
 MAX_NAME = 255  # bytes of one name in a path, as file systems allow
 MAX_DEPTH = 32
 MAX_FILE_BYTES = 2**50
-EMPTY = hashlib.sha256(b"").hexdigest()  # of a file without bytes, which the store need not have
+# the hash of a file without bytes, which the store need not have
+EMPTY = hashlib.sha256(b"").hexdigest()
 
 _HASH = re.compile(r"[0-9a-f]{64}")
 

@@ -19,7 +19,7 @@ from ipaddress import IPv6Address, ip_address
 
 from app.core.model.fields import JSON, Fields
 
-MAX_DESTINATIONS = 64  # of a task, or of a tenant's policy
+MAX_DESTINATIONS = 64  # per task, and per tenant's policy
 MAX_TOLD = 10  # destinations that a message lists
 MAX_HOST_LENGTH = 253
 #: What is counted of a task: connections, refusals, bytes that it sent and received.

@@ -18,12 +18,12 @@ JSON = dict[str, Any]
 
 #: the need of a task with a session, and the offer of a device that can tell when it is idle
 NEED = "session"
-HOLD = "idle"  # who holds a session that gave its device away; a keystroke releases it
+HOLD = "idle"  # the hold of a session that gave its device away; a keystroke releases it
 USUAL_IDLE_S = 300.0
 LEAST_IDLE_S, MOST_IDLE_S = 5.0, 86_400.0
 LEAST_PAUSE_S = 60  # the least limit of idle tasks, and of silent sessions, of a tenant
-LEAST_SHARE = 0.05  # of one processor
-WARN_AT = 0.8  # of the time after which a session ends
+LEAST_SHARE = 0.05  # in processors: a session that computes less counts as idle
+WARN_AT = 0.8  # warn when this part of the time to a session's end has passed
 
 
 class SessionEnd(StrEnum):
