@@ -8,7 +8,8 @@ Submits are counted when they are answered, which is after their commit, and the
 two API processes. The CPU of a submit is that of the API and of all processes of Postgres; that of
 the callers, who take it from the same cores, stands beside it. Reads are of 100,000
 requests (--quick: 10,000), each kind by two callers at once. Lives are no-op functions, all
-submitted at once, run by the real island and two real CPU devices, until the last is done.
+submitted at once, run by the real island and two real CPU devices, until the last is done: from
+requests of 100, from requests of one, and each in a process of its own.
 
 Peers, without HTTP, from the threads of one process: Procrastinate defers jobs into the same
 Postgres, and Celery sends tasks to the same Redis with every write synced to disk.
@@ -97,7 +98,10 @@ READS = {
 def main() -> int:
     seconds, stored, lives = (2.0, 10_000, 50) if quick() else (10.0, 100_000, 500)
     with temporary_home() as home, running(home) as system:
+        lives_s(system, min(lives, TASKS))  # warm-up: processes start, and batches grow
         lived = lives_s(system, lives)
+        single = lives_s(system, lives, of_request=1)
+        apart = lives_s(system, lives, isolation="process")
     with temporary_home() as home, embedded_postgres(home) as postgres, embedded_redis(home) as url:
         os.environ |= {"DATABASE_URL": postgres, "REDIS_URL": url, "ROUNDHOUSE_HOME": str(home)}
         settings.cache_clear()  # the system above has read others
@@ -122,7 +126,9 @@ def main() -> int:
             name="bulk", value=round(TASKS * taken["bulk"]), unit="tasks/s", op=">=", bound=5000
         ),
         Target(name="reads, p99", value=p99(every), unit="ms", op="<=", bound=50),
-        Target(name="no-op lives", value=lived, unit="/s", op=">=", bound=500),
+        Target(name="lives of functions", value=lived, unit="/s", op=">=", bound=500),
+        Target(name="lives of single requests", value=single, unit="/s", op=">=", bound=150),
+        Target(name="lives in a process of their own", value=apart, unit="/s", op=">=", bound=60),
     ]
     beside = {
         "submits with an Idempotency-Key, /s": taken["with a key"],
@@ -194,11 +200,11 @@ def uploaded(client: Client) -> str:
     return str(bundle.sha256)
 
 
-def described(bundle: str, tasks: int = 1) -> dict[str, Any]:
-    run = {"function": "noop:nothing"}
+def described(bundle: str, tasks: int = 1, **more: Any) -> dict[str, Any]:
+    task = {"run": {"function": "noop:nothing"}, **more}
     return {
         "bundle": f"sha256:{bundle}",
-        "tasks": [{"name": f"nothing-{n}", "run": run} for n in range(tasks)],
+        "tasks": [{"name": f"nothing-{n}", **task} for n in range(tasks)],
     }
 
 
@@ -363,14 +369,14 @@ def _read(service: Service, first: str, until_s: float, took_ms: list[float]) ->
         assert status == 200, (first, status)
 
 
-def lives_s(system: Handle, lives: int) -> float:
+def lives_s(system: Handle, lives: int, *, of_request: int = TASKS, **task: Any) -> float:
     """Return no-op tasks per second, from the first submit until the last is done."""
     with Client(system.url, system.keys["alpha"]["member"]) as client:
         bundle = uploaded(client)
         began_s = time.perf_counter()
         ids = [
-            client.submit(described(bundle, min(TASKS, lives - n)))["id"]
-            for n in range(0, lives, TASKS)
+            client.submit(described(bundle, min(of_request, lives - n), **task))["id"]
+            for n in range(0, lives, of_request)
         ]
         # Reading all tasks of a request at each change would cost as much as what is measured.
         while client.get("/v1/requests", state="queued,running", limit=1)["items"]:

@@ -32,7 +32,7 @@ from sqlalchemy.orm import Session, aliased
 
 from app.core.fairness.fair_tree import Branch, Lane
 from app.core.model.lifecycle import ENDED, State
-from app.core.model.snapshot import BoardTask, GangWait, Plan
+from app.core.model.snapshot import BatchSize, BoardTask, GangWait, Plan
 from app.core.scheduling.board import Board, alike, place_in_line
 from app.core.scheduling.cycle import cycle
 from app.core.scheduling.idle_credit import CarriedLevels, recall
@@ -95,11 +95,14 @@ class Follower:
     news: News | None = None  # result of the last look
     memory: CarriedLevels | None = None  # what is remembered of the previous board
     waits: dict[str, GangWait] = field(default_factory=dict)  # the waits of gangs on it
+    # its sizes of batches of functions
+    batches: dict[tuple[str, str], BatchSize] = field(default_factory=dict)
 
     def forget(self) -> None:
         """Discard the board, because what it holds may not have been written."""
         if self.board is not None:
             self.memory, self.waits = CarriedLevels.of(self.board), self.board.waits
+            self.batches = self.board.batches
             self.board = None
 
     def look(self, session: Session, *, now_s: float) -> Board:
@@ -160,7 +163,7 @@ class Follower:
         self._unlock(session, board)
         self._take_in(session, board, self._members())
         recall(board, self.memory)
-        board.waits = self.waits
+        board.waits, board.batches = self.waits, self.batches
         return board
 
     def _unlock(self, session: Session, board: Board) -> None:

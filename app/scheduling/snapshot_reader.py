@@ -187,6 +187,7 @@ _COLUMNS = (
         func.coalesce(TaskRow.descriptor["world_size"].as_integer(), 1) == 1,
     ).label("graph"),
     TaskRow.descriptor["run"].has_key("part").label("part"),
+    TaskRow.descriptor["run"].has_key("function").label("function"),
 )  # fmt: skip
 
 
@@ -303,6 +304,7 @@ def _task(
         goes_on_with=row.goes_on_with,
         switch_us=row.switch_us,
         graph=row.graph,
+        function=row.function,
         gang=row.gang_id or "",
         ticket=gang_tickets.is_ticket(row),
         shares=row.shares,

@@ -165,6 +165,7 @@ class DeviceMachine:
         due += [process.deadline_us for process in alive if not process.is_prepared]
         due += [p.rests_until_us for p in alive if p.rests_until_us is not None]
         due += [s.yield_by_us for s in self.stays.values() if s.yield_by_us is not None]
+        due += [s.behind_until_us for s in self._behind() if s.behind_until_us is not None]
         due += [s.noticed_until_us for s in self.stays.values() if s.noticed_until_us is not None]
         holders = [holder for holder in self.slot.holders if not holder.kill_reason]
         for holder in holders:
@@ -215,7 +216,8 @@ class DeviceMachine:
         self.stays[stay.key] = stay
         self._say(OpenStay(launch=launch))
         # The island sends a co-located task its share only after a report that names the task.
-        self._say(ReportSoon(is_urgent=not stay.is_confirmed or launch.beside))
+        is_awaited = launch.beside and stay.behind_until_us is None
+        self._say(ReportSoon(is_urgent=not stay.is_confirmed or is_awaited))
         if not stay.is_remote:
             self._say(ExpectHosts(stay=stay.key, slots=launch.seats, how=launch.links))
         if before is not None and _can_go_on(before, launch):
@@ -428,14 +430,23 @@ class DeviceMachine:
                 self._kill(process, "slow")
             elif process.rests_until_us is not None and now_us >= process.rests_until_us:
                 self._kill(process, "rested")
-        for stay in list(self.stays.values()):
-            if stay.noticed_until_us is not None and now_us >= stay.noticed_until_us:
+        behind = [(stay, stay.behind_until_us) for stay in self._behind()]
+        noticed = [(stay, stay.noticed_until_us) for stay in self.stays.values()]
+        for stay, until_us in (*behind, *noticed):
+            if until_us is not None and now_us >= until_us:
                 self._pause(stay, now_us)
         for holder in list(self.slot.holders):
             if self._until_limit_us(holder, now_us) <= 0:
                 self._reach_limit(holder, now_us)
             if self.lease.is_over(now_us) and not holder.is_still:
                 self._kill(holder, "lease")
+
+    def _behind(self) -> list[StayRecord]:
+        """Return the functions that wait behind a task in the slot."""
+        if not self.slot.holders:
+            return []
+        waiting = (s for s in self.stays.values() if s.behind_until_us is not None)
+        return [stay for stay in waiting if stay.state == StayState.SEATING]
 
     def _until_limit_us(self, holder: ProcessRecord, now_us: int) -> int:
         """Return the time until the task must be told or ended because of `max_duration_s`."""
@@ -667,7 +678,8 @@ class DeviceMachine:
         was_stopping = process.stay.state == StayState.STOPPING
         self._move(process.stay, StayMove.END)
         verdict = TellVerdict(process=process.id, was_stopping=was_stopping)
-        self._say(verdict, ReportSoon(is_urgent=True))
+        is_last = all(s.behind_until_us is None or s.is_over for s in self.stays.values())
+        self._say(verdict, ReportSoon(is_urgent=is_last))  # the ends of a batch in one report
 
     def _let_hosts_go(self, process: ProcessRecord) -> None:
         """End a paused multi-host gang with a durable image, to free memory on the other hosts."""

@@ -8,6 +8,9 @@ from app.core.device.stay_state import OVER, StayState
 from app.core.model.device_choice import WHOLE_MILLI
 from app.core.model.messages import Launch, Order, Resize
 
+# how long a function waits on the device behind others before it is given back to the queue
+BEHIND_US = 2_000_000
+
 
 @dataclass(slots=True, eq=False)
 class StayRecord:
@@ -43,6 +46,8 @@ class StayRecord:
     guests: list[str] = field(default_factory=list)  # further devices that its process sees
     secrets_mark: str = ""  # another one means other values of its secrets
     milli: int = WHOLE_MILLI  # thousandths of the device that the task takes
+    # when a function that was launched behind others is given back unless it has begun
+    behind_until_us: int | None = None
     wanted: Resize | None = None  # an ordered resize that is not done yet
     slot_since_us: int | None = None
     before_us: int = 0  # slot time of its earlier slices
@@ -50,6 +55,7 @@ class StayRecord:
     @classmethod
     def of(cls, launch: Launch, now_us: int) -> StayRecord:
         is_remote, notice = launch.host > 0, launch.spec.notice
+        is_behind = launch.beside and launch.spec.run.kind == "function"
         return cls(
             task=launch.task,
             epoch=launch.epoch,
@@ -63,6 +69,7 @@ class StayRecord:
             secrets_mark=launch.secrets.get("mark", ""),
             notice_us=0 if is_remote or notice is None else round(notice.seconds * 1e6),
             milli=launch.spec.devices.choice.fraction_milli,
+            behind_until_us=now_us + BEHIND_US if is_behind else None,
         )
 
     @property

@@ -31,7 +31,6 @@ def shared_process_key(launch: Launch) -> str:
         spec.mounts,
         spec.image,
         spec.network.allow,
-        launch.beside,
         launch.guests,
         any(source.get("format") == FOLDER for source in launch.inputs.values()),
     )

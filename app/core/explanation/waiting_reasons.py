@@ -530,7 +530,7 @@ def breadth(task: BoardTask) -> str:
 
 def company(task: BoardTask, others: int) -> str:
     """Say with how many others a task takes turns on its device; "" if it has the device alone."""
-    if not task.shares or not task.seats or not others:
+    if not (task.shares and task.graph and task.seats and others):
         return ""
     graphs = "another graph" if others == 1 else f"{others} other graphs"
     return (

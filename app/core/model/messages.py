@@ -98,6 +98,7 @@ class Launch(Order):
     `withdrawn` are destinations of `spec.network` that the tenant may not reach any more.
 
     If `beside` is set, other tasks stay on the device, and all of them take turns (`Answer.rota`).
+    A function waits behind them instead (`core.scheduling.function_batches`).
 
     Inputs that may come late (`core.placement.partitions.late`) and do not exist yet are left out.
     An input without a `format` is an image; `datablock` is "NAME@VERSION".  Its `copies` are device

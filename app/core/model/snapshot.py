@@ -9,7 +9,7 @@ micro-device-seconds.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 
 from app.core.model.device_choice import NO_TRAITS, DeviceTraits
@@ -114,6 +114,26 @@ class IdleCreditFloor:
     user: str = ""  # "" means the tenant itself
     kind: str
     faded_us: int
+
+
+BATCH_US = 1_000_000  # most device time that a batch of functions is expected to take
+BATCH_MOST = 32  # most functions in a batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSize:
+    """How many functions of a user a device of a kind gets at once
+    (`core.scheduling.function_batches`).
+    """
+
+    user: str
+    kind: str
+    size: int = 1
+
+    def after(self, held_us: int) -> BatchSize:
+        """Return the size after a function that held its device for so long."""
+        fitting = BATCH_US // max(1, held_us)
+        return replace(self, size=max(1, min(BATCH_MOST, 2 * self.size, fitting)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,7 +250,7 @@ class BoardTask:
 
     A `graph` of one executor can take turns with others on a device.  If the graph `shares` one, or
     did so in this epoch, it is charged for the use that the device reports, and only once the
-    device reports it.
+    device reports it.  So is a `function` that was launched behind others on a device.
     """
 
     id: str
@@ -273,6 +293,7 @@ class BoardTask:
     goes_on_with: str = ""
     switch_us: int = 0  # what the last switch to this task cost
     graph: bool = False
+    function: bool = False
     gang: str = ""
     ticket: bool = False
     shares: bool = False
@@ -339,6 +360,7 @@ class Snapshot:
     tasks: Mapping[str, BoardTask]
     lifts: tuple[IdleCreditFloor, ...] = ()
     waits: tuple[GangWait, ...] = ()
+    batches: tuple[BatchSize, ...] = ()
 
 
 # --- the plan -----------------------------------------------------------------------------------
@@ -352,7 +374,8 @@ class PlanDecision:
     all that the task has after a Splice.  `rule` cites F1-F10 or another named rule; `because` is
     one sentence for the task's owner.  `against` is the task that gains or gives, if there is one.
     `cost` is the cost of a second of a launched task, in thousandths, if that differs from the cost
-    of its devices.  A launched task that `shares` takes turns with the tasks on its device.
+    of its devices.  A launched task that `shares` takes turns with the tasks on its device; a
+    function runs after them.
     """
 
     task: str

@@ -37,6 +37,8 @@ from app.core.model.device_choice import WHOLE_MILLI, choice_in, with_packages
 from app.core.model.lifecycle import ENDED, ON_A_DEVICE, State
 from app.core.model.provisions.process_images import choice_where_it_goes_on
 from app.core.model.snapshot import (
+    BATCH_US,
+    BatchSize,
     BoardDevice,
     BoardTask,
     BoardTenant,
@@ -115,6 +117,8 @@ class Board:
         # (tenant, user, kind) -> idle-credit floor
         self.lifts: dict[tuple[str, str, str], IdleCreditFloor] = {}
         self.waits: dict[str, GangWait] = {}  # kind -> waits of gangs (`gang_waits`)
+        # (user, kind) -> how many functions a device gets at once (`function_batches`)
+        self.batches: dict[tuple[str, str], BatchSize] = {}
         self._paths: dict[str, Path] = {}
         self._ripening: list[tuple[float, str, int]] = []
         self._settling: list[tuple[float, str, int]] = []
@@ -147,6 +151,7 @@ class Board:
         for lift in snapshot.lifts:
             board.set_lift(lift)
         board.waits = {wait.kind: wait for wait in snapshot.waits}
+        board.batches = {(each.user, each.kind): each for each in snapshot.batches}
         for id in sorted(snapshot.devices):
             board.set_device(snapshot.devices[id])
         for id in sorted(snapshot.tasks):
@@ -435,6 +440,8 @@ class Board:
     def set_task(self, task: BoardTask) -> None:
         """Add or update a task."""
         id = task.id
+        if task.function and id in self.stays:
+            self._size_batch(task)
         if task.state in ENDED:
             self.drop_task(id)
             return
@@ -481,6 +488,25 @@ class Board:
             if not siblings:
                 del self._siblings[gone.request]
             self._note_begun(gone, False)
+
+    def _size_batch(self, task: BoardTask) -> None:
+        """Learn from a function that has left its device how many its user's next batch has."""
+        if task.state in ON_A_DEVICE:
+            return
+        before = self.batch_of(task)
+        took_us = task.had_us if task.state in ENDED else BATCH_US  # else the batch took too long
+        after = before.after(took_us)
+        key = task.user, task.kind
+        self.memory.batches.setdefault(key, before)
+        if after.size > 1:
+            self.batches[key] = after
+        else:
+            self.batches.pop(key, None)
+
+    def batch_of(self, task: BoardTask) -> BatchSize:
+        """Return the size of the next batch of the task's user."""
+        usual = BatchSize(user=task.user, kind=task.kind)
+        return self.batches.get((task.user, task.kind), usual)
 
     def _count(self, task: BoardTask | None, change: int) -> None:
         if task is None:
@@ -787,6 +813,9 @@ class Board:
             elif task.shares and self.seated.get(id) is not None:
                 self.beside.setdefault(id, {})[task.id] = None
             elif task.state in HOLDS_A_SEAT or id not in self.seated:
+                before = self.stays.get(self.seated.get(id, ""))
+                if before is not None and before.task.shares:  # a function behind this one
+                    self.beside.setdefault(id, {})[before.id] = None
                 self.seated[id] = task.id  # until the task is seen to leave
                 pool.remove(id)
         self.tree.hold(leaf, here)

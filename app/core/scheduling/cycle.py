@@ -34,6 +34,7 @@ from app.core.model.snapshot import (
 from app.core.scheduling import (
     blockers,
     elastic,
+    function_batches,
     gang_waits,
     graph_moves,
     idle_credit,
@@ -71,6 +72,7 @@ def cycle(board: Board, *, lift: bool = True) -> Plan:
     if not board.memory.goes_on:
         board.memory.in_the_way, board.memory.tried = set(), {}
         board.memory.waits = tuple(board.waits.values())
+        board.memory.batches, board.memory.leaders = {}, []
     # 1.  Mark tasks as lost if the lease of a device has ended.
     _count_the_lost(draft)
     # 2.  End tasks that were cancelled while they held no device, and tasks that can never start.
@@ -107,7 +109,9 @@ def cycle(board: Board, *, lift: bool = True) -> Plan:
         draft.left_over = False
         _seat(draft, kept)
         _take_turns(draft, kept)
-    # All devices that could be taken are taken now: launch graphs beside others.
+    # All devices that could be taken are taken now: launch functions behind others.
+    _fill_batches(draft, kept)
+    # Launch graphs beside others.
     _share(draft, kept)
     # 9.  Give what no waiting task could take to sharing graphs or to elastic tasks.
     moves = bool(board.beside) and not board.short and _regroup(draft, kept)
@@ -592,6 +596,15 @@ def _join(draft: _DraftPlan, join: time_sharing.Join) -> None:
     _launch(draft, task, (device,), "share", because, against=against, shares=True)
 
 
+def _fill_batches(draft: _DraftPlan, kept: dict[str, _KeptForGang]) -> None:
+    """Launch the next functions of a user behind one that was launched just now."""
+    because = "Started: runs on this device after the functions before it."
+    for leader, task in function_batches.next_functions(draft.board):
+        if task.kind in kept:
+            return
+        _launch(draft, task, leader.devices, "batch", because, against=None, shares=True)
+
+
 def _regroup(draft: _DraftPlan, kept: dict[str, _KeptForGang]) -> bool:
     """Pause graphs that share so that they can move to other devices; False if none moves."""
     moves = False
@@ -772,6 +785,8 @@ def _launch_free(draft: _DraftPlan, task: BoardTask, rule: str) -> bool:
     if against is not None and rule == "F3":
         because = "Started: another task returned a device that it did not need."
     _launch(draft, task, tuple(devices), rule, because, against=against)
+    if rule == "F3" and function_batches.may_lead(board, task, *devices):
+        board.memory.leaders.append(task.id)
     return True
 
 

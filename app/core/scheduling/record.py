@@ -20,6 +20,7 @@ from app.core.fairness.fair_tree import Branch, Lane, Path, both_of
 from app.core.model import codec
 from app.core.model.lifecycle import State
 from app.core.model.snapshot import (
+    BatchSize,
     BoardDevice,
     BoardTask,
     BoardTenant,
@@ -60,6 +61,7 @@ def seen_by(board: Board, plan: Plan, before: Mapping[str, BoardTask], *, island
         tasks=tasks,
         lifts=tuple(_lifts(board, tenants, users, kinds)),
         waits=tuple(wait for wait in board.memory.waits if wait.kind in kinds),
+        batches=tuple(_batches(board, users, kinds)),
     )
 
 
@@ -184,6 +186,14 @@ def _lifts(
             yield board.lifts[key]
 
 
+def _batches(board: Board, users: Iterable[str], kinds: Iterable[str]) -> Iterator[BatchSize]:
+    """Yield the sizes of batches as they were when the round began."""
+    before = board.batches | board.memory.batches
+    for key in sorted((user, kind) for user in users for kind in kinds):
+        if key in before and before[key].size > 1:
+            yield before[key]
+
+
 def _with_those_above(
     tenants: Mapping[str, BoardTenant], ids: Iterable[str]
 ) -> dict[str, BoardTenant]:
@@ -212,6 +222,7 @@ def as_json(snapshot: Snapshot) -> JSON:
         **{name: [codec.to_json(item) for _, item in items] for name, items in listed.items()},
         "lifts": codec.to_json(snapshot.lifts),
         "waits": codec.to_json(snapshot.waits),
+        "batches": codec.to_json(snapshot.batches),
     }
     body: JSON = codec.with_texts(parts)
     return body
@@ -225,5 +236,7 @@ def from_json(body: JSON) -> Snapshot:
     }
     lifts = tuple(codec.from_json(IdleCreditFloor, item) for item in body.get("lifts", ()))
     waits = tuple(codec.from_json(GangWait, item) for item in body.get("waits", ()))
+    batches = tuple(codec.from_json(BatchSize, item) for item in body.get("batches", ()))
     policy = codec.from_json(Policy, body["policy"])
-    return Snapshot(island=body["island"], policy=policy, lifts=lifts, waits=waits, **parts)
+    sums: dict[str, Any] = {"lifts": lifts, "waits": waits, "batches": batches}
+    return Snapshot(island=body["island"], policy=policy, **sums, **parts)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from app.core.fairness.fair_tree import Branch
-from app.core.model.snapshot import BoardTask, GangWait, IdleCreditFloor
+from app.core.model.snapshot import BatchSize, BoardTask, GangWait, IdleCreditFloor
 
 
 @dataclass(slots=True)
@@ -34,6 +34,8 @@ class RoundMemory:
     kept them from a device (`core.scheduling.record`).  `goes_on` is True if a queue ran out, so
     that the next round continues the last.  `quiet` is (`tree.moved`, time): while `moved` is the
     same, no task gains before that time.  `waits` are the waits of gangs before the last round.
+    `batches` are the sizes that changed since it began, as they were then, and `leaders` the
+    functions launched in it behind which others may be launched.
 
     The rest serves idle credit.  `services` has the service level of each branch and kind, and
     `lifted` the floors that are new since the last plan.  `ended` has (branch, kind) of tasks that
@@ -46,6 +48,8 @@ class RoundMemory:
     goes_on: bool = False
     quiet: tuple[int, float] = (-1, -math.inf)
     waits: tuple[GangWait, ...] = ()
+    batches: dict[tuple[str, str], BatchSize] = field(default_factory=dict)
+    leaders: list[str] = field(default_factory=list)
     services: dict[tuple[Branch, str], Service] = field(default_factory=dict)
     lifted: dict[tuple[str, str, str], IdleCreditFloor] = field(default_factory=dict)
     ended: dict[tuple[Branch, str], None] = field(default_factory=dict)

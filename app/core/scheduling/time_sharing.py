@@ -62,10 +62,11 @@ def may(board: Board, task: BoardTask) -> bool:
         return False
     if board.policy.tier_share.get(task.tier) and task.tier in board.urgency.honoured(task.kind):
         return False
-    return all(_is_plain(branch) for branch in above(board.leaf(task)))
+    return all(is_plain(branch) for branch in above(board.leaf(task)))
 
 
-def _is_plain(branch: Branch) -> bool:
+def is_plain(branch: Branch) -> bool:
+    """True if no guarantee and no limit applies to the branch."""
     return not branch.guarantee and not branch.limit and branch.most_running is None
 
 
@@ -505,6 +506,8 @@ def stays_that_must_part(board: Board) -> list[BoardStay]:
     """Return the stays that must stop sharing a device; the least served of the group stays."""
     found = []
     for device in sorted(board.beside):
+        if not _has_graphs(board, device):
+            continue  # functions follow each other there
         group, kind = board.group(device), board.devices[device].kind
         if device in board.pools[kind].open:  # otherwise the device is emptied anyway
             here = SharedDevices(board, kind, [device])
@@ -512,6 +515,10 @@ def stays_that_must_part(board: Board) -> list[BoardStay]:
     for here in places(board) if board.beside else ():
         found += [s for s in _due_elsewhere(here) if s not in found and _may_ask(s)]
     return found
+
+
+def _has_graphs(board: Board, device: str) -> bool:
+    return any(stay.task.graph for stay in board.group(device))
 
 
 def _parts(here: SharedDevices, group: Sequence[BoardStay]) -> list[BoardStay]:
@@ -595,7 +602,7 @@ def has_others(group: Sequence[BoardStay], over: Branch) -> bool:
 
 def shares(board: Board, device: str) -> list[Share]:
     """Return what the device needs to know to give turns; empty if the device isn't shared."""
-    if device not in board.beside:
+    if device not in board.beside or not _has_graphs(board, device):
         return []
     group = sorted(board.group(device), key=in_line)
     return [_share(board, stay, place) for place, stay in enumerate(group)]

@@ -296,11 +296,16 @@ def _came(session: Session, task: Task, placement: Placement, event: messages.Ca
 
 
 def _paused(session: Session, task: Task, placement: Placement, event: messages.Paused) -> None:
-    device = task.seat
+    device, has_begun = task.seat, task.started_at is not None
     task_writer.move_task(session, task, Move.Paused)
     task.step = event.step
     if task.state == "stopping":
         return  # it was cancelled meanwhile; the device goes on to end it
+    if placement.shares and not has_begun and task.spec.run.kind == "function":
+        task_writer.close_stay(session, task, placement, "returned")
+        told = "Back in the queue: the functions before it took too long."
+        task_writer.tell(session, task, "task.returned", told, device=device)
+        return
     stops_to_move = task.moving is not None and task.moving["stopping"]
     task_writer.close_stay(session, task, placement, "moved" if stops_to_move else "paused")
     task.image_on, task.saved = device, False

@@ -250,6 +250,82 @@ def beside(session, running):
     return other
 
 
+@pytest.fixture
+def batch(session, task):
+    """Three functions on h.0: tsk_a leads, the others wait behind it."""
+    task.descriptor = {**DESCRIPTOR, "run": {"function": "ops:f"}}
+    session.flush()
+    of = {c.name: getattr(task, c.name) for c in Task.__table__.columns}
+    more = [Task(**{**of, "id": f"tsk_{name}", "name": name}) for name in "bc"]
+    session.add_all(more)
+    session.flush()
+    hear(session)
+    tasks = [task, *more]
+    decisions = tuple(
+        PlanDecision(
+            task=each.id, move="Launch", rule="F3", because="", devices=("h.0",), shares=n > 0
+        )
+        for n, each in enumerate(tasks)
+    )
+    assert journal.store(session, Plan(decisions=decisions))
+    journal.settle(session)
+    return tasks
+
+
+class TestBatches:
+    def test_each_function_of_a_batch_has_its_own_epoch_order_and_placement(self, session, batch):
+        assert [(task.state, task.epoch, task.seat) for task in batch] == 3 * [
+            ("starting", 1, "h.0")
+        ]
+        orders = session.scalars(select(OutboxOrder).order_by(OutboxOrder.id)).all()
+        assert [(order.task_id, order.kind) for order in orders] == [
+            (task.id, "Launch") for task in batch
+        ]
+        assert [order.body.get("beside", False) for order in orders] == [False, True, True]
+
+    def test_ends_of_a_batch_in_one_heartbeat_end_and_charge_each_function(self, session, batch):
+        told = []
+        for n, task in enumerate(batch, 1):
+            told.append(started(task))
+            held_us = 1001 * n
+            told.append(event(Finished, task, 2, step=1, held_us=held_us, result={}, outputs={}))
+        ended = [view(task, "ended", step=1) for task in batch]
+        answer = hear(session, residents=ended, events=told)
+        assert answer.heard == {f"{task.id}/1": 2 for task in batch}
+        for task in batch:
+            session.refresh(task)
+        assert [(task.state, task.total_held_us) for task in batch] == [
+            ("done", 1001), ("done", 2002), ("done", 3003),
+        ]  # fmt: skip
+        assert session.scalar(select(Request.state)) == "done"
+        assert session.scalar(select(Usage.held_us)) == 6006
+        assert booked_us(session) == 6006
+
+    def test_function_that_is_given_back_waits_again_and_has_lost_nothing(self, session, batch):
+        lead, second, third = batch
+        views = [view(lead, "running"), view(second, "seating"), view(third, "seating")]
+        hear(session, residents=views, events=[started(lead)])
+        hear(session, residents=[views[0]], events=[event(Paused, each, 1) for each in batch[1:]])
+        for task in batch:
+            session.refresh(task)
+        assert [task.state for task in batch] == ["running", "waiting", "waiting"]
+        assert (second.seat, second.image_on, second.attempts, second.pauses) == (None, None, 0, 0)
+        told = session.scalars(select(RequestEvent.type).where(RequestEvent.task_id == second.id))
+        assert "task.returned" in told.all()
+        decide(session, second, "Launch", devices=("h.0",), shares=True)
+        assert (second.state, second.epoch) == ("starting", 2)
+
+    def test_lost_device_loses_only_functions_without_an_end(self, session, batch):
+        lead, second, third = batch
+        done = event(Finished, lead, 2, step=1, held_us=7, result={}, outputs={})
+        views = [view(lead, "ended"), view(second, "running"), view(third, "seating")]
+        hear(session, residents=views, events=[started(lead), done, started(second)])
+        hear(session, incarnation="p2")  # kill -9 of the device worker, and a new one
+        for task in batch:
+            session.refresh(task)
+        assert [task.state for task in batch] == ["done", "waiting", "waiting"]
+
+
 class TestSharing:
     def test_each_sharer_is_charged_for_its_own_turns_to_the_microsecond(
         self, session, running, beside

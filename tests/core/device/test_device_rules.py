@@ -35,8 +35,10 @@ from app.core.device.device_events import (
     ProcessPaused,
     ProcessPrepared,
     ProcessProgressed,
+    ProcessRenewed,
     ProcessResized,
     ProcessStood,
+    ReportSoon,
     SendWord,
     SlotDue,
     StayForgotten,
@@ -45,7 +47,8 @@ from app.core.device.device_events import (
     TellSaved,
     TellVerdict,
 )
-from app.core.device.device_machine import DeviceMachine
+from app.core.device.device_machine import REST_US, DeviceMachine
+from app.core.device.device_records import BEHIND_US
 from app.core.model.messages import Cancel, Failed, Pause, Paused, Resize, Resized, Save, Stopped
 from app.core.scheduling.turns import TURN_US, Level, Share, as_json
 from tests.core.device.orders import (
@@ -863,3 +866,84 @@ def test_two_halves_have_the_slot_together_and_a_whole_task_waits_for_both() -> 
     assert in_the_slot() == ["b"]
     device.give(ProcessExited(process=second))
     assert in_the_slot() == ["c"]
+
+
+# --- functions one after another ------------------------------------------------------------------
+
+FUNCTION = {"run": {"function": "ops:f"}}
+
+
+def _conclude(device: Device, process: int) -> None:
+    device.give(ProcessConcluded(process=process, step=1, word="finished", rests=True))
+
+
+def test_process_that_rests_frees_the_slot_and_takes_the_next_function(device: Device) -> None:
+    process = device.run("t1", **FUNCTION)
+    _conclude(device, process)
+    assert [one.process for one in device.said(TellVerdict)] == [process]
+    assert device.state("t1") == "ended"
+    device.launch("t2", **FUNCTION)
+    device.give(ProcessRenewed(process=process, stay=("t2", 1)))
+    device.give(ProcessPrepared(process=process, step=0))
+    assert device.round() == [process]
+
+
+def test_process_that_rests_too_long_is_ended_and_nobody_is_told(device: Device) -> None:
+    process = device.run("t1", **FUNCTION)
+    _conclude(device, process)
+    assert device.machine.due_us(device.now_us) == device.now_us + REST_US
+    device.later(REST_US)
+    assert device.killed() == [(process, "rested")]
+    device.give(ProcessExited(process=process))
+    assert not device.said(TellIsland)
+    assert not device.said(DropStay)
+
+
+def test_cancelled_function_does_not_rest(device: Device) -> None:
+    process = device.run("t1", **FUNCTION)
+    device.cancel("t1")
+    _conclude(device, process)
+    assert device.words() == ["end"]
+    device.give(ProcessExited(process=process))
+    assert device.said(TellVerdict)
+
+
+def test_function_whose_shared_process_ends_before_it_begins_anew(device: Device) -> None:
+    process = device.run("t1", **FUNCTION)
+    _conclude(device, process)
+    device.launch("t2", **FUNCTION)
+    device.give(ProcessRenewed(process=process, stay=("t2", 1)))
+    device.give(ProcessExited(process=process))
+    assert device.said(FetchInputs) == [FetchInputs(stay=("t2", 1))]
+    assert not device.said(TellVerdict)
+
+
+def test_function_that_waits_long_behind_another_is_given_back(device: Device) -> None:
+    process = device.run("t1", **FUNCTION)
+    device.launch("t2", beside=True, **FUNCTION)
+    assert device.machine.due_us(device.now_us) == device.now_us + BEHIND_US
+    device.later(BEHIND_US - 1)
+    assert not device.said(TellIsland)
+    device.later(1)
+    assert device.told() == ["Paused"]
+    assert device.state("t2") == "dropped"
+    assert device.state("t1") == "running"
+    _conclude(device, process)
+
+
+def test_function_at_the_head_of_a_batch_is_never_given_back(device: Device) -> None:
+    device.launch("t1", beside=True, **FUNCTION)
+    device.later(10 * BEHIND_US)
+    assert not device.said(TellIsland)
+
+
+def test_ends_of_a_batch_are_reported_at_once_after_the_last_one(device: Device) -> None:
+    process = device.run("t1", **FUNCTION)
+    device.launch("t2", beside=True, **FUNCTION)
+    _conclude(device, process)
+    assert [one.is_urgent for one in device.said(ReportSoon)] == [False]
+    device.give(ProcessRenewed(process=process, stay=("t2", 1)))
+    device.give(ProcessPrepared(process=process, step=0))
+    assert device.round() == [process]
+    _conclude(device, process)
+    assert [one.is_urgent for one in device.said(ReportSoon)] == [True]

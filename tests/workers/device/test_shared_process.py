@@ -163,3 +163,24 @@ def test_device_that_leaves_ends_its_resting_processes_at_once(rig):
     (resident,) = rig.supervisor.lives.residents.values()
     rig.close()
     assert resident.kill_reason == "rested"
+
+
+def test_functions_of_a_batch_are_given_back_if_the_one_before_them_takes_long(rig):
+    rig.launch("t1", "short:wait")
+    for name in ("t2", "t3"):
+        rig.launch(name, "short:look", beside=True)
+    for name in ("t2", "t3"):
+        rig.event(Paused, name)
+    rig.let_end("t1")
+    process = rig.event(Finished, "t1").result["process"]
+    rig.launch("t2", "short:look", epoch=2)
+    assert rig.event(Finished, "t2", 2).result["process"] == process
+
+
+def test_lost_worker_loses_only_what_had_no_end(rig):
+    """The functions of a batch have stays and epochs of their own."""
+    for n in range(3):
+        rig.launch(f"t{n}", "short:look", beside=n > 0)
+    ends = [rig.event(Finished, f"t{n}") for n in range(3)]
+    assert [(end.epoch, end.seq) for end in ends] == 3 * [(1, 2)]
+    rig.until(lambda: not rig.supervisor.lives.stays)

@@ -79,6 +79,7 @@ class Admission:
         """Pause the best served task if not all that share the device fit in its memory."""
         slot = self.lives.machine.slot
         beside = [s for s in self.lives.stays.values() if s.state == "seating" and s.launch.beside]
+        beside = [stay for stay in beside if stay.record.behind_until_us is None]
         waits = [stay for stay in beside if not slot.rota.is_heir(stay.launch.task)]
         if not self.residency.lacks or not waits:
             return

@@ -1,0 +1,65 @@
+"""Launches functions behind others of their user, so that a device runs them one after another.
+
+A message to a device and its answer take longer than most functions.  So a device that gets a
+function gets, with the same message, as many of the user's next ones as take `BATCH_US` together,
+by what the last one took.  They have the device together as tasks that share one have it: none is
+charged before it runs, and each for its own time only.  A function that has waited behind others
+for `device_records.BEHIND_US` is given back to the queue.  So no task waits much longer than that
+for a device because of a batch.
+
+Only where no guarantee and no limit applies, and only on devices of the host: there functions share
+a process (`core.device.shared_process`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from app.core.device.shared_process import HOST_KIND
+from app.core.fairness.fair_tree import both_of
+from app.core.model.device_choice import choice_in
+from app.core.model.snapshot import BoardTask
+from app.core.scheduling import time_sharing
+from app.core.scheduling.board import Board
+from app.core.scheduling.preemption import above
+from app.core.scheduling.stays import BoardStay
+
+OFFER = "isolation"  # of devices whose workers run functions one after another
+WITH_VARIABLES = "env"  # a need that keeps no function from a shared process
+
+
+def may_lead(board: Board, task: BoardTask, *devices: str) -> bool:
+    """True if functions may be launched behind this one, which was launched there."""
+    if not task.function or task.kind != HOST_KIND or task.width != 1 or task.gang:
+        return False
+    if any(OFFER not in board.devices[id].traits.offers for id in devices):
+        return False  # the worker is of an older version
+    if board.lane_in_line(task).is_fraction:
+        return False
+    needs = choice_in(task.choice).lasting.needs if task.choice else ()
+    if any(need != WITH_VARIABLES for need in needs):
+        return False
+    return all(time_sharing.is_plain(branch) for branch in above(board.leaf(task)))
+
+
+def next_functions(board: Board) -> Iterator[tuple[BoardStay, BoardTask]]:
+    """Yield what to launch next, and behind which of the functions launched in this round.
+
+    The caller launches each before it asks for the next.  Every batch gets one function in turn.
+    """
+    leaders = [board.stays[id] for id in board.memory.leaders if id in board.stays]
+    place = 1
+    while leaders:
+        leaders = [stay for stay in leaders if place < board.batch_of(stay.task).size]
+        for leader in list(leaders):
+            found = board.tree.first_below(leader.leaf, both_of(leader.lane))
+            if found is None or board.short:
+                leaders.remove(leader)
+                continue
+            task = found[2]
+            if not task.function or task.cancel_asked:
+                board.memory.in_the_way.add(task.id)
+                leaders.remove(leader)
+                continue
+            yield leader, task
+        place += 1
