@@ -23,11 +23,14 @@ seeded violations: one rank adds 1e-7 to one element of a parameter after a rand
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import random
 import signal
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -38,7 +41,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import Target, quick, report
-from workers.ranks.rank import WarmProcess
 
 JSON = dict[str, Any]
 
@@ -118,6 +120,50 @@ def _own_bytes() -> int:
         if line.startswith("Pss:"):
             return int(line.split()[1]) * 1024
     raise RuntimeError("the kernel tells no proportional set size")
+
+
+# --- a host of gangs ------------------------------------------------------------------------------
+
+
+class WarmProcess:
+    """A warm process, started once, that runs gangs by `workers.ranks.rank.serve`."""
+
+    def __init__(
+        self, *, before: tuple[str, ...] = (), warm: tuple[str, ...] = (), **environment: str
+    ) -> None:
+        """Start the process.
+
+        `before` is a command to run it under, like taskset, `warm` lists modules to import first.
+        """
+        self.process = subprocess.Popen(
+            [
+                *(*before, sys.executable, "-W", "ignore", "-m", "workers.ranks.rank", "--serve"),
+                *(f"--warm={module}" for module in warm),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **environment},
+            start_new_session=True,  # so that all its processes can be stopped as one group
+        )
+
+    def run(self, entry: str, *, peers: bool = False, **gang: Any) -> list[JSON]:
+        """Run a gang and return each rank's report.
+
+        With `peers` it runs under stock gloo and without slots.
+        """
+        ask, answers = self.process.stdin, self.process.stdout
+        assert ask is not None
+        assert answers is not None
+        with tempfile.TemporaryDirectory() as folder:
+            place = f"{folder}/peers" if peers else ""
+            ask.write(json.dumps({"entry": entry, "seats": 1, **gang, "peers": place}) + "\n")
+            ask.flush()
+            stories: list[JSON] = json.loads(answers.readline())
+        return stories
+
+    def close(self) -> None:
+        self.process.communicate(timeout=30)
 
 
 # --- measuring ------------------------------------------------------------------------------------

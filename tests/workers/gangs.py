@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from workers.ranks.rank import WarmProcess
+from benchmarks.splice import WarmProcess
 
 JSON = dict[str, Any]
 

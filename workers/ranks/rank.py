@@ -25,9 +25,7 @@ import random
 import select
 import signal
 import socket
-import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Iterable, Iterator
@@ -485,47 +483,6 @@ def serve(warm: Iterable[str]) -> None:
         resize = {int(step): seats for step, seats in asked.pop("resize", {}).items()}
         asked["hosts"] = tuple(asked.get("hosts", ()))
         answers.write(json.dumps(run(GangSpec(**asked, resize=resize))) + "\n")
-
-
-class WarmProcess:
-    """The client of `serve`: a warm process, started once, that runs gangs."""
-
-    def __init__(
-        self, *, before: tuple[str, ...] = (), warm: tuple[str, ...] = (), **environment: str
-    ) -> None:
-        """Start the process.
-
-        `before` is a command to run it under, like taskset, `warm` lists modules to import first.
-        """
-        self.process = subprocess.Popen(
-            [
-                *(*before, sys.executable, "-W", "ignore", "-m", "workers.ranks.rank", "--serve"),
-                *(f"--warm={module}" for module in warm),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **environment},
-            start_new_session=True,  # so that all its processes can be stopped as one group
-        )
-
-    def run(self, entry: str, *, peers: bool = False, **gang: Any) -> list[JSON]:
-        """Run a gang and return each rank's report.
-
-        With `peers` it runs under stock gloo and without slots.
-        """
-        ask, answers = self.process.stdin, self.process.stdout
-        assert ask is not None
-        assert answers is not None
-        with tempfile.TemporaryDirectory() as folder:
-            place = f"{folder}/peers" if peers else ""
-            ask.write(json.dumps({"entry": entry, "seats": 1, **gang, "peers": place}) + "\n")
-            ask.flush()
-            stories: list[JSON] = json.loads(answers.readline())
-        return stories
-
-    def close(self) -> None:
-        self.process.communicate(timeout=30)
 
 
 def parse_resize(text: str) -> dict[int, int]:
