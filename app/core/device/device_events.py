@@ -1,9 +1,9 @@
 """The events that a device's state machine takes and the instructions that it gives.
 
-An event says what came: an order, an answer, a message of a resident, the end of a process, the
-time.  An instruction says what to do: send a word, kill a process, tell the island.  Both are
-values; `core.device.device_machine` turns events into instructions, and the supervisor of a device
-(`workers.device.supervisor`) carries them out.
+An event says what happened: an order, an answer or a message of a resident arrived, a process
+ended, time passed.  An instruction says what to do: send a message, kill a process, tell the
+island.  Both are values; `core.device.device_machine` turns events into instructions, and the
+supervisor of a device (`workers.device.supervisor`) carries them out.
 
 A stay is named by its task and epoch, a process by a number that is never used again.
 """
@@ -21,7 +21,7 @@ StayKey = tuple[str, int]  # task, epoch
 
 
 class DeviceEvent:
-    """Something that came to the device, and that may change the state of its stays."""
+    """Something that happened on the device and may change the state of its stays."""
 
 
 class ProcessEvent(DeviceEvent):
@@ -72,7 +72,7 @@ class HostsMissed(DeviceEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskUnable(DeviceEvent):
-    """The task lacks something for good: its code, an image or an input.
+    """The task cannot get something that it needs: its code, an image or an input.
 
     `reason` is the kill reason of its process, if it has one.
     """
@@ -108,7 +108,7 @@ class KillAsked(ProcessEvent):
 class LeaveAsked(DeviceEvent):
     """The device worker stops: every task is paused, and none is taken any more.
 
-    A task with a notice gets what of it ends before `pause_by_us`.
+    A task with a notice gets only the part of its notice that ends before `pause_by_us`.
     """
 
     pause_by_us: int = 0
@@ -126,7 +126,7 @@ class ReportDue(DeviceEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotDue(DeviceEvent):
-    """A round ends: the slot changes hands if it should.
+    """A round ends: the slot changes hands if that is due.
 
     `is_short` says that a task waits for memory or for a place of a process.  `waiting` are the
     tasks without a process that wait for it, `away` the processes with memory off the device.
@@ -241,7 +241,7 @@ class ProcessExited(ProcessEvent):
 
 
 class Instruction:
-    """Something that the supervisor does; it never decides whether."""
+    """Something that the supervisor carries out without deciding anything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,7 +303,7 @@ class GiveSlot(Instruction):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KillProcess(Instruction):
-    """Kill a process; `why` is told in the log."""
+    """Kill a process; `why` goes to the log."""
 
     process: int
     reason: str
@@ -344,7 +344,7 @@ class DropStay(Instruction):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForgetStay(Instruction):
-    """Keep nothing of the stay, not even its events."""
+    """Forget the stay, and even its events."""
 
     stay: StayKey
 

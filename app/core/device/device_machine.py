@@ -1,4 +1,4 @@
-"""Decides what a device does, without a device: events in, instructions out.
+"""Decides what a device does: takes events, and returns instructions; it touches no device.
 
 The machine has all stays and processes of the device, its slot, its lease, and the turns of tasks
 that share it.  The supervisor (`workers.device.supervisor`) gives it every event with the present
@@ -9,7 +9,7 @@ What holds after every event (`validate`; tests/core/device):
   got the slot while the device's lease was trusted, and in a stay that the island had confirmed.
 * A stale or repeated order or answer changes nothing.
 * A stay is over once: it reports one end, or it is dropped without a report.
-* A process has one kill reason, and gets no word after it.
+* A process has one kill reason, and gets no message after it.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ from app.core.model.messages import Answer, Cancel, Launch, Order, Pause, Resize
 from app.core.model.provisions.notice import NoticeReason
 from app.core.scheduling.turns import Rota
 
-PREPARE_US = 120_000_000  # limit to import a tenant's code and restore its image
+PREPARE_US = 120_000_000  # time limit to import a tenant's code and restore its image
 HANDOVER_US = 2_000_000  # how long a successor may prepare while its predecessor still runs
-ENDING_US = 30_000_000  # limit to store the folder of a command that begins again
+ENDING_US = 30_000_000  # time limit to store the folder of a command that begins again
 REST_US = 5_000_000  # how long a process waits for the next function that may run in it
-REMEMBERED = 10_000  # tasks with a known newest launch; the island stops older epochs
+REMEMBERED = 10_000  # most tasks whose newest launch is known; the island stops older epochs
 
 #: Kill reasons without an event: the island sees that the resident is gone.
 SILENT_REASONS = frozenset(
@@ -153,7 +153,8 @@ class DeviceMachine:
     def is_fresh(self, answer: Answer) -> bool:
         """True if the answer is for this process and newer than any before.
 
-        A newer answer has said all that still holds, so a late or repeated answer changes nothing.
+        A newer answer contains everything that still holds, so a late or repeated answer changes
+        nothing.
         """
         is_ours = (answer.device, answer.incarnation) == (self.device, self.incarnation)
         return is_ours and answer.sent_us > self.lease.answered_us
@@ -185,9 +186,9 @@ class DeviceMachine:
             return
         stay = self.stays.get((order.task, order.epoch))
         if stay is None or order.seq <= stay.order_seq:
-            return  # unknown as yet (the island resends it), or already obeyed
+            return  # not known yet (the island sends it again), or already obeyed
         if isinstance(order, Cancel):
-            stay.order_seq = order.seq  # orders that it overtook no longer matter
+            stay.order_seq = order.seq  # orders that the cancel overtook no longer matter
             self._cancel(stay, now_us)
             return
         stay.early[order.seq] = order
@@ -201,7 +202,7 @@ class DeviceMachine:
         if len(self.newest) > REMEMBERED:
             del self.newest[next(iter(self.newest))]
         stay = StayRecord.of(launch, now_us)
-        # So fresh that the island could only answer "keep".
+        # The launch is so fresh that the island could only answer "keep".
         stay.is_confirmed = (
             launch.incarnation == self.incarnation and now_us < launch.surely_until_us
         )
@@ -335,7 +336,7 @@ class DeviceMachine:
         answer = event.answer
         if not self.is_fresh(answer):
             return
-        for task, epoch in answer.drop:  # first of all: they may run elsewhere by now
+        for task, epoch in answer.drop:  # done first, as they may run elsewhere by now
             self._drop_stale(task, epoch)
         for task, epoch in answer.keep:
             if (task, epoch) in self.stays:
@@ -449,7 +450,7 @@ class DeviceMachine:
         return [stay for stay in waiting if stay.state == StayState.SEATING]
 
     def _until_limit_us(self, holder: ProcessRecord, now_us: int) -> int:
-        """Return the time until the task must be told or ended because of `max_duration_s`."""
+        """Return the time until the task gets its notice or ends because of `max_duration_s`."""
         stay = holder.stay
         left_us = stay.budget_us - stay.held_us(now_us)
         if stay.state == StayState.RUNNING:
@@ -476,7 +477,7 @@ class DeviceMachine:
             self.slot.holder.yields = True
             self._send(self.slot.holder, "yield")
         while self._fill_slot(now_us):
-            pass  # the next fraction may fit too
+            pass  # the next fraction may fit, too
 
     def _give_way(self, event: SlotDue, now_us: int) -> None:
         """Pause a task in the slot once its successor is ready, is stuck, or is out of time."""

@@ -44,7 +44,7 @@ class StayRecord:
     launch_slots: list[int] = field(default_factory=lambda: [1])
     slots: list[int] = field(default_factory=lambda: [1])  # slots of its ranks, by host
     guests: list[str] = field(default_factory=list)  # further devices that its process sees
-    secrets_mark: str = ""  # another one means other values of its secrets
+    secrets_mark: str = ""  # changes if the values of its secrets change
     milli: int = WHOLE_MILLI  # thousandths of the device that the task takes
     # when a function that was launched behind others is given back unless it has begun
     behind_until_us: int | None = None
@@ -116,8 +116,8 @@ class ProcessRecord:
     has_state: bool = False  # the process has had the slot, so it has state to lose
     saved_step: int | None = None  # step of the newest durable image
     paused_us: int = 0
-    step_since_us: int = 0  # when its present step began, at the earliest
-    step_us: int = 0  # how long its steps last: the longest of late
+    step_since_us: int = 0  # earliest time at which its present step may have begun
+    step_us: int = 0  # how long its steps last: the longest of the last ones
     kill_us: int | None = None  # when its grace period after a cancel ends
     ending_until_us: int = 0  # until when it may store the folder of its ended command
     kill_reason: str = ""
@@ -150,7 +150,8 @@ class ProcessRecord:
     def longest_step_us(self, now_us: int) -> int:
         """Return how long its steps last, as far as is known; the present one counts too.
 
-        A command is frozen at any moment, and has no steps to end.  Remote ranks tell no steps.
+        A command can be frozen at any moment, so it has no steps to wait for.  Remote ranks report
+        no steps.
         """
         if self.is_command or self.stay.is_remote:
             return 0
