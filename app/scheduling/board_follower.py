@@ -2,14 +2,12 @@
 
 Every row that matters for decisions carries the id of the transaction that wrote it last; a trigger
 sets it.  A change that was not visible at the last look was written by a transaction that had not
-ended then.  So each look reads all rows from the oldest such transaction on, and misses nothing.
-One statement asks which tables have such rows; a look that finds no changes costs only that
-statement.
+ended then.  So reading again all rows from the oldest such transaction on misses nothing.  One
+statement asks which tables have such rows; a look that finds no changes costs only that statement.
 
 Of each line (the waiting tasks of one user that need the same) only the beginning is read, and more
-when it runs out.  So the cost of a board depends on the tasks that may be picked, not on all that
-wait.  If a transaction fails after the board was changed, the board is discarded and read anew
-(`forget`).
+when it runs out.  So the cost of a board depends on what may be picked, not on what waits.  If a
+transaction fails after the board was changed, the board is discarded and read anew (`forget`).
 """
 
 from __future__ import annotations
@@ -96,7 +94,7 @@ class Follower:
     behind: bool = False  # True if there are changes that were not read yet
     news: News | None = None  # result of the last look
     memory: CarriedLevels | None = None  # what is remembered of the previous board
-    waits: dict[str, GangWait] = field(default_factory=dict)  # the waits of gangs on the board
+    waits: dict[str, GangWait] = field(default_factory=dict)  # the waits of gangs on it
     # its sizes of batches of functions
     batches: dict[tuple[str, str], BatchSize] = field(default_factory=dict)
 
@@ -186,17 +184,18 @@ class Follower:
         )
 
     def _moving(self) -> AnySelect:
-        """Select the tasks that are between two devices in a move, at any place in their lines.
+        """Select the tasks that are between two devices in a move, wherever in their lines they
+        stand.
         """
         return snapshot_reader.tasks().where(
             TaskRow.island == self.island, TaskRow.move_to.is_not(None), TaskRow.state == "waiting"
         )
 
     def _mark_longer(self, board: Board, rows: Sequence[AnyRow]) -> None:
-        """Mark the lines from which the full number of tasks was read: more may wait behind them.
+        """Mark the lines of whose tasks as many were read as may be: more may wait behind them.
 
-        The counts in `lines` do not show this, since they are written only at the end of each
-        transaction.
+        The counts in `lines` may not say it: they are written at the end of each transaction, also
+        of ours.
         """
         read: dict[Line, list[BoardTask]] = {}
         for task in (board.tasks[row.id] for row in rows):
@@ -327,7 +326,7 @@ class Follower:
         return True
 
     def _users(self, session: Session, board: Board) -> None:
-        """Read users after the tasks: usage that the ledger has booked is no longer owed."""
+        """Read users after the tasks: what the ledger has booked is not owed any more."""
         since = _xid(self.since)
         moved = select(User.id).where(User.txid >= since)
         booked = select(Account.user_id).where(Account.txid >= since)

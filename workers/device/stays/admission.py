@@ -33,7 +33,7 @@ class Admission:
         self.starter = starter
         self.spawner = spawner
         self.residency = residency
-        self.fetched: list[tuple[Stay, Fetched]] = []  # fetched, waiting for memory
+        self.fetched: list[tuple[Stay, Fetched]] = []  # tasks that are fetched and wait for memory
 
     def take(self, stay: Stay, fetched: Fetched) -> None:
         """Keep what was fetched until there is memory, unless the task was given up meanwhile."""
@@ -84,7 +84,7 @@ class Admission:
         if not self.residency.lacks or not waits:
             return
         if any(r.stay.state == "pausing" or r.level == "leaving" for r in self.residency.living):
-            return  # one is letting go of memory already
+            return  # another task is releasing memory already
         here = {p.task: p.stay for p in slot.sharers() if p.stay.state == "running"}
         arrived_us = [stay.arrived_us for stay in waits]
         newest_us = max(arrived_us + [stay.arrived_us for stay in here.values()])

@@ -71,7 +71,7 @@ class CommandImages:
         self.reports = reports
         self.side = side
         self.version = ""  # version of the CRIU that passed the trial
-        self.mover: TreeMover | None = None  # set when the trial has passed
+        self.mover: TreeMover | None = None  # the mover, once the trial has passed
         self.missing = "it has not tried it out"  # why there is no mover
         self._trial: Trial | None = None
         spawner.on_layers = self.start
@@ -91,7 +91,7 @@ class CommandImages:
 
     def _found(self, found: Found | BaseException) -> None:
         self.reports.is_trial_over = self.reports.rhythm.happened = True
-        if isinstance(found, BaseException):  # a fault of ours: then nothing is offered
+        if isinstance(found, BaseException):  # a fault of this program: then nothing is offered
             found = Found(missing=f"{type(found).__name__}: {found}")
         if found.missing or self._trial is None or self._trial.program is None:
             self.missing = found.missing
@@ -115,14 +115,14 @@ class CommandImages:
     # --- commands ---
 
     def may_store(self, launch: Launch) -> bool:
-        """Say whether images of such a task have its processes."""
+        """True if images of such a task have its processes."""
         return launch.spec.run.kind == "command" and not self.why_not(launch)
 
     def why_not(self, launch: Launch) -> str:
         """Return why the images of such a command have no processes; "" if they have.
 
-        A connection to another host would end in nothing where the processes go on.  Memory holds
-        secrets, so without a key to encrypt it nothing of it is stored.
+        A connection to another host would be lost where the processes go on. Memory holds secrets,
+        so nothing of it is stored without a key to encrypt it.
         """
         spec, key = launch.spec, launch.image_key
         if len(launch.seats) > 1:
@@ -164,9 +164,9 @@ class CommandImages:
         pipes = {name: f"pipe:[{os.fstat(fd).st_ino}]" for fd, name in resident.pipes.items()}
         if resident.pidfd is None or len(pipes) < 2:
             return no_tree
-        if self.cipher_of(resident.stay.launch) is None:  # it had a key when it began
+        if self.cipher_of(resident.stay.launch) is None:  # the task had a key when it began
             return not_encrypted
-        read_printed(resident)  # until where it was stopped
+        read_printed(resident)  # everything that the command printed until it was stopped
         begun = resident.stay.log.begun
         resident.printed = resident.stay.launch.epoch, resident.stay.log.next_line
         stub = StubAccess(pidfd=os.dup(resident.pidfd), room=resident.room)
@@ -235,7 +235,7 @@ def _secrets_mark(launch: Launch) -> str:
 
 
 def _started_as(launch: Launch) -> str:
-    """Return a word for what the processes of a task were started as, and with what."""
+    """Return a hash of the program, parameters and inputs with which a task was started."""
     spec = launch.spec
     said = [
         *(spec.type, spec.run.argv, dict(spec.params), dict(spec.env), spec.world_size),

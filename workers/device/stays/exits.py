@@ -13,7 +13,7 @@ from workers.device.stays.spawning import Spawner
 from workers.device.stays.storing import ResultStore
 from workers.device.supervision.side_work import SideWork
 
-#: States of a stay whose task goes on from its newest image, if from anywhere.
+#: States of a stay whose task can go on only from its newest image.
 LEFT = frozenset({StayState.PAUSED, StayState.DROPPED})
 
 
@@ -44,7 +44,8 @@ class ResidentExits:
         if not self.egress.is_settled(resident):  # the proxy counts its last bytes
             return
         if resident.is_in_image and resident.stay.state in LEFT:
-            resident.stay.log.leave_begun()  # what goes on from there completes these lines
+            # the task that goes on from there completes these lines
+            resident.stay.log.leave_begun()
         resident.stay.log.end()
         resident.is_gone = True
         held_bytes = resident.peaks.get(MEMORY, 0)

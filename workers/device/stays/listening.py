@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 
 JSON = dict[str, Any]
 
-MUTED_US = 50_000  # how long the output of a resident with a full log is not read
-READS_AT_THE_END = 32  # reads of each stream of an ended process
+MUTED_US = 50_000  # for so long the output of a resident with a full log is not read
+READS_AT_THE_END = 32  # most reads of each stream of an ended process
 
 #: Kill reasons after which no further messages of the process are read.
 UNREAD_REASONS = frozenset({"nonsense", "flood", "deaf"})
@@ -46,9 +46,9 @@ class ResidentListener:
         self.lives = lives
         self.rhythm = rhythm
         self._exited = exited
-        self.handlers: dict[str, Handler] = {}  # kind of message -> what takes it
+        self.handlers: dict[str, Handler] = {}  # kind of message -> its handler
         self.muted: list[tuple[int, Resident, int]] = []
-        self.unheard: list[Resident] = []  # with messages left to read in the next round
+        self.unheard: list[Resident] = []  # residents with messages left to read in the next round
         self.hearing: Resident | None = None  # the sender of the messages being processed now
 
     def listen_to(self, resident: Resident, fd: int) -> None:

@@ -88,7 +88,7 @@ class DeviceLives:
             self.kill(stay.resident, reason)
 
     def _is_newest(self, stay: Stay) -> bool:
-        """False if the stay is over, or another launch of its epoch has come since (a resize)."""
+        """False if the stay is over, or a newer launch of its epoch has arrived (a resize)."""
         return self.machine.stays.get(stay.key) is stay.record
 
     def evict(self, resident: Resident) -> None:

@@ -48,7 +48,7 @@ class ResidentMessages:
         port = _late_input(resident, message, "port")
         if port in resident.stay.lacks:
             resident.stay.awaits = port
-            self.rhythm.happened = True  # perhaps it was sent and the message was lost
+            self.rhythm.happened = True  # perhaps the input was sent and the message was lost
 
     def prepared(self, resident: Resident, message: JSON) -> None:
         resident.preset = untrusted.table(message, "preset")
@@ -113,7 +113,7 @@ class ResidentMessages:
         A process that can run another function rests instead, if it may.
         """
         step = untrusted.number(message, "step")
-        resident.look_us = 0  # its last peaks, before it is gone
+        resident.look_us = 0  # read its last peaks before it is gone
         resident.verdict = resident.checked or untrusted.verdict(message, resident.stay.redactor)
         resident.checked = None
         word, rests = message["is"], message.get("rests") is True

@@ -32,7 +32,8 @@ JSON = dict[str, Any]
 
 LOCK_WAIT_S = 30.0
 ZYGOTE_AGAIN_S = 1.0
-TEMPLATES_KEPT = 16  # sizes; a resident copies its template as soon as it begins
+# most sizes with a template; a resident copies its template as soon as it begins
+TEMPLATES_KEPT = 16
 DEVICE_MEMORY = "device_memory"  # limit of an accelerator's memory, by its driver's count
 
 
@@ -54,11 +55,12 @@ class Spawner:
         self.reports = reports
         self.rhythm = rhythm
         self._exited = exited
-        self.on_layers: Callable[[], None] = lambda: None  # called when the layers are known
+        # function that is called when the layers are known
+        self.on_layers: Callable[[], None] = lambda: None
         self.zygote: Zygote | None = None
         self.zygote_due_us: int | None = None
         self.walls: list[str] = []
-        self.is_without_proxy = False  # it was tried, and does not start
+        self.is_without_proxy = False  # True if the proxy was tried and does not start
         self.last_id = 0
         self.lock_fd = -1
         self.uids: UidRange | None = None  # None unless run by root, which can assign other uids
@@ -66,7 +68,8 @@ class Spawner:
         # file system image of scratch folders, if their size is limited
         self.template: Path | None = None
         self.unlimited: dict[str, str] = {}  # limit not enforced on this device -> reason
-        self.limits: list[str] = []  # enforced on this device, beside those of control groups
+        # limits enforced on this device, in addition to those of control groups
+        self.limits: list[str] = []
         self.gives: dict[str, int] = {}  # resource -> the most that a task may ask for
         self.scratch_bytes = 0
         self.templates: list[Path] = []  # templates of sizes that tasks asked for, the newest last
@@ -122,7 +125,7 @@ class Spawner:
     def offer_fractions(self) -> None:
         """Tell the island that several tasks may have the device at once.
 
-        Each has a cap then, so the memory of each must be counted: by the kernel or by the driver.
+        Then each has a cap, so the kernel or the driver must count the memory of each.
         """
         facts = self.reports.facts
         self.reports.facts = facts | {"offers": [*facts.get("offers", []), device_fraction.NEED]}
@@ -275,7 +278,7 @@ class Spawner:
         return self.house.egress and "network" in self.walls and not self.is_without_proxy
 
     def withdraw_egress(self) -> None:
-        """Offer no network any more: the proxy does not start."""
+        """Stop offering a network, because the proxy does not start."""
         self.is_without_proxy = True
         self._judge_network()
         self.rhythm.happened = True

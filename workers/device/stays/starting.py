@@ -65,7 +65,7 @@ class TaskStarter:
         self.late = late
         self.mounts = mounts
         self.egress = egress
-        self.images: CommandImages | None = None  # set where processes of commands can be stored
+        self.images: CommandImages | None = None  # set if processes of commands can be stored
 
     def spawn(self, stay: Stay, fetched: Fetched) -> None:
         assert self.spawner.zygote is not None
@@ -230,7 +230,7 @@ class TaskStarter:
         return self.house.device_fraction * used
 
     def _guest_nodes(self, fetched: Fetched) -> list[str]:
-        """Return the device nodes that it needs beside those of this device."""
+        """Return the device nodes that the task needs in addition to those of this device."""
         nodes = (node for node in fetched.access.nodes if node not in self.house.access.nodes)
         return [str(node) for node in nodes if node.is_char_device()]
 

@@ -30,14 +30,14 @@ log = logging.getLogger(__name__)
 JSON = dict[str, Any]
 
 SAVE_AGAIN_US = 5_000_000
-REMEMBERED = 10_000  # tasks with a known newest image
-SAVES_AT_ONCE = 2  # per process: one output being read, one becoming durable
+REMEMBERED = 10_000  # most tasks whose newest image is known
+SAVES_AT_ONCE = 2  # most outputs per process: one being read, one becoming durable
 LIES_BYTES = 1 << 20  # outputs of at least this size go back to their producer as a file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageStored:
-    """A durable image, and what became of the processes of its command."""
+    """A durable image, and what happened to the processes of its command."""
 
     written: Written
     tree: StoredTree
@@ -48,7 +48,7 @@ class DamagedAndNotStored(Exception):
 
 
 class ResultStore:
-    """Stores images and outputs of residents in other threads, and tells of them."""
+    """Stores images and outputs of residents in other threads, and reports them."""
 
     def __init__(
         self,
@@ -63,8 +63,9 @@ class ResultStore:
         self.lives = lives
         self.rhythm = rhythm
         self.side = side
-        self.read_from: list[Resident] = []  # ended, but a thread still stores their data
-        self.images: CommandImages | None = None  # set where processes of commands can be stored
+        # residents that have ended, but whose data a thread still stores
+        self.read_from: list[Resident] = []
+        self.images: CommandImages | None = None  # set if processes of commands can be stored
         self.kept: dict[str, tuple[int, CheckpointRef]] = {}  # task -> epoch and its newest image
 
     def with_newest_image(self, launch: Launch) -> Launch:
@@ -175,12 +176,13 @@ class ResultStore:
         stored: ImageStored | BaseException,
         told: str,
     ) -> None:
-        """Tell of an image; `told` is why the stub could not announce processes with it."""
+        """Report an image; `told` is why the stub could not announce processes with it."""
         resident.saves -= 1
         if isinstance(stored, BaseException):
             self._not_stored(resident, "image", stored)
         else:
-            if stored.tree.is_damaged:  # before its stub is told, which lets it run on
+            # done before its stub is told, which lets the command run on
+            if stored.tree.is_damaged:
                 self.lives.kill(resident, "damaged")
             written = stored.written
             resident.send("kept", what="image", lost=stored.tree.lost)
@@ -244,7 +246,7 @@ class ResultStore:
         if not one.early or one.size_bytes < LIES_BYTES or resident.stay.spec.world_size > 1:
             return []
         if one.name in resident.stay.spec.publish:
-            return []  # published outputs are stored in another format
+            return []  # a published output is stored in another format
         fd = self.house.cache.held(sha256)
         return [] if fd is None else [fd]
 

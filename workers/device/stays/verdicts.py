@@ -1,4 +1,4 @@
-"""Says how a task ended: by its process's final message, or by the way the process died."""
+"""Decides how a task ended: by its process's final message, or by the way the process died."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def last_word(resident: Resident, *, was_stopping: bool) -> JSON:
         if said["is"] is messages.Failed and said["cause"] == "again":
             if resident.stay.spec.notice is not None:
                 return {**said, "noticed": resident.stay.record.noticed}
-            said = {**said, "cause": "exit"}  # no genuine process asks for it
+            said = {**said, "cause": "exit"}  # no genuine process sends this
         if resident.is_command and said["is"] is messages.Failed:
             detail = "\n".join([*resident.stay.log.last, *said["detail"].splitlines()])
             return {**said, "detail": detail, "outputs": resident.artifacts}
