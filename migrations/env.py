@@ -10,7 +10,7 @@ from app.db.models import Base, Xid8
 from app.settings import Settings
 
 LOCK = 0x726F756E  # one migrator at a time, however many processes start at once
-LOOK_S = 0.2
+LOOK_S = 0.2  # s until the lock is looked at again
 
 ischema_names["xid8"] = Xid8  # so that `alembic check` knows the type when it meets it
 

@@ -126,8 +126,8 @@ def after_commit(session: Session, act: Callable[[], None]) -> None:
 def plan_for_values(session: Session) -> None:
     """Have Postgres plan the later statements of this transaction for the values they are given.
 
-    Otherwise it plans a statement that it has seen often for any values: a plan for times of which
-    a third of the rows are later reads all rows for a time of which none are.
+    Otherwise it may plan a statement that it has seen often for any values.  Such a plan takes it
+    that a third of all rows are later than a given time, and reads all rows to find none.
     """
     session.execute(text("set local plan_cache_mode = force_custom_plan"))
 

@@ -37,8 +37,8 @@ TASK_PHASE: ColumnElement[str] = case(
     else_=literal(Phase.queued.value),
 )
 
-# Literal, as in the indexes ix_tasks_live and ix_requests_live: Postgres uses these for no
-# parameters, unless it plans a statement for its values.
+# Literal, as in the indexes ix_tasks_live and ix_requests_live: a plan for any values of parameters
+# cannot use these.
 IS_LIVE_TASK = literal_column("tasks.state not in ('done', 'failed', 'cancelled')", Boolean)
 IS_LIVE_REQUEST = literal_column("requests.state not in ('done', 'failed', 'cancelled')", Boolean)
 

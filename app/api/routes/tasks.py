@@ -434,6 +434,7 @@ def _needs(session: Session, ids: list[str]) -> dict[str, list[dict[str, str]]]:
     return found
 
 
+#: The fields of an answer that a row has under the same name.
 _COLUMNS = [name for name in TaskOut.model_fields if hasattr(Task, name)]
 
 
