@@ -149,9 +149,8 @@ def request_facts(session: Session, owner: Owner, once: Once) -> RequestFacts:
         "body_sha256": once.body_sha256 if once.key is not None else None,
         "bundle": bundle.removeprefix("sha256:") if isinstance(bundle, str) else "",
     }
-    now, path, entry_points, signatures, alike, is_first, types = session.execute(
-        _GROUND, given
-    ).one()
+    found = session.connection().execute(_GROUND, given).one()
+    now, path, entry_points, signatures, alike, is_first, types = found
     return RequestFacts(
         now=now,
         path=[tenant_tree.OnPath(*row) for row in path],
@@ -637,7 +636,7 @@ def write(session: Session, accepted: Accepted, once: Once, answer: IntakeRespon
         "location": answer.location,
         "told": f"{owner.user_name} submitted {request['name']}: {n} task{'s' * (n > 1)}.",
     }
-    session.execute(_WRITE, given)
+    session.connection().execute(_WRITE, given)
     session.add_all(_copied(row, ids[name]) for name, row in found.begun.items())
     for task in found.descriptor.tasks:
         taken = {port: found.taken.get(source) for port, source in task.inputs.items()}

@@ -36,7 +36,7 @@ from app.core.model.lifecycle import ENDED
 from app.core.model.phase import request_phase
 from app.data import graphs
 from app.db.models import Request, Task, Tenant, User
-from app.db.transactions import Db, commit, plan_for_values, released, transaction
+from app.db.transactions import Db, plan_for_values, released, transaction
 from app.errors import BadInput, Forbidden
 from app.insight import phases
 from app.intake import actions, intake, island_assignment
@@ -88,7 +88,6 @@ def submit_request(
     shown = _new_request_out(caller, accepted).model_dump_json()
     answer = intake.IntakeResponse(202, shown, f"/v1/requests/{accepted.request['id']}")
     intake.write(session, accepted, once, answer)
-    commit(session)  # commit here, because another switch to a thread would cost more
     return _accepted(answer)
 
 
