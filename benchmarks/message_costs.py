@@ -73,7 +73,7 @@ class Spent:
 
 
 def main() -> int:
-    sizes, watch_s, submits = ((FEW,), 10.0, 150) if quick() else ((FEW, 256), 40.0, 600)
+    sizes, watch_s, submits = ((FEW,), 10.0, 150) if quick() else ((FEW, 256, 1_024), 40.0, 600)
     costs, beside = dict[str, Spent](), dict[str, Any]()
     for devices in sizes:
         costs |= _on_an_island(devices, watch_s)
