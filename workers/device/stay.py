@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from app.core.device.device_records import StayRecord
-from app.core.device.shared_process import shared_process_key
 from app.core.device.stay_state import StayState
 from app.core.model.descriptor import TaskDescriptor
 from app.core.model.messages import Event, Launch, LogLines, ResidentView
+from app.core.model.shared_process import shared_process_key
 from app.core.placement.partitions import late
 from app.core.security.redaction import NO_SECRETS, Redactor
 from workers.device.log_buffer import Log

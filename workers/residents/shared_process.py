@@ -1,6 +1,6 @@
 """Lets short functions run one after another in one process, each as if it were the first.
 
-The supervisor decides which functions may share a process (`app.core.device.shared_process`).  All
+The supervisor decides which functions may share a process (`app.core.model.shared_process`).  All
 of them are in one module, which is imported once.  What the process was like after that import, it
 is again before each call: the variables, the working folder, the random numbers, the switches of
 torch.  Modules and their globals, open files and all other memory stay as the call before left

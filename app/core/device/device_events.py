@@ -208,7 +208,7 @@ class ProcessConcluded(ProcessEvent):
     """The process sent its final message: "finished", "failed" or "stopped".
 
     A process that `rests` does not exit: it can run another function
-    (`core.device.shared_process`).
+    (`core.model.shared_process`).
     """
 
     process: int

@@ -194,7 +194,7 @@ class TaskDescriptor:
     for, or that a gang with `across_hosts` may span.  `env` are the environment variables of its
     process and of all that the process starts; `secrets` names those whose values are secrets.
     `isolation` is OWN_PROCESS, or empty for a function that may share its process with others
-    (`core.device.shared_process`).
+    (`core.model.shared_process`).
     """
 
     name: str

@@ -8,16 +8,16 @@ for `device_records.BEHIND_US` is given back to the queue.  So no task waits muc
 for a device because of a batch.
 
 Only where no guarantee and no limit applies, and only on devices of the host: there functions share
-a process (`core.device.shared_process`).
+a process (`core.model.shared_process`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from app.core.device.shared_process import HOST_KIND
 from app.core.fairness.fair_tree import both_of
 from app.core.model.device_choice import choice_in
+from app.core.model.shared_process import HOST_KIND
 from app.core.model.snapshot import BoardTask
 from app.core.scheduling import time_sharing
 from app.core.scheduling.board import Board
