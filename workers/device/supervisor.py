@@ -178,7 +178,9 @@ class Supervisor(threading.Thread):
             *(house, self.trust, lives, self.hosts, self.storing, self.late, self.admission),
             *(residency, self.lookout, rhythm, side, self.presets, self.egress),
         )
-        messages = ResidentMessages(house, lives, self.hosts, residency, rhythm)
+        messages = ResidentMessages(
+            house, lives, self.hosts, residency, rhythm, lambda: self.spawner.groups
+        )
         self.listener.handlers = {
             **messages.handlers(),
             "part": self.listener.take_part,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from app.core.device.device_events import (
@@ -21,6 +22,7 @@ from workers.device.resident import Resident
 from workers.device.stays.listening import Handler, read_printed
 from workers.device.stays.lives import DeviceLives
 from workers.process import untrusted
+from workers.process.cgroups import ControlGroups
 from workers.process.untrusted import Nonsense
 from workers.transfer.host_context import House
 
@@ -37,12 +39,14 @@ class ResidentMessages:
         hosts: GangHosts,
         residency: Residency,
         rhythm: Rhythm,
+        groups: Callable[[], ControlGroups],
     ) -> None:
         self.house = house
         self.lives = lives
         self.hosts = hosts
         self.residency = residency
         self.rhythm = rhythm
+        self.groups = groups
 
     def awaits(self, resident: Resident, message: JSON) -> None:
         port = _late_input(resident, message, "port")
@@ -117,7 +121,7 @@ class ResidentMessages:
         resident.verdict = resident.checked or untrusted.verdict(message, resident.stay.redactor)
         resident.checked = None
         word, rests = message["is"], message.get("rests") is True
-        if rests and not resident.may_rest():
+        if rests and not self._may_rest(resident):
             rests = False
             resident.send("end")
         if rests:
@@ -127,6 +131,14 @@ class ResidentMessages:
         if resident.is_resting:
             resident.stay.log.end()
             resident.rest()
+
+    def _may_rest(self, resident: Resident) -> bool:
+        """True if the process may run another function.
+
+        If the kernel refused it something, it ends: the exit tells what, and that counts for the
+        function that just ran and for no later one.
+        """
+        return resident.may_rest() and not self.groups().refused(str(resident.id))
 
     def handlers(self) -> dict[str, Handler]:
         return {
