@@ -167,6 +167,7 @@ def test_device_that_leaves_ends_its_resting_processes_at_once(rig):
 
 def test_functions_of_a_batch_are_given_back_if_the_one_before_them_takes_long(rig):
     rig.launch("t1", "short:wait")
+    rig.event(Started, "t1")
     for name in ("t2", "t3"):
         rig.launch(name, "short:look", beside=True)
     for name in ("t2", "t3"):
