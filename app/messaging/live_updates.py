@@ -163,7 +163,7 @@ class _Listener(threading.Thread):
 
 
 class _Announcer(threading.Thread):
-    """Tells the other API processes of changes.  One that is lost is noticed at the next look."""
+    """Tells the other API processes of changes; a lost change is noticed at the next look."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(name="announced changes", daemon=True)

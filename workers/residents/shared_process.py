@@ -42,7 +42,7 @@ _SWITCHES = {
 
 @dataclass
 class SharedProcess:
-    """What the process was like after it had imported the module of its functions."""
+    """Keeps the state of the process after the import of its module, and restores it."""
 
     is_used: bool = False  # a function has run to its end here
     preset: JSON = field(default_factory=dict)  # preset that was read back

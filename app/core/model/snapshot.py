@@ -122,7 +122,7 @@ BATCH_MOST = 32  # most functions in a batch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSize:
-    """How many functions of a user a device of a kind gets at once
+    """Says how many functions of a user a device of a kind gets at once
     (`core.scheduling.function_batches`).
     """
 

@@ -135,7 +135,7 @@ def _see_off(
 
 @dataclass(frozen=True, slots=True)
 class CarriedLevels:
-    """What the next board needs from this one: waiting branches, and how well they were served.
+    """Carries to the next board which branches wait, and how well they were served.
 
     A branch that held devices counts as in line, since it may have been preempted meanwhile.  A
     round that was not committed has set no floors, so its new arrivals are new again.

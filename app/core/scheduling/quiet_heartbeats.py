@@ -47,7 +47,7 @@ class Beat:
 
 @dataclass(slots=True, kw_only=True)
 class AcknowledgedReport:
-    """What was recorded of a device's last full heartbeat, and answered.
+    """Keeps what was recorded of a device's last full heartbeat, and what was answered.
 
     `txid` is the transaction that wrote the device's row last, and `held` the stays on the device,
     as `stays_told` names them.  `mounts` are the digests of the mounts that the device knows, if it

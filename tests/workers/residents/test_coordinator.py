@@ -17,11 +17,11 @@ from app.core.model.messages import (
     Started,
     Stopped,
 )
-from tests.launches import spec_of
 from tests.thoroughness import rest_long
 from tests.workers.conftest import DeviceRig
+from tests.workers.residents.starts import start_of_job
 from workers.process.slab import Slab, made
-from workers.process.task_start import SlabImage, TaskStart
+from workers.process.task_start import SlabImage
 from workers.process.wire import Wire, pair
 from workers.ranks.shared_memory import Arena, close, make
 from workers.residents import coordinator, remote_ranks
@@ -216,18 +216,7 @@ class Led:
             for n in range(2)
         ]
         work = Work(wire=upwards, bulk=None, trust=None, slab=self.slab, watch=None)
-        work.start = TaskStart(
-            task="t1",
-            spec=spec_of({"job": "m:J"}),
-            inputs={},
-            preset={},
-            kind="cpu",
-            code="",
-            scratch="",
-            lease_margin_s=1.0,
-            patience_s=1.0,
-            image=image,
-        )
+        work.start = start_of_job(image=image)
         self.handles = make(2)
         self.conductor = coordinator.Conductor(work)
         self.conductor.ranks, self.conductor.board = self.ranks, Arena(self.handles)

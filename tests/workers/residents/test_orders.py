@@ -7,11 +7,10 @@ from types import SimpleNamespace
 
 import torch
 
-from tests.launches import spec_of
+from tests.workers.residents.starts import start_of_job
 from workers.capture.capture import Surroundings
 from workers.hardware.accelerator import Accelerator
 from workers.process.slab import Slab, made
-from workers.process.task_start import TaskStart
 from workers.process.wire import Trust, TrustSeen, Wire, pair
 from workers.ranks.shared_memory import close, make
 from workers.residents import coordinator, orders
@@ -27,17 +26,7 @@ def test_rank_makes_its_image_at_the_cut_though_an_output_is_leaving(tmp_path):
     supervisor, trust, handles = Wire(theirs), Trust(), make(2)
     trust.extend(2**62)
     work = Work(wire, bulk, TrustSeen(trust.fd), Slab(made(1 << 22)), watch=None)
-    work.start = TaskStart(
-        task="t1",
-        spec=spec_of({"job": "m:J"}),
-        inputs={},
-        preset={},
-        kind="cpu",
-        code="",
-        scratch="",
-        lease_margin_s=1.0,
-        patience_s=1.0,
-    )
+    work.start = start_of_job()
     work.accelerator, work.ctx = Accelerator("cpu"), SimpleNamespace(result=None)
     work.around = Surroundings(code=tmp_path, scratch=tmp_path, ctx=work.ctx)
     work.outgoing, work.images = Outgoing(work), Images(work)
