@@ -38,6 +38,12 @@ def begins_again(rig: DeviceRig, failed: Failed, *, at: DeviceRig | None = None)
     assert (first, last) == (f"begins at {step} restarts 1", f"done at {int(step) + 5}")
 
 
+def told_s(rig: DeviceRig) -> int:
+    """Return how long before its limit the script was told of it."""
+    (line,) = [line for line in ended(rig, "t1") if line.startswith("told max_duration ")]
+    return int(line.split()[2])
+
+
 @pytest.mark.parametrize("why", ["drain", "move", "reclaim"])
 def test_command_that_is_told_saves_ends_and_continues_at_the_saved_step(rig, why):
     trains(rig)
@@ -55,12 +61,12 @@ def test_command_that_is_told_saves_ends_and_continues_at_the_saved_step(rig, wh
 def test_command_that_ignores_its_notice_is_frozen_when_the_time_is_up(rig):
     trains(rig, ["python", "told.py", "100000", "ignores"])
     asked_s = time.monotonic()
-    rig.pause("t1", notice_us=1_500_000, why="drain")
+    rig.pause("t1", notice_us=5_000_000, why="drain")
+    at = rig.until(lambda: [v.step for v in rig.views("t1") if v.state == "noticed"])[0]
     paused = rig.event(Paused, "t1")
-    assert 1.4 < time.monotonic() - asked_s < 60  # and not after the 100 s of its notice
-    at = next(view.step for view in rig.views("t1") if view.state == "noticed")
+    assert 4.9 < time.monotonic() - asked_s < 60  # and not after the 100 s of its notice
     assert paused.step > at  # it went on, and was charged for it
-    assert paused.held_us > 1_400_000
+    assert paused.held_us > 4_900_000
     rig.launch("t1", TRAIN, epoch=2, notice=NOTICE)
     assert rig.event(Started, "t1", 2).resumed == "resident"
     rig.steps("t1", paused.step + 5, epoch=2)
@@ -80,7 +86,7 @@ def test_command_gets_its_notice_before_max_duration_s(rig):
     failed = rig.event(Failed, "t1")
     assert (failed.cause, failed.noticed) == ("again", "max_duration")
     assert 1_900_000 < failed.held_us < 22_000_000
-    assert "told max_duration 20 True" in ended(rig, "t1")
+    assert 1 <= told_s(rig) <= 20  # less where the device looked at its limit late
     begins_again(rig, failed)
 
 
@@ -89,13 +95,13 @@ def test_command_that_ignores_the_limit_of_its_time_is_ended(rig):
     rig.launch("t1", run, notice={"seconds": 6}, budget_us=10_000_000)
     failed = rig.event(Failed, "t1")
     assert (failed.cause, failed.noticed) == ("max_duration", "")
-    assert "told max_duration 6 True" in ended(rig, "t1")
+    assert 1 <= told_s(rig) <= 6
 
 
 def test_stopping_worker_gives_a_notice_and_saves_what_it_left(
     tmp_path: Path, rigs: Callable[..., DeviceRig]
 ):
-    rig = rigs(home=tmp_path, stop_grace_s=40.0)
+    rig = rigs(home=tmp_path, stop_grace_s=40.0, drain_s=80.0)
     trains(rig)
     rig.close()
     failed = rig.event(Failed, "t1")
