@@ -13,7 +13,6 @@ files = [os.open(name, os.O_RDWR | os.O_CREAT) for name in ("first", "second")]
 for file in files:
     os.pwrite(file, b"%09d" % 0, 0)
 mapped = mmap.mmap(files[0], 9) if sys.argv[1] == "mapped" else None
-print("writes", flush=True)
 number = 0
 while True:
     number += 1
@@ -22,3 +21,5 @@ while True:
     else:
         mapped[:] = b"%09d" % number
     os.pwrite(files[1], b"%09d" % number, 0)
+    if number == 1:
+        print("writes", flush=True)

@@ -18,7 +18,9 @@ def count(name):
 
 
 def grow(name):
-    if os.fork():
+    if pid := os.fork():
+        if name == "orphan":
+            os.waitpid(pid, 0)  # its parent is gone when all are there
         return
     if name in ("session", "orphan"):
         os.setsid()
