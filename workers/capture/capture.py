@@ -96,7 +96,9 @@ def capture(
 
 
 def _world(accelerator: Accelerator) -> dict[str, Any]:
-    """Return the process state, in addition to its own objects, with which a job goes on."""
+    """Return the state of this process that a job needs to continue, apart from the job's own
+    objects.
+    """
     return {
         "torch": torch.get_rng_state(),
         "accelerator": accelerator.random_state(),
@@ -175,9 +177,9 @@ Reducer = Callable[["Capture", Any], Any]
 
 
 class Capture(cloudpickle.Pickler):
-    """Pickles a graph without the bytes of storages, which are in `storages`, by number.
+    """Pickles an object graph without the bytes of its storages; `storages` lists those by number.
 
-    `weakly`: True keeps weak references; False only records them in `weak`.
+    If `weakly` is True, weak references are pickled; if False, they are only recorded in `weak`.
     """
 
     def __init__(self, out: io.BytesIO, around: Surroundings, *, weakly: bool = False) -> None:
@@ -259,7 +261,9 @@ _HOOK_TABLES = frozenset(
 
 
 def _reduce_module(capture: Capture, module: torch.nn.Module) -> Any:
-    """Reduce a module; of its many tables of hooks only those with content are written."""
+    """Reduce a module. Modules have many tables of hooks; write only the tables that are not
+    empty.
+    """
     cls = type(module)
     if parametrize.is_parametrized(module) and cls.__module__ == parametrize.__name__:
         names = tuple(module.parametrizations)  # type: ignore[arg-type]

@@ -77,7 +77,7 @@ def _get_iterator(loader: DataLoader[Any]) -> _BaseDataLoaderIter:
 
 
 def _of_process() -> list[Any]:
-    """Return the random states of torch, Python and numpy in a form that can be compared."""
+    """Return the random states of torch, Python and numpy as values that `==` can compare."""
     version, numbers, gauss = random.getstate()
     kind, keys, *rest = numpy.random.get_state()
     return [
@@ -124,9 +124,10 @@ class Moment:
         self.fields = [_fields(part) for part in _samplers(sampler)]
 
     def drew_until(self, after: Moment) -> bool:
-        """True if something was drawn between the two moments.
+        """True if random numbers were drawn between this moment and `after`.
 
-        Keep only the process states that changed.
+        Also drops from this moment the process states that did not change, so that a replay leaves
+        them alone.
         """
         pairs = zip(self.process, after.process, strict=True)
         self.process = [state if state != then else None for state, then in pairs]
@@ -198,9 +199,10 @@ class BatchOrder:
         return indices
 
     def _note(self, before: Moment, after: Moment) -> None:
-        """Record the moment before a batch if it is needed for a replay.
+        """Record the moment before a batch if a replay needs it.
 
-        The draws of a generator that only the sampler uses follow from earlier moments.
+        If only the sampler draws from a generator, its draws follow from earlier moments, and
+        nothing is recorded.
         """
         if self.taken == 0:
             self.draws[0] = before
@@ -226,7 +228,8 @@ class BatchOrder:
     def _followed(self) -> Iterator[Any]:
         """Return the sampler's own iterator.
 
-        After a restore replay it, and keep the random states.
+        After a restore, first replay it to the position where it was, and leave the random states
+        as they are.
         """
         if self._given is None:
             now, taken, expected = Moment(self.sampler), self.taken, self.print
@@ -283,7 +286,7 @@ class Ordered:
 
 
 class _Following:
-    """Mixin that turns the index iterator of a loader's iterator into an `BatchOrder`."""
+    """Mixin that replaces the index iterator inside torch's loader iterator by a `BatchOrder`."""
 
     resumed: BatchOrder | None = None
 
@@ -448,7 +451,8 @@ class InProcesses(_Following, _MultiProcessingDataLoaderIter):
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """Start a new epoch.
 
-        Batches prefetched for an abandoned epoch have advanced the random states.
+        If the last epoch was left early, its prefetched batches have already advanced the random
+        states of the loading processes.
         """
         if not first_iter:
             if self.before is not None:
@@ -475,9 +479,8 @@ class InProcesses(_Following, _MultiProcessingDataLoaderIter):
         super()._try_put_index()
 
     def _begin_again(self) -> None:
-        """Start the processes in their captured states.
-
-        Restore the random states of this process.
+        """Start the loading processes in their captured states, and restore the random states of
+        this process.
         """
         before: JSON = self.before  # type: ignore[assignment]
         order = BatchOrder.__new__(BatchOrder)

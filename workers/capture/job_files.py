@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 FILES_LIMIT = 10_000
 SETTLED_NS = (
-    # file system clocks tick coarsely: for so long a change may not show in the file's time
+    # file system clocks tick coarsely: a change this soon after the last one may not show in the
+    # file's time
     100_000_000
 )
 
@@ -73,7 +74,7 @@ def listing(capture: Capture) -> list[Entry]:
             elif found.is_symlink():
                 target = os.readlink(found.path)
             elif not found.is_dir():
-                continue  # a socket or a pipe: the process that needs it makes it again
+                continue  # skip a socket or a pipe: the process that needs it makes it again
         except FileNotFoundError:
             continue  # the file is gone, for example because a loading process tidied up
         except OSError as error:
@@ -204,9 +205,9 @@ def write_all(file: io.FileIO, data: memoryview) -> None:
 
 
 def date(path: Path, mode: int, changed_ns: int) -> None:
-    """Set mode and time of change.
+    """Set a file's mode and time of change.
 
-    Do it last, because later changes to a file set its time again.
+    Call this last: any later change to the file sets its time again.
     """
     path.chmod(mode)
     os.utime(path, ns=(changed_ns, changed_ns))
@@ -292,7 +293,9 @@ def mapped(array: Any) -> Any:
 
 
 def reduce_mapped(capture: Capture, array: Any, root: Any) -> Any:
-    """Reduce an array over a memory map, which is opened again; its bytes are in the file."""
+    """Pickle an array over a memory map as the file's path and the layout; a restore opens the map
+    again.
+    """
     if array is root:
         written = root.mode != "r"
         place = _place(capture, root, str(root.filename), written=written)

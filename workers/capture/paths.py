@@ -1,4 +1,4 @@
-"""Names for places in a job.
+"""Names places inside a job, for error messages and for exported tensors.
 
 The path of something that cannot be captured is written like code (`job.data._it`). A tensor has a
 name that people would look for (`model.fc1.weight`, `opt.state.0.exp_avg`).
@@ -43,7 +43,9 @@ class Refused(Exception):
 
 
 def find(start: object, target: object, *, root: str) -> str:
-    """Return the shortest path from `start` to `target`, or `root` with an ellipsis."""
+    """Return the shortest path from `start` to `target` as text; `root` with an ellipsis if none is
+    found.
+    """
     seen = {id(start)}
     ahead: deque[tuple[str, object]] = deque([(root, start)])
     alive = [start]  # an id is only valid while its object lives
@@ -122,7 +124,7 @@ def named(job: object, *, root: str) -> Iterator[tuple[str, Any]]:
     if isinstance(job, torch.Tensor | numpy.ndarray):
         yield root, job
     ahead: list[tuple[str, Any, tuple[int, ...]]] = [("", job, ())]
-    # a limit, because objects that are shared a lot have very many names
+    # limited, because objects that many others share have very many names
     for _ in range(OBJECTS_LIMIT):
         if not ahead:
             return

@@ -63,9 +63,9 @@ def _timeout(group: dist.ProcessGroup) -> timedelta | None:
 
 
 def restore_groups(wanted: list[dict[str, Any]]) -> None:
-    """Make the groups that this process lacks.
+    """Make the process groups that this process lacks.
 
-    A default group of several ranks cannot be made here.
+    Raises if the default group has several ranks: it must exist before.
     """
     if wanted and not dist.is_initialized():
         first = wanted[0]
@@ -122,7 +122,7 @@ def _reduce_stream(capture: Capture, stream: Any) -> Any:
 
 
 def _reduce_event(capture: Capture, event: Any) -> Any:
-    """Reduce an event to a new one: at a safe point all recorded events have happened."""
+    """Pickle an event as a new, empty one: at a safe point all recorded events have happened."""
     return make_event, (type(event),)
 
 
@@ -151,7 +151,10 @@ def _reduce_logger(capture: Capture, logger: logging.Logger) -> Any:
 
 
 def _reduce_handle(capture: Capture, handle: RemovableHandle) -> Any:
-    """Reduce a hook's handle; torch's own way cannot be restored when one of its tables is gone."""
+    """Pickle the handle of a registered hook.
+
+    torch's own way cannot be restored if one of the handle's tables is gone.
+    """
     tables = (handle.hooks_dict_ref, *(handle.extra_dict_ref or ()))
     return make_handle, (), (handle.id, [table() for table in tables]), None, None, set_handle
 
@@ -241,7 +244,9 @@ def make_cache(function: Any, how: dict[str, Any]) -> object:
 
 
 def with_counted_steps(optimizer: Any) -> Any:
-    """Wrap an optimizer's `step` as a scheduler does, to warn of calls in wrong order."""
+    """Wrap an optimizer's `step` as torch's schedulers do, so that they can warn of calls in the
+    wrong order.
+    """
     held = weakref.ref(optimizer)
     plain = type(optimizer).step
 
@@ -293,7 +298,10 @@ def _reduce_weak_set(capture: Capture, table: weakref.WeakSet[Any]) -> Any:
 
 
 def _kept(capture: Capture, reference: object, target: object) -> bool:
-    """Record a weak reference; True if it is kept, as in the second round of pickling."""
+    """Record a weak reference.
+
+    True if it is pickled, which is so only in the second round of pickling.
+    """
     capture.weak.append((reference, target))
     return capture.weakly
 

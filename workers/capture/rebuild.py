@@ -52,8 +52,8 @@ class NothingLent:
 
 
 class Surroundings:
-    """Things that a job may refer to but doesn't own: `named` objects, `lent` storages, its code
-    folder.
+    """Lists things that a job may refer to but doesn't own: `named` objects, `lent` storages, its
+    code folder.
 
     An image refers to them by name, and a restored job finds those of its new process. `scratch` is
     the working folder: its files belong to the job, and travel with it.
@@ -81,7 +81,7 @@ class Surroundings:
 
 
 class Loading:
-    """The things that functions called by an image may look up during a restore.
+    """Holds what functions called by an image may look up during a restore.
 
     `storages` are the image's, by number; lent storages are at the end, with negative numbers.
     """

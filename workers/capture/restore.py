@@ -84,7 +84,9 @@ def make_module(cls: Any, empty: tuple[str, ...]) -> object:
 
 @known
 def make_parametrized(cls: Any, names: tuple[str, ...]) -> object:
-    """Make a module with a class of its own that has a property for each computed parameter."""
+    """Make a module whose class has, as torch's parametrizations need it, a property for each
+    computed parameter.
+    """
     module = object.__new__(cls)
     parametrize._inject_new_class(module)
     for name in names:

@@ -57,9 +57,9 @@ def value(tensors: dict[str, torch.Tensor]) -> Value:
 
 
 class Lent:
-    """Mapped tensors of datablocks.
+    """Remembers the tensors mapped from datablocks.
 
-    An image refers to a tensor by name unless it was ever written to.
+    An image refers to such a tensor by name, unless the tensor was ever written to.
     """
 
     def __init__(self) -> None:
@@ -87,9 +87,9 @@ class Lent:
 
 
 def _is_as_it_was_mapped(address: int, size: int) -> bool:
-    """True if every page still is the file's.
+    """True if every page still shows the file.
 
-    A page that was ever written to is the process's own.
+    A page that was ever written to is private memory of this process.
     """
     first, last = address // mmap.PAGESIZE, (address + size - 1) // mmap.PAGESIZE
     try:

@@ -119,7 +119,7 @@ def _is_odd(tensor: torch.Tensor) -> bool:
 
 
 def _odd(capture: Capture, tensor: Any) -> Any:
-    """Reduce a tensor of torch's own classes that is not a strided view of one storage."""
+    """Reduce a tensor that is of torch's own classes but is not a strided view of one storage."""
     if tensor.grad_fn is not None:
         raise _with_graph(tensor)
     if parts := _parts(tensor):
@@ -328,9 +328,9 @@ def make_wrapper(
 
 @known
 def set_extras(tensor: torch.Tensor, extras: tuple[Any, dict[str, Any], Any, Any]) -> None:
-    """Set gradient, attributes and hooks.
+    """Set a tensor's gradient, attributes and hooks.
 
-    This runs once the unpickler knows the tensor, so cycles work.
+    The unpickler calls this after it knows the tensor, so that they may refer to the tensor itself.
     """
     tensor.grad, attributes, hooks, after = extras
     tensor.__dict__.update(attributes)

@@ -1,17 +1,19 @@
-"""The plan of one executor in a graph over several: its own nodes, in the common order.
+"""Runs the plan of one executor, in a graph that several executors run: its own nodes, in the
+common order.
 
 The executors are the ranks of a gang, in processes of their own, and each knows the whole plan
-(`app.core.placement.executors`). So an executor asks no other between two nodes. An executor runs
-its nodes strictly in order, waits until the blocks that they read are posted, and posts blocks that
-others read (`shared_blocks`).
+(`app.core.placement.executors`). So an executor need not ask another executor between two nodes. An
+executor runs its nodes strictly in order, waits until the blocks that they read are posted, and
+posts blocks that other executors read (`shared_blocks`).
 
-*Late inputs* of the graph come to the first executor, which posts them like blocks of its own, and
-gives the graph's outputs to others as soon as they are made (`PartitionLink`).
+*Late inputs* of the graph come to the first executor, which posts them like blocks of its own. It
+also gives the graph's outputs to the outside as soon as they are made (`PartitionLink`).
 
-*The image* of an executor holds the blocks that it made and that an executor still needs. Blocks of
-other executors are not in it: their makers post them again. So all executors may be stopped
-anywhere, each before any of its nodes. An executor that stands at a cut takes back no block: one
-whose image is already made may run on and drop blocks that this image lacks.
+*The image* of an executor holds the blocks that it made and that any executor still needs. Blocks
+of other executors are not in it: their makers post them again. So each executor may be stopped
+before any of its nodes. The point at which an executor stops is its *cut*. An executor at its cut
+frees no more blocks. Otherwise an executor whose image is already made could run on and drop blocks
+that the other's image then lacks.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ class PartitionLink(Protocol):
         """The descriptor on which news arrives."""
 
     def look(self) -> None:
-        """Take the late inputs that arrived, and give the outputs that are there."""
+        """Take the late inputs that have arrived, and give out the outputs that are ready."""
 
     def has_news(self) -> bool:
         """True if `look` or `waits` has something to do, or the executor must stop."""
@@ -58,7 +60,7 @@ class PartitionLink(Protocol):
 
 
 class LoadedLane(Loaded):
-    """A graph and its functions, ready for one executor to begin or to go on."""
+    """Holds a graph and its functions, ready for one executor to begin or to continue."""
 
     def __init__(
         self,
@@ -119,10 +121,10 @@ class LoadedLane(Loaded):
 
 
 class LaneCall(UnitCall):
-    """A call with inputs of other executors: `whole` are ports with a block that another executor
-    made.
+    """Describes a call that reads blocks of other executors.
 
-    `others` are the remaining ports with one block that are not mapped.
+    `whole` are ports with a block that another executor made. `others` are the remaining ports with
+    one block that are not mapped.
     """
 
     __slots__ = ("others", "whole")
@@ -139,10 +141,11 @@ class LaneCall(UnitCall):
 
 
 class ExecutorJob(GraphJob):
-    """The progress of one executor: `done` stops of its plan are over.
+    """Tracks the progress of one executor: it is past the first `done` stops of its plan.
 
     `held` are blocks that were made here or given to the task, and are still read here. `taken` are
-    blocks of other executors. `totals` are the lengths of lists of which a part is here.
+    blocks of other executors. For a list of which only a part is here, `totals` has the whole
+    length.
     """
 
     def __init__(self, loaded: LoadedLane, state: JSON) -> None:
@@ -189,11 +192,13 @@ class ExecutorJob(GraphJob):
             self._finish_early(result, self._next_at())
 
     def stand(self) -> None:
-        """Take back dropped blocks, before the other executors know that this one is at a cut."""
+        """Free dropped blocks. Called before the other executors learn that this one is at
+        its cut.
+        """
         self.passing.reclaim()
 
     def state(self) -> JSON:
-        """Return the progress, with all blocks that an executor at the same cut may need."""
+        """Return the progress, and all blocks that any executor at the same cut may need."""
         count = len(self.program.blocks)
         given = {n: value for n, value in self.passing.values().items() if n < count}
         return {
@@ -246,7 +251,9 @@ class ExecutorJob(GraphJob):
         return True
 
     def _wait(self, early: Held | None) -> None:
-        """Wait until the next node may be ready, or the graph ended earlier than `early`."""
+        """Wait until the next node may be ready, or until the graph ended at an earlier place than
+        `early`.
+        """
         self._tell_passed()
         self.passing.wait(
             self._missing(),
@@ -255,7 +262,9 @@ class ExecutorJob(GraphJob):
         )
 
     def _wait_outside(self, early: Held | None, outside: PartitionLink) -> None:
-        """Wait like `_wait`, or until there is news from outside or an output for others."""
+        """Wait like `_wait`, and also return on news from outside or when an output is ready to
+        give out.
+        """
         outside.waits()
 
         def is_enough() -> bool:
@@ -292,7 +301,7 @@ class ExecutorJob(GraphJob):
     def _missing_at_end(self) -> Held | None:
         """Return an output that the first executor lacks.
 
-        Remote blocks may arrive after all nodes have run.
+        Outputs of other hosts may arrive after all nodes have run.
         """
         if self.me:
             return None
@@ -301,8 +310,9 @@ class ExecutorJob(GraphJob):
         return next((h for h in takes if not self.passing.is_there(h)), None)
 
     def _comes_soon(self) -> bool:
-        """Poll for the next node's blocks for a moment, which is faster than sleeping; True if they
-        come.
+        """Poll for the next node's blocks for a moment; True if they come.
+
+        Polling is faster than sleeping.
         """
         if self.awaited() is not None:
             return False
@@ -320,7 +330,7 @@ class ExecutorJob(GraphJob):
     # --- a step ---
 
     def step(self, ctx: Any) -> None:
-        """Run nodes until BURST_S has passed or a node has to wait, at least one."""
+        """Run at least one node, then more until BURST_S has passed or a node has to wait."""
         if self.passing.is_over or self._is_at_end:
             self._end(ctx)
             return
@@ -333,7 +343,7 @@ class ExecutorJob(GraphJob):
             self._finish_early(result, self.lane.stops[self.done].at)
 
     def _one(self, ctx: Any, until_s: float) -> bool:
-        """Run the next node, or shards of it; True if the node is over."""
+        """Run the next node, or some of its shards; True if the node is complete."""
         stop, call = self.lane.stops[self.done], self.calls[self.done]
         for held in stop.takes:
             if held not in self.taken:
@@ -367,7 +377,9 @@ class ExecutorJob(GraphJob):
         self.done += 1
 
     def _let_go(self, held: Held) -> None:
-        """Drop a block of another executor, or an own block that others may still need."""
+        """Drop a block of another executor. A block made here is dropped when no other executor
+        needs it.
+        """
         n, whose = held
         if whose == self.me:
             self.held.discard(n)
@@ -382,7 +394,9 @@ class ExecutorJob(GraphJob):
         self.passing.end_early(at)
 
     def _end(self, ctx: Any) -> None:
-        """Finish: the first executor returns the outputs; the others have nothing more to do."""
+        """Finish the job. The first executor returns the graph's outputs; the others return
+        nothing.
+        """
         if self.me:
             ctx.finish({})
             return
@@ -410,22 +424,20 @@ class ExecutorJob(GraphJob):
             self._let_go((n, self.me))
 
     def lacked(self) -> str | None:
-        """Return the lacking input that is needed first in the order of the plan.
+        """Return the late input for which the graph waits, if any.
 
-        If no executor can run, all of them wait for this input, since all nodes before its first
-        reader have run.
+        It is the missing input that the plan needs first. If no executor can run, all of them wait
+        for it, since all nodes before its first reader have run.
         """
         return next(iter(self.lacks.values()), None)
 
     @property
     def stands_still(self) -> bool:
-        """True if no other executor can run before the first one posts a block."""
+        """True if no other executor can run until the first one posts a block."""
         return self.passing.others_are_still
 
     def made(self) -> JSON:
-        """Return the graph's outputs, by port, that came to the first executor since the last
-        call.
-        """
+        """Return the outputs, by port, that have come to the first executor since the last call."""
         new = {}
         for port, n in list(self._new_outputs()):
             takes = (held for held in self.parts[port] if held not in self.taken)
@@ -469,14 +481,14 @@ class ExecutorJob(GraphJob):
         self.unweighed = call, returned, took_s
 
     def _given(self, call: UnitCall) -> JSON:
-        """Return the inputs in the order in which a single executor gives them.
+        """Return the node's inputs, in the order in which a single executor would give them.
 
-        Mapped lists come later.
+        Lists to map over are added later.
         """
         return self._filled(call, dict.fromkeys(port for port, _ in (*call.takes, *call.lists)))
 
     def _filled(self, call: UnitCall, given: JSON) -> JSON:
-        """Fill in all that the node reads except the lists that it maps over."""
+        """Fill in all inputs of the node except the lists that it maps over."""
         assert isinstance(call, LaneCall)
         for port, held in call.whole:
             given[port] = self.taken[held]
@@ -499,9 +511,9 @@ class ExecutorJob(GraphJob):
         self.first = part(self.total, self.me, self.spread.executors).start
 
     def _mapped(self, call: UnitCall) -> dict[str, tuple[list[Any], int]]:
-        """Return the items of this executor's part.
+        """Return the items of this executor's part of the lists to map over.
 
-        Items of a list that shards made are already here.
+        Items that shards made are already here.
         """
         taken = {n for n, _ in self.lane.stops[self.done].takes}
         found = dict[str, tuple[list[Any], int]]()
@@ -523,7 +535,9 @@ class ExecutorJob(GraphJob):
         return self.total
 
     def _is_shared(self, n: int) -> bool:
-        """True if the block is in the heap, where others may read it, or overlaps another block."""
+        """True if the block is in the heap, where other executors may read it, or overlaps another
+        block.
+        """
         return any(
             map(self.passing.arena.is_land, memory_of(self.blocks[n]))
         ) or super()._is_shared(n)

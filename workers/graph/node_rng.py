@@ -1,7 +1,8 @@
-"""Random numbers of a node: they depend on its name alone, not on what ran before it.
+"""Seeds the random numbers of a node: they depend on its name alone, not on what ran before it.
 
 A node may draw from torch, numpy and Python's random, so all three are seeded before its call. This
-takes about 7 microseconds, which nodes save that declare that they draw nothing (`draws: false`).
+takes about 7 microseconds. Nodes that declare that they draw nothing (`draws: false`) save this
+time.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def seed_of(name: str) -> int:
 
 
 class NodeRandom:
-    """The node RNG: all random generators from which nodes draw, in this process."""
+    """Seeds all random generators of this process from which nodes draw."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         # torch.manual_seed visits all kinds of devices, and takes a hundred times as long.
@@ -28,7 +29,10 @@ class NodeRandom:
         self.seed(0)
 
     def seed(self, number: int | None) -> None:
-        """Seed all generators; with None, for a node that draws nothing, leave them."""
+        """Seed all generators with a number.
+
+        None stands for a node that draws nothing: the generators stay as they are.
+        """
         if number is None:
             return
         for seed in self._torch:

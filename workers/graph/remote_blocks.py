@@ -41,8 +41,8 @@ from workers.ranks.shared_memory import Arena
 from workers.ranks.turns import GangFailed, Turns, Wait
 
 WINDOW_BYTES = 1 << 26
-# Word of the shared table's head: the number of messages of this host's executors after which the
-# executors of all other hosts stand still.
+# Word in the head of the shared table. It has the number of messages of this host's executors after
+# which the executors of all other hosts stand still.
 _STILL_AFTER = 25
 
 
@@ -100,11 +100,11 @@ class RemoteBlockTable(BlockTable):
 
     @property
     def others_are_still(self) -> bool:
-        """As in `BlockTable`, on all hosts.
+        """True if the executors of all hosts stand still; see `BlockTable`.
 
-        A block of another host is there before that host is known to stand still, and an executor
-        of this host waits only after all its messages.  So the other hosts are asked about before
-        the executors here, and once more after them.
+        A block of another host arrives before the report that the host stands still, and an
+        executor of this host waits only after all its messages. So the other hosts are checked
+        before the executors here, and once more after them.
         """
         return self._hosts_are_still and super().others_are_still and self._hosts_are_still
 
@@ -153,7 +153,7 @@ class ReaderStandIn(BlockTable):
             self.call_first()
 
     def is_let_go(self, block: int) -> bool:
-        """Free a block if all readers of this host have dropped it; True if so."""
+        """Free a block if all readers on this host have dropped it; True if it was freed."""
         place, readers = self.lying[block]
         first = self._entry((block, self.me)) + 1
         if not all(self.words[first + reader] for reader in readers):
@@ -165,9 +165,9 @@ class ReaderStandIn(BlockTable):
 
 @dataclass(slots=True)
 class _Parcel:
-    """A block on this host that other hosts read, until they all have dropped it.
+    """Describes a block on this host that other hosts read, until all of them have dropped it.
 
-    `beyond` has its readers by the connection's host.
+    `beyond` has its readers, by the host at the other end of the connection.
     """
 
     offset: int
@@ -178,7 +178,9 @@ class _Parcel:
 
 @dataclass(slots=True)
 class _Way:
-    """The traffic of one connection. `wanted` are blocks for which an executor behind it waits."""
+    """Tracks the traffic of one connection. `wanted` are blocks for which an executor at its other
+    end waits.
+    """
 
     open_bytes: int = 0  # bytes that were sent and not yet dropped behind the connection
     held: deque[Held] = field(default_factory=deque)
@@ -189,7 +191,7 @@ class _Way:
 
 
 class BlockBridge(Bridge):
-    """The bridge of a gang with the executors of a graph as ranks."""
+    """Bridges a gang whose ranks are the executors of a graph."""
 
     def __init__(self, arena: Arena, links: dict[int, socket.socket]) -> None:
         super().__init__(arena, links)
@@ -239,9 +241,9 @@ class BlockBridge(Bridge):
                 self._take_word(link, said)
 
     def _take_word(self, link: Link | None, said: Said) -> None:
-        """Handle a message for all hosts and forward it.
+        """Handle a message that is meant for all hosts, and forward it.
 
-        Local executors have already applied their own.
+        If it comes from an executor of this host, that executor has already applied it.
         """
         match said:
             case ("blocks", _) if self.deputies:
@@ -289,9 +291,9 @@ class BlockBridge(Bridge):
             self._send(host, way.held.popleft())
 
     def _send(self, host: int, held: Held) -> None:
-        """Send a block.
+        """Send a block to a host.
 
-        It does not change until it is dropped there, and so until it has been sent.
+        The block stays unchanged until the host drops it, so it need not be copied.
         """
         parcel = self.parcels[held]
         self.ways[host].open_bytes += parcel.size

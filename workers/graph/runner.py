@@ -1,16 +1,15 @@
-"""A task that is a graph, inside its resident: node after node, some milliseconds of them per step.
+"""Runs a task that is a graph, inside its resident: node after node, for some milliseconds in each
+step.
 
 The scheduler is not asked between two nodes. A step runs a burst of nodes, so that the state
 between two steps is small: the number of nodes that are done, and the blocks that are still needed.
 Images hold this state as plain lists and dicts around the tenant's own values. So a graph is
 paused, moved and continued like any other job.
 
-Invariants:
-* a node's random numbers depend on its name alone (a shard's on its number, too), not on what ran
-  before it (`node_rng`);
-* a block is freed when the last node that reads it has run;
-* only an in-out port may write to a block's memory, and only while nothing else needs the block:
-  otherwise the node gets a copy. A node that writes to any other tensor given to it fails.
+Invariants: * a node's random numbers depend on its name alone, not on what ran before it; those of
+a shard also depend on its number (`node_rng`); * a block is freed when the last node that reads it
+has run; * only an in-out port may write to a block's memory, and only while nothing else needs the
+block: otherwise the node gets a copy. A node that writes to any other tensor given to it fails.
 """
 
 from __future__ import annotations
@@ -44,10 +43,11 @@ from workers.hardware.accelerator import Accelerator
 
 JSON = dict[str, Any]
 
-ITEMS = 1 << 20  # per place in the program, more than a list has items; see `_pieces`
+# numbers reserved for each place in the program: more than any list has items; see `_pieces`
+ITEMS = 1 << 20
 BURST_S = 0.002  # seconds after which a step starts no further node
 TIMED_LIMIT = 1000  # most nodes to report times of: the longest
-WEIGH_S = 1e-4  # in seconds: the blocks of nodes that took longer are weighed each time
+WEIGH_S = 1e-4  # in seconds: if a node took longer, its blocks are weighed after every call
 PARTS = 8  # a block with more parts than this is weighed only if its node took long
 # seconds of the node's time for each further part; weighing a part costs a twentieth of this
 PART_S = 5e-6
@@ -65,7 +65,7 @@ _WROTE = (
 
 
 class NodeFailed(Exception):
-    """Raised when a node raised an exception, which is the cause of this one."""
+    """Raised when a node raised an exception; that exception is the cause (`__cause__`)."""
 
     def __init__(self, node: str, function: str) -> None:
         self.node, self.function = node, function
@@ -77,7 +77,7 @@ class BadBlock(Exception):
 
 
 class Loaded:
-    """A graph and its functions, ready to begin, or to go on from a state."""
+    """Holds a graph and its functions, ready to begin, or to continue from a state."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class Loaded:
     def order(self, names: Sequence[str]) -> None:
         self.program = task_graph.program(self.graph, names)
         self.calls = [UnitCall(unit, self.functions[unit.function]) for unit in self.program.units]
-        # bytes of blocks made here; None if they could not be weighed quickly
+        # bytes of each block made here; None if the block could not be weighed quickly
         self.weighed = dict[int, int | None]()
         units = enumerate(self.program.units)
         self.maker_at = {n: at for at, unit in units for _, n in unit.outputs}
@@ -118,9 +118,10 @@ class Loaded:
         self.plain_until = self._plain_until()
 
     def _plain_until(self) -> list[int]:
-        """Return for each place the end of the run of plain calls that begins there.
+        """Return for each place the end of the run of plain calls that begins there (see
+        `UnitCall.is_plain`).
 
-        A run ends at the latest after a call that makes an output of the graph.
+        A run also ends after a call that makes an output of the graph.
         """
         ends = list(range(len(self.calls)))
         for at in reversed(ends):
@@ -148,8 +149,8 @@ class Loaded:
 
 
 class GraphJob:
-    """The progress of a graph: `done` units of its program, and `shards` of the current unit, have
-    run.
+    """Tracks the progress of a graph: `done` units of its program, and `shards` of the current
+    unit, have run.
 
     `count` is the number of nodes and shards that have run. While a unit maps, `items` are the
     lists that it maps over, by port, and each item is dropped after its shard. Items of lists in
@@ -175,7 +176,7 @@ class GraphJob:
         self.lacks = {names.index(f"{INPUT}{port}"): port for port in state.get("lacks", ())}
         self.wrote = dict[str, int]()  # function -> bytes that it last wrote
         self.took_s = dict[int, float]()  # place in `calls` -> seconds in this process
-        # place in `calls` of a unit that maps -> number of its shards in `took_s`
+        # for a unit that maps: place in `calls` -> number of its shards in `took_s`
         self.shards_here = dict[int, int]()
         self.weighed = loaded.weighed
         self.told = 0  # number of units with outputs already returned by `made`
@@ -235,13 +236,17 @@ class GraphJob:
         return {port: self.blocks[n] for port, n in outputs if self.maker_at.get(n) in new}
 
     def let_lie(self, port: str, value: Any) -> list[str]:
-        """Replace an output by an equal value in other memory; returns all ports that give it."""
+        """Replace an output by an equal value that is stored elsewhere; returns all ports with this
+        output.
+        """
         n = self.program.outputs[port]
         self.blocks[n] = value
         return [other for other, m in self.program.outputs.items() if m == n]
 
     def took_ms(self) -> dict[str, float]:
-        """Return the longest times of nodes in this process, in ms by node; for a map per shard."""
+        """Return the nodes that took longest in this process, with their milliseconds; for a map
+        per shard.
+        """
         mean = ((at, took_s / self.shards_here.get(at, 1)) for at, took_s in self.took_s.items())
         longest = heapq.nlargest(TIMED_LIMIT, mean, key=lambda one: one[1])
         return {self.calls[at].name: round(1e3 * took_s, 3) for at, took_s in longest}
@@ -265,7 +270,7 @@ class GraphJob:
     # --- a burst ---
 
     def step(self, ctx: Any) -> None:
-        """Run nodes until BURST_S has passed or one has made an output, at least one node.
+        """Run at least one node, then more until BURST_S has passed or a node has made an output.
 
         Calls `ctx.finish` when all have run. Raises NodeFailed.
         """
@@ -283,7 +288,9 @@ class GraphJob:
             ctx.finish({port: self.blocks[n] for port, n in self.program.outputs.items()})
 
     def _plain_ahead(self) -> range:
-        """Return the places of the next plain calls; only one while late inputs are missing."""
+        """Return the places of the next plain calls; at most one place while late inputs are
+        missing.
+        """
         end = self.plain_until[self.done]
         return range(self.done, min(end, self.done + 1) if self.lacks else end)
 
@@ -291,7 +298,7 @@ class GraphJob:
         return _clock() < until_s and ctx.result is None
 
     def _node(self, ctx: Any, call: UnitCall, until_s: float) -> bool:
-        """Run a node, or shards of it; True if the node is over."""
+        """Run a node, or some of its shards; True if the node is complete."""
         try:
             if call.map:
                 return self._map(ctx, call, until_s)
@@ -314,12 +321,12 @@ class GraphJob:
             blocks[n] = None
         self.count += 1
 
-    # --- a burst of plain calls: each as in `_run`, in as few operations as possible ---
+    # --- a burst of plain calls: each does the same as `_run`, in as few operations as possible ---
 
     def _burst(self, ctx: Any, places: range, until_s: float) -> int:
-        """Run plain calls at these places while there is time, at least one.
+        """Run at least one plain call of `places`, and more while there is time.
 
-        Return the place after them.
+        Return the place after the last.
         """
         calls, blocks, now_s = self.calls, self.blocks, _clock()
         try:
@@ -372,7 +379,9 @@ class GraphJob:
                 raise BadBlock(_not_the_outputs(call, returned))
 
     def _copied(self, call: UnitCall) -> list[str]:
-        """Return the in-out ports that need a copy, because something else needs their block."""
+        """Return the in-out ports that need a copy, because their block is also needed
+        elsewhere.
+        """
         return [p for p, n in call.inout if n not in call.only_here or self._is_shared(n)]
 
     def _given(self, call: UnitCall) -> JSON:
@@ -383,9 +392,9 @@ class GraphJob:
         return given
 
     def _called(self, ctx: Any, call: UnitCall, given: JSON, seed: int | None) -> JSON:
-        """Call the function and return its blocks.
+        """Call the function and return the blocks that it made.
 
-        Raises BadBlock if they are not the declared ones.
+        Raises BadBlock if they do not match the declaration.
         """
         if call.tensors:
             self._must_fit(call.tensors, given)
@@ -450,7 +459,7 @@ class GraphJob:
         return True
 
     def _open(self, call: UnitCall) -> None:
-        """Open the lists to map over.
+        """Prepare the lists to map over.
 
         If no other unit reads a list, each item is freed after its shard.
         """
@@ -469,13 +478,15 @@ class GraphJob:
         self.items = lists
 
     def _mapped(self, call: UnitCall) -> dict[str, tuple[list[Any], int]]:
-        """Return by port the items to map over, and the length of the whole list."""
+        """Return by port the items to map over here, and the length of the whole list."""
         found = {port: items_of(port, self.blocks[n]) for port, n in call.takes if port in call.map}
         found |= {p: [self.blocks[n] for n in many] for p, many in call.lists if p in call.map}
         return {port: (items, len(items)) for port, items in found.items()}
 
     def _may_write(self, port: str, n: int, lists: JSON, call: UnitCall) -> bool:
-        """True if a map may write to a list's items: they are unshared, also among themselves."""
+        """True if a map may write to a list's items: nothing else shares them, and they share
+        nothing with each other.
+        """
         if n not in call.only_here or self._is_shared(n):
             return False
         of_items = [parts_of(item) for item in lists[port]]
@@ -484,16 +495,16 @@ class GraphJob:
     # --- how large ---
 
     def _weigh(self, call: UnitCall, returned: JSON, took_s: float) -> None:
-        """Weigh a node's blocks.
+        """Find the size of a node's blocks.
 
-        For a short node this costs as much as the node, so it is done only once.
+        For a short node this takes as long as the node, so it is done only once.
         """
         for name, n in call.gives:
             self.weighed[n] = weigh(returned[name], PARTS + int(took_s / PART_S))
         call.weighs = False
 
     def _weigh_lists(self, call: UnitCall) -> None:
-        """Weigh lists that shards made, by extrapolating from the first items made here."""
+        """Estimate the size of lists that shards made, from the first items made here."""
         for _, n in call.gives:
             items = self.blocks[n]
             first = items[:WEIGHED_ITEMS]
@@ -502,7 +513,7 @@ class GraphJob:
                 self.weighed[n] = found * self._in_all(len(items)) // len(first)
 
     def _in_all(self, here: int) -> int:
-        """Return the length of the whole list of which `here` items were made here."""
+        """Return the length of a whole list, if `here` of its items were made here."""
         return here
 
     # --- how much memory ---
@@ -518,10 +529,10 @@ class GraphJob:
     def _make_room(
         self, room: SpillBudget, call: UnitCall, given: JSON, copied: Sequence[str]
     ) -> None:
-        """Make room for all that a node reads and writes, with the copies of blocks that it writes
-        to.
+        """Free memory for all that a node reads and writes, and for copies of the blocks that it
+        writes to.
 
-        Undeclared sizes are guessed from the bytes that its function wrote when it last ran.
+        If sizes are not declared, the guess is the bytes that the function wrote when it last ran.
         """
         declared = self._declared(call)
         copies = sum(room.new_bytes(given[port], ()) for port in copied)
@@ -533,7 +544,10 @@ class GraphJob:
                 room.forget(given[port])
 
     def _pieces(self) -> Iterator[Piece]:
-        """Yield everything that is held, with its next use; the items of lists one by one."""
+        """Yield every value that is held, with the place of its next use.
+
+        The items of a list are yielded one by one.
+        """
         for listed in (self.items or {}).values():
             yield from ((self.done * ITEMS + k, item) for k, item in enumerate(listed))
         for n, value in enumerate(self.blocks):
@@ -660,7 +674,8 @@ def _shown(value: object) -> str:
 
 
 def weigh(value: Any, most: int) -> int | None:
-    """Return the bytes of tensors, numbers and texts, also within lists, tuples and dicts.
+    """Return the bytes of the tensors, numbers and texts in a value, also inside lists, tuples and
+    dicts.
 
     Returns None if there is anything else, or if the value has more than `most` parts.
     """
@@ -682,7 +697,10 @@ def weigh(value: Any, most: int) -> int | None:
 
 
 def _is_said(unit: Unit, port: str) -> bool:
-    """True if the size of a port's block is declared; for a list only the items' size is."""
+    """True if the size of a port's block is declared.
+
+    For a list only the size of an item is declared, so False.
+    """
     return not unit.map and port in unit.tensors and unit.tensors[port].bytes is not None
 
 
@@ -723,7 +741,8 @@ def memory_of(value: object) -> Iterator[int]:
 def _may_change(part: object) -> bool:
     """True if the object may be written to.
 
-    Python's collector doesn't track dicts of plain values.
+    Objects that Python's collector does not track are constant, except bytearrays and dicts of
+    plain values.
     """
     return gc.is_tracked(part) or isinstance(part, dict | bytearray)
 

@@ -37,10 +37,11 @@ from workers.hardware.storages import flat
 from workers.ranks.shared_memory import aligned, rounded
 from workers.ranks.turns import GangFailed, Turns, Wait
 
-_TABLE = 24  # word of the shared table's head: where in the heap the table of blocks is
-# words of the table of blocks; from _PASSED on there is one for each executor
+_TABLE = 24  # word in the head of the shared table: where in the heap the table of blocks begins
+# words of the table of blocks; from _PASSED on there is one word for each executor
 _OVER, _EARLY, _PASSED = 0, 1, 2
-# Words of a block: its offset, and one for each executor, set when it needs the block no longer.
+# Words of a block: its offset, then one word for each executor, set when that executor no longer
+# needs the block.
 _HEAD = 8  # words before a block's bytes that say how to read them
 _HEAD_BYTES = 8 * _HEAD
 _VALUE = -1  # marks a pickled value, in place of a tensor's rank
@@ -58,9 +59,9 @@ _KNOWN_HEADS = 1024
 _uses = torch._C._storage_Use_Count
 SPIN_S = 50e-6
 CORES = os.cpu_count() or 1
-# in bytes: pieces up to the first size are cut from regions of the second size
+# in bytes: pieces of up to the first size are cut from regions of the second size
 _SMALL_BYTES, _TAKEN_BYTES = 1 << 14, 1 << 18
-_LOOKED_AT = 2  # number of the oldest dropped blocks to check whenever another block is dropped
+_LOOKED_AT = 2  # when a block is dropped, this many of the oldest dropped blocks are checked, too
 LARGE_BYTES = 1 << 16  # from this size on the maker keeps no separate copy
 KEPT_BYTES = 1 << 28  # free heap memory, already faulted in, that is kept for further blocks
 
@@ -69,10 +70,10 @@ Held = tuple[int, int]  # (block, executor that made it)
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """The way to read a block: a tensor, or, if `dtype` is None, a pickled value of `graph_bytes`
-    bytes.
+    """Describes how to read a block: as a tensor, or, if `dtype` is None, as a pickled value of
+    `graph_bytes` bytes.
 
-    The tensors in it have `content_bytes`.
+    The tensors inside a pickled value take `content_bytes`.
     """
 
     dtype: torch.dtype | None
@@ -83,7 +84,9 @@ class _Head:
 
 @dataclass(slots=True)
 class _Posted:
-    """A block of this executor; `storages` are those of this process that use its memory."""
+    """Describes a block that this executor posted; `storages` are those of this process that use
+    its memory.
+    """
 
     offset: int
     size: int
@@ -101,7 +104,7 @@ class _Made:
 
 
 class BlockTable:
-    """An executor's side of the table, for a graph with this number of `blocks`."""
+    """Gives one executor access to the shared table, for a graph with this number of `blocks`."""
 
     def __init__(
         self, turns: Turns, blocks: int, around: Surroundings, accelerator: Accelerator
@@ -150,7 +153,9 @@ class BlockTable:
 
     @property
     def early(self) -> Held | None:
-        """The first place in the order at which a node finished the graph, and its executor."""
+        """The place in the order at which a node finished the graph early, and its executor; the
+        first if there are several.
+        """
         found = self.words[self.table + _EARLY] - 1
         return divmod(found, self.executors) if found >= 0 else None
 
@@ -174,7 +179,7 @@ class BlockTable:
                 self.turns.ready(Wait.BLOCK, number=None)
 
     def all_passed(self, at: int) -> bool:
-        """True if all other executors have run their nodes up to this place."""
+        """True if all other executors have run all their nodes up to this place."""
         first = self.table + _PASSED
         return all(self.words[first + e] > at for e in range(self.executors) if e != self.me)
 
@@ -186,10 +191,12 @@ class BlockTable:
         *,
         outside: int | None = None,
     ) -> None:
-        """Let others run on our slot until `until()`, or until all are called to stop.
+        """Let other ranks use our slot until `until()` is true, or until all ranks are called to
+        stop.
 
-        `held` is the block that is waited for; None if the wait is for something else.  What is
-        waited for may also come from outside the gang, with news on the descriptor `outside`.
+        `held` is the block that is waited for; None if the wait is for something else. If the
+        awaited thing may come from outside the gang, the descriptor `outside` becomes readable
+        then.
         """
         number = 0 if held is None else self._entry(held)
 
@@ -206,7 +213,10 @@ class BlockTable:
                 )
 
     def is_soon(self, held: Held) -> bool:
-        """Poll a moment for a block if this rank is alone on its slot: waking takes as long."""
+        """Poll for a block for a moment, if this rank is alone on its slot.
+
+        To sleep and be woken would take as long.
+        """
         if not self._is_alone():
             return False
         words, at, end_s = self.words, self._entry(held), time.perf_counter() + SPIN_S
@@ -222,11 +232,13 @@ class BlockTable:
         return self._alone
 
     def want(self, held: Held) -> None:
-        """Ask for a block of another host as soon as it is made; on one host nothing is to do."""
+        """Ask another host to send a block as soon as it is made; on a single host there is nothing
+        to do.
+        """
 
     @property
     def others_are_still(self) -> bool:
-        """True if no other executor can run before this one posts a block."""
+        """True if no other executor can run until this one posts a block."""
         return self.turns.is_last_to_move
 
     def call_first(self) -> None:
@@ -237,9 +249,9 @@ class BlockTable:
     # --- posting ---
 
     def post(self, block: int, value: Any, readers: Collection[int]) -> Any:
-        """Post a block for these executors.
+        """Post a block for `readers`.
 
-        Returns the value, a large one as a view of the heap.
+        Returns the value; a large value is returned as a view of the heap.
         """
         offset, size, storages = self._written(value)
         entry = self._entry((block, self.me))
@@ -251,7 +263,9 @@ class BlockTable:
         if posted.size < LARGE_BYTES:
             return value
         value = self._seen_here(posted)
-        self.reclaim()  # readers already run by now: freeing heap memory may take the kernel long
+        # last, because freeing heap memory may take the kernel long, and the readers already run by
+        # now
+        self.reclaim()
         return value
 
     def _seen_here(self, posted: _Posted) -> Any:
@@ -261,7 +275,8 @@ class BlockTable:
     def _written(self, value: Any) -> tuple[int, int, list[torch.UntypedStorage]]:
         """Write a value to the heap.
 
-        Returns offset and size with its head, and storages here that use it.
+        Returns the offset, the size with the head, and the storages of this process that use the
+        memory.
         """
         known = _head_of(value.dtype, value.shape) if _is_plain(value) else None
         if known is None:
@@ -302,7 +317,7 @@ class BlockTable:
         return offset, size
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return memory for a tensor that will be posted, so that the post needs no copy."""
+        """Return memory for a tensor that will be posted; the post then needs no copy."""
         size = torch.Size(shape).numel() * dtype.itemsize
         if not size:
             return torch.empty(shape, dtype=dtype, device="cpu")
@@ -362,19 +377,23 @@ class BlockTable:
     # --- dropping ---
 
     def drop(self, held: Held) -> None:
-        """Give up a block: at once, or when nothing here uses its memory any more."""
+        """Give up a block: now, or as soon as nothing in this process uses its memory."""
         self.dropping.append(held)
         self._look_at(_LOOKED_AT)
 
     def reclaim(self) -> None:
-        """Tell the makers which blocks are unused here, and reuse this executor's own memory."""
+        """Tell the makers which blocks are no longer used here, and reuse this executor's own
+        memory.
+        """
         self._look_at(len(self.dropping))
         for at in [at for at, made in self._made.items() if not _is_seen(made.storage)]:
             made = self._made.pop(at)
             self._give_back(made.offset, made.size)
 
     def _look_at(self, most: int) -> None:
-        """Check the oldest dropped blocks; blocks that must stay go to the end of the queue."""
+        """Check the `most` oldest dropped blocks; a block that is still in use goes to the end of
+        the queue.
+        """
         for _ in range(min(most, len(self.dropping))):
             held = self.dropping.popleft()
             if not self._is_dropped(held):
@@ -442,7 +461,7 @@ class BlockTable:
         self._free_bytes += length
 
 
-# --- the head of a block: equal for many blocks, so it is cached ----------------------------------
+# --- the head of a block: many blocks have an equal one, so it is cached --------------------------
 
 
 def _words(rank: int, number: int, content_bytes: int, *shape: int) -> bytes:

@@ -1,15 +1,16 @@
-"""Keep a graph's blocks within a budget of device memory: blocks read latest go to host memory.
+"""Keeps a graph's blocks within a budget of device memory: blocks that are read latest go to host
+memory.
 
 Before a node runs, all that it reads is brought to the device, with room for what it will write. If
-that is too much, the storages that are read farthest in the future are spilled, by the known order
-of the nodes (`core.model.datablock.victims`). Tensors stay the same objects: they are pointed to
-other memory, so views and ties hold.
+that is too much, the storages that are read farthest in the future are spilled; the order of the
+nodes is known (`core.model.datablock.victims`). The tensor objects stay the same: only the memory
+that they point to changes, so views of each other stay views.
 
 A block does not change once it is made. So its spilled copy is kept when the block comes back, and
 the next spill needs no copy. Only an in-out port may write to it; `forget` must be called before.
 
-On a CPU device, spilled storages are in memory that could be shared between processes but isn't,
-like the slab: the kernel counts it apart from the process's own.
+On a CPU device, spilled storages are in shared memory that no other process uses: the kernel does
+not count it as the process's own.
 """
 
 from __future__ import annotations
@@ -29,18 +30,22 @@ from app.core.model.datablock import EvictableCopy, victims
 from workers.hardware.accelerator import Accelerator
 from workers.hardware.storages import AT_ONCE, flat, may_leave, release_pages
 
-SPILLED_BYTES = 64 * 1024  # smaller storages stay on the device, since a mapping is not worth while
+# in bytes: smaller storages stay on the device, since a mapping of their own is not worth while
+SPILLED_BYTES = 64 * 1024
 
-Piece = tuple[int | None, object]  # (place at which it is read next, or None if never; the value)
+# (place at which the value is read next, or None if never; the value)
+Piece = tuple[int | None, object]
 
 
 class NoRoom(Exception):
-    """Raised when a node needs more memory at once than there is; says how much."""
+    """Raised when one node needs more memory than there is; the message says how much."""
 
 
 @dataclass(slots=True)
 class _Lying:
-    """A storage that blocks use: the tensors that view it, and when one of them is used next."""
+    """Describes a storage that blocks use: the tensors that view it, and the next use of any of
+    them.
+    """
 
     storage: torch.UntypedStorage
     tensors: list[torch.Tensor] = field(default_factory=list)
@@ -53,21 +58,20 @@ class _Lying:
 
 
 class SpillBudget:
-    """The budget of one graph, and its spilled storages.
+    """Manages the budget of one graph, and its spilled storages.
 
     `out_bytes` and `in_bytes` were copied from and to the device. `peak_bytes` is the most that its
     blocks used there at once, with what the next node was expected to write.
 
-    As long as all blocks fit, no storages are searched: `_most_bytes` is an upper bound of their
-    size.
+    While all blocks fit, storages are not searched: `_most_bytes` is an upper bound of their size.
     """
 
     def __init__(self, budget_bytes: int, host_bytes: int, accelerator: Accelerator) -> None:
         self.budget_bytes, self.host_bytes, self.accelerator = budget_bytes, host_bytes, accelerator
         self.out_bytes = self.in_bytes = self.peak_bytes = self._more_bytes = 0
         self._most_bytes: float = math.inf  # not known yet
-        # By a storage's id: spilled storages with their bytes; host copies of storages on the
-        # device.
+        # Both are by the storage's id: spilled storages with their bytes; host copies of storages
+        # that are on the device.
         self._aside = dict[int, tuple[StorageWeakRef, int]]()
         self._copies = dict[int, tuple[StorageWeakRef, torch.UntypedStorage]]()
 
@@ -81,9 +85,9 @@ class SpillBudget:
         *,
         likely_bytes: int = 0,
     ) -> None:
-        """Bring what is `needed` to the device, with `more_bytes` free; raises NoRoom.
+        """Bring what is `needed` to the device, and keep `more_bytes` free; raises NoRoom.
 
-        `likely_bytes` are kept free only as far as there is room.
+        `likely_bytes` are kept free too, but only if there is room.
         """
         if not self._aside and self._most_bytes + more_bytes + likely_bytes <= self.budget_bytes:
             self._expect(self._most_bytes, more_bytes + likely_bytes)
@@ -110,7 +114,9 @@ class SpillBudget:
         self.peak_bytes = max(self.peak_bytes, int(self._most_bytes))
 
     def made(self, returned: object, given: object) -> int:
-        """Return the bytes that a node wrote, without what was given to it."""
+        """Return the bytes of `returned` that a node newly wrote, without what was `given` to
+        it.
+        """
         new_bytes = self.new_bytes(returned, given)
         self._most_bytes += max(0, new_bytes - self._more_bytes)
         return new_bytes
@@ -129,13 +135,17 @@ class SpillBudget:
     # --- what images hold ---
 
     def aside(self, held: Iterable[object]) -> list[torch.Tensor]:
-        """Return the spilled storages as tensors, so that `restore` can tell them from others."""
+        """Return the spilled storages as tensors, so that `restore` can tell them from the
+        others.
+        """
         self._tidy()
         lying = self._survey((), ((None, value) for value in held))
         return [flat(one.storage) for one in lying if self._is_aside(one.storage)]
 
     def restore(self, aside: list[torch.Tensor], held: Iterable[object]) -> None:
-        """Spill the storages of `aside` again; a restore brought them back with all others."""
+        """Spill the storages of `aside` again, after a restore has put all storages on the
+        device.
+        """
         for tensor in aside:
             storage = tensor.untyped_storage()
             self._aside[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
@@ -246,7 +256,9 @@ class SpillBudget:
 
 
 def _can_be_pointed(tensor: torch.Tensor) -> bool:
-    """True if the tensor can be pointed to other memory: dense, described by its storage."""
+    """True if the tensor's memory can be replaced: it is dense, and its storage alone describes its
+    content.
+    """
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
         return False
     return not (tensor.is_quantized or tensor.is_nested or tensor.is_inference())
@@ -270,7 +282,9 @@ def _host_memory(size: int) -> torch.UntypedStorage:
 
 
 def _is_unused(one: _Lying) -> bool:
-    """True if nothing else uses the storage: no image being copied, and no object of the tenant."""
+    """True if only `one` uses the storage: no image is being copied from it, and no object of the
+    tenant views it.
+    """
     of_torch = torch._C._storage_Use_Count(one.storage._cdata)
     # the references of `one` and of this call
     return of_torch == 1 and sys.getrefcount(one.storage) == 2

@@ -58,8 +58,8 @@ from workers.ranks.turns import GangFailed, RankState, Turns, Wait
 HOME = 0
 QUIET_S = 0.05  # seconds without any message before the bridge checks for a deadlock
 READ_BYTES = 1 << 18
-#: Seconds of silence between probes of a peer; their number; seconds until an unanswered peer is
-#: lost.
+#: TCP keepalive: seconds of silence before and between probes; number of probes; seconds until a
+#: peer that does not answer counts as lost.
 KEEPALIVE_S, KEEPALIVES, UNANSWERED_S = 5, 3, 20
 
 Said = tuple[Any, ...]  # (what, ...): a message of plain values only
@@ -70,7 +70,9 @@ _UNCOUNTED = ("still", "bye", "fail")
 
 @dataclass(frozen=True, slots=True)
 class ReceivedPlace:
-    """The memory for received bytes: part of the heap, at `offset`, or private memory (-1)."""
+    """Describes memory for received bytes: a part of the heap at `offset`, or private memory
+    (offset -1).
+    """
 
     view: memoryview
     offset: int = -1
@@ -85,7 +87,7 @@ class Link:
     def __init__(self, host: int, sock: socket.socket) -> None:
         self.host, self.sock = host, sock
         self.sent = self.heard = 0  # number of messages that may make ranks move
-        # its last "still" report, None if another message has come since
+        # the peer's last "still" report; None if another message has come since
         self.still: Said | None = None
         self.has_failed = False  # True if the peer reported a failure
         self.has_ended = False  # True if all its ranks have ended without failure
@@ -112,7 +114,7 @@ class Link:
 
     @property
     def is_still(self) -> bool:
-        """True if the peer's ranks wait, and have received everything that was sent to them."""
+        """True if the peer's ranks all wait, and have received everything that was sent to them."""
         return self.still is not None and self.still[1] == self.sent
 
     @property
@@ -216,7 +218,9 @@ def _must_answer(sock: socket.socket) -> None:
 
 @dataclass(slots=True)
 class _Call:
-    """A call of a group over hosts, until all have made it and everything is sent."""
+    """Tracks a call of a group over several hosts, until all members have made it and everything is
+    sent.
+    """
 
     ticket: CallView
     fold: str = ""
@@ -228,7 +232,7 @@ class _Call:
 
 @dataclass(slots=True)
 class _Crossing:
-    """A group with members on this host and elsewhere; `key` is its name between bridges."""
+    """Tracks a group with members on this host and on others; `key` is its name between bridges."""
 
     key: int
     group: Group
@@ -290,7 +294,7 @@ class Bridge:
     def _wait(self) -> bool:
         """Wait for messages and events.
 
-        Returns False if nothing has come and all ranks of this host have been still for QUIET_S.
+        Returns False if nothing has come for QUIET_S and all ranks of this host stood still.
         """
         poll, bell = select.poll(), self.arena.handles.bells[self.arena.bridge]
         poll.register(bell, select.POLLIN)
@@ -339,7 +343,9 @@ class Bridge:
         return [rank for rank, host in enumerate(self.arena.hosts) if host == link.host]
 
     def look(self) -> None:
-        """Check the arena for a failure, a cut, room for held messages, and the end."""
+        """Check the arena for a failure, a cut, room for messages that were held back, and
+        the end.
+        """
         if not self.has_failed and (text := turns.failure(self.arena)):
             self._has_failed(text)
         if self.has_failed:
@@ -406,7 +412,7 @@ class Bridge:
         self._advance(crossing, call)
 
     def _send_sums(self, crossing: _Crossing, call: _Call) -> None:
-        """Send the sums of all tree nodes whose leaves are on this host; its ranks made them."""
+        """Send the partial sums of those tree nodes whose leaves are all on this host."""
         number = call.ticket.number
         for node, host in branches(crossing.group.hosts).tops:
             if host == self.host:
@@ -437,7 +443,9 @@ class Bridge:
         body: memoryview | None = None,
         then: Callable[[], None] | None = None,
     ) -> int:
-        """Send to the hosts of the other members; returns the number of connections used."""
+        """Send to the hosts of the group's other members; returns the number of connections
+        used.
+        """
         links = self._links_to(set(crossing.group.hosts))
         for link in links:
             link.say(said, body, then)
@@ -530,7 +538,9 @@ class Bridge:
         self.words[BRIDGE_WAITS] = int(any(c.held for c in self.crossings.values()))
 
     def _is_taken_in(self, crossing: _Crossing, said: Said, body: ReceivedPlace | None) -> bool:
-        """Do what a member did on its host; False if there is no call slot for its call yet."""
+        """Repeat here what a remote member did on its host; False if there is no free call slot
+        yet.
+        """
         match said:
             case ("post", _, number, me, text, fold, shapes):
                 return self._post(crossing, number, me, text, fold, shapes, body)
@@ -556,7 +566,7 @@ class Bridge:
     ) -> bool:
         ticket = self._ticket(crossing, number, me, text)
         if self.abroad.differs(ticket) and self.host != min(crossing.group.hosts):
-            return True  # only the lowest host fails the gang, and all hosts get its text
+            return True  # only the lowest host reports that the gang failed; all hosts get its text
         try:
             if not self.abroad.has_room(ticket):
                 return False
@@ -609,7 +619,9 @@ class Bridge:
     # --- the store ---
 
     def _change(self, rank: int, number: int, change: Change) -> None:
-        """Apply a change on the coordinator, which defines the order, and send it to all hosts."""
+        """Apply a change of the store on the coordinator, which defines the order, and send it to
+        all hosts.
+        """
         for link in self.links.values():
             link.say(("changed", rank, number, change))
         self._changed(rank, number, change)
@@ -645,7 +657,7 @@ class Bridge:
             if link.has_ended:
                 standing.update({r: f"rank {r} has ended" for r in self._ranks_of(link)})
             elif link.still is None or not link.is_still:
-                return  # the host has something to receive, or its report is on its way
+                return  # the host still has something to receive, or its report is on its way
             else:
                 standing.update(link.still[2])
                 any_waits |= link.still[3]
@@ -678,7 +690,8 @@ class Bridge:
     def _name_cut(self) -> None:
         step = turns.unbegun(self.arena)
         if not step:
-            # no rank of this host has come to a boundary: the first one that does wakes the bridge
+            # no rank of this host has reached the boundary of a step: the first one that does wakes
+            # the bridge
             return
         assert self.cut is not None
         step = max(step, *self.cut.values())

@@ -1,8 +1,9 @@
-"""Keys and values of a gang in its shared memory: the content of its `torch.distributed` store.
+"""Stores the keys and values of a gang in its shared memory: the content of its `torch.distributed`
+store.
 
 A change is data, (what, key, ...), so that several hosts can apply the changes in the same order
-(`workers.ranks.host_bridge`). In such a gang every change comes from the bridge, which stores the
-answer for the asking rank beside the content. Reading needs no lock.
+(`workers.ranks.host_bridge`). In a gang over several hosts every change comes from the bridge,
+which stores the answer for the asking rank beside the content. Reading needs no lock.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Keys:
         return content
 
     def answers(self) -> dict[int, tuple[int, Any]]:
-        """Return for each rank the number and result of its last change through the bridge."""
+        """Return for each rank the number of its last change through the bridge, and the result."""
         answers: dict[int, tuple[int, Any]] = self._read()[1]
         return answers
 
@@ -52,7 +53,9 @@ class Keys:
         return answer
 
     def _read(self) -> tuple[dict[str, bytes], dict[int, tuple[int, Any]]]:
-        """Read without a lock, again if a change came in between; it writes to the other half."""
+        """Read without a lock. Read again if a change came in between: a change writes to the other
+        half.
+        """
         words, arena = self.turns.words, self.turns.arena
         while True:
             version, place = words[_VERSION], words[_PLACE]

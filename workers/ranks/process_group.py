@@ -54,7 +54,7 @@ Tensors = list[torch.Tensor]
 BACKEND = "splice"
 
 _here: Rendezvous  # the exchange of this process's rank
-# C++ holds the object too, but its Python methods would be lost once Python had freed it
+# kept here: C++ holds the object too, but if Python freed it, its Python methods would be lost
 _store: SharedStore
 
 
@@ -96,7 +96,7 @@ class Pending(Work):
         """Complete the future with the sum in the shared heap; return a function that takes the sum
         back.
 
-        A caller that has not read the future by then finds the sum in the tensors of its call.
+        If the caller has not read the future by then, it finds the sum in the tensors of its call.
         """
         [ticket] = self.tickets
         _in_words(ticket, self.timeout_s)
@@ -118,7 +118,10 @@ class Pending(Work):
         return take_back
 
     def try_to_complete(self) -> bool:
-        """Complete the call if its results have arrived, unless its sum is about to be lent."""
+        """Complete the call if its results have arrived.
+
+        A call whose sum is about to be lent is left alone.
+        """
         if self.is_for_future and self.future is not None:
             return self.done
         if not self.done and all(ticket.ready() for ticket in self.tickets):
@@ -182,7 +185,7 @@ def _in_words(ticket: CallView, timeout_s: float) -> None:
 def _untraced(cls: type) -> type:
     """Class decorator that keeps compilers out of a group's methods.
 
-    A graph ends before each of them.
+    A compiled graph ends before each call of a method.
     """
     for name, member in list(vars(cls).items()):
         if callable(member) and not name.startswith("__"):
@@ -241,9 +244,8 @@ class SpliceGroup(dist.ProcessGroup):
         return pending
 
     def _overwritten(self) -> list[Spared]:
-        """Return the tensors that calls in flight will overwrite.
-
-        Their contents have been posted.
+        """Return the tensors that calls under way will overwrite, so their contents need not be
+        saved.
         """
         calls = [pending for pending in self.under_way if not pending.done]
         return [(tensor, None) for pending in calls for tensor in pending.overwrites]
@@ -254,7 +256,9 @@ class SpliceGroup(dist.ProcessGroup):
             self.under_way.popleft()
 
     def put_off(self, pending: Pending) -> bool:
-        """Leave the call to the end of the running backward pass; False if no pass is running."""
+        """Leave the call to the end of the backward pass that is running; False if none is
+        running.
+        """
         if torch._C._current_autograd_node() is None:
             return False
         if not self.late:
@@ -270,7 +274,7 @@ class SpliceGroup(dist.ProcessGroup):
                 lent.append(pending.lend())
             else:
                 pending.complete(pending.timeout_s)
-        # DDP's own callback, which reads the lent sums, is queued already and so runs before these.
+        # DDP's own callback, which reads the lent sums, is queued already, so it runs before these.
         for take_back in lent:
             torch.autograd.Variable._execution_engine.queue_callback(take_back)
 
@@ -475,7 +479,7 @@ class SpliceGroup(dist.ProcessGroup):
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> Pending:
         """Post a message.
 
-        The call is done once the bytes are copied, the receiver takes them later.
+        The call is done once the bytes are copied; the receiver takes them later.
         """
         if dst == self.me:
             self.to_myself.setdefault(tag, deque()).append(tensors[0].clone())
@@ -503,7 +507,7 @@ class SpliceGroup(dist.ProcessGroup):
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Pending:
         """Receive from the lowest rank that has sent.
 
-        Which ranks have sent depends on timing, as with any backend.
+        As with any backend, the timing decides which ranks have sent.
         """
         others = [member for member in range(self.size()) if member != self.me]
         channels = {src: self._channel(src, self.me, tag) for src in others}
@@ -595,7 +599,7 @@ class SpliceGroup(dist.ProcessGroup):
         self._close()
 
     def _close(self) -> None:
-        """Close the group. c10d may call this twice, since it both aborts and shuts down."""
+        """Close the group; may be called twice, since c10d both aborts and shuts down."""
         if self.closed:
             return
         self.closed = True
@@ -616,7 +620,7 @@ class SpliceGroup(dist.ProcessGroup):
 
 
 def _engine_calls() -> bool:
-    """True if the caller, a method of the group, was called directly by a backward pass in C++.
+    """True if a backward pass in C++ called the group's method directly.
 
     Only DDP's reducer does so. A hook in Python, which may look at its tensors, would add a Python
     frame between them.
@@ -683,7 +687,10 @@ def _op(opts: Any) -> Any:
 
 
 def _name(op: Any) -> str:
-    """Return an op's name. Ops need `==`: equal ops differ in hash and are not found by `in`."""
+    """Return an op's name.
+
+    Compare with `==`: equal ops have different hashes, so a dict does not find them.
+    """
     return next(name for name, known in _NAMES.items() if op == known)
 
 
@@ -701,13 +708,13 @@ _NAMES = {
 
 
 def _fold_of(op: Any, size: int) -> tuple[str, Callable[[torch.Tensor], torch.Tensor]]:
-    """Return the fold's name in FOLDS, and the function to apply to the folded result."""
+    """Return the name of an op's fold in FOLDS, and a function to apply to the folded result."""
     name = _name(op)
     if name not in FOLDS:
         raise NotImplementedError(
             f"the process group 'splice' has no reduction by {name}: scale, then use ReduceOp.SUM"
         )
-    if name == "mean":  # multiplied by 1/N as in DDP; dividing by N would give other bits
+    if name == "mean":  # multiply by 1/N as DDP does; dividing by N would give other bits
         return name, lambda total: total.mul(1.0 / size).to(total.dtype)
     return name, lambda total: total
 
@@ -831,7 +838,9 @@ def install(exchange: Rendezvous) -> None:
 
 
 def start(turns: Turns, timeout_s: float) -> None:
-    """Create the default group, as `init_process_group` would; a job of a gang finds it ready."""
+    """Create the default group, as `init_process_group` would, so that a job of a gang finds it
+    ready.
+    """
     global _store
     _store = SharedStore(turns, timeout_s)
     dist.init_process_group(
@@ -863,7 +872,9 @@ def _monitored_barrier(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _new_group(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `new_group` to use `splice`: gloo or NCCL would block while holding the slot."""
+    """Wrap `new_group` so that it uses `splice`: gloo or NCCL would block while holding the
+    slot.
+    """
 
     @wraps(stock)
     def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, **more: Any) -> Any:
@@ -874,7 +885,7 @@ def _new_group(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _init_process_group(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `init_process_group` to keep the existing default group.
+    """Wrap `init_process_group` so that the existing default group stays.
 
     Code for torchrun calls it again.
     """

@@ -54,13 +54,12 @@ BRIDGE_ENDS_S = 30.0  # seconds that a bridge may take to end after the ranks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GangSpec:
-    """The description of a gang to run.
+    """Describes a gang to run.
 
     `entry` is "module:name". `kind` is that of the devices: on an accelerator each slot is a device
-    of this host. `resize` maps a step to the number of slots from that step on; step 0
-    stands for the first opportunity. `hosts` gives the number of slots on each host, if there are
-    several: each simulated host is a shared memory arena on this machine, connected as real hosts
-    are.
+    of this host. `resize` maps a step to the number of slots from that step on; step 0 stands for
+    the first opportunity. `hosts` gives the number of slots on each host, if there are several:
+    each simulated host is a shared memory arena on this machine, connected as real hosts are.
     """
 
     entry: str
@@ -144,7 +143,7 @@ class Rank:
     def boundary(self, step: int, seats: int | None = None) -> None:
         """Stop before step `step` if a stop is due.
 
-        From there on there are `seats` slots, if all ranks ask for the same number.
+        From this step on there are `seats` slots, if all ranks ask for the same number.
         """
         if self.stow is not None:
             self.stow.begin_step()
@@ -195,7 +194,7 @@ class StockRank:
     def end(self) -> None:
         """Wait for all ranks.
 
-        The process then exits at once: gloo may hang when its peer ends first.
+        The process must exit at once after this: gloo may hang when its peer ends first.
         """
         dist.barrier()
 
@@ -422,7 +421,7 @@ def _until_all_ended(children: dict[int, _Child]) -> Iterator[tuple[int, str]]:
 def _bridged(arenas: list[Arena]) -> list[int]:
     """Fork a bridge process for each host; returns the process ids.
 
-    The ranks were forked before the links exist, so they hold no end of a link.
+    The ranks are forked before the links exist, so no rank holds an end of a link.
     """
     links: list[dict[int, socket.socket]] = [{} for _ in arenas]
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -454,7 +453,7 @@ def _bridged(arenas: list[Arena]) -> list[int]:
 def _must_end(bridges: list[int]) -> None:
     """Require that the bridges end after the ranks.
 
-    A bridge that stays would keep a host's memory for ever.
+    A bridge that never ends would keep a host's memory for ever.
     """
     for pid in bridges:
         pidfd = os.pidfd_open(pid)
