@@ -43,7 +43,7 @@ _NAME, _SIZE, _CLOSED = 0, 1, 2  # words of a group
 _MEMBERS = 16
 _CALL, _SIGNATURE, _ARRIVED, _TAKEN, _DONE, _GIVEN_UP, _FIRST, _OUTCOME, _OUTCOME_BYTES = range(9)
 _TEXT = 16
-BRIDGE_WAITS = 10  # word of the head; 1 if the bridge must be woken when a call is over
+BRIDGE_WAITS = 10  # word in the table's head: 1 if the bridge must be woken when a call is over
 _POSTED, _OFFSET, _BYTES, _MERGED = range(4)
 
 # number of `take` calls after which unused memory goes back to the host @50#: Functions (into,
@@ -90,7 +90,7 @@ def ascent(size: int) -> tuple[tuple[tuple[int, int], ...], ...]:
 
 @cache
 def leaves(size: int) -> tuple[tuple[int, ...], ...]:
-    """Return for each node of the folding tree the leaves under it, in order."""
+    """Return for each node of the folding tree the leaves under it, from left to right."""
     found: list[list[int]] = [[leaf] for leaf in range(size)] + [[] for _ in range(size - 1)]
     for leaf, way in enumerate(ascent(size)):
         for _, parent in way:
@@ -133,7 +133,7 @@ def branches(hosts: tuple[int, ...]) -> Branches:
 
 @dataclass(slots=True)
 class Group:
-    """A group's members, by their ranks in the gang; `me` is this rank's index among them."""
+    """Describes a group: `members` are ranks of the gang; `me` is this rank's index among them."""
 
     name: str
     index: int
@@ -205,7 +205,7 @@ class CallView:
         return rows
 
     def sums(self, *, apart: bool = False) -> list[torch.Tensor]:
-        """Return the folded result as flat tensors of the parts' types.
+        """Return the folded result as flat tensors, with the types of the parts.
 
         The tensors lie in the shared heap, are shared by all members, and are invalid after `take`.
         With `apart` each tensor has a storage of its own.
@@ -234,7 +234,10 @@ class Rendezvous:
     # --- groups ---
 
     def open(self, name: str, members: Sequence[int]) -> Group:
-        """Return the group of this name; every member opens it, in any order."""
+        """Return the group of this name.
+
+        Every member must open it; the order does not matter.
+        """
         index = self.index(name, members)
         me = members.index(self.turns.rank)
         hosts = self.hosts_of(members)
@@ -249,7 +252,9 @@ class Rendezvous:
         return tuple(self.arena.hosts[member] for member in members)
 
     def close(self, group: Group) -> None:
-        """Leave the group; the last member to leave frees its place for another group."""
+        """Leave the group. When the last member leaves, another group may take its place in the
+        table.
+        """
         self.left(group.index, group.size)
         if group.hosts:
             self.arena.tell_bridge(("close", group.index))
@@ -315,7 +320,7 @@ class Rendezvous:
     def call(self, rank: int) -> None:
         """Wake a rank that waits for a message from any rank.
 
-        On another host its bridge does this.
+        If the rank is on another host, that host's bridge wakes it.
         """
         if self.arena.is_here(rank):
             with self.turns.board():
@@ -331,8 +336,8 @@ class Rendezvous:
         """Let all members bring bytes; the last member decides, and all get its decision.
 
         `bring` gets the bytes of the first member, or None if this rank is the first. Returns None
-        if the vote was given up: no rank could move otherwise, or the members' texts differ. Unlike
-        a collective, a vote may fail without harm.
+        if the vote was given up, because otherwise no rank could move, or because the members'
+        texts differ. Unlike a collective, a vote may fail without harm.
         """
         ticket = self._enter(group, text, EVERYBODY, vote=True)
         words, slot = self.arena.words, ticket.slot
@@ -446,7 +451,9 @@ class Rendezvous:
         self.turns.check()
 
     def arrive(self, ticket: CallView) -> None:
-        """Record our arrival and wake the ranks that waited for it; call under the lock."""
+        """Record that this rank has made the call, and wake the ranks that waited for it; call
+        under the lock.
+        """
         words, slot, group = self.arena.words, ticket.slot, ticket.group
         words[self.member(ticket, group.me) + _POSTED] = 1
         words[slot + _ARRIVED] += 1
@@ -459,7 +466,7 @@ class Rendezvous:
             self.turns.ready(Wait.CALL, group.index, ticket.number, group.me)
 
     def has_come(self, channel: Group) -> bool:
-        """True if the first member has made the call that this member makes next."""
+        """True if the channel's first member has made the call that this member makes next."""
         words, slot = self.arena.words, self.arena.slot(channel.index, channel.calls)
         # otherwise the call slot holds another call
         is_made = words[slot + _CALL] == channel.calls + 1
@@ -483,7 +490,9 @@ class Rendezvous:
         return ticket.slot + SLOT_WORDS + 4 * self.arena.ranks + node
 
     def parts_of(self, ticket: CallView, member: int, *, apart: bool = False) -> list[torch.Tensor]:
-        """Return the typed parts of a folded contribution, as views of the shared heap."""
+        """Return a member's folded contribution as tensors with the types of the parts, in the
+        shared heap.
+        """
         start, parts = self.arena.words[self.member(ticket, member) + _OFFSET], []
         place = self.arena.apart if apart else self.arena.at
         for count, dtype in ticket.shapes:
@@ -515,12 +524,12 @@ class Rendezvous:
         """Fold up the tree as far as the other branches have arrived, and leave this rank's sum
         there.
 
-        Only the member that comes second to a node combines there, so no two ever write to the same
-        sum.
+        At each node the member that arrives second does the combining, so no two ever write to the
+        same sum.
         """
         words, me = self.arena.words, ticket.group.me
         way = ticket.group.way
-        # current node; the member with the sum in its memory, -1 if not yet copied
+        # `at`: current node; `holder`: the member with the sum in its memory, -1 if not yet copied
         at, holder = me, -1
         for sibling, parent in (*way, (-1, -1)):
             other = words[self.node(ticket, sibling)] - 1 if parent >= 0 else -1
@@ -554,7 +563,7 @@ class Rendezvous:
     def combine(
         self, ticket: CallView, parts: Sequence[torch.Tensor], ours: int, theirs: int, fold: str
     ) -> int:
-        """Fold this rank's sum into the other one; return the member that holds the result."""
+        """Fold the sum of `ours` into that of `theirs`; return the member that holds the result."""
         into = self.parts_of(ticket, theirs)
         mine = parts if ours < 0 else self.parts_of(ticket, ours)
         for target, part in zip(into, mine, strict=True):
@@ -583,7 +592,7 @@ class Rendezvous:
 
 
 class RemoteMembers:
-    """A host's stand-in for group members on other hosts; its bridge makes their calls here."""
+    """Stands in for a group's members on other hosts; this host's bridge makes their calls here."""
 
     def __init__(self, turns: Turns) -> None:
         self.exchange = Rendezvous(turns, timeout_s=0.0)
@@ -595,7 +604,9 @@ class RemoteMembers:
         return CallView(self.exchange, group, number, slot, text, EVERYBODY)
 
     def brought(self, ticket: CallView) -> memoryview:
-        """Return this member's kept contribution, or its sum, as a view of the shared heap."""
+        """Return the contribution of this member that is kept, or its sum, as a view of the shared
+        heap.
+        """
         at = self.exchange.member(ticket, ticket.group.me)
         offset, size = self.arena.words[at + _OFFSET], self.arena.words[at + _BYTES]
         return self.arena.view(offset, size)
@@ -607,7 +618,7 @@ class RemoteMembers:
     def has_room(self, ticket: CallView) -> bool:
         """True if the call slot could be claimed.
 
-        Fails the gang if the call differs from that of others.
+        Fails the gang if the call differs from that of the other members.
         """
         return self.exchange.claimed(ticket, vote=False)
 
@@ -662,7 +673,7 @@ class RemoteMembers:
 
 
 class _ContributionHeap:
-    """This rank's own heap memory for contributions, which is reused.
+    """Manages this rank's own heap memory for contributions, and reuses it.
 
     A piece is free again when all members have taken the call that it belongs to, or when it was
     folded into another member's sum.
@@ -684,7 +695,7 @@ class _ContributionHeap:
     def piece(self, size_bytes: int) -> int:
         """Return the offset of free memory of this size.
 
-        The caller assigns it to a call by `hold`.
+        The caller then assigns the memory to a call by `hold`.
         """
         self.takes += 1
         self._reclaim()
@@ -733,7 +744,7 @@ def _type_name(dtype: torch.dtype) -> str:
 
 
 def group_key(name: str, members: Sequence[int]) -> int:
-    """Return the key of a group, which is the same on every host."""
+    """Return the key of a group. It is the same on every host."""
     return _number(f"{name} {list(members)}")
 
 

@@ -67,7 +67,7 @@ JSON = dict[str, Any]
 
 
 class Unlike(Exception):
-    """The reason why this rank cannot take part in a common step, in words."""
+    """Raised with the reason why this rank cannot take part in a common step."""
 
 
 # --- one region of common memory ------------------------------------------------------------------
@@ -75,7 +75,7 @@ class Unlike(Exception):
 
 @dataclass(slots=True)
 class ReplicaPart:
-    """A tensor of the job, and the two views of its place in the region."""
+    """Holds a tensor of the job, and the two views of its place in the region."""
 
     tensor: torch.Tensor
     private: torch.Tensor
@@ -85,7 +85,8 @@ class ReplicaPart:
 
 
 class OptimizerRegion:
-    """Common memory of one optimizer: a page of its own, the content, and room for gradients.
+    """Manages the common memory of one optimizer: a first page, the content, and room for
+    gradients.
 
     The first page has the number of ranks that use the region.
     """
@@ -107,7 +108,10 @@ class OptimizerRegion:
 
     @classmethod
     def make(cls, arena: Arena, tensors: list[torch.Tensor]) -> OptimizerRegion:
-        """Make a fresh region; tensors move in one by one, so that little memory is used twice."""
+        """Make a new region.
+
+        The tensors move in one by one, so that little memory is used twice at a time.
+        """
         with arena.locked():
             start = arena.take_land(_PAGE + 2 * _pages(sum(map(_padded, tensors))))
         region = cls(arena, start, tensors)
@@ -121,7 +125,10 @@ class OptimizerRegion:
     def join(
         cls, arena: Arena, start: int, tensors: list[torch.Tensor]
     ) -> OptimizerRegion | ReplicaPart:
-        """Join the region at `start`; return a part if it differs from its tensor, else None."""
+        """Join the region at `start`.
+
+        Returns the region; or, if one of our tensors differs from its part, that part.
+        """
         region = cls(arena, start, tensors)
         for part in region.parts:
             if not same_bytes(part.tensor, part.common):
@@ -136,7 +143,7 @@ class OptimizerRegion:
         self.uses = uses(self.private)
 
     def is_viewed(self) -> bool:
-        """True if the job has tensors of its own that view this memory."""
+        """True if other tensors of the job view this memory, so that it must stay valid."""
         return uses(self.private) > self.uses
 
     def holds(self, tensors: list[torch.Tensor]) -> bool:
@@ -162,7 +169,7 @@ class OptimizerRegion:
 
     def leave(self) -> None:
         """Copy the region into this rank's own memory, and leave the region."""
-        # The views must stay valid: writing to a page makes the page this rank's own.
+        # The views must stay valid: writing to each page gives this rank its own copy of the page.
         if self.is_viewed():
             self.private.view(torch.int64)[:: _PAGE // 8].add_(0)
         else:
@@ -177,7 +184,7 @@ class OptimizerRegion:
             self.arena.give_back(self.start, _PAGE + 2 * self.content_bytes)
 
     def gradients(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return room beside the content, laid out like the gradients of these parameters."""
+        """Return memory behind the content, divided like the gradients of these parameters."""
         area = self.arena.at(self.start + _PAGE + self.content_bytes, self.content_bytes)
         places, at = [], 0
         for parameter in parameters:
@@ -188,8 +195,8 @@ class OptimizerRegion:
     def touched(self) -> ReplicaPart | None:
         """Return a tensor that this rank wrote to outside a common step; None if there is none.
 
-        Where written pages hold the same bytes as the common memory, they are given back, so that
-        this rank sees the common memory there again.
+        A written page with the same bytes as the common memory is given back, so that this rank
+        sees the common memory there again.
         """
         common = self.arena.land.data_ptr() + self.start + _PAGE
         for page in own_pages(self.address, self.content_bytes):
@@ -244,7 +251,7 @@ def _place(area: torch.Tensor, at: int, like: torch.Tensor) -> torch.Tensor:
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     """True if two dense tensors hold the same bytes.
 
-    As numbers 0 equals -0, and NaN equals nothing.
+    A comparison as numbers would differ: 0 equals -0, and NaN equals nothing.
     """
     if one.stride() != other.stride():
         one = torch.empty_like(other).copy_(one)
@@ -265,7 +272,7 @@ def _add(digest: xxhash.xxh3_128, tensor: torch.Tensor, like: torch.Tensor) -> N
 
 @dataclass(slots=True)
 class Record:
-    """The squashing of one optimizer. `refused` says why it is never squashed again."""
+    """Tracks the squashing of one optimizer. `refused` says why it is never squashed again."""
 
     ordinal: int
     steps: int = 0
@@ -279,7 +286,7 @@ class Record:
 
 
 class Squash:
-    """A rank's side of all common steps. `events` is what happened, for the log."""
+    """Represents a rank in all common steps. `events` says what happened, for the log."""
 
     def __init__(self, exchange: Rendezvous) -> None:
         self.exchange, self.turns = exchange, exchange.turns
@@ -289,7 +296,8 @@ class Squash:
         self.spared = 0  # steps that another rank made for this one
         self._inside = False
         self._group: tuple[int, Group] | None = None
-        # the gradients of the first rank, and the slot's equal copies of them
+        # (gradient of the first rank, and the slot's equal copy of it); these gradients need not be
+        # moved
         self._staged: list[Spared] = []
         self.turns.spared.append(lambda: self._staged)
 
@@ -371,7 +379,7 @@ class Squash:
     # --- becoming common ---
 
     def _squashed(self, record: Record, optimizer: Optimizer) -> bool:
-        """True if the optimizer's tensors lie in a region that the ranks of this slot share now.
+        """True if the optimizer's tensors now lie in a region that the ranks of this slot share.
 
         The map of slots may change in the very vote that makes a region, as all ranks wait there.
         """
@@ -395,7 +403,9 @@ class Squash:
         return self._group[1]
 
     def _make_common(self, record: Record, optimizer: Optimizer, group: Group) -> bool:
-        """Share state with the ranks of this slot if all of it is equal. Runs no step."""
+        """Share the optimizer's state with the ranks of this slot, if it is equal on all. Runs no
+        step.
+        """
         regions: list[OptimizerRegion] = []
         generation = self.turns.generation  # read before the vote, during which it may change
 
@@ -410,7 +420,7 @@ class Squash:
         text = f"sharing optimizer {record.ordinal} at its step {record.steps}"
         outcome = self.exchange.meet(group, text, bring, _all_agree)
         if regions and record.region is not None:
-            # it belongs to an earlier map of slots; our tensors have left it
+            # the old region belongs to an earlier map of slots; our tensors have left it
             record.region.abandon()
             record.region = None
         if outcome != b"":
@@ -427,9 +437,9 @@ class Squash:
     def _region(
         self, optimizer: Optimizer, first: JSON | None, old: OptimizerRegion | None
     ) -> OptimizerRegion:
-        """Return the slot's region with our tensors in it; the first rank makes it.
+        """Return the slot's region with our tensors in it; the first rank makes the region.
 
-        `old` is where the tensors lie now, if that is a region of an earlier map of slots.
+        `old` is the region of an earlier map of slots in which the tensors lie now, if any.
         """
         tensors = _tensors(optimizer)
         if old is None:
@@ -490,8 +500,8 @@ class Squash:
     def _gradients(self, record: Record, *, stage: bool) -> str:
         """Return which parameters have gradients, and a digest of the gradients.
 
-        If memory is moved between turns, the first rank leaves its gradients in the region and the
-        others compare with them instead. Then no rank has to move its own gradients.
+        If memory is moved between turns, the first rank leaves its gradients in the region, and the
+        other ranks compare theirs with them. Then no rank has to move its own gradients.
         """
         given, digest = "", xxhash.xxh3_128()
         for parameter, place in zip(record.parameters, record.gradients, strict=True):
@@ -519,7 +529,10 @@ class Squash:
             record.region, record.gradients = None, []
 
     def _fall_back(self, record: Record, outcome: bytes | None, kind: str) -> None:
-        """Let each rank update by itself for a while, which becomes longer each time."""
+        """Let each rank update by itself for a while.
+
+        The while doubles with each fallback.
+        """
         self._leave(record)
         record.falls += 1
         record.retry_at = record.steps + (FIRST_RETRY_STEPS << record.falls - 1)
@@ -609,7 +622,7 @@ def _layout(tensors: list[torch.Tensor]) -> str:
 
 
 def _besides_tensors(optimizer: Optimizer) -> Any:
-    """Return all that an optimizer holds except the tensors of parameters and state, as text."""
+    """Return as text all that an optimizer holds, except the tensors of parameters and state."""
     groups = [
         {key: _plain(value) for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
@@ -642,7 +655,10 @@ def _digest(value: Any) -> str:
 
 
 def _name_of(optimizer: Optimizer, tensor: torch.Tensor) -> str:
-    """Return the tensor's name in the job's modules; only for messages, because it is slow."""
+    """Return the tensor's name in the job's modules.
+
+    Use it only for messages, because it is slow.
+    """
     for number, key, state in _state(optimizer):
         if state is tensor:
             return f"{key} of {_parameter_name(_parameters(optimizer)[number], number)}"

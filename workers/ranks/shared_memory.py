@@ -38,12 +38,13 @@ from typing import Any
 import numpy
 import torch
 
-LAND_BYTES = 1 << 42  # address space; memory is used only where something was written
+LAND_BYTES = 1 << 42  # size of the address space; memory is used only where something was written
 #: The same size for a gang whose processes may be stored: CRIU looks at each page, 64 GiB in 0.1 s.
 STORED_LAND_BYTES = 1 << 36
-ALIGN_BYTES = 64  # as torch aligns its own memory, so that the same kernels compute the same bits
+# torch aligns its own memory so, too; with it the same kernels compute the same bits
+ALIGN_BYTES = 64
 GROUPS = 256
-DEPTH = 256  # calls of one group that may be open before its fastest member has to wait
+DEPTH = 256  # calls of one group that may be open; a member that is further ahead has to wait
 TEXT_WORDS = 32  # length of a text in the table, in words of 64 bits
 
 HEAD_WORDS = 512
@@ -53,7 +54,7 @@ SLOT_WORDS = 16 + TEXT_WORDS
 
 _LAND_TAKEN = 8  # word of the head: the bytes of the heap that are taken
 _BRIDGE = 9  # word of the head: the process id of the bridge
-LOOK_EVERY_S = 0.25  # seconds between two checks of a waiting rank that the others are alive
+LOOK_EVERY_S = 0.25  # in seconds: how often a waiting rank checks that the other ranks are alive
 TOLD_LIMIT_BYTES = 1 << 17  # per message to the bridge
 _PUNCH_HOLE_KEEP_SIZE = 3
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -187,9 +188,9 @@ class Arena:
 
     @property
     def bridge(self) -> int:
-        """The index of the bridge's eventfd and lifeline in the lists of them.
+        """The bridge's index in the lists of eventfds and lifelines.
 
-        A rank's own stand at the rank's number.
+        A rank's index is its number, and the bridge comes after all ranks.
         """
         return self.ranks
 
@@ -224,7 +225,10 @@ class Arena:
                 return
 
     def bridge_comes(self) -> None:
-        """Register the calling process as the bridge; it stays as long as its ranks need it."""
+        """Register the calling process as the bridge.
+
+        The bridge stays as long as its ranks need it.
+        """
         self.hold_lifeline(self.bridge)
         self.words[_BRIDGE] = os.getpid()
 
@@ -266,7 +270,7 @@ class Arena:
     def is_dead(self, rank: int) -> bool:
         """True if the process that held this rank's lifeline is gone.
 
-        Do not ask for one's own rank.
+        A rank must not ask this about itself.
         """
         try:
             fcntl.lockf(self.handles.lock, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 1 + rank)
@@ -287,7 +291,7 @@ class Arena:
     def sleep(self, rank: int, timeout_s: float, *, beside: int | None = None) -> None:
         """Sleep until the eventfd of `rank` is signalled, at most `timeout_s`.
 
-        Something to read on the descriptor `beside` ends the sleep, too.
+        The sleep also ends when the descriptor `beside` becomes readable.
         """
         bell, fds = self.handles.bells[rank], (beside,) if beside is not None else ()
         poll = self._polls.get((rank, *fds))
@@ -301,7 +305,7 @@ class Arena:
     # --- heap ---
 
     def take_land(self, size_bytes: int) -> int:
-        """Take fresh, empty heap memory and return its offset; call under the lock."""
+        """Take unused heap memory, full of zeros, and return its offset; call under the lock."""
         start = max(self.words[_LAND_TAKEN], mmap.PAGESIZE)
         pages = -(-size_bytes // mmap.PAGESIZE)
         self.words[_LAND_TAKEN] = start + pages * mmap.PAGESIZE
@@ -318,7 +322,9 @@ class Arena:
         return self.land[offset : offset + size_bytes]
 
     def apart(self, offset: int, size_bytes: int) -> torch.Tensor:
-        """Return the tensor of `at` with a storage of its own, for which `uses` counts."""
+        """Return the same bytes as `at`, but as a tensor with a storage of its own, so that `uses`
+        counts only its users.
+        """
         return torch.frombuffer(self._land, dtype=torch.uint8, offset=offset, count=size_bytes)
 
     def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -339,7 +345,7 @@ class Arena:
         self._land[offset : offset + len(data)] = data
 
     def view(self, offset: int, size_bytes: int) -> memoryview:
-        """Return bytes of the heap without a copy, to send from and to receive into."""
+        """Return bytes of the heap without a copy, for sending and receiving."""
         return memoryview(self._land)[offset : offset + size_bytes]
 
     def private(self, offset: int, size_bytes: int) -> mmap.mmap:
@@ -370,7 +376,7 @@ def _in_numpy(dtype: torch.dtype) -> numpy.dtype[Any] | None:
 def uses(tensor: torch.Tensor) -> int:
     """Return how many references the tensor's storage has.
 
-    The given Python object holds one of them.
+    The Python object `tensor` is one of them.
     """
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
@@ -381,7 +387,10 @@ def aligned(size_bytes: int) -> int:
 
 @functools.lru_cache
 def rounded(size_bytes: int) -> int:
-    """Round up, by at most an eighth, to one of few sizes: so freed memory can be reused."""
+    """Round up, by at most an eighth, to one of few sizes.
+
+    With few sizes, freed memory can be reused more often.
+    """
     size = max(size_bytes, 512)
     step = 1 << max(size.bit_length() - 4, 6)
     return -(-size // step) * step

@@ -38,12 +38,13 @@ FIRST_STEPS, LOOK_EVERY = 3, 50  # steps
 
 
 class RankOffload:
-    """A rank's list of its device tensors, and the host memory into which their contents go."""
+    """Tracks a rank's device tensors, and the host memory into which their contents go."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
         self.known: dict[int, weakref.ref[torch.Tensor]] = {}
-        # storage, its bytes, and its content: an offset in `slab`, a copy, or None if not kept
+        # (storage, its bytes, where its content is): an offset in `slab`, a copy, or None if not
+        # kept
         self.away: list[tuple[torch.UntypedStorage, int, int | torch.Tensor | None]] = []
         self.places: dict[int, tuple[int, int | torch.Tensor | None]] = {}  # the same, by storage
         self.slab = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -52,19 +53,22 @@ class RankOffload:
         follow_lending()
 
     def begin_step(self) -> None:
-        """Count the steps of this process, and find new tensors from time to time."""
+        """Count a step of this process, and in some steps search for new tensors."""
         self.steps += 1
         if self.steps <= FIRST_STEPS or self.steps % LOOK_EVERY == 0:
             self.look()
 
     def after_optimizer(self, *_: object) -> None:
-        """Find the state that an optimizer has made; called in its first steps."""
+        """Find the state that an optimizer has made.
+
+        Called after each of its steps; only the first steps search.
+        """
         if self.steps <= FIRST_STEPS:
             self.look()
 
     def look(self) -> None:
         """Find all tensors of the device that have memory now."""
-        # Torch's own classes only: asking a tenant's object for its class may run tenant code.
+        # Torch's own classes only: to ask a tenant's object for its class may run tenant code.
         found = (obj for obj in gc.get_objects() if type(obj) in (torch.Tensor, torch.nn.Parameter))
         self.note(found)
 
@@ -78,7 +82,10 @@ class RankOffload:
                 self.known[id(tensor)] = weakref.ref(tensor)
 
     def leave(self, spared: list[Spared]) -> None:
-        """Offload all storages that can be moved; the spared ones are not copied."""
+        """Offload all storages that can be moved.
+
+        The `spared` ones are not copied.
+        """
         if not self.steps:
             self.look()
         self.accelerator.synchronize()  # work on any stream may still use them
@@ -115,8 +122,9 @@ class RankOffload:
     def enter(self) -> None:
         """Bring all storages back, in memory of the default stream.
 
-        The call in which this rank slept may have been issued on a side stream.  An allocator would
-        reuse memory of the side stream once it is freed, although the default stream still uses it.
+        This rank may have gone to sleep in a call on a side stream. If the memory belonged to that
+        stream, the allocator could reuse it once it is freed, although the default stream still
+        uses it.
         """
         with self.accelerator.on_default_stream():
             for storage, size, place in self.away:
@@ -129,7 +137,9 @@ class RankOffload:
         self.away, self.places = [], {}
 
     def _storages(self) -> list[torch.UntypedStorage]:
-        """Return the storages that can be moved now, each once, in the order of discovery."""
+        """Return the storages that can be moved now, each once, in the order in which they were
+        found.
+        """
         found: dict[int, torch.UntypedStorage] = {}
         for key, reference in list(self.known.items()):
             tensor = reference()
@@ -154,7 +164,7 @@ def _is_whole(tensor: torch.Tensor) -> bool:
 
 
 def _bytes_of(copy: torch.Tensor) -> torch.Tensor:
-    """Return the bytes that a dense tensor covers, in their order in memory."""
+    """Return the bytes of a dense tensor, in the order in which they lie in memory."""
     start, size = copy.storage_offset() * copy.element_size(), copy.numel() * copy.element_size()
     whole = torch.empty(0, dtype=torch.uint8, device=copy.device)
     return whole.set_(copy.untyped_storage(), start, (size,), (1,))

@@ -46,7 +46,8 @@ _TEXT = 32
 
 _HOLDER = 0  # word of a slot: the number of the rank that runs there plus 1, 0 if none
 
-IDLE_S = 1.0  # seconds; a slot holder asleep so long waits for something unknown to us
+# seconds; if a slot's holder sleeps this long, it waits for something that we do not know
+IDLE_S = 1.0
 LOG_LENGTH = 10_000
 
 
@@ -59,13 +60,15 @@ class RankState(IntEnum):
     DONE = 5
 
 
-# Looking a member up in its class takes longer than reading a word.
+# Kept as module variables: reading a member from its class takes longer than reading a word.
 _READY, _RUNNING, _WAITING = RankState.READY, RankState.RUNNING, RankState.WAITING
 _AWAY = RankState.AWAY
 
 
 class Wait(IntEnum):
-    """The kinds of a rank's wait; the words `about`, `number` and `part` identify the instance."""
+    """Lists what a rank can wait for; the words `about`, `number` and `part` say for which one
+    exactly.
+    """
 
     NOTHING = 0
     CALL = 1  # about: group; number: call; part: the awaited member, or -1 for all
@@ -84,7 +87,9 @@ Spared = tuple["torch.Tensor", "torch.Tensor | None"]
 
 
 class GangFailed(RuntimeError):
-    """The ranks of this gang cannot go on; every rank gets the same text, which says why."""
+    """Raised when the ranks of this gang cannot continue. Every rank gets the same text, which says
+    why.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,9 +103,9 @@ class Turn:
 
 
 def seat_of(rank: int, ranks: int, seats: int) -> int:
-    """Return the slot of a rank: neighbours share a slot.
+    """Return the slot of a rank.
 
-    The first slots take one rank more if uneven.
+    Neighbours share a slot. If the ranks do not divide evenly, the first slots take one rank more.
     """
     size, more = divmod(ranks, seats)
     wide = (size + 1) * more
@@ -116,7 +121,7 @@ def hosts_of(ranks: int, seats: tuple[int, ...]) -> tuple[int, ...]:
 def seat_all(arena: Arena, seats: int) -> None:
     """Assign every rank its slot.
 
-    Call this before the first rank joins or while no rank holds a slot.
+    Call it before the first rank joins, or while no rank holds a slot.
     """
     words = arena.words
     words[SEATS] = seats
@@ -127,7 +132,7 @@ def seat_all(arena: Arena, seats: int) -> None:
 def reseat(arena: Arena, seats: int) -> None:
     """Drop any requested change and let the ranks return to `seats` slots.
 
-    All ranks must be away.
+    All ranks must be away (`RankState.AWAY`).
     """
     words = arena.words
     with arena.locked():
@@ -140,7 +145,7 @@ def reseat(arena: Arena, seats: int) -> None:
 def seats(arena: Arena) -> int:
     """Return the current number of slots.
 
-    A requested number holds once all ranks reach a boundary.
+    A requested number takes effect when all ranks reach a boundary.
     """
     return arena.words[SEATS]
 
@@ -183,9 +188,10 @@ def end_cut(arena: Arena) -> None:
 
 
 def unbegun(arena: Arena) -> int:
-    """Return a step that no rank of this host has begun or will begin before the cut's step is set.
+    """Return a step that no rank of this host has begun, or will begin before the cut's step is
+    set.
 
-    Returns 0 while the step isn't known, because no rank has come to a boundary yet.
+    Returns 0 if the step is not known yet, because no rank has come to a boundary.
     """
     words, steps = arena.words, [0]
     with arena.locked():
@@ -223,12 +229,12 @@ def waits_for(arena: Arena, rank: int) -> Wait:
 
 
 def are_still(arena: Arena) -> bool:
-    """True if every rank of this host waits for something that only others can do."""
+    """True if every rank of this host is done, or waits for other ranks."""
     return all(state(arena, rank) in (RankState.WAITING, RankState.DONE) for rank in arena.here())
 
 
 def fail(arena: Arena, text: str) -> None:
-    """End the gang: every rank gets this text at its next call, or at once if it waits."""
+    """End the gang. Every rank gets this text: at its next call, or at once if it waits."""
     with arena.locked():
         _fail(arena, text)
     arena.ring_all()
@@ -246,7 +252,9 @@ def _fail(arena: Arena, text: str) -> None:
 
 
 class _LockedTable:
-    """Hold the lock of the shared table; at the end wake the ranks that became ready."""
+    """Holds the lock of the shared table; when it is released, wakes the ranks that became
+    ready.
+    """
 
     def __init__(self, turns: Turns) -> None:
         self._turns, self._lock = turns, turns.arena.locked()
@@ -282,15 +290,16 @@ class Turns:
     ) -> None:
         """Set up the rank's view of the shared table.
 
-        `apart`: the steps of different ranks are independent. Each rank may then stop before any of
-        its own steps, and where it waits for a block.
+        `apart` means that the steps of different ranks are independent. Each rank may then stop
+        before any of its own steps, and where it waits for a block.
         """
         self.arena, self.rank, self.slice_s = arena, rank, slice_s
         self.apart = apart
         self.words, self.me = arena.words, arena.rank(rank)
         self.leave, self.enter = leave, enter
         self.log: deque[Turn] = deque(maxlen=LOG_LENGTH)
-        # `rendezvous` sets both: the ranks missing from a call, and how to give up a vote.
+        # `rendezvous` sets both functions. They find the ranks missing from a call, and give up a
+        # vote.
         self.lacking: Callable[[int, int], list[int]] = lambda about, number: []
         self.give_up_vote: Callable[[int, int], None] = lambda about, number: None
         # functions; each returns tensors that need not be moved
@@ -357,8 +366,8 @@ class Turns:
     ) -> None:
         """Give the slot away until `until()` is true; the rank that makes it true calls `ready`.
 
-        Raises GangFailed, or TimeoutError after `timeout_s` times the number of ranks that share a
-        slot: where three ranks take turns a wait may last three times as long.
+        Raises GangFailed, or TimeoutError. The limit is `timeout_s` times the number of ranks that
+        share a slot: where three ranks take turns, a wait may last three times as long.
         """
         self.check()
         self._come_back()
@@ -399,9 +408,10 @@ class Turns:
             self._come_back()
 
     def wait_outside(self, number: int, fd: int, *, until: Callable[[], bool], text: str) -> None:
-        """Wait as in `wait` for a block, or for news on `fd`, which comes from outside the gang.
+        """Wait for a block as in `wait`, or for news from outside the gang, which makes `fd`
+        readable.
 
-        So no rank that waits for this one is stuck.
+        Because the news may come at any time, the gang is not taken to be stuck.
         """
         self.check()
         self._come_back()
@@ -419,7 +429,8 @@ class Turns:
         self._come_back()
 
     def boundary(self, step: int, timeout_s: float) -> None:
-        """Stop before step `step` if the map of slots changes there; yield if the slice is used up.
+        """Stop before step `step` if the map of slots changes there; yield the slot if the slice is
+        used up.
 
         Ranks agree on the boundary without a message: the first rank that sees the requested change
         names a step that no rank has begun.
@@ -455,7 +466,9 @@ class Turns:
         return max(step - 1, *(self._of(rank, STEP) for rank in range(self.arena.ranks))) + 1
 
     def _hear_of_cut(self, step: int, timeout_s: float) -> None:
-        """Begin no step while the hosts agree on a cut before a step that no rank has begun."""
+        """While the hosts agree on a cut, wait here: no step may begin until the cut's step is
+        known.
+        """
         words = self.words
 
         def is_known() -> bool:
@@ -470,7 +483,7 @@ class Turns:
             self.wait(Wait.CUT, part=step, until=is_known, text=text, timeout_s=timeout_s)
 
     def is_cut(self, step: int) -> bool:
-        """True if all ranks stop before this step, until `end_cut`; ask after `boundary`."""
+        """True if all ranks stop before this step, until `end_cut`. Call it after `boundary`."""
         return self._is_cut_now() if self.apart else self.words[CUT_AT] == step
 
     def is_called(self) -> bool:
@@ -479,15 +492,15 @@ class Turns:
 
     @property
     def cut(self) -> int:
-        """The number of the cut that ranks are called to; 0 if there is none."""
+        """The number of the cut to which the ranks are called; 0 if there is none."""
         return self.words[CUT]
 
     def leave_cut(self, number: int) -> None:
         """Remember that this rank has stopped at cut `number`, so that it stops at each cut only
         once.
 
-        Only for ranks that are `apart`. A host may receive what follows the cut before it hears of
-        the cut's end.
+        This is only for ranks that are `apart`: their host may receive blocks sent after a cut
+        before it learns that the cut has ended.
         """
         self._left_cut = number
 
@@ -498,12 +511,14 @@ class Turns:
     def _parks(self) -> bool:
         """True if this rank must stop for a change of slots.
 
-        A cut goes first, because a rank that stands at a cut cannot come to a change of slots.
+        A cut goes first: a rank that stands at a cut cannot come to the change.
         """
         return self.apart and self.words[WISH] > 0 and not self._is_cut_now()
 
     def _yield_seat(self) -> None:
-        """Let the other ready ranks of this slot run first, if any: the slice is used up."""
+        """Let the other ready ranks of this slot run first, if there are any, as the slice is used
+        up.
+        """
         others = [rank for rank in self.seatmates() if self._of(rank, STATE) == RankState.READY]
         if not others:
             return
@@ -514,18 +529,18 @@ class Turns:
             self._seat_next(self.seat)
         self._sleep_until_running()
 
-    # --- what a rank does for waiting ranks; under the lock, within `board` ---
+    # --- what a rank does for waiting ranks; the rank calls it under the lock, within `board` ---
 
     def board(self) -> _LockedTable:
         """Return a context manager: lock the shared table, and wake affected ranks at the end."""
         return self._board
 
     def awaiting(self, kind: Wait, number: int) -> list[int]:
-        """Return the ranks that wait for this or are about to; call without the lock, after
-        publishing.
+        """Return the ranks that wait for this, or are about to.
 
-        A waiting rank checks once more after it has published its wait, so at least one of the two
-        sides sees what the other side did.
+        Call it without the lock, and after the awaited thing is published. A waiting rank checks
+        once more after it has published its wait, so at least one of the two sides sees what the
+        other side did.
         """
         with self._fence:  # barrier: no read below happens before writes above are visible
             pass
@@ -535,7 +550,10 @@ class Turns:
     def ready(
         self, kind: Wait, about: int = 0, number: int | None = 0, part: int | None = None
     ) -> None:
-        """Mark the ranks with a matching wait as ready; wake those that look outside, too."""
+        """Mark the ranks with a matching wait as ready.
+
+        Ranks that also wait for news from outside are woken, too.
+        """
         words = self.words
         for rank, at in enumerate(self._ranks):
             if (
@@ -556,9 +574,9 @@ class Turns:
         self._bells.append(self.arena.bridge)
 
     def regroup_here(self) -> None:
-        """Change the slots in a script without steps.
+        """Change the slots in a script without steps, if that is requested.
 
-        All other ranks must wait in the call that this rank completes.
+        Does so only if all other ranks wait for the call that this rank completes.
         """
         words = self.words
         if words[WISH] and not words[self.me + STEP] and not self._runs_beside_me():
@@ -615,7 +633,10 @@ class Turns:
     def _sleep_until_running(
         self, timeout_s: float = math.inf, until: Callable[[], bool] | None = None
     ) -> None:
-        """Sleep until this rank has its slot; if `until` is given, poll it now and then, too."""
+        """Sleep until this rank has its slot.
+
+        If `until` is given, call it now and then, since another wait may end first.
+        """
         end_s = time.monotonic() + timeout_s
         while self.words[self.me + STATE] != _RUNNING:
             self.arena.sleep(self.rank, LOOK_EVERY_S)
@@ -649,7 +670,10 @@ class Turns:
                 self._seat_next(self.seat)
 
     def _take_idle_seat(self) -> None:
-        """Take the slot from a holder that sleeps, in a lock say, and may need this rank."""
+        """Take the slot from a holder that sleeps outside our calls, for example in a lock.
+
+        The holder may wait for this rank, so the gang would be stuck.
+        """
         place = self.arena.seat(self.seat) + _HOLDER
         holder = self.words[place] - 1
         if holder < 0 or self._of(holder, SPACE) != self._of(self.rank, SPACE):
@@ -667,7 +691,7 @@ class Turns:
                     self._seat_next(self.seat)
 
     def _go_away(self, text: str) -> None:
-        """Give the slot to the next rank while we wait for something outside the gang."""
+        """Give the slot to the next rank while this rank waits for something outside the gang."""
         with self.board():
             self.arena.write_text(self.me + _TEXT, text)
             self._get_up("away")
@@ -675,7 +699,9 @@ class Turns:
             self._seat_next(self.seat)
 
     def _come_back(self) -> None:
-        """If this rank was away, or lost its slot asleep, wait behind the other ready ranks."""
+        """If this rank gave its slot away, or lost it while asleep, wait for it behind the ready
+        ranks.
+        """
         if self.words[self.me + STATE] != RankState.AWAY:
             return
         with self.board():
@@ -720,7 +746,7 @@ class Turns:
         return any(state not in still for state in states)
 
     def _must_not_be_stuck(self) -> None:
-        """Apply a requested change of slots, give up votes, or fail the gang, if all ranks wait."""
+        """If all ranks wait, apply a requested change of slots, give up votes, or fail the gang."""
         if self.arena.is_bridged:
             if are_still(self.arena):  # the bridges find out whether the ranks of all hosts wait
                 self.call_bridge()
@@ -741,7 +767,10 @@ class Turns:
             self._bells += range(self.arena.ranks)
 
     def _regroup_at_boundary(self) -> None:
-        """Regroup once every live rank waits at the boundary; the last one has come, or is done."""
+        """Apply the requested map of slots if every live rank waits at the boundary.
+
+        Called when a rank comes there, or is done.
+        """
         live = [r for r in range(self.arena.ranks) if self._of(r, STATE) != RankState.DONE]
         waiting = [r for r in live if self._of(r, STATE) == RankState.WAITING]
         there = [r for r in waiting if self._of(r, KIND) == Wait.BOUNDARY]

@@ -26,15 +26,19 @@ class Context:
         self.allocate: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] | None = None
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Return memory for a node's result; other devices can read a block in it without a
-        copy.
+        """Return memory for a node's result.
+
+        Other executors can read a block in this memory without a copy.
         """
         if self.allocate is not None:
             return self.allocate(shape, dtype)
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def finish(self, result: JSON | None = None) -> None:
-        """End the task when this step returns; `result` also holds the declared outputs."""
+        """End the task when this step returns.
+
+        The declared outputs are taken from `result`, too.
+        """
         if not isinstance(result, dict | None):
             raise TypeError(f"ctx.finish takes a dict, not a {type(result).__name__}")
         self.result = result or {}

@@ -47,11 +47,11 @@ if TYPE_CHECKING:
 
 JSON = dict[str, Any]
 
-HEAD_BYTES = 2**20  # at the start of the slab: the table of how many storages each rank has
+HEAD_BYTES = 2**20  # bytes at the start of the slab: the table of how many storages each rank has
 COLLECTIVE_S = 1800.0  # as long as torch itself waits for a collective
-LATE_S = 30.0  # time from a call to a cut until the log names late ranks
+LATE_S = 30.0  # seconds from a call to a cut until the log names the late ranks
 LOOK_S = 0.05
-#: Reports that the gang makes only when all ranks have made them; for images, in one attempt.
+#: The gang makes these reports only when all ranks have made them; for images, in the same attempt.
 TOGETHER = ("prepared", "paused", "saving")
 
 
@@ -59,7 +59,7 @@ TOGETHER = ("prepared", "paused", "saving")
 
 
 class Member:
-    """A rank's hold on its gang, in its own process.
+    """Connects a rank's own process with its gang.
 
     `collective` is False for ranks that are the executors of a graph: they have no process group.
     """
@@ -85,7 +85,7 @@ class Member:
 
     @contextmanager
     def away(self, text: str) -> Iterator[None]:
-        """Let the others run while this rank waits for an order; such waits may be nested."""
+        """Let the other ranks run while this rank waits for an order; such waits may be nested."""
         if self._is_away:
             yield
             return
@@ -98,10 +98,10 @@ class Member:
 
     @contextmanager
     def between(self, step: int, at_cut: Callable[[], None]) -> Iterator[None]:
-        """The safe point before step `step`; if a cut lies there, give the turn away and run
-        `at_cut`.
+        """Stop at the safe point before step `step`. If a cut lies there, give the turn away and
+        run `at_cut`.
 
-        `at_cut` returns once the ranks know why all of them stand there.
+        `at_cut` returns when the ranks have learned why all of them had to stop there.
         """
         self.rank.boundary(step)
         own = self.rank.turns
@@ -120,7 +120,9 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The part of the slab into which a rank stages; its index lies behind its image."""
+    """Describes the part of the slab into which a rank stages its image. The image's index lies
+    behind it.
+    """
 
     start: int
     limit_bytes: int
@@ -139,7 +141,7 @@ class Region:
 def joined(slab: Slab, indices: list[JSON], regions: list[Region]) -> JSON:
     """Join the images of all ranks under one index.
 
-    Write each rank's storage count into the slab.
+    Writes each rank's number of storages into the slab.
     """
     extents: list[JSON] = []
     tensors: JSON = {}
@@ -172,7 +174,7 @@ def parted(slab: Slab, layout: Layout, rank: int) -> Layout:
 
 @dataclass
 class RankProcess:
-    """A rank as its conductor knows it. A rank of another host has no process here."""
+    """Describes a rank to its conductor. A rank of another host has no process here."""
 
     number: int
     pid: int
@@ -231,7 +233,7 @@ def _become(work: Work, sock: socket.socket, handles: Handles, rank: int, region
 
 
 class Conductor:
-    """The process that forwards orders to the ranks of a gang and reports for them."""
+    """Forwards orders to the ranks of a gang and reports for them."""
 
     board: Arena
 
@@ -242,7 +244,9 @@ class Conductor:
         # orders for ranks that step, by name; forwarded when all stand at a cut
         self.asked: dict[str, JSON] = {}
         self.asked_s = 0.0
-        self.wished = 0  # requested number of slots that is not reported yet as reached; 0 if none
+        # requested number of slots; 0 if there is no request, or if the gang has reported it as
+        # reached
+        self.wished = 0
         self.is_seated = False
         self.is_saving = False  # from the order until the image is kept
         image = work.start.image
@@ -326,17 +330,17 @@ class Conductor:
                 self.tell(message, self.ranks)
 
     def go(self, seats: list[int]) -> None:
-        """Let the ranks run on these slots, which replace all that the gang held before."""
+        """Let the ranks run on these slots, which replace all slots that the gang held before."""
         self.is_seated, self.wished = True, 0
         if not self.board.is_bridged:
             turns.reseat(self.board, seats[0])
         self.tell({"is": "go"}, self.ranks)
-        # some ranks have begun the image of the pause, and the others never will
+        # some ranks have begun the image of the pause, and the other ranks never will
         if not self.is_saving:
             self._call_off_image()
 
     def ask(self, message: JSON) -> None:
-        """Keep an order for ranks that step until they stand at a cut, and call them to one."""
+        """Keep an order for ranks that step until they stand at a cut, and call them to a cut."""
         if message.get("leave"):
             self._stay(message)
             message = {"is": "pause"}
@@ -351,11 +355,16 @@ class Conductor:
         self.work.say("away", turn=message["turn"], **said)
 
     def _bring(self, port: str) -> None:
-        """Hand a late input to the first rank, which may have been forked anew since it came."""
+        """Hand a late input to the first rank.
+
+        This may be needed again, if the rank was forked anew since then.
+        """
         self._tell_first({"is": "block", "port": port}, [self.came[port]])
 
     def _tell_first(self, message: JSON, fds: list[int] | None = None) -> None:
-        """Tell the first rank, which speaks for the gang, and wake it if it waits for others."""
+        """Tell the first rank, which speaks for the gang, and wake it if it waits for other
+        ranks.
+        """
         with suppress(OSError):  # the rank is ending; its exit is noticed elsewhere
             self.ranks[0].wire.send(message, fds)
         self.board.ring(0)
@@ -423,7 +432,7 @@ class Conductor:
             self.together(word, [rank.said.pop(word) for rank in self.ranks])
 
     def together(self, word: str, said: list[JSON]) -> None:
-        """Send one report for the gang, made of the reports of all its ranks."""
+        """Send one report for the gang, made from the reports of all its ranks."""
         match word:
             case "prepared":
                 capabilities = max((each["capabilities"] for each in said), key=_inexact)
@@ -444,7 +453,10 @@ class Conductor:
         return all(word in rank.said for rank in self.ranks)
 
     def _call_off_image(self) -> None:
-        """Discard the parts of an unfinished image; they are useless unless all parts exist."""
+        """Discard the parts of an unfinished image.
+
+        An image is useful only if all parts exist.
+        """
         self.round += 1
         for rank in self.ranks:
             rank.said.pop("saving", None)
@@ -476,7 +488,7 @@ class Conductor:
         self.is_saving |= "save" in asked and step != self.saved_step
 
     def write_index(self, said: list[JSON]) -> None:
-        """Write the index of the image from the ranks' parts in the slab."""
+        """Write the image's index, from the indices in the ranks' parts of the slab."""
         slab, regions = self.work.slab, [rank.region for rank in self.ranks]
         sizes = [each["index_bytes"] for each in said]
         parts = zip(self.ranks, sizes, strict=True)
@@ -506,7 +518,9 @@ class Conductor:
         self.work.say("progress", **{**_without_head(said), **own})
 
     def _look_whether_still(self) -> None:
-        """Report when no rank steps on this device: each rank is still or waits for others."""
+        """Report when no rank steps on this device any more: each rank is still, done, or waits for
+        others.
+        """
         waits = (turns.RankState.WAITING, turns.RankState.DONE)
         still = all(
             rank.is_still or turns.state(self.board, rank.number) in waits for rank in self.here
@@ -544,7 +558,9 @@ class Conductor:
     # --- all of them ---
 
     def last_word(self) -> JSON | None:
-        """Return how the gang ended: its first real failure, else rank 0's end, if all ended."""
+        """Return how the gang ended: the first real failure, or rank 0's end once all ranks have
+        ended.
+        """
         words = [rank.last for rank in self.ranks]
         failed = [(n, word) for n, word in enumerate(words) if word and word["is"] == "failed"]
         if failed:

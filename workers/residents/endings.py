@@ -1,4 +1,4 @@
-"""Ends a task early, with a final message of its process in words for the tenant."""
+"""Ends a task early: builds the last message of its process, in words for the tenant."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Ending(Exception):
 
 
 class Abandoned(BaseException):
-    """Raised when the supervisor is gone, so that no process waits for results of this one."""
+    """Raised when the supervisor is gone. No process then waits for results of this one."""
 
 
 @contextlib.contextmanager
 def told_as_ending() -> Iterator[None]:
-    """Turn the reason why no image can be made into the job's final message."""
+    """If no image can be made, turn the reason into the job's last message."""
     try:
         yield
     except Uncapturable as error:
@@ -60,8 +60,8 @@ def uncapturable(error: Uncapturable) -> Ending:
 
 
 def as_ending(error: BaseException, *, cause: str = "exception", begun: str = "") -> Ending:
-    """Return an `Ending` with the error's last line, and its traceback from the tenant's code
-    on.
+    """Return an `Ending` with the error's last line, and the traceback from the first line of the
+    tenant's code.
     """
     if isinstance(error, Abandoned | Ending):
         raise error

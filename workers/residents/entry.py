@@ -62,7 +62,10 @@ def find_entry(code: Path, target: str) -> Any:
 
 
 def make_room_for(code: Path) -> None:
-    """Put the tenant's modules first on the import path, even modules with the names of ours."""
+    """Put the tenant's modules first on the import path.
+
+    They win even if they have the name of one of our modules.
+    """
     ours = str(Path(__file__).resolve().parents[2])
     sys.path[:] = [str(code), *(path for path in sys.path if path not in ("", ours))]
     for name in _own_modules():
@@ -80,7 +83,10 @@ def put_own_modules_last() -> None:
 
 
 def _own_modules() -> list[str]:
-    """Return our modules, newest first; the search stops at their packages, the oldest of them."""
+    """Return our modules, newest first.
+
+    The search stops at our packages, which are the oldest of them.
+    """
     found, packages = [], {"app", "workers"}
     for name in reversed(sys.modules):
         if name.partition(".")[0] in ("app", "workers"):
@@ -119,7 +125,7 @@ def call(function: Any, ctx: Context) -> JSON:
 
 
 def metrics_of(values: JSON) -> JSON:
-    """Return numbers as they are and anything else as a short text; at most METRICS_LIMIT."""
+    """Return at most METRICS_LIMIT values: numbers as they are, anything else as a short text."""
     return {str(name)[:100]: _metric(values[name]) for name in list(values)[:METRICS_LIMIT]}
 
 

@@ -47,7 +47,7 @@ def execute(
 
 
 def is_begun(work: Work) -> bool:
-    """Wait for the start; False if the supervisor is gone, or has no further function."""
+    """Wait for the start of a task; False if the supervisor is gone, or has no further function."""
     try:
         stages.take_start(work)
     except Abandoned:
@@ -60,7 +60,7 @@ def is_begun(work: Work) -> bool:
 
 
 def live(work: Work) -> int:
-    """Run a job, or one rank of it, from its start on; return the exit status."""
+    """Run a job, or one rank of it, to its end; return the exit status."""
     try:
         for stage in stages.ALL:
             stage(work)

@@ -1,4 +1,4 @@
-"""Make images of a job: stage them into the slab, and tell the supervisor."""
+"""Makes images of a job: stages them into the slab, and tells the supervisor."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from workers.residents.work import Work
 from workers.switching.offload import Absence
 from workers.switching.staging import Staging
 
-SAVES_APART_S = 1.0  # least time from one image to the image of a pause, unless requested
+# seconds from the last image to the image of a pause, at least; a requested image comes sooner
+SAVES_APART_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Lies:
-    """The image in the slab, or on its way there: the state of a job off its slot."""
+    """Describes the image in the slab, or on its way there: the state of a job off its slot."""
 
     step: int
     fingerprint: JSON
@@ -42,7 +43,8 @@ class Lies:
 class Images:
     """Makes the job's images, one at a time: stages each into the slab and tells the supervisor.
 
-    Off the slot an image may be staged and not reported, because device memory is wanted.
+    While the job is off its slot, an image may be staged without a report, only because other tasks
+    want the device memory.
     """
 
     def __init__(self, work: Work) -> None:
@@ -95,15 +97,18 @@ class Images:
         return here and not self.staging.is_copying and not self.staging.spoiled
 
     def may_leave(self) -> bool:
-        """True if the slab is free or holds this step; else an older image in it is being
-        stored.
+        """True if the slab is free, or holds the image of this step.
+
+        If not, an older image in the slab is still being stored.
         """
         self.staging.join()
         self.look()
         return self.lies_there or not self.busy
 
     def leave(self, freed: Callable[[], None]) -> None:
-        """Release device memory while off the slot; raises Ending.  Call only if `may_leave`."""
+        """Release device memory while the job is off its slot; raises Ending. Call it only if
+        `may_leave`.
+        """
         if self.lies_there:
             lies = cast(Lies, self.lies)
             lying = zip(lies.captured.storages, lies.layout.storages, strict=True)
@@ -143,13 +148,16 @@ class Images:
             self.work.outgoing.next()
 
     def wait(self, for_s: float) -> None:
-        """Delay the image of a pause, to leave the cores to others; a save order still counts at
-        once.
+        """Delay the image of a pause, to leave the cores to other tasks.
+
+        An order to save is obeyed at once.
         """
         self.left_s = max(self.left_s, time.monotonic() + for_s - SAVES_APART_S)
 
     def look(self) -> None:
-        """Check, while off the slot, whether a process of the job has spoiled the image."""
+        """Check, while the job is off its slot, whether a process of the job has spoiled the
+        image.
+        """
         if not self.staging.is_copying and self._is_spoiled():
             self.left_s = time.monotonic()  # retry soon, but not in a tight loop
 
@@ -163,7 +171,8 @@ class Images:
         return spoiled
 
     def _tell(self, lies: Lies) -> None:
-        """Write the index and report the image.  Runs in the thread that copied its end.
+        """Write the index and report the image. Runs in the thread that copied the image's last
+        byte.
 
         The slab belongs to the supervisor until the image is stored.
         """

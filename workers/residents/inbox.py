@@ -1,4 +1,4 @@
-"""Take in the supervisor's messages; requested actions wait for the next safe point."""
+"""Takes in the supervisor's messages. Requested actions wait for the next safe point."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _files(work: Work, count: int) -> list[int]:
 
 
 def _take_turn(work: Work, message: JSON) -> None:
-    """Note an order to pause, to yield for the slices of others, or to take the slot."""
+    """Note an order to pause, to yield the slot to other tasks' slices, or to take the slot."""
     match message["is"]:
         case "go":  # the supervisor sends this only after it heard of the pause
             work.wishes -= {"pause", "yield"}

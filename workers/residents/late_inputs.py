@@ -1,4 +1,4 @@
-"""Wait for the inputs of a graph that come late, in the slot and off it."""
+"""Waits for inputs of a graph that come late: first with the slot, then without it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from workers.residents.work import Work
 from workers.switching import context_switch
 from workers.switching import image_file as images
 
-UNHEARD_S = 0.1  # wait for a late input, which is usually on its way, before asking for it
+# seconds to wait for a late input before asking for it, as it is usually on its way
+UNHEARD_S = 0.1
 PUT_AGAIN_S = 1.0  # pause before a failed output is stored again
 
 
@@ -45,12 +46,12 @@ def may_be_mapped(work: Work) -> bool:
 
 
 def await_inputs(work: Work, job: GraphJob) -> None:
-    """Wait for the inputs of the graph's next node: a moment in the slot, then off it.
+    """Wait for the inputs of the graph's next node: first with the slot, then without it.
 
-    Waiting in the slot costs other tasks the device; leaving the slot costs a launch.  So the task
+    Waiting with the slot costs other tasks the device; leaving the slot costs a launch. So the task
     waits for each input about as long as a launch takes, or longer while no other task wants the
-    device.  It leaves the slot only when all its outputs are durable: other tasks may wait for
-    them, and it is not launched again before its missing input is there.
+    device. It leaves the slot only when all its outputs are durable: other tasks may wait for them,
+    and this task is not launched again before its missing input is there.
     """
     awaited, since_s, asked = None, 0.0, False
     while (port := _awaited(work, job)) is not None:
@@ -77,8 +78,8 @@ class FirstExecutor:
     """Handles late inputs and early outputs of a partition, in its first executor.
 
     The gang waits on its slots for an input as a single executor does (`await_inputs`): for the
-    time that a launch takes, or longer while no other task wants the device.  That time begins when
-    no other executor runs any more.
+    time that a launch takes, or longer while no other task wants the device. The time counts from
+    the moment at which no executor can run any more.
     """
 
     def __init__(self, work: Work, job: ExecutorJob) -> None:
@@ -131,15 +132,17 @@ class FirstExecutor:
         return not self.has_asked and bool(self.job.lacks) and _seconds(self.since_s) >= UNHEARD_S
 
     def _may_leave(self) -> bool:
-        """True if the gang has waited for too long, and all its outputs are durable or lost."""
+        """True if the gang has waited long enough, and all its outputs are stored or have
+        failed.
+        """
         if self.has_left or not self.job.lacks or self.since_s is None:
             return False
         if not self.job.stands_still:
             self.still_s = None
             return False
         self.still_s = self.still_s or time.monotonic()
-        # Once all executors stand still, none makes another output; so outputs are checked after
-        # that.
+        # Once all executors stand still, none of them makes an output. So the outputs are checked
+        # only then.
         return _seconds(self.still_s) >= self.work.patience_s and not (
             self.work.outgoing.busy or self.job.has_new_outputs
         )
@@ -150,7 +153,9 @@ def _seconds(since_s: float | None) -> float:
 
 
 def _awaited(work: Work, job: GraphJob) -> str | None:
-    """Take in the inputs that arrived; return the port that the next node waits for, if any."""
+    """Take in the inputs that have arrived; return the port for which the next node waits, if
+    any.
+    """
     let_lie(work, job)
     _take_arrived(work, job)
     return job.awaited()
@@ -170,9 +175,11 @@ def _take_arrived(work: Work, job: GraphJob) -> None:
 
 
 def let_lie(work: Work, job: GraphJob) -> None:
-    """Map outputs from their stored files instead of the memory in which they were made.
+    """Map outputs from their stored files, so that the memory in which they were made can be
+    reused.
 
-    A part of a graph holds all its outputs until its end, and would need new memory for each.
+    A part of a graph holds all its outputs until its end, and would otherwise need new memory for
+    each.
     """
     outgoing = work.outgoing
     for name, fd in outgoing.lie.items():

@@ -1,4 +1,4 @@
-"""Obey orders at a safe point: pause, save, stop, leave the slot and return to it."""
+"""Obeys orders at a safe point: pauses, saves, stops, leaves the slot and returns to it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from workers.residents.progress import REPORT_S
 from workers.residents.work import Work
 from workers.switching.offload import CalledOff
 
-AFTER_PAUSING_S = 0.02  # delay of a pause's image, so that the next task can take the slot
+# seconds by which the image of a pause is delayed, so that the next task can take the slot
+AFTER_PAUSING_S = 0.02
 AFTER_LEAVING_S = 0.25  # delay of the image after releasing memory for another task
 TOLD_BYTES = 16 * 2**20  # report at least this many bytes of released device memory at once
 LOOK_S = 0.05  # interval of checks off the slot whether a copy is complete
@@ -34,7 +35,10 @@ def obey(work: Work) -> None:
 
 
 def _save_again(work: Work) -> None:
-    """Request another image, as this one was spoiled; in a gang all ranks make it at one step."""
+    """Request another image, because this one was spoiled.
+
+    In a gang all ranks make it after the same step.
+    """
     if work.member is None:
         work.wishes.add("save")
     else:
@@ -42,9 +46,10 @@ def _save_again(work: Work) -> None:
 
 
 def pause(work: Work, **told: str) -> None:
-    """Leave the slot.  The process keeps its state; its image can be made while another task runs.
+    """Leave the slot. The process keeps its state; its image can be made while another task runs.
 
-    A task that is back soon makes only requested images, and reports no more often than otherwise.
+    A task that only yields its slot soon gets it back: meanwhile it makes only images that were
+    requested, and does not report more often than it would otherwise.
     """
     work.is_back_soon = "yield" in work.wishes
     work.wishes -= {"pause", "yield"}
@@ -68,9 +73,9 @@ def pause(work: Work, **told: str) -> None:
 
 
 def wait_for_seat(work: Work) -> None:
-    """Wait off the slot: orders are answered, no step runs.
+    """Wait without the slot: orders are answered, but no step runs.
 
-    The image of the pause leaves at once, or SAVES_APART_S after the previous image: a task with
+    The image of the pause is sent at once, or SAVES_APART_S after the previous image: a task with
     many slices a second does not write an image for each.
     """
     while "go" not in work.wishes or work.images.absence.away:
@@ -117,7 +122,7 @@ def _leave(work: Work) -> None:
     except Ending as ending:
         work.ending = ending
     _say_away(work)
-    # First the task that waits for this memory returns; then the image goes to the store.
+    # First the task that waits for this memory gets it; then the image goes to the store.
     images.wait(AFTER_LEAVING_S)
 
 
@@ -151,7 +156,7 @@ def _say_away(work: Work, *, settled: bool = True) -> None:
 
 
 def _save_in_s(work: Work) -> float | None:
-    """Return the seconds until the image of the pause leaves; None if there is nothing to wait
+    """Return the seconds until the image of the pause is sent; None if there is nothing to wait
     for.
     """
     images = work.images
@@ -173,7 +178,8 @@ def _save_off_the_seat(work: Work) -> None:
     try:
         work.images.put()
     except Ending as ending:
-        work.ending = ending  # a task ends only in the slot, so the end is reported once it is back
+        # a task ends only in the slot, so the end is reported when the task has the slot again
+        work.ending = ending
         if work.member is not None:
             work.say("unsaved")
 
@@ -207,9 +213,9 @@ def _save_if_wished(work: Work) -> None:
 
 
 def _let_outputs_leave(work: Work) -> None:
-    """Wait until the outputs that are leaving are stored, and send no others before the image.
+    """Wait until the outputs that are being sent are stored, and send no more before the image.
 
-    A rank makes its part of an image at the cut, like all other ranks, and not later.
+    All ranks make their parts of an image at the cut; a rank that sent outputs first would be late.
     """
     work.outgoing.hold()
     while work.outgoing.is_sending:

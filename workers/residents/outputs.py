@@ -26,9 +26,9 @@ Memory = list[torch.UntypedStorage]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """An output to store.
+    """Describes an output to store.
 
-    Its `memory` is needed until it is stored.  `early`: made before the task's end.
+    Its `memory` is needed until it is stored. `early` is True if it was made before the task's end.
     """
 
     what: str
@@ -42,11 +42,11 @@ class Output:
 
 
 class Outgoing:
-    """Sends outputs to the store, one after the other; `settled` are the answers.
+    """Sends outputs to the store, one after the other; `settled` has the answers.
 
-    `values` are all outputs that were put; a graph puts some while it runs.  `leaving` are sent and
-    not stored yet.  A thread writes them one after the other, without a safe point between them, as
-    other tasks may wait for each.  No image leaves at the same time.
+    `values` are all outputs that were put; a graph puts some while it runs. `leaving` are sent and
+    not stored yet. A thread writes them one after the other. It does not wait for safe points,
+    because other tasks may wait for each output. No image is sent at the same time.
     """
 
     def __init__(self, work: Work) -> None:
@@ -60,7 +60,7 @@ class Outgoing:
         self._writes, self._lock = False, threading.Lock()
 
     def put(self, value: object, name: str) -> None:
-        """Store an output, unless it is stored or on its way; raises Ending."""
+        """Store an output, unless it is already stored or on its way; raises Ending."""
         if name in self.values and self.values[name] is value and name not in self.unkept:
             return
         self.values[name] = value
@@ -112,7 +112,10 @@ class Outgoing:
             self._put(self.values[name], name)
 
     def hold(self) -> None:
-        """Send no more outputs; the supervisor knows of all that have begun to leave."""
+        """Send no more outputs.
+
+        The supervisor knows of all outputs whose sending has begun.
+        """
         with self._lock:
             self.is_held = True
 
@@ -129,7 +132,7 @@ class Outgoing:
         threading.Thread(target=self._write_all, name=WRITER, daemon=True).start()
 
     def _may_leave(self) -> bool:
-        """True if the next output may leave; in a gang only after the previous one is stored."""
+        """True if the next output may be sent; in a gang only after the previous one is stored."""
         if not self.waiting or self.is_held:
             return False  # the task may be over by now
         return not (self.work.images.busy or (self.work.member and self.leaving))
@@ -160,7 +163,10 @@ def _write(bulk: socket.socket, body: Image | Published) -> None:
 
 
 def give_early(work: Work) -> None:
-    """Store the outputs of a graph once they are made: other tasks wait for the last of them."""
+    """Store the outputs of a graph as soon as they are made.
+
+    Another task that waits for several outputs starts when the last of them is stored.
+    """
     for name, value in work.job.made().items():
         if name in work.spec.outputs:
             work.outgoing.put(value, name)
@@ -173,7 +179,8 @@ def _output(
         if root in work.spec.publish:
             return Published(value, f"result[{root!r}]")
         around, accelerator = work.around, work.accelerator
-        # The progress of an executor when an output reaches it depends on the other executors.
+        # How far an executor is when an output arrives depends on the other executors: so no step
+        # is stored.
         step = 0 if isinstance(work.job, ExecutorJob) else work.step
         return context_switch.stage(
             value, step=step, around=around, accelerator=accelerator, root=root, new=new

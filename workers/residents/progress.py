@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from workers.residents.work import Work
 
 
-REPORT_S = 0.2  # progress and metrics are reported at most this often
-# for so long a new task also reports the metrics of the steps between two reports
+REPORT_S = 0.2  # seconds between two reports of progress and metrics, at least
+# for this time a new task also reports the metrics of the steps between two reports
 FIRST_POINTS_S = 2.0
 FIRST_POINTS = 32  # most steps with metrics that a new task reports
 FIRST_VALUES = 640  # most metric values that a new task reports, over all steps
@@ -64,7 +64,7 @@ def report(work: Work) -> None:
 def memory_bytes(work: Work) -> int:
     """Return the memory of this process on the device.
 
-    On an accelerator its host memory is another account, which its control groups limit.
+    On an accelerator, the process's host memory is not counted here: its control group limits it.
     """
     if not work.accelerator.is_host:
         return work.accelerator.held_bytes()

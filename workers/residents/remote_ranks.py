@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 Live = Callable[["Work"], int]
 
 PRINTED_BYTES = 1 << 16  # most bytes of output to read at once
-PRINTED_PIECES = 256  # most pieces of output that are kept while the log is not read
+PRINTED_PIECES = 256  # most pieces of output that are kept if the log is not read fast enough
 PRINTED_WITHIN_S = 5.0  # seconds to wait for the log at the end, for each piece
 
 
@@ -78,7 +78,9 @@ def conduct(work: Work, live: Live) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Seats:
-    """The number of slots on each host, the coordinator's first, and the connections."""
+    """Describes the slots of a gang: their number on each host, the coordinator's first, and the
+    connections.
+    """
 
     numbers: tuple[int, ...]
     lines: dict[int, socket.socket] = field(default_factory=dict)
@@ -95,7 +97,7 @@ class Seats:
 
     @staticmethod
     def taken_first(numbers: list[int], fds: list[int]) -> Seats:
-        """Take the connections from the front of `fds`; the rest belongs to later orders."""
+        """Take the connections from the front of `fds`; the rest belongs to orders that follow."""
         first = 2 * (len(numbers) - 1)
         own, fds[:] = fds[:first], fds[first:]
         return Seats.taken(numbers, own)
@@ -128,7 +130,10 @@ def _fork_all(
 def _fork_bridge(
     work: Work, board: Arena, lines: list[socket.socket], links: dict[int, socket.socket]
 ) -> int:
-    """Fork the bridge and return its process id. The links belong to the bridge from now on."""
+    """Fork the bridge and return its process id.
+
+    After this only the bridge may use the links.
+    """
     pid = os.fork()
     if not pid:
         status = 1
@@ -167,7 +172,9 @@ def _end(ranks: Iterable[RankProcess], bridge_pid: int) -> None:
 
 
 class ImageParts:
-    """An end of a line, for images: each part has the same offset in the slabs of both ends."""
+    """Sends and takes parts of images over one line: a part has the same offset in the slabs of
+    both ends.
+    """
 
     def __init__(self, slab: Slab, line: Link) -> None:
         self.slab, self.line = slab, line
@@ -191,7 +198,9 @@ class ImageParts:
                 self.line.say(("copy", offset, extent.size, equal))
 
     def send_index(self, start: int, size: int) -> None:
-        """Send the index, which lies behind the image's part of the slab, or of a rank's region."""
+        """Send the index of an image, or of a rank's part; it lies behind the content in the
+        slab.
+        """
         self.line.say(("index", start), memoryview(os.pread(self.slab.fd, size, start)))
 
     def place(self, said: Said, size: int) -> ReceivedPlace:
@@ -200,7 +209,7 @@ class ImageParts:
         return ReceivedPlace(memoryview(bytearray(size)))
 
     def take(self, said: Said, body: ReceivedPlace | None) -> bool:
-        """Store a message's part of an image; False if the message is none.
+        """Store the part of an image that a message carries; False if the message carries none.
 
         Raises OSError for offsets that are outside the slab.
         """
@@ -237,7 +246,7 @@ class _Away:
 
 
 class Home(Conductor):
-    """A conductor of a gang that may have remote ranks.
+    """Conducts a gang that may have remote ranks.
 
     `wanted` are the slots to which the gang is to change. `changes` is True from the cut until the
     ranks run on those slots. Orders that arrive meanwhile wait in `later`.
@@ -253,11 +262,12 @@ class Home(Conductor):
         self.changes = False
         # True for a change by a "go" order, which needs no "resized" report
         self.is_silent = False
-        # True if the worker of a host stops: the gang ends when the image of the cut is kept
+        # True if the worker of a host stops: the gang then ends when the image of the cut is stored
         self.is_left = False
         self.has_begun = False  # True once the gang has run on its slots
-        self.is_off = True  # True if all ranks are off their slots, and begin to send no output
-        # the step after which all ranks stand during a pause or change, -1 before
+        # True once all ranks are off their slots; then no rank begins to send an output
+        self.is_off = True
+        # the step after which all ranks stand during a pause or a change; -1 before that
         self.stand_at = -1
         self.later: list[JSON] = []
         self.printed = Printed()
@@ -265,7 +275,7 @@ class Home(Conductor):
     def begin(self, seats: Seats) -> None:
         """Fork the ranks of this host.
 
-        An outpost forks its own once it has received their parts.
+        An outpost forks its own ranks once it has received their parts of the image.
         """
         self.seats = seats.numbers
         ranks, work = self.work.spec.world_size, self.work
@@ -330,7 +340,7 @@ class Home(Conductor):
                 super().order(message)
 
     def _take_connections(self, message: JSON) -> None:
-        """Take the connections that came with an order, also of one that must wait."""
+        """Take the connections that came with an order, even if the order itself must wait."""
         if message["is"] not in ("resize", "go") or "to" in message:
             return
         seats = message["seats"]
@@ -352,7 +362,7 @@ class Home(Conductor):
             seats.close()
 
     def _go_to(self, seats: Seats) -> None:
-        """Move to other hosts, from a pause or before the gang has begun."""
+        """Move the gang to other hosts, out of a pause or before it has begun."""
         self.wanted, self.changes, self.is_silent = seats, True, True
         if self.has_begun and self.stand_at != self.saved_step:
             self.tell({"is": "save"}, self.ranks)
@@ -405,7 +415,7 @@ class Home(Conductor):
     def _begin_again(self, seats: Seats) -> None:
         """End all ranks and fork them on the new hosts.
 
-        All are still, and the image is in the slab.
+        At this point all ranks are still, and the image is in the slab.
         """
         for fd in (fd for rank in self.here for fd in (rank.wire.fileno(), rank.pidfd)):
             self.poll.unregister(fd)
@@ -519,9 +529,9 @@ def _events(line: Link) -> int:
 
 
 class Printed:
-    """Buffer for the output of remote ranks on its way to the job's log.
+    """Buffers the output of remote ranks on its way to the job's log.
 
-    Writing never blocks the gang.
+    Writing to the buffer never blocks the gang.
     """
 
     def __init__(self) -> None:
@@ -571,15 +581,15 @@ class Outpost:
         self.printed: dict[int, int] = {}
 
     def run(self) -> int:
-        """Serve until the coordinator is done with this outpost, or lost.
+        """Serve until the coordinator no longer needs this outpost, or is lost.
 
         Returns the exit status.
         """
         self.work.say("prepared", preset={}, capabilities=[])
         try:
             if self._is_linked():
-                # The line is closed before the bridge ends: the coordinator must learn that this
-                # host is gone before its own ranks fail for the lack of it.
+                # Close the line before the bridge ends: the coordinator must learn that this host
+                # is gone before its own ranks fail because of that.
                 with self.line.sock:
                     self._serve()
         except OSError as error:
@@ -607,7 +617,7 @@ class Outpost:
     def _take_orders(self) -> None:
         """Handle the supervisor's orders.
 
-        All other orders and reports go through the coordinator.
+        Few orders come this way; all others go through the coordinator.
         """
         for order in self.work.wire.receive():
             self.is_seated |= order["is"] == "go"
@@ -648,7 +658,8 @@ class Outpost:
         match said:
             case ("begin", *brief):
                 self.brief = tuple(brief)
-            case ("off", step):  # the next task may use the slot while our part is being kept
+            # the next task may use the slot while our part of the image is being stored
+            case ("off", step):
                 self.work.say("paused", has_state=True, step=step)
             case ("tell", rank, message) if rank in self.ranks:
                 if message["is"] in ("kept", "call_off"):
@@ -687,7 +698,7 @@ class Outpost:
     def _pass_on_printed(self) -> None:
         """Forward the output so far.
 
-        Call it before a rank's report, so that they keep their order.
+        Call it before a rank's report, so that output and report keep their order.
         """
         for reads, fd in self.printed.items():
             with suppress(BlockingIOError):
@@ -717,7 +728,7 @@ class Outpost:
     def _send_image(self, rank: RankProcess, index_bytes: int) -> None:
         """Send a rank's staged image.
 
-        It does not change until the coordinator says that it is kept.
+        The image does not change until the coordinator says that it is stored.
         """
         region = rank.region
         layout = from_json(

@@ -30,8 +30,8 @@ def run_alone(
 ) -> JSON:
     """Run the job in this process, to its end or for `steps` steps.
 
-    The process must be fresh, as presets cannot be undone.  `entry` is "module:Class",
-    "module:function" or the path of a graph without inputs.
+    The process must be new, as presets cannot be undone. `entry` is "module:Class",
+    "module:function", or the path of a graph without inputs.
     """
     taken = preset.configure(settings)
     accelerator = Accelerator(kind)
@@ -63,7 +63,9 @@ def run_alone(
 
 
 def _json(result: JSON) -> JSON:
-    """Return the result, with the type's name for values that JSON cannot hold (outputs)."""
+    """Return the result. A value that JSON cannot hold, such as an output, is replaced by its
+    type's name.
+    """
     said = {}
     for name, value in result.items():
         try:

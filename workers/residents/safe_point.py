@@ -20,7 +20,7 @@ def safe_point(work: Work) -> None:
     is_ready = False
     try:
         while not is_ready:
-            # An executor waits for its next node's inputs, and can be stopped while it waits.
+            # An executor waits for its next node's inputs here, and can be stopped while it waits.
             is_ready = not isinstance(work.job, ExecutorJob) or work.job.await_next(work.outside)
             with work.member.between(work.step + 1, lambda: _stand_at_cut(work)):
                 orders.obey(work)
@@ -29,7 +29,7 @@ def safe_point(work: Work) -> None:
 
 
 def _stand_at_cut(work: Work) -> None:
-    """Wait until all ranks stand at the cut, and the step and reason of the cut are known."""
+    """Wait until all ranks stand at the cut, and its step and reason are known."""
     if isinstance(work.job, ExecutorJob):
         work.job.stand()
     work.say("at_cut", ran=work.ran)

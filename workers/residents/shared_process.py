@@ -1,10 +1,10 @@
 """Lets short functions run one after another in one process, each as if it were the first.
 
-The supervisor decides which functions may share a process (`app.core.model.shared_process`).  All
-of them are in one module, which is imported once.  What the process was like after that import, it
-is again before each call: the variables, the working folder, the random numbers, the switches of
-torch.  Modules and their globals, open files and all other memory stay as the call before left
-them.  A process in which a call left a thread runs no further function.
+The supervisor decides which functions may share a process (`app.core.model.shared_process`). All of
+them are in one module, which is imported once. Before each call, some state is set back to what it
+was after that import: the variables, the working folder, the random numbers, the switches of torch.
+Modules and their globals, open files and all other memory stay as the last call left them. A
+process in which a call left a thread runs no further function.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class SharedProcess:
         self.streams = sys.stdout, sys.stderr
 
     def give_back(self) -> None:
-        """Undo what a call did to the process, as far as that can be told."""
+        """Undo what a call did to the process, as far as possible."""
         self.is_used = True
         for timer in _TIMERS:
             signal.setitimer(timer, 0)
@@ -84,7 +84,7 @@ class SharedProcess:
         self._clear_folder()
 
     def _clear_folder(self) -> None:
-        """Return to the working folder, without what the call left there.
+        """Go back to the working folder, and remove what the call left in it.
 
         Names that begin with a dot stay: libraries keep their caches there, and rely on them.
         """
@@ -101,7 +101,7 @@ class SharedProcess:
 def goes_on(work: Work, ending: Ending) -> bool:
     """Make the process ready for its next function; False if it cannot run one.
 
-    It cannot after an end that the function did not bring about itself, or that left a thread.
+    It cannot if something other than the function ended the call, or if the call left a thread.
     """
     shared = work.shared
     is_own = ending.message["is"] == "finished" or ending.message.get("cause") == "exception"
