@@ -1,1 +1,3 @@
-"""Roundhouse's hands: the Celery workers of control, island and devices, and what they spawn."""
+"""Acts on what `app` decides: the Celery workers of control, islands and devices, and their
+processes.
+"""

@@ -31,17 +31,23 @@ _PROC = Path("/proc")
 _STILL = frozenset("TtZXx")  # stopped, traced, or dead
 _IN_KERNEL = "D"
 _PATIENCE_S = 0.25  # how long to wait for threads in uninterruptible system calls
-_BEGINS_S = 1.0  # the same if a process may be waiting for its child to begin a program
-_RUNS_S = 0.02  # how long a child runs for this purpose, before all are stopped again
+# seconds for the tree to stop, if a process may be waiting for its child to begin a program
+_BEGINS_S = 1.0
+_RUNS_S = 0.02  # how long such a child runs before all processes are stopped again
 _LOOK_AGAIN_S = 0.0005
 
 
 class WontStop(Exception):
-    """Raised when a part of the tree still runs; says which processes, in which states."""
+    """Raised when a part of the tree still runs; the message says which processes, in which
+    states.
+    """
 
 
 class Tree:
-    """The processes of the tree; `is_alone`: this is process 1 of its own PID namespace."""
+    """Represents the processes of the tree.
+
+    `is_alone`: this process is process 1 of its own PID namespace.
+    """
 
     def __init__(self, *, is_alone: bool) -> None:
         if is_alone and os.getpid() != 1:
@@ -97,7 +103,9 @@ class Tree:
         return [pid for pid in stopped if pid not in self._stopped_before]
 
     def _let_begin(self, children: Iterable[int], parents: Iterable[int]) -> None:
-        """Let the children run until no parent is in the kernel any more, but only briefly."""
+        """Let the children run for a moment, until none of the parents waits in the kernel any
+        more.
+        """
         for child in children:
             self._send(child, signal.SIGCONT)
         until_s = time.monotonic() + _RUNS_S
@@ -147,7 +155,9 @@ class Tree:
         return sum(_memory_bytes(pid) for pid in self.pids())
 
     def written_maps(self, folder: Path) -> set[str]:
-        """Return files below `folder` mapped for writing: they change without a new mtime."""
+        """Return the files below `folder` that are mapped for writing: writes do not change their
+        mtime.
+        """
         return {path for pid in self.pids() for path in _written_maps(pid, f"{folder}/")}
 
     def _send(self, pid: int, number: signal.Signals) -> None:
@@ -171,7 +181,9 @@ def _parents() -> dict[int, int]:
 
 
 def _stat(pid: int, thread: str = "") -> list[str]:
-    """Return the fields of proc_pid_stat(5) from the third, the state, on; empty without it."""
+    """Return the fields of proc_pid_stat(5) from the third (the state) on; [] if there is no such
+    process.
+    """
     of = _PROC / str(pid)
     if thread:
         of = of / "task" / thread
@@ -193,7 +205,7 @@ def _states(pid: int) -> Iterator[str]:
 
 
 def _moving(pid: int) -> str:
-    """Return the states of those threads of the process that are not stopped."""
+    """Return the states of those threads of the process that are not stopped; "" if all are."""
     return "".join(sorted({state for state in _states(pid) if state not in _STILL}))
 
 

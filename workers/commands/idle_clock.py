@@ -18,7 +18,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class IdleClock:
-    """Follows the processor time of a tree; processes that have ended count too."""
+    """Follows the processor time of a tree of processes; processes that have ended count too."""
 
     def __init__(self, tree: Tree) -> None:
         self.tree = tree
@@ -26,7 +26,7 @@ class IdleClock:
         self._used_s = self._now_used_s()
 
     def leave_out_stop(self) -> None:
-        """Leave out the time since the last look, in which the tree was stopped."""
+        """Leave out the time since the last look; the tree was stopped during it."""
         now_s = time.monotonic()
         self._since_s += now_s - self._seen_s
         self._seen_s, self._used_s = now_s, self._now_used_s()
@@ -42,7 +42,10 @@ class IdleClock:
         return round((self._seen_s - self._since_s) * 1e6)
 
     def _now_used_s(self) -> float:
-        """Return the processor time of the tree; a process's count has its reaped children."""
+        """Return the processor time of the tree.
+
+        The count of a process includes its children that have ended.
+        """
         ours = resource.getrusage(resource.RUSAGE_CHILDREN)
         return ours.ru_utime + ours.ru_stime + sum(map(_used_s, self.tree.pids()))
 

@@ -18,11 +18,13 @@ if TYPE_CHECKING:
 
 JSON = dict[str, Any]
 
-STANDS_ONE_IN = 50  # a running command stands still for images at most for this part of its time
+# a running command is stopped for images for at most one part in so many of its time
+STANDS_ONE_IN = 50
 
 
 class Keeping:
-    """Makes images of the working folder, one at a time; a thread copies, and nothing waits for it.
+    """Makes images of the working folder, one at a time. A thread copies, and the stub does not
+    wait for it.
 
     While the command runs, changed files are copied ahead, then the tree is stopped for the rest.
     While the command is paused, everything is copied at once, as nothing changes.
@@ -58,7 +60,9 @@ class Keeping:
         return "pause" in stub.held or self.is_wished or not is_in_doubt
 
     def dumped(self) -> None:
-        """Let the tree run on once its processes are stored; at a pause, wait for the image."""
+        """Called when the processes are stored: let the tree run on. At a pause it stays stopped,
+        and the image is awaited.
+        """
         if self.frees_early:
             self._stood()
             self.stub.let_go("image")
@@ -96,7 +100,10 @@ class Keeping:
                 self._copy()
 
     def off_the_seat_no_more(self) -> None:
-        """Abandon a copy that no order requested: the slot is more urgent.  Copied files stay."""
+        """Abandon a copy that no order requested, because the command gets its slot now.
+
+        Files that are copied already stay in the slab.
+        """
         self.saved_s = time.monotonic()
         every_s = self.stub.spec.checkpoint.every_s
         is_overdue = 0 < every_s < self.saved_s - self.told_s
@@ -151,7 +158,7 @@ class Keeping:
         self._aside("copy", lambda: self._copied_folder(about, mapped))
 
     def _copied_folder(self, about: JSON, mapped: set[str]) -> FolderImage:
-        """Copy the folder, with those beside it if they fit; runs in another thread."""
+        """Copy the folder, with the folders beside it if they fit. Runs in another thread."""
         if self.has_beside:
             try:
                 return self.folder.copy(about, mapped, with_beside=True)

@@ -49,7 +49,9 @@ _PIECE = 1 << 20
 
 
 def bring_in(inputs: Mapping[str, InputFile], take: Callable[[], int], folder: Path) -> None:
-    """Write the inputs into the new `folder`; `take` returns each open file.  Raises Ending."""
+    """Write the inputs into the new `folder`; `take` returns the open file of the next input.
+    Raises Ending.
+    """
     folder.mkdir()
     for port, source in sorted(inputs.items()):
         fd = take()
@@ -65,13 +67,15 @@ def bring_in(inputs: Mapping[str, InputFile], take: Callable[[], int], folder: P
 
 
 def _copy(fd: int, path: Path) -> None:
-    """Copy a file, so that writes of the command reach no other task."""
+    """Copy a file, so that what the command writes to it reaches no other task."""
     with os.fdopen(os.dup(fd), "rb") as file, path.open("xb") as copy:
         shutil.copyfileobj(file, copy, _PIECE)
 
 
 def _unpickle(image: Image, port: str, folder: Path) -> None:
-    """Unpickle an image and write its value, in a child process, as that runs tenant code."""
+    """Unpickle an image and write its value, in a child process, because unpickling runs tenant
+    code.
+    """
     read, write = os.pipe2(os.O_CLOEXEC)
     if not (child := os.fork()):
         os.close(read)
@@ -192,7 +196,9 @@ def _is_called(path: Path, name: str) -> bool:
 
 
 class Progress:
-    """A named pipe to which the command writes lines; `metrics` is the content of the last line."""
+    """Reads a named pipe to which the command writes lines; `metrics` is the content of the last
+    line.
+    """
 
     def __init__(self, path: Path, complain: Callable[[str], None]) -> None:
         os.mkfifo(path, 0o600)
@@ -231,7 +237,7 @@ class Progress:
 
 
 def full_disk(folder: Path, most: int) -> str:
-    """Say that the task's folder is over its limit of `most` bytes of disk, or return ""."""
+    """Return a message if the task's folder is over its limit of `most` bytes of disk; else ""."""
     disk = os.statvfs(folder)
     used, files = (disk.f_blocks - disk.f_bfree) * disk.f_frsize, disk.f_files - disk.f_ffree
     if most and (used >= most or not disk.f_bavail):

@@ -32,7 +32,7 @@ MESSAGES = {
 
 
 def write_notice(path: Path, why: str, left_s: float) -> None:
-    """Replace the file at once, so that no reader sees a half of it; raises OSError."""
+    """Replace the file in one step, so that no reader sees half of it; raises OSError."""
     until = datetime.now(UTC) + timedelta(seconds=left_s)
     said = {
         "why": why,
@@ -47,10 +47,10 @@ def write_notice(path: Path, why: str, left_s: float) -> None:
 
 
 class NoticeSignal:
-    """Sends the signal to each process once it handles it: a program that has just begun would die
-    of it.
+    """Sends the signal to each process as soon as the process handles it.
 
-    A process that never handles the signal does not get it; it can only read the file.
+    A program that has just begun does not handle it yet, and would die of it. A process that never
+    handles the signal does not get it; it can only read the file.
     """
 
     def __init__(self, processes: Iterable[FirstProcess], name: str) -> None:

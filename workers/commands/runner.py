@@ -139,12 +139,12 @@ class Stub:
     notice: JSON | None = None  # a stop of which the command has no notice yet
     signal: NoticeSignal | None = None  # a signal of a notice that not all ranks have yet
     slots: int = 1  # slots of this host on which the command was told to run
-    asked_seats: int = 0  # number of slots that an order asks for; 0: no resize was ordered
+    asked_seats: int = 0  # number of slots that an order asks for; 0 if no resize was ordered
     # the first process of each rank
     processes: list[FirstProcess] = field(default_factory=list)
     # outputs that are in the image, written by the command itself
     stopped_before: list[int] = field(default_factory=list)
-    adopted: JSON | None = None  # answer to the start's `adopts`
+    adopted: JSON | None = None  # the answer to our request to restore the image's processes
     # the reason last reported why the image has no processes
     not_stored: set[str] = field(default_factory=set)
     is_in_doubt: bool = False  # True if the processes can be stored at all
@@ -241,7 +241,9 @@ class Stub:
             raise _failed("exit", f"Its working folder cannot be created: {error}") from error
 
     def _adopt(self) -> None:
-        """Let the processes of the image be restored below us; else the command begins again."""
+        """Have the processes of the image restored below this stub; if that fails, the command
+        begins again.
+        """
         self.say("adopts")
         process, why = adopt(self.tree, self.stopped_before, self._answer_to_adopts)
         if process is not None and self.gang is not None:
@@ -279,7 +281,10 @@ class Stub:
         return self.adopted
 
     def processes_to_store(self) -> JSON:
-        """Return what the image must say of the processes; if it has them, they stay stopped."""
+        """Return what the image must say about the processes.
+
+        If the image is to have them, they stay stopped.
+        """
         root = self.rank_tree.root if self.rank_tree is not None else self._only_process
         if root is None or not self.keeping.may_have_processes():
             return {}
@@ -406,11 +411,13 @@ class Stub:
                 self._pause()
 
     def _stands_for_an_image(self) -> bool:
-        """True while the tree is stopped in its slot for an image, and runs on soon."""
+        """True while the tree has the slot but is stopped for an image; it runs on soon."""
         return self.is_seated and bool(self.held) and self.held <= {"copy", "image"}
 
     def _must_run_to_leave(self) -> bool:
-        """True if a pause must wait: device memory can leave only while the tree is not stopped."""
+        """True if a pause must wait until the tree runs: device memory can only leave while it
+        does.
+        """
         return self.devices.can_leave and bool(self.held) and not self.devices.away
 
     def _cancel(self) -> None:
@@ -421,7 +428,10 @@ class Stub:
         self.tree.send(signal.SIGTERM)
 
     def _give_notice(self, notice: JSON) -> None:
-        """Tell the command why and when it will be stopped; a frozen process hears it later."""
+        """Tell the command why and when it will be stopped.
+
+        A frozen process gets the signal when it runs again.
+        """
         self.notice, asked = None, self.spec.notice
         if asked is None or not self.is_seated:
             return
@@ -490,7 +500,7 @@ class Stub:
         self.held.add(why)
 
     def _leave_device(self, why: str) -> None:
-        """Let device memory leave for a pause, and for an image with the processes."""
+        """Move memory off the device, for a pause or for an image that has the processes."""
         is_for_image = why == "copy" and self.keeping.may_have_processes()
         try:
             if why == "pause" or is_for_image:
@@ -531,7 +541,9 @@ class Stub:
     # --- the command ---
 
     def _mind_tunnels(self) -> None:
-        """Start the inner ends of tunnels, which may run only while the tree may."""
+        """Start the inner ends of tunnels that wait for it; they may run only while the tree
+        may.
+        """
         if self.processes and self.is_seated and not self.held and self.status is None:
             self.tunnels.start(self.start.scratch, self._environment(0), self._bound)
 
@@ -643,7 +655,7 @@ class Stub:
         return status == AGAIN and self.spec.notice is not None
 
     def _ends_of_ranks(self) -> list[str]:
-        """Describe how each rank ended: by itself, or stopped after the first failure."""
+        """Describe how each rank ended: by itself, or stopped because another rank had failed."""
         told = (
             "It was ended with the others." if status is None else _how_it_ended(status)
             for status in self.ends
@@ -651,7 +663,7 @@ class Stub:
         return [f"rank {rank}: {how}" for rank, how in enumerate(told)]
 
     def end_tree(self) -> None:
-        """Kill what is left of the tree: the command ends with its first processes."""
+        """Kill what is left of the tree: a command is over when its first processes have ended."""
         if not self.processes:
             return
         with contextlib.suppress(WontStop):  # if the stub is process 1, the tree ends with it
@@ -693,7 +705,10 @@ class Stub:
     # --- the end ---
 
     def ended_at_its_pause(self) -> bool:
-        """True if the command ended by itself while paused; reported when it has the slot."""
+        """True if the command ended by itself while it was paused.
+
+        This is reported when it has the slot again.
+        """
         return not self.is_seated and self.status is not None and self.status >= 0
 
     def settle(self) -> None:
@@ -725,7 +740,7 @@ class Stub:
         raise Ending("finished", result={"exit_status": 0})
 
     def _begin_again(self) -> None:
-        """Store the folder as the command left it, then ask for another launch."""
+        """Store the folder as the command left it, then ask for another launch of the command."""
         self.say("ending")
         if not self.keeping.store_last():
             tell_owner("it begins again in its working folder as that was stored before")
@@ -759,9 +774,9 @@ class Stub:
 
 
 def capabilities(devices: TreeMemory) -> list[str]:
-    """Return what a command supports, in the terms of a task's `capabilities`.
+    """Return what a command supports, in the words of a task's `capabilities`.
 
-    "pause": at any moment.  "restart": it cannot be moved, but is started again in its working
+    "pause": at any moment. "restart": it cannot be moved, but is started again in its working
     folder. "device_memory": its device memory is free for other tasks while it is paused.
     """
     return ["pause", "restart", *(["device_memory"] if devices.can_leave else [])]

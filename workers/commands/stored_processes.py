@@ -1,4 +1,4 @@
-"""The stub's part in storing and restoring the processes of its command.
+"""Does the stub's part when the processes of its command are stored or restored.
 
 The device worker stores and restores them (`workers.criu`), while the stub keeps them stopped.
 """
@@ -20,14 +20,15 @@ from workers.hardware.cuda_checkpoint import TreeMemory
 
 JSON = dict[str, Any]
 
-#: Folders in memory that a command may write to; they go with its processes, under these names.
+#: Folders in memory that a command may write to. They are stored with its processes, under these
+#: names.
 BESIDE = {".roundhouse/tmp": Path("/tmp"), ".roundhouse/shm": Path("/dev/shm")}
 _SQLITE, _ROLLBACK = b"SQLite format 3\0", 1
 _SPARE_FILES = 4  # files that CRIU opens in each process while it stores the process
 
 
 class FirstProcess(Protocol):
-    """The first process of a command or of a rank: started here, or restored."""
+    """Describes the first process of a command or of a rank: started here, or restored."""
 
     @property
     def pid(self) -> int: ...
@@ -37,7 +38,9 @@ class FirstProcess(Protocol):
 
 @dataclass
 class AdoptedProcess:
-    """A first process that was restored: our child, like one that was started here."""
+    """Represents a restored first process. It is a child of this stub, like one that was started
+    here.
+    """
 
     pid: int
     returncode: int | None = None
@@ -48,9 +51,9 @@ def announced(
 ) -> JSON:
     """Return what the device worker must know to store a stopped tree.
 
-    `has_beside` says that the image of the folder has the folders beside it too.  Raises NotStored
-    if its first process has ended, if its files or its device memory would be left behind, or while
-    it has tunnels, whose shells would be lost.
+    `has_beside` says that the image of the folder also has the folders beside it. Raises NotStored
+    if the first process has ended, or if something would be lost: files, device memory, or the
+    shells of open tunnels.
     """
     if has_tunnels:
         raise NotStored("a terminal or a port is open in it, and would end")
@@ -73,7 +76,9 @@ class NotStored(Exception):
 
 
 def _full(pids: Iterable[int]) -> str:
-    """Name a process that may not open the files that CRIU needs in it; "" if there is none."""
+    """Return a process that has no room for the files that CRIU opens in it; "" if all have
+    room.
+    """
     for pid in pids:
         with suppress(OSError):
             most, _ = resource.prlimit(pid, resource.RLIMIT_NOFILE)
@@ -86,7 +91,9 @@ def _full(pids: Iterable[int]) -> str:
 
 
 def _open_database(pids: Iterable[int]) -> str:
-    """Return the name of an open SQLite file whose mode compares inode numbers."""
+    """Return the name of an open SQLite database that would break, since it compares inode numbers;
+    "" if none.
+    """
     for pid in pids:
         with suppress(OSError):
             for fd in os.scandir(f"/proc/{pid}/fd"):
@@ -118,7 +125,10 @@ def clear_beside() -> None:
 def adopt(
     tree: Tree, stopped_before: Iterable[int], answer: Callable[[], JSON]
 ) -> tuple[AdoptedProcess | None, str]:
-    """Wait for the restored processes, which stay stopped; return the first, or None and why."""
+    """Wait for the restored processes, which stay stopped.
+
+    Returns the first process; or None, and why there is none.
+    """
     said = answer()
     if why := str(said["error"]):
         return None, why

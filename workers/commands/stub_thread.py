@@ -1,7 +1,7 @@
-"""A thread of the stub that begins before the command does.
+"""Runs a thread of the stub that begins before the command does.
 
-The limit on threads counts those of the stub with those of its command, as they have one user.  So
-the stub begins its thread first: a command may use up the limit.
+The limit on threads counts the stub's threads together with those of its command, as both have one
+user. So the stub begins its thread first: a command may use up the limit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from collections.abc import Callable
 
 
 class StubThread:
-    """Does pieces of work one after the other; not even the stub's end waits for them."""
+    """Does pieces of work one after the other. Nothing waits for them, not even the end of the
+    stub.
+    """
 
     def __init__(self) -> None:
         self._asked: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -30,7 +32,10 @@ class StubThread:
 
 
 def tell_owner(what: str) -> None:
-    """Write a line into the task's log, in a thread, as the command may have filled the pipe."""
+    """Write a line into the task's log.
+
+    It uses a thread, since writing blocks if the command has filled the pipe.
+    """
 
     def write() -> None:
         with contextlib.suppress(OSError):

@@ -37,7 +37,8 @@ JSON = dict[str, Any]
 INTERNAL = ".roundhouse"
 FORMAT = "roundhouse command 1"
 FILES_LIMIT = 20_000
-# file system clocks are coarse: for so long a change may not show in a file's times
+# file system clocks are coarse: a change this soon after the last one may not show in a file's
+# times
 SETTLED_NS = 100_000_000
 WASTE_BYTES = 2**26  # most unused slab space that files which grew or vanished may leave
 _PIECE = 2**22
@@ -60,7 +61,7 @@ class ImageUnwanted(Exception):
 
 @dataclass(slots=True)
 class _Slot:
-    """The place of a file in the slab, and its state when it was copied there."""
+    """Describes the place of a file in the slab, and the file's state when it was copied there."""
 
     offset: int
     capacity: int
@@ -69,7 +70,7 @@ class _Slot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderImage:
-    """An image in the slab; `moved_bytes` were copied while the tree was stopped."""
+    """Describes an image in the slab; `moved_bytes` were copied while the tree was stopped."""
 
     layout: Layout
     moved_bytes: int
@@ -77,7 +78,7 @@ class FolderImage:
 
 @dataclass
 class WorkingFolder:
-    """The working folder `path` of a command, and the slab for its images.
+    """Stores the working folder `path` of a command as images in a slab.
 
     `beside` are other folders that an image may have, each under a name inside `INTERNAL`.
     """
@@ -97,9 +98,9 @@ class WorkingFolder:
     def copy(
         self, about: JSON, mapped: Collection[str] = (), *, with_beside: bool = False
     ) -> FolderImage:
-        """Make the image, with `about` in it; no process of the command may run.
+        """Make the image, with the data `about` in it; no process of the command may run.
 
-        `mapped` are files that a process has mapped for writing.  Raises TooLarge, Abandoned.
+        `mapped` are files that a process has mapped for writing. Raises TooLarge, Abandoned.
         """
         found, moved_bytes = self._copy_all(mapped, with_beside=with_beside)
         storages = [Extent(offset=slot.offset, size=size) for _, slot, size in found]
@@ -151,7 +152,9 @@ class WorkingFolder:
                     yield name, status
 
     def _make_room(self, files: dict[str, os.stat_result]) -> None:
-        """Give each file a place; a file that grew gets a new, larger one.  Raises TooLarge."""
+        """Give each file a place in the slab; a file that grew gets a new, larger one. Raises
+        TooLarge.
+        """
         whole = sum(status.st_size for status in files.values())
         if len(files) > FILES_LIMIT or whole > self.slab.limit_bytes:
             raise FolderTooLarge(
@@ -190,7 +193,10 @@ class WorkingFolder:
         return self._end
 
     def _copy(self, name: str, slot: _Slot) -> int:
-        """Copy a file into its place; return its length, cut at the end of the place."""
+        """Copy a file into its place; return the copied length.
+
+        If the file has grown, only what fits the place is copied.
+        """
         try:
             fd = os.open(self._place_of(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError as error:
@@ -206,7 +212,8 @@ class WorkingFolder:
                 if not (length := file.readinto(view)):
                     break
                 at += length
-        # a write to mapped shared memory in a folder beside changes no time of the file
+        # for files of a folder beside: a write to mapped shared memory does not change the file's
+        # times
         is_inside = not name.startswith(f"{INTERNAL}/")
         is_settled = time.time_ns() - max(before.st_mtime_ns, before.st_ctime_ns) >= SETTLED_NS
         if is_settled and is_inside:
@@ -228,8 +235,8 @@ def _below(
 ) -> Iterator[tuple[os.DirEntry[str], str]]:
     """Yield (entry, its path inside the folder), parents first, in the same order everywhere.
 
-    With `device`, entries of other file systems and of other users are left out: in /tmp these are
-    what the sandbox shows of the host there, and the folders on the way to it.
+    `device` leaves out entries of other file systems and of other users. In /tmp these are files of
+    the host that the sandbox shows there, and the folders that lead to them.
     """
     with os.scandir(folder) as inside:
         entries = sorted(inside, key=lambda entry: entry.name)
@@ -254,7 +261,7 @@ def _seen(status: os.stat_result) -> tuple[int, ...]:
 
 
 def _capacity(size: int) -> int:
-    """Return the space for a file: its size and a quarter, so that it may grow in place."""
+    """Return the space for a file: a quarter more than its size, so that it may grow in place."""
     return _pages(size + size // 4 + 1)
 
 
@@ -310,7 +317,7 @@ def _read(slab: Slab, graph: Extent) -> JSON:
 
 
 def _inside(name: str, made: set[str]) -> str:
-    """Return `name` if its folder was made here and is no link; else raise BadFolder."""
+    """Return `name` if its folder was made here and is not a link; raise BadFolder otherwise."""
     parent, _, last = name.rpartition("/")
     if parent not in made or last in ("", ".", "..") or name in ("/", INTERNAL):
         raise BadFolder(f"{name!r:.200} is outside the working folder")

@@ -107,7 +107,10 @@ class Control(Loop):
         self._sweep()
 
     def _sweep(self) -> None:
-        """Delete unreferenced data of the store, in a thread, as listing a store takes time."""
+        """Delete unreferenced data of the store.
+
+        A thread does it, as listing a store takes time.
+        """
         if self.sweeping is not None and self.sweeping.is_alive():
             return
         if time.monotonic() < self.sweep_due_s:
@@ -118,7 +121,9 @@ class Control(Loop):
 
 
 def _taken_over(lost: str) -> set[str]:
-    """Move the island's unfinished requests, some at a time; return the islands that got them."""
+    """Move the island's unfinished requests to others, some at a time; return the islands that got
+    them.
+    """
     touched = set[str]()
     after: str | None = ""
     while after is not None:

@@ -1,9 +1,8 @@
 """Gives a Celery worker one long-lived thread; control and island schedulers use it.
 
 A *worker* bootstep starts the thread, so it lives as long as the worker, whatever happens to the
-connection to Redis.  Hints only wake it.  Without hints the thread looks by itself, at the latest
-after the time that its last look returned.  All database work happens in this thread, which gets no
-signals.
+connection to Redis. Hints only wake it. Without hints the thread looks by itself when the time that
+its last look returned has passed. All database work happens in this thread, which gets no signals.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ BACK_OFF_S = 1.0
 
 
 class Loop(threading.Thread):
-    """Calls `look` when woken, and at the latest after the seconds that `look` returned."""
+    """Calls `look` when woken, or when the seconds that the last `look` returned have passed."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name=name, daemon=True)
@@ -55,7 +54,7 @@ class Loop(threading.Thread):
             # Postgres is away or closed a connection; uncommitted work is done again.
             log.warning("%s: the database does not answer: %s", self.name, error.orig)
         except Exception:
-            # The round is rolled back; the next one starts from the database again.
+            # The transaction was rolled back; the next round reads the database again.
             log.exception("%s: a round failed after %.2f s", self.name, time.monotonic() - began)
         return BACK_OFF_S
 

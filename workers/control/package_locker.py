@@ -81,7 +81,9 @@ class PackageLocker(Loop):
         return 0.0
 
     def _refresh(self) -> None:
-        """Check now and then whether locks lie over other versions of the platform's packages."""
+        """Check now and then whether locks were made for other versions of the platform's
+        packages.
+        """
         if time.monotonic() < self._refreshed_s:
             return
         self._refreshed_s = time.monotonic() + REFRESH_S
@@ -133,7 +135,9 @@ class _Locking:
     # --- requirements ---
 
     def _chosen(self) -> PackageLock:
-        """Choose the versions: over the platform's packages, or alone if they do not fit."""
+        """Choose the versions: on top of the platform's packages, or without them if they do not
+        fit.
+        """
         wanted = self._write("requirements.txt", "\n".join(read_requirements(self.text)) + "\n")
         over = {} if self.claimed.own_python else installed()
         if over:
@@ -224,13 +228,19 @@ _WHY_OVER = (
 
 
 def _uv_message(done: UvResult, over: Mapping[str, str]) -> str:
-    """Return uv's message, with the reason if it is about the platform's packages."""
+    """Return uv's message.
+
+    If it is about the platform's packages, a sentence explains that.
+    """
     is_over = any(f"{name}==" in done.said for name in over)
     return f"{done.said}\n{_WHY_OVER}" if is_over else done.said
 
 
 def _write_empty_wheel(folder: Path, name: str, told: str) -> None:
-    """Write a wheel without content: a resolver sees its name and version only."""
+    """Write a wheel without content.
+
+    A resolver sees only its name and version.
+    """
     base = f"{name.replace('-', '_')}-{told}"
     with zipfile.ZipFile(folder / f"{base}-py3-none-any.whl", "w") as wheel:
         head = f"Metadata-Version: 2.1\nName: {name}\nVersion: {told}\n"

@@ -1,7 +1,7 @@
 """Deletes ended requests beside the other work of control, some rows at a time.
 
-Several may run: one works at a time.  After each piece it rests as long as the piece took, so that
-a long deletion leaves half of a processor and of the disk to other work.
+Several of these may run, but only one works at a time. After each piece it rests as long as the
+piece took, so that a long deletion leaves half of a processor and of the disk to other work.
 """
 
 from __future__ import annotations

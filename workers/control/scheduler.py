@@ -51,7 +51,7 @@ from workers.process.celery_inbox import hears
 log = logging.getLogger(__name__)
 
 BUSY_S = 0.05  # retry after this, while a requested action is being written
-TOLD_TASKS = 5  # limit of tasks named in the log if a round asks for a time in the past
+TOLD_TASKS = 5  # most tasks that the log names if a round asks to run at a time in the past
 ROUNDS_A_LEASE = 5  # a round should take at most this part of the leader's lease
 GATHER_S = 0.25  # time between rounds that only take heartbeats that say nothing new
 PROGRESSES_A_LEASE = 2  # how often the progress of quiet tasks is written during a lease
@@ -167,9 +167,11 @@ class Scheduler(Loop):
         self._send(answers, due)
 
     def _renew_quietly(self) -> None:
-        """Renew the leases of devices that say nothing new, and answer them: before all else.
+        """Renew the leases of devices whose heartbeats say nothing new, and answer them. This goes
+        first.
 
-        Devices whose rows have changed, so that there may be more to say, are recorded in full.
+        If a device's rows have changed, there may be more to say: its heartbeat is then recorded in
+        full.
         """
         if not self.quiet.waiting:
             return
@@ -188,8 +190,10 @@ class Scheduler(Loop):
             self._put_back(beat)
 
     def _renewed(self) -> tuple[list[tuple[Beat, AcknowledgedReport]], list[Beat], dict[str, str]]:
-        """Renew what waits; returns what was asked for, heartbeats to record in full, and by device
-        the transaction that renewed its lease.
+        """Renew the leases for the waiting heartbeats.
+
+        Returns the heartbeats that were renewed with what was acknowledged, those that must be
+        recorded in full, and by device the transaction that renewed its lease.
         """
         try:
             with transactions.transaction() as session:
@@ -207,11 +211,11 @@ class Scheduler(Loop):
         return *self.quiet.take(), {}
 
     def _put_back(self, beat: Beat) -> None:
-        """Let a round record a heartbeat in full; its form is that of one that was decoded."""
+        """Let a round record this heartbeat in full, in the same form as a newly decoded one."""
         self.backlog.put(decode(beat.body), beat.came_s)
 
     def _as_planned(self, answer: Answer) -> Answer:
-        """Add what the plan knows to an answer to a device on which nothing waits."""
+        """Add what the plan knows to the answer for a device for which no task waits."""
         board, peers = self.follower.board, self.roster.peers
         if board is None:
             return replace(answer, peers=peers)
@@ -233,9 +237,9 @@ class Scheduler(Loop):
         self.quiet.written(beats)
 
     def _gather(self) -> None:
-        """Wait a moment for more heartbeats if nothing is pressing.
+        """If nothing is pressing, wait a moment for more heartbeats.
 
-        Most of what a round costs does not depend on the number of heartbeats that it takes.
+        Most of the cost of a round does not depend on their number.
         """
         until_s = min(self.gathers_until_s, self.due_s)
         if not (self.backlog or self.quiet.waiting):
@@ -246,10 +250,10 @@ class Scheduler(Loop):
     def _written_down(
         self, heard: list[Alive], look_now: bool
     ) -> tuple[list[Answer], list[OutboxOrder]]:
-        """Run one round.  If it fails, run it again carefully.
+        """Run one round. If it fails, run it once more, carefully.
 
-        The careful round handles the heartbeat of each device and the plan in savepoints of their
-        own, so that a fault in one does not spoil the rest.
+        The careful round uses a savepoint for each device's heartbeat and for the plan, so that a
+        fault in one does not spoil the rest.
         """
         try:
             return self._round_in_one_transaction(heard, look_now, careful=False)
@@ -305,12 +309,16 @@ class Scheduler(Loop):
         return row
 
     def _settled(self, session: Session) -> list[OutboxOrder]:
-        """Write everything that this commit makes true; return the orders to send after it."""
+        """Write everything that must be in this transaction; return the orders to send after its
+        commit.
+        """
         journal.settle(session)
         return self._due(session)
 
     def _due(self, session: Session) -> list[OutboxOrder]:
-        """Return orders to send: the new ones and, now and then, old unanswered ones."""
+        """Return orders to send: the new ones and, now and then, old ones that were not
+        answered.
+        """
         new, resend_s = journal.ordered(session), settings().order_resend_s
         if time.monotonic() < self.resend_s:
             return new
@@ -321,10 +329,9 @@ class Scheduler(Loop):
         """Add to an answer what the plan knows: peers, order of slots, shares, and whether others
         wait.
 
-        A device obeys the islands that its own island names as peers.  If its memory is short, the
-        task last in `next` leaves first.  Tasks that share it take turns by `rota`, the least
-        served first.  If no task wants such a device, a task that waits for an input may keep its
-        slot.
+        `peers` are the other islands that the device obeys. If its memory is short, the task last
+        in `next` leaves first. Tasks that share the device take turns by `rota`, the least served
+        first. If no task wants the device, a task that waits for an input may keep its slot.
         """
         board, answer = self.follower.board, replace(answer, peers=self.roster.peers)
         if board is None:
@@ -347,7 +354,7 @@ class Scheduler(Loop):
                 row.leader_until = func.now()
 
     def _take_in(self) -> None:
-        """Sort the heartbeats that came: those that repeat what is known, and all others."""
+        """Sort the heartbeats that have come: those that say nothing new, and all others."""
         while not self.inbox.empty():
             said, came_s = self.inbox.get()
             if isinstance(said, Alive):
@@ -398,7 +405,9 @@ class Scheduler(Loop):
             row.leader_until = until
 
     def _plan(self, session: Session) -> float:
-        """Plan in a savepoint: if the plan fails, the recorded reports of devices remain."""
+        """Make the plan in a savepoint: if it fails, the recorded reports of devices still
+        remain.
+        """
         try:
             with session.begin_nested():
                 return self._cycle(session)
@@ -456,7 +465,9 @@ class Scheduler(Loop):
         return min(settings().tick_s, plan.look_again_s - now_s)
 
     def _spare_the_silent(self, session: Session, board: Board) -> None:
-        """Extend the leases of silent devices while Redis is away, and for one lease afterwards."""
+        """While Redis is away, and for one lease after that, extend the leases of silent
+        devices.
+        """
         if all(board.alive(id) for id in (*board.seated, *board.leaving)):
             return
         if not outbox.reachable():
@@ -490,7 +501,7 @@ def _check_key(row: Island) -> None:
 
 _LEFT_S = func.coalesce(func.extract("epoch", Island.leader_until - func.now()), 0)
 
-# The island's row, locked; seconds left of its leader's lease; the time; the ledger's row.
+# A row of: the locked island; seconds left of its leader's lease; the time; the ledger's base.
 _ROW = (
     select(Island, _LEFT_S, func.extract("epoch", func.now()), LedgerBase)
     .outerjoin(LedgerBase, true())
@@ -500,10 +511,10 @@ _ROW = (
 
 
 def _spare_leases(session: Session, island: str) -> None:
-    """Extend the leases of devices with tasks by one lease, as no heartbeat could arrive.
+    """Extend the leases of devices with tasks by one lease, because no heartbeat could arrive.
 
-    Without this, a pause of the control plane or of Redis would count every running task as lost.
-    A device that gets no answer stops by itself, so nothing runs twice meanwhile.
+    Without this, a pause of the control plane or of Redis would count every running task as lost. A
+    device that gets no answer stops by itself, so nothing runs twice meanwhile.
     """
     until = func.now() + timedelta(seconds=settings().lease_s)
     parked = select(Task.id).where(Task.image_on == Device.id, ~Task.saved)
@@ -532,7 +543,8 @@ def _spare_the_waiting(session: Session, waiting: Sequence[tuple[Alive, float]])
     session.execute(_SPARE_THE_WAITING, values)
 
 
-# Only the process that the row names, and only what it sent later than what was recorded.
+# It changes a device only if the row still names the same process, and if the heartbeat is newer
+# than the recorded one.
 _SPARE_THE_WAITING = text(
     """
     update devices set lease_until = spared.until

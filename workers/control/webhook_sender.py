@@ -1,6 +1,6 @@
 """Sends messages to webhooks, each in a thread of its own.
 
-It runs in control.  Several may run: a deliverer that takes a message has a lease on it.
+It runs in control. Several senders may run: each takes a lease on the message that it sends.
 """
 
 from __future__ import annotations

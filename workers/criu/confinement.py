@@ -11,7 +11,9 @@ _FILTERED = "2"  # proc_pid_status(5): SECCOMP_MODE_FILTER
 
 
 def oddities(status: str, uid: int) -> list[str]:
-    """Return how a text of /proc/PID/status differs from that of a confined process."""
+    """Return in what a process differs from a confined one, given the text of its
+    /proc/PID/status.
+    """
     fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
     found = [
         f"{name} is {' '.join(fields.get(name, 'unknown').split())}"

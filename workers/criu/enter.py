@@ -26,8 +26,8 @@ JSON = dict[str, Any]
 
 TIMED_OUT, CANNOT_ENTER = 98, 97  # exit statuses beside those of CRIU
 
-#: Rights that CRIU keeps, by number; it has no others.  SYS_RESOURCE lets it read the limits of
-#: another user's processes.
+#: Capabilities that CRIU keeps, by number; it drops all others. SYS_RESOURCE lets it read the
+#: limits of another user's processes.
 RIGHTS = {
     "CHOWN": 0,
     "DAC_OVERRIDE": 1,
@@ -65,7 +65,7 @@ def main(request: JSON) -> NoReturn:
         sys.stderr.write(f"cannot enter the sandbox: {error}\n")
         os._exit(CANNOT_ENTER)
     status = _wait(child, request["limit_s"])
-    # Also after a failure: the command begins again, and may be stored later.
+    # After a failed dump, too: the command begins again, and may be stored later.
     reserved = _begin_above(request["last_pid"]) if request["last_pid"] else 0
     os._exit(status or reserved)
 
@@ -91,9 +91,10 @@ def _join(group: str) -> None:
 
 
 def _wait(child: int, limit_s: float) -> int:
-    """Return the exit status of CRIU, which is killed at the time limit or on SIGTERM.
+    """Return the exit status of CRIU.
 
-    A tree whose dump was killed may be damaged: the caller ends it.
+    CRIU is killed at the time limit, or when this process gets SIGTERM. A tree whose dump was
+    killed may be damaged, so the caller ends it.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -128,7 +129,9 @@ def _become(request: JSON) -> NoReturn:
 
 
 def _die_with_helper() -> None:
-    """Have CRIU end with this helper, so that no CRIU is left holding processes."""
+    """Have the kernel kill CRIU when this helper ends, so that no CRIU is left holding
+    processes.
+    """
     _checked(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
 
 

@@ -1,11 +1,11 @@
 """Checks the image of a command before CRIU reads it.
 
 CRIU is root and trusts an image: the image says which user, which capabilities and which system
-call filter a process gets, and which files it has open.  So an image passes only if a process of
-this command can have had all of this.
+call filter a process gets, and which files it has open. So an image passes only if a process of
+this command could have had all of this.
 
-Whatever is not listed here is refused.  A check never repairs.  An error (`BadImage`) names the
-file and the reason, for the event of the task.
+Whatever is not listed here is refused. A check never repairs. An error (`BadImage`) names the file
+and the reason, for the event of the task.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ _MOST = {6: 1024, 7: 4096, 4: 0}  # hard limits of RLIMIT_NPROC, RLIMIT_NOFILE, 
 
 _REG, _PIPE, _FIFO, _INETSK, UNIX_SOCKET, _EVENTFD, _EVENTPOLL, _INOTIFY, _SIGNALFD = range(1, 10)
 _TIMERFD, _MEMFD, _PIDFD = 17, 18, 20
-#: Kind of an open file -> (field of its entry, field of its owner in the entry or 0).
+#: Kind of an open file -> (the field of its entry, the field in the entry that has its owner; 0 if
+#: none).
 KINDS = {
     _REG: (3, 5),
     _PIPE: (18, 4),
@@ -67,7 +68,9 @@ _PROC = re.compile(r"/proc/([1-9][0-9]*)(/.*)?")
 
 
 class BadImage(Exception):
-    """Raised when an image is not that of a process of its command: which file, and why."""
+    """Raised when an image cannot be that of a process of its command; names the file and the
+    reason.
+    """
 
     def __init__(self, name: str, why: str) -> None:
         super().__init__(f"{name}: {why}")
@@ -75,7 +78,7 @@ class BadImage(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allowed:
-    """Holds what the processes of a command may be and may have open.
+    """Lists what the processes of a command may be and what they may have open.
 
     `shown` are the paths of the host that every resident sees, read-only; `filter_program` is the
     system call filter of the sandbox.
@@ -89,7 +92,9 @@ class Allowed:
 
 @dataclass(frozen=True, slots=True)
 class CheckedTree:
-    """The processes of an image that passed: the root's id, and the threads of each process."""
+    """Describes the processes of an image that passed: the root's id, and the threads of each
+    process.
+    """
 
     root: int
     threads_of: Mapping[int, tuple[int, ...]]
@@ -100,9 +105,10 @@ class CheckedTree:
 
 
 def check(files: Mapping[str, bytes], allowed: Allowed) -> CheckedTree:
-    """Check all files of an image but its pages; raises BadImage.
+    """Check all files of an image except its pages; raises BadImage.
 
-    `files` has every file of the image by name; pages may be left empty, as nothing is read there.
+    `files` has every file of the image by name. The content of pages is not read, so it may be
+    empty.
     """
     for name in files:
         if not _NAMES.fullmatch(name):
@@ -174,7 +180,10 @@ def _check_tree(reader: _Reader) -> CheckedTree:
 
 
 def _has_ended(reader: _Reader, pid: int) -> bool:
-    """True if a process has ended and only waits to be reaped: then nothing of it is restored."""
+    """True if a process has ended and only waits to be reaped.
+
+    CRIU restores nothing else of such a process.
+    """
     name = f"core-{pid}.img"
     (core,) = reader.records(name, CORE)[:1]
     with _reading(name):
@@ -196,7 +205,10 @@ def _check_ids(parents: dict[int, int], threads: list[int]) -> None:
 
 
 def _check_core(reader: _Reader, pid: int, allowed: Allowed, filters: Mapping[int, bool]) -> bool:
-    """Check the first thread of a process; True if its filter is set for all its threads."""
+    """Check the first thread of a process.
+
+    True if the system call filter is set for all its threads.
+    """
     name = f"core-{pid}.img"
     core = _core(reader, name, allowed)
     with _reading(name):
@@ -272,10 +284,10 @@ def _check_filter(thread: ImageRecord, filters: Mapping[int, bool]) -> None:
 
 
 def _check_filters(reader: _Reader, allowed: Allowed) -> dict[int, bool]:
-    """Return the numbers of the filters that contain the filter of the sandbox, each with whether
-    it is set for all threads of a process at once.
+    """Return the numbers of the filters that include the filter of the sandbox.
 
-    A program may add filters; each filter names the one before it.
+    Each comes with whether it is set for all threads of a process at once. A program may add
+    filters; each filter names the one before it.
     """
     name = "seccomp.img"
     good: dict[int, bool] = {}
@@ -292,7 +304,7 @@ def _check_filters(reader: _Reader, allowed: Allowed) -> dict[int, bool]:
 
 
 def _check_inventory(reader: _Reader) -> dict[int, int]:
-    """Return the namespaces in which CRIU was: field of a namespace -> its number."""
+    """Return the namespaces in which CRIU ran: the number of each, by its field."""
     name = "inventory.img"
     (record,) = reader.records(name, INVENTORY, 1)
     with _reading(name):
@@ -306,8 +318,8 @@ def _check_inventory(reader: _Reader) -> dict[int, int]:
         return {field: ids.number(field) for field in _NAMESPACES}
 
 
-#: Namespaces of a process, as fields: pid, net, ipc, uts, mnt, user, cgroup.  CRIU makes a time
-#: namespace of its own, so that clocks go on.
+#: Fields of a process's namespaces: pid, net, ipc, uts, mnt, user, cgroup. The time namespace is
+#: left out: CRIU makes a new one, so that clocks go on.
 _NAMESPACES = range(5, 12)
 
 
@@ -360,7 +372,7 @@ def _check_files(reader: _Reader, tree: CheckedTree, allowed: Allowed) -> dict[i
 
 
 def _check_owner(owner: ImageRecord, uid: int) -> None:
-    """Check the user that a file sends signals as: CRIU becomes this user for a moment."""
+    """Check the user that sends the signals of a file: CRIU becomes this user for a moment."""
     if owner.number(5) and {owner.number(1), owner.number(2)} != {uid}:
         raise BadRecord("signals of a file would be sent by another user")
 
@@ -409,7 +421,10 @@ def _is_below(path: str, folders: Iterable[str]) -> bool:
 
 
 def _check_kept_files(reader: _Reader, allowed: Allowed) -> None:
-    """Check files whose content is in the image, because they had no name when it was made."""
+    """Check files whose content is in the image.
+
+    These are files that had no name when the image was made.
+    """
     for name in reader.names("ghost-file-"):
         (record,) = reader.records(name, GHOST, 1)
         with _reading(name):

@@ -19,7 +19,7 @@ _SMALL_BYTES = 64 * 2**20  # size of all files but the pages; for 100 processes 
 
 
 def read(folder: Path) -> dict[str, bytes]:
-    """Return all files of an image by name; of files of pages only the name."""
+    """Return the content of an image's files by name; for files of pages it is empty."""
     found: dict[str, bytes] = {}
     left = _SMALL_BYTES
     names = sorted({*os.listdir(folder)} - {*_BESIDE})

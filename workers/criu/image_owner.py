@@ -1,6 +1,7 @@
-"""Gives the processes and files of an image another user: a slot of the host has a user of its own.
+"""Changes the user of the processes and files in an image: each slot of a host has a user of its
+own.
 
-The image must have passed `image_check` for the user that it has.  Files of the working folder get
+The image must have passed `image_check` for the user that it has. Files of the working folder get
 their owner when they are written; this module changes what is only in the image.
 """
 

@@ -1,10 +1,11 @@
-"""Reads and writes the files of CRIU's images, as far as we look into them: bytes only, no CRIU.
+"""Reads and writes the files of CRIU's images, as far as this is needed for checks; CRIU is not
+called.
 
 A file is two magic numbers and records; a record is its length and a message in the format of
-protocol buffers.  Some kinds of records are followed by raw bytes, which stay as they are.
+protocol buffers. Some kinds of records are followed by raw bytes, which stay as they are.
 
 The reader is stricter than CRIU's: whatever two readers could understand in different ways is an
-error.  So what was checked here is what CRIU reads.
+error. So CRIU reads exactly what was checked here.
 """
 
 from __future__ import annotations
@@ -80,7 +81,10 @@ class ImageRecord:
         return [_of_32_bits(value) for value in values]
 
     def number(self, number: int, default: int | None = None) -> int:
-        """Return the value of a field of up to 32 bits; without a default it must be there."""
+        """Return the value of a field of up to 32 bits.
+
+        If there is no default, a missing field is an error.
+        """
         return _of_32_bits(self.long_number(number, default))
 
     def long_number(self, number: int, default: int | None = None) -> int:
@@ -146,7 +150,10 @@ class ImageFile:
 
     @classmethod
     def read(cls, data: bytes, magic: int, *, records_most: int | None = None) -> ImageFile:
-        """Read a file of this kind; after `records_most` records, the rest is raw bytes."""
+        """Read a file of this kind.
+
+        What follows the first `records_most` records is raw bytes.
+        """
         at = _after_head(data, magic)
         records: list[ImageRecord] = []
         while at < len(data) and (records_most is None or len(records) < records_most):
@@ -164,7 +171,7 @@ class ImageFile:
         return bytes(out + self.rest)
 
 
-#: The only kind of file without the common magic number before its own.
+#: The inventory is the only kind of file without the common magic number before its own.
 INVENTORY = 0x58313116
 
 
@@ -216,7 +223,7 @@ def _packed(data: bytes) -> list[int]:
 
 
 def _of_32_bits(value: int) -> int:
-    """Return the value, if it fits into 32 bits; CRIU would cut off the rest.
+    """Return the value if it fits into 32 bits, since CRIU would cut off the rest; raises if not.
 
     A negative number of 32 bits is written with 64 bits.
     """

@@ -21,7 +21,9 @@ from workers.criu.image_records import ImageFile, ImageRecord
 REMAPS, LIST = "remap-fpath.img", "files.img"
 REMAP_MAGIC = 0x59133954
 _REG, _NAME = 3, 6  # fields: a regular file of an open file, and its path
-_LINKED = 0  # kind of a remap; other kinds are files without any name, and files of /proc
+# kind of a remap: the file has another name; other kinds are files without any name, and files of
+# /proc
+_LINKED = 0
 _FOLDERS = ("scratch", "tmp", "dev/shm")  # folders that go with an image
 _GONE = " (deleted)"
 
@@ -29,11 +31,12 @@ FileId = tuple[int, int]
 
 
 class NoName(Exception):
-    """Raised when an open file has another name, and the image has nothing of that name."""
+    """Raised when an open file has another name, but the image has no file of that name."""
 
 
 def name(images: Path, root: Path, pids: Iterable[int]) -> None:
-    """Change the image in a folder; its processes are stopped.  Raises NoName, BadRecord, OSError.
+    """Change the image in a folder, while its processes are stopped. Raises NoName, BadRecord,
+    OSError.
 
     `root` is the root folder as the processes see it, `pids` are their ids there.
     """
@@ -73,7 +76,9 @@ def _renamed(opened: ImageRecord, path: str) -> ImageRecord:
 
 
 def _names(root: Path, pids: list[int], paths: set[str]) -> dict[str, str]:
-    """Return the remaining name of each file that is open by one of these removed names."""
+    """Return, for files that were opened by these removed names, the name that each file
+    still has.
+    """
     ids = {path: _id_of(root, pids, path) for path in paths}
     wanted, found = {*ids.values()}, dict[FileId, str]()
     for folder in _FOLDERS:
@@ -106,7 +111,7 @@ def _opened(process: Path, path: str) -> Iterator[os.stat_result]:
 
 
 def _below(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Yield the regular files below a folder and on its file system; follows no link."""
+    """Yield the regular files below a folder and on its file system. Links are not followed."""
     device, left = folder.stat().st_dev, [folder]
     while left:
         for entry in os.scandir(left.pop()):
@@ -123,7 +128,7 @@ def _id(status: os.stat_result) -> FileId:
 
 
 def root_of(pidfd: int) -> Path:
-    """Return the root folder of the process of a pidfd, as it sees it."""
+    """Return the root folder that the process of a pidfd sees, as a path of this process."""
     for line in Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines():
         if line.startswith("Pid:") and int(line.split()[1]) > 0:
             return Path(f"/proc/{int(line.split()[1])}/root")

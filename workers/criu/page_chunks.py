@@ -22,7 +22,7 @@ _PAGES_MOST = 2**40  # per process
 
 @dataclass(frozen=True, slots=True)
 class PageCut:
-    """A part of a file of pages: its place, and the address of its first page."""
+    """Describes a part of a file of pages: its place, and the address of its first page."""
 
     address: int
     offset: int
@@ -38,7 +38,8 @@ def pages_of(pagemap: bytes) -> int:
 
 
 def cuts(pagemap: bytes, pages_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> list[PageCut]:
-    """Return the parts of a file of pages, in its order; together they are the whole file.
+    """Return the parts into which to cut a file of pages, in its order; together they are the whole
+    file.
 
     `pagemap` is the file that says which addresses the pages have.
     """
@@ -70,7 +71,10 @@ def _runs(pagemap: bytes) -> Iterator[tuple[int, int]]:
 
 
 def _append(found: list[PageCut], cut: PageCut, chunk_bytes: int) -> None:
-    """Add a part, or extend the last part if both lie in one window of addresses."""
+    """Add a part.
+
+    If it lies in the same window of addresses as the last part, that part is extended instead.
+    """
     if found:
         last = found[-1]
         if last.address // chunk_bytes == cut.address // chunk_bytes:

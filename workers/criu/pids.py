@@ -13,5 +13,5 @@ _LAST = Path("/proc/sys/kernel/ns_last_pid")
 
 
 def begin_above(last: int) -> None:
-    """Have the next process of our PID namespace get the id after `last`; needs CAP_SYS_ADMIN."""
+    """Have the next process of our PID namespace get the id `last` + 1; needs CAP_SYS_ADMIN."""
     _LAST.write_text(str(last))

@@ -1,7 +1,7 @@
-"""Tries out at a device's start whether processes of commands can be stored and restored here.
+"""Tries out, when a device starts, whether processes of commands can be stored and restored here.
 
 A tiny program is started in a sandbox with all layers, stopped, dumped, killed, and restored in a
-second sandbox, where it must go on with its old memory.  This takes about 0.4 s.  The answer is the
+second sandbox, where it must go on with its old memory. This takes about 0.4 s. The answer is the
 first failure: a missing program, a missing layer or right, or the message of CRIU.
 
 It runs as a program of its own, since it forks: `Trial` starts it and bounds its time.
@@ -35,7 +35,7 @@ _STAGE_S = 8.0
 _ROOT = Path(__file__).resolve().parents[2]
 _BOOT = "import sys; sys.path.insert(0, {root!r}); from workers.criu.probe import main; main()"
 _STATUS = Path("/proc/self/status")
-#: The tiny program has a state in memory, and waits for a line on a pipe of the host.
+#: The tiny program keeps a value in memory, and waits for a line on a pipe of the host.
 _TINY = ("/bin/sh", "-c", "kept=4711; echo begun; read line; echo $kept $line")
 # the right, and what CRIU says without it
 _LIMITS, _READS_LIMITS = "SYS_RESOURCE", "Can't get rlimit"
@@ -44,7 +44,7 @@ _IMAGE_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The answer of the trial: the version of a CRIU that works here, or why there is none."""
+    """Reports what the trial found: the version of a CRIU that works here, or why there is none."""
 
     version: str = ""
     missing: str = ""
@@ -303,5 +303,5 @@ def _obey(order: str, uid: int) -> None:
 
 
 def _others() -> list[int]:
-    """Return the processes of the sandbox but this one, which is process 1."""
+    """Return all processes of the sandbox except this one, which is process 1."""
     return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]

@@ -1,10 +1,10 @@
-"""Packs the files that CRIU wrote of a command's processes into one image, and unpacks them for
+"""Packs the files that CRIU wrote about a command's processes into one image, and unpacks them for
 CRIU.
 
 The image goes into the manifest of the task's checkpoint, beside the working folder of the same
-moment.  It lies in memory that no process of the task can reach: its bytes say which rights the
-restored processes have.  Pages are parts by their addresses (`page_chunks`), every other file of
-CRIU is one part.
+moment. It lies in memory that no process of the task can reach, since its bytes say which rights
+the restored processes have. Files of pages are divided by the pages' addresses (`page_chunks`);
+every other file of CRIU is one part.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ _MAPPED_MOST = 256  # most files of one image; each mapping keeps its file open
 
 
 class BadProcessImage(Exception):
-    """Raised when an image is not one of processes, or not one for this host; says why."""
+    """Raised when an image is not a process image, or cannot be restored on this host; says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostTraits:
-    """Holds traits of a host that must be equal where processes go on."""
+    """Lists the traits of a host that must be equal on the host where the processes are
+    restored.
+    """
 
     criu: str
     kernel: str
@@ -66,7 +68,7 @@ class HostTraits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessFacts:
-    """Holds what CRIU's files do not say: the users of the processes, and the pipes to the host."""
+    """Adds what CRIU's files do not say: the users of the processes, and the pipes to the host."""
 
     pid: int  # id of the first process, as seen inside the sandbox
     uid: int
@@ -74,19 +76,24 @@ class ProcessFacts:
     secrets_mark: str = ""  # differs if a secret of the task has another value
     started_as: str = ""  # differs if the task is another program, or has other parameters
     traits: HostTraits
-    # "stdout" -> the line that it was printing, as Latin-1 text: the rest comes from the image
+    # "stdout" -> the incomplete line that it was printing, as Latin-1 text; the rest of the line
+    # comes later
     begun: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedImage:
-    """An image in memory of this process alone; its first part is its description."""
+    """Holds an image in memory that only this process can reach; its first part is its
+    description.
+    """
 
     parts: tuple[memoryview, ...]
 
 
 class StoredParts(Protocol):
-    """An image whose parts are read when they are asked for, and checked before they are given."""
+    """Gives the parts of a stored image: each is read on request, and checked before it is
+    given.
+    """
 
     @property
     def sizes(self) -> Sequence[int]: ...
@@ -94,9 +101,9 @@ class StoredParts(Protocol):
     def read(self, part: int) -> bytes: ...
 
     def read_into(self, write: Callable[[int, int, memoryview], None]) -> None:
-        """Call `write` with all bytes, each once: part, offset there, bytes.
+        """Call `write` with (part, offset in it, bytes) until all bytes were given, each once.
 
-        It is called in several threads.
+        Several threads call `write`.
         """
 
 
@@ -112,7 +119,9 @@ def _features(cpuinfo: str) -> str:
 
 
 def pack(folder: Path, facts: ProcessFacts) -> PackedImage:
-    """Map the image in a folder, which may be removed later; raises BadProcessImage, OSError."""
+    """Map the image in a folder; the folder may be removed afterwards. Raises BadProcessImage,
+    OSError.
+    """
     files = image_folder.read(folder)
     mapped = [name for name in files if name.startswith(image_folder.PAGES)][:_MAPPED_MOST]
     memory = {name: _in_memory(folder / name, is_mapped=name in mapped) for name in files}
@@ -164,7 +173,7 @@ def read_facts(image: StoredParts) -> ProcessFacts:
 def unpack(image: StoredParts, folder: Path) -> None:
     """Write the files of the image into a folder for CRIU; raises BadProcessImage, OSError.
 
-    Each byte is written once, to its place in its file, as soon as its chunk is there.
+    Each byte is written once, to its place in its file, as soon as its chunk has arrived.
     """
     _, listed = _head(image)
     if [size for _, cut in listed for size in cut] != [*image.sizes[1:]]:
@@ -209,7 +218,9 @@ def _as_bad() -> Iterator[None]:
 
 
 def why_not_here(found: HostTraits, here: HostTraits) -> str:
-    """Return which trait of this host keeps the processes from going on here; "" if none."""
+    """Return the traits of this host that prevent a restore of the processes here; "" if none
+    does.
+    """
     ours = asdict(here)
     other = [name for name, value in asdict(found).items() if value != ours[name]]
     return f"this host has another {' and '.join(other)}" if other else ""

@@ -24,7 +24,10 @@ class NoProgram(Exception):
 
 @dataclass(frozen=True, slots=True)
 class CriuProgram:
-    """A CRIU that runs: its own loader and libraries if it lies in a prefix, else the host's."""
+    """Describes a CRIU that runs here.
+
+    If it lies in a prefix, it has a loader and libraries of its own; else it uses the host's.
+    """
 
     binary: Path
     version: str

@@ -1,8 +1,8 @@
 """Runs CRIU on the processes below a stub: dumps them, or restores them below another stub.
 
-The caller is root, on the side of the device worker: it is never a process of the sandbox.  The
-processes must be stopped, and the stub must wait.  A dump leaves the processes as they are; where
-it fails, `is_damaged` says whether they may run on.
+The caller is root, on the side of the device worker: it is never a process of the sandbox. The
+processes must be stopped, and the stub must wait. A dump leaves the processes as they are; if it
+fails, `is_damaged` says whether they can still run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from workers.criu.program import CriuProgram
 JSON = dict[str, Any]
 
 LOG, ERRORS = "criu.log", "criu.err"
-_MORE_S = 5.0  # extra time, for a helper that hangs and does not keep the time limit itself
+# extra seconds after which a helper is killed that did not keep the time limit itself
+_MORE_S = 5.0
 _BOTH = ("--ghost-limit", "1G", "--file-locks", "--link-remap", "--manage-cgroups=ignore")
 _SOCKETS = ("--tcp-established", "--network-lock", "nftables")
 _ERROR = re.compile(r"Error \([^)]*\): (.+)")
@@ -34,7 +35,10 @@ _SAID_BYTES = 300
 
 
 class CriuFailed(Exception):
-    """Raised when CRIU fails; `is_damaged`: it was killed while it held the processes."""
+    """Raised when CRIU fails.
+
+    `is_damaged`: CRIU was killed while it held the processes.
+    """
 
     def __init__(self, told: str, *, is_damaged: bool = False) -> None:
         super().__init__(told)
@@ -52,7 +56,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inherited:
-    """The descriptor of ours that takes the place of a pipe or socket of the dumped processes."""
+    """Names a descriptor of ours that replaces a pipe or socket of the dumped processes."""
 
     fd: int
     name: str  # as in /proc/PID/fd: pipe:[INODE] or socket:[INODE]
@@ -79,9 +83,9 @@ def restore(
     inherited: Iterable[Inherited] = (),
     groups: tuple[str, ...] = (),
 ) -> None:
-    """Restore a tree below a stub that has no processes; the tree's root becomes its child.
+    """Restore a tree below a stub that has no processes; the tree's root becomes the stub's child.
 
-    The tree is in the control groups `groups`, not in those of the device worker.  The tree is
+    The tree is in the control groups `groups`, not in those of the device worker. The tree is
     stopped, even if it ran when CRIU dumped it: it may not run before it is checked.
     """
     given = list(inherited)
@@ -95,7 +99,7 @@ def restore(
 
 
 def reserve_pids(program: CriuProgram, target: Target) -> None:
-    """Leave the lowest ids of a stub without processes to helpers, as `restore` does."""
+    """Have a stub without processes leave its lowest process ids to helpers, as `restore` does."""
     _run(program, target, _Request(words=["--version"], last_pid=pids.RESERVED))
 
 

@@ -1,11 +1,11 @@
 """Stores the processes below a stub as an image, and restores them below another stub.
 
-Both run outside the supervisor's thread and outside the sandbox.  The stub keeps its processes
-stopped meanwhile.  What CRIU writes and reads lies in memory, in a file system without a name: no
+Both run outside the supervisor's thread and outside the sandbox. Meanwhile the stub keeps its
+processes stopped. What CRIU writes and reads lies in memory, in a file system without a name: no
 other process reaches it, and nothing of it is left when the device worker ends.
 
-Invariant: no process runs unchecked.  An image is checked when it is made, so that no useless image
-is kept, and again before CRIU reads it.  The restored processes are checked while they are still
+Invariant: no process runs unchecked. An image is checked when it is made, so that no useless image
+is kept, and again before CRIU reads it. The restored processes are checked while they are still
 stopped.
 """
 
@@ -60,7 +60,10 @@ class CannotRestore(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StubAccess:
-    """The stub of a command, as the device worker knows it; whoever uses it closes `pidfd`."""
+    """Describes the stub of a command to the device worker.
+
+    The user of this object closes `pidfd`.
+    """
 
     pidfd: int
     room: Room
@@ -76,9 +79,10 @@ class TreeMover:
         folder: Callable[[int], AbstractContextManager[Path]] = memory_folder,
         accelerator: str = "",
     ) -> None:
-        """Set up; `folder` makes an empty folder for so many bytes, which no other user reaches.
+        """Set up the mover.
 
-        `accelerator` names the model and driver of the device, if that is no CPU.
+        `folder` makes an empty folder for a number of bytes, which no other user reaches.
+        `accelerator` names the model and driver of the device; "" for a CPU.
         """
         self.program = program
         self.most_bytes = most_bytes
@@ -96,11 +100,12 @@ class TreeMover:
         secrets_mark: str = "",
         started_as: str = "",
     ) -> PackedImage:
-        """Return the image of a stopped tree, whose first process has this id inside.
+        """Return the image of a stopped tree; `first_pid` is its first process's id inside the
+        sandbox.
 
         `pids` are all processes that the stub sees; `pipes` are those that lead to the host, and
-        `begun` the incomplete last lines that came through them.  `memory_bytes` is what all of
-        them have in memory, each for itself.
+        `begun` the incomplete last lines that came through them. `memory_bytes` is the sum of what
+        each process has in memory.
         """
         if min([first_pid, *pids]) <= RESERVED:
             raise CannotStore("its process ids are those of the helpers of a restore")
@@ -125,7 +130,7 @@ class TreeMover:
                 raise CannotStore(str(error)) from error
 
     def _must_fit(self, size_bytes: int) -> None:
-        """Raise CannotStore for an image that would take the memory of other tasks."""
+        """Raise CannotStore if the image would take memory that other tasks need."""
         most_bytes = min(self.most_bytes, available_bytes() // 2)
         if size_bytes > most_bytes:
             raise CannotStore(
@@ -135,7 +140,7 @@ class TreeMover:
 
     @contextmanager
     def _dumped(self, stub: StubAccess, first_pid: int, limit_s: float) -> Iterator[Path]:
-        """Yield the folder of a dump; one that fails by chance is made again."""
+        """Yield the folder of a dump; a dump that fails by chance is tried again."""
         for left in reversed(range(DUMPS_MOST)):
             with ExitStack() as made:
                 try:

@@ -1,4 +1,4 @@
-"""Finds and tries out the device of a worker at its start; a worker without its device ends."""
+"""Finds the device of a worker at its start and tries it out; a worker without its device ends."""
 
 from __future__ import annotations
 

@@ -25,14 +25,14 @@ from workers.device.resident import Resident, family
 
 log = logging.getLogger(__name__)
 
-#: What a process has on a device in addition to the memory of its tensors: the context of the
-#: driver, and the workspaces of libraries.
+#: Bytes that a process has on a device besides its tensors: the context of the driver, and the
+#: workspaces of libraries.
 CONTEXT_BYTES = 2**30
 
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """Memory on the device of a process that belongs to no living resident."""
+    """Describes memory on the device that is held by a process of no living resident."""
 
     process: int
     held_bytes: int
@@ -51,7 +51,7 @@ class DeviceAccount:
         self._tenants: dict[int, str] = {}
 
     def cap_bytes(self, resident: Resident, processes: int = 1) -> int:
-        """Return the most that the driver may count for a resident with so many processes.
+        """Return the most that the driver may count for a resident with `processes` processes.
 
         Each of its ranks has a context of its own; its other processes are allowed none.
         """
@@ -63,7 +63,9 @@ class DeviceAccount:
         return self.unseen_bytes + sum(one.held_bytes for one in self.leftovers)
 
     def by_tenant(self) -> dict[str, int]:
-        """Return by tenant the bytes that its ended residents left on the device."""
+        """Return, by tenant, the bytes that residents left on the device although they have
+        ended.
+        """
         held: dict[str, int] = {}
         for one in self.leftovers:
             if one.tenant:
@@ -75,8 +77,8 @@ class DeviceAccount:
     ) -> tuple[list[Resident], list[Resident]]:
         """Book what the driver counted, as (process, bytes).
 
-        Returns the residents beyond the cap, and the residents that reported to have left but have
-        not.
+        Returns the residents beyond their cap, and the residents that reported that they had left
+        the device but still hold memory.
         """
         left = dict(counted)
         tenants: dict[int, str] = {}
@@ -119,7 +121,7 @@ class DeviceAccount:
 
 
 def _has_stayed(resident: Resident) -> bool:
-    """True if a resident holds more than a context and the small tensors that it reported."""
+    """True if a resident holds more than a context and the tensors that it reported."""
     return (resident.measured_bytes or 0) > resident.memory_bytes + CONTEXT_BYTES
 
 

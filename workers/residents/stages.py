@@ -61,7 +61,10 @@ def take_start(work: Work) -> None:
 
 
 def read_graph(work: Work) -> None:
-    """Read the graph and decide which executor runs each node, before the executors fork."""
+    """Read the graph and decide which executor runs each node.
+
+    This is done before the executors are forked.
+    """
     run = work.spec.run
     work.graph = partitions.of_run(task_graph.parse(_read_json(work.fds.pop(0))), run)
     if (executors := work.spec.world_size) > 1:
@@ -69,7 +72,10 @@ def read_graph(work: Work) -> None:
 
 
 def configure(work: Work) -> None:
-    """Configure torch as the preset says; after another function the process is configured."""
+    """Configure torch as the preset says.
+
+    If another function ran in this process before, that is done already.
+    """
     shared = work.shared
     try:
         work.accelerator = Accelerator(work.start.kind)
@@ -126,7 +132,9 @@ def load_code(work: Work) -> None:
 
 
 def _find_entry(work: Work) -> Any:
-    """Return the function of a process that has loaded its module for another one."""
+    """Return the function to run, in a process that has loaded its module for an earlier
+    function.
+    """
     try:
         return entry.find_entry(Path(work.start.code), work.spec.run.entry)
     except BaseException as error:
@@ -156,7 +164,7 @@ def _load_graph(work: Work, code: Path) -> runner.Loaded:
 
 
 def bring_in(work: Work) -> None:
-    """Load the inputs and, for a task that has run before, its image."""
+    """Load the inputs. If the task has run before, load its image, too."""
     start = work.start
     try:
         for port, source in sorted(start.inputs.items()):
@@ -198,7 +206,7 @@ def _input(work: Work, port: str, source: InputFile) -> Any:
         os.close(fd)  # its manifest
         return INPUTS / port
     try:
-        # A mapped value is not part of an image, only a reference to it; a function has no images.
+        # An image refers to a mapped value and does not contain it; and a function has no images.
         tensors = tensor_io.given(fd, mapped=bool(block) or work.is_function)
     finally:
         os.close(fd)
@@ -219,7 +227,7 @@ def _restored(work: Work, layout: JSON) -> Any:
 
 
 def take_seat(work: Work) -> None:
-    """Report that all work without the device is done; wait for the slot."""
+    """Report that all work that needs no device is done; then wait for the slot."""
     with work.away("its seat"):
         work.say("prepared", preset=work.preset, capabilities=work.capabilities)
         orders.wait_for_seat(work)
@@ -247,7 +255,7 @@ def run(work: Work) -> None:
     if not checked and not work.is_graph and work.member is None:
         work.points = FirstPoints(until_s=time.monotonic() + FIRST_POINTS_S)
     if work.is_graph and work.member is None:
-        # send blocks of the image again, in case they were not stored before
+        # store outputs of the image again, in case they were not stored before
         outputs.give_early(work)
     while work.ctx.result is None:
         one_step(work)
@@ -321,7 +329,7 @@ def _must_be_small(result: JSON) -> None:
 
 
 def _must_be_capturable(work: Work) -> None:
-    """Fail after the first step, not at the first pause, if the job cannot be captured."""
+    """If the job cannot be captured, fail after the first step, not only at the first pause."""
     try:
         captured = capture(work.state, around=work.around, accelerator=work.accelerator)
         size = work.images.staging.must_fit(captured)

@@ -1,4 +1,4 @@
-"""The state of one task in this process, which all stages read and fill."""
+"""Holds the state of one task in this process; every stage reads it and adds to it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Work:
-    """The state of one task in this process.  `step` is the last finished step."""
+    """Holds the state of one task in this process. `step` is the last finished step."""
 
     wire: Wire
     bulk: socket.socket
@@ -67,7 +67,7 @@ class Work:
     patience_s: float = 0.0  # how long the task may wait for an input in the slot
     outside: FirstExecutor | None = None  # set in the first executor of a partition
     base_bytes: int = 0
-    # True if the task is off the slot only for the slices of co-located tasks
+    # True if the task gave its slot up only for slices of co-located tasks, and will soon be back
     is_back_soon: bool = False
     turn: int = 0  # number of the last order to move memory off the device or back
     before_bytes: int = 0  # memory of the process when it was told to release memory
@@ -99,12 +99,12 @@ class Work:
 
     @property
     def state(self) -> Any:
-        """The content of its images: the job itself or, for a graph, its progress."""
+        """The content of the task's images: the job itself or, for a graph, its progress."""
         return self.job.state() if isinstance(self.job, GraphJob) else self.job
 
     @property
     def ran(self) -> int:
-        """The steps that this process has run; for a graph, the nodes that it ran itself."""
+        """The number of steps that this process has run; for a graph, the number of nodes."""
         return self.job.count if isinstance(self.job, GraphJob) else self.step
 
     def away(self, waits_for: str) -> contextlib.AbstractContextManager[None]:

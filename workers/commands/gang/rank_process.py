@@ -52,7 +52,8 @@ def init_process_group(
 
 
 def _joined(world_size: int) -> Rank | None:
-    """Return this process as its rank, on its first turn; None if it is no rank.
+    """Make this process a rank, and return it on its first turn; None if the process is to be no
+    rank.
 
     Raises RuntimeError if it cannot become one.
     """
@@ -77,7 +78,8 @@ def _joined(world_size: int) -> Rank | None:
 
 
 def _open_lock_anew(fd: int) -> None:
-    """Give this process an open file of its own for its locks, under the same number.
+    """Open the lock's file again, so that no other process shares its locks; keep the descriptor's
+    number.
 
     Where ranks share one open file, CRIU stores the locks of one rank only.
     """
@@ -87,7 +89,10 @@ def _open_lock_anew(fd: int) -> None:
 
 
 def _begin_again(rank: Rank) -> None:
-    """Make a default group after one was destroyed; all ranks take part, as its name is reused."""
+    """Make a default group again after the script destroyed one.
+
+    All ranks take part, as the group's name is reused.
+    """
     global _begun
     _begun += 1
     store = process_group.SharedStore(rank.turns, rank.timeout_s)
@@ -98,7 +103,10 @@ def _begin_again(rank: Rank) -> None:
 
 
 def _is_open(handles: Handles) -> bool:
-    """True if these descriptors are still open as they were at the start of the process."""
+    """True if these descriptors still refer to the gang's shared memory.
+
+    A script may have closed them.
+    """
     try:
         return os.fstat(handles.land).st_size in (LAND_BYTES, STORED_LAND_BYTES)
     except OSError:
@@ -118,7 +126,7 @@ def _tell(stock: Callable[..., None], rank: Rank, *exception: Any) -> None:
 
 
 def _let_others_go_first(rank: Rank) -> None:
-    """Wait for the ranks that ended first, if this rank ends because of them.
+    """If this rank ends because of other ranks, wait until those have ended.
 
     So the failure of the first rank is reported.
     """

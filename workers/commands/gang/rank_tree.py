@@ -1,4 +1,5 @@
-"""The stub's side of ranks whose processes can be stored: they lie below one process (`trunk`).
+"""Starts and watches, for the stub, ranks whose processes can be stored: all are below one process,
+the `trunk`.
 
 The trunk runs as the user of the command, so the stub does not trust its answers: a wrong one can
 at most end its own command early.
@@ -49,7 +50,10 @@ class RankTree:
         ends: Path,
         again: int | None,
     ) -> RankTree:
-        """Start the ranks; raises OSError as `subprocess.Popen` does, or where the trunk hangs."""
+        """Start the ranks.
+
+        Raises OSError as `subprocess.Popen` does, or if the trunk hangs.
+        """
         read, write = os.pipe()
         started = subprocess.Popen(
             [sys.executable, "-I", "-S", "-B", trunk.__file__],
@@ -100,7 +104,8 @@ class RankTree:
 
 
 def _begun_ranks(fd: int, program: str) -> list[AdoptedProcess]:
-    """Return the ranks that a trunk says it has started; raises OSError, also if it says nothing.
+    """Return the ranks that a trunk says it has started; raises OSError, also if the trunk says
+    nothing.
 
     A rank that has begun may stop the trunk, so the wait has a time limit.
     """
@@ -116,7 +121,9 @@ def _begun_ranks(fd: int, program: str) -> list[AdoptedProcess]:
 
 
 def _heard(fd: int, until_s: float) -> bytes:
-    """Read to the end of a pipe; raises OSError where that takes too long or is too much."""
+    """Read to the end of a pipe; raises OSError if it takes too long or there is too much to
+    read.
+    """
     said = b""
     while len(said) <= _SAID_BYTES:
         ready, _, _ = select.select([fd], [], [], max(0.0, until_s - time.monotonic()))
@@ -129,7 +136,7 @@ def _heard(fd: int, until_s: float) -> bytes:
 
 
 def _read_file(path: Path) -> bytes:
-    """Read a file in a place where the command can put anything; raises OSError."""
+    """Read a file in a folder where the command can put anything; raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(fd, "rb") as file:
         if not stat.S_ISREG(os.fstat(fd).st_mode):

@@ -1,8 +1,8 @@
 """Manages a command's ranks for its stub: their environment and the number of their slots.
 
 A rank is a process of the command, so the stub cannot trust it: the ranks can write to the shared
-memory (`workers.ranks.shared_memory`).  So the stub never waits for the lock there, which a rank
-might hold for ever or while frozen.  It uses no data from there but the number of slots.
+memory (`workers.ranks.shared_memory`). So the stub never waits for the lock there, which a rank
+might hold for ever or while frozen. From the shared memory the stub uses only the number of slots.
 """
 
 from __future__ import annotations
@@ -69,11 +69,13 @@ class Gang:
         self._wanted, self.is_told = seats, not tell
 
     def has_resized(self) -> int:
-        """Return the new number of slots, once, when the ranks have adopted it; else 0."""
+        """Return the new number of slots once, when the ranks have adopted it; in all other calls
+        0.
+        """
         words, seats = self._board.words, turns.seats(self._board)
-        # The request is one word, so the write is atomic even without the lock.  The stub writes it
-        # again until the ranks have obeyed.  It is never 0, since a rank that has just seen a
-        # request must not find that there is none.
+        # The request is one word, so the write is atomic even without the lock. The stub writes it
+        # again until the ranks have obeyed. It never writes 0: a rank that has just seen a request
+        # relies on finding one.
         if words[turns.WISH] != self._wanted and (words[turns.WISH] or seats != self._wanted):
             words[turns.WISH] = self._wanted
         if self.is_told or seats != self._wanted:
@@ -110,7 +112,10 @@ class Gang:
 
 
 def _free_port() -> int:
-    """Return a free port for torch's own rendezvous; a sandbox has its own loopback."""
+    """Return a free port for torch's own rendezvous.
+
+    A sandbox has a loopback of its own, so no other task can take the port.
+    """
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])

@@ -33,9 +33,9 @@ LOOK_AGAIN_S = 0.25  # interval of looks whether the device is trusted again
 
 
 def serve(control: socket.socket, outer: int, trust: TrustSeen, begin: int) -> int:
-    """Run one inner end until it ends, or the supervisor is gone; return an exit status.
+    """Run one inner end until it ends, or until the supervisor is gone; return an exit status.
 
-    `begin` is a file: the ticket, the variables of the task, and whether the job has the slot.
+    `begin` is a file with the ticket, the variables of the task, and whether the job has the slot.
     """
     sandbox.hide_memory()
     message = json.loads(os.pread(begin, os.fstat(begin).st_size, 0))
@@ -53,7 +53,7 @@ def serve(control: socket.socket, outer: int, trust: TrustSeen, begin: int) -> i
 
 
 class JobShell:
-    """Starts the inner end, whose processes run only while the job has the slot."""
+    """Starts the inner end. Its processes run only while the job has the slot."""
 
     def __init__(self, control: Wire, outer: int, trust: TrustSeen, message: JSON) -> None:
         self.control, self.outer, self.trust, self.message = control, outer, trust, message
@@ -68,7 +68,9 @@ class JobShell:
         return self.is_seated and self.trust.left_us() > 0
 
     def turn(self) -> bool:
-        """Do what is due, then wait; return False once the inner end has ended."""
+        """Do what is due, then wait for the next event; return False once the inner end has
+        ended.
+        """
         if self.may_run:
             self._run()
         elif self.end is not None:

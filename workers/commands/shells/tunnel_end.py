@@ -28,7 +28,8 @@ from typing import Any, NoReturn
 HEAD = struct.Struct("!BHI")
 DATA, WINDOW, END, OPEN, RESIZE, EXIT, FAILED, QUIET = range(8)
 FRAME_BYTES, WINDOW_BYTES, CHANNELS_MAX = 2**15, 2**18, 64
-KEPT_BYTES = 2**16  # bytes that the outer side has not taken; above this limit no channel is read
+# most bytes that wait for the outer side to take them; above this limit no channel is read
+KEPT_BYTES = 2**16
 LAST_WORDS_S = 0.1  # how long a terminal must be silent after its shell has ended
 LAST_WORDS_MAX_S = 5.0
 CONNECT_S = 2.0
@@ -41,7 +42,7 @@ class TunnelOver(Exception):
 
 
 class InnerChannel:
-    """A channel: a descriptor, and how many bytes may be sent in each direction."""
+    """Describes a channel: a descriptor, and how many bytes may be sent in each direction."""
 
     def __init__(self, number: int, fd: int) -> None:
         os.set_blocking(fd, False)
@@ -155,7 +156,9 @@ class InnerEnd:
         self.leaves += HEAD.pack(kind, number, len(body)) + body
 
     def open(self, number: int) -> None:
-        """Connect a channel; a shell has only the channel with which it began."""
+        """Connect a new channel. A shell refuses this: it has only the channel with which it
+        began.
+        """
 
     def resize(self, rows: int, columns: int) -> None:
         """Change the size of the terminal, if there is one."""

@@ -18,7 +18,9 @@ _PROGRAM = Path(__file__).with_name("tunnel_end.py")
 
 
 class InnerEnds:
-    """The inner ends of a command's tunnels: processes of its tree, which stop and end with it."""
+    """Manages the inner ends of a command's tunnels: processes of its tree, which stop and end with
+    it.
+    """
 
     def __init__(self) -> None:
         self._waiting: list[tuple[JSON, int]] = []  # ticket, descriptor of the socket
@@ -37,7 +39,10 @@ class InnerEnds:
             self._waiting.append((ticket, fd))
 
     def start(self, folder: str, environment: JSON, bound: Callable[[], None] | None) -> None:
-        """Start the ends that wait.  No code of the tenant decides what is started."""
+        """Start the ends that wait for it.
+
+        No code of the tenant decides what is started.
+        """
         waiting, self._waiting = self._waiting, []
         for ticket, fd in waiting:
             try:
@@ -81,7 +86,7 @@ def start_end(
 ) -> subprocess.Popen[bytes]:
     """Start one inner end with this descriptor; raises OSError.
 
-    It has neither site packages nor the variables of Python: it starts in 20 ms, and does the same
+    Its Python ignores site packages and PYTHON variables: so it starts in 20 ms, and does the same
     in every environment.
     """
     argv = [sys.executable, "-I", "-S", str(_PROGRAM), str(fd), json.dumps(ticket)]
