@@ -1,8 +1,9 @@
 """Reads and changes the settings of a device in its driver: by NVML, or in a file.
 
 A call of `DriverSettings` may take long, or never return, so only the thread of
-`workers.device.host.device_presets` makes one.  `AppliedPreset` changes settings and puts back the
-old values, which it writes down first, so even after the device worker was killed.
+`workers.device.host.device_presets` makes one. `AppliedPreset` changes settings and later restores
+the old values. It writes these to a file first, so they are restored even after the device worker
+was killed.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def find_settings(house: House) -> DriverSettings | None:
 class AppliedPreset:
     """Keeps a device's settings as a preset says, and remembers the old values.
 
-    `before` has the value that each changed setting had; `file` has the same, for the next worker.
+    `before` has the value that each changed setting had; `file` has the same, for the next device
+    worker.
     """
 
     def __init__(self, settings: DriverSettings | None, file: Path) -> None:
@@ -62,9 +64,10 @@ class AppliedPreset:
             self.before = json.loads(file.read_text())
 
     def apply(self, wanted: Mapping[str, Any]) -> JSON:
-        """Set the wanted values, put all others back, and return the wanted ones as read back.
+        """Set the wanted values, restore the old values of all other settings, and return the
+        wanted ones as read back.
 
-        Raises NotSet, after putting back all old values, as far as the driver allows it.
+        If this fails, restores all old values, as far as the driver allows it, and raises NotSet.
         """
         if self.settings is None:
             if wanted:
@@ -125,9 +128,9 @@ class FileSettings:
     """Keeps settings in a file, for tests and for devices without NVML, whose settings another
     program applies.
 
-    The file is an object: parameter -> {"value"}.  Beside the value may stand: "least" and "most",
-    its bounds; "refused", why the driver takes no value; "takes", the value that the driver takes
-    instead of any other.
+    The file is an object: parameter -> {"value"}. Beside the value there may be "least" and "most",
+    its bounds; "refused", the reason why the driver takes no value; and "takes", a value that the
+    driver takes instead of any other.
     """
 
     def __init__(self, file: Path) -> None:

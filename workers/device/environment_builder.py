@@ -43,7 +43,7 @@ def main() -> NoReturn:
     room = _room(order, work)
     if order["is_walled"]:
         standing, _ = sandbox.try_out(room)
-        # What it writes belongs to our user, so that no resident can change it.
+        # The environment must belong to our user, so that no resident can change it.
         given_up = {"user", "network"} if order["reach"] is None else {"user"}
         walls = [name for name in standing if name not in given_up]
     if order["reach"] and "network" in walls:
@@ -72,7 +72,9 @@ def _room(order: JSON, work: Path) -> Room:
 
 
 def _needed(order: JSON) -> Iterator[Path]:
-    """Yield the files that uv reads: the interpreter, its configuration, those of the network."""
+    """Yield the files that uv reads: the interpreter, its configuration, and files for the
+    network.
+    """
     yield Path(order["python"]).resolve().parents[1]
     yield Path(order["uv"])
     if order["wheels"]:

@@ -20,8 +20,8 @@ Place = tuple[str, int]  # task, epoch
 def blamed(heard: Place | None, there: Collection[Place]) -> list[Place]:
     """Return the task that sent the message being processed, or else the only task on the device.
 
-    `there` are the tasks of all processes on the device.  If there are several, any of them may be
-    the cause, and none is named: no task fails because of a neighbour.
+    `there` are the tasks of all processes on the device. If there are several, any of them may be
+    the cause, so none is returned: no task fails because of another one.
     """
     if heard is not None:
         return [heard]
@@ -35,7 +35,7 @@ def write_down(file: Path, tasks: Collection[Place]) -> None:
 
 
 def written_down(file: Path) -> list[list[str | int]]:
-    """Return the recorded tasks in the form of `Alive`; empty if the last worker did not hang."""
+    """Return the recorded tasks in the form of `Alive`; [] if the last worker did not hang."""
     if not file.exists():
         return []
     try:

@@ -1,8 +1,8 @@
 """Sends the heartbeats of a device: each report has its whole state, each answer extends its lease.
 
-A `Pulse` is a thread that sends the newest report it was given.  Sending may block while Redis is
-away, and the supervisor must not block.  A report that could not be sent is discarded: the next
-report has all of its content.
+A `Pulse` is a thread that sends the newest report that it was given. Sending may block while Redis
+is away, and the supervisor must not block. A report that could not be sent is discarded: the next
+report includes all that was in it.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Rhythm:
         self.soon_us: int | None = None
 
     def soon(self, now_us: int) -> None:
-        """Make a report due within SOON_S, for an event that is not urgent and that others
-        follow.
+        """Make a report due within SOON_S, after an event that is not urgent and is often followed
+        by others.
         """
         if self.soon_us is None:
             self.soon_us = now_us + int(SOON_S * 1e6)
@@ -116,7 +116,7 @@ class Pulse(threading.Thread):
             return alive
 
     def _send(self, alive: Alive) -> None:
-        # The lease counts from this time, so it is taken before anything can delay the message.
+        # The lease counts from this time, so take the time before anything can delay the message.
         stamped = replace(alive, sent_us=self.clock_us())
         try:
             self.transport.send(stamped)

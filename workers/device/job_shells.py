@@ -8,7 +8,7 @@ from workers.process.wire import TenantWire
 
 
 class JobShells:
-    """The processes beside one job; each ends by itself, which closes its wire."""
+    """Tracks the processes beside one job; each ends by itself, and this closes its wire."""
 
     def __init__(self) -> None:
         self.is_seated = False

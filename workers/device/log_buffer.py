@@ -49,7 +49,7 @@ class Log:
         for line in whole:
             self._add(stream, _last_frame(line))
         rest = _last_frame(data[end:])
-        # A secret that has arrived in part is held back until all of it is there.
+        # Part of a secret may have arrived: hold it back until all of it is there.
         while len(rest) > LINE_LIMIT_BYTES + self.redactor.longest:
             part, rest = self.redactor.split(rest, LINE_LIMIT_BYTES)
             self._add(stream, part)
@@ -65,7 +65,9 @@ class Log:
 
     @property
     def begun(self) -> dict[str, str]:
-        """The incomplete last lines, for an image of the processes that complete them."""
+        """The incomplete last line of each stream, for an image whose processes will complete
+        it.
+        """
         return {stream: rest.decode("latin-1") for stream, rest in self._open.items() if rest}
 
     def begin_with(self, begun: Mapping[str, str]) -> None:
@@ -129,7 +131,7 @@ class Log:
 def _last_frame(line: bytes) -> bytes:
     """Return what a terminal shows of a line with carriage returns, as progress bars print them.
 
-    A carriage return at the end stays until the line goes on: the text after it replaces the line.
+    A carriage return at the end has no effect yet: only text after it replaces the line.
     """
     start = line.rfind(b"\r", 0, len(line.rstrip(b"\r"))) + 1
     return line[start:]

@@ -34,16 +34,17 @@ log = logging.getLogger(__name__)
 JSON = dict[str, Any]
 
 GRANT_BYTES = 16 * 2**20  # least memory that is granted at once, unless less is wanted
-LEAVE_US = 10_000_000  # limit to release memory; then the resident is ended if its image is durable
+# in microseconds: limit to release memory; then the resident is ended if its image is durable
+LEAVE_US = 10_000_000
 
 
 class Residency:
-    """Manages all residents of a device and their memory.  It runs in the supervisor's thread.
+    """Manages all residents of a device and their memory. It runs in the supervisor's thread.
 
-    `end` ends a process.  `held_ahead` returns the bytes in slabs of residents that have no process
-    yet.  `lacks` is "bytes" or "places" while a task needs memory or a process that no paused
-    resident can give up.  `expected` are tasks in the order in which the island will give them the
-    slot.
+    `end` ends a process. `held_ahead` returns the bytes in slabs that were prefetched for residents
+    without a process yet. `lacks` is "bytes" or "places" while a task needs memory or a process
+    that no paused resident can give up. `expected` are tasks in the order in which the island will
+    give them the slot.
     """
 
     def __init__(
@@ -115,7 +116,9 @@ class Residency:
     # --- free memory ---
 
     def look(self, now_us: int) -> bool:
-        """Keep to the budgets and bring back wanted residents; True if all of them are here."""
+        """Keep to the budgets and bring back wanted residents; True if all wanted residents are
+        back.
+        """
         self.lacks = ""
         for resident in self.living:
             if resident.level == "leaving" and now_us >= resident.leave_by_us:
@@ -137,7 +140,9 @@ class Residency:
     def _make_room(
         self, wanted: int, now_us: int, *, places: int, coming: Resident | None = None
     ) -> tuple[str, bool]:
-        """Return what is lacking that no resident can give up, and whether there is room now."""
+        """Return what is lacking although no resident can give it up, and whether there is room
+        now.
+        """
         while self.living and not self._has_places(places):
             if not self._end_one(self.living):
                 return "places", False
@@ -151,7 +156,8 @@ class Residency:
                 return "", False
             if not self._end_for_bytes(wanted):
                 others = [r for r in self.living if r is not coming and r.level != "host"]
-                # A resident alone on the device may try; this code does not decide whether it fits.
+                # If a resident is alone on the device, let it try: this code cannot tell whether it
+                # fits.
                 return ("bytes", False) if others else ("", True)
         return "", True
 
@@ -172,7 +178,9 @@ class Residency:
         resident.send("leave", turn=self._leaves(resident, now_us))
 
     def with_pause(self, resident: Resident, now_us: int) -> JSON:
-        """Return extra fields of a pause: release memory at once, if a task waits for memory."""
+        """Return extra fields for an order to pause: if a task waits for memory, release memory at
+        once.
+        """
         if self.lacks != "bytes" or not resident.may_leave or not self._fits_host(resident):
             return {}
         return {"leave": True, "turn": self._leaves(resident, now_us)}
@@ -186,7 +194,7 @@ class Residency:
         return resident.memory_bytes - resident.slab_bytes <= self.free_host_bytes
 
     def _end_for_bytes(self, wanted: int) -> bool:
-        """End a resident, if ending all that may end would free `wanted` bytes."""
+        """End one resident, but only if ending all that may be ended would free `wanted` bytes."""
         holding = [r for r in self.living if r.on_device_bytes]
         gained = sum(r.on_device_bytes for r in holding if _may_end(r))
         return self.free_bytes + gained >= wanted and self._end_one(holding)
@@ -214,8 +222,8 @@ class Residency:
         lacking = resident.lacking_bytes
         self.lacks, there = self._make_room(lacking, now_us, places=0, coming=resident)
         granted = lacking if there else min(lacking, max(0, self.free_bytes))
-        # Once all is back, growth to its declared memory is granted in one piece: it takes nothing
-        # before.
+        # Once all its memory is back, a growth to the declared memory is granted in one piece, as
+        # the resident uses it only as a whole.
         least = min(lacking, GRANT_BYTES) if resident.away_bytes else lacking
         if granted < least or (not lacking and resident.level == "coming"):
             return
@@ -225,7 +233,10 @@ class Residency:
         resident.send("return", bytes=granted, turn=resident.turn)
 
     def heard(self, resident: Resident, message: JSON) -> None:
-        """Process an `away` message: bytes off the device; `settled` if the last order is done."""
+        """Process an `away` message of a resident.
+
+        It has the bytes that are off the device, and `settled` if the last order is carried out.
+        """
         away_bytes, turn = number(message, "bytes"), number(message, "turn")
         house, is_settled = self.house, message.get("settled") is True
         told = number(message, "memory_bytes")
@@ -248,12 +259,12 @@ class Residency:
     # --- the order of eviction ---
 
     def needed_last_first(self, paused: Iterable[Resident]) -> list[Resident]:
-        """Sort paused residents: needed last first.
+        """Sort paused residents: the one that is needed last comes first.
 
         The island's expected order counts first, then the time at which each resident is expected
-        back.  Tasks that share a device take turns: each returns about as long after its pause as
-        it did before.  The resident paused first has waited longest and returns first, so the one
-        paused last leaves first.  A cache would evict the least recently used instead.
+        back. Tasks that share a device take turns: each returns about as long after its pause as it
+        did before. The resident paused first has waited longest and returns first, so the one
+        paused last leaves first. A cache would evict the least recently used instead.
         """
         place = {task: number for number, task in enumerate(self.expected)}
         known = [r.absent_us for r in self.living if r.absent_us]

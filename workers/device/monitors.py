@@ -49,7 +49,7 @@ class DeviceMonitor(Protocol):
 def find_monitor(house: House) -> DeviceMonitor | None:
     """Return the monitor that the settings name; None if nothing watches the device.
 
-    Raises CannotServe if it is named, and its library is not installed.
+    Raises CannotServe if the library of a named monitor is not installed.
     """
     name, _, folder = house.monitor.partition(":")
     if name == "file":
@@ -73,10 +73,10 @@ def find_monitor(house: House) -> DeviceMonitor | None:
 class FileMonitor:
     """Reads what another program writes to a file: for devices without NVML, and for tests.
 
-    The file is one JSON object with the fields of `Reading`.  `xids` lists all codes so far; those
-    that are new since the last reading count.  Two more things can be said: `"fault": "lost"`, the
-    device is gone, and `"fault": "hang"`, the driver does not answer.  Replace the file in one step
-    (write another one, rename it), as half a file is a monitor that does not work.
+    The file is one JSON object with the fields of `Reading`. `xids` lists all codes so far; those
+    that are new since the last reading count. Two more values are possible: `"fault": "lost"`, the
+    device is gone, and `"fault": "hang"`, the driver does not answer. Replace the file in one step
+    (write another one, rename it): a monitor with half a file counts as broken.
     """
 
     def __init__(self, file: Path) -> None:
@@ -127,9 +127,9 @@ class FileMonitor:
 
 
 class NvmlMonitor:
-    """Reads a GPU by NVML.  `name` is its UUID or its index by PCI bus; "" is the only GPU.
+    """Reads a GPU by NVML. `name` is its UUID or its index by PCI bus; "" is the only GPU.
 
-    Nothing is opened before the first reading, and all is opened anew after an error.
+    Nothing is opened before the first reading. After an error everything is opened again.
     """
 
     def __init__(self, name: str) -> None:
@@ -207,7 +207,9 @@ class NvmlMonitor:
                 self._events = None
 
     def _await_events(self, wait_s: float) -> tuple[int, ...]:
-        """Return the codes of the Xid events that come within `wait_s`, up to the first."""
+        """Wait up to `wait_s` for an Xid event of the device; return its codes, or () if none
+        came.
+        """
         if self._events is None:
             time.sleep(wait_s)  # the device reports no events, so only its figures are read
             return ()
@@ -255,4 +257,4 @@ class NvmlMonitor:
         return MonitorGone(f"NVML: {error}")
 
 
-_NOT_HERE = object()  # the answer of NVML to a question that the device does not support
+_NOT_HERE = object()  # stands for NVML's answer that the device does not support a question

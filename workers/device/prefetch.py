@@ -4,12 +4,13 @@ While a part of a graph runs here, the inputs of the next part are fetched as th
 elsewhere.
 
 While a task is being moved here, its image is fetched in rounds; each round writes only changed
-chunks.  When the task stops, its last image is fetched while it is still being written
-(`checkpoint.follow`).  The Launch then takes over the slab and fetches what is missing.  Chunks of
-a command's processes stay in the device worker's own memory until the Launch.
+chunks. When the task stops, its last image is fetched while it is still being written
+(`checkpoint.follow`). The Launch then takes over the slab and fetches what is missing. Chunks of a
+command's processes stay in the device worker's own memory until the Launch.
 
-Prefetched data was verified when it came, and no process has the slab until a resident is born with
-it.  Prefetching is only an optimization: whatever is lost here is fetched again at the launch.
+Prefetched data is verified when it arrives. The slab then belongs to this device worker alone,
+until a resident starts with it. Prefetching is only an optimization: whatever is lost here is
+fetched again at the launch.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ class Coming(threading.Thread):
     def __init__(
         self, entry: ExpectedTask, house: House, came: dict[str, str], happened: Callable[[], None]
     ) -> None:
-        """Start the thread; `came` receives, by SHA-256, the ways of the inputs that it fetches."""
+        """Start the thread. It records in `came`, by SHA-256, how each input came that it
+        fetches.
+        """
         super().__init__(name=f"ahead {entry.task}", daemon=True)
         self.entry, self.house, self.came, self.happened = entry, house, came, happened
         self.ahead: PrefetchedImage | None = None
@@ -82,7 +85,10 @@ class Coming(threading.Thread):
         self._told.set()
 
     def taken(self) -> PrefetchedImage | None:
-        """Hand the slab over, as the task is launched here; waits for a fetch in progress."""
+        """Hand the slab over, as the task is launched here.
+
+        If a fetch is in progress, waits for its end.
+        """
         self._over = True
         self._told.set()
         self.join()
@@ -115,7 +121,8 @@ class Coming(threading.Thread):
         elif self.ahead is None or self.ahead.found.sha256 != image.sha256:
             self._fetch(entry, image)
         elif self.house.store.place.is_near:
-            # a store on this machine is fast, and shows an image only when it is complete
+            # a store on this machine is fast, and shows an image only when it is complete: nothing
+            # to follow
             self._wait(None)
         else:
             self._follow(entry, image)
@@ -156,7 +163,10 @@ class Coming(threading.Thread):
         self._replace(fetched)
 
     def _follow(self, entry: ExpectedTask, image: CheckpointRef) -> None:
-        """Wait for the image of the task's pause, and fetch it while it is being written."""
+        """Wait for the image of the task's pause.
+
+        Fetch it while the other device still writes it.
+        """
 
         def look_again() -> bool:
             self._told.wait(LOOK_S)
@@ -179,7 +189,9 @@ class Coming(threading.Thread):
         self._followed = self._replace(followed)
 
     def _replace(self, by: Callable[[int, FoundImage | None], FoundImage | None]) -> bool:
-        """Read another image over the present one; if that fails no image remains."""
+        """Read another image into the slab, over the present one; if that fails, there is no image
+        any more.
+        """
         began_s, before = time.monotonic(), self.ahead
         held = slab.made(self.house.host_memory_bytes) if before is None else before.slab
         try:
@@ -199,9 +211,9 @@ class Coming(threading.Thread):
 def fetch(
     launch: Launch, house: House, came: dict[str, str], taken: Callable[[], PrefetchedImage | None]
 ) -> Fetched:
-    """Fetch all that a launch names; of its image only the part that was not prefetched.
+    """Fetch all that a launch names; of its image only what was not prefetched.
 
-    `taken` hands over the prefetched image, if there is one.  `came` says how each prefetched input
+    `taken` hands over the prefetched image, if there is one. `came` says how each prefetched input
     came, by its SHA-256.
     """
     here = taken()

@@ -32,10 +32,12 @@ JSON = dict[str, Any]
 
 FRAMES_BURST, FRAMES_PER_S = 2_000, 500.0  # per process; excess messages wait
 BYTES_BURST, BYTES_PER_S = 4 * 2**20, float(2**20)
-# seconds for which a process may be muted: at once, and per second; beyond, it is ended
+# in seconds: how long a process may be muted, at once and per second; above this it is ended
 MUTED_BURST_S, MUTED_PER_S = 20.0, 0.2
-OWED_US = 30_000_000  # how long a paused process may lack an image while others lack memory
-UNREAD_US = 10_000_000  # how long a process may leave its messages unread; then it is ended
+# in microseconds: how long a paused process may lack an image while other tasks lack memory
+OWED_US = 30_000_000
+# in microseconds: how long a process may leave its messages unread; then it is ended
+UNREAD_US = 10_000_000
 KERNEL_US = 100_000  # least interval between two reads of a process's memory from the kernel
 PROCESSES_LIMIT = 256  # most processes and threads read for one such count
 STORED_LIMIT = 16 * 1024  # most processes and threads of a command that are stored or restored
@@ -55,8 +57,9 @@ class Saving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaving:
-    """An output that a process has announced; `early` if other tasks may begin before this one
-    ends.
+    """Describes an output that a process has announced.
+
+    `early` is True if other tasks may begin with it before this one ends.
     """
 
     name: str
@@ -67,7 +70,7 @@ class Leaving:
 
 @dataclass
 class Adoption:
-    """The processes of a command's image, and our ends of the pipes that they write to.
+    """Holds the processes of a command's image, and our ends of the pipes to which they write.
 
     `held` are chunks of the image that were fetched ahead.
     """
@@ -212,8 +215,8 @@ class Resident:
         self._signal(signal.SIGCONT)
 
     def may_rest(self) -> bool:
-        """True if the next function may run in the process: the last one left nothing behind that
-        is seen from here.
+        """True if another function may run in the process: the last one left nothing in it, as far
+        as this process can see.
         """
         if not self.stay.shared_key or self.is_saving or self.leaving or self.pidfd is None:
             return False
@@ -229,7 +232,9 @@ class Resident:
         return declared or (self.is_command and output == messages.ARTIFACTS)
 
     def is_awaited(self, output: str) -> bool:
-        """True if other tasks may start with the output while this one runs on."""
+        """True if other tasks wait for the output and may start with it while this task still
+        runs.
+        """
         return output in (self.stay.spec.run.part or {}).get("after_ms", ())
 
     @property
@@ -238,8 +243,8 @@ class Resident:
 
     @property
     def is_kept(self) -> bool:
-        """True if its state is durable, as far as possible; for a command that is its working
-        folder.
+        """True if its state is durable as far as that is possible; for a command: if its working
+        folder is.
         """
         return self.record.is_kept
 
@@ -251,13 +256,13 @@ class Resident:
 
     @property
     def is_in_image(self) -> bool:
-        """True if its newest image has its processes as they were at its last step."""
+        """True if its newest image includes the processes as they were at the last step."""
         step = self.processes_step
         return step is not None and step == self.record.saved_step == self.stay.step
 
     @property
     def on_device_bytes(self) -> int:
-        """The device memory that it has or may take without asking: up to its declared memory."""
+        """The device memory that it has, or may take without asking: up to its declared memory."""
         if self.level == "host":
             return self.memory_bytes
         if self.level == "coming":
@@ -267,7 +272,7 @@ class Resident:
 
     @property
     def lacking_bytes(self) -> int:
-        """The memory that it must still be granted before it is back on the device."""
+        """The memory that must still be granted before the resident is back on the device."""
         asked = self.stay.spec.devices.memory_bytes - self.memory_bytes
         return max(0, max(self.away_bytes, asked) - self.granted_bytes)
 
@@ -280,17 +285,19 @@ class Resident:
         return {"level": self.level, **held}
 
     def cap_bytes(self, device_bytes: int) -> int:
-        """Return the most memory that the resident may have on a device with so much memory."""
+        """Return the most memory that the resident may have, on a device with `device_bytes`."""
         asked_bytes = self.stay.spec.devices.memory_bytes
         return cap_bytes(self.record.stay.milli, asked_bytes, device_bytes)
 
     @property
     def is_fraction(self) -> bool:
-        """True if it has a fraction of the device, and other tasks have the rest."""
+        """True if it has only a fraction of the device; other tasks may have the rest."""
         return self.record.stay.milli < WHOLE_MILLI
 
     def was_absent(self, now_us: int) -> None:
-        """Update the usual time between a pause and the next slice, as it has the slot again."""
+        """Update the usual time from a pause to the next slice; called when the process has the
+        slot again.
+        """
         if self.paused_us:
             took_us = max(1, now_us - self.paused_us)
             self.absent_us = (self.absent_us + took_us) // 2 if self.absent_us else took_us
@@ -305,19 +312,19 @@ class Resident:
             self.slab_bytes = slab.held_bytes(self.slab)
 
     def bounded_memory(self, told: int, house_bytes: int, kind: str, now_us: int) -> int:
-        """Bound the memory that a job reports by its device, and by the count of the kernel or the
-        driver.
+        """Bound the memory that a job reports: by the device's memory, and by the count of the
+        kernel or the driver.
 
-        The kernel counts the memory of a CPU device at once.  The driver of an accelerator counted
-        a while ago, and the job may have taken more since then.
+        The kernel's count for a CPU device is current. The driver's count for an accelerator is
+        older, and the job may have taken more since then.
         """
         if kind != "cpu":
             return max(min(told, house_bytes), self.measured_bytes or 0)
         return self._bounded(min(told, house_bytes), 0, kind, now_us)
 
     def bounded_spill(self, told: int, house_bytes: int, kind: str, now_us: int) -> int:
-        """Bound the bytes of its graph's blocks in host memory (shared mappings) in the same
-        way.
+        """Bound, in the same way, the reported bytes of a graph's blocks in host memory (shared
+        mappings).
         """
         return self._bounded(min(told, house_bytes), 1, kind, now_us)
 
@@ -330,7 +337,9 @@ class Resident:
         return told if self.kernel is None else min(told, self.kernel[which])
 
     def heard(self, frames: int, read_bytes: int, now_us: int) -> int:
-        """Count what was read from it; return for how many microseconds it is not read from now."""
+        """Count what was read from the process; return for how many microseconds it is muted, if it
+        sends too much.
+        """
         self.frames.take(frames, now_us)
         self.said_bytes.take(read_bytes, now_us)
         muted_us = max(self.frames.debt_us(now_us), self.said_bytes.debt_us(now_us))
@@ -338,14 +347,16 @@ class Resident:
         return muted_us
 
     def owes_image(self, now_us: int) -> bool:
-        """True if a long-paused job has no image, and none on its way."""
+        """True if a job has been paused for long without an image, and none is being made."""
         if self.stay.state != "paused" or self.is_durable or self.is_command:
             return False
         on_its_way = self.is_saving or self.save_again_us is not None
         return not on_its_way and now_us - self.paused_us >= OWED_US
 
     def is_deaf(self, now_us: int) -> bool:
-        """True if it has left messages unread for UNREAD_US, or too many wait for it."""
+        """True if the process has left messages unread for UNREAD_US, or if too many wait for
+        it.
+        """
         since_us = self.wire.unread_since_us
         long = since_us is not None and now_us - since_us >= UNREAD_US
         return long or self.wire.is_overfull
@@ -381,14 +392,17 @@ class Resident:
         return True
 
     def close_stores(self) -> None:
-        """Close what a storing thread may read from; call it when no thread does."""
+        """Close the descriptors that a storing thread may read from.
+
+        Call it only when no thread does.
+        """
         self.bulk.close()
         if self.slab >= 0:
             os.close(self.slab)
             self.slab = -1
 
     def close(self) -> None:
-        """Close all but the wire, `bulk` and `slab`, which may take long to close."""
+        """Close everything except the wire, `bulk` and `slab`, which may take long to close."""
         self.shells.close()
         for fd in (*self.pipes, *self.folders):
             os.close(fd)
@@ -427,10 +441,10 @@ def below(pid: int) -> list[int]:
 
 
 def memory_to_dump(pid: int) -> int:
-    """Return the bytes that a dump of the processes below a stub writes of their memory.
+    """Return how many bytes of memory a dump of the processes below a stub writes.
 
-    A page that processes have in common since a fork counts for each, as the dump has it for each;
-    memory that they share for writing counts once.  Raises as `family`.
+    Pages that processes still share after a fork count for each process, as the dump has them for
+    each; memory that they share for writing counts once. Raises as `family`.
     """
     all_bytes = 0
     for at in below(pid):
@@ -441,9 +455,9 @@ def memory_to_dump(pid: int) -> int:
 
 
 def family(pid: int, limit: int = PROCESSES_LIMIT) -> Iterator[int]:
-    """Yield a process and its descendants; those that end meanwhile may be left out.
+    """Yield the ids of a process and its descendants; those that end meanwhile may be left out.
 
-    Raises OSError if the process itself has ended, and ValueError when there are too many.
+    Raises OSError if the process itself has ended, and ValueError if there are too many.
     """
     looked, left = 0, [pid]
     while left:
@@ -463,7 +477,10 @@ def family(pid: int, limit: int = PROCESSES_LIMIT) -> Iterator[int]:
 
 
 def _read(path: str, *, must: bool = False) -> str:
-    """Read a file of /proc; "" if its process has ended, or OSError if it `must` be there."""
+    """Read a file of /proc.
+
+    If its process has ended, returns ""; raises OSError if the file `must` be there.
+    """
     try:
         return Path(path).read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -473,6 +490,6 @@ def _read(path: str, *, must: bool = False) -> str:
 
 
 def _status_bytes(status: str, name: str) -> int:
-    """Return a row of /proc/PID/status, there in KiB, in bytes; 0 for a process that has ended."""
+    """Return the bytes of a row of /proc/PID/status, which has KiB; 0 if there is no such row."""
     _, _, rest = status.partition(f"\n{name}")
     return 1024 * int(rest.split(maxsplit=1)[0]) if rest else 0

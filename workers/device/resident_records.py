@@ -1,9 +1,9 @@
 """Records which residents of a device may be alive, in a folder that no tenant can reach.
 
 The zygote writes a record before a resident runs any code, and removes the record when the process
-has ended.  So a starting device worker ends all processes of its predecessor, even a process that
-asked the kernel not to die with its parent.  A resident holds no lock of the device worker, since a
-tenant's process could lock any file that it has open.
+has ended. So a starting device worker can end all processes of the worker before it, even a process
+that asked the kernel not to die with its parent. No lock held by residents shows this: a tenant's
+process could lock any file that it has open.
 
 A record is an empty file, named by the boot of the host, the process id, and the start time of the
 process: together they name exactly one process.

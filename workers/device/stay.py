@@ -97,7 +97,7 @@ class Stay:
             self.given.setdefault(port, source)
 
     def goes_on_from(self, before: Stay) -> None:
-        """Continue `before` in the same process.
+        """Take over from the stay `before`, which used the same process.
 
         Inputs that did not reach the process are still lacking, even if the launch names them.
         """
@@ -121,7 +121,9 @@ class Stay:
         return self.record.held_us(now_us)
 
     def staged_us(self, now_us: int) -> int:
-        """The time for which its process stopped to copy state; at most its slot time."""
+        """The time for which its process was stopped to copy state; at most its time in the
+        slot.
+        """
         told_us = 0 if self.resident is None else self.resident.staged_us - self.unstaged_us
         return max(0, min(told_us, self.held_us(now_us)))
 

@@ -63,16 +63,16 @@ _PIECE = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fetched:
-    """All that a launch names, verified: its code, open files of its inputs, its image.
+    """Holds all that a launch names, verified: its code, open files of its inputs, its image.
 
     If the launch runs a graph, the first file is the graph; the other files are its inputs, by
-    port.  By `access` its process uses its devices.
+    port. `access` is how its process reaches its devices.
 
-    The image lies in `slab`, which is empty without an image.  `input_bytes` is the size of all
-    inputs.  `fetched_bytes` of them were read from the store, as neither this host nor another had
-    them.  `ways` has for each port how the input arrived: one of core.model.messages.WAYS.
-    `folders` are the inputs that are folders, by port; their files among `fds` are their manifests.
-    `secrets` are the values that the launch has sealed, by name; `redactor` knows them.
+    The image lies in `slab`, which is empty without an image. `input_bytes` is the size of all
+    inputs. `fetched_bytes` of them were read from the store, as neither this host nor another had
+    them. `ways` has for each port how the input arrived: one of core.model.messages.WAYS. `folders`
+    are the inputs that are folders, by port; their files among `fds` are their manifests. `secrets`
+    are the values that the launch has sealed, by name; `redactor` knows them.
     """
 
     code: Path
@@ -94,7 +94,7 @@ class Fetched:
 
     @property
     def locks(self) -> list[int]:
-        """Return the locks that keep its folders and its container image on the disk."""
+        """Return the locks that keep its input folders and its container image on the disk."""
         of_image = [] if self.root is None else [self.root.fd]
         return [*(one.lock for one in self.folders.values()), *of_image]
 
@@ -234,7 +234,9 @@ def opened_secrets(launch: Launch, house: House) -> tuple[dict[str, str], Redact
 
 
 def opened_image_key(order: Launch | ExpectedTask, house: House) -> Ciphers:
-    """Return the cipher of the task's images; none if the order has no key for this host."""
+    """Return the cipher of the task's images; an empty mapping if the order has no key for this
+    host.
+    """
     if "sealed" not in order.image_key:
         return NO_CIPHERS
     about = about_image_key(order.task, order.epoch, house.device)
@@ -246,7 +248,7 @@ def opened_image_key(order: Launch | ExpectedTask, house: House) -> Ciphers:
 
 
 def _access(launch: Launch, house: House) -> DeviceAccess:
-    """Return the access to this device, and to the further devices of a command."""
+    """Return the access to this device and, for a command, to the further devices that it has."""
     if not launch.guests or house.kind == "cpu":
         return house.access
     try:
@@ -309,7 +311,9 @@ def opened(source: JSON, house: House, came: dict[str, str]) -> tuple[int, str]:
 
 
 def opened_in_time(source: JSON, house: House, came: dict[str, str]) -> tuple[int, str]:
-    """Open an input for a task that waits for it in the slot; on failure retry a few times."""
+    """Open an input for a task that waits for it in the slot; if that fails, try a few more
+    times.
+    """
     for wait_s in AGAIN_AFTER_S:
         try:
             return opened(source, house, came)
@@ -370,7 +374,9 @@ def fill(
 
 
 def _indexed(held: int, image: CheckpointRef, found: FoundImage) -> tuple[Saving, int]:
-    """Write the index behind the image; return the image's description and the index's size."""
+    """Write the index behind the image; return the description of the image and the size of the
+    index.
+    """
     about = found.manifest.about
     index = {"layout": found.layout.as_json(), "fingerprint": dict(about.fingerprint)}
     size_bytes = found.manifest.size_bytes
@@ -411,9 +417,9 @@ def keep(
 ) -> Written:
     """Store the image that a resident announced in its slab; raises OutOfStep, OSError.
 
-    If it is `awaited` on another device, that device can fetch it while it is being written.
+    If the image is `awaited` on another device, that device can fetch it while it is being written.
     `beside` are the parts of a second image of the same moment; `dump_damaged` goes into the
-    manifest.  With a `cipher` both are encrypted.
+    manifest. With a `cipher` both are encrypted.
     """
     try:
         index = slab.read_index(held, index_bytes)
@@ -454,7 +460,9 @@ def store(pieces: Iterator[memoryview], size: int, house: House) -> JSON:
 
 
 def publish(pieces: Iterator[memoryview], size: int, house: House) -> JSON:
-    """Store an output that becomes a datablock; return also its summary.  It must hold tensors."""
+    """Store an output that becomes a datablock; also return its summary. Raises if it holds no
+    tensors.
+    """
     head = bytearray()
 
     def looked_at() -> Iterator[memoryview]:
@@ -470,9 +478,9 @@ def publish(pieces: Iterator[memoryview], size: int, house: House) -> JSON:
 
 
 def received(bulk: socket.socket, size: int, read: Callable[[], None]) -> Iterator[memoryview]:
-    """Yield what a resident sends, piece by piece, each in the same buffer.
+    """Yield the bytes that a resident sends, piece by piece; all pieces use the same buffer.
 
-    `read` is called when all of it has arrived.  Raises OutOfStep.
+    `read` is called when all bytes have arrived. Raises OutOfStep.
     """
     left, room = size, memoryview(bytearray(min(size, _PIECE)))
     while left:

@@ -80,7 +80,7 @@ from workers.transfer.peer_blocks import Giver
 
 log = logging.getLogger(__name__)
 
-# this part of the time to drain is kept for saving a command after its notice
+# part of the time to drain that is kept for saving a command after its notice
 SAVE_PART = 0.5
 
 
@@ -225,7 +225,10 @@ class Supervisor(threading.Thread):
             self._move_out()
 
     def _end_at_once(self) -> None:
-        """Kill all residents and the zygote; the watchdog calls this when the supervisor hangs."""
+        """Kill all residents and the zygote.
+
+        The watchdog calls this when the supervisor hangs.
+        """
         try:
             self._write_down_why()
         except OSError:

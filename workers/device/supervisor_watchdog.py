@@ -1,8 +1,8 @@
-"""Ends a device worker with a supervisor that makes no round for a whole lease.
+"""Ends a device worker if its supervisor does not finish a round within a lease.
 
-The supervisor says when it `works` and when it `rests` (waits for something to do).  A round that
-takes longer than a lease counts as hung: the device is silent, and no job on it ends at the end of
-its lease.  Then the process ends, and its service manager starts it again.
+The supervisor says when it `works` and when it `rests` (waits for something to do). A round that
+takes longer than a lease counts as hung: the device is silent, and no job on it would stop at the
+end of its lease. So the process is ended, and its service manager starts it again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Watchdog(threading.Thread):
         self._ended.set()
 
     def run(self) -> None:
-        # Counted in looks, not by a clock: while the whole process is stopped, no round is stuck.
+        # Counts looks and reads no clock: while the whole process is stopped, a round must not
+        # count as stuck.
         seen_s, looks = None, 0
         while not self._ended.wait(LOOK_S):
             since_s = self._since_s

@@ -1,18 +1,18 @@
 """Carries tunnels between the API and the processes of this device's tasks.
 
-The API connects like another host (`workers.transfer.peer_auth`), at the desk for tunnels.  It
-names the hash of a ticket (`provisions.tunnel`) and proves that it knows the key of that
-ticket, which is made with this device worker's secret.  Then it sends the ticket itself, and is
-answered with one frame: OPENED, or REFUSED with a reason.  After that, bytes pass in both
-directions, and are not read here.
+The API connects as another host does (`workers.transfer.peer_auth`), and asks for a tunnel. It
+names the hash of a ticket (`provisions.tunnel`) and proves that it knows the key of that ticket,
+which is made with this device worker's secret. Then it sends the ticket itself, and gets one frame
+as answer: OPENED, or REFUSED with a reason. After that, bytes pass in both directions, and are not
+read here.
 
-One thread serves all tunnels of the device.  It waits for no side: bytes that one side does not
-take yet are kept, up to `BUFFER_BYTES` for each direction, and then the other side is not read
-from.  A frozen task takes nothing, so the bytes for it wait in these buffers and in those of the
+One thread serves all tunnels of the device. It waits for no side: bytes that one side does not take
+yet are kept, up to `BUFFER_BYTES` for each direction; when these are full, the other side is not
+read. A frozen task takes nothing, so the bytes for it wait in these buffers and in those of the
 kernel.
 
-The process in the task's walls has one end of a socket pair whose other end stays here, so no
-descriptor of a tenant ever comes here.
+The process in the task's sandbox has one end of a socket pair; the other end stays here. So no
+descriptor of a tenant ever comes into this process.
 """
 
 from __future__ import annotations
@@ -46,25 +46,27 @@ BUFFER_BYTES = 2**17
 TUNNELS_MAX = 64  # per device
 TICKET_WITHIN_S = 5.0
 LEAVE_WITHIN_S = 5.0
-#: Of all tunnels of the device together, so that a flood leaves the supervisor its time.
+#: Limit for all tunnels of the device together, so that a flood leaves time to the supervisor.
 BYTES_PER_S = 64 * 2**20
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 _LENGTH = struct.Struct("!H")
 _PIECE = 2**16
 
-#: Gives the socket to the task's process; returns "", or why it cannot.
+#: A function that gives the socket to the task's process; returns "", or why it cannot.
 Opener = Callable[[TunnelTicket, socket.socket], str]
 
 
 @dataclass(eq=False)
 class Way:
-    """One direction of a tunnel: what `source` sent and `target` has not taken yet."""
+    """Represents one direction of a tunnel: the bytes that `source` sent and `target` has not taken
+    yet.
+    """
 
     source: socket.socket
     target: socket.socket
     waiting: bytearray = field(default_factory=bytearray)
     is_over: bool = False  # the source sends no more
-    is_lost: bool = False  # the target takes no more; the other direction may not be empty yet
+    is_lost: bool = False  # the target takes no more bytes; the other direction may still have some
 
     @property
     def is_read(self) -> bool:
@@ -73,7 +75,10 @@ class Way:
 
 @dataclass(eq=False)
 class OpenTunnel:
-    """A connection of the API; `inner` is our end of the socket pair, once its ticket is here."""
+    """Represents a connection from the API.
+
+    `inner` is our end of the socket pair, once the ticket is here.
+    """
 
     outer: socket.socket
     named: str
@@ -183,7 +188,7 @@ class TunnelServer(threading.Thread):
     # --- the ticket ---
 
     def _read_ticket(self, tunnel: OpenTunnel) -> None:
-        """Read the ticket and nothing behind it: that is for the task's process."""
+        """Read the ticket and not one byte more: what follows is for the task's process."""
         wanted = _LENGTH.size
         if len(tunnel.came) >= _LENGTH.size:
             wanted += _LENGTH.unpack_from(tunnel.came)[0]
@@ -255,10 +260,10 @@ class TunnelServer(threading.Thread):
             self._await(tunnel)
 
     def _leave(self, tunnel: OpenTunnel) -> None:
-        """End the tunnel after the task did.
+        """End the tunnel after the task has closed its end.
 
-        A connection closed while bytes come in would be reset, and the API could lose the last
-        words.
+        If bytes still come in, closing at once would reset the connection, and the API could lose
+        the last words.
         """
         assert tunnel.inner is not None
         self._forget(tunnel.inner)
@@ -330,7 +335,7 @@ class TunnelServer(threading.Thread):
 
 
 def _refuse(sock: socket.socket, why: str) -> None:
-    """Say why, as far as the socket takes it at once, and close it."""
+    """Send the reason, as far as the socket takes it at once, and close the socket."""
     with sock:
         try:
             sock.send(frame_of(FrameKind.REFUSED, 0, why.encode()))

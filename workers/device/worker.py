@@ -43,7 +43,9 @@ class ToIsland:
 
 
 class Serve(bootsteps.StartStopStep):
-    """Starts and stops the supervisor with the worker, so that it outlives any loss of Redis."""
+    """Starts and stops the supervisor with the Celery worker, so that it outlives any loss of
+    Redis.
+    """
 
     requires = {"celery.worker.components:Pool"}
     supervisor: Supervisor | None = None

@@ -57,8 +57,10 @@ class Zygote:
     def spawn(
         self, id: int, room: Room, walls: list[str], fds: list[int], sort: str, last_pid: int = 0
     ) -> None:
-        """Have the zygote fork a resident; the caller closes its `fds`
-        (`wire.FDS_PER_RESIDENT`).  With `last_pid` all that it starts has ids above that.
+        """Have the zygote fork a resident.
+
+        The caller closes its `fds` (`wire.FDS_PER_RESIDENT`). With `last_pid`, all processes that
+        the resident starts have higher ids.
         """
         body = {"is": "spawn", "id": id, "room": _room(room), "walls": walls, "sort": sort}
         body["last_pid"] = last_pid
@@ -66,8 +68,9 @@ class Zygote:
         self.wire.send(body, fds)
 
     def enter(self, room: Room, walls: list[str], fds: list[int]) -> None:
-        """Have the zygote start an inner end of a tunnel beside a resident; the caller closes its
-        `fds` (`wire.FDS_BESIDE`).
+        """Have the zygote start an inner end of a tunnel beside a resident.
+
+        The caller closes its `fds` (`wire.FDS_BESIDE`).
         """
         self.wire.send({"is": "enter", "room": _room(room), "walls": walls}, fds)
 
@@ -98,8 +101,8 @@ def _room(room: Room) -> JSON:
 
 
 def zygote_environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the zygote's environment: no secrets, only its device, and where programs and
-    libraries lie.
+    """Return the zygote's environment: its device, and where programs and libraries lie; no
+    secrets.
     """
     kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
     return {**kept, **variables, **ENVIRONMENT, "HOME": "/nonexistent"}

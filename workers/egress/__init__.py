@@ -1,1 +1,3 @@
-"""The proxy of a device worker, through which residents reach the network where they may."""
+"""Runs the proxy of a device worker, through which residents reach the network as far as they
+may.
+"""

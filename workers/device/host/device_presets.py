@@ -26,11 +26,14 @@ log = logging.getLogger(__name__)
 JSON = dict[str, Any]
 Word = Callable[[int], None]  # sends a message to a process; the argument is the time
 ANSWER_US = 30_000_000  # time limit for the driver to change its settings
-END_S = 5.0  # the same when the worker stops; after that the next worker puts them back
+# the same limit when the worker stops; if it passes, the next worker restores the settings
+END_S = 5.0
 
 
 class _Change:
-    """A change in progress for a process in the slot, with the messages kept back from it."""
+    """Describes a change in progress, for a process in the slot, with the messages kept back from
+    it.
+    """
 
     def __init__(self, process: int, wanted: JSON, by_us: int) -> None:
         self.process, self.wanted, self.by_us = process, wanted, by_us
@@ -38,7 +41,7 @@ class _Change:
 
 
 class _DriverThread(threading.Thread):
-    """Changes settings one after the other; the results are set in this thread."""
+    """Changes settings one after the other. Each result is set as a future, in this thread."""
 
     def __init__(self) -> None:
         # the thread may hang, and must not keep the worker alive
@@ -88,10 +91,10 @@ class DevicePresets:
             self._ask({}, lambda error: None)
 
     def begin(self, resident: Resident, go: Word, now: int) -> None:
-        """Call `go` when the device is as the task's preset says; else the task fails.
+        """Call `go` when the device is as the task's preset says; if that fails, the task fails.
 
-        A task that wants no settings begins in any case, even if those of the task before it cannot
-        be put back.
+        A task that wants no settings begins in any case, even if those of the last task cannot be
+        restored.
         """
         wanted = presets.of_device(resident.stay.launch.preset)
         if self._is_settled and wanted == self._asked:
@@ -103,14 +106,14 @@ class DevicePresets:
         self._ask(wanted, lambda error: self._answered(change, error))
 
     def keeps_back(self, process: int, word: Word) -> bool:
-        """Keep a message back until the process begins; False if it may be sent now."""
+        """Keep a message back until the process may begin; False if it may be sent now."""
         if (change := self._changes.get(process)) is None:
             return False
         change.words.append(word)
         return True
 
     def look(self) -> None:
-        """Put the settings back if no task holds the slot; give up a driver that hangs."""
+        """Restore the settings if no task holds the slot; stop waiting for a driver that hangs."""
         for change in list(self._changes.values()):
             if now_us() >= change.by_us:
                 self._answered(change, NotSet(f"no answer within {ANSWER_US // 10**6} s"))

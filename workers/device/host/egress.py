@@ -37,7 +37,8 @@ log = logging.getLogger(__name__)
 JSON = dict[str, Any]
 
 AGAIN_US = 1_000_000  # least interval between two starts of the proxy
-SETTLE_US = 3_000_000  # how long the proxy may take for the last figures of an outlet
+# in microseconds: how long the proxy may take to send the last figures of an outlet
+SETTLE_US = 3_000_000
 STARTS_MAX = 3  # failed starts in a row, after which the device offers no network
 IDLE_US = 60_000_000  # a proxy without outlets ends after this time
 
@@ -48,7 +49,7 @@ _BOOT = (
 
 @dataclass
 class ResidentOutlet:
-    """Represents the outlet of one resident; `said` are the last figures from the present proxy."""
+    """Represents the outlet of one resident; `said` are the last figures from the running proxy."""
 
     listener: socket.socket | None = None  # None until the resident has made it
     said: list[int] = field(default_factory=lambda: [0] * len(FIGURES))
@@ -158,7 +159,7 @@ class EgressDesk:
         return [us for us in since if us is not None]
 
     def look(self, now: int) -> None:
-        """Start a proxy in place of one that died; end one that hangs or is not needed."""
+        """Start a proxy if the last one died; end one that hangs or is not needed."""
         closing = self._closing_since_us()
         if any(now >= since_us + SETTLE_US for since_us in closing):
             log.error("the proxy of %s does not answer, and is replaced", self.house.device)
@@ -222,7 +223,7 @@ class EgressDesk:
                 self._open(id, outlet)
 
     def _folder(self) -> Path:
-        """Make the empty folder that the proxy sees instead of those of the service."""
+        """Make the empty folder that the proxy sees where the service's folders would be."""
         folder = (self.house.folder / "egress").absolute()
         make_private(folder)
         if self.spawner.uids is not None:
@@ -296,7 +297,7 @@ class EgressDesk:
             self._exited(resident, resident.exit_status)
 
     def _gone(self) -> None:
-        """End the rest of a proxy that died; `look` starts another one if outlets remain."""
+        """Clean up after a proxy that died. If outlets remain, `look` starts another one."""
         self.end()
         if self.failed_starts >= STARTS_MAX:
             self._give_up()
@@ -304,7 +305,7 @@ class EgressDesk:
             self._settle(id)
 
     def _give_up(self) -> None:
-        """Offer no network from now on; connections of tasks that are here are refused at once."""
+        """Offer no network from now on; running tasks get their connections refused at once."""
         log.critical("the proxy of %s does not start: tasks get no network here", self.house.device)
         self.spawner.withdraw_egress()
         for outlet in self.outlets.values():

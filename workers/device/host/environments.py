@@ -1,10 +1,10 @@
 """Reports which environments lie on this host, and for which versions of Python it can build them.
 
-It lets the environments be built for which tasks wait (`workers.transfer.installs.builds_ahead`).
+It also has the environments built for which tasks wait (`workers.transfer.installs.builds_ahead`).
 The island names their locks, and gives a task a device only on a host where its environment is
-ready.  Each report has the state of every lock that is wanted and not ready.
+ready. Each report has the state of every lock that is wanted and not ready.
 
-The look for interpreters starts programs, so a thread does it.
+A thread searches for interpreters, as the search starts programs.
 """
 
 from __future__ import annotations

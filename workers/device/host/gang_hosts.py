@@ -51,7 +51,7 @@ class GangHosts:
         store_io.close_all(stay.hand_over())
 
     def send_resize(self, resident: Resident) -> None:
-        """Give the process the connections to the hosts of its gang from now on."""
+        """Give the process the connections to the hosts that its gang now has."""
         wanted, fds = resident.stay.record.wanted, resident.stay.hand_over()
         assert wanted is not None
         resident.send("resize", fds, seats=wanted.seats)

@@ -1,8 +1,8 @@
 """Watches the health of the device: a thread reads its monitor, the supervisor judges.
 
-The thread may hang in the driver for ever.  The supervisor then hears nothing, and this silence is
-judged too (`core.device.health_rules`).  A device does not report before its first judgement, and
-so gets no work.
+The thread may hang in the driver for ever. Then the supervisor hears nothing, and this silence is
+judged too (`core.device.health_rules`). A device does not report before its health was judged for
+the first time, and so gets no work until then.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Said = Reading | DeviceLost | MonitorGone
 
 
 class MonitorThread(threading.Thread):
-    """Reads a monitor again and again; `said` is called in this thread with each outcome."""
+    """Reads a monitor again and again; calls `said` in this thread with each outcome."""
 
     def __init__(
         self, monitor: DeviceMonitor, said: Callable[[Said], None], *, every_s: float

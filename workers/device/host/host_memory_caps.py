@@ -1,6 +1,6 @@
-"""Ends a task with a fraction of a CPU device that holds more memory than its part of it.
+"""Ends a task that has a fraction of a CPU device and holds more memory than that fraction.
 
-The kernel counts the memory of its processes.  Where the host's control groups work, they bound it
+The kernel counts the memory of its processes. Where the host's control groups work, they limit it
 too. They also count images and shared memory, so their limit is higher.
 """
 
@@ -14,7 +14,7 @@ from workers.transfer.host_context import House
 
 log = logging.getLogger(__name__)
 
-#: What a process holds beside the memory of its tensors: the interpreter, torch, other libraries.
+#: Bytes that a process holds besides its tensors: the interpreter, torch, other libraries.
 CODE_BYTES = 2**29
 PROCESSES = 8  # per task; further processes have no spare memory
 EVERY_US = 250_000

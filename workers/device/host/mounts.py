@@ -1,12 +1,12 @@
 """Finds out which mounts this host can show, and reports each of them as `mount:NAME`, or as
 `image:NAME` if it is a container image.
 
-The island names all mounts with their paths.  The host shows a path only below a root that its own
-administrator allowed, and only behind the sandbox layer `files`.  A look at a file system may hang
+The island names all mounts with their paths. The host shows a path only below a root that its own
+administrator allowed, and only behind the sandbox layer `files`. A look at a file system may hang
 (NFS), so a thread does it, and at most one at a time.
 
-The paths are written down for the next device worker of the device, which looks at them before its
-first report.  So a restart takes no mount away from tasks.
+The paths are written to a file. The device's next worker looks at them before its first report, so
+a restart takes no mount away from tasks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class CannotMount(Exception):
 
 
 class DeviceMounts:
-    """Owns what the device knows of mounts.  Only the supervisor's thread uses it."""
+    """Tracks what the device knows about mounts. Only the supervisor's thread uses it."""
 
     def __init__(self, house: House, receive: Callable[[Any], None], rhythm: Rhythm) -> None:
         self.house, self.rhythm = house, rhythm
@@ -79,12 +79,14 @@ class DeviceMounts:
 
     @property
     def is_judged(self) -> bool:
-        """True unless the first look at known mounts has not ended, and may still do so soon."""
+        """True if the first look at the known mounts has ended, or has taken too long to wait for
+        it.
+        """
         return not self._looks or self._patience_us is None or now_us() >= self._patience_us
 
     def facts(self) -> JSON:
-        """Return the facts by which the island sees whether the device knows the present mounts,
-        and the container images that lie unpacked here.
+        """Return facts for the island: a digest of the mounts that the device knows, and the
+        container images that lie unpacked here.
         """
         if not self.house.mount_roots:
             return {}
@@ -98,7 +100,7 @@ class DeviceMounts:
         return list(self.shown)
 
     def told(self, paths: Mapping[str, str] | None, sort: str) -> None:
-        """Take in the paths of all mounts of a sort; None: they are unchanged."""
+        """Take in the paths of all mounts of a sort; None means that they have not changed."""
         if paths is not None and paths != self._known[sort]:
             self._known[sort], self._due_us = dict(paths), 0
             draft = self._file.with_suffix(".draft")
@@ -154,7 +156,7 @@ class DeviceMounts:
     def of_launch(
         self, launch: Launch, walls: list[str], access: DeviceAccess
     ) -> tuple[HostMount, ...]:
-        """Return the folders that the task sees; raises CannotMount.  Nothing is read from disk."""
+        """Return the folders that the task sees; raises CannotMount. Does not read the disk."""
         if launch.spec.mounts and LAYER not in walls:
             raise CannotMount(
                 f"It has mounts, and this host shows none without the sandbox layer {LAYER!r}."
@@ -167,7 +169,9 @@ class DeviceMounts:
     def check_image(
         self, image: HeldContainerImage | None, mounts: Sequence[HostMount], walls: list[str]
     ) -> None:
-        """Raise CannotMount if the task cannot have its container image, or a mount in it."""
+        """Raise CannotMount if the task cannot have its container image, or one of its mounts in
+        the image.
+        """
         if image is None:
             return
         if LAYER not in walls:

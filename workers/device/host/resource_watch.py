@@ -1,9 +1,9 @@
-"""Watches what tasks take of their host: ends a task that exceeds its memory, and keeps the peaks.
+"""Watches what tasks take of their host: ends a task that exceeds its memory, and records peaks.
 
-The kernel enforces most limits by itself (`workers.process.cgroups`, `volumes`).  Only the memory
-of a task that asked for a limit is watched: images of a task lie in memory that the kernel counts
-as the task's own, so the kernel's limit leaves room for them.  On a host without control groups
-only this watch limits memory, and processes are limited by RLIMIT_NPROC.
+The kernel enforces most limits by itself (`workers.process.cgroups`, `volumes`). Only the memory of
+a task that asked for a limit is watched here: images of a task lie in memory that the kernel counts
+as the task's own, so the kernel's limit leaves room for them. On a host without control groups only
+this watch limits memory, and RLIMIT_NPROC limits processes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TICK_US = 1_000_000 // os.sysconf("SC_CLK_TCK")
 
 
 class ResourceWatch:
-    """Looks at the residents that have the slot; the use of the others does not change."""
+    """Looks at the residents that have the slot. The use of other residents does not change."""
 
     def __init__(self, lives: DeviceLives, groups: Callable[[], ControlGroups]) -> None:
         self.lives, self.groups = lives, groups
@@ -49,7 +49,7 @@ class ResourceWatch:
         return LIMITED_US if resident.stay.spec.resources.memory_bytes else USUAL_US
 
     def measure(self, resident: Resident) -> None:
-        """Take the peaks of one resident, and end it if it holds more memory than its limit."""
+        """Record the peaks of one resident, and end it if it holds more memory than its limit."""
         usage = self._usage(resident)
         resident.measure()  # an image is no memory of the resident
         held_bytes = max(0, usage.memory_bytes - resident.slab_bytes)
@@ -63,7 +63,9 @@ class ResourceWatch:
             self.lives.give(KillAsked(process=resident.id, reason=EXCEEDED))
 
     def _usage(self, resident: Resident) -> GroupUsage:
-        """Return what the resident holds, by its control groups, else by its processes."""
+        """Return what the resident holds: by its control groups or, without these, by its
+        processes.
+        """
         groups = self.groups()
         counted = groups.usage(str(resident.id))
         if "memory" not in groups.standing:
@@ -74,9 +76,9 @@ class ResourceWatch:
         return counted
 
     def _measure_cpus(self, resident: Resident) -> None:
-        """Measure the processors that it used on average, over a second or more.
+        """Measure the processors that a resident used on average, over a second or more.
 
-        The kernel counts the time of each process in ticks, and gives out a limit in periods of a
+        The kernel counts the time of each process in ticks, and applies a limit to periods of a
         tenth of a second: a shorter average of many processes is mostly noise.
         """
         before_us, at_us = resident.cpu
@@ -99,10 +101,11 @@ def disk_bytes(pid: int) -> int:
 
 
 def memory_bytes(pid: int, *, with_itself: bool) -> int:
-    """Return the memory of a process and all below it that is no page of a file; 0 if it cannot be
-    seen.  Pages that several processes share count once.
+    """Return the memory of a process and all below it, without pages of files; 0 if it cannot be
+    seen.
 
-    The process of a command is the platform's own, and most of its pages are the zygote's too.
+    Pages that several processes share count once. The first process of a command is the platform's
+    own, and shares most pages with the zygote: `with_itself` says whether it counts.
     """
     held = 0
     with suppress(OSError, ValueError):
@@ -115,15 +118,17 @@ def memory_bytes(pid: int, *, with_itself: bool) -> int:
 
 
 def threads(pid: int) -> int:
-    """Return how many processes and threads a process and all below it are; 0 if too many."""
+    """Return the number of processes and threads in the tree of a process; 0 if there are too many
+    to count.
+    """
     with suppress(OSError, ValueError):
         return sum(len(os.listdir(f"/proc/{at}/task")) for at in family(pid))
     return 0
 
 
 def cpu_us(pid: int) -> int:
-    """Return the processor time of a process and all below it, ended ones included; 0 if it
-    cannot be seen.
+    """Return the processor time of a process and all below it, also of ended ones; 0 if it cannot
+    be seen.
     """
     ticks = 0
     with suppress(OSError, ValueError):

@@ -33,7 +33,7 @@ class TunnelOpener:
     def open(self, ticket: TunnelTicket, theirs: socket.socket) -> str:
         """Send the socket to the task's process; return "", or why it is refused.
 
-        A process that is paused now starts its end of the tunnel when it goes on.
+        If the process is paused, it starts its end of the tunnel when it continues.
         """
         stay = self.lives.stays.get((ticket.task, ticket.epoch))
         resident = stay.process if stay is not None else None
@@ -70,9 +70,10 @@ class TunnelOpener:
 
 
 def _written(begin: dict[str, Any]) -> int:
-    """Return a file in memory with what the inner end begins with.
+    """Return a file in memory with the data that the inner end needs to begin.
 
-    The zygote passes it on unread: residents of other tenants inherit the memory of the zygote.
+    The zygote passes the file on unread, because residents of other tenants inherit the zygote's
+    memory.
     """
     fd = os.memfd_create("begin", os.MFD_CLOEXEC)
     os.write(fd, json.dumps(begin).encode())

@@ -1,1 +1,1 @@
-"""Starts the processes of tasks, listens to them, stores what they hand over, and ends them."""
+"""Starts the processes of tasks, reads their messages, stores their results, and ends them."""

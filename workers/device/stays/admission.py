@@ -36,14 +36,19 @@ class Admission:
         self.fetched: list[tuple[Stay, Fetched]] = []  # tasks that are fetched and wait for memory
 
     def take(self, stay: Stay, fetched: Fetched) -> None:
-        """Keep what was fetched until there is memory, unless the task was given up meanwhile."""
+        """Keep the fetched data until there is memory for the task.
+
+        If the task was given up meanwhile, close them.
+        """
         if stay.state == "seating":
             self.fetched.append((stay, fetched))
         else:
             fetched.close()
 
     def admit(self) -> None:
-        """Find memory for residents that are off the device, then for tasks without a process."""
+        """Find memory first for residents that are off the device, then for tasks without a
+        process.
+        """
         now = now_us()
         if not self.residency.look(now):
             self._end_a_frozen(now)
@@ -68,7 +73,7 @@ class Admission:
                 self.fetched.remove(here)
                 self.starter.spawn(stay, fetched)
             elif self.lives.machine.slot.rota.is_heir(stay.launch.task):
-                # no task yields to a standby task: it is launched again when its turn comes
+                # no task yields to a standby task, which is launched again when its turn comes
                 self.lives.pause(stay)
             else:
                 self._end_a_frozen(now)
@@ -76,7 +81,9 @@ class Admission:
                 return
 
     def _squeeze(self, now: int) -> None:
-        """Pause the best served task if not all that share the device fit in its memory."""
+        """If not all tasks that share the device fit in its memory, pause the one with the most
+        device time.
+        """
         slot = self.lives.machine.slot
         beside = [s for s in self.lives.stays.values() if s.state == "seating" and s.launch.beside]
         beside = [stay for stay in beside if stay.record.behind_until_us is None]
@@ -92,11 +99,11 @@ class Admission:
             self.lives.pause(self.lives.stays[here[slot.best_served(here, now)].key])
 
     def _end_a_frozen(self, now: int) -> None:
-        """End a frozen command to make room, as the last resort where the slot would stay empty for
-        ever.
+        """End a frozen command to free memory, as the last resort, if the slot would otherwise stay
+        empty for ever.
 
-        The chosen command is the one paused longest among those with a durable working folder, once
-        a task has waited for ROOM_WITHIN_US.  The command starts again in its folder.
+        This happens once a task has waited for ROOM_WITHIN_US. The chosen command is the one paused
+        longest among those with a durable working folder; it starts again in its folder.
         """
         if (
             self.lives.holder is not None
@@ -117,7 +124,10 @@ class Admission:
         return min(waits_us, default=now_us()) + ROOM_WITHIN_US
 
     def end_round(self) -> None:
-        """Let the slot change hands, now that it is known which tasks have memory."""
+        """Let the slot change hands.
+
+        This comes last, when it is known which tasks have memory.
+        """
         away = frozenset(r.id for r in self.residency.living if r.level != "device")
         waiting = frozenset(stay.launch.task for stay, _ in self.fetched)
         is_short = bool(self.residency.lacks)

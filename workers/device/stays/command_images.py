@@ -1,6 +1,6 @@
-"""Stores the processes of commands and restores them, where the trial of the device's start passed.
+"""Stores and restores the processes of commands, if the trial at the device's start succeeded.
 
-Everything that takes long runs beside the supervisor's thread.
+Everything that takes long runs in other threads than the supervisor's.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ PROCESSES_MOST = 1024
 
 @dataclass(frozen=True, slots=True)
 class StoredTree:
-    """The image of a command's processes, or why there is none (`lost`); both may be empty."""
+    """Holds the image of a command's processes, or why there is none (`lost`).
+
+    Both are empty if none was wanted.
+    """
 
     beside: Sequence[memoryview] = ()
     lost: str = ""
@@ -61,7 +64,9 @@ def not_encrypted() -> Iterator[StoredTree]:
 
 
 class CommandImages:
-    """Runs the trial when the layers of the sandbox are known; from then on stores and restores."""
+    """Runs the trial when the layers of the sandbox are known; after that, stores and restores
+    processes.
+    """
 
     def __init__(
         self, house: House, spawner: Spawner, reports: DeviceReports, side: SideWork
@@ -79,9 +84,10 @@ class CommandImages:
     # --- the trial ---
 
     def start(self) -> None:
-        """Start the trial, once for this worker: a later zygote finds the same host.
+        """Start the trial, once for each device worker: a later zygote finds the same host.
 
-        The device reports only after it, so each of its commands can be told whether it can move.
+        The device reports only after the trial, so each of its commands can be told whether it can
+        move.
         """
         if self._trial is not None:
             return
@@ -119,10 +125,10 @@ class CommandImages:
         return launch.spec.run.kind == "command" and not self.why_not(launch)
 
     def why_not(self, launch: Launch) -> str:
-        """Return why the images of such a command have no processes; "" if they have.
+        """Return why images of this command have no processes; "" if they have them.
 
-        A connection to another host would be lost where the processes go on. Memory holds secrets,
-        so nothing of it is stored without a key to encrypt it.
+        A connection to another host would be lost when the processes are restored. Memory holds
+        secrets, so none of it is stored without a key to encrypt it.
         """
         spec, key = launch.spec, launch.image_key
         if len(launch.seats) > 1:
@@ -144,7 +150,9 @@ class CommandImages:
         return ""
 
     def cipher_of(self, launch: Launch) -> ChunkCipher | None:
-        """Return what encrypts the images of such a task, with or without its processes."""
+        """Return the cipher for images of the task, with or without its processes; None if they are
+        not encrypted.
+        """
         if not self.may_store(launch):
             return None
         return next(iter(store_io.opened_image_key(launch, self.house).values()), None)
@@ -152,10 +160,11 @@ class CommandImages:
     def tree_of(
         self, resident: Resident, message: JSON, dumped: Callable[[], None]
     ) -> Callable[[], AbstractContextManager[StoredTree]]:
-        """Return what stores the processes that a stub announced; it is called in another thread.
+        """Return a function that stores the processes that a stub announced; another thread calls
+        it.
 
-        The stub keeps them stopped until it hears that they are `dumped`, which is called there, or
-        that the image is kept.
+        The stub keeps the processes stopped until that thread calls `dumped`, or until the image is
+        stored.
         """
         mover = self.mover
         if mover is None or not resident.is_command or "first_pid" not in message:
@@ -189,7 +198,7 @@ class CommandImages:
         return stored
 
     def adopt(self, resident: Resident, message: JSON) -> None:
-        """Restore the processes of its image below a stub that waits for them."""
+        """Restore the processes of the task's image below a stub that waits for them."""
         mover, adoption = self.mover, resident.adoption
         if mover is None or adoption is None or resident.pidfd is None:
             raise Nonsense("it adopts what was not offered")

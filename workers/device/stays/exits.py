@@ -13,7 +13,7 @@ from workers.device.stays.spawning import Spawner
 from workers.device.stays.storing import ResultStore
 from workers.device.supervision.side_work import SideWork
 
-#: States of a stay whose task can go on only from its newest image.
+#: A task whose stay is in one of these states can only continue from its newest image.
 LEFT = frozenset({StayState.PAUSED, StayState.DROPPED})
 
 

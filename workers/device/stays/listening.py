@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 JSON = dict[str, Any]
 
-MUTED_US = 50_000  # for so long the output of a resident with a full log is not read
+MUTED_US = 50_000  # in microseconds: how long output is not read if the resident's log is full
 READS_AT_THE_END = 32  # most reads of each stream of an ended process
 
 #: Kill reasons after which no further messages of the process are read.
@@ -31,7 +31,7 @@ Handler = Callable[[Resident, JSON], None]
 
 
 class ResidentListener:
-    """Owns the reading from residents: which are muted, and which have more to say."""
+    """Tracks the reading from residents: which are muted, and which have more to say."""
 
     def __init__(
         self,
@@ -63,7 +63,9 @@ class ResidentListener:
 
     def _read(self, resident: Resident, fd: int) -> None:
         if fd not in resident.pipes:
-            return  # its exit was handled in this round; the descriptor may be reused by now
+            # the resident's exit was handled in this round; the descriptor may be in use for
+            # something else
+            return
         try:
             data = os.read(fd, 1 << 16)
         except BlockingIOError:
@@ -82,7 +84,7 @@ class ResidentListener:
 
     def hear(self, resident: Resident) -> None:
         if resident.is_gone or resident.is_parsed or resident.is_muted:
-            return  # its exit was handled in this round, or the rest is read later
+            return  # the resident's exit was handled in this round, or the rest is read later
         wire = resident.wire
         before = wire.read_bytes
         frames = self._hear_some(resident)
@@ -131,7 +133,9 @@ class ResidentListener:
             self.selector.unregister(resident.wire)
 
     def take_part(self, resident: Resident, message: JSON) -> None:
-        """Add a part of a long message.  Another thread parses and checks the whole message."""
+        """Add a part of a long message. When all parts are there, another thread parses and checks
+        the message.
+        """
         body = resident.parts.add(message)
         if body is not None:
             resident.is_parsed = True
@@ -141,7 +145,9 @@ class ResidentListener:
             )
 
     def _parsed(self, resident: Resident, told: tuple[JSON, JSON | None] | BaseException) -> None:
-        """Process a parsed long message with its verdict, then the messages behind it."""
+        """Process a long message that was parsed, with its verdict; then the messages that came
+        after it.
+        """
         resident.is_parsed = False
         try:
             if isinstance(told, BaseException):

@@ -1,4 +1,6 @@
-"""Keeps what lives on the device, and passes on what happens there to the device's machine."""
+"""Keeps all stays and residents of a device, and tells the device's state machine what happens to
+them.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,9 @@ BEFORE_REST = frozenset({StayState.SEATING, StayState.RUNNING})
 
 
 class DeviceLives:
-    """Owns all stays and residents of a device, and the machine that decides about them.
+    """Owns all stays and residents of a device, and the state machine that decides about them.
 
-    `run` carries out one instruction of the machine, given at a time.
+    `run` carries out one instruction of the machine; its second argument is the time.
     """
 
     def __init__(self, machine: DeviceMachine, run: Callable[[Instruction, int], None]) -> None:
@@ -56,8 +58,9 @@ class DeviceLives:
         return None if process is None else self.residents[process.id]
 
     def find_shared(self, key: str) -> Resident | None:
-        """Return a process for a function of this key: one that rests, else one that still runs
-        another function.
+        """Return a process that may run a function of this key.
+
+        A resting process is preferred to one that still runs another function.
         """
         if not key:
             return None
@@ -88,7 +91,7 @@ class DeviceLives:
             self.kill(stay.resident, reason)
 
     def _is_newest(self, stay: Stay) -> bool:
-        """False if the stay is over, or a newer launch of its epoch has arrived (a resize)."""
+        """True unless the stay is over, or a newer launch of its epoch has arrived (a resize)."""
         return self.machine.stays.get(stay.key) is stay.record
 
     def evict(self, resident: Resident) -> None:

@@ -1,4 +1,4 @@
-"""Obeys the messages of residents, each as far as the state of its task permits."""
+"""Obeys the messages of residents, if the state of the task permits it."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class ResidentMessages:
     def last(self, resident: Resident, message: JSON) -> None:
         """Keep the final message until the process has ended and all its output was read.
 
-        A process that can run another function rests instead, if it may.
+        A process that can run another function does not end: if it may, it rests.
         """
         step = untrusted.number(message, "step")
         resident.look_us = 0  # read its last peaks before it is gone
@@ -135,8 +135,8 @@ class ResidentMessages:
     def _may_rest(self, resident: Resident) -> bool:
         """True if the process may run another function.
 
-        If the kernel refused it something, it ends: the exit tells what, and that counts for the
-        function that just ran and for no later one.
+        If the kernel refused it something, the process ends instead. The exit names the refusal, so
+        it counts for the function that just ran and for no later one.
         """
         return resident.may_rest() and not self.groups().refused(str(resident.id))
 
@@ -158,7 +158,9 @@ class ResidentMessages:
 
 
 def _late_input(resident: Resident, message: JSON, name: str) -> str:
-    """Return an input name, checked to be one that may come late to this task."""
+    """Return the input's name in a message, after a check that this input may come late to the
+    task.
+    """
     port = untrusted.text(message, name)
     if port not in late(resident.stay.spec.run.part):
         raise Nonsense(f"it lacks {port!r:.100}")

@@ -104,8 +104,9 @@ class Spawner:
         return self.house.folder / "residents"
 
     def reserve_uids(self) -> None:
-        """Reserve uids: on the whole host, or among the devices of this home if a container forbids
-        that.
+        """Reserve uids on the whole host.
+
+        If a container forbids that, reserve them among the devices of this home.
         """
         run = self.house.run.absolute()
         folders = (uids.HOST_FOLDER, run / "uids")
@@ -115,7 +116,7 @@ class Spawner:
             raise CannotServe(str(error)) from error
 
     def count_device_memory(self, *, is_counted: bool) -> None:
-        """Note whether the driver counts the memory of each process on the device."""
+        """Note whether the driver counts device memory for each process."""
         if is_counted:
             self.limits.append(DEVICE_MEMORY)
             self.offer_fractions()
@@ -125,13 +126,16 @@ class Spawner:
     def offer_fractions(self) -> None:
         """Tell the island that several tasks may have the device at once.
 
-        Then each has a cap, so the kernel or the driver must count the memory of each.
+        Each of them then has a memory cap, so this needs a count of each one's memory by the kernel
+        or the driver.
         """
         facts = self.reports.facts
         self.reports.facts = facts | {"offers": [*facts.get("offers", []), device_fraction.NEED]}
 
     def make_template(self) -> None:
-        """Make the file system image that scratch folders start from, where one can be mounted."""
+        """Make the file system image from which scratch folders start, if this host can mount
+        one.
+        """
         if self.house.sandbox == "off":
             self.unlimited["disk"] = "the sandbox is off"
             return
@@ -145,7 +149,9 @@ class Spawner:
             self.template = template
 
     def template_for(self, disk_bytes: int) -> Path | None:
-        """Return the file system image for a task that asked for so much disk; 0: the usual one."""
+        """Return the file system image for a task that asked for `disk_bytes`; 0 stands for the
+        usual size.
+        """
         if self.template is None or not disk_bytes:
             return self.template
         size_bytes = volumes.with_overhead(disk_bytes)
@@ -208,7 +214,7 @@ class Spawner:
         self.on_layers()
 
     def _judge_sandbox(self) -> None:
-        """Raise CannotServe if a required sandbox layer is missing, after the island was told."""
+        """Raise CannotServe if a required sandbox layer is missing; the island is told first."""
         self.reports.facts |= {"sandbox": self.walls, "sandbox_mode": self.house.sandbox}
         lacking = sandbox_layers.missing(self.walls)
         if self.house.sandbox == "required" and lacking:
@@ -243,17 +249,19 @@ class Spawner:
 
     @property
     def limits_users(self) -> bool:
-        """True if each resident has a user of its own, whose processes are limited."""
+        """True if each resident has a user of its own, so that its processes can be limited."""
         return self.uids is not None and {"user", "limits"} <= {*self.walls}
 
     @property
     def enters_jobs(self) -> bool:
-        """True if a process can be started beside a job, which ends and is limited with it."""
+        """True if a process can be started beside a job, and ends and is limited together with the
+        job.
+        """
         is_limited = {"memory", "processes"} <= {*self.groups.standing}
         return self.uids is not None and {"processes", "user"} <= {*self.walls} and is_limited
 
     def _gives(self) -> dict[str, int]:
-        """Return the limits that a task can ask for here, each with the most of it."""
+        """Return the limits that a task can ask for here, each with its largest value."""
         counts = "processes" in self.groups.standing or self.limits_users
         # where no control group counts memory, only root sees what processes share
         sees = "memory" in self.groups.standing or os.geteuid() == 0
@@ -274,7 +282,7 @@ class Spawner:
 
     @property
     def has_egress(self) -> bool:
-        """True if tasks may reach the network, each through an outlet of its own."""
+        """True if tasks can reach the network, each through an outlet of its own."""
         return self.house.egress and "network" in self.walls and not self.is_without_proxy
 
     def withdraw_egress(self) -> None:
@@ -288,7 +296,7 @@ class Spawner:
         return sandbox_layers.Sandbox.of(self.reports.facts)
 
     def _zygote_gone(self) -> None:
-        """Replace a zygote that died.  Its residents died with it; no task counts as failed."""
+        """Replace a zygote that died. Its residents died with it, but no task counts as failed."""
         assert self.zygote is not None
         log.error("the zygote of %s died and is replaced", self.house.device)
         self.selector.unregister(self.zygote.wire)
@@ -303,7 +311,7 @@ class Spawner:
         self.zygote_due_us = now_us() + int(ZYGOTE_AGAIN_S * 1e6)
 
     def _await_end(self, resident: Resident, pidfd: int) -> None:
-        """Handle the end of a killed process when its pidfd reports it, which takes a moment."""
+        """Wait for the end of a killed process, which takes a moment; its pidfd reports it."""
 
         def ended() -> None:
             self.selector.unregister(pidfd)

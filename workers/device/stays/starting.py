@@ -38,7 +38,7 @@ BULK_TIMEOUT_S = 60.0
 
 
 class CannotLimit(Exception):
-    """Raised when a limit that a task asks for cannot be kept; says which, and why."""
+    """Raised when a limit that a task asks for cannot be enforced; says which, and why."""
 
 
 class TaskStarter:
@@ -137,7 +137,7 @@ class TaskStarter:
             self.listener.listen_to(resident, fd)
 
     def renew(self, stay: Stay, fetched: Fetched, resident: Resident) -> None:
-        """Begin a function in a resting process, which keeps its packages and its limits."""
+        """Start a function in a resting process, which keeps its packages and its limits."""
         store_io.close_all([fetched.slab, *fetched.locks])
         if fetched.environment is not None:
             fetched.environment.close()
@@ -176,10 +176,11 @@ class TaskStarter:
         return self.images.why_not(stay.launch)
 
     def _adoption(self, stay: Stay, fetched: Fetched, writes: dict[str, int]) -> Adoption | None:
-        """Return the processes of the task's image that can go on here; None if there are none.
+        """Return the processes of the task's image that can be restored here; None if there are
+        none.
 
-        Processes go on only in the task that they belong to, or in one of the same tenant that
-        begins from their checkpoint.
+        They may be restored only for the task that they belong to, or for a task of the same tenant
+        that begins from their checkpoint.
         """
         manifest, launch = fetched.manifest, stay.launch
         if not self._stores_processes(stay) or manifest is None or len(manifest.ranks) < 2:
@@ -190,7 +191,9 @@ class TaskStarter:
         return Adoption(manifest=manifest, pipes=pipes, held=fetched.beside)
 
     def _lacks(self, stay: Stay, fetched: Fetched) -> str:
-        """Return what the task needs and this device does not have, in a sentence."""
+        """Return a sentence that says what the task needs and this device does not have; "" if
+        nothing.
+        """
         if "devices" in self.spawner.groups.standing and (not_ours := self._guest_nodes(fetched)):
             return f"It needs {', '.join(not_ours)}, which the control groups of this host forbid."
         if stay.spec.network.allow and not self.spawner.has_egress:
@@ -198,9 +201,9 @@ class TaskStarter:
         return ""
 
     def _limited_room(self, stay: Stay, fetched: Fetched) -> Room:
-        """Make the sandbox directory and the groups of a task, with the limits that it asked for.
+        """Make the task's sandbox directory and control groups, with the limits that it asked for.
 
-        Raises CannotLimit: no task runs without them.
+        Raises CannotLimit if one cannot be set: no task runs without its limits.
         """
         asked, name = dict(stay.spec.resources.asked()), str(self.spawner.last_id)
         if lacking := [*resources.lacking(tuple(asked.items()), self.spawner.gives)]:
@@ -224,13 +227,13 @@ class TaskStarter:
         return max(0, all_bytes - most_bytes)
 
     def _fraction(self, stay: Stay) -> float:
-        """Return the part of an accelerator's memory that the task's process may have."""
+        """Return the part of an accelerator's memory that the task's process may use."""
         all_bytes = self.house.memory_bytes
         used = 1 - self._spare_bytes(stay) / all_bytes if all_bytes else 1.0
         return self.house.device_fraction * used
 
     def _guest_nodes(self, fetched: Fetched) -> list[str]:
-        """Return the device nodes that the task needs in addition to those of this device."""
+        """Return the device nodes that the task needs besides those of this device."""
         nodes = (node for node in fetched.access.nodes if node not in self.house.access.nodes)
         return [str(node) for node in nodes if node.is_char_device()]
 
@@ -278,7 +281,7 @@ class TaskStarter:
 
 
 def _may_go_on(about: About, launch: Launch) -> bool:
-    """True if the processes of an image may go on in this launch."""
+    """True if this launch may restore the processes of an image."""
     if about.tenant != launch.tenant:
         return False
     if about.task != launch.task:

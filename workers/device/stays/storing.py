@@ -32,7 +32,7 @@ JSON = dict[str, Any]
 SAVE_AGAIN_US = 5_000_000
 REMEMBERED = 10_000  # most tasks whose newest image is known
 SAVES_AT_ONCE = 2  # most outputs per process: one being read, one becoming durable
-LIES_BYTES = 1 << 20  # outputs of at least this size go back to their producer as a file
+LIES_BYTES = 1 << 20  # in bytes: outputs of at least this size go back to their producer as a file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,9 @@ class ImageStored:
 
 
 class DamagedAndNotStored(Exception):
-    """Raised when the processes of a command may not run on, and no image could be stored."""
+    """Raised when the processes of a command are damaged by a dump, and no image could be
+    stored.
+    """
 
 
 class ResultStore:
@@ -142,7 +144,10 @@ class ResultStore:
         self._store_next(resident)
 
     def _store_next(self, resident: Resident) -> None:
-        """Store the resident's next output; it is read while the previous one becomes durable."""
+        """Store the resident's next output.
+
+        It is read while the last one is still being made durable.
+        """
         if resident.is_gone or resident.kill_reason:
             return
         if resident.is_read or not resident.leaving or resident.saves >= SAVES_AT_ONCE:
@@ -176,7 +181,10 @@ class ResultStore:
         stored: ImageStored | BaseException,
         told: str,
     ) -> None:
-        """Report an image; `told` is why the stub could not announce processes with it."""
+        """Report an image.
+
+        `told` is why it has no processes, if the stub could not announce any.
+        """
         resident.saves -= 1
         if isinstance(stored, BaseException):
             self._not_stored(resident, "image", stored)
@@ -210,7 +218,10 @@ class ResultStore:
         self._close_if_gone(resident)
 
     def _remember_image(self, resident: Resident, image: CheckpointRef) -> None:
-        """Keep the image as its task's newest, among the REMEMBERED tasks with images."""
+        """Remember the image as the newest of its task.
+
+        Only the last REMEMBERED tasks are kept.
+        """
         launch = resident.stay.launch
         self.kept.pop(launch.task, None)
         self.kept[launch.task] = launch.epoch, image
@@ -240,8 +251,9 @@ class ResultStore:
         self._close_if_gone(resident)
 
     def _lies(self, resident: Resident, one: Leaving, sha256: str) -> list[int]:
-        """The descriptor of the cache file of a large output, for a part of a graph that still
-        holds it in memory; empty if there is none.
+        """Return the descriptor of the cache file of a large output; [] if there is none.
+
+        It goes to the part of a graph that made the output and still holds it in memory.
         """
         if not one.early or one.size_bytes < LIES_BYTES or resident.stay.spec.world_size > 1:
             return []
@@ -283,7 +295,7 @@ class ResultStore:
 
 
 def newest_step(launch: Launch) -> int:
-    """Return the step of the newest checkpoint that the launch names; 0 without one."""
+    """Return the step of the newest checkpoint that the launch names; 0 if it names none."""
     return launch.images[0].step if launch.images else 0
 
 

@@ -1,1 +1,1 @@
-"""Runs the parts of a device's supervisor, each with a state of its own, in one thread."""
+"""Holds the parts of a device's supervisor. Each has its own state; all run in one thread."""

@@ -1,4 +1,4 @@
-"""Obeys the answers of the island: which tasks may stay, and until when."""
+"""Obeys the answers of the island, which say which tasks may stay, and until when."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class AnswerDesk:
         self.rhythm.chatter |= bool(answer.expect)  # more of the image will soon be prefetched
 
     def _may_stay(self, *, is_wanted: bool) -> None:
-        """Tell a task that waits for an input how long it may hold the slot."""
+        """Tell a task that waits for an input how long it may hold the slot while it waits."""
         holders = self.lives.holders
         still = [holder for holder in holders if holder.stay.stands_still]
         is_wanted |= any(

@@ -1,6 +1,6 @@
-"""Does everything that depends on time alone, and tells when it is due next.
+"""Does everything that becomes due by time alone, and tells when something is due next.
 
-Whether the end of the lease kills a process is decided in `app.core.device.device_machine`.
+`app.core.device.device_machine` decides whether the end of the lease kills a process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from workers.device.supervision.reports import DeviceReports
 
 log = logging.getLogger(__name__)
 
-SEND_AGAIN_US = 20_000  # until the next attempt to send to a process that did not read
+# in microseconds: time until the next attempt to send to a process that did not read
+SEND_AGAIN_US = 20_000
 
 
 class DeadlineWatch:
@@ -74,7 +75,7 @@ class DeadlineWatch:
         self.egress.look(now)
 
     def _flush(self, resident: Resident, now: int) -> None:
-        """Send again what a process did not read; kill a process that never reads."""
+        """Send again the messages that a process did not read; kill a process that never reads."""
         if resident.kill_reason or resident.wire.unread_since_us is None:
             return
         with contextlib.suppress(OSError):  # it is dying; its exit will be reported

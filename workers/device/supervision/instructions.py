@@ -251,7 +251,10 @@ class InstructionRunner:
 
 
 def _capabilities(resident: Resident) -> list[str]:
-    """Return what the task supports; only the device worker knows if a command can move."""
+    """Return what the task supports.
+
+    Whether a command can move is known only to the device worker, so it is added here.
+    """
     if not resident.is_command:
         return resident.capabilities
     others = [each for each in resident.capabilities if each != MOVABLE]

@@ -45,7 +45,9 @@ class LateInputs:
             self.bring(stay)
 
     def bring(self, stay: Stay) -> None:
-        """Fetch late inputs with a known location, once there is a process that can take them."""
+        """Fetch the late inputs whose location is known, once there is a process that can take
+        them.
+        """
         if (resident := stay.process) is None:
             return
         for port in (stay.lacks & stay.given.keys()) - stay.coming:
@@ -81,10 +83,10 @@ class LateInputs:
             stay.fetched_bytes += size_bytes if way == "store" else 0
 
     def _lacks_for_good(self, stay: Stay, port: str, error: BaseException) -> None:
-        """Fail a task with a late input that cannot be fetched, as if the input had been missing at
+        """Fail a task whose late input cannot be fetched, as if the input had been missing at the
         launch.
 
-        A task off its slot may still get the input later.
+        A task that is off its slot may still get the input later.
         """
         if stay.state not in ("seating", "running"):
             stay.given.pop(port, None)

@@ -9,7 +9,7 @@ from workers.device.stays.storing import ResultStore
 
 
 class OrderDesk:
-    """Takes the orders of the island; a stale or repeated order changes nothing."""
+    """Receives the orders of the island; an old or repeated order changes nothing."""
 
     def __init__(self, lives: DeviceLives, storing: ResultStore) -> None:
         self.lives = lives

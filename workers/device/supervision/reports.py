@@ -1,4 +1,4 @@
-"""Sends the reports of a device: all that it holds, in each of them."""
+"""Sends the reports of a device. Each report has all that the device holds."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ class DeviceReports:
         self.hung: list[Any] = []  # tasks that made the previous worker hang, until reported
 
     def forget_hung(self) -> None:
-        """Forget the tasks that made the previous worker hang, as the island has heard of them."""
+        """Forget the tasks that made the last worker hang, because the island has received their
+        names.
+        """
         if self.hung:
             self.hung = []
             self.hung_file.unlink()
@@ -68,18 +70,20 @@ class DeviceReports:
         return self.house.folder / "hung.json"
 
     def begin_to_stop(self) -> None:
-        """Tell the island at once that this device takes no work any more."""
+        """Tell the island at once that this device accepts no more work."""
         self.is_stopping = self.rhythm.happened = True
 
     def say_goodbye(self) -> None:
-        """Send the last report: all events, no residents, and the lease given back."""
+        """Send the last report: all events, no residents, and the lease is given back."""
         self.pulse.flush(1.0)
         for _ in range(2):  # sent twice, as no later report repeats it
             self.pulse.say(self.alive(leaving=True))
             self.pulse.flush(1.0)
 
     def may_report(self) -> bool:
-        """True once the device can work and was checked: a device that reports is given work."""
+        """True once the device can work and was checked, because a device that reports is given
+        work.
+        """
         is_judged = self.health.is_judged and self.mounts.is_judged
         return "torch" in self.facts and is_judged and self.is_trial_over
 

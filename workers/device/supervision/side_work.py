@@ -11,7 +11,9 @@ from workers.transfer.tree_removal import remove_tree
 
 
 class SideWork:
-    """Owns the threads beside the supervisor's; `receive` queues a function for the supervisor."""
+    """Owns the threads beside the supervisor's; `receive` queues a function for the supervisor's
+    thread.
+    """
 
     def __init__(
         self,
@@ -21,7 +23,8 @@ class SideWork:
         self._receive = receive
         self.threads = threads
         self._hands = ThreadPoolExecutor(threads, "hands")
-        # A build of an environment takes long: it must not keep other tasks from their inputs.
+        # Threads of their own, because building an environment takes long: other tasks must get
+        # their inputs meanwhile.
         self._builders = ThreadPoolExecutor(threads, "builders")
         # A tenant's leftovers can be large: removing or closing them must not block other work.
         self._sweeper = ThreadPoolExecutor(1, "sweeper")
@@ -30,7 +33,8 @@ class SideWork:
     def aside(
         self, work: Callable[[], Any], then: Callable[[Any], None], *, is_long: bool = False
     ) -> None:
-        """Run `work` in another thread; then call `then` in this one, with its result or error.
+        """Run `work` in another thread. Then call `then` in the supervisor's thread, with the
+        result or the error.
 
         Work that `is_long` has threads of its own.
         """
