@@ -1,7 +1,7 @@
 """Finds the address for a connection of a task, and connects to the very address that was checked.
 
-A name is resolved here, never by the task.  The name may resolve otherwise a moment later; that
-changes nothing, because the connection uses the address and not the name.
+The proxy resolves a name, never the task. The name may resolve to another address a moment later;
+that changes nothing, because the connection uses the checked address and not the name.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Connector:
 
 
 def _is_own(address: Address) -> bool:
-    """True for an address of this host, where a service may trust every program of the host."""
+    """True for an address of this host, where a service may trust any program of the host."""
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:

@@ -1,7 +1,7 @@
 """Serves a build of packages: connects to the hosts of the administrator's index, and to no others.
 
-The build has a network of its own, in which it can connect to this proxy only.  The proxy is a
-process of the build: it ends with it, and has all layers of the sandbox but the network's.
+The build has a network of its own, in which it can connect to this proxy only. The proxy is a
+process of the build and ends with it. It has all layers of the sandbox except the network's.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class IndexRules(OutletRules):
 def start(allow: Sequence[str], walls: Sequence[str], folder: Path) -> int:
     """Start the proxy; return the descriptor through which it takes its listener.
 
-    `walls` are the layers that stand here, and `folder` is an empty one.
+    `walls` are the sandbox layers that work here; `folder` is an empty folder.
     """
     ours, theirs = socket.socketpair()
     if os.fork():

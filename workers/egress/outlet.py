@@ -1,4 +1,6 @@
-"""Serves the connections of one task, within its policy and bounds, and counts its use."""
+"""Serves the connections of one task within its rules and limits, and counts its use of the
+network.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,10 @@ class OutletUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutletRules:
-    """Says what a task may reach; `withdrawn` was allowed only when the task was submitted."""
+    """Lists what a task may reach.
+
+    `withdrawn` was allowed when the task was submitted, and no longer is.
+    """
 
     allow: tuple[Destination, ...]
     withdrawn: tuple[Destination, ...] = ()
@@ -195,8 +200,8 @@ async def _head(sock: socket.socket) -> tuple[bytes, bytes]:
 class Relay:
     """Passes bytes between a task and a server until both have ended, or both are silent.
 
-    Each direction has one block in hand.  A side that does not read so stops the other one, and no
-    other connection.
+    Each direction holds at most one block. So a side that does not read stops the other side, and
+    no other connection.
     """
 
     def __init__(

@@ -30,7 +30,7 @@ from workers.process.wire import Wire
 JSON = dict[str, Any]
 
 REPORT_S = 1.0  # interval at which new figures are reported
-NICE = 5  # a low priority: computations of the host go first
+NICE = 5  # low priority, so that computations of the host go first
 #: Files that the system's resolver reads.
 RESOLVER_FILES = ("resolv.conf", "hosts", "nsswitch.conf", "host.conf", "gai.conf")
 
@@ -54,13 +54,13 @@ def main(fd: int) -> NoReturn:
 
 
 def resolver_files() -> tuple[Path, ...]:
-    """Return the files of the host from which names are resolved, with the targets of links."""
+    """Return the files by which the host resolves names, and the targets of links among them."""
     found = [path for name in RESOLVER_FILES if (path := Path("/etc") / name).exists()]
     return tuple(dict.fromkeys(each for path in found for each in (path, path.resolve())))
 
 
 def shut_off(walls: list[str], folder: str, uid: int) -> None:
-    """Apply the layers of the sandbox to this process, all but the one of the network."""
+    """Apply all layers of the sandbox to this process except that of the network."""
     walls = [name for name in walls if name != "network"]
     sandbox.separate(walls)
     if "processes" in walls and (inner := os.fork()):

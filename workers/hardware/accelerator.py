@@ -1,7 +1,7 @@
-"""Wraps torch's devices: the one place that knows the kinds of accelerators.
+"""Wraps torch's devices: the only module that knows the kinds of accelerators.
 
-The CPU is always there.  Of any other kind torch has a module (`torch.cuda`, `torch.xpu`, or what a
-backend registers), and all code here uses only what these modules have in common.  The exception is
+The CPU is always there. For any other kind torch has a module (`torch.cuda`, `torch.xpu`, or what a
+backend registers), and all code here uses only what these modules have in common. The exception is
 registering host memory, for which there is a table.
 """
 
@@ -22,7 +22,7 @@ DeviceModule = Any  # torch's module for a kind of device
 
 
 class Accelerator:
-    """A torch device; `kind` is torch's name for its family: "cpu", "cuda", "xpu", ...
+    """Represents a torch device; `kind` is torch's name for its family: "cpu", "cuda", "xpu", ...
 
     A worker sees one device of its kind, so the device has number 0.
     """
@@ -49,7 +49,7 @@ class Accelerator:
             self.module.empty_cache()
 
     def held_bytes(self) -> int:
-        """Return the device memory that this process holds; 0 if that is host memory."""
+        """Return the device memory that this process holds; 0 if the device uses host memory."""
         return 0 if self.module is None else int(self.module.memory_reserved(self.device))
 
     def free_bytes(self) -> int:
@@ -76,7 +76,7 @@ class Accelerator:
         return torch.Stream(device=self.device)
 
     def on_default_stream(self) -> contextlib.AbstractContextManager[object]:
-        """Let the block use the stream of code that chooses no stream itself."""
+        """Let the block run on the default stream: that of code that chooses none."""
         if self.module is None:
             return contextlib.nullcontext()
         now = self.current_stream()
@@ -88,7 +88,9 @@ class Accelerator:
     # --- random numbers ---
 
     def generators(self) -> list[torch.Generator]:
-        """Return the generators of code that names none: those of the CPU and of this device."""
+        """Return the random generators of code that names none: those of the CPU and of this
+        device.
+        """
         if self.module is None:
             return [torch.default_generator]
         self.module.init()  # before that, CUDA has no generator
@@ -109,7 +111,8 @@ class Accelerator:
 def device_types() -> list[str]:
     """Return the kinds of devices on which this process may have tensors.
 
-    It asks how torch was built, and not whether there is a device: so a process may still fork.
+    It asks how torch was built, not whether there is a device. To look for a device would start the
+    driver, and the process could not fork any more.
     """
     found = torch.accelerator.current_accelerator(check_available=False)
     return ["cpu"] if found is None else ["cpu", found.type]
@@ -165,7 +168,7 @@ class _CudaHost:
 
 
 class _BackendHost:
-    """Registers memory of the host by two functions of the backend's module, if it has them."""
+    """Registers host memory by two functions of the backend's module, if the module has them."""
 
     def __init__(self, module: DeviceModule) -> None:
         self.module = module
@@ -181,9 +184,9 @@ class _BackendHost:
 
 
 class Pinned:
-    """Memory of the host, pinned as far as requested for access by an accelerator.
+    """Holds host memory that is pinned, as far as requested, for access by an accelerator.
 
-    `held` owns the memory at `address`: the memory is unregistered before `held` is let go.
+    `held` owns the memory at `address`: the memory is unregistered before `held` is freed.
     """
 
     def __init__(self, address: int, held: object, accelerator: Accelerator) -> None:

@@ -46,15 +46,15 @@ class NotDone(Exception):
 
 
 class LateCall(NotDone):
-    """Raised when a call was late; what it does to its process may happen at any later moment."""
+    """Raised when a call to the driver was late: it may still take effect at any later moment."""
 
 
 class StillHeld(NotDone):
-    """Raised when the driver refused, no device memory has left, and the processes run on."""
+    """Raised when the driver refused: no device memory was moved, and the processes continue."""
 
 
 class Driver(Protocol):
-    """The calls to the driver; each raises NotDone with the driver's own words."""
+    """Declares the calls to the driver; each raises NotDone with the driver's own words."""
 
     def state(self, pid: int) -> int: ...
     def lock(self, pid: int, timeout_ms: int) -> None: ...
@@ -65,10 +65,11 @@ class Driver(Protocol):
 
 @dataclass
 class TreeMemory:
-    """The device memory of one process tree; `away` are the processes without it now.
+    """Moves the device memory of one process tree; `away` are the processes whose memory is moved
+    off.
 
     `here` is the UUID of the GPU that the processes see; `left` is the UUID of the GPU that they
-    left, if that is another one.  `may_go_on` is called while a driver call lasts; if it returns
+    left, if that is another one. `may_go_on` is called while a driver call lasts; if it returns
     False, the call is abandoned.
     """
 
@@ -92,7 +93,8 @@ class TreeMemory:
     def leave(self, pids: Iterable[int]) -> None:
         """Move the processes' device memory into host memory.
 
-        Raises StillHeld if they run on as before.  After any other NotDone they must be killed.
+        Raises StillHeld if nothing was moved and the processes continue. After any other NotDone
+        they must be killed.
         """
         if self.driver is None or self.away:
             return
@@ -141,7 +143,9 @@ class TreeMemory:
         self._do("lock", pid, LOCK_WITHIN_S + 1, lambda pid: driver.lock(pid, timeout_ms))
 
     def _do(self, what: str, pid: int, within_s: float, call: Callable[[int], Any]) -> Any:
-        """Run `call(pid)` in a separate thread, which is abandoned if it is late."""
+        """Run `call(pid)` in a separate thread; if it is late, abandon the thread and raise
+        LateCall.
+        """
         answer: list[Any] = []
         ended = threading.Event()
 
@@ -167,7 +171,10 @@ class TreeMemory:
 
 
 def _holds_a_device(pid: int) -> bool:
-    """True if the process has mapped a CUDA device; other processes are left alone."""
+    """True if the process has mapped a CUDA device.
+
+    Processes that have not need not be moved.
+    """
     try:
         maps = Path(f"/proc/{pid}/maps").read_text("utf-8", "replace")
     except OSError:
@@ -188,7 +195,9 @@ _CALLS = (
 
 
 def _driver() -> Driver | None:
-    """Return the driver if it has this API and permits its use; None if it is too slow."""
+    """Return the driver if it has this API and permits its use; None if not, or if it answers too
+    late.
+    """
     try:
         from cuda.bindings import driver as bindings  # type: ignore[import-not-found,unused-ignore]
     except ImportError:
@@ -233,12 +242,12 @@ class _Bindings:
         self._checked(self.bindings.cuCheckpointProcessRestore(pid, args))
 
     def _moved_from(self, left: str) -> Any:
-        """Return the argument that lets the GPU of this host take the place of the one `left`."""
+        """Return the argument that makes the GPU of this host take the place of the GPU `left`."""
         if not hasattr(self.bindings, "CUcheckpointGpuPair"):
             raise NotDone("this driver brings processes back to the same GPU only")
         (here,) = self._checked(self.bindings.cuDeviceGet(0))
         (new,) = self._checked(self.bindings.cuDeviceGetUuid(here))
-        # the bindings have no other way to make a UUID; they copy it from there
+        # the bindings make a UUID only from an address, and copy it from there
         raw = ctypes.create_string_buffer(bytes.fromhex(left.removeprefix("GPU-").replace("-", "")))
         pair, args = self.bindings.CUcheckpointGpuPair(), self.bindings.CUcheckpointRestoreArgs()
         pair.oldUuid, pair.newUuid = self.bindings.CUuuid(ctypes.addressof(raw)), new

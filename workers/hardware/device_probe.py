@@ -21,7 +21,7 @@ JSON = dict[str, Any]
 
 
 def try_device(kind: str) -> JSON:
-    """Return torch's facts about the only device of this kind that it sees."""
+    """Return what torch says about the device; it sees only one of this kind."""
     try:
         device = torch.device(kind, 0)
     except RuntimeError:
@@ -45,8 +45,7 @@ def try_device(kind: str) -> JSON:
     }
 
 
-#: Functions that a device's module needs for ranks in turns, in addition to those for all
-#: residents.
+#: Functions of a device's module that ranks in turns need, besides those that all residents need.
 _NEEDED = ("empty_cache", "memory_reserved", "mem_get_info", "default_generators")
 
 
@@ -67,7 +66,7 @@ def can_splice(module: Any, device: torch.device) -> bool:
 
 
 def _compute_capability(module: Any, device: torch.device) -> str:
-    """Return it as "9.0"; "" for kinds without one, or with anything but two numbers."""
+    """Return the compute capability as "9.0"; "" if this kind has none, or not as two numbers."""
     found = getattr(module, "get_device_capability", lambda _: None)(device)
     return ".".join(map(str, found)) if isinstance(found, tuple) and len(found) == 2 else ""
 

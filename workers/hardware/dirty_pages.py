@@ -1,12 +1,12 @@
-"""Find out exactly which memory of this process has been written to, as the kernel sees it.
+"""Finds out exactly which memory of this process has been written to, as the kernel sees it.
 
 A range is write-protected through a userfaultfd in asynchronous mode (Linux >= 6.7). The first
-write to a page removes the protection and goes on, no matter what writes: Python, numpy, a kernel
+write to a page removes the protection and then succeeds, whatever writes: Python, numpy, a kernel
 of torch, or the operating system for `readinto`. PAGEMAP_SCAN reports the pages that have lost the
 protection. Nothing ever waits, and no thread serves faults.
 
-Memory of a file, or that other processes also map, always counts as written, because writes by
-other processes are not visible. Writes by a device itself are not visible either, but no job has
+Memory of a file, and memory that other processes also map, always counts as written, because writes
+by other processes are not visible. Writes by a device itself are not visible either, but no job has
 such a device.
 
 The descriptors are opened before the sandbox closes: tenant code cannot open its own.
@@ -25,7 +25,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 PAGE = mmap.PAGESIZE
-GAP = 8 * PAGE  # closer ranges are treated as one; memory in between pays a fault or two
+# ranges that are closer are protected as one; the memory between them costs a fault or two
+GAP = 8 * PAGE
 
 _SYS_USERFAULTFD = {"x86_64": 323}.get(platform.machine(), 282)
 _USER_MODE_ONLY = 1
@@ -40,7 +41,7 @@ _REGIONS = 512  # most results of one scan; another scan gives the rest
 
 
 class Unwatchable(Exception):
-    """This kernel, or this range of memory, cannot be watched; the message says why."""
+    """Raised when this kernel, or this range of memory, cannot be watched; says why."""
 
 
 class _Region(ctypes.Structure):
@@ -90,7 +91,7 @@ class Watch:
             os.close(fd)
 
     def protect(self, ranges: Iterable[Range]) -> set[Range]:
-        """Watch these ranges for writes from now on; returns the ranges that cannot be watched."""
+        """Watch these ranges for writes from now on; return those that cannot be watched."""
         refused: set[Range] = set()
         for run in _runs(ranges):
             whole = Range(run[0].start, run[-1].end)
@@ -100,19 +101,22 @@ class Watch:
         return refused
 
     def release(self, ranges: Iterable[Range]) -> None:
-        """Stop watching ranges that are about to be written to, so that writes cost nothing."""
+        """Stop watching ranges that will be written to, so that these writes cost nothing."""
         for run in _runs(ranges):
             whole = Range(run[0].start, run[-1].end)
             for part in run if not self._set(whole, protected=False) else ():
                 self._set(part, protected=False)
 
     def written(self, ranges: Iterable[Range]) -> set[Range]:
-        """Return the ranges that were written to since their protection, or cannot be checked."""
+        """Return the ranges that were written to since they were protected, and those that cannot
+        be checked.
+        """
         found: set[Range] = set()
         for run in _runs(ranges):
             try:
                 pages = self._scan(Range(run[0].start, run[-1].end))
-            except OSError:  # a range of the group is not watched any more: check one by one
+            # a range of the group is no longer watched: check the ranges one by one
+            except OSError:
                 found |= {part for part in run if self._is_written(part)}
             else:
                 found |= _touched(run, pages)
@@ -147,9 +151,9 @@ class Watch:
             return True
 
     def _scan(self, whole: Range) -> list[Range]:
-        """Return the runs of pages that have been written to.
+        """Return the runs of pages in a range that have been written to.
 
-        Raises OSError if not all of them are watched.
+        Raises OSError if not all pages of the range are watched.
         """
         found: list[Range] = []
         at = whole.start

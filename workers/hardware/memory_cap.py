@@ -8,9 +8,9 @@ from workers.hardware.accelerator import Accelerator
 def cap_memory(accelerator: Accelerator, fraction: float) -> None:
     """Let torch's allocator in this process hold at most this fraction of the device's memory.
 
-    Beyond it torch raises OutOfMemoryError.  This guards the other tasks against a mistake; tenant
-    code can lift the cap, and is then ended by what the driver counts
-    (`workers.device.device_memory`).  A whole device needs no cap, and setting one would start the
+    Above it torch raises OutOfMemoryError. This protects other tasks from a mistake. Tenant code
+    can lift the cap; then the driver's count shows it, and the task is ended
+    (`workers.device.device_memory`). A whole device needs no cap, and setting one would start the
     driver.
     """
     if accelerator.is_host or fraction >= 1:

@@ -28,7 +28,9 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 
 class NotTaken(Exception):
-    """Raised when torch did not take the preset; `differences` has one sentence each."""
+    """Raised when torch did not accept the preset; `differences` has a sentence for each
+    difference.
+    """
 
     def __init__(self, differences: list[str]) -> None:
         self.differences = differences
@@ -179,7 +181,9 @@ def _of_machine() -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """Return vendor, family and model of the processor, by which libraries choose their kernels."""
+    """Return vendor, family and model of the processor, because libraries choose their kernels by
+    these.
+    """
     if not _CPUINFO.exists():
         return platform.processor()
     pairs = (line.partition(":")[::2] for line in _CPUINFO.read_text().splitlines())
@@ -189,18 +193,22 @@ def _processor() -> str:
 
 
 def impose(before: Mapping[str, Any], accelerator: Accelerator) -> list[str]:
-    """Make this process compute like that of a fingerprint; return the remaining differences."""
+    """Make this process compute as that of the fingerprint `before` did; return the differences
+    that remain.
+    """
     for name, setting in IMPOSABLE.items():
         if name in before and setting.read() != before[name]:
             try:
                 setting.apply(before[name])
             except (AttributeError, RuntimeError, TypeError, ValueError):
-                continue  # the setting is not available or can no longer be changed: a difference
+                # the setting is missing here, or can no longer be changed: it is reported as a
+                # difference
+                continue
     return differences(before, fingerprint(accelerator))
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for each difference that may change bits; none means `exact`."""
+    """Return a sentence for each difference that may change bits; an empty list means `exact`."""
     return [
         f"{name}: {_shown(before, name)} where the image was made, {_shown(now, name)} here"
         for name in sorted({*before, *now})

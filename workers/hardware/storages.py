@@ -1,8 +1,8 @@
-"""Tell which storages may leave their memory, and give that memory back to the kernel.
+"""Tells which storages may leave their memory, and gives that memory back to the kernel.
 
-A storage that other code knows by its address stays: numpy views it, processes share it, or DLPack
-lent it. All that moves storages off a device asks here: `switching.offload` for a paused job,
-`ranks.swap` between a rank's turns, and `graph.spill` for a graph's blocks.
+A storage that other code knows by its address must stay: numpy views it, processes share it, or
+DLPack lent it. All code that moves storages off a device asks here: `switching.offload` for a
+paused job, `ranks.swap` between a rank's turns, and `graph.spill` for a graph's blocks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ def flat(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def memory_of(storage: torch.UntypedStorage) -> memoryview:
-    """Return a host storage's memory without a copy; the view keeps the storage alive."""
+    """Return the memory of a host storage without a copy.
+
+    The view keeps the storage alive.
+    """
     if not storage.nbytes():
         return memoryview(bytearray())
     # Not through numpy: a storage that numpy has viewed can never be resized again.
@@ -46,7 +49,9 @@ def may_leave(storage: torch.UntypedStorage) -> bool:
 
 
 def release_pages(storage: torch.UntypedStorage, when: int) -> None:
-    """Give the pages of a host storage back to the kernel; malloc would keep them in its heap."""
+    """Give the pages of a host storage back to the kernel, since malloc would keep them in its
+    heap.
+    """
     # The first and last page stay, where malloc keeps its own bookkeeping.
     pages = Range.inside(storage.data_ptr() + PAGE, storage.nbytes() - 2 * PAGE)
     # If madvise fails, malloc keeps the memory for later allocations.
@@ -54,7 +59,7 @@ def release_pages(storage: torch.UntypedStorage, when: int) -> None:
 
 
 def follow_lending() -> None:
-    """Note from now on which storages DLPack gives to other code: they must stay in place."""
+    """From now on, note which storages DLPack gives to other code: they must stay in place."""
     if getattr(torch.Tensor.__dlpack__, "_noticed", False):
         return
     lend = torch.Tensor.__dlpack__

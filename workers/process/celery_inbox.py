@@ -1,12 +1,12 @@
 """Handles Celery messages as hints: in the thread that reads them, and without acknowledgement.
 
-A hint only puts something into an inbox, so it needs neither Celery's pool nor the request object
-that Celery makes for a task.  The sender repeats a lost hint, so Redis need not keep a hint until
-it was handled.  A hint then takes one Redis call instead of four.
+A hint only puts something into an inbox. So it needs neither Celery's pool nor the request object
+that Celery makes for a task. The sender repeats a lost hint, so Redis need not keep a hint until it
+was handled. A hint then takes one Redis call instead of four.
 
-Every worker that imports this module runs without gossip, mingle and Celery's own heartbeats.
-These send events, which the serializer of Roundhouse refuses, over queues that its protocol does
-not have.
+Every worker that imports this module runs without gossip, mingle and Celery's own heartbeats. These
+send events, which the serializer of Roundhouse refuses, over queues that its protocol does not
+have.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def hears(app: Celery, name: str) -> Callable[[Callable[..., None]], Callable[..
     thread.
 
     The function is called with the text of the message, or without arguments if the message has
-    none.  Some of its errors are logged, as no code could handle them.
+    none. Its errors are only logged, some of them not each time: no code could handle them.
     """
     complaint = broker.Complaint(log, f"{name} was not heard")
 

@@ -29,7 +29,7 @@ from app.core import units
 from app.core.model.provisions.resources import CPUS, MEMORY, PROCESSES, exceeded
 from workers.process.group_owners import owned_name, predecessors, remove_orphans
 
-#: Limit -> its controller in version 1 and in version 2; "": none.
+#: Limit -> its controller in version 1 and in version 2; "" if there is none.
 CONTROLLERS = {
     "memory": ("memory", "memory"),
     "processes": ("pids", "pids"),
@@ -47,7 +47,8 @@ _WORKER = "roundhouse-worker"
 _WORKER_WEIGHT = 1000
 _CONTROL_DEVICES = "rwm"
 _PERIOD_US = 100_000  # the period for which a quota of processor time counts
-OWN_PROCESSES = 4  # processes of the platform in a resident, in addition to the limit of its task
+# processes of the platform in a resident; they are allowed in addition to the limit of its task
+OWN_PROCESSES = 4
 _NOTHING: Mapping[str, int] = {}
 _TERMINALS = 136  # major number
 _NEARLY_BYTES = 2 * 2**20  # a huge page, the largest single charge
@@ -55,7 +56,7 @@ _NEARLY_BYTES = 2 * 2**20  # a huge page, the largest single charge
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """The limits of all residents of a device together, and of each resident."""
+    """Lists the limits for all residents of a device together, and for each resident."""
 
     device_memory_bytes: int
     resident_memory_bytes: int
@@ -75,7 +76,7 @@ class Bounds:
         threads: int,
         nodes: Iterable[Path],
     ) -> Bounds:
-        """Return limits that allow each resident the whole device, one image and its own
+        """Return limits that allow each resident the whole device, one image, and its own
         overhead.
         """
         shared = memory_bytes + host_memory_bytes
@@ -105,7 +106,8 @@ class Toll:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupUsage:
-    """Counts what the processes of a resident hold now, and the most processes that it had.
+    """Counts the memory and processes of a resident: what it has now, and the most processes that
+    it had.
 
     `memory_bytes` is memory that the kernel cannot take back, so pages of files do not count.
     """
@@ -116,7 +118,9 @@ class GroupUsage:
 
 @dataclass(frozen=True, slots=True)
 class Hierarchy:
-    """A mounted hierarchy: its group of this process, and the limits that it enforces."""
+    """Describes a mounted hierarchy of groups: the group of this process in it, and the limits that
+    it enforces.
+    """
 
     version: int
     own: Path
@@ -130,7 +134,7 @@ def hierarchies(mountinfo: str, own: str) -> list[Hierarchy]:
     """Return the hierarchies with a used controller, from /proc/self/mountinfo and
     /proc/self/cgroup.
 
-    A group above the mounted part (in a container) is left out.
+    A hierarchy is left out if this process's group lies above its mounted part (in a container).
     """
     paths = {names: path for _, names, path in (line.split(":", 2) for line in own.splitlines())}
     found = []
@@ -164,7 +168,7 @@ def _below(point: str, root: str, path: str) -> Path | None:
 
 @dataclass
 class ControlGroups:
-    """The groups of one device worker.  `standing` are the limits that work here."""
+    """Manages the control groups of one device worker. `standing` are the limits that work here."""
 
     name: str
     bounds: Bounds
@@ -179,9 +183,9 @@ class ControlGroups:
 
     @classmethod
     def made(cls, device: str, run: Path, bounds: Bounds) -> ControlGroups:
-        """Make the groups of this device; end the processes that an earlier device worker left.
+        """Make the groups of this device, and end the processes that its last worker left.
 
-        Empty groups that killed device workers of other devices left are removed too.
+        Empty groups that killed workers of other devices left are removed, too.
         """
         mountinfo = Path("/proc/self/mountinfo").read_text()
         own = Path("/proc/self/cgroup").read_text()
@@ -196,7 +200,8 @@ class ControlGroups:
             parent = _own_group(hierarchy) / self.name
             try:
                 handed = _prepare(hierarchy)
-                # also its own old group: version 1 takes no rules once a group has child groups
+                # including the last worker's group: version 1 takes no rules once a group has child
+                # groups
                 _remove_all(predecessors(parent.parent, self.name))
                 remove_orphans(parent.parent)
                 parent.mkdir(exist_ok=True)
@@ -263,7 +268,7 @@ class ControlGroups:
         return made
 
     def toll(self, resident: str) -> Toll:
-        """Return what the kernel counted for one resident, as long as its groups exist."""
+        """Return what the kernel counted for one resident; its groups must still exist."""
         counted: dict[str, int] = {}
         for _, parent in self.parents:
             counted |= _counts(parent / resident)
@@ -310,7 +315,9 @@ class ControlGroups:
         return ""
 
     def remove(self, resident: str) -> None:
-        """Remove the groups of a resident that has ended; kill the processes that it left."""
+        """Remove the groups of a resident that has ended, and kill processes that are left in
+        them.
+        """
         self.asked.pop(resident, None)
         self.smaller.pop(resident, None)
         self.left |= {parent / resident for _, parent in self.parents}
@@ -326,7 +333,10 @@ class ControlGroups:
 
 
 def group_name(device: str, run: Path) -> str:
-    """Return a name with a hash of the instance, as two instances may have equal device names."""
+    """Return the name of a device's group.
+
+    It has a hash of the instance, as two instances may have equal device names.
+    """
     instance = zlib.crc32(f"{run.absolute()}\0{device}".encode())
     return f"roundhouse-{re.sub(r'[^A-Za-z0-9.-]', '_', device)[:64]}-{instance:08x}"
 
@@ -346,16 +356,18 @@ def join(groups: Iterable[str]) -> None:
 
 
 def _own_group(hierarchy: Hierarchy) -> Path:
-    """Return the group to work in: the parent, if this process has already moved aside."""
+    """Return the group to work in.
+
+    It is the parent if this process has already moved into a group of its own.
+    """
     return hierarchy.own.parent if hierarchy.own.name == _WORKER else hierarchy.own
 
 
 def _prepare(hierarchy: Hierarchy) -> str:
     """Pass the controllers on to child groups (version 2); return the line written for that.
 
-    A group with processes of its own cannot pass them on.  Then this process moves into a group
-    next to those of its residents.  If other processes are in the group, they stay, and the kernel
-    refuses.
+    A group that has processes cannot pass them on. Then this process moves into a group next to
+    those of its residents. Other processes in the group stay, and then the kernel refuses.
     """
     if hierarchy.version == 1:
         return ""
@@ -401,10 +413,11 @@ def _of_device(version: int, limit: str, bounds: Bounds) -> list[Line]:
 def _of_resident(
     version: int, limit: str, bounds: Bounds, asked: Mapping[str, int] = _NOTHING
 ) -> list[Line]:
-    """Return the lines of one resident; shares that are equal for all residents need none.
+    """Return the lines that set the limits of one resident.
 
-    An image of a task is a copy of its own memory or folder, and not counted as its memory; so the
-    kernel's limit leaves room for it, and the supervisor watches the rest.
+    Shares that are equal for all residents need no line. An image of a task is a copy of its own
+    memory or folder, and does not count as its memory. So the kernel's limit leaves room for an
+    image, and the supervisor watches the rest.
     """
     if limit == "memory":
         together = [("memory.oom.group", "1", True)] if version == 2 else []
@@ -434,7 +447,9 @@ def _of_quota(version: int, quota_us: int) -> list[Line]:
 
 
 def _of_memory(version: int, size_bytes: int) -> list[Line]:
-    """Limit memory and forbid swap, which would slow down neighbours, where swap is counted."""
+    """Return the lines that limit memory and, if swap is counted, forbid it: swapping would slow
+    down other tasks.
+    """
     if version == 1:
         swap = ("memory.memsw.limit_in_bytes", str(size_bytes), True)
         return [("memory.limit_in_bytes", str(size_bytes), False), swap]
@@ -464,7 +479,7 @@ def _of_devices(nodes: tuple[Path, ...]) -> list[Line]:
 
 
 def _counts(group: Path) -> dict[str, int]:
-    """Return the event counts of one group, in our words; a hierarchy may lack some counts."""
+    """Return the event counts of one group, by our names; a hierarchy may lack some of them."""
     found: dict[str, int] = {}
     for name, words in (
         ("memory.events", {"oom_kill": "oom_kill", "max": "memory_refused"}),
@@ -488,7 +503,7 @@ _FIXED_MEMORY = {1: ("total_rss", "total_shmem"), 2: ("anon", "shmem")}
 
 
 def _held(group: Path) -> dict[str, int]:
-    """Return the memory that a group holds, and the most processes that it had."""
+    """Return the memory that a group holds, and the largest number of processes that it had."""
     found: dict[str, int] = {}
     with suppress(FileNotFoundError):
         lines = (group / "memory.stat").read_text().splitlines()
@@ -514,7 +529,9 @@ def _write_all(group: Path, lines: list[Line]) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write in one system call, which the kernel takes as one command; the file must exist."""
+    """Write in one system call, as the kernel takes each write as one command; the file must
+    exist.
+    """
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.write(fd, text.encode())
@@ -535,7 +552,9 @@ def _try_to_join(group: Path) -> None:
 
 
 def _remove_all(parents: Iterable[Path]) -> set[Path]:
-    """Remove these groups and their children, for at most CLOSE_S; return what remains."""
+    """Remove these groups and their children, which takes at most CLOSE_S; return those that
+    remain.
+    """
     until_s, left = time.monotonic() + CLOSE_S, set(parents)
     while left and time.monotonic() < until_s:
         for parent in left:
@@ -553,7 +572,10 @@ def _sweep(parent: Path) -> None:
 
 
 def _remove(group: Path) -> bool:
-    """Remove a group and return True, or kill its processes, which end soon, and return False."""
+    """Remove a group and return True.
+
+    If it has processes, kill them, which takes a moment, and return False.
+    """
     try:
         group.rmdir()
     except FileNotFoundError:

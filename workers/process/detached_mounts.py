@@ -1,4 +1,4 @@
-"""Makes mounts without a place in any tree of files: only a descriptor leads to their files.
+"""Makes mounts that have no path: only a descriptor leads to their files.
 
 When the last descriptor and the last mapping of its files are gone, the kernel removes the file
 system, also after a kill -9.
@@ -35,7 +35,7 @@ def mounted(kind: str, options: Mapping[str, str], attributes: int) -> int:
 
 @contextmanager
 def memory_folder(limit_bytes: int) -> Iterator[Path]:
-    """Yield a folder in memory that only this process reaches, for up to so many bytes."""
+    """Yield a folder in memory for up to `limit_bytes`, which only this process can reach."""
     options = {"size": str(limit_bytes), "mode": "0700"}
     attributes = NOSUID | NODEV | NOEXEC
     try:  # large pages: 500 MB are written in 0.1 s instead of 0.3 s, and freed in 0.02 s

@@ -24,23 +24,23 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-#: Locks of devices, shared by all device workers of a host that run as root.
+#: Folder for locks of devices, shared by all device workers of a host that run as root.
 HOST_FOLDER = Path("/run/roundhouse-devices")
 SETTING = "ROUNDHOUSE_ACCELERATOR"
 
 
 class NoSuchDevice(Exception):
-    """Raised when the device that a worker is to serve cannot be found; the message says why."""
+    """Raised when the device that a worker must serve cannot be found; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceAccess:
     """Lists what a process needs to use one device, and nothing of the other devices of the host.
 
-    `id` names the device on its host; "" stands for the CPU.  `is_unique` is true of a UUID, which
-    no other device in the world has.  `variables` belong to the environment of every process that
-    uses the device.  The sandbox shows `nodes` for writing and `folders` for reading.  `location`
-    is where the device is inside its host, from wide to narrow; () if that is not known.
+    `id` names the device on its host; "" stands for the CPU. `is_unique` is True if `id` is a UUID,
+    which no other device in the world has. `variables` belong to the environment of every process
+    that uses the device. The sandbox shows `nodes` for writing and `folders` for reading.
+    `location` is where the device is inside its host, from wide to narrow; () if that is not known.
     """
 
     id: str = ""
@@ -53,7 +53,9 @@ class DeviceAccess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundDevice:
-    """A device that torch could use at the start of its worker, with torch's answers about it."""
+    """Describes a device that torch could use when its worker started, with torch's answers about
+    it.
+    """
 
     access: DeviceAccess = field(default_factory=DeviceAccess)
     model: str = ""
@@ -65,7 +67,7 @@ class FoundDevice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigPlace:
-    """The place of a MIG instance: the minor number of its GPU, and the numbers of its parts."""
+    """Locates a MIG instance: the minor number of its GPU, and the numbers of its two parts."""
 
     minor: int
     gpu_instance: int
@@ -73,9 +75,10 @@ class MigPlace:
 
 
 def driver_version(kind: str, root: Path = Path("/")) -> str:
-    """Return the version of the driver of this kind of device; "" if it has none that we can read.
+    """Return the version of the driver of this kind of device; "" if none can be read.
 
-    The version can change the bits of results, and decides where stored processes can go on.
+    Another version may change the bits of results, and stored processes cannot be restored under
+    it.
     """
     told = root / "proc/driver/nvidia/version"
     if kind != "cuda" or not told.exists():
@@ -127,7 +130,9 @@ def _find_by_variable(kind: str, asked: str) -> DeviceAccess:
 
 
 def tell_host(folder: Path, device: str, kind: str, access: DeviceAccess) -> None:
-    """Tell the workers of this host how processes use the device of this worker."""
+    """Write a file that tells the other workers of this host how processes use this worker's
+    device.
+    """
     folder.mkdir(mode=0o700, exist_ok=True)
     told = {
         "kind": kind,
@@ -141,9 +146,9 @@ def tell_host(folder: Path, device: str, kind: str, access: DeviceAccess) -> Non
 
 
 def with_guests(own: DeviceAccess, kind: str, guests: Iterable[str], folder: Path) -> DeviceAccess:
-    """Return the access to the device of this worker and to its `guests`, in this order.
+    """Return the access to this worker's device and to the devices `guests`, in this order.
 
-    A process sees them as devices 0, 1, ...  Raises NoSuchDevice.
+    A process sees them as devices 0, 1, ... Raises NoSuchDevice.
     """
     all_of_them = [own, *(_read_access(folder, guest, kind) for guest in guests)]
     visible = {f"{kind.upper()}_VISIBLE_DEVICES": ",".join(each.id for each in all_of_them)}
@@ -180,7 +185,9 @@ MAX_LOCATION = 8  # most parts of a device's location
 
 @dataclass(frozen=True, slots=True)
 class _Gpu:
-    """A GPU as the driver lists it in /proc/driver/nvidia; GPUs are counted by `bus`."""
+    """Describes a GPU as the driver lists it in /proc/driver/nvidia. GPUs are numbered in the order
+    of `bus`.
+    """
 
     bus: str
     uuid: str
@@ -203,8 +210,10 @@ def _find_cuda(
 
 
 def _pci_location(bus: str, root: Path) -> tuple[str, ...]:
-    """Return the location of a PCI device: its NUMA node, then the host bridge, the bridges and
-    switches above it, and itself; () if the host does not tell it.
+    """Return where a PCI device is: its NUMA node, then the host bridge, the bridges and switches
+    above it, and the device itself.
+
+    Returns () if the host does not say it.
     """
     device = root / "sys/bus/pci/devices" / bus.lower()
     if not bus or not device.is_dir():
@@ -270,7 +279,9 @@ def _asked_gpu(asked: str, gpus: list[_Gpu]) -> _Gpu:
 
 
 def _mig_nodes(place: MigPlace, root: Path) -> tuple[Path, ...]:
-    """Return the nodes of a MIG instance: of its GPU, and one for each of its two capabilities."""
+    """Return the device nodes of a MIG instance: of its GPU, and one for each of its two
+    capabilities.
+    """
     parts = root / f"proc/driver/nvidia/capabilities/gpu{place.minor}/mig/gi{place.gpu_instance}"
     caps = (parts / "access", parts / f"ci{place.compute_instance}" / "access")
     numbers = map(_capability_minor, caps)

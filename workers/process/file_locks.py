@@ -1,4 +1,4 @@
-"""Takes locks of open files, for which the kernel knows no time limit."""
+"""Takes locks of open files with a time limit, which the kernel does not offer."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ _AGAIN_S = 0.05
 
 
 def hold(fd: int, how: int, until_s: float = 0.0) -> bool:
-    """Take the lock (LOCK_SH or LOCK_EX); return False if it is still held at `until_s`. It is
-    tried at least once.
+    """Take the lock (LOCK_SH or LOCK_EX), with at least one try; False if it is still taken at
+    `until_s`.
     """
     while True:
         try:

@@ -32,9 +32,9 @@ def predecessors(parent: Path, name: str) -> list[Path]:
 
 
 def remove_orphans(parent: Path) -> None:
-    """Remove groups whose device worker is dead, with the groups in them, as far as all are empty.
+    """Remove the groups of dead device workers, with the groups inside, if they are empty.
 
-    The kernel removes no group in which a process is, and no process is killed here.
+    The kernel does not remove a group that has a process, and this function kills no process.
     """
     for group in parent.glob("roundhouse-*"):
         if is_orphaned(group.name):
@@ -46,7 +46,10 @@ def remove_orphans(parent: Path) -> None:
 
 
 def is_orphaned(name: str) -> bool:
-    """True if the owner has certainly died; a process of another PID namespace cannot be judged."""
+    """True if the owner has certainly died.
+
+    The answer for an owner in another PID namespace is False, since it cannot be known.
+    """
     found = _OWNED.fullmatch(name)
     if found is None:
         return False
@@ -61,13 +64,16 @@ def _lives(pid: int, started: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # the process belongs to another user, on a host that hides such processes
+    # the process exists but belongs to another user, on a host that hides such processes
+    except OSError:
         return True
     return True
 
 
 def _started(pid: int) -> int | None:
-    """Return when the process started, in ticks since the host did; None if it cannot be seen."""
+    """Return when the process started, in ticks since the host started; None if it cannot be
+    seen.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
     except OSError:

@@ -1,11 +1,10 @@
-"""Opens folders of the host that an administrator named as mounts, beneath the allowed roots only.
+"""Opens folders of the host that an administrator named as mounts, only beneath the allowed roots.
 
-A mount is a row that an administrator of the platform wrote.  The row alone opens nothing: the
-folder must lie below a root that the administrator of this host allowed by a setting
-(ROUNDHOUSE_MOUNT_ROOTS).  The way from the root to the folder is resolved by the kernel with
-`openat2`, beneath the root.  So a symbolic link or `..` on the way cannot leave the root, even if a
-folder is replaced after it was checked.  Where the kernel lacks `openat2`, this host shows no
-mounts.
+An administrator of the platform names a mount, in a row of the database. The row alone opens
+nothing: the folder must lie below a root that the administrator of this host allowed by a setting
+(ROUNDHOUSE_MOUNT_ROOTS). The kernel resolves the path from the root to the folder with `openat2`,
+beneath the root. So a symbolic link or `..` in the path cannot lead out of the root, even if a
+folder is replaced after it was checked. If the kernel has no `openat2`, this host shows no mounts.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class HostMount:
-    """The folder `below` the allowed `root`, which a resident sees at `target`, read-only.
+    """Names the folder `below` an allowed `root`, which a resident sees at `target`, read-only.
 
-    A container image may be a file instead.
+    For a container image it may be a file.
     """
 
     root: str
@@ -49,7 +48,7 @@ def place_of(
 
 
 def opened(mount: HostMount) -> int:
-    """Return a descriptor of the folder (O_PATH); raises OSError, which names no path of the host.
+    """Return a descriptor of the folder (O_PATH); raises OSError without a path of the host in it.
 
     The folder may lie on another file system than its root.
     """
@@ -65,9 +64,9 @@ def opened(mount: HostMount) -> int:
 
 
 def trouble(mount: HostMount, own: Sequence[Path]) -> str:
-    """Say why this host cannot show the folder now; "" if it can.
+    """Return why this host cannot show the folder now; "" if it can.
 
-    `own` are folders of Roundhouse itself, which no mount may hold or lie in.
+    `own` are folders of Roundhouse itself; a mount may neither contain them nor lie in them.
     """
     try:
         fd = opened(mount)
@@ -85,7 +84,7 @@ def trouble(mount: HostMount, own: Sequence[Path]) -> str:
 
 
 def open_in_root(root: int, path: str, flags: int) -> int:
-    """Open a path as a process would whose root is the folder `root`; raises OSError."""
+    """Open a path as if the folder `root` were the root of the file system; raises OSError."""
     return _openat2(root, path, flags, _RESOLVE_IN_ROOT | _RESOLVE_NO_MAGICLINKS)
 
 

@@ -14,11 +14,13 @@ from app.core.model.wellformed import is_word
 
 JSON = dict[str, Any]
 
-ALIGNMENT = 4096  # in bytes: a page, so that a written page belongs to one storage
+ALIGNMENT = 4096  # in bytes: one page, so that a page that was written belongs to one storage only
 
 
 class BadLayout(Exception):
-    """Raised when a resident described an image that cannot lie in its slab; says which part."""
+    """Raised when a resident described an image that cannot be in its slab; says which part is
+    wrong.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +35,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The places of the graph and of each storage, by number; none overlap."""
+    """Lists the places of the graph and of each storage, by number. No two overlap."""
 
     graph: Extent
     storages: tuple[Extent, ...]

@@ -1,9 +1,9 @@
 """Puts the packages that a request brings in front of the platform's, in the process of a task.
 
 A command gets the environment by PATH: `python` there is the environment's own, which finds its
-packages without further help.  Other code runs in this very process: the packages come before the
-platform's on the import path.  Modules that are imported already stay; no environment brings these
-(`provisions.package_lock.PLATFORM`).
+packages without further help. Other code runs in this very process: the packages come before the
+platform's on the import path. Modules that are already imported stay, and no environment may bring
+those (`provisions.package_lock.PLATFORM`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def packages_of(environment: Path) -> Path:
 
 
 def _put_before_platform(packages: Path) -> None:
-    """Insert the folder, and what its .pth files name, before the platform's packages."""
+    """Insert the folder, and the folders that its .pth files name, before the platform's
+    packages.
+    """
     before = list(sys.path)
     site.addsitedir(str(packages))
     platform = {sysconfig.get_paths()[name] for name in ("purelib", "platlib")}

@@ -69,10 +69,10 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """The resources of the host for one resident; `uid` is used only where root may set it.
+    """Lists what one resident gets of the host; `uid` is used only if this process is root.
 
-    `passages` are our folders on the path to its code and scratch folder.  `nodes` and `folders`
-    are those of its device (`workers.process.device_access`).
+    `passages` are our folders on the path to its code and scratch folder. `nodes` and `folders` are
+    those of its device (`workers.process.device_access`).
     """
 
     code: Path
@@ -88,10 +88,11 @@ class Room:
     environment: Path | None = None  # the packages that its request brings
     image: Path | None = None  # the root of its container image, in place of the host's files
     tmp_bytes: int = 2**30  # size of /tmp, and of /dev/shm
-    processes: int = 1024  # most processes and threads, where the sandbox has a user of its own
+    processes: int = 1024  # most processes and threads, if the resident has a user of its own
     # file system image for its scratch folder (`workers.process.volumes`)
     template: Path | None = None
-    volume: int | None = None  # descriptor of its mount, in the resident itself
+    # descriptor of the mount of its scratch folder, in the resident itself
+    volume: int | None = None
     # descriptor, in the resident itself, of a socket that takes the listener of its proxy
     egress: int | None = None
 
@@ -130,7 +131,7 @@ def fork(walls: Iterable[str]) -> int:
 
 
 def separate(walls: Iterable[str]) -> None:
-    """Enter a user and a PID namespace before the fork of the resident itself."""
+    """Enter a user namespace and a PID namespace, before the resident itself is forked."""
     if _needs_user_namespace(walls):
         _own_user_namespace()
     if "processes" in walls:
@@ -138,7 +139,10 @@ def separate(walls: Iterable[str]) -> None:
 
 
 def enclose(room: Room, walls: Iterable[str]) -> None:
-    """Apply the layers in the resident, once.  Raises Broken; then the process must end."""
+    """Apply the layers inside the resident; called once.
+
+    If it raises Broken, the process must end.
+    """
     for name, raise_wall in _INNER.items():
         if name in walls:
             try:
@@ -152,15 +156,17 @@ def enclose(room: Room, walls: Iterable[str]) -> None:
 
 
 def enter(resident: int, walls: Iterable[str]) -> None:
-    """Enter the namespaces of a resident, by its pidfd; then fork, as only a child is in its PID
-    namespace, and call `confine` there.  Raises OSError.
+    """Enter the namespaces of a resident, by its pidfd; raises OSError.
+
+    The caller must then fork, since only a child is in the PID namespace, and call `confine` in the
+    child.
     """
     kinds = sum(kind for name, kind in _NAMESPACES.items() if name in walls)
     _checked(_libc.setns(resident, kinds), "setns")
 
 
 def confine(room: Room, walls: Iterable[str]) -> None:
-    """Apply the layers that are no namespaces, in a process that has entered those of a
+    """Apply the layers that are not namespaces, in a process that has entered the namespaces of a
     resident.
     """
     for name, raise_wall in _INNER.items():
@@ -176,7 +182,7 @@ def environment(scratch: Path) -> dict[str, str]:
         "TMPDIR": "/tmp",
         "USER": "job",
         "LOGNAME": "job",
-        # torch trusts its compiled code, so it never lies in a folder that two tenants share
+        # torch trusts the compiled code that it finds, so two tenants never share this folder
         "TORCHINDUCTOR_CACHE_DIR": f"{scratch}/.torchinductor",
         "TRITON_CACHE_DIR": f"{scratch}/.triton",
     }
@@ -192,7 +198,7 @@ def enter_image() -> None:
 def image_environment(variables: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a container image that its command gets.
 
-    The sandbox decides where the home and temporary files are, and how the network is reached.
+    Variables for the home, temporary files and the network are left out: the sandbox decides these.
     """
     kept = ("HOME", "TMPDIR", "USER", "LOGNAME", *proxy_environment())
     return {name: value for name, value in variables.items() if name not in kept}
@@ -209,7 +215,10 @@ def proxy_environment() -> dict[str, str]:
 
 
 def try_out(room: Room) -> tuple[list[str], dict[str, str]]:
-    """Return (layers that work here, reasons why others don't); each is tried with those before."""
+    """Return the layers that work here, and for each other layer the reason why not.
+
+    Each layer is tried together with the working layers before it.
+    """
     _shown(room.nodes, room.folders)  # so that no fork computes it again
     standing: list[str] = []
     missing: dict[str, str] = {}
@@ -225,8 +234,9 @@ def try_out(room: Room) -> tuple[list[str], dict[str, str]]:
 
 
 def _open_passages(room: Room) -> None:
-    """Let other users pass through our folders, which a resident without the layer `files`
-    needs.
+    """Let other users pass through our folders.
+
+    A resident needs this if the layer `files` does not hide them.
     """
     if os.geteuid() == 0:
         for folder in room.passages:
@@ -236,7 +246,7 @@ def _open_passages(room: Room) -> None:
 
 
 def _try(walls: list[str], room: Room) -> str:
-    """Apply exactly these layers in a child and check them; return "" or the error."""
+    """Apply exactly these layers in a child process and check them; return "" or the error."""
     read, write = os.pipe()
     child = os.fork()
     if not child:
@@ -296,9 +306,10 @@ def _network(room: Room) -> None:
 
 
 def _give_listener(fd: int) -> None:
-    """Give the proxy of the host a listener in our network, and keep no descriptor of it.
+    """Give the host's proxy a listener in the network of this resident, and keep no descriptor of
+    it.
 
-    A socket stays in the network where it was made, so only our own processes can connect.
+    A socket stays in the network in which it was made, so only our own processes can connect to it.
     """
     with socket.socket(fileno=fd) as to_proxy, socket.socket() as listener:
         listener.bind(("127.0.0.1", PROXY_PORT))
@@ -321,7 +332,7 @@ def _files(room: Room) -> None:
         trees.append((_tree(room.environment), PACKAGES))
     scratch = _tree(room.scratch, writable=True) if room.volume is None else room.volume
     trees.append((scratch, SCRATCH))
-    # All trees are held by descriptor, so this mount may hide their paths.
+    # All trees are held by descriptors, so it does no harm that this mount hides their paths.
     _mount("tmpfs", "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=0755")
     root = Path("/tmp")
     # mounted before the trees, as this checkout may be below /tmp
@@ -341,7 +352,8 @@ def _limits(room: Room) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = 4096 if most == resource.RLIM_INFINITY else min(4096, most)
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
-    if os.geteuid() == 0:  # counted per user, and the resident is about to get a user of its own
+    # the kernel counts per user, and the resident is about to get a user of its own
+    if os.geteuid() == 0:
         resource.setrlimit(resource.RLIMIT_NPROC, (room.processes, room.processes))
 
 
@@ -422,8 +434,8 @@ _DEVICES = tuple(
 
 @cache
 def _shown(nodes: tuple[Path, ...], folders: tuple[Path, ...]) -> list[Path]:
-    """Return the paths of the host that a resident sees under the same names: the paths for every
-    resident, and the paths of its device.
+    """Return the paths of the host that a resident sees under the same names: those of every
+    resident, and those of its device.
     """
     python = {
         sys.prefix,
@@ -453,10 +465,10 @@ def overlaid(target: str, nodes: tuple[Path, ...], folders: tuple[Path, ...]) ->
 
 
 def trouble_in_image(image: Path, target: str) -> str:
-    """Say why nothing can be shown at a target in a container image; "" if it can.
+    """Return why nothing can be shown at `target` in a container image; "" if it can.
 
-    A target at the top of the image can be added; below the top it must exist.  A symbolic link on
-    the way would be followed in the host, before the image is the root.
+    A target at the top of the image can be added; a deeper one must exist. No part of it may be a
+    symbolic link: that would be followed on the host, because the image is not the root yet.
     """
     if Path(target).parts[1] in _OWN_TOP:
         return ""
@@ -473,12 +485,14 @@ def trouble_in_image(image: Path, target: str) -> str:
 
 
 def _top_of_image(image: Path) -> list[Path]:
-    """Return the names at the top of a container image, without those of every sandbox."""
+    """Return the names at the top of a container image, except those that every sandbox has."""
     return [path for path in sorted(image.iterdir()) if path.name not in _OWN_TOP]
 
 
 def _of_device(room: Room) -> list[Path]:
-    """Return the paths of the host that a resident in a container image sees."""
+    """Return the paths of the host that a resident in a container image sees: devices and their
+    files.
+    """
     wanted = [*_DEVICES, *room.nodes, *room.folders]
     if lost := [path for path in wanted if path.parts[1] not in _OWN_TOP]:
         told = f"{lost[0]} of the device cannot be shown in a container image"
@@ -493,17 +507,18 @@ def shown_paths(room: Room) -> list[Path]:
 
 
 def device_nodes(own: Iterable[Path]) -> list[Path]:
-    """Return the device nodes that a resident may open, even if no layer hides the others; `own`
-    are those of its device.
+    """Return the device nodes that a resident may open, even without a layer that hides the others.
+
+    `own` are those of its device.
     """
     wanted = [*_DEVICES, Path("/dev/ptmx"), *own]
     return [path for path in wanted if path.exists()]
 
 
 def _tree(path: Path, *, writable: bool = False, is_node: bool = False) -> int | str:
-    """Return a detached copy of the mount at `path`, or the target of a symbolic link.
+    """Return a detached copy of the mount at `path`; for a symbolic link its target.
 
-    A device node that is read-only would be useless.
+    A device node is never read-only, as it would be useless.
     """
     if path.is_symlink():
         return os.readlink(path)
@@ -513,7 +528,10 @@ def _tree(path: Path, *, writable: bool = False, is_node: bool = False) -> int |
 
 
 def _mounted(mount: HostMount) -> int:
-    """Return a detached, read-only copy of the tree of a mount; errors name its target only."""
+    """Return a detached, read-only copy of the tree of a mount.
+
+    Errors do not name its path on the host.
+    """
     try:
         folder = host_mounts.opened(mount)
     except OSError as error:
@@ -526,7 +544,9 @@ def _mounted(mount: HostMount) -> int:
 
 
 def _clone(at: int, path: bytes, wanted: int, told: str) -> int:
-    """Return a detached copy of the mounts at `path` and below, with the `wanted` attributes."""
+    """Return a detached copy of the mount at `path` and all mounts below, with the attributes
+    `wanted`.
+    """
     flags = _OPEN_TREE_CLONE | os.O_CLOEXEC | _AT_RECURSIVE | (0 if path else _AT_EMPTY_PATH)
     fd = _libc.syscall(_SYS_OPEN_TREE, at, path, flags)
     _checked(fd, f"open_tree {told}")
@@ -566,7 +586,8 @@ def _furnish(root: Path, room: Room) -> None:
     try:
         _mount("proc", str(root / "proc"), "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
     except PermissionError:
-        return  # in a container that hides parts of /proc, no /proc can be mounted
+        # in a container that hides parts of /proc, the kernel refuses to mount another /proc
+        return
 
 
 def _furnish_etc(etc: Path) -> None:
@@ -693,7 +714,9 @@ def filter_program() -> bytes:
 
 
 def _only(offset: int, allowed: tuple[int, ...], refusal: int) -> list[tuple[int, int, int, int]]:
-    """Return lines that refuse the call unless this argument is one of the allowed values."""
+    """Return program lines that refuse a call unless its argument at `offset` is one of the allowed
+    values.
+    """
     lines = [(_LOAD, 0, 0, offset)]
     lines += [(_EQUAL, len(allowed) - at, 0, value) for at, value in enumerate(allowed)]
     return [*lines, (_RETURN, 0, 0, _ERRNO | refusal)]
@@ -725,8 +748,9 @@ _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent thread ends; a change of user undoes
-    this.
+    """Have the kernel kill this process when its parent thread ends.
+
+    Call it again after a change of user, which undoes it.
     """
     _checked(_libc.prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0), "pdeathsig")
 
@@ -736,7 +760,9 @@ def _set_dumpable() -> None:
 
 
 def hide_memory() -> None:
-    """Keep other processes of our user from reading our memory, by /proc too; exec undoes this."""
+    """Keep other processes of our user from reading our memory, also through /proc; exec undoes
+    this.
+    """
     _checked(_libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0), "dumpable")
 
 

@@ -36,7 +36,7 @@ VALUES_LIMIT = 1_000  # in one line
 _PIECE_BYTES = 1 << 18
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, from Linux 5.14 on
 _REMOVE = 9  # MADV_REMOVE
-_STEP = 2**24  # memory is allocated in pieces of this size, so that no thread waits for long
+_STEP = 2**24  # in bytes: memory is allocated in such pieces, so that no thread waits for long
 
 
 class BadIndex(Exception):
@@ -100,8 +100,8 @@ def _read_at(fd: int, start: int, size: int, limit: int) -> JSON:
     return body
 
 
-# Lines: [KEY, VALUE], [KEY, NAME, VALUE] for a table, [KEY, NAME, VALUE, "more"] for a list in a
-# table.
+# Lines are: [KEY, VALUE]; [KEY, NAME, VALUE] for an entry of a table; [KEY, NAME, VALUE, "more"]
+# for an item of a list in a table.
 def _lines(body: JSON) -> Iterator[list[Any]]:
     for key, value in body.items():
         if not isinstance(value, dict):
@@ -132,7 +132,7 @@ def _take_line(body: JSON, line: bytes) -> None:
 
 
 def _read_lines(fd: int, start: int, size: int) -> Iterator[bytes]:
-    """Yield the lines, reading piece by piece; raises BadIndex for a line that is too long."""
+    """Yield the lines, and read the slab piece by piece; raises BadIndex if a line is too long."""
     rest = b""
     for at in range(0, size, _PIECE_BYTES):
         *lines, rest = (rest + os.pread(fd, min(_PIECE_BYTES, size - at), start + at)).split(b"\n")
@@ -189,13 +189,16 @@ class Slab:
         return memoryview(self.memory)[offset : offset + size]
 
     def make_ready(self, size: int) -> None:
-        """Allocate the memory for an image of `size` bytes now, so that copying need not."""
+        """Allocate the memory for an image of `size` bytes now, so that copying is faster later."""
         for start in range(0, min(size, self.limit_bytes), _STEP):
             with suppress(OSError):  # older kernel, or no memory left: copying allocates it
                 self.memory.madvise(_POPULATE_WRITE, start, _pages(min(_STEP, size - start)))
 
     def used(self, size: int) -> None:
-        """Note that an image of `size` bytes follows; free the rest of a much longer old image."""
+        """Note that the next image has `size` bytes.
+
+        If the last image was much longer, free the rest.
+        """
         if self.used_bytes > 2 * size + _STEP:
             start = _pages(size)
             with suppress(OSError):

@@ -13,8 +13,9 @@ JSON = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputFile:
-    """Describes the file of an input: an image if it has no `format`; `datablock` is
-    "NAME@VERSION".
+    """Describes the file of an input.
+
+    Without a `format` it is an image. `datablock` is "NAME@VERSION".
     """
 
     format: str = ""
@@ -23,7 +24,7 @@ class InputFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlabImage:
-    """The image in the slab of the process; `is_kept` says that it is durable."""
+    """Describes the image in the slab of the process; `is_kept` is True if it is durable."""
 
     step: int
     index_bytes: int
@@ -32,17 +33,18 @@ class SlabImage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskStart:
-    """The descriptor of a task, unchanged, and what a device adds to it.
+    """Holds the descriptor of a task, unchanged, and what a device adds to it.
 
-    `code` and `scratch` are folders, as the process sees them.  `seats` and `host` are those of the
-    Launch.  With `variables` the processes of a command see several devices.  `secrets` are
-    environment variables too, beside those of the descriptor.  `image_variables` are those that a
-    container image sets.  A process that becomes a rank of the task is the rank of this number.
+    `code` and `scratch` are folders, as the process sees them. `seats` and `host` are those of the
+    Launch. `variables` let the processes of a command see several devices. `secrets` are
+    environment variables too, in addition to those of the descriptor. `image_variables` are those
+    that a container image sets. `rank` is the number of the rank that the process becomes, in a
+    task with several.
 
     `stores_processes` says that the processes of a command go into its images; `adopts` says that
-    the processes of its image are restored below this process.  With `dump_damaged`, storing has
-    damaged them before.  So they go only into images for a pause or an order, and not into periodic
-    images.
+    the processes of its image are restored below this process. `dump_damaged` says that storing has
+    damaged them before: then they go only into images for a pause or an order, and not into
+    periodic images.
 
     The process of a function that `rests` does not exit: it waits for the next function.
     """
@@ -70,8 +72,9 @@ class TaskStart:
     rests: bool = False
 
     def as_rank(self, rank: int) -> TaskStart:
-        """Return the start of a rank, which makes no image by itself; the first rank stores the
-        outputs.
+        """Return the start of one rank.
+
+        A rank makes no images by itself; only the first rank stores outputs.
         """
         never = replace(self.spec.checkpoint, every_s=0.0)
         outputs = () if rank else self.spec.outputs

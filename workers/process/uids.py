@@ -1,9 +1,9 @@
-"""Reserves user ids for residents, so that no two device workers of a host share one.
+"""Reserves user ids for residents, so that no two device workers of a host use the same.
 
-A device worker holds one range of ids while it lives, by a lock on a file of the host.  The kernel
-frees the lock when the device worker is dead.  The search starts at a range that depends on the
-worker's name, so a worker usually gets the same range after a restart.  Residents hold no
-descriptor of such a file.
+A device worker holds one range of ids while it lives, by a lock on a file of the host. The kernel
+frees the lock when the device worker is dead. The search starts at a range that depends on the
+worker's name, so a worker usually gets the same range after a restart. Residents hold no descriptor
+of such a file.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Checks the messages of a tenant's process.
 
-Texts are cut and cleaned before they are passed on, and an invalid message ends the process.
+Texts are shortened and cleaned before they are passed on. An invalid message ends the process.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ NAMES_LIMIT = 20_000
 
 
 def verdict(message: JSON, redactor: Redactor) -> JSON:
-    """Return the event for a resident's final message: its type, as `is`, and its fields.
+    """Return the event for a resident's final message: `is` has its type, the rest are its fields.
 
-    Its texts for people contain no value of a secret.
+    Values of secrets are removed from texts for people.
     """
     said = _verdict(message)
     told = {name: redactor.json(said[name]) for name in _TOLD & said.keys()}
@@ -59,7 +59,10 @@ def _verdict(message: JSON) -> JSON:
 
 
 def whole(body: bytes, redactor: Redactor) -> tuple[JSON, JSON | None]:
-    """Parse a message that came in parts; also return its event if it is a final message.  Slow."""
+    """Parse a message that came in parts, which may take long.
+
+    If it is a final message, also return its event.
+    """
     message = parsed_parts(body)
     return message, verdict(message, redactor) if message["is"] in LAST_WORDS else None
 
@@ -130,8 +133,8 @@ def words(message: JSON, name: str) -> list[str]:
 
 
 def clean(value: Any, depth: int = 0) -> Any:
-    """Return the value as JSON that Postgres takes: no NUL, lone surrogates or NaN, and of bounded
-    size.
+    """Return the value as JSON that Postgres takes: without NUL, lone surrogates or NaN, and of
+    limited size.
 
     A whole number outside int64 becomes a text: readers in other languages could not hold it.
     """
@@ -177,7 +180,7 @@ def made_bytes(message: JSON) -> dict[str, int]:
 
 
 def _measured(message: JSON, what: str, kind: type[int | float], *, rows: int, most: float) -> JSON:
-    """Return numbers of one kind by name, checked to lie between 0 and `most`."""
+    """Return a message's table of numbers, after a check that each lies between 0 and `most`."""
     said = message.get(what, {})
     if not isinstance(said, dict) or len(said) > rows:
         raise Nonsense(f"{what} is no short table")
@@ -190,7 +193,7 @@ def _measured(message: JSON, what: str, kind: type[int | float], *, rows: int, m
 def failed(message: JSON) -> JSON:
     """Return the fields of core.model.messages.Failed from a resident's final message."""
     cause = text(message, "cause")
-    # a resident cannot know faults of the store, of mounts or of the build of its environment
+    # only the platform can know of faults of the store, of mounts, or of building an environment
     if cause not in messages.CAUSES or cause in ("store", "mount", "environment"):
         raise Nonsense(f"cause is {cause!r}")
     return {

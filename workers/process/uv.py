@@ -58,16 +58,16 @@ def program() -> str:
 
 
 def index_options(settings: Settings) -> list[str]:
-    """Return the options that name the index; none if uv's own configuration counts."""
+    """Return the options that name the package index; [] if uv's own configuration names it."""
     if settings.wheels is not None:
         return ["--no-index", "--find-links", str(settings.wheels.absolute())]
     return ["--default-index", settings.package_index] if settings.package_index else []
 
 
 def reach(settings: Settings) -> tuple[str, ...] | None:
-    """Return the destinations of the administrator's index; empty if it is a folder.
+    """Return the destinations of the administrator's index; () if the index is a folder.
 
-    None: the host has a proxy of its own, which decides.
+    None means that the host has a proxy of its own, which decides what can be reached.
     """
     if settings.wheels is not None:
         return ()
@@ -86,7 +86,7 @@ def reach(settings: Settings) -> tuple[str, ...] | None:
 def variables(cache: Path, proxy: str = "") -> dict[str, str]:
     """Return the environment of a process that runs uv; `cache` is uv's folder of downloads.
 
-    With a `proxy`, uv reaches everything through it and ignores the host's settings of proxies.
+    With a `proxy`, uv reaches everything through it and ignores the host's proxy settings.
     """
     ours = os.environ
     names = [name for name in ours if name in _KEPT or name.startswith(_KEPT_PREFIXES)]
@@ -108,9 +108,9 @@ def variables(cache: Path, proxy: str = "") -> dict[str, str]:
 def run(
     arguments: Sequence[str], *, folder: Path, environment: Mapping[str, str], limit_s: float
 ) -> UvResult:
-    """Run uv in a folder; a run that takes longer than `limit_s` is ended, and has failed.
+    """Run uv in a folder.
 
-    Raises NoUv.
+    A run that takes longer than `limit_s` is ended and counts as failed. Raises NoUv.
     """
     return limited([program(), *arguments], folder=folder, environment=environment, limit_s=limit_s)
 
@@ -151,7 +151,9 @@ def _end(group: int) -> None:
 
 
 def shortened(said: str) -> str:
-    """Return uv's message without empty lines; of a long message the beginning and the end."""
+    """Return uv's message without empty lines; if it is too long, only its beginning and its
+    end.
+    """
     text = "\n".join(line.rstrip() for line in said.splitlines() if line.strip())
     if len(text) <= SAID_LIMIT:
         return text

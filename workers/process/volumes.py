@@ -31,7 +31,9 @@ _TEMPLATE = ("-O", "^has_journal", "-E", "lazy_itable_init=1", "-m", "0", "-b", 
 
 
 def usual_bytes(folder: Path) -> int:
-    """Return the default size of a resident's scratch folder, by the free space of its disk."""
+    """Return the default size of a resident's scratch folder: a part of the free space on its
+    disk.
+    """
     free = os.statvfs(folder)
     part = free.f_bavail * free.f_frsize // SHARE
     return max(LEAST_BYTES, min(LARGEST_BYTES, part) // 2**20 * 2**20)
@@ -43,7 +45,10 @@ def with_overhead(size_bytes: int) -> int:
 
 
 def make_template(path: Path, size_bytes: int) -> str:
-    """Make an empty file system of this size, to be copied for each resident; "" or why not."""
+    """Make an empty file system of this size, to be copied for each resident.
+
+    Returns "", or why it could not be made.
+    """
     if os.geteuid() != 0:
         return "only root can mount a file system"
     path.unlink(missing_ok=True)
@@ -59,7 +64,9 @@ def make_template(path: Path, size_bytes: int) -> str:
 
 
 def mounted(template: Path, uid: int) -> int:
-    """Return a descriptor of a new private mount, owned by this user.  Raises OSError."""
+    """Return a descriptor of a new private mount, whose files belong to this user. Raises
+    OSError.
+    """
     image = _copied(template)
     try:
         loop, name = _looped(image)
@@ -77,7 +84,9 @@ def mounted(template: Path, uid: int) -> int:
 
 
 def try_out(template: Path, uid: int) -> str:
-    """Mount a copy in a child and write into it; return "" or what went wrong."""
+    """Mount a copy of the template in a child process and write into it; return "" or what went
+    wrong.
+    """
     read, write = os.pipe()
     child = os.fork()
     if not child:
@@ -99,7 +108,9 @@ def try_out(template: Path, uid: int) -> str:
 
 
 def _copied(template: Path) -> int:
-    """Return a file without a name next to the template: its space reserved, its content copied."""
+    """Return a file without a name beside the template: its space is reserved, and the content is
+    copied.
+    """
     with template.open("rb") as source:
         size_bytes = os.fstat(source.fileno()).st_size
         _must_leave_some(template.parent, size_bytes)
@@ -132,7 +143,10 @@ def _data_from(fd: int, at: int) -> int | None:
 
 
 def _looped(image: int) -> tuple[int, str]:
-    """Return a loop device on this file; it disappears when it is neither open nor mounted."""
+    """Make a loop device for this file.
+
+    It disappears when it is neither open nor mounted any more.
+    """
     flags = _LO_FLAGS_AUTOCLEAR | _LO_FLAGS_DIRECT_IO
     config = struct.pack("=II52xI176x64x", image, 0, flags)
     with open("/dev/loop-control", "rb+", buffering=0) as control:

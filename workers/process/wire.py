@@ -36,13 +36,14 @@ DEPTH_LIMIT = 64
 CONTAINERS_LIMIT = 2_000  # lists and tables in one frame
 # lists and tables in a message in parts, enough for the copies of a large graph
 PARTS_CONTAINERS_LIMIT = 250_000
-PART_CHARACTERS = 24_000  # length of one part of a message; escaped again, a part fits into a frame
+# length of one part of a message; with JSON's escapes, a part still fits into a frame
+PART_CHARACTERS = 24_000
 FDS_LIMIT = 64
 #: The descriptors that a new resident gets: control, bulk, trust, stdout, stderr, slab; a resident
 #: with a network gets one more, for the listener of its proxy.
 FDS_PER_RESIDENT = 6
 #: The descriptors of a process beside a resident: control, tunnel, trust, pidfd of the resident,
-#: and the file in memory with what it begins with.
+#: and a file in memory with the data that it needs to begin.
 FDS_BESIDE = 5
 
 _LENGTH = struct.Struct("!I")
@@ -56,7 +57,7 @@ class Garbled(Exception):
 
 
 class Wire:
-    """An end of a socket.  `send` blocks until all is written; `receive` never blocks."""
+    """Represents an end of a socket. `send` blocks until all is written; `receive` never blocks."""
 
     limit_bytes = LIMIT_BYTES
 
@@ -135,7 +136,9 @@ class Wire:
 
 
 class ToSupervisor(Wire):
-    """The resident's end of the socket; messages longer than a frame go in parts."""
+    """Represents the resident's end of the socket. Messages longer than a frame are sent in
+    parts.
+    """
 
     def send(self, message: JSON, fds: list[int] | None = None) -> None:
         text = json.dumps(message)
@@ -155,7 +158,7 @@ class Parts:
         self._size = 0
 
     def add(self, message: JSON) -> bytes | None:
-        """Add a part; return the whole message once its last part is here.  Raises Garbled."""
+        """Add a part; return the whole message when its last part has come. Raises Garbled."""
         text, last = message.get("text"), message.get("last")
         if not isinstance(text, str) or not isinstance(last, bool) or not text.isascii():
             raise Garbled("an invalid part of a message")
@@ -180,7 +183,9 @@ def parsed_parts(body: bytes) -> JSON:
 
 
 class TenantWire(Wire):
-    """The device worker's end of the socket to a tenant's process; no call blocks or takes long."""
+    """Represents the device worker's end of the socket to a tenant's process; no call blocks or
+    takes long.
+    """
 
     limit_bytes = TENANT_FRAME_BYTES
 
@@ -194,7 +199,7 @@ class TenantWire(Wire):
         self._unsent_bytes = 0
 
     def send(self, message: JSON, fds: list[int] | None = None) -> None:
-        """Send a message; what the other end does not read yet is sent later.  Raises OSError."""
+        """Send a message; what the other end does not read now is sent later. Raises OSError."""
         body = json.dumps(message).encode()
         frame = memoryview(_LENGTH.pack(len(body)) + body)
         self._unsent.append((frame, [os.dup(fd) for fd in fds or []]))
@@ -255,7 +260,7 @@ class TenantWire(Wire):
         return _message(body)
 
 
-# A string without an end matches to the end, so that no byte is scanned twice.
+# A string without an end matches up to the end of the message, so that no byte is scanned twice.
 _STRINGS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _BRACKETS = re.compile(rb"[\[\]{}]")
 

@@ -1,1 +1,1 @@
-"""Takes a job's state off the device and back while as little as possible stands still."""
+"""Takes a job's state off the device and back, while as few tasks as possible have to wait."""

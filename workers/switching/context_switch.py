@@ -1,9 +1,9 @@
-"""Take a value off the device as an image of its own, and put a job or a value back.
+"""Takes a value off the device as an image of its own, and restores a job or a value.
 
-`stage` makes private copies of all storages, for a job's results at its end. The image of a job
-that goes on is made by `staging`; `restored` builds the same job in another process, from a slab.
-In the same process nothing needs to be restored: the objects still exist, and at most their memory
-is offloaded (`offload`). `capture` describes graphs, and what cannot be captured.
+`stage` makes private copies of all storages, for a job's results at its end. `staging` makes the
+image of a job that continues; `restored` builds the same job in another process, from a slab. In
+the same process nothing needs to be restored: the objects still exist, and at most their memory is
+offloaded (`offload`). `capture` describes graphs, and what cannot be captured.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _libc.malloc_trim.argtypes = [ctypes.c_size_t]
 
 
 class Spare:
-    """Host memory of values that were sent; kept, as new memory costs page faults."""
+    """Keeps the host memory of values that were sent, for reuse: new memory costs page faults."""
 
     def __init__(self) -> None:
         self._free = list[torch.UntypedStorage]()
@@ -53,7 +53,9 @@ class Spare:
             del self._free[0]
 
     def let_go(self) -> None:
-        """Free the memory kept for the next image, and return unused heap memory to the kernel."""
+        """Free the memory that was kept for the next image, and return unused heap memory to the
+        kernel.
+        """
         self._free.clear()
         _libc.malloc_trim(0)
 
@@ -93,7 +95,7 @@ def _copied(
 class WrongKind(Exception):
     """Raised when a job was on another kind of device than this process has.
 
-    Its random numbers could not go on, as each kind draws them in its own way.
+    Its random numbers could not continue, as each kind draws them in its own way.
     """
 
 
@@ -101,9 +103,9 @@ class WrongKind(Exception):
 
 
 def restore(image: Image, *, around: Surroundings, accelerator: Accelerator) -> Any:
-    """Return the job, restored in this process.
+    """Return the job of an image, restored in this process.
 
-    Call it only in the tenant's sandbox: unpickling runs code.  Raises WrongKind.
+    Call it only in the tenant's sandbox: unpickling runs code. Raises WrongKind.
     """
     _must_serve((block.device for block in image.blocks), accelerator)
     storages = [_filled(block, accelerator) for block in image.blocks]
@@ -120,7 +122,7 @@ def restored(
     accelerator: Accelerator,
     then: Callable[[Iterable[Lying], Layout], None] = lambda lying, layout: None,
 ) -> Any:
-    """Return the job with its image in the slab, restored in this process.
+    """Return the job whose image is in the slab, restored in this process.
 
     Raises BadLayout and WrongKind.
 
@@ -190,7 +192,7 @@ def _new(size: int) -> torch.UntypedStorage:
     storage = torch.UntypedStorage(size)
     address = storage.data_ptr()
     begin, end = -(-address // _HUGE) * _HUGE, (address + size) // _HUGE * _HUGE
-    # huge pages only where it fills them, so that it takes no more memory than requested
+    # huge pages only where the memory fills them, so that it takes no more than requested
     if begin < end:
         _libc.madvise(begin, end - begin, mmap.MADV_HUGEPAGE)
     return storage

@@ -1,4 +1,4 @@
-"""An image as one file: write down what `context_switch` staged, and read it back.
+"""Stores an image as one file: writes what `context_switch` staged, and reads it back.
 
 The file is a line of magic, a JSON header, the pickled object graph, and the raw bytes of every
 storage, in this order. The first storage is aligned like the memory of a tensor, so that it can be
@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 MAGIC = b"roundhouse image 1\n"
-# as torch aligns memory: with another alignment kernels may sum up in another order
+# torch aligns memory so, too; with another alignment, kernels may add in another order
 ALIGN_BYTES = 64
 _LENGTH = struct.Struct("!Q")
 
 
 class Unreadable(Exception):
-    """Raised for a file that is no image of Roundhouse, or whose end is missing."""
+    """Raised when a file is not an image of Roundhouse, or its end is missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class ImageBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Image:
-    """A job's state off the device, in host memory that the job cannot change.
+    """Holds a job's state off the device, in host memory that the job cannot change.
 
     `step` is the last finished step; `fingerprint` is `preset.fingerprint()` of the process that
     staged the image.

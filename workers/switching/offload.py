@@ -1,11 +1,11 @@
-"""Offload a paused job's large storages from the device's memory, and bring them back in place.
+"""Offloads a paused job's large storages from the device's memory, and brings them back in place.
 
 `leave` frees the memory of storages that have their bytes in the slab; `come_back` allocates memory
 for them again and fills it. The storages stay the same objects, so views, ties and bindings of an
 optimizer stay valid. Code that reads an offloaded storage (only a thread of the job could) gets an
 error from torch, or crashes; it never sees other bytes.
 
-What stays: small storages, and memory that other code knows by its address (numpy views it,
+These stay: small storages, and memory that other code knows by its address (numpy views it,
 processes share it, it is pinned, or it was lent by DLPack). On an accelerator, host memory stays.
 
 Memory of a CPU device goes back to the kernel lazily (MADV_FREE): the kernel takes the pages when
@@ -36,11 +36,15 @@ Lying = tuple[torch.UntypedStorage, Extent]  # a storage, and the place of its b
 
 
 class CalledOff(Exception):
-    """Raised when the remaining storages get no memory; storages that have come back stay."""
+    """Raised when the remaining storages get no memory. Storages that have already come back
+    stay.
+    """
 
 
 class Absence:
-    """The offloaded storages of one resident. Its main thread uses this while it has no slot."""
+    """Manages the offloaded storages of one resident. Its main thread uses this while it has no
+    slot.
+    """
 
     def __init__(self, slab: Slab, accelerator: Accelerator, pinned: Pinned) -> None:
         self.slab, self.accelerator, self.pinned = slab, accelerator, pinned
@@ -51,7 +55,7 @@ class Absence:
         return sum(extent.size for _, extent in self.away)
 
     def leave(self, lying: Iterable[Lying], freed: Callable[[], None]) -> None:
-        """Free the memory of each storage as it comes from `lying`; call `freed` after each."""
+        """Free the memory of each storage that `lying` yields; call `freed` after each."""
         known = {storage._cdata for storage, _ in self.away}
         for storage, extent in lying:
             if storage._cdata not in known and self._can_leave(storage, extent):
@@ -61,10 +65,10 @@ class Absence:
         self.accelerator.empty_cache()
 
     def come_back(self, room: Callable[[int], None]) -> list[Lying]:
-        """Bring the storages back and return them; `room` waits until that many bytes may be
-        allocated.
+        """Bring the storages back and return them.
 
-        `room` may raise CalledOff: then the remaining storages stay offloaded.
+        `room` waits until that many bytes may be allocated. It may raise CalledOff: then the
+        remaining storages stay offloaded.
         """
         back: list[Lying] = []
         try:
@@ -104,7 +108,7 @@ class _OnHost:
 
     def __init__(self, slab: Slab) -> None:
         self.slab, self.pending = slab, list[Future[Any]]()
-        # With few cores leave one for a resident that offloads or steps meanwhile.
+        # On a machine with few cores, leave one to a resident that offloads or steps meanwhile.
         self.threads = ThreadPoolExecutor(COPIERS if len(os.sched_getaffinity(0)) > 2 else 1)
 
     def __enter__(self) -> _OnHost:
@@ -123,7 +127,7 @@ class _OnHost:
 
 
 class _OnStream:
-    """Copies by the device, on a stream of its own, from pinned memory.
+    """Has the device copy, on a stream of its own, from pinned memory.
 
     All copies are complete at exit: until then, nothing frees the storages that they fill.
     """
