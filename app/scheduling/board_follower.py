@@ -8,6 +8,7 @@ statement asks which tables have such rows; a look that finds no changes costs o
 Of each line (the waiting tasks of one user that need the same) only the beginning is read, and more
 when it runs out.  So the cost of a board depends on what may be picked, not on what waits.  If a
 transaction fails after the board was changed, the board is discarded and read anew (`forget`).
+With the board goes the part of its plan that is not written yet.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from app.db.models import Line as LineRow
 from app.db.models import Task as TaskRow
 from app.db.transactions import AnyRow, AnySelect
 from app.scheduling import snapshot_reader
+from app.scheduling.journal.decisions import UnwrittenPlan
 
 BEGINNING = 4  # tasks of every line that are read at first
 MORE = 32  # tasks that are read when a line runs out
@@ -93,6 +95,7 @@ class Follower:
     blocked: set[str] = field(default_factory=set)  # blocked tasks read since the last round
     behind: bool = False  # True if there are changes that were not read yet
     news: News | None = None  # result of the last look
+    unwritten: UnwrittenPlan | None = None  # the plan of which a rest is to be written
     memory: CarriedLevels | None = None  # what is remembered of the previous board
     waits: dict[str, GangWait] = field(default_factory=dict)  # the waits of gangs on it
     # its sizes of batches of functions
@@ -103,7 +106,7 @@ class Follower:
         if self.board is not None:
             self.memory, self.waits = CarriedLevels.of(self.board), self.board.waits
             self.batches = self.board.batches
-            self.board = None
+            self.board = self.unwritten = None
 
     def look(self, session: Session, *, now_s: float) -> Board:
         """Return the board after reading what has changed.

@@ -56,6 +56,7 @@ ROUNDS_A_LEASE = 5  # a round should take at most this part of the leader's leas
 GATHER_S = 0.25  # time between rounds that only take heartbeats that say nothing new
 PROGRESSES_A_LEASE = 2  # how often the progress of quiet tasks is written during a lease
 RESEND_LOOKS = 4  # looks for orders to resend, per resend interval
+DECISIONS_A_ROUND = 128  # decisions written in one round; the next round writes on
 
 celery = broker.make_celery("island", settings().redis_url.get_secret_value(), settings().redis_tls)
 
@@ -420,6 +421,8 @@ class Scheduler(Loop):
 
     def _cycle(self, session: Session) -> float:
         journal.write_down(session)
+        if self.follower.unwritten is not None:
+            return 0.0 if self._write_on(session) else BUSY_S
         # The transaction's clock stands still; add the time passed, to see turns that ended
         # meanwhile.
         now_s = transactions.now_s(session) + time.monotonic() - self.began_s
@@ -434,15 +437,31 @@ class Scheduler(Loop):
         seen = None
         if plan.decisions or plan.lifts:
             seen = record.seen_by(board, plan, plan.before, island=self.island)
-        if not journal.store(session, plan, seen=seen):
-            self.follower.forget()
+        self.follower.unwritten = journal.UnwrittenPlan(plan, seen)
+        if not self._write_on(session):
             return BUSY_S
+        if self.follower.unwritten is not None:
+            return 0.0
         if self.follower.news is not None and self.follower.news.saves:
             journal.order_saves(session, self.island)
         task_migration.make_fit(session, board)
         if self.follower.behind:
             return 0.0
         return self._wait_s(plan, board, now_s=now_s)
+
+    def _write_on(self, session: Session) -> bool:
+        """Write the next part of the plan.  False if the plan is out of date: plan anew.
+
+        Heartbeats are recorded between the parts, so a large plan costs no device its lease.
+        """
+        unwritten = self.follower.unwritten
+        assert unwritten is not None
+        if not journal.store_part(session, unwritten, most=DECISIONS_A_ROUND):
+            self.follower.forget()
+            return False
+        if unwritten.rest is None:
+            self.follower.unwritten = None
+        return True
 
     def _wait_s(self, plan: Plan, board: Board, *, now_s: float) -> float:
         """Return the seconds until the next round, if nothing wakes the scheduler.

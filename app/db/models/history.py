@@ -15,7 +15,8 @@ class Cycle(Base):
     """A round that decided something: what the scheduler saw, as far as it mattered
     (`core.scheduling.record`).
 
-    `core.scheduling.cycle.decide(snapshot, now_s=now_s)` reproduces its decisions.
+    `core.scheduling.cycle.decide(snapshot, now_s=now_s)` reproduces its decisions.  If something
+    changed before all of them were written, only the first ones have rows.
     """
 
     __tablename__ = "cycles"

@@ -4,7 +4,8 @@ orders.
 There are two main entries.  Both run in the island's transaction after its row was locked, so that
 only one scheduler writes at a time:
 
-* `store(plan)` writes what was decided, and the orders that follow from it;
+* `store(plan)` writes what was decided, and the orders that follow from it; `store_part` writes a
+  bounded part of a plan;
 * `record(alive)` writes what a device reports, and builds the answer.
 
 Every event is fenced.  It counts only if it comes from the task's present epoch and from the
@@ -22,7 +23,7 @@ matters: a slot is released before it is promised again.  Sums are noted during 
 
 from __future__ import annotations
 
-from app.scheduling.journal.decisions import store
+from app.scheduling.journal.decisions import UnwrittenPlan, store, store_part
 from app.scheduling.journal.device_rows import lock
 from app.scheduling.journal.events import RETRY_LONGEST_S, STORE_AGAIN_S
 from app.scheduling.journal.heartbeats import record, record_all
@@ -39,6 +40,7 @@ __all__ = [
     "LAUNCHES_UNSEEN",
     "RETRY_LONGEST_S",
     "STORE_AGAIN_S",
+    "UnwrittenPlan",
     "break_off",
     "cancel",
     "give_up",
@@ -53,6 +55,7 @@ __all__ = [
     "renew",
     "settle",
     "store",
+    "store_part",
     "tell",
     "unseat",
     "write_down",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from app.core.model import lifecycle, messages
 from app.core.model.lifecycle import Move
 from app.core.model.provisions import notice
 from app.core.model.snapshot import Plan, PlanDecision, Snapshot
+from app.core.scheduling import plan_parts
 from app.core.scheduling.record import as_json
 from app.db import transactions
 from app.db.models import Cycle, Device, Placement, Task
@@ -22,48 +23,77 @@ from app.scheduling.journal.plan_rows import PlanRows
 from app.settings import settings
 
 
-def store(session: Session, plan: Plan, *, seen: Snapshot | None = None) -> bool:
-    """Write the plan in its order, and put the orders that it needs into the outbox.
+@dataclass(slots=True)
+class UnwrittenPlan:
+    """A plan that is written in parts, each in a transaction of its own.
 
-    `seen` is the snapshot that the plan was decided from; it is stored so that the decisions can be
-    reproduced.  Returns False, and writes nothing, if a user's action on one of the plan's tasks is
-    being written at the same time.  The plan is out of date then, and the next plan will include
-    the action.
+    `seen` is the snapshot that the plan was decided from; it is stored with the first part, so that
+    the decisions can be reproduced.
     """
+
+    rest: Plan | None
+    seen: Snapshot | None = None
+    cycle_id: int | None = None
+    is_begun: bool = False
+
+
+def store(session: Session, plan: Plan, *, seen: Snapshot | None = None) -> bool:
+    """Write a whole plan in its order; see `store_part`."""
+    return store_part(session, UnwrittenPlan(plan, seen), most=len(plan.decisions))
+
+
+def store_part(session: Session, unwritten: UnwrittenPlan, *, most: int) -> bool:
+    """Write about `most` decisions of a plan, and put the orders that they need into the outbox.
+
+    Returns False, and writes nothing, if the plan is out of date: a user's action on one of the
+    tasks is being written at the same time, or a device has reported the end of a task since an
+    earlier part was written.  The next plan will include it.
+    """
+    if unwritten.rest is None:
+        return True
+    part, rest = plan_parts.cut(unwritten.rest, most)
     with session.no_autoflush:
-        rows = plan_rows.load(session, plan)
+        rows = plan_rows.load(session, part)
         if rows is None:
             return False
-        if seen is not None and plan.lifts:
-            ledger.lift(session, seen.island, plan.lifts)
-        cycle = _keep_cycle(session, plan, seen)
-        for decision in plan.decisions:
+        if not unwritten.is_begun:
+            _begin(session, unwritten)
+        elif not plan_parts.is_legal(part, {id: task.state for id, task in rows.tasks.items()}):
+            return False
+        for decision in part.decisions:
             task = rows.tasks[decision.task]
             _DECIDED[Move(decision.move)](session, rows, task, decision)
-            if cycle is not None and decision.rule != "start":
-                _keep_decision(session, cycle, task, decision)
+            if unwritten.cycle_id is not None and decision.rule != "start":
+                _keep_decision(session, unwritten.cycle_id, task, decision)
         if rows.divided:
             guest_placements.check_fractions(session, rows.divided)
+    unwritten.rest = rest
     return True
 
 
-def _keep_cycle(session: Session, plan: Plan, seen: Snapshot | None) -> Cycle | None:
-    """Store the round and its snapshot.  None if the round gave and took no device.
+def _begin(session: Session, unwritten: UnwrittenPlan) -> None:
+    """Write what belongs to a plan as a whole: idle-credit floors, and what the round saw.
 
-    Such a round only applied start conditions (rule "start").
+    Of a round that gave and took no device, but only applied start conditions (rule "start"),
+    nothing is kept.
     """
-    if seen is None or all(decision.rule == "start" for decision in plan.decisions):
-        return None
-    cycle = Cycle(island=seen.island, now_s=plan.now_s, snapshot=as_json(seen))
-    session.add(cycle)
-    session.flush()
-    return cycle
+    unwritten.is_begun = True
+    plan, seen = unwritten.rest, unwritten.seen
+    if plan is None or seen is None:
+        return
+    if plan.lifts:
+        ledger.lift(session, seen.island, plan.lifts)
+    if any(decision.rule != "start" for decision in plan.decisions):
+        cycle = Cycle(island=seen.island, now_s=plan.now_s, snapshot=as_json(seen))
+        session.add(cycle)
+        session.flush()
+        unwritten.cycle_id = cycle.id
 
 
-def _keep_decision(session: Session, cycle: Cycle, task: Task, decision: PlanDecision) -> None:
+def _keep_decision(session: Session, cycle_id: int, task: Task, decision: PlanDecision) -> None:
     session.add(
         DecisionRow(
-            cycle_id=cycle.id,
+            cycle_id=cycle_id,
             task_id=task.id,
             tenant_id=task.tenant_id,
             move=str(decision.move),

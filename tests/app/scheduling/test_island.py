@@ -11,14 +11,16 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from sqlalchemy import select, text, update
+from sqlalchemy import func, select, text, update
 from sqlalchemy.event import listen, remove
 
+from app.core.model.lifecycle import Move
 from app.core.model.messages import Alive, Finished, ResidentView, Started, decode
 from app.core.model.snapshot import Plan, PlanDecision
 from app.db import transactions
 from app.db.models import (
     Account,
+    Decision,
     Device,
     Island,
     Need,
@@ -34,7 +36,9 @@ from app.intake import actions
 from app.messaging import broker, outbox
 from app.scheduling import journal
 from app.scheduling.board_follower import Follower
+from app.scheduling.journal import task_writer
 from app.settings import settings
+from workers.control import scheduler as control
 from workers.control.scheduler import Scheduler
 
 FACTS = {
@@ -281,6 +285,61 @@ class TestRound:
         assert [queue for queue, _ in answers(sent)] == ["device.h.0", "device.h.1"]
         assert isle.look() > 0.0
         assert [queue for queue, _ in answers(sent)][2:] == ["device.h.2"]
+
+    @pytest.fixture
+    def long_plan(self, session, isle, sent, monkeypatch):
+        """Five tasks are launched on five devices, two in each round; the first round is over."""
+        monkeypatch.setattr(control, "DECISIONS_A_ROUND", 7)  # five tasks are unlocked first
+        for n in range(5):
+            add_task(session, f"t{n}")
+        hear(isle, *(alive(f"h.{n}") for n in range(5)))
+        assert orders(sent) == ["Launch"] * 2
+        monkeypatch.setattr(control, "DECISIONS_A_ROUND", 2)
+        return isle
+
+    def test_long_plan_is_written_in_several_rounds(self, session, long_plan, sent):
+        assert long_plan.look() == 0.0
+        assert orders(sent) == ["Launch"] * 4
+        long_plan.look()
+        assert orders(sent) == ["Launch"] * 5
+        seats = {session.get_one(Task, f"tsk_t{n}").seat for n in range(5)}
+        assert seats == {f"h.{n}" for n in range(5)}
+        written = session.execute(select(func.count(), func.count(Decision.cycle_id.distinct())))
+        assert written.one() == (5, 1)
+
+    def test_devices_are_heard_between_the_parts_of_a_plan(self, session, long_plan, sent):
+        task = session.scalars(select(Task).where(Task.seat == "h.0")).one()
+        long_plan.hear(alive("h.0", residents=[view(task.id)], events=[started(task.id)]))
+        sent.clear()
+        long_plan.look()
+        assert [queue for queue, _ in answers(sent)] == ["device.h.0"]
+        assert (state(session, task.name), orders(sent)) == ("running", ["Launch"] * 2)
+
+    def test_plan_is_made_anew_if_a_task_has_moved_otherwise(self, session, long_plan, sent):
+        task = session.scalars(select(Task).where(Task.state == "waiting")).first()
+        task_writer.move_task(session, task, Move.GaveUp)
+        task_writer.end_task(session, task, "task.failed", "It failed.")
+        journal.settle(session)
+        assert long_plan.look() > 0.0
+        assert long_plan.follower.board is None
+        long_plan.nudge()
+        while long_plan.look() == 0.0:
+            pass
+        assert orders(sent) == ["Launch"] * 4
+        states = Counter(session.scalars(select(Task.state)))
+        assert states == {"starting": 4, "failed": 1}
+
+    def test_rest_of_a_plan_goes_with_the_lead(self, session, long_plan, sent):
+        long_plan.leave()
+        other = Scheduler("isle")
+        pass_time(session, "islands", "leader_until", 1)
+        other.nudge()
+        other.look()
+        long_plan.look()
+        assert long_plan.follower.unwritten is None
+        while other.look() == 0.0:
+            pass
+        assert orders(sent) == ["Launch"] * 5
 
     @pytest.mark.parametrize(
         ("incarnation", "is_new", "came_ago_s", "epoch"),
