@@ -15,7 +15,7 @@ import re
 import signal
 import threading
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from fastapi import FastAPI
@@ -128,14 +128,15 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     _end_with_parent()
     changes.start(engine(), processes=settings().api_processes)
     warming = asyncio.create_task(run_in_threadpool(_warm))
-    writing = asyncio.create_task(_write_uses())
+    stopping = asyncio.Event()
+    writing = asyncio.create_task(_write_uses(stopping))
     try:
         with _streams_ended_by_signals():
             yield
     finally:
-        writing.cancel()
+        stopping.set()
         await warming
-        await run_in_threadpool(_write_uses_once)
+        await writing
         await run_in_threadpool(changes.stop)
         await run_in_threadpool(engine().dispose)
 
@@ -162,9 +163,14 @@ def _warm() -> None:
         )
 
 
-async def _write_uses() -> None:
-    while True:
-        await asyncio.sleep(auth.USES_EVERY_S)
+async def _write_uses(stopping: asyncio.Event) -> None:
+    """Write now and then when keys were used, and once more at the end.
+
+    It is not cancelled: its thread would go on, with a connection of a pool that is disposed of.
+    """
+    while not stopping.is_set():
+        with suppress(TimeoutError):
+            await asyncio.wait_for(stopping.wait(), auth.USES_EVERY_S)
         await run_in_threadpool(_write_uses_once)
 
 

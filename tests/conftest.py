@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
+import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,6 +40,7 @@ from tests import distribution, thoroughness
 from tests.sim import build
 
 ROOT = Path(__file__).parent.parent
+GIVEN_BACK_S = 60.0  # a busy machine ends the threads of a test within this time
 
 # No test is timed: a busy machine is no fault.  The seed is that of the test, so that a run says
 # the same as the one before.
@@ -165,8 +168,20 @@ def environment(servers: Servers, tmp_path: Path, secrets_key: Path) -> Iterator
     with mock.patch.dict(os.environ, given):
         _forget()
         yield
-        transactions.engine().dispose()
+        _dispose(transactions.engine())
     _forget()
+
+
+def _dispose(engine: Engine) -> None:
+    """Close the connections of a pool, once the threads of the test have given them all back.
+
+    A connection that is given back later is closed by nobody, which is an error of a later test.
+    """
+    until_s = time.monotonic() + GIVEN_BACK_S
+    while (held := engine.pool.checkedout()) and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert held == 0, f"{held} connections are still used: {threading.enumerate()}"
+    engine.dispose()
 
 
 def _forget() -> None:

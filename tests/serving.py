@@ -45,7 +45,7 @@ def server(committed: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]
         listening.bind(("127.0.0.1", 0))
         port = listening.getsockname()[1]
         config = uvicorn.Config(
-            create_app(), http=BoundedProtocol, log_level="warning", timeout_graceful_shutdown=3
+            create_app(), http=BoundedProtocol, log_level="warning", timeout_graceful_shutdown=60
         )
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})

@@ -421,8 +421,8 @@ class Scheduler(Loop):
 
     def _cycle(self, session: Session) -> float:
         journal.write_down(session)
-        if self.follower.unwritten is not None:
-            return 0.0 if self._write_on(session) else BUSY_S
+        if (unwritten := self.follower.unwritten) is not None:
+            return 0.0 if self._write_on(session, unwritten) else BUSY_S
         # The transaction's clock stands still; add the time passed, to see turns that ended
         # meanwhile.
         now_s = transactions.now_s(session) + time.monotonic() - self.began_s
@@ -437,8 +437,7 @@ class Scheduler(Loop):
         seen = None
         if plan.decisions or plan.lifts:
             seen = record.seen_by(board, plan, plan.before, island=self.island)
-        self.follower.unwritten = journal.UnwrittenPlan(plan, seen)
-        if not self._write_on(session):
+        if not self._write_on(session, journal.UnwrittenPlan(plan, seen)):
             return BUSY_S
         if self.follower.unwritten is not None:
             return 0.0
@@ -449,18 +448,15 @@ class Scheduler(Loop):
             return 0.0
         return self._wait_s(plan, board, now_s=now_s)
 
-    def _write_on(self, session: Session) -> bool:
-        """Write the next part of the plan.  False if the plan is out of date: plan anew.
+    def _write_on(self, session: Session, unwritten: journal.UnwrittenPlan) -> bool:
+        """Write the next part of a plan.  False if the plan is out of date: plan anew.
 
-        Heartbeats are recorded between the parts, so a large plan costs no device its lease.
+        Heartbeats are recorded between the parts, so a long plan costs no device its lease.
         """
-        unwritten = self.follower.unwritten
-        assert unwritten is not None
         if not journal.store_part(session, unwritten, most=DECISIONS_A_ROUND):
             self.follower.forget()
             return False
-        if unwritten.rest is None:
-            self.follower.unwritten = None
+        self.follower.unwritten = unwritten if unwritten.rest is not None else None
         return True
 
     def _wait_s(self, plan: Plan, board: Board, *, now_s: float) -> float:
