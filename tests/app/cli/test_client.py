@@ -149,13 +149,13 @@ def test_client_waits_for_a_submission_still_in_progress(server: Scripted) -> No
 
 def test_unreachable_service_is_reported_with_its_address() -> None:
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
+        taken.bind(("127.0.0.1", 0))  # and never listens
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
-    with (
-        Client(url, "k", patience_s=0.5, sleep=lambda _: None) as client,
-        pytest.raises(Unreachable, match=url),
-    ):
-        client.get("/v1/me")
+        with (
+            Client(url, "k", patience_s=0.5, sleep=lambda _: None) as client,
+            pytest.raises(Unreachable, match=url),
+        ):
+            client.get("/v1/me")
 
 
 def test_problem_is_shown_in_full_and_not_retried(server: Scripted) -> None:

@@ -37,7 +37,7 @@ class Remote:
     """The provider, from the outside."""
 
     def __init__(self, issuer):
-        self.issuer, self.http = issuer, httpx2.Client(base_url=issuer)
+        self.issuer, self.http = issuer, httpx2.Client(base_url=issuer, timeout=60)
 
     def control(self, what, **body):
         answer = self.http.post(f"/control/{what}", json=body)

@@ -527,7 +527,7 @@ class TestEstimate:
         for _ in range(30):
             self.ended(scenery, a, 100)
         running = scenery.task(
-            a, "running", seat="d0", started_at=datetime.now(UTC) - timedelta(seconds=40)
+            a, "running", seat="d0", started_at=func.now() - timedelta(seconds=40)
         )
         [first, second] = [scenery.task(a) for _ in range(2)]
         found = explain.explain(session, [first, second])
@@ -545,7 +545,7 @@ class TestEstimate:
         scenery.device("d0")
         for _ in range(30):
             self.ended(scenery, a, 100)
-        started_at = datetime.now(UTC) - timedelta(seconds=40)
+        started_at = func.now() - timedelta(seconds=40)
         scenery.task(a, "running", seat="d0", started_at=started_at)
         own, other = scenery.task(a), scenery.task(b)
         found = explain.explain(session, [own, other])

@@ -13,11 +13,12 @@ import pytest
 from sqlalchemy import Engine, func, insert, select, update
 from sqlalchemy.orm import Session
 
+from app.api.routes import requests
 from app.db.models import LogLine, Request, RequestEvent, Task
 from app.db.transactions import transaction
 from app.messaging.live_updates import CHANNEL, changes
 from tests.app.conftest import BUNDLE, descriptor, problem, sha256
-from tests.serving import Server, server
+from tests.serving import PATIENT_S, Server, server
 
 __all__ = ["server"]  # a fixture
 
@@ -265,13 +266,21 @@ class TestLogs:
 
 
 class TestWait:
-    def test_wait_answers_when_the_request_changes(self, server, request_id):
+    def test_wait_answers_when_the_request_changes(self, server, request_id, monkeypatch):
+        has_read, read = threading.Event(), requests._read_and_let_go
+
+        def reading(*given: Any) -> dict[str, Any]:
+            found = read(*given)
+            has_read.set()
+            return found
+
         def change() -> None:
-            _until_waiting(request_id, 1)
+            assert has_read.wait(PATIENT_S)
             with transaction() as session:
                 session.execute(update(Task).values(state="waiting"))
                 session.execute(select(func.pg_notify(CHANNEL, f"ten_red {request_id}")))
 
+        monkeypatch.setattr(requests, "_read_and_let_go", reading)
         with server.client() as client:
             changing = threading.Thread(target=change)
             changing.start()
