@@ -55,7 +55,7 @@ def main(fd: int, lock_fd: int) -> NoReturn:
 
 
 def import_what_jobs_need() -> None:
-    """Import it now, so that no job pays for it.
+    """Import all that jobs need, so that no job waits for it.
 
     Torch would import its compiler, in about a second, when the first optimizer steps.
     """
@@ -83,7 +83,7 @@ def serve(fd: int, lock_fd: int) -> NoReturn:
 
 
 def keep_pages_shared() -> None:
-    """Keep the garbage collector from writing to pages shared with forks, and make forks fast."""
+    """Keep the garbage collector from writing to pages that forks share, and make forks fast."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -108,7 +108,7 @@ def _ready(wire: Wire, torch_version: str) -> Path:
 
 
 def _unbounded(probe: JSON | None, walls: list[str]) -> str:
-    """Return why scratch folders have no size limit here; "" if they have one."""
+    """Return why the size of scratch folders has no limit here; "" if it has one."""
     room = None if probe is None else _room(probe)
     if room is None or room.template is None:
         return "no file system could be made for it"
@@ -129,7 +129,7 @@ def _unwatched() -> str:
 def _lay_on_huge_pages() -> None:
     """Move the heap to huge pages: a fork mostly copies page tables, which are then smaller.
 
-    A kernel without MADV_COLLAPSE or free huge pages leaves the pages as they are.
+    A kernel without MADV_COLLAPSE, or without free huge pages, leaves the pages as they are.
     """
     libc = ctypes.CDLL(None)
     with open("/proc/self/maps") as maps:
@@ -165,7 +165,7 @@ def _serve(wire: Wire, lock_fd: int, records: Path) -> None:
     os.set_blocking(write, False)
     signal.set_wakeup_fd(write)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    # process id -> id of the resident, its record; None of a process beside a resident
+    # process id -> (id of the resident, its record); None for a process beside a resident
     children: dict[int, tuple[int, Path] | None] = {}
     while not wire.closed:
         ready, _, _ = select.select([wire.fileno(), read], [], [])
@@ -214,14 +214,16 @@ def _spawn(
 
 
 def _kept_by(fd: int) -> int:
-    """Return the resident's process id if there is a keeper, else 0.  Closes the descriptor."""
+    """Return the resident's process id, if a keeper reports it at `fd`; 0 if there is no keeper.
+    Closes `fd`.
+    """
     told = os.read(fd, _PID.size)
     os.close(fd)
     return int(_PID.unpack(told)[0]) if told else 0
 
 
 def _fork_beside(wire: Wire, message: JSON) -> int:
-    """Fork a process that goes beside a resident, into its walls; return the process id."""
+    """Fork a process that enters the sandbox of a resident; return the process id."""
     fds = [wire.fds.pop(0) for _ in range(FDS_BESIDE)]
     pid = os.fork()
     if not pid:
@@ -248,7 +250,10 @@ def _report_exits(wire: Wire, children: dict[int, tuple[int, Path] | None]) -> N
 
 
 def _become(message: JSON, fds: list[int], lock_fd: int, waits: int, tell: int) -> NoReturn:
-    """Become keeper and resident, or only the resident, which begins once `waits` can be read."""
+    """Become the keeper and the resident, or only the resident.
+
+    The resident begins when `waits` becomes readable.
+    """
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -275,7 +280,7 @@ def _become(message: JSON, fds: list[int], lock_fd: int, waits: int, tell: int) 
 
 
 def _go_beside(message: JSON, fds: list[int]) -> NoReturn:
-    """Enter the walls of a resident, and run an inner end of a tunnel there."""
+    """Enter the sandbox of a resident, and run the inner end of a tunnel there."""
     control, outer, trust, resident, begin = fds
     try:
         signal.set_wakeup_fd(-1)
@@ -304,10 +309,11 @@ def _go_beside(message: JSON, fds: list[int]) -> NoReturn:
 
 
 def _keep_beside(inner: int, resident: int) -> NoReturn:
-    """Reap the process beside the resident, which as process 1 cannot end before.
+    """Reap the process beside the resident, which as process 1 cannot end before it.
 
-    A shell has the same user, so it can stop or kill the process that stops it with its job, and
-    would run on while the job is paused.  Then the resident ends, and all in its PID namespace.
+    That process stops its shell while the job is paused. The shell has the same user, so it could
+    stop or kill that process, and would run on during the pause. In this case the resident is
+    ended, with all in its PID namespace.
     """
     _, status = os.waitpid(inner, os.WUNTRACED)
     if not os.WIFEXITED(status):
@@ -349,7 +355,7 @@ def _keep(inner: int, lock_fd: int, tell: int) -> NoReturn:
 
 
 def _live(room: Room, walls: list[str], fds: list[int], sort: str) -> int:
-    """Run the resident's task.  `sort` is "command", or "job" for all code of a bundle."""
+    """Run the resident's task. `sort` is "command", or "job" for all code from a bundle."""
     from workers.commands import runner
     from workers.process.slab import Slab
     from workers.residents import executor
@@ -361,7 +367,7 @@ def _live(room: Room, walls: list[str], fds: list[int], sort: str) -> int:
     if len(fds) > FDS_PER_RESIDENT:
         room = replace(room, egress=fds[FDS_PER_RESIDENT])
         os.environ.update(sandbox.proxy_environment())
-    cgroups.join(room.groups)  # before any tenant code runs or any of its data is in memory
+    cgroups.join(room.groups)  # join before any tenant code runs, or any of its data is in memory
     _, scratch = room.inside(walls)
     sandbox.enclose(room, walls)
     sandbox.die_with_parent()

@@ -1,7 +1,7 @@
-"""Copy a job's state into its slab while the next step already runs.
+"""Copies a job's state into its slab while the next step already runs.
 
-`begin` is called at a safe point, and returns when the job may go on; `join` returns when the image
-is complete in the slab. Captured storages are copied as follows:
+`begin` is called at a safe point, and returns when the job may continue; `join` returns when the
+image is complete in the slab. Captured storages are copied as follows:
 
 * small storages, and buffers, which the next forward pass may change, are copied at once;
 * storages that only an optimizer writes to (parameters and its state), and gradients, which the
@@ -14,11 +14,11 @@ page was written to before its copy was done (a weight clipped in forward, an av
 the image is `spoiled`: it is not reported, and later images copy that storage at once.
 
 Where memory cannot be watched, everything is copied at once. Memory of an accelerator is never
-watched: it is copied within the device first, if there is room for it. Of a storage that a rank has
-`offloaded` between its turns, the content on the host is copied: the rank need not come back to the
+watched: it is copied within the device first, if there is room for it. If a rank has `offloaded` a
+storage between its turns, the content on the host is copied: the rank need not come back to the
 device for an image.
 
-While nothing steps, `bring` makes an image storage by storage, for a job that is to be offloaded
+While nothing steps, `bring` makes an image storage by storage, for a job that will be offloaded
 (`offload`). `lies` records that storages equal their bytes in the slab, because they were filled
 from there.
 """
@@ -52,7 +52,7 @@ WATCHED_BYTES = 64 * 1024  # smaller storages are copied at once: watching them 
 PIECE_BYTES = 16 * 2**20  # copied without checking that the storage still has this memory
 _GRAPH_ROOM = 64 * 1024  # room for the graph to grow, so that storages keep their places
 
-_copy = ctypes.memmove  # lets other threads run meanwhile
+_copy = ctypes.memmove  # lets other threads run while it copies
 # keeps the interpreter lock, which is faster for small copies
 _copy_small = ctypes.PyDLL(None).memcpy
 _copy_small.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
@@ -65,19 +65,19 @@ class ImageTooLarge(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoragePart:
-    """A large storage of host memory that is to be copied to `offset` of the slab."""
+    """Describes a large storage of host memory that must be copied to `offset` of the slab."""
 
     storage: torch.UntypedStorage
     address: int
     size: int
     offset: int
     pages: Range  # pages that hold only bytes of this storage
-    is_passing: bool = False  # True for a gradient: its memory will soon be used for something else
+    is_passing: bool = False  # True for a gradient: its memory will soon be used for other data
 
 
 @dataclass(slots=True)
 class _Known:
-    """The record of a storage from one image to the next, while the storage lives.
+    """Remembers a storage from one image to the next, while the storage lives.
 
     `is_copied`: the storage has been watched since its last copy. `is_hot`: it was once written to
     while it was watched, so watching it is of no use. `is_passing`: it was a gradient in the last
@@ -98,7 +98,7 @@ class _Known:
 
 @dataclass
 class _Plan:
-    """The way in which each storage is copied; small storages are copied already."""
+    """Says how each storage is copied; small storages are copied already."""
 
     small: list[torch.UntypedStorage] = field(default_factory=list)
     now: list[StoragePart] = field(default_factory=list)
@@ -108,7 +108,7 @@ class _Plan:
 
 
 class Staging:
-    """The staging of one resident; everything but the copying itself happens in its main thread."""
+    """Stages the images of one resident. Only the copying may run in another thread."""
 
     def __init__(self, slab: Slab, watch: Watch | None, accelerator: Accelerator) -> None:
         self.slab, self.watch, self.accelerator = slab, watch, accelerator
@@ -116,7 +116,7 @@ class Staging:
         self.copied_bytes = 0  # bytes that were copied for the last image
         self.waited_s = 0.0  # total wait of optimizers and safe points, in seconds
         self._known: dict[int, _Known] = {}
-        # keys of `_known` that are watched and that an optimizer will soon write to
+        # keys of `_known`: storages that are watched, and to which an optimizer will soon write
         self._guarded: set[int] = set()
         self._layout = Layout(graph=Extent(offset=0, size=0), storages=())
         self._work: queue.SimpleQueue[tuple[Callable[[], None], ...]] = queue.SimpleQueue()
@@ -127,7 +127,7 @@ class Staging:
         self._process = os.getpid()
         self._side: torch.Stream | None = None  # on which copies leave the device
         self.pinned = Pinned(slab.address, slab.memory, accelerator)
-        # returns the content of a storage whose device memory has been let go, or None
+        # returns the content of a storage whose device memory was freed; None for other storages
         self.offloaded: Callable[[torch.UntypedStorage], torch.Tensor | None] = lambda storage: None
         register_optimizer_step_pre_hook(self._before_optimizer)
 
@@ -147,7 +147,7 @@ class Staging:
         return layout
 
     def bring(self, captured: Captured) -> tuple[Layout, Iterator[Lying]]:
-        """Make an image while nothing steps; yields each storage once its bytes are in the slab.
+        """Make an image while nothing steps; yield each storage when its bytes are in the slab.
 
         The image is complete when all have been yielded. Raises TooLarge.
         """
@@ -157,8 +157,8 @@ class Staging:
         return layout, self._brought(plan, layout, extents)
 
     def lies(self, lying: Iterable[Lying], layout: Layout | None = None) -> None:
-        """Record that these storages equal their bytes in the slab; until written to, they need no
-        copy.
+        """Record that these storages equal their bytes in the slab: until they are written to, they
+        need no copy.
 
         `layout` is that of an image that another process made.
         """
@@ -211,7 +211,7 @@ class Staging:
             self.waited_s += time.perf_counter() - began_s
 
     def _aside(self, copy: Callable[[], None], then: Callable[[], None]) -> None:
-        # one thread for the life of the resident: starting one takes a while
+        # one thread for the whole life of the resident, as starting a thread takes a while
         if self._thread is None:
             self._thread = threading.Thread(target=self._help, name="staging", daemon=True)
             self._thread.start()
@@ -233,7 +233,7 @@ class Staging:
             del copy, then  # this also frees the storages that they held
 
     def _placed(self, captured: Captured) -> Layout:
-        """Return the layout.
+        """Return the layout of an image.
 
         Storages keep their places as long as their number and sizes are the same.
         """
@@ -256,7 +256,9 @@ class Staging:
     # --- how each storage is copied ---
 
     def _planned(self, storages: Iterable[torch.UntypedStorage], layout: Layout) -> _Plan:
-        """Copy the small and the offloaded storages right here, and sort the large ones."""
+        """Copy the small and the offloaded storages now, and decide how each large one is
+        copied.
+        """
         plan, known = _Plan(), dict[int, _Known]()
         stable, passing = self._stable(), self._passing()
         base, watched = self.slab.address, self.watch is not None
@@ -319,7 +321,9 @@ class Staging:
         return found
 
     def _copy_now(self, plan: _Plan) -> None:
-        """Copy all that must be copied before the job goes on; from here on the rest is watched."""
+        """Copy all that must be copied before the job continues. From then on the rest is
+        watched.
+        """
         if self.watch is not None:
             written = self.watch.written(part.pages for part in plan.again)
             for part in plan.again:
@@ -338,7 +342,9 @@ class Staging:
             self.copied_bytes += part.size
 
     def _may_be_frozen(self, part: StoragePart) -> bool:
-        """True unless the storage is new: protecting it for only one step costs page faults."""
+        """True unless the storage is new: to protect it for only one step costs more page faults
+        than it saves.
+        """
         known = self._known[part.storage._cdata]
         return known.images > 1 and not known.is_hot
 
@@ -384,7 +390,8 @@ class Staging:
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if os.getpid() != self._process:
-            return  # a child process of the job: the thread and the watch belong to its parent
+            # this is a child process of the job: the thread and the watch belong to its parent
+            return
         self.join()
         if optimizer not in self._optimizers:
             self._optimizers.add(optimizer)
@@ -400,11 +407,12 @@ class Staging:
     # --- from an accelerator ---
 
     def _leave_device(self, parts: list[tuple[torch.UntypedStorage, int]], layout: Layout) -> Any:
-        """Copy device storages on a stream of their own; return an event for the end, or None.
+        """Copy device storages on a stream of their own; return an event for the end, or None if
+        there are none.
 
-        Device memory cannot be watched. While the device has room the state is copied within the
-        device first, which takes a fiftieth of the time, and leaves from that copy. Otherwise the
-        job waits until its state has left.
+        Device memory cannot be watched. If the device has room, the state is first copied within
+        the device, which takes a fiftieth of the time, and that copy is sent to the slab. Otherwise
+        the job waits until its state is in the slab.
         """
         if not parts:
             return None
@@ -428,9 +436,9 @@ class Staging:
     def _copies_on_device(
         self, sources: list[torch.Tensor], size: int
     ) -> list[torch.Tensor] | None:
-        """Return copies of the sources on the device, or None if it has no room for them.
+        """Return copies of the sources on the device, or None if the device has no room for them.
 
-        Another process may take the room between the look and the copy.
+        Another process may take the room after it was measured; this returns None, too.
         """
         if self.accelerator.free_bytes() <= 2 * size:
             return None
@@ -469,7 +477,7 @@ class Staging:
         layout: Layout,
         extents: dict[int, Extent],
     ) -> Iterator[Lying]:
-        """Issue all copies at once, so that the bus never idles.
+        """Start all copies at once, so that the bus is never idle.
 
         Each copy has an event of its own.
         """

@@ -64,16 +64,16 @@ class BadSlab(Exception):
 
 
 class TooSlow(OSError):
-    """Raised when a write took so long that chunks it relied on may have been collected."""
+    """Raised when a write took so long that chunks on which it relied may have been deleted."""
 
 
 class Known:
-    """The chunks of a resident's last checkpoint, from which the next `write` finds the changed
-    ones.
+    """Remembers the chunks of a resident's last checkpoint, so that the next `write` finds the
+    changed ones.
 
-    There is one for each resident, and `write` updates it.  Two writes at once must not share it.
+    There is one for each resident, and `write` updates it. Two writes at once must not share it.
 
-    Keys are quick hashes (XXH3) of the chunks' bytes.  A tenant that makes two chunks with the same
+    Keys are quick hashes (XXH3) of the chunks' bytes. A tenant that makes two chunks with the same
     hash damages only its own checkpoint.
     """
 
@@ -82,14 +82,19 @@ class Known:
         self.image_key = ""  # the key with which the chunks are encrypted
 
     def use_key(self, image_key: str) -> None:
-        """Forget the chunks if they are encrypted with another key than the next ones will be."""
+        """Set the key for the next chunks.
+
+        If it is another key than before, forget the chunks of the old key.
+        """
         if image_key != self.image_key:
             self.seen, self.image_key = {}, image_key
 
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """A chunk in the store; `at_s` is when the store certainly had it, by `_clock_s`."""
+    """Describes a chunk in the store; `at_s` is a time at which the store certainly had it, by
+    `_clock_s`.
+    """
 
     address: str
     at_s: float
@@ -97,7 +102,7 @@ class _Seen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """A written checkpoint: the size of its image, and by how much the store grew."""
+    """Describes a written checkpoint: the size of its image, and by how much the store grew."""
 
     sha256: str
     size_bytes: int
@@ -110,9 +115,9 @@ HeldChunks = Mapping[str, Bytes]  # chunks by address: checked, decrypted, in me
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundImage:
-    """An image in a slab, and its manifest.
+    """Describes an image in a slab, and its manifest.
 
-    `fetched_bytes` is the size of the chunks that were not here before.  `beside` has chunks of the
+    `fetched_bytes` is the size of the chunks that were not here before. `beside` has chunks of the
     manifest's second image that were fetched ahead.
     """
 
@@ -215,14 +220,16 @@ class _Writer:
         self._mine = threading.local()
 
     def rank(self, do: Callable[[Cut], Chunk]) -> RankImage:
-        """Call `do` for all chunks; return the image as the manifest has it."""
+        """Call `do` for all chunks of the image; return the image in the form that the manifest
+        needs.
+        """
         cuts = manifests.planned([part.size for part in self.parts])
         chunks = _all_hands(self.store.place.hands, do, cuts)
         return RankImage(parts=self.parts, chunks=tuple(chunks), tensors=self.tensors)
 
     def keep(self, cut: Cut) -> Chunk:
         spans = [self._span(span.part, span.offset, span.size) for span in cut]
-        # a body of several spans is small: copying costs less than hashing twice
+        # a body of several spans is small, so to copy it costs less than to hash it twice
         if len(spans) == 1:
             quick = xxh3_128_digest(spans[0])
             if (seen := self._still_there(quick)) is not None:
@@ -239,7 +246,7 @@ class _Writer:
         return Chunk(address=seen.address, spans=cut)
 
     def announced(self, cut: Cut) -> Chunk:
-        """Return address and spans of the chunk that `keep` would store if it ran now."""
+        """Return the address and the spans of the chunk as `keep` would store it now."""
         spans = [self._span(span.part, span.offset, span.size) for span in cut]
         body = spans[0] if len(spans) == 1 else self._copied(spans)
         seen = self.known.seen.get(xxh3_128_digest(body))
@@ -247,10 +254,10 @@ class _Writer:
         return Chunk(address=address, spans=cut)
 
     def must_be_in_time(self) -> None:
-        """Raise TooSlow if a chunk seen early may be gone by the time of the manifest.
+        """Raise TooSlow if a chunk that was found early may be deleted by the time of the manifest.
 
-        This is checked after the manifest is stored, so that nothing can happen in between.  A
-        manifest that is too late is not reported, and is collected.
+        This is checked after the manifest is stored, so that nothing can happen in between. A
+        manifest that is too late is not reported, and is deleted later.
         """
         oldest_s = min((seen.at_s for seen in self.seen.values()), default=_clock_s())
         if (took_s := _clock_s() - oldest_s) > self.store.grace_s / 2:
@@ -259,13 +266,13 @@ class _Writer:
             )
 
     def _still_there(self, quick: bytes) -> _Seen | None:
-        """Return a chunk of the last checkpoint if the store still has it."""
+        """Return a chunk of the last checkpoint if the store still has it; None if not."""
         seen = self.known.seen.get(quick)
         if seen is None:
             return None
         is_fresh = _clock_s() - seen.at_s < self.store.grace_s / 4
         if is_fresh and not self.store.place.is_near:
-            # the chunk cannot have been collected yet, and asking a remote store is slow
+            # the chunk cannot have been deleted yet, and asking a remote store is slow
             return seen
         now_s = _clock_s()
         return _Seen(seen.address, now_s) if self.writing.chunks.has(seen.address) else None
@@ -274,7 +281,9 @@ class _Writer:
         return self.memory[part][offset : offset + size]
 
     def _copied(self, spans: Iterable[memoryview]) -> memoryview:
-        """Return the spans' bytes in a buffer of this thread, which the resident cannot reach."""
+        """Copy the spans into a buffer of this thread, which the resident cannot reach; return the
+        copy.
+        """
         if not hasattr(self._mine, "buffer"):
             # Whole pages, so that they may go to the disk without the page cache.
             self._mine.buffer = memoryview(mmap.mmap(-1, LARGEST_CHUNK_BYTES))
@@ -303,7 +312,8 @@ def _mapped(slab: int, extents: Sequence[Extent]) -> memoryview:
         raise BadSlab(f"the slab has {length} bytes, and the image ends at {size}")
     if not size:
         return memoryview(b"")
-    # The mapping is dropped, not closed: an error may hold a piece of it for a while.
+    # The mapping is not closed but only dropped: the traceback of an error may refer to it for a
+    # while.
     memory = mmap.mmap(slab, size, prot=mmap.PROT_READ)
     for start, end in _runs(extents):  # a page fault for each page takes longer than hashing
         with suppress(OSError):  # from Linux 5.14 on
@@ -312,7 +322,10 @@ def _mapped(slab: int, extents: Sequence[Extent]) -> memoryview:
 
 
 def _runs(extents: Sequence[Extent]) -> Iterator[tuple[int, int]]:
-    """Yield runs of whole pages with extents close together; ranks are gigabytes apart."""
+    """Yield runs of whole pages that cover the extents.
+
+    Extents that are close share a run; ranks are gigabytes apart.
+    """
     start = end = 0
     for extent in sorted(extents, key=lambda extent: extent.offset):
         if extent.offset > end + _GAP_BYTES:
@@ -323,7 +336,9 @@ def _runs(extents: Sequence[Extent]) -> Iterator[tuple[int, int]]:
 
 
 def _all_hands(hands: int, do: Callable[[_Item], _Made], items: Sequence[_Item]) -> list[_Made]:
-    """Call `do` for all items, `hands` at once; after the first error no further call begins."""
+    """Call `do` for all items, up to `hands` at the same time; after the first error no further
+    call begins.
+    """
     pool = ThreadPoolExecutor(min(hands, max(1, len(items))), "chunks")
     try:
         return list(pool.map(do, items))
@@ -332,7 +347,9 @@ def _all_hands(hands: int, do: Callable[[_Item], _Made], items: Sequence[_Item])
 
 
 def _clock_s() -> float:
-    """Return a clock that is never set and that runs while the host is suspended."""
+    """Return the time of a clock that no one can set and that also runs while the host is
+    suspended.
+    """
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -350,17 +367,17 @@ def read(
     ciphers: Ciphers = NO_CIPHERS,
     ahead_bytes: int = 0,
 ) -> FoundImage:
-    """Fill the memfd `into` with the checkpoint of that address; it is made long enough.
+    """Fill the memfd `into` with the checkpoint of this address; its length is set as needed.
 
     `key` is the public key (hexadecimal) of the host that wrote it, as the Launch order has it.
     `before` is the image that was read into this memfd last and not changed since: equal chunks
-    stay in place.  Without `before` the memfd is empty.  After an error the memfd holds no image.
-    `ciphers` are for the keys with which the image may be encrypted.  A second image of up to
+    stay in place. Without `before` the memfd is empty. After an error the memfd holds no image.
+    `ciphers` are for the keys with which the image may be encrypted. A second image of up to
     `ahead_bytes` is fetched ahead; without that its chunks in `before` stay.
 
     Raises app.storage.store.Damaged for a checkpoint that cannot be restored (it names what is
-    lost, cut or changed): then try the checkpoint before it.  Raises OSError while the store is
-    away, and NoImageKey, which say nothing about the checkpoint.
+    lost, cut or changed): then try the checkpoint before it. Raises OSError while the store is
+    away, and NoImageKey; these two say nothing about the checkpoint.
     """
     if before is not None and before.sha256 == sha256:
         return replace(before, fetched_bytes=0)
@@ -379,10 +396,10 @@ def read(
 
 @dataclass(frozen=True, slots=True)
 class BesideImage:
-    """The second image of a checkpoint, read chunk by chunk; the first one is read by `read`.
+    """Reads the second image of a checkpoint, chunk by chunk; `read` reads the first one.
 
-    Chunks that are `held` are not read from the store.  Reading raises Damaged and OSError as
-    `read` does.
+    Chunks that are `held` are not read from the store. Reading raises Damaged and OSError as `read`
+    does.
     """
 
     rank: RankImage
@@ -415,7 +432,9 @@ class BesideImage:
         return bytes(body)
 
     def read_into(self, write: Callable[[int, int, memoryview], None]) -> None:
-        """Call `write` with all bytes, each once: part, offset there, bytes; in several threads."""
+        """Call `write` with (part, offset in it, bytes) until all bytes were given, each once; in
+        several threads.
+        """
         self._lay(self.rank.chunks, write)
 
     def _lay(self, chunks: Sequence[Chunk], write: Callable[[int, int, memoryview], None]) -> None:
@@ -449,8 +468,8 @@ def follow(
 ) -> FoundImage | None:
     """Read an image that is being written now, as `read` does.
 
-    `wait` waits a moment and returns True if another look is worth while.  Returns None if `wait`
-    returned False before anything was there; then `into` is unchanged.  Raises Damaged if it
+    `wait` waits a moment and returns True if another look is worth while. Returns None if `wait`
+    returned False before any of the image was there; then `into` is unchanged. Raises Damaged if it
     returned False later.
     """
     while True:
@@ -501,7 +520,7 @@ def _laid(
 def _held(
     rank: RankImage, here: HeldChunks, get: Callable[[Chunk], Bytes], hands: int
 ) -> HeldChunks:
-    """Return all chunks of an image; those that are here are not fetched again."""
+    """Return all chunks of an image. Chunks that are already here are not fetched again."""
     wanted = {chunk.address: chunk for chunk in rank.chunks}
     new = [chunk for address, chunk in wanted.items() if address not in here]
     fetched = {c.address: body for c, body in zip(new, _all_hands(hands, get, new), strict=True)}
@@ -509,7 +528,10 @@ def _held(
 
 
 def _laid_out(graph_bytes: int, storages: list[tuple[int, str, bool]]) -> Layout:
-    """Lay out the image with space behind the graph, so that later storages keep their places."""
+    """Lay out the image with free space behind the graph.
+
+    So storages keep their places when the graph grows.
+    """
     room = -(-graph_bytes // GRAPH_ROOM_BYTES) * GRAPH_ROOM_BYTES
     layout = laid_out(room, storages)
     return replace(layout, graph=replace(layout.graph, size=graph_bytes))
@@ -541,7 +563,7 @@ def fill(
     extents = (layout.graph, *layout.storages)
     if not layout.end:
         return
-    # Allocate all memory now or fail: a page that is missing later would be a SIGBUS.
+    # Allocate all memory now, or fail: with a page missing later, the process would die of SIGBUS.
     os.posix_fallocate(into, 0, layout.end)
     memory = memoryview(mmap.mmap(into, layout.end, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE))
 

@@ -30,7 +30,7 @@ _PIECE = 1 << 20
 
 
 class BadBundle(Exception):
-    """Raised when an archive must not be unpacked; the message says which entry and why."""
+    """Raised when an archive must not be unpacked; names the entry and the reason."""
 
 
 def unpacked(archive: Path, folder: Path) -> Path:

@@ -1,13 +1,14 @@
-"""Builds the folders of datablocks on the disk of this host, each once, from files of its cache.
+"""Builds the folders of datablocks on the disk of this host, each once, from files of the host's
+cache.
 
-A folder is an entry of the host's cache, `SHA256.tree`, named by its manifest.  Its files are hard
+A folder is an entry of the host's cache, `SHA256.tree`, named by its manifest. Its files are hard
 links to the entries of the cache, so their bytes lie on the disk once, however many folders have
-them and however many tasks see them; where links are not possible they are copies.  Tasks see the
+them and however many tasks see them; where links are not possible, they are copies. Tasks see the
 folder by a read-only mount.
 
-A process that may show a folder holds a shared lock on the entry.  The cache removes no entry that
-is locked (`host_cache.Cache`).  A use of the folder counts as a use of its files, so that the files
-are removed after the folder, not before.
+A process that may show a folder holds a shared lock on the entry. The cache removes no entry that
+is locked (`host_cache.Cache`). A use of the folder counts as a use of its files, so that the folder
+is removed before the files.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class FolderBeyondCache(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltFolder:
-    """A folder on the disk; it stays there until `lock` is closed.
+    """Names a folder on the disk; it stays there until `lock` is closed.
 
     `fetched_bytes` of its `size_bytes` were read from the store for it.
     """
@@ -74,14 +75,16 @@ def built(sha256: str, manifest: bytes, cache: Cache, store: Store) -> BuiltFold
 
 
 def _locked(entry: Path) -> int | None:
-    """Return a descriptor that keeps the entry on the disk; None if there is no valid one."""
+    """Lock the entry, so that it stays on the disk; return the descriptor, or None if there is no
+    valid entry.
+    """
     try:
         fd = os.open(entry / LOCK, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
     try:
         fcntl.flock(fd, fcntl.LOCK_SH)
-        # The entry may have been removed or replaced before this process got the lock.
+        # The entry may have been removed or replaced before this process got the lock: check that.
         if os.path.samestat(os.fstat(fd), (entry / LOCK).stat()) and (entry / boot_name()).exists():
             return fd
     except FileNotFoundError:
@@ -91,7 +94,9 @@ def _locked(entry: Path) -> int | None:
 
 
 def _build(folder: FolderManifest, entry: Path, cache: Cache, store: Store) -> int:
-    """Make the entry, unless another device makes it first; return the bytes read for it."""
+    """Make the entry, unless another device worker makes it first; return the bytes read from the
+    store for it.
+    """
     draft, fetched_bytes = cache.folder / f".{uuid.uuid4().hex}", 0
     make_private(draft)
     try:
@@ -100,7 +105,8 @@ def _build(folder: FolderManifest, entry: Path, cache: Cache, store: Store) -> i
         for file in folder.files:
             fetched_bytes += _lay(file, content / file.path, cache, store)
         _open_to_all(content)
-        # Files of the cache may be unflushed, so the entry is valid until the next boot.
+        # Files of the cache may not be on the disk yet, so the entry is valid only until the next
+        # boot.
         for name in (LOCK, boot_name()):
             (draft / name).touch()
         cache.replace(draft, entry, is_valid=lambda: (entry / boot_name()).exists())
@@ -118,7 +124,7 @@ def _lay(file: FolderFile, path: Path, cache: Cache, store: Store) -> int:
         return 0
     fd, is_fetched = _opened(file.sha256, cache, store)
     try:
-        if file.executable:  # a copy, as the mode belongs to the file and not to the link
+        if file.executable:  # a copy, because a hard link cannot have a mode of its own
             shutil.copyfile(f"/proc/self/fd/{fd}", path)
             path.chmod(_EXECUTABLE)
         else:
@@ -130,7 +136,7 @@ def _lay(file: FolderFile, path: Path, cache: Cache, store: Store) -> int:
 
 
 def _opened(sha256: str, cache: Cache, store: Store) -> tuple[int, bool]:
-    """Open the file in the cache; return its descriptor, and whether it was read from the store."""
+    """Open the file in the cache; also return whether it was read from the store."""
     # making room would look at all entries for each file
     opened = cache.opened(sha256, store, makes_room=False)
     if opened.is_fetched and (kept := cache.held(sha256)) is not None:
@@ -140,7 +146,10 @@ def _opened(sha256: str, cache: Cache, store: Store) -> tuple[int, bool]:
 
 
 def _open_to_all(content: Path) -> None:
-    """Let all users pass through and list the folders; only tasks with the mount can reach them."""
+    """Let all users pass through and list the folders.
+
+    Only tasks with the mount can reach them anyway.
+    """
     for folder, _, _ in os.walk(content):
         os.chmod(folder, _PASSAGE)
 

@@ -3,14 +3,15 @@
 A task finds here what another task fetched or made, and other hosts get blocks from here
 (`workers.transfer.peer_blocks`).
 
-All device workers of a host share the folder, and none waits for another.  An entry is a folder
-named by the SHA-256 of its file.  It gets that name when the file is complete and checked.  The
+All device workers of a host share the folder, and none waits for another. An entry is a folder
+named by the SHA-256 of its file. It gets that name when the file is complete and checked. The
 folder's modification time is the time of last use; the least recently used entries are removed
-first.  A process that has the file open keeps it.
+first. A removed file stays readable for a process that has it open.
 
-If the store is a folder of the same file system, an entry is only another link to its file.  A file
-from another host, or on its way to a store elsewhere, is not flushed to disk, as a task would wait
-for that.  Such a file is named after the boot of this machine, and is valid until the next boot.
+If the store is a folder of the same file system, an entry is only another link to its file. A file
+that comes from another host, or goes to a store elsewhere, is not flushed to disk, as a task would
+wait for that. Such a file has the boot of this machine in its name, and is valid until the next
+boot.
 """
 
 from __future__ import annotations
@@ -38,13 +39,16 @@ log = logging.getLogger(__name__)
 LEFT_S = 3600.0  # an older draft was left by a dead process
 BODY = "body"
 TREE = ".tree"  # end of the name of an entry that is a folder (`workers.transfer.folder_cache`)
-LOCK = "lock"  # lock file of such an entry: its users hold a shared lock on it
+# lock file of an entry that is a folder: the users of the entry hold a shared lock on it
+LOCK = "lock"
 _PIECE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """A read-only file at its beginning; `is_fetched` if it was read from the store."""
+    """Holds a read-only file, at its beginning; `is_fetched` is True if it was read from the
+    store.
+    """
 
     fd: int
     is_fetched: bool
@@ -52,7 +56,10 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """The cache, of up to `limit_bytes`; 0: it keeps nothing, and every read goes to the store."""
+    """Manages the cache, of up to `limit_bytes`.
+
+    With 0 it keeps nothing, and every read goes to the store.
+    """
 
     folder: Path
     limit_bytes: int
@@ -60,14 +67,17 @@ class Cache:
     def opened(self, sha256: str, store: Store, *, makes_room: bool = True) -> Opened:
         """Open a block; raises app.storage.store.Damaged, or OSError if the store does not answer.
 
-        If it `makes_room`, less recently used entries are removed for a block that is fetched.
+        If it `makes_room`, the least recently used entries are removed for a block that is fetched.
         """
         if (fd := self.held(sha256)) is not None:
             return Opened(fd=fd, is_fetched=False)
         return Opened(fd=self._fetched(sha256, store, makes_room=makes_room), is_fetched=True)
 
     def held(self, sha256: str) -> int | None:
-        """Return the cached file, read-only and at its beginning, or None; it counts as used."""
+        """Return the cached file, read-only and at its beginning, or None.
+
+        The call counts as a use of the file.
+        """
         entry = self.folder / sha256
         fd = _open(entry / BODY)
         fd = _open(entry / boot_name()) if fd is None else fd
@@ -123,7 +133,9 @@ class Cache:
             shutil.rmtree(draft, ignore_errors=True)
 
     def enter(self, draft: Path, sha256: str, *, makes_room: bool = True) -> None:
-        """Make the folder an entry, unless another device has added the same entry meanwhile."""
+        """Make the folder an entry; drop it if another device worker has added the same entry
+        meanwhile.
+        """
         entry = self.folder / sha256
         try:
             draft.rename(entry)
@@ -147,7 +159,7 @@ class Cache:
         self._make_room()
 
     def _make_room(self) -> None:
-        """Remove the least recently used entries, and drafts that a killed worker left."""
+        """Remove the least recently used entries, and drafts left by a killed worker."""
         sizes = _sizes(self.folder)
         over = sum(sizes.values()) - self.limit_bytes
         for used_s, entry in _by_use(sizes if over > 0 else filter(_is_draft, sizes)):
@@ -156,7 +168,10 @@ class Cache:
                 over -= sizes[entry] if self._let_go(self.folder / entry) else 0
 
     def _let_go(self, entry: Path) -> bool:
-        """Remove an entry; False if it is a folder that a task may see."""
+        """Remove an entry.
+
+        Returns False, and removes nothing, if it is a folder that a task may see.
+        """
         gone = self.folder / f".{uuid.uuid4().hex}"
         with _unused(entry) as is_unused:
             if not is_unused:
@@ -170,9 +185,10 @@ class Cache:
 
 
 class Draft:
-    """A file on the cache's disk that is being written; it is removed unless `keep` is called.
+    """Holds a file on the cache's disk that is being written; it is removed unless `keep` is
+    called.
 
-    If the disk does not take it, `failed` says why, and the written data is lost.
+    If writing to the disk fails, `failed` says why, and the written data is lost.
     """
 
     def __init__(self, cache: Cache) -> None:
@@ -224,7 +240,7 @@ class Draft:
 
 @contextmanager
 def _unused(entry: Path) -> Iterator[bool]:
-    """Hold the lock of a folder's entry; False if a task may see the folder."""
+    """Hold the lock of a folder's entry alone; yield False if a task may see the folder."""
     lock = _open(entry / LOCK) if entry.name.endswith(TREE) else None
     if lock is None:
         yield True
@@ -244,7 +260,7 @@ def _only_told() -> Iterator[None]:
 
 
 def _let_pages_go(store: Store, sha256: str) -> None:
-    """Drop the store's pages of a block: it is durable there and read from here."""
+    """Drop the store's pages of a block from memory: the block is read from the cache."""
     if isinstance(store.place, Folder):
         with store.place.open(blob(sha256)) as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -259,15 +275,17 @@ def _open(path: Path) -> int | None:
 
 @functools.cache
 def boot_name() -> str:
-    """Return the file name of an unflushed entry, which may be torn after the next boot."""
+    """Return the file name of an entry that was not flushed: after the next boot it may be
+    incomplete.
+    """
     return f"{BODY}.{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
 
 
 def link_or_copy(fd: int, path: Path) -> None:
     """Link the open file at `path`, or copy it there durably."""
     try:
-        # Python follows the symbolic link only if it gets a directory descriptor, though none is
-        # needed.
+        # Python follows the symbolic link only if it gets a directory descriptor; its value does
+        # not matter.
         os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
         return
     except OSError:
@@ -293,7 +311,10 @@ def _sizes(folder: Path) -> dict[os.DirEntry[str], int]:
 
 @functools.lru_cache(maxsize=2**16)
 def _size(path: str, inode: int) -> int:
-    """Return the size of all files in a folder; an entry never changes, so it is read only once."""
+    """Return the size of all files in a folder.
+
+    An entry never changes, so its size is read only once.
+    """
     with os.scandir(path) as files:
         return sum(file.stat().st_size for file in files)
 

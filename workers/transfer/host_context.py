@@ -1,8 +1,8 @@
-"""Describes a device worker: its settings, its folders, and the lock that makes it the only one.
+"""Describes a device worker: its settings, its folders, and the lock of its device.
 
-A host context (`House`) covers the processes of one device worker and all that they hold.  The
-device worker, the zygote and the keepers hold its lock.  Residents hold no lock; they are recorded
-(`workers.device.resident_records`).
+A host context (`House`) covers the processes of one device worker and all that they hold. The
+device worker, the zygote and the keepers hold its lock, so no second worker serves the device.
+Residents hold no lock; they are recorded (`workers.device.resident_records`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CPU_BYTES = 4 * 2**30  # memory of a CPU device, unless set
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class House:
-    """The settings and folders of a device worker; `run` is its own folder under the home."""
+    """Lists the settings and folders of a device worker; `run` is its own folder under the home."""
 
     device: str
     island: str
@@ -81,7 +81,8 @@ class House:
     drain_s: float = 8.0  # a stopping worker pauses and saves its tasks within this
     lease_margin_s: float = 3.0
     beat_s: float = 2.0
-    patience_s: float = 0.5  # how long a task may wait for a late input in the slot
+    # in seconds: how long a task with the slot may wait there for a late input
+    patience_s: float = 0.5
     at_rest_s: float = 5.0  # the same if no other task wants the slot
     sandbox: Mode = "required"
     criu: str = ""  # a prefix or a program; "": the prefix that `make criu` makes
@@ -166,7 +167,7 @@ class House:
     def bounds(self) -> Bounds:
         """The limits of the residents on this host, together and each."""
         return Bounds.of(
-            # a CPU device has its memory from the host, an accelerator its own
+            # a CPU device uses memory of the host; an accelerator has its own
             memory_bytes=self.memory_bytes if self.kind == "cpu" else 0,
             host_memory_bytes=self.host_memory_bytes,
             overhead_bytes=self.overhead_bytes,
@@ -177,12 +178,14 @@ class House:
 
     @property
     def tmp_bytes(self) -> int:
-        """Size of a resident's /tmp, and of its /dev/shm; both are charged to it as memory."""
+        """The size of a resident's /tmp, and of its /dev/shm; both count as the resident's
+        memory.
+        """
         return max(2**28, self.host_memory_bytes // 2)
 
     @property
     def cache(self) -> Cache:
-        """The cache of the host: all its devices take inputs from it and keep outputs in it."""
+        """The cache of this host: all its devices take inputs from it and store outputs in it."""
         return Cache(self.run / "cache", self.host_cache_bytes)
 
     @property
@@ -205,12 +208,14 @@ class House:
 
     @property
     def signer(self) -> Signer:
-        """The signing key of the host: it signs what its devices write.  Made at first use."""
+        """The signing key of the host, with which it signs what its devices write. It is made at
+        first use.
+        """
         return Signer.at(self.run / "signing.key")
 
     @property
     def host_key(self) -> HostKey:
-        """The key of the host to which secrets are sealed.  Made at first use."""
+        """The key of the host to which secrets are sealed. It is made at first use."""
         return HostKey.at(self.run / "sealing.key")
 
     @property
@@ -239,8 +244,8 @@ class House:
 
 
 def _device_bytes(set_bytes: int, found_bytes: int) -> int:
-    """Return the memory of the device that residents may have: all of an accelerator, or as much as
-    is set.
+    """Return the device memory for residents: all of an accelerator, or as much as the settings
+    say.
     """
     if not found_bytes:
         return set_bytes or CPU_BYTES
@@ -251,8 +256,8 @@ def next_incarnation(file: Path) -> str:
     """Return a name for this process that sorts after those of all earlier processes on this
     device.
 
-    The order holds even if the host's clock was put back.  Messages of older processes are never
-    believed again.
+    The order holds even if the host's clock was set back. Messages of older processes are then
+    rejected.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     last_ns = 0
@@ -282,7 +287,7 @@ def _address_towards(url: str) -> str:
 
 
 def set_aside(folder: Path) -> Path:
-    """Move a folder out of the way at once; return the places of all folders moved so."""
+    """Move a folder out of the way at once; return the folder that holds all folders moved so."""
     old = folder.with_name(f"{folder.name}.old")
     old.mkdir(parents=True, exist_ok=True)
     if folder.exists():
@@ -291,10 +296,10 @@ def set_aside(folder: Path) -> Path:
 
 
 def lock_device(house: House, wait_s: float) -> int | None:
-    """Take the lock of the accelerator, so that no two workers serve one; None for a CPU device.
+    """Take the lock of the accelerator, so that only one worker serves it; None for a CPU device.
 
-    A UUID is locked on the whole host if this process may do so, else for this home.  Raises
-    CannotServe.
+    If the accelerator has a UUID, and this process may do so, the lock holds for the whole host;
+    else for this home. Raises CannotServe.
     """
     access = house.access
     if not access.id:

@@ -1,14 +1,14 @@
 """Connects device workers of several hosts: for the ranks of a gang, or to send a block.
 
 The island makes a secret for each set of hosts that a gang runs on, and sends it in the orders to
-each host.  A device worker with remote ranks connects to the device worker of the coordinator host,
-and each proves that it knows the secret.  The secret itself never crosses the network.  So a worker
-with a stale order, or a stranger, joins nothing.  The sockets go to the processes of the gang
-(`workers.residents.remote_ranks`).  Their traffic is not encrypted: a deployment has a network of
-its own between its hosts.  The handshake is that of `app.core.security.peer_proof`.
+each host. A device worker with remote ranks connects to the device worker of the coordinator host,
+and each proves that it knows the secret. The secret itself never crosses the network. So a worker
+with an old order cannot join, and neither can a stranger. The sockets go to the processes of the
+gang (`workers.residents.remote_ranks`). Their traffic is not encrypted: a deployment has a network
+of its own between its hosts. The handshake is that of `app.core.security.peer_proof`.
 
-A worker that takes a block (`workers.transfer.peer_blocks`) uses the same handshake.  Its hello
-continues with the hash of the block, and the secret is the key of that block alone.  A worker that
+A worker that takes a block (`workers.transfer.peer_blocks`) uses the same handshake. Its hello
+continues with the hash of the block, and the secret is the key of that block alone. A worker that
 brings a block does the same with the name of the input, and the API with the hash of a ticket
 (`workers.device.tunnels`).
 """
@@ -30,7 +30,8 @@ from app.core.security import peer_proof
 HANDSHAKE_S = 5.0
 WAITING_LIMIT = 64  # unauthenticated connections
 WAITING_PER_ADDRESS = 16  # unauthenticated connections of one address
-AGAIN_S = 0.1  # time until a retry, as the order may reach the coordinator host later
+# in seconds: time until a retry; the order may reach the coordinator host later than this one
+AGAIN_S = 0.1
 WITHIN_S = 30.0
 
 SORTS = ("line", "link")  # names of the connections by their number (`peer_proof.LINE`, `LINK`)
@@ -43,7 +44,7 @@ Examination = Generator[int, bytes, None]
 
 @dataclass
 class Expected:
-    """The hosts of one gang that are to connect; `then` is called when all have."""
+    """Lists the hosts of one gang that must connect; `then` is called when all have."""
 
     secret: bytes
     hosts: int  # hosts that are to connect, without the coordinator host
@@ -52,7 +53,11 @@ class Expected:
 
 
 class Desk(Protocol):
-    """Sends or receives blocks; `named` is 32 bytes in hexadecimal.  No method may block."""
+    """Serves one kind of connection, for example to send blocks; `named` is 32 bytes in
+    hexadecimal.
+
+    No method may block.
+    """
 
     def key(self, named: str) -> bytes: ...
 
@@ -76,9 +81,9 @@ class Visitor:
 class Links:
     """Listens for connections of other hosts; `call` runs a function in the owner's thread.
 
-    One thread does the handshakes of all visitors at once, and waits for none of them.  Each
-    visitor has a deadline.  If too many wait, the eldest silent one of the same address, or of all,
-    is dropped.
+    One thread does the handshakes of all visitors at once, and waits for none of them. Each visitor
+    has a deadline. If too many wait, one is dropped: the oldest that has sent nothing, of the same
+    address or of all.
     """
 
     def __init__(
@@ -192,7 +197,11 @@ class Links:
             visitor.sock.close()
 
     def _handshake(self, sock: socket.socket) -> Handshake:
-        """Authenticate a visitor: yield the bytes awaited, return the function to call then."""
+        """Authenticate a visitor.
+
+        A generator: it yields how many bytes it needs next, and returns the function to call at the
+        end.
+        """
         hello = yield peer_proof.HELLO.size
         digest, host, sort, _ = peer_proof.HELLO.unpack(hello)
         if desk := self._desks.get(sort):
@@ -222,12 +231,16 @@ class Links:
 
 
 def _eldest_silent(visitors: list[Visitor]) -> Visitor:
-    """Choose the visitor to dismiss: the eldest silent one, or else the eldest."""
+    """Choose the visitor to drop: the oldest one that has sent nothing, or else the oldest of
+    all.
+    """
     return next((v for v in visitors if not v.has_spoken), visitors[0])
 
 
 def _listening(address: str) -> socket.socket:
-    """Listen on `address` if this host has it; otherwise (behind NAT, say) on all addresses."""
+    """Listen on `address` if this host has it. If not, for example behind NAT, listen on all
+    addresses.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         return socket.create_server((address, 0), family=family, backlog=WAITING_LIMIT)
@@ -281,7 +294,7 @@ def _connected(home: tuple[str, int], secret: bytes, host: int) -> Sockets:
 def at_desk(
     desk: int, place: list[str | int], key: str, named: str, timeout_s: float = HANDSHAKE_S
 ) -> socket.socket:
-    """Connect to `desk` of another host, which gives the block `named`; raises OSError."""
+    """Connect to `desk` of another host, for the block `named`; raises OSError."""
     sock = socket.create_connection((str(place[0]), int(place[1])), timeout=timeout_s)
     try:
         _prove(sock, bytes.fromhex(key), 0, desk, bytes.fromhex(named))
@@ -304,7 +317,7 @@ def _prove(sock: socket.socket, secret: bytes, host: int, sort: int, named: byte
 def wait_for(sock: socket.socket, stall_s: float) -> None:
     """Give the socket a receive timeout in the kernel.
 
-    With it MSG_WAITALL waits for all bytes, which Python's own timeouts do not allow.
+    MSG_WAITALL then waits for all bytes, which it would not do with Python's own timeouts.
     """
     sock.settimeout(None)
     whole_s = int(stall_s)

@@ -41,7 +41,7 @@ AT_ONCE = 4  # blocks sent at once; other takers wait, until they read the store
 STALL_S = 5.0  # limit without any byte
 SILENT_S = 60.0  # pause before a host that did not answer is asked again
 SLOWEST_BYTES_PER_S = 10**6  # a slower host is no faster than the store
-BURST_S = 0.005  # so much delay of a thread may be made up for by sending faster
+BURST_S = 0.005  # in seconds: a thread that was delayed may make up for this much by sending faster
 _PIECE = 256 << 10  # bytes per send
 _TAKEN = 1 << 20  # bytes per receive
 _SIZE = struct.Struct("!Q")
@@ -50,7 +50,7 @@ _silent_until_s: dict[tuple[str | int, ...], float] = {}
 
 
 class Giver:
-    """Sends blocks of the cache, at `bytes_per_s` over all takers; 0: without a limit.
+    """Sends blocks of the cache, at `bytes_per_s` for all takers together; 0 means no limit.
 
     Any thread may call its methods.
     """
@@ -117,9 +117,9 @@ def taken(copies: Iterable[JSON], sha256: str, size: int, cache: Cache) -> int |
     """Fetch a block of this size from another host; return its file, read-only and at its
     beginning.
 
-    The block is verified and kept in the cache.  None if no host of `copies` gives it.  The first
-    host that does not answer in time ends the search: the store is read, and this host is not asked
-    again for SILENT_S.
+    The block is verified and kept in the cache. Returns None if no host of `copies` gives it. The
+    first host that does not answer in time ends the search: the store is read instead, and that
+    host is not asked again for SILENT_S.
     """
     for copy in copies:
         place = tuple(copy["place"])
@@ -152,8 +152,8 @@ def _fetch_from(copy: JSON, sha256: str, size: int, cache: Cache) -> int:
 def _received(sock: socket.socket, size: int, draft: Draft) -> str:
     """Receive the bytes into the draft; return their hash.
 
-    Each piece is hashed and written while it is in the processor's cache, which costs no more than
-    mapping the file and receiving into its new pages.
+    Each piece is hashed and written while it is still in the processor's cache: this costs no more
+    than to receive into a mapping of the file.
     """
     digest, left, piece = hashlib.sha256(), size, memoryview(bytearray(min(size, _TAKEN)))
     until_s = time.monotonic() + STALL_S + size / SLOWEST_BYTES_PER_S

@@ -10,7 +10,7 @@ log = logging.getLogger(__name__)
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder that a tenant may have filled, however deep, in a separate process."""
+    """Remove a folder that a tenant may have filled, however deep; a separate process does it."""
     done = subprocess.run(["rm", "-rf", "--", str(folder)], stderr=subprocess.PIPE, check=False)
     if done.returncode:
         # A job that runs as our own user may have removed our permission to enter its folders.

@@ -32,8 +32,8 @@ from workers.transfer.installs.environments import BuilderKilled, Environments, 
 log = logging.getLogger(__name__)
 
 AGAIN_S = 60.0  # shortest time from a failure until the next try
-SOON_S = 2.0  # time until the next try if the fault is not one of the lock
-TURN_S = 0.2  # interval of looks for the turn of this worker: the kernel has no timed flock
+SOON_S = 2.0  # in seconds: time until the next try, if the fault is not one of the lock
+TURN_S = 0.2  # in seconds: how often this worker checks for its turn, since flock has no time limit
 LOOK_S = 30.0  # interval of looks for environments that were removed although they are wanted
 KILLED_MOST = 3
 FULL = "the disk for packages is full of those that other tasks wait for"
@@ -64,7 +64,7 @@ class BuildsAhead(threading.Thread):
         return self._wanted
 
     def want(self, locks: Sequence[str]) -> bool:
-        """Set the locks that are wanted, the next one first; return True if they have changed."""
+        """Set the wanted locks, the most urgent first; return True if they have changed."""
         with self._changed:
             if tuple(locks) == self._wanted:
                 return False
@@ -103,7 +103,7 @@ class BuildsAhead(threading.Thread):
                 self._fail(lock, f"The host cannot build environments: {error}", 0.0)
 
     def _next(self) -> str | None:
-        """Wait for a lock that is to be built now; None at the end."""
+        """Wait until a lock can be built, and return it; None when the thread must end."""
         with self._changed:
             while not self._ended:
                 now_s, open_ = time.time(), [one for one in self._wanted if not self._has(one)]
@@ -124,7 +124,10 @@ class BuildsAhead(threading.Thread):
 
     @contextmanager
     def _turn(self, lock: str) -> Iterator[bool]:
-        """Wait until no other worker of the host builds; False if there is nothing to do then."""
+        """Wait until no other worker of the host builds.
+
+        Yields False if there is nothing left to build then.
+        """
         fd = self.kept.lock_file("building")
         try:
             while self._is_open(lock):
@@ -138,7 +141,7 @@ class BuildsAhead(threading.Thread):
             os.close(fd)
 
     def _is_open(self, lock: str) -> bool:
-        """True if the lock is wanted, is not built, and no other worker has failed to build it."""
+        """True if the lock is wanted and not built, and no other worker has failed to build it."""
         if self._ended or lock not in self._wanted or self.kept.has(lock):
             return False
         failure = self.kept.failure(lock)

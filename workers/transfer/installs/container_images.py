@@ -1,9 +1,9 @@
 """Keeps the unpacked container images of a host, each under its digest.
 
-An image is unpacked once for all devices of the host, by a process of its own
-(`workers.transfer.installs.image_unpacker`).  From then on it never changes; commands see it
-read-only.  A registered folder that has changed has another digest, so it is unpacked anew at the
-next launch; tasks that run keep what they have.
+A process of its own unpacks an image, once for all devices of the host
+(`workers.transfer.installs.image_unpacker`). From then on the image never changes; commands see it
+read-only. If a registered folder changes, it has another digest, so it is unpacked again at the
+next launch; running tasks keep the image that they have.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MAX_VARIABLES_BYTES = 64 * 1024  # length of all names and values together
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,126}")
 _TOLD = 2000
 _DIGESTS_KEPT = 1000
-#: What a file is by its device, inode, size and times -> the digest of its container image.
+#: (device, inode, size, times) of a file -> the digest of its container image.
 _digests: dict[tuple[int, ...], str] = {}
 
 
@@ -69,11 +69,12 @@ class HeldContainerImage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContainerImages(KeptTrees):
-    """The container images of a host, unpacked of up to `limit_bytes` on disk."""
+    """Manages the unpacked container images of a host, of up to `limit_bytes` on disk."""
 
     def opened(self, name: str, place: HostMount) -> HeldContainerImage:
-        """Return the image that is registered at a place, unpacked if it is not yet; waits for
-        another device worker that unpacks it.  Raises NotUnpacked.
+        """Return the image that is registered at a place; unpack it if that is not done yet.
+
+        If another device worker is unpacking it, waits for that. Raises NotUnpacked.
         """
         digest, unpacked = self._digest(place), list[str]()
 
@@ -133,7 +134,8 @@ class ContainerImages(KeptTrees):
     def _digest(self, place: HostMount) -> str:
         """Return the digest of the image at a place.
 
-        Only the unpacker, in its sandbox, reads a tar file; it computes the digest of a file once.
+        Only the unpacker, in its sandbox, reads a tar file; the digest of each file is computed
+        only once.
         """
         try:
             fd = host_mounts.opened(place)
@@ -219,7 +221,9 @@ class ContainerImages(KeptTrees):
         return said
 
     def _make_room(self, newest: str) -> None:
-        """Remove the images that were used longest ago, until the rest is within the limit."""
+        """Remove the images that were used longest ago, until the other images are within the
+        limit.
+        """
         self.remove_left_drafts(2 * UNPACK_S)
         sizes = [about["size_bytes"] for one in self.by_use() if (about := self.about(one))]
         self.let_go_unused(sum(sizes) - self.limit_bytes, {newest})

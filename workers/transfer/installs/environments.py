@@ -1,11 +1,11 @@
 """Keeps the built environments of a host, each under the hash of its lock.
 
-An environment is built once for all devices of the host, by a process of its own
-(`workers.device.environment_builder`): beside the others, and renamed when it is whole.  From
-then on nothing changes it.  Residents see it read-only.
+A process of its own (`workers.device.environment_builder`) builds an environment, once for all
+devices of the host. It builds in a draft folder, which is renamed when it is complete. From then on
+nothing changes the environment. Residents see it read-only.
 
-Each environment has a lock file (`workers.transfer.installs.kept_trees`).  Beyond the limit uv's
-downloads are removed first, then the environments that were used longest ago.
+Each environment has a lock file (`workers.transfer.installs.kept_trees`). If there is more on disk
+than the limit, uv's downloads are removed first, then the environments that were used longest ago.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ BUILDER = "workers.device.environment_builder"  # a program
 REPORTED = 50  # at most so many environments are reported, the last used first
 _LEFT_S = 3600.0  # an older draft was left by a dead builder
 _SLACK_S = 30.0
-# a status above 128 means that the builder, inside the sandbox, was killed by a signal
+# the builder's status, if a signal killed it inside the sandbox, has this bit
 _SIGNALLED = 0x80
 
 
@@ -83,11 +83,12 @@ class HeldEnvironment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environments(KeptTrees):
-    """The environments of a host, of up to `limit_bytes` on disk; one is built within `build_s`.
+    """Manages the environments of a host, of up to `limit_bytes` on disk; one is built within
+    `build_s`.
 
     `options` name the index (`workers.process.uv.index_options`); `wheels` is the folder of wheels
-    in these options, if any.  A build reaches the destinations in `reach`; None: all that the host
-    reaches.  With `is_walled` a build runs in the layers of the sandbox that stand here.
+    in these options, if any. A build reaches the destinations in `reach`; None stands for all that
+    the host reaches. If `is_walled`, a build runs in the sandbox layers that work here.
     """
 
     build_s: float
@@ -101,10 +102,11 @@ class Environments(KeptTrees):
     def opened(
         self, sha256: str, store: Store, *, ahead: Collection[str] | None = None
     ) -> HeldEnvironment:
-        """Return the environment of a lock, built if it is not there; waits for another builder.
+        """Return the environment of a lock; build it if it is not there, or wait if another worker
+        builds it.
 
-        `ahead` is for a build that no task on a device waits for.  It has the locks that are wanted
-        before this one, whose environments are not removed.  The build leaves most of the host to
+        `ahead` is for a build that no task on a device waits for. It has the locks that are wanted
+        before this one, whose environments are not removed. Such a build leaves most of the host to
         the tasks that run.
 
         Raises NotBuilt, and app.storage.store.Damaged or OSError if the store does not have the
@@ -131,8 +133,8 @@ class Environments(KeptTrees):
         return not found or sum(found) < self.limit_bytes
 
     def shown(self, wanted: Collection[str] = ()) -> dict[str, list[int]]:
-        """Return size in bytes and build time in microseconds, by lock, of those last used and of
-        those that are `wanted`.
+        """Return, by lock, the size in bytes and the build time in microseconds of some
+        environments: the last used ones, and those that are `wanted`.
         """
         try:
             entries = [(one.stat().st_mtime, one.name) for one in os.scandir(self.folder / "built")]
@@ -156,7 +158,7 @@ class Environments(KeptTrees):
             return None
 
     def note_failure(self, sha256: str, told: str, took_s: float) -> None:
-        """Write down that a build has failed, for the other device workers of the host."""
+        """Record that a build has failed, for the other device workers of the host."""
         folder = self.folder / "failed"
         make_private(folder)
         for old in folder.iterdir():
@@ -169,10 +171,10 @@ class Environments(KeptTrees):
     # --- files ---
 
     def about(self, sha256: str) -> JSON | None:
-        """Read the notes of the build; None if the environment must be built (anew) for this host.
+        """Return the notes of the build; None if the environment must be built for this host.
 
-        The environment may use packages of the platform, which it finds by the path of this
-        installation.
+        That is so for one built by another installation: it finds packages of the platform by the
+        installation's path.
         """
         noted = KeptTrees.about(self, sha256)  # super() knows no class that has slots
         return noted if noted is not None and noted.get("prefix") == sys.prefix else None
@@ -243,7 +245,7 @@ class Environments(KeptTrees):
     def _finish(
         self, sha256: str, lock: PackageLock, python: Path, made: Path, took_us: int
     ) -> None:
-        """Add what ties the environment to this host, make it read-only, and name it."""
+        """Add what links the environment to this host, make it read-only, and give it its name."""
         site = site_packages(made, lock.python)
         if not lock.alone:
             (site / "_platform.pth").write_text(_platform_paths())
@@ -286,7 +288,9 @@ class Environments(KeptTrees):
             os.close(fd)
 
     def _make_room(self, kept: Collection[str]) -> None:
-        """Remove what is beyond the limit: downloads first, then what was used longest ago."""
+        """Remove what exceeds the limit: downloads first, then the environments that were used
+        longest ago.
+        """
         sizes = {name: size for name, (size, _) in self._all().items()}
         downloads = self.folder / "work" / "downloads"
         over = sum(sizes.values()) + disk_bytes(downloads) - self.limit_bytes

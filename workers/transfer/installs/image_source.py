@@ -1,12 +1,12 @@
-"""Reads what a registered container image is: an OCI layout or a root file system, each a folder or
-a tar file.
+"""Reads a registered container image: an OCI layout or a root file system, each a folder or a tar
+file.
 
-Its digest names the unpacked files on a host.  For an OCI layout it is that of the manifest, which
-names every layer by a digest of its own.  For a root file system it is a hash of the listing of
-this host: names, sizes, times and inodes, without the contents.  So two trees never have the same
-digest by chance, and whatever changes in a tree gives it another one.
+Its digest names the unpacked files on a host. For an OCI layout it is that of the manifest, which
+names every layer by a digest of its own. For a root file system in a folder it is a hash of what
+this host lists: names, sizes, times and inodes, without the contents. So two trees never have the
+same digest by chance, and whatever changes in a tree gives it another one.
 
-Nothing here follows a symbolic link, and all that is read whole is bounded.
+Nothing here follows a symbolic link, and all that is read as a whole has a size limit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_DOCUMENT_BYTES = 4 * 2**20  # per index, manifest or configuration
 MAX_NESTED = 4  # indexes in indexes
 MAX_LISTED = 2_000_000  # entries of a root file system
 MAX_DEPTH = 256  # most levels of folders; each folder is open while it is listed
-MAX_HEADER_BYTES = 2**20  # per part of a tar file that is read whole
+MAX_HEADER_BYTES = 2**20  # limit in bytes for each part of a tar file that is read as a whole
 # number of first members of a tar file among which the marks of a layout are sought
 _LOOKED_AT = 10_000
 _LAYOUT = "oci-layout"
@@ -68,7 +68,7 @@ class BadContainerImage(Exception):
 class BoundedHeader(tarfile.TarInfo):
     """Reads a header of a tar file that is not trusted.
 
-    Behind a header of negative size the next one would be that header again, for ever.
+    Refuses a negative size: after it the same header would be read again, for ever.
     """
 
     @classmethod
@@ -112,7 +112,7 @@ class LayoutPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageSource:
-    """A container image that is open; `blob` opens a part of a layout by its digest.
+    """Describes an open container image; `blob` opens a part of a layout by its digest.
 
     `manifest` is None for a root file system: a tar file (`is_tar`), or the folder itself.
     """
@@ -158,7 +158,7 @@ def _of_folder(fd: int) -> ImageSource:
 
 
 def _open_below(fd: int, path: str) -> int:
-    """Open a file by its path without following a link on the way."""
+    """Open a file by its path; no part of the path may be a symbolic link."""
     *folders, name = path.split("/")
     at = os.dup(fd)
     try:
@@ -176,7 +176,7 @@ def _open_below(fd: int, path: str) -> int:
 
 
 def _listing(fd: int) -> str:
-    """Return a hash of what a root file system lists, in the order of its names."""
+    """Return a hash of the listing of a root file system, in the order of names."""
     found, entries = hashlib.sha256(b"folder\n"), 0
     for path, folders, files, at in os.fwalk(".", dir_fd=fd, follow_symlinks=False):
         if path.count("/") > MAX_DEPTH:
@@ -220,7 +220,9 @@ def _of_file(file: IO[bytes]) -> Iterator[ImageSource]:
 def _members_of_layout(
     file: IO[bytes],
 ) -> tuple[tarfile.TarFile, Mapping[str, tarfile.TarInfo]] | None:
-    """Return the files of an OCI layout by name; None if it is no uncompressed tar file."""
+    """Return the files of an OCI layout by name; None if the file is not an uncompressed tar of
+    one.
+    """
     try:
         tar = tarfile.open(  # noqa: SIM115  # the caller closes it
             fileobj=file, mode="r:", tarinfo=BoundedHeader

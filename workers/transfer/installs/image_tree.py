@@ -1,8 +1,8 @@
-"""Writes the root of a container image, layer upon layer, into one folder.
+"""Writes the root of a container image into one folder, layer after layer.
 
 The kernel resolves every path with the folder as its root (`openat2`, RESOLVE_IN_ROOT), so neither
-`..` nor a symbolic link in a layer leads out of it.  Files belong to us, whatever a layer says: no
-device node, no pipe, no set-user-id bit and no extended attribute is written.
+`..` nor a symbolic link in a layer leads out of it. Files belong to our user, whatever a layer
+says: no device node, no pipe, no set-user-id bit and no extended attribute is written.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import IO
 from workers.process.host_mounts import open_in_root
 from workers.transfer.installs.image_source import BadContainerImage
 
-ENTRY_BYTES = 4096  # disk space that is counted for each entry, in addition to the bytes of files
+ENTRY_BYTES = 4096  # in bytes: disk space that each entry counts, in addition to the bytes of files
 MAX_PATH, MAX_PARTS = 4096, 256
-MAX_REAL = 3000  # bytes of a folder's real path, so that a path of the host can name all in it
+MAX_REAL = 3000  # most bytes of a folder's real path, so that paths of the host can name all in it
 _COPY_BYTES = 2**20
 _WHITEOUT, _OPAQUE, _INTERNAL = ".wh.", ".wh..wh..opq", ".wh..wh."
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
@@ -26,7 +26,9 @@ _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 
 @dataclass(slots=True)
 class ImageTree:
-    """The root of a container image, opened at `root`; `left_bytes` may still be written."""
+    """Writes into the root of a container image, opened at `root`; `left_bytes` may still be
+    written.
+    """
 
     root: int
     left_bytes: int
@@ -88,14 +90,18 @@ class ImageTree:
             os.close(at)
 
     def skip(self, path: str) -> None:
-        """Leave out an entry that is no folder, file or link; remove what was in its place."""
+        """Leave out an entry that is not a folder, file or link; remove an older entry of the same
+        path.
+        """
         if _parts(path):
             at, _ = self._cleared(path)
             os.close(at)
         self.skipped += 1
 
     def is_whiteout(self, path: str) -> bool:
-        """Remove what a whiteout hides of the layers below; False if the path is no whiteout."""
+        """Remove what a whiteout hides in the layers below it; False if the path is not a
+        whiteout.
+        """
         parts = _parts(path)
         if not parts or not parts[-1].startswith(_WHITEOUT):
             return False
@@ -147,7 +153,9 @@ class ImageTree:
                 self._hide(inner)
 
     def _cleared(self, path: str) -> tuple[int, str]:
-        """Return the open parent and the name of an entry, with nothing left in its place."""
+        """Remove what is at the place of an entry; return the open folder above it, and its
+        name.
+        """
         if not (parts := _parts(path)):
             raise BadContainerImage("it has a file in place of its root")
         self._charge(0)
@@ -161,7 +169,7 @@ class ImageTree:
         return at, parts[-1]
 
     def _parent(self, parts: list[str]) -> int:
-        """Open the folder of an entry, and make it if it is missing."""
+        """Return the open folder of an entry; make the folder if it is missing."""
         try:
             return self._bounded(open_in_root(self.root, "/".join(parts[:-1]) or ".", _FOLDER))
         except FileNotFoundError:
@@ -178,7 +186,7 @@ class ImageTree:
         return self._parent(parts)
 
     def _bounded(self, at: int) -> int:
-        """Return the open folder, if its path without links is not too long."""
+        """Return `at`, an open folder, if its real path is not too long; raises if it is."""
         try:
             is_short = _real_bytes(at) - _real_bytes(self.root) <= MAX_REAL
         except OSError:  # the kernel no longer tells the path

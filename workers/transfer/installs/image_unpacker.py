@@ -1,7 +1,7 @@
-"""Unpacks one container image, as a program, in the layers of the sandbox that stand here.
+"""Unpacks one container image, as a program, in the sandbox layers that work here.
 
 It sees the registered folder or file at /image, read-only, and its own folder, into which it writes
-`tree/root`; no store and no network.  It prints the image's own description, as JSON. Without a
+`tree/root`; no store and no network. It prints the image's own description, as JSON. Without a
 digest in its order it prints only the digest. If it refuses an image, it writes the reason to the
 standard error and exits with REFUSED.
 """
@@ -127,7 +127,7 @@ def unpack(source: Path, made: Path, order: JSON) -> JSON:
                     _unpack_tar(file, tree, "r|*")
             else:
                 _copy_folder(fds[0], tree)
-        # there is no digest by which to check that its parts belong together
+        # no digest of the parts shows whether they belong together, so compare the whole again
         if found.manifest is None:
             with image_source.opened(fds[0]) as again:
                 if again.digest != order["digest"]:

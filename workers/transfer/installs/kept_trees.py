@@ -1,8 +1,9 @@
 """Keeps folders that are made once on a host, each under its name, and shared read-only.
 
-A folder is made as a draft beside the others, and renamed when it is whole.  From then on nothing
-changes it.  Each folder has a lock file. Its maker holds the lock alone. A device worker shares the
-lock as long as one of its residents sees the folder.  So a folder in use is never removed.
+A folder is made as a draft, and renamed when it is complete. From then on nothing changes it. Each
+folder has a lock file. While a process makes the folder, it holds the lock alone. A device worker
+shares the lock as long as one of its residents sees the folder. So a folder in use is never
+removed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from workers.transfer.tree_removal import remove_tree
 
 JSON = dict[str, Any]
 
-ABOUT = "about.json"  # name of the file, in each folder, with the notes of its making
+ABOUT = "about.json"  # name of a file in each folder, with notes from when the folder was made
 # longest pause until the next look; it is random, so that two waiting processes do not stay in step
 _AGAIN_S = 0.02
 
@@ -41,12 +42,12 @@ class KeptTrees:
 
     @property
     def work(self) -> Path:
-        """The folder in which drafts are made, and to which removed folders are moved first."""
+        """The folder for drafts; folders that are removed are first moved there, too."""
         return self.folder / "work"
 
     @property
     def changed_ns(self) -> int:
-        """Return when a folder was last added or removed; 0 if there was none yet."""
+        """Return when a folder was last added or removed; 0 if none was ever added."""
         try:
             return (self.folder / "built").stat().st_mtime_ns
         except FileNotFoundError:
@@ -59,7 +60,7 @@ class KeptTrees:
         return os.open(locks / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def about(self, name: str) -> JSON | None:
-        """Read what was noted of a folder when it was made; None if it is to be made."""
+        """Return what was noted about a folder when it was made; None if it is not made yet."""
         try:
             noted: JSON = json.loads((self.built(name) / ABOUT).read_text())
         except (FileNotFoundError, ValueError):
@@ -69,9 +70,10 @@ class KeptTrees:
     def shared(
         self, name: str, make: Callable[[], None], until_s: float
     ) -> tuple[int, JSON] | None:
-        """Share the lock of a folder, which `make` makes if it is not there; return the descriptor
-        that holds the lock, and what was noted of the folder.  Return None if another process has
-        held the lock for too long without making the folder.
+        """Share the lock of a folder; if the folder is not there, `make` makes it first.
+
+        Returns the descriptor that holds the lock, and the notes about the folder. Returns None if
+        another process has held the lock for too long without making the folder.
         """
         while True:
             fd = self.lock_file(name)
@@ -80,9 +82,9 @@ class KeptTrees:
                     if (noted := self.about(name)) is not None:
                         os.utime(self.built(name))
                         return fd, noted
-                    # To make the folder, this process first gives up its shared lock.  Another
-                    # process may make the folder first and then share the lock for long.  So look
-                    # again instead of only waiting for the lock.
+                    # To make the folder, this process must give up its shared lock. Then another
+                    # process may make the folder first, and share the lock for long. So look for
+                    # the folder again, and do not only wait for the lock.
                     if hold(fd, fcntl.LOCK_EX) and self.about(name) is None:
                         make()
             except BaseException:
@@ -133,7 +135,7 @@ class KeptTrees:
 
 
 def make_read_only(folder: Path) -> int:
-    """Let all users read a tree and nobody write to it; return its size on disk."""
+    """Let all users read a tree, and none write to it; return its size on disk."""
     for path, folders, files in os.walk(folder):
         for name in files:
             at = os.path.join(path, name)
