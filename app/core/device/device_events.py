@@ -1,9 +1,9 @@
-"""The events that a device's state machine takes and the instructions that it gives.
+"""Defines the events that a device's state machine takes, and the instructions that it gives.
 
 An event says what happened: an order, an answer or a message of a resident arrived, a process
-ended, time passed.  An instruction says what to do: send a message, kill a process, tell the
-island.  Both are values; `core.device.device_machine` turns events into instructions, and the
-supervisor of a device (`workers.device.supervisor`) carries them out.
+ended, time passed. An instruction says what to do: send a message, kill a process, tell the island.
+Both are values; `core.device.device_machine` turns events into instructions, and the supervisor of
+a device (`workers.device.supervisor`) carries them out.
 
 A stay is named by its task and epoch, a process by a number that is never used again.
 """
@@ -21,11 +21,13 @@ StayKey = tuple[str, int]  # task, epoch
 
 
 class DeviceEvent:
-    """Something that happened on the device and may change the state of its stays."""
+    """Reports something that happened on the device and may change the state of its stays."""
 
 
 class ProcessEvent(DeviceEvent):
-    """An event of one process; it changes nothing once that process has exited."""
+    """Reports something about one process. Once the process has exited, such an event changes
+    nothing.
+    """
 
     process: int
 
@@ -64,7 +66,9 @@ class HostsJoined(DeviceEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostsMissed(DeviceEvent):
-    """A host of the task's gang did not connect in time; `told` says that to the owner."""
+    """A host of the task's gang did not connect in time; `told` says so to the owner of the
+    task.
+    """
 
     stay: StayKey
     told: str
@@ -93,7 +97,7 @@ class DropAsked(DeviceEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PauseAsked(DeviceEvent):
-    """The supervisor lets a task leave its slot without an order, to make room."""
+    """The supervisor lets a task leave its slot, without an order, to make room for another one."""
 
     stay: StayKey
 
@@ -106,7 +110,7 @@ class KillAsked(ProcessEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaveAsked(DeviceEvent):
-    """The device worker stops: every task is paused, and none is taken any more.
+    """The device worker stops: every task is paused, and no further task is taken.
 
     A task with a notice gets only the part of its notice that ends before `pause_by_us`.
     """
@@ -121,15 +125,17 @@ class DeadlinesDue(DeviceEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportDue(DeviceEvent):
-    """A report is about to be made; it asks for the grace that the machine then has."""
+    """A report is about to be made; it will ask for the grace that the machine wants at this
+    moment.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotDue(DeviceEvent):
     """A round ends: the slot changes hands if that is due.
 
-    `is_short` says that a task waits for memory or for a place of a process.  `waiting` are the
-    tasks without a process that wait for it, `away` the processes with memory off the device.
+    `is_short` is True if a task waits for memory or for room for its process. `waiting` are the
+    tasks without a process that wait for the slot, `away` the processes with memory off the device.
     """
 
     is_short: bool = False
@@ -171,8 +177,8 @@ class ProcessPrepared(ProcessEvent):
 class ProcessPaused(ProcessEvent):
     """The process left the slot at a safe point.
 
-    `lacks` is the input that it waited for in vain, or empty; `is_lacking` tells whether that input
-    is still missing.
+    `lacks` is the late input for which it waited in the slot without success, or ""; `is_lacking`
+    tells whether that input is still missing.
     """
 
     process: int
@@ -190,7 +196,9 @@ class ProcessProgressed(ProcessEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessStood(ProcessEvent):
-    """The process stopped, as the time until which it may step has passed, or goes on."""
+    """The process stopped because its time to step is over, or continues after that
+    (`is_still`).
+    """
 
     process: int
     is_still: bool
@@ -219,7 +227,7 @@ class ProcessConcluded(ProcessEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessEnding(ProcessEvent):
-    """The command of the process has ended and begins again: its folder is being stored."""
+    """The command of the process has ended and will begin again: its folder is being stored."""
 
     process: int
 
@@ -268,7 +276,7 @@ class ContinueProcess(Instruction):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExtendTrust(Instruction):
-    """Let the processes step until this time, which they read in shared memory."""
+    """Let the processes step until this time. They read it in shared memory."""
 
     until_us: int
 
@@ -292,8 +300,9 @@ class GiveNotice(Instruction):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GiveSlot(Instruction):
-    """Give the slot to a process; `is_first` in its stay, after it could have begun `waited_us`
-    ago.
+    """Give the slot to a process.
+
+    `is_first`: for the first time in its stay. It could have begun `waited_us` ago.
     """
 
     process: int
@@ -329,7 +338,9 @@ class TellSaved(Instruction):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TellVerdict(Instruction):
-    """Report how the stay of a process ended: by its final message, or by the way it died."""
+    """Report how the stay of a process ended: by its final message, or by the way the process
+    died.
+    """
 
     process: int
     was_stopping: bool
@@ -337,7 +348,7 @@ class TellVerdict(Instruction):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropStay(Instruction):
-    """Release what the stay holds, and report nothing: the island sees that it is gone."""
+    """Release what the stay holds, without a report: the island notices that the stay is gone."""
 
     stay: StayKey
 
@@ -366,6 +377,6 @@ class ForgetHosts(Instruction):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportSoon(Instruction):
-    """Send a report: at once if something happened, else with the next chatter."""
+    """Send a report: at once if something happened, otherwise together with the next chatter."""
 
     is_urgent: bool

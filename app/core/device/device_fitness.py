@@ -1,13 +1,13 @@
-"""Decide whether a device may take work, from what it reports and what its island remembers.
+"""Decides whether a device may take work, from what it reports and what its island remembers.
 
-A finding that cordons (`core.device.health_rules`) cordons the device.  The device serves again
+A finding that cordons (`core.device.health_rules`) cordons the device. The device serves again
 
 * by itself when the finding is gone, if it was one that passes: heat, silence, no monitor;
 * otherwise after an administrator lets it serve: the device is checked, and serves if it passes.
 
-Two rules need memory.  A device that is cordoned too often no longer returns by itself.  A device
-on which tasks of several tenants fail one after another is cordoned too, unless no other device of
-its kind would be left: then the tasks are the likelier cause.
+Two rules need memory. A device that is cordoned too often no longer returns by itself. A device on
+which tasks of several tenants fail one after another is cordoned too, unless no other device of its
+kind would be left: then the tasks are the likelier cause.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from app.core.device.idleness import Idleness
 JSON = dict[str, Any]
 
 DAY_S = 86_400.0
-FLAPPING_MOST = 3  # after so many cordons within a day a device no longer returns by itself
+FLAPPING_MOST = 3  # after this many cordons within a day a device no longer returns by itself
 FAILURES_WINDOW_S = 3_600.0
 FAILURES_TASKS = 3  # tasks that failed one after another
 FAILURES_TENANTS = 2  # consecutive failed tasks must belong to so many tenants
@@ -31,9 +31,9 @@ NOTES_KEPT = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthReport:
-    """Carries a device's report of its health.
+    """Holds a device's report of its health.
 
-    `checked` is the number of its last finished check, -1 during a check.  `idle`: it computes
+    `checked` is the number of its last finished check, -1 during a check. `idle`: it computes
     nothing.
     """
 
@@ -43,7 +43,7 @@ class HealthReport:
 
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> HealthReport | None:
-        """Read the health in a heartbeat; None if no monitor watches the device."""
+        """Read the health report in a heartbeat; None if no monitor watches the device."""
         if not told:
             return None
         found = (_finding(one) for one in told.get("findings", ()))
@@ -58,7 +58,9 @@ class HealthReport:
 
 
 def _finding(told: Mapping[str, Any]) -> Finding | None:
-    """Read a finding; None for one of a newer device worker that this island does not know."""
+    """Read a finding; None if it comes from a newer device worker and this island does not know its
+    rule.
+    """
     try:
         return Finding(
             rule=HealthRule(told["rule"]),
@@ -72,7 +74,9 @@ def _finding(told: Mapping[str, Any]) -> Finding | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthCordon:
-    """Why a device was cordoned by a rule.  `returns`: it serves again when the finding is gone."""
+    """Says why a rule cordoned a device. `returns`: the device serves again when the finding is
+    gone.
+    """
 
     rule: HealthRule
     reason: str
@@ -140,7 +144,7 @@ class Fitness:
 
     @property
     def suspicion(self) -> str:
-        """A warning about failures that are too few for a cordon, or ""."""
+        """A warning about failures that are too few for a cordon; "" if there are none."""
         tenants = {failure.tenant for failure in self.failures}
         if self.cordon is not None or len(tenants) < FAILURES_TENANTS:
             return ""
@@ -150,7 +154,9 @@ class Fitness:
 def heard(
     fitness: Fitness, report: HealthReport | None, *, now_s: float, is_cordoned: bool
 ) -> Fitness:
-    """Take in a device's report.  `is_cordoned`: the device takes no work now, for any reason."""
+    """Take in a device's report. `is_cordoned`: the device takes no work now, for whatever
+    reason.
+    """
     if report is None:  # nothing watches the device: no fault can be found or checked
         return _let_serve(fitness, now_s, "It has no monitor.") if fitness.is_checking else fitness
     if report.checked < 0:
@@ -198,7 +204,8 @@ def _begin(fitness: Fitness, worst: Finding, now_s: float, *, by_hand: bool) -> 
 
 
 def _worsen(fitness: Fitness, why: HealthCordon, worst: Finding, now_s: float) -> Fitness:
-    """Replace the reason of a cordon by a graver one, which does not pass or costs steps.
+    """Replace the reason of a cordon if the new one is worse: it does not pass by itself, or costs
+    steps.
 
     It stays one cordon, so that the device does not count as flapping.
     """
@@ -229,7 +236,9 @@ def _noted(fitness: Fitness, now_s: float, told: str) -> Fitness:
 def task_failed(
     fitness: Fitness, failure: TaskFailure, *, others_serve: bool, is_cordoned: bool
 ) -> Fitness:
-    """Count a task that failed on the device.  `others_serve`: other devices of its kind do."""
+    """Count a task that failed on the device. `others_serve`: other devices of the same kind
+    serve.
+    """
     if fitness.cordon is not None:
         return fitness
     recent = (
@@ -248,7 +257,9 @@ def task_failed(
 
 
 def task_went_well(fitness: Fitness) -> Fitness:
-    """Update the fitness after a task ended well or was paused there: the device can work."""
+    """Return the fitness after a task ended well or was paused on the device, so the device can
+    work.
+    """
     return replace(fitness, failures=()) if fitness.failures else fitness
 
 
@@ -261,7 +272,10 @@ def excuses(fitness: Fitness) -> bool:
 
 
 def let_serve_asked(fitness: Fitness, *, by: str, now_s: float) -> Fitness:
-    """Let a device serve, by an administrator, after a rule's cordon: it is checked first."""
+    """Let a device serve again because an administrator asked.
+
+    After a cordon by a rule the device is checked first.
+    """
     if fitness.cordon is None:
         return replace(fitness, failures=(), cordons_s=())
     asked = replace(fitness, check=fitness.check + 1, is_checking=True, failures=(), cordons_s=())
@@ -269,7 +283,7 @@ def let_serve_asked(fitness: Fitness, *, by: str, now_s: float) -> Fitness:
 
 
 def cordon_asked(fitness: Fitness) -> Fitness:
-    """Cordon the device, by an administrator: from now on it does not return by itself."""
+    """Cordon the device because an administrator asked: it then does not return by itself."""
     if fitness.cordon is None:
         return fitness
     return replace(fitness, cordon=replace(fitness.cordon, returns=False), is_checking=False)

@@ -1,15 +1,14 @@
-"""Decides what a device does: takes events, and returns instructions; it touches no device.
+"""Decides what a device does: takes events and returns instructions, but touches no device.
 
 The machine has all stays and processes of the device, its slot, its lease, and the turns of tasks
-that share it.  The supervisor (`workers.device.supervisor`) gives it every event with the present
-time, and carries out its instructions in their order.  The machine does no I/O and reads no clock.
+that share it. The supervisor (`workers.device.supervisor`) gives it every event with the present
+time, and carries out its instructions in their order. The machine does no I/O and reads no clock.
 
-What holds after every event (`validate`; tests/core/device):
-* The processes in the slot take at most the whole device together: one process, or fractions.  Each
-  got the slot while the device's lease was trusted, and in a stay that the island had confirmed.
-* A stale or repeated order or answer changes nothing.
-* A stay is over once: it reports one end, or it is dropped without a report.
-* A process has one kill reason, and gets no message after it.
+What holds after every event (`validate`; tests/core/device): * The processes in the slot take at
+most the whole device together: one process, or fractions. Each got the slot while the device's
+lease was trusted, and in a stay that the island had confirmed. * A stale or repeated order or
+answer changes nothing. * A stay is over once: it reports one end, or it is dropped without a
+report. * A process has one kill reason, and gets no message after it.
 """
 
 from __future__ import annotations
@@ -75,10 +74,10 @@ from app.core.scheduling.turns import Rota
 PREPARE_US = 120_000_000  # time limit to import a tenant's code and restore its image
 HANDOVER_US = 2_000_000  # how long a successor may prepare while its predecessor still runs
 ENDING_US = 30_000_000  # time limit to store the folder of a command that begins again
-REST_US = 5_000_000  # how long a process waits for the next function that may run in it
+REST_US = 5_000_000  # in microseconds: how long a process waits for another function to run in it
 REMEMBERED = 10_000  # most tasks whose newest launch is known; the island stops older epochs
 
-#: Kill reasons without an event: the island sees that the resident is gone.
+#: Kill reasons for which no event is sent: the island notices that the resident is gone.
 SILENT_REASONS = frozenset(
     {"evicted", "dropped", "replaced", "lease", "zygote", "leaving", "unfetched", "damaged"}
 )
@@ -145,13 +144,13 @@ class DeviceMachine:
         return next((p for p in alive if not (p.stay.is_remote or p.is_resting)), None)
 
     def accepts(self, launch: Launch) -> bool:
-        """True if the launch is for this process of the device and newer than any before."""
+        """True if the launch is meant for this process of the device, and newer than all before."""
         is_ours = launch.incarnation in ("", self.incarnation)
         is_new = (launch.epoch, launch.seq) > self.newest.get(launch.task, (0, 0))
         return is_ours and is_new and not self.is_leaving
 
     def is_fresh(self, answer: Answer) -> bool:
-        """True if the answer is for this process and newer than any before.
+        """True if the answer is meant for this process, and newer than all before.
 
         A newer answer contains everything that still holds, so a late or repeated answer changes
         nothing.
@@ -209,14 +208,14 @@ class DeviceMachine:
         before = self.living(launch.task)
         for older in self._without_process(launch.task):
             self._drop(older, "replaced")
-        # A resize sends the other hosts another launch of the same epoch.  A stay there whose ranks
-        # run already goes on beside the new one, until the ranks have moved.
+        # A resize sends the other hosts another launch of the same epoch. If the ranks of the old
+        # stay run there already, both stays exist until the ranks have moved.
         same = self.stays.get(stay.key)
         if same is not None and same.state == StayState.SEATING:
             self._drop(same, "replaced")
         self.stays[stay.key] = stay
         self._say(OpenStay(launch=launch))
-        # The island sends a co-located task its share only after a report that names the task.
+        # The island sends the share of a co-located task only after a report that names the task.
         is_awaited = launch.beside and stay.behind_until_us is None
         self._say(ReportSoon(is_urgent=not stay.is_confirmed or is_awaited))
         if not stay.is_remote:
@@ -255,7 +254,7 @@ class DeviceMachine:
             self._say(ExpectHosts(stay=stay.key, slots=order.seats, how=order.links, resize=order))
 
     def _pause_after(self, notice_us: int, why: str, stay: StayRecord, now_us: int) -> None:
-        """Pause the task, after a notice if it has the slot and asked for one."""
+        """Pause the task. If it has the slot and asked for a notice, give the notice first."""
         process = stay.process
         may_hear = stay.state in ACTIVE and stay.notice_us > 0
         if notice_us <= 0 or not may_hear or process is None or not self.slot.has(process):
@@ -450,7 +449,9 @@ class DeviceMachine:
         return [stay for stay in waiting if stay.state == StayState.SEATING]
 
     def _until_limit_us(self, holder: ProcessRecord, now_us: int) -> int:
-        """Return the time until the task gets its notice or ends because of `max_duration_s`."""
+        """Return the time until the task must get its notice, or must end because of
+        `max_duration_s`.
+        """
         stay = holder.stay
         left_us = stay.budget_us - stay.held_us(now_us)
         if stay.state == StayState.RUNNING:
@@ -480,7 +481,9 @@ class DeviceMachine:
             pass  # the next fraction may fit, too
 
     def _give_way(self, event: SlotDue, now_us: int) -> None:
-        """Pause a task in the slot once its successor is ready, is stuck, or is out of time."""
+        """Pause tasks that must yield the slot if their successor is ready, or stuck, or if their
+        time is over.
+        """
         for stay in list(self.stays.values()):
             if stay.yield_by_us is None:
                 continue
@@ -500,7 +503,7 @@ class DeviceMachine:
         return process.is_prepared and process.stay.is_confirmed
 
     def _fill_slot(self, now_us: int) -> bool:
-        """Give the slot to the next process that fits; False if none does."""
+        """Give the slot to the next process that fits into it; False if none does."""
         if not self.slot.free_milli or not self.lease.permits_steps(now_us):
             return False
         process = self.slot.next_process(now_us)
@@ -626,7 +629,9 @@ class DeviceMachine:
             self._conclude(process)
 
     def _begin_anew(self, stay: StayRecord) -> None:
-        """Let a function begin in a new process: the one that it was to share ended before it."""
+        """Let a function begin in a new process, because the process that it should share ended too
+        early.
+        """
         stay.process = None
         if stay.state == StayState.SEATING:
             self._say(FetchInputs(stay=stay.key))
@@ -683,7 +688,9 @@ class DeviceMachine:
         self._say(verdict, ReportSoon(is_urgent=is_last))  # the ends of a batch in one report
 
     def _let_hosts_go(self, process: ProcessRecord) -> None:
-        """End a paused multi-host gang with a durable image, to free memory on the other hosts."""
+        """End a paused gang of several hosts if its image is durable, to free memory on the other
+        hosts.
+        """
         stay = process.stay
         if stay.state == StayState.PAUSED and len(stay.slots) > 1 and process.is_kept:
             self._drop(stay, "evicted")
@@ -709,16 +716,20 @@ class DeviceMachine:
 
 
 def _yields(order: Order) -> TypeGuard[Pause]:
-    """True if the task goes on until its successor is ready; a notice is longer than that."""
+    """True if the task runs on until its successor is ready.
+
+    An order with a notice does not count, since the notice takes longer.
+    """
     return isinstance(order, Pause) and bool(order.successor) and not order.notice_us
 
 
 def _can_go_on(process: ProcessRecord, launch: Launch) -> bool:
-    """True if the process can run this launch: its state is as new as the newest checkpoint.
+    """True if the process can continue with this launch: its state is as new as the newest
+    checkpoint.
 
-    A process keeps the secrets with which it began, so it does not go on if one has changed.
-    A coordinator's process cannot become the remote ranks of its gang.  The processes of a command
-    go on only on the devices that they see.
+    A process keeps the secrets with which it began, so it cannot continue if one has changed. A
+    coordinator's process cannot become the remote ranks of its gang. The processes of a command can
+    only use the devices that they see.
     """
     newest_step = launch.images[0].step if launch.images else 0
     is_new = process.stay.state == StayState.PAUSED and process.stay.step >= newest_step

@@ -1,4 +1,4 @@
-"""Define what a device's state machine keeps of each stay and of each process."""
+"""Defines what a device's state machine remembers of each stay and of each process."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from app.core.device.stay_state import OVER, StayState
 from app.core.model.device_choice import WHOLE_MILLI
 from app.core.model.messages import Launch, Order, Resize
 
-# how long a function waits on the device behind others before it is given back to the queue
+# in microseconds: how long a function may wait on the device behind others before it is returned to
+# the queue
 BEHIND_US = 2_000_000
 
 
 @dataclass(slots=True, eq=False)
 class StayRecord:
-    """One epoch of one task on the device.
+    """Records one epoch of one task on the device.
 
     A stay `is_confirmed` once the island answered "keep" to a report that named it, or if its order
-    was so fresh that this is the only possible answer.  Only a confirmed stay may take the slot, so
-    that a late order runs nothing.
+    was so fresh that this is the only possible answer. Only a confirmed stay may take the slot, so
+    a late order never runs a task.
     """
 
     task: str
@@ -97,9 +98,9 @@ class StayRecord:
 
 @dataclass(slots=True, eq=False)
 class ProcessRecord:
-    """A resident process.
+    """Records a resident process.
 
-    `kill_reason` is why it is killed, or empty.  Its first reason counts.
+    `kill_reason` is why it is killed, or "". If there are several reasons, the first one counts.
     """
 
     id: int
@@ -129,13 +130,13 @@ class ProcessRecord:
 
     @property
     def is_kept(self) -> bool:
-        """True if its state is durable, as far as possible; for a command that is its working
-        folder.
+        """True if its state is durable as far as that is possible; for a command: if its working
+        folder is.
         """
         return self.is_resting or not self.has_state or self.saved_step == self.stay.step
 
     def begin_again(self, stay: StayRecord, deadline_us: int) -> None:
-        """Take the stay of the next function; nothing of the function before counts any more."""
+        """Take the stay of the next function, and forget everything about the last one."""
         self.task, self.stay, stay.process = stay.task, stay, self
         self.deadline_us, self.rests_until_us = deadline_us, None
         self.is_prepared, self.is_renewed, self.has_state = False, True, False
@@ -148,9 +149,10 @@ class ProcessRecord:
         self.step_since_us = now_us
 
     def longest_step_us(self, now_us: int) -> int:
-        """Return how long its steps last, as far as is known; the present one counts too.
+        """Return how long its longest step takes, as far as is known; the step that runs now
+        counts, too.
 
-        A command can be frozen at any moment, so it has no steps to wait for.  Remote ranks report
+        A command can be frozen at any moment, so it has no steps to wait for. Remote ranks report
         no steps.
         """
         if self.is_command or self.stay.is_remote:

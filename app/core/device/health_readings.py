@@ -1,7 +1,7 @@
-"""Define what a device's monitor reads, and decide when a new reading is worth a report.
+"""Defines what a device's monitor reads, and decides when a new reading is worth a report.
 
-A figure is None if the device does not report it.  Heartbeats carry the last *told* reading.  It is
-replaced only when the device has changed enough, so that most heartbeats are equal.
+A figure is None if the device does not report it. Heartbeats carry the last reading that was
+*told*. It is replaced only when the device has changed enough, so that most heartbeats are equal.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ JSON = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """The figures of a device at one time.
+    """Holds the figures of a device at one time.
 
-    `processes` are (process id, bytes) of all processes with memory on the device.  The device
-    slows down from `temperature_limit_c` on.  The counts of ECC errors begin when the driver is
-    loaded.  `remap_failed` means that a row of faulty memory could not be replaced.  `xids` are the
-    codes of the events since the reading before, oldest first.
+    `processes` are (process id, bytes) of all processes with memory on the device. The device slows
+    down from `temperature_limit_c` on. The counts of ECC errors begin when the driver is loaded.
+    `remap_failed` means that a row of faulty memory could not be replaced. `xids` are the codes of
+    the events since the last reading, oldest first.
     """
 
     utilisation_percent: int | None = None
@@ -37,8 +37,9 @@ class Reading:
     xids: tuple[int, ...] = ()
 
 
-#: The figures in a heartbeat, and by how much each must change before it is told again: at least by
-#: this amount, and by this part of the told figure.  A count is told whenever it changes.
+#: The figures in a heartbeat, each with two numbers. A figure is told again if it changed by at
+#: least the first number, and by at least the second number as a part of the told figure. A count
+#: is told whenever it changes.
 _ENOUGH: Mapping[str, tuple[float, float]] = {
     "utilisation_percent": (15, 0.0),
     "memory_used_bytes": (64 * 2**20, 0.05),
@@ -53,7 +54,7 @@ _ENOUGH: Mapping[str, tuple[float, float]] = {
 
 
 def figures(reading: Reading) -> JSON:
-    """Return what a heartbeat tells of a reading: the known figures, without the processes."""
+    """Return what a heartbeat has of a reading: the known figures, but not the processes."""
     values = {name: getattr(reading, name) for name in _ENOUGH}
     known = {name: value for name, value in values.items() if value is not None}
     if reading.processes:
@@ -62,7 +63,7 @@ def figures(reading: Reading) -> JSON:
 
 
 def is_worth_telling(told: JSON, now: JSON) -> bool:
-    """True if the device has changed enough since the figures that were told."""
+    """True if the device has changed enough since the figures that the last report told."""
     if told.keys() != now.keys() or told.get("processes") != now.get("processes"):
         return True
     return any(
@@ -73,9 +74,9 @@ def is_worth_telling(told: JSON, now: JSON) -> bool:
 
 
 def reading_of(told: Mapping[str, Any]) -> Reading:
-    """Read what a program wrote about a device; raises ValueError for anything else.
+    """Return the reading that a program wrote about a device; raises ValueError if it is not one.
 
-    `xids` are left out: only the reader of the list knows which of them are new.
+    `xids` are left out: only the reader of the file knows which of them are new.
     """
     names = {field.name for field in fields(Reading)}
     if unknown := sorted(set(told) - names):

@@ -1,10 +1,10 @@
-"""Judge a device by what its monitor reads: nothing, a warning, or a cordon with its reason.
+"""Judges a device by what its monitor reads: nothing, a warning, or a cordon with its reason.
 
-The rules of this module need one device and its own clock.  `core.device.device_fitness` has the
-rules that need the memory of an island.  Both are tables and pure functions of time.
+The rules of this module need one device and its own clock. `core.device.device_fitness` has the
+rules that need the memory of an island. Both are tables and pure functions of time.
 
 The meaning of each Xid code, and whether it asks for a reset, is NVIDIA's: "Analyzing Xid Errors
-with the Xid Catalog" (docs.nvidia.com/deploy/xid-errors).  The catalog's immediate action is quoted
+with the Xid Catalog" (docs.nvidia.com/deploy/xid-errors). The catalog's immediate action is quoted
 beside each code.
 """
 
@@ -58,7 +58,9 @@ PASSING = frozenset({HealthRule.TEMPERATURE, HealthRule.HANG, HealthRule.MONITOR
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Something that is wrong with a device.  `reason` has no number that changes."""
+    """Describes something that is wrong with a device. `reason` has no number that changes with
+    time.
+    """
 
     rule: HealthRule
     verdict: HealthVerdict
@@ -82,7 +84,7 @@ def cordon(rule: HealthRule, reason: str, effect: Effect = Effect.MOVE) -> Findi
 class XidRule:
     """Describes an Xid code.
 
-    A warning becomes a cordon when it comes `most` times in a window.
+    A warning becomes a cordon when the code comes `most` times in a window.
     """
 
     means: str
@@ -112,14 +114,14 @@ CAUSED_BY_PROGRAMS = frozenset({13, 31, 32, 43, 45})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthLimits:
-    """How long and how often something may be wrong before it counts.
+    """Lists how long and how often something may be wrong before it counts.
 
-    `patience_us` is how long a device may be too hot, not answer, or have no monitor.  It has to be
-    well again for as long until it counts as well.
+    `patience_us` is how long a device may be too hot, not answer, or have no monitor. It counts as
+    well only after it has been well for as long.
     """
 
     patience_us: int = 30_000_000
-    # after so long a silence, the state on the device cannot leave it any more
+    # after a silence of this length, state on the device can no longer be taken off it
     stuck_us: int = 300_000_000
     window_us: int = 24 * 3_600_000_000  # period in which Xid codes are counted
     warned_us: int = 3_600_000_000  # how long a warning of an event stands
@@ -132,7 +134,9 @@ class HealthLimits:
 
 @dataclass(slots=True)
 class _Passing:
-    """A condition that begins and ends.  `bad_us`, `well_us`: since when, by the device's clock."""
+    """Tracks a condition that begins and ends. `bad_us`, `well_us`: since when, by the device's
+    clock.
+    """
 
     bad_us: int | None = None
     well_us: int | None = None
@@ -150,7 +154,7 @@ class _Passing:
 
 
 class HealthWatch:
-    """Judges one device by its readings; a check forgets all findings and begins anew.
+    """Judges one device by its readings; a check forgets all findings and starts over.
 
     During a check there is no patience: a fault at the first reading counts at once, so that a
     faulty device never begins to serve.
@@ -162,7 +166,9 @@ class HealthWatch:
         self.check(0, now_us)
 
     def check(self, number: int, now_us: int) -> None:
-        """Begin a check: the device has passed it when its next reading leaves no cordon."""
+        """Begin a check. The device has passed it if its next reading gives no reason for a
+        cordon.
+        """
         self.number, self.is_checked = number, False
         self.heard_us = now_us  # when the monitor answered last
         self._standing: dict[tuple[HealthRule, str], Finding] = {}  # until the next check
@@ -214,7 +220,9 @@ class HealthWatch:
         self.is_checked |= is_silent
 
     def _answered(self, now_us: int) -> int:
-        """Note that the monitor answered; return how long a condition may last before it counts."""
+        """Record that the monitor answered; return how long a condition must last before it
+        counts.
+        """
         self.heard_us = now_us
         self._silent.see(False, now_us, self.limits.patience_us)
         return self.limits.patience_us if self.is_checked else 0
@@ -242,8 +250,9 @@ class HealthWatch:
             self._warn(warning(HealthRule.XID, f"{told}."), now_us)
 
     def _take_ecc(self, count: int | None, now_us: int) -> None:
-        """Judge how fast the count of uncorrectable errors grows.  A lower count begins anew: the
-        driver was loaded again.
+        """Judge how fast the count of uncorrectable errors grows.
+
+        A lower count starts the judgement over: the driver was loaded again.
         """
         if count is None:
             return
@@ -283,7 +292,9 @@ class HealthWatch:
     # --- the judgement ---
 
     def findings(self, now_us: int) -> list[Finding]:
-        """Return what is wrong now, the gravest first, then in the order of discovery."""
+        """Return what is wrong now: the worst first, equal ones in the order in which they were
+        found.
+        """
         found = [*self._standing.values(), *self._passing(now_us)]
         named = {(finding.rule, finding.reason) for finding in found}
         for name, (since_us, finding) in list(self._warned.items()):

@@ -1,6 +1,7 @@
-"""Decide when a task that computes nothing is warned, and when it is paused.
+"""Decides when a task that computes nothing is warned, and when it is paused.
 
-A tenant says for how long its tasks may hold a device without computing.  Half of that time warns.
+A tenant says how long its tasks may hold a device without computing. After half of that time the
+task is warned.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ class Idleness:
 def judge_idleness(
     before: Idleness | None, *, task: str, epoch: int, now_s: float, pause_s: float
 ) -> tuple[Idleness, IdleStep | None]:
-    """Judge a task whose device is idle now.  For another task or launch the time begins anew."""
+    """Judge a task whose device is idle now. If it is another task or launch than before, start
+    counting anew.
+    """
     if before is None or (before.task, before.epoch) != (task, epoch):
         return Idleness(task=task, epoch=epoch, since_s=now_s), None
     idle_s = now_s - before.since_s

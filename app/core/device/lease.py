@@ -1,14 +1,15 @@
-"""The lease of a device: how long the device may act without hearing from its island.
+"""Computes the lease of a device: how long the device may act without hearing from its island.
 
-`device_machine` asks it before it gives the slot away, and kills the process in the slot when the
-lease and its grace are over.
+`device_machine` asks it before it gives the slot to a process, and kills the process in the slot
+when the lease and its grace are over.
 
-A step may begin until the lease is nearly over, and may last longer.  So a device asks its island,
-in each report, for a grace: for how long after the lease the island leaves the device's work alone,
-as a step that lasts so long may still run.  The device kills the step only when the grace ends too.
+A step may begin until the lease is nearly over, and may last longer than the lease. So in each
+report a device asks its island for a grace: a time after the lease in which the island does not
+give the work away, since a long step may still run. The device kills the step only when the grace
+ends too.
 
-The island applies the grace of the newest report that it recorded.  The device does not know which
-report that is until the answer comes.  So the device counts on the least grace among the newest
+The island applies the grace of the newest report that it recorded. The device does not know which
+report that is until the answer comes. So the device counts on the least grace among the newest
 answered report and all later ones.
 """
 
@@ -18,17 +19,18 @@ from dataclasses import dataclass, field
 
 from app.core.model.messages import Answer
 
-SHORT_STEP_US = 1_000_000  # steps up to this long are over in the margin of every lease
+# in microseconds: steps up to this length end within the margin that every lease has
+SHORT_STEP_US = 1_000_000
 GRACE_MAX_US = 2**30  # 18 minutes; an island may allow less (`ROUNDHOUSE_STEP_GRACE_S`)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """The time limits within which the device may act on its own.
+    """Holds the time limits within which the device may act on its own.
 
-    A step may begin until `trusted_until_us`.  From `ends_us` the device takes no new work, and
-    from `ends_us + grace_us` the island may give its work away.  All count from the *sending* of
-    the answered report, so they hold however long the messages took.
+    A step may begin until `trusted_until_us`. From `ends_us` the device takes no new work, and from
+    `ends_us + grace_us` the island may give its work away. All count from the *sending* of the
+    answered report, so they hold however long the messages took.
 
     `asked` are the graces that the device asked for in reports: (since when, grace), oldest first.
     The last one is still valid.
@@ -55,7 +57,7 @@ class Lease:
         return self.ends_us + self.grace_us
 
     def after(self, answer: Answer, *, margin_us: int) -> Lease:
-        """Return the lease that the answer extends; a late or repeated answer changes nothing."""
+        """Return the lease after the answer; a late or repeated answer changes nothing."""
         if answer.sent_us < self.answered_us:
             return self
         ends_us = answer.sent_us + answer.lease_us
@@ -71,11 +73,13 @@ class Lease:
         return now_us < self.trusted_until_us
 
     def is_over(self, now_us: int) -> bool:
-        """True if the island may have given the work away, so that nothing may run on."""
+        """True if the island may have given the work to another device, so that nothing may run
+        here.
+        """
         return now_us >= self.work_ends_us
 
     def asking(self, grace_us: int, now_us: int) -> Lease:
-        """Return the lease of a device whose reports ask for this grace from now on."""
+        """Return the lease for a device whose reports ask for this grace from now on."""
         if grace_us == self.asked_us:
             return self
         return Lease(
@@ -94,8 +98,9 @@ def _since(asked: tuple[tuple[int, int], ...], us: int) -> tuple[tuple[int, int]
 
 
 def grace_for(step_us: int) -> int:
-    """Return the grace that lets a step of this length end: twice its length, as a power of two, so
-    that it seldom changes; 0 for a short step.
+    """Return the grace in which a step of this length can end; 0 for a short step.
+
+    It is twice the length, rounded up to a power of two, so that it seldom changes.
     """
     if step_us <= SHORT_STEP_US:
         return 0

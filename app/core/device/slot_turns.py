@@ -1,4 +1,4 @@
-"""Gives the slot of a device to one process at a time, in turns where several tasks share it.
+"""Gives the slot of a device to one process at a time; tasks that share the device take turns.
 
 Tasks that take fractions of the device have the slot together, as long as their fractions fit.
 """
@@ -15,7 +15,8 @@ from app.core.scheduling.turns import TURN_US, Rota
 
 
 class SlotTurns:
-    """Chooses among the processes of a device, which is shared with its machine.
+    """Chooses among the processes of a device; the stays and processes belong to the device's
+    machine.
 
     `rota` has the shares of the newest answer; it is empty unless several tasks take turns.
     """
@@ -59,7 +60,7 @@ class SlotTurns:
             self.free_since_us = now_us
 
     def sharers(self) -> list[ProcessRecord]:
-        """Return the processes that share the device by the newest answer, and can run."""
+        """Return the processes that can run and, by the newest answer, share the device."""
         return [
             process
             for process in self.processes.values()
@@ -78,7 +79,10 @@ class SlotTurns:
         }
 
     def best_served(self, tasks: Collection[str], now_us: int) -> str:
-        """Return the task that would get its turn last; a standby task goes before all others."""
+        """Return the task whose turn would come last.
+
+        If there are standby tasks, it is one of them.
+        """
         standby = [task for task in tasks if self.rota.is_heir(task)]
         return self.rota.most_of(standby or tasks, self.shared_us(now_us))
 
@@ -95,8 +99,9 @@ class SlotTurns:
         return False
 
     def next_process(self, now_us: int) -> ProcessRecord | None:
-        """Return the next process that fits into the slot; tasks that share the device go before
-        all others.
+        """Return the next process that fits into the slot.
+
+        Tasks that share the device come before all others.
         """
         free_milli = self.free_milli
         here = [p for p in self.processes.values() if p.stay.milli <= free_milli]
@@ -106,11 +111,14 @@ class SlotTurns:
             return min(ready, key=lambda p: p.stay.arrived_us, default=None)
         sharers = {p.task: p for p in self.sharers()}
         if not sharers:
-            return off[0]  # an answer on its way may leave out one task, but not all
+            # an answer on its way may leave out one of the tasks, but not all of them
+            return off[0]
         return sharers[self.rota.next_of(sharers, self.shared_us(now_us))]
 
     def due_us(self) -> int | None:
-        """Return when the turn of the process in the slot ends, if another task waits for it."""
+        """Return when the turn of the process in the slot ends; None if no other task waits for the
+        slot.
+        """
         asks = self.holder is not None and not self.holder.yields and self._rivals()
         return self.turn_over_us if asks else None
 

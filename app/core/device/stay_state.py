@@ -1,10 +1,10 @@
-"""The states of a stay, which is one epoch of a task on a device, and the moves between them.
+"""Defines the states of a stay (one epoch of a task on a device) and the moves between them.
 
-`seating` lasts from the Launch until the task has the slot for the first time.  A `running` task
-has the slot or waits for its next slice.  A `noticed` task has the slot and was told that it will
-be stopped soon.  A `pausing` or `stopping` task was told so and has not reached its safe point.  A
-`paused` task has a process that holds its state.  A stay that `ended` has reported its end.  A stay
-that was `dropped` reports nothing, as the island sees that it is gone.
+`seating` lasts from the Launch until the task has the slot for the first time. A `running` task has
+the slot or waits for its next slice. A `noticed` task has the slot and was told that it will be
+stopped soon. A `pausing` or `stopping` task was told to do so and has not reached its safe point. A
+`paused` task has a process that holds its state. A stay that `ended` has reported its end. A stay
+that was `dropped` reports nothing, as the island notices that it is gone.
 
 `python -m app.core.device.stay_state` prints the table, for docs/internals/architecture.md.
 """
@@ -26,7 +26,9 @@ class StayState(StrEnum):
 
 
 class StayMove(StrEnum):
-    """A change of a stay's state: ordered, reported by the process, or decided by the device."""
+    """Names a change of a stay's state: ordered, reported by the process, or decided by the
+    device.
+    """
 
     BEGIN = "begin"  # the task gets the slot for the first time
     NOTICE = "notice"  # a command is told that it will be stopped
@@ -51,18 +53,20 @@ STAY_MOVES: dict[str, dict[str, str]] = {
     "dropped": {},
 }
 
-#: States in which the task runs, or would if it had its slice.
+#: States in which the task runs, or waits only for its next slice.
 ACTIVE = frozenset({StayState.RUNNING, StayState.NOTICED})
 #: States in which the stay is over; a process may still be dying.
 OVER = frozenset({StayState.ENDED, StayState.DROPPED})
 
 
 class IllegalStayMove(Exception):
-    """Raised if the stay's state does not allow the move: the state machine is wrong."""
+    """Raised if the stay's state does not allow the move, which is a fault of the state machine."""
 
 
 def state_after(state: StayState, move: StayMove) -> StayState:
-    """Return the state that `move` leads to; raises IllegalStayMove without such a row."""
+    """Return the state to which `move` leads; raises IllegalStayMove if the table has no such
+    move.
+    """
     if move not in STAY_MOVES[state]:
         expected = ", ".join(STAY_MOVES[state]) or "nothing more"
         raise IllegalStayMove(f"a stay is {state}, got {move}, expected {expected}")

@@ -1,4 +1,4 @@
-"""A token bucket: limits an amount in bursts and in the long run."""
+"""Implements a token bucket: it limits an amount, both at once and in the long run."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class TokenBucket:
-    """A bucket with up to `burst` tokens, refilled by `per_s` per second.
+    """Holds up to `burst` tokens, refilled by `per_s` per second.
 
-    More tokens may be taken than there are.  Then the bucket is in debt, and the caller must wait
+    More tokens may be taken than there are. Then the bucket is in debt, and the caller must wait
     until the debt is paid.
     """
 
@@ -28,6 +28,8 @@ class TokenBucket:
         self.at_us = max(self.at_us, now_us)
 
     def debt_us(self, now_us: int) -> int:
-        """Return how long until the debt is paid, in microseconds; 0 without debt."""
+        """Return how long it takes until the debt is paid, in microseconds; 0 if there is no
+        debt.
+        """
         self.take(0.0, now_us)
         return 0 if self.left >= 0 else int(-self.left / self.per_s * 1e6) + 1

@@ -1,15 +1,15 @@
-"""Estimate how long tasks run and when a waiting task starts, from earlier tasks (rule F10).
+"""Estimates how long tasks run and when a waiting task starts, from earlier tasks (rule F10).
 
-`History` remembers runtimes as fading histograms of log time.  There is one histogram per key of a
-path from the most specific key to the widest, and an answer may be for a task that has already run
-for a while.  `starts_in` simulates an island a few times with runtimes drawn from the history.
-`Calibration` corrects such answers by what came true, so that an 80 % interval holds 80 %.  Equal
-input gives equal answers.
+`History` remembers runtimes as fading histograms of log time. There is one histogram for each key
+of a path from the most specific key to the widest, and a question may be about a task that has
+already run for a while. `starts_in` simulates an island a few times with runtimes drawn from the
+history. `Calibration` corrects such answers by what came true, so that an 80 % interval holds 80 %.
+Equal input gives equal answers.
 
-Nothing here decides what runs.  The simulated island is a model: it has one kind of device, tenants
-side by side and no new arrivals.  Tasks give way only at the end of a slice, and no task starts
-before a gang whose turn it is, since backfilling changes hardly any answer.  Because it is only a
-model, floats are used here, and nothing that is charged or compared exactly may come from here.
+Nothing here decides what runs. The simulated island is a model: it has one kind of device, tenants
+side by side and no new arrivals. Tasks give way only at the end of a slice, and no task starts
+before a gang whose turn it is, since backfilling changes hardly any answer. Because it is only a
+model, floats are used here, and no amount that is charged or compared exactly may come from here.
 """
 
 from __future__ import annotations
@@ -31,33 +31,38 @@ from typing import Protocol
 #: width), (tenant,), ()).  A key is always followed by the same wider keys.
 Who = tuple[Hashable, ...]
 
-STEP = 0.15  # width of a bin in log time: each bin reaches 16 % further than the one before
+# width of a bin in log time: the end of each bin is 16 % later than that of the bin before
+STEP = 0.15
 BINS = 112  # from 1 s to 231 days; shorter runtimes count in the first bin, longer ones in the last
 # share that passes a bin if half of the tasks double their age: a Pareto tail with index 1
 TAIL = math.exp(-STEP)
 
 # Each tuple has values by distance from the widest key; the last value holds for all further keys.
-# The values were chosen on the Philly trace, where half or twice of each changes little.  MEMORY:
-# runtimes that a key remembers; they fade by 1/e per that many.  TRUST: runtimes of its own that
-# the next wider key counts for.
+# MEMORY: how many runtimes a key remembers; the weight of a runtime fades by 1/e per that many.
+# TRUST: how many runtimes of its own the next wider key counts for. The values were chosen on the
+# Philly trace; half or twice of each changes little.
 MEMORY = (2000.0, 500.0, 30.0, 100.0)
 TRUST = (2.0, 5.0, 10.0, 3.0)
 # part of the remembered runtimes that must be new before a curve is rebuilt
 NEWS = (0.3, 0.3, 0.1, 0.1)
-REBASE = 1e100  # weights grow, so that old ones need not shrink; above this they are scaled back
+# weights of new runtimes grow instead of old ones shrinking; above this, all are scaled down
+REBASE = 1e100
 
 
 # --- runtimes -----------------------------------------------------------------------------------
 
 
 class RuntimeCurve:
-    """A distribution of runtimes: for each bin the share of the tasks reaching it that pass it."""
+    """A distribution of runtimes: for each bin, the share of the tasks reaching it that run
+    longer.
+    """
 
     __slots__ = ("_minus_longer", "past")
 
     def __init__(self, past: list[float]) -> None:
         self.past = past
-        # minus the share that reaches each bin: ascending, so that bisect can find a share
+        # minus the share of tasks that reaches each bin: in ascending order, so that bisect can
+        # find a share
         self._minus_longer = list(accumulate(past, mul, initial=-1.0))
 
     def longer(self, runtime_s: float) -> float:
@@ -70,7 +75,9 @@ class RuntimeCurve:
         return -(low + (high - low) * (place - bin))
 
     def draw(self, elapsed_s: float, share: float) -> float:
-        """Return a quantile: among tasks that ran for `elapsed_s`, the part `share` runs longer."""
+        """Return a quantile: of the tasks that ran for `elapsed_s`, the part `share` runs longer
+        than this.
+        """
         wanted = -share * (self.longer(elapsed_s) if elapsed_s > 1.0 else 1.0)
         above = bisect_left(self._minus_longer, wanted)
         if above == 0:
@@ -83,7 +90,7 @@ class RuntimeCurve:
 
 
 class Runtimes(Protocol):
-    """The source of runtimes for `starts_in`: a `History`, or an alternative to compare with it."""
+    """Gives runtimes to `starts_in`: a `History`, or an alternative to compare with it."""
 
     def curve(self, who: Who) -> RuntimeCurve | None: ...
 
@@ -91,7 +98,9 @@ class Runtimes(Protocol):
 
 
 class _Key:
-    """Runtimes of one key: a weight per bin; `unit` is the weight of a runtime that ends now."""
+    """Remembers the runtimes of one key: a weight for each bin; `unit` is the weight of a runtime
+    added now.
+    """
 
     __slots__ = ("curve", "ended", "ended_then", "prior", "unit", "weights")
 
@@ -116,9 +125,9 @@ class _Key:
         return same and self.ended - self.ended_then < max(1.0, min(self.ended, memory) * news)
 
     def refresh(self, prior: RuntimeCurve | None, trust: float) -> RuntimeCurve:
-        """Return the share of tasks at each bin that pass it, drawn towards the prior.
+        """Return for each bin the share of tasks that run longer, drawn towards the prior.
 
-        The prior counts as `trust` more tasks.  The curve is the posterior mean of a beta process
+        The prior counts as `trust` more tasks. The curve is the posterior mean of a beta process
         (Hjort 1990) with the wider key's curve as its mean.
         """
         reached = list(accumulate(reversed(self.weights), initial=0.0))[::-1]
@@ -134,10 +143,11 @@ class _Key:
 
 
 class History:
-    """Runtimes of ended tasks, and quantiles of the time that a running task has left.
+    """Remembers runtimes of ended tasks, and gives quantiles of the time that a running task has
+    left.
 
-    Adding costs O(keys of the path).  Asking costs a bisection, and now and then a new curve (112
-    bins).  A key takes 1 kB, and 8 kB once it was asked.  The `keys_max` keys that ended last are
+    Adding costs O(keys of the path). Asking costs a bisection, and now and then a new curve (112
+    bins). A key takes 1 kB, and 8 kB once it was asked. The `keys_max` keys that ended last are
     kept.
     """
 
@@ -163,12 +173,14 @@ class History:
             self._keys.popitem(last=False)
 
     def curve(self, who: Who) -> RuntimeCurve | None:
-        """Return the distribution, each key shrunk to the next wider; None without history."""
+        """Return the distribution, in which each key is drawn towards the next wider one; None
+        without history.
+        """
         found: RuntimeCurve | None = None
         for depth, name in enumerate(reversed(who)):
             key = self._keys.get(name)
             if key is None:
-                # An unknown key is like the wider key, with no data of its own.
+                # A key without data of its own uses the curve of the wider key.
                 continue
             if not key.is_fresh(found, _at(MEMORY, depth), _at(NEWS, depth)):
                 key.refresh(found, _at(TRUST, depth))
@@ -188,7 +200,8 @@ class History:
         max_duration_s: float | None = None,
         quantiles: Sequence[float] = (0.1, 0.5, 0.9),
     ) -> tuple[float, ...] | None:
-        """Return how long a task runs on after `elapsed_s`, in s per quantile; None if unknown.
+        """Return how long a task still runs after `elapsed_s`: seconds for each quantile; None if
+        unknown.
 
         `max_duration_s` is the limit of the descriptor; alone it is no estimate.
         """
@@ -204,7 +217,7 @@ class History:
         """Return one figure for a reservation (rule F7): the median.
 
         The few longest tasks dominate the mean, so reservations by the mean would always be too
-        late.  Ask again when the time has passed: the answer is then for a task that has run that
+        late. When the time has passed, ask again: the answer is then for a task that has run that
         long.
         """
         found = self.remaining(
@@ -226,10 +239,12 @@ def _at(values: tuple[float, ...], depth: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """A task on `width` devices.  `elapsed_s` is its time in all turns, `turn_s` that in this turn.
+    """Describes a task that holds `width` devices. `elapsed_s` is its time in all turns, `turn_s`
+    that in this turn.
 
-    In one second, an elastic task that holds more than it needs does what takes `speed` seconds on
-    the devices that it needs.  `elapsed_s` and `max_duration_s` are seconds of the latter kind.
+    An elastic task that holds more devices than it needs works faster: in one second it does the
+    work of `speed` seconds on the devices that it needs. `elapsed_s` and `max_duration_s` count the
+    latter seconds.
     """
 
     tenant: str
@@ -243,7 +258,9 @@ class Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitingTask:
-    """A task that waits for `width` devices; `elapsed_s` is what it ran before it was paused."""
+    """Describes a task that waits for `width` devices; `elapsed_s` is how long it ran before its
+    pause.
+    """
 
     who: Who
     width: int
@@ -253,7 +270,7 @@ class WaitingTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantLine:
-    """A tenant's waiting tasks in the order in which the tenant would start them.
+    """Lists a tenant's waiting tasks in the order in which the tenant would start them.
 
     `score_s` is the tenant's usage in device-seconds over its weight, running tasks included, faded
     to now.
@@ -266,12 +283,12 @@ class TenantLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """Devices of one kind, the tasks that hold them and the tasks that wait for them.
+    """Describes devices of one kind, the tasks that hold them and the tasks that wait for them.
 
-    With `slice_s` tasks take turns of that length (rule F8); without it they run to their end.  A
-    task at the end of its turn goes to the end of its tenant's queue, or with `goes_on_first` to
-    the front, like the older of a user's tasks.  `half_life_s` is the half-life of usage (rule F2;
-    0: it never fades).
+    With `slice_s` tasks take turns of that length (rule F8); without it they run to their end. A
+    task at the end of its turn goes to the end of its tenant's queue; with `goes_on_first` it goes
+    to the front, as the older of one user's tasks does. `half_life_s` is the half-life of usage
+    (rule F2; 0: it never fades).
     """
 
     free: int
@@ -284,10 +301,10 @@ class Scene:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """Seconds from now to the start: 80 % of such tasks start between `p10_s` and `p90_s`.
+    """Gives seconds from now to the start: 80 % of such tasks start between `p10_s` and `p90_s`.
 
     `model_s` and `model_spread` are the model's answer alone (a median, and a deviation of its
-    log).  Keep them until the task has started, for `Calibration.learn`.
+    log). Keep them until the task has started, for `Calibration.learn`.
     """
 
     p10_s: float
@@ -299,7 +316,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unknown:
-    """A reason why there is no estimate: `code` is BLOCKED, TOO_WIDE or NO_HISTORY."""
+    """Says why there is no estimate: `code` is BLOCKED, TOO_WIDE or NO_HISTORY."""
 
     code: str
     message: str
@@ -313,7 +330,7 @@ STARTS = 2_500  # most starts simulated in one run; after that the average speed
 RUNS = 25
 SEED = 7
 LEAST_SPREAD = 0.25  # in log time: even equal runs do not make the model certain
-LONE_SPREAD = 0.5  # the spread if so many tasks are ahead that only one run was possible
+LONE_SPREAD = 0.5  # the spread if so many tasks are ahead that there was time for only one run
 
 
 def starts_in(
@@ -329,9 +346,9 @@ def starts_in(
 ) -> Estimate | Unknown:
     """Estimate when `scene.lines[tenant].tasks[place]` gets its next turn, in seconds from now.
 
-    `blocked_by` says what only a person or another task can end (a hold, a need).  Each run draws a
-    runtime for every task and starts the least served tenant's tasks first, as the island does.
-    About `events` tasks are considered in all.
+    `blocked_by` names an obstacle that only a person or another task can end (a hold, a need). Each
+    run draws a runtime for every task, and starts the tasks of the least served tenant first, as
+    the island does. About `events` tasks are considered in all.
     """
     task = scene.lines[tenant].tasks[place]
     refused = _refused(scene, task, blocked_by)
@@ -384,10 +401,11 @@ def _interval(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kind:
-    """Tasks of the same keys: their curve and the number of `known` most specific runtimes.
+    """Holds what tasks of the same keys have in common: their curve, and how many runtimes are
+    `known`.
 
-    `peers` numbers that key.  It is None if the path is too short to have a key so specific that
-    its tasks are alike.
+    `known` counts those of the most specific key, which `peers` numbers. `peers` is None if the
+    path is so short that tasks of that key are not alike.
     """
 
     curve: RuntimeCurve
@@ -396,7 +414,7 @@ class _Kind:
 
 
 class _Cast:
-    """Data that is the same in all runs.  Curves are looked up when a run comes to a task."""
+    """Holds data that is the same in all runs. A curve is looked up when a run first needs it."""
 
     def __init__(self, scene: Scene, tenant: str, place: int, history: Runtimes) -> None:
         self.scene, self.tenant, self.ahead = scene, tenant, place
@@ -411,7 +429,9 @@ class _Cast:
         self.held = [(held, self.kind(held.who).curve) for held in scene.held]
 
     def kind(self, who: Who) -> _Kind:
-        """Return the kind of tasks with these keys; raises KeyError without any history."""
+        """Return the kind of tasks with these keys; raises KeyError if there is no history at
+        all.
+        """
         found = self._kinds.get(who)
         if found is None:
             curve = self._history.curve(who)
@@ -434,7 +454,7 @@ class _Rest:
 
 
 class _SimulatedRun:
-    """A simulated run from now on.  Devices are counted and have no names."""
+    """Simulates one run from now on. Devices are counted and have no names."""
 
     def __init__(self, cast: _Cast, chance: random.Random) -> None:
         self.cast, self.random = cast, chance.random
@@ -454,7 +474,10 @@ class _SimulatedRun:
             self._hold(held, curve)
 
     def wait_s(self) -> float:
-        """Return when the target starts; a run that takes too long is extrapolated."""
+        """Return when the target starts.
+
+        If the run takes too long, the rest is extrapolated.
+        """
         while not self._seat():
             if self.starts >= STARTS:
                 return self.now_s * (1 + self._left_to_start() / self.starts)
@@ -462,7 +485,9 @@ class _SimulatedRun:
         return self.now_s
 
     def _left_to_start(self) -> float:
-        """Estimate how many tasks still go before the target if each is charged as those so far."""
+        """Estimate how many tasks still go before the target, if each is charged as much as those
+        so far.
+        """
         charged = sum(self.scores[name] - score for name, score in self.cast.scores.items())
         charge = max(charged / self.starts, 1e-6)
         goal = self.scores[self.cast.tenant] + self.before * charge
@@ -489,7 +514,9 @@ class _SimulatedRun:
         heappush(self.ends, (at_s, next(self.number), width, rest))
 
     def _release(self) -> None:
-        """Let the next tasks release their devices; unfinished ones return to their queues."""
+        """Let the next tasks release their devices; tasks that are not finished go back to their
+        queues.
+        """
         self.now_s = self.ends[0][0]
         while self.ends and self.ends[0][0] <= self.now_s:
             _, _, width, rest = heappop(self.ends)
@@ -525,20 +552,23 @@ class _SimulatedRun:
         return False
 
     def _pass_over(self, tenant: str) -> None:
-        """Drop a task that never fits, so that it holds up no other task."""
+        """Drop a task that can never fit, so that it blocks no other task."""
         self.queues[tenant].popleft()
         self.before -= tenant == self.cast.tenant
 
     def _is_over(self, entry: tuple[float, str]) -> bool:
-        """True if the entry's tenant has started another task since, or has none left."""
+        """True if the entry is out of date: its tenant has started a task since, or has none
+        left.
+        """
         score_s, tenant = entry
         return score_s != self.scores[tenant] or not self.queues[tenant]
 
     def _drawn_s(self, task: WaitingTask) -> float:
-        """Draw a runtime from the curve, or take a peer's: equal tasks are alike (Polya's urn).
+        """Draw a runtime for a task: from the curve, or the same as another task of its keys has.
 
-        The less is known of the most specific key, the more its tasks depend on the first draw.  So
-        the runs differ as much as the answer is uncertain.
+        Tasks of one key are alike (Polya's urn). The less is known about the most specific key, the
+        more its tasks depend on the first draw. So the runs differ as much as the answer is
+        uncertain.
         """
         kind, random = self.cast.kind(task.who), self.random
         runtime_s = kind.curve.draw(task.elapsed_s, random())
@@ -552,7 +582,7 @@ class _SimulatedRun:
         return max(0.0, runtime_s - task.elapsed_s)
 
     def _start(self, tenant: str) -> bool:
-        """Seat the tenant's first task, charge its turn, and queue the tenant's next task."""
+        """Start the tenant's first task, charge its turn, and queue the tenant's next task."""
         scene, queue = self.cast.scene, self.queues[tenant]
         task = queue.popleft()
         if tenant == self.cast.tenant and isinstance(task, WaitingTask):
@@ -571,13 +601,16 @@ class _SimulatedRun:
 
 
 def _grown(now_s: float, half_life_s: float) -> float:
-    """Return how much more usage counts at `now_s` than usage of today, which fades (rule F2)."""
+    """Return how much more usage at `now_s` counts than usage of today, because older usage fades
+    (rule F2).
+    """
     return float(2 ** min(now_s / half_life_s, 500.0)) if half_life_s > 0 else 1.0
 
 
 # --- calibration --------------------------------------------------------------------------------
 
-# answers remembered per class; enough for several bursts, whose errors are all alike
+# most answers remembered for each class: enough for several bursts, since errors in a burst are
+# alike
 WINDOW = 2_000
 ENOUGH = 30  # number of answers from which on a class is used
 COVERAGE = 0.8
@@ -586,7 +619,9 @@ LEVELS = (0.01, 0.6)  # bounds of the level: the share of answers that may be mi
 
 
 class _Window:
-    """Errors of the latest answers, in spreads of the model; old ones drop out."""
+    """Keeps the errors of the latest answers, in spreads of the model; the oldest ones are
+    dropped.
+    """
 
     __slots__ = ("missed", "ordered", "recent")
 
@@ -616,7 +651,7 @@ class Calibration:
 
     It keeps the last WINDOW log ratios of the real to the modelled time, in units of the model's
     spread. One window is for all answers, the others for answers of about the same length (a factor
-    of e); a window is used once it has ENOUGH.  Classes by tenant or width did no better on the
+    of e); a window is used once it has ENOUGH. Classes by tenant or width did no better on the
     Philly trace.
     """
 
@@ -632,7 +667,7 @@ class Calibration:
             window.add(off, hit)
 
     def corrected(self, told: Estimate) -> Estimate:
-        """Return the model's answer, moved and widened or narrowed by the errors so far."""
+        """Return the model's answer, moved and made wider or narrower by the errors so far."""
         for window in (self._alike.get(_class(told)), self._all):
             if window is not None and len(window.ordered) >= ENOUGH:
                 low, high = window.missed / 2, 1 - window.missed / 2

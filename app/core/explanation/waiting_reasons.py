@@ -1,11 +1,11 @@
-"""Rule F10: give every waiting task all reasons why it waits, each with what would end it.
+"""Gives every waiting task all reasons why it waits, each with what would end it (rule F10).
 
-`core.scheduling.blockers` finds what stands in the way; this module writes the sentences.  They
-contain numbers, but nothing that counts down, so that a page does not flicker.  Other tenants
-appear only as "others", and tenants above the task's own as "a tenant above yours": no user learns
-their names.
+`core.scheduling.blockers` finds what stands in the way; this module writes the sentences. They
+contain numbers, but nothing that counts down, so that a page does not flicker. Other tenants appear
+only as "others", and tenants above the task's own as "a tenant above yours": no user learns their
+names.
 
-A reason says twice what would end it: in words, and as a `Change` that a program can apply.  The
+A reason says twice what would end it: in words, and as a `Change` that a program can apply. The
 change is the smallest one that ends this reason; other reasons may remain.
 """
 
@@ -116,7 +116,9 @@ STOPPING_TOLD = 3  # most stopping devices named in a reason
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """Usage of two sides, in device-seconds per weight; `mine_s` includes the next turn."""
+    """Compares the usage of two sides, in device-seconds per weight; `mine_s` includes the next
+    turn.
+    """
 
     mine_s: float
     theirs_s: float
@@ -124,9 +126,9 @@ class Standing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shut:
-    """A tenant at its limit: it holds `held` of `limit` devices of `kind`.
+    """Describes a tenant at its limit: it holds `held` of `limit` devices of `kind`.
 
-    The kind "*" stands for devices of all kinds, "" for running tasks.  `above` is 0 for the task's
+    The kind "*" stands for devices of all kinds, "" for running tasks. `above` is 0 for the task's
     own tenant, 1 for the tenant above, and so on.
     """
 
@@ -138,7 +140,7 @@ class Shut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstallingHost:
-    """A host with devices for a task, on which the packages of the task are not ready.
+    """Names a host that has devices for a task, but where the packages of the task are not ready.
 
     `state` is one of `core.model.device_choice.BUILD_STATES`, or "" before the host was asked.
     `told` is the message with which the installation failed, or what it waits for.
@@ -151,23 +153,23 @@ class InstallingHost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blockers:
-    """The blockers between an eligible task and the devices, as found by
-    `core.scheduling.blockers`.
+    """Lists what stands between an eligible task and its devices, as `core.scheduling.blockers`
+    finds it.
 
-    `devices` counts the known devices of the task's kind with enough memory.  `up` counts how many
-    of them are up, and `open` how many also accept work.  `busy` counts open devices that are held
-    or promised.  `turn_s` is the least length of a turn.  With a `host`, all counts are for that
+    `devices` counts the known devices of the task's kind with enough memory. `up` counts how many
+    of them are up, and `open` how many also accept work. `busy` counts open devices that are held
+    or promised. `turn_s` is the least length of a turn. With a `host`, all counts are for that
     host: a one-host gang finds its devices there first.
 
-    `tenant` and `user` are set if a holder there does not give way.  `own` counts devices held by
-    the same user's tasks of the same or a higher priority.  `free` devices, and devices `lent` to
-    tasks that hold more than they need, are too few for a gang, or `kept` for a gang that waited
-    longer, or about to be assigned (`offered`).  Of the better served holders, `guaranteed` hold no
-    more than their guarantee, and `protected` must not be paused now.  `shed` means that the
-    promise of the task's own tier cannot be kept.  `stopping` names the devices that are up and
-    would be open if their workers did not stop.  `unfit` names the devices that health rules have
-    cordoned, and why.  On the `installing` hosts the task's packages are not ready; their devices
-    are not counted.
+    `tenant` and `user` are set if a holder there does not give way. `own` counts devices held by
+    the same user's tasks of the same or a higher priority. `free` devices, and devices `lent` to
+    tasks that hold more than they need, are not enough for a gang, or are `kept` for a gang that
+    waited longer, or are about to be assigned (`offered`). Of the better served holders,
+    `guaranteed` hold no more than their guarantee, and `protected` must not be paused now. `shed`
+    means that the promise of the task's own tier cannot be kept. `stopping` names devices that are
+    up but take no work, because their workers stop. `unfit` names the devices that health rules
+    have cordoned, and why. On the `installing` hosts the task's packages are not ready; their
+    devices are not counted.
     """
 
     devices: int
@@ -199,7 +201,7 @@ class Blockers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ahead:
-    """The number of waiting tasks of the same kind that go before a task, by reason."""
+    """Counts the waiting tasks of the same kind that go before a task, by reason."""
 
     tenants: int = 0  # tasks of less served tenants
     users: int = 0  # tasks of less served users of the same tenant
@@ -271,7 +273,7 @@ def _by_terms(terms: Terms) -> Iterator[Reason]:
 
 
 def start(task: BoardTask, *, now_s: float) -> tuple[Reason, ...]:
-    """Return everything that must come true before the task may start at all."""
+    """Return all conditions that are not met yet and that must be before the task may start."""
     return unmet_conditions(task, now_s=now_s) + backoff(task, now_s=now_s)
 
 
@@ -294,7 +296,7 @@ def _at(code: str, told: str, at_s: float) -> Reason:
 
 
 def not_looked_at() -> Reason:
-    """Return the reason of a task that just arrived, or that has just met its conditions."""
+    """Return the reason for a task that has just arrived, or has just met its conditions."""
     return _reason(
         "NOT_LOOKED_AT",
         "Not scheduled yet.",
@@ -326,7 +328,9 @@ def no_scheduler(island: str) -> Reason:
 
 
 def waiting(task: BoardTask, blockers: Blockers, ahead: Ahead) -> tuple[Reason, ...]:
-    """Return why a task that could start does not: devices first, then what goes before it."""
+    """Return why a task that could start does not: first for lack of devices, then for tasks before
+    it.
+    """
     if task.stops and task.moves_to:
         return (_moving(task),)
     is_installing = blockers.installing and blockers.open < task.width
@@ -447,7 +451,7 @@ _INSTALLING = ("building", "waiting", "", "failed")  # which state is told first
 
 
 def _partly_drained(task: BoardTask, seen: Blockers) -> Iterator[Reason]:
-    """Yield how many devices are drained, if not all are and the task lacks devices.
+    """Yield how many devices are drained, if the task lacks devices and not all are drained.
 
     A task that only one device suits gains nothing from the drained ones.
     """
@@ -467,7 +471,7 @@ def _partly_drained(task: BoardTask, seen: Blockers) -> Iterator[Reason]:
 def _stopping(task: BoardTask, seen: Blockers) -> Iterator[Reason]:
     """Yield which devices take no work because their workers stop, if the task lacks devices.
 
-    A task that only one device suits is told about that device (`_where_its_state_is`).
+    A task for which only one device is suitable is told about that device (`_where_its_state_is`).
     """
     lacks, stopping = task.width - seen.free - seen.lent, len(seen.stopping)
     if lacks <= 0 or seen.pinned_to or not stopping:
@@ -516,7 +520,9 @@ def _lent(seen: Blockers) -> str:
 
 
 def breadth(task: BoardTask) -> str:
-    """Say what an elastic task holds and how much of it is lent; "" for other tasks."""
+    """Return a sentence on what an elastic task holds and how much of it is lent; "" for other
+    tasks.
+    """
     if not task.elastic or not task.seats:
         return ""
     held, most = len(task.seats), task.width_max
@@ -529,7 +535,9 @@ def breadth(task: BoardTask) -> str:
 
 
 def company(task: BoardTask, others: int) -> str:
-    """Say with how many others a task takes turns on its device; "" if it has the device alone."""
+    """Return with how many other tasks a task shares its device in turns; "" if it has the device
+    alone.
+    """
     if not (task.shares and task.graph and task.seats and others):
         return ""
     graphs = "another graph" if others == 1 else f"{others} other graphs"
@@ -600,7 +608,9 @@ def _fairness(seen: Blockers, ahead: Ahead) -> Iterator[Reason]:
 
 
 def _compared(standing: Standing) -> str:
-    """Say how much both sides used, or a bound on the difference if both would read the same."""
+    """Return a text that compares both usages; if they round to the same number, a bound on the
+    difference.
+    """
     mine, theirs = rounded(standing.mine_s), rounded(standing.theirs_s)
     if mine != theirs:
         return f"{mine} vs {theirs} device-seconds per weight"
@@ -641,12 +651,14 @@ def _own(task: BoardTask, seen: Blockers, ahead: Ahead) -> Iterator[Reason]:
 
 
 def _above(task: BoardTask, other: int | None) -> int:
-    """Return a priority that puts the task before those ahead of it, up to the maximum."""
+    """Return the priority that puts the task before those ahead of it, but at most the maximum."""
     return min(PRIORITY_MAX, (task.priority if other is None else other) + 1)
 
 
 def _promises(task: BoardTask, seen: Blockers) -> Iterator[Reason]:
-    """Rules F4, F7 and F9: yield promises to others, and promises to the task that fail."""
+    """Yield reasons from rules F4, F7 and F9: promises to other tasks, and broken promises to this
+    one.
+    """
     if seen.guaranteed:
         holds = f"{seen.guaranteed} {_plural(_what(task), seen.guaranteed)}"
         told = f"{holds} {_is(seen.guaranteed)} guaranteed to others who use them."
@@ -707,7 +719,9 @@ def rounded(seconds: float) -> str:
 
 
 def bound(seconds: float) -> float:
-    """Return the next of 1, 2, 5, 10, 20, 50, ...: a shrinking number then reads the same."""
+    """Return the next larger of 1, 2, 5, 10, 20, 50, ..., so that the text stays equal while a
+    number shrinks.
+    """
     scale = 1.0
     while seconds > 5 * scale:
         scale *= 10

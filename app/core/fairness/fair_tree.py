@@ -1,18 +1,20 @@
-"""Fair order: the least served tenant, in it the least served user, then priority, then age.
+"""Keeps the fair order: the least served tenant, in it the least served user, then priority, then
+age.
 
 Three things always hold.
 
-* Usage fades lazily (rule F2).  A charge made at time t is stored as charge * 2^((t - T0) / H) and
-  never touched again.  The common factor 2^-((now - T0) / H) turns the sum into today's usage.  The
-  factor is the same for all branches, so waiting never changes the *order*, and the order is kept
-  without the factor.
-* Order is exact (rule F3).  Faded usage is an integer in units of 2^-40 µs.  A score is an integer
-  that orders exactly as usage / weight does; no float is ever compared.  True ties go to the
-  oldest.
-* A pick costs O(depth * log fan-out): every branch of the tree keeps a heap of its own children.
+* Usage fades lazily (rule F2). A charge made at time t is stored as charge
+* 2^((t - T0) / H) and never touched again. The common factor 2^-((now - T0) / H) turns the sum into
+  today's usage. The factor is the same for all branches, so waiting never changes the *order*, and
+  the order is kept without the factor.
+* Order is exact (rule F3). Faded usage is an integer in units of 2^-40 µs. A score is an integer
+  that orders exactly as usage / weight does; no float is ever compared. If two are exactly equal,
+  the oldest goes first.
+* A pick costs O(depth
+* log fan-out): every branch of the tree keeps a heap of its own children.
 
 `app.scheduling.ledger` does what rule F1 says (what is charged); `core.scheduling.board` adds what
-running tasks owe meanwhile.
+running tasks have used since then.
 """
 
 from __future__ import annotations
@@ -48,27 +50,27 @@ def half_life(half_life_s: float) -> float:
 
 
 def faded(charge_us: int, *, at_s: float, since_s: float, half_life_s: float) -> int:
-    """Return `charge_us`, made at `at_s`, as it is added to a sum that starts at T0 = `since_s`.
+    """Return a charge in the form in which it is added to a sum that starts at T0 = `since_s`.
 
-    The result is linear in the charge for `at_s >= since_s`.  A half-life of 0 means that usage
-    never fades.
+    `charge_us` was made at `at_s`. The result is linear in the charge for `at_s >= since_s`. A
+    half-life of 0 means that usage never fades.
     """
     growth, doublings = _growth(at_s - since_s, half_life_s)
     return _shifted(charge_us * growth, doublings)
 
 
 def unheard_us(*, now_s: float, heard_s: float, lease_ends_s: float, lease_s: float) -> int:
-    """Return how long a device, if it is lost now, was held after its last heartbeat, in µs (F1).
+    """Return how long a device was held after its last heartbeat, in µs, if it is lost now (F1).
 
-    The device was held until its lease ended, at most `lease_s` after the heartbeat, or until
-    `now_s`, when another process speaks for the device.
+    It was held until its lease ended, at most `lease_s` after the heartbeat; or until `now_s`, if
+    another process speaks for the device by then.
     """
     until_s = min(now_s, lease_ends_s, heard_s + lease_s)
     return max(0, round((until_s - heard_s) * 1e6))
 
 
 def usage_us(faded: int, *, now_s: float, since_s: float, half_life_s: float) -> int:
-    """Return the decayed device-microseconds that a faded sum stands for now; for display."""
+    """Return, for display, how many decayed device-microseconds a faded sum stands for now."""
     growth, doublings = _growth(now_s - since_s, half_life_s)
     numerator = faded << max(0, -doublings)
     denominator = growth << max(0, doublings)
@@ -76,17 +78,20 @@ def usage_us(faded: int, *, now_s: float, since_s: float, half_life_s: float) ->
 
 
 def rebase(faded: int, halvings: int) -> int:
-    """Return the same sum for a T0 that is `halvings` half-lives later; sums keep their order."""
+    """Return the same sum for a T0 that is `halvings` half-lives later.
+
+    Sums keep their order.
+    """
     return _shifted(faded, -halvings)
 
 
 def carried_over(used: int, carried: int, *, weight: int, new_weight: int) -> int:
-    """Return what a branch carries once its weight changes, so that its place in the order stays
-    (rule F3).
+    """Return what a branch carries after a change of its weight, so that its place in the order
+    stays (rule F3).
 
-    `used` is its faded usage, and `carried` what earlier changes of its weight added to or took
-    from that in comparisons.  The score stays what it was; usage from now on counts by the new
-    weight.  The result fades like usage, and `used` plus the result is never below 0.
+    `used` is its faded usage. `carried` is what earlier changes of the weight added to it, or took
+    from it, in comparisons. The score stays what it was; usage from now on counts by the new
+    weight. The result fades like usage, and `used` plus the result is never below 0.
     """
     return (used + carried) * new_weight // weight - used
 
@@ -128,14 +133,15 @@ _SCORE_BITS = 128  # twice the bits of a weight
 def score(faded: int, weight: int) -> int:
     """Return an integer that orders exactly as `faded / weight` does, for weights below 2^64.
 
-    Two different fractions a/v and b/w differ by at least 1/(v*w).  Times 2^128 they differ by more
-    than 1, so rounding down neither swaps them nor makes them equal.  Equal fractions stay equal.
+    Two different fractions a/v and b/w differ by at least 1/(v*w). Multiplied by 2^128 they differ
+    by more than 1, so rounding down neither swaps them nor makes them equal. Equal fractions stay
+    equal.
     """
     return (faded << _SCORE_BITS) // weight
 
 
 def unscored(score: int, weight: int) -> int:
-    """Return the faded usage that gives this score to a branch of `weight`; for display."""
+    """Return, for display, the faded usage that gives a branch of this weight this score."""
     return (score * weight) >> _SCORE_BITS
 
 
@@ -149,13 +155,14 @@ ALL = "*"  # key of a limit on devices of all kinds together
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lane:
-    """A queue class: all tasks that need the same, so that the same devices suit each of them.
+    """Describes a queue class: all tasks with the same need, so that the same devices suit each of
+    them.
 
     The need is `width` devices of `kind` with `memory_bytes` each that suit the `choice`
-    (`core.model.device_choice`).  `pins` are the only suitable devices, if there are any.  `host`
-    is the only suitable host; "" in a queue stands for any one host.  `fresh` tasks have held
-    devices for less than a minute and have queues of their own (rule F8).  `milli` are the
-    thousandths that the choice asks of a device.  `lane` makes the objects, so that equal ones are
+    (`core.model.device_choice`). `pins` are the only suitable devices, if there are any. `host` is
+    the only suitable host; "" in a queue stands for any one host. `fresh` tasks have held devices
+    for less than a minute and have queues of their own (rule F8). `milli` are the thousandths that
+    the choice asks of a device. The function `lane` makes the objects, so that equal ones are
     identical and hash fast.
     """
 
@@ -208,7 +215,7 @@ def with_choice(here: Lane, choice: str) -> Lane:
 
 
 def both_of(here: Lane) -> tuple[Lane, Lane]:
-    """Return the lane of fresh tasks and the lane of the other tasks with the same need."""
+    """Return the lane of fresh tasks and the lane of other tasks, both with this lane's need."""
     return _like(here, here.pins, here.host, True), _like(here, here.pins, here.host, False)
 
 
@@ -222,30 +229,34 @@ _lane = cache(Lane)
 _NO_LIFTS: Mapping[str, int] = {}
 _NOTHING: Mapping[str, int] = {}
 _UNTIL_IT_CHANGES = 1 << 62  # a version that never comes: the score is valid until a change
-_RIGHT = -1  # marks a key that was checked, in place of its index in the heap
+_RIGHT = -1  # stands for the index in the heap, for a key that was checked
 _SLACK = 16  # stale entries that are kept in a heap of any size
 
 
 class _Account:
-    """The fields of a branch that a charge touches, kept together in memory."""
+    """Holds the fields of a branch that a charge changes; a class of its own keeps them close in
+    memory.
+    """
 
     __slots__ = ("changed", "faded", "rate", "scored", "scored_at", "weight")
 
     def __init__(self) -> None:
         self.weight, self.faded, self.rate = 1, 0, 0
         self.scored, self.scored_at = 0, -1
-        self.changed = 0  # tree version at which this branch, or one below it, last changed in rank
+        # tree version at which the rank of this branch, or of one below it, last changed
+        self.changed = 0
 
 
 class Branch(_Account):
-    """A tenant or a user: its usage, what it holds, and a queue for each lane with waiting tasks.
+    """Represents a tenant or a user: its usage, what it holds, and a queue for each lane with
+    waiting tasks.
 
     The usage now is `faded + rate * (the tree's integral - since)`: what was booked, plus what
-    running tasks add continuously.  After a change of weight, guarantee or limits, set `scored_at =
-    -1` and call `refresh`.  `lifts` are idle-credit floors by kind of device: faded usage that
-    counts in comparisons only, for the time in which the branch was away
-    (`core.scheduling.idle_credit`).  `carried` is the part of `faded` that only comparisons know,
-    as the branch's weight has changed (`carried_over`); the branches above do not have it.
+    running tasks add continuously. After a change of weight, guarantee or limits, set `scored_at =
+    -1` and call `refresh`. `lifts` are idle-credit floors by kind of device: faded usage that
+    counts in comparisons only, for the time in which the branch had no work
+    (`core.scheduling.idle_credit`). `carried` is the part of `faded` that counts in comparisons
+    only, after a change of the branch's weight (`carried_over`); the branches above do not have it.
     """
 
     __slots__ = (
@@ -265,7 +276,7 @@ class Branch(_Account):
         self.most_running: int | None = None
         # devices that running tasks need, by kind, and in total under ALL
         self.held: Counter[str] = Counter()
-        # devices held beyond the need, by kind and under ALL; lent until others need them
+        # devices held beyond the need, by kind and under ALL: lent until other tasks need them
         self.grown: Mapping[str, int] = _NOTHING
         self.running = 0  # number of tasks on devices
         self.inner = False  # True: holds branches; False: holds items
@@ -274,7 +285,7 @@ class Branch(_Account):
         self.lines: dict[Lane, _Line] = {}
 
     def room(self, lane: Lane) -> bool:
-        """Rule F4: True if one more task of this lane stays within the branch's limits."""
+        """True if one more task of this lane stays within the branch's limits (rule F4)."""
         if self.most_running is not None and self.running >= self.most_running:
             return False
         limit = self.limit
@@ -285,13 +296,13 @@ class Branch(_Account):
 
     @property
     def exceeds(self) -> bool:
-        """True if the branch holds more than its limits, which were lowered (rule F4)."""
+        """True if the branch holds more than its limits, because these were lowered (rule F4)."""
         if self.most_running is not None and self.running > self.most_running:
             return True
         return any(self.held[kind] > most for kind, most in self.limit.items())
 
     def borrows(self, lane: Lane) -> bool:
-        """Rule F4: True if one more task of this lane exceeds the branch's guarantee."""
+        """True if the branch exceeds its guarantee with one more task of this lane (rule F4)."""
         guarantee = self.guarantee
         return not guarantee or self.held[lane.kind] + lane.width > guarantee.get(lane.kind, 0)
 
@@ -301,13 +312,13 @@ class Branch(_Account):
 
 
 class _Line:
-    """The queue of one branch and one lane; it exists while something waits in it.
+    """Queues the waiting items of one branch and one lane; it exists only while something waits.
 
-    Entries are items, as (-priority, 0, submitted, id, serial, item, line), or the lines of
-    children, as (borrows, score, submission time of its first item, line).  The lowest entry is the
-    `head`; the others are in the `heap`, but items that arrived in order are in the `queue`.  An
-    item's entry is stale once the item no longer waits; the head is never stale.  For a child line,
-    all entries but its `entry` are stale.
+    At a leaf the entries are items: (-priority, 0, submitted, id, serial, item, line). At other
+    branches they are the lines of children: (borrows, score, submission time of its first item,
+    line). The lowest entry is the `head`. The others are in the `heap`, except items that arrived
+    in order: these are in the `queue`. An item's entry is stale once the item no longer waits; the
+    head is never stale. For a child line, all entries except its `entry` are stale.
     """
 
     __slots__ = (
@@ -323,15 +334,17 @@ class _Line:
         self.stale = 0  # number of stale entries of items
         # this line's entry in the line above; None while the branch has no room
         self.entry: Any = None
-        self.right = -1  # tree version at which `entry` was last known to be right; -1: unknown
+        # tree version at which `entry` was last known to be right; -1 if that is not known
+        self.right = -1
         self.head: Any = None
         self.heap: list[Any] | None = None  # None until it is needed, to touch less memory
         self.queue: deque[Any] | None = None
 
     def __lt__(self, other: _Line) -> bool:
-        """Order entries that are equal in all fields before the line, by the branch's name.
+        """Order two lines that are equal in all earlier fields of their entries: by the branch's
+        name.
 
-        Two lanes of one branch are equally good.
+        Two lanes of one branch count as equal.
         """
         return self.branch.name < other.branch.name
 
@@ -379,11 +392,11 @@ class _Line:
 
 
 class FairTree(Generic[Item]):
-    """Items in lanes under a tree of branches; `first` picks by rules F3 and F4.
+    """Keeps items in lanes under a tree of branches; `first` picks by rules F3 and F4.
 
-    A path names a branch from the top: ("tenant", "tenant below", "user").  A branch holds branches
-    or items, never both.  Only siblings with work in an open lane, and with room for it, are
-    compared.  A sibling that would stay within its guarantee goes first; then the lower score, the
+    A path names a branch from the top: ("tenant", "tenant below", "user"). A branch holds branches
+    or items, never both. Only siblings with work in an open lane, and with room for it, are
+    compared. A sibling that would stay within its guarantee goes first; then the lower score, the
     older first item, and the name decide.
 
     A key in a heap may be too low, because usage and holdings grow meanwhile; it is never too high.
@@ -480,7 +493,9 @@ class FairTree(Generic[Item]):
         return branch
 
     def usage(self, branch: Branch) -> int:
-        """Return the branch's faded usage now: with what running tasks have added, and carried."""
+        """Return the branch's faded usage now, including what running tasks have added, and what is
+        carried.
+        """
         if not branch.rate:
             return branch.faded
         return branch.faded + branch.rate * (self._integral - branch.since)
@@ -488,7 +503,7 @@ class FairTree(Generic[Item]):
     def score(self, branch: Branch, extra: int = 0, *, kind: str = "") -> int:
         """Return how well served the branch is, or would be with `extra` usage; lower goes first.
 
-        In a comparison about devices of a `kind` the branch's idle-credit floor counts.
+        In a comparison about devices of a `kind`, the branch's idle-credit floor counts, too.
         """
         if branch.lifts:
             extra += branch.lifts.get(kind, 0)
@@ -500,7 +515,10 @@ class FairTree(Generic[Item]):
         return branch.scored
 
     def lift(self, branch: Branch, kind: str, faded: int) -> None:
-        """Set the idle-credit floor of a branch for a kind; after a lower one call `refresh`."""
+        """Set the idle-credit floor of a branch for a kind of device.
+
+        If the new floor is lower, call `refresh` afterwards.
+        """
         branch.lifts = {**branch.lifts, kind: faded}
         for lane, line in branch.lines.items():
             if lane.kind == kind:
@@ -512,17 +530,20 @@ class FairTree(Generic[Item]):
             above = above.parent
 
     def waiting_children(self, branch: Branch, kind: str) -> Iterator[Branch]:
-        """Yield the children that wait for devices of a kind and have room, once for each lane."""
+        """Yield each child that waits for devices of a kind and has room; once for each of its
+        lanes.
+        """
         for lane, line in branch.lines.items():
             if lane.kind == kind and line.inner and line.head is not None:
                 entries = chain((line.head,), line.heap or ())
                 yield from (entry[3].branch for entry in entries if _stands(entry))
 
     def overtakes_s(self, one: Branch, other: Branch, fee_us: int, *, kind: str = "") -> float:
-        """Return when `one` scores higher than `other` with a charge of `fee_us`; now or later.
+        """Return when `one`, with a charge of `fee_us`, scores higher than `other`; that may be
+        now.
 
-        Usage grows with q = 2^(t / half-life), and so does the fee.  The scores cross where q - 1 =
-        (other's + fee - one's) / (how much faster one's grows).  Infinity if they never cross.
+        Usage grows with q = 2^(t / half-life), and so does the fee. The scores cross where q - 1 =
+        (other's + fee - one's) / (how much faster one's grows). Infinity if they never cross.
         """
         own, others = (
             self._now_us(self.usage(branch) + branch.lifts.get(kind, 0)) for branch in (one, other)
@@ -540,7 +561,9 @@ class FairTree(Generic[Item]):
         return self.now_s + self._half_life_s * math.log1p(behind / faster_each_q) / math.log(2)
 
     def accrued_s(self, faded: int) -> float:
-        """Return when a branch that runs at cost 1 will have used `faded` more."""
+        """Return when a branch that uses one device of cost 1 will have added `faded` to its
+        usage.
+        """
         if self._half_life_s <= 0:
             return self.now_s + faded / (1 << FIXED_POINT_BITS) / 1e6
         mean_us = self._half_life_s * 1e6 / math.log(2)
@@ -548,7 +571,7 @@ class FairTree(Generic[Item]):
         return self.now_s + self._half_life_s * math.log1p(growth) / math.log(2)
 
     def _now_us(self, faded: int) -> float:
-        """Return the decayed device-microseconds of a faded sum now; 0 if all is faded.
+        """Return how many decayed device-microseconds a faded sum is worth now; 0 if all has faded.
 
         Both integers may be far larger than any float; their quotient is not.
         """
@@ -575,7 +598,9 @@ class FairTree(Generic[Item]):
         self.refresh(branch)
 
     def accrue(self, branch: Branch, rate: int, *, from_s: float | None = None) -> None:
-        """Change by `rate`, in µs per µs, what the branch uses, from now on or since `from_s`."""
+        """Change how fast the branch uses devices by `rate` (µs per µs), from now on or since
+        `from_s`.
+        """
         missed = 0
         if from_s is not None and from_s < self.now_s:
             then = _integral(from_s - self._since_s, self._half_life_s)
@@ -607,7 +632,10 @@ class FairTree(Generic[Item]):
             self.refresh(branch)
 
     def grow(self, branch: Branch, kind: str, devices: int) -> None:
-        """Count devices held beyond the need; no order and no room depends on them."""
+        """Count devices that are held beyond the need.
+
+        They affect neither the order nor the limits.
+        """
         self.version += 1
         above: Branch | None = branch
         while above is not None:
@@ -640,9 +668,10 @@ class FairTree(Generic[Item]):
         submitted_s: float,
         returns: bool = False,
     ) -> None:
-        """Let an item wait at the end of a path; it must not wait yet.
+        """Let an item wait at the end of a path; it must not be waiting already.
 
-        `returns` says that the item was preempted: its branches never stopped waiting.
+        `returns` says that the item was preempted: its branches then count as if they had waited
+        all the time.
         """
         line = self._line(self.branches[path], lane, returns)
         self._serial += 1
@@ -679,10 +708,10 @@ class FairTree(Generic[Item]):
         return item
 
     def take(self, id: str, faded: int) -> Item | None:
-        """`drop` an item and `charge` its branch in one step; None if it does not wait.
+        """`drop` an item and `charge` its branch in one step; None if the item does not wait.
 
-        If the item was first, its branches are put where they now belong, so that the next `first`
-        finds its pick on top.
+        If the item was first, its branches get their new places now, so that the next `first` finds
+        its pick on top.
         """
         entry = self._where.pop(id, None)
         if entry is None:
@@ -701,7 +730,9 @@ class FairTree(Generic[Item]):
         return item
 
     def first(self, lanes: Collection[Lane]) -> tuple[Branch, Lane, Item] | None:
-        """Return the item that goes next among those waiting in these lanes; it keeps its place."""
+        """Return the item that goes next among those that wait in these lanes; it stays in its
+        queue.
+        """
         return self.first_below(self.root, lanes)
 
     def first_below(
@@ -709,8 +740,8 @@ class FairTree(Generic[Item]):
     ) -> tuple[Branch, Lane, Item] | None:
         """Return the item that goes next below a branch; the branch itself may be at its limits.
 
-        A branch that goes first by its guarantee does so only with lanes that keep it within the
-        guarantee.
+        A branch that goes first because of its guarantee does so only in lanes that keep it within
+        the guarantee.
         """
         lines = branch.lines
         if len(lines) == 1:
@@ -730,16 +761,19 @@ class FairTree(Generic[Item]):
         return self._first_in(open_[0]) if open_ else None
 
     def _first_at_leaf(self, oldest: Any, open_: list[_Line]) -> Any:
-        """Return the entry of a leaf's lines that goes first; `oldest` has the lowest key."""
+        """Return the entry that goes first among a leaf's lines; `oldest` is the entry with the
+        lowest key.
+        """
         if oldest[6].lane.fresh:
             return oldest
         fresh = (line.head for line in open_ if line.lane.fresh and line.head[0] == oldest[0])
         return min((e for e in fresh if self._fresh_first(e[5], oldest[5])), default=oldest)
 
     def led(self) -> list[Item]:
-        """Return for each branch above the last `first` the item that made the branch go first.
+        """Return, for each branch above the pick of the last `first`, the item that made the branch
+        go first.
 
-        The item may differ from the one picked, and be in another lane.
+        That item may differ from the pick, and be in another lane.
         """
         return [self._head(line) for line in self._led] if self._led_at == self.version else []
 
@@ -750,7 +784,10 @@ class FairTree(Generic[Item]):
         return item
 
     def _first_in(self, line: _Line) -> tuple[Branch, Lane, Item] | None:
-        """Return the first item below a line; if its head is right, all heads below are right."""
+        """Return the first item below a line.
+
+        If a line's head is right, the heads of all lines below are right.
+        """
         if self._top(line) is None:
             return None
         while line.inner:
@@ -758,7 +795,9 @@ class FairTree(Generic[Item]):
         return line.branch, line.lane, line.head[5]
 
     def _open_below(self, branch: Branch, above: list[_Line], *, borrows: bool) -> list[_Line]:
-        """Return the lines of a branch that may go first, among the lanes of the lines above."""
+        """Return those lines of a branch that may go first, in the same lanes as the lines
+        `above`.
+        """
         narrow = branch.guarantee or branch.limit or branch.most_running is not None
         open_ = []
         for wide in above:
@@ -772,10 +811,10 @@ class FairTree(Generic[Item]):
         return open_
 
     def heads(self, branch: Branch, lane: Lane) -> Iterator[tuple[Branch, Lane, Item]]:
-        """Yield the items that may become first below a branch by the mere passing of time.
+        """Yield the items that may become first below a branch merely because time passes.
 
         They are the first item of each child with growing usage, and the first item of the least
-        served of the other children, as the order of those does not change.  The first of all comes
+        served of the other children, as the order of those does not change. The first of all comes
         first.
         """
         line = branch.lines.get(lane)
@@ -804,8 +843,8 @@ class FairTree(Generic[Item]):
     def lowest(self, branch: Branch, lane: Lane) -> list[tuple[bool, int, Branch | None]]:
         """Return the lowest key as `keys` does, and a second key that may be too low.
 
-        No other child has a key below the second.  It is of no child (None) if it is an old one:
-        the child that had it may be the first by now.
+        No other child has a key below the second one. If the second key is out of date, it comes
+        with None instead of a child: the child that had it may be the first by now.
         """
         line = branch.lines.get(lane)
         if line is None or not line.inner or self._top(line) is None:
@@ -817,7 +856,7 @@ class FairTree(Generic[Item]):
         ]
 
     def keys(self, branch: Branch, lane: Lane) -> Iterator[tuple[bool, int, Branch]]:
-        """Yield (does it borrow, its score, itself) for each waiting child with room."""
+        """Yield (does it borrow, its score, the child) for each waiting child that has room."""
         line = branch.lines.get(lane)
         if line is None or not line.inner or line.head is None:
             return
@@ -850,7 +889,7 @@ class FairTree(Generic[Item]):
             self.left[branch, kind] = None
 
     def _behead(self, line: _Line) -> None:
-        """Remove the first item, which the line no longer counts, and stale entries behind it."""
+        """Remove the first item, which is no longer counted, and the stale entries behind it."""
         line.behead()
         while line.stale and not self._waits(line.head):
             line.stale -= 1
@@ -862,10 +901,10 @@ class FairTree(Generic[Item]):
     # --- keys ---
 
     def _charge_first(self, line: _Line, faded: int) -> None:
-        """Charge the branches from a line up, and set new keys where they are first.
+        """Charge the branches from a line up, and correct the keys of those that are first.
 
         Every score grows, so no key becomes lower, and branches with running tasks may be left as
-        they are.  A charge does not touch the rest of a key.
+        they are. A charge changes only the score in a key.
         """
         self.version = version = self.version + 1
         head, above = line.head, line.above
@@ -894,14 +933,14 @@ class FairTree(Generic[Item]):
         root.scored_at = -1
 
     def _settle(self, line: _Line) -> None:
-        """Correct the keys of a line that has a new first entry, and of the lines above."""
+        """Correct the keys of a line whose first entry is new, and of the lines above."""
         above: _Line | None = line
         while above is not None:
             self._place(above)
             above = above.above
 
     def _doubt(self, line: _Line) -> None:
-        """Note that the keys of a line and of those above may have grown."""
+        """Record that the keys of a line, and of the lines above, may have grown."""
         above: _Line | None = line
         while above is not None:
             above.right = -1
@@ -942,11 +981,12 @@ class FairTree(Generic[Item]):
                 self._top(above)
                 above.keep(_stands)
         else:
-            # The key rose, so the old entry sorts too early; it is corrected at the top.
+            # The key has grown, so the old entry is too early; it is corrected when it comes to the
+            # top.
             line.right = -1
 
     def _key(self, line: _Line) -> Any:
-        """Return a line's entry as it is now; None if the branch has no room."""
+        """Return a line's entry with its present key; None if the branch has no room."""
         top, branch, lane = self._top(line), line.branch, line.lane
         if top is None or not branch.room(lane):
             return None

@@ -1,17 +1,17 @@
-"""Fair amounts to hold now: weighted max-min with guarantees and limits (rules F3, F4).
+"""Computes fair amounts to hold now: weighted max-min with guarantees and limits (rules F3, F4).
 
-The whole module rests on the *level*: what each party holds per weight.  The level rises from zero.
-A party that reaches its ceiling (its demand or its limit) stays there.  A party with a floor (its
-guarantee) above the level is unchanged until the level comes up to the floor.  When the parts add
-up to what there is to divide, the level stops.  It is found exactly, by sorting the points at which
-a party starts or stops rising; there is no search, and no float is compared.
+The whole module rests on the *level*: what each party holds per weight. The level rises from zero.
+A party that reaches its ceiling (its demand or its limit) stays there. A party whose floor (its
+guarantee) is above the level stays at the floor until the level reaches it. When the parts add up
+to what there is to divide, the level stops. It is found exactly, by sorting the points at which a
+party starts or stops rising; there is no search, and no float is compared.
 
-The following always holds.  The parts add up to min(capacity, all ceilings).  No party is above its
-ceiling.  No party is below its floor while all floors fit.  No party could get more without taking
+The following always holds. The parts add up to min(capacity, all ceilings). No party is above its
+ceiling. No party is below its floor while all floors fit. No party could get more without taking
 from a party that holds less per weight, or from a floor.
 
-The scheduler does not use this module.  The scheduler picks by usage, and this is what such picks
-lead to over time.  `tests.oracles.formulas_shares` shows how other systems divide.
+The scheduler does not use this module. The scheduler picks by usage, and this is what such picks
+lead to over time. `tests.oracles.formulas_shares` shows how other systems divide.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Path = tuple[str, ...]
 
 
 def exact(amount: Amount) -> Fraction:
-    """Return the number as it was written: 0.1 is one tenth, not the nearest float.
+    """Return the number exactly as it was written: 0.1 is one tenth, not the nearest float.
 
     Raises ValueError for infinity and nan.
     """
@@ -42,7 +42,9 @@ def exact(amount: Amount) -> Fraction:
 
 
 class ShareRange(NamedTuple):
-    """The range that a party of `weight` may hold: from `floor` to `ceiling`; None: no ceiling."""
+    """Describes how much a party of `weight` may hold: from `floor` to `ceiling` (None: no
+    ceiling).
+    """
 
     weight: Fraction
     floor: Fraction
@@ -57,9 +59,9 @@ class ShareRange(NamedTuple):
 def level(total: Fraction, spans: Iterable[ShareRange]) -> Fraction:
     """Return the lowest level at which the parts of all spans add up to `total`.
 
-    The level is 0 if the floors alone reach `total`.  It is the level of the last ceiling if all
-    ceilings together are less.  This is the ratio R of YARN's fair scheduler, without its
-    bisection.
+    The level is 0 if the floors alone add up to `total`. If all ceilings together are less than
+    `total`, it is the level at which the last party reaches its ceiling. This is the ratio R of
+    YARN's fair scheduler, without its bisection.
     """
     fixed, rising, turns = _turns(spans)
     for at, part, weight in turns:
@@ -98,10 +100,10 @@ def _turns(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """A party's demand and rights, in devices (or any one unit).
+    """Describes a party's demand and rights, in devices (or any one unit).
 
     `demand` is what the party could use now, `guarantee` what it gets whenever it wants it, and
-    `limit` the most that it may ever hold (None: no limit).  `weight` is positive.  Other values
+    `limit` the most that it may ever hold (None: no limit). `weight` is positive. Other values
     raise ValueError.
     """
 
@@ -129,7 +131,7 @@ Claims = Mapping[str, Claim]
 
 
 def above_0(word: str, amount: Amount) -> Fraction:
-    """Return the amount, exact; raises ValueError that names it by `word` if it is not above 0."""
+    """Return the amount, exact. If it is not above 0, raises a ValueError that calls it `word`."""
     if not 0 < amount < math.inf:
         raise ValueError(f"{word} {amount} is not a finite number above 0")
     return exact(amount)
@@ -151,9 +153,9 @@ def divide(capacity: Amount, claims: Claims) -> dict[str, Fraction]:
     """Divide by weighted max-min: each party gets clamp(weight * level, floor, ceiling).
 
     A guarantee is a floor under the *whole* part, so it is not paid twice: a party with more by
-    guarantee than by weight gets nothing on top.  If the floors do not fit, the floors are divided
-    by weighted max-min, and no party gets more than its floor.  The result is exact, in the unit of
-    the claims; the parts add up to min(capacity, all ceilings).
+    guarantee than by weight gets nothing in addition. If the floors do not fit, the floors are
+    divided by weighted max-min, and no party gets more than its floor. The result is exact, in the
+    unit of the claims; the parts add up to min(capacity, all ceilings).
     """
     total = _total(capacity, claims)
     spans = _floors(claims) if _short(total, claims) else _whole_spans(claims)
@@ -188,9 +190,9 @@ def _parts(total: Fraction, spans: Mapping[str, ShareRange]) -> dict[str, Fracti
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claimant:
-    """A tenant in a tree: what it claims itself, and its children.
+    """Describes a tenant in a tree: what it claims itself, and its children.
 
-    Only a leaf has a demand of its own.  The fields are those of `Claim`.
+    Only a leaf has a demand of its own. The fields are those of `Claim`.
     """
 
     weight: Amount = 1

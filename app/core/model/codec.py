@@ -31,7 +31,9 @@ EXACT = 2**53  # readers of JSON hold whole numbers up to this number exactly
 
 
 class BadValue(Exception):
-    """Raised for JSON that is not such a value; `pointer` is the place of the fault."""
+    """Raised for JSON that is not a value of the expected type; `pointer` is the place of the
+    fault.
+    """
 
     def __init__(self, pointer: str, detail: str) -> None:
         self.pointer, self.detail = pointer, detail
@@ -40,7 +42,9 @@ class BadValue(Exception):
 
 @dataclass(frozen=True, slots=True)
 class OwnForm:
-    """The functions that write and read a class with its own JSON form; `read` raises BadValue."""
+    """Holds the functions that write and read a class with its own JSON form; `read` raises
+    BadValue.
+    """
 
     write: Callable[[Any], Any]
     read: Reader
@@ -54,9 +58,9 @@ OWN_FORMS: dict[type, OwnForm] = {}
 
 
 def to_json(value: Any, *, whole: bool = False) -> Any:
-    """Return the JSON of a value; plain JSON stays as it is.
+    """Return the JSON of a value. JSON values stay as they are.
 
-    `whole` keeps fields at their default, too, for readers that do not use this codec.
+    `whole` also writes fields at their default, for readers that do not use this codec.
     """
     if type(value) in _PLAIN:
         return value
@@ -87,8 +91,9 @@ def with_texts(body: Any) -> Any:
 
 @cache
 def usual_values(kind: Any) -> tuple[tuple[str, Any], ...]:
-    """Return the fields of a dataclass, each with its default, which no value equals if there is
-    none.
+    """Return the fields of a dataclass, each with its default.
+
+    A field without a default gets a mark that equals no value.
     """
     return tuple((one.name, _usual(one)) for one in fields(kind))
 
@@ -173,7 +178,7 @@ def _dataclass(kind: Any) -> Reader:
 
     def read(value: Any, where: str) -> Any:
         _must_be_object(value, where)
-        # the reader is made at its first use, as a class may hold values of its own type
+        # the reader is made when it is first used, as a class may contain values of its own type
         if not readers:
             readers.update({name: _reader(hints[name]) for name in usual})
         if unknown := sorted(value.keys() - readers.keys()):

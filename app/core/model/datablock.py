@@ -1,16 +1,17 @@
-"""The states of a datablock's copies, as one table: "a STATE copy that sees MOVE becomes ...".
+"""Defines the states of a datablock's copies, as one table: "a STATE copy that sees MOVE becomes
+...".
 
-A datablock is immutable: a new version is another datablock.  A copy is one place where it lies: a
-device's memory, a host's memory, a disk, the store.  Two rules hold between its copies.  At most
-one is `exclusive`, and then none is `shared`.  While the block is needed, a whole copy lies
-somewhere or the tasks that made it can run again.  Only the methods of `TrackedBlock` move copies,
-and they keep the first rule; `check` reports breaches of both.
+A datablock is immutable: a new version is another datablock. A copy is one place where it lies: a
+device's memory, a host's memory, a disk, the store. Two rules hold between its copies. At most one
+is `exclusive`, and then none is `shared`. While the block is needed, a whole copy lies somewhere or
+the tasks that made it can run again. Only the methods of `TrackedBlock` move copies, and they keep
+the first rule; `check` reports breaches of both.
 
 A block has one count of references for all copies: readers that have not run yet, and holders of
-its name.  At zero, all of its copies may go.
+its name. At zero, all of its copies may be removed.
 
-This module also computes which copies give way when memory is short, which tasks must run again
-when copies are lost, and planned bytes against moved ones.  It moves nothing; `workers` do that.
+This module also computes which copies to evict when memory is short, which tasks must run again
+when copies are lost, and planned bytes against moved ones. It moves nothing; `workers` do that.
 
 `python -m app.core.model.datablock` prints the table, for docs/internals/graphs.md.
 """
@@ -48,9 +49,9 @@ class CopyMove(StrEnum):
     Lose = "Lose"
 
 
-# Made and Arrived both end a transfer: Made as the only whole copy, Arrived as one of several.
-# Joined and Alone follow from changes of other copies.  Overwrite hands a copy's memory to the
-# block that an in-out port writes.
+# Made and Arrived both end a transfer: Made if it is now the only whole copy, Arrived if there are
+# others. Joined and Alone follow from changes of other copies. Overwrite hands a copy's memory to
+# the block that an in-out port writes.
 COPY: dict[str, dict[str, str]] = {
     "absent": {"Expect": "in_flight"},
     "in_flight": {"Made": "exclusive", "Arrived": "shared", "Fail": "absent", "Lose": "lost"},
@@ -88,7 +89,9 @@ class IllegalCopyMove(Exception):
 
 
 class StillNeeded(Exception):
-    """Raised instead of dropping the last whole copy of a block that is still needed."""
+    """Raised when the last whole copy of a block would be dropped although the block is still
+    needed.
+    """
 
     def __init__(self, block: str, place: str, refs: int) -> None:
         self.block, self.place, self.refs = block, place, refs
@@ -99,7 +102,7 @@ class StillNeeded(Exception):
 
 
 class BlockGone(Exception):
-    """Raised for a needed block without a whole copy that no task of the graph makes."""
+    """Raised for a needed block that has no whole copy and that no task of the graph makes."""
 
     def __init__(self, block: str) -> None:
         self.block = block
@@ -108,10 +111,10 @@ class BlockGone(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackedBlock:
-    """One datablock: its size, its reference count, and the state of its copy at each place.
+    """Tracks one datablock: its size, its reference count, and the state of its copy at each place.
 
-    `refs` counts readers that have not run and holders of its name.  A place that is not in
-    `copies` has no copy.  `recipe`: tasks can make the block again.
+    `refs` counts readers that have not run and holders of its name. A place that is not in `copies`
+    has no copy. `recipe`: tasks can make the block again.
     """
 
     id: str
@@ -130,7 +133,7 @@ class TrackedBlock:
 
     @property
     def free(self) -> bool:
-        """True if no reader or holder is left, so that all copies may go."""
+        """True if there are no readers or holders any more, so that all copies may be removed."""
         return self.refs == 0
 
     def held_bytes(self, place: str) -> int:
@@ -141,7 +144,9 @@ class TrackedBlock:
         return replace(self, refs=self.refs + more)
 
     def released(self, fewer: int = 1) -> TrackedBlock:
-        """Count off `fewer` readers or holders; raises ValueError if there are fewer than that."""
+        """Remove `fewer` readers or holders from the count; raises ValueError if there are not so
+        many.
+        """
         if fewer > self.refs:
             raise ValueError(f"{self.id} is needed by {self.refs}, {fewer} cannot let go of it")
         return replace(self, refs=self.refs - fewer)
@@ -151,7 +156,10 @@ class TrackedBlock:
         return self._moved(place, CopyMove.Expect)
 
     def landed(self, place: str) -> TrackedBlock:
-        """Record that the bytes are whole at `place`; an `exclusive` copy becomes `shared`."""
+        """Record that all bytes are at `place`.
+
+        If another copy was `exclusive`, it becomes `shared`.
+        """
         others = self.whole
         if not others:
             return self._moved(place, CopyMove.Made)
@@ -164,11 +172,14 @@ class TrackedBlock:
         return self._moved(place, CopyMove.Fail)
 
     def spilled(self, place: str) -> TrackedBlock:
-        """Move the copy at `place` to a slower place for a while; another copy must be whole."""
+        """Move the copy at `place` to a slower place for some time; another copy must be whole."""
         return self._moved(place, CopyMove.Spill)._settled()
 
     def dropped(self, place: str) -> TrackedBlock:
-        """Free the copy at `place`; raises StillNeeded for the last whole copy if needed."""
+        """Free the copy at `place`.
+
+        Raises StillNeeded if it is the last whole copy and the block is needed.
+        """
         if self.refs and self.whole == (place,):
             raise StillNeeded(self.id, place, self.refs)
         return self._moved(place, CopyMove.Drop)._settled()
@@ -192,9 +203,9 @@ class TrackedBlock:
         return block._settled()
 
     def _settled(self) -> TrackedBlock:
-        """Adjust the other copies after one went.
+        """Adjust the other copies after one was removed.
 
-        A single whole copy becomes exclusive.  Without any whole copy, spilled copies are dropped.
+        A single whole copy becomes exclusive. If no whole copy is left, spilled copies are dropped.
         """
         if not self.whole:
             return self._follow(self.copies, CopyState.spilled, CopyMove.Drop)
@@ -222,7 +233,7 @@ class TrackedBlock:
 
 
 def check(block: TrackedBlock) -> tuple[str, ...]:
-    """Report, in sentences, which rules the copies of a block break; empty if none."""
+    """Report, in sentences, which rules the copies of a block break; () if none."""
     states = Counter(block.copies.values())
     faults = []
     if states[CopyState.exclusive] > 1 or (
@@ -244,10 +255,10 @@ def check(block: TrackedBlock) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvictableCopy:
-    """A block's copy on a device or host, which may be evicted from there.
+    """Describes a block's copy on a device or host, from where it may be evicted.
 
     `next_use` is the position in the plan of the next task that reads the block here; None if no
-    task does.  `clean`: the block is whole elsewhere too, or not needed, so dropping the copy loses
+    task does. `clean`: the block is whole elsewhere too, or not needed, so dropping the copy loses
     nothing.
     """
 
@@ -287,7 +298,7 @@ def _farthest(copy: EvictableCopy) -> tuple[int, int, bool, int, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cone:
-    """Tasks that must run again, in a possible order, and the blocks that they make anew."""
+    """Lists tasks that must run again, in a possible order, and the blocks that they make again."""
 
     tasks: tuple[str, ...] = ()
     blocks: frozenset[str] = frozenset()
@@ -303,8 +314,8 @@ def cone(
     """Return the smallest set of finished tasks that makes the wanted blocks whole again.
 
     `whole` are the blocks that lie somewhere, `maker` the task that wrote each block, `reads` the
-    blocks that each task reads.  The set is the smallest because a block has one maker, so each
-    task in it has to run.  Raises Gone for a block that no task makes.
+    blocks that each task reads. The set is the smallest because a block has one maker, so each task
+    in it has to run. Raises BlockGone for a block that no task makes.
     """
     blocks, again, entered = set[str](), list[str](), set[str]()
     todo = [(block, False) for block in sorted(set(wanted) - whole, reverse=True)]
@@ -332,9 +343,9 @@ Way = tuple[str, str, str]  # block, from, to
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferBytes:
-    """Bytes by way (block, from, to): as planned, and as measured when they were moved.
+    """Counts bytes by way (block, from, to): as planned, and as measured when they were moved.
 
-    A tenant is charged `moved_bytes`.  In a run without losses both tables are equal.
+    A tenant is charged `moved_bytes`. In a run without losses both tables are equal.
     """
 
     planned: Mapping[Way, int] = field(default_factory=dict)
@@ -356,7 +367,7 @@ class TransferBytes:
         return replace(self, moved=dict(count))
 
     def differences(self) -> tuple[str, ...]:
-        """Return a sentence for each way whose moved bytes differ from the planned ones."""
+        """Return a sentence for each way on which the moved bytes differ from the planned bytes."""
         ways = sorted({*self.planned, *self.moved})
         pairs = ((way, self.planned.get(way, 0), self.moved.get(way, 0)) for way in ways)
         return tuple(

@@ -1,6 +1,7 @@
-"""The tasks of a request as a graph: checks it, orders it, and tells if it can ever run here.
+"""Treats the tasks of a request as a graph: checks it, orders it, and tells if it can ever run
+here.
 
-Nodes are tasks.  An edge is a start condition: `after` (order only) or an input (order and data).
+Nodes are tasks. An edge is a start condition: `after` (order only) or an input (order and data).
 This module knows neither the time nor running devices; `core.scheduling.cycle` decides when an edge
 is met.
 """
@@ -19,9 +20,10 @@ from app.core.model.provisions.resources import FIELDS, amount, told_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DependencyEdge:
-    """One edge into a task: the task starts when `task` is done; `port` takes its `output`.
+    """Describes one edge into a task: the task starts when `task` is done; `port` takes its
+    `output`.
 
-    `port` and `output` are "" for an edge of `after`.  The task need not wait for an input that may
+    `port` and `output` are "" for an edge of `after`. The task need not wait for an input that may
     come `late`: a partition of a graph may already run when the input arrives.
     """
 
@@ -33,7 +35,7 @@ class DependencyEdge:
 
 @dataclass(frozen=True, slots=True)
 class Alike:
-    """A number of devices of one host with equal memory and traits.
+    """Counts devices of one host that have equal memory and traits.
 
     `hosts` is how many hosts of the island have the same devices as `host`, itself included.
     """
@@ -48,7 +50,7 @@ class Alike:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The devices of one kind in a deployment, or in one of its islands."""
+    """Lists the devices of one kind in a deployment, or in one of its islands."""
 
     alike: tuple[Alike, ...]
 
@@ -62,7 +64,7 @@ class Offer:
         return Offer(tuple(some for some in self.alike if choice.suits(some.traits)))
 
     def islands(self, wanted: Devices) -> int:
-        """Count the islands that have all the devices which a task needs at once."""
+        """Count the islands that have all the devices that a task needs at the same time."""
         found = Counter[tuple[str, str]]()
         for some in self.chosen(wanted.choice).alike:
             if some.memory_bytes >= wanted.memory_bytes:
@@ -90,14 +92,18 @@ class Offer:
 
 
 def needs(descriptor: Descriptor) -> dict[str, tuple[DependencyEdge, ...]]:
-    """Return the edges into each task, those of `after` first; datablocks make no edges."""
+    """Return the edges into each task, those of `after` first.
+
+    Datablocks make no edges.
+    """
     return {task.name: tuple(need for _, need in _edges(task)) for task in descriptor.tasks}
 
 
 def order(descriptor: Descriptor) -> tuple[str, ...]:
-    """Return the tasks in an order in which each follows what it needs, without tasks in cycles.
+    """Return the tasks in an order in which each comes after the tasks that it needs.
 
-    Tasks that may go in any order stand as written.
+    Tasks in cycles are left out. Tasks that may go in any order stay in the order of the
+    descriptor.
     """
     waits = {
         name: {need.task for need in edges if not need.late}
@@ -120,7 +126,7 @@ def order(descriptor: Descriptor) -> tuple[str, ...]:
 
 
 def check(descriptor: Descriptor) -> tuple[Fault, ...]:
-    """Report unknown tasks and outputs, or else a cycle; empty if the graph is sound."""
+    """Report unknown tasks and outputs or, if there are none, a cycle; () if the graph is sound."""
     outputs = {task.name: dict.fromkeys(task.outputs) for task in descriptor.tasks}
     hints = Hints()
     faults = [
@@ -147,7 +153,7 @@ def _edges(task: TaskDescriptor) -> Iterator[tuple[str, DependencyEdge]]:
 def _loose(
     n: int, task: TaskDescriptor, outputs: Mapping[str, Mapping[str, None]], hints: Hints
 ) -> Iterator[Fault]:
-    """Yield faults for edges of the n-th task that lead to no task or output.
+    """Yield faults for edges of the n-th task that name an unknown task or output.
 
     `outputs` holds the outputs of all tasks by the task's name.
     """
@@ -167,7 +173,7 @@ def _loose(
 def _cycle(descriptor: Descriptor) -> Iterator[Fault]:
     """Yield a fault that names one cycle, if there is any.
 
-    It is found by walking back along needs that `order` leaves out.
+    It is found by walking back along edges of the tasks that `order` leaves out.
     """
     sound = set(order(descriptor))
     edges = needs(descriptor)
@@ -191,7 +197,9 @@ PARTING = ("job", "graph")  # the kinds that may run on several devices
 
 
 def unsatisfiable(descriptor: Descriptor, kinds: Mapping[str, Offer]) -> tuple[Fault, ...]:
-    """Report what can never run in a deployment that offers `kinds`, and what is not built yet."""
+    """Report tasks that can never run on the offered `kinds`, and features that do not exist
+    yet.
+    """
     return tuple(
         Fault(f"/tasks/{n}/{where}", told, "unsatisfiable")
         for n, task in enumerate(descriptor.tasks)
@@ -222,7 +230,7 @@ def _too_much(task: TaskDescriptor, kinds: Mapping[str, Offer]) -> Iterator[tupl
 
 
 def _unmet(task: TaskDescriptor, offer: Offer) -> tuple[str, str] | None:
-    """Return a fault at the first field of the choice that leaves no device."""
+    """Return a fault at the first field of the task's device choice for which no device is left."""
     wanted, part = task.devices, ANY_DEVICE
     for name, there in (
         ("model", {some.traits.model for some in offer.alike}),
@@ -244,7 +252,9 @@ def _unmet(task: TaskDescriptor, offer: Offer) -> tuple[str, str] | None:
 
 
 def _over_limit(task: TaskDescriptor, offer: Offer) -> tuple[str, str]:
-    """Return a fault at the first resource of which no device gives as much, else at the first."""
+    """Return a fault at the first resource of which no device gives as much; else at the first
+    resource.
+    """
     wanted, kind = task.devices.choice.resources, task.devices.kind
     for name, asked in wanted:
         most = max(dict(some.traits.gives).get(name, 0) for some in offer.alike)
@@ -256,7 +266,9 @@ def _over_limit(task: TaskDescriptor, offer: Offer) -> tuple[str, str]:
 
 
 def _asking(task: TaskDescriptor, offer: Offer) -> str:
-    """Return the first field that asks for what no device offers, else the first of all."""
+    """Return the first field that asks for something that no device offers; else the first field
+    that asks.
+    """
     asked = needs_of(task)
     offered = {each for some in offer.alike for each in some.traits.offers}
     return next(
@@ -265,7 +277,7 @@ def _asking(task: TaskDescriptor, offer: Offer) -> str:
 
 
 def _too_many(task: TaskDescriptor, offer: Offer) -> Iterator[tuple[str, str]]:
-    """Yield a fault if there are too few of the devices that have enough memory."""
+    """Yield a fault if not enough devices have the memory that the task needs."""
     wanted = task.devices
     devices = offer.by_island(wanted.memory_bytes)
     spans = task.islands if task.run.kind == "job" else 1
@@ -301,7 +313,7 @@ def _not_yet(task: TaskDescriptor) -> Iterator[tuple[str, str]]:
 def _of_command(task: TaskDescriptor) -> Iterator[tuple[str, str]]:
     """Yield a fault if the command's ranks cannot have these devices.
 
-    Its processes cannot be told at a safe point that their devices change.
+    Its devices cannot change: its processes have no safe point at which they could be told.
     """
     devices, ranks = task.devices, task.world_size
     if devices.kind != "cpu" and ranks != devices.min:

@@ -60,13 +60,14 @@ TIERS = ("premium", "standard", "basic")
 ENDS = ("done", "failed", "cancelled")
 RUNS = ("job", "function", "command", "graph")
 _LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
-OWN_PROCESS = "process"  # the value of `isolation`: no other function runs in its process
+# the value of `isolation` for a function that shares its process with no other function
+OWN_PROCESS = "process"
 # ranks of these programs keep their devices, unless the descriptor says otherwise
 ONE_DEVICE = ("function", "command")
 
 MAX_TASKS = 1000
 MAX_ISLANDS = 64
-MAX_PARAMS_BYTES = 256 * 1024  # most bytes of parameters of a task, as JSON
+MAX_PARAMS_BYTES = 256 * 1024  # most bytes of a task's parameters as JSON
 # bytes of all words, and of the parameters as JSON: the limit of exec
 MAX_COMMAND_BYTES = 64 * 1024
 MAX_WORDS = 1000
@@ -102,12 +103,13 @@ class BadDescriptor(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpec:
-    """The code of a task: `kind` is one of RUNS; `entry` is "module:Name", `argv` a command.
+    """Describes the code of a task: `kind` is one of RUNS; `entry` is "module:Name", `argv` a
+    command.
 
     `graph` is "sha256:<hex>" of a stored graph of the tenant, or, in a request, a graph as JSON
-    (`core.model.task_graph`).  `part` is the part of the graph that a task runs
-    (`core.placement.partitions`).  `took_ms` and `made_bytes` are how long the graph's nodes took
-    before, and how large their blocks were.  These three are computed, so `parse` rejects them.
+    (`core.model.task_graph`). `part` is the part of the graph that a task runs
+    (`core.placement.partitions`). `took_ms` and `made_bytes` are how long the graph's nodes took
+    before, and how large their blocks were. The last three are computed, so `parse` rejects them.
     """
 
     kind: str
@@ -127,7 +129,7 @@ class RunSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """The source of an input: `output` of the task `name`, or the datablock `name`.
+    """Names the source of an input: `output` of the task `name`, or the datablock `name`.
 
     `version` is the version of a datablock; None is the newest at the time of the submission.
     """
@@ -184,17 +186,18 @@ class Notify:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskDescriptor:
-    """`type` selects the preset; `inputs` maps a port to its source; `retry_max` counts crashes.
+    """Describes one task.
 
-    `publish` maps an output to the datablock that gets it as its new version.  `from_checkpoint` is
+    `type` selects the preset; `inputs` maps a port to its source; `retry_max` counts crashes.
+    `publish` maps an output to the datablock that gets it as its new version. `from_checkpoint` is
     the id of a checkpoint of another task, from which this job continues, or in whose working
-    folder this command begins.  `mounts` maps a target to the mount that it shows
+    folder this command begins. `mounts` maps a target to the mount that it shows
     (`provisions.mounts`); `image` names the container image that is its root
-    (`provisions.container_image`).  `islands` is the most islands that a graph may be partitioned
-    for, or that a gang with `across_hosts` may span.  `env` are the environment variables of its
-    process and of all that the process starts; `secrets` names those whose values are secrets.
-    `isolation` is OWN_PROCESS, or empty for a function that may share its process with others
-    (`core.model.shared_process`).
+    (`provisions.container_image`). `islands` is the most islands that a graph may be partitioned
+    for, or that a gang with `across_hosts` may span. `env` are the environment variables of its
+    process and of all that the process starts; `secrets` names the variables whose values are
+    secrets. `isolation` is OWN_PROCESS, or empty for a function that may share its process with
+    others (`core.model.shared_process`).
     """
 
     name: str
@@ -226,7 +229,9 @@ class TaskDescriptor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Descriptor:
-    """One request.  `name` is None if the tenant gave none; `bundle` is "sha256:<hex>" or None."""
+    """Describes one request. `name` is None if the tenant gave none; `bundle` is "sha256:<hex>" or
+    None.
+    """
 
     name: str | None
     tier: str
@@ -397,7 +402,7 @@ def _task_environment(fields: Fields, is_planned: bool) -> TaskEnvironment | Non
     is_empty = fields.body.get("environment", "") is None  # as `as_json` writes none
     if is_planned or is_empty:
         return read_task_environment(fields.inside("environment"))
-    return None  # a tenant's request has it beside its tasks: reported as an unknown field
+    return None  # only a plan has this field; in a tenant's request it is reported as unknown
 
 
 def _run(fields: Fields, is_planned: bool) -> RunSpec:
@@ -437,7 +442,9 @@ def _graph(fields: Fields) -> str | JSON:
 
 
 def _check_command(fields: Fields, task: TaskDescriptor) -> None:
-    """Report a command or parameters that exceed what the operating system passes to a program."""
+    """Report a command or parameters that are longer than the operating system passes to a
+    program.
+    """
     argv = task.run.argv
     size = sum(len(word.encode()) for word in argv)
     if len(argv) > MAX_WORDS or size > MAX_COMMAND_BYTES:
@@ -462,7 +469,7 @@ def _check_command(fields: Fields, task: TaskDescriptor) -> None:
 
 
 def _launcher(argv: Sequence[str]) -> str:
-    """Return the launcher of ranks that the command runs, or "" if it runs none."""
+    """Return the launcher of ranks (such as torchrun) that the command runs; "" if it runs none."""
     program = argv[0].rpartition("/")[2] if argv else ""
     if program == "torchrun":
         return program
@@ -585,7 +592,9 @@ def _devices(fields: Fields, world_size: int, usual_most: int) -> Devices:
 
 
 def labels_in(joined: str) -> tuple[str, ...]:
-    """Return the labels of a text with "," between them, as settings and tables hold labels."""
+    """Return the labels in a text with "," between them, which is how settings and tables hold
+    labels.
+    """
     return tuple(sorted({*joined.split(",")} - {""}))
 
 
@@ -715,10 +724,11 @@ def _fraction(choice: DeviceChoice) -> float | None:
 
 
 def to_wire(task: TaskDescriptor) -> JSON:
-    """Return the task as `as_json`, without empty values: the form in which it goes to a device.
+    """Return the task as `as_json` does, without empty values: the form in which it goes to a
+    device.
 
-    A field that a later version adds, and that is empty by default, so reaches an older device
-    only with a task that sets it.  The device then refuses the order, since it cannot honour it.
+    If a later version adds a field that is empty by default, an older device gets it only with a
+    task that sets it. The device then refuses the order, since it cannot honour the field.
     """
     said = as_json(task)
     groups = {name: _filled(said[name]) for name in ("start", "devices", "checkpoint", "retry")}
@@ -732,7 +742,7 @@ def _filled(said: JSON) -> JSON:
 def from_json(body: object, pointer: str = "") -> TaskDescriptor:
     """Read a task that `as_json` or `to_wire` wrote; raises BadValue with the first fault.
 
-    The rules for what a tenant may ask for are not applied again, only those of the form.
+    Only the form is checked; the limits on what a tenant may ask for are not checked again.
     """
     faults: list[Fault] = []
     fields = Fields(body, pointer, faults)

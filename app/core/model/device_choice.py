@@ -1,10 +1,10 @@
-"""Decides whether a device suits what a task asks of it, beside kind and memory.
+"""Decides whether a device suits what a task asks of it, apart from kind and memory.
 
 A task chooses by model, compute capability and labels (`DeviceChoice`); a device has them
-(`DeviceTraits`).  What else a task needs of a host, such as a mount, follows from the fields of its
-descriptor (`needs`); a device tells what its host can do (`offers`).  `DeviceChoice.suits` is the
-only place that compares both.  Tables and queue
-classes hold a choice as one short text (`text_of`, `choice_in`), so equal choices are equal texts.
+(`DeviceTraits`). What else a task needs of a host, such as a mount, follows from the fields of its
+descriptor (`needs`); a device tells what its host can do (`offers`). `DeviceChoice.suits` is the
+only place that compares both. Tables and queue classes hold a choice as one short text (`text_of`,
+`choice_in`), so equal choices are equal texts.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from app.core.model.provisions import resources
 
 #: A version of a GPU's instruction set, as CUDA counts them.
 CAPABILITY = re.compile(r"[0-9]{1,3}\.[0-9]{1,2}")
-#: A part of a model's name, without the "," that parts the items of a choice's text.
+#: A part of a model's name. It has no ",", which separates the items of a choice's text.
 MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._/()+-]{0,62}")
-#: What a host can do and a task may need: a word, or a sort and a name, as in `mount:imagenet`.
+#: Something that a host can do and a task may need: a word, or a sort and a name, as in
+#: `mount:imagenet`.
 NEED = re.compile(r"[a-z][a-z-]{0,30}(:[a-z0-9][a-z0-9._-]{0,62})?")
-#: Begins the need of a lock whose packages are ready on the host.
+#: The beginning of a need for packages; the lock of packages that must be ready on the host
+#: follows.
 PACKAGES = "packages:"
 _WORD = re.compile(r"[a-z0-9.+]+")
 _MIG = "mig"  # the word before the profile in the name of a MIG instance
@@ -31,9 +33,9 @@ _MIG = "mig"  # the word before the profile in the name of a MIG instance
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackageBuild:
-    """Tells of an environment that is not ready on a host: `state` is one of BUILD_STATES.
+    """Describes an environment that is not ready on a host: `state` is one of BUILD_STATES.
 
-    `told` are the words in which it failed, or what it waits for.
+    `told` is the message of the failure, or what the build waits for.
     """
 
     lock: str
@@ -41,17 +43,18 @@ class PackageBuild:
     told: str = ""
 
 
-#: States of an environment that a host is to build and has not ready.
+#: States of an environment that a host must build but does not have ready.
 BUILD_STATES = ("waiting", "building", "failed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceTraits:
-    """Holds what a device says of itself; an instance of a GPU (MIG) has its profile in its model.
+    """Holds what a device says about itself; the model of a GPU instance (MIG) includes its
+    profile.
 
-    Ranks can take turns on the device if it can `splice`.  `ranks_apart`: a process sees this
-    device alone, so the ranks of a gang on other devices of its host are remote ranks.  A host that
-    tells of its `builds` has the packages of a task ready before the task may start there.
+    Ranks can take turns on the device if it can `splice`. `ranks_apart`: a process sees this device
+    alone, so the ranks of a gang on other devices of its host are remote ranks. If a host reports
+    its `builds`, the packages of a task must be ready there before the task may start.
     """
 
     model: str = ""
@@ -60,7 +63,7 @@ class DeviceTraits:
     splice: bool = True
     ranks_apart: bool = False
     offers: tuple[str, ...] = ()
-    gives: tuple[tuple[str, int], ...] = ()  # resource -> the most for one task
+    gives: tuple[tuple[str, int], ...] = ()  # resource -> the most that one task may take
     # None: not known, or packages are installed at a launch
     builds: tuple[PackageBuild, ...] | None = None
 
@@ -128,14 +131,16 @@ class DeviceChoice:
 
     @property
     def lasting(self) -> DeviceChoice:
-        """Return the choice without the packages, which any host that builds can have ready."""
+        """Return the choice without the packages: any host that builds environments can have those
+        ready.
+        """
         if not self.lock:
             return self
         return replace(self, needs=tuple(n for n in self.needs if not n.startswith(PACKAGES)))
 
     @property
     def told(self) -> str:
-        """Return the choice in words that follow `device`; "" if any device will do."""
+        """Return the choice in words to be put behind `device`; "" if any device will do."""
         parts = [
             f" of model {self.model}" * bool(self.model),
             f" of compute capability {self.compute_capability}" * bool(self.compute_capability),
@@ -225,10 +230,10 @@ def _builds(told: Mapping[str, Sequence[str]]) -> Iterator[PackageBuild]:
 
 
 def _is_model(asked: tuple[str, ...], found: tuple[str, ...]) -> bool:
-    """True if the found name has all the asked words.
+    """True if the found name has all words of the name that was asked for.
 
-    The name of an instance begins with that of its GPU, but it is only a part of one: it suits
-    only a task that asks for the instance's profile, or for the word `mig`.
+    The name of a GPU instance begins with the name of its GPU, but an instance is only a part of
+    that GPU. So it suits only a task that asks for its profile, or for the word `mig`.
     """
     if _MIG in found and not {*asked} & {*found[found.index(_MIG) :]}:
         return False

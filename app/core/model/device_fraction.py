@@ -1,8 +1,8 @@
-"""Reads the fraction of a device that a task takes, so that other tasks have the rest of it.
+"""Reads the fraction of a device that a task takes, so that other tasks can use the rest.
 
 In a descriptor the fraction is a number below 1; everywhere else it is in whole thousandths
-(`DeviceChoice.fraction_milli`).  A task with a fraction has one rank on one device.  Its memory
-there is bounded: by `memory_bytes`, or else by its fraction of the device's memory.
+(`DeviceChoice.fraction_milli`). A task with a fraction has one rank on one device. Its memory there
+is limited: by `memory_bytes`, or else by its fraction of the device's memory.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 from app.core.model.device_choice import WHOLE_MILLI
 from app.core.model.fields import Fields
 
-#: What a host must offer (`device_choice.NEED`): its worker gives a device to several tasks.
+#: The need (`device_choice.NEED`) of a task with a fraction: a host whose worker gives a device to
+#: several tasks.
 NEED = "fraction"
 LEAST, MOST = 1 / WHOLE_MILLI, (WHOLE_MILLI - 1) / WHOLE_MILLI
 
@@ -33,10 +34,11 @@ def told_fraction(milli: int) -> str:
 
 
 def cap_bytes(milli: int, memory_bytes: int, device_bytes: int) -> int:
-    """Return the most memory that a task may take on a device with so much; 0: it is not known.
+    """Return the most memory that a task may take on a device with `device_bytes`; 0 if that is not
+    known.
 
-    A fraction gets what it asks for, or else its part of the device, rounded down.  A task with a
-    whole device may take all of it.
+    A task with a fraction gets the memory that it asks for, or else its part of the device, rounded
+    down. A task with a whole device may take all of it.
     """
     if milli == WHOLE_MILLI:
         return device_bytes

@@ -1,7 +1,8 @@
-"""Reads from source, without running it, how a class or function of a bundle can be called.
+"""Finds out from source code, without running it, how a class or function of a bundle can be
+called.
 
-Only certain knowledge counts: a class without a visible `__init__`, or with `**kwargs`, accepts
-anything.  `app.intake.intake` rejects parameters that would fail at the start.
+Only certain knowledge counts: a class without a visible `__init__`, or with `**kwargs`, counts as
+accepting anything. `app.intake.intake` rejects parameters that would fail at the start.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ LISTED = 10  # at most so many unknown parameters are reported one by one
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
-    """Keywords after `ctx`: all that the callable `takes`, and those without a default in `needs`.
+    """Lists the keywords that come after `ctx`: `takes` has all, `needs` those without a default.
 
     `place` is the file and line, for a message.
     """
@@ -54,7 +55,10 @@ def of_function(node: ast.FunctionDef, file: str, *, first: int) -> Signature | 
 
 
 def of_class(node: ast.ClassDef, file: str) -> Signature | None:
-    """Return the signature of the class's own `__init__`; None if it has none or may bypass it."""
+    """Return the signature of the class's own `__init__`.
+
+    Returns None if the class has none, or if a call may not reach it.
+    """
     own = {part.name: part for part in node.body if isinstance(part, ast.FunctionDef)}
     if node.decorator_list or node.keywords or "__init__" not in own or "__new__" in own:
         return None

@@ -68,9 +68,10 @@ class Fault:
 
 
 class Fields:
-    """Reads the fields of one object and collects faults; fields that are never read are unknown.
+    """Reads the fields of one object and collects faults. Fields that are never read count as
+    unknown.
 
-    A field that is missing, null or wrong reads as its default, so that reading can go on.
+    A field that is missing, null or wrong reads as its default, so that reading can continue.
     """
 
     def __init__(self, body: object, pointer: str, faults: list[Fault], given: bool = True) -> None:
@@ -92,11 +93,13 @@ class Fields:
                 self.fault(key, f"{key} is required", "missing")
 
     def close(self) -> None:
-        """Report each field that was not read as unknown, with a hint; UNKNOWN_TOLD at most."""
+        """Report each field that was not read as unknown, with a hint; at most UNKNOWN_TOLD of
+        them.
+        """
         known = set(self._known)
         unknown = [key for key in self.body if key not in known]
         for key in unknown[:UNKNOWN_TOLD]:
-            # Faults beyond MAX_FAULTS are not listed, so no similar name is searched for them.
+            # Faults beyond MAX_FAULTS are not listed, so do not search a similar name for them.
             near = near_name(key, self._known) if len(self.faults) < MAX_FAULTS else None
             hint = f"did you mean {near!r}?" if near else f"known: {', '.join(self._known)}"
             hint = _place_of(key) or hint
@@ -116,7 +119,10 @@ class Fields:
         return value
 
     def texts(self, key: str, pattern: re.Pattern[str] | None, rule: str) -> tuple[str, ...]:
-        """Return a list of texts; a text that must match `pattern` may occur only once."""
+        """Return a list of texts.
+
+        If there is a `pattern`, each text must match it, and may occur only once.
+        """
         good: list[str] = []
         seen: set[str] = set()
         for n, value in enumerate(self._read(key, list, "a list") or []):
@@ -165,7 +171,7 @@ class Fields:
         return default
 
     def time(self, key: str) -> float | None:
-        """Return an RFC 3339 time, which must have an offset, in seconds since 1970."""
+        """Return an RFC 3339 time in seconds since 1970; the time must have an offset."""
         value = self._read(key, str, "a text")
         if value is None:
             return None
@@ -216,14 +222,16 @@ def _example(key: str) -> str:
 
 
 def _place_of(key: str) -> str:
-    """Return where a known field belongs if it was written at a wrong place; else ""."""
+    """Return a hint if a known field was written at the wrong place; "" if not."""
     if key in OF_REQUEST:
         return "it belongs to the request, beside tasks"
     return "it belongs to a task, beside name and run" if key in OF_TASK else ""
 
 
 def not_plain(body: object) -> Iterator[Fault]:
-    """Yield faults for values that JSON in Postgres cannot hold, and for too deep nesting."""
+    """Yield faults for values that JSON in Postgres cannot hold, and for values nested too
+    deeply.
+    """
     stack: list[tuple[str, object, int]] = [("", body, 0)]
     while stack:
         where, value, depth = stack.pop()
@@ -266,9 +274,10 @@ def _shown(text: str) -> str:
 
 
 def near_name(word: str, known: Iterable[str]) -> str | None:
-    """Return the known name that was probably meant: for `not_labels` never its opposite, `labels`.
+    """Return the known name that was probably meant; None if there is none.
 
-    Names longer than MAX_HINTED are not compared, because that takes long.
+    It is never the opposite: not `labels` for `not_labels`. Names longer than MAX_HINTED are not
+    compared, because that takes long.
     """
     if len(word) > MAX_HINTED:
         return None
@@ -279,9 +288,9 @@ def near_name(word: str, known: Iterable[str]) -> str | None:
 
 
 class Hints:
-    """Says which known names were probably meant, for the first MAX_FAULTS unknown names.
+    """Suggests known names that were probably meant, for the first MAX_FAULTS unknown names.
 
-    Each costs a millisecond, and further faults are not listed.
+    Each suggestion takes a millisecond, and further faults are not listed.
     """
 
     def __init__(self) -> None:

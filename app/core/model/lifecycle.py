@@ -1,14 +1,16 @@
-"""The states of a task and the moves between them: "a STATE task that sees MOVE becomes ...".
+"""Defines the states of a task and the moves between them: "a STATE task that sees MOVE becomes
+...".
 
-Two rules hold.  A state changes only by a move in this table, and only `app.scheduling.journal`
-applies moves.  A paused task is a *waiting* task with an image, so there is one queue with one
-rule.  A migration is a pause on one device and a launch on another, so there is no state for it.
+Two rules hold. A state changes only by a move in this table, and only `app.scheduling.journal`
+applies moves. A paused task is a *waiting* task with an image, so there is one queue with one rule.
+A migration is a pause on one device and a launch on another, so there is no state for it.
 
 `blocked` means that a start condition does not hold: an input is missing, `after` has not ended,
-`not_before` lies ahead, or the task is held.  `Locked` takes a waiting task back there when its
-owner holds it.  `starting` begins when the island commits a Launch, which raises the task's epoch
-by one.  `running` begins when the device reports it, and goes on while the task takes turns with
-others on a device (`Share`).  In `stopping` the island waits for the device to release the task.
+`not_before` lies ahead, or the task is held. `Locked` takes a waiting task back there when its
+owner holds it. `starting` begins when the island commits a Launch, which raises the task's epoch by
+one. `running` begins when the device reports it, and continues while the task takes turns with
+other tasks on a device (`Share`). In `stopping` the island waits for the device to release the
+task.
 
 `python -m app.core.model.lifecycle` prints the table of docs/reference/states.md.
 """
@@ -52,9 +54,9 @@ class Move(StrEnum):
     Stopped = "Stopped"
 
 
-# Moves that may end a task's stay on a device, in whatever state it is there.  Failed goes back to
-# the queue while attempts are left; GaveUp is Failed with none left.  A device that shuts down
-# pauses its tasks without an order.
+# Moves that may end a task's stay on a device, in whatever state the task is there. Failed puts it
+# back into the queue while attempts are left; GaveUp is a failure with no attempt left. A device
+# that shuts down pauses its tasks without an order.
 _ON_A_DEVICE = {
     "Paused": "waiting",
     "Finished": "done",
@@ -76,8 +78,8 @@ LIFE: dict[str, dict[str, str]] = {
     "running": {"Splice": "splicing", "Share": "running", "Pause": "pausing", **_ON_A_DEVICE},
     "splicing": {"Spliced": "running", **_ON_A_DEVICE},
     "pausing": _ON_A_DEVICE,
-    # Events sent before the device got the cancel still arrive: they change nothing until the
-    # device has released the task.
+    # Events that the device sent before it got the cancel may still arrive. They change nothing
+    # until the device has released the task.
     "stopping": {
         "Started": "stopping",
         "Paused": "stopping",

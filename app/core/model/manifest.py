@@ -1,16 +1,16 @@
-"""The contents of a checkpoint: its parts, the chunks with their bytes, and the names in it.
+"""Describes the contents of a checkpoint: its parts, the chunks with their bytes, and the names in
+it.
 
-An image has numbered parts: 0 is the pickled graph, n + 1 is storage n.  `planned` cuts the parts
-into chunks.  A manifest records which bytes of which part lie in which chunk, so a reader needs no
+An image has numbered parts: 0 is the pickled graph, n + 1 is storage n. `planned` cuts the parts
+into chunks. A manifest records which bytes of which part lie in which chunk, so a reader needs no
 plan.
 
-Invariants:
-* The cut depends only on the sizes of the parts.  So replicas of a job, and its successive
-  checkpoints, are cut alike, and equal bytes become equal chunks.
-* Every byte of every part lies in exactly one chunk; otherwise the manifest is not valid.
-* `from_json(as_json(manifest)) == manifest`.
+Invariants: * The cut depends only on the sizes of the parts. So replicas of a job, and its
+successive checkpoints, are cut alike, and equal bytes become equal chunks. * Every byte of every
+part lies in exactly one chunk; otherwise the manifest is not valid. * `from_json(as_json(manifest))
+== manifest`.
 
-This module computes no bytes and no hashes.  It trusts no input: a manifest was written on another
+This module computes no bytes and no hashes. It trusts no input: a manifest was written on another
 machine, and its table of tensors comes from a tenant's process.
 """
 
@@ -77,7 +77,7 @@ Cut = tuple[Span, ...]  # the bytes of the spans, in order, are one chunk
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """A content-addressed piece; `address` is the BLAKE3 hash of its spans' bytes, in order.
+    """Names a content-addressed piece; `address` is the BLAKE3 hash of its spans' bytes, in order.
 
     In an encrypted image it is the keyed hash.
     """
@@ -92,7 +92,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A graph or a storage; `device` is the kind that a storage lay on."""
+    """Describes a graph or a storage; `device` is the kind of device on which the storage was."""
 
     size: int
     device: str = "cpu"
@@ -134,7 +134,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankImage:
-    """One rank's image.  `parts[0]` is its graph, `parts[n + 1]` its storage number n.
+    """Describes one rank's image. `parts[0]` is its graph, `parts[n + 1]` its storage number n.
 
     `tensors` are sorted by name.
     """
@@ -146,7 +146,7 @@ class RankImage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class About:
-    """The image's owner, task and step; `fingerprint` is that of the process that staged it.
+    """Names the image's owner, task and step; `fingerprint` is that of the process that staged it.
 
     `dump_damaged` says that a dump has damaged the processes of its command, this time or before.
     """
@@ -161,7 +161,10 @@ class About:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """`image_key` is the id of the key with which all chunks are encrypted; "" if none is."""
+    """Describes a checkpoint: all its images.
+
+    `image_key` is the id of the key with which all chunks are encrypted; "" if they are not.
+    """
 
     about: About
     ranks: tuple[RankImage, ...]
@@ -183,8 +186,8 @@ class Manifest:
 def planned(sizes: Sequence[int]) -> list[Cut]:
     """Cut parts of these sizes into chunks; every byte lies in one chunk, in order.
 
-    The graph (part 0) has its own chunks, because it changes with every step.  Large parts are cut
-    at fixed places.  Small parts are gathered in order, even across large parts between them, so
+    The graph (part 0) has its own chunks, because it changes with every step. Large parts are cut
+    at fixed places. Small parts are gathered in order, also across large parts between them, so
     that a thousand tiny tensors do not become a thousand files.
     """
     cuts: list[Cut] = []
@@ -331,7 +334,7 @@ def _span(body: Any, path: str) -> Span:
 
 
 def _must_cover(parts: Sequence[Part], chunks: Sequence[Chunk], path: str) -> None:
-    """Raises BadManifest unless every byte of every part lies in exactly one chunk."""
+    """Raise BadManifest unless every byte of every part lies in exactly one chunk."""
     ends = [0] * len(parts)
     for span in sorted(
         (span for chunk in chunks for span in chunk.spans),
@@ -358,7 +361,7 @@ def tensors_from_json(body: Any, storages: Sequence[Part], *, path: str) -> tupl
 
 
 def tensors_told(body: Any, storages: Sequence[Part]) -> tuple[Tensor, ...]:
-    """Read such a table from a tenant's process; rows that are not valid are left out."""
+    """Read such a table as a tenant's process sent it; rows that are not valid are left out."""
     found = []
     for name, row in sorted(body.items()) if isinstance(body, dict) else ():
         with suppress(BadManifest):

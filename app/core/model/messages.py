@@ -1,23 +1,23 @@
-"""Messages between an island and its devices: orders down, heartbeats up, answers down.
+"""Defines the messages between an island and its devices: orders down, heartbeats up, answers down.
 
-Messages are hints; Postgres is the truth.  Any message may be lost, repeated or late.  Three things
+Messages are hints; Postgres is the truth. Any message may be lost, repeated or late. Three things
 make that harmless:
 
 * Every order and event carries `(task, epoch, seq)`; a stale or repeated one changes nothing.
 * A heartbeat (`Alive`) is the *whole* truth of a device: every resident it holds, and every event
-  and log line that is not acknowledged yet.  A lost heartbeat only delays these to the next one.
-* The `Answer` to a heartbeat says until when the device may go on (its lease), which events
+  and log line that is not acknowledged yet. A lost heartbeat only delays these to the next one.
+* The `Answer` to a heartbeat says until when the device may continue (its lease), which events
   arrived, and which of the named residents belong to an older epoch and must be dropped.
 
 A resident may take the slot only after an answer to a heartbeat *that named it* said "keep", or
-while its Launch is so fresh that the answer could only be "keep".  It steps only until the lease of
-the last answer ends.  So an order that arrives late, or at a device that the island has given up,
+while its Launch is so fresh that the answer could only be "keep". It steps only until the lease of
+the last answer ends. So an order that arrives late, or at a device that the island has given up,
 runs nothing: the answer to the first heartbeat that names its resident says "drop".
 (tests/app/scheduling/test_protocol.py finds two devices that run one task if this rule is left
 out.)
 
-All messages are JSON.  `encode` and `decode` are exact inverses.  `decode` rejects names that are
-not well formed, so no later code has to check a name again.
+All messages are JSON. `encode` and `decode` are exact inverses. `decode` rejects names that are not
+well formed, so no later code has to check a name again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,11 @@ JSON = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """`seq` numbers the orders of one epoch of one task from 1; handling one twice is harmless."""
+    """Carries an instruction from the island to a device.
+
+    `seq` numbers the orders of one epoch of one task from 1. An order that is handled twice does no
+    harm.
+    """
 
     task: str
     epoch: int
@@ -132,12 +136,13 @@ class Pause(Order):
     """Stop at the next safe point, stage the image in host memory, release the slot.
 
     If a `successor` is named, the device first lets that task prepare beside this one, so that the
-    slot is empty between them for a short time only.
+    slot is empty between the two only for a short time.
     """
 
     successor: str = ""  # a task that is launched on this device, or ""
     moves: bool = False  # the task continues on another device, which waits for its image
-    notice_us: int = 0  # how long the task goes on after its notice; 0: it gets no notice
+    # in microseconds: how long the task runs on after its notice; 0: it gets no notice
+    notice_us: int = 0
     why: str = ""  # the reason of its notice (`provisions.notice.NoticeReason`)
 
 
@@ -148,9 +153,10 @@ class Save(Order):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resize(Order):
-    """Let the ranks take turns on `seats` slots, as in a Launch, from the next safe point on.
+    """Let the ranks take turns on `seats` slots from the next safe point on; `seats` is as in a
+    Launch.
 
-    The slots are the present one and others that are reserved for the ranks.
+    The slots are the present one and further slots that are reserved for the ranks.
     """
 
     seats: list[int]
@@ -159,7 +165,7 @@ class Resize(Order):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cancel(Order):
-    """End at the next safe point, or by force after the grace period; keep nothing."""
+    """End at the next safe point, or by force after the grace period; store nothing."""
 
 
 # --- events, up to the island -------------------------------------------------------------------
@@ -167,10 +173,11 @@ class Cancel(Order):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """`seq` numbers the events of one epoch of one task from 1, without gaps.
+    """Reports something about a task from a device to the island.
 
-    `held_us` is how long this epoch has held its slot so far, by the device's own clock.  For
-    `staged_us` of that time the job stood still while its state was copied.
+    `seq` numbers the events of one epoch of one task from 1, without gaps. `held_us` is how long
+    this epoch has held its slot so far, by the device's own clock. For `staged_us` of that time the
+    job stood still while its state was copied.
     """
 
     task: str
@@ -203,9 +210,9 @@ class Started(Event):
 class Saved(Event):
     """A checkpoint at `step` is durable in the store, which grew by `new_bytes`.
 
-    Of a command, it `has_processes`, or `bound_because` is why these could not be in it; an image
-    of the working folder alone says neither.  `printed` is [epoch, lines]: so many lines had been
-    printed in that epoch when the processes were dumped.
+    The checkpoint of a command `has_processes`, or `bound_because` says why they could not be in
+    it; an image of the working folder alone says neither. `printed` is [epoch, lines]: so many
+    lines had been printed in that epoch when the processes were dumped.
     """
 
     sha256: str
@@ -221,7 +228,7 @@ class Saved(Event):
 class Stored(Event):
     """One output of a partition is durable in the store; `kept` is as in Finished.
 
-    The partition continues to run.  Tasks that wait for this output only may start.
+    The partition continues to run. Tasks that wait only for this output may start.
     """
 
     output: str
@@ -241,8 +248,7 @@ class Came(Event):
 class Resized(Event):
     """The ranks are on `seats` slots now; the slots that they left are free.
 
-    If a host could not be reached, `seats` is not what was ordered: then the ranks stay where they
-    were.
+    If a host could not be reached, `seats` differs from the order: the ranks stay where they were.
     """
 
     seats: list[int]
@@ -278,10 +284,11 @@ class Finished(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed(Event):
-    """`cause` is one of CAUSES; `detail` is for the owner: a traceback, a path, a difference.
+    """The task failed: `cause` is one of CAUSES; `detail` is for the owner: a traceback, a path, a
+    difference.
 
-    `outputs` are the ARTIFACTS of a command that failed by itself, if it left any.  `noticed` is
-    the reason of the notice that a command got before it asked to begin again, or empty.
+    `outputs` are the ARTIFACTS of a command that failed by itself, if it left any. `noticed` is the
+    reason of the notice that a command got before it asked to begin again, or empty.
     """
 
     cause: str
@@ -299,10 +306,11 @@ class Stopped(Event):
 #: The files that a command left in its folder `artifacts`; no declared output can have this name.
 ARTIFACTS = "artifacts.zip"
 
-#: The way of an input to its task: already on the host, given by another host, or from the store.
+#: How an input came to its task: it was on the host, another host gave it, or it came from the
+#: store.
 WAYS = ("here", "host", "store")
 
-#: Cause of a failed attempt -> whether another attempt may help (if `retry.max` permits one).
+#: Cause of a failed attempt -> True if another attempt may help (and `retry.max` permits one).
 CAUSES = {
     "exception": True,  # the tenant's code raised an exception
     "exit": True,  # the process ended without a message: killed, out of memory, os._exit
@@ -313,9 +321,9 @@ CAUSES = {
     "device_preset": False,  # the driver of the device refused a setting of the preset
     "bundle": False,  # the code could not be loaded
     "environment": True,  # the packages of its request could not be installed
-    "mount": True,  # a mount cannot be shown on the host, or the tenant may not use it any more
+    "mount": True,  # a mount cannot be shown on the host, or the tenant may no longer use it
     "image": True,  # the checkpoint could not be restored; an older one is tried
-    "host": True,  # another host of the gang was lost: retried without using up an attempt
+    "host": True,  # another host of the gang was lost: the retry uses up no attempt
     "store": True,  # the store did not answer: retried without using up an attempt
     "again": True,  # a command with a notice asked to begin again (`provisions.notice`)
 }
@@ -326,14 +334,13 @@ CAUSES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResidentView:
-    """One job as the device sees it.
+    """Describes one job as the device sees it.
 
     `state` is seating (does not hold the slot yet), running, noticed, pausing, paused, stopping or
-    ended.  `level` is where the job's memory lies (`workers.device.memory_tiers`).
-    `on_device_bytes` is the device memory charged to the job, `host_bytes` the host memory of its
-    images.  `lacks` is the missing input for which the job stands still, if the device does not
-    know its place yet.
-    `points` are the metrics of steps before `step`.  `network` counts what this epoch used of the
+    ended. `level` is where the job's memory lies (`workers.device.memory_tiers`). `on_device_bytes`
+    is the device memory charged to the job, `host_bytes` the host memory of its images. `lacks` is
+    the missing input for which the job stands still, if the device does not know its place yet.
+    `points` are the metrics of steps before `step`. `network` counts what this epoch used of the
     network here, if it may use it: {"connections", "refused", "sent_bytes", "received_bytes"}.
     `peaks` is the most that its process took of the host, by resource (`provisions.resources`).
     `idle_us` is how long the processes of a session have computed nothing.
@@ -418,11 +425,11 @@ class Given:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedTask:
-    """A task that is being moved to a device, with what the device can fetch already.
+    """Names a task that is being moved to a device, and what the device can fetch already.
 
     `inputs` are those that exist so far, as in a Launch; `image` is its newest checkpoint.
-    `environment` is the lock of the packages that its request brings, or "".  `image_key` is as in
-    a Launch.
+    `environment` is the lock of the packages that its request brings, or "". `image_key` is as in a
+    Launch.
     """
 
     task: str
@@ -484,7 +491,9 @@ class Answer:
 
 
 def about_secrets(task: str, epoch: int, device: str) -> str:
-    """Return the text that binds sealed secrets to one launch: they open for no other."""
+    """Return the text that binds sealed secrets to one launch, so that they open for no other
+    launch.
+    """
     return f"{task}\n{epoch}\n{device}"
 
 

@@ -31,21 +31,21 @@ MOVABLE = "move"  # the capability that a job needs to be moved
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MovePolicy:
     rounds_max: int = 5
-    # in seconds; a rest that is copied within this time needs no further round
+    # in seconds; if the rest can be copied within this time, there is no further round
     brief_s: float = 0.1
-    # fraction; the last round must have shrunk the rest by more than this for one more round
+    # fraction; if the last round shrank the rest by less than this, there is no further round
     shrinks_by: float = 0.1
-    # seconds for which a task may stand still, in addition to the time for copying
+    # seconds that a task may stand still, apart from the time for copying
     stopped_s: float = 15.0
     slower_by: float = 4.0  # factor by which copying may take longer than expected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyRound:
-    """A checkpoint of the running job, and what the target device had to fetch of it.
+    """Describes a checkpoint of the running job, and what the target device had to fetch of it.
 
-    `wrote_us` is how long the source took to make it durable.  `fetched_us` is None until the
-    target has it.  `key` is the public key of the host that signed it.
+    `wrote_us` is how long the source took to make it durable. `fetched_us` is None until the target
+    has it. `key` is the public key of the host that signed it.
     """
 
     sha256: str
@@ -59,9 +59,9 @@ class CopyRound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moving:
-    """One move under way, from `source`, where the task runs in its epoch `epoch`.
+    """Describes a move that is under way, from `source`, where the task runs in its epoch `epoch`.
 
-    `asked` counts the rounds that were ordered; `rounds` are those that are durable.  `stopping`
+    `asked` counts the rounds that were ordered; `rounds` are those that are durable. `stopping`
     means that no further round follows.
     """
 
@@ -74,7 +74,10 @@ class Moving:
     rounds: tuple[CopyRound, ...] = ()
 
     def saved(self, round: CopyRound) -> Moving:
-        """Record a durable checkpoint; one that was not ordered counts as if it had been."""
+        """Record a durable checkpoint.
+
+        A checkpoint that was not ordered counts as if it had been.
+        """
         if self.stopping or (self.rounds and round.step <= self.rounds[-1].step):
             return self
         rounds = (*self.rounds, round)
@@ -93,7 +96,7 @@ class Moving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveScene:
-    """The present state of the task and of the target device; `open`: the target takes new work.
+    """Describes the present state of the task and of the target; `open`: the target takes new work.
 
     `bound_because` is why the processes of a command cannot go there, as its stop has shown.
     """
@@ -115,7 +118,9 @@ class Act(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Next:
-    """The next act of a move; `because` tells the owner, `until_s` bounds the stop of a task."""
+    """Says what to do next: `because` is for the owner, `until_s` is the limit for a task's
+    stop.
+    """
 
     act: Act
     because: str = ""
@@ -165,7 +170,7 @@ def _failed(moving: Moving, scene: MoveScene) -> str | None:
 
 
 def _enough(rounds: tuple[CopyRound, ...], policy: MovePolicy) -> str | None:
-    """Return why no further round is worth its cost; None if a round is."""
+    """Return why a further round is not worth its cost; None if it is worth it."""
     if expected_stop_s(rounds) <= policy.brief_s:
         return "hardly anything is left to copy"
     if len(rounds) >= policy.rounds_max:
@@ -190,7 +195,9 @@ def bandwidth(rounds: tuple[CopyRound, ...]) -> float:
 
 
 def expected_stop_s(rounds: tuple[CopyRound, ...]) -> float:
-    """Return how long the next difference would take to copy, if it is as large as the last one."""
+    """Return how long it would take to copy the next difference, if it is as large as the
+    last one.
+    """
     rate = bandwidth(rounds)
     return rounds[-1].fetched_bytes / rate if rate else 0.0
 

@@ -1,4 +1,4 @@
-"""Suggests what to request for the next task, from the peaks of a similar task that is done."""
+"""Suggests what to request for the next task, from the peaks of a similar task that has ended."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ SPARE = 8  # an eighth of the peak: heartbeats do not see every moment
 
 
 def memory_to_request(state: str, peak_bytes: int) -> int | None:
-    """Return the bytes to request after such a peak, in whole units.
+    """Return how much memory to request after this peak, in whole units.
 
-    None if the task is not done, as it may still need more, or if nothing was counted.
+    Returns None if the task is not done, as it may still need more, or if nothing was measured.
     """
     if state != State.done or peak_bytes <= 0:
         return None
@@ -33,8 +33,10 @@ UNITS = {CPUS: 500, PROCESSES: 8}  # half a processor; the unit of memory and di
 
 
 def resources_to_request(state: str, peaks: Mapping[str, int]) -> Resources | None:
-    """Return the limits to ask for after such peaks of host resources, with an eighth to spare.
-    None if the task is not done, or if nothing was counted.
+    """Return the limits to request after these peaks of host resources; an eighth is added as a
+    reserve.
+
+    Returns None if the task is not done, or if nothing was measured.
     """
     if state != State.done or not peaks:
         return None

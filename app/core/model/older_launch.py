@@ -1,7 +1,7 @@
 """Translates a Launch for and from processes of the version before `Launch.spec`.
 
-During an upgrade an island and a device may differ by one version.  In the older form the parts of
-the descriptor that a device needs stand in the Launch itself.  A device that takes the whole
+During an upgrade an island and a device may differ by one version. In the older form, the fields of
+the descriptor that a device needs are fields of the Launch itself. A device that takes the whole
 descriptor has the fact "spec" (`core.model.messages.Alive`).
 """
 
@@ -37,9 +37,9 @@ def is_flat(body: JSON) -> bool:
 
 
 def lifted(body: JSON) -> JSON:
-    """Return an encoded Launch of the older form in the present one; raises TypeError.
+    """Return an encoded Launch of the older form in the present form; raises TypeError.
 
-    A device needs no more of the descriptor than the older form has.
+    The older form has all that a device needs of the descriptor.
     """
     rest = {name: value for name, value in body.items() if name not in _FLAT}
     publish = {output: f"block-{n}" for n, output in enumerate(body.get("publish", ()))}

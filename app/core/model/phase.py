@@ -45,7 +45,7 @@ OF_STATE = {
     State.cancelled: Phase.cancelled,
 }
 
-#: A request has the first of these phases that any of its tasks has.
+#: A request has the first of these phases that any of its tasks has; they are tried in this order.
 MOST_ADVANCED = (Phase.running, Phase.starting, Phase.preempted, Phase.queued, Phase.paused)
 
 
@@ -53,7 +53,7 @@ def task_phase(state: str, *, hold: str, begun: bool, retries: bool, has_image: 
     """Return the phase of a task.
 
     `hold`: "user" or "admin" if it is held, else ""; `begun`: it has run; `retries`: an attempt
-    failed.  `has_image`: a device holds its state, so it left its last device without a failure.
+    failed. `has_image`: a device holds its state, so it left its last device without a failure.
     """
     if state not in NOT_STARTED:
         return OF_STATE[State(state)]

@@ -1,8 +1,8 @@
-"""Presets: the parameters set on a device for a type of task, before its first step.
+"""Defines presets: the parameters that are set on a device for a type of task, before its first
+step.
 
-Only the parameters listed here can be set, each within its range.  `workers.hardware.preset`
-applies a preset and reads every value back.  `differences` lists the values that the device did not
-take.
+Only the parameters listed here can be set, each within its range. `workers.hardware.preset` applies
+a preset and reads every value back. `differences` lists the values that the device did not take.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ JSON = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """A parameter that may be set: a value of `kind` from `least` to `most`, or one of `words`.
+    """Describes a parameter that may be set: a value of `kind` from `least` to `most`, or one of
+    `words`.
 
-    `on` names the device kinds that have the parameter; empty means every kind.  `on_accelerators`
-    is the default on all kinds but the CPU, if it differs there.  A parameter that is
-    `of_device` is a setting of the accelerator itself, in its driver; without a value it stays as
-    it is.
+    `on` names the device kinds that have the parameter; empty means every kind. `on_accelerators`
+    is the default on all kinds but the CPU, if it differs there. A parameter that is `of_device` is
+    a setting of the accelerator itself, in its driver; without a value it stays as it is.
     """
 
     kind: type
@@ -38,14 +38,15 @@ class Parameter:
     of_device: bool = False
 
 
-#: Kinds of devices that may have a preset before any of their devices has been seen.
+#: Kinds of devices that may have a preset even if no device of the kind was ever seen.
 KINDS = ("cpu", "cuda")
 WARN = "warn"  # of `deterministic`: run an operation that cannot be deterministic, with a warning
 
 PARAMETERS: dict[str, Parameter] = {
     "threads": Parameter(kind=int, default=1, least=1, most=1024),
     "interop_threads": Parameter(kind=int, default=1, least=1, most=1024),
-    # An accelerator has no deterministic kernel for some ordinary operations, and they would raise.
+    # An accelerator has no deterministic kernel for some ordinary operations; with True they would
+    # raise.
     "deterministic": Parameter(kind=bool, default=True, words=(WARN,), on_accelerators=WARN),
     "float32_matmul_precision": Parameter(
         kind=str, default="highest", words=("highest", "high", "medium")
@@ -107,7 +108,10 @@ def promises_bits(params: Mapping[str, Any]) -> bool:
 
 
 def check(params: object, *, kind: str, pointer: str = "/params") -> tuple[Fault, ...]:
-    """Report what is wrong with parameters for a device of `kind`; a partial set is valid."""
+    """Report what is wrong with parameters for a device of `kind`.
+
+    Parameters may be left out.
+    """
     if not isinstance(params, dict):
         return (Fault(pointer, "must be an object of parameters", "type"),)
     known = _known(kind)
@@ -148,7 +152,7 @@ def sha256(params: Mapping[str, Any]) -> str:
 
 
 def differences(wanted: Mapping[str, Any], read_back: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for each parameter that the device did not take; empty if it took all."""
+    """Return a sentence for each parameter that the device did not take; [] if it took all."""
     return [
         f"{name}: set to {value!r}, but the device reports {read_back[name]!r}"
         if name in read_back

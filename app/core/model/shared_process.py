@@ -1,9 +1,9 @@
 """Says which functions may run one after another in one process.
 
-A function is short more often than not, and to fork and wall in a process costs more than most of
-them.  So a process that has run one to its end rests, and the next one of the same key runs there.
-Functions with the same key are of one tenant, have the same code, packages and preset, and are
-given the same by their host.  They share all that a process has: modules, globals, memory, folders.
+Most functions are short: to fork a process and put it into a sandbox takes longer than they run. So
+a process whose function has ended rests, and the next function with the same key runs there.
+Functions with the same key belong to one tenant, have the same code, packages and preset, and get
+the same from their host. They share all that a process has: modules, globals, memory, folders.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ HOST_KIND = "cpu"  # of devices; on all others a resting process would keep devi
 
 
 def shared_process_key(launch: Launch) -> str:
-    """Return the key of the processes in which this launch may run; "" for one of its own."""
+    """Return the key of the processes in which this launch may run; "" if it needs a process of its
+    own.
+    """
     spec = launch.spec
     needs_own = (
         spec.run.kind != "function",

@@ -1,7 +1,7 @@
-"""A snapshot of one island at one instant, and the plan decided from it.
+"""Defines a snapshot of one island at one instant, and the plan decided from it.
 
 `app.scheduling.snapshot_reader` builds the snapshot from rows, `core.scheduling.cycle` turns it
-into a Plan, and `app.scheduling.journal` writes the plan to the database.  All values are frozen.
+into a Plan, and `app.scheduling.journal` writes the plan to the database. All values are frozen.
 Times ending in `_s` are seconds of the database's clock since 1970; charges are integer
 micro-device-seconds.
 """
@@ -19,7 +19,7 @@ TIER_WINDOW_S = 3600.0
 TIERS = ("basic", "standard", "premium")  # a shortage sheds the first tier first
 
 
-#: Tasks that may go before a gang that does not fit: none, tasks that do not delay it, or any.
+#: Which tasks may start before a gang that does not fit: none, those that do not delay it, or any.
 BACKFILLS = ("strict", "easy", "greedy")
 
 
@@ -33,7 +33,7 @@ class Policy:
     idle_credit_s: float = 3 * 86400.0
     slice_min_s: float = 1.0
     slice_max_s: float = 60.0
-    # F8: s; a task that held devices for less, or for no full slice, is fresh
+    # F8: seconds; a task is fresh until it has held devices for this long and for one full slice
     fresh_s: float = 60.0
     switch_share: float = 0.02  # F8: largest part of a slice that switching may cost
     lost_grace_s: float = 0.0  # s after its lease before a device counts as lost
@@ -45,30 +45,34 @@ class Policy:
     sharers_max: int = 0
     # do coordinator hosts lead the ranks of their tasks (`core.scheduling.elastic`)?
     homebound: bool = False
-    patience_s: float = 36000.0  # F7: s after which a waiting gang goes before all others
+    # F7: seconds after which a waiting gang goes before all other tasks
+    patience_s: float = 36000.0
     # F7: largest part of the devices of a kind that may stand idle, kept for gangs; 0: none is kept
     wait_share: float = 0.0
     wide_share: float = 0.02  # F7: part of a kind; gangs that need less wait longer
     aged_share: float = 0.5  # F7: largest part of devices for gangs that lost patience
     tier_share: Mapping[str, float] = field(default_factory=lambda: dict(TIER_SHARE))
-    # F9: s; in every such window a task gets the share of its tier
+    # F9: seconds; in every window of this length a task gets the share of its tier
     tier_window_s: float = TIER_WINDOW_S
 
 
 def _check_above_0(id: str, word: str, number: int) -> None:
-    """Raise ValueError unless above 0: usage of cost 0 never counts, a score divides by weight."""
+    """Raise ValueError if a number is not above 0: a cost of 0 would never count, and a weight
+    divides.
+    """
     if number <= 0:
         raise ValueError(f"{id}: {word} {number} is not above 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoardTenant:
-    """A node of the tree; `parent` is None at the top.  Its usage is the usage of its users.
+    """Describes a node of the tree; `parent` is None at the top. Its usage is the usage of its
+    users.
 
     `guarantee` and `limit` (rule F4) are devices by kind; a limit may also cover all kinds
-    together, under "*".  `most_running` bounds the tasks on devices of the tenant and all tenants
-    below it.  `carried_us` is faded usage that only comparisons know, as the weight has changed
-    (`core.fairness.fair_tree.carried_over`).
+    together, under "*". `most_running` limits how many tasks of the tenant and all tenants below it
+    are on devices. `carried_us` is faded usage that counts in comparisons only, because the weight
+    has changed (`core.fairness.fair_tree.carried_over`).
     """
 
     id: str
@@ -86,7 +90,8 @@ class BoardTenant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoardUser:
-    """A user; `faded_us` is the lazily decayed usage S of `core.fairness.fair_tree` (rule F2).
+    """Describes a user; `faded_us` is the lazily decayed usage S of `core.fairness.fair_tree` (rule
+    F2).
 
     `carried_us` is as in `BoardTenant`.
     """
@@ -103,9 +108,10 @@ class BoardUser:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdleCreditFloor:
-    """The idle-credit floor of a tenant or user: usage assumed for the time it was away.
+    """Holds the idle-credit floor of a tenant or user: usage that is assumed for a time without
+    work.
 
-    `faded_us` is like a user's, but in thousandths of cost.  The floor counts only in comparisons
+    `faded_us` is like a user's, but in thousandths of cost. The floor counts only in comparisons
     about devices of this kind on this island, and is no part of the usage
     (`core.scheduling.idle_credit`).
     """
@@ -131,20 +137,21 @@ class BatchSize:
     size: int = 1
 
     def after(self, held_us: int) -> BatchSize:
-        """Return the size after a function that held its device for so long."""
+        """Return the size after a function that held its device for `held_us`."""
         fitting = BATCH_US // max(1, held_us)
         return replace(self, size=max(1, min(BATCH_MOST, 2 * self.size, fitting)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GangWait:
-    """Rule F7: what gangs that wait for a kind of device cost (`core.scheduling.gang_waits`).
+    """Records what gangs that wait for a kind of device cost (rule F7,
+    `core.scheduling.gang_waits`).
 
     Devices are kept for the `gang` ("": for none) in its `epoch`, which expects the last one at
-    `at_s`.  Of them `idle` stand free since `idle_since_s`, though other tasks could run there;
-    `lost_s` are the device-seconds that stood free in this wait before.  At `again_s` the waits so
-    far are paid for; no other wait begins before that.  `each_s` is how long each device of the
-    last gang stood free for it.
+    `at_s`. Of them `idle` stand free since `idle_since_s`, though other tasks could run there;
+    `lost_s` are the device-seconds that stood free earlier in this wait. At `again_s` the waits so
+    far are paid for; no other wait begins before that. `each_s` is how long each device of the last
+    gang stood free for it.
     """
 
     kind: str
@@ -160,10 +167,10 @@ class GangWait:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoardDevice:
-    """A device; it gets new work while it is `up`, its lease lasts and it `takes_work`.
+    """Describes a device; it gets new work while it is `up`, its lease lasts and it `takes_work`.
 
-    Its tasks count as lost `grace_s` after its lease, as a long step may still run there.
-    Only tasks whose choice suits its `traits` start on it.
+    Its tasks count as lost `grace_s` after its lease, as a long step may still run there. Only
+    tasks whose choice suits its `traits` start on it.
     """
 
     id: str
@@ -196,12 +203,12 @@ class BoardDevice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """The demands that a multi-island gang and its tickets make on each other
+    """Lists what a multi-island gang and its tickets demand of each other
     (`core.scheduling.island_gangs`).
 
-    `tickets` are the islands on which tickets must be held before the gang may be seated.  The gang
-    of an `idle` ticket wants none now.  A task with `lets_go` must release its devices.  A ticket
-    leaves because its gang is "over" or because it is to go "back"; a gang leaves because the
+    `tickets` are the islands on which tickets must be held before the gang may be seated. The gang
+    of an `idle` ticket does not want devices now. A task with `lets_go` must release its devices. A
+    ticket leaves because its gang is "over" or because it must go "back"; a gang leaves because the
     island of that name wants its devices back.
     """
 
@@ -214,11 +221,12 @@ class Terms:
 class Conditions:
     """The start conditions of a task, as they are now."""
 
-    waits_for: tuple[str, ...] = ()  # tasks named by `after` or by an input, not yet done
+    waits_for: tuple[str, ...] = ()  # tasks named by `after` or by an input that are not done yet
     # tasks named by `after` or by an input that failed or were cancelled before they gave it
     broken: tuple[str, ...] = ()
     not_before_s: float | None = None
-    hold: str = ""  # "": not held; "user" or "admin": held by; holding a running task pauses it
+    # "user" or "admin" if held by one; "" if not held. A running task that is held is paused
+    hold: str = ""
     terms: Terms = field(default_factory=Terms)
 
 
@@ -227,30 +235,31 @@ RESTARTS = "restart"  # capability of commands: on another device they restart u
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoardTask:
-    """A task as the island sees it.
+    """Describes a task as the island sees it.
 
-    `seats` are the devices that the task holds or is about to hold.  `image_on` is the device with
+    `seats` are the devices that the task holds or is about to hold. `image_on` is the device with
     the task's paused image in its host's memory, and `image_with` are the further devices of a
-    command whose processes are frozen.  `saved` says that this image is durable, so that any device
-    may take it.  The processes of a movable command go on only where a device offers
-    `goes_on_with` (`provisions.process_images`).  `away` are the intervals (from, to) of the last
-    hour in which the task waited after it had started (rule F9), without a wait that still lasts.
-    A `movable` task has a state
-    that can be captured.  `moves_to` is the device kept for the task while it is moved there ("":
-    requested, not begun).  The task `stops` when only the last difference is left to copy.
+    command whose processes are frozen. `saved` says that this image is durable, so that any device
+    may take it. The processes of a movable command are restored only on a device that offers
+    `goes_on_with` (`provisions.process_images`). `away` are the intervals (from, to) of the last
+    hour in which the task waited after it had started (rule F9), without a wait that still lasts. A
+    `movable` task has a state that can be captured. `moves_to` is the device kept for the task
+    while it is moved there ("": requested, not begun). The task `stops` when only the last
+    difference is left to copy.
 
     An elastic task needs `width` devices and can use `width_max`, all on one host unless it may
-    live `across_hosts`.  A gang with `one_host` waits until one host has so many free devices.
+    live `across_hosts`. A gang with `one_host` waits until one host has so many free devices.
     Devices beyond `width` are lent to the task and count as free for waiting tasks
-    (`core.scheduling.elastic`).  While the task is made smaller it still holds the devices that it
-    `leaves`.  `accrued_us` and `held_us` count from the last resize, if there was one.
+    (`core.scheduling.elastic`). While the task is made smaller it still holds the devices that it
+    `leaves`. `accrued_us` and `held_us` count from the last resize, if there was one.
 
-    A multi-island gang and each of its tickets name the `gang`.  A `ticket` keeps devices for the
+    A multi-island gang and each of its tickets name the `gang`. A `ticket` keeps devices for the
     gang and runs nothing.
 
-    A `graph` of one executor can take turns with others on a device.  If the graph `shares` one, or
-    did so in this epoch, it is charged for the use that the device reports, and only once the
-    device reports it.  So is a `function` that was launched behind others on a device.
+    A `graph` of one executor can take turns with other tasks on a device. If the graph `shares`
+    one, or did so in this epoch, it is charged for the use that the device reports, and only once
+    the device reports it. The same holds for a `function` that was launched behind other functions
+    on a device.
     """
 
     id: str
@@ -262,7 +271,7 @@ class BoardTask:
     kind: str  # kind of device that the task needs
     memory_bytes: int = 0
     width: int = 1  # devices needed at once
-    width_max: int = 0  # devices that the task can use at most; 0: no more than `width`
+    width_max: int = 0  # most devices that the task can use; 0: no more than `width`
     across_hosts: bool = False
     one_host: bool = False
     choice: str = ""  # which devices suit the task (`core.model.device_choice`)
@@ -317,7 +326,7 @@ class BoardTask:
 
     @property
     def is_bound(self) -> bool:
-        """True for a command that would begin again on any device but its own."""
+        """True for a command that can only begin again if it goes to another device."""
         return self.restarts and not self.movable
 
     @property
@@ -331,7 +340,9 @@ class BoardTask:
 
     @property
     def held_since_s(self) -> float | None:
-        """Time since which the task holds exactly these devices; None if it does not run yet."""
+        """The time since which the task holds exactly these devices; None if it does not run
+        yet.
+        """
         return self.started_s if self.resized_s is None else self.resized_s
 
 
@@ -341,7 +352,9 @@ _SETTERS = {name: getattr(BoardTask, name).__set__ for name in _FIELDS}
 
 
 def changed(task: BoardTask, **after: object) -> BoardTask:
-    """Like `dataclasses.replace` at half the cost: every move of every task makes a copy."""
+    """Return a copy with changes, as `dataclasses.replace` does, at half the cost: every move of a
+    task makes a copy.
+    """
     new: BoardTask = object.__new__(BoardTask)
     for set_, value in zip(_SETTERS.values(), _VALUES(task), strict=True):
         set_(new, value)
@@ -368,13 +381,13 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanDecision:
-    """A move of a task.
+    """Describes a move of a task.
 
-    `move` is a move of `core.model.lifecycle`.  `devices` are the devices that a Launch takes, or
-    all that the task has after a Splice.  `rule` cites F1-F10 or another named rule; `because` is
-    one sentence for the task's owner.  `against` is the task that gains or gives, if there is one.
+    `move` is a move of `core.model.lifecycle`. `devices` are the devices that a Launch takes, or
+    all that the task has after a Splice. `rule` cites F1-F10 or another named rule; `because` is
+    one sentence for the task's owner. `against` is the task that gains or gives, if there is one.
     `cost` is the cost of a second of a launched task, in thousandths, if that differs from the cost
-    of its devices.  A launched task that `shares` takes turns with the tasks on its device; a
+    of its devices. A launched task that `shares` takes turns with the tasks on its device; a
     function runs after them.
     """
 
@@ -395,8 +408,9 @@ class PlanDecision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A change that would end a reason, as an action of `core.explanation.waiting_reasons` with its
-    extent."""
+    """Describes a change that would end a reason: an action of `core.explanation.waiting_reasons`,
+    and how much of it.
+    """
 
     action: str
     value: int | float | str | tuple[str, ...] | None = None
@@ -405,7 +419,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reason:
-    """A reason why a task waits (rule F10): a stable code, a sentence, what unblocks it."""
+    """Says why a task waits (rule F10): a stable code, a sentence, and what would end it."""
 
     code: str
     message: str
@@ -416,11 +430,12 @@ class Reason:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Decisions in the order in which they were made, and reasons for every task that still waits.
+    """Lists decisions in the order in which they were made, and reasons for every task that still
+    waits.
 
-    `places` holds each waiting task's place in the island's order, from 1.  Nothing changes by the
-    mere passing of time before `look_again_s`.  The plan was made at `now_s`; `before` holds the
-    moved tasks as they were then.  `lifts` are the new idle-credit floors; each replaces an older
+    `places` holds each waiting task's place in the island's order, from 1. Nothing changes by the
+    mere passing of time before `look_again_s`. The plan was made at `now_s`; `before` holds the
+    moved tasks as they were then. `lifts` are the new idle-credit floors; each replaces an older
     floor of the same tenant or user and kind.
     """
 

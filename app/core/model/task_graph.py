@@ -1,15 +1,15 @@
-"""A task that is a graph: small functions joined by blocks, checked, flattened and ordered.
+"""Checks, flattens and orders a task that is a graph: small functions joined by blocks.
 
-`parse` reads the JSON of `run.graph` and reports every fault at its JSON Pointer.  It dissolves
-sub-graphs: their nodes stand in the outer graph as "SUB/NODE".  `check` reports blocks that do not
-fit their ports.  `program` is what a resident runs: the nodes in one order, blocks by number, and
-the blocks that can be freed after each node.
+`parse` reads the JSON of `run.graph` and reports every fault at its JSON Pointer. It dissolves
+sub-graphs: their nodes are in the outer graph as "SUB/NODE". `check` reports blocks that do not fit
+their ports. `program` is what a resident runs: the nodes in one order, blocks by number, and the
+blocks that can be freed after each node.
 
-A node is a function of the bundle.  It reads blocks by its input ports and writes one block for
-each name in `outputs`.  Blocks are immutable.  A port named in `inout` is read and written, and may
-take over the memory of the block that it reads.  A node with `map` runs as one shard for each item
-of the lists that it maps over, and each of its output blocks is a list.  So the number of shards
-need not be known here.
+A node is a function of the bundle. It reads blocks by its input ports and writes one block for each
+name in `outputs`. Blocks are immutable. A port named in `inout` is read and written, and may take
+over the memory of the block that it reads. A node with `map` runs as one shard for each item of the
+lists that it maps over, and each of its output blocks is a list. So the number of shards need not
+be known here.
 
 This module knows no requests, tenants or devices, and runs nothing.
 """
@@ -65,7 +65,7 @@ RESERVED = frozenset({"ctx"})  # arguments that a function gets in addition to i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeclaredTensor:
-    """The declaration of a block; a size is a number, or a name that stands for one number."""
+    """Declares a block; a size is a number, or a name that stands for one number."""
 
     dtype: str
     shape: tuple[int | str, ...]
@@ -79,7 +79,7 @@ class DeclaredTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Binding:
-    """What a port takes: the block of one source, or a list of blocks.
+    """Says what a port takes: the block of one source, or a list of blocks.
 
     A source is "NODE.OUTPUT", or "input:PORT" for an input of the task.
     """
@@ -90,10 +90,10 @@ class Binding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One function.  `where` is its JSON Pointer, for faults.
+    """Describes one function of the graph. `where` is its JSON Pointer, for faults.
 
     `tensors` are the declarations of its input and output ports; for a mapped node, those of one
-    shard.  `memory_bytes` is what the function takes while it runs, not counting its blocks.
+    shard. `memory_bytes` is what the function takes while it runs, not counting its blocks.
     `draws`: the function may draw random numbers, and so gets its own seed.
     """
 
@@ -122,10 +122,11 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskGraph:
-    """A flat graph: `outputs` maps its outputs to blocks; `inputs` are declarations of its inputs.
+    """Describes a flat graph: `outputs` maps its outputs to blocks; `inputs` are declarations of
+    its inputs.
 
     `memory_bytes` limits what all blocks take on the device at once; 0 means no limit but the
-    device's.  `made_bytes` are block sizes that an earlier run measured; users never write them.
+    device's. `made_bytes` are block sizes that an earlier run measured; users never write them.
     """
 
     nodes: tuple[Node, ...]
@@ -296,7 +297,10 @@ def _params(fields: Fields) -> JSON:
 
 
 def _mapped(fields: Fields) -> tuple[str, ...]:
-    """Return the mapped ports, one or several; the lists of several ports are walked in step."""
+    """Return the mapped ports, one or several.
+
+    The lists of several ports are iterated together.
+    """
     if isinstance(fields.body.get("map"), str):
         return (fields.text("map", "", WORD, WORD_RULE),)
     return fields.texts("map", WORD, WORD_RULE)
@@ -366,7 +370,7 @@ def _declared_outside(
 
 
 def _lifted(taken: Binding, name: str, given: Mapping[str, Binding]) -> Binding:
-    """Return what an inner port reads, as a binding of the outer graph."""
+    """Return what an inner port reads, in terms of the outer graph."""
     if not taken.is_list and taken.sources[0].startswith(INPUT):
         return given.get(taken.sources[0].removeprefix(INPUT), taken)
     sources = list[str]()
@@ -385,7 +389,7 @@ def _scoped(tensor: DeclaredTensor, name: str) -> DeclaredTensor:
 
 
 def _rebound(node: Node, made: Mapping[str, str]) -> Node:
-    """Replace the names of sub-graph outputs by the blocks of the nodes that make them."""
+    """Replace the names of sub-graph outputs by the names of the blocks behind them."""
     inputs = {
         port: replace(taken, sources=tuple(made.get(s, s) for s in taken.sources))
         for port, taken in node.inputs.items()
@@ -406,7 +410,9 @@ def canonical(body: JSON) -> bytes:
 
 
 def check(graph: TaskGraph) -> tuple[Fault, ...]:
-    """Report unknown blocks, a cycle, and declarations that do not fit; empty if sound."""
+    """Report unknown blocks, a cycle, and declarations that do not fit; () if the graph is
+    sound.
+    """
     made = {block for node in graph.nodes for block in node.writes}
     faults = [*_unbound(graph, made)]
     if faults:
@@ -451,7 +457,7 @@ def _cycle(graph: TaskGraph) -> Iterator[Fault]:
 
 
 def timed(graph: TaskGraph, took_ms: Mapping[str, float]) -> TaskGraph:
-    """Fill in the measured times of an earlier run, for nodes that declare no time."""
+    """Use times that an earlier run measured, for nodes that declare no time."""
     if not took_ms:
         return graph
     nodes = (
@@ -464,9 +470,10 @@ def timed(graph: TaskGraph, took_ms: Mapping[str, float]) -> TaskGraph:
 
 
 def known_bytes(graph: TaskGraph) -> dict[str, int]:
-    """Return the block sizes that are known: declared ones, else those an earlier run measured.
+    """Return the block sizes that are known: declared ones, or else those that an earlier run
+    measured.
 
-    The size of a list is the sum of its items.  It is only measured, never declared, because the
+    The size of a list is the sum of its items. It is only measured, never declared, because the
     number of items is not declared.
     """
     said = {
@@ -594,7 +601,9 @@ def _too_large(
 def least_bytes(
     node: Node, made: Mapping[str, tuple[DeclaredTensor, bool]], sizes: _Sizes | None = None
 ) -> int:
-    """Return the least bytes that a node, or one of its shards, needs at once, as declared."""
+    """Return the least bytes that a node, or one of its shards, needs at the same time, as
+    declared.
+    """
     sizes = sizes or _Sizes()
     inout = frozenset(node.inout)
     written = (output for output in node.outputs if output not in inout)
@@ -616,7 +625,9 @@ def largest(graph: TaskGraph) -> tuple[Node, int]:
 
 
 def check_task(graph: TaskGraph, task: TaskDescriptor, pointer: str) -> tuple[Fault, ...]:
-    """Report ports of the graph that its task leaves open, and inputs and outputs that it lacks."""
+    """Report ports of the graph that its task does not connect, and inputs and outputs that the
+    graph lacks.
+    """
     return tuple(_loose(graph, task, pointer))
 
 
@@ -647,12 +658,12 @@ def _loose(graph: TaskGraph, task: TaskDescriptor, pointer: str) -> Iterator[Fau
 
 
 def order(graph: TaskGraph) -> tuple[str, ...]:
-    """Return the nodes in an order in which each follows what it needs, without nodes in cycles.
+    """Return the nodes in an order in which each comes after the nodes that it needs.
 
-    Among nodes that are ready, the first is the one that leaves least to be kept: it is the last
-    reader of more blocks than it writes.  Among equals, the node that became ready last goes first,
-    so that data is used while it is in the cache.  A node that would overwrite blocks which other
-    nodes have still to read lets these go first.
+    Nodes in cycles are left out. Among nodes that are ready, the first is the one after which the
+    fewest blocks must be kept: it is the last reader of more blocks than it writes. Among equals,
+    the node that became ready last goes first, so that data is used while it is in the cache. A
+    node that would overwrite blocks waits until all other readers of these blocks have run.
     """
     return tuple(graph.nodes[n].name for n in _Ordering(graph).run())
 
@@ -719,10 +730,11 @@ class _Ordering:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """A node in the program, with blocks as numbers.  `inputs` are (port, blocks, is it a list).
+    """Describes a node in the program, with blocks as numbers. `inputs` are (port, blocks, is it a
+    list).
 
-    `frees` are the blocks that no later node reads.  `memory_bytes` is what the node takes besides
-    its blocks.  `is_sized`: the sizes of all blocks that it writes are known.
+    `frees` are the blocks that no later node reads. `memory_bytes` is what the node takes besides
+    its blocks. `is_sized`: the sizes of all blocks that it writes are known.
     """
 
     name: str
@@ -741,7 +753,9 @@ class Unit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """A graph as a resident runs it; `blocks` are names by number, the inputs first, by port."""
+    """Describes a graph as a resident runs it; `blocks` are names by number, the inputs first, by
+    port.
+    """
 
     units: tuple[Unit, ...]
     blocks: tuple[str, ...]

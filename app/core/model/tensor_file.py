@@ -25,7 +25,7 @@ FORMATS = (SAFETENSORS, NPY)
 HEAD_BYTES = 4 * 2**20  # a header must end within this many bytes of the file
 LISTED = 100  # most tensors listed in a summary
 
-#: torch's dtype -> its name in safetensors, which has none for the others.
+#: torch's dtype -> its name in safetensors; safetensors has no name for other dtypes.
 SAID = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32",
     "int32": "I32", "uint64": "U64", "int64": "I64", "float16": "F16", "bfloat16": "BF16",
@@ -44,12 +44,12 @@ _MOST_DIMENSIONS = 64
 
 
 class BadTensorFile(Exception):
-    """Raised for a file that is neither safetensors nor npy, or not complete; says why."""
+    """Raised for a file that is neither safetensors nor npy, or is not complete; says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileTensor:
-    """A tensor of the file; `dtype` is torch's name; the data begins at byte `offset`.
+    """Describes a tensor of the file; `dtype` is torch's name; the data begins at byte `offset`.
 
     The last index varies fastest; with `reversed`, the first one does.
     """
@@ -190,7 +190,7 @@ def _npy(head: bytes) -> _Found:
 
 
 def _literal(body: bytes) -> JSON:
-    """Parse the header of an npy, which is a Python literal; it is never run."""
+    """Parse the header of an npy file: a Python literal, which is parsed but never run."""
     if len(body) > 2**16:
         raise BadTensorFile(f"an npy with a header of {len(body)} bytes")
     try:

@@ -59,7 +59,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_figure(value: Any) -> bool:
-    """True for a number that is finite and of a size that every reader can store."""
+    """True for a number that is finite and not too large for any reader to store."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and -_LARGEST <= value <= _LARGEST
 
@@ -87,9 +87,9 @@ def _by_name(name: Check, check: Check) -> Check:
 
 
 def _object(needed: Mapping[str, Check], other: Mapping[str, Check] | None = None) -> Check:
-    """Return a check for objects with these fields, and optionally the `other` fields.
+    """Return a check for objects that have the fields `needed` and may have the `other` fields.
 
-    Further fields are not checked, because no path or key is made of them.
+    Further fields are not checked, because they never become paths or keys.
     """
     all_of_it = {**needed, **(other or {})}
 
@@ -281,7 +281,7 @@ FIELDS: dict[str, Check] = {
     "lines": _each(lambda line: _each(lambda part: isinstance(part, str))(line) and len(line) == 2),
 }
 
-#: The check of a field in messages where the name has another meaning.
+#: The check of a field in those messages in which its name has another meaning.
 ELSEWHERE: dict[tuple[str, str], Check] = {
     ("Launch", "links"): _JOINED,
     ("Resize", "links"): _JOINED,
@@ -303,7 +303,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def check(kind: str, types: Mapping[str, str], values: Mapping[str, Any]) -> None:
-    """Raises BadMessage if a field does not have its type in `types`, or is not well formed."""
+    """Raise BadMessage if a field does not have its type in `types`, or is not well formed."""
     for name, value in values.items():
         declared = types[name].removesuffix(" | None")
         if value is None and declared != types[name]:

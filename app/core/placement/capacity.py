@@ -1,9 +1,9 @@
-"""Computes the capacity of an island that a tenant may count on, for `core.placement.islands`.
+"""Computes the capacity of an island that a tenant can count on, for `core.placement.islands`.
 
 By fair share a tenant's work runs beside that of all other tenants with work there, each at the
-speed of its part of the devices (rules F3, F4).  So new work ends when the tenant's own queue has
-drained at that speed, or when all queues have drained, if that is sooner, because no device is left
-idle.
+speed of its part of the devices (rules F3, F4). So new work ends when the tenant's own queue has
+been worked off at that speed, or when all queues have been, if that is sooner, because no device is
+left idle.
 
 Times are nanoseconds of one device.
 """
@@ -23,10 +23,11 @@ Tenants = Mapping[str, BoardTenant]
 
 @dataclass(slots=True)
 class Stock:
-    """An island's devices of one kind, and the work that every tenant has queued for them.
+    """Describes an island's devices of one kind, and the work that every tenant has queued for
+    them.
 
-    `rivals` is the total weight of the tenants with work there, by parent.  It is maintained while
-    work is added, so that `room` costs only the depth of the tree.
+    `rivals` is the total weight of the tenants with work there, by parent. It is updated when work
+    is added, so that `room` costs only the depth of the tree.
     """
 
     kind: str

@@ -17,7 +17,9 @@ def need_of_image(name: str) -> str:
 
 
 def read_image(fields: Fields, *, run_kind: str, world_size: int, is_session: bool) -> str | None:
-    """Return the name of the container image; None if the task has none, or it is at fault."""
+    """Return the name of the container image; None if the task has none, or if the field is
+    wrong.
+    """
     name: str | None = fields.text(
         "image", None, NAME, f"the name of a container image: {NAME_RULE}"
     )

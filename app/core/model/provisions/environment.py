@@ -54,10 +54,11 @@ class EnvironmentFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskEnvironment:
-    """The environment of a task: `lock` is the SHA-256 of its locked packages, "" before that.
+    """Describes the environment of a task: `lock` is the SHA-256 of its locked packages, "" before
+    they are locked.
 
-    With an `own_python` it runs in an interpreter of its own, as only a command may; otherwise in
-    the platform's interpreter.
+    With `own_python` the task runs in an interpreter of its own, which only a command may;
+    otherwise in the platform's interpreter.
     """
 
     python: str
@@ -74,12 +75,12 @@ class TaskEnvironment:
 
 
 def may_hold(path: str) -> bool:
-    """True if a request may name a file of this path as its environment."""
+    """True if a request may name a file with this path as its environment."""
     return any(form.fullmatch(path) for form in (_REQUIREMENTS, _LOCK))
 
 
 def read_environment(fields: Fields) -> EnvironmentFile | None:
-    """Read the `environment` of a request; None if there is none, or it is at fault."""
+    """Read the `environment` of a request; None if there is none, or if it is wrong."""
     if not fields.given:
         return None
     paths = {

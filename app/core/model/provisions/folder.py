@@ -1,7 +1,8 @@
-"""The manifest of a datablock that is a folder: its files by path, size, SHA-256 and mode.
+"""Reads and writes the manifest of a datablock that is a folder: its files by path, size, SHA-256
+and mode.
 
-The files lie in the store as blobs, each once for all folders that have it.  The manifest is a blob
-too, and its SHA-256 names the folder.  Equal folders have equal bytes here.  A manifest has plain
+The files lie in the store as blobs, each once for all folders that have it. The manifest is a blob
+too, and its SHA-256 names the folder. Equal folders have equal bytes here. A manifest has plain
 files only: no links, no devices, and no path that leaves the folder.
 """
 
@@ -20,7 +21,7 @@ MAX_PATH = 1024  # characters
 MAX_NAME = 255  # bytes of one name in a path, as file systems allow
 MAX_DEPTH = 32
 MAX_FILE_BYTES = 2**50
-# the hash of a file without bytes, which the store need not have
+# the hash of an empty file; the store need not have such a file
 EMPTY = hashlib.sha256(b"").hexdigest()
 
 _HASH = re.compile(r"[0-9a-f]{64}")
@@ -64,7 +65,7 @@ def folder_of(files: Iterable[FolderFile]) -> FolderManifest:
 
 
 def faults(files: Sequence[FolderFile]) -> Iterator[tuple[int, str]]:
-    """Yield (number of the file, what is wrong), for each file that cannot be in the folder."""
+    """Yield (number of the file, what is wrong) for each file that the folder cannot have."""
     if not 1 <= len(files) <= MAX_FILES:
         yield 0, f"a folder must have from 1 to {MAX_FILES} files; got {len(files)}"
         return

@@ -4,8 +4,8 @@ A mount of the sort "image" is a container image instead, the root of a command
 (`provisions.container_image`).
 
 `mounts: {"/data": "imagenet"}` shows the folder that is registered as `imagenet` at `/data`,
-read-only.  A target is an absolute path that hides no path of the sandbox.  The names are known to
-Postgres (`app.data.mounts`), the folders to the hosts (`workers.process.host_mounts`).
+read-only. A target is an absolute path that hides no path of the sandbox. Postgres knows the names
+(`app.data.mounts`); the hosts know the folders (`workers.process.host_mounts`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_MOUNTS = 16  # per task
 MAX_KNOWN = 100  # per Roundhouse, of all sorts: each device knows all of them
 SORTS = FOLDER, IMAGE = "folder", "image"
 
-#: The first names of paths that every sandbox has, or that programs take as the system's own.
+#: First parts of paths that every sandbox has, or that programs take to be the system's own.
 RESERVED = frozenset(
     {
         "bin",
@@ -79,14 +79,17 @@ def offer_of(name: str, sort: str) -> str:
 
 
 def digest(paths: Mapping[str, str]) -> str:
-    """Return a hash of all mounts of a sort, by which a device says which ones it knows."""
+    """Return a hash of all mounts of a sort.
+
+    By this hash a device says which mounts it knows.
+    """
     said = json.dumps(sorted(paths.items()), ensure_ascii=False)
     return hashlib.sha256(said.encode()).hexdigest()
 
 
 def is_allowed(tenants: Iterable[str] | None, path: Iterable[str]) -> bool:
-    """True if the tenant with this `path` may use a mount: the tenant, or one above it, is in
-    `tenants`.
+    """True if the tenant with this `path` may use a mount: `tenants` has the tenant, or one above
+    it.
 
     None stands for all tenants.
     """
@@ -94,7 +97,7 @@ def is_allowed(tenants: Iterable[str] | None, path: Iterable[str]) -> bool:
 
 
 def _trouble_with_target(target: str) -> str:
-    """Say why nothing can be shown at the target; "" if it can."""
+    """Return why nothing can be shown at the target; "" if it can."""
     parts = target[1:].split("/") if is_path(target) else []
     if not parts or not all(map(_PART.fullmatch, parts)):
         return f"the target of a mount must be {_TARGET_RULE}, without '.' and '..' as a name"

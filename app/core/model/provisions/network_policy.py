@@ -22,7 +22,7 @@ from app.core.model.fields import JSON, Fields
 MAX_DESTINATIONS = 64  # per task, and per tenant's policy
 MAX_TOLD = 10  # destinations that a message lists
 MAX_HOST_LENGTH = 253
-#: What is counted of a task: connections, refusals, bytes that it sent and received.
+#: What is counted for a task: connections, refused ones, bytes that it sent and received.
 FIGURES = ("connections", "refused", "sent_bytes", "received_bytes")
 NEED = "egress"  # what a host must offer to a task with a network
 EXAMPLE = "huggingface.co:443"
@@ -33,7 +33,7 @@ _PORT = re.compile(r"[1-9][0-9]{0,4}")
 
 
 class BadDestination(ValueError):
-    """Raised for a text that is no destination; the message says what is wrong."""
+    """Raised for a text that is not a destination; the message says what is wrong."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -125,7 +125,7 @@ def _address(text: str) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkWish:
-    """Lists the destinations that a task wants to reach; none means no network."""
+    """Lists the destinations that a task wants to reach; an empty list means no network."""
 
     allow: tuple[str, ...] = ()
 
@@ -166,8 +166,8 @@ Policy = Sequence[Destination] | None
 def effective(policies: Iterable[Policy]) -> tuple[Destination, ...]:
     """Return what a tenant may reach, by its own policy and those of the tenants above it.
 
-    None is no policy: such a tenant follows the one above.  What remains is in every policy; if
-    there is none at all, that is nothing.
+    None stands for a tenant without a policy, which follows the tenant above. The result has what
+    every policy allows. If no tenant has a policy, it is empty.
     """
     given = [policy for policy in policies if policy is not None]
     listed = dict.fromkeys(each for policy in given for each in policy)
@@ -182,5 +182,5 @@ def listed(allow: Sequence[Destination]) -> str:
 
 
 def withdrawn(wish: NetworkWish, allow: Sequence[Destination]) -> list[str]:
-    """Return the wishes of an accepted task that the policies do not allow any more."""
+    """Return those wishes of an accepted task that the policies no longer allow."""
     return [text for text in wish.allow if not is_allowed(allow, destination(text))]

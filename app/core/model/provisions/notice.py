@@ -1,9 +1,9 @@
 """Says what notice a command gets before its processes are stopped for good.
 
 A command with a `notice` may save its work and end by itself, with exit status AGAIN: it then goes
-back to the queue and begins again in its kept working folder.  A task that waits for the device
-also waits for the notice, so an island bounds the notice (`notice_us`).  The noticed task is
-charged until it lets go.
+back to the queue and begins again in its working folder. A task that waits for the device also
+waits for the notice, so an island limits its length (`notice_us`). The noticed task is charged
+until it releases the device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ NEED = "notice"
 NO_SIGNAL = "none"  # only the file of the notice is written
 SIGNALS = ("SIGUSR1", "SIGUSR2", "SIGTERM", "SIGINT", "SIGHUP", "SIGCONT", NO_SIGNAL)
 MOST_S = 300.0
-#: microseconds; a task that begins again by itself after less time on its device uses up an attempt
+#: in microseconds; if a task asks to begin again after less time on its device, that uses up an
+#: attempt
 AGAIN_AFTER_US = 60_000_000
 
 
@@ -36,8 +37,8 @@ class NoticeReason(StrEnum):
     MAX_DURATION = "max_duration"
 
 
-#: The rule of a pause -> the reason of its notice.  A pause by any other rule freezes a command
-#: where it is until it goes on, so it gets no notice.
+#: The rule of a pause -> the reason of its notice. A pause by any other rule only freezes a command
+#: where it is, so the command needs no notice.
 OF_RULE = {"drain": NoticeReason.DRAIN, "move": NoticeReason.MOVE, "F5": NoticeReason.RECLAIM}
 
 
@@ -71,9 +72,9 @@ def read_notice(fields: Fields, *, run_kind: str, max_duration_s: float) -> Noti
 
 
 def notice_us(notice: Notice | None, rule: str, *, most_s: float, slice_s: float) -> int:
-    """Return how long a task that is paused by this rule goes on after the order, in microseconds.
+    """Return how long a task that is paused by this rule runs on after the order, in microseconds.
 
-    A device that is owed to another tenant is kept for one slice at most.
+    If the device is owed to another tenant, that is at most one slice.
     """
     if notice is None or rule not in OF_RULE:
         return 0
@@ -85,8 +86,9 @@ def notice_us(notice: Notice | None, rule: str, *, most_s: float, slice_s: float
 def is_free(noticed: str, held_us: int) -> bool:
     """True if beginning again uses up no attempt of the task.
 
-    `noticed` is the reason of the notice that it got, or empty; `held_us` is how long it held its
-    device.  Otherwise a command could evade its time limit by asking again and again.
+    `noticed` is the reason of the notice that it got, or ""; `held_us` is how long it held its
+    device. A notice because of the time limit does not count: a command could otherwise evade its
+    limit by asking again and again.
     """
     if noticed == NoticeReason.MAX_DURATION:
         return False

@@ -1,12 +1,12 @@
 """Writes and reads the lock of an environment: exactly which wheels it consists of.
 
-A lock is a short text, addressed by its SHA-256: a head, then one package a line with its hashes,
-sorted.  Equal environments have equal texts, also those of different tenants.  `uv` reads it as
-requirements with hashes.
+A lock is a short text, addressed by its SHA-256: a head, then one line for each package with its
+hashes, sorted. Equal environments have equal texts, also those of different tenants. `uv` reads it
+as requirements with hashes.
 
 A lock that lies *over* the platform names the versions of PLATFORM: packages that every process of
-a job has imported before its code begins, so they cannot be replaced.  The lock does not contain
-them.  A lock that is *alone* contains everything that it needs.
+a job has imported before its code begins, so they cannot be replaced. The lock does not contain
+them. A lock that is *alone* contains everything that it needs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from app.core.model.provisions.requirements import (
     read_hashed,
 )
 
-#: What a process of a job has imported before its code begins (`workers.zygote`).
+#: Packages that a process of a job has imported before the job's code begins (`workers.zygote`).
 PLATFORM = (
     "cloudpickle",
     "mpmath",
@@ -42,7 +42,9 @@ _HEAD = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackageLock:
-    """The packages of an environment; `over` has the platform's versions if it is not `alone`."""
+    """Lists the packages of an environment; `over` has the platform's versions if it is not
+    `alone`.
+    """
 
     python: str
     packages: tuple[PinnedPackage, ...]
@@ -81,7 +83,7 @@ def read_lock(text: str) -> PackageLock:
 def over_platform(
     pinned: Sequence[PinnedPackage], installed: Mapping[str, str]
 ) -> tuple[list[PinnedPackage], list[str]]:
-    """Take the platform's packages out of a lock; return the rest, and what does not fit.
+    """Remove the platform's packages from a lock; return the rest, and those of another version.
 
     `installed` are the platform's versions, without their local parts.
     """
@@ -101,9 +103,9 @@ def public(version: str) -> str:
 
 
 def stand_ins(installed: Mapping[str, str]) -> Iterable[tuple[str, str]]:
-    """Yield (name, version) of the empty packages that stand for the platform's while `uv` locks.
+    """Yield (name, version) of the empty packages that replace the platform's while `uv` locks.
 
-    Their versions have a local part, so that they are none of the index.
+    Their versions have a local part, so the index has none of them.
     """
     return ((name, f"{version}+platform") for name, version in sorted(installed.items()))
 

@@ -1,9 +1,10 @@
-"""Tells which commands leave their device with their processes, and where these can go on.
+"""Tells which commands take their processes along when they leave a device, and where these can
+run.
 
-A device whose start-up trial of CRIU passed offers OFFER, and OFFER with the mark of its host.
-Stored processes have chosen code for their processor and driver. They go on only on hosts with the
-same mark, where these are equal.  The device worker reports for each command whether its processes
-can be stored. If not, the reason follows a colon.
+A device whose start-up trial of CRIU succeeded offers OFFER, and OFFER with the mark of its host.
+Stored processes have chosen code for their processor and driver. They can be restored only on hosts
+with the same mark, where these are equal. The device worker reports for each command whether its
+processes can be stored. If not, the reason follows a colon.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ def choice_where_it_goes_on(choice: str, offer: str) -> str:
 
 
 def movement(run_kind: str, capabilities: Collection[str], bound_because: str) -> str:
-    """Return in a sentence what happens to the task if it leaves its device; "" if not known yet.
+    """Return a sentence on what happens to the task if it leaves its device; "" if not known yet.
 
-    `bound_because` is why the processes of a command cannot go elsewhere.
+    `bound_because` is why the processes of a command cannot go to another device.
     """
     if run_kind == "function":
         return "It cannot move: on another device it runs again from its beginning."

@@ -23,7 +23,7 @@ MAX_BYTES = 2**21  # per file
 MAX_LINES = 20_000
 MAX_LISTED = 20  # most faults listed for one file; further ones are counted
 
-# Spaces are matched without backtracking (`*+`), so a long run of them takes linear time.
+# Spaces are matched without backtracking (`*+`), so that a long run of them takes only linear time.
 _NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,126}[A-Za-z0-9])?"
 _EXTRAS = rf"(?:\s*+\[\s*+(?:{_NAME}(?:\s*+,\s*+{_NAME})*)?\s*+\])?"
 _BOUND = r"(?:===|~=|==|!=|<=|>=|<|>)\s*+[A-Za-z0-9_.*+!-]{1,128}"
@@ -47,7 +47,9 @@ _FILE_OPTIONS = ("-r", "--requirement", "-c", "--constraint")
 
 @dataclass(frozen=True, slots=True)
 class FileFault:
-    """One fault of a file; `line` counts from 1, and is 0 if the fault is of the whole file."""
+    """Describes one fault of a file; `line` counts from 1, and is 0 if the whole file is at
+    fault.
+    """
 
     line: int
     detail: str
@@ -55,7 +57,9 @@ class FileFault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinnedPackage:
-    """One package of a lock, at one version; any of `hashes` ("sha256:<hex>") may be its wheel."""
+    """Describes one package of a lock, at one version; each of `hashes` ("sha256:<hex>") is that of
+    a wheel.
+    """
 
     name: str
     version: str
@@ -124,7 +128,7 @@ def read_requirements(text: str) -> list[str]:
 
 
 def _why_not(line: str) -> str:
-    """Return why the line may not stand in a file of requirements; "" if it may."""
+    """Return why the line may not be in a file of requirements; "" if it may."""
     if line.startswith("-"):
         return _option(line)
     if _HASH.search(f" {line}"):
@@ -145,7 +149,9 @@ def _option(line: str) -> str:
 
 
 def _source(line: str) -> str:
-    """Return why the line's source is refused: a path, an address, a variable; "" for the index."""
+    """Return why the line's source is refused (a path, an address, a variable); "" if it is the
+    index.
+    """
     before_marker = line.partition(";")[0]
     if "://" in line or "@" in before_marker or re.match(r"(git|hg|svn|bzr)\+", line):
         return "names an address; only packages of the administrator's index can be installed"

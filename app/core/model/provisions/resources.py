@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # it checks the words of `device_choice`, which compares reso
 
 JSON = dict[str, Any]
 
-GIVES = "gives"  # the fact of a device: resource -> the most that it can give one task
+GIVES = "gives"  # the fact of a device: resource -> the most that it can give to one task
 CPUS, MEMORY, DISK, PROCESSES = "cpus", "memory", "disk", "processes"
 #: resource -> its field in `resources`
 FIELDS = {
@@ -37,7 +37,10 @@ MOST_PROCESSES = 1000  # the limit of a task that asks for none
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """The limits of one task; 0 asks for none, and the bounds of its device hold."""
+    """Lists the limits of one task.
+
+    0 asks for no limit; then only the limits of the device hold.
+    """
 
     cpus_milli: int = 0
     memory_bytes: int = 0
@@ -68,7 +71,7 @@ NO_RESOURCES = Resources()
 
 
 def of_amounts(amounts: Mapping[str, int]) -> Resources:
-    """Return the amounts of resources, by name, in the form of the field."""
+    """Return amounts by name as `Resources`, the form of the descriptor's field."""
     return Resources(
         cpus_milli=amounts.get(CPUS, 0),
         memory_bytes=amounts.get(MEMORY, 0),
@@ -96,7 +99,7 @@ def read_resources(fields: Fields) -> Resources:
 
 
 def offer_of(resource: str) -> str:
-    """Return the word for a limit: a device that enforces it offers the word."""
+    """Return the offer of a device that enforces the limit of this resource."""
     return f"limit:{resource}"
 
 

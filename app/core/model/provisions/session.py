@@ -1,9 +1,9 @@
-"""Says when an interactive command gives its device away, and when it ends for good.
+"""Says when an interactive command gives its device to other tasks, and when it ends for good.
 
-A command with a `session` is used by a person.  While it computes nothing, and nobody types, it
-only keeps others from its device: so its device is given back, and it comes back at the next
-keystroke, with all its processes where they were.  It computes nothing while its processes together
-use less than `LEAST_SHARE` of one processor.
+A person uses a command with a `session`. While the command computes nothing and the person does not
+type, it only keeps others from its device. So it gives the device back, and gets one again at the
+next keystroke, with all its processes as they were. It computes nothing while its processes
+together use less than `LEAST_SHARE` of one processor.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from app.core.model.fields import Fields
 
 JSON = dict[str, Any]
 
-#: the need of a task with a session, and the offer of a device that can tell when it is idle
+#: the need of a task with a session, and the offer of a device that can tell if it is idle
 NEED = "session"
-HOLD = "idle"  # the hold of a session that gave its device away; a keystroke releases it
+HOLD = "idle"  # the hold of a session that gave its device back; a keystroke releases it
 USUAL_IDLE_S = 300.0
 LEAST_IDLE_S, MOST_IDLE_S = 5.0, 86_400.0
-LEAST_PAUSE_S = 60  # the least limit of idle tasks, and of silent sessions, of a tenant
+# in seconds: the lowest limit that a tenant can set for idle tasks and for silent sessions
+LEAST_PAUSE_S = 60
 LEAST_SHARE = 0.05  # in processors: a session that computes less counts as idle
-WARN_AT = 0.8  # warn when this part of the time to a session's end has passed
+WARN_AT = 0.8  # a warning is sent when this part of the time to a session's end has passed
 
 
 class SessionEnd(StrEnum):
@@ -59,7 +60,9 @@ def read_session(fields: Fields, *, run_kind: str, world_size: int) -> Interacti
 
 
 def idle_limit_s(idle_s: float, most_s: float | None) -> float:
-    """Return after how long a session is idle; `most_s` is the least limit of its tenants."""
+    """Return the time after which a session is idle; `most_s` is the lowest limit of its
+    tenants.
+    """
     return idle_s if most_s is None else min(idle_s, most_s)
 
 
@@ -69,7 +72,9 @@ def gives_way(idle_s: float, *, computed_nothing_s: float, silent_s: float) -> b
 
 
 def judge_silence(silent_s: float, end_s: float | None, *, is_warned: bool) -> SessionEnd | None:
-    """Judge a session into which nobody typed for `silent_s`; `end_s` is its tenant's limit."""
+    """Judge a session in which the person has not typed for `silent_s`; `end_s` is its tenant's
+    limit.
+    """
     if end_s is None:
         return None
     if silent_s >= end_s:

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING
 from app.core.model.device_choice import WHOLE_MILLI
 from app.core.model.lifecycle import ENDED
 
-if TYPE_CHECKING:  # it is slow to import, and the command line needs this module for its tunnels
+# not imported at run time: it is slow, and the command line needs this module for its tunnels
+if TYPE_CHECKING:
     from app.core.model.descriptor import TaskDescriptor
 
 FRAME_BYTES = 2**15  # most bytes of a frame, without its head
@@ -35,8 +36,8 @@ WORDS_MAX = 64  # per command
 WORD_CHARACTERS = 1024
 SIDE_MAX = 1000  # most rows or columns of a terminal
 
-#: Before a frame on TCP and on sockets: kind, channel, length.  A WebSocket message is one frame,
-#: without the length.
+#: The head of a frame on TCP and on sockets: kind, channel, length. A WebSocket message is one
+#: frame, whose head has no length.
 FRAME_HEAD = struct.Struct("!BHI")
 MESSAGE_HEAD = struct.Struct("!BH")
 
@@ -58,11 +59,11 @@ def why_no_tunnel(
     device_kind: str = "cpu",
     is_fraction: bool = False,
 ) -> str:
-    """Say why no tunnel into a task can be opened; "" if one can.
+    """Return why no tunnel into a task can be opened; "" if one can.
 
-    A tunnel into a task that does not run yet, or not now, waits until it does.  A shell in a
-    command counts as part of the command.  A shell of a job runs beside the job, so device memory
-    that it took would count for no task.
+    A tunnel into a task that does not run now waits until it does. A shell in a command counts as
+    part of the command. A shell of a job runs beside the job, so device memory that it took would
+    count for no task.
     """
     if state in ENDED:
         return f"the task is already {state}; its processes are gone"
@@ -78,7 +79,7 @@ def why_no_tunnel(
 
 
 def why_not_into(state: str, spec: TaskDescriptor) -> str:
-    """Say why no tunnel into a task of this descriptor can be opened; "" if one can."""
+    """Return why no tunnel into a task with this descriptor can be opened; "" if one can."""
     return why_no_tunnel(
         state,
         spec.run.kind,
@@ -89,7 +90,7 @@ def why_not_into(state: str, spec: TaskDescriptor) -> str:
 
 
 class FrameKind(IntEnum):
-    """The kinds of frames; the comment says which side sends them, and what they carry."""
+    """Lists the kinds of frames; the comment says which side sends them, and what they carry."""
 
     DATA = 0  # both: bytes
     WINDOW = 1  # both: how many bytes more the sender of the frame has taken
@@ -98,7 +99,7 @@ class FrameKind(IntEnum):
     RESIZE = 4  # user: rows, columns
     EXIT = 5  # helper: the exit status of the shell
     FAILED = 6  # helper: why a channel cannot be connected
-    QUIET = 7  # user: bytes that are no input of a person; they wake no task
+    QUIET = 7  # user: bytes that are not a person's input, so they wake no task
     OPENED = 8  # device worker: the tunnel is open
     REFUSED = 9  # device worker: why the tunnel is not open
 
@@ -130,7 +131,7 @@ def checked_head(kind: int, channel: int, size: int, allowed: frozenset[FrameKin
 
 
 def frame_of_message(message: bytes) -> tuple[FrameKind, bytes]:
-    """Return the kind of a user's message, and the frame to send on; raises BadFrame."""
+    """Return the kind of a user's message, and the frame to forward; raises BadFrame."""
     if len(message) < MESSAGE_HEAD.size:
         raise BadFrame("a message without a head")
     kind, channel = MESSAGE_HEAD.unpack_from(message)
@@ -151,7 +152,7 @@ def frame_of(kind: FrameKind, channel: int = 0, body: bytes = b"") -> bytes:
 class TunnelTicket:
     """Opens one tunnel to one launch of a task, once and before `expires_s` (seconds since 1970).
 
-    `words` is the command of a shell; empty: the usual shell.  `port` is the one to forward.
+    `words` is the command of a shell; empty: the usual shell. `port` is the port to forward.
     """
 
     tunnel: str

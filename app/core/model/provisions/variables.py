@@ -43,7 +43,7 @@ _REFUSED = {
 }
 _REFUSED_PREFIXES = {"ROUNDHOUSE_": _OURS, "TORCHELASTIC_": _RANKS}
 _DEVICES_SUFFIX = "_VISIBLE_DEVICES"
-#: The loader, the interpreter and its thread pools read these when a process starts.
+#: The loader, the interpreter and its thread pools read these variables only when a process starts.
 _AT_THE_START = ("LD_", "PYTHON", "GLIBC_TUNABLES", "MALLOC_", "OMP_", "MKL_", "KMP_", "OPENBLAS_")
 
 
@@ -100,7 +100,7 @@ def check_variables(
 
 
 def why_refused(name: str, *, is_command: bool) -> str:
-    """Say why a task may not set this variable; "" if it may."""
+    """Return why a task may not set this variable; "" if it may."""
     if why := _REFUSED.get(name):
         return why
     if name.upper().endswith(_DEVICES_SUFFIX):
