@@ -27,7 +27,9 @@ FAR = 1 << 62
 
 
 class Option(NamedTuple):
-    """One way to run a task: it needs its blocks at `places`, and `lanes` lanes of each line."""
+    """Describes one way to run a task: it needs its blocks at `places`, and `lanes` lanes of each
+    line.
+    """
 
     places: tuple[int, ...]
     mask: int  # bit mask of `places`
@@ -42,7 +44,9 @@ class Hop(NamedTuple):
 
 
 class Trip(NamedTuple):
-    """One copy over one link.  `spill`: it frees memory, or returns a block that was evicted."""
+    """Describes one copy over one link. `spill`: it frees memory, or returns a block that was
+    evicted.
+    """
 
     block: int
     link: int
@@ -75,11 +79,11 @@ def bits(mask: int) -> Iterator[int]:
 
 @dataclass(kw_only=True, eq=False)
 class PlacementProblem:
-    """Tasks, blocks, places, lines and links by number.
+    """Numbers the tasks, blocks, places, lines and links of a problem.
 
-    A task follows the tasks in `after`, which includes its data edges.  `replaces` maps a block
-    that a task writes to the read block whose memory it takes over.  `lanes` are the times at which
-    each line's lanes become free.  `ways[a][b]` are the hops from place a to place b.
+    A task follows the tasks in `after`, which includes its data edges. `replaces` maps a block that
+    a task writes to the read block whose memory it takes over. `lanes` are the times at which each
+    line's lanes become free. `ways[a][b]` are the hops from place a to place b.
     """
 
     options: list[tuple[Option, ...]]
@@ -160,7 +164,9 @@ class PlacementProblem:
         )
 
     def sorted_by(self, rank: Callable[[int], int]) -> list[int]:
-        """Return the tasks so that each follows what it needs, else by descending rank."""
+        """Return the tasks in an order in which each comes after those that it needs; apart from
+        that, by descending rank.
+        """
         waits = [len(before) for before in self.after]
         ready = [(-rank(task), task) for task in range(self.tasks) if not waits[task]]
         heapify(ready)
@@ -205,12 +211,13 @@ class PlacementProblem:
 
 
 class Timeline:
-    """The tasks placed so far and their cost; `place` adds a task, `undo` removes the last ones.
+    """Holds the tasks placed so far and their cost; `place` adds a task, `undo` removes the last
+    ones.
 
-    With `budget` the memory of every place is tracked in the order of the tasks.  A copy stays
-    until its last reader was placed, and is evicted earlier if memory is short
-    (`datablock.victims`).  This needs all `seats` and the `order`, and that a device's line has the
-    same number as its place.
+    With `budget` the memory of every place is tracked in the order of the tasks. A copy stays until
+    its last reader was placed, and is evicted earlier if memory is short (`datablock.victims`).
+    This needs all `seats` and the `order`, and that a device's line has the same number as its
+    place.
     """
 
     __slots__ = (
@@ -291,7 +298,7 @@ class Timeline:
         return int(self.sums[2])
 
     def place(self, task: int, option: Option, not_before_ns: int = 0) -> int:
-        """Run the task by this option after all placed ones; returns its end."""
+        """Run the task by this option after all placed tasks; return when it ends."""
         come = not_before_ns
         if self.budget is not None:
             come = max(come, self._make_room(task, option))
@@ -374,7 +381,7 @@ class Timeline:
     def _bring(
         self, task: int, block: int, place: int, not_before_ns: int, spill: bool = False
     ) -> int:
-        """Copy a block to a place from the nearest copy; returns its arrival."""
+        """Copy a block to a place from the nearest copy; return when it arrives."""
         problem, log, row = self.problem, self.log, self.arrive[block]
         sources = problem.sources(self.where[block], place)
         source = sources[0]
@@ -414,7 +421,7 @@ class Timeline:
         cells[index] = value
 
     def _make_room(self, task: int, option: Option) -> int:
-        """Reserve the task's memory at its places; returns when its blocks may start to arrive."""
+        """Reserve the task's memory at its places; return when its blocks may start to arrive."""
         assert self.budget is not None
         problem, earliest = self.problem, 0
         for place in option.places:
@@ -434,9 +441,10 @@ class Timeline:
         return earliest
 
     def _room_for(self, task: int, place: int, needed: int, incoming: int, bound: int) -> int:
-        """Reserve at one place; returns when blocks may start to arrive.
+        """Reserve memory at one place; return when blocks may start to arrive.
 
-        If both fit, blocks may arrive while the previous task still runs; otherwise after its end.
+        If both tasks fit, blocks may arrive while the previous task still runs; otherwise only
+        after its end.
         """
         over = self.used[place] + needed - bound
         if over > 0:
@@ -505,7 +513,9 @@ class Timeline:
 
 
 class PlacementChoice:
-    """The option of every task, and the bytes that these options move with unlimited memory."""
+    """Holds the option of every task, and the bytes that these options move if memory is
+    unlimited.
+    """
 
     __slots__ = ("count", "need", "problem", "seats", "source", "total")
 

@@ -1,8 +1,9 @@
-"""Searches small problems exhaustively: the best of all assignments in one order.
+"""Searches small problems exhaustively, for the best of all assignments in one order.
 
-Tasks are placed in that order, in every way that may still be better.  Three bounds prune the
-search: a makespan over the limit, given the longest chain and the work left; bytes that reach the
-best ones, with those that no placement avoids; and places that differ in name only.
+Tasks are placed in that order, in every way that may still be better. Three rules end a branch of
+the search early: its makespan exceeds the limit, given the longest chain and the work left; its
+bytes, with those that no placement avoids, are no fewer than the best ones; or it differs from
+another branch only in the names of places.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ THOUSAND = 1000
 
 
 def unavoidable(problem: PlacementProblem, order: Sequence[int]) -> list[int]:
-    """Return the bytes that every placement moves from the n-th task of the order on, for each n.
+    """Return for each n the bytes that every placement must move from the n-th task of the order
+    on.
 
     A block that lies where none of its readers can run must be copied at least once.
     """
@@ -42,7 +44,8 @@ def _nearest(problem: PlacementProblem, where: int, task: int) -> int:
 
 
 class Exact:
-    """Branch and bound over the options in one order: first the makespan, then bytes within it.
+    """Searches by branch and bound over the options in one order: first the best makespan, then the
+    fewest bytes near it.
 
     `guard` is in thousandths of the best makespan, `effort` in placed tasks.
     """
@@ -52,7 +55,9 @@ class Exact:
         self.twins = _twins(problem)
 
     def improve(self, found: Solution) -> Solution:
-        """Return a placement at least as good; `exact` if the search was exhaustive."""
+        """Return a placement that is at least as good; it is marked `exact` if the search was
+        exhaustive.
+        """
         quickest = self._search(found, by_bytes=False, limit_ns=found.least_makespan_ns - 1)
         least_ns = min(found.least_makespan_ns, quickest.makespan_ns)
         limit_ns = least_ns * self.guard // THOUSAND
@@ -68,7 +73,7 @@ class Exact:
 
 
 class _Branches:
-    """One search: the best placement so far, and the bounds that prune the others."""
+    """Runs one search: keeps the best placement so far, and ends branches that cannot be better."""
 
     def __init__(self, exact: Exact, found: Solution, by_bytes: bool, limit_ns: int) -> None:
         problem = exact.problem
@@ -104,7 +109,10 @@ class _Branches:
             self.used = used
 
     def _choices(self, n: int) -> list[int]:
-        """Return the options of the n-th task, best first; of equivalent unused places only one."""
+        """Return the options of the n-th task, best first.
+
+        Of equivalent places that are unused, only one is tried.
+        """
         task, line = self.order[n], self.line
         costs, seen = [], set[tuple[int, ...]]()
         for place, choice in enumerate(self.problem.options[task]):

@@ -1,16 +1,19 @@
-"""Plans a graph over several executors: which one runs which node, and what passes.
+"""Plans a graph over several executors: which one runs which node, and which blocks pass between
+them.
 
-The executors of a graph are the ranks of its gang.  `spread` assigns the nodes ahead of time; the
-planner (`planner`) weighs bytes against time.  `lanes` returns what each executor runs, in the one
-order of all, and which blocks it takes from others, gives to them and frees.  Both are pure
-functions.  So every executor knows the whole plan, and asks no other between two nodes.
+The executors of a graph are the ranks of its gang. `spread` assigns the nodes ahead of time; the
+planner (`planner`) weighs bytes against time. `lanes` returns what each executor runs, in an order
+common to all, and which blocks it takes from other executors, gives to them and frees. Both are
+pure functions. So every executor knows the whole plan, and need not ask another one between two
+nodes.
 
-* A mapped node has one shard per item.  Executor `e` of `n` runs the items from `total * e // n` to
-  `total * (e + 1) // n`.  What it writes stays there as a part of the list.
-* The task's inputs lie everywhere.  Late inputs come to the first executor, which passes them on.
+* A mapped node has one shard per item. Executor `e` of `n` runs the items from `total
+* e // n` to `total
+* (e + 1) // n`. What it writes stays there as a part of the list.
+* The task's inputs lie everywhere. Late inputs come to the first executor, which passes them on.
   The graph's outputs end at the first executor.
 * Each executor runs its nodes strictly in the order, which is a linear extension of the
-  dependencies.  So the first node that has not ended waits for no other, and there is no deadlock.
+  dependencies. So the first node that has not ended waits for no other, and there is no deadlock.
 """
 
 from __future__ import annotations
@@ -54,9 +57,9 @@ class ExecutorSpread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
-    """A block, or one executor's part of a list, that passes to another executor, once.
+    """Describes a block, or one executor's part of a list, that passes once to another executor.
 
-    `bytes` is None if the size is unknown.  For a part of a list it is an equal part of all items.
+    `bytes` is None if the size is unknown. For a part of a list it is an equal part of all items.
     """
 
     block: str
@@ -67,12 +70,12 @@ class Copy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
-    """A unit in an executor's lane; blocks by number.
+    """Describes a unit in an executor's lane; blocks are named by number.
 
-    `takes` are (block, maker) that the unit reads and other executors make.  `gives` are blocks
-    that it makes and others read.  `frees` are own blocks that no executor needs after the unit.
-    `drops` are (block, maker) that this executor no longer needs: blocks of others, and own blocks
-    that others may still need.
+    `takes` are (block, maker) that the unit reads and other executors make. `gives` are blocks that
+    it makes and others read. `frees` are own blocks that no executor needs after the unit. `drops`
+    are (block, maker) that this executor no longer needs: blocks of others, and own blocks that
+    others may still need.
     """
 
     at: int
@@ -84,7 +87,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutorPlan:
-    """All that one executor runs.  `takes` is what the graph's outputs need from others.
+    """Lists all that one executor runs. `takes` are blocks of others that the graph's outputs need.
 
     `readers` maps each block that it gives to its readers, each with the last unit that reads it.
     """
@@ -101,7 +104,9 @@ class ExecutorPlan:
 def spread(
     graph: TaskGraph, executors: int, effort: Effort = EFFORT, *, order: Sequence[str] = ()
 ) -> ExecutorSpread:
-    """Return the executor of each node, and the given order; without one, an order is found."""
+    """Return the executor of each node, and the order of the nodes; if no order is given, one is
+    computed.
+    """
     if executors == 1:
         names = tuple(order) or program(graph).order
         return ExecutorSpread(executors=1, order=names, seats=dict.fromkeys(names, 0))
@@ -117,7 +122,7 @@ def spread(
 
 
 def _in_order(graph: TaskGraph, first: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the planned order, with the shards of a node as near together as possible."""
+    """Return the planned order of the nodes, with the shards of each node close together."""
     needed, followers = waits(graph), defaultdict[str, list[str]](list)
     for name, others in needed.items():
         for other in others:
@@ -145,7 +150,9 @@ def _topology(executors: int) -> Topology:
 
 
 def _to_place(graph: TaskGraph, executors: int) -> planner.PlannedGraph:
-    """Convert to a placement graph: one node per executor for a mapped node, and lists as parts."""
+    """Convert the graph for the planner: a mapped node becomes one node per executor, and a list
+    its parts.
+    """
     known, items = known_bytes(graph), _declared_items(graph)
     mapping = {node.name for node in graph.nodes if node.map}
     nodes, blocks = list[planner.PlannedNode](), dict[str, PlannedBlock]()
@@ -208,7 +215,7 @@ def lanes(
 ) -> tuple[ExecutorPlan, ...]:
     """Return what each executor runs of a program whose order is that of `spread`.
 
-    Inputs of `late` come while the graph runs.
+    Inputs named in `late` arrive while the graph runs.
     """
     return _Lanes(graph, spread, program, late).found()
 
@@ -316,7 +323,7 @@ def copies(
 def _needed(node: Node, executor: int, executors: int) -> tuple[str, ...]:
     """Return the blocks that this executor's part of the node reads.
 
-    Of listed items that the node maps over, these are only the executor's own.
+    If the node maps over a list of blocks, only the executor's own items count.
     """
     found = list[str]()
     for port, taken in node.inputs.items():
@@ -329,7 +336,9 @@ def _needed(node: Node, executor: int, executors: int) -> tuple[str, ...]:
 
 
 def _own_parts(node: Node) -> set[str]:
-    """Return the lists that the node only maps over: each executor already has its part of them."""
+    """Return the lists that the node only maps over; each executor already has its part of
+    these.
+    """
     mapped = {
         taken.sources[0] for p, taken in node.inputs.items() if p in node.map and not taken.is_list
     }

@@ -1,7 +1,7 @@
-"""Placements by simple rules: peers to compare with, and starts of the search.
+"""Computes placements by simple rules: to compare with, and to begin the search with.
 
 Each rule takes a problem and returns a whole placement, measured by the same `Timeline` as all
-others.  `RULES` are the peers with which Roundhouse is compared.  `starts` are the placements with
+others. `RULES` are the rules with which Roundhouse is compared. `starts` are the placements with
 which the search begins (`app.core.placement.local_search`).
 """
 
@@ -18,10 +18,10 @@ from app.core.placement.cost_model import FAR, NS, Option, PlacementProblem, Tim
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """The option of each task, their order, and the cost.
+    """Holds the option of each task, their order, and the cost.
 
     `least_makespan_ns` is the best makespan that was seen, `least_bytes` a lower bound for all
-    placements.  `exact`: for this order, no placement within the guard moves fewer bytes.
+    placements. `exact`: for this order, no placement within the guard moves fewer bytes.
     """
 
     seats: tuple[int, ...]
@@ -114,7 +114,10 @@ def _settle(
 def _gap(
     problem: PlacementProblem, taken: dict[int, list[tuple[int, int]]], choice: Option, ready: int
 ) -> int:
-    """Return when the first gap that is long enough begins; lines of several lanes get no gaps."""
+    """Return when the first long enough gap begins.
+
+    Lines with several lanes have no gaps.
+    """
     if len(choice.lines) == 1 and len(problem.lanes[choice.lines[0]]) == 1:
         at = max(ready, problem.lanes[choice.lines[0]][0])
         for start, end in taken[choice.lines[0]]:
@@ -129,13 +132,16 @@ def _gap(
 
 
 def by_start(order: Sequence[int], begin: Sequence[int]) -> list[int]:
-    """Return the tasks by their begin; tasks that begin together keep their order."""
+    """Return the tasks in the order in which they begin; tasks that begin together keep their
+    order.
+    """
     place = {task: n for n, task in enumerate(order)}
     return sorted(order, key=lambda task: (begin[task], place[task]))
 
 
 def listed(problem: PlacementProblem, weight: int) -> Solution:
-    """Place by upward rank, each task where it ends first; copies count `weight` times as delay.
+    """Place by upward rank, each task where it ends first; the delay of copies counts `weight`
+    times.
 
     Unlike HEFT, the rule takes busy links into account, and fills no gaps.
     """
@@ -164,7 +170,7 @@ def _copy_ns(problem: PlacementProblem, line: Timeline, task: int, choice: Optio
 
 
 def together(problem: PlacementProblem) -> Solution:
-    """Place all tasks that can run there on one place, so that few bytes move."""
+    """Place on one place all tasks that can run there, so that few bytes move."""
     order = problem.sorted_by(ranks(problem).__getitem__)
     places = sorted({p for options in problem.options for o in options for p in o.places})
     found = []
@@ -178,7 +184,9 @@ def together(problem: PlacementProblem) -> Solution:
 
 
 def dmda(problem: PlacementProblem, beta: int = 1) -> Solution:
-    """Place by StarPU's dmda: each ready task where its end plus beta times its copies is least."""
+    """Place by StarPU's dmda: each ready task goes where its end, plus beta times its copies, is
+    earliest.
+    """
     line, seats, order = Timeline(problem), [0] * problem.tasks, list[int]()
     waits = [len(before) for before in problem.after]
     ready = [(0, task) for task in range(problem.tasks) if not waits[task]]
@@ -212,9 +220,10 @@ def _ready_now(
 def _idle_rule(
     problem: PlacementProblem, priority: Callable[[int, int, int], int], cost: Callable[..., int]
 ) -> Solution:
-    """Whenever a line is idle, give an idle option to the ready task of the highest priority.
+    """Whenever a line is idle, give the ready task of the highest priority an option that uses idle
+    lines.
 
-    `priority(task, waited_ns, since_ns)`: largest first.  `cost(line, task, option)`: least first.
+    `priority(task, waited_ns, since_ns)`: largest first. `cost(line, task, option)`: least first.
     """
     line, seats, order = Timeline(problem), [0] * problem.tasks, list[int]()
     waits = [len(before) for before in problem.after]

@@ -2,11 +2,11 @@
 
 Islands are places with lanes, and the workload is placed on them like a graph on devices
 (`app.core.placement.planner`): the fewest bytes between islands, at a makespan of at most 1.05
-times the best one known.  A block that several islands hold or need crosses once to each of them:
-this is the cut of its hypergraph.  A tenant can count on its fair share of the devices of an
-island, and waits for work that others have queued there before.
+times the best one known. A block that several islands hold or need crosses once to each of them:
+this is the cut of its hypergraph. A tenant can count on its fair share of the devices of an island,
+and waits for work that others queued there earlier.
 
-A request of a single task is a graph with one node.  When an island dies, its nodes are assigned
+A request of a single task is a graph with one node. When an island dies, its nodes are assigned
 again, with the nodes that must run again because their blocks died with it; all others stay.
 """
 
@@ -38,11 +38,11 @@ FEWEST = 8  # at least so many islands are compared for each node
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindCapacity:
-    """An island's capacity of one device kind.
+    """Describes an island's capacity of one device kind.
 
-    `devices` limits the width of a gang.  `share` is how many of them the tenant may count on, at
-    least one.  `memory_bytes` is that of the largest device; None: unknown.  The devices become
-    free `busy_ns` from now.
+    `devices` limits the width of a gang. `share` is how many of them the tenant may count on, at
+    least one. `memory_bytes` is that of the largest device; None: unknown. The devices become free
+    `busy_ns` from now.
     """
 
     devices: int
@@ -54,7 +54,9 @@ class KindCapacity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementIsland:
-    """An island with its capacity by kind; blocks on its devices and hosts (`places`) lie on it."""
+    """Describes an island with its capacity by kind; blocks on its devices and hosts (`places`) are
+    on it.
+    """
 
     id: str
     rooms: Mapping[str, KindCapacity]
@@ -71,7 +73,9 @@ class IslandCrossing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Portions:
-    """The island of each node; `portions` lists each island's nodes in the order of the plan."""
+    """Holds the island of each node; `portions` lists each island's nodes in the order of the
+    plan.
+    """
 
     seats: Mapping[str, str]
     portions: Mapping[str, tuple[str, ...]]
@@ -94,7 +98,7 @@ def apportion(
 ) -> Portions:
     """Assign an island to every node; raises Unplaceable.
 
-    `links` are between islands, one each way.
+    `links` are between islands, one for each direction.
     """
     return _assign(graph, tuple(islands), tuple(links), {}, effort)
 
@@ -112,8 +116,8 @@ def reassign(
     """Assign again after an island died; `islands` are those that live.
 
     `before` is the island of each node so far, `done` are the nodes that have ended, and `at` the
-    living places of each whole block.  Nodes on living islands stay there.  Raises datablock.Gone
-    if a needed block cannot be made again.
+    living places of each whole block. Nodes on living islands stay there. Raises
+    datablock.BlockGone if a needed block cannot be made again.
     """
     living, ended = tuple(islands), set(done)
     again = _again(graph, ended, frozenset(block for block, places in at.items() if places))
@@ -185,10 +189,11 @@ def _narrowed(
     need: Mapping[str, int],
     keep: Collection[str],
 ) -> tuple[PlannedGraph, tuple[PlacementIsland, ...]]:
-    """Leave out islands that cannot better the plan, so that its cost hardly grows with them.
+    """Leave out islands that cannot make the plan better, so that more islands hardly cost more
+    time.
 
     Nodes with equal needs keep the islands where one of them would end first: as many as have a
-    lane for each of them, and at least `FEWEST`.  Islands with blocks stay too.
+    lane for each of them, and at least `FEWEST`. Islands with blocks stay too.
     """
     if len(islands) <= FEWEST:
         return graph, islands
@@ -210,7 +215,9 @@ def _narrowed(
 def _soonest(
     nodes: Sequence[PlannedNode], islands: tuple[PlacementIsland, ...], need: int
 ) -> Iterator[str]:
-    """Yield the islands where the first of `nodes`, which need the same, would end first."""
+    """Yield the islands, first the one where the first of `nodes` would end soonest. All nodes need
+    the same.
+    """
     node, ends = nodes[0], list[tuple[int, int, int]]()
     for n, island in enumerate(islands):
         for kind, room in island.rooms.items():
@@ -228,7 +235,9 @@ def _soonest(
 def _routes(
     graph: PlannedGraph, links: tuple[PlannedLink, ...], place: Mapping[str, int]
 ) -> tuple[list[tuple[int, int]], list[list[tuple[Hop, ...]]]]:
-    """Return the links between these places, and the routes; a graph without blocks has none."""
+    """Return the links between these places, and the routes; for a graph without blocks there are
+    none.
+    """
     if not graph.blocks:
         return [], [[()] * len(place)] * len(place)
     between = tuple(one for one in links if one.source in place and one.target in place)
@@ -236,7 +245,9 @@ def _routes(
 
 
 def _found(problem: PlacementProblem, effort: Effort) -> Solution:
-    """Solve the problem; without any choice, as on a single island, there is nothing to search."""
+    """Solve the problem. If there is no choice, as on a single island, return the only
+    placement.
+    """
     if any(len(options) > 1 for options in problem.options):
         return solve(problem, effort)
     found = listed(problem, 1)
@@ -275,7 +286,10 @@ def _options(
 
 
 def _lanes(node: PlannedNode, place: int, line: int, room: KindCapacity, kind: str) -> Option:
-    """Return the node's option; a gang wider than the share takes all of it, for longer."""
+    """Return the node's option.
+
+    A gang that is wider than the share takes the whole share, and longer.
+    """
     lanes = max(1, min(node.width, room.share))
     return option((place,), (line,), -(-node.time_ns[kind] * node.width // lanes), lanes)
 

@@ -23,15 +23,17 @@ from app.core.placement.heuristics import Solution, by_start, measure, starts
 
 MOVES = tuple[tuple[int, int], ...]  # (task, option) of all that move together
 
-SMALL = 48  # graphs of up to so many tasks: all pairs are swapped; in larger ones only neighbours
+SMALL = 48  # graphs with at most this many tasks try to swap all pairs; larger ones only neighbours
 MANY = 150  # graphs of more tasks: moves are first tried many at a time
 NEAR = 6  # distance in the order within which neighbours are swapped
-EXACT = 20  # most tasks with a choice for exhaustive search, with at most MANY tasks in all
+# exhaustive search: most tasks that have a choice; there may be at most MANY tasks in all
+EXACT = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """The effort of a search, in placed tasks.  `guard` is in thousandths of the best makespan.
+    """Limits the effort of a search, in placed tasks. `guard` is in thousandths of the best
+    makespan.
 
     `search` is the effort for graphs of `whole` tasks and more; smaller ones get a part of it.
     """
@@ -64,7 +66,10 @@ def solve(problem: PlacementProblem, effort: Effort | None = None) -> Solution:
 
 
 def _single(problem: PlacementProblem, effort: Effort) -> Solution:
-    """Measure every option of a single task; most requests are one task, and need no search."""
+    """Measure every option of a single task.
+
+    Most requests have one task, and need no search.
+    """
     found = [measure(problem, (n,), (0,)) for n in range(len(problem.options[0]))]
     least_ns = min(one.makespan_ns for one in found)
     limit_ns = least_ns * effort.guard // THOUSAND
@@ -74,9 +79,9 @@ def _single(problem: PlacementProblem, effort: Effort) -> Solution:
 
 
 def _is_sweep(problem: PlacementProblem) -> bool:
-    """True if all tasks with a choice have equal options, and none has blocks or an order.
+    """True if all tasks with a choice have the same options, and none has blocks or an order.
 
-    All take one lane each.
+    All of them take one lane each.
     """
     choices = {options for options in problem.options if len(options) > 1}
     lanes = {one.lanes for options in problem.options for one in options}
@@ -86,7 +91,7 @@ def _is_sweep(problem: PlacementProblem) -> bool:
 def _swept(problem: PlacementProblem) -> Solution:
     """Place the tasks without a choice, then each other task on the lane where it ends first.
 
-    As the others are alike, no placement of them ends sooner.
+    The other tasks are all alike, so no placement of them can end sooner.
     """
     line, seats = Timeline(problem), [0] * problem.tasks
     order = sorted(range(problem.tasks), key=lambda task: len(problem.options[task]) > 1)
@@ -107,9 +112,9 @@ def _swept(problem: PlacementProblem) -> Solution:
 
 
 class Search:
-    """The best placements so far, and the effort left.
+    """Keeps the best placements so far, and the effort that is left.
 
-    `budget` limits the memory of places.  With it, every move is measured from the beginning,
+    `budget` limits the memory of places. With it, every move is measured from the beginning,
     because evictions depend on later tasks.
     """
 
@@ -139,7 +144,9 @@ class Search:
         return self.least_ns * self.effort.guard // THOUSAND
 
     def offer(self, found: Solution) -> None:
-        """Add a start: as it is, and with its tasks in the order in which they began."""
+        """Add a start of the search: as it is, and once more with its tasks in the order in which
+        they began.
+        """
         self.offers.append(self._measured(found.seats, found.order))
         self.offers.append(self._sorted(found))
 
@@ -161,7 +168,9 @@ class Search:
         return self._within(best)
 
     def _within(self, best: Solution) -> Solution:
-        """Reduce the time if a better makespan has been found meanwhile, which lowers the limit."""
+        """Reduce the makespan if it exceeds the limit, which falls whenever a better makespan is
+        found.
+        """
         if best.makespan_ns > self.limit_ns:
             best = self.sink(best, self.limit_ns, until=self.left - 10 * self.problem.tasks)
         if best.makespan_ns > self.limit_ns and self.quickest:
@@ -181,7 +190,9 @@ class Search:
         return list(dict.fromkeys([*list(seen.values())[:2], *within[:1], *within[:3]]))[:4]
 
     def shake(self, best: Solution) -> Solution:
-        """Move some tasks at random, reduce again, keep improvements, until no effort is left."""
+        """Until no effort is left: move some tasks at random, improve again, and keep the result if
+        it is better.
+        """
         movable = [t for t, options in enumerate(self.problem.options) if len(options) > 1]
         at = best
         while movable and self.left > 0:
@@ -206,7 +217,10 @@ class Search:
     # --- one descent ----------------------------------------------------------------------------
 
     def sink(self, found: Solution, limit_ns: int, *, until: int) -> Solution:
-        """Sweep over the order while anything improves; a limit of 0 reduces the makespan."""
+        """Pass over the order as long as that improves something.
+
+        With a limit of 0 the makespan is reduced.
+        """
         many = self.problem.tasks > MANY and found.makespan_ns <= limit_ns
         while many and self.left > until:
             after = self._batch(found, limit_ns, until)
@@ -225,10 +239,11 @@ class Search:
         return found
 
     def _batch(self, found: Solution, limit_ns: int, until: int) -> Solution:
-        """Look for many moves by bytes alone, then test them against the limit (large graphs).
+        """For large graphs: choose many moves by bytes alone, then test them together against the
+        limit.
 
-        One evaluation of the makespan serves many moves.  A batch that is too slow is split into
-        halves.  Clusters move first, large ones before small ones, then tasks.
+        One evaluation of the makespan serves many moves. A batch that is too slow is split into
+        halves. Clusters move first, large ones before small ones, then tasks.
         """
         sweep = _Sweep(self, found, limit_ns)
         for units in self.levels:
@@ -302,7 +317,7 @@ class Search:
                 yield move
 
     def _to(self, tasks: Sequence[int], places: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-        """Yield the tasks that can run at exactly those places, with their option for it."""
+        """Yield the tasks that can run at exactly these places, each with its option for them."""
         for task in tasks:
             for n, choice in enumerate(self.problem.options[task]):
                 if choice.places == places:
@@ -325,7 +340,9 @@ class Search:
 
 
 class _Sweep:
-    """One pass along the order: tasks before the current one are fixed, later ones may move."""
+    """Makes one pass along the order: tasks before the current one are fixed, later ones may
+    move.
+    """
 
     def __init__(self, search: Search, found: Solution, limit_ns: int) -> None:
         self.search, self.order, self.limit_ns = search, found.order, limit_ns
@@ -344,7 +361,10 @@ class _Sweep:
             self.chain = _chain(search.problem, line, found)
 
     def hot(self, task: int) -> bool:
-        """True if moving the task may help: a late makespan is due to one chain of tasks."""
+        """True if moving the task may help.
+
+        If the makespan is too late, only a chain of tasks causes that.
+        """
         return self.chain is None or task in self.chain
 
     @property
@@ -361,7 +381,7 @@ class _Sweep:
             self.layout.move(task, was)
 
     def attempt(self, n: int, move: MOVES) -> bool:
-        """Apply the move; keep it if that improves the placement, else undo it."""
+        """Apply the move; keep it if the placement is then better, and undo it if not."""
         layout, search = self.layout, self.search
         late = self.makespan_ns > self.limit_ns
         back = [(task, layout.move(task, to)) for task, to in move]
@@ -414,14 +434,15 @@ def _chain(problem: PlacementProblem, line: Timeline, found: Solution) -> frozen
 
 
 class _Pass:
-    """One pass after Fiduccia and Mattheyses (1982): every unit may move once, best saving first.
+    """Makes one pass after Fiduccia and Mattheyses (1982): each unit may move once, the best saving
+    first.
 
-    A unit is a task or a cluster.  Moves that cost bytes are made too, because they may enable
-    better ones; the best state of the pass counts.  No line gets more work than fits before
+    A unit is a task or a cluster. Moves that cost bytes are made too, because they may enable
+    better ones; the best state of the pass counts. No line gets more work than fits before
     `cap_ns`.
     """
 
-    PATIENCE = 150  # number of moves after which a pass ends without a new best placement
+    PATIENCE = 150  # number of moves without a new best placement after which a pass ends
     LOOKS = 12  # per task: evaluations in one pass
     CROWD = 12  # neighbours per block that are evaluated again after a move
 
@@ -479,7 +500,7 @@ class _Pass:
                     layout.move(task, was)
 
     def _next(self) -> MOVES | None:
-        """Return the move that saves most among those whose target line has capacity left."""
+        """Return the move that saves most, among those to lines that still have capacity."""
         tops = []
         for line, heap in enumerate(self.heaps):
             while heap and (heap[0][1] in self.moved or heap[0][3] < self.version[heap[0][1]]):
@@ -513,7 +534,10 @@ class _Pass:
 
 
 def _seat_at(problem: PlacementProblem, task: int, places: tuple[int, ...], now: int) -> int:
-    """Return the task's option at exactly those places; -1 if there is none, or it is there now."""
+    """Return the task's option at exactly these places.
+
+    Returns -1 if there is none, or if it is the present one.
+    """
     for n, choice in enumerate(problem.options[task]):
         if choice.places == places:
             return n if n != now else -1
@@ -536,8 +560,8 @@ def _load(problem: PlacementProblem, seats: Sequence[int]) -> list[int]:
 def _levels(problem: PlacementProblem) -> list[list[tuple[int, ...]]]:
     """Return all tasks in clusters joined by their largest blocks, on three levels.
 
-    A cluster has at most a quarter, then a sixteenth, of a lane's part of the work; then each task
-    alone.
+    On the first two levels a cluster has at most a quarter, then a sixteenth, of the work for one
+    lane. On the third level each task is alone.
     """
     work = problem.least_work
     lines = max(1, sum(len(lanes) for lanes in problem.lanes))

@@ -46,23 +46,23 @@ from app.core.placement.planner import PlannedLink
 
 JSON = dict[str, Any]
 
-MAX_NODES = 2000  # most nodes of a graph that is cut; cutting takes a few seconds
+MAX_NODES = 2000  # most nodes of a graph that is cut, as cutting takes a few seconds
 MAX_NAME = 50  # longest name of its task, since partitions are called NAME.NUMBER
 LAUNCH_MS = 100.0  # assumed time from a free slot until a partition runs there
-GIVE_MS = 50.0  # assumed time from the end of a node until its output is known to be in the store
+GIVE_MS = 50.0  # assumed time from the end of a node until the store is known to have its output
 USUAL_MS = 1.0  # as in core.placement.executors
 EFFORT = Effort(guard=1050, search=60_000, exact=30_000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """Some `nodes` of a graph, in the order of the plan.
+    """Describes some `nodes` of a graph, in the order of the plan.
 
-    `ports` are the inputs of the task that they read, `takes` maps further inputs to the blocks of
-    other partitions that they are; those of `late` may come while it runs, and stand in the order
-    in which it needs them.  `gives` maps outputs to blocks that other partitions take, `ends` those
-    of the graph that are made here.  `bytes` of these is what is known, or usual.  It runs for
-    `ms`, with what it waits within.  `after_ms` is when others can take what it gives.
+    `ports` are the task's inputs that these nodes read. `takes` maps further inputs to blocks of
+    other partitions. Those named in `late` may arrive while the partition runs; they are listed in
+    the order in which it needs them. `gives` maps outputs to blocks that other partitions take,
+    `ends` maps the graph's outputs that are made here. `bytes` has their sizes, known or usual. The
+    partition runs for `ms`, including its waits. `after_ms` is when others can take what it gives.
     """
 
     number: int
@@ -124,15 +124,17 @@ def of_run(graph: TaskGraph, run: RunSpec) -> TaskGraph:
 
 
 def late(said: JSON | None) -> tuple[str, ...]:
-    """Return the inputs that may come while a partition runs, in the order in which it needs them;
-    none if nothing is `said` of a partition (`RunSpec.part`).
+    """Return the inputs that may come while a partition runs, in the order in which it needs them.
+
+    `said` is the partition (`RunSpec.part`); for None the result is ().
     """
     return tuple((said or {}).get("late", ()))
 
 
 def order(said: JSON | None) -> tuple[str, ...]:
-    """Return the order in which a partition has to run its nodes, as other partitions wait for it
-    in that order; empty if nothing is `said` of a partition.
+    """Return the order in which a partition has to run its nodes; () if `said` is None.
+
+    Other partitions wait for the nodes in this order.
     """
     return tuple((said or {}).get("nodes", ()))
 
@@ -148,9 +150,10 @@ def cut(
     bytes_per_s: int,
     launch_ms: float = LAUNCH_MS,
 ) -> tuple[Partition, ...]:
-    """Return the partitions of a graph on so many islands by when they begin, each behind those
-    that it takes from, but for what comes late; a single one where several islands would be no
-    quicker.
+    """Return the partitions of a graph for at most so many islands.
+
+    They are in the order in which they begin: each comes after those from which it takes inputs,
+    except late ones. If several islands would not be faster, there is only one partition.
     """
     names = [str(n) for n in range(islands)]
     room = {"any": KindCapacity(devices=executors, share=executors)}
@@ -171,8 +174,9 @@ def cut(
 
 
 def _to_place(graph: TaskGraph) -> planner.PlannedGraph:
-    """Return the graph for the planner: what the task is given lies in the store, as near to one
-    island as to the other.
+    """Return the graph for the planner.
+
+    The task's inputs lie in the store, which is equally near to all islands.
     """
     sizes = known_bytes(graph)
     nodes = tuple(
@@ -202,9 +206,9 @@ def _bytes(block: str, sizes: Mapping[str, int]) -> int:
 
 @dataclass(slots=True)
 class _Played:
-    """Tells when a partition begins, how long it waits within, and when its nodes have run.
+    """Tells when a partition begins, how long it waits inside, and when its nodes have run.
 
-    All times are in ms from now, but those of `ran_ms`.
+    All times are in ms from now, except those of `ran_ms`.
     """
 
     begins_ms: float
@@ -218,7 +222,7 @@ class _Cut:
     """Simulates the nodes of the partitions as the islands will run them.
 
     `planned` has the nodes of each partition in the order of one plan, so that no partitions wait
-    for each other in a ring.
+    for each other in a circle.
     """
 
     def __init__(
@@ -301,7 +305,9 @@ class _Cut:
 
 
 def _unused(word: str, taken: set[str]) -> str:
-    """Return the word with enough "_" appended that numbered names differ from the given names."""
+    """Return the word with so many "_" appended that, with any number, it equals none of the taken
+    names.
+    """
     while any(name.startswith(word) and name[len(word) :].isdigit() for name in taken):
         word += "_"
     return word
@@ -313,11 +319,10 @@ def _unused(word: str, taken: set[str]) -> str:
 def expanded(
     descriptor: Descriptor, cuts: Mapping[str, Sequence[Partition]]
 ) -> tuple[Descriptor, list[Fault]]:
-    """Return the descriptor with the partitions of these tasks in their place, and what stands
-    against that.
+    """Return the descriptor with the partitions in place of these tasks, and the faults of that.
 
-    A task that takes an output of such a task takes it from the partition that makes it, and a task
-    that starts after it starts after all of them.
+    A task that takes an output of such a task then takes it from the partition that makes it. A
+    task that starts after such a task starts after all of its partitions.
     """
     named = {name: [f"{name}.{one.number}" for one in mine] for name, mine in cuts.items()}
     giver = {
@@ -357,7 +362,7 @@ def _pointed(
     named: Mapping[str, Sequence[str]],
     giver: Mapping[tuple[str, str], str],
 ) -> TaskDescriptor:
-    """Return the task with edges to partitions instead of to the task that they are of."""
+    """Return the task with its edges changed: from tasks that were cut, to their partitions."""
     inputs = {
         port: replace(source, name=giver.get((source.name, source.output), source.name))
         if source.kind == "task"
@@ -373,7 +378,7 @@ def _took_ms(mine: Partition, known: Mapping[str, float]) -> dict[str, float]:
 
 
 def _made_bytes(mine: Partition, known: Mapping[str, int]) -> dict[str, int]:
-    """Return the sizes of the blocks that the partition makes, and that it takes from others."""
+    """Return the known sizes of the blocks that the partition makes, and of those that it takes."""
     makers, taken = {*mine.nodes}, {*mine.takes.values()}
     return {
         block: size

@@ -29,7 +29,8 @@ from app.core.units import counted
 
 # most device sets of one gang; if there were more, only neighbours are combined
 MAX_COMBINATIONS = 64
-TYPICAL_BYTES = 1 << 20  # size of the copy by which routes with equally many hops are compared
+# routes with equally many hops are compared by the time for a copy of this size
+TYPICAL_BYTES = 1 << 20
 
 
 # --- the values ---------------------------------------------------------------------------------
@@ -37,10 +38,11 @@ TYPICAL_BYTES = 1 << 20  # size of the copy by which routes with equally many ho
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedBlock:
-    """A datablock of a graph: `at` are the places where it lies now, none if a node writes it.
+    """Describes a datablock of a graph: `at` are the places where it is now, none if a node writes
+    it.
 
-    `to` are places where it must be at the end.  `keep`: it is needed after the graph, at any
-    place.  Places are ids of devices and hosts.
+    `to` are places where it must be at the end. `keep`: it is needed after the graph, at any place.
+    Places are ids of devices and hosts.
     """
 
     id: str
@@ -52,13 +54,13 @@ class PlannedBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedNode:
-    """An accelerator task of a graph.
+    """Describes an accelerator task of a graph.
 
-    `time_ns` is its measured or expected time by device kind; it can run on those kinds only.  If
-    `devices` is not empty, it can run on those only.  It needs `width` devices of one kind at once,
+    `time_ns` is its measured or expected time by device kind; it can run on those kinds only. If
+    `devices` is not empty, it can run on those only. It needs `width` devices of one kind at once,
     each with all that it reads and `memory_bytes` of workspace, and leaves what it writes on all of
-    them.  `replaces` maps a written block to a read block whose memory it takes over, if no other
-    node needs the read block (an in-out port).  Nodes in `after` must end first but pass no data.
+    them. `replaces` maps a written block to a read block whose memory it takes over, if no other
+    node needs the read block (an in-out port). Nodes in `after` must end first but pass no data.
     """
 
     id: str
@@ -81,10 +83,10 @@ class PlannedGraph:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedDevice:
-    """A device that takes work from `busy_ns` on, counted from now.
+    """Describes a device that takes work from `busy_ns` on, counted from now.
 
-    `presets` are the presets that the device supports; None means any.  `memory_bytes` None means
-    no known limit.
+    `presets` are the presets that the device supports; None means any. `memory_bytes` None means no
+    known limit.
     """
 
     id: str
@@ -97,7 +99,9 @@ class PlannedDevice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedLink:
-    """One direction between two places: a device and its host, two hosts, or two devices."""
+    """Describes one direction between two places: a device and its host, two hosts, or two
+    devices.
+    """
 
     source: str
     target: str
@@ -107,7 +111,9 @@ class PlannedLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """Devices and links.  Copies travel over links, through hosts if needed, and stay there."""
+    """Lists devices and links. Copies travel over links, through hosts if needed, and leave a copy
+    there.
+    """
 
     devices: tuple[PlannedDevice, ...]
     links: tuple[PlannedLink, ...]
@@ -124,7 +130,7 @@ class Topology:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """One copy over one link, for `node` ("" at the end of the graph).
+    """Describes one copy over one link, for `node` ("" at the end of the graph).
 
     `spill`: the copy frees memory for the node, or returns a block that was evicted.
     """
@@ -141,7 +147,9 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leave:
-    """A copy that is removed from a device to free memory for `node`, while still needed."""
+    """Describes a copy that is removed from a device to free memory for `node`, although it is
+    needed later.
+    """
 
     block: str
     device: str
@@ -150,12 +158,12 @@ class Leave:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphPlacement:
-    """A plan: the devices of each node, one order for all, and every copy made or evicted.
+    """Holds a plan: the devices of each node, one order for all, and every copy made or evicted.
 
     Copies that are no longer needed are not listed: they are freed when their last reader has
-    ended.  `peak_bytes` is the most memory reserved at once on each device, in the plan's order.
-    `least_makespan_ns` is the best makespan that the search saw.  `least_bytes` is a lower bound
-    for all placements.  `exact`: in this order no placement within the guard moves fewer bytes.
+    ended. `peak_bytes` is the most memory reserved at once on each device, in the plan's order.
+    `least_makespan_ns` is the best makespan that the search saw. `least_bytes` is a lower bound for
+    all placements. `exact`: in this order no placement within the guard moves fewer bytes.
     """
 
     seats: Mapping[str, tuple[str, ...]]
@@ -210,7 +218,8 @@ def place_by_rule(graph: PlannedGraph, topology: Topology, rule: str) -> GraphPl
 def remaining(
     graph: PlannedGraph, done: Iterable[str], at: Mapping[str, tuple[str, ...]]
 ) -> PlannedGraph:
-    """Return what is left when the nodes `done` have ended and whole copies lie `at` those places.
+    """Return the rest of the graph, if the nodes `done` have ended and whole copies are `at` those
+    places.
 
     If copies were lost, first take the nodes of `datablock.cone` out of `done`.
     """
@@ -539,7 +548,9 @@ def _refused(node: PlannedNode, device: PlannedDevice, need: int) -> str | None:
 
 
 def _gangs(places: list[int], width: int, host: Callable[[int], str]) -> list[tuple[int, ...]]:
-    """Return sets of `width` places: all if they are few, else neighbours, host by host."""
+    """Return sets of `width` places: all sets if there are few, otherwise only neighbours, host by
+    host.
+    """
     total, n = 1, len(places)
     for k in range(width):
         total = total * (n - k) // (k + 1)
@@ -567,7 +578,7 @@ def ways_between(
     ways = []
     for source in range(len(names)):
         found: dict[int, tuple[Hop, ...]] = {source: ()}
-        # places equally many hops away -> the time to there, and the route
+        # for the places that are equally many hops away: the time to get there, and the route
         level: dict[int, tuple[int, tuple[Hop, ...]]] = {source: (0, ())}
         while level and len(found) < len(names):
             beyond: dict[int, tuple[int, tuple[Hop, ...]]] = {}

@@ -1,1 +1,1 @@
-"""Decides a round of an island: a snapshot or a board in, a plan out."""
+"""Decides a round of an island: takes a snapshot or a board, and returns a plan."""

@@ -1,11 +1,11 @@
-"""Find on the board what keeps a waiting task off the devices; `core.explanation.waiting_reasons`
+"""Finds on the board what keeps a waiting task off the devices; `core.explanation.waiting_reasons`
 puts it into words.
 
 `line` yields all waiting tasks in the order in which they would be picked if one device after
-another became free.  It empties the board's queues, so it needs a board of its own.
-`find_blockers` looks at one task and changes nothing.  `place` gives the same place as `line`
-without picking tasks: it needs only the number of tasks that wait below each branch
-(`WaitingBranch`).  So it can answer for one task in a million, in O(depth * fan-out).
+another became free. It empties the board's queues, so it needs a board of its own. `find_blockers`
+looks at one task and changes nothing. `place` gives the same place as `line` without picking tasks:
+it needs only the number of tasks that wait below each branch (`WaitingBranch`). So it can answer
+for one task in a million, in O(depth * fan-out).
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ def line(board: Board) -> Iterator[tuple[BoardTask, tuple[Reason, ...]]]:
 
 
 def alike(board: Board, task: BoardTask) -> tuple[Lane, Branch, int, str]:
-    """Key of tasks with the same blockers, except for what time does to each task."""
+    """Return a key that tasks with the same blockers share; differences due to time alone are
+    ignored.
+    """
     shed = task.id if task.epoch else ""
     return board.lane_in_line(task), board.leaf(task), task.priority, shed
 
@@ -72,7 +74,9 @@ def _order(board: Board) -> list[BoardTask]:
 
 
 def _ahead(order: list[BoardTask]) -> Iterator[tuple[BoardTask, Ahead]]:
-    """Yield each waiting task with the number of earlier tasks that want the same kind."""
+    """Yield each waiting task with the number of tasks before it that want the same kind of
+    device.
+    """
     count: Counter[tuple[object, ...]] = Counter()
     for task in order:
         groups: list[tuple[object, ...]] = [
@@ -145,7 +149,9 @@ def find_blockers(board: Board, task: BoardTask, *, gangs: bool | None = None) -
 
 
 def _goes_on_on(board: Board, here: Lane, task: BoardTask, open_: list[str]) -> tuple[str, ...]:
-    """Return the open devices on which its processes can go on; empty if any device will do."""
+    """Return the open devices on which the task's processes can be restored; () if any device will
+    do.
+    """
     pool = board.pools.get(task.kind)
     if pool is None or here.choice == task.choice or here.pins:
         return ()
@@ -170,7 +176,9 @@ def _installing(board: Board, task: BoardTask, choice: DeviceChoice) -> Iterator
 
 
 def _with_room(board: Board, task: BoardTask, devices: Iterable[str]) -> list[str]:
-    """Return the devices with fractions that have room for this one beside them."""
+    """Return the devices that other tasks have fractions of, and that have room for this
+    task, too.
+    """
     pool, here = board.pools.get(task.kind), board.lane(task)
     if pool is None or not here.is_fraction:
         return []
@@ -178,11 +186,11 @@ def _with_room(board: Board, task: BoardTask, devices: Iterable[str]) -> list[st
 
 
 class _Held(NamedTuple):
-    """Why a holder does not give way; all false if it gives way once its turn is over."""
+    """Says why a holder does not give way; if all are false, it gives way once its turn is over."""
 
     served: bool  # the holder is not better served
     guaranteed: bool  # the holder is better served, but holds no more than its guarantee
-    protected: bool  # the holder would give way, but must not be paused now
+    protected: bool  # the holder would give way, but must not be paused yet
     # equally urgent, of the same user: the holder gives way after its minute (F8)
     soon: bool = False
 
@@ -221,8 +229,9 @@ def _shut(board: Board, task: BoardTask) -> Iterator[Shut]:
 
 
 def _why_held(board: Board, stay: BoardStay, task: BoardTask) -> _Held:
-    """Apply rules F4 to F7 and F9 as `core.scheduling.preemption` does once the holder's turn is
-    over."""
+    """Apply rules F4 to F7 and F9 as `core.scheduling.preemption` does when the holder's turn is
+    over.
+    """
     if not board.policy.turns:
         return _Held(True, False, False)
     mine, theirs = sides(board.leaf(task), stay.leaf)
@@ -256,7 +265,7 @@ def _protected(board: Board, stay: BoardStay, task: BoardTask) -> bool:
 
 
 def _shed(board: Board, task: BoardTask) -> bool:
-    """Rule F9: True if the task is due but its tier's promise cannot be kept."""
+    """True if the task is due by its tier (rule F9), but the tier's promise cannot be kept."""
     due = task.epoch > 0 and board.policy.turns and board.urgency.slack_ends_s(task) <= board.now_s
     return due and task.tier not in board.urgency.honoured(task.kind)
 
@@ -269,7 +278,9 @@ def _fee(board: Board, stay: BoardStay, task: BoardTask) -> int:
 
 
 def _standing(board: Board, task: BoardTask, staying: list[BoardStay]) -> Standing | None:
-    """Compare the task's side with the best served of the stays; None without stays."""
+    """Compare the task's side with the best served holder among `staying`; None if there is
+    none.
+    """
     if not staying:
         return None
     leaf, score, kind = board.leaf(task), board.tree.score, task.kind
@@ -296,10 +307,10 @@ def seconds(board: Board, score: int) -> float:
 
 
 class WaitingBranch(NamedTuple):
-    """A branch that waits for one kind of device, as seen beside its siblings.
+    """Describes a branch that waits for one kind of device, for a comparison with its siblings.
 
-    `faded` is its usage with its idle-credit floor.  `fee` is what each of its tasks is charged for
-    a turn (faded too, at least 1).  `waiting` counts its waiting tasks.  `borrows`: would one more
+    `faded` is its usage with its idle-credit floor. `fee` is what each of its tasks is charged for
+    a turn (faded too, at least 1). `waiting` counts its waiting tasks. `borrows`: would one more
     task exceed the branch's guarantee?
     """
 
@@ -312,7 +323,7 @@ class WaitingBranch(NamedTuple):
 
 
 def is_wanted(board: Board, device: str) -> bool:
-    """True if a task waits for such a device, or a limit above its holder shuts it out."""
+    """True if a task waits for such a device, or would if a limit did not stop it."""
     known, holder = board.devices.get(device), board.stays.get(board.seated.get(device, ""))
     if known is None or board.tree.root.in_line(known.kind):
         return True
@@ -325,9 +336,9 @@ def is_wanted(board: Board, device: str) -> bool:
 
 
 def soonest_first(board: Board, ids: Iterable[str]) -> list[str]:
-    """Return those of these few tasks that wait, in the order in which they would be picked alone.
+    """Return those of the given tasks that wait, in the order in which each alone would be picked.
 
-    Turns that tasks before them will be charged do not count; call again after each pick.
+    The turns that earlier ones of them will be charged do not count; call again after each pick.
     """
     waiting = [board.tasks[id] for id in ids if id in board.tree and id in board.tasks]
 
@@ -341,7 +352,7 @@ def soonest_first(board: Board, ids: Iterable[str]) -> list[str]:
 
 
 def _of_branch(board: Board, branch: Branch, task: BoardTask) -> tuple[bool, int, str]:
-    """Sort key: a branch that stays within its guarantee first, then the least served."""
+    """Return a sort key: first branches that stay within their guarantee, then the least served."""
     borrows = branch.borrows(board.lane_in_line(task))
     return borrows, board.tree.score(branch, kind=task.kind), branch.name
 
@@ -351,12 +362,12 @@ WaitingBefore = tuple[list[WaitingBranch], list[int]]
 
 
 def before(me: WaitingBranch, k: int, others: Iterable[WaitingBranch]) -> WaitingBefore:
-    """Count how many tasks of each sibling go before the k-th task of mine (from 0), where any do.
+    """Count how many tasks of each sibling go before the k-th task of my branch (from 0).
 
-    The j-th pick of a branch finds it at the level (faded + j * fee) / weight, and picks are made
-    in the order of levels.  So the function counts, in integers, the picks below my level.  At
-    equal levels the lower name goes first (`FairTree` takes the older task, which is not known
-    here).
+    Siblings with none are left out. The j-th pick of a branch finds the branch at the level (faded
+    + j * fee) / weight, and picks are made in the order of levels. So the function counts, in
+    integers, the picks below my level. At equal levels the lower name goes first (`FairTree` takes
+    the older task, which is not known here).
     """
     mine, level, weight, borrow = me.name, me.faded + k * me.fee, me.weight, me.borrows
     who, counts = list[WaitingBranch](), list[int]()
@@ -404,7 +415,7 @@ def place(board: Board, task: BoardTask) -> tuple[int, Ahead]:
 
 
 class _WaitingCounts:
-    """The number of tasks that wait below each branch of a board, for one kind."""
+    """Counts the tasks that wait below each branch of a board, for one kind of device."""
 
     def __init__(self, board: Board, tasks: Iterable[BoardTask]) -> None:
         self.board = board

@@ -1,14 +1,13 @@
-"""Index of an island's snapshot for scheduling decisions, updated change by change.
+"""Indexes an island's snapshot for scheduling decisions, and is updated change by change.
 
-`core.scheduling.cycle` works on a Board.  `Board.of(snapshot)` builds one from a whole snapshot.
+`core.scheduling.cycle` works on a Board. `Board.of(snapshot)` builds one from a whole snapshot.
 `set_task` and the other setters apply one change in O(log n), so a scheduling round costs what
-changed and not what waits.  Both ways lead to the same board and to the same decisions (tested).
+changed and not what waits. Both ways lead to the same board and to the same decisions (tested).
 
 The board holds the tenant tree with its waiting tasks by `lane` (`core.fairness.fair_tree`), the
 free devices (`pool`), the stays of tasks on devices (`stays`), the waiting tasks that must go first
 (`urgency`), what it remembers of earlier rounds (`round_memory`), and the instants at which time
-alone changes something.
-Usage is counted in micro-device-seconds times thousandths of cost.
+alone changes something. Usage is counted in micro-device-seconds times thousandths of cost.
 """
 
 from __future__ import annotations
@@ -70,7 +69,9 @@ MILLI = 1000  # thousandths in a cost of 1
 
 
 class Board:
-    """The state of an island now.  `devices` are all known ones; `tasks` have not ended."""
+    """Holds the state of an island now. `devices` are all known ones; `tasks` are those that have
+    not ended.
+    """
 
     def __init__(self, policy: Policy, *, now_s: float) -> None:
         self.policy, self.now_s = policy, now_s
@@ -95,7 +96,8 @@ class Board:
         self.graphs: dict[str, BoardStay] = {}  # stays of graphs; some may share their devices
         self.gangs: dict[str, BoardStay] = {}  # stays of tasks that need several devices
         self.ripe: dict[Branch, dict[str, BoardStay]] = {}
-        self.settled: dict[Branch, dict[str, BoardStay]] = {}  # preemptible stays past `fresh_s`
+        # preemptible stays that held their devices for longer than `fresh_s`
+        self.settled: dict[Branch, dict[str, BoardStay]] = {}
         # kind -> its preemptible stays that patience does not protect (`unprotected`)
         self._unprotected: dict[str, dict[Branch, dict[str, BoardStay]]] = {}
         self._unprotected_of: dict[str, int] = {}  # kind -> open devices when they were sorted
@@ -113,7 +115,7 @@ class Board:
         self.short: set[tuple[Branch, Lane]] = set()
         self.elastic: dict[str, BoardStay] = {}  # elastic stays that are not leaving
         self.grown = 0  # devices that elastic stays hold beyond their need
-        self.astray = False  # may a task be on a device that is lost or unknown?
+        self.astray = False  # True if a task may be on a device that is lost or unknown
         # (tenant, user, kind) -> idle-credit floor
         self.lifts: dict[tuple[str, str, str], IdleCreditFloor] = {}
         self.waits: dict[str, GangWait] = {}  # kind -> waits of gangs (`gang_waits`)
@@ -134,7 +136,7 @@ class Board:
         self._pinned: dict[str, set[str]] = {}  # device -> waiting tasks that may be pinned to it
         # offer of devices (`process_images`) -> waiting commands whose processes need it to go on
         self._movable: dict[str, set[str]] = {}
-        self.sought: dict[str, str] = {}  # task -> the host on which room for it is tried just now
+        self.sought: dict[str, str] = {}  # task -> the host on which a place for it is being tried
         self.kept_for: dict[str, str] = {}  # device -> the task that is being moved to it
         # tasks of `kept_for` that wait to be launched on their new device
         self.landing: dict[str, None] = {}
@@ -216,9 +218,9 @@ class Board:
         self._weigh(branch, tenant, (tenant.id, ""))
 
     def _weigh(self, branch: Branch, it: BoardTenant | BoardUser, whose: tuple[str, str]) -> None:
-        """Take over a weight, with what the branch carries since it changed (rule F3).
+        """Take over a weight, and what the branch carries since the weight changed (rule F3).
 
-        An idle-credit floor stays the same floor for the branch's score.
+        An idle-credit floor is rescaled, so that it stands for the same score.
         """
         old, branch.weight = branch.weight, it.weight
         for kind, lift in branch.lifts.items() if old != it.weight else ():
@@ -267,7 +269,7 @@ class Board:
             self._settle(leaf, user)
 
     def set_lift(self, lift: IdleCreditFloor) -> None:
-        """Set the idle-credit floor of a tenant or user; it falls only with the weight."""
+        """Set the idle-credit floor of a tenant or user; it becomes lower only with the weight."""
         path = self.path_of(lift.tenant)
         branch = self.tree.branches.get((*path, lift.user) if lift.user else path)
         if branch is not None:
@@ -311,7 +313,7 @@ class Board:
         self._offer(device, old)
 
     def _is_only_renewed(self, device: BoardDevice, old: BoardDevice) -> bool:
-        """True if only the end of the lease has changed, so that no task must be decided again."""
+        """True if only the end of the lease has changed, so that no task needs a new decision."""
         pool = self.pools.get(device.kind)
         if pool is None or (device.id in pool.open) != self.open(device):
             return False
@@ -344,7 +346,9 @@ class Board:
                 self.set_task(self.tasks[self.kept_for[device.id]])
 
     def _requeue_movable(self, *offers: Iterable[str]) -> None:
-        """Queue anew the commands whose processes may go on with one of these offers."""
+        """Queue again the commands whose processes can be restored on devices with one of these
+        offers.
+        """
         if self._movable:
             for offer in {*chain(*offers)} & self._movable.keys():
                 for id in sorted(id for id in self._movable[offer] if id in self.tree):
@@ -358,7 +362,10 @@ class Board:
             self._set_part(pool, id)
 
     def _set_part(self, pool: Pool, id: str) -> None:
-        """Note what the fractions on a device leave free; it can be given if the device is open."""
+        """Record what the fractions on a device leave free.
+
+        The rest can be assigned if the device is open.
+        """
         lanes = [self.stays[task].lane for task in self.fractions.get(id, ())]
         memory_bytes = pool.open.get(id)
         if not lanes or memory_bytes is None or id in self.kept_for:
@@ -371,7 +378,9 @@ class Board:
         )
 
     def _keep_for(self, task: BoardTask) -> None:
-        """Keep the device that a moving task goes to, so that no other task gets it."""
+        """Keep for a moving task the device to which it moves, so that no other task gets the
+        device.
+        """
         to = task.moves_to if task.state != State.blocked and task.state not in ENDED else None
         before = next((id for id, who in self.kept_for.items() if who == task.id), None)
         if before is not None and before != to:
@@ -391,14 +400,18 @@ class Board:
         return self.open(self.devices[to])
 
     def on(self, device: str) -> list[str]:
-        """Return the tasks on a device: holder, co-located tasks, and the tasks that leave it."""
+        """Return the tasks on a device: its holder, co-located tasks, and a task that is leaving
+        it.
+        """
         found = (self.seated.get(device), *self.beside.get(device, ()), self.leaving.get(device))
         if device in self.fractions:
             found = (*self.fractions[device], self.leaving.get(device))
         return [id for id in (*found, *self.leaving_too.get(device, ())) if id is not None]
 
     def group(self, device: str) -> list[BoardStay]:
-        """Return the stays that hold a device together: in turns, or each a fraction of it."""
+        """Return the stays that hold a device together: they take turns, or each has a fraction of
+        it.
+        """
         holder = self.seated.get(device)
         if holder is None:
             return []
@@ -425,10 +438,10 @@ class Board:
         return device is None or self._lost_at_s(device) <= self.now_s
 
     def _lost_at_s(self, device: BoardDevice) -> float:
-        """Return when the tasks on the device are lost, unless it is heard again.
+        """Return when the tasks on the device are lost, if it is not heard before.
 
-        A task on several devices is lost with any of them, but not while a step of it may still run
-        on another one, whose lease ends as late and whose grace may be longer.
+        A task on several devices is lost with any of them, but not while one of its steps may still
+        run on another one, whose lease ends as late and whose grace may be longer.
         """
         held = {id for task in self.on(device.id) for id in self.tasks[task].holds}
         others = (self.devices[id].grace_s for id in held if id in self.devices)
@@ -490,7 +503,7 @@ class Board:
             self._note_begun(gone, False)
 
     def _size_batch(self, task: BoardTask) -> None:
-        """Learn from a function that has left its device how many its user's next batch has."""
+        """Learn from a function that has left its device how large its user's next batch can be."""
         if task.state in ON_A_DEVICE:
             return
         before = self.batch_of(task)
@@ -518,11 +531,11 @@ class Board:
             self.urgency.started[task.kind, task.tier] += change * task.width
 
     def pin(self, task: BoardTask) -> str | None:
-        """Return the only device that the task can resume on; None if any device will do.
+        """Return the only device on which the task can resume; None if any device will do.
 
-        If that device is lost, the task resumes from its last checkpoint on any device.  A
-        command whose processes are not in it would begin again elsewhere: it stays pinned even with
-        a checkpoint, unless one of its devices is drained or lost.
+        If that device is lost, the task resumes from its last checkpoint on any device. A command
+        whose processes are not in the checkpoint would begin again on another device: it stays
+        pinned even with a checkpoint, unless one of its devices is drained or lost.
         """
         on = task.image_on
         if on is None or not self.alive(on):
@@ -536,7 +549,7 @@ class Board:
         return () if task.image_on is None else (task.image_on, *task.image_with)
 
     def pins(self, task: BoardTask) -> tuple[str, ...]:
-        """Return the only devices that the task can resume on; empty if any devices will do."""
+        """Return the only devices on which the task can resume; () if any devices will do."""
         return () if self.pin(task) is None else self._lies_on(task)
 
     def lane_in_line(self, task: BoardTask) -> Lane:
@@ -546,9 +559,10 @@ class Board:
         return lane(task.kind, task.width, task.memory_bytes, self.pins(task), host, fresh, choice)
 
     def choice_of(self, task: BoardTask) -> str:
-        """Return the task's choice; of a movable command, only devices where its processes go on.
+        """Return the task's choice; for a movable command, only devices where its processes can be
+        restored.
 
-        If too few of these take work, the command begins again on any device.  Packages that they
+        If too few of these take work, the command begins again on any device. Packages that they
         lack do not count: they are installed there.
         """
         if (choice := where_it_goes_on(task)) == task.choice:
@@ -561,15 +575,15 @@ class Board:
         return choice if max(sizes, default=0) >= task.width else task.choice
 
     def lane_elsewhere(self, stay: BoardStay) -> Lane:
-        """Return what a running task would require of another device, to continue there."""
+        """Return what a running task would need of another device to continue there."""
         return with_choice(stay.lane, where_it_goes_on(stay.task))
 
     def is_fresh(self, task: BoardTask) -> bool:
-        """Rule F8: True if the task has held devices for less than a minute (and a slice).
+        """True if the task has held devices for less than a minute (and a slice); rule F8.
 
-        A task is not fresh while another task of its request is on a device or was paused to go on
-        later, so that many equal tasks finish one after the other.  A task of a multi-island gang
-        is never fresh: its tickets decide.
+        A task is not fresh while another task of its request is on a device or was paused to
+        continue later, so that many equal tasks finish one after the other. A task of a
+        multi-island gang is never fresh: its tickets decide.
         """
         if not self.policy.turns or task.gang:
             return False
@@ -579,11 +593,13 @@ class Board:
         return not begun or (len(begun) == 1 and task.id in begun)
 
     def begun(self, request: str) -> Collection[str]:
-        """Return the request's tasks that are on devices or were paused to go on later."""
+        """Return the request's tasks that are on devices or were paused to continue later."""
         return self._begun.get(request, ())
 
     def _note_begun(self, task: BoardTask, has_begun: bool) -> None:
-        """Note whether a task has begun, and queue those anew that this makes fresh or not (F8)."""
+        """Record whether a task has begun; queue again the tasks that this makes fresh, or no
+        longer fresh (F8).
+        """
         begun = self._begun.setdefault(task.request, {})
         if has_begun != (task.id in begun):
             if has_begun:
@@ -604,14 +620,16 @@ class Board:
                 self._line_up(self.tasks[id], returns=True)
 
     def lane(self, task: BoardTask) -> Lane:
-        """Return what the task needs, with the host that is chosen as things are now."""
+        """Return the task's lane, with the host that is the best one now."""
         here = self.lane_in_line(task)
         if task.id in self.sought:
             return on_host(here, self.sought[task.id])
         return self.bound(here)
 
     def others(self, task: BoardTask) -> list[str]:
-        """Return the hosts with enough devices for a one-host task, except the one `lane` chose."""
+        """Return the hosts with enough devices for a one-host task, except the one that `lane`
+        returned.
+        """
         pool = self.pools.get(task.kind)
         if pool is None or not task.one_host:
             return []
@@ -622,7 +640,7 @@ class Board:
         return sorted(host for host, n in size.items() if n >= task.width and host != here.host)
 
     def bound(self, here: Lane) -> Lane:
-        """Add to a one-host lane the host where its devices are likely to be free first."""
+        """Add to a one-host lane the host where enough devices are likely to be free first."""
         pool = self.pools.get(here.kind)
         if here.host is None or pool is None:
             return here
@@ -631,9 +649,10 @@ class Board:
         )
 
     def _lent(self) -> list[tuple[int, tuple[str, ...]]]:
-        """Return for each task that holds more than it needs: the devices it can return.
+        """Return, for each task that holds more than it needs, its surplus and the devices it can
+        return.
 
-        Only running tasks count, if all their branches hold more than their guarantees.
+        Only running tasks count, and only if all their branches hold more than their guarantees.
         """
         stays = [
             stay
@@ -667,7 +686,7 @@ class Board:
             heappush(self._wake, (not_before_s, task.id))
 
     def _is_away(self, task: BoardTask) -> bool:
-        """True if the task isn't queued now: it is being moved, isn't loaded, or has no durable
+        """True if the task is not queued now: it is being moved, is not loaded, or has no durable
         image.
 
         Only a gang has to wait for a durable image, and not if its processes are frozen.
@@ -718,8 +737,10 @@ class Board:
         return task.cost or self._cost_of(task.holds)
 
     def cost(self, task: BoardTask, devices: Iterable[str]) -> int:
-        """Return the task's cost of one second on these devices if it is not that of the devices:
-        if it is charged by memory, or holds a fraction; else 0.
+        """Return the task's cost of one second on these devices; 0 if it is the cost of the
+        devices.
+
+        It differs if the task is charged by memory, or holds a fraction of a device.
         """
         if task.choice and (milli := choice_in(task.choice).fraction_milli) < WHOLE_MILLI:
             return max(
@@ -734,7 +755,10 @@ class Board:
         return cost if cost > of_devices else 0
 
     def _cost_of_part(self, device: BoardDevice, milli: int, memory_bytes: int) -> int:
-        """Return the cost of a fraction, or of the part of the memory if that is larger."""
+        """Return the cost of a fraction of the device.
+
+        If the task has a larger part of the memory than the fraction, that part counts.
+        """
         cost = _part_of(device.cost, milli, WHOLE_MILLI)
         if not device.memory_bytes:
             return cost
@@ -791,7 +815,7 @@ class Board:
         self.tree.charge(stay.leaf, self.tree.faded(self._owes(stay) - owed))
 
     def _seat(self, task: BoardTask) -> BoardStay:
-        """Rule F1: let a task hold its devices and charge it a full turn at once."""
+        """Let a task hold its devices, and charge it a full turn at once (rule F1)."""
         leaf, here = self.leaf(task), both_of(self.lane_in_line(task))[1]
         # a shared device reports what the task used
         rate = 0 if task.shares else self.rate_of(task)
@@ -824,7 +848,10 @@ class Board:
         return stay
 
     def _seat_fraction(self, id: str, stay: BoardStay) -> None:
-        """Let a task hold a fraction of a device, unless it leaves and others have followed it."""
+        """Let a task hold a fraction of a device.
+
+        A task that is leaving is left out if others already have its place.
+        """
         if id in self.seated and stay.task.state not in HOLDS_A_SEAT:
             return
         here = self.fractions.setdefault(id, {})
@@ -859,7 +886,9 @@ class Board:
             self.tree.accrue(stay.leaf, stay.rate - rate)
 
     def _give_back(self, stay: BoardStay, devices: tuple[str, ...]) -> None:
-        """Offer the devices that the task will release, so that others can be launched on them."""
+        """Offer the devices that the task will release, so that other tasks can be launched on
+        them.
+        """
         stay.leaves = devices
         for id in devices:
             if self.seated.get(id) == stay.id:
@@ -985,7 +1014,7 @@ class Board:
         self.tree.version += 1  # a task of the same user may now replace it
 
     def unprotected(self, kind: str) -> Mapping[Branch, Mapping[str, BoardStay]]:
-        """Return the preemptible stays of a kind by leaf, without those that patience protects.
+        """Return the preemptible stays of a kind by leaf, except those that patience protects.
 
         Patience depends on the number of open devices (rule F7).
         """
@@ -1055,12 +1084,14 @@ class Board:
             self._tops.pop(stay.lane.kind, None)
 
     def _true_up(self, stay: BoardStay) -> None:
-        """Give back the part of a turn that a stay does not use because it ends early."""
+        """Refund the part of a turn that a stay does not use because it ends early."""
         unused_us = self._owes(stay) - stay.rate * self.unbooked_us(stay.task)
         self.tree.charge(stay.leaf, -self.tree.faded(max(0, unused_us)))
 
     def unbooked_us(self, task: BoardTask) -> int:
-        """Return what the task has held in this epoch and the ledger has not booked, in µs."""
+        """Return the time that the task has held devices in this epoch and that the ledger has not
+        booked, in µs.
+        """
         if task.started_s is None or task.shares:
             return 0
         since_s = task.started_s if task.resized_s is None else task.resized_s
@@ -1068,7 +1099,7 @@ class Board:
         return max(0, round((self.now_s - since_s) * 1e6) - booked_us)
 
     def _owes(self, stay: BoardStay) -> int:
-        """Return what a stay owes, at least a full turn: device-µs times thousandths of cost."""
+        """Return what a stay owes, at least a full turn, in device-µs times thousandths of cost."""
         unbooked_us = self.unbooked_us(stay.task)
         # a resized task had its turn before it was resized
         if not stay.leaving and stay.task.resized_s is None:
@@ -1114,22 +1145,24 @@ def place_in_line(task: BoardTask) -> tuple[int, float, str]:
 
 
 def waited_longer(fresh: BoardTask, older: BoardTask, now_s: float) -> bool:
-    """Rule F8: True if a fresh task gets a device before an older task of its user.
+    """True if a fresh task gets a device before an older task of its user (rule F8).
 
     It does if its wait at the moment of the older task's pause was longer than the older task has
-    waited since.  So a fresh task need not wait until the older task ends; and the longer the older
+    waited since. So a fresh task need not wait until the older task ends; and the longer the older
     task waits, the fewer tasks pass it.
     """
     return older.waits_since_s - fresh.waits_since_s > now_s - older.waits_since_s
 
 
 def _has_begun(task: BoardTask) -> bool:
-    """True if the task is on devices, or was paused and goes on when its turn comes."""
+    """True if the task is on devices, or was paused and continues when its turn comes."""
     return task.state in ON_A_DEVICE or (task.state == State.waiting and task.had_us > 0)
 
 
 def where_it_goes_on(task: BoardTask) -> str:
-    """Return the choice of devices on which the task goes on where it is, as a text."""
+    """Return, as a text, the choice of devices on which the task can continue without beginning
+    again.
+    """
     if not (task.movable and task.goes_on_with):
         return task.choice
     return choice_where_it_goes_on(task.choice, task.goes_on_with)

@@ -1,15 +1,15 @@
-"""Run a scheduling round of an island: look at the board, decide, and say why.
+"""Runs a scheduling round of an island: looks at the board, decides, and says why.
 
 `decide` is pure: the same snapshot at the same instant gives the same plan, in whatever order its
-mappings were filled.  `cycle` runs the same round on a board that is kept up to date; its cost
-depends on what changes and not on what waits.  The steps are numbered and always run in this order.
-docs/concepts/fair_share.md defines rules F1 to F10.  `core.fairness.fair_tree` computes usage and
+mappings were filled. `cycle` runs the same round on a board that is kept up to date; its cost
+depends on what changes and not on what waits. The steps are numbered and always run in this order.
+docs/concepts/fair_share.md defines rules F1 to F10. `core.fairness.fair_tree` computes usage and
 order, `core.scheduling.preemption` chooses victims, `core.explanation.waiting_reasons` gives
 reasons.
 
-Two guarantees always hold (tested with random islands).  No task is paused for another task before
-one full slice.  No device stays free while a waiting task could run on it, unless the device is
-kept for a gang.
+Two guarantees always hold (tested with random islands). No task is paused for another task before
+one full slice. No device stays free while a waiting task could run on it, unless the device is kept
+for a gang.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ def decide(snapshot: Snapshot, *, now_s: float) -> Plan:
 
 
 def cycle(board: Board, *, lift: bool = True) -> Plan:
-    """Run one round at the board's time; afterwards the board shows the decisions as done."""
+    """Run one round at the board's time. Afterwards the board shows the decisions as if they were
+    carried out.
+    """
     draft = _DraftPlan(board)
     if not board.memory.goes_on:
         board.memory.in_the_way, board.memory.tried = set(), {}
@@ -104,12 +106,13 @@ def cycle(board: Board, *, lift: bool = True) -> Plan:
     _seat(draft, kept)
     # 8.  Let tasks of one branch take turns.
     _take_turns(draft, kept)
-    # Victims released more than was needed: other tasks may use it, or a limit has room again.
+    # Victims may have released more than was needed: then other tasks may use it, or fit a limit
+    # again.
     while draft.left_over:
         draft.left_over = False
         _seat(draft, kept)
         _take_turns(draft, kept)
-    # All devices that could be taken are taken now: launch functions behind others.
+    # All devices that can be taken are taken by now: launch functions behind others.
     _fill_batches(draft, kept)
     # Launch graphs beside others.
     _share(draft, kept)
@@ -137,9 +140,10 @@ def cycle(board: Board, *, lift: bool = True) -> Plan:
 
 
 def _nothing_moved(draft: _DraftPlan) -> bool:
-    """True if only time has passed since a round without effect, and not enough to change that.
+    """True if since a round without effect only time has passed, and not enough to change anything.
 
-    A task that arrived meanwhile is queued behind tasks that found no device.
+    A task that has arrived meanwhile changes nothing if it is queued behind tasks that found no
+    device.
     """
     board = draft.board
     moved, until_s = board.memory.quiet
@@ -170,7 +174,7 @@ class _DraftPlan:
         self.before: dict[str, BoardTask] = {}  # the moved tasks as they were before the round
         self.again_s = NEVER  # when a task that could not be seated must be looked at again
         self.left_over = False  # True if victims held more than the launched task took
-        self.emptied: set[Lane] = set()  # lanes for whose first task a device is emptied
+        self.emptied: set[Lane] = set()  # lanes for whose first task a device is being emptied
         # kinds with free devices that a task did not get, as they are kept for a gang
         self.held_back: set[str] = set()
 
@@ -187,7 +191,10 @@ class _DraftPlan:
         shares: bool | None = None,
         **after: object,
     ) -> None:
-        """Add a decision and apply it to the board; raises IllegalMove if the state forbids it."""
+        """Add a decision and apply it to the board.
+
+        Raises IllegalMove if the task's state does not allow the move.
+        """
         state = lifecycle.after(task.id, task.state, move)
         self.before.setdefault(task.id, task)
         self.decisions.append(
@@ -249,9 +256,9 @@ def _count_the_lost(draft: _DraftPlan) -> None:
 
 
 def _leaves_its_home(board: Board, task: BoardTask, lost: list[str]) -> bool:
-    """True if a command has lost devices, but its processes are at a home that is alive.
+    """True if a command has lost devices, but its processes are at a home device that is alive.
 
-    Until they are paused they may use its other devices, so nobody else may have those.
+    Until they are paused they may use its other devices, so no other task may get those.
     """
     here = task.state in (State.running, State.pausing)
     return here and task.restarts and len(task.seats) > 1 and board.alive(task.seats[0])
@@ -261,7 +268,7 @@ def _leaves_its_home(board: Board, task: BoardTask, lost: list[str]) -> bool:
 
 
 def _look_at_news(draft: _DraftPlan) -> None:
-    """Look once at each changed task; it is looked at again only after it changes again."""
+    """Look once at each changed task; it is looked at again only after its next change."""
     board = draft.board
     news, board.news = sorted(board.news), set()
     for steps in (_end, _unlock_or_lock, _obey):
@@ -334,9 +341,9 @@ def _obey_while_it_runs(draft: _DraftPlan, task: BoardTask) -> None:
 
 
 def _keep_for_its_gang(draft: _DraftPlan, ticket: BoardTask) -> None:
-    """Release a ticket's devices once its gang has no ranks there.
+    """Release a ticket's devices when its gang has no ranks on them.
 
-    Until then the gang is asked for the devices by pausing it.
+    Until then the gang is paused, so that it leaves them.
     """
     why = ticket.conditions.terms.lets_go
     nothing: dict[str, Any] = dict(
@@ -389,7 +396,7 @@ def _goes_on_without(
 
 
 def _are_near(board: Board, task: BoardTask, devices: list[str]) -> bool:
-    """True if the home device's worker runs the ranks of these devices, too."""
+    """True if the worker of the task's home device runs the ranks of these devices, too."""
     home, others = board.devices[task.seats[0]], [board.devices[id] for id in devices]
     return all(one.host == home.host and not one.traits.ranks_apart for one in others)
 
@@ -418,7 +425,7 @@ def _make_smaller(
 def _land(draft: _DraftPlan) -> None:
     """Launch moving tasks on their new devices once the image is durable, or lost.
 
-    They held a device until now, so they are not queued; limits still apply.
+    They held a device until now, so they are not queued. Limits still apply.
     """
     board = draft.board
     for id in sorted(board.landing):
@@ -442,7 +449,7 @@ def _take_back(draft: _DraftPlan) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _KeptForGang:
-    """Rule F7: devices of one kind that suit the `lane` of a gang and are kept for the gang.
+    """Holds how many devices of one kind are kept for a gang; they suit its `lane` (rule F7).
 
     Enough devices are expected by `at_s`; `spare` more will be free by then.
     """
@@ -454,7 +461,9 @@ class _KeptForGang:
 
 
 def _seat_urgent(draft: _DraftPlan) -> dict[str, _KeptForGang]:
-    """Rules F7, F9: seat the tasks that waited too long; keep devices for the others."""
+    """Seat the tasks that have waited too long; if one does not fit, keep devices for it (rules F7,
+    F9).
+    """
     board = draft.board
     kept: dict[str, _KeptForGang] = {}
     for task in board.urgency.tasks():
@@ -476,7 +485,9 @@ def _seat_urgent(draft: _DraftPlan) -> dict[str, _KeptForGang]:
 
 
 def _urgent_by(board: Board, task: BoardTask) -> str | None:
-    """Return the rule by which a task goes before all others; None if that cannot be kept now."""
+    """Return the rule by which a task goes before all others; None if there is none, or it cannot
+    be kept now.
+    """
     if board.urgency.patience.ends_s(task) <= board.now_s and board.urgency.patience.may_age(task):
         return "F7"
     promised = board.urgency.slack_ends_s(task) <= board.now_s
@@ -486,9 +497,9 @@ def _urgent_by(board: Board, task: BoardTask) -> str | None:
 def _wait_for_devices(
     draft: _DraftPlan, urgent: dict[str, _KeptForGang]
 ) -> dict[str, _KeptForGang]:
-    """Rule F7: seat the gangs that wait for their last devices, or keep devices for them.
+    """Seat the gangs that wait for their last devices, or keep devices for them (rule F7).
 
-    Devices that are kept for an `urgent` task are not kept for a gang too.
+    Devices that are kept for an `urgent` task are not kept for a gang, too.
     """
     board = draft.board
     kept: dict[str, _KeptForGang] = {}
@@ -520,7 +531,7 @@ def _goes_on_waiting(draft: _DraftPlan, kind: str) -> _KeptForGang | None:
 
 
 def _begins_to_wait(draft: _DraftPlan, kind: str) -> _KeptForGang | None:
-    """Keep devices for the first gang if all holders must give way to it within a full slice."""
+    """Keep devices for the first gang, if within a full slice all holders must give way to it."""
     board, begins_s = draft.board, gang_waits.begins_s(draft.board, kind)
     if begins_s > board.now_s:
         draft.again_s = min(draft.again_s, begins_s)
@@ -546,7 +557,9 @@ def _keep(
     urgent: bool,
     turns: bool = True,
 ) -> _KeptForGang:
-    """Return when enough devices are expected; `ends` are the expected ends of turns or tasks."""
+    """Return when enough devices are expected for the task; `ends` are expected ends of turns or
+    tasks.
+    """
     pool, lane = board.pools[task.kind], board.lane(task)
     have = pool.pins_free(lane) if lane.pins else pool.fitting(lane)
     have += sum(offer.suits for offer in elastic.offers(board, task, urgent=urgent))
@@ -570,7 +583,10 @@ def _pause_unshared(draft: _DraftPlan) -> None:
 
 
 def _share(draft: _DraftPlan, kept: dict[str, _KeptForGang]) -> None:
-    """Launch graphs beside running graphs; on a full device one of those makes room."""
+    """Launch graphs beside running graphs.
+
+    If a device is full, one of the graphs on it makes room.
+    """
     board = draft.board
     for kind in [here.kind for here in time_sharing.places(board) if here.kind not in kept]:
         while (join := _next_join(board, kind)) is not None:
@@ -597,7 +613,7 @@ def _join(draft: _DraftPlan, join: time_sharing.Join) -> None:
 
 
 def _fill_batches(draft: _DraftPlan, kept: dict[str, _KeptForGang]) -> None:
-    """Launch the next functions of a user behind one that was launched just now."""
+    """Launch the next functions of a user behind one that was launched in this round."""
     because = "Started: runs on this device after the functions before it."
     for leader, task in function_batches.next_functions(draft.board):
         if task.kind in kept:
@@ -606,7 +622,9 @@ def _fill_batches(draft: _DraftPlan, kept: dict[str, _KeptForGang]) -> None:
 
 
 def _regroup(draft: _DraftPlan, kept: dict[str, _KeptForGang]) -> bool:
-    """Pause graphs that share so that they can move to other devices; False if none moves."""
+    """Pause graphs that share devices, so that they can move to other devices; False if none
+    moves.
+    """
     moves = False
     for here in time_sharing.places(draft.board):
         found = None if here.kind in kept else graph_moves.graph_to_move(here)
@@ -621,7 +639,9 @@ def _regroup(draft: _DraftPlan, kept: dict[str, _KeptForGang]) -> bool:
 
 
 def _seat(draft: _DraftPlan, kept: dict[str, _KeptForGang]) -> None:
-    """Launch tasks, least served first; a task without a device closes its lane for the round."""
+    """Launch tasks, the least served first. If a task finds no device, its lane is closed for this
+    round.
+    """
     board, tree = draft.board, draft.board.tree
     open_, aside = _lanes(board, kept), list[BoardTask]()
     while not board.short and (found := tree.first(open_)) is not None:
@@ -650,9 +670,9 @@ def _seat(draft: _DraftPlan, kept: dict[str, _KeptForGang]) -> None:
 
 
 def _is_owed(board: Board, task: BoardTask, kept: dict[str, _KeptForGang]) -> bool:
-    """True if the task is within a guarantee, and a gang waits that would borrow (F4).
+    """True if the task stays within a guarantee while the waiting gang would borrow (F4).
 
-    Such a task does not wait for the gang.
+    Such a task need not wait for the gang.
     """
     keeper, gang = kept.get(task.kind), gang_waits.waiting_gang(board, task.kind)
     if not board.guarantees or gang is None or keeper is None or keeper.gang != gang.id:
@@ -662,7 +682,9 @@ def _is_owed(board: Board, task: BoardTask, kept: dict[str, _KeptForGang]) -> bo
 
 
 def _empty_a_device(draft: _DraftPlan, lane: Lane, task: BoardTask) -> None:
-    """Let no more fractions begin on the device that a whole task could have first."""
+    """Let no more fractions begin on the device that could be whole first, if a task needs a whole
+    one.
+    """
     board, pool = draft.board, draft.board.pools.get(task.kind)
     if pool is None or not pool.parts or not draft.emptied.isdisjoint(both_of(lane)):
         return
@@ -688,18 +710,22 @@ def _lanes(board: Board, kept: dict[str, _KeptForGang]) -> dict[Lane, None]:
 
 
 def _waits_for_fractions(board: Board, lane: Lane) -> bool:
-    """True if a device may have to be emptied of fractions for the lane."""
+    """True if fractions may have to leave a device, so that a task of the lane can have it."""
     pool = board.pools.get(lane.kind)
     return pool is not None and bool(pool.parts) and not lane.is_fraction
 
 
 def _with_twins(lanes: Iterable[Lane]) -> dict[Lane, None]:
-    """Add to each lane its counterpart (fresh or not): a launch may move siblings there (F8)."""
+    """Add to each lane the one that differs only in being fresh: a launch may move sibling tasks
+    there (F8).
+    """
     return {twin: None for lane in lanes for twin in both_of(lane)}
 
 
 def _may_gain(board: Board, lane: Lane, kept: dict[str, _KeptForGang]) -> bool:
-    """True if tasks of a lane may replace others although devices may be kept for a gang."""
+    """True if tasks of a lane may take the place of others, although devices may be kept for a
+    gang.
+    """
     if lane.kind in kept:
         found = board.tree.first((lane,)) if board.guarantees else None
         if found is None or not _is_owed(board, found[2], kept):
@@ -708,7 +734,7 @@ def _may_gain(board: Board, lane: Lane, kept: dict[str, _KeptForGang]) -> bool:
 
 
 def _could_gain(board: Board, lane: Lane) -> bool:
-    """True if the first task of a lane may be able to replace another task."""
+    """True if the first task of a lane might be able to take the place of another task."""
     found = board.tree.first((lane,))
     if found is None:
         return False
@@ -719,9 +745,9 @@ def _could_gain(board: Board, lane: Lane) -> bool:
 def _find_no_seat(
     board: Board, kept: dict[str, _KeptForGang], open_: dict[Lane, None], task: BoardTask
 ) -> None:
-    """Keep devices for the first task that does not fit, or close the lanes behind it."""
+    """For the first task that does not fit: keep devices for it, or close the lanes behind it."""
     backfill = board.policy.backfill
-    # With turns a gang makes room for itself, at the latest when its patience ends.
+    # If tasks take turns, a gang gets its devices by turns, at the latest when its patience ends.
     easy = backfill == "easy" and not board.policy.turns
     if task.width > 1 and easy and task.kind not in kept:
         ends = board.pools[task.kind].ends
@@ -740,7 +766,7 @@ def _nothing_free(board: Board, lane: Lane) -> bool:
 
 
 def _free(board: Board, lane: Lane) -> int:
-    """Return the largest number of devices that tasks of this queue class could get at once.
+    """Return the largest number of devices that one task of this lane could get now.
 
     Devices that elastic tasks hold beyond their need count, as they may be taken back.
     """
@@ -749,7 +775,9 @@ def _free(board: Board, lane: Lane) -> int:
 
 
 def _takes(board: Board, task: BoardTask, lane: Lane, kept: _KeptForGang) -> int:
-    """Rule F7, EASY: count the devices, suitable for the gang, that the task holds too long."""
+    """Count those of the task's devices that suit the gang and that the task would hold too long
+    (rule F7, EASY).
+    """
     ends_s = NEVER if task.expected_s is None else board.now_s + task.expected_s
     if ends_s <= kept.at_s:
         return 0
@@ -761,7 +789,9 @@ def _takes(board: Board, task: BoardTask, lane: Lane, kept: _KeptForGang) -> int
 
 
 def _launch_free(draft: _DraftPlan, task: BoardTask, rule: str) -> bool:
-    """Launch a task on free devices or on extra devices of elastic tasks; False if too few."""
+    """Launch a task on free devices or on surplus devices of elastic tasks; False if there are too
+    few.
+    """
     board = draft.board
     pool = board.pools.get(task.kind)
     if pool is None:
@@ -831,9 +861,10 @@ def _launch(
 def _make_room(
     draft: _DraftPlan, task: BoardTask, rule: str, *, within: Branch | None = None
 ) -> bool:
-    """Launch a task in the place of tasks that had more or borrowed; False if too few give way.
+    """Launch a task in the place of tasks that had more or borrowed.
 
-    For a one-host task every host with enough devices is tried.
+    Returns False if too few tasks give way. For a one-host task every host with enough devices is
+    tried.
     """
     if _make_room_there(draft, task, rule, within):
         return True
@@ -899,7 +930,7 @@ def _make_room_there(draft: _DraftPlan, task: BoardTask, rule: str, within: Bran
 def _give_back(
     draft: _DraftPlan, back: list[elastic.ElasticResize], task: BoardTask, rule: str
 ) -> None:
-    """Rules F5, F6: shrink elastic tasks first, because that is the cheapest way to make room."""
+    """Shrink elastic tasks first, because that is the cheapest way to make room (rules F5, F6)."""
     told = "Returned devices that it does not need to waiting tasks."
     for resize in back:
         draft.left_over = True  # a device may suit another task, or a limit may have room
@@ -908,10 +939,10 @@ def _give_back(
 
 
 def _take_turns(draft: _DraftPlan, kept: dict[str, _KeptForGang]) -> None:
-    """Rules F6 and F8 below the top: let tasks of one branch replace each other.
+    """Let tasks of one branch take each other's place (rules F6 and F8, below the top).
 
-    This step gives the turns that no other branch could take.  A kind for which a gang waits is
-    left out: a new turn would put the gang off.
+    This step gives the turns that no other branch could take. A kind for which a gang waits is left
+    out, since a new turn would delay the gang.
     """
     board = draft.board
     if not board.policy.turns or not board.tree.lanes:
@@ -933,7 +964,10 @@ def _take_turns(draft: _DraftPlan, kept: dict[str, _KeptForGang]) -> None:
 
 
 def _grow(draft: _DraftPlan, kept: dict[str, _KeptForGang]) -> None:
-    """Give elastic tasks more devices; they are charged from now on, ready or not."""
+    """Give elastic tasks more devices.
+
+    They are charged for these from now on, whether they use them yet or not.
+    """
     board = draft.board
     told = "Uses these devices until another task needs them."
     for resize in elastic.growth(board, kept):
@@ -957,7 +991,9 @@ def _grow(draft: _DraftPlan, kept: dict[str, _KeptForGang]) -> None:
 
 
 def _look_again_s(board: Board, urgent: dict[str, _KeptForGang], again_s: float) -> float | None:
-    """Return the first time at which the passing of time may change something; None if never."""
+    """Return the next time at which something may change because time passes; None if there is
+    none.
+    """
     later = (kept.at_s for kept in urgent.values() if kept.at_s > board.now_s)
     at_s = min(board.next_s(), again_s, *later)
     if board.elastic:

@@ -1,12 +1,12 @@
-"""Choose moves that free devices that fit a waiting task.
+"""Chooses moves of tasks that free suitable devices for a waiting task.
 
-A gang may use any devices of a kind that fit its memory and its choice.  Other tasks may hold large
+A gang may use any devices of a kind that fit its memory and its choice. Other tasks may hold large
 devices, and could run on a free device that is too small for the gang or does not suit its choice.
-Among the tasks that find too few devices that fit, the first is considered.  If moves would let it
+The first waiting task that finds too few suitable devices is considered. If moves would let it
 start, all moves that it needs are made; otherwise none.
 
-Three things always hold.  No task is moved before a full slice.  No task is moved while another
-move of the kind is under way.  No task is moved to a device on which it does not fit.
+Three things always hold. No task is moved before a full slice. No task is moved while another move
+of the kind is under way. No task is moved to a device on which it does not fit.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from app.core.scheduling.board import Board
 from app.core.scheduling.pool import Pool
 from app.core.scheduling.stays import BoardStay
 
-LANES = 64  # most lanes that are looked at; there may be one for each size of tasks
+LANES = 64  # most lanes that are looked at; each size of task may have a lane of its own
 
 
 def moves(board: Board) -> list[tuple[str, str]]:
-    """Return the tasks to move, each with the free device that it moves to."""
+    """Return the tasks to move, each with the free device to which it moves."""
     busy = {board.devices[id].kind for id in board.kept_for}
     found: list[tuple[str, str]] = []
     for kind in sorted(board.pools.keys() - busy):
@@ -37,7 +37,7 @@ def moves(board: Board) -> list[tuple[str, str]]:
 
 
 def _first_without_room(board: Board, pool: Pool) -> BoardTask | None:
-    """Return the first waiting task that too few of the free devices fit."""
+    """Return the first waiting task for which too few of the free devices are suitable."""
     lanes = (
         lane
         for lane in board.tree.lanes
@@ -68,7 +68,7 @@ def _for(board: Board, pool: Pool, lane: Lane) -> list[tuple[str, str]]:
 
 
 def _movable(board: Board, lane: Lane) -> list[BoardStay]:
-    """Return the stays that can leave a device on which the lane fits, smallest first."""
+    """Return the stays that can leave a device that suits the lane, the smallest first."""
     found = [
         stay
         for stay in board.stays.values()

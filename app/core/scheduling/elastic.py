@@ -1,25 +1,25 @@
-"""Give elastic tasks devices beyond their need, and take them back (rules F5, F8).
+"""Gives elastic tasks devices beyond their need, and takes them back (rules F5, F8).
 
-An elastic task is seated with what it needs (`BoardTask.width`), like any other task.  Free devices
-that no waiting task could take are lent to tasks that can use more.  Waiting tasks get lent devices
-back at once.  So the following always holds.
+An elastic task is seated with what it needs (`BoardTask.width`), like any other task. Free devices
+that no waiting task could take are lent to tasks that can use more. Waiting tasks get lent devices
+back at once. So the following always holds.
 
 * Devices that a task holds beyond its need count as free for all waiting tasks, however well served
-  those are.  The elastic task gives devices back and continues with the rest, before any task is
-  paused.  There is one exception: a branch that is within its guarantee with these devices gives
+  those are. The elastic task gives devices back and continues with the rest, before any task is
+  paused. There is one exception: a branch that is within its guarantee with these devices gives
   them only to a branch that is within its own guarantee and less served.
-* Growing is no claim: no task is paused for it, and no limit is exceeded.  Only the need of tasks
-  decides whether a task has room, borrows or lends.  So growing does not change which task pauses
+* Growing is no claim: no task is paused for it, and no limit is exceeded. Only the need of tasks
+  decides whether a task has room, borrows or lends. So growing does not change which task pauses
   which.
 * If ranks are led by their task's coordinator host (`Policy.homebound`), the task never gives back
-  the first device that it took, which is on that host.  It grows onto devices of that host first,
+  the first device that it took, which is on that host. It grows onto devices of that host first,
   and onto other hosts only if it may live `across_hosts`.
 * Growing is slow: a task grows only after `grow_after_s` and a turn have passed since it was seated
-  or resized.  So resizing costs no more of the time than taking turns does.
+  or resized. So resizing costs no more of the time than taking turns does.
 
 Why there is no cycle: a task gives devices back only to a task that is seated with them, and grows
-only onto devices that no waiting task could take.  So each move adds to the running tasks, or
-leaves them as they are and adds to what they hold (docs/internals/fair_share.md).
+only onto devices that no waiting task could take. So each move adds to the running tasks, or leaves
+them as they are and adds to what they hold (docs/internals/fair_share.md).
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from app.core.scheduling.stays import NEVER, BoardStay, slice_us
 
 
 class ReturnOffer(NamedTuple):
-    """A device that a stay may be made to give back, now or once its resize has ended.
+    """Describes a device that a stay can be made to give back, now or when its resize has ended.
 
-    `suits`: the waiting task could run on the device.  `lent`: no branch of the stay needs the
+    `suits`: the waiting task could run on the device. `lent`: no branch of the stay needs the
     device for its guarantee.
     """
 
@@ -59,7 +59,9 @@ class ReturnOffer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ElasticResize:
-    """A stay that continues with other `devices`; `leaves` are the devices that it gives up."""
+    """Describes a stay that continues with other `devices`; `leaves` are the devices that it gives
+    up.
+    """
 
     stay: BoardStay
     devices: tuple[str, ...]
@@ -92,7 +94,7 @@ def offers(board: Board, task: BoardTask, *, urgent: bool = False) -> list[Retur
 
 
 class _GrowClaim:
-    """A waiting task, and what it may take from tasks that hold more than they need."""
+    """Finds what a waiting task may take from tasks that hold more than they need."""
 
     def __init__(self, board: Board, task: BoardTask, *, urgent: bool) -> None:
         self.board, self.task, self.urgent = board, task, urgent
@@ -115,7 +117,9 @@ class _GrowClaim:
         return (*scores, task.priority, -(task.started_s or 0.0), task.id)
 
     def devices(self, stay: BoardStay) -> list[str]:
-        """Return the devices that a stay could give: suitable ones first, then the latest taken."""
+        """Return the devices that a stay could give: suitable ones first, among these the ones
+        taken last.
+        """
         latest = stay.devices[self.board.policy.homebound :][::-1]
         return sorted(latest, key=lambda id: not self.suits(stay, id))
 
@@ -126,7 +130,7 @@ class _GrowClaim:
     def taken(
         self, stay: BoardStay, devices: Sequence[str], *, lent: bool
     ) -> Iterator[ReturnOffer]:
-        """Yield offers for as many of these devices as may still be taken."""
+        """Yield offers for these devices, as many as may still be taken from the stay."""
         mine, theirs = sides(self.leaf, stay.leaf)
         branches = [] if mine is theirs else list(below(stay.leaf, theirs))
         kind = stay.lane.kind
@@ -139,14 +143,18 @@ class _GrowClaim:
             yield ReturnOffer(stay, id, self.suits(stay, id), lent)
 
     def _lends(self, branch: Branch, kind: str) -> bool:
-        """True if the branch, less what was taken already, holds more than its guarantee."""
+        """True if the branch, without what was already taken from it, holds more than its
+        guarantee.
+        """
         if not branch.guarantee:
             return True
         holds = branch.held[kind] + branch.grown.get(kind, 0) - self.gone[branch]
         return holds > branch.guarantee.get(kind, 0)
 
     def _owed(self, mine: Branch, theirs: Branch) -> bool:
-        """True if `mine` is within its guarantee and less served than `theirs` after its turn."""
+        """True if `mine` is within its guarantee and, after its turn, still less served than
+        `theirs`.
+        """
         score, kind = self.board.tree.score, self.task.kind
         if mine.borrows(self.lane):
             return False
@@ -156,9 +164,9 @@ class _GrowClaim:
 def given_back(
     board: Board, task: BoardTask, offered: Sequence[ReturnOffer], paused: Sequence[BoardStay] = ()
 ) -> list[ElasticResize] | None:
-    """Return the resizes that make `task` fit beside all others; None if they free too little now.
+    """Return the resizes that make room for `task`; None if they free too few devices now.
 
-    `paused` are stays that release all they hold.  No device is given back needlessly.
+    `paused` are stays that release all they hold. No device is given back without need.
     """
     lacks = _Lacks(board, task, paused)
     chosen = list[ReturnOffer]()
@@ -178,7 +186,7 @@ def given_back(
 
 
 class _Lacks:
-    """The devices that a task still lacks, and by how many its limits are exceeded."""
+    """Counts the devices that a task still lacks, and by how many its limits are exceeded."""
 
     def __init__(self, board: Board, task: BoardTask, paused: Sequence[BoardStay]) -> None:
         here, leaf, pool = board.lane(task), board.leaf(task), board.pools.get(task.kind)
@@ -244,7 +252,7 @@ def _by_stay(chosen: Iterable[ReturnOffer]) -> list[ElasticResize]:
 
 
 def calm_s(policy: Policy, task: BoardTask) -> float:
-    """Return how long a task is left unchanged after it was seated or resized, in s."""
+    """Return the seconds for which a task is left unchanged after it was seated or resized."""
     return max(policy.grow_after_s, slice_us(policy, task) / 1e6)
 
 
@@ -267,7 +275,7 @@ def next_growth_s(board: Board) -> float:
 def growth(board: Board, kept: Collection[str]) -> list[ElasticResize]:
     """Return which tasks grow onto free devices that no waiting task could take.
 
-    Kinds in `kept` (F7) are left out.  Devices go one by one to the task that is least served with
+    Kinds in `kept` (F7) are left out. Each device goes to the task that would be least served with
     one more.
     """
     ready = [
@@ -306,7 +314,9 @@ def _nobodys(board: Board, kind: str) -> list[str]:
 
 
 def _could_sit(board: Board, kind: str) -> BoardTask | None:
-    """Return a waiting task that could take the free devices but was held back, or None."""
+    """Return a waiting task that could take the free devices but was held back; None if there is
+    none.
+    """
     pool = board.pools[kind]
     for here in sorted(board.tree.lanes, key=lambda here: (here.width, here.memory_bytes)):
         found = board.tree.first((here,)) if here.kind == kind else None
@@ -327,7 +337,9 @@ class _Shares:
         self.fees: Counter[Branch] = Counter()
 
     def divide(self, stays: Sequence[BoardStay], free: list[str]) -> dict[str, list[str]]:
-        """Return the devices given to each task; `free` devices are given in their order."""
+        """Return the devices given to each task; `free` devices are given in the order of the
+        list.
+        """
         given: dict[str, list[str]] = {}
         line = [(self._place(stay), stay) for stay in stays]
         heapify(line)
@@ -347,8 +359,9 @@ class _Shares:
         return given
 
     def _next(self, stay: BoardStay, mine: Sequence[str], free: Sequence[str]) -> str | None:
-        """Return the free device that the task may have and that is nearest to its own; devices of
-        its coordinator's host go first.
+        """Return the free device that the task may have and that is nearest to its own.
+
+        Devices of its coordinator's host are preferred.
         """
         pool, homebound = self.board.pools[stay.lane.kind], self.board.policy.homebound
         able = (id for id in free if self._may(stay, len(mine), id))
@@ -361,7 +374,7 @@ class _Shares:
         return next(iter(nearest(alike, 1, [*stay.devices, *mine], pool.locations)), None)
 
     def _may(self, stay: BoardStay, more: int, id: str) -> bool:
-        """True if the task can use this device as one more and all limits leave room (F4)."""
+        """True if the task can use this device in addition and all limits have room for it (F4)."""
         if len(stay.devices) + more >= stay.task.width_max:
             return False
         if not self.board.pools[stay.lane.kind].fits(id, stay.lane):
@@ -390,7 +403,9 @@ class _Shares:
                 self.given[branch, k] += 1
 
     def _place(self, stay: BoardStay) -> tuple[object, ...]:
-        """Sort key of rule F3 from the top down, with one more device for the task."""
+        """Return a sort key for a task, as if it had one more device: by rule F3, level by level
+        from the top of the tree.
+        """
         kind, task, score = stay.lane.kind, stay.task, self.board.tree.score
         path = list(above(stay.leaf))[-2::-1]
         levels = tuple(

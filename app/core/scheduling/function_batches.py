@@ -1,14 +1,14 @@
 """Launches functions behind others of their user, so that a device runs them one after another.
 
-A message to a device and its answer take longer than most functions.  So a device that gets a
-function gets, with the same message, as many of the user's next ones as take `BATCH_US` together,
-by what the last one took.  They have the device together as tasks that share one have it: none is
-charged before it runs, and each for its own time only.  A function that has waited behind others
-for `device_records.BEHIND_US` is given back to the queue.  So no task waits much longer than that
-for a device because of a batch.
+A message to a device and its answer take longer than most functions. So a device that gets a
+function also gets, with the same message, the user's next functions: as many as take `BATCH_US`
+together, if each takes as long as the last one did. They have the device together, like tasks that
+take turns on one: a function is charged only when it runs, and only for its own time. A function
+that has waited behind others for `device_records.BEHIND_US` is returned to the queue. So because of
+a batch no task waits much longer than that for a device.
 
-Only where no guarantee and no limit applies, and only on devices of the host: there functions share
-a process (`core.model.shared_process`).
+This happens only where no guarantee and no limit applies, and only on CPU devices: there functions
+share a process (`core.model.shared_process`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ WITH_VARIABLES = "env"  # a need that keeps no function from a shared process
 
 
 def may_lead(board: Board, task: BoardTask, *devices: str) -> bool:
-    """True if functions may be launched behind this one, which was launched there."""
+    """True if other functions may be launched behind this one on the devices where it was
+    launched.
+    """
     if not task.function or task.kind != HOST_KIND or task.width != 1 or task.gang:
         return False
     if any(OFFER not in board.devices[id].traits.offers for id in devices):
@@ -43,9 +45,9 @@ def may_lead(board: Board, task: BoardTask, *devices: str) -> bool:
 
 
 def next_functions(board: Board) -> Iterator[tuple[BoardStay, BoardTask]]:
-    """Yield what to launch next, and behind which of the functions launched in this round.
+    """Yield pairs: a function launched in this round, and the function to launch behind it.
 
-    The caller launches each before it asks for the next.  Every batch gets one function in turn.
+    The caller launches each before it asks for the next. Batches get one function each in turn.
     """
     leaders = [board.stays[id] for id in board.memory.leaders if id in board.stays]
     place = 1

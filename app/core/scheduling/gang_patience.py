@@ -1,8 +1,9 @@
-"""Rule F7: how long a gang waits whose turn does not come, until it goes before all others.
+"""Decides how long a gang waits whose turn does not come, until it goes before all others (rule
+F7).
 
 `gang_waits` decides for how long devices are kept for a gang whose turn has come.
 
-Patience is the total time that a gang may wait.  The narrower the gang, the longer it is patient.
+Patience is the total time that a gang may wait. The narrower the gang, the longer it is patient.
 Once the patience of a wide gang has ended, the gang is not preempted; how many devices such gangs
 may hold is limited (`aged_share`).
 """
@@ -18,7 +19,7 @@ from app.core.scheduling.stays import NEVER
 
 
 class GangPatience:
-    """The patience of the gangs of a board, which keeps `pools` up to date."""
+    """Computes the patience of the gangs on a board. The board keeps `pools` up to date."""
 
     def __init__(self, policy: Policy, pools: Mapping[str, Pool]) -> None:
         self.policy, self.pools = policy, pools
@@ -37,9 +38,10 @@ class GangPatience:
         self._aged.pop(gang.kind, None)
 
     def aged(self, kind: str) -> int:
-        """Return the number of devices that gangs hold whose patience has ended.
+        """Return how many devices are held by gangs whose patience has ended.
 
-        Patience depends on the number of open devices: if it changes, all gangs are looked at.
+        Patience depends on the number of open devices: if that changes, all gangs are checked
+        again.
         """
         devices = self.pools[kind].size() if kind in self.pools else 0
         known = self._aged.get(kind)
@@ -67,7 +69,7 @@ class GangPatience:
         return since_s + max(0.0, self.total_s(task) - waited_s)
 
     def protected(self, task: BoardTask) -> bool:
-        """True if a wide gang has waited out its patience once: it is not preempted."""
+        """True if a wide gang's patience has ended before: then the gang is not preempted."""
         return self._ages(task) and task.waited_s >= self.total_s(task)
 
     def _ages(self, task: BoardTask) -> bool:
@@ -83,7 +85,9 @@ class GangPatience:
         return pool is not None and task.width > self.policy.aged_share * pool.size()
 
     def may_age(self, task: BoardTask) -> bool:
-        """True if gangs with ended patience stay within their share with this task."""
+        """True if, with this task, gangs whose patience has ended stay within their share of
+        devices.
+        """
         pool = self.pools.get(task.kind)
         if pool is None or not self._ages(task):
             return pool is not None
