@@ -12,6 +12,7 @@ import httpx2
 import pytest
 import uvicorn
 
+from app.api.access import gate
 from app.api.http_protocol import BoundedProtocol
 from app.api.routes import requests, streams
 from app.db.transactions import transaction
@@ -37,6 +38,7 @@ class Server:
 
 @pytest.fixture
 def server(committed: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setattr(gate, "WAIT_S", PATIENT_S)
     monkeypatch.setattr(streams, "LONGEST_WAIT_S", NEVER_S)
     monkeypatch.setattr(requests, "LOOK_AGAIN_S", NEVER_S)
     with transaction() as session:

@@ -46,9 +46,9 @@ class Gate:
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
     @asynccontextmanager
-    async def entered(self, whose: str, wait_s: float = WAIT_S) -> AsyncIterator[None]:
-        """Hold an admission during the context; raises Unavailable after `wait_s`."""
-        await self._enter(whose, wait_s)
+    async def entered(self, whose: str, wait_s: float | None = None) -> AsyncIterator[None]:
+        """Hold an admission during the context; raises Unavailable after `wait_s`, or WAIT_S."""
+        await self._enter(whose, WAIT_S if wait_s is None else wait_s)
         try:
             yield
         finally:
@@ -118,9 +118,9 @@ def gate() -> Gate:
 
 
 async def in_thread(
-    whose: str, act: Callable[..., Result], *given: Any, wait_s: float = WAIT_S
+    whose: str, act: Callable[..., Result], *given: Any, wait_s: float | None = None
 ) -> Result:
-    """Run `act` in a thread once it is this caller's turn; raises Unavailable after `wait_s`."""
+    """Run `act` in a thread once it is this caller's turn; raises Unavailable as `entered` does."""
     async with gate().entered(whose, wait_s):
         return await run_in_threadpool(act, *given)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from app.db.transactions import transaction
 from tests.app.conftest import World, people
+from tests.ports import free_port
 from tests.serving import PATIENT_S
 
 READS_PER_MIN = 2  # of a key: half a minute until it may read once more
@@ -53,7 +53,8 @@ class Service:
             except ConnectionRefusedError:
                 time.sleep(0.1)
                 continue
-            found.setdefault(self._server_of(connection), connection)
+            if found.setdefault(self._server_of(connection), connection) is not connection:
+                connection.close()
         return list(found.values())
 
     def _server_of(self, connection: http.client.HTTPConnection) -> int:
@@ -70,9 +71,7 @@ class Service:
 def service(committed: None, tmp_path: Path) -> Iterator[Service]:
     with transaction() as session:
         world = people(session)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     env = os.environ | {
         "PROMETHEUS_MULTIPROC_DIR": str(tmp_path),
         "ROUNDHOUSE_API_PROCESSES": "2",
@@ -80,7 +79,8 @@ def service(committed: None, tmp_path: Path) -> Iterator[Service]:
     }
     options = ("--workers", "2", "--port", str(port), "--log-level", "warning")
     bounded = ("--http", "app.api.http_protocol:BoundedProtocol")
-    command = (sys.executable, "-m", "uvicorn", "app.main:app", *options, *bounded)
+    application = "tests.app.api.patient_service:app"
+    command = (sys.executable, "-m", "uvicorn", application, *options, *bounded)
     with subprocess.Popen(command, env=env) as process, ExitStack() as opened:
         try:
             yield Service(port, psutil.Process(process.pid), world, opened)

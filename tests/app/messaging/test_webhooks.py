@@ -316,6 +316,9 @@ class TestSent:
         finally:
             other.release.set()
             loop.stop()
+            for thread in threading.enumerate():
+                if thread.name in ("msg_1", "msg_2"):
+                    thread.join()
 
     @pytest.mark.slow
     def test_killed_sender_loses_no_message(self, other):

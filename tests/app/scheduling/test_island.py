@@ -645,7 +645,9 @@ class TestCost:
         with transactions.transaction() as session:
             _lead(session, isle)
         for _ in range(4):
+            _let_others_end()
             hear(isle)
+        _let_others_end()
         statements.clear()
         hear(isle)
         assert [said.split()[0] for said in statements] == ["SELECT", "select"]
@@ -671,6 +673,17 @@ class TestCost:
         with transactions.transaction() as session:
             found = dict(session.execute(select(Task.name, Task.state)).all())
         assert (found["a"], found["next"]) == ("done", "starting")
+
+
+def _let_others_end():
+    """Wait for what Postgres itself writes: rows since an older transaction are read again."""
+    begun = "select pg_snapshot_xmax(pg_current_snapshot())::text"
+    ended = text("select pg_snapshot_xmin(pg_current_snapshot()) >= cast(:newest as xid8)")
+    with transactions.transaction() as session:
+        newest, until_s = session.scalar(text(begun)), time.monotonic() + 60
+        while not session.scalar(ended, {"newest": newest}):
+            assert time.monotonic() < until_s, "an older transaction does not end"
+            time.sleep(0.01)
 
 
 def _lead(session, scheduler):
