@@ -87,7 +87,9 @@ class ResourceWatch:
         used_us = cpu_us(resident.pid)
         resident.cpu = used_us, now_us
         if used_us > before_us and at_us > 0:
-            resident.reach(CPUS, 1000 * (used_us - before_us) // (now_us - at_us))
+            # from before the first count until after the last: it never says more than was used
+            over_us = time.monotonic_ns() // 1000 - at_us
+            resident.reach(CPUS, 1000 * (used_us - before_us) // over_us)
 
 
 def disk_bytes(pid: int) -> int:
