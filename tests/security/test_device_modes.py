@@ -46,7 +46,7 @@ def test_files_left_by_a_device_worker_are_private(rigs, tmp_path):  # noqa: F81
         rig.save("t1")
         rig.event(Saved, "t1")
         rig.launch("t2", "jobs:tokenize", params={"text": "abc"}, outputs=["tokens"])
-        rig.pause("t1")
+        rig.paused_and_saved("t1", 1)  # nothing is written to the store any more
         rig.event(Finished, "t2")
     finally:
         os.umask(umask)

@@ -15,7 +15,7 @@ import pytest
 
 from app.core.model.messages import Failed, Started, Stopped
 from tests.security.devices import attack, hostile_bundle, longest_silence_s, serves
-from tests.workers.conftest import DeviceRig
+from tests.workers.conftest import PATIENCE_S, DeviceRig
 from workers.device.heartbeat import now_us
 
 pytestmark = pytest.mark.security
@@ -55,8 +55,9 @@ def both(tmp_path) -> Iterator[tuple[DeviceRig, DeviceRig]]:
     """The bad job's device, and its neighbour's, on one host."""
     opened = []
     try:
-        for name in ("bad", "good"):
-            opened.append(DeviceRig(tmp_path / name, lease_s=LEASE_S))
+        # The neighbour always has the time to end its step: it is not the one that must be killed.
+        for name, more in (("bad", {}), ("good", {"stop_grace_s": PATIENCE_S})):
+            opened.append(DeviceRig(tmp_path / name, lease_s=LEASE_S, **more))
             opened[-1].open()
         yield opened[0], opened[1]
     finally:
@@ -67,10 +68,9 @@ def both(tmp_path) -> Iterator[tuple[DeviceRig, DeviceRig]]:
 def _behave_badly(bad: DeviceRig, dice: random.Random, number: int) -> float:
     """Play one draw; returns the longest silence of its device in seconds."""
     task, do = f"bad{number}", "+".join(dice.sample(WAYS, dice.randint(1, 3)))
-    since = len(bad.reports)
+    since, began_us = len(bad.reports), now_us()
     attack(bad, task, do)
     bad.event(Started, task)
-    began_us = now_us()
     time.sleep(dice.uniform(0.1, 1.5))
     if dice.random() < 0.3:
         bad.pause(task)

@@ -222,7 +222,7 @@ def test_client_that_never_reads_its_answer_is_closed(size: int):
 
 def test_thousands_of_pipelined_calls_are_refused(patient: int):
     with connected(patient) as connection:
-        connection.sendall(b"GET /1 HTTP/1.1\r\nHost: x\r\n\r\n" * 5000)
+        sent_until_closed(connection, b"GET /1 HTTP/1.1\r\nHost: x\r\n\r\n" * 5000, times=1)
         assert is_closed(connection)
 
 

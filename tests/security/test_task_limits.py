@@ -14,6 +14,7 @@ import pytest
 
 from app.core.model.messages import Failed, Finished, Stopped
 from tests.workers.conftest import DeviceRig
+from workers.device.resident import Resident
 from workers.process import cgroups
 
 pytestmark = pytest.mark.security
@@ -81,6 +82,13 @@ def _needs(rig: DeviceRig, *resources: str) -> None:
     for name in resources:
         if name not in gives:
             pytest.skip(f"this host keeps no limit of {name}: {rig.reports[-1].facts['unlimited']}")
+
+
+def _running(rig: DeviceRig, task: str) -> Resident:
+    """Wait until the task runs; return its process, beside which an earlier one may still end."""
+    rig.until(lambda: rig.view(task) and rig.view(task).state == "running")
+    (found,) = (r for r in list(rig.supervisor.lives.residents.values()) if r.task == task)
+    return found
 
 
 def _python(text: str) -> list[str]:
@@ -172,8 +180,7 @@ def test_task_gets_no_more_processor_time_than_it_asked_for(
     rig, _ = both
     _needs(rig, "cpus", "processes")
     rig.launch("spins", _python(SPINS), resources={"cpus": 0.5, "processes": 64})
-    rig.until(lambda: rig.view("spins") and rig.view("spins").state == "running")
-    (resident,) = rig.supervisor.lives.residents.values()
+    resident = _running(rig, "spins")
     neighbour.during(3.0)
     failed = rig.event(Failed, "spins")
     assert failed.message == "It ended with exit status 3."
@@ -196,8 +203,7 @@ def test_task_within_its_limits_runs_to_its_end_and_its_peaks_are_known(
         "over.set()\n"
     )
     rig.launch("fits", _python(text), resources={**LIMITS, "cpus": 2})
-    rig.until(lambda: rig.view("fits") and rig.view("fits").state == "running")
-    (resident,) = rig.supervisor.lives.residents.values()
+    resident = _running(rig, "fits")
     least = {"memory": 2**20 * 100, "disk": 2**20 * 50, "processes": 11, "cpus": 101}
     rig.until(lambda: all(resident.peaks.get(name, 0) >= least[name] for name in least))
     rig.let_end("fits")
