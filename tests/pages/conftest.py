@@ -293,6 +293,12 @@ class Visit:
         """Wait until the page of the API has read and drawn the document."""
         self.page.locator(".opblock-tag").first.wait_for()
 
+    def type_key(self, who: str) -> None:
+        """Sign in without a mouse: the field has the focus once the page was drawn."""
+        expect(self.page.get_by_label("API key")).to_be_focused()
+        self.page.keyboard.type(self.service.keys[who])
+        self.page.keyboard.press("Enter")
+
     def sign_in(self, who: str) -> None:
         self.go("/ui/login")
         self.page.get_by_label("API key").fill(self.service.keys[who])

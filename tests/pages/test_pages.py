@@ -26,15 +26,14 @@ TOO_FAINT, UNNAMED = (
 
 
 class TestSigningIn:
-    def test_sign_in_works_by_keyboard_alone(self, visit, service):
+    def test_sign_in_works_by_keyboard_alone(self, visit):
         visit.go("/ui/")
         expect(visit.page).to_have_url(re.compile(r"/ui/login\?next="))
-        visit.page.keyboard.type(service.keys["a"])
-        visit.page.keyboard.press("Enter")
+        visit.type_key("a")
         visit.page.wait_for_url("**/ui/")
         visit.page.keyboard.press("Tab")
         visit.page.keyboard.press("Enter")  # the first stop leads past the navigation
-        assert visit.page.evaluate("document.activeElement.id") == "live"
+        expect(visit.page.locator("#live")).to_be_focused()
 
     def test_wrong_key_is_refused_and_said(self, visit):
         visit.go("/ui/login")
@@ -44,16 +43,14 @@ class TestSigningIn:
         visit.go("/ui/")
         expect(visit.page).to_have_url(re.compile("/ui/login"))
 
-    def test_sign_in_leads_back_to_the_wanted_page(self, visit, service):
+    def test_sign_in_leads_back_to_the_wanted_page(self, visit):
         visit.go("/ui/requests?state=running")
-        visit.page.keyboard.type(service.keys["a"])
-        visit.page.keyboard.press("Enter")
+        visit.type_key("a")
         visit.page.wait_for_url("**/ui/requests?state=running")
 
     def test_sign_in_never_leads_to_another_site(self, visit, service):
         visit.go("/ui/login?next=https://elsewhere.invalid/ui/")
-        visit.page.keyboard.type(service.keys["a"])
-        visit.page.keyboard.press("Enter")
+        visit.type_key("a")
         visit.page.wait_for_url(service.url + "/ui/")
 
     def test_cookie_is_hidden_from_scripts_and_ends_with_signing_out(self, visit, service):
@@ -595,6 +592,8 @@ class TestEverywhere:
             answer = visit.page.goto(service.url + path)
             assert "default-src 'self'" in answer.headers["content-security-policy"], path
             assert not re.search(r"<style|\sstyle=|\son\w+=|<script>", answer.text()), path
+            if path == "/docs":
+                visit.documented()
             visit.page.wait_for_timeout(300)  # let late requests happen
         elsewhere = [url for url in visit.asked if not url.startswith((service.url, "data:"))]
         assert elsewhere == []
