@@ -1,22 +1,22 @@
-"""Rule F7: for how long devices stand free for a gang whose turn has come.
+"""Decides how long devices stand free for a gang whose turn has come (rule F7).
 
-Beside tasks that end one by one, the devices of a gang are hardly ever free together.  So they are
-kept for it as they become free, once all their holders have to give way to it after their turn
-(F5, F6), within a full slice.  Until the last device is there, those whose tasks end by themselves
+Beside tasks that end one by one, the devices of a gang are hardly ever free together. So they are
+kept for it as they become free, once all their holders have to give way to it after their turn (F5,
+F6), within a full slice. Until the last device is there, devices whose tasks ended by themselves
 stand idle: a wait for w devices costs them about half a typical stay each.
 
-That cost alone decides how patient the gangs of a kind of device must be.  Over time it may be
-`Policy.wait_share` of the devices, as much as switching may cost (F8).  The idle time is summed up.
+That cost alone decides how patient the gangs of a kind of device must be. Over time it may be
+`Policy.wait_share` of the devices, as much as switching may cost (F8). The idle time is summed up.
 The next wait begins when the sum is no more than that part of the devices' time since the last wait
-began.  So patience follows from the stays of the tasks, and is no setting: with D devices and stays
+began. So patience follows from the stays of the tasks, and is no setting: with D devices and stays
 of L seconds it is about w * L / 2 / (wait_share * D), at most 12.5 minutes for 8 of 8 devices
-beside tasks of 30 s.  Stays that end together cost nothing, and need no patience.
+beside tasks of 30 s. Stays that end together cost nothing, and need no patience.
 
-All gangs of a kind share the sum, so their number does not matter.  In any time T the other tasks
+All gangs of a kind share the sum, so their number does not matter. In any time T the other tasks
 lose at most wait_share * D * T, and one wait of w devices for a slice.
 
-A gang that waited has a longer turn: half of the time that pays for its wait.  If it gave way to
-the first task that is less served, the waits would cost it what it is owed.
+A gang that waited has a longer turn: half of the time that pays for its wait. If it gave way to the
+first task that is less served, the waits would cost it what it is owed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from app.core.scheduling.board import Board
 from app.core.scheduling.stays import NEVER, RESOLUTION_S, BoardStay
 
 WITHIN_S = 3600.0  # F7: in this time a gang gets what it is owed
-LOOKS = 8  # how often in a longest slice a gang is looked at that may not begin to wait yet
+LOOKS = 8  # how often, within the longest slice, a gang is checked that may not begin to wait yet
 
 
 def waiting_gang(board: Board, kind: str) -> BoardTask | None:
@@ -54,7 +54,7 @@ def is_for_gang(lane: Lane, kind: str) -> bool:
 
 
 def kinds(board: Board) -> list[str]:
-    """Return the kinds of device for which a gang waits, or just did."""
+    """Return the kinds of device for which a gang waits, or waited a moment ago."""
     if not board.policy.turns or not board.policy.wait_share:
         return []
     wanted = {lane.kind for lane in board.tree.lanes if lane.width > 1 and lane.kind in board.pools}
@@ -77,7 +77,7 @@ def looks_again_s(board: Board, at_s: float) -> float:
 
 
 def put_off(board: Board, kind: str) -> float:
-    """Look at the gangs of a kind again a little later; return when."""
+    """Look at the gangs of a kind again a little later; return at what time."""
     at_s = board.now_s + look_s(board)
     known = board.waits.get(kind, GangWait(kind=kind, again_s=at_s))
     board.waits[kind] = replace(known, again_s=at_s)
@@ -112,7 +112,7 @@ def paid_in_s(board: Board, kind: str, lost_s: float) -> float:
 
 
 def end(board: Board, kind: str, started: BoardTask | None = None) -> None:
-    """End the wait for devices of a kind; the gang may have `started`."""
+    """End the wait for devices of a kind; `started` is the gang, if it has started."""
     wait = board.waits.get(kind)
     if wait is not None:
         each_s = wait.each_s if started is None else wait.lost_s / started.width
@@ -120,10 +120,10 @@ def end(board: Board, kind: str, started: BoardTask | None = None) -> None:
 
 
 def turn_ends_s(board: Board, stay: BoardStay) -> float:
-    """Return until when the turns of others do not displace a gang (F6, F8), as it would wait
+    """Return until when a gang does not give way to the turns of others (F6, F8), as it would wait
     again.
 
-    A turn is half of the time that pays for a wait; the other half is for the other tasks.  Both
+    This time is half of the time that pays for a wait; the other half is for the other tasks. Both
     together are no longer than the time in which F7 promises a share.
     """
     wait, started_s = board.waits.get(stay.lane.kind), stay.task.started_s
@@ -139,7 +139,9 @@ def turns_end_s(board: Board) -> list[float]:
 
 
 def note_idle(board: Board, held_back: Collection[str]) -> None:
-    """Note which devices stand idle from now on, of kinds in which other tasks were held back."""
+    """Record which devices stand idle from now on, for kinds of which other tasks were held
+    back.
+    """
     for kind, wait in board.waits.items():
         task = waiting_gang(board, kind)
         if task is not None and kind in held_back:

@@ -1,18 +1,18 @@
-"""Move graphs that share a device to another device: which graph moves, and where to.
+"""Moves graphs that share a device to another device: decides which graph moves, and where to.
 
-Each device gives turns by itself.  A user with graphs on several devices evens them out.  Where the
+Each device gives turns by itself. A user with graphs on several devices evens them out. Where the
 devices have no user in common, the graphs of one may come to be served less than those of another:
 with weights 1, 2, 4 and 8 and one graph each, 1 and 2 get more on their device than 4 and 8 on
-theirs.  Then a graph moves from the device that is behind to the one that is ahead.  It has turns
-there until it has caught up, and leaves more turns to the others.  A graph also moves to a free
+theirs. Then a graph moves from the device that is behind to the one that is ahead. It has turns
+there until it has caught up, and leaves more turns to the others. A graph also moves to a free
 device for which no task waits, or gives up its turns for a device of its own that it is owed (F6).
 
-A move is a pause, with the image saved at once, and a wait in line.  `core.scheduling.time_sharing`
+A move is a pause, with the image saved at once, and a wait in line. `core.scheduling.time_sharing`
 finds the device on which it resumes, as for any other graph.
 
 These rules always hold: no graph moves before a full slice, so no task is asked twice within one; a
 graph leaves no device empty; one graph of a kind moves at a time; and none moves while a task waits
-that goes before it.  A move ends the preemptible state of the graph at that instant, so there is no
+that goes before it. A move ends the preemptible state of the graph at that instant, so there is no
 cycle.
 """
 
@@ -42,7 +42,8 @@ from app.core.scheduling.time_sharing import (
     would_give_way,
 )
 
-# Part of what is due to the others; with less, graphs become level by themselves.
+# If a user gets less than this part of what is due to it, a graph moves; otherwise graphs become
+# level by themselves.
 CATCH_UP = Fraction(3, 4)
 
 FREE = "A device is free: it continues there, and the other graphs take its turns here."
@@ -58,7 +59,10 @@ HELD = (
 
 @dataclass(frozen=True, slots=True)
 class _Mover:
-    """A graph that could leave its shared device; a standby (`heir`) leaves no turns to others."""
+    """Describes a graph that could leave its shared device.
+
+    A standby (`heir`) has no turns to leave to others.
+    """
 
     stay: BoardStay
     device: str
@@ -88,7 +92,7 @@ def graph_to_move(here: SharedDevices) -> tuple[BoardStay, str] | None:
 
 
 def _is_calm(here: SharedDevices) -> bool:
-    """True if no graph of this kind moves between devices, or may be about to."""
+    """True if no graph of this kind is moving between devices, or may soon be."""
     graphs = (stay for stay in here.board.graphs.values() if stay.lane.kind == here.kind)
     if any(stay.leaving for stay in graphs):
         return False
@@ -96,7 +100,9 @@ def _is_calm(here: SharedDevices) -> bool:
 
 
 def _movers(here: SharedDevices) -> Iterator[_Mover]:
-    """Yield the last graph of each user on each device, if the user gains nothing if it stays."""
+    """Yield the last graph of each user on each device, if the user would gain nothing from it
+    there.
+    """
     for device in here.devices:
         group = here.groups[device]
         if len(group) < 2 or not all_run(group):
@@ -110,7 +116,10 @@ def _movers(here: SharedDevices) -> Iterator[_Mover]:
 
 
 def _is_level(here: SharedDevices, leaf: Branch, group: list[BoardStay]) -> bool:
-    """True if the user is level with the others of the group; until then it gets the turns."""
+    """True if the user is level with the others of the group.
+
+    Until then the user gets the turns anyway.
+    """
     return all(
         here.apart(leaf, stay.leaf) <= here.usage(stay.lane, EVEN_US)
         for stay in group
@@ -127,7 +136,7 @@ def _goes_before(here: SharedDevices, leaf: Branch, other: Branch) -> bool:
 def _to_free(here: SharedDevices, movers: list[_Mover]) -> _Mover | None:
     """Return the graph that moves to a free device: a standby first, since it had no turns.
 
-    Otherwise it comes from the fullest device, and takes about half of what is due there along.
+    Otherwise it is one from the fullest device, whose move takes about half of what is due there.
     """
     free = [id for id, leaving in here.pool.free.items() if not leaving]
 
@@ -144,9 +153,9 @@ def _takes_along(here: SharedDevices, mover: _Mover) -> Fraction:
 
 
 def _to_others(here: SharedDevices, movers: list[_Mover]) -> _Mover | None:
-    """Return a graph that is behind on its device and moves to one where graphs are ahead.
+    """Return a graph that is behind on its device, to move to a device where graphs are ahead.
 
-    The move is chosen that makes the shares due on both devices most equal.
+    The choice is the move that makes the shares due on both devices most equal.
     """
     pairs = [
         (abs(_difference(here, mover, device)), in_line(mover.stay), device, mover)

@@ -1,8 +1,8 @@
-"""Choose which of the waiting heartbeats a round takes, so that the round ends in time.
+"""Chooses which of the waiting heartbeats a round takes, so that the round ends in time.
 
-If a round took all waiting heartbeats, a long round would make the next one longer.  So a round
-takes at most `bound`, the longest waiting first.  The bound follows the durations of the last
-rounds.  A heartbeat with events weighs more than one without: the end of a task needs more
+If a round took all waiting heartbeats, a long round would make the next one longer. So a round
+takes at most `bound`, the longest waiting first. The bound follows the durations of the last
+rounds. A heartbeat with events counts more than one without: the end of a task needs more
 statements, and mostly leads to the launch of another task.
 """
 
@@ -15,10 +15,10 @@ EVENT_WEIGHT = 20  # an event, and a launch that follows, count as so many heart
 
 
 class HeartbeatBacklog:
-    """Keeps the newest heartbeat of every device process, which replaces all earlier ones.
+    """Keeps the newest heartbeat of every device process, since it has all that earlier ones had.
 
     A newer heartbeat takes the place of the older one, so a device that beats often waits no less
-    and no longer than the others.  Times are those of one monotonic clock of the caller.
+    and no longer than the others. Times are those of one monotonic clock of the caller.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,10 @@ class HeartbeatBacklog:
             self._waiting[process] = alive, came_s
 
     def take(self) -> list[Alive]:
-        """Take those for one round; of two processes of a device, the older comes first."""
+        """Take the heartbeats for one round.
+
+        If two processes of a device have sent some, the older process's comes first.
+        """
         taken, weight = list[tuple[str, str]](), 0
         for process, (alive, _) in self._waiting.items():
             weight += 1 + EVENT_WEIGHT * len(alive.events)
@@ -55,10 +58,10 @@ class HeartbeatBacklog:
         self._taken = []
 
     def alive_since(self) -> list[tuple[Alive, float]]:
-        """Return the waiting heartbeats that prove a device alive, and when each arrived.
+        """Return the waiting heartbeats that prove that a device is alive, and when each arrived.
 
-        Once a later process of its device has reported, a process is gone.  A device that leaves
-        asks for no lease.
+        If a later process of the same device has reported, the earlier process is gone, and does
+        not count. A device that leaves asks for no lease.
         """
         newest: dict[str, tuple[Alive, float]] = {}
         for _, (alive, came_s) in sorted(self._waiting.items()):

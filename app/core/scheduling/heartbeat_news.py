@@ -1,8 +1,8 @@
-"""Tells apart heartbeats that need a round at once and heartbeats that say nothing new.
+"""Distinguishes heartbeats that need a round at once from heartbeats that say nothing new.
 
 Most heartbeats repeat what the island knows, with later times, more steps and other temperatures.
-They only renew a lease, which lasts for several heartbeats.  So they can wait a moment, until a
-round takes many of them: most of what a round costs does not depend on how many heartbeats it
+They only renew a lease, which lasts for several heartbeats. So they can wait a moment, until a
+round takes many of them: most of the cost of a round does not depend on how many heartbeats it
 takes.
 """
 
@@ -20,7 +20,7 @@ class HeartbeatNews:
         self._said: dict[str, tuple[Any, ...]] = {}
 
     def is_new(self, alive: Alive) -> bool:
-        """True if the heartbeat says more than that its device is alive and goes on."""
+        """True if the heartbeat says more than that its device is alive and continues."""
         said = (
             alive.incarnation,
             alive.facts,

@@ -39,7 +39,9 @@ BranchAndKind = tuple[Branch, str]  # a branch, and the kind of device that it w
 
 
 def welcome(board: Board) -> None:
-    """Give branches that began to wait their idle-credit floors; new ones go to `lifted`."""
+    """Give an idle-credit floor to each branch that began to wait; new floors are added to
+    `lifted`.
+    """
     tree = board.tree
     board.memory.gone.update(tree.left)
     tree.left.clear()
@@ -119,7 +121,9 @@ def _holders(board: Board, parent: Branch, kind: str) -> set[Branch]:
 def _see_off(
     board: Board, leaf: Branch, kind: str, new: Mapping[BranchAndKind, Collection[Branch]]
 ) -> None:
-    """Keep the level of a branch that neither holds nor wants devices now, for new arrivals."""
+    """Keep the level of a branch that neither holds nor wants devices now, for branches that arrive
+    later.
+    """
     branch = leaf
     while branch.parent is not None and not branch.held[kind] and not branch.in_line(kind):
         parent = branch.parent
@@ -137,7 +141,7 @@ def _see_off(
 class CarriedLevels:
     """Carries to the next board which branches wait, and how well they were served.
 
-    A branch that held devices counts as in line, since it may have been preempted meanwhile.  A
+    A branch that held devices counts as waiting, since it may have been preempted meanwhile. A
     round that was not committed has set no floors, so its new arrivals are new again.
     """
 
@@ -167,9 +171,9 @@ class CarriedLevels:
 
 
 def recall(board: Board, memory: CarriedLevels | None) -> None:
-    """Treat only branches as new arrivals on a new board that were not in line on the old one.
+    """On a new board, treat as new arrivals only branches that were not waiting on the old board.
 
-    Without a memory, or with an old one, no branch is new: the scheduler just began to lead its
+    Without a memory, or with an old one, no branch is new: the scheduler has just begun to lead its
     island.
     """
     tree = board.tree

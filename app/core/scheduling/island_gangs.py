@@ -34,9 +34,9 @@ BACK = "back"  # `Terms.lets_go`: the gang does not use these slots
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GangMember:
-    """A gang, or one of its tickets, as read from its row.
+    """Describes a gang, or one of its tickets, as read from its row.
 
-    `good_for` is the epoch of the gang for which a ticket took its devices.  A gang is `willing` if
+    `good_for` is the epoch of the gang for which a ticket took its devices. A gang is `willing` if
     no user holds or cancels it, and no attempt of it failed a moment ago.
     """
 
@@ -63,7 +63,9 @@ def divided(width: int, devices: Mapping[str, int], islands: int) -> dict[str, i
 
 
 def due(gang: GangMember) -> int:
-    """Return the epoch of the launch that the tickets are for: the current launch, or the next."""
+    """Return the epoch of the launch for which the tickets are: the current launch or, before it,
+    the next one.
+    """
     return gang.epoch if gang.state in ON_A_DEVICE else gang.epoch + 1
 
 
@@ -76,7 +78,9 @@ def _lacking(tickets: Sequence[GangMember], gang: GangMember) -> tuple[str, ...]
 
 
 def of_gang(gang: GangMember, tickets: Sequence[GangMember]) -> Terms:
-    """Return a gang's terms: start once all tickets are held, leave if a ticket is asked back."""
+    """Return a gang's terms: it may start when all tickets are held, and must leave if a ticket is
+    asked back.
+    """
     lacking = _lacking(tickets, gang)
     on_seats = gang.state in ON_A_DEVICE
     return Terms(tickets=lacking, lets_go=lacking[0] if on_seats and lacking else "")
@@ -94,7 +98,7 @@ def of_ticket(n: int, gang: GangMember, tickets: Sequence[GangMember]) -> Terms:
 
 
 def _lets_go(ticket: GangMember, gang: GangMember, *, may_stay: bool) -> str:
-    """Return why a ticket gives up its devices, or its place in line, now; "" if it does not."""
+    """Return why a ticket gives up its devices, or its place in line, now; "" if it keeps them."""
     if gang.state in ENDED:
         return OVER
     if ticket.state not in ON_A_DEVICE:

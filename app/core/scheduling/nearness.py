@@ -1,7 +1,7 @@
-"""Choose devices that lie near each other.
+"""Chooses devices that lie near each other.
 
 A location is a path from wide to narrow: rack, host, and what the host has inside, such as a NUMA
-node and a PCIe switch.  The more parts of their paths devices have in common, the nearer they are.
+node and a PCIe switch. The more parts of their paths devices have in common, the nearer they are.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ def common(locations: Iterable[Location]) -> Location:
 def nearest(
     ids: Sequence[str], count: int, beside: Sequence[str], locations: Mapping[str, Location]
 ) -> list[str]:
-    """Choose `count` of the devices, or all if there are fewer; the result is in their order.
+    """Choose `count` of the devices, or all if there are fewer; the result keeps their order.
 
-    The devices `beside` are chosen already: devices near one of these go first.  Without any, the
-    devices of the narrowest location that has enough are chosen, and of those locations the one
-    with the fewest.  Within a location they come from as few of its parts as possible.
+    If devices `beside` are chosen already, devices near one of these come first. If not, the
+    devices come from the narrowest location that has enough, and among such locations from the one
+    with the fewest. Within a location they come from as few of its parts as possible.
     """
     if count >= len(ids):
         return [*ids]
@@ -42,14 +42,16 @@ def nearest(
 
 
 def depth(ids: Sequence[str], count: int, locations: Mapping[str, Location]) -> int:
-    """Return how many parts the nearest `count` of the devices have in common; 0 if too few."""
+    """Return how many parts the nearest `count` of the devices have in common; 0 if there are too
+    few.
+    """
     if len(ids) < count:
         return 0
     return _Part.of(ids, locations).narrowest(count)[0]
 
 
 def told(locations: Sequence[Location]) -> str:
-    """Say in a sentence how near the devices of a task are; "" if that is not known."""
+    """Return a sentence on how near the devices of a task are; "" if that is not known."""
     if len(locations) < 2 or not any(rack or inside for rack, _, *inside in locations):
         return ""
     shared, n = common(locations), len(locations)
@@ -74,7 +76,9 @@ def _shared(one: Location, other: Location) -> int:
 
 
 class _Part:
-    """A location with its devices: those in its parts, and those without a narrower location."""
+    """Groups the devices of a location: those in its parts, and those without a narrower
+    location.
+    """
 
     __slots__ = ("here", "parts", "size")
 
@@ -99,14 +103,18 @@ class _Part:
         return whole
 
     def narrowest(self, count: int, at: int = 0) -> tuple[int, _Part]:
-        """Return the deepest location with enough devices, and its depth; the smallest of such."""
+        """Return the deepest location that has enough devices, and its depth.
+
+        If there are several, it is the one with the fewest devices.
+        """
         large = [part for _, part in sorted(self.parts.items()) if part.size >= count]
         found = [part.narrowest(count, at + 1) for part in large]
         return min(found, key=lambda one: (-one[0], one[1].size), default=(at, self))
 
     def take(self, count: int) -> list[str]:
-        """Choose from as few parts as possible, the largest first; the last one is the narrowest
-        location that has enough for the rest.
+        """Choose devices from as few parts as possible, the largest part first.
+
+        The last part is the narrowest location that has enough for the rest.
         """
         if not self.parts:
             return self.here[:count]

@@ -1,7 +1,7 @@
-"""Rule F4: a limit that was lowered takes back what exceeds it, after a full slice.
+"""Takes back, after a full slice, the devices that exceed a limit that was lowered (rule F4).
 
 No launch exceeds a limit, so a branch exceeds one only after a change of the limit, or of its place
-in the tree.  The board notes such branches (`Board.over`).
+in the tree. The board records such branches (`Board.over`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from app.core.scheduling.stays import BoardStay
 
 
 def next_to_pause(board: Board) -> BoardStay | None:
-    """Return a stay that has to give its devices back for a limit, or None if none has to now.
+    """Return a stay that must give its devices back because of a limit; None if none has to now.
 
-    Tiers and patience protect no stay from this.  Stays that free no more than the excess go first;
+    Tiers and patience protect no stay from this. Stays that free no more than the excess go first;
     then basic tasks before standard ones, the lowest priority, and the latest start.
     """
     for branch in sorted(board.over, key=lambda branch: branch.path):

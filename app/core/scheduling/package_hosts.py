@@ -1,9 +1,10 @@
-"""Decides which hosts have packages ready for the tasks that wait, and which packages go first.
+"""Decides which hosts must have packages ready for the tasks that wait, and which packages go
+first.
 
-Hosts are asked until they have as many devices as the tasks need.  Hosts that have the packages or
-build them already come first, then hosts with idle devices.  The order of the others differs from
-lock to lock, so that locks spread over the hosts.  A host that failed tries again but does not
-count, so another host is asked in its place.  A host that takes no work is not asked.
+Hosts are asked until they have as many devices as the tasks need. Hosts that have the packages or
+build them already come first, then hosts with idle devices. The order of the others differs from
+lock to lock, so that locks spread over the hosts. A host that failed tries again but does not
+count, so another host is asked in addition. A host that takes no work is not asked.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
-TRIED = 3  # number of hosts that must fail before a lock is given up, if there are so many
+TRIED = 3  # number of hosts that must fail before a lock is given up, if there are as many
 OPEN = 8  # most unready locks that a host is asked for at a time
 LOOKED_AT = 2 * OPEN  # most locks of a tenant for which hosts are chosen at a time
 
@@ -22,9 +23,9 @@ STATES = ("ready", "building", "waiting", "", "failed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackageHost:
-    """A host as some tasks see it: `devices` suit them, `idle` of these run nothing.
+    """Describes a host for a group of tasks: `devices` suit them, `idle` of these run nothing.
 
-    `state` is one of STATES, the state of their lock there; `told` are the words of a failure.
+    `state` is one of STATES, the state of their lock there; `told` is the message of a failure.
     """
 
     name: str
@@ -67,8 +68,8 @@ def given_up(hosts: Sequence[PackageHost]) -> list[PackageHost]:
 def in_turn(since: Mapping[str, Mapping[str, float]]) -> list[str]:
     """Return locks in the order in which they are built.
 
-    `since` has by tenant and lock since when tasks wait.  The first lock of every tenant goes
-    before the second of any.  Of each tenant only the first LOOKED_AT locks have a turn.
+    `since` has, by tenant and lock, since when tasks wait. The first lock of every tenant comes
+    before the second of any tenant. Of each tenant only the first LOOKED_AT locks are considered.
     """
     best: dict[str, tuple[int, float, str]] = {}
     for of_tenant in since.values():
@@ -80,7 +81,9 @@ def in_turn(since: Mapping[str, Mapping[str, float]]) -> list[str]:
 
 
 def asked(locks: Iterable[str], ready: frozenset[str]) -> list[str]:
-    """Return the locks to ask a host for: the first OPEN missing ones, and all present ones."""
+    """Return the locks to ask a host for: all that it has, and the first OPEN that it does not
+    have.
+    """
     found, open_ = list[str](), 0
     for lock in locks:
         open_ += lock not in ready

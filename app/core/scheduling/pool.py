@@ -1,4 +1,4 @@
-"""The devices of one kind, and which of them can be assigned now."""
+"""Keeps the devices of one kind, and which of them can be assigned now."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from app.core.model.device_choice import NO_TRAITS, DeviceTraits, choice_in
 from app.core.model.device_fraction import cap_bytes
 from app.core.scheduling.nearness import Location, depth, nearest
 
-MOST_HOSTS = 64  # most equally good hosts that are compared by the nearness of their devices
+MOST_HOSTS = 64  # most hosts, among equally good ones, whose devices are compared by nearness
 
 
 @dataclass(frozen=True, slots=True)
 class FreePart:
-    """The part of a device that the fractions on it leave free; a task may still be leaving it."""
+    """Describes what the fractions on a device leave free; a task may still be leaving this
+    part.
+    """
 
     milli: int
     memory_bytes: int
@@ -26,18 +28,18 @@ class FreePart:
 
 
 def part_bytes(lane: Lane, device_bytes: int) -> int:
-    """Return the memory that a task of the lane gets on a device with so much."""
+    """Return the memory that a task of the lane gets on a device with `device_bytes`."""
     return cap_bytes(lane.milli, lane.memory_bytes, device_bytes)
 
 
 @dataclass(slots=True)
 class Pool:
-    """The devices of one kind, and which of them can be assigned now.
+    """Keeps the devices of one kind, and which of them can be assigned now.
 
-    A device with a leaving task counts as free, unless another task was already launched on it.
-    A device with fractions is not free, but has a free part.  `closed` devices take no fractions in
-    this round: they are emptied for a whole task.
-    `ends` lists when stays are expected to end: (time, task, devices).
+    A device with a leaving task counts as free, unless another task was already launched on it. A
+    device with fractions is not free, but has a free part. `closed` devices take no fractions in
+    this round: they are emptied for a whole task. `ends` lists when stays are expected to end:
+    (time, task, devices).
     """
 
     kind: str
@@ -80,9 +82,9 @@ class Pool:
             self.counts[self.open[id]] -= 1
 
     def fitting(self, lane: Lane) -> int:
-        """Count the free devices that fit the lane, on the host if the lane names one.
+        """Count the free devices that fit the lane; if the lane names a host, only those on it.
 
-        For a fraction, devices with a free part that fits count too.
+        For a fraction, devices whose free part is large enough count, too.
         """
         if self.parts and lane.is_fraction:
             beside = sum(self.fits_beside(id, lane) for id in self.parts)
@@ -96,7 +98,10 @@ class Pool:
         return sum(n for memory, n in self.counts.items() if memory >= lane.memory_bytes)
 
     def _tells_apart(self, lane: Lane) -> bool:
-        """True if traits decide which devices fit; a pinned task may go on where it was."""
+        """True if traits decide which devices fit.
+
+        They do not for a pinned task, which may continue where it was.
+        """
         return bool(lane.choice) and lane.pin is None
 
     @property
@@ -133,11 +138,12 @@ class Pool:
         return Counter(self.hosts[id] for id in ids if self.fits(id, lane))
 
     def home(self, lane: Lane, lent: Iterable[tuple[int, Iterable[str]]]) -> str:
-        """Return the host where the lane's devices are likely to be free first; "" without any.
+        """Return the host where the lane's devices are likely to be free first; "" if there is
+        none.
 
-        Hosts with enough devices come first.  Among them a host where enough are free is preferred,
+        Hosts with enough devices come first. Among them a host where enough are free is preferred,
         then the host with the most devices that are free or `lent`, the most free ones, and the
-        most devices; of equal hosts the one where enough free devices are nearest.  Each entry of
+        most devices; of equal hosts the one where enough free devices are nearest. Each entry of
         `lent` is (how many can be returned, the devices to choose from).
         """
         width = lane.width
@@ -159,8 +165,10 @@ class Pool:
         return self._nearest_host([host for host, rank in ranks.items() if rank == best], lane)
 
     def _nearest_host(self, hosts: Sequence[str], lane: Lane) -> str:
-        """Return the host whose free devices that fit are nearest, of the first MOST_HOSTS; ""
-        without any.
+        """Return the host whose suitable free devices are nearest to each other; "" if there is
+        none.
+
+        Only the first MOST_HOSTS are compared.
         """
         free: dict[str, list[str]] = {host: [] for host in hosts[:MOST_HOSTS]}
         for id in self.free:
@@ -170,7 +178,7 @@ class Pool:
         return min(inside, key=lambda host: (-inside[host], host), default="")
 
     def fits(self, id: str, lane: Lane) -> bool:
-        """True if the device accepts work, is large enough and suits the choice."""
+        """True if the device accepts work, has enough memory and suits the lane's choice."""
         return self.open.get(id, -1) >= lane.memory_bytes and self.is_chosen(id, lane)
 
     def is_chosen(self, id: str, lane: Lane) -> bool:
@@ -180,7 +188,8 @@ class Pool:
     def takes(self, id: str, lane: Lane) -> bool:
         """True if the device may get a task of the lane: it fits the lane, its pin and its host.
 
-        A pinned task was on its device before, and may go on there whatever labels the device got.
+        A pinned task was on its device before, and may continue there even if the device's labels
+        have changed.
         """
         if lane.pins:
             fits = id in lane.pins and self.open.get(id, -1) >= lane.memory_bytes
@@ -204,14 +213,14 @@ class Pool:
         return part.memory_bytes >= wanted and self.takes(id, lane)
 
     def best(self, lane: Lane, image_on: str | None, pinned: Iterable[str]) -> list[str]:
-        """Choose the devices for a task of this lane; an empty list if too few are free.
+        """Choose the devices for a task of this lane; [] if too few are free.
 
-        Empty devices come before devices that a task is still leaving.  After that the order is:
-        the device that holds the task's image; devices to which no waiting task is pinned; the
-        smallest memory.  Among devices that are equal in all this, a gang gets devices that are
-        near each other.  So nearness decides neither who starts nor what is left for others.
+        Empty devices come before devices that a task is still leaving. After that the order is: the
+        device that holds the task's image; devices to which no waiting task is pinned; the smallest
+        memory. Among devices that are equal in all this, a gang gets devices that are near each
+        other. So nearness decides neither which task starts nor what is left for others.
 
-        A fraction goes beside others first, so that devices stay empty for whole tasks.
+        A fraction goes beside other fractions first, so that devices stay empty for whole tasks.
         """
         if lane.pins:
             return [*lane.pins] if self.pins_free(lane) == lane.width else []
@@ -234,7 +243,8 @@ class Pool:
         return chosen
 
     def _fullest(self, lane: Lane, image_on: str | None) -> str:
-        """Return the device with the least free part that the fraction fits; "" without any.
+        """Return the device with the smallest free part into which the fraction fits; "" if there
+        is none.
 
         The device with the task's image goes first, and a device that a task is leaving last.
         """
@@ -248,7 +258,7 @@ class Pool:
         return part.leaving, part.milli, part.memory_bytes, id
 
     def _first_choice(self, id: str, lane: Lane) -> bool:
-        """True if the device is free, and it is empty or no other free device is."""
+        """True if the device is free, and empty unless no free device is empty."""
         leaving = self.free.get(id)
         if leaving is None or not self.takes(id, lane):
             return False
@@ -267,7 +277,7 @@ class Pool:
     def _free(
         self, leaving: bool, memory: int, lane: Lane, among: tuple[bool, frozenset[str]] | None
     ) -> Generator[str, None, None]:
-        """Yield free devices by id; stale heap entries are dropped on the way.
+        """Yield free devices in the order of their ids; out-of-date heap entries are dropped.
 
         `among` says whether they are in a set or not; None if either will do.
         """

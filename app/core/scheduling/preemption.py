@@ -61,13 +61,13 @@ from app.core.scheduling.stays import NEVER, RESOLUTION_S, BoardStay, ripe_s, sl
 
 NOT_TO_BE_HAD = 1 << 30  # more devices than exist
 NOTHING: Mapping[str, Any] = {}
-# with more pairs of a waiting task and a running leaf, no instant is computed
+# with more pairs than this (a waiting task and a running leaf), no exact time is computed
 LOOK_AHEAD_PAIRS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """A stay that is paused, and the rule that allows it: "F5" or "F6/F8"."""
+    """Names a stay that is paused, and the rule that allows it: "F5" or "F6/F8"."""
 
     stay: BoardStay
     rule: str
@@ -92,11 +92,11 @@ def victims(
     urgent: bool = False,
     offered: Mapping[str, int] = NOTHING,
 ) -> list[Victim] | None:
-    """Return the stays that give way to `task`; None if they are too few.
+    """Return the stays that give way to `task`; None if there are not enough.
 
-    `within` restricts the victims to one branch.  For an `urgent` task (F7, F9) victims need not be
-    better served.  If a limit (F4) leaves no room, only stays below the limit give way, and enough
-    of them to keep it.  `offered` counts by task the suitable extra devices that elastic tasks give
+    `within` restricts the victims to one branch. For an `urgent` task (F7, F9) victims need not be
+    better served. If a limit (F4) leaves no room, only stays below the limit give way, and enough
+    of them to keep it. `offered` counts by task the suitable extra devices that elastic tasks give
     back (`core.scheduling.elastic`); these are used before any pause.
     """
     if not board.unprotected(task.kind):
@@ -128,9 +128,9 @@ def victims(
 
 
 def hopeless(board: Board, task: BoardTask) -> bool:
-    """True if no running task can give way to this one, as far as a quick check shows.
+    """True if a quick check shows that no running task can give way to this one.
 
-    The check compares the branches just below the root.  Tasks in the task's own branch are looked
+    The check compares the branches just below the root. Tasks in the task's own branch are looked
     at later, when the tasks of that branch take turns.
     """
     leaf, lane, kind = board.leaf(task), alike(task), task.kind
@@ -221,7 +221,9 @@ class _Claim:
         return None
 
     def score_with_fee(self, mine: Branch) -> int:
-        """Return the score of a branch above the task once the task's next turn is charged."""
+        """Return the score that a branch above the task would have with the charge for the task's
+        next turn.
+        """
         found = self._charged.get(mine)
         if found is None:
             tree, kind = self.board.tree, self.lane.kind
@@ -235,27 +237,31 @@ class _Claim:
         return any(self._outranks(stay) for stay in self.unprotected.get(leaf, NOTHING).values())
 
     def _outranks(self, stay: BoardStay) -> bool:
-        """True if the waiting task goes before a running one of the same user."""
+        """True if the waiting task goes before a running task of the same user."""
         if stay.task.priority != self.task.priority:
             return stay.task.priority < self.task.priority
         settled = stay.id in self.board.settled.get(stay.leaf, ())
         return settled and goes_before(self.board, self.task, stay.task)
 
     def _lent(self, branch: Branch, width: int) -> bool:
-        """True if the branch, less what was taken, has `width` devices beyond its guarantee."""
+        """True if the branch, without what was already taken, has `width` devices beyond its
+        guarantee.
+        """
         kind = self.lane.kind
         if not branch.guarantee:
             return True
         return branch.held[kind] - self.taken[branch] - width >= branch.guarantee.get(kind, 0)
 
     def enough(self, sides: list[_Side]) -> bool:
-        """Quick check: True if the stays of these sides could give enough devices."""
+        """Quick check: True if all stays of these sides together have enough devices."""
         unprotected = self.unprotected
         have = sum(len(stay.devices) for side in sides for stay in unprotected[side.leaf].values())
         return have >= max(self.need, self.over)
 
     def where_its_image_lies(self, sides: list[_Side]) -> list[Victim] | None:
-        """Return the victims on the device that holds the task's image: then nothing is moved."""
+        """Return the victims on the device that holds the task's image, so that no state needs to
+        move.
+        """
         on = self.task.image_on
         if on is None or self.lane.width > 1 or self.over > 1:
             return None
@@ -267,7 +273,9 @@ class _Claim:
         return None
 
     def chosen(self, sides: list[_Side]) -> list[Victim]:
-        """Return enough victims, in the order in which they are taken; an empty list if too few."""
+        """Return enough victims, in the order in which they are taken; [] if there are not
+        enough.
+        """
         sides.sort(key=lambda side: (side.scores, side.leaf.path), reverse=True)
         need, over, chosen = self.need, self.over, dict[str, Victim]()
         self.taken.clear()
@@ -320,12 +328,16 @@ class _Claim:
         return stay.task.state == State.running and not self._protected(stay)
 
     def _is_emptied(self, stay: BoardStay) -> bool:
-        """True if the stay's device is emptied for a whole task, so that no fraction may follow."""
+        """True if the stay's device is being emptied for a whole task, so that no fraction may
+        follow.
+        """
         is_closed = self.pool is not None and stay.devices[0] in self.pool.closed
         return is_closed and self.lane.is_fraction
 
     def gives_way(self, stay: BoardStay) -> bool:
-        """True if the stay gives way after its turn and after those taken so far; take it then."""
+        """True if, after its turn, the stay gives way in addition to those taken so far. It is then
+        taken, too.
+        """
         side = self.side(stay.leaf)
         if side is None or self._protected(stay) or self._rule(side, stay) is None:
             return False
@@ -355,15 +367,16 @@ class _Claim:
             # Without slack the stay would be urgent at once.
             return left_s <= self.board.urgency.lead_s(task) + RESOLUTION_S
         promised = self.task.epoch and self.board.policy.tier_share.get(self.task.tier)
-        # Of two tasks behind their promises, the task that would be further behind continues.
+        # If both tasks are behind their promises, the one that would be further behind continues.
         return left_s <= (self.board.urgency.slack_s(self.task) if promised else 0.0)
 
     def _rule(self, side: _Side, stay: BoardStay) -> str | None:
-        """Return the rule by which the stay gives way after those taken so far, or None.
+        """Return the rule by which the stay gives way in addition to those taken so far; None if
+        none.
 
-        A gang that is lent in part is given back whole, but only to a branch within its guarantee.
-        If more devices are guaranteed than exist, only better served branches give back such a
-        gang.
+        A gang that is partly lent is given back as a whole, but only to a branch within its
+        guarantee. If more devices are guaranteed than exist, only better served branches give back
+        such a gang.
         """
         if side.leaf is self.leaf:
             return self._turn_rule(stay)
@@ -373,7 +386,10 @@ class _Claim:
         return self._turn_rule(stay) if side.better and (side.owed or whole) else None
 
     def _turn_rule(self, stay: BoardStay) -> str | None:
-        """Rule F7: a gang that would have to wait for its devices again has a longer turn."""
+        """Return the rule for a stay of the same user; None if it does not give way.
+
+        A gang that would have to wait for its devices again has a longer turn (rule F7).
+        """
         if not self.urgent and self.board.now_s < gang_waits.turn_ends_s(self.board, stay):
             return None
         return "F6/F8"
@@ -388,7 +404,7 @@ class _Claim:
             self.taken[branch] += sign * stay.lane.width
 
     def gain(self, stay: BoardStay) -> int:
-        """Count the suitable devices that pausing the stay yields, beyond those offered anyway."""
+        """Count the suitable devices gained by pausing the stay, without those offered anyway."""
         gain = self._gain(stay)
         return gain - self.offered.get(stay.id, 0) if self.offered else gain
 
@@ -418,9 +434,9 @@ class _Claim:
     def comes_back(self, found: list[Victim]) -> set[str]:
         """Return the victims by F5 that would at once be owed their devices back.
 
-        A gang that is lent in part may leave its branch below the branch's guarantee.  If that
-        branch is then the less served one, a narrower task of it would at once get its place back.
-        If enough is lent without such a gang, it would already have been left out.
+        When a partly lent gang leaves, its branch may hold less than its guarantee. If that branch
+        is then the less served one, a narrower task of it would at once get its place back. If
+        enough is lent without such a gang, it would already have been left out.
         """
         if self.urgent or len(found) < 2:
             return set()
@@ -440,8 +456,8 @@ class _Claim:
     def _with_all_beside(self, first: Victim) -> list[Victim] | None:
         """Add all stays that share a device with a victim; None if one of them does not give way.
 
-        A device is free only when all stays that share it have gone.  For a fraction only as many
-        go as leave it enough.
+        A device is free only when all stays that share it have left. For a fraction only as many
+        must leave as make room for it.
         """
         found, device = [first], first.stay.devices[0]
         if self.lane.is_fraction and device in self.board.fractions:
@@ -469,8 +485,8 @@ class _Claim:
         return Victim(stay, rule)
 
     def _with_enough_beside(self, first: Victim) -> list[Victim] | None:
-        """Add stays of the first one's device, until the waiting fraction fits; None if it never
-        does.
+        """Add stays on the same device as the first victim until the waiting fraction fits; None if
+        it cannot.
         """
         device, found = first.stay.devices[0], [first]
         if self._fits_without(device, found):
@@ -495,7 +511,9 @@ class _Claim:
         return milli >= self.lane.milli and memory_bytes >= part_bytes(self.lane, size_bytes)
 
     def empty_at_s(self, device: str) -> float:
-        """Return when all fractions on a device will give way, as things are; NEVER if not all."""
+        """Return when all fractions on a device will give way, as things are now; NEVER if not all
+        will.
+        """
         self.taken.clear()
         return max((self.leaves_at_s(stay) for stay in self.board.group(device)), default=NEVER)
 
@@ -516,9 +534,10 @@ class _Claim:
         return from_s + turn_s if self.gives_way(stay) else NEVER
 
     def outgrows(self, found: list[Victim]) -> bool:
-        """True if a branch would borrow more although a sibling that goes before it waits in vain.
+        """True if a branch would borrow more although a sibling that goes before it waits without
+        success.
 
-        That sibling was tried before without success; it would at once claim what was gained.
+        That sibling was tried before; it would at once claim what was gained.
         """
         by_f5 = all(victim.rule == "F5" for victim in found)
         if not self.board.guarantees or self.urgent or by_f5:
@@ -529,7 +548,7 @@ class _Claim:
         )
 
     def _lends_more(self, branch: Branch, found: list[Victim]) -> bool:
-        """True if the branch would hold more on loan; a gang lent in part counts whole."""
+        """True if the branch would hold more on loan; a partly lent gang counts as a whole."""
         own, held = branch.guarantee.get(self.lane.kind, 0), branch.held[self.lane.kind]
         rest = held - sum(v.stay.lane.width for v in found if branch in above(v.stay.leaf))
         with_it = rest + self.lane.width
@@ -538,7 +557,7 @@ class _Claim:
     def _first_beside(self, branch: Branch) -> bool:
         """True if a sibling goes before this borrowing branch and waits, or was told to pause.
 
-        A stay that was told to pause for a turn within its own branch waits a moment later.
+        A stay that was told to pause for a turn within its own branch is about to wait.
         """
         tree, kind, parent = self.board.tree, self.lane.kind, _parent(branch)
         pool, last = self.board.pools[kind], (True, tree.score(branch, kind=kind))
@@ -575,12 +594,12 @@ class _Claim:
 def turns_end(
     board: Board, task: BoardTask, *, urgent: bool = True
 ) -> list[tuple[float, str, int]]:
-    """Return when stays end, or when they may give way to an urgent task; like `Pool.ends`.
+    """Return when stays end, or when they may give way to an urgent task; in the form of
+    `Pool.ends`.
 
-    For a task that is not `urgent` they give way only if they are better served (F6), or lent (F5).
-
-    Stays that may not give way even then count only at their own end.  Otherwise devices would be
-    kept for ever in vain.
+    To a task that is not `urgent` they give way only if they are better served (F6), or lent (F5).
+    Stays that may not give way even then count only at their own end. Otherwise devices could be
+    kept for ever.
     """
     claim, found = _Claim(board, task, urgent=urgent), list[tuple[float, str, int]]()
     stays = [s for s in board.stays.values() if s.task.kind == task.kind and not s.leaving]
@@ -599,7 +618,7 @@ def turns_end(
 def _last_beside(
     board: Board, ends: list[tuple[float, str, int]]
 ) -> Iterator[tuple[float, str, int]]:
-    """Yield for each shared device only the last end, which frees the device."""
+    """Yield for each shared device only the last end, since only then the device is free."""
     last = dict[tuple[str, ...], tuple[float, str, int]]()
     for end in sorted(ends):
         last[board.stays[end[1]].devices] = end
@@ -607,11 +626,11 @@ def _last_beside(
 
 
 def device_to_empty(board: Board, task: BoardTask) -> str | None:
-    """Return the device with fractions that a whole task could have first; None if none.
+    """Return the device with fractions that a whole task could have first; None if there is none.
 
-    Fractions often end or begin, so all of them seldom give way at the same moment.  If new ones
-    began there meanwhile, the whole task would wait for ever.  With turns it takes at most a full
-    slice, or the minute of F8, until all that are there give way.
+    Fractions often end or begin, so they seldom all give way at the same moment. If new ones began
+    there meanwhile, the whole task would wait for ever. If tasks take turns, all fractions on the
+    device give way within a full slice, or the minute of F8.
     """
     pool, lane = board.pools.get(task.kind), board.lane(task)
     if pool is None or not pool.parts or lane.is_fraction or lane.width > 1:
@@ -626,13 +645,17 @@ def device_to_empty(board: Board, task: BoardTask) -> str | None:
 
 
 def shut_by(board: Board, task: BoardTask) -> Branch | None:
-    """Return the lowest branch above a task with limits that leave no room for it, or None."""
+    """Return the lowest branch above a task whose limits have no room for it; None if there is
+    none.
+    """
     leaf, lane = board.leaf(task), alike(task)
     return next((branch for branch in above(leaf) if not branch.room(lane)), None)
 
 
 def _over(leaf: Branch, lane: Lane) -> int:
-    """Return how many devices tasks below the leaf's limits must release to keep them (F4)."""
+    """Return how many devices tasks below the limits above `leaf` must release to keep these limits
+    (F4).
+    """
     over = 0
     for branch in above(leaf):
         if branch.room(lane):
@@ -656,7 +679,7 @@ def above(leaf: Branch) -> Iterator[Branch]:
 
 
 def goes_before(board: Board, task: BoardTask, settled: BoardTask) -> bool:
-    """Rule F8: True if a waiting task goes before an equally urgent settled task of the same user.
+    """True if a waiting task goes before an equally urgent settled task of the same user (rule F8).
 
     A fresh task does; otherwise the older task goes first.
     """
@@ -664,7 +687,9 @@ def goes_before(board: Board, task: BoardTask, settled: BoardTask) -> bool:
 
 
 def sides(mine: Branch, theirs: Branch) -> tuple[Branch, Branch]:
-    """Return the two siblings at which two leaves part; the same branch twice for one leaf."""
+    """Return the two siblings at which the paths of two leaves separate; for one leaf, the leaf
+    twice.
+    """
     while mine.depth > theirs.depth:
         mine = _parent(mine)
     while theirs.depth > mine.depth:
@@ -691,10 +716,11 @@ def below(leaf: Branch, top: Branch) -> Iterator[Branch]:
 
 
 def next_turn_s(board: Board) -> float:
-    """Return when time may first let a waiting task replace a preemptible stay, or NEVER.
+    """Return when time alone may first let a waiting task take the place of a preemptible stay; or
+    NEVER.
 
-    Scores cross because running tasks use more.  With too many pairs to compute, the result is the
-    next step of an eighth of the shortest slice at which a task may gain.
+    Scores cross because running tasks use more. If there are too many pairs to compute, the result
+    is the next step of an eighth of the shortest slice at which a task may gain.
     """
     claims, most = list[tuple[BoardTask, Branch]](), LOOK_AHEAD_PAIRS / len(board.ripe)
     if most < 2:
@@ -709,7 +735,7 @@ def next_turn_s(board: Board) -> float:
 
 
 def _turns_s(board: Board, task: BoardTask, node: Branch) -> Iterator[float]:
-    """Yield for each leaf below a branch when the task may take the leaf's stays."""
+    """Yield, for each leaf below a branch, when the task may take the place of the leaf's stays."""
     claim = _Claim(board, task, urgent=False)
     for leaf in board.ripe:
         if leaf.path[: node.depth] == node.path:
@@ -717,7 +743,9 @@ def _turns_s(board: Board, task: BoardTask, node: Branch) -> Iterator[float]:
 
 
 def _look_s(board: Board) -> float:
-    """Return the first eighth of the shortest slice from now at which a task may gain."""
+    """Return the next time at which a task may gain, in steps of an eighth of the shortest slice
+    from now.
+    """
     step_s = max(board.policy.slice_min_s / 8, RESOLUTION_S)
     moved, until_s = board.memory.quiet
     if moved == board.tree.moved and until_s == NEVER:
@@ -728,7 +756,8 @@ def _look_s(board: Board) -> float:
 
 
 def nobody_gains_until_s(board: Board) -> float:
-    """Return when a waiting task may first replace another if only time passes; never too late.
+    """Return when a waiting task may first take another's place if only time passes; never too
+    late.
 
     The result is now if that is unknown: the scores at the top decide alone only if there are no
     guarantees and no turns are taken below the top.
@@ -752,8 +781,8 @@ def nobody_gains_until_s(board: Board) -> float:
 def _claims(board: Board, kind: str) -> list[tuple[int, Branch | None]]:
     """Return the lowest scores that waiting top branches can have after the shortest turn.
 
-    The two lowest scores of each lane stand for all; a turn weighs least on the heaviest branch. An
-    instant without a branch may be of any branch.
+    The two lowest scores of each lane stand for all; a turn changes the score of the heaviest
+    branch least. A score without a branch may belong to any branch.
     """
     tree, found = board.tree, list[tuple[int, Branch | None]]()
     for lane in tree.lanes:
@@ -794,7 +823,7 @@ def _own_turn(board: Board, leaf: Branch) -> bool:
 
 
 def _turn_s(board: Board, claim: _Claim, leaf: Branch) -> float:
-    """Return when a claim may take a leaf's stays, as far as scores and slices decide."""
+    """Return when the claim may take a leaf's stays, judged by scores and slices only."""
     mine, theirs = sides(claim.leaf, leaf)
     if mine is theirs:
         crossing_s = board.now_s

@@ -1,12 +1,12 @@
-"""Recognise heartbeats that say nothing new, before anything is made of them.
+"""Recognises heartbeats that say nothing new, before they are decoded.
 
-A heartbeat is the whole truth of its device.  While a device goes on as before, only few numbers
+A heartbeat is the whole truth of its device. While a device continues as before, only few numbers
 differ from one heartbeat to the next: its time, the steps and held time of its tasks, and their
-memory.  So the island keeps a digest of all the rest, of what it recorded and answered last.  A
+memory. So the island keeps a digest of all the rest, of what it recorded and answered last. A
 heartbeat with the same digest only renews the lease, as long as the island's own rows are as they
-were (`app.scheduling.journal.quiet`).  Its steps and held time wait for the next bulk write.
-Whatever is unlike what was recorded is decoded and recorded in full, and so is every heartbeat of a
-device of which nothing is remembered.
+were (`app.scheduling.journal.quiet`). Its steps and held time wait for the next bulk write. A
+heartbeat that differs is decoded and recorded in full, and so is every heartbeat of a device of
+which nothing is remembered.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ WHOLE_EVERY_S = 60.0  # how often a heartbeat is recorded in full, whatever it s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beat:
-    """A heartbeat whose digest is the recorded one; `came_s` is by the island's monotonic clock."""
+    """Describes a heartbeat with the recorded digest; `came_s` is by the island's monotonic
+    clock.
+    """
 
     device: str
     incarnation: str
@@ -50,8 +52,8 @@ class AcknowledgedReport:
     """Keeps what was recorded of a device's last full heartbeat, and what was answered.
 
     `txid` is the transaction that wrote the device's row last, and `held` the stays on the device,
-    as `stays_told` names them.  `mounts` are the digests of the mounts that the device knows, if it
-    may show any.  `builds` is true if its host may have to install packages.
+    as `stays_told` names them. `mounts` are the digests of the mounts that the device knows, if it
+    may show any. `builds` is True if its host may have to install packages.
     """
 
     answer: Answer
@@ -64,7 +66,7 @@ class AcknowledgedReport:
 
 
 def standing_digest(body: JSON) -> bytes:
-    """Return the digest of all that a heartbeat says, but for what moves while nothing happens."""
+    """Return the digest of all that a heartbeat says, except what changes while nothing happens."""
     said = {name: value for name, value in body.items() if name != "sent_us"}
     facts = said["facts"]
     if "held_bytes" in facts:
@@ -99,7 +101,9 @@ def acknowledged(alive: Alive, answer: Answer, *, txid: str) -> AcknowledgedRepo
 
 @dataclass(slots=True)
 class _KnownReport:
-    """An acknowledged report, and from when on its device's next heartbeat is recorded in full."""
+    """Holds an acknowledged report, and the time from which the next heartbeat is recorded in
+    full.
+    """
 
     report: AcknowledgedReport
     whole_from_s: float
@@ -107,7 +111,9 @@ class _KnownReport:
 
 @dataclass(slots=True)
 class _UnwrittenProgress:
-    """The newest heartbeat with progress that was not written, and since when there is any."""
+    """Holds the newest heartbeat whose progress is not written, and since when there is such
+    progress.
+    """
 
     beat: Beat
     since_s: float
@@ -125,7 +131,7 @@ class QuietHeartbeats:
     _unwritten: dict[str, _UnwrittenProgress] = field(default_factory=dict)
 
     def recognise(self, body: JSON, *, now_s: float) -> Beat | None:
-        """Return a heartbeat that repeats what was acknowledged; None for any other one."""
+        """Return a heartbeat that repeats what was acknowledged; None if it does not repeat it."""
         device, sent_us = body.get("device"), body.get("sent_us", -1)
         known = self._known.get(device) if isinstance(device, str) else None
         if known is None or now_s >= known.whole_from_s or not _is_count(sent_us):
@@ -150,10 +156,10 @@ class QuietHeartbeats:
         self.waiting[beat.device] = beat
 
     def take(self) -> tuple[list[tuple[Beat, AcknowledgedReport]], list[Beat]]:
-        """Return the waiting heartbeats for one round, each with what it repeats; and those that
-        repeat nothing any more, which do not wait here from now on.
+        """Return the waiting heartbeats for one round, each with what it repeats; and those that no
+        longer repeat anything.
 
-        The others wait until they are `renewed` or forgotten.
+        The latter are removed. The others wait until they are `renewed` or forgotten.
         """
         asked, others = list[tuple[Beat, AcknowledgedReport]](), list[Beat]()
         for beat in list(islice(self.waiting.values(), AT_ONCE)):
@@ -180,8 +186,8 @@ class QuietHeartbeats:
     def supersede(self, alive: Alive) -> bool:
         """Forget what a device said before this heartbeat, which is recorded in full.
 
-        True if progress of an earlier process of the device has to be written before.  That of the
-        same process is in the heartbeat too.
+        True if progress of an earlier process of the device has to be written first. Progress of
+        the same process is in the heartbeat, too.
         """
         self.forget(alive.device)
         unwritten = self._unwritten.get(alive.device)
@@ -212,7 +218,8 @@ class QuietHeartbeats:
     def due(self, *, now_s: float, every_s: float) -> list[Beat]:
         """Return the heartbeats of devices with progress that has waited for `every_s`.
 
-        That is less than a lease: so what a device said last is written before it can be lost.
+        That is less than a lease: so the last progress of a device is written before it can be
+        lost.
         """
         waiting = self._unwritten.values()
         return [one.beat for one in waiting if one.since_s + every_s <= now_s]
@@ -227,7 +234,9 @@ class QuietHeartbeats:
 
 
 def _goes_on(view: Mapping[str, Any], report: AcknowledgedReport) -> bool:
-    """True if what moves of a resident is well formed, and no peak is higher than before."""
+    """True if the numbers that change are well formed, and no peak of the resident is higher than
+    before.
+    """
     if not all(_is_count(view[name]) for name in {"step", "held_us", *(MOVING & view.keys())}):
         return False
     peaks = report.peaks[view["task"]]

@@ -1,12 +1,12 @@
-"""Turn a snapshot into JSON, reduced to what one round's decisions need to be made again.
+"""Turns a snapshot into JSON, reduced to what is needed to make one round's decisions again.
 
 `seen_by` reduces a board to what mattered: tasks that were moved or held devices, the tasks they
-were compared with, their users and tenants, and all devices of their kinds.  Waiting tasks that
-were not picked stay only if they changed something: a task tried without success before others of
-its lane; a task for which devices were kept; a task that stood before a branch about to borrow; a
-task pinned to one device.  The rest counts only in sums: the usage of the users, the guarantees of
-the tenants, and the devices promised in part to started tasks.  `decide` makes the same decisions
-from the reduced snapshot (tested).  Fields at their default are omitted too.
+were compared with, their users and tenants, and all devices of their kinds. Waiting tasks that were
+not picked stay only if they changed something: a task tried without success before others of its
+lane; a task for which devices were kept; a task that stood before a branch about to borrow; a task
+pinned to one device. The rest counts only in sums: the usage of the users, the guarantees of the
+tenants, and the devices promised in part to started tasks. `decide` makes the same decisions from
+the reduced snapshot (tested). Fields at their default are omitted too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ JSON = dict[str, Any]
 
 
 def seen_by(board: Board, plan: Plan, before: Mapping[str, BoardTask], *, island: str) -> Snapshot:
-    """Return what the round saw that made `plan`; `before` has the moved tasks as they were."""
+    """Return what was seen by the round that made `plan`; `before` has the moved tasks as they
+    were.
+    """
     moved = [before[decision.task] for decision in plan.decisions if decision.task in before]
     held = [before.get(id, stay.task) for id, stay in board.stays.items()]
     # devices are kept for these tasks
@@ -78,7 +80,8 @@ def _waited(board: Board, moved: Iterable[BoardTask]) -> list[BoardTask]:
             found[task.id] = task
             # A task that went first in its lane and failed closed the lane to the tasks behind it.
             others = (*tried.pop(_need(board, task), ()), *board.memory.tried.get(task.id, ()))
-            # Two tasks of a request that have begun tell whether its tasks are fresh (F8).
+            # Two tasks of a request that have begun are enough to tell whether its tasks are fresh
+            # (F8).
             begun = islice(board.begun(task.request), 2)
             new += [tasks[id] for id in (*others, *begun) if id in tasks]
     return [found[id] for id in sorted(found)]
@@ -90,7 +93,9 @@ def _need(board: Board, task: BoardTask) -> Lane:
 
 
 def _pinned(board: Board) -> Iterator[str]:
-    """Yield one pinned task for each device to which tasks are pinned: others avoid the device."""
+    """Yield one task for each device to which waiting tasks are pinned, as other tasks avoid the
+    device.
+    """
     for here in board.tree.lanes:
         for device in here.pins:
             yield from board.pinned_to(device)[:1]
@@ -117,8 +122,8 @@ def _guaranteed(
 def _in_sums(board: Board, tasks: Mapping[str, BoardTask]) -> Iterator[BoardTask]:
     """Yield held tasks that stand for the sums of all omitted tasks.
 
-    Rule F9: whether the promises to all started tasks of a tier can be kept decides which tasks are
-    protected.  If there is more than one priority, another task shows that.
+    By rule F9, it depends on all started tasks of a tier whether its promises can be kept, and so
+    which tasks are protected. If there is more than one priority, another task shows that.
     """
     left = Counter(board.urgency.started)
     for id in tasks.keys() & board.tasks.keys():
@@ -155,7 +160,7 @@ def _held(id: str, like: BoardTask, **after: object) -> BoardTask:
 def _others(
     board: Board, tenants: Iterable[str], users: Mapping[str, BoardUser]
 ) -> Iterator[BoardUser]:
-    """Yield a user in place of all omitted users below a tenant, with their usage in total.
+    """Yield one user in place of all omitted users below a tenant, with their total usage.
 
     Omitted users hold no device, so their usage did not change in the round.
     """

@@ -11,12 +11,12 @@ from app.core.model.snapshot import BatchSize, BoardTask, GangWait, IdleCreditFl
 
 @dataclass(slots=True)
 class Service:
-    """The level at which children of a branch are served with one kind of device
+    """Remembers how well children of a branch are served with one kind of device
     (`core.scheduling.idle_credit`).
 
-    `level` is a score and never falls.  `weight` is the total weight of the children that waited
-    for or held such devices when the level was last measured.  `came` is the total weight of the
-    children that arrived since.  The level is measured again from `again_s` on.
+    `level` is a score and never falls. `weight` is the total weight of the children that waited for
+    or held such devices when the level was last measured. `came` is the total weight of the
+    children that arrived since. The level is measured again from `again_s` on.
     """
 
     level: int = 0
@@ -57,7 +57,9 @@ class RoundMemory:
     gone: dict[tuple[Branch, str], None] = field(default_factory=dict)
 
     def looked_at(self, task: BoardTask, *others: BoardTask) -> None:
-        """Note that a task went first in this round, and the tasks that led to it or blocked it."""
+        """Record that a task went first in this round, and the tasks that led to it or
+        blocked it.
+        """
         self.tried[task.id] = self.tried.get(task.id, ()) + tuple(other.id for other in others)
 
     def written_down(self) -> None:

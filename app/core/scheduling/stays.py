@@ -1,4 +1,4 @@
-"""Stays of tasks on devices: the turn of a stay, and when it becomes preemptible."""
+"""Describes stays of tasks on devices: their turns, and when they become preemptible."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ RESOLUTION_S = 0.001  # computed instants are this exact
 
 @dataclass(slots=True, eq=False)
 class BoardStay:
-    """A task's stay on the devices that it holds.
+    """Describes a task's stay on the devices that it holds.
 
     A stay is charged one full turn when the task is launched, and continuously after that turn.
-    After the turn the stay is `ripe` (preemptible).  `rate` is the cost of one second, in
-    thousandths.  `lane` is what the task needs; the task may hold more devices than that.
+    After the turn the stay is `ripe` (preemptible). `rate` is the cost of one second, in
+    thousandths. `lane` is what the task needs; the task may hold more devices than that.
     """
 
     task: BoardTask
@@ -76,7 +76,9 @@ def ripe_s(stay: BoardStay) -> float:
 
 
 def fresh_us(policy: Policy, task: BoardTask) -> int:
-    """Rule F8: how long a task goes before its user's other tasks of equal urgency, in µs."""
+    """Return how long, in µs, a task goes before its user's other tasks of equal urgency
+    (rule F8).
+    """
     return max(int(1e6 * policy.fresh_s), slice_us(policy, task))
 
 
@@ -89,10 +91,10 @@ def settled_s(policy: Policy, stay: BoardStay) -> float:
 
 
 def slice_us(policy: Policy, task: BoardTask, other: BoardTask | None = None) -> int:
-    """Rule F8: return the length of a turn, so that switching costs at most `switch_share` of it.
+    """Return the length of a turn, so that switching costs at most `switch_share` of it (rule F8).
 
-    Between two tasks the dearer switch counts.  A ticket's turn has the maximum length: its gang
-    can start only after tasks on other islands have had their turns.
+    Between two tasks the more expensive switch counts. A ticket's turn has the maximum length: its
+    gang can start only after tasks on other islands have had their turns.
     """
     if task.ticket or (other is not None and other.ticket):
         return int(1e6 * policy.slice_max_s)

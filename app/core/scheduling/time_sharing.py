@@ -1,25 +1,25 @@
-"""Let graphs share devices: which may share, which join, and which must stop sharing.
+"""Lets graphs share devices: decides which may share, which join, and which must stop sharing.
 
-A graph stops within some milliseconds and keeps its memory.  So several graphs can live on one
-device and take turns that are too short for messages from the island.  The device itself gives the
+A graph stops within some milliseconds and keeps its memory. So several graphs can live on one
+device and take turns that are too short for messages from the island. The device itself gives the
 turns (`core.scheduling.turns`), by usage and weight (F3); the island only says which graphs take
-part.  A graph that joins takes from the others only the turns that it is owed: no task is paused,
+part. A graph that joins takes from the others only the turns that it is owed: no task is paused,
 and no slice needs to be over first.
 
 Graphs share only where that changes no other rule: no guarantee, limit or tier promise may apply. A
-waiting graph takes a free device first.  If none is free, it joins graphs that are ahead of it, or
-else the device on which the least share is due.  A graph joins only graphs that are nearly as well
-served.  A graph that is far behind gets a device of its own until it has caught up; otherwise
-graphs would count as running without getting a turn.  A waiting task that cannot share goes first:
-no better served graph joins before it.
+waiting graph takes a free device first. If none is free, it joins graphs that are ahead of it, or
+else the device on which the least share is due. A graph joins only graphs that are nearly as well
+served. A graph that is far behind gets a device of its own until it has caught up; otherwise graphs
+would count as running without getting a turn. A waiting task that cannot share goes first: no
+better served graph joins before it.
 
-Usage is counted over all devices, so a user with graphs on two devices evens out their usage.  If
+Usage is counted over all devices, so a user with graphs on two devices evens out their usage. If
 there is no such user, some graphs move from one device to the other
 (`core.scheduling.graph_moves`).
 
-One graph of each user takes turns on a device.  If places are left, the user's next graph is
-launched too, as a *standby* (`heir`).  The standby gets one turn to begin with, and more once the
-graphs before it have ended.  So a user with many graphs gets a share without gaps between them.
+One graph of each user takes turns on a device. If places are left, the user's next graph is
+launched too, as a *standby* (`heir`). The standby gets one turn to begin with, and more once the
+graphs before it have ended. So a user with many graphs gets a share without gaps between them.
 """
 
 from __future__ import annotations
@@ -42,15 +42,16 @@ from app.core.scheduling.preemption import above, sides
 from app.core.scheduling.stays import BoardStay, slice_us
 from app.core.scheduling.turns import Level, Share
 
-# µs of device time: the less served graph must be able to catch up within this to share
+# µs of device time: two graphs may share if the less served one can catch up within this time
 NEAR_US = 5_000_000
 FAR_US = 20_000_000  # µs of device time: graphs further apart than this stop sharing
 # µs of device time: graphs this far ahead are preferred when joining or moving
 APART_US = 2_500_000
 EVEN_US = 500_000  # µs of device time: graphs at most this far apart count as equally served
 DEPTH = 16  # most users that are looked at, least served first
-SOON_S = 3.0  # s; how long to wait for a graph just launched, in order to share with it
-PATIENT_S = 10.0  # s; how long to wait for a durable image that pins a graph to the wrong device
+SOON_S = 3.0  # s; how long to wait for a graph that was just launched, in order to share with it
+# s; how long to wait for a durable image of a graph whose present image pins it to another device
+PATIENT_S = 10.0
 
 
 # --- may share ------------------------------------------------------------------------------------
@@ -71,7 +72,7 @@ def is_plain(branch: Branch) -> bool:
 
 
 def _runs(task: BoardTask) -> bool:
-    """True if the task runs beside others, or will do so at once."""
+    """True if the task runs beside others, or is about to."""
     return task.state == State.running or (task.shares and task.state == State.starting)
 
 
@@ -79,7 +80,9 @@ def _runs(task: BoardTask) -> bool:
 
 
 class SharedDevices:
-    """The devices of a kind on which graphs run and may be shared, at one instant."""
+    """Describes, at one instant, the devices of a kind on which graphs run and that may be
+    shared.
+    """
 
     def __init__(self, board: Board, kind: str, devices: Sequence[str]) -> None:
         self.board, self.kind, self.pool = board, kind, board.pools[kind]
@@ -114,7 +117,9 @@ class SharedDevices:
         return self._below.get(top, [])
 
     def is_level(self, mine: Branch, device: str, apart_us: int) -> bool:
-        """Quick check: True if no stay there has the same tenant or is ahead by over `apart_us`."""
+        """Quick check: True if no stay there is of the same tenant, or ahead by more than
+        `apart_us`.
+        """
         if device not in self._highest:
             tops = {stay.leaf.top for stay in self.board.group(device)}
             most = max(self.board.tree.score(top, kind=self.kind) for top in tops)
@@ -126,7 +131,7 @@ class SharedDevices:
         return ahead <= self.usage(lane_of(self.kind), apart_us)
 
     def in_turn(self, group: Collection[BoardStay]) -> list[BoardStay]:
-        """Return the stays of a group that have turns now: no other stay of it is less served."""
+        """Return the stays of a group that get turns now: those that are served least."""
         key = tuple(stay.id for stay in group)
         if key not in self._turns:
             even = -self.usage(lane_of(self.kind), EVEN_US)
@@ -176,7 +181,7 @@ class SharedDevices:
 
 
 def _due(leaves: Collection[Branch]) -> dict[Branch, Fraction]:
-    """Divide by weights, at each level among the branches that are above any of the leaves."""
+    """Divide one device by weights; at each level only branches above one of the leaves count."""
     branches = {branch for leaf in leaves for branch in above(leaf)}
     among = Counter[Branch]()
     for branch in branches:
@@ -214,7 +219,9 @@ def _is_place(board: Board, device: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Join:
-    """The launch of a waiting task beside others; the stays in `gone` make room for it."""
+    """Describes the launch of a waiting task beside others; the stays in `gone` make room for
+    it.
+    """
 
     task: BoardTask
     device: str
@@ -230,12 +237,12 @@ class WhyNoJoin(Enum):
 
 
 def next_join(here: SharedDevices) -> Join | None:
-    """Return the first waiting task that may take turns on a device, and where.
+    """Return the first waiting task that may take turns on a device, and the device.
 
     Stays on the device may have to make room, each after a full slice: a stay of the same user with
     lower priority; on a full device a standby or the best served stay; stays too far ahead of the
-    task.  The best served stay and those ahead must have had more than the task will after its next
-    slice.  If no other task joins, a standby may.
+    task. The best served stay and those ahead must have had more than the task will after its next
+    slice. If no other task joins, a standby may.
     """
     for leaf, lane, task in waiting_graphs(here):
         choice = choice_of(here, leaf, lane, task)
@@ -248,7 +255,7 @@ def next_join(here: SharedDevices) -> Join | None:
 
 
 def has_a_place(board: Board, task: BoardTask) -> bool:
-    """True if a waiting task joins others, now or soon; then no task is paused for it."""
+    """True if a waiting task joins others, now or soon, so that no task need be paused for it."""
     here = next((one for one in places(board) if one.kind == task.kind), None)
     if here is None:
         return False
@@ -257,7 +264,7 @@ def has_a_place(board: Board, task: BoardTask) -> bool:
 
 
 def may_not_be_passed(here: SharedDevices) -> list[Branch]:
-    """Return the users with a first task that can't share now and must not be passed by others."""
+    """Return the users whose first task cannot share now and must not be overtaken by others."""
     return [
         leaf
         for leaf, lane, task in waiting_graphs(here)
@@ -273,7 +280,9 @@ def waiting_graphs(here: SharedDevices) -> Iterator[tuple[Branch, Lane, BoardTas
 
 
 def choice_of(here: SharedDevices, leaf: Branch, lane: Lane, task: BoardTask) -> Join | WhyNoJoin:
-    """Return where a waiting task goes once its image is durable; it may have to wait for that."""
+    """Return where a waiting task joins, as if its image were durable; it may have to wait for
+    that.
+    """
     board = here.board
     if task.cancel_asked or not may(board, task):
         return WhyNoJoin.stops if _could_run(here, lane) else WhyNoJoin.passes
@@ -304,7 +313,9 @@ def _waited_s(board: Board, task: BoardTask) -> float:
 def join(
     here: SharedDevices, leaf: Branch, lane: Lane, task: BoardTask, device: str
 ) -> Join | WhyNoJoin:
-    """Return the join on this device, if the user has no graph there and levels are close."""
+    """Return the join on this device, if the user has no graph there and the service levels are
+    close.
+    """
     group = here.groups[device]
     place = _place(here, leaf, task, device)
     if place is None:
@@ -328,7 +339,9 @@ def join(
 def _place(
     here: SharedDevices, leaf: Branch, task: BoardTask, device: str
 ) -> list[BoardStay] | None:
-    """Return the stays that make room for the task, if any must; None if none can."""
+    """Return the stays that must make room for the task, [] if none must; None if there can be no
+    room.
+    """
     group = here.groups[device]
     if own := of_user(leaf, group):
         is_better = own[-1].task.priority < task.priority and _may_ask(own[-1])
@@ -348,19 +361,23 @@ def _is_far_ahead(here: SharedDevices, leaf: Branch, stay: BoardStay) -> bool:
 def _rank(
     here: SharedDevices, leaf: Branch, lane: Lane, one: Join
 ) -> tuple[int, int, Fraction, int, str]:
-    """Sort key: graphs that are ahead, no one to make room, the least share due."""
+    """Return a sort key for joins: those with graphs that are ahead come first, then those for
+    which no stay must make room, then those with the least share due.
+    """
     load, sharers = here.load(one.device), len(here.groups[one.device])
     return -_step(here, leaf, lane, one.device), len(one.gone), load, sharers, one.device
 
 
 def _step(here: SharedDevices, leaf: Branch, lane: Lane, device: str) -> int:
-    """Return how far ahead the stays are, in steps of `APART_US`; 0 while they are nearly level."""
+    """Return how far ahead the stays on the device are, in steps of `APART_US`; 0 if they are
+    nearly level.
+    """
     apart = here.usage(lane, APART_US)
     return (here.ahead(leaf, device) + apart // 2) // apart
 
 
 def _is_better_soon(here: SharedDevices, leaf: Branch, lane: Lane, best: Join) -> bool:
-    """True if a graph was just launched on a device where the task will have more."""
+    """True if a graph was just launched on a device where the task will soon get more."""
     if not best.gone and _step(here, leaf, lane, best.device) > 0:
         return False
     load = here.load(best.device)
@@ -384,7 +401,7 @@ def _is_new(here: SharedDevices, stay: BoardStay) -> bool:
 def takes_from(
     here: SharedDevices, leaf: Branch, lane: Lane, task: BoardTask, joined: Collection[str]
 ) -> bool:
-    """True if stays further ahead than those it could join would give way to the task (F6).
+    """True if stays further ahead than those that it could join would give way to the task (F6).
 
     These stays do not share, or share with graphs that are too far from the task.
     """
@@ -399,7 +416,9 @@ def takes_from(
 
 
 def would_give_way(here: SharedDevices, leaf: Branch, task: BoardTask) -> list[preemption.Victim]:
-    """Return the victims for the task (F6) once its image is durable: of all, or of its tenant."""
+    """Return the victims for the task (F6), as if its image were durable: among all tasks, or of
+    its tenant.
+    """
     board, as_saved = here.board, changed(task, saved=True)
     found = preemption.victims(board, as_saved)
     return found or preemption.victims(board, as_saved, within=leaf.top) or []
@@ -435,7 +454,7 @@ def in_line(stay: BoardStay) -> tuple[int, float, str]:
 
 
 def _an_heir(group: Sequence[BoardStay]) -> BoardStay | None:
-    """Return a standby that can be asked to make room; None without one."""
+    """Return a standby that can be asked to make room; None if there is none."""
     ahead = set[Branch]()
     for stay in sorted(group, key=in_line):
         if stay.leaf in ahead and _may_ask(stay):
@@ -457,12 +476,16 @@ def _best_served(
 
 
 def _gives(here: SharedDevices, leaf: Branch, task: BoardTask, stay: BoardStay) -> bool:
-    """Rule F6: True if the stay had a full slice, and more than the task will have had."""
+    """True if the stay had a full slice, and more than the task will have had after its own (rule
+    F6).
+    """
     return _may_ask(stay) and _lead(here, leaf, task, stay) > 0
 
 
 def _lead(here: SharedDevices, leaf: Branch, task: BoardTask, stay: BoardStay) -> int:
-    """Return how much more the stay has had, by weight, with the task's next slice charged."""
+    """Return how much more the stay has had, by weight, if the task's next slice is charged
+    already.
+    """
     mine, theirs = sides(leaf, stay.leaf)
     fee = here.usage(stay.lane, slice_us(here.board.policy, task))
     score = here.board.tree.score
@@ -494,7 +517,7 @@ def fits(board: Board, device: str, group: Sequence[BoardStay], lane: Lane) -> b
 
 
 def _near(here: SharedDevices, one: Branch, other: Branch, bound_us: int) -> bool:
-    """True if the less served of the two would catch up within this device time."""
+    """True if the less served of the two branches would catch up within this device time."""
     bound = here.usage(lane_of(here.kind), bound_us)
     return here.apart(one, other) <= bound and here.apart(other, one) <= bound
 
@@ -522,7 +545,10 @@ def _has_graphs(board: Board, device: str) -> bool:
 
 
 def _parts(here: SharedDevices, group: Sequence[BoardStay]) -> list[BoardStay]:
-    """Return the stays too far ahead of those in turn; all but the first if any may not share."""
+    """Return the stays that are too far ahead of those in turn.
+
+    If any stay may not share, all but the first must leave.
+    """
     board = here.board
     if not all(may(board, stay.task) for stay in group):
         first = min(group, key=lambda stay: (board.tree.score(stay.leaf.top), stay.id))
@@ -532,7 +558,9 @@ def _parts(here: SharedDevices, group: Sequence[BoardStay]) -> list[BoardStay]:
 
 
 def _due_elsewhere(here: SharedDevices) -> Iterator[BoardStay]:
-    """Yield stays with turns that are due to another task of their tenant, elsewhere or waiting."""
+    """Yield stays whose turns are due to another task of their tenant, which is on another device
+    or waits.
+    """
     waiting = list(_waiting_for_whole(here))
     for device in here.devices:
         group = here.groups[device]
@@ -556,9 +584,9 @@ def _could_run(here: SharedDevices, lane: Lane) -> bool:
 def _owes(
     here: SharedDevices, stay: BoardStay, group: Sequence[BoardStay], leaf: Branch, task: BoardTask
 ) -> bool:
-    """True if the stay would give way to a task of its tenant, but the other stays would not.
+    """True if the stay would give way to a task of its tenant, while the other stays would not.
 
-    While this stay continues, the others never give way, because its tenant has what it is owed.
+    The others never give way while this stay continues, because its tenant has what it is owed.
     """
     if stay.leaf.top is not leaf.top or stay.leaf is leaf:
         return False
@@ -601,7 +629,7 @@ def has_others(group: Sequence[BoardStay], over: Branch) -> bool:
 
 
 def shares(board: Board, device: str) -> list[Share]:
-    """Return what the device needs to know to give turns; empty if the device isn't shared."""
+    """Return what the device needs to know to give turns; [] if the device is not shared."""
     if device not in board.beside or not _has_graphs(board, device):
         return []
     group = sorted(board.group(device), key=in_line)
@@ -609,7 +637,7 @@ def shares(board: Board, device: str) -> list[Share]:
 
 
 def _share(board: Board, stay: BoardStay, place: int) -> Share:
-    """Return a task's share as the ledger has it: how much of its slot time is booked."""
+    """Return a task's share in terms of the ledger: how much of its slot time is booked."""
     task = stay.task
     path = reversed([branch for branch in above(stay.leaf) if branch.parent is not None])
     return Share(

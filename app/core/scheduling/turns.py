@@ -1,14 +1,14 @@
-"""Choose which of the co-located tasks runs next on a device, from what the device measured.
+"""Chooses which of the co-located tasks runs next on a device, from what the device measured.
 
-The island sends how well served each of these tasks is, in the order of rule F3.  For each level of
+The island sends how well served each of these tasks is, in the order of rule F3. For each level of
 the tenant tree it sends the branch's usage and weight, as of the slot time of each task that was
-booked.  From then on the device counts itself: the task that holds the slot uses more, and so do
-the branches above the task.  At the end of a turn the device walks the tree from the top to the
-lowest usage per weight.  So shares follow the weights within turns, not within rounds of the
-island, and a task with too long a turn then waits longer.
+booked. From then on the device counts itself: the task that holds the slot uses more, and so do the
+branches above the task. At the end of a turn the device walks the tree from the top to the lowest
+usage per weight. So shares follow the weights within turns, not within rounds of the island, and a
+task with too long a turn then waits longer.
 
 Invariant (tested): of two tasks that share a device all the time, neither is ahead, per weight, by
-more than one of its own turns, once the less served one has caught up.  The module has no side
+more than one of its own turns, once the less served one has caught up. The module has no side
 effects: values in, values out.
 """
 
@@ -21,13 +21,13 @@ from typing import Any
 
 JSON = dict[str, Any]
 
-TURN_US = 5_000  # how long a task keeps the slot before the next task is chosen
+TURN_US = 5_000  # in microseconds: how long a task keeps the slot before the next task is chosen
 _BITS = 32  # binary digits of a score behind the point; ties are exact
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """A branch above a task.
+    """Describes a branch above a task.
 
     `used` is in micro-device-seconds times thousandths of cost, `weight` in thousandths.
     """
@@ -39,10 +39,10 @@ class Level:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """A task's part in sharing a device.
+    """Describes a task's part in sharing a device.
 
-    `path` leads from the top of the tree.  `held_us` of the task's slot time is booked there
-    already, and each further microsecond adds `rate` to each level.  Among the tasks of one user,
+    `path` leads from the top of the tree. `held_us` of the task's slot time is booked there
+    already, and each further microsecond adds `rate` to each level. Among the tasks of one user,
     tasks without a turn yet go first, then the lowest `place`.
     """
 
@@ -59,8 +59,8 @@ def least_served(
 ) -> str:
     """Return the task that goes next.
 
-    `among` restricts the choice; `held_us` is how long each task has held the slot so far.  A task
-    that has just ended counts too: its user has had that time.
+    `among` restricts the choice; `held_us` is how long each task has held the slot so far. A task
+    that has just ended counts, too: its user has used that time.
     """
     here, depth = sorted(shares, key=lambda share: share.task), 0
     can = {share.task for share in here} if among is None else {*among}
@@ -110,7 +110,7 @@ def from_json(body: JSON) -> Share:
 
 @dataclass(slots=True)
 class Rota:
-    """The shares in a device's newest answer, by task; empty if the device is not shared."""
+    """Holds the shares in a device's newest answer, by task; empty if the device is not shared."""
 
     shares: dict[str, Share]
 

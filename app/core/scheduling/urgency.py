@@ -1,7 +1,8 @@
-"""Rules F7 and F9: which waiting tasks must go before all others, and how long the others may wait.
+"""Finds the waiting tasks that must go before all others, and how long the others may wait (rules
+F7, F9).
 
-A gang becomes urgent when its patience ends (F7, `gang_patience`).  A task of a tier with a
-promised share becomes urgent shortly before it would have waited more than its promise allows (F9).
+A gang becomes urgent when its patience ends (F7, `gang_patience`). A task of a tier with a promised
+share becomes urgent shortly before it would have waited more than its promise allows (F9).
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from app.core.scheduling.gang_patience import GangPatience
 from app.core.scheduling.pool import Pool
 from app.core.scheduling.stays import NEVER
 
-AWAY_PARTS = 64  # the number of parts in which a window is remembered
+AWAY_PARTS = 64  # number of parts into which a window is divided to remember it
 # The smallest part of a window's waiting time that is allowed at once, so that turns can end.
 LEAST_BURST = 1 / 16
 
 
 class Urgency:
-    """The waiting tasks of a board that must go before all others.
+    """Keeps the waiting tasks of a board that must go before all others.
 
     `tree`, `pools` and `all_tasks` are those of the board, which keeps them up to date.
     """
@@ -77,9 +78,9 @@ class Urgency:
         return [self.all_tasks[id] for id in sorted(due, key=lambda id: (due[id], id))]
 
     def _promises_due(self) -> dict[str, float]:
-        """Rule F9: return the tasks that must go first by their tier's promise, and since when.
+        """Return the tasks that must go first by their tier's promise, and since when (rule F9).
 
-        Only tiers with promises that can all be kept count.  So there are fewer such tasks than
+        Only tiers with promises that can all be kept count. So there are fewer such tasks than
         devices.
         """
         self._promise_due_s, found = NEVER, {}
@@ -95,7 +96,9 @@ class Urgency:
         return found
 
     def honoured(self, kind: str) -> tuple[str, ...]:
-        """Rule F9: return the tiers with promises that fit the devices; the lowest are shed."""
+        """Return the tiers whose promises can be kept with the devices; the lowest are shed (rule
+        F9).
+        """
         share, pool = self.policy.tier_share, self.pools.get(kind)
         left = float(pool.size()) if pool is not None else 0.0
         kept = []
@@ -107,15 +110,18 @@ class Urgency:
         return tuple(kept)
 
     def lead_s(self, task: BoardTask) -> float:
-        """Rule F9: return how early a task is urgent, since a turn and a switch may come first."""
+        """Return how early a task counts as urgent, since a turn and a switch may come first (rule
+        F9).
+        """
         burst_s, _ = self._bucket(task)
         return min(self.policy.slice_max_s, burst_s / 4)
 
     def _bucket(self, task: BoardTask) -> tuple[float, float]:
-        """Rule F9: return (seconds that a task may wait at once, more of every second).
+        """Return (seconds that a task may wait at once, seconds more for each second that passes);
+        rule F9.
 
-        Both together are the waiting time that a window allows.  If there are at least as many
-        devices as tasks with a promise, a task may use all of it at once.  If there are fewer
+        Both together are the waiting time that a window allows. If there are at least as many
+        devices as tasks with a promise, a task may use all of it at once. If there are fewer
         devices, the tasks need a part p of it for taking turns among themselves: if all had already
         waited that long for other tasks, their promises could not be kept.
         """
@@ -131,8 +137,8 @@ class Urgency:
         return burst_s, (may_s - burst_s) / window_s
 
     def slack_s(self, task: BoardTask, *, at_s: float | None = None) -> float:
-        """Rule F9: return how much longer the task may wait at once and keep its share in every
-        window.
+        """Return how much longer the task may wait without a break and keep its share in every
+        window (rule F9).
         """
         at_s = self.tree.now_s if at_s is None else at_s
         burst_s, rate = self._bucket(task)
@@ -148,7 +154,7 @@ class Urgency:
         return burst_s - used_s
 
     def slack_ends_s(self, task: BoardTask) -> float:
-        """Rule F9: return when a waiting task must go first, early enough to be seated in time."""
+        """Return when a waiting task must go first, early enough to be seated in time (rule F9)."""
         if task.epoch == 0 or not self.policy.tier_share.get(task.tier):
             return NEVER
         since_s = self.tree.now_s if task.waiting_since_s is None else task.waiting_since_s
@@ -161,8 +167,8 @@ def been_away(
 ) -> tuple[tuple[float, float], ...]:
     """Return `BoardTask.away` with one more interval, without those that left the window (F9).
 
-    Intervals that end in the same part of a window are merged at the end of both.  The remembered
-    time is therefore never too short, and at most one part too long.
+    Intervals that end in the same part of a window are merged into one. The remembered time is
+    therefore never too short, and at most one part too long.
     """
     lasting = [(a, b) for a, b in away if b > to_s - window_s]
     part_s = window_s / AWAY_PARTS

@@ -54,7 +54,7 @@ def may_call(address: Address, allowed: Iterable[Network] = ()) -> bool:
 
 
 def literal_address(host: str) -> Address | None:
-    """Return the address, if a host is written as one; None for a name that must be resolved."""
+    """Return the address if the host is written as one; None for a name that must be resolved."""
     host = host.removesuffix(".")  # a final point marks a complete name
     if host == "localhost" or host.endswith(".localhost"):
         return ip_address("127.0.0.1")

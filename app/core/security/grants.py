@@ -1,7 +1,7 @@
 """Decides by an identity provider's claims who may sign in, to which tenant and with which role.
 
-A deployment lists grants in order: a value of one claim, with a tenant and a role.  The first grant
-that matches a person counts; a person without any may not sign in.
+A deployment lists grants in order: a value of one claim, with a tenant and a role. The first grant
+that matches a person counts; a person whom no grant matches may not sign in.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A hash chain of records: each hash covers the record and the hash before it.
+"""Verifies a hash chain of records: each hash covers the record and the hash before it.
 
 If a record is changed, inserted or removed, the chain breaks there, unless all later records are
-written anew.  But then their hashes differ from hashes that were kept elsewhere (`known`).  Only a
+written again. But then their hashes differ from hashes that were kept elsewhere (`known`). Only a
 kept hash shows that the end of the chain was cut off.
 """
 
@@ -42,7 +42,9 @@ class Break:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The result: `head` is the last valid link; `checked` counts valid ones after the known."""
+    """Holds the result: `head` is the last valid link; `checked` counts the valid links after the
+    known one.
+    """
 
     checked: int
     head: TrustedLink
@@ -58,7 +60,7 @@ def link_hash(previous: str, says: Mapping[str, Any]) -> str:
 def verify(links: Iterable[ChainLink], known: TrustedLink) -> Verdict:
     """Verify the links in order, up to the first break.
 
-    The links begin with the known one, unless that is GENESIS.
+    The first link must be the known one, unless that is GENESIS.
     """
     head, checked, rest = known, 0, iter(links)
     broken = _changed(next(rest, None), known) if known.id else None

@@ -21,7 +21,7 @@ HELLO = struct.Struct("!16sHB16s")
 NAME_BYTES = PROOF_BYTES = hashlib.sha256().digest_size
 CHALLENGE_BYTES = 16
 
-#: What a connection is for: a process of a gang, a block, a tunnel.
+#: The purposes of a connection: the two of a gang's processes, a block, a tunnel.
 LINE, LINK, BLOCK, TUNNEL = range(4)
 
 

@@ -1,8 +1,8 @@
-"""Reads the head of a request to the proxy of a host, and says where its connection goes.
+"""Reads the head of a request to the proxy of a host, and returns where its connection goes.
 
 Programs ask for a tunnel (`CONNECT huggingface.co:443 HTTP/1.1`), or for one plain request, with
-the whole URL (`GET http://index.example.org/simple/ HTTP/1.1`).  Everything behind the head is
-passed on unread.
+the whole URL (`GET http://index.example.org/simple/ HTTP/1.1`). Everything after the head is passed
+on unread.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,40}")
 _HEADER = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):.*", re.DOTALL)
 _VERSION = re.compile(r"HTTP/1\.[01]")
 _UNPRINTABLE = re.compile(r"[^\x20-\x7e]")
-#: Headers for the proxy itself.  A plain connection ends with its first answer, because a further
+#: Headers for the proxy itself. A plain connection ends after its first answer, because a further
 #: request in it could ask for another host.
 _OWN = frozenset({"connection", "keep-alive", "proxy-connection", "proxy-authorization"})
 
 
 class NotServed(Exception):
-    """Raised to answer a request with this status and reason, and to end its connection."""
+    """Raised to answer a request with this status and reason, and then to end its connection."""
 
     def __init__(self, status: int, told: str) -> None:
         super().__init__(told)
@@ -36,7 +36,9 @@ class NotServed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ProxyRequest:
-    """A request: its destination, and what is sent there first; a tunnel sends nothing."""
+    """Describes a request: its destination, and the bytes to send there first; none for a
+    tunnel.
+    """
 
     destination: Destination
     first_bytes: bytes = b""
@@ -96,7 +98,7 @@ def _read_destination(text: str) -> Destination:
 def answer(status: int, told: str) -> bytes:
     """Return the answer to a request that is not served.
 
-    The reason stands in the first line too, because many programs show only this line.
+    The reason is in the first line, too, because many programs show only this line.
     """
     told = _UNPRINTABLE.sub("?", told)[:TOLD_CHARACTERS]
     body = f"Roundhouse: {told}\n"

@@ -1,9 +1,9 @@
 """Replaces the values of secrets by MARK in the output of a task's processes.
 
 A value is found unchanged, line by line, and in the usual encodings: Base64 at any place of a
-longer text, URL-quoted, and escaped as JSON or Python write texts.  This keeps a secret out of logs
-by accident.  It is no protection against the author of a task's code, who can print its secrets in
-a form that is not recognised.
+longer text, URL-quoted, and escaped as JSON or Python write texts. This keeps a secret from getting
+into logs by accident. It is no protection against the author of a task's code, who can print
+secrets in a form that is not recognised.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ MIN_BYTES = 6  # a shorter text would be found by chance everywhere
 ENCODED_MIN_BYTES = 8  # shorter values are not searched in encodings
 MAX_BYTES = 32 * 1024  # per value
 MAX_LINES = 64  # per value
-MAX_LINES_TOGETHER = 128  # per task, since each line costs time for every line of a log
+# most lines of all secrets of a task, since each costs time for every line of a log
+MAX_LINES_TOGETHER = 128
 
 CUT_LEAST = 40  # in characters; shorter texts were never cut on their way
 
@@ -52,20 +53,24 @@ class Redactor:
     def __init__(self, values: Iterable[str] = ()) -> None:
         found = {form.encode("utf-8", "surrogatepass") for each in values for form in _forms(each)}
         self._forms = sorted((form for form in found if len(form) >= MIN_BYTES), key=len)
-        #: No form is longer, so only this many bytes before a cut can belong to a form across it.
+        #: No form is longer than this, so only this many bytes before a cut can belong to a form
+        #: across it.
         self.longest = max(map(len, self._forms), default=0)
 
     def __bool__(self) -> bool:
         return bool(self._forms)
 
     def clean(self, data: bytes) -> bytes:
-        """Replace all forms in whole lines; a text that is not UTF-8 is searched as it is."""
+        """Replace all forms in whole lines.
+
+        A text that is not UTF-8 is searched byte by byte.
+        """
         return _without(data, _merged(self._spans(data))) if self._forms else data
 
     def split(self, data: bytes, at: int) -> tuple[bytes, bytes]:
-        """Cut a line that is too long: return about the first `at` bytes, clean, and the rest.
+        """Cut a line that is too long: return about the first `at` bytes, cleaned, and the rest.
 
-        No form lies across the cut: such a form goes into the first part.
+        The cut never divides a form: such a form goes into the first part.
         """
         spans = _merged(self._spans(data))
         cut = max([at, *(end for begin, end in spans if begin < at)])
@@ -156,7 +161,7 @@ def _lines(value: str) -> list[str]:
 def _forms(value: str) -> Iterator[str]:
     stripped = value.strip()
     lines = {*map(str.strip, _lines(value))}
-    yield from lines  # a form has no line end, so that lines of a log stay lines
+    yield from lines  # a form has no line end, so that cleaning a log never joins its lines
     for text in {stripped, *lines}:
         if len(text.encode()) >= ENCODED_MIN_BYTES:
             yield from _escaped(text)

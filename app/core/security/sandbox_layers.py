@@ -1,6 +1,7 @@
-"""The layers of a sandbox: what each withholds from a tenant's process, and what its lack means.
+"""Lists the layers of a sandbox: what each keeps from a tenant's process, and what it means if it
+is missing.
 
-`workers.process.sandbox` sets them up.  A device worker reports the layers that are active on its
+`workers.process.sandbox` sets them up. A device worker reports the layers that are active on its
 host, and its mode for missing ones: `required` (it does not serve), `preferred` (it serves with the
 active ones), `off` (it sets up none).
 """
@@ -51,7 +52,7 @@ MENDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sandbox:
-    """A device worker's report of its sandbox.  `refuses` is why it does not serve, or empty."""
+    """Holds a device worker's report of its sandbox. `refuses` is why it does not serve, or ""."""
 
     mode: str
     standing: tuple[str, ...]
@@ -59,7 +60,10 @@ class Sandbox:
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Sandbox:
-        """Read the facts of a device; values of another form count as not reported."""
+        """Read the facts of a device.
+
+        A value of the wrong type counts as not reported.
+        """
         standing, mode = facts.get("sandbox"), facts.get("sandbox_mode")
         names = standing if isinstance(standing, list) else []
         return cls(
@@ -107,7 +111,7 @@ def summary(devices: Iterable[tuple[str, Sandbox]]) -> str:
 
 
 def warning(devices: Iterable[tuple[str, Sandbox]]) -> list[str]:
-    """Return lines that warn of devices that serve without all layers; empty if there are none."""
+    """Return lines that warn of devices that serve without all layers; [] if there are none."""
     weak = {name: sandbox for name, sandbox in devices if sandbox.missing and not sandbox.refuses}
     if not weak:
         return []

@@ -1,7 +1,7 @@
-"""The scopes to which a key may be narrowed; every operation needs one of them.
+"""Defines the scopes to which a key may be narrowed; every operation needs one of them.
 
-A key without scopes may do all that its role may.  A key with scopes may do the part of that which
-they allow: they never add to a role.  A write scope includes the read scope.
+A key without scopes may do all that its role may. A key with scopes may do the part of that which
+they allow: they never add to a role. A write scope includes the read scope.
 """
 
 from __future__ import annotations

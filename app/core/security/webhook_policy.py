@@ -1,8 +1,8 @@
-"""The decisions about webhooks: message bodies, retries, and which URLs may be called.
+"""Decides about webhooks: message bodies, retries, and which URLs may be called.
 
-Format and times follow Standard Webhooks (https://www.standardwebhooks.com), version 1.  A message
-keeps its id whenever it is sent again.  Only an answer of 2xx accepts it; 410 asks for no more
-messages.  Signing and sending are elsewhere.
+Format and times follow Standard Webhooks (https://www.standardwebhooks.com), version 1. A message
+keeps its id whenever it is sent again. Only an answer of 2xx accepts it; 410 asks for no more
+messages. Other modules sign and send.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from app.core.security.addresses import Network, literal_address, may_call
 TYPES = tuple(f"request.{end}" for end in ENDS)
 TEST = "webhook.test"
 
-#: seconds before each attempt; after the last one a message is given up (three days and a bit)
+#: seconds before each attempt, in all a little more than three days; after the last attempt a
+#: message is given up
 WAITS_S = (0, 5, 300, 1800, 7200, 18_000, 36_000, 50_400, 72_000, 86_400)
-JITTER = 0.2  # largest part of each wait that is added at random, so that retries spread out
+JITTER = 0.2  # the largest part of each wait that is added at random, so that retries spread out
 
 URL_LENGTH = 2000
 MESSAGE_LENGTH = 500  # most characters of a failed task's message
@@ -58,7 +59,9 @@ def of_tasks(ends: Sequence[TaskEnd]) -> dict[str, Any]:
 
 
 def wants(notify: Mapping[str, Any] | None, state: str) -> bool:
-    """True if a request's `notify`, as it was submitted, asks for this end."""
+    """True if a request's `notify` field, as it was submitted, asks for a message about this
+    end.
+    """
     return notify is not None and state in (notify.get("on") or ENDS)
 
 
@@ -86,7 +89,9 @@ def wait_s(tries: int, luck: float) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptAnswer:
-    """An attempt's answer; `status` is None if there was none, and `error` says why."""
+    """Describes the answer to an attempt; `status` is None if there was none, and `error`
+    says why.
+    """
 
     status: int | None
     error: str
@@ -97,7 +102,10 @@ class AttemptAnswer:
 
 
 def refusal(url: str, allowed: Iterable[Network] = ()) -> str | None:
-    """Return what is wrong with a URL as written; the addresses of its host are checked later."""
+    """Return what is wrong with a URL as it is written; None if nothing is.
+
+    The addresses of its host are checked later.
+    """
     if len(url) > URL_LENGTH or not url.isascii() or not url.isprintable() or " " in url:
         return f"must be at most {URL_LENGTH} ASCII characters without spaces"
     try:

@@ -1,8 +1,8 @@
-"""Measure the devices held and wanted over time, in a bounded number of intervals.
+"""Measures the devices held and wanted over time, in a limited number of intervals.
 
-A quantity that changes at instants is summed exactly between the changes.  Time is divided into
-intervals of equal length.  When there are too many intervals, each two are merged into one of
-double length.  So a minute and a year both end with between MOST / 2 and MOST intervals.
+A quantity that changes at instants is summed exactly between the changes. Time is divided into
+intervals of equal length. When there are too many intervals, each pair is merged into one of double
+length. So a minute and a year both end with between MOST / 2 and MOST intervals.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ Key = tuple[str, str]  # tenant, kind of device
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """The mean number of devices held and wanted, by (tenant, kind), from `from_s` for `lasts_s`.
+    """Holds the mean number of devices held and wanted, by (tenant, kind), from `from_s` for
+    `lasts_s`.
 
     Wanted is what running and waiting tasks need.
     """
@@ -33,7 +34,7 @@ class Interval:
 
 
 class _Sums:
-    """A quantity by key: its current value, and its integral over each interval."""
+    """Sums up a quantity by key: its current value, and its integral over each interval."""
 
     def __init__(self) -> None:
         self.now: Counter[Key] = Counter()
