@@ -70,14 +70,15 @@ class Metrics:
 
 
 class Compare:
-    """Says in each step how it began and what it sees."""
+    """Tells in each step what it sees, until there is a file `end`."""
 
-    def __init__(self, ctx, *, steps=10**6):
-        self.steps, self.lengths = steps, []
+    def __init__(self, ctx):
+        self.lengths = []
 
     def step(self, ctx):
         self.lengths.append(len(os.environ["HF_TOKEN"]))
         time.sleep(0.02)
-        if ctx.step >= self.steps:
-            ctx.finish({"lengths": sorted(set(self.lengths)), "steps": ctx.step})
+        if os.path.exists("end"):
+            is_whole = len(self.lengths) == ctx.step
+            ctx.finish({"lengths": sorted(set(self.lengths)), "is_whole": is_whole})
         return {"length": self.lengths[-1]}

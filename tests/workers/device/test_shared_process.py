@@ -8,8 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from app.core.device import device_machine, device_records
 from app.core.model.messages import Failed, Finished, Paused, Started, Stopped
 from tests.workers.conftest import PRESET, DeviceRig
+
+
+@pytest.fixture(autouse=True)
+def long_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that rests waits for the next function of a slow test."""
+    monkeypatch.setattr(device_machine, "REST_US", 600_000_000)
 
 
 def _ended(rig: DeviceRig, task: str, run: str = "short:look", **more: object) -> Finished:
@@ -183,8 +190,9 @@ def test_functions_of_a_batch_are_given_back_if_the_one_before_them_takes_long(r
     assert rig.event(Finished, "t2", 2).result["process"] == process
 
 
-def test_lost_worker_loses_only_what_had_no_end(rig):
+def test_lost_worker_loses_only_what_had_no_end(rig, monkeypatch):
     """The functions of a batch have stays and epochs of their own."""
+    monkeypatch.setattr(device_records, "BEHIND_US", 600_000_000)  # none is given back
     for n in range(3):
         rig.launch(f"t{n}", "short:look", beside=n > 0)
     ends = [rig.event(Finished, f"t{n}") for n in range(3)]

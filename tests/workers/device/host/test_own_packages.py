@@ -38,11 +38,14 @@ def test_job_without_an_environment_does_not_see_that_of_another(packaged: Packa
 def test_paused_job_goes_on_with_objects_of_the_package(packaged: PackagedRig) -> None:
     rig = packaged.rig
     environment = packaged.environment()
-    given = {"params": {"steps": 100, "nap_s": 0.01}, "environment": environment}
+    params = {"steps": 100, "nap_s": 0.01, "waits": True}
+    given = {"params": params, "environment": environment}
     rig.launch("t1", "packaged:Tower", **given)
     rig.steps("t1", 20)
     images = rig.paused_and_saved("t1", 1)
     rig.launch("t1", "packaged:Tower", 2, images=images, **given)
+    rig.event(Started, "t1", 2)
+    rig.let_end("t1", 2)
     assert rig.event(Finished, "t1", 2).result["height"] == 100
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -13,20 +15,39 @@ import pytest
 
 from app.core.model.messages import Alive, Finished
 from tests.processes import children, runs
-from tests.wheels import add_wheel
-from tests.workers.conftest import DeviceRig
+from tests.workers.conftest import PATIENCE_S, DeviceRig
 from tests.workers.device.conftest import PackagedRig
-from workers.transfer.installs import builds_ahead
+from workers.process import uv
+from workers.transfer.installs import builds_ahead, environments
 
 
 @pytest.fixture
-def slow(packaged: PackagedRig) -> str:
-    """The lock of a package with so many modules that its build can be caught in the act."""
-    body = "".join(f"def f{n}(a):\n    return a * {n}\n" for n in range(60))
-    files = {f"many/m{n}.py": body for n in range(1200)}
-    digest = add_wheel(packaged.wheels, "many", files={**files, "many/__init__.py": ""})
-    pin = replace(packaged.pin, name="many", hashes=(f"sha256:{digest}",))
-    return str(packaged.environment(packages=(pin,))["lock"])
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """No build of this process gets to its builder before the test sets it."""
+    environments.interpreters()  # it asks for uv, too, and once
+    program, opened = uv.program(), threading.Event()
+
+    def once_open() -> str:
+        assert opened.wait(PATIENCE_S)
+        return program
+
+    monkeypatch.setattr(uv, "program", once_open)
+    yield opened
+    opened.set()
+
+
+class HangingUv:
+    """Stands for uv in the first builders of this process, which do not end by themselves."""
+
+    def __init__(self, folder: Path, builders: int) -> None:
+        self.file, self.left, self.program = folder / "uv", builders, uv.program()
+        self.file.write_text(f"#!/bin/sh\nexec sleep {PATIENCE_S}\n")
+        self.file.chmod(0o755)
+        self.asked = 0  # number of builders so far
+
+    def __call__(self) -> str:
+        self.asked += 1
+        return str(self.file) if self.asked <= self.left else self.program
 
 
 def facts(rig: DeviceRig) -> dict[str, Any]:
@@ -47,16 +68,18 @@ def builder() -> psutil.Process | None:
     return next((child for child in here if runs(child, "environment_builder")), None)
 
 
-def test_wanted_packages_are_installed_while_a_task_has_the_device(packaged: PackagedRig) -> None:
+def test_wanted_packages_are_installed_while_a_task_has_the_device(
+    packaged: PackagedRig, gate: threading.Event
+) -> None:
     rig, environment = packaged.rig, packaged.environment()
     rig.launch("t1", "jobs:Count", params={"steps": 100_000, "nap_s": 0.01})
     rig.steps("t1", 2)
     rig.environments = [environment["lock"]]
+    rig.until(lambda: state(rig.reports[-1], environment["lock"]) == "building")
+    gate.set()
     rig.until(lambda: state(rig.reports[-1], environment["lock"]) == "ready")
     assert facts(rig)["builds"] == {}
     assert rig.reports[-1].residents[0].task == "t1"
-    seen = [state(one, environment["lock"]) for one in rig.reports]
-    assert "building" in seen
     rig.cancel("t1")
     rig.until(lambda: not rig.supervisor.lives.residents)
     rig.launch("t2", "packaged:Tower", environment=environment)
@@ -77,56 +100,56 @@ def test_failure_is_told_in_uvs_words_until_nobody_waits(packaged: PackagedRig) 
     rig.until(lambda: facts(rig)["builds"] == {})
 
 
-def test_killed_builder_is_begun_again(packaged: PackagedRig, slow: str) -> None:
-    rig = packaged.rig
-    rig.environments = [slow]
-    seen: list[int] = []
+def test_killed_builder_is_begun_again(
+    packaged: PackagedRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, lock = packaged.rig, packaged.environment()["lock"]
+    environments.interpreters()
+    monkeypatch.setattr(uv, "program", hanging := HangingUv(tmp_path, builders=1))
+    rig.environments = [lock]
 
     def is_killed() -> bool:
         if (found := builder()) is not None:
-            seen.append(found.pid)
             os.kill(found.pid, signal.SIGKILL)
         return found is not None
 
-    def is_ready() -> bool:
-        if (found := builder()) is not None:
-            seen.append(found.pid)
-        return state(rig.reports[-1], slow) == "ready"
-
     rig.until(is_killed)
-    rig.until(is_ready)
-    assert len({*seen}) == 2, "one builder was killed, and another one built"
+    rig.until(lambda: state(rig.reports[-1], lock) == "ready")
+    assert hanging.asked == 2, "one builder was killed, and another one built"
 
 
-def test_builder_that_is_always_killed_is_a_failure(packaged: PackagedRig, slow: str) -> None:
-    rig, seen = packaged.rig, set[int]()
+def test_builder_that_is_always_killed_is_a_failure(
+    packaged: PackagedRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, lock, seen = packaged.rig, packaged.environment()["lock"], set[int]()
+    environments.interpreters()
+    monkeypatch.setattr(uv, "program", HangingUv(tmp_path, builders=builds_ahead.KILLED_MOST))
 
     def killed() -> bool:
         found = builder()
         if found is not None and found.pid not in seen:
             seen.add(found.pid)
             os.kill(found.pid, signal.SIGKILL)
-        return state(rig.reports[-1], slow) == "failed"
+        return state(rig.reports[-1], lock) == "failed"
 
-    rig.environments = [slow]
+    rig.environments = [lock]
     rig.until(killed)
-    assert "ended by signal 9" in _told(rig.reports[-1], slow)[1]
+    assert "ended by signal 9" in _told(rig.reports[-1], lock)[1]
     assert len(seen) == builds_ahead.KILLED_MOST
 
 
-def test_two_workers_of_a_host_build_once(
-    packaged: PackagedRig, rigs: Callable[..., DeviceRig], slow: str
-) -> None:
+def test_two_workers_of_a_host_build_once(packaged: PackagedRig, gate: threading.Event) -> None:
     """The second one shares the folder of the first, and waits for its turn."""
-    first = packaged.rig
+    first, lock = packaged.rig, packaged.environment()["lock"]
     kept = first.house.environments
     begun: list[str] = []
-    other = builds_ahead.BuildsAhead(kept, first.store, lambda: begun.append(other.state(slow)[0]))
+    other = builds_ahead.BuildsAhead(kept, first.store, lambda: begun.append(other.state(lock)[0]))
     other.start()
-    first.environments = [slow]
-    first.until(lambda: state(first.reports[-1], slow) == "building")
-    other.want([slow])
-    first.until(lambda: state(first.reports[-1], slow) == "ready")
+    first.environments = [lock]
+    first.until(lambda: state(first.reports[-1], lock) == "building")
+    other.want([lock])
+    gate.set()
+    first.until(lambda: state(first.reports[-1], lock) == "ready")
     other.end()
     other.join()
     assert begun == []
