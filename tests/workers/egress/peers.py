@@ -13,9 +13,11 @@ HOUSE_NETWORK = "127.77.0.0/16"
 
 
 @contextlib.contextmanager
-def serving(serve: Callable[[socket.socket], None], address: str = HOUSE) -> Iterator[int]:
+def serving(
+    serve: Callable[[socket.socket], None], address: str = HOUSE, port: int = 0
+) -> Iterator[int]:
     """Serve each connection in a thread; gives the port."""
-    with socket.create_server((address, 0)) as listener:
+    with socket.create_server((address, port)) as listener:
 
         def accept() -> None:
             with contextlib.suppress(OSError):

@@ -170,8 +170,8 @@ def test_name_that_is_rebound_is_asked_for_once():
         sock.sendall(b"a secret of the host")
 
     with (
-        serving(echo) as port,
-        contextlib.closing(socket.create_server(("127.0.0.1", port))) as trap,
+        contextlib.closing(socket.create_server(("127.0.0.1", 0))) as trap,
+        serving(echo, port=trap.getsockname()[1]) as port,
         running(f"evil.test:{port}", resolve=lambda *_: answers.pop(0)) as proxy,
     ):
         trap.setblocking(False)
@@ -190,9 +190,9 @@ def test_name_that_is_rebound_is_asked_for_once():
 
 def test_only_the_permitted_ones_of_several_addresses_are_tried():
     with (
-        serving(echo) as port,
+        contextlib.closing(socket.create_server(("127.0.0.1", 0))) as trap,
+        serving(echo, port=trap.getsockname()[1]) as port,
         running(f"both.test:{port}") as proxy,
-        contextlib.closing(socket.create_server(("127.0.0.1", port))) as trap,
     ):
         trap.setblocking(False)
         sock, answer = ask(proxy.port, f"CONNECT both.test:{port} HTTP/1.1")

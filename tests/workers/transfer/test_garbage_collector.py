@@ -233,6 +233,7 @@ def test_drafts_in_a_bucket_are_deleted(tmp_path, monkeypatch):
 
 GRACE_S = 3.0
 LISTED = 3
+WRITTEN_LEAST = 8  # checkpoints of each writer, however slow the machine is
 
 
 class Rows:
@@ -299,7 +300,7 @@ class Busy:
         it."""
         with process("write", self.home, GRACE_S, seed) as writer:
             until_s = time.monotonic() + self.chance.uniform(1.5, 3.0)
-            for line in writer.stdout:
+            for count, line in enumerate(writer.stdout, 1):
                 begun = self.chance.choice(self.rows.shas) if self.rows.shas else None
                 listed_s = time.monotonic()
                 if (gone := self.rows.add(line.strip())) is not None:
@@ -308,7 +309,7 @@ class Busy:
                     self.check(
                         begun, listed_s=listed_s
                     )  # listed when this reader began, and perhaps no more
-                if time.monotonic() > until_s:
+                if count >= WRITTEN_LEAST and time.monotonic() > until_s:
                     break
             assert writer.poll() is None, "the writer failed"
 

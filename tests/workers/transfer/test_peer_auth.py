@@ -85,9 +85,11 @@ def test_host_that_lost_a_connection_tries_again(desk):
 
 
 def test_host_may_connect_before_it_is_expected(desk):
-    threading.Timer(0.3, lambda: desk.expect(1)).start()
+    later = threading.Timer(0.3, lambda: desk.expect(1))
+    later.start()
     theirs = connect(desk.links.place, SECRET, 1, lambda: True)
     close([*desk.joined.get(timeout=60), *theirs])
+    later.join()
 
 
 @pytest.mark.parametrize(("secret", "host"), [(OTHER, 1), (SECRET, 2), (SECRET, 0)])

@@ -127,7 +127,9 @@ def test_command_begins_again_elsewhere_in_its_image_and_folder(
     showing: DeviceRig, rigs: Callable[..., DeviceRig]
 ) -> None:
     rig = showing
-    script = 'echo "$ROUNDHOUSE_RESTARTS"; test -e seen && exit 0; touch seen; sleep 60'
+    script = (
+        'test -e seen && ends=1; touch seen; echo "$ROUNDHOUSE_RESTARTS"; test $ends || sleep 60'
+    )
     launch(rig, "t1", ["sh", "-c", script], "small")
     rig.until(lambda: rig.printed("t1") == ["0"])
     images = rig.paused_and_saved("t1", 1)

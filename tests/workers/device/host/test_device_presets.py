@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -130,7 +129,7 @@ def test_settings_of_a_killed_worker_are_put_back_at_the_next_start(
     assert driver.values == {**FIRST, "power_limit_w": 200}
     rigs(home=tmp_path / "home", monitor=f"file:{driver.file.parent}")
     _wait(lambda: driver.values == FIRST)
-    assert not os.path.exists(before)
+    _wait(lambda: not before.exists())  # it goes after the driver was read again
 
 
 HUNG = """

@@ -158,7 +158,6 @@ def test_each_task_has_its_own_way_to_the_network(networked):
         run = "; ".join(f"ask({target!r})" for target in targets)
         first = ["HTTP/1.1 200 Connection established", "answer b'ping'"]
         for epoch, mine, theirs in ((1, *targets), (2, *reversed(targets))):
-            networked.events.clear()
             launch(networked, run, mine, epoch=epoch)
             networked.event(Finished, "t1", epoch)
             refused = f"HTTP/1.1 403 {theirs} is not in network.allow of this task"
