@@ -295,11 +295,15 @@ class DeviceRig:
         seq = self._seq(task, epoch)
         self.supervisor.receive(Resize(task=task, epoch=epoch, seq=seq, seats=[seats]))
 
-    def let_end(self, task: str, epoch: int = 1) -> None:
-        """Make the file `end` in the folder of a task that has started: it waits for the file."""
+    def folder(self, task: str, epoch: int = 1) -> Path:
+        """Return the working folder of a task that has started."""
         residents = list(self.supervisor.lives.residents.values())
         (here,) = (each for each in residents if each.stay.key == (task, epoch))
-        Path(f"/proc/{here.pid}/cwd/end").touch()
+        return Path(f"/proc/{here.pid}/cwd")
+
+    def let_end(self, task: str, epoch: int = 1) -> None:
+        """Make the file `end` in the folder of a task that has started: it waits for the file."""
+        (self.folder(task, epoch) / "end").touch()
 
     def _seq(self, task: str, epoch: int) -> int:
         self.orders[task, epoch] += 1
@@ -384,6 +388,9 @@ class DeviceRig:
         while self.supervisor.is_alive() and time.monotonic() < deadline_s:
             self.supervisor.join(0.1)
         assert not self.supervisor.is_alive()
+        pulse = self.supervisor.reports.pulse
+        if pulse.is_alive():  # it may still be sending the last report
+            pulse.join(PATIENCE_S)
 
 
 @pytest.fixture(autouse=True)

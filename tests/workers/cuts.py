@@ -85,6 +85,8 @@ def _conductor(own: Turns, board: Notes, seed: int) -> Iterator[None]:
             status = 0
         finally:
             os._exit(status)
+    while seed and not own.cut:  # a conductor that comes late finds a step to cut before
+        pause(PAUSE_S)
     yield
     if seed:
         with own.away("the conductor's end"):
@@ -93,7 +95,8 @@ def _conductor(own: Turns, board: Notes, seed: int) -> Iterator[None]:
 
 
 def _conduct(own: Turns, board: Notes, dice: random.Random, parent: int) -> None:
-    arena, calling = own.arena, False
+    arena, calling = own.arena, True
+    turns.call_to_cut(arena)
     while (standing := board.standing()) and os.getppid() == parent:
         if calling and all(standing):
             assert len(set(standing)) == 1, standing

@@ -31,12 +31,12 @@ def main() -> None:
     parser.add_argument("--preset", type=json.loads, default={}, help="in addition to the usual")
     parser.add_argument("--every-s", type=float, default=60.0)
     options = parser.parse_args()
-    # A command that does not stop within half of the margin is ended, and a busy machine is slow.
-    lease_margin_s = 10.0 if options.command else 1.0
     rig = DeviceRig(
         options.home,
-        lease_s=lease_margin_s + 1.0,
-        lease_margin_s=lease_margin_s,
+        # It trusts itself for a second.  What does not stop within half of the margin, or all of
+        # it, is ended, and a busy machine is slow.
+        lease_s=11.0,
+        lease_margin_s=10.0,
         beat_s=0.2,
         sandbox=options.sandbox,
         monitor=options.monitor,

@@ -169,7 +169,7 @@ def length(ctx, words):
 class Stamp:
     """Prints when each step began and ended, by the clock that all processes share.
 
-    Its step `waits_in` lasts until there is a file `end`.
+    Its step `waits_in` makes a file `waits`, and lasts until there is a file `end`.
     """
 
     def __init__(self, ctx, *, nap_s=0.01, waits_in=0, path=None):
@@ -178,6 +178,8 @@ class Stamp:
     def step(self, ctx):
         began = time.monotonic()
         time.sleep(self.nap_s)
+        if ctx.step == self.waits_in:
+            open("waits", "w").close()
         while ctx.step == self.waits_in and not os.path.exists("end"):
             time.sleep(0.01)
         print(f"{began} {time.monotonic()}")

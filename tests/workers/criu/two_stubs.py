@@ -149,11 +149,13 @@ def _obey(order: str, tree: Tree, first: int) -> object:
         case ["first"]:
             return first
         case ["look", uid]:
-            until_s = time.monotonic() + 1.0  # a program that runs has not ended by then
-            while not _are_stopped(alive := _alive(tree)) and time.monotonic() < until_s:
+            until_s, count = time.monotonic() + 30.0, len(alive := _alive(tree))
+            while len(alive) == count and not _are_stopped(alive) and time.monotonic() < until_s:
                 time.sleep(0.01)  # the stop is sent, but a busy processor comes to it later
+                alive = _alive(tree)
             odd = [odd for state in alive for odd in confinement.oddities(state, int(uid))]
-            return "; ".join(odd if _are_stopped(alive) else [*odd, "it runs"])
+            stands = len(alive) == count and _are_stopped(alive)
+            return "; ".join(odd if stands else [*odd, "it runs"])
         case ["go", "on"]:
             tree.thaw()
         case ["wait", of]:
