@@ -49,6 +49,7 @@ DEVICE_GRACE_S = 15.0  # time for devices to pause and save their tasks
 SEED_TIMEOUT_S = 120.0
 READY_TIMEOUT_S = 180.0
 HANDLE_TIMEOUT_S = 300.0  # for a whole start, on a slow machine beside other tests
+STOP_TIMEOUT_S = 180.0  # for a whole stop; what its processes are given adds up to a minute
 LOOK_S = 0.05
 
 Env = dict[str, str]
@@ -438,7 +439,9 @@ class Handle:
             time.sleep(LOOK_S)
         return pid
 
-    def stop(self, number: signal.Signals = signal.SIGINT, timeout_s: float = 60.0) -> int:
+    def stop(
+        self, number: signal.Signals = signal.SIGINT, timeout_s: float = STOP_TIMEOUT_S
+    ) -> int:
         """Ask the system to stop, as Ctrl-C does; returns its exit status."""
         self.process.send_signal(number)
         return self.process.wait(timeout_s)
