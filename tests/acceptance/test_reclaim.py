@@ -140,8 +140,12 @@ def test_limit_is_kept_although_a_device_is_free(system, admin, greedy, wanted, 
     with quota(admin, "alpha", **wanted), system.gate() as gate:
         ids = [submit(greedy, f"limited-{n}", gate=gate) for n in range(2)]
         system.wait_running(greedy, ids[0])
-        why = greedy.get(f"/v1/tasks/{task_of(greedy, ids[1])['id']}/explain")
-        assert code in [reason["code"] for reason in why["reasons"]]
+        explain = f"/v1/tasks/{task_of(greedy, ids[1])['id']}/explain"
+
+        def is_told():  # from a picture that may be a second old
+            return code in [reason["code"] for reason in greedy.get(explain)["reasons"]]
+
+        assert system.until(is_told)
         assert not all(device["busy"] for device in admin.items("/v1/devices"))
         gate.open()
         tasks = [ended(greedy, id) for id in ids]

@@ -17,6 +17,7 @@ from tests.acceptance.conftest import System, TenantClient
 
 pytestmark = pytest.mark.acceptance
 
+LAST = "the last command of a test"
 TOKEN = "hf_Acceptance/Horse+Battery"
 #: parts of the value as it is, in Base64 at each place, and as Postgres shows bytes
 FORMS = [
@@ -54,19 +55,18 @@ def heard(url: str) -> Iterator[list[str]]:
     """All commands that reach Redis meanwhile."""
     told: list[str] = []
     with redis.Redis.from_url(url) as client, client.monitor() as monitor:
-        ended = threading.Event()
 
         def listen() -> None:
             with contextlib.suppress(redis.ConnectionError, ValueError, OSError):
-                while not ended.is_set():
-                    told.append(str(monitor.next_command()))
+                while LAST not in (command := str(monitor.next_command())):
+                    told.append(command)
 
         thread = threading.Thread(target=listen, daemon=True)
         thread.start()
         yield told
-        ended.set()
-        client.ping()  # one more command, which ends the wait for the next
-        thread.join(10)
+        client.echo(LAST)  # all commands before it have been heard when this one is
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 def in_base64(text: str) -> list[str]:

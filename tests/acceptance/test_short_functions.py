@@ -66,10 +66,10 @@ def test_batch_gives_way_to_another_tenant_and_loses_nothing(system):
     """Functions that slow down wait behind each other for two seconds at most."""
     client, other = system.client("alpha"), system.client("beta")
     client.wait(_submit(client, 60 * ["look"]))
-    slow = _submit(client, 40 * ["look"], params={"nap_s": 0.7})
+    slow = _submit(client, 60 * ["look"], params={"nap_s": 0.7})
     client.wait_until(slow, lambda request: request["state"] == "running")
     quick = other.wait(_submit(other, ["look"]))
     assert quick["state"] == "done"
     assert client.request(slow)["state"] == "running"
     request = client.wait(slow)
-    assert Counter(task["state"] for task in request["tasks"]) == {"done": 40}
+    assert Counter(task["state"] for task in request["tasks"]) == {"done": 60}

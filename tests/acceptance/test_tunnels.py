@@ -107,9 +107,10 @@ def test_shell_in_a_real_terminal_and_a_forwarded_port(system, running):
         shell.until("ready")
         shell.resize(50, 132)
         shell.process.send_signal(signal.SIGWINCH)
-        shell.type("echo be''gins; sleep 600\r")
-        shell.until("begins")
+        shell.type("bash -c \"echo be''gins; exec sleep 600\"\r")
+        shell.until("begins")  # by the program itself, so it has the terminal
         shell.type("\x03")
+        shell.until("$ ")
         shell.type("stty size; exit 9\r")
         shell.until("50 132")
         assert shell.ended() == 9
