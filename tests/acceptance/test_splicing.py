@@ -96,10 +96,12 @@ def test_owner_sets_how_many_devices_a_gang_may_hold(system, undisturbed):
 
 def test_gang_that_needs_two_devices_begins_on_both_and_is_paused(system, undisturbed):
     client, other = system.client("alpha"), system.client("beta")
-    first = other.submit_job("train:Train", name="splice-first", params={"steps": 30})
-    system.wait_running(other, first)
-    with system.gate() as gate:
+    with system.gate() as gate, system.gate() as before:
+        params = {"steps": 30, "step_s": 0.5}
+        first = other.submit_job("train:Train", name="splice-first", params=params, gate=before)
+        system.wait_running(other, first)
         id = train(client, "splice-both", gate=gate, devices={"min": 2, "max": 2})
+        before.open()
         until_held(client, id, 2)
         client.post(f"/v1/requests/{id}/hold")
         client.wait_until(id, lambda it: not it["tasks"][0]["seat"])

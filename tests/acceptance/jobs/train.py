@@ -7,6 +7,7 @@ import time
 
 import torch
 
+LATE = 10  # how many times as long a late step of a job rests while its gate is shut
 PROCESS = int.from_bytes(os.urandom(4))  # in the sandbox every process has number 1
 
 
@@ -14,8 +15,14 @@ def say(what, step):
     print(what, time.monotonic_ns(), PROCESS, step, flush=True)
 
 
-def rest(nap_s, gate):
-    """Sleep; not at all once the file `gate` is there."""
+def rest(nap_s, gate, *, is_late=False):
+    """Sleep; not at all once the file `gate` is there.
+
+    A job whose gate is shut is slower still when it `is_late` in its steps, so that it is there yet
+    when a slow machine comes to its test.
+    """
+    if gate and is_late:
+        nap_s *= LATE
     until_s = time.monotonic() + nap_s
     while not (gate and os.path.exists(gate)) and (left_s := until_s - time.monotonic()) > 0:
         time.sleep(min(left_s, 0.05) if gate else left_s)
@@ -39,7 +46,8 @@ class Train:
 
     def step(self, ctx):
         say("begin", ctx.step)
-        rest(self.step_s, self.gate)  # the duration of a real step, without the load
+        # the duration of a real step, without the load
+        rest(self.step_s, self.gate, is_late=2 * ctx.step > self.steps)
         x = torch.randn(8, 16, device=ctx.device) + random.random()
         loss = self.net(x).square().mean()
         loss.backward()
@@ -80,7 +88,7 @@ class Ranks:
         torch.manual_seed(1 + ctx.rank)
 
     def step(self, ctx):
-        rest(self.step_s, self.gate)
+        rest(self.step_s, self.gate, is_late=2 * ctx.step > self.steps)
         self.opt.zero_grad()
         loss = self.net(torch.randn(8, 16, device=ctx.device)).square().mean()
         loss.backward()
