@@ -18,11 +18,13 @@ from fastapi.testclient import TestClient
 from sqlalchemy import func, text
 from sqlalchemy.orm import Session
 
+from app.api import probes
 from app.api.access import auth
 from app.core.security.grants import ROLES
 from app.db import gc_freeze
 from app.db.models import ApiKey, Base, Device, Host, Island, Tenant, User
 from app.db.transactions import transaction
+from app.identity import rate_limits
 from app.main import create_app
 
 JOB = """
@@ -139,6 +141,17 @@ def what_is_spared_stays_spared() -> Iterator[None]:
     To scan them all again would take most of the time of a test that starts one.
     """
     with mock.patch.object(gc_freeze, "spare_anew", gc_freeze.spare):
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def servers_may_be_late() -> Iterator[None]:
+    """A call waits for Postgres and Redis as long as a busy machine needs."""
+    with (
+        mock.patch.object(probes, "READY_S", 60.0),
+        mock.patch.object(probes, "REDIS_TIMEOUT_S", 60.0),
+        mock.patch.object(rate_limits, "TIMEOUT_S", 30.0),
+    ):
         yield
 
 

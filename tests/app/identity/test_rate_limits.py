@@ -26,9 +26,8 @@ from tests.app.conftest import descriptor, problem
 
 
 @pytest.fixture
-def buckets(servers, environment, monkeypatch):
-    """Redis, in which no bucket has been begun; on a busy machine, too, it is waited for."""
-    monkeypatch.setattr(rate_limits, "TIMEOUT_S", 30.0)
+def buckets(servers, environment):
+    """Redis, in which no bucket has been begun."""
     rate_limits._limiter.cache_clear()
     with redis.Redis.from_url(servers.redis_url) as client:
         for key in client.scan_iter("rate:*"):
