@@ -341,9 +341,14 @@ class DeviceRig:
         return [view for view in held if (view.task, view.epoch) == (task, epoch)]
 
     def steps(self, task: str, at_least: int, epoch: int = 1) -> Any:
+        """Wait until the task has made so many steps; return how it was shown last.
+
+        A task may have ended before this is looked at: then no new report shows it.
+        """
+
         def there() -> Any:
-            view = self.view(task, epoch)
-            return view if view is not None and view.step >= at_least else None
+            newest_first = reversed(self.views(task, epoch))
+            return next((view for view in newest_first if view.step >= at_least), None)
 
         return self.until(there)
 

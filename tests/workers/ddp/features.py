@@ -502,7 +502,7 @@ def store_waits(ctx):
     if ctx.rank == n - 1:
         store.set(f"key {ctx.rank}", "here")
     else:
-        store.wait([f"key {ctx.rank + 1}"], timedelta(seconds=30))
+        store.wait([f"key {ctx.rank + 1}"], timedelta(seconds=60))
         store.set(f"key {ctx.rank}", store.get(f"key {ctx.rank + 1}"))
     store.add("count", ctx.rank)
     dist.barrier()
@@ -556,7 +556,7 @@ def send_recv(ctx):
 
 
 def monitored_barrier(ctx):
-    dist.monitored_barrier(timeout=timedelta(seconds=20))
+    dist.monitored_barrier(timeout=timedelta(seconds=60))
     return "together"
 
 
