@@ -28,7 +28,7 @@ from app.local.up import running
 from app.messaging import broker
 from app.messaging.signed_messages import sealed_heartbeat, sealed_news
 from app.storage.signing import Signer
-from tests.acceptance.conftest import System
+from tests.acceptance.conftest import STEADY, System
 from tests.launches import launch_of
 from tests.security.test_garbage import GARBAGE
 
@@ -46,6 +46,7 @@ class Intruder:
         self.signer = Signer.at(folder / "key")
         self.seen: list[tuple[str, bytes]] = []
         self._monitor = redis.Redis.from_url(url).monitor()
+        self._monitor.__enter__()  # from here on it misses nothing
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
 
@@ -57,8 +58,9 @@ class Intruder:
         self._listener.join()
 
     def _listen(self):
-        with contextlib.suppress(redis.ConnectionError), self._monitor as monitor:
-            for each in monitor.listen():
+        with contextlib.suppress(redis.ConnectionError), contextlib.ExitStack() as stack:
+            stack.push(self._monitor)
+            for each in self._monitor.listen():
                 command = each["command"].split(" ", 2)
                 if command[0] == "LPUSH":
                     self.seen.append((command[1], command[2].encode("latin-1")))
@@ -93,7 +95,7 @@ class Intruder:
 def system():
     with (
         temporary_home() as home,
-        running(home, devices=2) as handle,
+        running(home, devices=2, env=STEADY) as handle,
         contextlib.closing(System(handle)) as system,
     ):
         yield system
@@ -210,7 +212,7 @@ def test_repeated_or_redirected_message_changes_nothing(system, intruder, victim
     device, pids = victim[2], system.handle.pids()
     other = "local.1" if device == "local.0" else "local.0"
     here, there = broker.device_queue(device), broker.device_queue(other)
-    assert {queue for queue, _ in intruder.seen} >= {here, "island.local"}
+    assert system.until(lambda: {queue for queue, _ in [*intruder.seen]} >= {here, "island.local"})
     for _ in range(3):
         intruder.repeat(elsewhere={})
     intruder.repeat(elsewhere={here: there, there: here, "island.local": here})
