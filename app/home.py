@@ -1,6 +1,6 @@
 """Finds the data folder of a service on this machine, for programs that must start quickly.
 
-`app.settings` reads all settings and needs pydantic for that; the command only needs these.
+`app.settings` reads all settings, and needs pydantic for that; some commands need only this folder.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Serves the REST API under /v1: its routers, the forms of inputs and outputs, access control."""
+"""Serves the REST API under /v1: its routes, its input and output models, and access control."""

@@ -66,7 +66,7 @@ def _bad(where: str) -> BadInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundPage:
-    """The rows of one page, and the cursor of the next page, if there is one."""
+    """Holds the rows of one page, and the cursor of the next page, if there is one."""
 
     rows: list[Any]
     next_cursor: str | None
@@ -79,11 +79,11 @@ class FoundPage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageParts:
-    """Divides the rows of a list into parts, of each of which an index has the rows in order.
+    """Divides the rows of a list into parts; for each part, an index has the rows in order.
 
-    A row belongs to the row of `table` with which it `holds`.  A page then costs a page of each
-    part, however many rows there are.  Otherwise Postgres may read all rows in order until a page
-    is full, since it cannot know that few rows match.
+    A row belongs to the row of `table` for which the condition `holds` is true. A page then costs a
+    page of each part, however many rows there are. Otherwise Postgres may read all rows in order
+    until a page is full, since it cannot know that few rows match.
     """
 
     table: FromClause
@@ -102,7 +102,7 @@ class Paging:
 
     @property
     def cursor(self) -> str | None:
-        """The key of the last item of the page before, as given to `cut`; raises BadInput."""
+        """The key of the last item of the previous page, as given to `cut`; raises BadInput."""
         if self.given is None:
             return None
         if not self.given.startswith(self._mark):
@@ -156,7 +156,10 @@ class Paging:
         newest_first: bool,
         parts: PageParts,
     ) -> ColumnElement[Any]:
-        """Return an array with the keys of the page: the first of the first keys of each part."""
+        """Return an array with the keys of the page.
+
+        They are found among the first keys of each part.
+        """
         its = query.with_only_columns(by.label("key")).where(parts.holds)
         its = its.order_by(by.desc() if newest_first else by).limit(self.most)
         of_part = its.correlate(parts.table).lateral("of_part")
@@ -175,7 +178,7 @@ class Paging:
 
 
 def of_at_most(default: int, *, marked: bool = True) -> Any:
-    """Return a dependency: the Paging of a list with `default` items per page."""
+    """Return a dependency that reads the paging of a list with `default` items per page."""
 
     def paging(
         http: Request, response: Response, limit: Limit = default, cursor: Cursor = None

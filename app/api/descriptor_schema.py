@@ -1,6 +1,6 @@
-"""The schema of the descriptor for the OpenAPI page.
+"""Describes the descriptor for the OpenAPI page, as a schema.
 
-`core.model.descriptor` reads and checks descriptors; this module only describes them.  A test
+`core.model.descriptor` reads and checks descriptors; this module only describes them. A test
 compares the two: the example is accepted, and every field named here is known there.
 """
 

@@ -1,7 +1,7 @@
 """Answers a call with a blob of the store: all of it, or the range that is requested.
 
-The `ETag` is the blob's SHA-256.  The whole blob is verified on the way: if it is damaged, the
-answer ends before its `Content-Length`.  The caller must verify what it puts together from ranges.
+The `ETag` is the blob's SHA-256. The whole blob is verified while it is sent: if it is damaged, the
+answer ends before its `Content-Length`. A caller that joins ranges must verify the result itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 
 
 class AskedRange:
-    """The headers of a call that say which range of a blob it wants, and under which conditions."""
+    """Holds the headers of a call that say which range of a blob it wants, and on which
+    conditions.
+    """
 
     def __init__(
         self,

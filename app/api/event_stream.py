@@ -1,4 +1,4 @@
-"""Counts open streams of server-sent events, and rejects further ones beyond a limit.
+"""Counts open streams of server-sent events, and rejects further streams above a limit.
 
 A stream that waits costs only a connection to the client and some memory.
 """
@@ -55,7 +55,9 @@ open_streams = OpenStreams()
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events to one caller: counted while open, and rejected beyond the limits."""
+    """Sends server-sent events to one caller. The stream is counted while open, and rejected above
+    the limits.
+    """
 
     def __init__(self, events: AsyncIterator[Any], caller: Caller, cache: str = "no-cache") -> None:
         headers = {"Cache-Control": cache, "X-Accel-Buffering": "no"}

@@ -36,7 +36,7 @@ class BoundedProtocol(HttpToolsProtocol):
     HEAD_S: ClassVar = 10.0  # time limit in s for a complete header section
     BODY_BYTES: ClassVar = 2**12  # least bytes of a body that must arrive in each BODY_S
     BODY_S: ClassVar = 20.0
-    WRITE_S: ClassVar = 60.0  # time in s that an answer may wait before the client takes any of it
+    WRITE_S: ClassVar = 60.0  # seconds that an answer may wait before the client takes any of it
     # most bytes of a message of a WebSocket, which is not compressed
     MESSAGE_BYTES: ClassVar = 2**16
     CONNECTIONS_MAX: ClassVar = 4000
@@ -150,7 +150,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._abort_later()
 
     def handle_websocket_upgrade(self) -> None:
-        """Leave the connection to the protocol of WebSockets, which has its own time limits."""
+        """Leave the connection to the protocol for WebSockets, which has time limits of its own."""
         self._head_is_there()
         self._awaits_body = False
         _cancel(self._reading)
@@ -166,7 +166,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._abort_later()
 
     def _abort_later(self) -> None:
-        """Abort the transport after WRITE_S, because a closing one may wait for ever."""
+        """Abort the transport after WRITE_S, because one that is closing may wait for ever."""
         _cancel(self._writing)
         self._writing = self.loop.call_later(self.WRITE_S, self.transport.abort)
 

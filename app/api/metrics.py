@@ -1,10 +1,11 @@
-"""GET /metrics for Prometheus: the API's answers, and the figures of `app.insight.metrics`.
+"""Answers GET /metrics for Prometheus: counts of API calls, and the figures of
+`app.insight.metrics`.
 
-The answers are those of this process.  If PROMETHEUS_MULTIPROC_DIR names a folder, which its
-client library reads at the start, they are those of all processes that share the folder.
+The counts are those of this process. If PROMETHEUS_MULTIPROC_DIR names a folder, which its client
+library reads at the start, they are those of all processes that share the folder.
 
-The figures cover all tenants.  So the call needs a key of the root tenant, of any role, or a
-platform admin's key.  (A viewer of the root tenant sees nothing else of other tenants.)
+The figures cover all tenants. So the call needs a key of the root tenant, of any role, or a
+platform admin's key. (A viewer of the root tenant sees nothing else of other tenants.)
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ seconds = Histogram(
 
 
 class Measured:
-    """Counts every answer, and the time until it begins, because a stream may last for hours."""
+    """Counts every answer, and the time until it begins; a stream may last for hours after that."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -124,9 +125,10 @@ class _Together:
 
 
 def _answered() -> CollectorRegistry:
-    """Return the registry of this process, or one of all processes that share the folder.
+    """Return the registry of this process, or a joint one of all processes that share the folder.
 
-    It lacks what is of one process alone (`process_*`), which would differ from scrape to scrape.
+    The joint one has no figures of a single process (`process_*`), which would differ from scrape
+    to scrape.
     """
     if not os.environ.get(_SHARED):
         return registry
@@ -147,9 +149,9 @@ def _answered() -> CollectorRegistry:
 def get_metrics(
     request: Request, session: Db, _: Annotated[Caller, Depends(_watcher, scope="function")]
 ) -> Response:
-    """Answers in the text format of Prometheus, or OpenMetrics by `Accept`.
+    """Answers in the text format of Prometheus, or in that of OpenMetrics if `Accept` asks for it.
 
-    docs/reference/metrics.md has the table of all figures.  Figures from the database may be some
+    docs/reference/metrics.md has the table of all figures. Figures from the database may be some
     seconds old.
     """
     encode, media_type = choose_encoder(request.headers.get("accept", ""))

@@ -1,9 +1,9 @@
-"""Checks every call before a router sees it: a request id, a limit on the body, strict parsing.
+"""Checks every call before a route sees it: a request id, a limit on the body, strict parsing.
 
 JSON is parsed more strictly than by Python's `json`: a repeated key, NaN, an infinite number, a NUL
 and half a surrogate pair are rejected, because Postgres or the next reader would understand
-something else.  A query parameter that a route does not know is an error, because a typo in a
-filter must not list everything.  So is a parameter given twice where the last would silently win.
+something else. A query parameter that a route does not know is an error, because a typo in a filter
+must not list everything. So is a parameter that is given twice, of which only the last would count.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ _HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "same-origin
 
 
 class RequestId:
-    """Gives every call an id: the caller's `X-Request-ID` if it is well formed, else a new one."""
+    """Gives every call an id: the caller's `X-Request-ID` if it is well formed, otherwise a new
+    one.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -73,9 +75,10 @@ class RequestId:
 
 
 class AtOnce:
-    """Rejects, at little cost, calls of a key with `settings().key_calls_max` calls in progress.
+    """Rejects, at little cost, a call of a key that already has `settings().key_calls_max` calls in
+    progress.
 
-    Streams and waits count while they last.  Calls with unknown keys count by their address.
+    Streams and waits count while they last. Calls with unknown keys count by their address.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -102,7 +105,9 @@ class AtOnce:
 
 
 class BodyTooLarge(HTTPException):
-    """The body is too large.  An HTTPException, because FastAPI answers others with 400."""
+    """Raised if the body is too large. It is an HTTPException, because FastAPI answers others with
+    400.
+    """
 
     def __init__(self, limit_bytes: int) -> None:
         super().__init__(413, f"the body is larger than {limit_bytes} bytes")

@@ -1,7 +1,7 @@
-"""Completes the OpenAPI document that FastAPI gathers from the routes.
+"""Completes the OpenAPI document that FastAPI makes from the routes.
 
 It adds what a route cannot declare: the only media type of errors, the form of a list's page, and
-an example for every part of a path.  That is the example of the thing that the part names, unless
+an example for every part of a path. That is the example of the thing that the part names, unless
 the part has its own example.
 """
 
@@ -76,7 +76,9 @@ def _add_problem(schemas: JSON) -> None:
 
 
 def _put_nulls_back(document: JSON) -> None:
-    """Restore nulls in examples, which FastAPI drops: a missing required field was null."""
+    """Restore the nulls in examples, which FastAPI drops: if a required field is missing, it was
+    null.
+    """
     schemas = document["components"]["schemas"]
     for schema in schemas.values():
         for example in schema.get("examples", ()):

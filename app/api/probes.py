@@ -92,7 +92,7 @@ async def _in_time(name: str, ask: Callable[[], dict[str, Check]]) -> dict[str, 
 
 
 def _checkers(name: str) -> CapacityLimiter:
-    """Return a limiter with threads of its own, because calls may occupy all others."""
+    """Return a limiter for this check's own threads, because calls may occupy all other threads."""
     found = _limiters.get({})
     _limiters.set(found)
     return found.setdefault(name, CapacityLimiter(2))

@@ -307,7 +307,7 @@ _CALL = re.compile(r"(GET|PUT|POST|PATCH|DELETE) (/v1/[^\s,.;)]+)")
 
 
 def _linked(app: FastAPI, text: str) -> str:
-    """Link every call that the text names to its place on the API page."""
+    """Turn the name of every call in the text into a link to its place on the API page."""
     paths = app.openapi()["paths"]
 
     def link(call: re.Match[str]) -> str:

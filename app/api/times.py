@@ -12,7 +12,7 @@ from app.errors import BadInput
 
 
 def _written(text: Any) -> Any:
-    """Reject numbers: 2026 would be read as half an hour after the beginning of 1970."""
+    """Reject numbers, since 2026 would be read as 2026 seconds after the beginning of 1970."""
     if text is None or (isinstance(text, str) and re.match(r"\d{4}-\d\d-\d\d", text)):
         return text
     raise ValueError("write a time as 2026-11-21T12:00:00Z")

@@ -49,10 +49,10 @@ from app.storage.signing import tunnel_key
 log = logging.getLogger(__name__)
 
 CONNECT_S = 5.0
-LOOK_APART_S = 0.25  # shortest time between two looks at the task
+LOOK_APART_S = 0.25  # shortest time, in seconds, between two looks at the task
 #: A session counts as idle only after more silence than this (`provisions.session.LEAST_IDLE_S`).
 JUST = timedelta(seconds=LEAST_IDLE_S / 2)
-REFUSALS_MAX = 10  # so often the device worker may answer that the task is not there yet
+REFUSALS_MAX = 10  # how often the device worker may answer that the task is not there yet
 FROM_DEVICE = FROM_HELPER | {FrameKind.OPENED, FrameKind.REFUSED}
 NORMAL, VIOLATION, TRY_LATER = 1000, 1008, 1013  # codes with which a WebSocket closes
 _LENGTH = struct.Struct("!H")
@@ -70,7 +70,9 @@ class DeviceLink:
 
     @classmethod
     async def opened(cls, place: TunnelPlace, ticket: TunnelTicket) -> DeviceLink:
-        """Connect, prove to know the ticket's key, and open the tunnel; raises OSError."""
+        """Connect, prove that this side knows the ticket's key, and open the tunnel; raises
+        OSError.
+        """
         address, port = place.links
         async with asyncio.timeout(CONNECT_S):
             link = cls(*await asyncio.open_connection(address, port))
@@ -226,7 +228,7 @@ class TunnelRelay:
             await news.wait(again_s)
 
     def _has_just_typed(self) -> bool:
-        """True if the user typed after, or just before, the session was found idle."""
+        """True if the user typed shortly before the session was found idle, or after that."""
         return datetime.now(UTC) - self.active_at < JUST
 
     async def _last_words(self) -> None:
@@ -280,7 +282,9 @@ class TunnelRelay:
 
 
 def _errors(results: list[Any], done: set[Any], tasks: list[Any]) -> list[BaseException]:
-    """Return why the tunnel ended, by the first reason; raises any unexpected error."""
+    """Return why the tunnel ended: the errors of the tasks that are done; raises any unexpected
+    error.
+    """
     found = [r for r, t in zip(results, tasks, strict=True) if t in done]
     for error in found:
         if not isinstance(error, TunnelEnded | WebSocketDisconnect | OSError | RuntimeError):

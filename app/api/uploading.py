@@ -42,7 +42,9 @@ _CONTENT_RANGE = re.compile(r"bytes (?:(\d{1,18})-(\d{1,18})|\*)/(\d{1,18})")
 
 @dataclass(frozen=True, slots=True)
 class SentRange:
-    """The bytes `start` to `end` of `total` are in the body; none if the call only `asks`."""
+    """Says which bytes are in the body: `start` to `end` of `total`; none if the call only
+    `asks`.
+    """
 
     start: int
     end: int
@@ -71,7 +73,7 @@ class SentRange:
 
 
 async def received(http: Request, wanted: WantedUpload, sent: SentRange) -> Begun | Done:
-    """Receive the body of this call; returns the progress of the upload, or the finished item."""
+    """Receive the body of this call; return the progress of the upload, or the finished item."""
     at, whole = await _begun(wanted), None
     if isinstance(at, Begun) and not sent.asks:
         at, whole = await _receive(http, at, sent)
@@ -99,9 +101,9 @@ async def _finished(begun: Begun, body: Iterable[Bytes] | None) -> Done:
 async def _receive(
     http: Request, begun: Begun, sent: SentRange
 ) -> tuple[Begun, list[Bytes] | None]:
-    """Store the body part by part; if the client disconnects, what has arrived stays.
+    """Store the body part by part; if the client disconnects, the parts that have arrived stay.
 
-    A whole upload that fits in one part is not stored but returned.
+    An upload that fits in one part is not stored but returned.
     """
     at = begun.received_bytes
     if sent.start > at:

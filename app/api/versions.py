@@ -1,4 +1,4 @@
-"""`ETag` and `If-Match`: a change names the version that it is based on."""
+"""Handles `ETag` and `If-Match`: a change names the version on which it is based."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Pack a folder of code into a bundle, the zip that is sent to the service.
+"""Packs a folder of code into a bundle, the zip that is sent to the service.
 
-The same files always give the same bytes: names are sorted, and times and owners are left out.  The
-service identifies bundles by SHA-256, so each is sent only once.  Nothing is guessed: a link that
-leads out of the folder is an error that names the link.  A file that may hold a secret, such as
+The same files always give the same bytes: names are sorted, and times and owners are left out. The
+service identifies bundles by SHA-256, so each is sent only once. Nothing is guessed: a link that
+leads out of the folder is an error that names the link. A file that may hold a secret, such as
 `.env`, is not sent unless the ignore file asks for it.
 
 This module sends nothing; `app.cli.client` does.
@@ -59,8 +59,8 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest time that a zip can store
 
 
 class UnreadablePath(Exception):
-    """A file or folder on this machine cannot be sent; the message says which, why and what
-    to do.
+    """Raised if a file or folder on this machine cannot be sent; says which one, why, and what to
+    do.
     """
 
 
@@ -69,7 +69,7 @@ class UnreadablePath(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBundle:
-    """A bundle.  `files` are (name in the zip, size on disk in bytes).
+    """Describes a bundle. `files` are (name in the zip, size on disk in bytes).
 
     `withheld` are the files left out because they may hold a secret.
     """
@@ -85,7 +85,9 @@ class PackedBundle:
 
 
 def bundle_folder(folder: Path) -> PackedBundle:
-    """Zip all of the folder that is not ignored or possibly secret; raises Unreadable."""
+    """Zip all of the folder except ignored files and files that may be secret; raises
+    UnreadablePath.
+    """
     if not folder.is_dir():
         raise UnreadablePath(f"{folder}: no such folder")
     withheld: list[str] = []
@@ -114,7 +116,7 @@ def bundle_file(path: Path) -> PackedBundle:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """Patterns of files that are never sent, and of files that are sent despite a built-in
+    """Holds patterns of files that are never sent, and of files that are sent despite a built-in
     pattern.
     """
 
@@ -139,7 +141,7 @@ class _Wanted:
 
 
 def _files(folder: Path, wanted: _Wanted, withheld: list[str]) -> Iterator[str]:
-    """Yield the names of files to send; adds possibly secret files to `withheld`."""
+    """Yield the names of files to send; add files that may be secret to `withheld`."""
     root = folder.resolve()
     for here, folders, names in os.walk(folder):
         inside = Path(here).relative_to(folder)
@@ -158,7 +160,9 @@ def _files(folder: Path, wanted: _Wanted, withheld: list[str]) -> Iterator[str]:
 
 
 def _fits(path: Path, patterns: tuple[str, ...]) -> bool:
-    """True if a pattern matches: with a slash as a path from the top, without as any name."""
+    """True if a pattern matches: with a slash it is a path from the top, without one the name of
+    any file.
+    """
     for pattern in patterns:
         bare = pattern.strip("/")
         seen = path.as_posix() if "/" in pattern.rstrip("/") else path.name

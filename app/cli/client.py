@@ -33,9 +33,11 @@ JSON = dict[str, Any]
 TIMEOUT_S = 30.0
 FIRST_PAUSE_S = 0.2  # first pause between attempts, doubled after each attempt
 LONGEST_PAUSE_S = 5.0
-SILENCE_S = 45.0  # time limit for silence: the service sends a comment every 15 s into a stream
+# in seconds: the service sends a comment into a stream every 15 s, so a longer silence is an error
+SILENCE_S = 45.0
 PART_BYTES = 32 * 2**20  # bytes of an upload in one call
-FINISH_S = 900.0  # time limit of a part: the service reads the whole upload again after the last
+# in seconds, for one part: after the last part the service reads the whole upload again
+FINISH_S = 900.0
 _BUSY = frozenset({429, 502, 503, 504})
 
 
@@ -69,7 +71,7 @@ class DamagedDownload(ClientError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamEvent:
-    """An event of a stream; `id` is the position from which to continue after it."""
+    """Describes an event of a stream; `id` is the position from which to continue after it."""
 
     type: str
     id: str
@@ -77,7 +79,7 @@ class StreamEvent:
 
 
 class Client:
-    """Calls one service with one key.  Not for use by several threads at once.
+    """Calls one service with one key. Several threads must not use it at once.
 
     `patience_s` is how long a call is retried while the service does not answer.
     """
@@ -112,8 +114,9 @@ class Client:
     # --- requests, bundles and datablocks ---
 
     def submit(self, descriptor: JSON, *, key: str | None = None) -> JSON:
-        """Submit a request and return it.  The same `key` again returns the same request, not a
-        second one.
+        """Submit a request and return it.
+
+        A second call with the same `key` returns the same request and makes no second one.
         """
         return self.post("/v1/requests", descriptor, key=key)
 
@@ -276,10 +279,10 @@ class Client:
         return _body(self._call("PUT", path, json=body))
 
     def patch(self, path: str, body: JSON, *, version: int | None = None) -> JSON:
-        """Change what was read at `version`, if it has versions.
+        """Change a thing; `version` is the one that was read, if the thing has versions.
 
-        Raises Problem with status 412 if it has a newer version.  That also happens if the answer
-        was lost: then the change was made, and its repetition refused.
+        Raises ApiProblem with status 412 if it has a newer version. That also happens if the answer
+        to an earlier try was lost: then the change was made, and its repetition refused.
         """
         headers = {} if version is None else {"If-Match": f'"{version}"'}
         return _body(self._call("PATCH", path, json=body, headers=headers))
@@ -407,8 +410,9 @@ def _passes(problem: ApiProblem) -> bool:
 
 
 def _goes_on(problem: ApiProblem) -> bool:
-    """True if a client should ask how far an upload is: another client sends the same file, or the
-    service is busy.
+    """True if a client should ask how far an upload is.
+
+    That is so if another client sends the same file, or if the service is busy.
     """
     return problem.type == "conflict-state" or _passes(problem)
 

@@ -1,7 +1,7 @@
-"""Find the service's address and the key: in the environment, then in files.
+"""Finds the service's address and the key: in the environment, then in files.
 
 The order is: ROUNDHOUSE_URL and ROUNDHOUSE_KEY; what `roundhouse login` stored; what `make up` left
-in its data folder.  A stored key is sent only to the address that it was stored with.  So if
+in its data folder. A stored key is sent only to the address with which it was stored. So if
 ROUNDHOUSE_URL is set and ROUNDHOUSE_KEY is not, a stored key is used only if its address is the
 same.
 """
@@ -21,7 +21,7 @@ from app.home import HOST, PORT, home
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Login:
-    """An address and a key; `source` says where they were found, for a person."""
+    """Holds an address and a key; `source` tells a person where they were found."""
 
     url: str
     key: str
@@ -90,8 +90,8 @@ def _stored(who: str | None) -> Iterator[Login]:
 
 
 def _made_by_up(who: str | None) -> Iterator[Login]:
-    """Yield the login of this tenant and role; without a name, a member of the first tenant with
-    one.
+    """Yield the login of this tenant and role; if none is named, that of a member of the first
+    tenant that has one.
     """
     file = home() / "keys.json"
     keys: dict[str, dict[str, str]] = _read(file) or {}

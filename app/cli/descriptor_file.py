@@ -1,7 +1,7 @@
-"""Read a descriptor from a YAML or JSON file, and a parameter from `name=value`.
+"""Reads a descriptor from a YAML or JSON file, and a parameter from `name=value`.
 
-YAML has the plain scalars of YAML 1.2, which are JSON's.  Nothing is guessed: a repeated key is an
-error with its position.
+In YAML, only the plain values of JSON are recognised, as in YAML 1.2: numbers, true, false and
+null. Nothing is guessed: a repeated key is an error with its position.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def _descriptor_in(folder: Path) -> Path:
 
 
 class _Loader(yaml.SafeLoader):
-    """Loads YAML with 1.2's plain scalars, which are JSON's: `8e9` is a number, `on` and dates are
-    strings.
+    """Loads YAML with the plain values of YAML 1.2, which are JSON's: `8e9` is a number, `on` and
+    dates are strings.
     """
 
     yaml_implicit_resolvers: dict[str, Any] = {}

@@ -82,10 +82,10 @@ def put_folder(client: Client, name: str, path: Path) -> tuple[JSON, int]:
 
 
 def get_folder(client: Client, name: str, into: Path) -> tuple[str, int]:
-    """Write the files of a folder; return NAME@VERSION and the bytes that were fetched.
+    """Write the files of a folder; return NAME@VERSION and the number of bytes that were fetched.
 
-    A file that is there with the right bytes is not fetched again, and one whose transfer broke
-    continues where it was.  Other files in the folder stay.
+    A file that is there with the right bytes is not fetched again. A transfer that broke continues
+    where it was. Other files in the folder stay.
     """
     try:
         into.mkdir(parents=True, exist_ok=True)

@@ -59,8 +59,9 @@ def each(taken: Block | Sequence[Block]) -> Each:
 
 
 class TracedGraph:
-    """Records the calls within `with` as its nodes.  A call of the graph itself is a node of the
-    outer graph.
+    """Records the calls within `with` as nodes.
+
+    A call of the graph itself becomes a node of the outer graph.
     """
 
     def __init__(self, name: str = "part", *, memory_bytes: int = 0) -> None:
@@ -100,7 +101,7 @@ class TracedGraph:
 
     @property
     def sha256(self) -> str:
-        """The hash by which a request names the graph after it was sent: `run: {graph:
+        """The hash by which a request names the graph after the graph was sent: `run: {graph:
         "sha256:…"}`.
         """
         return hashlib.sha256(task_graph.canonical(self.json())).hexdigest()
@@ -121,7 +122,7 @@ class TracedGraph:
         return {**body, "tensors": dict(self.tensors)} if self.tensors else body
 
     def _named(self, name: str) -> str:
-        """Return the name, with a number added if an earlier node has the name."""
+        """Return the name; if an earlier node has it, a number is added."""
         self._taken[name] += 1
         count = self._taken[name]
         return name if count == 1 else self._named(f"{name}-{count}")
@@ -145,7 +146,7 @@ def graph(name: str = "part", *, memory_bytes: int = 0) -> TracedGraph:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedNode:
-    """A function of the bundle; a call records a node and returns its future outputs."""
+    """Represents a function of the bundle. A call records a node and returns its future outputs."""
 
     function: str
     outputs: tuple[str, ...]

@@ -23,7 +23,7 @@ def is_unfinished(task: JSON) -> bool:
 
 
 def resolve(client: Client, given: str) -> tuple[str, str]:
-    """Return ("requests" or "tasks", id) of what was named; raises Problem if there is none.
+    """Return ("requests" or "tasks", id) of the named thing; raises ApiProblem if there is none.
 
     A name means the newest request of that name; any other text may be the end of an id.
     """
@@ -60,7 +60,10 @@ def _task_named(client: Client, request_id: str, name: str) -> str:
 
 
 def named_tasks(client: Client, given: str) -> list[JSON]:
-    """Return the named task; or a request's unfinished tasks, or all if none is unfinished."""
+    """Return the named task.
+
+    For a request, return its tasks that have not ended, or all tasks if all have ended.
+    """
     kind, id = resolve(client, given)
     return [client.get(f"/v1/tasks/{id}")] if kind == "tasks" else open_tasks(client, id)
 

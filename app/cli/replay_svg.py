@@ -1,8 +1,8 @@
-"""Draw reports of `core.simulation.what_if` as one SVG: lost time of jobs, and devices held by
+"""Draws reports of `core.simulation.what_if` as one SVG: lost time of jobs, and devices held by
 tenants over time.
 
-The file needs no other file, and is readable on light and dark backgrounds.  Names of tenants are
-escaped.  Colours never carry information alone; a text always says the same.
+The file needs no other file, and is readable on light and dark backgrounds. Names of tenants are
+escaped. Colours never carry information alone; a text always says the same.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ text { font: 12px system-ui, "Segoe UI", "Liberation Sans", sans-serif; fill: #5
 
 
 def svg(runs: Sequence[Value], *, title: str) -> str:
-    """Draw all runs in the upper frame, a line each; in the lower frame the devices held in the
-    first.
+    """Draw two frames: in the upper one a line for each run, in the lower one the devices held in
+    the first run.
     """
     first = runs[0]
     told = "; ".join(f"{run['policy']}: {_lost(run)}" for run in runs)
@@ -129,7 +129,7 @@ def _areas(run: Value) -> Iterable[str]:
 
 
 def _largest(held: dict[str, list[float]]) -> list[tuple[str, list[float]]]:
-    """Return at most as many tenants as there are colours; the rest as one."""
+    """Return at most as many tenants as there are colours; all others are summed up as one."""
     ranked = sorted(held.items(), key=lambda item: (-sum(item[1]), item[0]))
     if len(ranked) <= COLOURS:
         return ranked

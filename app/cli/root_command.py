@@ -1,4 +1,6 @@
-"""The command `roundhouse` itself: its errors, exit codes, shared options, and groups of verbs."""
+"""Defines the command `roundhouse` itself: its errors, exit codes, shared options, and groups of
+verbs.
+"""
 
 from __future__ import annotations
 
@@ -57,8 +59,8 @@ def _simulate() -> Any:
 
 
 def exit_code(problem: ApiProblem) -> int:
-    """Choose the exit code by the remedy: correct the input, the key, the action, the id,
-    or wait.
+    """Return the exit code by what the user can do: correct the input, the key, the action or the
+    id, or wait.
     """
     if problem.status in (401, 403):
         return NO_ACCESS

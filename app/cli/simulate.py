@@ -1,7 +1,8 @@
-"""The command `roundhouse simulate`: replay a list of jobs locally, or a service's history there.
+"""Defines the command `roundhouse simulate`: it replays a list of jobs here, or the history of a
+service there.
 
-A list is replayed in this process by the scheduler's own code; no service is needed.  `history`
-calls a service (POST /v1/simulations).  A second `--policy` is replayed and shown beside the first.
+A list is replayed in this process by the scheduler's own code; no service is needed. `history`
+calls a service (POST /v1/simulations). A second `--policy` is replayed and shown beside the first.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Terminal output: turn the service's JSON into tables, sentences and sizes.
+"""Prints on the terminal: turns the service's JSON into tables, sentences and sizes.
 
-With `-o json` and `-o yaml` a value is printed as it came, so that scripts see what the API says.
-A table shows the most important facts first and fits 80 columns; with `-o wide` it has full ids and
-all columns.  Tenants' text is printed as text, never as markup or as terminal commands.  Nothing
-here calls the service.
+With `-o json` and `-o yaml` a value is printed as it came, so that scripts see what the API says. A
+table shows the most important facts first and fits 80 columns; with `-o wide` it has full ids and
+all columns. Tenants' text is printed as text, never as markup or as terminal commands. Nothing here
+calls the service.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0a-\x1f\x7f-\x9f]"
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a table.
+    """Describes a column of a table.
 
     `whole` values, such as ids and numbers, are never broken over lines; others are if the terminal
-    is narrow.  A `wide` column is shown only with `-o wide`.
+    is narrow. A `wide` column is shown only with `-o wide`.
     """
 
     heading: str
@@ -134,13 +134,16 @@ class Rows:
 
 
 def table(items: Iterable[JSON], columns: Iterable[Column], *, empty: str = "") -> RenderableType:
-    """Show the items, one in each row; if there are none, the sentence `empty`, if given."""
+    """Show the items as a table, one in each row.
+
+    If there are none, show the sentence `empty`, if it is given.
+    """
     rows = Rows(list(items), list(columns))
     return words(empty) if empty and not rows.items else rows
 
 
 def facts(pairs: Iterable[tuple[str, object]]) -> Table:
-    """Show one object, a line for each fact; facts without a value are left out."""
+    """Show one object: a line for each fact. Facts without a value are left out."""
     grid = Table(box=None, padding=(0, 2, 0, 0), show_header=False, pad_edge=False)
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -175,7 +178,7 @@ def state(name: str) -> Text:
 
 
 def short(id: str | None) -> str:
-    """The last eight characters of an id, which are random: enough to distinguish ids."""
+    """The last eight characters of an id. They are random, and enough to distinguish ids."""
     return id[-SHORT:] if id else ""
 
 

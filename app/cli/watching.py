@@ -25,9 +25,10 @@ def explain(client: Client, task: JSON) -> JSON:
 
 
 class _WaitReasons:
-    """Prints why a request waits, when no event came for SILENT_S and the reason has changed.
+    """Prints why a request waits, if no event came for SILENT_S and the reason has changed.
 
-    It uses a client of its own, in a thread, because the stream of events occupies the first.
+    It uses a client of its own, in a thread, because the stream of events occupies the first
+    client.
     """
 
     def __init__(self, client: Callable[[], Client], request_id: str) -> None:

@@ -1,6 +1,7 @@
-"""The output of the `roundhouse` command: which facts of an answer are shown, and how.
+"""Words the output of the `roundhouse` command: which facts of an answer are shown, and how.
 
-There is one function or list of columns for each kind of answer.  Nothing is asked or printed here.
+There is one function or list of columns for each kind of answer. This module calls nothing and
+prints nothing.
 """
 
 from __future__ import annotations
@@ -161,7 +162,7 @@ _OF_ANY = {
 
 
 def called(given: str) -> str:
-    """Shorten what was given for use in a sentence; the result can be typed again."""
+    """Shorten an id for use in a sentence; the result can still be typed as an argument."""
     return short(given) if given.startswith("req_") else given
 
 
@@ -225,7 +226,7 @@ OUTPUTS = [
 
 
 def outputs(tasks: Iterable[JSON]) -> list[JSON]:
-    """List outputs, each with the name of the `file` that it is downloaded as; None if it has no
+    """List outputs, each with the name of the `file` as which it is downloaded; None if it has no
     format.
     """
     return [
@@ -295,7 +296,7 @@ def datablock(value: JSON) -> RenderableType:
 
 
 def _content(value: JSON) -> str:
-    """The number of files; or the first three tensors, and the number of further ones."""
+    """Return the number of files; or the first three tensors and the number of the others."""
     if value["format"] == "folder":
         return counted(value["file_count"], "file")
     told = [f"{t['name']} {t['dtype']}{t['shape']}".strip() for t in value["tensors"][:3]]
@@ -566,12 +567,14 @@ def _explained(task: JSON, given: str) -> Text:
 
 
 def _at_its_end(text: Text, task: JSON) -> Text:
-    """Append what is said of each task, whether it has reasons or not."""
+    """Append what is said about every task, with or without reasons to wait."""
     return text.append_text(_movement(task)).append("\n  ").append_text(_time_spent(task["time"]))
 
 
 def _movement(task: JSON) -> Text:
-    """Say whether the task can move, in a line of its own; nothing before its first start."""
+    """Say in a line of its own whether the task can move; nothing is said before its first
+    start.
+    """
     movement = task.get("movement", "")
     return Text.assemble("\n  ", words(movement)) if movement else Text()
 
@@ -719,7 +722,7 @@ def _device_tasks(device: JSON) -> str:
 
 
 def device_health(device: JSON) -> str:
-    """Say in a few words how a device is: why it is cordoned, what is wrong, or its figures."""
+    """Say in a few words how a device is: why it is cordoned, or what is wrong, or its figures."""
     health = _health_of(device)
     if not health:
         return ""

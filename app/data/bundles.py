@@ -1,11 +1,11 @@
-"""Uploaded code: inspected without running or unpacking it, and stored under its SHA-256.
+"""Inspects uploaded code without running or unpacking it, and stores it under its SHA-256.
 
-A bundle is a zip, a tar or a tar.gz of plain files.  It is refused, naming the member, if a member
-could end up outside its folder, is not a plain file, or collides with another name.  It is also
+A bundle is a zip, a tar or a tar.gz of plain files. It is refused, naming the member, if a member
+could end up outside its folder, is not a plain file, or collides with another name. It is also
 refused if it unpacks to more than the limits, which count bytes as they are read and trust no
 header.
 
-Entry points are found by parsing.  A top-level class with a `step` method (its own, or inherited
+Entry points are found by parsing. A top-level class with a `step` method (its own, or inherited
 from a class in the bundle) can be a job; a top-level function can be a graph node.
 """
 
@@ -43,11 +43,11 @@ _PIECE = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """The result of an inspection.  `unparsed` are the .py files that Python cannot parse, with the
-    reason.
+    """Holds what an inspection found. `unparsed` are the .py files that Python cannot parse, with
+    the reason.
 
     `signatures` are the arguments with which job classes can be constructed, as far as the source
-    shows them.  `package_files` are the files, by path, that may be a request's environment.
+    shows them. `package_files` are the files, by path, that may be a request's environment.
     """
 
     files: int
@@ -164,7 +164,9 @@ class _Look:
 
 
 def _checked(name: str) -> str:
-    """Return the name if it is one place inside the bundle on every system; raises BadInput."""
+    """Return the name if on every system it is a path inside the bundle; raises BadInput
+    otherwise.
+    """
     if "\x00" in name or "\\" in name or any(unicodedata.category(c) in "Cc Cs" for c in name):
         raise _refused(name, "a name must not contain a backslash or a control character", "name")
     parts = name.split("/")

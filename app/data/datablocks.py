@@ -138,7 +138,7 @@ def added(session: Session, new: New) -> Datablock:
 
 
 def shelve(session: Session, tenants: Iterable[str]) -> None:
-    """Take the lock for making versions of these tenants, until the commit.
+    """Take the lock for making versions of these tenants; it is held until the commit.
 
     The locks are taken in one order, so that two transactions that need several cannot deadlock.
     """
@@ -175,7 +175,9 @@ def is_needed() -> ColumnElement[bool]:
 
 
 def is_kept() -> ColumnElement[bool]:
-    """Condition: the version's bytes are kept, because it has its name or is needed."""
+    """Return a condition: the version's bytes are kept, because it still has its name or is
+    needed.
+    """
     return or_(Datablock.deleted_at.is_(None), is_needed())
 
 
@@ -204,7 +206,7 @@ def are_taken_by(task: Task) -> bool:
 def seen_on(session: Session, device_id: str, task_id: str) -> None:
     """Record that this device's host has the versions that the task takes or has published.
 
-    Tasks that take such a version elsewhere are told of the host (`places`).
+    The host is then named to tasks elsewhere that take such a version (`places`).
     """
     takes = select(DatablockUse.datablock_id).where(DatablockUse.task_id == task_id)
     made = select(Datablock.id).where(Datablock.task_id == task_id)
@@ -253,8 +255,9 @@ def places(session: Session, ids: Collection[str]) -> dict[str, list[JSON]]:
 
 
 def kept_bytes(session: Session, tenant_id: str) -> int:
-    """Return the bytes that a tenant keeps; equal bytes count once, unfinished uploads count in
-    full.
+    """Return how many bytes a tenant keeps.
+
+    Equal bytes count once; unfinished uploads count with their full size.
     """
     blocks = select(Datablock.sha256, Datablock.size_bytes).where(
         Datablock.tenant_id == tenant_id, is_kept()

@@ -25,7 +25,7 @@ UNUSED_KEPT = text("interval '1 day'")  # how long a file stays that no folder h
 
 
 def missing(tenant_id: str, files: FolderManifest) -> list[str]:
-    """Return the hashes of files that the tenant lacks; those that it has are kept for a day.
+    """Return the hashes of files that the tenant lacks; those that it has are now kept for a day.
 
     Raises TooLarge, or BadInput if a file has another size than the tenant's file of this hash.
     """
@@ -43,9 +43,9 @@ def missing(tenant_id: str, files: FolderManifest) -> list[str]:
 
 
 def made(tenant_id: str, user_id: str, name: str, files: FolderManifest) -> Done | None:
-    """Make the folder the next version of `name`; None if a file has gone meanwhile.
+    """Make the folder the next version of `name`; None if one of its files was deleted meanwhile.
 
-    The newest version is returned instead if it is equal.  Raises QuotaExceeded.
+    If the newest version is equal, it is returned instead. Raises QuotaExceeded.
     """
     store = Store.at(settings().store_address)
     sha256, size_bytes = store.put([folder.encoded(files)])
@@ -77,9 +77,9 @@ def made(tenant_id: str, user_id: str, name: str, files: FolderManifest) -> Done
 
 
 def _touched(session: Session, tenant_id: str, wanted: Collection[str]) -> dict[str, int]:
-    """Keep those files of these hashes that the tenant has for a day; return their sizes."""
+    """From these hashes, keep for a day the files that the tenant has; return their sizes."""
     mine = (StoredFile.tenant_id == tenant_id, StoredFile.sha256.in_(wanted))
-    # in one order, so that two clients that name the same files cannot deadlock
+    # all in the same order, so that two clients that name the same files cannot deadlock
     locked = select(StoredFile.sha256).where(*mine).order_by(StoredFile.sha256).with_for_update()
     session.execute(locked)
     touched = update(StoredFile).where(*mine).values(touched_at=func.now())
@@ -102,7 +102,7 @@ def has(session: Session, row: Datablock, sha256: str) -> int | None:
 
 
 def forget(session: Session, freed: Collection[str]) -> list[str]:
-    """Delete files that only these freed folders had, and files that no folder ever had.
+    """Delete files that only these freed folders had, and files that were never in a folder.
 
     Returns the names of their blobs.
     """

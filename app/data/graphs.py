@@ -1,6 +1,7 @@
-"""Graphs that tasks run: parsed and checked, stored under their SHA-256, and found by it.
+"""Handles graphs that tasks run: parses and checks them, stores them under their SHA-256, and finds
+them.
 
-A graph belongs to the tenant that sent it.  Requests are checked against its row; its canonical
+A graph belongs to the tenant that sent it. Requests are checked against its row; its canonical
 bytes lie in the store, where the devices fetch them.
 """
 
@@ -37,12 +38,12 @@ from app.db.models import Graph, Task
 from app.settings import settings
 from app.storage.store import Store
 
-NEWS = 1.25  # factor by which a value must differ from the known one to be stored
+NEWS = 1.25  # a value is stored if it differs from the known one by at least this factor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """A graph as it was sent, and parsed; `is_new` means that the tenant's graphs do not include it
+    """Holds a graph as it was sent, and parsed; `is_new` means that the tenant does not have it
     yet.
 
     `took_ms` is how long its nodes took in earlier runs on such devices; `made_bytes` is how large
@@ -194,8 +195,9 @@ class StoredPlan:
 
 
 def plans(session: Session, request_id: str) -> list[StoredPlan]:
-    """Return the plans of a request's graph tasks; computed anew, with the same result each
-    time.
+    """Return the plans of a request's graph tasks.
+
+    They are computed each time, with the same result.
     """
     its = select(Task).where(Task.request_id == request_id).order_by(Task.id)
     with_graph = its.where(Task.descriptor["run"].has_key("graph"))
@@ -259,8 +261,8 @@ def named(descriptor: Descriptor, sent: Mapping[str, Sent]) -> Descriptor:
 
 
 def _run(run: RunSpec, sent: Sent) -> RunSpec:
-    """Replace the graph by its hash; add known times and sizes of its nodes, so that all plan it
-    alike.
+    """Replace the graph by its hash; add known times and sizes of its nodes, so that every process
+    plans it in the same way.
     """
     nodes = sent.graph.nodes
     took_ms = {node.name: sent.took_ms[node.name] for node in nodes if node.name in sent.took_ms}
@@ -290,7 +292,7 @@ def learn(
 
 
 def _news(known: Mapping[str, float], told: Mapping[str, float]) -> dict[str, float]:
-    """Return the values that differ from the known ones.
+    """Return the values that differ from the known ones by NEWS.
 
     The values come from the tenant's process, so the number of names is limited.
     """

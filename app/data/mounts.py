@@ -1,8 +1,8 @@
-"""Rows of mounts: which tenant may use which folder or container image of the hosts, and where
-they lie.
+"""Keeps rows of mounts: which tenant may use which folder or container image of the hosts, and its
+path there.
 
-A right is checked twice: when a request is submitted, and when a task is launched.  A task that
-runs keeps the mounts that it was launched with.
+A right is checked twice: when a request is submitted, and when a task is launched. A task that runs
+keeps the mounts with which it was launched.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from app.db.models import Device, Mount, Task
 
 
 def paths(session: Session) -> dict[str, dict[str, str]]:
-    """Return by sort the path of each mount by name, of all tenants: a device learns all of
-    them.
+    """Return, by sort and name, the path of each mount.
+
+    The mounts of all tenants are included, as a device learns all of them.
     """
     found: dict[str, dict[str, str]] = {sort: {} for sort in SORTS}
     for name, sort, path in session.execute(select(Mount.name, Mount.sort, Mount.path)):
@@ -115,7 +116,9 @@ def _listed(known: Collection[str]) -> str:
 
 
 def of_tasks(session: Session, tasks: Sequence[Task]) -> dict[str, JSON]:
-    """Return by task the paths of its mounts by target, as far as its tenant may use them now."""
+    """Return, by task, the paths of its mounts by target; mounts that its tenant may not use now
+    are left out.
+    """
     wanting = [task for task in tasks if task.descriptor.get("mounts")]
     by_tenant = _usable_by_tenant(session, wanting, FOLDER)
     return {

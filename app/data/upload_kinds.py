@@ -1,4 +1,4 @@
-"""The sorts of uploads: datablocks of tensors, files of folders, and bundles of code."""
+"""Defines the sorts of uploads: datablocks of tensors, files of folders, and bundles of code."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ class Tensors:
         row = session.scalars(newest.order_by(Datablock.version.desc()).limit(1)).first()
         if row is not None and row.sha256 == wanted.sha256 and row.format != FOLDER:
             return Done(row=row, is_new=False)
-        # The lock prevents its deletion before our row exists, so the bytes always have a name.
+        # The lock prevents the other version from being deleted before our row exists, so the bytes
+        # always have a name.
         same = select(Datablock).where(
             *mine, Datablock.sha256 == wanted.sha256, Datablock.format != FOLDER
         )
@@ -102,7 +103,7 @@ def _described(head: bytes, size_bytes: int) -> TensorFile:
 class Files:
     """Uploads that become files of folders, of any content; a tenant has each under its SHA-256."""
 
-    #: Stands in an `Upload` instead of a name, so that its bytes count for the tenant's quota.
+    #: Stands in an `Upload` in place of a name, so that the bytes count for the tenant's quota.
     NAME = "@file"
 
     @property

@@ -1,11 +1,11 @@
-"""Uploads in progress: bytes arrive in order, in any number of calls, and each only once.
+"""Handles uploads in progress: bytes arrive in order, in any number of calls, and each only once.
 
-An upload is identified by its result: tenant, name, SHA-256 and size.  A client that begins the
-same upload again continues where it broke.  Bytes reported as received are durable.  Bytes that the
-tenant has already are not sent again; what another tenant has is never revealed.
+An upload is identified by its result: tenant, name, SHA-256 and size. A client that begins the same
+upload again continues where it broke. Bytes reported as received are durable. Bytes that the tenant
+has already are not sent again; what another tenant has is never revealed.
 
-The bytes lie in the store as parts until the last one has arrived.  Then they are read once,
-checked, and stored as one blob.  The sort of upload defines the checks and the result
+The bytes lie in the store as parts until the last one has arrived. Then they are read once,
+checked, and stored as one blob. The sort of upload defines the checks and the result
 (`app.data.upload_kinds`).
 """
 
@@ -30,7 +30,8 @@ from app.settings import settings
 from app.storage.backend import Bytes, Missing
 from app.storage.store import UPLOADS, Store
 
-PART_BYTES = 8 * 2**20  # bytes that become durable at a time; the first part holds any header
+# number of bytes that are stored at a time; the first part is large enough for any header
+PART_BYTES = 8 * 2**20
 assert PART_BYTES >= HEAD_BYTES
 
 
@@ -84,7 +85,7 @@ class Begun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
-    """The row of these bytes; `is_new` if this call created it.
+    """Holds the row of the uploaded bytes; `is_new` if this call created it.
 
     `summary` is what was found in the bytes, if this call inspected them.
     """

@@ -1,1 +1,1 @@
-"""Holds the tables, the transactions on them, and how a tree of tenants is read."""
+"""Holds the tables, the transactions that use them, and the reading of the tree of tenants."""

@@ -1,8 +1,8 @@
-"""Keep large, long-lived objects away from Python's garbage collector.
+"""Keeps large, long-lived objects out of Python's garbage collections.
 
 Each collection that scans a board, or a tree of ten thousand tenants, stops everything else for a
-quarter of a second.  Objects that exist when `spare` is called are not scanned any more.  They are
-still freed by reference counts, but not if they are part of a reference cycle.  `spare_anew` frees
+quarter of a second. Objects that exist when `spare` is called are not scanned any more. They are
+still freed by reference counts, but not if they are part of a reference cycle. `spare_anew` frees
 those too.
 """
 

@@ -1,4 +1,6 @@
-"""Make the ids of rows: a prefix that tells the table, and a UUID whose order is that of time."""
+"""Makes the ids of rows: a prefix that tells the table, and a UUID. The order of ids is that of
+time.
+"""
 
 from __future__ import annotations
 

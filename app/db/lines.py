@@ -1,4 +1,4 @@
-"""Name once which waiting tasks are alike and so stand in one line (`Line`).
+"""Defines which waiting tasks are alike, so that they are counted in one line (`Line`).
 
 A field that decides which devices suit a task is part of this key, as it is of its queue class
 (`core.fairness.fair_tree.Lane`).
@@ -20,10 +20,10 @@ KEY = {
     "device_choice": "device_choice",
 }
 
-#: The condition in SQL that a task `t` stands in the line `l`.
+#: The condition, in SQL, that a task `t` belongs to the line `l`.
 IN_LINE = " and ".join(f"t.{of_task} = l.{of_line}" for of_line, of_task in KEY.items())
 
 
 def key_of(task: Task) -> dict[str, Any]:
-    """Return the key of the line in which the task stands while it waits."""
+    """Return the key of the line to which the task belongs while it waits."""
     return {of_line: getattr(task, of_task) for of_line, of_task in KEY.items()}

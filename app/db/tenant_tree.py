@@ -1,8 +1,8 @@
-"""Rows of the tenant tree: tenants below and above a tenant, and guarantees along the tree.
+"""Reads the tenant tree from rows: tenants below and above a tenant, and guarantees along the tree.
 
-The edges are `Tenant.parent_id`; there is one root.  A transaction that changes an edge or a
-guarantee holds `lock` until its commit.  Otherwise two changes, each valid alone, could make an
-invalid tree together.  `app.core` defines how a tree shares devices.
+The edges are `Tenant.parent_id`; there is one root. A transaction that changes an edge or a
+guarantee holds `lock` until its commit. Otherwise two changes, each valid alone, could make an
+invalid tree together. `app.core` defines how a tree shares devices.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Devices = dict[str, int]  # kind -> how many
 
 
 def lock(session: Session) -> None:
-    """Take the right to change the tree, until this transaction ends.
+    """Take the right to change the tree; it is held until this transaction ends.
 
     This locks no row: submits lock rows of tenants in another order, which could deadlock.
     """
@@ -42,18 +42,18 @@ _BELOW = """(array(
 
 
 def within(tenant_id: InstrumentedAttribute[Any], top: str) -> ColumnElement[bool]:
-    """Condition: the row belongs to the tenant `top` or to one below it.
+    """Return a condition: the row belongs to the tenant `top` or to one below it.
 
-    An array and not a join, so that an index that begins with the tenant can be used.
+    It is an array and not a join, so that an index that begins with the tenant can be used.
     """
     return tenant_id == any_(text(_BELOW).bindparams(bindparam("top", top, unique=True)))
 
 
 @dataclass(frozen=True, slots=True)
 class OnPath:
-    """A tenant on the way up to the root, with its settings that also bind the tenants below it.
+    """A tenant on the path up to the root, with its settings that also bind the tenants below it.
 
-    Weights, guarantees and limits are read elsewhere, by the scheduler.
+    The scheduler reads weights, guarantees and limits itself.
     """
 
     id: str

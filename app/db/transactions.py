@@ -1,8 +1,8 @@
-"""The database engine and its transactions.
+"""Provides the database engine and its transactions.
 
 The API uses `get_session`: one transaction per request, committed before the response is sent, by
-`released`, in the thread that worked in it (`app.api.access.gate`).  Loops use `transaction()`.
-All sessions are synchronous.
+`released`, in the thread that worked in it (`app.api.access.gate`). Loops use `transaction()`. All
+sessions are synchronous.
 """
 
 from __future__ import annotations
@@ -124,9 +124,9 @@ def after_commit(session: Session, act: Callable[[], None]) -> None:
 
 
 def plan_for_values(session: Session) -> None:
-    """Have Postgres plan the later statements of this transaction for the values they are given.
+    """Have Postgres plan each later statement of this transaction for the values that it is given.
 
-    Otherwise it may plan a statement that it has seen often for any values.  Such a plan takes it
+    Otherwise it may use a general plan for a statement that it has seen often. Such a plan assumes
     that a third of all rows are later than a given time, and reads all rows to find none.
     """
     session.execute(text("set local plan_cache_mode = force_custom_plan"))
@@ -195,7 +195,9 @@ def now_s(session: Session) -> float:
 
 
 def it_is(session: Session, now_s: float) -> None:
-    """Keep the `now()` of a statement of this transaction, so that it is not queried again."""
+    """Remember the `now()` that a statement of this transaction returned, so that it is not queried
+    again.
+    """
     session.info["now_s"] = (session.get_transaction(), now_s)
 
 

@@ -1,1 +1,3 @@
-"""Says who comes in, what they did, and how often they may call."""
+"""Authenticates people and devices, records what administrators did, and limits the rate of
+calls.
+"""

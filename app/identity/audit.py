@@ -1,13 +1,14 @@
-"""The audit log: actions of people as administrators, as a chain of rows that nothing may change.
+"""Keeps the audit log: actions of people as administrators, as a chain of rows that nothing may
+change.
 
-A call identifies itself (`begin`).  From then on its session automatically records the changes of
-rows of WATCHED models.  It sees changes of objects only, not those of a bare `update()`.  Two kinds
+A call identifies itself (`begin`). From then on its session automatically records the changes of
+rows of WATCHED models. It sees changes of objects only, not those of a bare `update()`. Two kinds
 of events must be reported: a requested action on another user's work (`asked`), and a read of what
-belongs to another tenant (`looked`).  All of it is written right before the commit, in the same
+belongs to another tenant (`looked`). All of it is written right before the commit, in the same
 transaction: an action and its record are committed together, or not at all.
 
-There is one chain, and so one writer at a time, from reading the chain's end to the commit.  No
-lock is taken after this one, so it delays only other audited calls.  Submitting users, devices and
+There is one chain, and so one writer at a time, from reading the chain's end to the commit. No lock
+is taken after this one, so it delays only other audited calls. Submitting users, devices and
 control never take it, and an island only when it launches a task with secrets (`used`).
 
 Not recorded are: actions of members on their own work (the request's events show them), lists, and
@@ -50,7 +51,7 @@ from app.db.models import (
 )
 from app.db.transactions import after_commit
 
-READ_AGAIN_S = 3600.0  # interval in which equal reads with one key are recorded once
+READ_AGAIN_S = 3600.0  # in seconds: equal reads with one key within this time are recorded once
 # interval in which equal wrong keys are recorded once, as any caller can try keys
 REFUSED_AGAIN_S = 60.0
 KEPT = 10_000
@@ -154,7 +155,8 @@ def signed_in(session: Session, call: Call) -> None:
 
 
 def refused(session: Session, call: Call, take_number: Callable[[], int]) -> None:
-    """Record that a wrong key came: once in REFUSED_AGAIN_S for each key, or else each address.
+    """Record that a wrong key was sent: once in REFUSED_AGAIN_S for each key or, if the key is
+    unknown, each address.
 
     `take_number` returns how many wrong keys the record stands for.
     """
@@ -208,8 +210,8 @@ def used(session: Session, secrets: Iterable[Secret], task: Task, device: str) -
 
 
 class _Lately:
-    """The records that this process wrote lately and need not repeat: an open page reads again and
-    again.
+    """Remembers which records this process wrote lately, so that they are not repeated: an open
+    page reads again and again.
     """
 
     def __init__(self) -> None:
@@ -240,8 +242,10 @@ def _book(session: Session | None) -> _Book | None:
 
 
 def _note(book: _Book, row: Base, action: str, before: dict[str, Any]) -> None:
-    """Note an action.  The first note has the values from before; "read" yields to any action, and
-    "removed" replaces any.
+    """Note an action for the record.
+
+    The first note has the values from before. Any action replaces "read", and "removed" replaces
+    any action.
     """
     known = book.noted.setdefault(_target(row), _Noted(row=row, action=action, before=before))
     if known.action == "read" or action == "removed":
@@ -326,7 +330,9 @@ def _write_down(session: Session) -> None:
 
 
 def _done(session: Session, noted: _Noted) -> dict[str, Any] | None:
-    """Return the record's columns but the call's; None if nothing watched has changed."""
+    """Return the columns of the record, except those about the call; None if no watched value has
+    changed.
+    """
     after = {} if noted.action == "removed" else _values(noted.row)
     before = noted.before
     if noted.action not in ("made", "removed"):
@@ -356,9 +362,9 @@ def _record(
 
 
 def _affair_of(session: Session, noted: _Noted) -> str | None:
-    """Return the tenant with the administrators that may see the record.
+    """Return the tenant whose administrators may see the record.
 
-    For the creation or removal of a tenant, that is its parent.
+    If a tenant was created or removed, that is its parent.
     """
     row = noted.row
     if isinstance(row, Tenant):

@@ -1,8 +1,7 @@
-"""People known by the identity provider: their tenant, role and user here.
+"""Finds, for people known to the identity provider, their tenant, role and user here.
 
-A user is created when a person comes for the first time.  The id is derived from the person's
-identity, so no lookup table is needed.  The role is read from the token each time; it is not
-stored.
+A user is created when a person comes for the first time. The id is derived from the person's
+identity, so no lookup table is needed. The role is read from the token each time; it is not stored.
 """
 
 from __future__ import annotations
@@ -48,9 +47,7 @@ _provider = lru_cache(Provider)
 
 
 def of_token(session: Session, provider: Provider, token: str) -> Person:
-    """Return the person that a token stands for.  Raises Unauthenticated, Forbidden or
-    Unavailable.
-    """
+    """Return the person named by a token. Raises Unauthenticated, Forbidden or Unavailable."""
     audience = settings().oidc_audience or provider.client_id
     return _person(session, provider, _claims(provider, token, audience))
 
@@ -119,10 +116,10 @@ def _person(session: Session, provider: Provider, claims: dict[str, Any]) -> Per
 
 
 def _tenant(session: Session, named: str) -> Tenant | None:
-    """Find a tenant by its id; else by its name.
+    """Find a tenant by its id, or else by its name.
 
-    The root, or a tenant right below it, goes first, because only a platform administrator creates
-    those.  Otherwise the name must be unique.
+    If several have the name, the root or a tenant right below it is chosen, because only a platform
+    administrator creates those. Otherwise the name must be unique.
     """
     query = select(Tenant).where(or_(Tenant.id == named, Tenant.name == named))
     root = select(Tenant.id).where(Tenant.parent_id.is_(None)).scalar_subquery()

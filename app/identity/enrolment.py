@@ -1,7 +1,8 @@
-"""Enrolment: only devices that an administrator enrolled, with the key of their host, are heard.
+"""Enrols devices: an island listens only to devices that an administrator enrolled, with their
+host's key.
 
-Heartbeats of other devices are ignored, whatever their signature.  A device with a revoked
-enrolment is not heard any more: its lease ends, and its tasks go on elsewhere.
+Heartbeats of other devices are ignored, whatever their signature. A device with a revoked enrolment
+is ignored, too: its lease ends, and its tasks continue on other devices.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class Roster:
         return self._keys.get(device) == key
 
     def objection(self, alive: Alive) -> str:
-        """Say why this heartbeat, signed by one of `hosts`, does not count; empty if it does."""
+        """Return why this heartbeat, signed by one of `hosts`, does not count; "" if it does."""
         facts, host = alive.facts, alive.device.rpartition(".")[0] or alive.device
         if self._keys.get(alive.device) != facts.get("key"):
             return f"{alive.device} is not enrolled with the key that signed its message"

@@ -1,8 +1,8 @@
-"""A client of an OpenID Connect provider: its sign-in address, and the check of its tokens.
+"""Talks to an OpenID Connect provider: gives its sign-in address, and checks its tokens.
 
-`Provider.claims` has all conditions that a token must meet.  The provider's keys are fetched at
-first use and every hour.  They are also fetched when a token names an unknown key, but then at most
-every ten seconds, because anybody can make such a token.  At most one thread waits for the provider
+`Provider.claims` has all conditions that a token must meet. The provider's keys are fetched at
+first use and every hour. They are also fetched when a token names an unknown key, but then at most
+every ten seconds, because anybody can make such a token. At most one thread waits for the provider
 while older keys are available.
 """
 

@@ -1,14 +1,14 @@
-"""Rate limits for keys and tenants, counted in Redis for all API processes together.
+"""Limits the rate of calls of keys and tenants, counted in Redis for all API processes together.
 
-A bucket holds the calls of one minute and refills evenly.  It is stored as one number: the time at
-which it will be full again.  A call takes from all its buckets or from none, in one round trip, by
+A bucket holds the calls of one minute and refills evenly. It is stored as one number: the time at
+which it will be full again. A call takes from all its buckets or from none, in one round trip, by
 the clock of Redis.
 
-A key that calls frequently takes some calls ahead, so that most calls need no round trip.  Calls
-that it has not used after AHEAD_S are lost.  AHEAD and AHEAD_S are too small to matter for a quota:
+A key that calls frequently takes some calls ahead, so that most calls need no round trip. Calls
+that it has not used after AHEAD_S are lost. AHEAD and AHEAD_S are too small to matter for a quota:
 small quotas are counted call by call.
 
-Redis holds nothing that may not be lost.  While it is unreachable no call is refused, and it is
+Redis holds nothing that may not be lost. While it is unreachable no call is refused, and it is
 tried only every AGAIN_S, for twice TIMEOUT_S.
 
 (The library `limits` needs four round trips for two buckets and their remainders, counts calls in
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 WINDOW_S = 60
 TIMEOUT_S = 0.1
 AGAIN_S = 5.0
-AHEAD = 16  # calls taken at once at most, if the quota refills that many in AHEAD_S
+AHEAD = 16  # most calls that are taken ahead at once; a quota must refill as many within AHEAD_S
 AHEAD_S = 0.05
 KEPT = 10_000  # keys with a remembered last call
 _US = 1_000_000
@@ -66,7 +66,9 @@ return {math.max(taken, 0), now, unpack(full)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RateBucket:
-    """A bucket after a call: `quota` calls in WINDOW_S, and `full_in_us` until it is full again."""
+    """Describes a bucket after a call: `quota` calls in WINDOW_S, and `full_in_us` until it is full
+    again.
+    """
 
     name: str
     quota: int
@@ -115,7 +117,7 @@ class _Ahead:
     full_in_us: tuple[int, ...]
 
     def buckets(self, quotas: Quotas, now_s: float) -> tuple[RateBucket, ...]:
-        """Return the buckets as they would be without the calls that are left."""
+        """Return the buckets as they will be if the calls that are left are not made."""
         gone_us = round((now_s - self.at_s) * _US)
         return tuple(
             RateBucket(
@@ -194,8 +196,9 @@ class Limiter:
                 self._ahead.popitem(last=False)
 
     def _gone(self, error: Exception) -> None:
-        """Stop asking Redis for a while; log it once, though many calls may find it out
-        together.
+        """Stop asking Redis for a while.
+
+        It is logged once, although many calls may notice it at the same time.
         """
         now_s = time.monotonic()
         with self._lock:

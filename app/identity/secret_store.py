@@ -1,7 +1,8 @@
-"""The secrets of users and tenants: stored encrypted, found for a task, never shown again.
+"""Keeps the secrets of users and tenants: stores them encrypted, finds them for a task, never shows
+them.
 
-A task of a user may name the user's own secrets and those of its tenant; of two with one name the
-user's wins.
+A task of a user may name the user's own secrets and those of its tenant. If both have one of the
+same name, the user's counts.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ def keyring() -> Keyring:
 
 
 def whose(tenant_id: str, user_id: str | None) -> ColumnElement[bool]:
-    """Condition: the secret belongs to the user, or, if None, to all users of the tenant."""
+    """Return a condition: the secret belongs to the user or, if that is None, to all users of the
+    tenant.
+    """
     is_owner = Secret.user_id.is_(None) if user_id is None else Secret.user_id == user_id
     return and_(Secret.tenant_id == tenant_id, is_owner)
 
@@ -89,7 +92,9 @@ def find(
 
 
 def encrypt_again(session: Session) -> int:
-    """Encrypt anew all secrets that have an older key than the newest; return how many."""
+    """Encrypt again, with the newest key, all secrets that are encrypted with an older one; return
+    how many.
+    """
     keys = keyring()
     older = select(Secret).where(Secret.key_id != keys.newest).with_for_update()
     rows = session.scalars(older).all()

@@ -1,8 +1,8 @@
-"""Counters of an island's schedulers, for monitoring: sums that only grow, in the island's row.
+"""Counts what an island's schedulers do, for monitoring: sums that only grow, in the island's row.
 
 Prometheus asks another process than the scheduler, and table rows are deleted, so the scheduler
-keeps sums.  It counts every event that it writes and every round that it leads.  The row, which it
-has locked anyway, is written once a second.  A scheduler that dies loses the counts of its last
+keeps sums. It counts every event that it writes and every round that it leads. The row, which it
+has locked anyway, is written once a second. A scheduler that dies loses the counts of its last
 second.
 """
 
@@ -22,8 +22,8 @@ from app.db.transactions import after_commit, now
 WRITTEN_EVERY_S = 1.0
 ROUND_BOUNDS_S = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 
-# The keys of the counts.  The first four are prefixes, followed by a place in ROUND_BOUNDS_S, by
-# the type of an event, by one of core.model.messages.WAYS, by one of
+# The keys of the counts. The first four are prefixes. They are followed by: a place in
+# ROUND_BOUNDS_S, the type of an event, one of core.model.messages.WAYS, one of
 # provisions.network_policy.FIGURES.
 ROUNDS, TOLD, CAME, NETWORK = "rounds.", "told.", "came.", "network."
 ROUNDS_US, SWITCHES, SWITCH_US = "rounds_us", "switches", "switch_us"

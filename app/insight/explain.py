@@ -1,13 +1,13 @@
-"""Explain why tasks wait, and until when; computed when a user asks (rule F10).
+"""Explains why tasks wait, and until when; computed when a user asks (rule F10).
 
-Nothing of this is stored, since one launch changes the positions of a million tasks.  A small board
-holds what is on devices and the tasks that the user asks about.  All other waiting tasks are read
-as counts (`lines`) and evaluated by `core.scheduling.blockers`.  So the cost of an answer depends
-on what the island holds and on the number of tenants, not on the number of waiting tasks.
+None of this is stored, since one launch changes the positions of a million tasks. A small board
+holds what is on devices and the tasks that the user asks about. All other waiting tasks are read as
+counts (`lines`) and evaluated by `core.scheduling.blockers`. So the cost of an answer depends on
+what the island holds and on the number of tenants, not on the number of waiting tasks.
 
 For each engine, the counts, the tree and the usage of all users are cached for `KEPT_S`; changes of
-the tree and of usage are read by transaction ids.  A session on a connection of its own caches
-nothing, since it may roll back all that it sees.  `app.insight.forecast` estimates when a task
+the tree and of usage are read by transaction ids. A session on a connection of its own caches
+nothing, since it may roll back all that it sees. `app.insight.forecast` estimates when a task
 starts.
 """
 
@@ -101,7 +101,9 @@ def _unassigned(task: TaskRow) -> Reason:
 
 
 def breadth(session: Session, task: TaskRow) -> str:
-    """Say how many devices an elastic task holds, or with how many tasks it shares one; else ""."""
+    """Return how many devices an elastic task holds, or with how many tasks a task shares one, in
+    words; "" for other tasks.
+    """
     if task.devices_max == task.devices_min and task.resized_at is None and not task.shares:
         return ""
     rows = session.execute(snapshot_reader.tasks().where(TaskRow.id == task.id)).all()
@@ -110,8 +112,9 @@ def breadth(session: Session, task: TaskRow) -> str:
 
 
 def _beside(session: Session, task: TaskRow) -> int:
-    """The number of other tasks on the task's device.  They are not named, as they may be another
-    tenant's.
+    """Return the number of other tasks on the task's device.
+
+    They are not named, as they may be another tenant's.
     """
     others = select(func.count()).where(
         Placement.device_id == task.seat,
@@ -123,7 +126,7 @@ def _beside(session: Session, task: TaskRow) -> int:
 
 
 def warm(session: Session) -> None:
-    """Read what the first answer about each island would otherwise have to read."""
+    """Read ahead what the first answer about each island would have to read."""
     kept = _kept(session)
     with kept.lock:
         for island in session.scalars(select(Island.name)).all():
@@ -177,10 +180,11 @@ def _nearest(reason: Reason) -> JSON:
 
 @dataclass(slots=True)
 class _InLine:
-    """The waiting tasks of an island, counted by kind and tenant, with those of all tenants below.
+    """Counts the waiting tasks of an island by kind and tenant, including those of all tenants
+    below.
 
     `parties` are the tenants right below a tenant (None: at the top), as `core.scheduling.blockers`
-    compares them; those of `stale` tenants have to be built anew.  `units` is the cost of a turn by
+    compares them; those of `stale` tenants have to be built again. `units` is the cost of a turn by
     kind; it is refreshed only now and then, because all parties change with it.
     """
 
@@ -228,7 +232,7 @@ class _InLine:
         return 0 if lift is None else lift.faded_us
 
     def take_units_anew(self, half_life_s: float) -> None:
-        """Refresh the cost of a turn before it differs by more than one in a thousand."""
+        """Refresh the cost of a turn before the cached cost is wrong by more than a thousandth."""
         lasts_s = min(UNITS_S, half_life_s / 1000) if half_life_s else UNITS_S
         if time.monotonic() - self.units_s >= max(lasts_s, KEPT_S):
             self.units_s = time.monotonic()
@@ -342,12 +346,12 @@ def _kept(session: Session) -> _Kept:
 
 
 class _Picture:
-    """An island's board without the waiting tasks, and the number of waiting tasks beside it.
+    """Holds an island's board without the waiting tasks, and the number of waiting tasks beside it.
 
     Of the waiting tasks, the board has only those that are being moved: devices are kept for them.
-    It has the tenants and users of all its tasks and of the tasks asked about.  Below each tenant
-    it has one more user, which stands for all other users of the tenant and has their usage, so
-    that the sums are right.
+    It has the tenants and users of all its tasks and of the tasks asked about. Below each tenant it
+    has one more user, which stands for all other users of the tenant and has their usage, so that
+    the sums are right.
     """
 
     def __init__(
@@ -436,7 +440,7 @@ class _Picture:
     def beside(
         self, session: Session, kind: str, parent: str | None
     ) -> Mapping[str, WaitingBranch]:
-        """The parties with waiting tasks right below a tenant; None: at the top."""
+        """Return the parties with waiting tasks right below a tenant; None stands for the top."""
         found = self.line.parties.get((kind, parent))
         if found is None:
             made = {id: self._tenant(kind, id) for id in self.line.below[kind, parent]}
@@ -461,8 +465,8 @@ class _Picture:
         self.line.stale.clear()
 
     def _tenant(self, kind: str, id: str) -> WaitingBranch | None:
-        """The party of a tenant; None if none of its tasks waits, or if a limit keeps all of them
-        out.
+        """Return the party of a tenant; None if none of its tasks waits, or if a limit excludes all
+        of them.
         """
         waiting, tenant = self.line.waiting[kind].get(id, 0), self.kept.tenants[id]
         if waiting <= 0:
@@ -489,7 +493,10 @@ class _Picture:
         return found
 
     def _has_room(self, kind: str, tenant: BoardTenant) -> bool:
-        """True if the tenant may hold one more device; if not, no tenant is behind it (rule F4)."""
+        """True if the tenant may hold one more device.
+
+        If not, no task is behind its tasks (rule F4).
+        """
         if tenant.id in self.board.tenants:
             return self.board.tree.branches[self.board.path_of(tenant.id)].room(lane(kind))
         shut = any(tenant.limit.get(each, 1) < 1 for each in (kind, "*"))
@@ -603,8 +610,8 @@ class _Answer:
         return ahead, crowd
 
     def _alone(self, task: BoardTask, branch: Branch) -> WaitingBranch:
-        """The party of a branch without counted tasks: it has just arrived, or a limit keeps it
-        out.
+        """Return the party of a branch without counted tasks: it has just arrived, or a limit
+        excludes it.
         """
         fee = self.picture.unit(task.kind) * task.width
         usage = self.board.tree.usage(branch) + branch.lifts.get(task.kind, 0)
@@ -612,10 +619,10 @@ class _Answer:
         return WaitingBranch(branch.name, usage, branch.weight, fee, 1, borrows)
 
     def _ranks(self, tasks: Sequence[BoardTask]) -> dict[str, tuple[int, int, int | None]]:
-        """Return by task: the user's tasks of higher priority, the user's older ones, the highest
-        priority.
+        """Return, by task: how many of the user's tasks have higher priority, how many are older,
+        and the highest priority.
 
-        Tasks of one user, kind and priority form a row.  Between two tasks asked about, the tasks
+        Tasks of one user, kind and priority form a row. Between two tasks asked about, the tasks
         are counted, so that each is counted once, however many are asked about.
         """
         rows: dict[Any, list[BoardTask]] = defaultdict(list)
@@ -707,7 +714,7 @@ _LIFTS = text(
 
 _LED = text("select leader_until > now() from islands where name = :island")
 
-# Only tasks with an image on a device have an index that finds them among a million waiting tasks.
+# Only tasks with an image on a device: an index finds them quickly among a million waiting tasks.
 _PAUSED = text(
     """
     select kind, tier, sum(devices_min)::bigint from tasks

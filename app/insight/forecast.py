@@ -1,10 +1,10 @@
-"""Forecast when a waiting task will have its next turn: `core.explanation.estimator`, fed from rows
+"""Forecasts when a waiting task will have its next turn: gives rows to `core.explanation.estimator`
 (rule F10).
 
-Run times of tasks are learned from tasks that ended in the last 30 days.  Errors of earlier answers
-are learned from tasks that have started since this process gave the answers.  The scene is the
+Run times of tasks are learned from tasks that ended in the last 30 days. Errors of earlier answers
+are learned from tasks that have started since this process gave the answers. The scene is the
 island's board: the tasks on devices, and how many tasks of each tenant go before the task
-(`core.scheduling.blockers.before`).  If many do, only every n-th of them is simulated, and the wait
+(`core.scheduling.blockers.before`). If many do, only every n-th of them is simulated, and the wait
 is multiplied by n.
 """
 
@@ -50,7 +50,7 @@ LEARNED_S = 60.0  # age at which a history is read again
 HISTORY = timedelta(days=30)
 PLACEMENTS = 20_000  # newest placements in which to look for tasks that ended
 TOLD = 2000  # most answers remembered until their tasks have started
-EVENTS = 600  # most tasks looked at in the simulations for one answer; they take about 2 ms
+EVENTS = 600  # most tasks considered in the simulations for one answer; this takes about 2 ms
 PLAYED = 100  # largest number of tasks ahead that are simulated
 TURNS = 25  # largest number of turns in which a tenant that keeps a device is simulated
 PARTS = 8  # largest number of turns in which a task of usual length is simulated
@@ -96,7 +96,9 @@ class Learned:
         return self.history.expected_remaining_s(((tenant, width), (tenant,), ()))
 
     def remember(self, task: str, told: Estimate, at_s: float) -> None:
-        """Remember the first answer only, so that it does not matter how often users ask."""
+        """Remember the first answer about a task only, so that it does not matter how often users
+        ask.
+        """
         self.told.setdefault(task, (told, at_s))
         if len(self.told) > TOLD:
             self.told.popitem(last=False)
@@ -149,9 +151,9 @@ def _history(session: Session) -> History:
 
 
 def _worked_s(row: Any, held_us: int) -> float:
-    """Return how long the task has run, or would have run on no more devices than it needs.
+    """Return how long the task has worked, counted as if it had only the devices that it needs.
 
-    The speed is taken to grow in proportion to the devices; what ranks lose by communication is
+    The speed is assumed to grow in proportion to the devices; what ranks lose by communication is
     unknown.
     """
     return (row.total_held_us + held_us + row.guest_held_us) / 1e6 / row.devices_min  # type: ignore[no-any-return]
@@ -216,7 +218,10 @@ def _queued(row: AnyRow) -> WaitingTask:
 
 
 def _of_holders(board: Board, kind: str, known: Mapping[str, TenantLine]) -> dict[str, TenantLine]:
-    """Return lines for tenants that only hold devices: they wait again when their turn is over."""
+    """Return lines for tenants that only hold devices.
+
+    These tenants wait again when their turn is over.
+    """
     tops = {stay.leaf.top: None for stay in board.stays.values()}
     return {top.name: _line(top, board, kind) for top in tops if top.name not in known}
 
@@ -249,8 +254,8 @@ def _scene(
 def _lines(
     board: Board, crowd: WaitingBefore, *, stretch: int, unit: int
 ) -> Iterator[tuple[str, TenantLine]]:
-    """Yield lines with one of every `stretch` tasks, which advances its tenant as far as all of
-    them would.
+    """Yield lines that have one of every `stretch` tasks; it moves its tenant as far as all of them
+    would.
     """
     ends = list(accumulate(crowd[1]))
     last = ends[-1] if ends else 0
@@ -266,8 +271,9 @@ def _lines(
 def _held(
     board: Board, task: BoardTask, rows: Sequence[AnyRow], *, slice_s: float
 ) -> Iterator[Held]:
-    """Yield the tasks on devices.  What is left of a real turn is left of the simulated
-    turn too.
+    """Yield the tasks on devices.
+
+    If a part of the real turn is left, the same part of the simulated turn is left.
     """
     by_id = {row.id: row for row in rows}
     turn_s = slice_us(board.policy, task) / 1e6
@@ -306,10 +312,10 @@ def _most_s(row: Any, held_us: int, worked_s: float, speed: float) -> float | No
 def _slice_s(
     board: Board, task: BoardTask, lines: dict[str, TenantLine], *, usual_s: float
 ) -> float:
-    """Return the length of a simulated turn; infinite if all take part under one top-level tenant.
+    """Return the length of a simulated turn; infinite if all tasks are under one top-level tenant.
 
     It is longer than a real turn if a tenant keeps a device for many turns, because the scores
-    cross late or because tasks run for long.  Then the order matters, not the single turn.
+    cross late or because tasks run for long. Then the order matters, not the single turn.
     """
     mine = board.leaf(task).top
     if not board.policy.turns or len(lines) == 1:

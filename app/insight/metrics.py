@@ -1,12 +1,12 @@
-"""Prometheus metrics of queue, shares, devices, islands and checkpoints, read from rows.
+"""Computes Prometheus metrics of queue, shares, devices, islands and checkpoints from rows.
 
 Schedulers and devices are other processes, on other hosts, so all figures come from Postgres, and
-every API process reports the same: take their maximum, not their sum.  Figures of a single API
+every API process reports the same: take their maximum, not their sum. Figures of a single API
 process are in `app.api.metrics`.
 
 A scrape reads sums that exist anyway: `lines` instead of waiting tasks, open placements, tallies.
 The number of series is the number of tenants times device kinds, for at most `metrics_tenants_max`
-tenants.  No series is by user, request or task.
+tenants. No series is for a single user, request or task.
 """
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ US = 1e-6
 
 
 class FigureCache:
-    """The newest figures, read again if they are too old; one thread reads, others wait.
+    """Caches the newest figures, and reads them again if they are too old; one thread reads, others
+    wait.
 
-    Shares are exact, so those of ten thousand tenants with work take seconds.
+    Shares are computed exactly, which takes seconds for ten thousand tenants with work.
     """
 
     def __init__(self) -> None:
@@ -160,8 +161,9 @@ def _told_apart(shares: list[TenantShare]) -> Iterator[TenantShare]:
 
 
 def _told_of(shares: list[TenantShare]) -> list[TenantShare]:
-    """Return all tenants, or the ones with the most devices and waiting tasks, then the
-    most usage.
+    """Return all tenants.
+
+    If there are too many, those with the most devices and waiting tasks, then the most usage.
     """
     most = settings().metrics_tenants_max
     busy = sorted(shares, key=lambda share: (-share.held - share.waiting, -share.usage_us))
@@ -220,7 +222,7 @@ def _waiting(shares: list[TenantShare], told: list[TenantShare], waits: Waits) -
     yield from (tasks, longest)
 
 
-# Reads only the first task of each line, with the index that launches use.
+# Reads only the first task of each line; the index for launches makes this fast.
 _WAITS = text(
     f"""
     select l.tenant_id, l.kind, max(extract(epoch from now() - first.since))::float8
@@ -240,7 +242,7 @@ def _waits(session: Session) -> dict[tuple[str, str], float]:
 
 
 def _up_the_tree(shares: Iterable[TenantShare], waits: Waits) -> Waits:
-    """Take over the waits of lower tenants: a tenant waits as long as any tenant below it.
+    """Add the waits of lower tenants: a tenant waits as long as the longest wait below it.
 
     Lower tenants come after higher ones in `shares`.
     """
@@ -290,7 +292,8 @@ def _devices(session: Session, now: datetime) -> Iterator[Metric]:
     yield ages
 
 
-#: Figures of devices with a monitor, by island and kind: name -> (what, of a reading, how summed).
+#: Figures of devices with a monitor, by island and kind: name -> (description, field of a reading,
+#: how to sum it).
 _HEALTH: dict[str, tuple[str, str, Any]] = {
     "utilisation_percent": ("Mean load of watched devices.", "utilisation_percent", func.avg),
     "memory_used_bytes": ("Memory in use on watched devices.", "memory_used_bytes", func.sum),
@@ -409,8 +412,9 @@ def _unanswered(session: Session) -> Metric:
 
 
 def _checkpoints(session: Session, now: datetime) -> Iterator[Metric]:
-    """Return figures of the last ten minutes, since rows are not kept longer; ids begin with the
-    time.
+    """Return figures of the last ten minutes, since rows are not kept longer.
+
+    Ids begin with the time, so they select the rows.
     """
     since = f"ckp_{int((now - RECENT).timestamp() * 1000):012x}"
     took_us = func.percentile_cont(list(QUANTILES)).within_group(Checkpoint.took_us)

@@ -37,12 +37,13 @@ TASK_PHASE: ColumnElement[str] = case(
     else_=literal(Phase.queued.value),
 )
 
-# Literal, as in the indexes ix_tasks_live and ix_requests_live: a plan for any values of parameters
-# cannot use these.
+# Literal, as in the indexes ix_tasks_live and ix_requests_live: Postgres cannot use these indexes
+# if the states are parameters.
 IS_LIVE_TASK = literal_column("tasks.state not in ('done', 'failed', 'cancelled')", Boolean)
 IS_LIVE_REQUEST = literal_column("requests.state not in ('done', 'failed', 'cancelled')", Boolean)
 
-#: Excludes tickets, which keep devices for a gang: the gang itself decides the request's phase.
+#: Excludes tickets, which only keep devices for a gang: the gang itself decides the request's
+#: phase.
 IS_NO_TICKET: ColumnElement[bool] = or_(Task.gang_id.is_(None), Task.gang_id == Task.id)
 
 
@@ -66,7 +67,9 @@ def states_in(phases: Collection[str]) -> frozenset[str]:
 
 
 def _leads(phase: Phase) -> ColumnElement[bool]:
-    """Condition: no task of the request is further than this phase, and at least one is in it."""
+    """Return a condition: at least one task of the request is in this phase, and none is in a
+    further one.
+    """
     further = [each.value for each in MOST_ADVANCED[: MOST_ADVANCED.index(phase)]]
     live = select(Task.request_id).where(IS_LIVE_TASK, IS_NO_TICKET)
     return and_(

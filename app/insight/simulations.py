@@ -1,11 +1,12 @@
-"""Simulations: replay an island's history, or invented arrivals, with other settings.
+"""Simulates: replays an island's history, or invented arrivals, with other settings.
 
-History is every task that held a device and ended within the window.  Each arrives when it was
-submitted, needs as many devices for as long as it held them, and waits for the same tasks.  The
-history is replayed twice by the scheduler's own code: with the island as it is, and with the
-changes.  Neither run knows usage from before the window, and neither uses cordoned devices.
+The history is every task that held a device and ended within the window. In the replay each task
+arrives when it was submitted, needs as many devices for as long as it held them, and waits for the
+same tasks. The history is replayed twice by the scheduler's own code: with the island as it is, and
+with the changes. Neither run knows usage from before the window, and neither uses cordoned devices.
 
-Nothing is written.  A replay is limited in arrivals and in time, and a process runs one at a time.
+Nothing is written. A replay is limited in arrivals and in time, and each process runs one at a
+time.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ ByTenant = Mapping[str, Mapping[str, int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhatIf:
-    """The changes to try; None or an empty mapping means no change.  Tenants by name, devices by
-    kind.
+    """Lists the changes to try; None or an empty mapping means no change. Tenants are named by
+    name, devices by kind.
     """
 
     policy: str = "fair"
@@ -62,7 +63,7 @@ class WhatIf:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
-    """An invented arrival; `tenant` is a name, known or new.
+    """Describes an invented arrival; `tenant` is a name, known or new.
 
     It needs `width` devices and can use `width_max`; `work_s` is its time on `width_max` devices
     (on `width` if it cannot grow).
@@ -82,7 +83,7 @@ class Made:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayInput:
-    """The input of a replay: the island and the arrivals.  `left_out` tasks ended without a
+    """Holds the input of a replay: the island and the arrivals. `left_out` tasks ended without a
     device.
     """
 
@@ -316,7 +317,9 @@ def _policy(policy: Policy, what_if: WhatIf) -> Policy:
 
 
 def _imagined(devices: Sequence[BoardDevice], counts: Mapping[str, int]) -> list[BoardDevice]:
-    """Return that many devices of each kind, each like the largest existing device of its kind."""
+    """Return that many devices of each kind, each a copy of the largest existing device of its
+    kind.
+    """
     if sum(counts.values()) > MOST_DEVICES:
         raise BadInput.at("/devices", f"must be at most {MOST_DEVICES} devices", "too-many")
     found = []

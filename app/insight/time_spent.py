@@ -25,7 +25,7 @@ from app.db.models import Placement, Task
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeSpent:
-    """Seconds in each class; together they are the time that the task has existed."""
+    """Holds the seconds in each class; together they are the time that the task has existed."""
 
     waited_s: float
     switched_s: float
@@ -35,7 +35,9 @@ class TimeSpent:
 
 
 def time_spent(session: Session, tasks: Iterable[str]) -> dict[str, TimeSpent]:
-    """Return the times of each task, by id, until its end or now; computed from its placements."""
+    """Return the times of each task until its end, or until now; they are computed from its
+    placements.
+    """
     before_ended = _of_stay_before(Placement.ended_at)
     migrates = _of_stay_before(Placement.end) == "moved"
     left_at = case((migrates, before_ended), else_=Placement.launched_at)

@@ -1,1 +1,1 @@
-"""Finds out who calls, what they may see, and how many calls they may make."""
+"""Finds out who calls, what the caller may see, and how many calls the caller may make."""

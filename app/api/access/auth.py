@@ -50,10 +50,11 @@ _ID_LENGTH, _SECRET_LENGTH, _CHECK_LENGTH = 8, 43, 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """The user or program that makes a call.
+    """Describes the user or program that makes a call.
 
-    `scopes` are the scopes to which its key is narrowed, None without such; `service`: a program.
-    `in_root`: of the root tenant, which owns no share and so cannot submit work.
+    `scopes` are the scopes to which the caller's key is narrowed; None if it is not. `service`: the
+    caller is a program. `in_root`: the caller belongs to the root tenant, which owns no share and
+    so cannot submit work.
     """
 
     user_id: str
@@ -163,7 +164,7 @@ def _owners(*which: ColumnElement[bool]) -> Any:
     )
 
 
-# Prepared once, because every call runs one of them and building costs more than running it.
+# Prepared once: every call runs one of these queries, and to build it costs more than to run it.
 _OF_KEY = _callers(ApiKey.id == bindparam("id"))
 _OF_COOKIE = _callers(
     ApiKey.id
@@ -265,7 +266,8 @@ def sign_in(session: Session, token: str) -> tuple[Caller, str]:
     """Open a browser session for a key: returns (caller, cookie value); raises Unauthenticated."""
     caller = caller_of_key(session, token)
     if caller.service or caller.scopes is not None:
-        # The pages show all that a role may see, and programs read no pages.
+        # A browser shows all that a role may see, so a key narrowed to scopes may not open a
+        # session.
         raise Unauthenticated(
             "this key is for programs (it has scopes or belongs to a service account) and cannot "
             "sign in"
@@ -426,8 +428,8 @@ def call_of(request: Request, caller: Caller, operation: str) -> audit.Call:
 
 Authed = Annotated[Caller, Depends(authenticated)]
 
-#: Dependencies that find out the caller; none has dependencies of its own but the session, because
-#: each costs FastAPI some 20 µs in every call.
+#: Dependencies that find out who calls. None depends on anything but the session, because each
+#: dependency costs FastAPI some 20 µs in every call.
 AUTHENTICATING: set[Callable[..., Any]] = {authenticated}
 
 
@@ -439,7 +441,9 @@ def check_role(caller: Caller, *roles: str) -> None:
 
 
 def require(*roles: str) -> Any:
-    """Return a dependency that gives the caller; it raises Forbidden without one of these roles."""
+    """Return a dependency that gives the caller; it raises Forbidden if the caller has none of
+    these roles.
+    """
 
     async def allowed(request: Request, session: Db) -> Caller:
         caller = await authenticated(request, session)

@@ -1,7 +1,7 @@
 """Caches callers whose keys were valid a moment ago, so that frequent callers need no query.
 
-Changes of keys, users and tenants that this process commits count at once.  Changes committed by
-other processes, expired keys, and changes committed without the ORM count after KNOWN_S at most.
+Changes of keys, users and tenants that this process commits take effect at once. Changes that other
+processes commit, or that bypass the ORM, and expired keys take effect after KNOWN_S at most.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ class Callers:
         return known.caller if known is not None and time.monotonic() < known.until_s else None
 
     def keep(self, token: str, caller: Caller, round: int) -> None:
-        """Keep a caller looked up in `round`; ignored if the cache was emptied since."""
+        """Keep a caller that was looked up in `round`.
+
+        It is ignored if the cache was emptied since then.
+        """
         known = _KnownCredential(caller, time.monotonic() + KNOWN_S)
         with self._lock:
             if round == self.round:
@@ -62,7 +65,9 @@ class Callers:
 
 
 def digest_of(token: str) -> bytes:
-    """Return the key under which a credential is remembered, so that no copy of it is kept."""
+    """Return the key under which a credential is remembered: a hash, so that no copy of it is
+    kept.
+    """
     return hashlib.sha256(token.encode()).digest()
 
 

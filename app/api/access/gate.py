@@ -38,7 +38,9 @@ Result = TypeVar("Result")
 
 
 class Gate:
-    """The gate of one event loop.  `whose` is a tenant, or the address of an unknown caller."""
+    """Admits the calls of one event loop. `whose` is a tenant, or the address of an unknown
+    caller.
+    """
 
     def __init__(self, width: int = POOL_SIZE, share: int = SHARE) -> None:
         self.width, self.share = width, share
@@ -91,7 +93,9 @@ class Gate:
             self._admit(whose_turn)
 
     def _next(self) -> str | None:
-        """Return the tenant served longest ago of those that wait and may have one more call."""
+        """Return, of the tenants that wait and may have one more call, the one that was served
+        longest ago.
+        """
         return next((whose for whose in self._waiting if self._has_room(whose)), None)
 
     def _admit(self, whose: str) -> None:
@@ -146,7 +150,9 @@ class GatedRoute(APIRoute):
         return run
 
     def _checked(self, answer: Any) -> Any:
-        """Build the answer's model while rows can still be read; FastAPI sends it unchanged."""
+        """Build the model of the answer here, while rows can still be read; FastAPI then sends it
+        unchanged.
+        """
         if self.response_field is None or isinstance(answer, Response):
             return answer
         value, faults = self.response_field.validate(answer, {}, loc=("response",))

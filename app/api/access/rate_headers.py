@@ -1,4 +1,4 @@
-"""Applies the rate limits: a call within them proceeds, one beyond them is rejected.
+"""Applies the rate limits: a call within them proceeds; a call that exceeds them is rejected.
 
 The owner of a valid key is cached, so that a rejected call costs no query.
 
@@ -72,7 +72,7 @@ def _credential(request: Request) -> str | None:
 
 
 def count_held(request: Request, credential: str) -> bool:
-    """Count the call from local state alone; False if that is not possible."""
+    """Count the call from this process's memory alone; False if that is not possible."""
     owner = _owners.get(credential)
     if owner is None:
         return False

@@ -1,4 +1,4 @@
-"""Routes that know their operation id and the scope that a key needs for them."""
+"""Defines routes that know their operation id and the scope that a key needs for them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def operation_named(name: str) -> str:
 
 
 class ScopedRoute(GatedRoute):
-    """A route with `needs_scope`, the scope that a key needs for it; None: any key will do."""
+    """A route with `needs_scope`, the scope that a key needs for it. None means that any key will
+    do.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -33,8 +35,8 @@ class ScopedRoute(GatedRoute):
         self.openapi_extra = {**(self.openapi_extra or {}), **shown}
 
 
-#: Any caller may ask for its own identity.  The routes in _LOOKING only read, though they take a
-#: body.
+#: Operations that any caller may use, such as asking for one's own identity. The routes in _LOOKING
+#: only read, although they take a body.
 _OF_ANYBODY = frozenset({"get_me"})
 _LOOKING = frozenset({"validate_request", "simulate"})
 

@@ -1,4 +1,4 @@
-"""Decides who may look into a task, and says why somebody may not."""
+"""Decides who may open a tunnel into a task, and gives the reason if a caller may not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from app.db.models import Task
 
 
 def why_closed(caller: Caller, task: Task) -> str:
-    """Say why this caller cannot open a shell or a port of the task; "" if the caller can.
+    """Return why this caller cannot open a shell or a port of the task; "" if the caller can.
 
     The descriptor is read as unchecked JSON, because checking each task of a list again would take
     too long.
@@ -34,7 +34,7 @@ def why_closed(caller: Caller, task: Task) -> str:
 
 
 def why_secret(caller: Caller, user_id: str | None, secrets: Iterable[str]) -> str:
-    """Say why the caller would read the secrets of another user through a tunnel; "" if not."""
+    """Return a reason if a tunnel would show the caller the secrets of another user; "" if not."""
     names = ", ".join(secrets)
     if not names or user_id == caller.user_id:
         return ""

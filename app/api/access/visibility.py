@@ -34,7 +34,8 @@ def of_caller(caller: Caller, tenant_id: InstrumentedAttribute[Any]) -> ColumnEl
 def visible(
     session: Session, caller: Caller, model: type[OfTenant], id: str, *, lock: bool = False
 ) -> OfTenant:
-    """Return the row of a tenant that the caller sees; raises NotFound, as if no other existed.
+    """Return the row if its tenant is one that the caller sees; otherwise raises NotFound, as if
+    there were no such row.
 
     `lock` keeps others from changing the row, but not from referring to it.
     """
@@ -72,7 +73,7 @@ def task_to_act_on(session: Session, caller: Caller, id: str) -> Task:
 
 
 def may_act(caller: Caller, found: Request | Task) -> bool:
-    """True if the caller may act on a request or task that the caller sees."""
+    """True if the caller may act on a request or task that the caller can see."""
     if caller.role in ("platform_admin", "tenant_admin"):
         return True
     return caller.role == "member" and found.user_id == caller.user_id

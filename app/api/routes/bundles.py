@@ -41,7 +41,8 @@ _BODY = {
     "description": "A zip, tar or tar.gz archive.",
     "content": {
         kind: {"schema": {"type": "string", "format": "binary"}}
-        # Client generators send the first of these; the bytes tell which kind of archive it is.
+        # Client generators use the first media type; the service recognises the kind of archive by
+        # its bytes.
         for kind in (
             "application/octet-stream",
             "application/zip",

@@ -257,7 +257,7 @@ def _cordon_device(
 
 
 def _note_wish(session: Session, device: Device, cordoned: bool, *, by: str) -> bool:
-    """Note what an administrator wants of a device that a rule may have cordoned.
+    """Record what an administrator wants of a device that a rule may have cordoned.
 
     True if the device serves only after it has passed a check.
     """
@@ -327,9 +327,9 @@ def _sandbox(said: Sandbox) -> dict[str, Any]:
 
 
 def _facts(said: dict[str, Any], *, shows_mounts: bool) -> dict[str, Any]:
-    """Return the facts of a device that the caller may know; memory is shown as sums only.
+    """Return the facts of a device that the caller may know; memory is shown only as sums.
 
-    The names of mounts are not for every tenant.
+    The names of mounts are left out, unless the caller may see them.
     """
     shown = {name: said[name] for name in _SHOWN if name in said}
     if "offers" in shown and not shows_mounts:

@@ -414,8 +414,8 @@ _COUNTED = (
 
 @dataclass(slots=True)
 class _Counted:
-    """The tasks of one request: their number per state and per phase, the phases of those that
-    lead, and the holders of tasks that have not ended.
+    """Counts the tasks of one request by state and by phase, and lists the phases of its leading
+    tasks and the holders of tasks that have not ended.
     """
 
     states: Counter[str] = field(default_factory=Counter)

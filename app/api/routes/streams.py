@@ -1,13 +1,13 @@
-"""Events of a request and output of its jobs: as pages, and live as server-sent events.
+"""Gives events of a request and output of its jobs: as pages, and live as server-sent events.
 
-Between two reads a stream holds no database connection and no thread.  It sleeps until
-`app.messaging.live_updates` reports a change of the request, or for 15 s.  Then it reads on after
-its cursor, which is the id of the last event sent.  So a client that reconnects with
-`Last-Event-ID` misses nothing and sees nothing twice.  The last event is `end`, sent when the
-request has ended and all is read.
+Between two reads a stream holds no database connection and no thread. It sleeps until
+`app.messaging.live_updates` reports a change of the request, or for 15 s. Then it reads on after
+its cursor, which is the id of the last event sent. So a client that reconnects with `Last-Event-ID`
+misses nothing and sees nothing twice. The last event is `end`, sent when the request has ended and
+all is read.
 
 Events are read in the order (transaction, id), and only below the oldest transaction still running,
-because a row with a smaller id may be committed later.  Rows above that line are read again soon.
+because a row with a smaller id may be committed later. Rows above that line are read again soon.
 Log lines need no such line: one island writes those of a request, one transaction at a time.
 """
 
@@ -78,7 +78,8 @@ _ALSO_STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": _EVENT_STREA
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Rows in order, and the cursor `after` of the last one; `more`: there may be further rows.
+    """Holds rows in order, and the cursor `after` of the last one; `more`: there may be further
+    rows.
 
     `settled` is False if there may be rows that cannot be sent yet.
     """
@@ -356,7 +357,10 @@ def _list_lines(session: Session, lines: Lines, after: str | None, limit: int) -
 
 
 def _read_lines(session: Session, lines: Lines, after: str | None, limit: int) -> Read:
-    """Read lines for a stream; its cursor passes every line read, even if none matches."""
+    """Read lines for a stream.
+
+    The cursor moves past every line that was read, even if none matches.
+    """
     query = replace(lines, text="").after(_line(after), limit)
     rows = session.scalars(query).all()
     items = [lines.shown(line) for line in rows if lines.text in line.text]
@@ -421,12 +425,12 @@ async def _events(
 
 
 async def _rest(news: Subscription, longest_s: float) -> bool:
-    """Wait; False if the stream has been silent for as long as it may be."""
+    """Wait for news; False if the stream has been silent for the longest allowed time."""
     return await news.wait(longest_s) or longest_s < LONGEST_WAIT_S
 
 
 def _read(request_id: str, after: str | None, read: Reader) -> tuple[str, Read]:
-    """Read the state first: if it is an end, the rows read after it are complete."""
+    """Read the state first, then the rows: if the state is an end, the rows are complete."""
     with transaction() as session:
         state = session.scalar(select(Request.state).where(Request.id == request_id))
         return str(state), read(session, request_id, after, READ_AT_ONCE)

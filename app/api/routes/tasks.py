@@ -94,7 +94,9 @@ def list_tasks(
 def _by_tenant_and_state(
     caller: Caller, states: Collection[str], asked: Collection[str]
 ) -> cursors.PageParts:
-    """Return the tenants that the caller sees, each with every state that tasks found may have."""
+    """Return parts by tenant and state: the tenants that the caller sees, each with every possible
+    state of the tasks that are asked for.
+    """
     possible = phases.states_in(asked) if asked else frozenset(State)
     wanted = possible.intersection(states) if states else possible
     unnested = func.unnest(cast(sorted(wanted), ARRAY(Text))).table_valued("state")
@@ -110,7 +112,7 @@ def _by_tenant_and_state(
 
 
 def words_in(text: str | None, known: Any, name: str) -> list[str]:
-    """Return the words between commas; raises BadInput at ?`name` for an unknown word."""
+    """Return the words between commas; an unknown word raises BadInput that points at ?`name`."""
     words = [word.strip() for word in (text or "").split(",") if word.strip()]
     if unknown := [word for word in words if word not in get_args(known)]:
         listed = ", ".join(get_args(known))
@@ -390,7 +392,10 @@ def new_task_out(
     task: NewTask,
     needs: Iterable[dependencies.DependencyEdge],
 ) -> dict[str, Any]:
-    """Return the answer for a task that is being written; fields not given have their defaults."""
+    """Return the answer for a task that is being written.
+
+    Fields that are not given have their defaults.
+    """
     spec, said = task.spec, descriptors.as_json(task.spec)
     return {
         "id": task.id,

@@ -299,7 +299,10 @@ def _network(session: Session, caller: Caller, given: list[str] | None) -> list[
 
 
 def _check_quota(tenant: Tenant, changed: str) -> None:
-    """Raises BadInput with all faults of guarantee and limit; pointers name the field `changed`."""
+    """Raise BadInput with all faults of the tenant's guarantee and limit.
+
+    Its pointers name the field `changed`.
+    """
     faults = [*_bad_kinds(tenant)] or [*_above_limit(tenant, changed)]
     if faults:
         raise BadInput(f"{faults[0].pointer}: {faults[0].detail}", errors=tuple(faults))
@@ -339,7 +342,7 @@ def _promised(session: Session, caller: Caller) -> tenant_tree.Devices:
 def _check_promises(
     session: Session, caller: Caller, tenant: Tenant, before: tenant_tree.Devices, changed: str
 ) -> None:
-    """Raises BadInput if a tenant's children are now promised more than the tenant has.
+    """Raise BadInput if a tenant's children are now promised more than the tenant has.
 
     For a tenant admin, tenants above the own one are not mentioned, and their promises may not
     grow.

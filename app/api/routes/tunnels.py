@@ -146,7 +146,9 @@ async def carry_tunnel(socket: WebSocket) -> None:
 
 
 async def _taken(socket: WebSocket) -> TakenTunnel | None:
-    """Use the ticket in the first message; None if there is no good one: then it is closed."""
+    """Use the ticket in the first message; if it is missing or not valid, close the socket and
+    return None.
+    """
     if _Unknown.count >= UNKNOWN_MAX:
         await socket.close(TRY_LATER, "too many connections without a ticket")
         return None

@@ -1,9 +1,9 @@
-"""Tells apart what a person does in a browser and what its page does by itself.
+"""Distinguishes what a person does in a browser from what the page does by itself.
 
-A notebook's page asks its server again and again which kernels there are.  These calls must not
-wake an idle session.  So this module reads what one connection of the browser sends: calls that
-change something, opened pages and messages on WebSockets are input; other calls, pings and the
-bytes of TLS are not.  It runs on the user's own machine and changes nothing.
+A notebook's page asks its server again and again which kernels there are. These calls must not wake
+an idle session. So this module reads what one connection of the browser sends: calls that change
+something, opened pages and messages on WebSockets are input; other calls, pings and the bytes of
+TLS are not. It runs on the user's own machine and changes nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ class BrowserInput:
         return found
 
     def _call(self, data: bytes) -> tuple[int, bool]:
-        """Read the head of a call; return (its length, whether it is input); 0: it is not whole."""
+        """Read the head of a call; return (its length, whether it is input).
+
+        A length of 0 means that the head is not complete yet.
+        """
         head, end, _ = data.partition(b"\r\n\r\n")
         if not end:
             if len(data) > HEAD_BYTES:

@@ -1,4 +1,4 @@
-"""The verb notebook: JupyterLab in a session, in the browser of this machine."""
+"""Defines the verb notebook: JupyterLab in a session, shown in the browser of this machine."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ PORT = 8888  # port inside the task, which has a loopback address of its own
 LOOK_AGAIN_S = 0.5
 _PROBE = b"GET /api HTTP/1.0\r\n\r\n"
 _NEVER = "jupyterlab.NeverCheckForUpdate"
-#: The server sends no pings, so a page that was away keeps its connection.  Kernels talk over
-#: socket files: to find free ports Jupyter would use SO_LINGER, which the sandbox refuses.
+#: The server sends no pings, so that a page that was away keeps its connection. Kernels talk over
+#: socket files, because to find free ports Jupyter would use SO_LINGER, which the sandbox refuses.
 _JUPYTER = [
     *("python", "-m", "jupyterlab", "--no-browser", "--allow-root"),
     *("--ServerApp.ip=127.0.0.1", f"--ServerApp.port={PORT}", "--ServerApp.port_retries=0"),

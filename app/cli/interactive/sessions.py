@@ -92,7 +92,10 @@ def submit_session(
 
 
 def end_unless_left(client: Client, task: JSON, shown: tunnels.ShownShell) -> None:
-    """End the session with its shell, unless the user only left it, or lost the connection."""
+    """End the session when its shell has ended.
+
+    It stays if the user only left it, or if the connection was lost.
+    """
     try:
         goes_on = names.is_unfinished(client.get(f"/v1/tasks/{task['id']}"))
     except Unreachable:

@@ -1,4 +1,6 @@
-"""The user's end of a tunnel: the frames, the channels and their windows (`provisions.tunnel`)."""
+"""Implements the user's end of a tunnel: frames, channels and their windows
+(`provisions.tunnel`).
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,15 @@ from app.core.model.provisions.tunnel import (
     message_of,
 )
 
-#: Gives received bytes to the local side, and waits until it has taken them.
+#: A function that gives received bytes to the local side, and waits until they are taken.
 Write = Callable[[bytes], Awaitable[None]]
 
 
 @dataclass(eq=False)
 class UserChannel:
-    """A channel of the tunnel; `write` is None once the local side takes no more."""
+    """Describes a channel of the tunnel; `write` is None when the local side takes no more
+    bytes.
+    """
 
     number: int
     write: Write | None
@@ -60,7 +64,8 @@ class UserEnd:
         made = client.post(f"/v1/tasks/{task_id}/tunnels", body)
         url = "ws" + client.url.removeprefix("http") + made["path"]
         try:
-            # the service needs no compression, and no proxy stands between us by itself
+            # the service needs no compression, and a proxy from the environment must not be used
+            # unasked
             async with connect(url, compression=None, max_size=2**17, max_queue=4) as socket:
                 await socket.send(made["ticket"])
                 yield cls(socket, news)
@@ -117,7 +122,9 @@ class UserEnd:
                 channel.received.put_nowait(None)
 
     async def _drain(self, channel: UserChannel) -> None:
-        """Pass received bytes to the local side, and let the task's side send as many again."""
+        """Pass received bytes to the local side, then allow the task's side to send as many
+        again.
+        """
         while (body := await channel.received.get()) is not None:
             if channel.write is not None:
                 try:
@@ -128,7 +135,10 @@ class UserEnd:
         channel.closed.set()
 
     async def send(self, kind: FrameKind, number: int = 0, body: bytes = b"") -> None:
-        """Send a frame; does nothing once the tunnel has ended, as `run` will tell."""
+        """Send a frame.
+
+        Does nothing after the end of the tunnel, which `run` reports.
+        """
         with contextlib.suppress(ConnectionClosed):
             await self.socket.send(message_of(kind, number, body))
 

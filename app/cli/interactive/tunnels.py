@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 LEAVE = b"\x1d"  # Ctrl-]
 READ_BYTES = 2**16
-COMMAND_NOT_OK = 128  # exit code of a shell that a signal ended: this plus the number of the signal
+# if a signal ended the shell, its exit code is this plus the number of the signal
+COMMAND_NOT_OK = 128
 
 
 @app.command(rich_help_panel=WORK)
@@ -89,12 +90,14 @@ class ShownShell:
 
     @property
     def goes_on(self) -> bool:
-        """True if the shell did not end, as far as this side knows: it was left, or lost."""
+        """True if, as far as this side knows, the shell still runs: the user left it, or the
+        connection was lost.
+        """
         return self.left or (self.status is None and not self.failed)
 
 
 def exit_code(shown: ShownShell) -> int:
-    """Return the exit code of the shell; ends the program if there was none."""
+    """Return the exit code of the shell; if there was no shell, end the program."""
     if shown.failed:
         root_command.fail(REFUSED, Text(shown.failed))
     if shown.status is not None:
@@ -109,7 +112,8 @@ async def run_shell(client: Client, task_id: str, words: list[str]) -> ShownShel
     from app.cli.interactive.tunnel_client import UserEnd
 
     is_terminal = sys.stdin.isatty()
-    # the terminal's own size: COLUMNS and LINES of the environment may be those of another one
+    # read from the terminal itself: COLUMNS and LINES in the environment may be those of another
+    # one
     size = os.get_terminal_size(sys.stdin.fileno()) if is_terminal else os.terminal_size((80, 24))
     body = {
         "kind": "shell",
@@ -143,7 +147,7 @@ async def _to_stdout(body: bytes) -> None:
 async def _type(
     end: UserEnd, channel: UserChannel, left: asyncio.Event, *, is_terminal: bool
 ) -> None:
-    """Send what is typed, or what stands on the standard input, until its end."""
+    """Send what is typed, or what is on the standard input, until it ends."""
     loop = asyncio.get_running_loop()
     while True:
         data = await _read(loop)
@@ -158,7 +162,10 @@ async def _type(
 
 
 async def _read(loop: asyncio.AbstractEventLoop) -> bytes:
-    """Read some of the standard input.  A file is always readable, and epoll refuses it."""
+    """Read some of the standard input.
+
+    A file is always readable, but epoll refuses files, so it is read without waiting.
+    """
     readable = asyncio.Event()
     try:
         loop.add_reader(0, readable.set)
@@ -205,7 +212,9 @@ def _resized(end: UserEnd) -> Iterator[None]:
 
 
 class StatusLine:
-    """Shows what happens to the task on one line of the standard error, which is written over."""
+    """Shows what happens to the task in one line of the standard error, which is overwritten each
+    time.
+    """
 
     def __init__(self) -> None:
         self.shown = False
@@ -248,8 +257,8 @@ async def run_forward(client: Client, task_id: str, port: int, at: int) -> str:
 class Forwarder:
     """Gives each local connection a channel of the tunnel.
 
-    `follow` makes for each connection what tells input of a person from other bytes; without it all
-    bytes are input.
+    `follow` makes, for each connection, an object that distinguishes a person's input from other
+    bytes. Without it all bytes count as input.
     """
 
     def __init__(self, end: UserEnd, follow: Callable[[], BrowserInput] | None = None) -> None:
@@ -281,7 +290,7 @@ class Forwarder:
             err().print(Text(f"{channel.failed}."))
 
     def _free_number(self) -> int:
-        """Return the number that was given back longest ago; 0 if all are in use."""
+        """Return the number that has been free for the longest time; 0 if all are in use."""
         for step in range(1, CHANNELS_MAX):
             number = 1 + (self._last - 1 + step) % (CHANNELS_MAX - 1)
             if number not in self.end.channels:

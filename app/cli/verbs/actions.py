@@ -104,7 +104,9 @@ def checkpoint(ctx: typer.Context, id: Which, output: Format = Output.table) -> 
 def show_asked(
     asked: list[tuple[JSON, JSON]], output: Output, told: Callable[[JSON, JSON], Text]
 ) -> None:
-    """Show what came of an action on each task, given as (the task before, the task now)."""
+    """Show the effect of an action on each task; each is given as (the task before, the task
+    now).
+    """
     show(
         [now for _, now in asked],
         output,
@@ -129,7 +131,10 @@ def _each(
     act: Callable[[Client, str], JSON],
     output: Output,
 ) -> None:
-    """Try the action on all these requests; a task has no such action."""
+    """Try the action on all these requests.
+
+    Tasks are rejected, because the action exists only for requests.
+    """
 
     def act_on(client: Client, given: str) -> JSON:
         kind, id = names.resolve(client, given)

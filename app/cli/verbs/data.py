@@ -90,7 +90,9 @@ def export(
 
 
 def _newest(client: Client, given: str) -> str:
-    """Return the newest checkpoint of the only task that has one; raises Problem."""
+    """Return the newest checkpoint, if only one of the tasks has any; raises ApiProblem
+    otherwise.
+    """
     newest = [
         listed[0]["id"]
         for task in names.named_tasks(client, given)

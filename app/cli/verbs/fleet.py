@@ -100,7 +100,7 @@ def _standing(client: Client) -> JSON:
 
 
 def _on_devices(client: Client, devices: list[JSON]) -> dict[str, str]:
-    """Return by id the names of the tasks on devices, in the form that any verb accepts."""
+    """Return, by id, the names of the tasks on devices, in a form that any verb accepts."""
     ids = {device["task_id"] for device in devices} - {None}
     if not ids:
         return {}
@@ -157,8 +157,8 @@ def _serve(
     show(found, output, lambda: wording.served(verb, found, named))
 
 
-# The docstring is what the list of verbs shows.  The verb itself is slow to import, so
-# `Verbs.get_command` imports it when it is called.
+# The list of verbs shows this docstring. The verb itself is slow to import, so `Verbs.get_command`
+# imports it only when it is called.
 @app.command(SIMULATE, rich_help_panel=SHARES)
 def _stand_in() -> None:
     """Replay a list of jobs, or `history`, through the scheduler: waits, shares, pauses."""

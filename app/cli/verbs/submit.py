@@ -138,7 +138,10 @@ def submit(
 
 
 def _script(source: Path | None, words: list[str]) -> tuple[Path | None, list[str]]:
-    """Return the folder and the command; a script becomes `python SCRIPT` in its own folder."""
+    """Return the folder and the command.
+
+    A script becomes the command `python SCRIPT`, in the script's own folder.
+    """
     if misplaced := [word for word in words if word in _OWN_OPTIONS]:
         err().print(
             f"{misplaced[0]} stands after --, so it is passed to the script, not to submit."
@@ -153,7 +156,9 @@ def _script(source: Path | None, words: list[str]) -> tuple[Path | None, list[st
 
 
 def _usual_name(source: Path | None) -> str:
-    """Return the name of the script or folder as the name of a request; "" if it gives none."""
+    """Return a name for the request, made from the script's or folder's name; "" if that gives
+    none.
+    """
     named = "" if source is None else source.resolve().stem.lower()
     return re.sub(r"[^a-z0-9._-]+", "-", named).strip("._-")[:63]
 
@@ -179,7 +184,7 @@ def _not_there(source: Path, words: list[str]) -> str:
 
 
 def _run(source: Path | None, job: str, command: list[str], bundle: Path | None) -> JSON | None:
-    """Return what to run, if the options say it; None if a descriptor says it."""
+    """Return what to run, if the options say so; None if a descriptor says it."""
     if job and command:
         raise typer.BadParameter("--job and a command exclude each other")
     if not job and not command:
@@ -243,7 +248,7 @@ def _only_task(descriptor: JSON, option: str) -> JSON:
 
 
 def environment_of(path: str, python: str) -> JSON:
-    """Return the environment of a file: a lock by its name, else requirements."""
+    """Return the environment that a file describes: by its name, a lock or requirements."""
     if not path:
         raise typer.BadParameter("--python goes with --environment")
     is_lock = path.endswith((".lock", ".toml"))

@@ -1,11 +1,11 @@
-"""All tables: columns and constraints only.  `app.scheduling.snapshot_reader` turns rows into
-values.
+"""Defines all tables: columns and constraints only. `app.scheduling.snapshot_reader` turns rows
+into values.
 
-Each kind of column has one writer.  The API writes the actions that users request
-(`cancel_asked_at`, `hold`, `priority`) and new rows.  Only `app.scheduling.journal`, in the
-island's transaction, writes the state of a task, a placement or an order.  Only
-`app.scheduling.ledger` writes usage.  Constraints enforce what must be true even if our code has a
-bug: a task has one open placement, and a device's slot belongs to one task at a time.
+Each kind of column has one writer. The API writes the actions that users request
+(`cancel_asked_at`, `hold`, `priority`) and new rows. Only `app.scheduling.journal`, in the island's
+transaction, writes the state of a task, a placement or an order. Only `app.scheduling.ledger`
+writes usage. Constraints enforce what must be true even if our code has a bug: a task has one open
+placement, and a device's slot belongs to one task at a time.
 """
 
 from __future__ import annotations

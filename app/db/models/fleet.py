@@ -57,20 +57,19 @@ class Host(Base):
 
 
 class Device(Base):
-    """A device.  `id` is "<host>.<n>"; the device's Celery queue is called "device.<host>.<n>".
+    """A device. `id` is "<host>.<n>"; the device's Celery queue is called "device.<host>.<n>".
 
-    `incarnation` is the process that last reported as this device.  `heard_us` is when that process
-    sent the newest recorded heartbeat, by its own clock.  `lease_until` is how long the device may
-    go on without another heartbeat, by the database's clock.  A step that has begun may go on for
+    `incarnation` is the process that last reported as this device. `heard_us` is when that process
+    sent the newest recorded heartbeat, by its own clock. `lease_until` is how long the device may
+    continue without another heartbeat, by the database's clock. A step that has begun may run for
     `grace_us` longer, and until then its task is left alone.
 
-    `links` is the [address, port] where other workers reach the device's worker.  `secret` gives
-    access to the blocks that the worker serves.  No response of the API contains either of them,
-    and both are new with each process.
+    `links` is the [address, port] where other workers reach the device's worker. `secret` gives
+    access to the blocks that the worker serves. No response of the API contains either of them, and
+    both are new with each process.
 
     `health` is what the device's monitor told last, `fitness` what the island remembers and decided
-    because of it (`core.device.device_fitness`).  Where the latter has a cordon, `cordoned` is set
-    too.
+    because of it (`core.device.device_fitness`). If `fitness` has a cordon, `cordoned` is set too.
     """
 
     __tablename__ = "devices"

@@ -1,4 +1,4 @@
-"""Tables of what was decided, what happened and who was told of it."""
+"""Defines the tables of decisions, of events, and of the messages about them."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class RequestEvent(Base):
     """A message about a request, in plain words; append only.
 
     Readers page by (txid, id) below the oldest running transaction, so that no late commit is
-    missed.  `task_id` is a task of the request.  It is no foreign key: each task that is deleted
-    would search all events, or each event would pay for one index more.
+    missed. `task_id` is a task of the request. It is not a foreign key: with one, deleting a task
+    would search all events, or each event would need one more index entry.
     """
 
     __tablename__ = "events"

@@ -24,7 +24,7 @@ class Account(Base):
 class Lift(Base):
     """The idle-credit floor of a tenant (`user_id` "") or user, by kind and island.
 
-    `faded` is the decayed usage that it is taken to have had while it was away.  The unit is
+    `faded` is the decayed usage that it is assumed to have had while it had no work. The unit is
     micro-device-seconds times thousandths of cost (`app.core.scheduling.idle_credit`).
     """
 

@@ -25,12 +25,12 @@ from app.db.models.base import Base, json_column, now_column, one_of, txid_colum
 class Tenant(Base):
     """A node of the tenant tree; the root ("platform") has no parent and owns no share.
 
-    Two tenants of the same name have different parents.  `guarantee` and `limit` are numbers of
-    devices by kind, {"cuda": 4}; in `limit`, "*" means all kinds together.  `max_running` and
-    `max_queued` bound the number of tasks in the whole subtree; null means no bound.  `tier` is the
-    best tier that requests of the subtree may ask for.  `carried` is faded usage that only
-    comparisons know, as the weight has changed (`app.scheduling.ledger.reweigh`).  A task that
-    computes nothing for `idle_pause_s` is paused; null means what the tenant above says.  `network`
+    Two tenants of the same name have different parents. `guarantee` and `limit` are numbers of
+    devices by kind, {"cuda": 4}; in `limit`, "*" means all kinds together. `max_running` and
+    `max_queued` limit the number of tasks in the whole subtree; null means no limit. `tier` is the
+    best tier that requests of the subtree may ask for. `carried` is faded usage that counts in
+    comparisons only, because the weight has changed (`app.scheduling.ledger.reweigh`). A task that
+    computes nothing for `idle_pause_s` is paused; null means what the tenant above says. `network`
     are the destinations that tasks of the subtree may reach (`provisions.network_policy`); null
     means no policy of its own.
     """
@@ -46,7 +46,7 @@ class Tenant(Base):
     max_running: Mapped[int | None]
     max_queued: Mapped[int | None]
     idle_pause_s: Mapped[int | None]
-    # a session without input for so long ends; null: what the tenant above says
+    # a session without input for this long is ended; null: what the tenant above says
     session_end_s: Mapped[int | None]
     network: Mapped[list[Any] | None] = mapped_column(JSONB(none_as_null=True))
     tier: Mapped[str] = mapped_column(server_default="standard")

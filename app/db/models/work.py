@@ -428,7 +428,8 @@ class Checkpoint(Base):
     took_us: Mapped[int] = mapped_column(BigInteger)
     host: Mapped[str] = mapped_column(server_default="")
     key: Mapped[str] = mapped_column(server_default="")
-    # of an image with a command's processes: the epoch of its dump, and the lines printed before
+    # for an image with a command's processes: the epoch of its dump, and the lines printed before
+    # it
     printed_epoch: Mapped[int | None]
     printed_lines: Mapped[int | None]
     created_at: Mapped[datetime] = now_column()

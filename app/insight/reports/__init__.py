@@ -1,11 +1,11 @@
-"""The numbers that the API and the pages show: rows become frozen values here, and only here.
+"""Provides the numbers that the API and the pages show: only here rows become frozen values.
 
-So a number on a page equals the number in the API.  Nothing here writes or decides.  A `tenant` of
-None asks for all tenants (a platform administrator).  With a tenant's id, two facts about other
+So a number on a page equals the number in the API. Nothing here writes or decides. A `tenant` of
+None asks for all tenants (a platform administrator). With a tenant's id, only two facts about other
 tenants are given: that a device is in use, and how much the others hold in all.
 
-Rules F1, F2 and F10 are read from here; the arithmetic is in `core.fairness.fair_tree` and
-`core.fairness.water_filling`.
+The figures of rules F1, F2 and F10 come from here; the arithmetic is in `core.fairness.fair_tree`
+and `core.fairness.water_filling`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from app.db.models import Device, Environment, Request, Tenant, User
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltOn:
-    """A host that has an environment; `took_us` is how long it was built there."""
+    """Names a host that has an environment; `took_us` is how long it took to build there."""
 
     host: str
     size_bytes: int
@@ -25,7 +25,7 @@ class BuiltOn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstallingOn:
-    """A host that is to have an environment; `state` is one of
+    """Names a host that must build an environment; `state` is one of
     `core.model.device_choice.BUILD_STATES`.
     """
 

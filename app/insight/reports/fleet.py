@@ -77,16 +77,14 @@ def running(session: Session, tenant: str | None) -> list[Running]:
 
 
 def steps_to_make(task: Task) -> int | None:
-    """Return the number of steps that the task is to make, if its parameter `steps` says so."""
+    """Return the number of steps that the task will make, if its parameter `steps` tells it."""
     steps = task.descriptor.get("params", {}).get("steps")
     return steps if type(steps) is int and steps >= max(task.step, 1) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """The newest values of each metric of a task, oldest first, and its number of steps per
-    second.
-    """
+    """Holds the newest values of each metric of a task, oldest first, and its steps per second."""
 
     rate: float | None
     metrics: dict[str, tuple[float, ...]]
@@ -113,7 +111,7 @@ def _pace(rows: Sequence[Any]) -> Pace:
 
 
 def _finite(value: float) -> float:
-    """Convert a tenant's number, which may be an int too large for a float: then infinity."""
+    """Convert a number of a tenant to a float; an int that is too large becomes infinity."""
     try:
         return float(value)
     except OverflowError:
@@ -230,7 +228,10 @@ def _device_view(
     names: Mapping[str, str],
     tasks: Mapping[str, Running],
 ) -> DeviceView:
-    """Build the view of a device; if tasks share it, the asking tenant's own task is shown."""
+    """Build the view of a device.
+
+    If tasks share it, the asking tenant's own task is shown, if there is one.
+    """
     sits = [each for each in placements if not each.leaving]
     mine = [each for each in sits if each.tenant_id == tenant]
     shared = mine if len(sits) > 1 and len(sits) == len(placements) else []

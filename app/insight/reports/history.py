@@ -82,9 +82,9 @@ def events(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Against:
-    """The other task of a decision: it pays for the move, or the move is made for it.
+    """Describes the other task of a decision: it pays for the move, or the move is made for it.
 
-    If the task is another tenant's, nothing else about it is given.
+    If that task is another tenant's, nothing else about it is given.
     """
 
     tenant: str

@@ -84,9 +84,9 @@ def _in_queue(
     after: str | None,
     limit: int,
 ) -> list[str]:
-    """Return the ids of a page, queried by tenant, or by island for all tenants, as an index has
-    them.
+    """Return the ids of a page.
 
+    They are queried by tenant, or by island for all tenants, because there are indexes for both.
     Each of those queries returns at most a page, so the cost does not grow with the length of a
     queue.
     """

@@ -1,4 +1,4 @@
-"""Shares of tenants: what is theirs by weight, what they hold, and which of them run first."""
+"""Reports shares of tenants: their part by weight, what they hold, and which of them go first."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from app.db.models import Account, Device, Host, LedgerBase, Lift, Placement, Ta
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindShare:
-    """The share of one tenant, with those below it, in one kind of device.
+    """Describes the share of one tenant, with those below it, in one kind of device.
 
-    `devices` is the number of devices that are up and take work.  `by_weight` is the tenant's part
-    of them if every tenant had work.  `fair` is its part now, among the tenants that have work, by
-    guarantee, limit and weight.  `held` is the number under its tasks; `borrowed` of them exceed
-    its guarantee.  `by_memory` of them are charged by the memory that is reserved on them, their
-    dominant resource.  `waiting` counts the tasks that could start at once.
+    `devices` is the number of devices that are up and take work. `by_weight` is the tenant's part
+    of them if every tenant had work. `fair` is its part now, among the tenants that have work, by
+    guarantee, limit and weight. `held` is the number that its tasks hold; `borrowed` of them exceed
+    its guarantee. `by_memory` of them are charged by the memory that is reserved on them, their
+    dominant resource. `waiting` counts the tasks that could start at once.
 
-    `idle_us` is the tenant's idle credit: usage of that kind that it is taken to have had while it
-    was away, decayed to now.  It adds to `usage_us` when the order of tenants is decided, and is
-    never charged.
+    `idle_us` is the tenant's idle credit: usage of that kind that it is assumed to have had while
+    it had no work, decayed to now. It adds to `usage_us` when the order of tenants is decided, and
+    is never charged.
     """
 
     kind: str
@@ -164,7 +164,7 @@ def _tenant_share(
 
 
 def _limit(row: Any, kind: str) -> int | None:
-    """The limit for one kind; a limit on all kinds together bounds each of them."""
+    """Return the limit for one kind; a limit on all kinds together applies to each of them, too."""
     limits = [row.limit[each] for each in (kind, tenant_tree.ALL) if each in row.limit]
     return min(limits, default=None)
 
@@ -201,8 +201,9 @@ class _Tree:
             ahead += self.children[id]
 
     def path(self, id: str) -> tuple[str, ...]:
-        """The tenant's ids from the top down; the root owns no share and stands beside its
-        children.
+        """Return the tenant's ids from the top down.
+
+        The root is not on the path of other tenants, as it owns no share.
         """
         above = self.rows[id].parent_id
         if above is None or above in self.roots:
@@ -233,7 +234,7 @@ class _Tree:
 
 
 class _TenantWork:
-    """The tenants that have work, counted; the journal keeps the counts of waiting tasks (`lines`).
+    """Counts the work of tenants; the journal keeps the counts of waiting tasks (`lines`).
 
     `wanted` is (tenant, kind) -> user -> (weight, devices that the user's tasks hold or wait for).
     """
@@ -321,7 +322,7 @@ def within(shares: Sequence[TenantShare], tenant: str) -> list[TenantShare]:
 
 
 def others(shares: Iterable[TenantShare], tenant: str) -> TenantShare:
-    """Sum up all other tenants as one without a name: all that a tenant may know about them."""
+    """Sum up all other tenants as one without a name; a tenant may know no more about them."""
     shares = list(shares)
     mine = [share for share in shares if share.id == tenant and share.depth]
     rest = [share for share in shares if not share.depth and share.id != tenant]
@@ -393,7 +394,9 @@ def select_holders() -> Select[Placement]:
 
 
 def _accounts(session: Session) -> dict[str, tuple[int, int]]:
-    """Return by tenant (decayed sum, all it was ever charged in microseconds), of its own users."""
+    """Return, by tenant, the decayed usage of its own users, and all that they were ever charged,
+    in microseconds.
+    """
     query = select(Account.tenant_id, func.sum(Account.faded), func.sum(Account.total_us)).group_by(
         Account.tenant_id
     )
@@ -421,9 +424,9 @@ def _usage_now_us(faded: int, base: LedgerBase | None, now: datetime) -> int:
 
 
 def verdict(share: TenantShare, shares: Sequence[TenantShare]) -> str:
-    """Say in short sentences what the tenant uses, what is queued and which tenants run first.
+    """Say in short sentences what the tenant uses, what is queued and which tenants go first.
 
-    `shares` are those of all tenants.  The scheduler compares usage over weight, not what is held,
+    `shares` are those of all tenants. The scheduler compares usage over weight, not what is held,
     so a tenant that holds little may still come after others.
     """
     devices = sum(kind.devices for kind in share.kinds)
@@ -468,7 +471,7 @@ def _so(share: TenantShare, shares: Sequence[TenantShare]) -> str:
 def _rivals(
     share: TenantShare, shares: Sequence[TenantShare]
 ) -> Iterator[tuple[float, TenantShare]]:
-    """Yield the competing tenants, each with the score that it is compared with.
+    """Yield the competing tenants, each with the score of this side with which it is compared.
 
     On each level that is the score of the tenant itself or of its ancestor there.
     """
@@ -482,8 +485,8 @@ def _rivals(
 
 
 def _first_sentence(kind: KindShare, rest: Sequence[tuple[float, TenantShare]]) -> str:
-    """Apply rules F3 and F6 to one kind that the tenant waits for, by what the ledger has
-    booked.
+    """Return a sentence on one kind for which the tenant waits, by rules F3 and F6 and the booked
+    usage.
     """
     rivals = [(mine - other.score, _of_kind(other, kind.kind)) for mine, other in rest]
     waiting = [lead for lead, their in rivals if their.waiting]

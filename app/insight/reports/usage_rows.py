@@ -55,7 +55,7 @@ def usage(
     bucket = func.date_bin(
         timedelta(seconds=interval_s), Usage.bucket, datetime(1970, 1, 1, tzinfo=UTC)
     )
-    # First by id: names are joined to few rows then, however long the time is.
+    # First group by id: the names are then joined to few rows, however long the period is.
     ids = {"bucket": bucket, "tenant": Usage.tenant_id, "user": Usage.user_id, "kind": Usage.kind}
     keys: list[ColumnElement[Any]] = [ids[name].label(name) for name in GROUPS if name in group_by]
     sums = (

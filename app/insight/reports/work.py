@@ -331,7 +331,8 @@ class Said:
 
 def log_tail(session: Session, request: str, *, grep: str = "", limit: int = 200) -> list[Said]:
     """Return the last lines of all tasks of a request that contain `grep`, oldest first."""
-    # Without the limit for each task, Postgres may read the lines of all tasks from the newest on.
+    # Without a limit for each task, Postgres may read the lines of all tasks, beginning with the
+    # newest.
     of_task = select(LogLine).where(LogLine.task_id == Task.id)
     if grep:
         of_task = of_task.where(func.strpos(LogLine.text, grep) > 0)
