@@ -142,7 +142,9 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 def _end_with_parent() -> None:
-    """End this process when the one that started it as a worker (`uvicorn --workers`) has died."""
+    """End this process when its parent has died, which started it as a worker (`uvicorn
+    --workers`).
+    """
     parent = multiprocessing.parent_process()
     if parent is not None:
 
@@ -164,9 +166,10 @@ def _warm() -> None:
 
 
 async def _write_uses(stopping: asyncio.Event) -> None:
-    """Write now and then when keys were used, and once more at the end.
+    """Record, now and then and once more at the end, when keys were used.
 
-    It is not cancelled: its thread would go on, with a connection of a pool that is disposed of.
+    The task is not cancelled: its thread would continue, with a connection from a pool that is
+    closed already.
     """
     while not stopping.is_set():
         with suppress(TimeoutError):
@@ -182,7 +185,9 @@ def _write_uses_once() -> None:
 
 
 class _streams_ended_by_signals:
-    """Ends open streams at a signal, because uvicorn waits for them before it ends the lifespan."""
+    """Ends open streams when a signal arrives, because uvicorn waits for them before it ends the
+    lifespan.
+    """
 
     def __enter__(self) -> None:
         self._before: dict[int, Any] = {}

@@ -57,8 +57,9 @@ def release_request(session: Session, request: Request, *, by: str, as_admin: bo
 
 
 def delete_request(session: Session, request: Request, *, by: str) -> None:
-    """Ask to delete an ended request; control does it.  Raises Conflict if tasks go on, or if it is
-    to be kept.
+    """Request that an ended request be deleted; control does it.
+
+    Raises Conflict if some of its tasks have not ended, or if it is to be kept.
     """
     session.refresh(request, with_for_update={"key_share": True})
     live = select(Task.state).where(Task.request_id == request.id, Task.state.not_in(ENDED))
@@ -86,8 +87,10 @@ def change_request(
     keep: bool | None = None,
     by: str,
 ) -> None:
-    """Change priority or labels, or whether the request is kept.  Raises Conflict if the priority
-    of an ended request is to change, or if a request that is being deleted is to be kept.
+    """Change priority or labels, or whether the request is kept.
+
+    Raises Conflict if the priority of an ended request would change, or if a request that is being
+    deleted would be kept.
     """
     if keep is not None and keep != request.keep:
         _keep(session, request, keep, by)
@@ -115,7 +118,9 @@ def _keep(session: Session, request: Request, keep: bool, by: str) -> None:
 
 
 def cancel_task(session: Session, task: Task, *, by: str) -> None:
-    """Ask to cancel the task.  Raises Conflict for a ticket, which ends with its gang."""
+    """Request that the task be cancelled. Raises Conflict for a ticket, which ends with its
+    gang.
+    """
     if gang_tickets.is_ticket(task):
         raise Conflict(
             f"the task holds devices for the task {task.gang_id}, and ends with it: cancel "
@@ -139,13 +144,16 @@ def resume_task(session: Session, task: Task, *, by: str, as_admin: bool) -> Non
 
 
 def wake_task(session: Session, task: Task, *, by: str) -> None:
-    """Queue a session again that gave its device back; nothing changes if it did not."""
+    """Queue a session again that gave its device back.
+
+    Nothing changes if it has not given it back.
+    """
     if _one(session, task, _wish_wake):
         _tell(session, task, task, "task.woken", f"It comes back: {by} types.")
 
 
 def save_task(session: Session, task: Task, *, by: str) -> None:
-    """Ask for a checkpoint.  Raises Conflict unless the task is on a device."""
+    """Request a checkpoint. Raises Conflict unless the task is on a device."""
     _check_live(task)
     if task.state not in ON_A_DEVICE:
         raise Conflict(f"the task is {task.state}; only a task on a device has new state to save")
@@ -158,8 +166,8 @@ def save_task(session: Session, task: Task, *, by: str) -> None:
 
 
 def move_task(session: Session, task: Task, to: str, *, by: str) -> None:
-    """Ask for a move to the device `to`, or to ANYWHERE else.  Raises Conflict if the task cannot
-    be moved.
+    """Request a move to the device `to`, or to ANYWHERE else. Raises Conflict if the task cannot be
+    moved.
     """
     _check_live(task)
     if task.state not in ON_A_DEVICE or task.state == State.stopping:
@@ -200,8 +208,8 @@ def resize_task(session: Session, task: Task, most: int, *, by: str) -> None:
 
 
 def empty_devices(session: Session, devices: Iterable[str], *, by: str) -> None:
-    """Ask to move the tasks on these devices elsewhere.  The island pauses tasks that cannot be
-    moved.
+    """Request that the tasks on these devices move elsewhere. The island pauses tasks that cannot
+    be moved.
     """
     on_them = Task.seat.in_(list(devices)) & Task.state.in_([State.starting, State.running])
     alone = (Task.devices_min == 1, Task.gang_id.is_(None))
@@ -228,7 +236,7 @@ def leave_devices(session: Session, devices: Iterable[str], *, by: str) -> None:
 
 
 def _drained(session: Session, task: Task) -> bool:
-    """True if the task's last move was asked for because its device is drained."""
+    """True if the task's last move was requested because its device is drained."""
     asked = select(RequestEvent.data).where(
         RequestEvent.request_id == task.request_id,
         RequestEvent.task_id == task.id,
@@ -261,7 +269,10 @@ Wish = Callable[[Task], bool]
 
 
 def _each(session: Session, request: Request, wish: Wish) -> bool:
-    """Apply the action to all tasks that have not ended, locked by id, as the island locks them."""
+    """Apply the action to all tasks that have not ended.
+
+    They are locked in the order of their ids, as the island locks them.
+    """
     query = select(Task).where(Task.request_id == request.id, Task.state.not_in(ENDED))
     locked = query.order_by(Task.id).with_for_update()
     fresh = locked.execution_options(populate_existing=True)

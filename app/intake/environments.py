@@ -1,10 +1,10 @@
-"""Environments of requests: checked when they are submitted, locked by control.
+"""Handles the environments of requests: checks them when they are submitted; control locks them.
 
-The file that a request names was kept when its bundle was uploaded.  Faults of the file are faults
-of the request.  If the tenant has a lock of the same file, the tasks get it at once; else they
+The file that a request names was kept when its bundle was uploaded. Faults of the file are faults
+of the request. If the tenant has a lock of the same file, the tasks get it at once. Otherwise they
 wait, `blocked` and without an island, until control has one (`workers.control.package_locker`).
 
-The same file keeps its lock, so that the same request runs with the same packages tomorrow.  It is
+The same file keeps its lock, so that the same request runs with the same packages tomorrow. It is
 locked again if that failed before, if the platform has other versions now, or if a user asks for a
 refresh.
 """
@@ -47,7 +47,8 @@ IS_PENDING: ColumnElement[bool] = Task.descriptor["environment"]["lock"].astext 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WantedEnvironment:
-    """The environment of a request; `alone` if it may bring its own torch and interpreter.
+    """Describes the environment of a request; `alone` if it may bring its own torch and
+    interpreter.
 
     Only commands of one rank can: several ranks share the platform's torch.
     """
@@ -70,7 +71,7 @@ class WantedEnvironment:
 def wanted(
     session: Session, tenant_id: str, descriptor: Descriptor
 ) -> tuple[WantedEnvironment | None, list[Fault]]:
-    """Return the environment of a request, if it has one that is sound, and the faults of it."""
+    """Return the environment of a request, None if it has none or a faulty one; and the faults."""
     if (file := descriptor.environment) is None or descriptor.bundle is None:
         return None, []
     tasks = descriptor.tasks
@@ -188,9 +189,9 @@ class ClaimedEnvironment:
 
 
 def claim(session: Session, *, for_s: float) -> ClaimedEnvironment | None:
-    """Claim the next environment to lock, of the tenant that was served longest ago.
+    """Claim the next environment to lock.
 
-    Of each tenant one is locked at a time.
+    It is one of the tenant that was served longest ago, and never a second one of the same tenant.
     """
     session.execute(select(func.pg_advisory_xact_lock(LOCKING)))
     row = session.execute(_CLAIM, {"for_s": for_s}).one_or_none()
@@ -275,7 +276,7 @@ def cancel_waiting(session: Session) -> None:
 
 
 def _waiting(session: Session, which: ColumnElement[bool], id: str | None = None) -> Sequence[str]:
-    """Return the tasks that wait for the lock of this environment, or of any."""
+    """Return the tasks that wait for the lock of this environment or, without `id`, of any."""
     query = select(Task.id).where(Task.island.is_(None), Task.state.not_in(ENDED), IS_PENDING)
     if id is not None:
         query = query.join(Request, Request.id == Task.request_id)
@@ -284,7 +285,9 @@ def _waiting(session: Session, which: ColumnElement[bool], id: str | None = None
 
 
 def refresh(session: Session, installed: Mapping[str, str]) -> None:
-    """Mark locks that lie over other versions of the platform's packages than the present ones."""
+    """Mark as stale the locks that were made for other versions of the platform's packages than it
+    has now.
+    """
     is_over = Environment.platform != {}
     old = update(Environment).where(
         Environment.state == "locked", is_over, Environment.platform != dict(installed)

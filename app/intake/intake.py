@@ -1,12 +1,12 @@
-"""Accept requests: check each as a whole, then write its rows in the caller's transaction.
+"""Accepts requests: checks each as a whole, then writes its rows in the caller's transaction.
 
-What is accepted is durable when the API answers.  An `Idempotency-Key` is a row of the same
-transaction.  So a second call with the same key waits for the first one and gets its answer.  Every
+What is accepted is durable when the API answers. An `Idempotency-Key` is a row of the same
+transaction. So a second call with the same key waits for the first one and gets its answer. Every
 task starts `blocked` and without an island; control assigns it, and the island does the rest.
 
-A request beyond its tenant's share is queued, not refused.  Refused are: a tier that the tenant may
-not ask for; tasks beyond a bound on the number of waiting tasks; a publication beyond a bound on
-the bytes of datablocks.  An administrator sets those bounds.
+A request that exceeds its tenant's share is queued, not refused. Refused are: a tier that the
+tenant may not ask for; tasks above a limit on the number of waiting tasks; a publication above a
+limit on the bytes of datablocks. An administrator sets those limits.
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class Once:
-    """A call that is to take effect once; a call without a key takes effect each time."""
+    """Describes a call that must take effect only once. A call without a key takes effect each
+    time.
+    """
 
     key: str | None
     route: str
@@ -107,7 +109,7 @@ class RequestFacts:
     preset_types: Sequence[str]
 
 
-# Grouped as texts: grouping by JSON takes four times as long for ten thousand devices.
+# Grouped as texts, because grouping by JSON takes four times as long for ten thousand devices.
 _AS_TEXTS = ", ".join(f"cast(facts -> '{name}' as text) as {name}" for name in TRAITS)
 _AS_JSON = ", ".join(f"'{name}', cast({name} as json)" for name in TRAITS)
 
@@ -264,8 +266,8 @@ def _notes(descriptor: Descriptor, preset_types: Sequence[str]) -> list[str]:
 
 
 def _best_tier(path: Sequence[tenant_tree.OnPath]) -> str:
-    """Return the best tier that a tenant may ask for: the lowest of its own and of those
-    above it.
+    """Return the best tier that a tenant may ask for: the lowest of its own tier and those of the
+    tenants above.
     """
     return max((tenant.tier for tenant in path), key=TIERS.index)
 
@@ -360,7 +362,9 @@ def _entry_fault(n: int, task: TaskDescriptor, entry_points: Mapping[str, str]) 
 
 
 def _params_faults(descriptor: Descriptor, signatures: Mapping[str, JSON]) -> Iterator[Fault]:
-    """Yield faults for parameters that the class of a new job does not take, or lacks."""
+    """Yield faults for parameters that the class of a new job does not take, or that are
+    missing.
+    """
     for n, task in enumerate(descriptor.tasks):
         found = signatures.get(task.run.entry)
         if found is None or task.run.kind != "job" or task.from_checkpoint is not None:
@@ -372,8 +376,8 @@ def _params_faults(descriptor: Descriptor, signatures: Mapping[str, JSON]) -> It
 
 
 def _listed(entry_points: Mapping[str, str], wanted: str, named: str = "") -> str:
-    """List the names; of more than ten, the ten closest to `named` and the number of
-    further ones.
+    """Return the names as a text; of more than ten, the ten most similar to `named` and the number
+    of the others.
     """
     there = sorted(name for name, sort in entry_points.items() if sort == wanted)
     if not there:
@@ -432,9 +436,7 @@ def _continued(
 def _fork_faults(
     pointer: str, task: TaskDescriptor, before: TaskDescriptor, lent: Mapping[str, Source]
 ) -> Iterator[Fault]:
-    """Return faults for settings that differ from those with which the checkpoint's objects were
-    made.
-    """
+    """Return faults for settings that differ from those of the task that made the checkpoint."""
     if task.run.kind == "job" and task.run.entry != before.run.entry:
         told = f"must be {before.run.entry}, the job of the checkpoint"
         yield Fault(f"{pointer}/run/job", told, "another-job")
@@ -459,10 +461,10 @@ def _fork_faults(
 def _taken(
     session: Session, owner: Owner, descriptor: Descriptor
 ) -> tuple[Descriptor, dict[Source, Datablock], list[Fault]]:
-    """Resolve the versions of datablocks.  Returns the descriptor, those versions, and faults for
-    unknown ones.
+    """Find the versions of datablocks that the inputs mean.
 
-    The versions cannot be deleted before it is recorded that they are needed.
+    Returns the descriptor with these versions, the versions, and faults for unknown ones. The
+    versions cannot be deleted before it is recorded that they are needed.
     """
     wanted = {
         source
@@ -546,9 +548,9 @@ def accept(session: Session, owner: Owner, body: JSON, facts: RequestFacts) -> A
     return Accepted(owner, request, tasks, needs, found)
 
 
-# Writes all rows of a request in one statement.  They are passed as JSON, so that the number of
-# rows does not change the statement.  Whatever scheduling filters on is read out of the descriptors
-# here, and here only.
+# Writes all rows of a request in one statement. They are passed as JSON, so that the number of rows
+# does not change the statement. Only here are the values by which scheduling filters read out of
+# the descriptors.
 _WRITE = text(
     """
     with request as (
@@ -592,7 +594,10 @@ _WRITE = text(
 
 
 def write(session: Session, accepted: Accepted, once: Once, answer: IntakeResponse) -> None:
-    """Write what was accepted, and the answer to the call; control is nudged after the commit."""
+    """Write what was accepted, and the answer to the call.
+
+    Control is nudged after the commit.
+    """
     owner, request, found = accepted.owner, accepted.request, accepted.found
     graphs.keep(session, owner.tenant_id, found.graphs.values())
     if found.descriptor.notify is not None:
@@ -661,10 +666,10 @@ def _row(task: NewTask, environment: TaskEnvironment | None) -> JSON:
 
 
 def _check_room(session: Session, path: Sequence[tenant_tree.OnPath], wanted: int) -> None:
-    """Raise QueueFull if `wanted` more tasks exceed the bound of the tenant or of one above it.
+    """Raise QueueFull if `wanted` more tasks exceed the limit of the tenant or of one above it.
 
-    Bounded tenants are locked until the commit, always in the order of their ids.  So of two
-    requests for the last place, the second counts the first.  Without a bound there is no lock.
+    Tenants with a limit are locked until the commit, always in the order of their ids. So of two
+    requests for the last place, the second counts the first. Without a limit there is no lock.
     """
     bounded = [tenant.id for tenant in path if tenant.max_queued is not None]
     if not bounded:
@@ -713,7 +718,8 @@ def _request(owner: Owner, descriptor: Descriptor, body: JSON, now: datetime) ->
 
 
 def _copied(begun: Checkpoint, task_id: str) -> Checkpoint:
-    """The new task's own first checkpoint: its bytes stay, whatever becomes of the other task.
+    """Return the new task's own first checkpoint: a copy of the row, so that the bytes stay,
+    whatever happens to the other task.
 
     All that the new task prints comes after it.
     """

@@ -1,14 +1,15 @@
-"""Assign the tasks of requests to islands: the first of the two schedulers.
+"""Assigns the tasks of requests to islands: the first of the two schedulers.
 
-The tasks of a request and the data between them form a graph.  Each island has a capacity for each
+The tasks of a request and the data between them form a graph. Each island has a capacity for each
 kind of device, which depends on the devices, the queued work and the tenant's fair share
-(`core.placement.capacity`).  `core.placement.islands` decides which task goes to which island.  All
-go to one island if that is as quick; several are used if kinds of devices or time require it.  A
-request of one task is a graph with one node.  Outputs that a task on another island needs travel
-through the store, as between two hosts of an island.  Each island's own scheduler does the rest.
+(`core.placement.capacity`). `core.placement.islands` decides which task goes to which island. All
+go to one island if that is as quick; several are used if kinds of devices or time require it. A
+request of one task is a graph with one node. Outputs that a task on another island needs travel
+through the store, as between two hosts of an island. Each island's own scheduler does the rest.
 
-An island is *dark* if it has no leader and no device of it is heard.  After it was dark for long
-enough, control declares it lost: its tasks that have not ended are assigned anew (`take_over`).
+An island is *dark* if it has no leader and none of its devices sends heartbeats. After it was dark
+for long enough, control declares it lost: its tasks that have not ended are assigned again
+(`take_over`).
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ USUAL_BYTES = 1 << 20  # assumed size of an output that was never made
 # partitions are put on several islands if the request then takes at most this times as long
 SEPARATE = 1.02
 APART_NS = 10**8  # the plan treats blocks given within this time as given together
-STAYS_BYTES = 1 << 50  # a block this large keeps the nodes of one task on one island
+STAYS_BYTES = 1 << 50  # so large that the planner never separates the nodes of one task
 MAX_PERMUTED = 4  # for up to so many islands all permutations of partitions are tried
 PAGE = 100  # most requests of a lost island that one transaction takes over
 NEW_PAGE = 500  # most requests that one transaction assigns
@@ -62,10 +63,11 @@ NEW_PAGE = 500  # most requests that one transaction assigns
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestWork:
-    """A request: its tasks, what each of them needs, and how long each is expected to take.
+    """Describes a request: its tasks, what each of them needs, and how long each is expected to
+    take.
 
     `parted` has the gangs that are too wide for any one island, with their number of slots on each
-    island.  The last island by name is the gang's home.
+    island. The last island by name is the gang's home.
     """
 
     tasks: Sequence[AnyRow]
@@ -84,9 +86,10 @@ class RequestWork:
 
 
 def assign_new(session: Session, *, after: str = "") -> tuple[set[str], str | None]:
-    """Give unassigned tasks an island, some requests at a time, from behind `after`.
+    """Assign tasks without an island, some requests at a time, starting behind the request `after`.
 
-    Returns the islands that got something, and the request behind which to go on; None at the end.
+    Returns the islands that got something, and the request behind which to continue; None at the
+    end.
     """
     query = select(Task.request_id).where(*_is_unassigned(), Task.request_id > after)
     ids = session.scalars(query.distinct().order_by(Task.request_id).limit(NEW_PAGE)).all()
@@ -118,7 +121,9 @@ NOWHERE = "No set of islands has all devices of the request yet."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AssignedIsland:
-    """The island of a task, and why; `crossing_bytes` as expected when that was decided."""
+    """Names the island of a task, and why; `crossing_bytes` is what was expected when that was
+    decided.
+    """
 
     task: str
     island: str | None
@@ -140,12 +145,12 @@ def places(session: Session, request_id: str) -> list[AssignedIsland]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crossing:
-    """A task's output that is used on another island; one entry for each such island.
+    """Describes a task's output that is used on another island; one entry for each such island.
 
-    `planned_bytes` is None unless the output is of a cut graph.  `moved_bytes` is the size without
-    the header of its file, `head_bytes` the size of that header; both are None until the output was
-    used on the island.  `ways` are the ways by which it came: "host" (from host to host), "store",
-    or neither, if it was there already.
+    `planned_bytes` is None unless the output belongs to a cut graph. `moved_bytes` is the size
+    without the header of its file, `head_bytes` the size of that header; both are None until the
+    output was used on the island. `ways` are the ways by which it came: "host" (from host to host),
+    "store", or neither, if it was there already.
     """
 
     block: str
@@ -158,14 +163,15 @@ class Crossing:
 
 
 def crossings(session: Session, request_id: str) -> list[Crossing]:
-    """Return the crossings in the order of the tasks that use them; of several on an island, the
-    first.
+    """Return the crossings in the order of the tasks that use them.
+
+    If several tasks of an island use an output, the first counts.
     """
     maker, taker = aliased(Task), aliased(Task)
     part = maker.descriptor["run"]["part"]
     came = Placement.ways[Need.port].astext
     begun_with = taker.first_started_at.is_not(None) & ~Need.late
-    # An array and not only a join, so that the needs of no other request are read.
+    # An array in addition to a join, so that the needs of no other request are read.
     takers = select(Task.id).where(Task.request_id == request_id)
     query = (
         select(maker.name, Need.output, maker.island, taker.island, maker.outputs, part)
@@ -240,7 +246,7 @@ def take_over(session: Session, lost: str, *, after: str = "") -> tuple[set[str]
     for work in _works(session, rows, scene.learned):
         found = scene.decided(work, lost=lost)
         if found is None:
-            continue  # no other island has such devices, so the task waits for the lost one
+            continue  # no other island has such devices, so the task waits for the lost island
         scene.add(work, found)
         anew = {id: (to, _anew(lost, to, why)) for id, (to, why) in found.items()}
         journal.hand_over(
@@ -254,9 +260,9 @@ def take_over(session: Session, lost: str, *, after: str = "") -> tuple[set[str]
 
 
 def _release_gangs(session: Session, lost: str) -> set[str]:
-    """Take the slots on the lost island from members of gangs that span islands.
+    """Release the slots on the lost island that members of gangs over several islands held.
 
-    The members stay there, since no other island has room for the whole gang.  Slots that are kept
+    The members stay there, since no other island has room for the whole gang. Slots that are kept
     for them on other islands are released.
     """
     members = (Task.island == lost, Task.gang_id.is_not(None), Task.state.not_in(ENDED))
@@ -283,9 +289,9 @@ Seats = dict[str, tuple[str, JSON]]  # task -> its island, and why
 
 @dataclass(slots=True)
 class AssignmentScene:
-    """The islands as they are, including what was assigned in this transaction.
+    """Holds the islands as they are, including what was assigned in this transaction.
 
-    `up` has the devices that can take work now, of islands with a leader.  `all` has every device
+    `up` has the devices that can take work now, of islands with a leader. `all` has every device
     that ever joined, and `offers` the same devices by (island, kind).
     """
 
@@ -334,7 +340,7 @@ class AssignmentScene:
     def decided(self, work: RequestWork, *, lost: str = "") -> Seats | None:
         """Return the island of each new task, or of each task on the `lost` island.
 
-        None if no island can run one of them.
+        Returns None if no island can run one of them.
         """
         for stocks in (self.up, self.all):
             try:
@@ -405,8 +411,8 @@ class AssignmentScene:
         return stock.room(tenant, work_ns, self.tenants)
 
     def _able(self, task: AnyRow, stocks: Mapping[str, Mapping[str, Stock]]) -> tuple[str, ...]:
-        """The islands with enough devices that are large enough, on one host if the task needs
-        that.
+        """Return the islands that have enough devices of sufficient size, on one host if the task
+        needs that.
         """
         traits = (task.device_choice, task.across_hosts, task.memory_bytes, task.devices_min)
         need = (stocks is self.up, task.kind, *traits)
@@ -428,7 +434,7 @@ class AssignmentScene:
     def _parted(
         self, work: RequestWork, stocks: Mapping[str, Mapping[str, Stock]]
     ) -> dict[str, dict[str, int]]:
-        """Divide the gangs that are allowed to span islands and too wide for any one.
+        """Divide the gangs that may use several islands and are too wide for any single one.
 
         Too wide means: wider than any island even with all its devices up.
         """
@@ -513,12 +519,12 @@ def _graph(
 
 
 def _stays(task: AnyRow) -> bool:
-    """True if the task keeps its island in any case: it has ended, or its gang spans islands."""
+    """True if the task cannot change its island: it has ended, or its gang uses several islands."""
     return task.state in ENDED or task.gang_id is not None
 
 
 def _in_turn(whole: PlannedNode, spells: Sequence[_Spell]) -> Iterator[PlannedNode]:
-    """Yield a task as a sequence of nodes, each of which needs a block that the one before it
+    """Yield a task as a chain of nodes, each of which needs a block that the previous node
     holds.
     """
     taken = whole
@@ -566,11 +572,11 @@ def _spells(task: AnyRow, time_ns: int, blocks: Collection[str]) -> Iterator[_Sp
 def _together(
     work: RequestWork, graph: PlannedGraph, islands: Sequence[str]
 ) -> Iterator[PlannedGraph]:
-    """Yield the graph with each partition of its graph tasks on an island of its own, in every
-    way.
+    """Yield the graph in every way in which each partition of its graph tasks has an island of its
+    own.
 
-    Graphs were cut so that this is as quick as possible.  Partitions on one island save bytes,
-    which `apportion` weighs against the total time; from block to block, the delays add up.
+    Graphs were cut so that this is as quick as possible. Partitions on one island save bytes, which
+    `apportion` weighs against the total time; the delays from block to block add up.
     """
     parts = {task.id: _number(task) for task in work.tasks if task.part is not None}
     count = max(parts.values(), default=0) + 1
@@ -595,7 +601,9 @@ def _number(task: AnyRow) -> int:
 
 
 def _bytes(task: AnyRow, output: str) -> int:
-    """The size of an output as it was made, else as it was declared, else the usual size."""
+    """Return the size of an output: as it was made, or as it was declared, or else the usual
+    size.
+    """
     if output in task.outputs:
         return int(task.outputs[output]["size_bytes"])
     declared = task.part["bytes"] if task.part is not None else {}
@@ -687,15 +695,17 @@ def _tasks() -> AnySelect:
 
 
 def _is_unassigned() -> tuple[ColumnElement[bool], ...]:
-    """Conditions: no island has the task yet, and its environment, if it has one, is locked."""
+    """Return the conditions that no island has the task yet, and that its environment, if any, is
+    locked.
+    """
     is_pending = func.coalesce(environments.IS_PENDING, False)
     return Task.island.is_(None), Task.state.not_in(ENDED), ~is_pending
 
 
 def _unassigned(requests: Sequence[str]) -> AnySelect:
-    """Select and lock the requests' tasks without an island, in the order of their ids.
+    """Select and lock the tasks of these requests that have no island, in the order of their ids.
 
-    Users' actions lock in the same order, so there is no deadlock.  No row is skipped: all tasks of
+    Users' actions lock in the same order, so there is no deadlock. No row is skipped: all tasks of
     a request are assigned at once.
     """
     mine = _tasks().where(*_is_unassigned(), Task.request_id.in_(requests))
@@ -761,7 +771,7 @@ _ASSIGN = text(
 
 
 def _hosts(without: str) -> AnySelect:
-    """Select, without one island, how many hosts have the same devices of a kind, and which.
+    """Select the hosts of all islands except `without`, grouped by equal devices of a kind.
 
     Each of `groups` has a number of devices of such a host, how many of them can take work now,
     their memory and their traits.

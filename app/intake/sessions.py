@@ -1,4 +1,6 @@
-"""End sessions into which nobody has typed for as long as their tenant allows, after a warning."""
+"""Ends sessions into which their users have not typed for as long as the tenant allows, after a
+warning.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ def _last_input(session: Session, task: Task) -> datetime:
 
 
 def _end_s(session: Session, task: Task) -> float | None:
-    """Return what the task's tenant says, or the nearest tenant above that says anything."""
+    """Return the limit that the task's tenant sets, or the nearest tenant above that sets one."""
     tenant = session.get_one(Tenant, task.tenant_id)
     while tenant.session_end_s is None and tenant.parent_id is not None:
         tenant = session.get_one(Tenant, tenant.parent_id)

@@ -1,8 +1,9 @@
-"""Tunnels as rows: tickets, who may, where their tasks are, and when they end.
+"""Keeps tunnels as rows: their tickets, who may open them, where their tasks are, and when they
+end.
 
-A call of the API makes a ticket (`new_tunnel`).  A WebSocket uses it (`take`), once and soon.  From
+A call of the API makes a ticket (`new_tunnel`). A WebSocket uses it (`take`), once and soon. From
 then on the API process that carries the tunnel looks at its task again and again (`look`), which
-also says that the tunnel still lives, and in the end writes down what it carried (`end`).  The
+also shows that the tunnel still exists. In the end it records what the tunnel carried (`end`). The
 audit log has the ticket, each refusal and the end.
 """
 
@@ -40,7 +41,7 @@ SEEN_EVERY_S = 15.0
 # time without being seen after which its API process counts as dead
 LOST_AFTER = text("interval '60 seconds'")
 
-#: The message for every ticket that opens nothing, whether it is unknown, used or too old.
+#: The message for every ticket that does not open a tunnel: unknown, used or too old.
 NO_TICKET = "the ticket is unknown, used or expired; ask for a new one"
 
 
@@ -48,8 +49,8 @@ NO_TICKET = "the ticket is unknown, used or expired; ask for a new one"
 class TunnelPlace:
     """Says where a tunnel's task is now, as far as its tunnel needs to know.
 
-    `links` and `secret` are how to reach its device worker; empty if it has none.  `over` is why
-    the tunnel must end, and `waits` what the task waits for; both may be empty.
+    `links` and `secret` are how to reach its device worker; empty if it has none. `over` is why the
+    tunnel must end, and `waits` what the task waits for; both may be empty.
     """
 
     request_id: str
@@ -192,7 +193,7 @@ def look(
     received: int,
     active_at: datetime,
 ) -> TunnelPlace:
-    """Note that the tunnel lives and what it carried so far; return where its task is."""
+    """Record that the tunnel exists and what it has carried so far; return where its task is."""
     known = update(Tunnel).where(Tunnel.id == tunnel.id)
     session.execute(
         known.values(
@@ -218,7 +219,7 @@ def look(
 
 
 def wake(session: Session, tunnel: TakenTunnel) -> None:
-    """Bring a session back that gave its device away, because its user types."""
+    """Queue a session again that gave its device back, because its user types."""
     task = session.get_one(Task, tunnel.task_id)
     actions.wake_task(session, task, by=tunnel.call.user)
 
@@ -260,9 +261,9 @@ def end(session: Session, tunnel: TakenTunnel, *, sent: int, received: int, why:
 
 
 def end_lost(session: Session) -> None:
-    """End the tunnels whose API process has died, and tickets that nobody used.
+    """End tunnels whose API process has died, and tickets that were never used.
 
-    A chore of control, which may run twice without harm.
+    This is a chore of control, which may run twice without harm.
     """
     unended = select(Tunnel).where(Tunnel.ended_at.is_(None)).with_for_update(skip_locked=True)
     lost = unended.where(Tunnel.opened_at.is_not(None), Tunnel.seen_at <= func.now() - LOST_AFTER)

@@ -47,7 +47,9 @@ _OF_KOMBU = "~_kombu.* ~unacked*"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
-    """A user of Redis: keys that it reads and writes, and queues that it only adds to."""
+    """Describes a user of Redis: keys that it reads and writes, and queues that it may only
+    add to.
+    """
 
     keys: str
     adds_to: tuple[str, ...] = ()
@@ -60,8 +62,8 @@ class Role:
         return f"{_OF_KOMBU} {self.keys} {adds} -@all {_TRANSPORT} {asks}"
 
 
-#: One user for each kind of process.  A device takes from queues of devices and only adds to queues
-#: of islands; only the API has access to the counters of calls.
+#: One user for each kind of process. A device takes from queues of devices and only adds to queues
+#: of islands; only the API may use the counters of calls.
 ROLES = {
     "api": Role(keys="~rate:*", adds_to=("control*", "island.*")),
     "control": Role(keys="~control*", adds_to=("island.*",)),
@@ -81,9 +83,10 @@ def make(folder: Path, hosts: Iterable[str]) -> None:
 
 
 def _share_key(folder: Path) -> None:
-    """Give the API and the islands one key for the secrets of tenants; keep the one that is there.
+    """Give the API and the islands the same key for the secrets of tenants; an existing key is
+    kept.
 
-    An administrator who puts a newer key into the API's file gives it to the islands in this way.
+    If an administrator puts a newer key into the API's file, this copies it to the islands.
     """
     files = [folder / role / "secrets.key" for role in ("api", "island")]
     Keyring.make(files[0])

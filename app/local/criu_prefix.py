@@ -23,7 +23,7 @@ PACKAGES = Path(__file__).with_name("criu_packages.txt")
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 _APT_HELPER = "/usr/lib/apt/apt-helper"
 _DOWNLOAD_S = 120.0
-#: What is taken from the packages: programs, and libraries wherever a package puts them.
+#: The files taken from the packages: programs, and libraries in whatever folder a package has them.
 _PROGRAM, _LIBRARIES = "usr/sbin/criu", ("lib*.so*", "ld-linux*.so*")
 
 
@@ -112,7 +112,7 @@ def _unpack(package: Path, files: Path) -> None:
 
 
 def _lay_out(files: Path, made: Path) -> None:
-    """Put the program below bin/ and all libraries, its loader too, into lib/."""
+    """Put the program into bin/, and all libraries, including its loader, into lib/."""
     (made / "bin").mkdir(parents=True)
     (made / "lib").mkdir()
     shutil.copy2(files / _PROGRAM, made / "bin" / "criu")

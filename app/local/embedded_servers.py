@@ -37,7 +37,7 @@ from app.local.process_supervisor import ProcessSupervisor, Spec, leashed
 from app.settings import settings
 
 MAJOR = "18"
-CONNECTIONS_OF_API = 26  # the pool of an API process, and what it listens and announces with
+CONNECTIONS_OF_API = 26  # the pool of an API process, and its connections to listen and to announce
 CONNECTIONS = 54  # of all other processes together
 DATABASE = "roundhouse"
 NOBODY = (65534, 65534)
@@ -57,7 +57,9 @@ _POSTGRES = {
 
 
 class CannotStart(Exception):
-    """An obstacle outside of our control; the message says what it is, and what to do."""
+    """Raised if something outside of our control prevents the start; says what it is, and what to
+    do.
+    """
 
 
 # --- the home -----------------------------------------------------------------------------------
@@ -79,7 +81,9 @@ def prepare(home: Path) -> None:
 
 
 def _is_made_by_us(home: Path) -> bool:
-    """True for a home of an earlier version, or one that another program of ours made for a key."""
+    """True if we made this home: in an earlier version, or by another of our programs, to store a
+    key.
+    """
     mode = stat.S_IMODE(home.stat().st_mode)
     ours = any((home / name).is_dir() for name in ("islands", "run", "postgres"))
     return mode == 0o711 or (mode == 0o700 and home.stat().st_uid == 0 and ours)
@@ -106,7 +110,7 @@ def locked(home: Path) -> Iterator[None]:
 
 @contextmanager
 def temporary_home() -> Iterator[Path]:
-    """Create a temporary home at a place where Postgres may run, whatever our account is."""
+    """Create a temporary home in a place where Postgres can run, whatever our account is."""
     places = [Path(tempfile.gettempdir()), Path("/tmp"), Path("/var/tmp")]
     open_places = [p for p in places if not (_as_root() and closed_to(p, NOBODY))]
     home = Path(tempfile.mkdtemp(prefix="roundhouse-home-", dir=(open_places or places)[0]))
@@ -276,10 +280,10 @@ def _initdb(programs: Path, data: Path) -> None:
 
 
 def _forget_stale_pid(data: Path) -> None:
-    """Remove a stale pid file, because of which Postgres would refuse to start after a crash.
+    """Remove an old pid file, which after a crash could keep Postgres from starting.
 
-    Postgres takes any process with its old number for itself.  We hold the home's lock, so a
-    program of another name is none of its servers.
+    Postgres takes any process with the number in the file for itself. We hold the home's lock, so a
+    process of another program cannot be a server of this home.
     """
     pid_file = data / "postmaster.pid"
     if not pid_file.exists():

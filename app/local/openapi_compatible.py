@@ -1,8 +1,8 @@
-"""Checks whether clients of an older OpenAPI document can go on with a newer one.
+"""Checks whether clients of an older OpenAPI document can still use the service of a newer one.
 
-A client sends what the older one allowed and reads what it promised.  So inputs may only widen,
-outputs may only narrow, and nothing with a name may be removed.  An error may come or go: a client
-must know how to read any of them.
+A client sends what the older one allowed and reads what it promised. So inputs may only allow more,
+outputs may only promise more, and nothing with a name may be removed. An error may come or go: a
+client must be able to read any of them.
 
 Documents are those that FastAPI writes: OpenAPI 3.1, references into components only.
 """
@@ -17,7 +17,7 @@ from typing import Any
 Schema = Mapping[str, Any]
 _Seen = frozenset[tuple[int, int]]
 
-#: keyword -> 1 if a larger value lets more through, -1 if a smaller one does
+#: keyword -> 1 if a larger value allows more, -1 if a smaller one does
 _BOUNDS = {
     "maximum": 1, "exclusiveMaximum": 1, "maxLength": 1, "maxItems": 1, "maxProperties": 1,
     "minimum": -1, "exclusiveMinimum": -1, "minLength": -1, "minItems": -1, "minProperties": -1,
@@ -118,7 +118,9 @@ class _Fits:
     def faults(
         self, inner: Schema, outer: Schema, where: str, seen: _Seen = frozenset()
     ) -> Iterator[str]:
-        """Return what does not fit at `where`, such as "/name"; `seen`: pairs already compared."""
+        """Yield what does not fit at `where`, such as "/name"; `seen` has the pairs that were
+        already compared.
+        """
         if (id(inner), id(outer)) in seen:
             return
         seen |= {(id(inner), id(outer))}

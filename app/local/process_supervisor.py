@@ -1,11 +1,10 @@
-"""Processes that are started together and end together.
+"""Runs processes that are started together and end together.
 
-A `Spec` says how to run a program.  A `Child` runs it, again after each death.  A
-`ProcessSupervisor` starts stages of children in order, restarts dead ones, and stops all in reverse
-order.
+A `Spec` says how to run a program. A `Child` runs it, again after each death. A `ProcessSupervisor`
+starts stages of children in order, restarts dead ones, and stops all in reverse order.
 
 A child always ends when the thread that started it ends, even after `kill -9`
-(`app.local.exec_leash`).  So start children from a thread that lives as long as they should.  This
+(`app.local.exec_leash`). So start children from a thread that lives as long as they should. This
 module does not know the programs.
 """
 
@@ -34,11 +33,11 @@ LOG_TAIL = 15  # lines
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """A program to run.  `command[0]` is an absolute path; `user` is (user id, group id) if not our
-    own.
+    """Describes a program to run. `command[0]` is an absolute path; `user` is (user id, group id)
+    if not our own.
 
-    `stop` is the signal that asks it to end; SIGKILL follows after `grace_s`.  `death` is the
-    signal that it gets when its supervisor dies.  `ready` says whether it works already.
+    `stop` is the signal that asks it to end; SIGKILL follows after `grace_s`. `death` is the signal
+    that it gets when its supervisor dies. `ready` says whether it works already.
     """
 
     name: str
@@ -53,7 +52,7 @@ class Spec:
 
 
 class NotReady(Exception):
-    """A program did not start; the message says which, with the last lines of its log."""
+    """Raised if a program did not start; says which one, with the last lines of its log."""
 
 
 class StopAsked(Exception):
@@ -69,8 +68,9 @@ def leashed(spec: Spec) -> list[str]:
 
 @dataclass
 class Child:
-    """A program, run again and again.  `deaths` counts deaths in a row; `again_s` is when it may
-    restart.
+    """Runs a program, and runs it again after it has died.
+
+    `deaths` counts deaths in a row; `again_s` is when it may restart.
     """
 
     spec: Spec
@@ -102,8 +102,8 @@ class Child:
         self.started_s, self.again_s = now_s, None
 
     def look(self, now_s: float) -> str:
-        """Notice a death, or restart the program when that is due; returns what happened,
-        in words.
+        """Notice if the program has died, or restart it if that is due; return in words what
+        happened.
         """
         if self.alive:
             return ""
@@ -148,7 +148,9 @@ class ProcessSupervisor:
     _hurry: threading.Event = field(default_factory=threading.Event)
 
     def ask_to_stop(self) -> None:
-        """Ask to stop; a second call means at once.  Safe to call from a signal handler."""
+        """Ask to stop; a second call asks to stop at once. It is safe to call this from a signal
+        handler.
+        """
         if self._stop.is_set():
             self._hurry.set()
         self._stop.set()

@@ -234,7 +234,8 @@ def _problem_classes(base: type[errors.AppError]) -> Iterator[type[errors.AppErr
         yield from _problem_classes(each)
 
 
-#: The status of the types that no class of `app.errors` has: the framework's own refusals.
+#: The status of problem types that no class of `app.errors` has, as the framework itself raises
+#: them.
 STATUS = {"method-not-allowed": "405", "bad-request": "400"}
 
 ERRORS = f"""# Errors

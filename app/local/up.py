@@ -142,7 +142,8 @@ def _start(wanted: WantedSystem, state: _State, port: int) -> None:
     Keyring.make(settings().secrets_key or wanted.home / "secrets.key")
     env = _env(wanted, state, port)
     _seed(wanted, env)
-    # 3. Start our processes.  Devices end first, so that the island still hears what they paused.
+    # 3. Start our processes. At the end, devices stop first, so that the island still hears which
+    # tasks they paused.
     supervisor.start(_api(wanted, env, port), *_schedulers(wanted, env))
     supervisor.start(*(_device(env, wanted, n) for n in range(len(wanted.devices))))
     why = f"{state.url}/readyz and {supervisor.logs} say why"
@@ -198,7 +199,7 @@ def _env(wanted: WantedSystem, state: _State, port: int) -> Env:
         "ROUNDHOUSE_HOME": str(wanted.home),
         "ROUNDHOUSE_HOST": wanted.host,
         "ROUNDHOUSE_PORT": str(port),
-        # On one's own machine, on loopback, a weaker sandbox is accepted, with a warning.
+        # On a private machine, on loopback, a weaker sandbox is accepted, with a warning.
         "ROUNDHOUSE_SANDBOX": os.environ.get("ROUNDHOUSE_SANDBOX", "preferred"),
         "PYTHONUNBUFFERED": "1",
     }
@@ -304,7 +305,7 @@ def _asked_port(wanted: WantedSystem) -> socket.socket:
 
 
 def _usual_port(wanted: WantedSystem) -> socket.socket:
-    """Reserve the port of the last run, if it is free, so that addresses in use stay valid."""
+    """Reserve the port of the last run, if it is free, so that addresses in use remain valid."""
     kept = wanted.home / "port"
     try:
         reserved = reserve_port(wanted.host, int(kept.read_text()) if kept.exists() else 0)

@@ -1,12 +1,12 @@
-"""Celery over Redis, as wake-up transport and process host; its messages contain no work.
+"""Uses Celery over Redis, to wake workers and to host processes; its messages contain no work.
 
-This module has the names of queues and messages, and the settings that all processes share.  A bare
+This module has the names of queues and messages, and the settings that all processes share. A bare
 client made by `make_celery` can send to workers that it does not import.
 
 A message carries one text, which `app.messaging.signed_messages` signs and opens; a nudge carries
-none.  Anyone with write access to Redis can put anything into a queue.  So `Channel` checks the
-size and the form of what it reads before anything parses it, and discards what is no message for
-this process.
+none. Anyone with write access to Redis can put anything into a queue. So `Channel` checks the size
+and the form of what it reads before it is parsed, and discards items that are not messages for this
+process.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ DEVICE_NEWS = "device.news"  # message to a device: the answer to its heartbeat,
 CONTENT_TYPE = "application/x-roundhouse"
 MESSAGE_LIMIT_BYTES = 32 * 2**20
 WRAPPING_LIMIT_BYTES = 8 * 2**10  # size limit of a message without its text
-BRACKETS_LIMIT = 32  # brackets in a message without its text: bounds depth and number of objects
+# most brackets in a message without its text: this limits its depth and its number of objects
+BRACKETS_LIMIT = 32
 COMPLAIN_EVERY_S = 10.0
 READ_TOGETHER = 16  # messages in one exchange: bounds memory, as each may be large
 TURNS_TOGETHER = 8  # exchanges in a row, before the reader looks at anything else
 
-#: By name of the messages that this process accepts: what hears them, called with the time when
-#: the message expires and with its text.
+#: The messages that this process accepts, by name: the function that handles them. It is called
+#: with the time at which the message expires, and with its text.
 HEARD: dict[str, Callable[[str | None, str], None]] = {}
 
 
@@ -199,11 +200,13 @@ serialization.register("roundhouse", _written, _read, CONTENT_TYPE, "utf-8")
 
 
 class NotAMessage(Exception):
-    """Raised for an item in a queue that is no message of Roundhouse."""
+    """Raised for an item in a queue that is not a message of Roundhouse."""
 
 
 class Complaint:
-    """Logs an event that may occur very often: at once, and later now and then with a count."""
+    """Logs an event that may occur very often: the first time at once, later now and then with a
+    count.
+    """
 
     def __init__(self, logger: logging.Logger, words: str) -> None:
         self._log, self._words = logger, words
@@ -220,7 +223,7 @@ class Complaint:
 
 
 class Channel(over_redis.Channel):
-    """Reads from Redis; discards what is no message, so that the worker goes on."""
+    """Reads from Redis, and discards what is not a message, so that the worker can continue."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._complaint = Complaint(log, "dropped an invalid message from a queue")
@@ -246,10 +249,10 @@ class Channel(over_redis.Channel):
         return True
 
     def _take_what_waits(self) -> None:
-        """Hear what waits behind the message that was read, many messages in one exchange.
+        """Handle the messages that wait behind the one that was read, many of them in one exchange.
 
-        An island gets thousands of heartbeats a second.  Otherwise each would cost an exchange with
-        Redis, a turn of Celery's loop and three objects that nobody needs.
+        An island gets thousands of heartbeats a second. Otherwise each would cost an exchange with
+        Redis, a turn of Celery's loop and three objects that are not needed.
         """
         with self.conn_or_acquire() as client:
             for queue in self.active_queues:
@@ -318,8 +321,8 @@ def _opened(item: bytes) -> tuple[dict[str, Any], str]:
 
 
 def _check(message: dict[str, Any]) -> None:
-    """Raise ValueError, TypeError, KeyError or AttributeError for what none of our
-    processes sends.
+    """Raise ValueError, TypeError, KeyError or AttributeError for a message that no process of ours
+    sends.
     """
     headers, properties = message["headers"], message["properties"]
     kind = message["content-type"], message["content-encoding"], properties["body_encoding"]

@@ -1,8 +1,8 @@
-"""Send a POST to an address that a tenant chose, guarded against access to internal services.
+"""Sends a POST to an address that a tenant chose, guarded against access to internal services.
 
 The name is resolved here, each of its addresses is checked, and the connection uses the checked
-address.  So a name that resolves differently a moment later gains nothing.  No proxy is used, no
-redirect is followed, and only the status of the answer is read.  One deadline covers everything,
+address. So a name that resolves differently a moment later gains nothing. No proxy is used, no
+redirect is followed, and only the status of the answer is read. One deadline covers everything,
 however slowly the other side responds; only the system's resolver has a deadline of its own.
 """
 

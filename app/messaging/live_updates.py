@@ -1,14 +1,14 @@
-"""Wake coroutines that wait for changes of a request.
+"""Wakes coroutines that wait for changes of a request.
 
 Islands and control execute `NOTIFY roundhouse, '<tenant id> <request id>'` in their transactions.
-(A notification may have several changes, one on a line.)
-One thread for each API process listens, and wakes the coroutines that subscribed to that request or
-tenant.  A wake-up has no content and may be spurious: the woken coroutine reads the database.  It
-may also be lost (Postgres restarts), so no wait is longer than `LONGEST_WAIT_S`.
+(A notification may have several changes, one on a line.) One thread for each API process listens,
+and wakes the coroutines that subscribed to that request or tenant. A wake-up has no content and may
+be spurious: the woken coroutine reads the database. It may also be lost (Postgres restarts), so no
+wait is longer than `LONGEST_WAIT_S`.
 
 A call of the API does not execute NOTIFY in its own transaction, which would serialize commits.
-`tell` wakes the waiters of this process.  Where there are several API processes
-(`api_processes`), a thread tells the others of all changes since it last did, apart from the calls.
+`tell` wakes the waiters of this process. If there are several API processes (`api_processes`), a
+thread of its own tells the other processes, from time to time, of all changes since the last time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ ALL = "*"  # the topic of every change
 LONGEST_WAIT_S = 15.0
 _RECONNECT_S = 1.0
 _GAP_S = 0.1  # between two announcements, because each wakes every API process
-_TOLD_AT_ONCE = 64  # changes in a notification, of some 80 bytes each; Postgres takes 8,000 bytes
+# most changes in one notification; each has some 80 bytes, and Postgres takes 8,000 bytes
+_TOLD_AT_ONCE = 64
 _LOOK_UP_S = 5.0  # interval at which the listening thread checks whether it should stop
 
 
@@ -71,8 +72,9 @@ class Changes:
 
     @contextmanager
     def subscribe(self, topic: str) -> Iterator[Subscription]:
-        """Subscribe to a request's id, a tenant's id, or ALL, inside a coroutine.  Then read, then
-        wait.
+        """Subscribe to a request's id, a tenant's id, or ALL; call it in a coroutine.
+
+        First subscribe, then read the database, then wait: so no change is missed.
         """
         subscription = Subscription()
         with self._lock:
@@ -179,7 +181,7 @@ class _Announcer(threading.Thread):
     def run(self) -> None:
         while (first := self._news.get()) is not None:
             try:
-                # A lost announcement is no harm, so no commit of one waits for the disk.
+                # A lost announcement does no harm, so its commit need not wait for the disk.
                 options = "-c synchronous_commit=off"
                 with psycopg.connect(
                     self._conninfo, autocommit=True, options=options

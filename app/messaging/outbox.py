@@ -1,10 +1,10 @@
-"""Send what was committed: nudges to workers, orders to devices.
+"""Sends what was committed: nudges to workers, orders to devices.
 
 Messages to devices are signed with the key of this island, once for each message.
 
-Nothing here decides or changes a state.  A message may be lost: orders stay in the table until the
+Nothing here decides or changes a state. A message may be lost: orders stay in the table until the
 device shows that it has received them, and are sent again after `order_resend_s`; a lost nudge only
-delays the work until the next tick.  Nothing is sent inside a transaction, and the API never waits
+delays the work until the next tick. Nothing is sent inside a transaction, and the API never waits
 for Redis.
 """
 
@@ -33,7 +33,8 @@ from app.storage.signing import Signer
 
 log = logging.getLogger(__name__)
 
-NUDGE_GAP_S = 0.02  # between two nudges of a queue: a worker reads all that is new at each
+# in seconds, between two nudges of a queue: after each nudge the worker reads all that is new
+NUDGE_GAP_S = 0.02
 AT_ONCE = 256  # messages to devices that are sealed and published together
 
 
@@ -57,8 +58,9 @@ def signer() -> Signer:
 
 
 class Nudger(threading.Thread):
-    """Publishes one nudge for any number of requested actions, outside the calls that requested
-    them; the first at once, and then one in NUDGE_GAP_S at most.
+    """Publishes nudges from a thread of its own: one for any number of requested actions.
+
+    The first nudge is sent at once, further ones with at least NUDGE_GAP_S between them.
     """
 
     def __init__(self, name: str, queue: str) -> None:
@@ -92,7 +94,10 @@ def nudge_island(island: str) -> None:
 
 
 def hint(message: str, queue: str, text: str = "") -> bool:
-    """Publish one message; False if Redis did not take it, which only delays its effect."""
+    """Publish one message.
+
+    False if Redis did not take it; that only delays its effect.
+    """
     try:
         broker.send(celery(), message, queue, text)
     except (OperationalError, OSError, RedisError) as error:
@@ -120,12 +125,12 @@ def reachable() -> bool:
 def take_unsent(
     session: Session, live: Sequence[str] | Select[str], *, resend_s: float
 ) -> list[OutboxOrder]:
-    """Take the orders of `live` devices that were never sent, or long ago without an answer; in
-    order.
+    """Take, in order, the orders of `live` devices that were never sent, or sent long ago without
+    an answer.
 
     They count as sent from the end of this transaction, which is before they are sent: if the
-    process dies in between, they are sent again later.  Orders that another island has locked (a
-    gang spans both islands) are left to it.
+    process dies in between, they are sent again later. Orders that another island has locked (a
+    gang uses both islands) are left to it.
     """
     stale = func.now() - func.make_interval(0, 0, 0, 0, 0, 0, resend_s)
     due = or_(OutboxOrder.sent_at.is_(None), OutboxOrder.sent_at < stale)
@@ -181,6 +186,6 @@ def post(texts: Mapping[str, str]) -> set[str] | None:
 
 
 def mark_unsent(session: Session, ids: list[int]) -> None:
-    """Make orders that Redis did not take due again in the next round."""
+    """Mark orders that Redis did not take, so that the next round sends them again."""
     values = {"sent_at": None, "sends": OutboxOrder.sends - 1}
     session.execute(update(OutboxOrder).where(OutboxOrder.id.in_(ids)).values(values))

@@ -1,12 +1,13 @@
-"""Signs and opens the messages over Redis: a writer to Redis cannot forge or redirect one.
+"""Signs and opens the messages over Redis: with write access to Redis, no one can forge or redirect
+one.
 
 A text is the signer's public key in hexadecimal digits, a line end, and the body as
-`app.storage.signing` seals it.  It is opened only if the reader knows the key from elsewhere; no
+`app.storage.signing` seals it. It is opened only if the reader knows the key from elsewhere; no
 part of any other text is parsed.
 
-A heartbeat names its device, the device's process and the time when it was sent.  News names the
-device that it is for; an answer also names the heartbeat that it answers, and orders are numbered.
-So a text that is sent again, or to another device, changes nothing.
+A heartbeat names its device, the device's process and the time when it was sent. News (the messages
+to a device) names its device; an answer also names the heartbeat that it answers, and orders are
+numbered. So a text that is sent again, or to another device, changes nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def opened_heartbeat(text: str, *, hosts: Container[str]) -> Alive:
 
 
 def opened_body(text: str, *, hosts: Container[str]) -> tuple[str, JSON]:
-    """Return the key that signed a heartbeat, and what it says, which is not checked yet."""
+    """Return the key that signed a heartbeat, and its content, which is not checked yet."""
     return _opened(text, HEARTBEAT, hosts)
 
 
@@ -55,13 +56,15 @@ def sealed_news(signer: Signer, device: str, bodies: Iterable[JSON]) -> str:
 
 
 class ReadyAnswers:
-    """Makes the news of answers that differ from one to the next only in what they answer."""
+    """Makes the messages for answers that differ from the last one only in which heartbeat they
+    answer.
+    """
 
     def __init__(self) -> None:
         self._made: dict[str, tuple[Answer, str, str]] = {}
 
     def sealed(self, signer: Signer, answer: Answer, *, sent_us: int) -> str:
-        """Seal an answer to the heartbeat of `sent_us`, whichever heartbeat it names itself."""
+        """Seal an answer as the answer to the heartbeat of `sent_us`."""
         made = self._made.get(answer.device)
         if made is None or made[0] != answer:
             made = self._made[answer.device] = answer, *_around_sent_us(answer)
@@ -78,10 +81,10 @@ def _around_sent_us(answer: Answer) -> tuple[str, str]:
 
 
 class Mail:
-    """Opens the news for one device, if signed by its own island or by an island that its own
-    named.
+    """Opens the messages for one device, if its own island signed them, or another island that its
+    own named.
 
-    Only the own island may answer, because it alone leases the device.
+    Only the own island may answer heartbeats, because it alone leases the device.
     """
 
     def __init__(self, device: str, island: str) -> None:
@@ -127,7 +130,7 @@ def _opened(text: str, context: bytes, known: Container[str]) -> tuple[str, JSON
         body = json.loads(
             unsealed(sealed.encode(), key=key, context=context),
             parse_constant=_refused,
-            # An island computes with integers of any size, and may tell a device of them.
+            # An island computes with integers of any size, and may send them to a device.
             parse_int=_int64 if context == HEARTBEAT else None,
         )
     except (ValueError, RecursionError) as error:
@@ -151,8 +154,9 @@ _PERHAPS_UNSTORABLE = ("\\u0000", "\\ud", "\\uD")  # NUL, and halves of a surrog
 
 
 def _check_storable(body: JSON, text: str) -> None:
-    """Raise BadMessage for texts that Postgres cannot store; scans them only if they may contain
-    some.
+    """Raise BadMessage for texts that Postgres cannot store.
+
+    The body is searched only if the text shows that it may have some.
     """
     if any(sign in text for sign in _PERHAPS_UNSTORABLE):
         for fault in not_plain(body):

@@ -1,8 +1,8 @@
-"""Webhooks: messages about ends of requests, kept until they are delivered or given up.
+"""Handles webhooks: messages about ends of requests, kept until they are delivered or given up.
 
 A message is written by `announce` in the transaction that ends the request, so it exists if and
-only if the request has ended.  Control takes it (`take`), sends it outside any transaction, and
-records the result (`record`).  The sender that takes a message has a lease on it.  If the sender
+only if the request has ended. Control takes it (`take`), sends it outside any transaction, and
+records the result (`record`). The sender that takes a message has a lease on it. If the sender
 dies, the next one sends the message again with the same id: at-least-once delivery.
 
 A webhook without an address of its own stands for the addresses that requests of its tenant name in
@@ -45,7 +45,7 @@ def new_secret() -> str:
 
 
 def expect_addresses(session: Session, tenant_id: str) -> None:
-    """Ensure that the tenant has a secret to sign with, because a request names an address.
+    """Make sure that the tenant has a secret to sign with, because a request names an address.
 
     The row is not inserted as an object: the audit log records objects, and a submit must not take
     its lock.
@@ -131,7 +131,7 @@ def try_out(session: Session, hook: Webhook) -> Delivery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """A message to send at once; `attempt` fences the record of the result."""
+    """Holds a message that must be sent at once; `attempt` fences the record of the result."""
 
     id: str
     attempt: int
@@ -141,8 +141,8 @@ class Taken:
     secrets: tuple[str, ...]
 
 
-# Looks at the first few messages of each webhook, so a long queue of one costs the others nothing.
-# The tenant with the fewest messages under way comes first.
+# Looks only at the first few messages of each webhook, so a long queue of one costs the others
+# nothing. The tenant with the fewest messages in progress comes first.
 _TAKE = text(
     """
     with held as (
@@ -249,7 +249,7 @@ def _disable(session: Session, hook: Webhook, now: datetime) -> None:
 
 
 def send_again(session: Session, delivery: Delivery) -> None:
-    """Send the same message again, at once, and keep the record of its earlier attempts."""
+    """Send the same message again, at once; the record of its earlier attempts stays."""
     delivery.state, delivery.ended_at = "pending", None
     delivery.round_from, delivery.due_at = delivery.attempt, func.now()
     session.flush()

@@ -1,7 +1,8 @@
-"""Pages of a tenant's administrators: its members and their keys, its webhooks, its audit log.
+"""Shows pages of a tenant's administrators: its members and their keys, its webhooks, its audit
+log.
 
-They show the answers of the API's operations, and their forms call these.  So pages and API say and
-reject the same.
+They show the answers of the API's operations, and their forms call these operations. So pages and
+API show the same, and reject the same.
 """
 
 from __future__ import annotations
@@ -139,7 +140,10 @@ def change_idle_limits(
     idle_pause_s: Field = "",
     session_end_s: Field = "",
 ) -> Response:
-    """Set the idle limits of a tenant; an empty one is that of the tenant above."""
+    """Set the idle limits of a tenant.
+
+    An empty limit means that the tenant above decides.
+    """
     views.acts_as(request, session, caller, of_tenants.change_tenant)
     given = {"idle_pause_s": idle_pause_s, "session_end_s": session_end_s}
     seconds = {name: _seconds(text) if text else None for name, text in given.items()}
@@ -151,7 +155,7 @@ def change_idle_limits(
 
 
 def _good_keys(session: Session, users: list[str]) -> dict[str, Any]:
-    """Return, by user, the number of valid keys, and when one was last used."""
+    """Return, by user, the number of valid keys, and when one of them was last used."""
     query = (
         select(ApiKey.user_id, func.count().label("n"), func.max(ApiKey.last_used_at).label("used"))
         .where(
@@ -244,7 +248,7 @@ def change_keys(
 
 
 def _ends(days: str) -> str | None:
-    """Return the end of a new key; raises BadInput for a choice that the page does not offer."""
+    """Return when a new key ends; raises BadInput for a choice that the page does not offer."""
     if _seconds(days) not in LIVES:
         raise BadInput.at("/days", f"{days!r:.20} is not one of the choices", "range")
     return (datetime.now(UTC) + timedelta(days=int(days))).isoformat() if int(days) else None

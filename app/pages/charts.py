@@ -40,7 +40,9 @@ def held(us: float) -> str:
 
 
 def figure(value: Any) -> str:
-    """Format a tenant's metric: a number with four digits, anything else cut short."""
+    """Format a tenant's metric: a number with four digits; anything else as a text, which is cut if
+    long.
+    """
     if isinstance(value, float):
         return f"{value:.4g}"
     return str(value)[:40]
@@ -87,7 +89,9 @@ class Total:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageChart:
-    """Mean number of devices held in each whole interval, one column per name, most used first."""
+    """Holds the mean number of devices held in each whole interval, one column per name, most used
+    first.
+    """
 
     by: str
     names: tuple[str, ...]
@@ -148,7 +152,9 @@ def usage_chart(
 
 
 def _carry_back(cells: dict[int, list[float]], latest_first: range, devices: int) -> None:
-    """Move what exceeds `devices` in an interval to the one before, in proportion."""
+    """Move the usage that exceeds `devices` in an interval to the interval before, in
+    proportion.
+    """
     for at in latest_first:
         whole = sum(cells[at])
         if whole <= devices:
@@ -169,7 +175,7 @@ def not_numbers(metrics: dict[str, Any]) -> list[str]:
 
 
 def sparkline(values: Sequence[float], *, width: int = 80, height: int = 20) -> str:
-    """Return the points of an SVG polyline; empty for fewer than two values."""
+    """Return the points of an SVG polyline; "" for fewer than two values."""
     if len(values) < 2:
         return ""
     low, high = min(values), max(values)
@@ -207,7 +213,7 @@ def by_place(queue: Sequence[Queued]) -> list[Queued]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurveChart:
-    """The values of one metric in several tasks, by step; None where a task has no value."""
+    """Holds the values of one metric in several tasks, by step; None where a task has no value."""
 
     name: str
     tasks: tuple[str, ...]
@@ -236,7 +242,7 @@ def _curve_chart(name: str, lines: Sequence[Curve]) -> CurveChart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChartBar:
-    """A stay on a device as a bar: `x` and `width` in percent of the line."""
+    """Describes a stay on a device as a bar: `x` and `width` in percent of the line."""
 
     x: float
     width: float
@@ -312,7 +318,8 @@ def breakdown(spent: TimeSpent) -> list[tuple[float, float]]:
 
 # --- events -------------------------------------------------------------------------------------
 
-#: Events that repeat in every slice of a task: interesting one by one, but not by the hundred.
+#: Events that repeat in every slice of a task: a single one is of interest, but not hundreds of
+#: them.
 TURN = frozenset({"task.launched", "task.started", "task.pausing", "task.paused", "task.saved"})
 #: Events that need no action; they are shown on the page of their request only.
 ROUTINE = TURN | {"request.submitted"}
@@ -321,7 +328,9 @@ FOLDED_ABOVE = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoldedTurns:
-    """More than `FOLDED_ABOVE` events in a row of one task's slices, shown as one line."""
+    """Stands for more than `FOLDED_ABOVE` events in a row of one task's slices, shown as one
+    line.
+    """
 
     at: datetime
     task: str | None

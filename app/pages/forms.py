@@ -1,9 +1,10 @@
-"""Forms on pages: proof that our page sent a form in this session, and the message afterwards.
+"""Handles forms on pages: the proof that our page sent a form in this session, and the message
+afterwards.
 
-A form carries a token that is made from the session's cookie and that no other site can read.  The
-cookie is SameSite, and the browser reports the origin of the sending page.  The message of the next
-page travels in a cookie signed with the same key, so that no other site can set it.  Nothing of
-this is stored on the server.
+A form carries a token that is made from the session's cookie and that no other site can read. The
+cookie is SameSite, and the browser reports the origin of the sending page. The message of the next
+page travels in a cookie signed with the same key, so that no other site can set it. None of this is
+stored on the server.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ def token(cookie: str) -> str:
 
 
 def check(request: Request, token: Annotated[str, Form()] = "") -> None:
-    """Raise Forbidden unless a page of this session sends the form; a dependency of routes."""
+    """Raise Forbidden unless a page of this session has sent the form. It is a dependency of
+    routes.
+    """
     cookie = request.cookies.get(COOKIE, "")
     if not from_our_origin(request):
         raise Forbidden("a form is sent from a page of this service")

@@ -1,6 +1,6 @@
-"""Pages on the whole system: decisions, for all users as far as they may see them, and devices.
+"""Shows pages on the whole system: decisions, as far as each user may see them, and devices.
 
-Platform admins drain devices, and let them take work again, on the page of devices.
+On the page of devices, platform admins drain devices and let them take work again.
 """
 
 from __future__ import annotations

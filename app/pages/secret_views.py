@@ -1,4 +1,4 @@
-"""The page of secrets: their names and times, and a form to set one, which shows no value."""
+"""Shows the page of secrets: their names and times, and a form to set one. No value is shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The actions that a request and its tasks allow now, so that a page offers exactly those.
+"""Finds the actions that a request and its tasks allow now, so that a page offers exactly those.
 
 This module decides only what is shown: `app.intake.actions` decides again when an action is
 requested.
@@ -28,9 +28,9 @@ INSIDE_SHOWN = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfTask:
-    """The actions on a task.
+    """Lists the actions on a task.
 
-    `asked` are requested actions that are still in progress, in words.  `widths` are the numbers of
+    `asked` are requested actions that are still in progress, in words. `widths` are the numbers of
     devices that the task may be given; empty if it has no ranks to share them.
     """
 
@@ -50,11 +50,11 @@ class OfTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookInside:
-    """How the reader looks into the tasks of a request with the command-line tool.
+    """Says how the reader can open a shell in the tasks of a request, with the command-line tool.
 
-    `given` are the first tasks that can be looked into, as the tool is told them; `others` is how
-    many more there are.  `waits` is true if none of them runs now.  `closed` are names of tasks
-    that cannot be looked into, by the reason.
+    `given` are the first tasks for which that is possible, as arguments of the tool; `others` is
+    how many more there are. `waits` is True if none of them runs now. `closed` are names of tasks
+    for which it is not possible, by the reason.
     """
 
     given: tuple[str, ...] = ()
@@ -86,7 +86,7 @@ def look_inside(session: Session, caller: Caller, request: Request) -> LookInsid
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """The actions on a request; none if the reader may not act.
+    """Lists the actions on a request; none if the reader may not act.
 
     `delete` is for a request that has ended, all others are for tasks that have not.
     """

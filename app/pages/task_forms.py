@@ -1,4 +1,4 @@
-"""The forms on a request's page: each calls the API's operation of the same name."""
+"""Handles the forms on a request's page: each calls the API's operation of the same name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ router = APIRouter(include_in_schema=False, route_class=GatedRoute)
 
 @dataclass(frozen=True, slots=True)
 class _Wish:
-    """An operation, and the message after it, a format string for the operation's answer.
+    """Describes an operation, and the message after it, a format string for the operation's answer.
 
     `of_ended`: the operation is for ended requests.
     """

@@ -209,7 +209,7 @@ def _give(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SigningIn:
-    """The state of a sign-in that this browser has begun, kept in a cookie.
+    """Holds the state of a sign-in that this browser has begun; it is kept in a cookie.
 
     `state` proves that the same browser comes back, `nonce` that the token belongs to this sign-in,
     and `verifier` that the code does.
@@ -325,7 +325,9 @@ def _door(request: Request, next: str, wrong: str = "") -> Response:
 
 
 def _own(path: str) -> str:
-    """Return `path` if it is one of the pages, else HOME, so that no link leads elsewhere."""
+    """Return `path` if it is one of the pages, otherwise HOME, so that no link leads to another
+    site.
+    """
     return path if path.startswith(HOME) and "\\" not in path else HOME
 
 
@@ -404,7 +406,9 @@ def show_queue(request: Request, session: Db, caller: Visitor, after: str = "") 
 def _usage(
     session: Db, tenant: str | None, window: str, now: datetime, *, devices: int
 ) -> dict[str, Any]:
-    """Return the overview's usage: a chart by user (for all: by tenant), totals, the week."""
+    """Return the overview's figures of usage: a chart by user (for all tenants: by tenant), totals,
+    and the week.
+    """
     look = charts.WINDOWS[window]
     by = "user" if tenant else "tenant"
     since, interval_s = now - timedelta(seconds=look.span_s), reports.INTERVALS[look.interval]
@@ -593,7 +597,7 @@ def answered(
 
 
 def refused(request: Request, error: Exception) -> Response:
-    """Show an error of a page or a form: as a page, or for htmx above the present page."""
+    """Show an error of a page or a form: as a page or, for htmx, above the present page."""
     said = problems.bad_input(error) if isinstance(error, RequestValidationError) else error
     assert isinstance(said, AppError)
     caller = getattr(request.state, "caller", None)

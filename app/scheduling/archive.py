@@ -1,8 +1,8 @@
-"""Keep what `app.scheduling.retention` deletes, as files of JSON lines in a folder or a bucket.
+"""Keeps what `app.scheduling.retention` deletes, as files of JSON lines in a folder or a bucket.
 
 Each piece that is deleted is a file of its own, `archive/YYYY/MM/DD/ID.jsonl.zst`; ids sort by
-time.  A line is a row: {"table": "logs", "row": {...}}, with all columns by their names.  The file
-is durable before its rows are deleted.  If control is killed between the two, the rows are deleted
+time. A line is a row: {"table": "logs", "row": {...}}, with all columns by their names. The file is
+durable before its rows are deleted. If control is killed between the two, the rows are deleted
 later and are in a later file too: of several rows with one key, the last one counts.
 """
 
@@ -23,7 +23,9 @@ from app.storage.store import place_at
 log = logging.getLogger(__name__)
 
 ARCHIVE = "archive"
-LEVEL = 9  # each file is written once, and the wait for the disk or bucket takes longer anyway
+# compression level: each file is written once, and waiting for the disk or bucket takes longer
+# anyway
+LEVEL = 9
 DRAFTS_KEPT_S = 86400.0
 
 

@@ -1,13 +1,13 @@
-"""Keep an island's board up to date with the rows: read once in full, then only the changes.
+"""Keeps an island's board up to date with the rows: reads once in full, then only the changes.
 
 Every row that matters for decisions carries the id of the transaction that wrote it last; a trigger
-sets it.  A change that was not visible at the last look was written by a transaction that had not
-ended then.  So reading again all rows from the oldest such transaction on misses nothing.  One
+sets it. A change that was not visible at the last look was written by a transaction that had not
+ended then. So reading again all rows from the oldest such transaction on misses nothing. One
 statement asks which tables have such rows; a look that finds no changes costs only that statement.
 
 Of each line (the waiting tasks of one user that need the same) only the beginning is read, and more
-when it runs out.  So the cost of a board depends on what may be picked, not on what waits.  If a
-transaction fails after the board was changed, the board is discarded and read anew (`forget`).
+when it runs out. So the cost of a board depends on what may be picked, not on what waits. If a
+transaction fails after the board was changed, the board is discarded and read again (`forget`).
 With the board goes the part of its plan that is not written yet.
 """
 
@@ -48,7 +48,8 @@ from app.scheduling.journal.decisions import UnwrittenPlan
 BEGINNING = 4  # tasks of every line that are read at first
 MORE = 32  # tasks that are read when a line runs out
 AT_ONCE = 1000  # changed tasks read in one round; the next round reads the rest
-STARTABLE = 500  # startable blocked tasks read in one round; the next round reads the rest
+# most blocked tasks that can start read in one round; the next round reads the rest
+STARTABLE = 500
 
 Line = tuple[Branch, Lane]
 
@@ -81,10 +82,10 @@ class News:
 
 @dataclass(slots=True)
 class Follower:
-    """The board of one island, and how far it has been read.
+    """Keeps the board of one island, and how far it has been read.
 
-    `since` is the oldest transaction with changes that may still be unread.  `after` is the
-    position from which a look that was cut short continues.
+    `since` is the oldest transaction with changes that may still be unread. `after` is the position
+    from which a look that was cut short continues.
     """
 
     island: str
@@ -195,10 +196,10 @@ class Follower:
         )
 
     def _mark_longer(self, board: Board, rows: Sequence[AnyRow]) -> None:
-        """Mark the lines of whose tasks as many were read as may be: more may wait behind them.
+        """Mark the lines from which as many tasks were read as allowed: more may wait behind these.
 
-        The counts in `lines` may not say it: they are written at the end of each transaction, also
-        of ours.
+        The counts in `lines` may not show that: they are written at the end of each transaction,
+        including ours.
         """
         read: dict[Line, list[BoardTask]] = {}
         for task in (board.tasks[row.id] for row in rows):
@@ -217,8 +218,9 @@ class Follower:
         return News(horizon=horizon, next_due_s=None if due_s is None else float(due_s), **row)
 
     def _catch_up(self, session: Session, board: Board, news: News, now_s: float) -> bool:
-        """Read the changes.  False if the shape of the tree has changed: then all must be read
-        anew.
+        """Read the changes.
+
+        False if the shape of the tree has changed: then all must be read again.
         """
         board.at(now_s)
         if news.tenants and not self._tenants(session, board):
@@ -244,7 +246,9 @@ class Follower:
         return True
 
     def _changed_around(self, session: Session, board: Board, news: News, ended: list[str]) -> None:
-        """Read tasks that have not changed themselves, but wait for something that has."""
+        """Read tasks that have not changed themselves, but that wait for something that has
+        changed.
+        """
         if news.abroad:
             ended = [*ended, *session.scalars(self._ended_abroad())]
         if ended:
@@ -270,14 +274,16 @@ class Follower:
         )
 
     def _members(self) -> AnySelect:
-        """Select blocked members of gangs that span islands; they may stay blocked after their
+        """Select blocked members of gangs over several islands; they may stay blocked after their
         start time.
         """
         mine = (TaskRow.island == self.island, TaskRow.gang_id.is_not(None))
         return snapshot_reader.tasks().where(*mine, TaskRow.state == "blocked")
 
     def _startable(self, now_s: float) -> AnySelect:
-        """Select blocked tasks that can start now, or never; but no members of gangs."""
+        """Select blocked tasks that can start now, or can never start; members of gangs are left
+        out.
+        """
         needed = aliased(TaskRow)
         needs = select(Need.task_id).join(needed, needed.id == Need.needs_id)
         mine = Need.task_id == TaskRow.id
@@ -329,7 +335,9 @@ class Follower:
         return True
 
     def _users(self, session: Session, board: Board) -> None:
-        """Read users after the tasks: what the ledger has booked is not owed any more."""
+        """Read users after the tasks: what the ledger has booked must no longer count as owed by
+        running tasks.
+        """
         since = _xid(self.since)
         moved = select(User.id).where(User.txid >= since)
         booked = select(Account.user_id).where(Account.txid >= since)
@@ -345,8 +353,9 @@ class Follower:
     # --- tasks ---
 
     def _take_in(self, session: Session, board: Board, query: AnySelect) -> Sequence[AnyRow]:
-        """Put tasks on the board as their rows are; tasks beyond the part of a line that was read
-        are left out.
+        """Put tasks on the board as their rows are.
+
+        Tasks behind the part of a line that was read are left out.
         """
         rows = session.execute(query).all()
         for task in snapshot_reader.tasks_of(session, rows, now_s=board.now_s).values():
@@ -390,8 +399,8 @@ class Follower:
         return self._line(key).where(TaskRow.priority <= -urgency, beyond).limit(MORE)
 
     def _line(self, key: Mapping[str, Any]) -> AnySelect:
-        """Select the tasks that wait in the line of a key of values or columns, in the order of
-        rule F3.
+        """Select the tasks in one line, in the order of rule F3; `key` has the line's values or
+        columns.
         """
         of_line = (getattr(TaskRow, lines.KEY[name]) == value for name, value in key.items())
         return (

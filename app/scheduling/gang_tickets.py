@@ -1,7 +1,7 @@
-"""Rows of gangs that span islands, and of their tickets; `core.scheduling.island_gangs` defines
-what they mean.
+"""Reads and writes rows of gangs over several islands, and of their tickets;
+`core.scheduling.island_gangs` defines what they mean.
 
-A gang's `gang_id` is its own id; the `gang_id` of its tickets is the gang's id.  All members of a
+A gang's `gang_id` is its own id; the `gang_id` of its tickets is the gang's id. All members of a
 gang are in one request, each on another island.
 """
 
@@ -119,11 +119,10 @@ def _nudge(gang: str, island: str | None) -> None:
 
 
 def issue(session: Session, parts: Mapping[str, Mapping[str, int]]) -> None:
-    """Create the tickets of gangs, which from then on span islands: (gang -> (island -> its
-    slots)).
+    """Create the tickets of gangs, which then use several islands. `parts` is gang -> island -> its
+    slots there.
 
-    Each gang has been assigned to the last of its islands.  A ticket starts when its gang may
-    start.
+    Each gang has been assigned to the last of its islands. A ticket starts when its gang may start.
     """
     given = [
         {"gang": gang, "island": island, "width": width, "home": island == max(of)}

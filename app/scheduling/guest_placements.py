@@ -1,12 +1,13 @@
-"""Devices that a task holds beyond its home device: rows of `placements` that are its *guests*.
+"""Manages devices that a task holds besides its home device: rows of `placements` that are its
+*guests*.
 
-The task's ranks are coordinated at its home device (`workers.residents.coordinator`).  On the
-home's host, the other ranks are processes of the home.  The device workers of the guests there are
-not involved: only these rows say that their slots are taken.  On each other host, the device worker
-of one guest runs the remote ranks (`workers.residents.remote_ranks`) and gets orders of its own.
-The processes of an accelerator's worker see this accelerator alone, so each accelerator counts as a
-host of its own here.  A guest is charged for the time that the home held its slot meanwhile, so
-only the home's clock is read.  A guest has started when the home reports it.
+The task's ranks are coordinated at its home device (`workers.residents.coordinator`). On the home's
+host, the other ranks are processes of the home. The device workers of the guests there are not
+involved: only these rows say that their slots are taken. On each other host, the device worker of
+one guest runs the remote ranks (`workers.residents.remote_ranks`) and gets orders of its own. The
+processes of an accelerator's worker see this accelerator alone, so each accelerator counts as a
+host of its own here. A guest is charged for the time that the home held its slot meanwhile, so only
+the home's clock is read. A guest has started when the home reports it.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ def of_task(session: Session, task: Task) -> Sequence[Placement]:
 
 
 def is_lent(device: ColumnElement[str] | InstrumentedAttribute[str]) -> ColumnElement[bool]:
-    """Condition: a guest holds the device in the given column, or the device is kept for a gang."""
+    """Return a condition: a guest holds the device in the given column, or it is kept for a
+    gang.
+    """
     lent = or_(Placement.guest, gang_tickets.is_of_ticket())
     there = (Placement.device_id == device, Placement.ended_at.is_(None), lent)
     return select(Placement.id).where(*there).exists()
@@ -65,16 +68,17 @@ def is_lent(device: ColumnElement[str] | InstrumentedAttribute[str]) -> ColumnEl
 def has_fractions(
     device: ColumnElement[str] | InstrumentedAttribute[str],
 ) -> ColumnElement[bool]:
-    """Condition: a task holds a fraction of the device in the given column."""
+    """Return a condition: a task holds a fraction of the device in the given column."""
     is_fraction = Placement.fraction_milli < WHOLE_MILLI
     there = (Placement.device_id == device, Placement.ended_at.is_(None), is_fraction)
     return select(Placement.id).where(*there).exists()
 
 
 def check_fractions(session: Session, devices: Collection[str]) -> None:
-    """Raise OverfullDevice if tasks have more than the whole of one of these devices.
+    """Raise OverfullDevice if the fractions that tasks have of one of these devices exceed the
+    whole.
 
-    Tasks that leave, or that share a device in turns, do not count.  Only the island's leader gives
+    Tasks that leave, or that share a device in turns, do not count. Only the island's leader gives
     its devices to tasks, so nothing is added between this check and the commit.
     """
     session.flush()
@@ -96,7 +100,9 @@ def check_fractions(session: Session, devices: Collection[str]) -> None:
 
 
 class OverfullDevice(Exception):
-    """Raised for a plan that gives more of a device than there is; nothing of it is written."""
+    """Raised for a plan that gives more of a device than there is. The whole plan is then not
+    written.
+    """
 
 
 def lend(session: Session, task: Task, devices: Sequence[Device], cost_milli: int) -> None:
@@ -124,9 +130,10 @@ def placement_on(task: Task, device: Device, cost_milli: int) -> Placement:
 
 
 def awaits(session: Session, task: Task) -> bool:
-    """True if a command has to wait: a task placed before it still holds one of its guests.
+    """True if a command has to wait, because a task placed earlier still holds one of its guest
+    devices.
 
-    Its processes use all of its accelerators as soon as they begin.  Remote ranks wait by
+    Its processes use all of its accelerators as soon as they begin. Remote ranks wait by
     themselves, as each has a device worker that gives it the slot.
     """
     if task.resized_at is None or task.started_at is not None or task.spec.run.kind != "command":
@@ -169,7 +176,7 @@ def are_ranks_apart(device: Device) -> bool:
 
 
 def charge(session: Session, task: Task, lent: Iterable[Placement], held_us: int) -> None:
-    """Charge guests for `held_us` more of the home's slot, but never for time before they were
+    """Charge guests for `held_us` more of the home's slot time, but not for time before they were
     lent.
     """
     for guest in lent:
@@ -187,7 +194,9 @@ def held_us_with(session: Session, guest: Placement, more_us: int) -> int:
 
 
 def cost(session: Session, placements: Iterable[Placement]) -> int:
-    """Return what a second of these placements costs, in thousandths; 0: as their devices do."""
+    """Return what a second of these placements costs, in thousandths; 0 if it is the cost of their
+    devices.
+    """
     held = list(placements)
     of_devices = sum(session.get_one(Device, each.device_id).cost_milli for each in held)
     charged = sum(each.cost_milli for each in held)

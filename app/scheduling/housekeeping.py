@@ -1,4 +1,6 @@
-"""Chores that keep tables and the store small.  Each may run twice, or not at all, without harm."""
+"""Runs chores that keep tables and the store small. Each may run twice, or not at all, without
+harm.
+"""
 
 from __future__ import annotations
 
@@ -110,8 +112,8 @@ def roll_up(session: Session) -> None:
 
 
 def prune_checkpoints(session: Session) -> None:
-    """Mark checkpoints for deletion: beyond `checkpoint.keep` of a task, and all of old ended
-    tasks of requests that are not kept.
+    """Mark checkpoints for deletion: those above a task's `checkpoint.keep`, and all those of tasks
+    that ended long ago, unless the request is kept.
 
     The checkpoint that a task began from (epoch 0) stays as long as the task lives, because the
     task has no other beginning.
@@ -147,7 +149,8 @@ def prune_checkpoints(session: Session) -> None:
 
 
 def forget_checkpoints(session: Session) -> list[str]:
-    """Delete the rows that were marked a while ago; return the names that nothing refers to now.
+    """Delete the rows that were marked a while ago; return the names that no row refers to any
+    more.
 
     The delay is needed because an order that offers the checkpoint may be on its way.
     """
@@ -184,7 +187,10 @@ def forget_datablocks(session: Session) -> list[str]:
 
 
 def free(names: Iterable[str]) -> None:
-    """Condemn names that no row refers to; called after the commit.  They are collected later."""
+    """Condemn names to which no row refers; called after the commit.
+
+    The garbage collector deletes them later.
+    """
     store = Store.at(settings().store_address)
     for name in names:
         condemned(store, name)
@@ -212,7 +218,9 @@ def named(session: Session, names: Collection[str]) -> set[str]:
 
 
 def _locks(session: Session, digests: Collection[str]) -> Iterator[str]:
-    """Yield the given hashes that are the lock of an environment, or of a task that goes on."""
+    """Yield those of the given hashes that are the lock of an environment, or of a task that has
+    not ended.
+    """
     known = select(Environment.lock_sha256).where(Environment.lock_sha256.in_(digests))
     yield from filter(None, session.scalars(known))
     named = Task.descriptor["environment"]["lock"].astext
@@ -222,7 +230,7 @@ def _locks(session: Session, digests: Collection[str]) -> Iterator[str]:
 
 
 def _outputs(session: Session, digests: Collection[str]) -> Sequence[str]:
-    """Return the given hashes that are an output of a task.
+    """Return those of the given hashes that are an output of a task.
 
     A published output counts only while a task is to take it; otherwise its datablock keeps it.
     """
@@ -252,7 +260,10 @@ def _blob(tenant: str, sha256: str) -> str:
 
 
 class Sweeper:
-    """The garbage collector, with references from rows; of several, only one works at a time."""
+    """Runs the garbage collector, with references from rows.
+
+    If several processes try, only one works at a time.
+    """
 
     def __init__(self) -> None:
         self.collector = Collector(Store.at(settings().store_address), self._named)

@@ -1,24 +1,24 @@
-"""Write plans and heartbeats into rows: the only writer of the state of tasks, placements and
+"""Writes plans and heartbeats into rows: the only writer of the state of tasks, placements and
 orders.
 
-There are two main entries.  Both run in the island's transaction after its row was locked, so that
+There are two main entries. Both run in the island's transaction after its row was locked, so that
 only one scheduler writes at a time:
 
 * `store(plan)` writes what was decided, and the orders that follow from it; `store_part` writes a
-  bounded part of a plan;
+  limited part of a plan;
 * `record(alive)` writes what a device reports, and builds the answer.
 
-Every event is fenced.  It counts only if it comes from the task's present epoch and from the
-process that holds the task, with the next `seq`.  Any other event is history and changes nothing.
+Every event is fenced. It counts only if it comes from the task's present epoch and from the process
+that holds the task, with the next `seq`. Any other event is history and changes nothing.
 
-Actions that users request lock tasks too: the tasks of one request, in the order of their ids.  To
+Actions that users request lock tasks too: the tasks of one request, in the order of their ids. To
 avoid a deadlock, `record` (or `lock`, for several heartbeats) locks in the same order, and at once,
-everything that it may touch.  `store` never waits for a lock.
+everything that it may touch. `store` never waits for a lock.
 
-The number of statements dominates the cost of a round.  So each entry reads at the beginning what
-it may need and changes rows in memory.  It flushes on the way only where the order of writes
-matters: a slot is released before it is promised again.  Sums are noted during the round, and
-`settle` writes them.
+The number of statements dominates the cost of a round. So each entry reads at the beginning what it
+may need and changes rows in memory. It flushes earlier only where the order of writes matters: a
+slot is released before it is promised again. Sums are noted during the round, and `settle` writes
+them.
 """
 
 from __future__ import annotations

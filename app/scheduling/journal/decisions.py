@@ -1,4 +1,6 @@
-"""Write a plan: apply each decision to the rows, and order what follows from it."""
+"""Writes a plan: applies each decision to the rows, and puts the orders that follow into the
+outbox.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,10 @@ from app.settings import settings
 
 @dataclass(slots=True)
 class UnwrittenPlan:
-    """A plan that is written in parts, each in a transaction of its own.
+    """Holds a plan that is written in parts, each in a transaction of its own.
 
-    `seen` is the snapshot that the plan was decided from; it is stored with the first part, so that
-    the decisions can be reproduced.
+    `seen` is the snapshot from which the plan was decided; it is stored with the first part, so
+    that the decisions can be reproduced.
     """
 
     rest: Plan | None
@@ -74,8 +76,7 @@ def store_part(session: Session, unwritten: UnwrittenPlan, *, most: int) -> bool
 def _begin(session: Session, unwritten: UnwrittenPlan) -> None:
     """Write what belongs to a plan as a whole: idle-credit floors, and what the round saw.
 
-    Of a round that gave and took no device, but only applied start conditions (rule "start"),
-    nothing is kept.
+    A round that only applied start conditions (rule "start"), and moved no device, is not stored.
     """
     unwritten.is_begun = True
     plan, seen = unwritten.rest, unwritten.seen
@@ -184,7 +185,7 @@ def _pause(session: Session, rows: PlanRows, task: Task, decision: PlanDecision)
 
 
 def _notice(task: Task, decision: PlanDecision) -> dict[str, Any]:
-    """Return the fields of a Pause that give a command its notice; empty without one."""
+    """Return the fields of a Pause that give a command its notice; {} if it gets none."""
     if not task.descriptor.get("notice"):
         return {}
     bounds = {"most_s": settings().notice_max_s, "slice_s": settings().slice_max_s}
@@ -193,7 +194,7 @@ def _notice(task: Task, decision: PlanDecision) -> dict[str, Any]:
 
 
 def _leaves(rows: PlanRows, task: Task) -> None:
-    """Mark all devices that the task holds as free to be promised to others."""
+    """Mark all devices that the task holds as leaving, so that they can be promised to others."""
     for placement in (rows.open[task.id], *rows.guests.get(task.id, ())):
         placement.leaving = True
 

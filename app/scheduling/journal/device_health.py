@@ -1,6 +1,7 @@
-"""Record what devices report of their health, and act on it: cordon, move what runs there, return.
+"""Records what devices report about their health, and acts on it: cordons them, moves tasks away,
+lets them return.
 
-`core.device.device_fitness` decides.  This module keeps what it remembers in the device's row.
+`core.device.device_fitness` decides. This module keeps what it remembers in the device's row.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ def take_in(session: Session, device: Device, alive: Alive) -> None:
 
 
 def act(session: Session, house: DeviceRows, before: Mapping[str, Any]) -> bool:
-    """Take the tasks off a device that a rule has cordoned since its fitness was `before`.
+    """Take the tasks off a device if a rule has cordoned it since its fitness was `before`.
 
-    True if the island must plan because of it.
+    True if the island must make a new plan because of it.
     """
     device = house.device
     if not device.fitness:
@@ -82,7 +83,9 @@ def _held(house: DeviceRows) -> list[Task]:
 
 
 def _give_up(session: Session, house: DeviceRows, told: str) -> bool:
-    """Let the tasks resume elsewhere from their checkpoints, as their state cannot leave."""
+    """Let the tasks resume on other devices from their checkpoints, because their state cannot
+    leave this device.
+    """
     held = _held(house)
     for task in held:
         losses.lose(session, task, house.placement(task), told)
@@ -90,7 +93,7 @@ def _give_up(session: Session, house: DeviceRows, told: str) -> bool:
 
 
 def _ask_to_move(session: Session, house: DeviceRows, told: str) -> None:
-    """Ask for moves while the tasks run; the island pauses those that cannot be moved."""
+    """Request moves for the tasks while they run; the island pauses those that cannot be moved."""
     for task in filter(_may_move, _held(house)):
         task.move_to, task.move_asked_at = ANYWHERE, transactions.now(session)
         told_it = f"{told} The task moves to another device if one is free."
@@ -98,7 +101,7 @@ def _ask_to_move(session: Session, house: DeviceRows, told: str) -> None:
 
 
 def _may_move(task: Task) -> bool:
-    """True if a move may be asked for, as when a person drains the device."""
+    """True if a move may be requested for the task, as when a person drains the device."""
     is_alone = task.devices_min == 1 and task.gang_id is None
     is_there = task.state in (State.starting, State.running)
     return is_alone and is_there and task.move_to is None
@@ -108,7 +111,7 @@ def _may_move(task: Task) -> bool:
 
 
 def note_failure(session: Session, placement: Placement, event: Failed) -> None:
-    """Record that a task failed on a device that is watched, for a cause that may be the device."""
+    """Record that a task failed on a watched device, if the device may be the cause."""
     device = session.get_one(Device, placement.device_id)
     if not device.health or event.cause not in SUSPECT_CAUSES:
         return

@@ -19,12 +19,12 @@ from app.scheduling.journal import task_writer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LockedRows:
-    """All rows that some heartbeats may touch, locked, as they were before the heartbeats.
+    """Holds all rows that some heartbeats may touch, locked, as they were before the heartbeats.
 
     `open` has the placements that have not ended, and `unanswered` the orders that the device has
-    not yet acknowledged; both by device.  `lent` has the devices that a task with another home
-    device holds as guests.  `near` has, by device, the tasks that are seated or paused there, or
-    are being moved there.  `mounts` are the paths of all mounts by sort, if a device may show any.
+    not yet acknowledged; both by device. `lent` has the devices that a task with another home
+    device holds as guests. `near` has, by device, the tasks that are seated or paused there, or are
+    being moved there. `mounts` are the paths of all mounts by sort, if a device may show any.
     """
 
     devices: dict[str, Device]
@@ -38,15 +38,15 @@ class LockedRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRows:
-    """The rows of one device while its heartbeat is recorded.
+    """Holds the rows of one device while its heartbeat is recorded.
 
     `near` has the tasks that were seated or paused here, or being moved here, before the heartbeat;
-    no heartbeat brings others here.  So a walk over `tasks`, which has those of all devices, is
-    never needed.
+    no heartbeat brings other tasks here. So there is no need to walk over `tasks`, which has those
+    of all devices.
 
-    `open` has the device's placements that have not ended, by (task, epoch).  `lent_to` lists,
-    oldest first, the (task, epoch) pairs that have ranks here but another home device.  Each must
-    release the slot before the next may have it.  A gang for which a ticket keeps the device is in
+    `open` has the device's placements that have not ended, by (task, epoch). `lent_to` lists,
+    oldest first, the (task, epoch) pairs that have ranks here but another home device. Each must
+    release the slot before the next may have it. A gang for which a ticket keeps the device is in
     `lent_to` too.
     """
 
@@ -126,8 +126,7 @@ def _by_device(tasks: Iterable[Task]) -> dict[str, list[Task]]:
 
 
 def _shelve(session: Session, tasks: Mapping[str, Task], alives: Sequence[Alive]) -> None:
-    """Take the datablock locks of all tenants with tasks that are about to publish, in one
-    statement.
+    """Take, in one statement, the datablock locks of all tenants whose tasks are about to publish.
 
     So two islands that publish for the same tenants cannot deadlock.
     """
@@ -170,7 +169,7 @@ def rows_of_device(device: Device, believed: LockedRows) -> DeviceRows:
 
 
 def _lent_to(placement: Placement, tasks: Mapping[str, Task]) -> tuple[str, int] | None:
-    """The (task, epoch) that may have ranks on this placement's device, but has another home
+    """Return the (task, epoch) that may have ranks on this placement's device, but has another home
     device.
     """
     task = tasks.get(placement.task_id)

@@ -1,4 +1,4 @@
-"""Apply the events of a task's present epoch, in the order of their numbers."""
+"""Applies the events of a task's present epoch, in the order of their numbers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ def take_in(
     *,
     careful: bool,
 ) -> bool:
-    """Apply one event if it is the next of its epoch; acknowledge it if it can never count."""
+    """Apply an event if it is the next one of its epoch.
+
+    An event that can never count is acknowledged without effect.
+    """
     name = key(event.task, event.epoch)
     task = house.tasks.get(event.task)
     placement = device_rows.placement_of(session, house, event.task, event.epoch)
@@ -68,7 +71,7 @@ def take_in(
             else:
                 _EVENTS[type(event)](session, task, placement, event)
     heard[name] = task.event_seq
-    # For these two, tasks that can start now are nudged after the commit.
+    # for these two, tasks that can start now are nudged after the commit instead
     return not isinstance(event, messages.Stored | messages.Came)
 
 
@@ -83,7 +86,7 @@ def _take_in_late(
 
 
 def _apply(session: Session, task: Task, placement: Placement, event: messages.Event) -> None:
-    """Apply one event; if it makes no sense, end the stay of its own task and spoil nothing else.
+    """Apply one event. If it makes no sense, end the stay of its own task and affect nothing else.
 
     Otherwise the event would be reported again and again, and no heartbeat of its device would ever
     be recorded.
@@ -225,7 +228,7 @@ def _unreached(
     guests: Sequence[Placement],
     event: messages.Resized,
 ) -> None:
-    """Undo a resize onto a host that could not be joined; the task goes on as before.
+    """Undo a resize onto a host that could not be joined; the task continues as before.
 
     If the task was also to leave devices, these are promised to others already, so it goes back to
     the queue.
@@ -262,7 +265,9 @@ def _saved(session: Session, task: Task, placement: Placement, event: messages.S
 def _note_movement(
     session: Session, task: Task, placement: Placement, *, is_movable: bool, bound_because: str
 ) -> None:
-    """Note whether the processes of a command can go elsewhere, where, and if not, why."""
+    """Record whether the processes of a command can go to another device, and where; if not,
+    why.
+    """
     if RESTARTS not in task.capabilities:
         return
     others = [each for each in task.capabilities if each != MOVABLE]
@@ -319,7 +324,9 @@ def _paused(session: Session, task: Task, placement: Placement, event: messages.
 
 
 def _wait_for(session: Session, task: Task, port: str) -> None:
-    """Block a task until its missing input is there: the input did not come while the task ran."""
+    """Block a task until its missing input is there, because the input did not come while the task
+    ran.
+    """
     lacked = update(Need).where(Need.task_id == task.id, Need.port == port)
     session.execute(lacked.values(late=False).execution_options(synchronize_session=False))
     task_writer.move_task(session, task, Move.Locked)
@@ -362,8 +369,9 @@ def _finished(session: Session, task: Task, placement: Placement, event: message
 
 
 def _kept(task: Task, outputs: messages.JSON) -> messages.JSON:
-    """The outputs to store.  Outputs that a graph task gave while it ran stay, as other tasks began
-    with them.
+    """Return the outputs to store.
+
+    Outputs that a graph task gave while it ran stay, as other tasks have begun with them.
     """
     return {**outputs, **task.outputs} if task.spec.run.part is not None else outputs
 

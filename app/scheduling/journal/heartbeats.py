@@ -54,8 +54,9 @@ def record_all(
     """Record each heartbeat; stale ones are left out.
 
     With `careful`, each heartbeat is written in a savepoint of its own, so that a bad one cannot
-    spoil the others.  Without it, any error is raised.  What `quiet.renew` needs to know of devices
-    that may go on quietly is added to `quiet`; it holds once the transaction is committed.
+    spoil the others. Without it, any error is raised. For devices whose next heartbeats may say
+    nothing new, `quiet` gets what `quiet.renew` needs to know; it is valid once the transaction is
+    committed.
     """
     believed = device_rows.lock(session, alives)
     if not careful:
@@ -85,7 +86,7 @@ def _to_remember(
 
 
 class _PackagesByIsland(dict[str, PackagesAhead]):
-    """Keeps by island which packages its tasks wait for, while some heartbeats are recorded."""
+    """Caches, by island, for which packages its tasks wait, while some heartbeats are recorded."""
 
     def __init__(self, session: Session, alives: Sequence[Alive]) -> None:
         super().__init__()
@@ -149,7 +150,7 @@ def _record(
         for view in alive.residents:
             here = residents.confirm(session, house, view)
             if here and not (house.may_sit(view) and _may_begin(session, house, view)):
-                continue  # it stays, and gets the slot when the task before it has left
+                continue  # it stays here, and gets the slot when the task placed before it has left
             (keep if here else drop).append([view.task, view.epoch])
         network_use.take_in(session, house, alive)
         tickets.charge_tickets(session, house)
@@ -180,7 +181,7 @@ def _record(
 
 
 def _may_begin(session: Session, house: DeviceRows, view: ResidentView) -> bool:
-    """False if it is a command whose other accelerators are not free yet."""
+    """True unless the resident belongs to a command whose other accelerators are not free yet."""
     task = house.tasks[view.task]
     is_apart = guest_placements.are_ranks_apart(house.device) and task.seat == house.device.id
     return not (is_apart and guest_placements.awaits(session, task))
@@ -189,13 +190,15 @@ def _may_begin(session: Session, house: DeviceRows, view: ResidentView) -> bool:
 def _guest_bytes(house: DeviceRows) -> int:
     """Return the device memory that commands with another home device asked for here."""
     if not guest_placements.are_ranks_apart(house.device):
-        return 0  # on a CPU it is the host's, at their home; an older version refuses the number
+        # on a CPU the memory is the host's, at the command's home; an older version refuses the
+        # number
+        return 0
     held = [house.tasks[id] for id, _ in house.lent_to if id in house.tasks]  # no gang of tickets
     return sum(task.memory_bytes for task in held if task.spec.run.kind == "command")
 
 
 def _unknown(known: str | None, present: Mapping[str, str]) -> messages.JSON | None:
-    """Return all mounts of a sort if the device knows others; None for a device that may show
+    """Return all mounts of a sort if the device knows others; None if it knows them, or may show
     none.
     """
     return None if known is None or known == digest(present) else dict(present)
@@ -228,7 +231,10 @@ def _heard(session: Session, alive: Alive, believed: LockedRows) -> Device | Non
 
 
 def _register_all(session: Session, alives: Sequence[Alive], believed: LockedRows) -> None:
-    """Register the unknown devices of a round at once; of two processes, the first."""
+    """Register at once the devices of a round that are unknown.
+
+    If two processes of a device report, the first counts.
+    """
     new = {alive.device: alive for alive in reversed(alives)}
     believed.devices.update(
         _register(session, [new[id] for id in sorted(new.keys() - believed.devices.keys())])
@@ -300,7 +306,7 @@ def store_logs(session: Session, house: DeviceRows, logs: Iterable[LogLines]) ->
         logged[key(chunk.task, chunk.epoch)] = chunk.first + len(chunk.lines)
         placement = device_rows.placement_of(session, house, chunk.task, chunk.epoch)
         if placement is None or not chunk.lines:
-            continue  # a device may write only the logs of tasks that were placed on it
+            continue  # a device may only write the logs of tasks that were placed on it
         rows = [
             {
                 "task_id": chunk.task,

@@ -1,7 +1,7 @@
-"""Warn and pause tasks that compute nothing, as their tenants want it.
+"""Warns and pauses tasks that compute nothing, as their tenants want it.
 
-`core.device.idleness` decides.  Only a task that has its device to itself is judged: nobody else
-can be the one that computes.
+`core.device.idleness` decides. Only a task that has its device to itself is judged: no other task
+can then be the one that computes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HOLD = "user"  # its members may resume it
 
 
 def take_in(session: Session, house: DeviceRows) -> bool:
-    """Judge the task on a device after its report; True if the task is to be paused."""
+    """Judge the task on a device after its report; True if the task must be paused."""
     device = house.device
     if not device.health.get("idle") and "idle" not in device.fitness:
         return False
@@ -63,12 +63,12 @@ def _only_task(house: DeviceRows) -> Task | None:
 
 
 def most_idle_s(session: Session, task: Task) -> int | None:
-    """Return what the task's tenant says, or the nearest tenant above that says anything."""
+    """Return the limit that the task's tenant sets, or the nearest tenant above that sets one."""
     return next(idle_limits_s(session, task), None)
 
 
 def idle_limits_s(session: Session, task: Task) -> Iterator[int]:
-    """Yield what the task's tenant says and what the tenants above it say, the nearest first."""
+    """Yield the limits that the task's tenant and the tenants above it set, the nearest first."""
     above: str | None = task.tenant_id
     while above is not None:
         tenant = session.get_one(Tenant, above)
