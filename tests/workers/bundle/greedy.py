@@ -1,6 +1,7 @@
 """What a tenant would write who takes all that there is; each is run by a real resident."""
 
 import os
+import time
 
 import torch
 
@@ -9,6 +10,13 @@ def eat_memory(ctx):
     held = []
     while True:
         held.append(torch.ones(16 * 2**20, dtype=torch.uint8))
+
+
+def hold_memory(ctx, *, megabytes):
+    """Take no more than this, and keep it until the device ends the process."""
+    held = torch.ones(megabytes << 20, dtype=torch.uint8)
+    time.sleep(600)
+    return {"bytes": held.nbytes}
 
 
 def eat_memory_in_child(ctx):

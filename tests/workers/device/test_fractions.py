@@ -92,7 +92,9 @@ def test_a_fraction_beyond_its_memory_ends_by_name_and_its_neighbour_keeps_its_b
     monkeypatch.setattr(host_memory_caps, "CODE_BYTES", 400 * MB)
     rig.launch("t1", "jobs:Patient", params=PARAMS, fraction_milli=500)
     rig.event(Started, "t1")
-    rig.launch("t2", {"function": "greedy:eat_memory"}, memory_bytes=64 * MB, fraction_milli=10)
+    greedy = {"function": "greedy:hold_memory"}  # a busy device worker looks at it late
+    params = {"megabytes": 1024}
+    rig.launch("t2", greedy, params=params, memory_bytes=64 * MB, fraction_milli=10)
     failed = rig.event(Failed, "t2")
     assert failed.message == "It held more memory than its part of the device."
     assert _result(rig, "t1") == alone("jobs:Everything", UNDISTURBED)["result"]
