@@ -174,6 +174,16 @@ class Gang:
     def order(self, word: str, **more: Any) -> None:
         self.home.send({"is": word, **more})
 
+    def answer(self, word: str, **more: Any) -> None:
+        """Order what its word asks for, unless it has ended since: its last word comes next."""
+        with suppress(BrokenPipeError):
+            self.order(word, **more)
+
+    def keeps(self, message: JSON) -> None:
+        """Say that an image or output is stored, unless the test withholds it."""
+        if message["is"] == "saving" and message["what"] not in self.withheld:
+            self.answer("kept", what=message["what"], files=0)
+
     def until(self, word: str, step: int = 0) -> JSON:
         """What home said with this word, after `step` or later; images are kept as they come."""
         end_s = time.monotonic() + PATIENCE_S
@@ -186,10 +196,7 @@ class Gang:
             self.home.wait(1.0)
             came = self.home.receive()
             for message in came:
-                if message["is"] == "saving" and message["what"] not in self.withheld:
-                    # a gang that fails may have ended since: its last word comes next
-                    with suppress(BrokenPipeError):
-                        self.order("kept", what=message["what"], files=0)
+                self.keeps(message)
             self.said += came
             last = [m for m in came if m["is"] in ("failed", "stopped") and m["is"] != word]
             assert not last, f"{last}\n{last[0].get('detail')}\n{self.log()}"

@@ -16,7 +16,8 @@ def add(ctx, x, *, by=1.0):
     return {"y": x + by}
 
 
-def double(ctx, x):
+def double(ctx, x, *, nap_s=0.0):
+    rest(nap_s)
     return {"y": x * 2}
 
 
@@ -145,8 +146,7 @@ def indices(ctx, *, count):
     return {"parts": list(range(count))}
 
 
-def filled(ctx, n, *, size, nap_s=0.0):
-    rest(nap_s)
+def filled(ctx, n, *, size):
     return {"y": torch.full((size,), float(n), device=ctx.device)}
 
 

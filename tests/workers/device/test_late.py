@@ -246,7 +246,7 @@ def test_only_declared_late_inputs_can_be_lacking(rig: DeviceRig) -> None:
 
 def test_outputs_are_stored_one_after_the_other_while_a_node_runs(rig: DeviceRig) -> None:
     graph = body(
-        node("a", "start"), node("b", "start"), node("nap", "nap", "x=b.y", params={"nap_s": 30.0})
+        node("a", "start"), node("b", "start"), node("nap", "nap", "x=b.y", params={"nap_s": 300.0})
     )
     gives = {"b0": "a.y", "b1": "b.y", "b2": "nap.y"}
     early = {"nodes": ["a", "b", "nap"], "takes": {}, "gives": gives}
@@ -254,6 +254,8 @@ def test_outputs_are_stored_one_after_the_other_while_a_node_runs(rig: DeviceRig
     launched(rig, "t1", graph, part=early, outputs=[*gives])
     rig.until(lambda: len(rig.all(Stored, "t1")) == 2)
     assert not rig.all(Finished, "t1")
+    rig.let_end("t1")
+    rig.event(Finished, "t1")
 
 
 #: Two partitions that take a block from each other.
@@ -307,21 +309,34 @@ def test_blocks_come_from_the_other_host_while_both_partitions_run(
 
 # --- several executors ----------------------------------------------------------------------------
 
-WIDE = body(
-    node("parts", "pieces", writes="parts", params={"count": 7}),
-    node("own", "pieces", writes="parts", params={"count": 5}),
-    node("drawn", "draw", "x=own.parts", map="x"),
-    node("mine", "total", "xs=drawn.y"),
-    node("draws", "draw", "x=parts.parts", map="x"),
-    node("again", "pairs", "x=draws.y y=parts.parts", map=["x", "y"]),
-    node("all", "total", "xs=again.y"),
-    node("both", "total", "xs=all.y,mine.y"),
-    node("rest", "nap", "x=both.y", params={"nap_s": 0.6}),  # so that a pause comes before the end
-    node("one", "listed", "x=rest.y"),
-    node("two", "listed", "x=mine.y"),
-    one="one.y",
-    two="two.y",
-)
+RESTS = 40
+
+
+def wide(*, nap_s: float) -> Any:
+    """A graph that naps before its end, so often and so long, or until it may end."""
+    naps = [
+        node(f"r{n}", "nap", f"x=r{n - 1}.y" if n else "x=both.y", params={"nap_s": nap_s})
+        for n in range(RESTS)
+    ]
+    return body(
+        node("parts", "pieces", writes="parts", params={"count": 7}),
+        node("own", "pieces", writes="parts", params={"count": 5}),
+        node("drawn", "draw", "x=own.parts", map="x"),
+        node("mine", "total", "xs=drawn.y"),
+        node("draws", "draw", "x=parts.parts", map="x"),
+        node("again", "pairs", "x=draws.y y=parts.parts", map=["x", "y"]),
+        node("all", "total", "xs=again.y"),
+        node("both", "total", "xs=all.y,mine.y"),
+        *naps,
+        node("one", "listed", f"x=r{RESTS - 1}.y"),
+        node("two", "listed", "x=mine.y"),
+        one="one.y",
+        two="two.y",
+    )
+
+
+WIDE = wide(nap_s=0.0)
+SLOW = wide(nap_s=0.5)  # the same with many seconds before its end
 PARTS = {"nodes": ["parts"], "takes": {}, "gives": {"b0": "parts.parts"}, "after_ms": {}}
 GANG = {
     "nodes": [node["name"] for node in WIDE["nodes"] if node["name"] != "parts"],
@@ -338,8 +353,8 @@ def parts(rig: DeviceRig) -> dict[str, Any]:
     return kept
 
 
-def gang(rig: DeviceRig, epoch: int = 1, **more: Any) -> None:
-    launched(rig, "t1", WIDE, epoch, part=GANG, world_size=3, outputs=["b1"], **more)
+def gang(rig: DeviceRig, epoch: int = 1, *, graph: Any = WIDE, **more: Any) -> None:
+    launched(rig, "t1", graph, epoch, part=GANG, world_size=3, outputs=["b1"], **more)
 
 
 def test_executors_send_and_receive_late_blocks_while_they_run(rig: DeviceRig) -> None:
@@ -386,10 +401,12 @@ def test_image_of_executors_says_which_blocks_they_lack(rig: DeviceRig) -> None:
 
 def test_image_of_executors_holds_the_blocks_that_came(rig: DeviceRig) -> None:
     late = parts(rig)
-    gang(rig, inputs={"b0": late})
+    gang(rig, graph=SLOW, inputs={"b0": late})
     rig.event(Started, "t1")
     images = rig.paused_and_saved("t1", 1)
     rig.drop = [["t1", 1]]
     rig.until(lambda: rig.view("t1") is None)
-    gang(rig, 2, images=images, inputs={"b0": late})
+    gang(rig, 2, graph=SLOW, images=images, inputs={"b0": late})
+    rig.event(Started, "t1", 2)
+    rig.let_end("t1", 2)
     assert rig.event(Finished, "t1", 2).result == ran(WIDE)

@@ -23,7 +23,7 @@ from tests.workers.device.test_late import GANG
 from tests.workers.device.test_late import WIDE as WIDE_WITH_LATE
 from tests.workers.graph.test_lane import STATES, WIDE, finished_twice
 from tests.workers.graph.test_runner import body, napping, node, ran
-from tests.workers.resident_gangs import Gang, Residents, connected, start_of
+from tests.workers.resident_gangs import PATIENCE_S, Gang, Residents, connected, start_of
 from workers.capture.capture import Surroundings
 from workers.graph import remote_blocks
 from workers.graph.remote_blocks import BlockBridge, RemoteBlockTable
@@ -38,7 +38,7 @@ from workers.switching import context_switch
 JSON = dict[str, Any]
 
 #: Shards that nap, then a chain that trains: so long that a busy machine disturbs it in time.
-LONG = napping(trains=160, nap_s=0.2, train_s=0.1)
+LONG = napping(trains=160, nap_s=0.2, train_s=0.3)
 
 
 class Executors(Gang):
@@ -79,19 +79,35 @@ class Executors(Gang):
         """Return slots to it whenever it leaves them; return its end if that is within `for_s`."""
         end_s = time.monotonic() + for_s
         while time.monotonic() < end_s:
-            self.home.wait(max(0.0, end_s - time.monotonic()))
-            for message in self.home.receive():
+            for message in self._next_said(end_s):
                 match message["is"]:
-                    case "saving" if message["what"] not in self.withheld:
-                        self.order("kept", what=message["what"], files=0)
                     case "paused":
-                        self.order("go", seats=self.hosts, linked=False)
+                        self.answer("go", seats=self.hosts, linked=False)
                     case "resized":
                         self.hosts = message["seats"]
                     case "failed" | "finished":
                         assert message["is"] == "finished", f"{message}\n{self.residents.log()}"
                         return message
         return None
+
+    def _next_said(self, end_s: float) -> list[JSON]:
+        """Return what `until` has read and answered, but not returned; or what home says next."""
+        if said := self.said:
+            self.said = []
+            return said
+        self.home.wait(max(0.0, end_s - time.monotonic()))
+        said = self.home.receive()
+        assert said or not self.home.closed, f"it ended without a word\n{self.log()}"
+        for message in said:
+            self.keeps(message)
+        return said
+
+    def result(self) -> Any:
+        """Return slots to it whenever it leaves them, until its end; return its result."""
+        end_s = time.monotonic() + PATIENCE_S
+        while (finished := self.goes_on(for_s=1.0)) is None:
+            assert time.monotonic() < end_s, self.log()
+        return finished["result"]
 
     def give(self, port: str, value: Any) -> None:
         """Send a late input, as the supervisor of the coordinator's device does."""
@@ -244,7 +260,7 @@ def test_killed_executor_on_any_host_ends_all_and_is_named(
     assert (f"rank {host}" if victim == "executor" else "host") in told
     gang.must_end()
     gang.end()
-    assert not ranks_and_bridges(residents)
+    are_alone(residents)
 
 
 def are_alone(residents: Residents) -> None:
@@ -293,18 +309,18 @@ def test_all_finished_work_is_saved_before_a_host_stops(
 
 # --- inputs that come late ------------------------------------------------------------------------
 
-PATIENCE_S = 0.2
+WAIT_S = 0.2  # patience of a gang that lacks an input
 LATE: JSON = {**WIDE_WITH_LATE, "nodes": [dict(each) for each in WIDE_WITH_LATE["nodes"]]}
 for each in LATE["nodes"]:
     if each["name"] == "drawn":  # on each host, for longer than the patience
-        each |= {"function": "nodes:nap", "params": {"nap_s": 2 * PATIENCE_S}}
+        each |= {"function": "nodes:nap", "params": {"nap_s": 2 * WAIT_S}}
 
 
 PIECES = body(node("parts", "pieces", writes="parts", params={"count": 7}), parts="parts.parts")
 
 
 def parted(residents: Residents, hosts: list[int], **more: Any) -> Executors:
-    return Executors(residents, hosts, LATE, part=GANG, patience_s=PATIENCE_S, **more)
+    return Executors(residents, hosts, LATE, part=GANG, patience_s=WAIT_S, **more)
 
 
 @pytest.mark.parametrize("hosts", [[2, 1], [1, 1], [1, 1, 1]], ids=str)
@@ -318,7 +334,7 @@ def test_executors_on_several_hosts_leave_their_slots_without_a_late_input(
         assert gang.until("paused")["lacks"] == "b0"
         gang.order("go", seats=gang.hosts, linked=False)
     gang.give("b0", ran(PIECES)["parts"])
-    assert gang.until("finished")["result"] == ran(LATE)
+    assert gang.result() == ran(LATE)
     gang.must_end()
     gang.end()
 
@@ -335,9 +351,7 @@ def test_descriptors_of_a_change_and_of_an_input_that_come_at_once_are_told_apar
     gang.change([1, 1, 1])
     gang.give("b0", ran(PIECES)["parts"])
     conductor.resume()
-    while (finished := gang.goes_on(for_s=1.0)) is None:
-        pass
-    assert finished["result"] == ran(LATE)
+    assert gang.result() == ran(LATE)
     gang.must_end()
     gang.end()
 
@@ -395,7 +409,7 @@ TAKES_TWICE = GANG | {
 
 
 def test_gang_holds_a_late_input_until_an_image_has_it(residents: Residents) -> None:
-    gang = Executors(residents, [2, 1], TWICE, part=TAKES_TWICE, patience_s=PATIENCE_S).begin()
+    gang = Executors(residents, [2, 1], TWICE, part=TAKES_TWICE, patience_s=WAIT_S).begin()
     gang.give("b0", ran(PIECES)["parts"])
     while gang.until("paused")["lacks"] != "b9":
         gang.order("go", seats=gang.hosts, linked=False)
@@ -405,7 +419,7 @@ def test_gang_holds_a_late_input_until_an_image_has_it(residents: Residents) -> 
     gang.hosts = [1, 1, 1]
     gang.go_to(gang.hosts)
     gang.give("b9", more_pieces())
-    assert gang.until("finished")["result"] == ran(TWICE)
+    assert gang.result() == ran(TWICE)
     gang.must_end()
     gang.end()
 
@@ -435,18 +449,16 @@ def test_executors_that_lack_an_input_change_hosts_and_end_with_the_same_bits(
 ) -> None:
     """The input comes at any moment, also while they leave their slots or change hosts."""
     dice = random.Random(seed)
-    gang = Executors(residents, [2, 1], TWICE, part=TAKES_TWICE, patience_s=PATIENCE_S).begin()
+    gang = Executors(residents, [2, 1], TWICE, part=TAKES_TWICE, patience_s=WAIT_S).begin()
     layouts = [[2, 1], [1, 1, 1], [3], [1, 2], [1, 1]]
     comes_at = dice.randrange(5)
     for n in range(5):
         if n == comes_at:
             gang.give("b0", ran(PIECES)["parts"])
-        assert gang.goes_on(for_s=dice.uniform(0, 3 * PATIENCE_S)) is None
+        assert gang.goes_on(for_s=dice.uniform(0, 3 * WAIT_S)) is None
         gang.change(dice.choice(layouts))
     gang.give("b9", more_pieces())
-    while (finished := gang.goes_on(for_s=1.0)) is None:
-        pass
-    assert finished["result"] == ran(TWICE)
+    assert gang.result() == ran(TWICE)
     gang.must_end()
     gang.end()
 

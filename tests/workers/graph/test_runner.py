@@ -515,7 +515,7 @@ def napping(*, trains: int = NAPS, nap_s: float = 0.004, train_s: float = 0.003)
 
 LONG = napping()
 #: The same with naps of many seconds: it has not finished before it is disturbed.
-SLOW = napping(nap_s=0.2, train_s=0.2)
+SLOW = napping(nap_s=0.5, train_s=0.5)
 
 
 @pytest.fixture(scope="module")
@@ -560,9 +560,12 @@ def test_output_of_a_graph_is_reported_when_it_is_made(monkeypatch: pytest.Monke
 
 def test_outputs_are_stored_while_the_graph_runs_on(rig: DeviceRig) -> None:
     """And are told when it has finished; one that is paused meanwhile gives the same."""
-    long = node("nap", "nap", "x=a.y", params={"nap_s": 4.0})
-    both = node("both", "total", "xs=a.y,nap.y")
-    two = body(node("a", "start"), long, both, node("l", "listed", "x=both.y"), a="a.y", l="l.y")
+    naps = [
+        node(f"n{n}", "nap", f"x=n{n - 1}.y" if n else "x=a.y", params={"nap_s": 0.5})
+        for n in range(60)
+    ]
+    both = node("both", "total", "xs=a.y,n59.y")
+    two = body(node("a", "start"), *naps, both, node("l", "listed", "x=both.y"), a="a.y", l="l.y")
     launched(rig, "t1", two, outputs=["a"])
     rig.event(Started, "t1")
     (resident,) = rig.supervisor.lives.residents.values()
@@ -572,6 +575,8 @@ def test_outputs_are_stored_while_the_graph_runs_on(rig: DeviceRig) -> None:
     rig.drop.append(["t1", 1])
     rig.until(lambda: not rig.supervisor.lives.residents)
     launched(rig, "t1", two, 2, outputs=["a"], images=images)
+    rig.event(Started, "t1", 2)
+    rig.let_end("t1", 2)
     finished = rig.event(Finished, "t1", 2)
     launched(rig, "t2", two, outputs=["a"])
     rig.event(Started, "t2")

@@ -34,13 +34,16 @@ BUDGET = 8 * MB  # of 32 MiB, a quarter
 
 
 def large(*, count: int = COUNT, nap_s: float = 0.0, **limits: int) -> Any:
-    """All of the first round is kept until the third reads it again, in the order of the items."""
+    """All of the first round is kept until the third reads it again, in the order of the items.
+
+    The second round naps, when most of the first has been spilled.
+    """
     block = {"dtype": "float32", "shape": [SIZE]}
-    made, filled = {"tensors": {"y": block}}, {"size": SIZE, "nap_s": nap_s}
+    made, nap = {"tensors": {"y": block}}, {"nap_s": nap_s}
     return body(
         node("parts", "indices", writes="parts", params={"count": count}),
-        node("a", "filled", "n=parts.parts", map="n", params=filled, **made),
-        node("b", "double", "x=a.y", map="x", **made),
+        node("a", "filled", "n=parts.parts", map="n", params={"size": SIZE}, **made),
+        node("b", "double", "x=a.y", map="x", params=nap, **made),
         node("c", "pairs", "x=a.y y=b.y", map=["x", "y"], **made),
         node("d", "summed", "x=c.y", map="x"),
         y="d.y",
@@ -334,7 +337,7 @@ def test_graph_that_spills_is_paused_and_moved_in_a_resident(executors: int, rig
     rig: DeviceRig = rigs(memory_bytes=256 * MB, host_memory_bytes=512 * MB)
     expected, images = ran(large()), list[dict[str, object]]()
     for epoch in range(1, 4):
-        napping = large(nap_s=0.25)
+        napping = large(nap_s=0.5)
         more = {"memory_bytes": BUDGET, "world_size": executors}
         launched(rig, "t1", napping, epoch, images=images, **more)
         if epoch < 3:
