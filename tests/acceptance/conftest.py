@@ -36,7 +36,11 @@ NETWORK = {
 }
 #: No lease runs out because the machine is busy: a test that wants it sets its own.  A worker that
 #: was killed is known to be lost as soon as it reports again.  Tasks grow as soon as they can.
-STEADY = {"ROUNDHOUSE_LEASE_S": "60", "ROUNDHOUSE_GROW_AFTER_S": "1"}
+STEADY = {
+    "ROUNDHOUSE_LEASE_S": "60",
+    "ROUNDHOUSE_LEADER_S": "10",
+    "ROUNDHOUSE_GROW_AFTER_S": "1",
+}
 ENDED = ("done", "failed", "cancelled")
 SUMS = """
     select (select coalesce(sum(held_us), 0)::bigint from placements),

@@ -113,7 +113,7 @@ def test_gang_resumes_from_its_checkpoint_after_the_worker_of_a_host_is_killed(
 # --- graphs ---------------------------------------------------------------------------------------
 
 BOTH = {"min": 2, "max": 2, **APART}
-NAP_S = 0.3  # until the gate of the graph opens
+NAP_S = 0.6  # until the gate of the graph opens
 
 
 def submit(client, name, *, gate=None, **task):
@@ -236,8 +236,8 @@ class OnHosts(Processes):
 @pytest.fixture(scope="module")
 def east(hosts):
     """Run an island with two hosts more; set up last, because it is removed again."""
-    more = {"ROUNDHOUSE_LEASE_S": "10", "ROUNDHOUSE_MOUNT_ROOTS": str(hosts.shared)}
-    client, island = hosts.client("alpha"), OnHosts(hosts.handle, "east", **more)
+    client = hosts.client("alpha")
+    island = OnHosts(hosts.handle, "east", ROUNDHOUSE_MOUNT_ROOTS=str(hosts.shared))
     try:
         island.start("leader", "device.0", "device.1")
         for number in range(2):
