@@ -12,7 +12,10 @@ submitted at once, run by the real island and two real CPU devices, until the la
 requests of 100, from requests of one, and each in a process of its own.
 
 Peers, without HTTP, from the threads of one process: Procrastinate defers jobs into the same
-Postgres, and Celery sends tasks to the same Redis with every write synced to disk.
+Postgres, and Celery sends tasks to the same Redis with every write synced to disk. Then the lives
+of as many no-op functions in Procrastinate, Celery and Dask, each with two worker slots, in servers
+as ours; benchmarks/peers/lives.py says what each of them guarantees. Dask has an environment of its
+own (benchmarks/peers/requirements.txt); without it Dask is left out, and the result says so.
 """
 
 from __future__ import annotations
@@ -48,6 +51,7 @@ from app.local.embedded_servers import embedded_postgres, embedded_redis, tempor
 from app.local.up import Handle, answers, running
 from app.settings import settings
 from benchmarks import Target, quick, report
+from benchmarks.graph_dispatch import PEERS_PYTHON, absent
 from benchmarks.idle import family_s
 
 CALLERS = 8
@@ -57,6 +61,7 @@ TASKS = 100  # per bulk request
 START_S = 120.0
 LIVES_S = 600.0
 WATCH_S = 0.2
+PEERS_LIVES = Path(__file__).parent / "peers" / "lives.py"
 
 CODE = "def nothing(ctx):\n    return {}\n"
 
@@ -96,12 +101,14 @@ READS = {
 
 
 def main() -> int:
-    seconds, stored, lives = (2.0, 10_000, 50) if quick() else (10.0, 100_000, 500)
+    seconds, stored, lives = (2.0, 10_000, TASKS) if quick() else (10.0, 100_000, 5 * TASKS)
     with temporary_home() as home, running(home) as system:
-        lives_s(system, min(lives, TASKS))  # warm-up: processes start, and batches grow
+        lives_s(system, TASKS)  # warm-up: processes start, and batches grow
         lived = lives_s(system, lives)
         single = lives_s(system, lives, of_request=1)
         apart = lives_s(system, lives, isolation="process")
+        ours_load = load()
+    peers = peers_lives(lives, {"batches": lived, "single": single, "process": apart})
     with temporary_home() as home, embedded_postgres(home) as postgres, embedded_redis(home) as url:
         os.environ |= {"DATABASE_URL": postgres, "REDIS_URL": url, "ROUNDHOUSE_HOME": str(home)}
         settings.cache_clear()  # the system above has read others
@@ -111,7 +118,7 @@ def main() -> int:
             read_ms = reads(service, seconds / 5)
         with serving(processes=2) as service:
             shared = per_s(submitting(service, 1), seconds)
-        peers = {**procrastinate_defers(postgres, seconds), **celery_sends(url, seconds)}
+        peers |= {**procrastinate_defers(postgres, seconds), **celery_sends(url, seconds)}
     every = [ms for took in read_ms.values() for ms in took]
     targets = [
         Target(name="submits", value=taken["one task"], unit="/s", op=">=", bound=1000),
@@ -134,12 +141,17 @@ def main() -> int:
         "submits with an Idempotency-Key, /s": taken["with a key"],
         "submits by two API processes, /s": round(shared, 1),
         **{f"a submit, CPU ms of {who}": round(ms, 2) for who, ms in spent_ms.items()},
-        "load": [round(one, 1) for one in os.getloadavg()],
+        "load": load(),
+        "load, lives of ours": ours_load,
         "requests stored": stored,
         **{f"{name}, p50 ms": round(statistics.median(ms), 1) for name, ms in read_ms.items()},
         **{f"{name}, p99 ms": p99(ms) for name, ms in read_ms.items()},
     }
     return report("api_load", targets, {**beside, **peers})
+
+
+def load() -> list[float]:
+    return [round(one, 1) for one in os.getloadavg()]
 
 
 def p99(ms: list[float]) -> float:
@@ -395,8 +407,7 @@ def lives_s(system: Handle, lives: int, *, of_request: int = TASKS, **task: Any)
 
 def procrastinate_defers(postgres: str, seconds: float) -> dict[str, float]:
     """Return jobs deferred per second, each in a transaction of its own."""
-    conninfo = make_url(postgres).set(drivername="postgresql").render_as_string(False)
-    connector = procrastinate.SyncPsycopgConnector(conninfo=conninfo, max_size=CALLERS)
+    connector = procrastinate.SyncPsycopgConnector(conninfo=plain(postgres), max_size=CALLERS)
     app = procrastinate.App(connector=connector)
 
     @app.task(name="nothing")
@@ -410,12 +421,40 @@ def procrastinate_defers(postgres: str, seconds: float) -> dict[str, float]:
 
 def celery_sends(url: str, seconds: float) -> dict[str, float]:
     """Return messages sent per second, each synced to disk before Redis answers."""
+    app = Celery(broker=synced(url))
+    found = median_per_s(lambda _: lambda: app.send_task("nothing", ignore_result=True), seconds)
+    return {f"celery {version('celery')}, Redis synced always, sends /s": found}
+
+
+def peers_lives(lives: int, ours: dict[str, float]) -> dict[str, Any]:
+    """Return no-op functions per second of each peer, by way, and ours to them."""
+    found: dict[str, Any] = {}
+    with temporary_home() as home, embedded_postgres(home) as postgres, embedded_redis(home) as url:
+        env = os.environ | {"DATABASE_URL": plain(postgres), "REDIS_URL": synced(url)}
+        for name in ("procrastinate", "celery", "dask"):
+            if why := absent(name):
+                found[name] = why
+                continue
+            python = PEERS_PYTHON if name == "dask" else sys.executable
+            command = (str(python), str(PEERS_LIVES), name, str(lives))
+            said = subprocess.run(command, env=env, stdout=subprocess.PIPE, check=True).stdout
+            for way, their in json.loads(said).items():
+                found[f"{name}, lives, {way}, /s"] = their
+                found[f"lives, {way}, ours to {name}"] = round(ours[way] / their, 3)
+        found["load, lives of peers"] = load()
+    return found
+
+
+def plain(postgres: str) -> str:
+    return make_url(postgres).set(drivername="postgresql").render_as_string(False)
+
+
+def synced(url: str) -> str:
+    """Let Redis sync each write to disk; returns its address in Celery's form."""
     with redis.Redis.from_url(url) as server:
         server.config_set("appendonly", "yes")
         server.config_set("appendfsync", "always")
-    app = Celery(broker=url.replace("unix://", "redis+socket://"))
-    found = median_per_s(lambda _: lambda: app.send_task("nothing", ignore_result=True), seconds)
-    return {f"celery {version('celery')}, Redis synced always, sends /s": found}
+    return url.replace("unix://", "redis+socket://")
 
 
 if __name__ == "__main__":

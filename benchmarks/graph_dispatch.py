@@ -171,7 +171,7 @@ class Asked:
 
 def absent(name: str) -> str:
     """Return why this peer is not measured; "" if it is."""
-    if name in ("direct", "celery") or PEERS_PYTHON.exists():
+    if name in ("direct", "celery", "procrastinate") or PEERS_PYTHON.exists():
         return ""
     return f"not installed: see {PEERS.parent.name}/requirements.txt in benchmarks"
 
