@@ -18,14 +18,15 @@ def test_hanging_supervisor_is_ended_with_its_residents(tmp_path, monkeypatch):
     monkeypatch.setattr(supervisor_watchdog, "LEAST_S", 1.0)
     rig, bitten, held_up = DeviceRig(tmp_path, lease_s=5.0), threading.Event(), threading.Event()
     rig.supervisor.on_fatal = bitten.set
-    before = psutil.Process().children(recursive=True)
     rig.open()
     try:
         rig.launch("t1", "jobs:Stamp", params={"nap_s": 0.01, "path": None})
         rig.steps("t1", 3)
         rig.launch("t2", "jobs:Stamp", params={"nap_s": 0.01, "path": None})
         rig.until(lambda: len(rig.supervisor.lives.residents) == 2)
-        here = [p for p in psutil.Process().children(recursive=True) if p not in before]
+        zygote = psutil.Process(rig.supervisor.spawner.zygote.process.pid)
+        here = [zygote, *zygote.children(recursive=True)]
+        assert len(here) >= 3
         take_said = rig.supervisor.listener.take_said
 
         def hang_at_t1(resident):
