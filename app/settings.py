@@ -1,6 +1,7 @@
-"""Settings of a deployment, from the environment (`ROUNDHOUSE_*`, `DATABASE_URL`, `REDIS_URL`).
+"""Reads the settings of a deployment from the environment (`ROUNDHOUSE_*`, `DATABASE_URL`,
+`REDIS_URL`).
 
-Every number has its unit in its name.  Devices never read `database_url`: their processes are
+Every number has its unit in its name. Devices never read `database_url`: their processes are
 started without it.
 """
 

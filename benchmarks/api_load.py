@@ -298,8 +298,8 @@ def median_per_s(act: Act, seconds: float) -> float:
 
 
 def submits(service: Service, seconds: float) -> tuple[dict[str, float], dict[str, float]]:
-    """Return submits per second, by kind of request, and the CPU of one with one task, by whose it
-    is.
+    """Return submits per second, by kind of request; and the CPU time of a request with one task,
+    by process.
     """
     postgres = _postmaster()
     one, done = submitting(service, 1), count()

@@ -48,7 +48,7 @@ DEVICES = 2
 SUMMED = ("placements", "usage", "charged placements", "charged usage", "accounts")
 STOPPED_S = {"stop device": 15.0, "stop island": 20.0}
 PATIENCE_S = 60.0
-# entries of a device worker's folder of scratch folders that are no resident's
+# entries of a device worker's folder of scratch folders that belong to no resident
 OWN = ("template", "probe")
 GONE_S = 20.0  # the kernel removes mounts and groups some time after their last process
 ENV = {"ROUNDHOUSE_DEVICE_THREADS": "1", "ROUNDHOUSE_SLICE_MAX_S": "5"}
@@ -259,7 +259,9 @@ def _go_on(process: psutil.Process) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgment:
-    """The verdict on one job; `wrong_metrics` are rows that the job run alone does not have."""
+    """Holds the verdict on one job; `wrong_metrics` are rows that the job does not have when it
+    runs alone.
+    """
 
     task: JSON
     has_right_bits: bool
@@ -305,7 +307,7 @@ def _undisturbed(task: JSON) -> tuple[JSON, dict[int, float]]:
 
 @dataclass
 class Traces:
-    """Traces of the system on this host; `shared` are names that it used in /dev/shm."""
+    """Finds traces of the system on this host; `shared` are names that it used in /dev/shm."""
 
     home: Path
     devices: list[str]
@@ -320,7 +322,9 @@ class Traces:
                 self.shared |= {name.removesuffix(" (deleted)") for name in names if name}
 
     def after_stop(self) -> dict[str, list[str]]:
-        """Return by kind what is left once nothing is left, or after `GONE_S`."""
+        """Return, by kind, the traces that are left: at once if there are none, otherwise after
+        `GONE_S`.
+        """
         until_s = time.monotonic() + GONE_S
         while any((left := self.now()).values()) and time.monotonic() < until_s:
             time.sleep(0.2)

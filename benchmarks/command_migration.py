@@ -185,7 +185,9 @@ def moved(home: Path, size: int, criu: str) -> JSON:
 
 
 def begun_again(home: Path, size: int) -> float:
-    """Return the seconds from a stop until a program that begins again is where it was."""
+    """Return the seconds from a stop until a program that begins again has come as far as
+    before.
+    """
     (home / "store").mkdir(parents=True)
     run = Run(size)
     with _host(home, 0, "/none") as here, _host(home, 1, "/none") as there:
@@ -278,13 +280,13 @@ class Run:
         last, (first, second) = self.steps(self.epoch - 1)[-1], self.steps(self.epoch)[:2]
         if first[0] != last[0] + 1:
             raise RuntimeError(f"after step {last[0]} came step {first[0]}")
-        # it may have been stopped between its look at the clock and its line
+        # it may have been stopped after it looked at the clock and before it printed the line
         return max(first[1] - last[1], second[1] - first[1]) / 1e9
 
 
 @functools.cache
 def alone(size: int) -> str:
-    """Return the last line of the program without a pause or a move."""
+    """Return the last line that the program prints if it is not paused or moved."""
     words = [sys.executable, "-c", PROGRAM, str(size), str(HOT), str(STEPS)]
     done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
     return done.stdout.splitlines()[-1]
@@ -312,7 +314,10 @@ def _host(home: Path, number: int, criu: str) -> Iterator[DeviceRig]:
 
 @contextlib.contextmanager
 def _prefix(folder: Path) -> Iterator[str]:
-    """Yield a CRIU that works here: without CAP_SYS_RESOURCE it needs a stand-in, as in tests."""
+    """Yield a CRIU that works here.
+
+    Without CAP_SYS_RESOURCE it needs a stand-in, as in tests.
+    """
     if prefixes.may_read_limits():
         yield str(program.PREFIX)
     else:

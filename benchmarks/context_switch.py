@@ -43,7 +43,8 @@ from tests.workers.conftest import DeviceRig, bundled
 MB = 2**20
 PART_BYTES = 4 * MB
 THREADS = 2
-NEW = 4  # switches after which both have left and come back, and all memory was touched once
+# number of switches after which both jobs have left and come back, and all memory was touched once
+NEW = 4
 
 JOB = """
 import time
@@ -172,7 +173,7 @@ def at_rest(ground: DeviceRig) -> None:
 
 
 class Memcpy:
-    """Copies as many bytes as each job has out and then back, by THREADS threads."""
+    """Copies as many bytes as each job moves off the device and then back, with THREADS threads."""
 
     def __init__(self, size: int) -> None:
         self.size, self.threads = size, ThreadPoolExecutor(THREADS)
@@ -233,7 +234,7 @@ def on_accelerator(kind: str, size: int) -> tuple[list[Target], JSON]:
     accelerator = Accelerator(kind)
 
     class Parked:
-        """A job's state on the device, with the code that offloads it and brings it back."""
+        """Holds a job's state on the device, with the code that offloads it and brings it back."""
 
         def __init__(self) -> None:
             count = size // (16 * MB)

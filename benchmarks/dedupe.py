@@ -54,7 +54,9 @@ JSON = dict[str, Any]
 
 
 class Job:
-    """A transformer after one step of AdamW, equal on all ranks but for private state."""
+    """A job: a transformer after one step of AdamW. It is equal on all ranks, except for some
+    private state.
+    """
 
     def __init__(self, rank: int) -> None:
         torch.manual_seed(1)

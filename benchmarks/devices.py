@@ -53,7 +53,7 @@ from benchmarks.idle import own_s
 
 ISLAND, TENANTS = "isle", 1000
 BEAT_S = 2.0
-TICKS = 20  # parts of a beat: in each, the devices of one part send their heartbeats
+TICKS = 20  # number of parts of a beat: in each, the devices of one part send their heartbeats
 LISTENS_AFTER = 5  # ticks after its heartbeat in which a device reads its queue
 FIRST_LIMIT_S = 600.0  # until all first tasks run
 
@@ -212,7 +212,7 @@ def _lost() -> int:
 
 @dataclass
 class DevicePlayer:
-    """Plays the device's half of the protocol for one task at a time."""
+    """Plays a device's half of the protocol, for one task at a time."""
 
     id: str
     facts: dict[str, Any]

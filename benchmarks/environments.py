@@ -69,7 +69,9 @@ def launched(
     system: Handle, folder: Path, times: int
 ) -> tuple[float, dict[str, Any], tuple[list[float], list[float]]]:
     """Return the seconds of the first launch with packages, the environment, and the seconds of
-    launches without and with it, taken in turn.
+    later launches.
+
+    The later launches are without and with the packages, in turn.
     """
     with Client(system.url, system.keys["alpha"]["member"]) as client:
         bundle = bundle_folder(folder)

@@ -189,7 +189,7 @@ def filler(world: World, shadow_s: float, spare: int) -> int | None:
 
 
 class Fixed(RuntimeCurve):
-    """A known runtime; a job that outlasts it is expected to run half as long again."""
+    """Represents a known runtime; a job that outlasts it is expected to run half as long again."""
 
     def __init__(self, runtime_s: float) -> None:
         super().__init__([])
@@ -210,7 +210,9 @@ class Known:
 
 
 class Limits:
-    """The limits that users give EASY: the 90th percentile of their tenant's ended jobs."""
+    """Computes the limits that users would give to EASY: the 90th percentile of their tenant's
+    ended jobs.
+    """
 
     def __init__(self) -> None:
         self.ended: dict[str, list[float]] = defaultdict(list)
@@ -227,7 +229,7 @@ class Limits:
 
 
 class Plain:
-    """Quantiles of all ended jobs, for the most specific key with enough of them."""
+    """Gives quantiles of all ended jobs that have the most specific key with enough of them."""
 
     def __init__(self) -> None:
         self.ended: dict[Any, list[float]] = defaultdict(list)
@@ -249,7 +251,9 @@ class Plain:
 
 @dataclass(slots=True, kw_only=True)
 class Answers:
-    """The answers as (p10, p50, p90, truth) in seconds, and the CPU seconds of each answer."""
+    """Holds the answers as (p10, p50, p90, truth) in seconds, and the CPU seconds of each
+    answer.
+    """
 
     rows: list[tuple[float, float, float, float]] = field(default_factory=list)
     took_s: list[float] = field(default_factory=list)
@@ -356,7 +360,9 @@ def plain(told: Estimate) -> Estimate:
 
 
 def scene(world: World, *, known: bool) -> Scene:
-    """Return what an island knows; with `known`, the only key of a job is its runtime."""
+    """Return what an island knows at this moment; with `known`, it also knows each job's
+    runtime.
+    """
     jobs, faded = world.jobs, 2 ** (-world.now_s / HALF_LIFE_S)
 
     def who(job: int) -> tuple[Any, ...]:

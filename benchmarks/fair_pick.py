@@ -127,7 +127,10 @@ def pick(tree: FairTree[str]) -> str:
 
 
 def picks_per_s(tenants: int, picks: int) -> float:
-    """Measure picks from a tree with a million tasks at first, after a pick for each tenant."""
+    """Measure picks from a tree that has a million tasks at first.
+
+    Before, each tenant is picked once.
+    """
     tree = crowd(tenants, TASKS)
     for _ in range(tenants):
         pick(tree)

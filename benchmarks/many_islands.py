@@ -245,13 +245,17 @@ def _decided(scene: AssignmentScene, work: RequestWork, *, lost: str = "") -> Se
 
 
 def _spread(scene: AssignmentScene) -> float:
-    """Return the most work of an island to the mean, of all islands."""
+    """Return by how much the island with the most work exceeds the mean of all islands, as a
+    factor.
+    """
     work = [stocks[KIND].total_ns for stocks in scene.up.values()]
     return max(work) * len(work) / sum(work)
 
 
 def _lose(scene: AssignmentScene, ran: _Run, lost: str) -> dict[str, Any]:
-    """Assign the tasks of an island anew, without it; gangs over islands wait for it."""
+    """Assign the tasks of a lost island again, without it; gangs over several islands wait
+    for it.
+    """
     del scene.up[lost], scene.all[lost]
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
     moved, to = 0, Counter[str]()
@@ -272,7 +276,7 @@ def _lose(scene: AssignmentScene, ran: _Run, lost: str) -> dict[str, Any]:
 def _waits_s(
     draw: random.Random, took: list[float], look_s: float, rate_s: float
 ) -> Iterator[float]:
-    """Yield how long each request waits for its island, if so many arrive in a second.
+    """Yield how long each request waits for its island, if `rate_s` of them arrive in a second.
 
     Each page takes `look_s` and the time of its decisions.
     """

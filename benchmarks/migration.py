@@ -257,7 +257,9 @@ def _wait(true: Any, told: str) -> None:
 
 @dataclass
 class Network:
-    """The network: `inside[host]` prefixes commands that run on a host; `here` is our address."""
+    """Describes the network: `inside[host]` prefixes commands that run on a host; `here` is our
+    address.
+    """
 
     here: str = "127.0.0.1"
     told: str = "none: network namespaces cannot be made here, so nothing limits it"

@@ -65,7 +65,7 @@ GROW_AFTER_S = 2.0
 
 
 class Unruly(Exception):
-    """A round broke a rule; the message has the seed and the fault."""
+    """Raised if a round broke a rule; the message has the seed and the fault."""
 
     def __init__(self, seed: int, what: str) -> None:
         super().__init__(f"seed {seed}: {what}")
@@ -76,10 +76,10 @@ class Unruly(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Odds:
-    """The odds of an island.
+    """Lists the probabilities with which an island is drawn.
 
-    Kinds of devices, the fractions of tenants with a guarantee, a limit and a limit of running
-    tasks, and the fraction of tasks that are elastic.
+    They are: kinds of devices, the fractions of tenants with a guarantee, a limit and a limit of
+    running tasks, and the fraction of tasks that are elastic.
     """
 
     kinds: tuple[str, ...]
@@ -207,7 +207,10 @@ def _tasks(dice: random.Random, odds: Odds, snapshot: Snapshot) -> dict[str, Boa
 
 
 def _seats(dice: random.Random, tables: Tables, task: BoardTask) -> int:
-    """Return a number of devices: elastic tasks get more than they need, within limits."""
+    """Return a number of devices for a task.
+
+    Elastic tasks get more than they need, within limits.
+    """
     if not task.elastic:
         return task.width
     more = dice.randint(0, task.width_max - task.width)
@@ -265,7 +268,9 @@ def fits(device: BoardDevice, task: BoardTask) -> bool:
 
 
 class Shop:
-    """An island with devices that obey at once: a paused task waits, a launched task runs."""
+    """Simulates an island with devices that obey at once: a paused task waits, a launched task
+    runs.
+    """
 
     def __init__(self, snapshot: Snapshot) -> None:
         self.users, self.tasks = dict(snapshot.users), dict(snapshot.tasks)
@@ -347,7 +352,7 @@ class Shop:
 
 @dataclass(slots=True)
 class Tables:
-    """The current holdings, by id: (tenant, kind) -> devices, and tenant -> running tasks.
+    """Counts what is held now, by id: (tenant, kind) -> devices, and tenant -> running tasks.
 
     `held` are devices that tasks need, `grown` devices that elastic tasks hold beyond that.
     """
@@ -427,7 +432,7 @@ def beyond(task: BoardTask) -> int:
 
 
 def judge(seed: int) -> Counter[str]:
-    """Play the island of a seed to its standstill and count events; raises Unruly."""
+    """Play the island of a seed until nothing moves, and count events; raises Unruly."""
     timeless = seed % 2 == 0
     shop = Shop(island(seed, timeless=timeless))
     count: Counter[str] = Counter(islands=1)
@@ -536,9 +541,9 @@ def _broken(before: Snapshot, plan: Plan) -> Iterator[str]:
 
 
 def _goes_before(gains: BoardTask, victim: BoardTask) -> bool:
-    """F8: among a user's tasks higher priority goes first.
+    """True if, by F8, `gains` goes before `victim`, a task of the same user.
 
-    After a minute, the fresh or older task.
+    Higher priority goes first; after a minute, the fresh or the older task does.
     """
     if gains.priority != victim.priority:
         return gains.priority > victim.priority
@@ -550,7 +555,7 @@ def _goes_before(gains: BoardTask, victim: BoardTask) -> bool:
 
 
 def _wronged(tables: Tables, victim: BoardTask, gains: BoardTask, rule: str) -> Iterator[str]:
-    """F4, F5: check that this victim may be asked at all, before it gives way."""
+    """Yield faults if the victim may not be asked at all before it gives way (F4, F5)."""
     if victim.user == gains.user:
         if rule not in ("F7", "F9") and not _goes_before(gains, victim):
             yield f"{victim.id} gave way to {gains.id}, which does not go before it"
@@ -571,7 +576,9 @@ def _spared(
     task: BoardTask,
     seats: Sequence[str],
 ) -> Iterator[str]:
-    """F5: without any one of the victims the task would not fit, on its host if bound."""
+    """Yield a fault for each victim without which the task would have fit, too; on its host if
+    bound (F5).
+    """
     devices = tables.snapshot.devices
     if task.one_host:
         host = devices[seats[0]].host
@@ -605,7 +612,9 @@ def _swap(tables: Tables, now: BoardTask | None, then: BoardTask | None) -> None
 def _cut(
     tables: Tables, holding: dict[str, BoardTask], now: BoardTask, gains: BoardTask
 ) -> Iterator[str]:
-    """An elastic task gives back only devices beyond its need, and only lent ones to borrowers."""
+    """Yield faults of a shrink: an elastic task gives back only devices beyond its need, and to
+    borrowers only lent ones.
+    """
     had = holding[now.id]
     if not set(now.seats) < set(had.seats) or len(now.seats) < now.width:
         yield f"{now.id} was on {had.seats}, is on {now.seats}, and needs {now.width}"
@@ -675,7 +684,9 @@ def _not_needed(
 def _overgrown(
     before: Snapshot, tables: Tables, holding: dict[str, BoardTask], now: BoardTask
 ) -> Iterator[str]:
-    """An elastic task grows onto free devices, within limits, not before waiting tasks."""
+    """Yield faults of growing: it takes only free devices, keeps to limits, and never comes before
+    waiting tasks.
+    """
     had, devices = holding[now.id], before.devices
     held = {id for other in holding.values() for id in other.seats}
     new = set(now.seats) - set(had.seats)
@@ -706,7 +717,7 @@ def _near(snapshot: Snapshot, task: BoardTask, id: str) -> bool:
 
 
 def _nothing_is_idle(seed: int, shop: Shop) -> None:
-    """Work conservation: no task waits that has quota and devices, unless a gang is waited for."""
+    """Check that no task waits that has quota and devices, unless devices are kept for a gang."""
     snapshot = shop.snapshot()
     tables, waiting, held = _standing(snapshot)
     gangs = {task.kind for task in waiting if task.width > 1}
@@ -719,7 +730,7 @@ def _nothing_is_idle(seed: int, shop: Shop) -> None:
 
 
 def _nothing_is_left(seed: int, snapshot: Snapshot, tables: Tables, held: set[str]) -> None:
-    """No device is free, where growing need not wait, that an elastic task could use."""
+    """Check that no device stays free that an elastic task could use at once."""
     wanted = {task.kind for task in snapshot.tasks.values() if task.state == "waiting"}
     for task in snapshot.tasks.values():
         could = task.seats and len(task.seats) < task.width_max and task.kind not in wanted

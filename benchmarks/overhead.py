@@ -117,7 +117,7 @@ class Job:
 
 
 class Nothing:
-    """A job that does nothing, so that only our own cost is left."""
+    """A job that does nothing, so that only the cost of Roundhouse is left."""
 
     def step(self, ctx: Any) -> None:
         pass

@@ -179,7 +179,7 @@ def _addresses() -> Iterator[str]:
 def looked_at(
     readers: list[Reader], addresses: Iterable[str], calls: int
 ) -> Iterator[tuple[str, list[float]]]:
-    """Yield (address, milliseconds of each call by the slowest reader).
+    """Yield each address, and the milliseconds of each call by the reader for whom it was slowest.
 
     A reader calls an address `calls` times, or fewer if that would take longer than LONGEST_S.
     """

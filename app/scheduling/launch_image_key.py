@@ -1,7 +1,7 @@
-"""Seals the key of its tenant's images to the host that will run a command.
+"""Seals the key of a tenant's images to the host that will run a command.
 
-The key opens on that host only, and only for this epoch of this task on this device.  Where there
-is none, the order says why: then the device stores no processes, and reads no encrypted image.
+The key opens on that host only, and only for this epoch of this task on this device. If there is no
+key, the order says why: then the device stores no processes, and reads no encrypted image.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def with_image_key(session: Session, task: Task, device: Device, launch: Launch) -> Launch:
-    """Return the launch with the key, if it can have an encrypted image or make one."""
+    """Return the launch with the key, if the task may have an encrypted image or may make one."""
     may_store = OFFER in device.facts.get("offers", [])
     if launch.host or not (launch.images or may_store) or not _takes_key(task, device):
         return launch
@@ -33,7 +33,9 @@ def with_image_key(session: Session, task: Task, device: Device, launch: Launch)
 def expected_with_image_key(
     session: Session, task: Task, device: Device, expected: ExpectedTask
 ) -> ExpectedTask:
-    """Return the announcement with the key, if it names an image that may be encrypted."""
+    """Return the announcement of the task with the key, if it names an image that may be
+    encrypted.
+    """
     if expected.image is None or not _takes_key(task, device):
         return expected
     return replace(expected, image_key=_key(session, task, device))

@@ -1,7 +1,7 @@
-"""Build Launch orders: the task's descriptor with everything that it refers to looked up.
+"""Builds Launch orders: the task's descriptor, and all that it refers to, looked up.
 
 Task descriptors (US20170329632A1): the preset parameters of the task's type are looked up here, at
-the moment of the launch.  They are configured on the device that will run the task.
+the moment of the launch. They are configured on the device that will run the task.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ RESENDS_SURE = 10  # resends during which no Launch counts as lost (`journal.LAU
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchFacts:
-    """Everything that the launches of one plan refer to, by task; presets by kind of device."""
+    """Holds everything to which the launches of one plan refer, by task; presets by kind of
+    device.
+    """
 
     bundles: Mapping[str, str] = field(default_factory=dict)
     presets: Mapping[str, Mapping[str, JSON]] = field(default_factory=dict)
@@ -107,7 +109,7 @@ def look_up(session: Session, launches: Sequence[tuple[Task, Device]]) -> Launch
 
 
 def _withdrawn(session: Session, tasks: Iterable[Task]) -> dict[str, list[str]]:
-    """Return what the policies do not allow any more of what tasks want to reach."""
+    """Return, by task, the destinations that it asked for and that the policies no longer allow."""
     wishing = [(task, wish) for task in tasks if (wish := task.descriptor.get("network"))]
     may_reach = {
         tenant: tenant_tree.network_of(tenant_tree.path(session, tenant))
@@ -153,8 +155,8 @@ def _newest(moving: Moving) -> CheckpointRef | None:
 
 
 def _sure_s() -> float:
-    """Return for how long after a device's last heartbeat its launches cannot move elsewhere, in
-    seconds.
+    """Return for how many seconds after a device's last heartbeat its launches cannot move to
+    another device.
 
     By the device's own clock, its lease does not end earlier, and no Launch is counted as lost
     earlier.
@@ -216,7 +218,9 @@ _IS_UP = Device.lease_until > func.now()
 
 
 def source(kept: JSON, maker: JSON) -> JSON:
-    """An output in the form of an input; `maker` is how to reach the device worker that made it."""
+    """Return an output in the form of an input; `maker` is how to reach the device worker that made
+    it.
+    """
     said = {name: kept[name] for name in _OF_AN_OUTPUT & kept.keys()}
     return {**said, "copies": _copies(maker, kept["sha256"])}
 
@@ -232,9 +236,10 @@ def _copies(maker: JSON, sha256: str) -> list[JSON]:
     return [{"place": maker["links"], "key": block_key(maker["secret"], sha256)}]
 
 
-# The name of a datablock that the output was published as is left out, so that the input stays an
-# edge.  Images may refer to datablocks that a task declares: a task that starts from the image
-# elsewhere has those, but it has none of the first task's edges.
+# What an input takes over from an output. The name of the datablock as which the output was
+# published is left out, so that the input stays an edge. Images may refer to datablocks that a task
+# declares: a task that starts from the image elsewhere has those, but it has none of the first
+# task's edges.
 _OF_AN_OUTPUT = {"sha256", "size_bytes", "format"}
 
 

@@ -53,7 +53,7 @@ def with_secrets(session: Session, task: Task, device: Device, launch: Launch) -
 
 
 def as_sentence(said: str) -> str:
-    """Return the text as a message may have it: printable, and not too long."""
+    """Return the text in a form that a message can have: printable, and not too long."""
     shown = "".join(letter if letter.isprintable() else " " for letter in said)
     return shown if len(shown) <= SENTENCE_MOST else f"{shown[: SENTENCE_MOST - 1]}…"
 

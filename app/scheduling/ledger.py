@@ -30,8 +30,10 @@ REBASE_HALF_LIVES = 200  # far below the number at which fixed-point sums overfl
 
 
 def base(session: Session) -> LedgerBase:
-    """Return the ledger's T0 and half-life; created at first use, rebased and re-read after a
-    change.
+    """Return the ledger's T0 and half-life.
+
+    The row is created when it is first used. After a change of the half-life the sums are rebuilt,
+    and the row is read again.
     """
     row = session.info.get("ledger") or session.get(LedgerBase, 1)
     if row is None:
@@ -50,13 +52,15 @@ def base(session: Session) -> LedgerBase:
 
 
 def it_is(session: Session, row: LedgerBase | None) -> None:
-    """Keep a row that another statement of this transaction read, so that it is not read again."""
+    """Remember a row that another statement of this transaction read, so that it is not read
+    again.
+    """
     if row is not None:
         session.info["ledger"] = row
 
 
 def charge(session: Session, placement: Placement, held_us: int) -> int:
-    """Charge what the placement held since its last charge, at once; returns the charge.
+    """Charge at once what the placement held since its last charge; return the charge.
 
     To charge several placements, call `note` for each, and `book` once.
     """
@@ -132,7 +136,7 @@ def _grow(table: Table, *columns: str) -> Insert:
 
 
 def _raise_to(table: Table, column: str) -> Insert:
-    """Build a statement that sets one column of a row, or inserts it."""
+    """Build a statement that sets one column of a row, or inserts the row if there is none."""
     row = insert(table)
     raised = {column: row.excluded[column]}
     return row.on_conflict_do_update(index_elements=table.primary_key, set_=raised)
@@ -157,7 +161,7 @@ def lift(session: Session, island: str, lifts: Iterable[IdleCreditFloor]) -> Non
 def reweigh(session: Session, row: Tenant | User, weight_milli: int, *, past: bool) -> None:
     """Give a tenant or user another weight that counts from now on; with `past`, for all usage.
 
-    The caller holds the row's lock.  Idle-credit floors stay where they are in the order.
+    The caller holds the row's lock. Idle-credit floors keep their place in the order.
     """
     old, row.weight_milli = row.weight_milli, weight_milli
     if past:
@@ -176,7 +180,10 @@ def reweigh(session: Session, row: Tenant | User, weight_milli: int, *, past: bo
 
 
 def _accounts_of(row: Tenant | User) -> ColumnElement[bool]:
-    """Select the accounts whose usage is the row's; the root stands beside its children."""
+    """Return a condition for the accounts whose usage is the row's.
+
+    The root's children are not below it here.
+    """
     if isinstance(row, User):
         return Account.user_id == row.id
     if row.parent_id is None:
@@ -209,8 +216,8 @@ def _rebase(session: Session, row: LedgerBase) -> None:
 def _change_half_life(session: Session, row: LedgerBase, half_life_s: float) -> None:
     """Rebuild the sums from the buckets, because another half-life means other sums.
 
-    An idle-credit floor has no buckets, nor has what a changed weight carries over: what is left of
-    them now decays with the new half-life.
+    Idle-credit floors have no buckets, and neither has what a changed weight carries over: what is
+    left of them now decays with the new half-life.
     """
     now_s, was_s, was_half_life_s = transactions.now_s(session), row.since_s, row.half_life_s
 

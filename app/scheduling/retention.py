@@ -42,7 +42,8 @@ def is_over(
 
 @dataclass(frozen=True, slots=True)
 class _OwnedTable:
-    """A table with rows that belong to requests or tasks: `owners` are the columns that name these.
+    """Describes a table whose rows belong to requests or tasks: `owners` are the columns that name
+    these.
 
     Rows that are not `archived` are messages and tickets, which mean nothing later.
     """
@@ -85,7 +86,7 @@ _REQUESTS = _OwnedTable("requests", ("id",))
 
 @dataclass(frozen=True, slots=True)
 class _RowVersion:
-    """A version of a row: where it lies, and the transaction that wrote it."""
+    """Identifies a version of a row: where it lies, and the transaction that wrote it."""
 
     place: str
     version: str
@@ -154,7 +155,9 @@ def _piece(session: Session, *, told: bool) -> _Piece | None:
 
 
 def _due(session: Session) -> Sequence[str]:
-    """Find requests that are to be deleted: those first of which users say so, then the oldest."""
+    """Find requests that must be deleted: first those that users want to delete, then the
+    oldest.
+    """
     for due, at in ((_is_asked(), Request.delete_asked_at), (_is_old(), Request.ended_at)):
         query = select(Request.id).where(_has_ended(), due).order_by(at).limit(REQUESTS_AT_ONCE)
         if found := session.scalars(query).all():
@@ -171,7 +174,9 @@ def _is_old() -> ColumnElement[bool]:
 
 
 def _has_ended() -> ColumnElement[bool]:
-    """Condition: the request ended a while ago, and nothing of it goes on in any island."""
+    """Return a condition: the request ended a while ago, and none of its tasks still runs on any
+    island.
+    """
     live = select(Task.id).where(Task.request_id == Request.id, Task.state.not_in(ENDED))
     open_ = select(Task.request_id).join(Placement, Placement.task_id == Task.id)
     return and_(
@@ -182,8 +187,9 @@ def _has_ended() -> ColumnElement[bool]:
 
 
 def _tasks(session: Session, requests: Sequence[str]) -> tuple[dict[str, str], bool]:
-    """Find some tasks of these requests, with a gang that spans islands also its tickets; and
-    whether those are all.
+    """Find some tasks of these requests, and whether those are all.
+
+    With a gang over several islands, its tickets are found, too.
     """
     some = select(Task.id).where(Task.request_id.in_(requests)).limit(TASKS_AT_ONCE)
     picked = session.scalars(some).all()
@@ -193,8 +199,8 @@ def _tasks(session: Session, requests: Sequence[str]) -> tuple[dict[str, str], b
 
 
 def _delete(session: Session, piece: _Piece) -> bool:
-    """Delete what of the piece is still due, and not locked by other work; True if that is
-    something.
+    """Delete the rows of the piece that are still due, and not locked by other work; True if there
+    were any.
     """
     due = and_(_has_ended(), or_(_is_asked(), _is_old()))
     requests = _locked(session, Request.id, piece.requests, due)
@@ -208,7 +214,9 @@ def _delete(session: Session, piece: _Piece) -> bool:
         done: Any = session.execute(table.delete(), given)
         deleted += done.rowcount
         if done.rowcount < len(rows):
-            break  # a row has changed since: it goes next time, and then what it belongs to
+            # a row has changed since it was read: it is deleted next time, and then what it belongs
+            # to
+            break
     return deleted > 0
 
 

@@ -1,4 +1,4 @@
-"""Collect what a transaction of an island did, so that its sums are written once, at its end."""
+"""Collects what an island's transaction did, so that its sums are written once, at its end."""
 
 from __future__ import annotations
 

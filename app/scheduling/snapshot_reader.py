@@ -1,7 +1,7 @@
-"""Read rows into values of `core.model.snapshot`: the only reader for scheduling.
+"""Reads rows into values of `core.model.snapshot`: the only reader for scheduling.
 
-Rows are read in the island's transaction, after the island's row was locked.  So nothing that only
-the island writes can change between the read and the write of the plan.  `load` reads all that is
+Rows are read in the island's transaction, after the island's row was locked. So nothing that only
+the island writes can change between the read and the write of the plan. `load` reads all that is
 alive; `app.scheduling.board_follower` reads what changed.
 """
 
@@ -46,8 +46,9 @@ _BROKEN = ("failed", "cancelled")
 
 
 def load(session: Session, island: str, *, now_s: float) -> Snapshot:
-    """Read all that is alive on an island.  For tests and what-ifs only, since a million tasks may
-    wait.
+    """Read all that is alive on an island.
+
+    Use it only for tests and what-ifs, since a million tasks may wait.
     """
     rows = session.execute(tasks().where(TaskRow.island == island, TaskRow.state.not_in(ENDED)))
     return _snapshot(session, island, rows.all(), now_s=now_s)
@@ -111,8 +112,10 @@ def lifts(session: Session, island: str) -> tuple[IdleCreditFloor, ...]:
 
 
 def tenants(session: Session) -> dict[str, BoardTenant]:
-    """Read the tenants.  The root stands beside its children: it owns no share, but its users may
-    ask for devices.
+    """Read the tenants.
+
+    The root is read as a sibling of its children: it owns no share, but its users may ask for
+    devices.
     """
     rows = session.scalars(select(TenantRow)).all()
     root = {row.id for row in rows if row.parent_id is None}
@@ -348,7 +351,7 @@ def _conditions(
 def _needs(
     session: Session, blocked: Sequence[str]
 ) -> tuple[Mapping[str, list[str]], Mapping[str, list[str]]]:
-    """Return by task the tasks that it waits for, and those of them that failed or were
+    """Return, by task, the tasks for which it waits, and those of them that failed or were
     cancelled.
     """
     waits_for: dict[str, list[str]] = defaultdict(list)

@@ -77,8 +77,8 @@ def _is_open(board: Board, id: str) -> bool:
 
 
 def make_fit(session: Session, board: Board) -> None:
-    """Ask for moves of tasks that hold a large device, need a small one, and block a
-    waiting task.
+    """Request moves of tasks that hold a large device, need a small one, and block a waiting
+    task.
     """
     for id, to in defragment.moves(board):
         query = select(Task).where(Task.id == id).with_for_update(key_share=True, skip_locked=True)
@@ -91,8 +91,8 @@ def make_fit(session: Session, board: Board) -> None:
 
 
 def _asked_lately(board: Board, task: Task) -> bool:
-    """True if a move of the task was asked for within the deadline: a failed move is not tried at
-    once.
+    """True if a move of the task was requested within the deadline: a failed move is not tried
+    again at once.
     """
     at = task.move_asked_at
     return at is not None and board.now_s < at.timestamp() + settings().move_deadline_s
@@ -102,7 +102,7 @@ def _asked_lately(board: Board, task: Task) -> bool:
 
 
 def _begin(session: Session, board: Board, task: Task, taken: set[str]) -> bool:
-    """Reserve the target device if it is free; else wait for it until the deadline."""
+    """Reserve the target device if it is free; otherwise wait for it until the deadline."""
     if task.moving is not None:  # the target was changed while the move was under way
         task.moving = None
         return True
@@ -126,7 +126,7 @@ def _begin(session: Session, board: Board, task: Task, taken: set[str]) -> bool:
 
 
 def _why_not(board: Board, task: Task) -> str | None:
-    """Say why the move is impossible, now and later; None if it may be possible."""
+    """Return why the move is impossible, now and later; None if it may be possible."""
     asked_at, to = task.move_asked_at, str(task.move_to)
     if task.state not in ON_A_DEVICE or task.state == State.stopping:
         return "the task no longer holds a device"
@@ -150,20 +150,23 @@ def _why_not(board: Board, task: Task) -> str | None:
 def _is_movable(task: Task, *, is_drained: bool) -> bool:
     """True if the state of the task moves with it, or if it saves its state when it is told.
 
-    A command leaves a drained device like any other: it need not wait until a free one is found.
+    A command with a notice leaves a drained device at once: it need not wait until a free device is
+    found.
     """
     return MOVABLE in task.capabilities or (NEED in task.capabilities and not is_drained)
 
 
 def _may_leave(board: Board, task: Task) -> bool:
-    """True if a move that has begun may end in another start: of a drained device, or by notice."""
+    """True if a move may also end with another start of the task: from a drained device, or by
+    notice.
+    """
     source = board.devices.get(task.seat or task.image_on or "")
     is_drained = source is not None and source.cordoned
     return is_drained or bool({MOVABLE, NEED} & {*task.capabilities})
 
 
 def _goes_on_on(board: Board, task: Task, to: str) -> bool:
-    """True if the processes of a command can go on on the device, or the task has none."""
+    """True if the processes of a command can be restored on the device, or if the task has none."""
     need = task.goes_on_with
     return not need or NEED in task.capabilities or need in board.devices[to].traits.offers
 
@@ -186,7 +189,9 @@ def _free(board: Board, task: Task, taken: Any) -> str | None:
 
 
 def _choice_of(task: Task) -> str:
-    """Return the choice of devices on which the task goes on where it is, as a text."""
+    """Return, as a text, the choice of devices on which the task can continue without beginning
+    again.
+    """
     if not task.goes_on_with or NEED in task.capabilities:
         return task.device_choice
     return choice_where_it_goes_on(task.device_choice, task.goes_on_with)

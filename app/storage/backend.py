@@ -49,7 +49,7 @@ class Missing(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A name in the store.  `changed_s` is when it was put, by the store's clock
+    """Describes a name in the store. `changed_s` is when it was put, by the store's clock
     (`Place.now_s`).
     """
 
@@ -62,7 +62,10 @@ class Batch(Protocol):
     """Bytes that become durable together; usable from several threads."""
 
     def put(self, name: str, body: Iterable[Bytes]) -> None:
-        """Take the pieces; they are copied, and need not have their name before `settle`."""
+        """Take the pieces.
+
+        They are copied, and may be without their name until `settle`.
+        """
 
     def settle(self) -> None:
         """Make everything that was put durable under its name before returning."""
@@ -96,7 +99,7 @@ class Place(Protocol):
         """Yield all names below the folder `prefix`, in no order."""
 
     def move(self, name: str, to: str) -> None:
-        """Rename; the time of the move counts as the time of the put.  Raises Missing."""
+        """Rename; the new name counts as put at the time of the move. Raises Missing."""
 
     def delete(self, name: str) -> None:
         """Delete the name; no error if it does not exist."""
@@ -120,7 +123,7 @@ def make_private(folder: Path) -> None:
 
 @functools.cache
 def close_to_others(root: Path, *marks: str) -> None:
-    """Remove other accounts' access to a folder and its content, which an earlier version gave
+    """Remove other accounts' access to a folder and its content; an earlier version gave it to
     them.
 
     A folder that contains none of the names `marks` was not made by us, and is left unchanged.
@@ -219,8 +222,8 @@ class Folder:
         path = self.path(to)
         make_private(path.parent)
         try:
-            # First the time: a process killed between the two calls leaves a young name at the old
-            # place, never an old name at the new place.
+            # Set the time first: if the process is killed between the two calls, a young name is
+            # left at the old place, never an old name at the new place.
             os.utime(self.path(name))
             os.rename(self.path(name), path)
         except FileNotFoundError:
@@ -286,7 +289,7 @@ class Folder:
 
 
 class _FolderBatch:
-    """Writes many files with two flushes of the file system for all of them.
+    """Writes many files, and flushes the file system twice for all of them.
 
     That is quicker than a flush for each file and each folder (docs/benchmarks.md).
     """
@@ -382,7 +385,9 @@ def _sync(folder: Path) -> None:
 
 
 def _begin_to_flush(fd: int, start: int, end: int) -> None:
-    """Start the write to disk while the next piece comes; only fsync confirms that all is there."""
+    """Start writing to the disk while the next piece arrives; only fsync confirms that all is
+    there.
+    """
     if _sync_file_range is not None:
         _sync_file_range(fd, start, end - start, _WRITE)
 

@@ -24,7 +24,8 @@ PLAIN, ZSTD = b"\x00", b"\x01"
 ENCRYPTED = {PLAIN: b"\x02", ZSTD: b"\x03"}
 _DECRYPTED = {sealed: encoding for encoding, sealed in ENCRYPTED.items()}
 SAMPLE_BYTES = 16 * 2**10  # size of a sample: taken from the beginning, the middle and the end
-PAYS = 0.75  # compressed over plain size of a sample, below which the chunk is compressed
+# if a sample's compressed size is less than this part of its plain size, the chunk is compressed
+PAYS = 0.75
 _TENANT = re.compile(r"[A-Za-z0-9_-]{1,100}")
 
 CHUNKS = "chunks"
@@ -33,7 +34,7 @@ DAMAGED = "damaged"  # prefix of chunks that were found to be damaged
 
 
 class Damaged(Exception):
-    """Bytes in the store do not match their name, or are missing.
+    """Raised if bytes in the store do not match their name, or are missing.
 
     `what` names them, like "chunk ab12cd34ef56..."; `found` says what was found instead.
     """
@@ -58,7 +59,7 @@ def fetched(place: Place, name: str) -> bytes:
 
 
 class Chunks:
-    """The chunks of one tenant: encrypted with the key of `cipher`, or plain without it."""
+    """Stores the chunks of one tenant: encrypted with the key of `cipher`, or plain without it."""
 
     def __init__(self, place: Place, tenant: str, cipher: ChunkCipher | None = None) -> None:
         if not _TENANT.fullmatch(tenant):
@@ -124,8 +125,8 @@ class Chunks:
 
 
 class Writing:
-    """Chunks written together; usable from several threads.  `new_bytes` is the growth of the
-    store.
+    """Collects chunks that are written together; several threads may use it. `new_bytes` is the
+    growth of the store.
     """
 
     def __init__(self, chunks: Chunks, batch: Batch) -> None:
@@ -192,8 +193,9 @@ def _decompressed(packed: Bytes, size: int) -> bytes:
 
 
 def _pays(body: memoryview) -> bool:
-    """True if compression pays for a sample: floats of a trained model hardly shrink, zeros and
-    counts do.
+    """True if compression pays for a sample.
+
+    Floats of a trained model hardly shrink; zeros and counts do.
     """
     middle = max(0, len(body) // 2 - SAMPLE_BYTES // 2)
     starts = {0, middle, max(0, len(body) - SAMPLE_BYTES)}

@@ -31,16 +31,18 @@ from app.storage.store import BLOBS, MANIFESTS, UPLOADS, Store
 
 log = logging.getLogger(__name__)
 
-# how long data without a row stays, as a device may be cut off from its island for so long
+# seconds for which data without a row stays, as a device may be cut off from its island for that
+# long
 ORPHANED_S = 86400.0
 
-#: Returns those of the given names of blobs, manifests and parts of uploads that rows refer to.
+#: A function that returns those of the given names (of blobs, manifests and parts of uploads) to
+#: which rows refer.
 Rows = Callable[[Collection[str]], set[str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Swept:
-    """Numbers of names that were condemned, deleted, or found to be referenced after all."""
+    """Counts the names that were condemned, deleted, or found to be referenced after all."""
 
     condemned: int = 0
     deleted: int = 0
@@ -55,8 +57,9 @@ class Collector:
         self._read: dict[str, frozenset[str]] = {}
 
     def sweep(self) -> Swept:
-        """Run one round.  It may be stopped at any point, or fail because the store is
-        unreachable.
+        """Run one round.
+
+        It may be stopped at any point, or fail because the store is unreachable, without harm.
         """
         now_s, grace_s = self.place.now_s(), self.store.grace_s
 
@@ -105,7 +108,8 @@ class Collector:
         return is_named
 
     def _addresses(self, tenants: Collection[str]) -> dict[str, set[str] | None]:
-        """Return by tenant the chunks that its manifests refer to, including condemned manifests.
+        """Return, by tenant, the chunks to which its manifests refer; condemned manifests count,
+        too.
 
         None means "perhaps all": if a manifest of a tenant cannot be read, nothing of the tenant is
         deleted.

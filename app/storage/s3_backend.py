@@ -30,7 +30,7 @@ _CLOCK = f"{INCOMING}/clock"
 
 
 class BucketAway(OSError):
-    """The bucket did not answer, or refused; this says nothing about its content."""
+    """Raised if the bucket did not answer, or refused; this says nothing about its content."""
 
 
 class Bucket:

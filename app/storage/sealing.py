@@ -26,15 +26,15 @@ _TO_HOST = b"roundhouse secrets to a host 1\n"
 
 
 class CannotOpen(Exception):
-    """Raised for a value that this key does not open, or that is for something else."""
+    """Raised for a value that this key does not open, or that was sealed for another purpose."""
 
 
 class NoKey(Exception):
-    """Raised where no key is set; the message says how to set one."""
+    """Raised if no key is set; the message says how to set one."""
 
 
 class Keyring:
-    """Keys in the order of their file: the first one encrypts, each of them decrypts."""
+    """Holds keys in the order of their file: the first one encrypts, each of them decrypts."""
 
     def __init__(self, keys: Sequence[bytes]) -> None:
         self._keys = {_key_id(key): key for key in keys}
@@ -100,7 +100,10 @@ def _key_id(key: bytes) -> str:
 
 
 class HostKey:
-    """The private key of a host, to which secrets are sealed; its signing key vouches for it."""
+    """Holds the private key of a host, to which secrets are sealed.
+
+    The host proves with its signing key that the key is its own.
+    """
 
     def __init__(self, private: X25519PrivateKey) -> None:
         self._private = private

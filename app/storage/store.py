@@ -24,8 +24,8 @@ from app.storage.signing import BadSignature, unsealed
 T = TypeVar("T")
 
 PIECE = 1 << 20
-#: Data seen in the store stays there for this time, in seconds, even if the last reference goes.
-#: A writer relies on half of it, so writing a checkpoint may take that long.
+#: Data that was seen in the store stays there for this time, in seconds, even if the last reference
+#: to it goes. A writer relies on half of it, so writing a checkpoint may take that long.
 GRACE_S = 3600.0
 
 BLOBS, MANIFESTS = "blobs", "manifests"

@@ -19,15 +19,15 @@ from app.settings import settings
 
 LOST = "lost"  # `Placement.end` if the device died, hung or was replaced
 HUNG = "hung"  # `Placement.end` if the device reported later that the task made it hang
-DEVICES_HUNG = 2  # devices that a task may make hang before it is not started again
+DEVICES_HUNG = 2  # number of devices that a task may make hang; after that it is not started again
 
 
 def lose_all(session: Session, house: DeviceRows, unheard_us: int) -> bool:
-    """Drop what a replaced worker process held.  Its device was unheard for `unheard_us` of its
+    """Drop what a replaced worker process held. Its device was not heard for `unheard_us` of its
     lease.
 
     The new process holds the device's file lock, which the kernel passes on only when every process
-    of the old worker is gone.  So whatever was placed or paused there is lost, and the lease need
+    of the old worker is gone. So whatever was placed or paused there is lost, and the lease need
     not be awaited.
     """
     here = house.device.id
@@ -44,11 +44,11 @@ def lose_all(session: Session, house: DeviceRows, unheard_us: int) -> bool:
 
 
 def take_in_hung(session: Session, house: DeviceRows, alive: Alive) -> bool:
-    """Record the tasks because of which the device hung; it reports them until it is answered.
+    """Record the tasks because of which the device hung; it reports them until it gets an answer.
 
-    After the first hang the task goes on elsewhere and no attempt is used up.  A task that makes a
-    second device hang fails, because otherwise it could take one device after the other from all
-    tenants.
+    After the first hang the task continues on another device, and no attempt is used up. A task
+    that makes a second device hang fails, because otherwise it could take one device after the
+    other from all tenants.
     """
     changed = False
     for id, epoch in alive.hung:
@@ -111,8 +111,9 @@ def unheard_us_of_device(session: Session, device: Device | None) -> int:
 def unheard_us_of_placement(
     session: Session, placement: Placement, lost: Iterable[Placement]
 ) -> int:
-    """Return the same for one placement: tasks that take turns on a device held it one at a
-    time, tasks with fractions all at once.
+    """Return the same for one placement.
+
+    Tasks that take turns on a device held it one at a time, tasks with fractions all at once.
     """
     if placement.started_at is None:
         return 0
@@ -121,7 +122,7 @@ def unheard_us_of_placement(
 
 
 def number_in_turns(placements: Iterable[Placement], mine: Placement) -> int:
-    """Return how many of these tasks take turns with one of them, itself included."""
+    """Return how many of these tasks take turns with the task of `mine`, including that task."""
     if mine.fraction_milli < WHOLE_MILLI:
         return 1
     here = (row for row in placements if row.device_id == mine.device_id)
@@ -173,10 +174,10 @@ def hand_over(session: Session, tasks: Mapping[str, tuple[str, str]], lost: str)
 
 
 def unseat(session: Session, ids: Sequence[str], because: str) -> None:
-    """Take the slots from members, on a lost island, of gangs that span islands; the tasks stay
+    """Take the slots on a lost island from members of gangs over several islands; the tasks stay
     there.
 
-    The caller has locked the row of that island.  Tasks with a pending cancel end here.
+    The caller has locked the row of that island. Tasks with a pending cancel end here.
     """
     rows = task_writer.locked_tasks(session, Task.id.in_(ids))
     _take_slots(session, rows, lambda task: because)
@@ -187,7 +188,10 @@ def unseat(session: Session, ids: Sequence[str], because: str) -> None:
 
 
 def _change_island(session: Session, task: Task, island: str) -> None:
-    """Move the task to another island's queue; the time that it has waited counts there too."""
+    """Move the task to another island's queue.
+
+    The time that it has waited counts there, too.
+    """
     if task.state == "waiting":
         task_writer.count_waiting(session, task, -1)
     task.island = island

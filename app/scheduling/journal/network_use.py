@@ -1,4 +1,4 @@
-"""Record what tasks used of the network, as the proxies of their devices have counted it."""
+"""Records what tasks used of the network, as the proxies of their devices have counted it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ def take_in(session: Session, house: DeviceRows, alive: Alive) -> None:
 
 
 def _placement(session: Session, house: DeviceRows, view: ResidentView) -> Placement | None:
-    """Return the epoch's placement on this device; remote ranks may have that of a ticket."""
+    """Return the placement of the resident's epoch on this device.
+
+    For remote ranks it may be the placement of a ticket of their gang.
+    """
     if (view.task, view.epoch) in house.open:
         return house.open[view.task, view.epoch]
     for placement in house.open.values():

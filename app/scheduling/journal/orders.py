@@ -24,8 +24,9 @@ FOR_EVER_US = 2**61
 
 
 def order_saves(session: Session, island: str) -> None:
-    """Order the checkpoints that users asked for while their tasks run: an action that needs no
-    decision.
+    """Order the checkpoints that users requested while their tasks run.
+
+    This needs no decision of the scheduler.
     """
     wished = select(Task).where(Task.save_asked, Task.state == "running", Task.island == island)
     free = wished.with_for_update(key_share=True, skip_locked=True)

@@ -1,4 +1,4 @@
-"""Store checkpoints and outputs of tasks, and nudge the tasks that waited for them."""
+"""Stores checkpoints and outputs of tasks, and nudges the tasks that waited for them."""
 
 from __future__ import annotations
 
@@ -36,16 +36,18 @@ def keep_checkpoint(session: Session, task: Task, event: messages.Saved) -> None
         printed_epoch=event.printed[0] if event.printed else None,
         printed_lines=event.printed[1] if event.printed else None,
     )
-    # The same bytes were saved again at the same step: they exist now, even if lost before.
+    # The same bytes were saved again at the same step: so they exist now, even if they were lost
+    # before.
     there = {"damaged_at": None, "deleted_at": None}
     same = [Checkpoint.task_id, Checkpoint.step, Checkpoint.sha256]
     session.execute(row.on_conflict_do_update(index_elements=same, set_=there))
 
 
 def withdraw_lines(session: Session, task: Task, step: int) -> int:
-    """Delete what a command printed after the image of its processes, which go on from there.
+    """Delete what a command printed after the image of its processes was made; return the number of
+    lines.
 
-    They print it again.  Return the number of lines.
+    The processes continue from the image, and print it again.
     """
     image = session.scalars(
         select(Checkpoint)
@@ -88,8 +90,9 @@ def store_output(
 def give_outputs(
     session: Session, task: Task, placement: Placement, outputs: Mapping[str, messages.JSON]
 ) -> None:
-    """Mark these outputs of a graph task as durable; after the commit the tasks that take them are
-    told.
+    """Mark these outputs of a graph task as durable.
+
+    After the commit, the tasks that take them are told.
     """
     takers = Need.needs_id == task.id, Need.port != "", Need.output.in_(outputs)
     given = update(Need).where(*takers, Task.id == Need.task_id)
@@ -112,8 +115,8 @@ def give_outputs(
 def _nudge_who_can_start(task_id: str, outputs: Collection[str]) -> None:
     """Nudge the islands with tasks that waited for one of these outputs and for nothing else.
 
-    Looked up after the commit: of two tasks that give the last two outputs at once, the later sees
-    both.
+    They are looked up after the commit: if two tasks give the last two outputs at once, the later
+    one sees both.
     """
     took, lacks, maker = aliased(Need), aliased(Need), aliased(Task)
     lacking = (

@@ -46,7 +46,9 @@ _NOTHING = "", ""  # the state of a lock of which a host tells nothing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Seat:
-    """A device that is up; one that is drained takes no work, but its host tells of packages."""
+    """Describes a device that is up. If it is drained it takes no work, but its host still reports
+    packages.
+    """
 
     host: str
     kind: str
@@ -70,14 +72,16 @@ class PackagesAhead:
     )
 
     def asked_of(self, device: Device) -> list[str]:
-        """Return the locks that the device's host is to have ready, the next first."""
+        """Return the locks that the device's host should have ready, the most urgent first."""
         if "builds" not in device.facts or not self._lines:
             return []
         locks = [lock for lock in self._turns if device.host in self._hosts_of_lock[lock]]
         return package_hosts.asked(locks, frozenset(device.facts.get("environments") or ()))
 
     def end_hopeless(self, device: Device) -> bool:
-        """Fail the tasks whose packages failed on this device's host and can be had nowhere."""
+        """Fail the tasks whose packages failed on this device's host and can be built on no other
+        host.
+        """
         failed = {lock for lock, told in _builds(device.facts).items() if told[0] == "failed"}
         lines = [line for line in self._lines if _lock(line) in failed] if failed else []
         return any([self._end(line) for line in lines])
@@ -126,8 +130,8 @@ class PackagesAhead:
     def _choices(self, line: AnyRow) -> Iterator[tuple[str, int]]:
         """Yield how many tasks of a line wait, by choice.
 
-        A stored command waits for devices where its processes go on, if there are enough.  Where
-        that depends on whether its devices may be on several hosts, other hosts are asked too.
+        A stored command waits for devices where its processes can be restored, if there are enough.
+        If that depends on whether its devices may be on several hosts, other hosts are asked too.
         """
         others = line.waiting
         for mark, tasks in Counter(line.marks or ()).items():
@@ -143,7 +147,7 @@ class PackagesAhead:
     # --- hosts ---
 
     def _hosts(self, line: AnyRow, choice: str) -> list[PackageHost]:
-        """Return the hosts with devices for such tasks of a line that build what they need."""
+        """Return the hosts that build environments and have devices for such tasks of a line."""
         lock, places = _lock(line), self._places(line, choice_in(choice).lasting)
         return [
             PackageHost(name=name, devices=devices, idle=idle, state=state, told=told)
@@ -152,7 +156,7 @@ class PackagesAhead:
         ]
 
     def _places(self, line: AnyRow, choice: DeviceChoice) -> Mapping[str, tuple[int, int]]:
-        """Return by host how many devices that suit take work, and how many of these are idle."""
+        """Return, by host, how many suitable devices take work, and how many of these are idle."""
         key = line.kind, line.memory_bytes, choice
         if key not in self._known:
             there: dict[str, list[_Seat]] = defaultdict(list)
@@ -165,7 +169,10 @@ class PackagesAhead:
 
     @cached_property
     def _states(self) -> Mapping[str, Mapping[str, tuple[str, str]]]:
-        """The state of each lock by host; a failure counts before a worker that awaits its turn."""
+        """Return the state of each lock, by host.
+
+        A failure counts more than a worker that still waits for its turn.
+        """
         found: dict[str, dict[str, tuple[str, str]]] = defaultdict(dict)
         for seat in self._seats:
             of_host = found[seat.host]
@@ -175,7 +182,9 @@ class PackagesAhead:
 
     @cached_property
     def _seats(self) -> list[_Seat]:
-        """The devices that are up and build, with what the present heartbeats say of them."""
+        """Return the devices that are up and build environments, with what the present heartbeats
+        say of them.
+        """
         told = {alive.device: alive.facts for alive in self.alives}
         busy = exists().where(Placement.device_id == Device.id, Placement.ended_at.is_(None))
         columns = (Device.id, Device.host, Device.kind, Device.memory_bytes, Device.facts)
@@ -207,13 +216,15 @@ def _size(seats: Sequence[_Seat]) -> tuple[int, int]:
 
 
 def _nearest(found: tuple[str, str]) -> int:
-    """Sort key: a failure counts before a device worker that does not know of it yet."""
+    """Return a sort key: a failure comes before the state of a device worker that does not know of
+    it yet.
+    """
     order = ("ready", "building", "failed", "waiting", "")
     return order.index(found[0])
 
 
 def _reported_locks(traits: DeviceTraits) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Yield each lock of which a device tells, with its state and what is told of it."""
+    """Yield each lock that a device reports, with its state and the message about it."""
     for offer in traits.offers:
         if offer.startswith(PACKAGES):
             yield offer.removeprefix(PACKAGES), ("ready", "")

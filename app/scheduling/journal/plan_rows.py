@@ -19,7 +19,7 @@ from app.scheduling.journal import task_writer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRows:
-    """The rows that a plan needs: its tasks, their open placements, and the devices that it
+    """Holds the rows that a plan needs: its tasks, their open placements, and the devices that it
     assigns.
     """
 
@@ -92,8 +92,8 @@ def _is_fraction(task: Task) -> bool:
 
 
 def _are_as_seen(session: Session, plan: Plan, gangs: Collection[str]) -> bool:
-    """True if the conditions of gangs that span islands, and of their tickets, are as the plan saw
-    them.
+    """True if the conditions of gangs over several islands, and of their tickets, are as the plan
+    saw them.
 
     The gangs are locked, so that no other island decides about them meanwhile.
     """

@@ -1,8 +1,9 @@
-"""Renew the leases of devices that say nothing new, and write the progress of their tasks in bulk.
+"""Renews the leases of devices that say nothing new, and writes the progress of their tasks in
+bulk.
 
-One statement renews all leases of a round.  It passes over each device whose rows are not as they
-were when its report was acknowledged: the device's own row, its stays, its unanswered orders, and
-the tasks that are to be moved there.  Such a heartbeat is recorded in full instead.
+One statement renews all leases of a round. It leaves out each device whose rows have changed since
+its report was acknowledged: the device's own row, its stays, its unanswered orders, and the tasks
+that are to be moved there. The heartbeat of such a device is recorded in full instead.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ from app.settings import settings
 def report_to_remember(
     house: DeviceRows, alive: Alive, answer: Answer, *, txid: str
 ) -> AcknowledgedReport | None:
-    """Return what is to be remembered of a recorded heartbeat; None if more is to come of it.
+    """Return what to remember of a recorded heartbeat; None if the next one must be recorded in
+    full, too.
 
-    Then time alone, or rows that `renew` does not look at, may change the answer to the next one.
+    That is so if time alone, or rows that `renew` does not look at, may change the next answer.
     """
     device = house.device
     says = alive.events or alive.logs or alive.ahead or alive.hung or alive.health.get("findings")
@@ -55,7 +57,7 @@ def report_to_remember(
 
 
 def _goes_on(house: DeviceRows, view: ResidentView) -> bool:
-    """True if the resident runs alone, and only its device has a say in how it goes on."""
+    """True if the resident runs alone, and nothing outside its device decides how it continues."""
     task = house.tasks[view.task]
     is_known = task.state == State.running and task.seat == house.device.id
     is_alone = task.resized_at is None and task.gang_id is None and not task.shares
@@ -90,7 +92,7 @@ def renew(
 def _undisturbed(
     session: Session, asked: Sequence[tuple[Beat, AcknowledgedReport]], island: str
 ) -> list[tuple[Beat, AcknowledgedReport]]:
-    """Leave out devices that may have to hear of other mounts, or of packages."""
+    """Leave out devices that may have to be told of other mounts, or of packages."""
     if any(report.mounts != (None, None) for _, report in asked):
         paths = mounts.paths(session)
         known = digest(paths.get(FOLDER, {})), digest(paths.get(IMAGE, {}))
@@ -140,7 +142,7 @@ _PACKAGES = text(
 
 
 def write_progress(session: Session, beats: Collection[Beat]) -> None:
-    """Write how long the tasks of these devices have held them, and how far they are."""
+    """Write how long the tasks of these devices have held them, and how far they have come."""
     views = [(beat.device, view) for beat in beats for view in beat.residents()]
     values: dict[str, Any] = {
         "tasks": [view["task"] for _, view in views],

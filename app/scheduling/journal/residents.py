@@ -1,4 +1,4 @@
-"""Record what residents of a device report: progress, metrics, and that they are gone."""
+"""Records what residents of a device report: progress, metrics, and that they are gone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from app.scheduling.journal import losses, task_writer
 from app.scheduling.journal.device_rows import DeviceRows
 from app.scheduling.round_notes import notes_of
 
-LAUNCHES_UNSEEN = 20  # resends to a live device that never shows the task: it counts as lost then
+# number of resends of a Launch to a live device that never shows the task; then it counts as lost
+LAUNCHES_UNSEEN = 20
 
 
 def confirm(session: Session, house: DeviceRows, view: ResidentView) -> bool:
@@ -26,7 +27,8 @@ def confirm(session: Session, house: DeviceRows, view: ResidentView) -> bool:
     if task is None:
         return False
     if view.epoch != task.epoch:
-        # The device has not heard of the new launch: the paused resident is what resumes.
+        # The device does not know of the new launch yet: the paused resident is the one that will
+        # resume.
         may = task.seat == house.device.id or _stands_by(task) or _gathers(session, task, house)
         return view.state == "paused" and may
     here = () if (task.id, task.epoch) in notes_of(session).closed else house.unanswered
@@ -54,7 +56,7 @@ def confirm(session: Session, house: DeviceRows, view: ResidentView) -> bool:
 def _note_peaks(task: Task, view: ResidentView) -> None:
     """Keep the most that the task's processes held: what the kernel or the driver counted.
 
-    Only a new peak changes the row, of which islands are told.
+    Only a new peak changes the row, because islands must read each row that changes.
     """
     if view.memory_bytes > task.peak_device_bytes:
         task.peak_device_bytes = view.memory_bytes
@@ -131,9 +133,10 @@ def lose_missing(session: Session, house: DeviceRows, alive: Alive) -> bool:
 
 
 def _lose_image(session: Session, task: Task) -> None:
-    """Record that a paused process is gone; if its image is durable, nothing else is lost.
+    """Record that a paused process is gone.
 
-    So such a task still waits for an input without which it left: no output has to be made again.
+    If its image is durable, nothing else is lost: the task still waits for the input without which
+    it left, and no output has to be made again.
     """
     if task.saved:
         task.image_on = None

@@ -1,6 +1,6 @@
-"""Let a command begin again that asked for it, or end it if it asked too often.
+"""Lets a command begin again that asked for it, or ends it if it asked too often.
 
-See `provisions.notice`: exit status 85 is no crash, but a task that begins again all the time for
+See `provisions.notice`: exit status 85 is not a crash, but a task that begins again and again for
 no reason of the platform uses up its attempts.
 """
 
@@ -28,7 +28,7 @@ def begin_again(
     *,
     wait_s: float,
 ) -> None:
-    """Put the task back into the queue; `wait_s` is the delay if that uses up an attempt."""
+    """Put the task back into the queue; `wait_s` is the delay if this uses up an attempt."""
     moves = task.moving is not None and task.moving["stopping"]
     task_writer.close_stay(session, task, placement, "moved" if moves else "again")
     task.step = max(task.step, event.step)

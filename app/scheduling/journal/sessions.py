@@ -61,15 +61,15 @@ def _gives_way(session: Session, house: DeviceRows, view: ResidentView) -> bool:
 
 
 def _is_used(device: Device) -> bool:
-    """True if the device computes, by its monitor, though the processes of its task do not."""
+    """True if, by its monitor, the device computes, although the processes of its task do not."""
     report = HealthReport.of(device.health)
     return device.kind != "cpu" and report is not None and not report.idle
 
 
 def silent_for_s(session: Session, task: Task) -> float:
-    """Return for how long nobody has sent anything into the session, or resumed it.
+    """Return how many seconds ago a person last sent something into the session, or resumed it.
 
-    A turn on a device that begins says nothing of a person, so it does not count.
+    That a turn on a device begins says nothing about a person, so it does not count.
     """
     typed = select(func.max(Tunnel.active_at)).where(Tunnel.task_id == task.id)
     resumed = select(func.max(RequestEvent.at)).where(

@@ -47,7 +47,7 @@ def settle(session: Session) -> None:
 _LINE = (*lines.KEY, "tenant_id", "waiting")
 
 
-# Orders of closed stays need no answer.  Lines are sorted, so that two islands cannot deadlock.
+# Orders of ended stays need no answer. Lines are sorted, so that two islands cannot deadlock.
 _SUMS = text(
     f"""
     with answered as (

@@ -1,4 +1,4 @@
-"""Write the state of tasks and placements, and the events that tell of it."""
+"""Writes the state of tasks and placements, and the events about it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ from app.scheduling.round_notes import notes_of, set_notes
 
 
 def break_off(session: Session, task: Task, because: str) -> None:
-    """Give up a task's move, which has failed: the task keeps its state and stays where it is."""
+    """Give up a task's move, which has failed.
+
+    The task keeps its state and stays where it is.
+    """
     to = task.move_to if task.move_to != ANYWHERE else "another device"
     told = f"Not moved to {to}: {because}."
     if task.cancel_asked_at is None:
@@ -73,7 +76,9 @@ def note_usage(
 
 
 def note_held(session: Session, task: Task, placement: Placement, held_us: int) -> None:
-    """Charge the placement up to `held_us`, and the task's other devices for the same time."""
+    """Charge the placement for its time up to `held_us`, and the task's other devices for the same
+    time.
+    """
     before_us = placement.held_us
     ledger.note(session, placement, held_us)
     if placement.held_us > before_us and placement.epoch == task.epoch:
@@ -131,7 +136,9 @@ def move_task(session: Session, task: Task, move: str) -> None:
 
 
 def _wait(session: Session, task: Task, *, begins: bool) -> None:
-    """Record that a task enters or leaves its queue: the waiting time, and the number that wait."""
+    """Record that a task enters or leaves its queue: its waiting time, and the number of waiting
+    tasks.
+    """
     now_s = transactions.now_s(session)
     if begins:
         task.waiting_since = transactions.now(session)

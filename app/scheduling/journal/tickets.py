@@ -1,4 +1,4 @@
-"""Keep, charge and release the slots of tickets, which a gang over several islands holds."""
+"""Keeps, charges and releases the slots of tickets, which a gang over several islands holds."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from app.scheduling.journal.plan_rows import PlanRows
 def keep_seats(
     session: Session, rows: PlanRows, ticket: Task, placement: Placement, decision: PlanDecision
 ) -> None:
-    """Start a ticket at once, without a report of a device: its slots are kept for its gang from
-    now on.
+    """Start a ticket at once, without a device's report: its slots are kept for its gang from now
+    on.
     """
     ticket.good_for = rows.tasks[str(ticket.gang_id)].epoch + 1
     task_writer.move_task(session, ticket, Move.Started)
