@@ -121,7 +121,10 @@ class Store:
         return _checked(pieces, sha256) if whole else pieces
 
     def _found(self, sha256: str, look: Callable[[str], T]) -> T:
-        """Return what `look` gives for the blob, even if it is condemned; raises Damaged."""
+        """Return what `look` returns for the name of the blob; raises Damaged if it is missing.
+
+        A blob that is to be deleted is still found under its other name.
+        """
         for name in (blob(sha256), f"{CONDEMNED}/{blob(sha256)}"):
             with suppress(Missing):
                 return look(name)

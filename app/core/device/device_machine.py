@@ -481,8 +481,8 @@ class DeviceMachine:
             pass  # the next fraction may fit, too
 
     def _give_way(self, event: SlotDue, now_us: int) -> None:
-        """Pause tasks that must yield the slot if their successor is ready, or stuck, or if their
-        time is over.
+        """Pause each task that must yield the slot, as soon as its successor is ready, or cannot
+        get ready before that, or as soon as its time is over.
         """
         for stay in list(self.stays.values()):
             if stay.yield_by_us is None:

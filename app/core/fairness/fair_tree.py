@@ -761,8 +761,10 @@ class FairTree(Generic[Item]):
         return self._first_in(open_[0]) if open_ else None
 
     def _first_at_leaf(self, oldest: Any, open_: list[_Line]) -> Any:
-        """Return the entry that goes first among a leaf's lines; `oldest` is the entry with the
-        lowest key.
+        """Return the heap entry of the task that goes first at a leaf.
+
+        `oldest` is the entry with the lowest key.  A fresh task of the same priority may go before
+        it.
         """
         if oldest[6].lane.fresh:
             return oldest

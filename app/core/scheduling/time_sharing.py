@@ -545,7 +545,7 @@ def _has_graphs(board: Board, device: str) -> bool:
 
 
 def _parts(here: SharedDevices, group: Sequence[BoardStay]) -> list[BoardStay]:
-    """Return the stays that are too far ahead of those in turn.
+    """Return the stays that are too far ahead of a stay that gets a turn now.
 
     If any stay may not share, all but the first must leave.
     """

@@ -83,7 +83,7 @@ const FONT = "12px system-ui, sans-serif";
 const title = label => ({ label, labelSize: 18, labelGap: 2, labelFont: FONT });
 const said = value => value === null || value === undefined ? "–" : String(Number(value.toPrecision(5)));
 
-// Half of a label stands to the right of the last step of an axis.
+// Returns the space to keep free to the right of a chart: half of an axis's last label stands there.
 const ruler = document.createElement("canvas").getContext("2d");
 function halfLabel(text) {
   ruler.font = FONT;
