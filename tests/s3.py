@@ -72,7 +72,7 @@ def serving() -> Iterator[S3]:
 
 
 def _wait_for(s3: S3) -> None:
-    until_s = time.monotonic() + 60
+    until_s = time.monotonic() + 180
     while time.monotonic() < until_s:
         assert s3.process is not None
         assert s3.process.poll() is None, "the S3 server ended"

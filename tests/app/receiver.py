@@ -29,7 +29,7 @@ class Receiver:
     failures_left: int = 0
 
     def next(self) -> Got:
-        return self.got.get(timeout=60)
+        return self.got.get(timeout=180)  # a sender may be a process that starts
 
 
 class _Server(ThreadingHTTPServer):

@@ -71,7 +71,7 @@ def test_kernel_gives_a_reserved_port_to_no_program_that_takes_any():
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
     )
     if "unshare failed" in done.stderr or "ip: not found" in done.stderr:
         pytest.skip(f"no network of its own here: {done.stderr}")

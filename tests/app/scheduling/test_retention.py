@@ -329,7 +329,7 @@ class TestArchived:
 
     def test_rows_of_a_killed_control_are_in_a_second_file_and_equal(self, apart, folder):
         before = _rows_of(apart)
-        killed = subprocess.run([sys.executable, "-c", KILLED], timeout=60)
+        killed = subprocess.run([sys.executable, "-c", KILLED], timeout=180)
         assert killed.returncode == -signal.SIGKILL
         assert _there(apart)
         assert _rows_of(apart) == before
