@@ -80,6 +80,7 @@ def test_function_that_ends_the_process_takes_no_other_function_along(rig):
     rig.launch("t2", "short:wait")
     rig.event(Started, "t2")
     rig.launch("t3", "short:die")
+    rig.until(lambda: rig.supervisor.admission.fetched)  # it waits behind t2, and before t4
     rig.launch("t4", "short:look")
     rig.let_end("t2")
     assert rig.event(Finished, "t2").result["process"] == process
