@@ -12,7 +12,7 @@ from tests.acceptance.history import overlaps, runs
 
 pytestmark = pytest.mark.acceptance
 
-NAP_S = 0.5  # of a node, until the gate opens
+NAP_S = 1.0  # of a node, until the gate opens
 
 
 def gated(client, name, gate, **more):

@@ -9,8 +9,8 @@ from tests.acceptance.history import overlaps, runs
 
 pytestmark = pytest.mark.acceptance
 
-#: Nodes of a chain.  A graph whose gate is shut lasts about a minute on a device of its own.
-LENGTH, NAP_S = 240, 0.2
+#: Nodes of a chain.  A graph whose gate is shut lasts one and a half minutes on its own device.
+LENGTH, NAP_S = 400, 0.2
 JUDGED_S = 24.0  # device time over which shares are judged
 
 
