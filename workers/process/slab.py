@@ -132,7 +132,7 @@ def _take_line(body: JSON, line: bytes) -> None:
 
 
 def _read_lines(fd: int, start: int, size: int) -> Iterator[bytes]:
-    """Yield the lines, and read the slab piece by piece; raises BadIndex if a line is too long."""
+    """Yield the lines of the index, read piece by piece; raises BadIndex if a line is too long."""
     rest = b""
     for at in range(0, size, _PIECE_BYTES):
         *lines, rest = (rest + os.pread(fd, min(_PIECE_BYTES, size - at), start + at)).split(b"\n")
