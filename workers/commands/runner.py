@@ -70,7 +70,7 @@ from workers.commands.stored_processes import (
     announced,
     clear_beside,
 )
-from workers.commands.stub_thread import tell_owner, teller
+from workers.commands.stub_thread import tell_owner, tell_the_rest, teller
 from workers.commands.wakeups import Wakeups
 from workers.commands.working_folder import INTERNAL, WorkingFolder
 from workers.hardware.cuda_checkpoint import NotDone, StillHeld, TreeMemory
@@ -110,6 +110,7 @@ def execute(wire: Wire, bulk: socket.socket, trust: TrustSeen, slab: Slab) -> in
         return 1
     finally:
         stub.end_tree()
+        tell_the_rest()
     return 0
 
 

@@ -13,11 +13,11 @@ import queue
 import threading
 from collections.abc import Callable
 
+LAST_LINES_S = 1.0  # how long the stub's end waits for lines that the log does not take at once
+
 
 class StubThread:
-    """Does pieces of work one after the other. Nothing waits for them, not even the end of the
-    stub.
-    """
+    """Does pieces of work one after the other."""
 
     def __init__(self) -> None:
         self._asked: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -42,6 +42,13 @@ def tell_owner(what: str) -> None:
             os.write(2, f"Roundhouse: {what}\n".encode())
 
     teller().give(write)
+
+
+def tell_the_rest() -> None:
+    """Wait until the lines are written, but not for long: nothing may read the full pipe."""
+    is_done = threading.Event()
+    teller().give(is_done.set)
+    is_done.wait(LAST_LINES_S)
 
 
 @functools.cache

@@ -163,8 +163,10 @@ def test_processes_left_running_end_with_the_command(rig):
 
 
 def test_malformed_progress_lines_are_skipped_and_reported_once(rig):
-    said = "for i in 1 2 3; do echo nonsense > $ROUNDHOUSE_METRICS; done; sleep 0.5"
-    rig.launch("t1", shell(said))
+    said = "for i in 1 2 3; do echo nonsense > $ROUNDHOUSE_METRICS; done"
+    rig.launch("t1", shell(f"{said}; until test -e end; do sleep 0.02; done"))
+    rig.until(lambda: any("no JSON object" in line for line in rig.printed("t1")))
+    rig.let_end("t1")
     assert rig.event(Finished, "t1").step == 1
     assert len([line for line in ended(rig, "t1") if "no JSON object" in line]) == 1
 

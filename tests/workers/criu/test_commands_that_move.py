@@ -20,10 +20,11 @@ from app.core.model.provisions.process_images import OFFER
 from app.storage.chunk_cipher import ciphers
 from app.storage.chunks import ZSTD
 from tests.workers.conftest import IMAGE_KEY
-from tests.workers.criu.moving import skip_without_layers
+from tests.workers.criu.moving import TOLD, skip_without_layers
 from tests.workers.device.test_secrets import sealed
 from tests.workers.tunnels import FarEnd, ticket_for
 from workers.criu import runner, tree_mover
+from workers.criu.program import CriuProgram
 from workers.criu.runner import CriuFailed
 from workers.device import store_io
 from workers.device.resident import Resident
@@ -56,6 +57,12 @@ def counted(printed):
         found = hashlib.sha256(f"{found} {step}".encode()).hexdigest()
         lines += [str(step)] if step % 10 == 0 else []
     return [*lines, f"sum {found}"]
+
+
+def _parted(lines):
+    """Return what Roundhouse says in the lines, and what the command printed: in no order."""
+    told = [line for line in lines if line.startswith(TOLD)]
+    return told, [line for line in lines if line not in told]
 
 
 def _printed_to_the_end(rig, task, epoch=1):
@@ -255,6 +262,7 @@ def test_command_with_secrets_goes_on_elsewhere_while_their_values_are_the_same(
         resumed = rig.event(Started, "t1", epoch).resumed
         assert resumed == ("fresh", "image", "folder")[epoch - 1]
         _until_printed(rig, "t1", told, epoch)
+        _until_printed(rig, "t1", ("begins", told, CHANGED)[epoch - 1], epoch)
         printed = {*rig.printed("t1", epoch)} - {told}
         assert printed == ({"begins"}, set(), {"begins", CHANGED})[epoch - 1]
         images = rig.paused_and_saved("t1", epoch)
@@ -437,7 +445,7 @@ def test_processes_go_on_only_in_their_own_task_and_on_a_host_like_theirs(hosts)
     mover.traits = replace(mover.traits, kernel="another")
     there.launch("t1", COUNT, epoch=2, images=images)
     assert there.event(Started, "t1", 2).resumed == "folder"
-    told, *printed = _printed_to_the_end(there, "t1", 2)
+    (told,), printed = _parted(_printed_to_the_end(there, "t1", 2))
     assert told.endswith("as it could not go on where it was: this host has another kernel")
     assert printed == counted(printed)
 
@@ -446,7 +454,7 @@ def test_command_whose_dump_is_killed_runs_no_further_and_begins_again_in_its_fo
     hosts, monkeypatch
 ):
     here, there = hosts(), hosts()
-    _kill_dumps(monkeypatch)
+    _kill_dumps(monkeypatch, here)
     told, send = [], Resident.send
 
     def sends(resident, word, *args, **said):
@@ -476,7 +484,7 @@ def test_damaged_command_does_not_run_on_where_the_store_fails_too(hosts, monkey
         raise OSError("the disk is full")
 
     here = hosts()
-    _kill_dumps(monkeypatch)
+    _kill_dumps(monkeypatch, here)
     monkeypatch.setattr(store_io, "keep", fails)
     here.launch("t1", COUNT)
     _until_printed(here, "t1", "begins")
@@ -486,9 +494,13 @@ def test_damaged_command_does_not_run_on_where_the_store_fails_too(hosts, monkey
     assert not here.all(Saved, "t1")
 
 
-def _kill_dumps(monkeypatch):
-    """Let each dump take too long: CRIU has not even begun then, and may take 30 ms."""
-    monkeypatch.setattr(tree_mover, "DUMP_S", 0.001)
+def _kill_dumps(monkeypatch, rig):
+    """Let each dump of the device take too long: in the place of its CRIU is one that hangs."""
+    mover, hangs = rig.supervisor.images.mover, rig.house.run / "hangs"
+    hangs.write_text("#!/bin/sh\nexec sleep 1000\n")
+    hangs.chmod(0o755)
+    monkeypatch.setattr(mover, "program", CriuProgram(hangs, mover.program.version))
+    monkeypatch.setattr(tree_mover, "DUMP_S", 0.2)
     monkeypatch.setattr(tree_mover, "BYTES_PER_S", float("inf"))
 
 
@@ -557,7 +569,7 @@ def test_copy_of_a_command_goes_on_from_its_checkpoint_if_it_is_the_same_program
     assert "begins" not in printed
     here.launch("t3", [*COUNT, "more"], **begun)
     assert here.event(Started, "t3").resumed == "folder"
-    told, *printed = _printed_to_the_end(here, "t3")
+    (told,), printed = _parted(_printed_to_the_end(here, "t3"))
     assert told.endswith("the checkpoint is of another program or other parameters")
     assert printed == counted(printed)
     here.cancel("t1")
