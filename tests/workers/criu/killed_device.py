@@ -94,6 +94,7 @@ def _go_on(rig: DeviceRig, command: list[str], said: dict[str, Any]) -> None:
     images = [image_of(*image) for image in said["images"]]
     rig.launch("t1", command, 3, images=images)
     started = rig.event(Started, "t1", 3, timeout_s=END_S)
+    rig.let_end("t1", 3)
     rig.event(Finished, "t1", 3, timeout_s=END_S)
     rig.until(lambda: rig.view("t1", 3) is None, timeout_s=END_S)
     _say(resumed=started.resumed, printed=rig.printed("t1", 3), left=folders_in_memory())

@@ -10,6 +10,8 @@ import hashlib
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 
 import psutil
 import pytest
@@ -22,12 +24,14 @@ from workers.criu.runner import CriuFailed
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root may store processes")
 
 STEPS = 200
+#: It does not end before there is a file `end` in its folder.
 COUNTS = f"""
-import hashlib, time
+import hashlib, os, time
 found = "0"
 print("begins")
 for step in range({STEPS}):
     found = hashlib.sha256(f"{{found}} {{step}}".encode()).hexdigest(); time.sleep(0.01)
+while not os.path.exists("end"): time.sleep(0.01)
 print("sum", found)
 """
 
@@ -133,9 +137,16 @@ def _at_stage(monkeypatch, stage, kill):
 
 
 def _ended(rig, task, epoch):
+    """Let it end once it has started; return how it ended, perhaps before it started."""
+
     def found():
         return next(iter(rig.all(Finished, task, epoch) + rig.all(Failed, task, epoch)), None)
 
+    rig.until(lambda: rig.all(Started, task, epoch) or found(), timeout_s=END_S)
+    for resident in list(rig.supervisor.lives.residents.values()):
+        if resident.stay.key == (task, epoch):
+            with suppress(OSError):  # it was killed meanwhile
+                Path(f"/proc/{resident.pid}/cwd/end").touch()
     return rig.until(found, timeout_s=END_S)
 
 

@@ -26,13 +26,14 @@ for step in range(200):
     digest.update(random.randbytes(100)); time.sleep(0.008)
     print(step, flush=True); log.write(f"{step}\\n"); log.flush()
     gone.write(b"x"); client.send(b"y"); ours.send(b"z")
+while not os.path.exists("/scratch/end"): time.sleep(0.01)
 thread.join(); gone.seek(0)
 assert beats == sorted(beats) and beats[-1] - beats[0] < 60
 print(digest.hexdigest(), len(open("/scratch/log.txt").read()), len(gone.read()))
 print(len(server.recv(200, socket.MSG_WAITALL)), len(theirs.recv(200, socket.MSG_WAITALL)))
 """
 FORKS = """
-import os, sys
+import os, sys, time
 def value(depth, n):
     if not depth: return n
     read, write = os.pipe()
@@ -43,6 +44,7 @@ def value(depth, n):
 total = 0
 for step in range(200):
     total += value(3, step); print(step, flush=True)
+while not os.path.exists("/scratch/end"): time.sleep(0.01)
 print(total)
 """
 
@@ -70,7 +72,10 @@ def _run(criu, home, source, stops):
 
 def test_restored_program_is_stopped_even_if_its_image_says_that_it_ran(criu, tmp_path):
     tmp_path.chmod(0o711)
-    source = "import time\nfor n in range(40): print(n, flush=True); time.sleep(0.05)"
+    source = (
+        "import os, time\n"
+        "while not os.path.exists('/scratch/end'): print('on', flush=True); time.sleep(0.05)"
+    )
     request = two_stubs.Request(
         criu=str(criu),
         argv=[sys.executable, "-c", source],

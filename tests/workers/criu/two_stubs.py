@@ -29,7 +29,11 @@ ROOT = Path(__file__).parents[3]
 
 @dataclass(frozen=True)
 class Request:
-    """A program, the moments at which it is moved, and where its sandboxes lie."""
+    """A program, the moments at which it is moved, and where its sandboxes lie.
+
+    The program does not end before there is the file `/scratch/end`, which it gets after its last
+    move.
+    """
 
     criu: str
     argv: list[str]
@@ -206,6 +210,7 @@ def _main(request: Request) -> Ran:
         if odd := host.order(f"look {host.room.uid}"):
             raise AssertionError(odd)
         host.order("go on")
+    (host.room.scratch / "end").touch()
     os.close(host.write)
     host.orders.send(f"wait {first}".encode())
     output += _all_of(host.read)
