@@ -40,7 +40,7 @@ def test_job_is_restored_inside_the_sandbox(rigs, accelerators, module, kind):
 
     launch("alone", 0.0)
     expected = rig.event(Finished, "alone").result
-    launch("moved", 0.15)
+    launch("moved", 0.3)  # slow: it does not end before it is saved
     rig.steps("moved", 4)
     rig.save("moved")
     saved = rig.event(Saved, "moved")

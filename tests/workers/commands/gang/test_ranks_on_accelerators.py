@@ -24,7 +24,8 @@ pytestmark = pytest.mark.sim
 
 DEVICES, RANKS, STEPS = 8, 4, 100
 MB = 2**20
-TRAIN = ["python", "ddp.py", "--kind", "sim", "--steps", str(STEPS), "--pace", "0.02"]
+TRAIN = ["python", "ddp.py", "--kind", "sim", "--steps", str(STEPS), "--pace"]
+QUICK, SLOW = [*TRAIN, "0.02"], [*TRAIN, "0.2"]  # the slow one does not end before it is paused
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +89,7 @@ def parameters(lines: list[str]) -> str:
 @pytest.fixture(scope="module")
 def undisturbed(host: Callable[[int], DeviceRig]) -> str:
     rig = host(0)
-    launch(rig, "alone", TRAIN)
+    launch(rig, "alone", QUICK)
     rig.event(Finished, "alone", timeout_s=120)
     lines = ended(rig, "alone")
     assert on(lines) == ["0", "1", "2", "3"]
@@ -97,25 +98,24 @@ def undisturbed(host: Callable[[int], DeviceRig]) -> str:
 
 def test_script_is_frozen_thawed_moved_and_resized_by_a_twin(host, undisturbed):
     rig = host(0)
-    launch(rig, "t1", TRAIN)
+    launch(rig, "t1", SLOW)
     rig.until(lambda: (view := rig.view("t1")) and view.step >= 3, timeout_s=120)
     rig.pause("t1")
     rig.event(Paused, "t1")
-    states = {*map(status_of, its_processes(rig))}
-    assert states == {psutil.STATUS_STOPPED}
+    rig.until(lambda: {*map(status_of, its_processes(rig))} == {psutil.STATUS_STOPPED})
     rig.launch("other", shell("echo mine"))  # takes the slot of the first device meanwhile
     rig.event(Finished, "other")
-    launch(rig, "t1", TRAIN, 2)
+    launch(rig, "t1", SLOW, 2)
     assert rig.event(Started, "t1", 2).resumed == "resident"
     rig.until(lambda: (view := rig.view("t1", 2)) and view.step >= 10, timeout_s=120)
     images = rig.paused_and_saved("t1", 2)
     # moved to other devices, where it begins again from its own checkpoint
     elsewhere = host(4)
-    launch(elsewhere, "t1", TRAIN, 3, guests=["h.7", "h.6", "h.5"], images=images)
+    launch(elsewhere, "t1", QUICK, 3, guests=["h.7", "h.6", "h.5"], images=images)
     assert elsewhere.event(Started, "t1", 3).resumed == "folder"
     # a twin with another number of ranks begins in the same folder
     rig.drop.append(["t1", 2])
-    launch(rig, "twin", TRAIN, guests=["h.1"], images=images)
+    launch(rig, "twin", QUICK, guests=["h.1"], images=images)
     rig.event(Finished, "twin", timeout_s=120)
     elsewhere.event(Finished, "t1", 3, timeout_s=120)
     moved, resized = ended(elsewhere, "t1", 3), ended(rig, "twin")
@@ -149,7 +149,7 @@ def test_rank_that_hangs_is_frozen_and_ended_with_the_others(host):
     rig.pause("hang")
     rig.event(Paused, "hang")
     processes = its_processes(rig)  # none begins or ends while they are stopped
-    assert {process.status() for process in processes} == {psutil.STATUS_STOPPED}
+    rig.until(lambda: {*map(status_of, processes)} == {psutil.STATUS_STOPPED})
     launch(rig, "hang", shell(hangs), 2, budget_us=10**6)
     failed = rig.event(Failed, "hang", 2)
     assert failed.cause == "max_duration"
@@ -158,7 +158,11 @@ def test_rank_that_hangs_is_frozen_and_ended_with_the_others(host):
 
 
 def test_rank_that_dies_ends_the_others_and_each_is_told(host):
-    dies = "echo up; [ $RANK = 0 ] && exit 0; [ $RANK = 2 ] && sleep 0.3 && kill -9 $$; sleep 60"
+    dies = (
+        "[ $RANK = 0 ] && echo $$ > first && exit 0; [ $RANK = 2 ] || exec sleep 600;"
+        " until test -s first; do sleep 0.02; done;"
+        " while kill -0 $(cat first); do sleep 0.02; done; kill -9 $$"  # its end is known by then
+    )
     rig = host(0)
     launch(rig, "die", shell(dies))
     failed = rig.event(Failed, "die")

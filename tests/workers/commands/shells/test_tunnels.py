@@ -24,13 +24,13 @@ from workers.commands.shells import tunnel_end
 from workers.device.tunnels import TUNNELS_MAX
 from workers.transfer import peer_auth
 
-WAITS = shell("touch here; while :; do sleep 0.05; done")
+WAITS = shell("touch here; echo up; while :; do sleep 0.05; done")
 
 
 @pytest.fixture
 def running(rig):
     rig.launch("t1", WAITS)
-    rig.event(Started, "t1")
+    rig.until(lambda: "up" in rig.printed("t1"))
     return rig
 
 
@@ -155,8 +155,8 @@ def test_shell_stands_still_with_its_paused_task_and_goes_on(running):
             far.take()
         running.pause("t1")
         running.event(Paused, "t1")
-        states = {*map(status_of, its_processes(running))}
-        assert states <= {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP}
+        stopped = {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP}
+        running.until(lambda: {*map(status_of, its_processes(running))} <= stopped)
         far.type("echo is $((x + 1))\n")
         assert not far.is_readable(0.3)
         running.launch("t1", WAITS, epoch=2)
