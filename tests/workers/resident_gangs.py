@@ -106,7 +106,9 @@ class Gang:
         slab_fd: int = -1,
         pace: float = 0.0,
     ) -> None:
-        self.params = {"steps": steps, "pace": pace}
+        # A job that takes its time steps on until the test lets it end, also after a restore.
+        self.params = {"steps": steps, "pace": pace, "waits": pace > 0}
+        self.waits = pace > 0 or image is not None
         is_job = entry.partition(":")[2][0].isupper()
         self.run, self.ranks = {"job" if is_job else "function": entry}, ranks
         self.are_born(residents, hosts, image, slab_fd)
@@ -213,6 +215,14 @@ class Gang:
         saving = self.until("saving")
         assert saving["at_step"] == paused["step"]
         return {"step": saving["at_step"], "index_bytes": saving["index_bytes"]}
+
+    def finished(self) -> JSON:
+        """Let the job end, and return its result."""
+        if self.waits:
+            self.until("progress")  # all ranks have their folders by then
+            self.let_end()
+        result: JSON = self.until("finished")["result"]
+        return result
 
     def let_end(self) -> None:
         """Make the file `end` in the folder of each process that waits for it."""

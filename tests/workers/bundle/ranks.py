@@ -65,7 +65,7 @@ class Train:
         return seen.item() == ctx.world_size
 
 
-def summed(ctx, steps=0, pace=0.0):
+def summed(ctx, steps=0, pace=0.0, waits=False):
     """A function of several ranks: each has a part of the numbers."""
     mine = torch.arange(100.0, device=ctx.device)[ctx.rank :: ctx.world_size].square().sum()
     dist.all_reduce(mine)

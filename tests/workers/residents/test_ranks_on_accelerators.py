@@ -35,7 +35,7 @@ def undisturbed(devices: list[Residents]) -> dict[str, JSON]:
     found = {}
     for entry in ("ranks:Train", "ranks:Sharded"):
         gang = _gang(devices, RANKS, entry).begin()
-        found[entry] = gang.until("finished")["result"]
+        found[entry] = gang.finished()
         gang.must_end()
         gang.end()
     return found
@@ -47,7 +47,7 @@ def test_gang_on_fewer_devices_gives_the_bits_of_a_device_per_rank(
     devices: list[Residents], undisturbed: dict[str, JSON], entry: str, slots: int
 ) -> None:
     gang = _gang(devices, slots, entry).begin()
-    assert gang.until("finished")["result"] == undisturbed[entry]
+    assert gang.finished() == undisturbed[entry]
     gang.end()
 
 
@@ -56,7 +56,7 @@ def test_ranks_of_a_function_combine_what_lies_on_their_devices(
     devices: list[Residents], slots: int
 ) -> None:
     gang = _gang(devices, slots, "ranks:summed").begin()
-    assert gang.until("finished")["result"] == {"total": 328350.0}
+    assert gang.finished() == {"total": 328350.0}
     gang.end()
 
 
@@ -73,7 +73,7 @@ def test_devices_of_a_gang_change_while_it_runs(
         assert resized["seats"] == [1] * slots
         assert resized["step"] > step
         step = resized["step"]
-    assert gang.until("finished")["result"] == undisturbed[entry]
+    assert gang.finished() == undisturbed[entry]
     gang.must_end()
     gang.end()
 
@@ -92,7 +92,7 @@ def test_gang_is_paused_and_moved_to_other_devices(
         image = gang.paused_image()
         gang.end()
     gang = _gang([a], 1, entry, image=image, slab_fd=kept).begin()
-    assert gang.until("finished")["result"] == undisturbed[entry]
+    assert gang.finished() == undisturbed[entry]
     gang.end()
 
 
@@ -112,5 +112,5 @@ def test_gang_is_saved_and_paused_in_place(
         if slots > 1:
             assert next_said(gang.wires[1])["is"] == "paused"
         gang.order("go", seats=gang.hosts, linked=False)
-    assert gang.until("finished")["result"] == undisturbed["ranks:Train"]
+    assert gang.finished() == undisturbed["ranks:Train"]
     gang.end()

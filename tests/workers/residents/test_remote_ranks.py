@@ -29,7 +29,7 @@ def residents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Residents]:
 def undisturbed(residents: Residents) -> JSON:
     """What the job gives on one device of one host."""
     gang = Gang(residents, [1]).begin()
-    result: JSON = gang.until("finished")["result"]
+    result = gang.finished()
     gang.end()
     return result
 
@@ -39,7 +39,7 @@ def test_ranks_of_several_hosts_give_the_bits_of_one_device(
     residents: Residents, undisturbed: JSON, hosts: list[int]
 ) -> None:
     gang = Gang(residents, hosts).begin()
-    assert gang.until("finished")["result"] == undisturbed
+    assert gang.finished() == undisturbed
     gang.must_end()
     gang.end()
 
@@ -59,7 +59,7 @@ def test_gang_on_several_hosts_is_paused_and_resumed_in_place(
         off = next_said(gang.wires[1])  # whoever comes next has that seat
         assert (off["is"], off["has_state"], off["step"]) == ("paused", True, step)
         gang.order("go", seats=gang.hosts, linked=False)
-    assert gang.until("finished")["result"] == undisturbed
+    assert gang.finished() == undisturbed
     gang.end()
 
 
@@ -75,7 +75,7 @@ def test_gang_resumes_on_any_hosts_from_the_image_of_a_cut(
         image = gang.paused_image()
         gang.end()
     gang = Gang(residents, [1], image=image, slab_fd=kept).begin()
-    assert gang.until("finished")["result"] == undisturbed
+    assert gang.finished() == undisturbed
     gang.end()
 
 
@@ -96,7 +96,7 @@ def test_hosts_of_a_gang_change_while_it_runs(residents: Residents, undisturbed:
     gang.order("pause")
     assert gang.until("paused")["step"] >= step
     gang.order("go", seats=[2], linked=False)
-    assert gang.until("finished")["result"] == undisturbed
+    assert gang.finished() == undisturbed
     gang.must_end()
     gang.end()
 
@@ -112,7 +112,7 @@ def test_hosts_of_a_gang_change_while_it_has_no_slots(
         gang.order("pause")
         assert gang.until("paused")["step"] >= step
     gang.go_to([1, 1])
-    assert gang.until("finished")["result"] == undisturbed
+    assert gang.finished() == undisturbed
     gang.must_end()
     gang.end()
 
@@ -130,7 +130,7 @@ def test_gang_paused_before_its_hosts_change_stays_where_it_was(
     gang.end()
     kept = {"step": image["at_step"], "index_bytes": image["index_bytes"]}
     again = Gang(residents, [1, 2], image=kept, slab_fd=gang.slab).begin()
-    assert again.until("finished")["result"] == undisturbed
+    assert again.finished() == undisturbed
     again.end()
 
 
@@ -178,7 +178,7 @@ def test_gang_on_several_hosts_is_saved_while_it_runs(
     image = {"step": saving["at_step"], "index_bytes": saving["index_bytes"]}
     gang.end()
     again = Gang(residents, [2, 1], image=image, slab_fd=gang.slab).begin()
-    assert again.until("finished")["result"] == undisturbed
+    assert again.finished() == undisturbed
     again.end()
 
 
@@ -204,7 +204,7 @@ def test_all_finished_work_is_saved_before_a_host_stops(
     gang.end()
     image = {"step": saving["at_step"], "index_bytes": saving["index_bytes"]}
     again = Gang(residents, [1], image=image, slab_fd=gang.slab).begin()
-    assert again.until("finished")["result"] == undisturbed
+    assert again.finished() == undisturbed
     again.end()
 
 
