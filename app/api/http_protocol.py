@@ -11,6 +11,7 @@ answer.  A header section that is too large is answered with 431.
 from __future__ import annotations
 
 import asyncio
+import socket
 from asyncio import TimerHandle
 from collections import OrderedDict
 from collections.abc import Callable
@@ -27,6 +28,18 @@ _TOO_LARGE = (
     b"connection: close\r\n\r\n"
     b"the header section is too large.\n"
 )
+
+
+def _send_at_once(transport: asyncio.Transport) -> None:
+    """Have the kernel send an answer at once, and not wait for the client to acknowledge its head.
+
+    asyncio does this too, but not for connections of a socket that several API processes share: it
+    does not recognise their protocol.  There each small answer took 40 ms longer.
+    """
+    connection = transport.get_extra_info("socket")
+    if connection.family in (socket.AF_INET, socket.AF_INET6):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
 
 _HalfOpen = OrderedDict["BoundedProtocol", None]
 
@@ -61,6 +74,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        _send_at_once(transport)
         if len(self.connections) > self.CONNECTIONS_MAX:
             transport.abort()
         else:

@@ -226,6 +226,14 @@ def test_thousands_of_pipelined_calls_are_refused(patient: int):
         assert is_closed(connection)
 
 
+def test_small_answer_does_not_wait_for_the_client_to_acknowledge_its_head():
+    with serving(Patient) as (port, server), connected(port):
+        until(lambda: server.server_state.connections)
+        (one,) = server.server_state.connections
+        kept = one.transport.get_extra_info("socket")
+        assert kept.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def test_ordinary_calls_go_on_one_connection(patient: int):
     with connected(patient) as connection:
         for n in (1, 10, 100_000):
