@@ -48,7 +48,7 @@ DEVICES = 2
 SUMMED = ("placements", "usage", "charged placements", "charged usage", "accounts")
 STOPPED_S = {"stop device": 15.0, "stop island": 20.0}
 PATIENCE_S = 60.0
-# entries of a device worker's folder of scratch folders that belong to no resident
+# what a device worker has in its folder of scratch folders for itself; all else is of a resident
 OWN = ("template", "probe")
 GONE_S = 20.0  # the kernel removes mounts and groups some time after their last process
 ENV = {"ROUNDHOUSE_DEVICE_THREADS": "1", "ROUNDHOUSE_SLICE_MAX_S": "5"}

@@ -7,9 +7,10 @@ which is a server that speaks S3) have a limited bandwidth in both directions. A
 writes to a part of it in every step, and is moved to and fro while it runs. The job itself reports
 how long it stood still: from the end of its last step here to the start of its first step there.
 
-The bound: at most the time that the last difference takes to cross one link, at the bandwidth
-measured in the same run, plus half a second. The peer stops the job first, copies all, and starts
-it there.
+State is copied while the job runs; then the job stops, and what has changed since the last copy is
+sent. The bound: the job stands still no longer than this difference takes over one link, at the
+bandwidth measured in the same run, plus half a second. It is compared with a move that stops the
+job first, copies all its state, and starts it there.
 
 Needs root, `ip` and `tc`; without them the link has no limit, and the result says so.
 """

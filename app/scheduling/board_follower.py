@@ -335,8 +335,10 @@ class Follower:
         return True
 
     def _users(self, session: Session, board: Board) -> None:
-        """Read users after the tasks: what the ledger has booked must no longer count as owed by
-        running tasks.
+        """Read the users that have changed; the tasks must have been read before.
+
+        The board adds what running tasks owe to what the ledger has booked. Of tasks that were read
+        too early it would count what is booked by now twice.
         """
         since = _xid(self.since)
         moved = select(User.id).where(User.txid >= since)

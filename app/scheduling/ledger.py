@@ -214,10 +214,10 @@ def _rebase(session: Session, row: LedgerBase) -> None:
 
 
 def _change_half_life(session: Session, row: LedgerBase, half_life_s: float) -> None:
-    """Rebuild the sums from the buckets, because another half-life means other sums.
+    """Rebuild the sums from the usage buckets, because faded sums are right for one half-life only.
 
-    Idle-credit floors have no buckets, and neither has what a changed weight carries over: what is
-    left of them now decays with the new half-life.
+    Idle-credit floors and carried usage (`Tenant.carried`, `User.carried`) have no buckets. Their
+    present amounts are kept, and fade with the new half-life from now on.
     """
     now_s, was_s, was_half_life_s = transactions.now_s(session), row.since_s, row.half_life_s
 

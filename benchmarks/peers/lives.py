@@ -1,13 +1,14 @@
-"""Peers that run no-op functions with two worker slots, from submit to done.
+"""Measures how many no-op functions a second a peer runs in two worker slots, from submit to done.
 
     python benchmarks/peers/lives.py NAME LIVES
 
-Prints one JSON object: functions per second, by the way they are submitted. Each figure is the
-median of three runs after a warm-up. The ways:
+NAME is the peer, and LIVES is how many functions each run submits. Prints one JSON object:
+functions per second, by the way they are submitted. Each figure is the median of three runs after a
+warm-up. The ways:
 
 * batches: 100 functions in one call.
 * single: one function in each call. Procrastinate and Celery are called by eight threads.
-* process: as single, each function in a process of its own, and a fifth as many of them.
+* process: as single, but each function in a process of its own, and a fifth of LIVES.
 
 The peers' guarantees differ:
 

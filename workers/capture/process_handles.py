@@ -298,9 +298,10 @@ def _reduce_weak_set(capture: Capture, table: weakref.WeakSet[Any]) -> Any:
 
 
 def _kept(capture: Capture, reference: object, target: object) -> bool:
-    """Record a weak reference.
+    """Record a weak reference and its target.
 
-    True if it is pickled, which is so only in the second round of pickling.
+    True if the reference itself is to be pickled: only in the second round of pickling, when its
+    target has been pickled (`capture.capture`).
     """
     capture.weak.append((reference, target))
     return capture.weakly

@@ -513,7 +513,10 @@ class GraphJob:
                 self.weighed[n] = found * self._in_all(len(items)) // len(first)
 
     def _in_all(self, here: int) -> int:
-        """Return the length of a whole list, if `here` of its items were made here."""
+        """Return the length of a whole list, of which this process made `here` items.
+
+        Here this process makes all of them. A lane makes a part, and overrides this.
+        """
         return here
 
     # --- how much memory ---

@@ -45,7 +45,8 @@ def try_device(kind: str) -> JSON:
     }
 
 
-#: Functions of a device's module that ranks in turns need, besides those that all residents need.
+#: Functions that torch's module for a device, such as torch.cuda, must have so that ranks can take
+#: turns on it.  Residents need further ones, which are not listed here.
 _NEEDED = ("empty_cache", "memory_reserved", "mem_get_info", "default_generators")
 
 

@@ -79,11 +79,12 @@ class Visitor:
 
 
 class Links:
-    """Listens for connections of other hosts; `call` runs a function in the owner's thread.
+    """Listens for connections of other hosts.
 
-    One thread does the handshakes of all visitors at once, and waits for none of them. Each visitor
-    has a deadline. If too many wait, one is dropped: the oldest that has sent nothing, of the same
-    address or of all.
+    `call` runs a function in the thread of the object's owner. One thread does the handshakes of
+    all visitors, and blocks on none of them; each has a deadline. There is a limit to how many
+    visitors of one address may wait, and to how many may wait in all. Beyond it the oldest one that
+    has sent nothing is dropped: of that address, or of all.
     """
 
     def __init__(

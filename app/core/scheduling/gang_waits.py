@@ -30,7 +30,7 @@ from app.core.scheduling.board import Board
 from app.core.scheduling.stays import NEVER, RESOLUTION_S, BoardStay
 
 WITHIN_S = 3600.0  # F7: in this time a gang gets what it is owed
-LOOKS = 8  # how often, within the longest slice, a gang is checked that may not begin to wait yet
+LOOKS = 8  # checks in each longest slice of a gang that may not begin to wait yet
 
 
 def waiting_gang(board: Board, kind: str) -> BoardTask | None:

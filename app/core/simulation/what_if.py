@@ -219,7 +219,7 @@ def _rounded(value: float | None) -> float | None:
 
 
 class _TenantShares:
-    """The devices held by each tenant beside those it was owed, interval by interval."""
+    """Compares, for each interval, the devices that each tenant held with those it was owed."""
 
     def __init__(self, setup: Setup, report: Report) -> None:
         self._names = {tenant.id: tenant.name for tenant in setup.tenants}
