@@ -6,31 +6,20 @@ from dataclasses import replace
 
 import pytest
 
-from tests.launches import spec_of
+from tests.workers.starts import start_of
 from workers.commands import runner
 from workers.commands.image_keeping import Keeping
 from workers.commands.runner import Stub
 from workers.commands.stored_processes import AdoptedProcess
 from workers.hardware.cuda_checkpoint import TreeMemory
-from workers.process.task_start import TaskStart
 
 
 @pytest.fixture
 def stub():
     """A stub whose command runs, with an image due each second."""
     stub = Stub(wire=None, bulk=None, trust=None, slab=None)
-    stub.start = TaskStart(
-        task="t1",
-        spec=spec_of({"command": ["x"]}, checkpoint_every_s=1.0),
-        inputs={},
-        preset={},
-        kind="cpu",
-        code="",
-        scratch="",
-        lease_margin_s=1.0,
-        patience_s=1.0,
-        stores_processes=True,
-    )
+    of_spec = {"checkpoint_every_s": 1.0}
+    stub.start = start_of({"command": ["x"]}, of_spec=of_spec, stores_processes=True)
     stub.processes, stub.is_seated, stub.held = [AdoptedProcess(1001)], True, set()
     stub.keeping = Keeping(stub, None)
     stub.keeping.saved_s = -1e9

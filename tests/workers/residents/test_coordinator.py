@@ -19,7 +19,7 @@ from app.core.model.messages import (
 )
 from tests.thoroughness import rest_long
 from tests.workers.conftest import DeviceRig
-from tests.workers.residents.starts import start_of_job
+from tests.workers.starts import start_of
 from workers.process.slab import Slab, made
 from workers.process.task_start import SlabImage
 from workers.process.wire import Wire, pair
@@ -216,7 +216,7 @@ class Led:
             for n in range(2)
         ]
         work = Work(wire=upwards, bulk=None, trust=None, slab=self.slab, watch=None)
-        work.start = start_of_job(image=image)
+        work.start = start_of({"job": "m:J"}, image=image)
         self.handles = make(2)
         self.conductor = coordinator.Conductor(work)
         self.conductor.ranks, self.conductor.board = self.ranks, Arena(self.handles)

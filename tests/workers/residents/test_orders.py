@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import torch
 
-from tests.workers.residents.starts import start_of_job
+from tests.workers.starts import start_of
 from workers.capture.capture import Surroundings
 from workers.hardware.accelerator import Accelerator
 from workers.process.slab import Slab, made
@@ -26,7 +26,7 @@ def test_rank_makes_its_image_at_the_cut_though_an_output_is_leaving(tmp_path):
     supervisor, trust, handles = Wire(theirs), Trust(), make(2)
     trust.extend(2**62)
     work = Work(wire, bulk, TrustSeen(trust.fd), Slab(made(1 << 22)), watch=None)
-    work.start = start_of_job()
+    work.start = start_of({"job": "m:J"})
     work.accelerator, work.ctx = Accelerator("cpu"), SimpleNamespace(result=None)
     work.around = Surroundings(code=tmp_path, scratch=tmp_path, ctx=work.ctx)
     work.outgoing, work.images = Outgoing(work), Images(work)
