@@ -40,8 +40,8 @@ from app.core.model.fields import (
 from app.core.model.messages import JSON
 from app.core.model.provisions.environment import TaskEnvironment
 from app.core.model.provisions.network_policy import destination, is_allowed, listed
-from app.core.security import webhook_policy
 from app.core.security.addresses import networks
+from app.core.webhooks import urls
 from app.data import datablocks, graphs, mounts
 from app.data.graphs import Sent
 from app.db import tenant_tree
@@ -314,9 +314,7 @@ def _network_faults(descriptor: Descriptor, path: Sequence[tenant_tree.OnPath]) 
 
 def _notify_faults(descriptor: Descriptor) -> Iterator[Fault]:
     if descriptor.notify is not None:
-        told = webhook_policy.refusal(
-            descriptor.notify.webhook, networks(settings().webhook_networks)
-        )
+        told = urls.refusal(descriptor.notify.webhook, networks(settings().webhook_networks))
         if told is not None:
             yield Fault("/notify/webhook", told, "address")
 

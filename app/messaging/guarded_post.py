@@ -19,7 +19,7 @@ import httpcore2
 import httpx2
 
 from app.core.security.addresses import Network, may_call
-from app.core.security.webhook_policy import AttemptAnswer
+from app.core.webhooks.retries import AttemptAnswer
 
 
 class _Refused(Exception):

@@ -4,6 +4,7 @@ A message is written by `announce` in the transaction that ends the request, so 
 only if the request has ended. Control takes it (`take`), sends it outside any transaction, and
 records the result (`record`). The sender that takes a message has a lease on it. If the sender
 dies, the next one sends the message again with the same id: at-least-once delivery.
+`core.webhooks.retries` decides when a message is sent again.
 
 A webhook without an address of its own stands for the addresses that requests of its tenant name in
 `notify`; they share its secret.
@@ -25,8 +26,9 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 from standardwebhooks import Webhook as Signer
 
-from app.core.security import webhook_policy
-from app.core.security.webhook_policy import AttemptAnswer, TaskEnd, Verdict
+from app.core.webhooks import message_bodies, retries
+from app.core.webhooks.message_bodies import TaskEnd
+from app.core.webhooks.retries import AttemptAnswer, Verdict
 from app.db import transactions
 from app.db.ids import new_id
 from app.db.models import Delivery, Task, Webhook
@@ -78,7 +80,7 @@ def announce(session: Session, ended: Sequence[str]) -> None:
             request_id=row.id,
             url=row.url or row.notify["webhook"],
             type=f"request.{row.state}",
-            body=webhook_policy.message(
+            body=message_bodies.message_body(
                 f"request.{row.state}", row.ended_at, _data(row, ends[row.id])
             ),
         )
@@ -88,7 +90,7 @@ def announce(session: Session, ended: Sequence[str]) -> None:
 
 def _wanted(row: Any) -> bool:
     if row.url is None:
-        return webhook_policy.wants(row.notify, row.state)
+        return message_bodies.wants(row.notify, row.state)
     return f"request.{row.state}" in row.events
 
 
@@ -110,17 +112,17 @@ def _data(row: Any, ends: Sequence[TaskEnd]) -> dict[str, Any]:
         "labels": row.labels,
         "submitted_at": row.submitted_at.isoformat(),
         "ended_at": row.ended_at.isoformat(),
-        **webhook_policy.of_tasks(ends),
+        **message_bodies.count_ends(ends),
     }
 
 
 def try_out(session: Session, hook: Webhook) -> Delivery:
     """Write a test message."""
-    body = webhook_policy.message(
-        webhook_policy.TEST, transactions.now(session), {"webhook_id": hook.id}
+    body = message_bodies.message_body(
+        message_bodies.TEST, transactions.now(session), {"webhook_id": hook.id}
     )
     whose = {"webhook_id": hook.id, "tenant_id": hook.tenant_id, "url": hook.url}
-    delivery = Delivery(id=new_id("msg"), type=webhook_policy.TEST, body=body, **whose)
+    delivery = Delivery(id=new_id("msg"), type=message_bodies.TEST, body=body, **whose)
     session.add(delivery)
     session.flush()
     return delivery
@@ -222,8 +224,8 @@ def record(session: Session, taken: Taken, answer: AttemptAnswer) -> None:
     }
     delivery.attempts = [*delivery.attempts, tried][-ATTEMPTS_KEPT:]
     delivery.taken_until = None
-    found = webhook_policy.verdict(answer.status)
-    wait_s = webhook_policy.wait_s(delivery.attempt - delivery.round_from, random.random())
+    found = retries.verdict(answer.status)
+    wait_s = retries.wait_s(delivery.attempt - delivery.round_from, random.random())
     if found == Verdict.delivered:
         delivery.state, delivery.ended_at = "delivered", now
     elif found == Verdict.unwanted:

@@ -28,7 +28,7 @@ from app.api.times import day
 from app.api.versions import etag
 from app.core.security.grants import ROLES
 from app.core.security.scopes import MEANINGS
-from app.core.security.webhook_policy import TYPES
+from app.core.webhooks.message_bodies import TYPES
 from app.db import transactions
 from app.db.models import ApiKey, Tenant, User
 from app.db.transactions import Db

@@ -20,7 +20,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 from sqlalchemy import URL, Engine, create_engine, func, make_url, select, text
 from sqlalchemy.orm import Session
 
-from app.core.security.webhook_policy import TYPES
+from app.core.webhooks.message_bodies import TYPES
 from app.data import datablocks
 from app.db.ids import new_id
 from app.db.models import (

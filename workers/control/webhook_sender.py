@@ -1,6 +1,7 @@
 """Sends messages to webhooks, each in a thread of its own.
 
 It runs in control. Several senders may run: each takes a lease on the message that it sends.
+`app.core.webhooks.retries` decides when a message is sent again.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ from app.api.middleware import v1_router
 from app.api.problems import declared
 from app.api.schemas.base import In, Out, Page, example, example_of
 from app.core.security.addresses import networks
-from app.core.security.webhook_policy import TYPES, refusal
+from app.core.webhooks.message_bodies import TYPES
+from app.core.webhooks.urls import refusal
 from app.db import transactions
 from app.db.ids import new_id
 from app.db.models import Delivery, Tenant, Webhook

@@ -16,7 +16,7 @@ from sqlalchemy import func, select, update
 from standardwebhooks import Webhook as Verifier
 from standardwebhooks import WebhookVerificationError
 
-from app.core.security.webhook_policy import WAITS_S, AttemptAnswer
+from app.core.webhooks.retries import WAITS_S, AttemptAnswer
 from app.db import transactions
 from app.db.models import AuditEvent, Delivery, Request, Task, Webhook
 from app.db.transactions import transaction

@@ -1,4 +1,4 @@
-"""What is told, when again, and which addresses may be called."""
+"""Checks the bodies of webhook messages, their retries, and which addresses may be called."""
 
 from __future__ import annotations
 
@@ -9,18 +9,15 @@ from ipaddress import ip_address
 import pytest
 
 from app.core.security.addresses import may_call, networks
-from app.core.security.webhook_policy import (
+from app.core.webhooks.message_bodies import (
     MESSAGE_LENGTH,
-    WAITS_S,
     TaskEnd,
-    Verdict,
-    message,
-    of_tasks,
-    refusal,
-    verdict,
-    wait_s,
+    count_ends,
+    message_body,
     wants,
 )
+from app.core.webhooks.retries import WAITS_S, Verdict, verdict, wait_s
+from app.core.webhooks.urls import refusal
 
 
 @pytest.mark.parametrize(
@@ -109,7 +106,7 @@ def test_message_is_retried_ever_later_and_then_given_up():
 
 def test_body_follows_the_standard():
     at = datetime(2026, 11, 21, 12, tzinfo=UTC)
-    body = json.loads(message("request.done", at, {"id": "req_1"}))
+    body = json.loads(message_body("request.done", at, {"id": "req_1"}))
     expected = {"type": "request.done", "timestamp": "2026-11-21T12:00:00+00:00"}
     assert body == {**expected, "data": {"id": "req_1"}}
 
@@ -118,14 +115,14 @@ def test_first_failed_task_is_named():
     def end(name, state, message=None):
         return TaskEnd(name=name, state=state, cause="exception", message=message)
 
-    found = of_tasks([end("a", "done"), end("b", "failed", "x" * 9999), end("c", "failed")])
+    found = count_ends([end("a", "done"), end("b", "failed", "x" * 9999), end("c", "failed")])
     assert found["tasks"] == {"done": 1, "failed": 2}
     assert found["failure"] == {
         "task": "b",
         "cause": "exception",
         "message": "x" * MESSAGE_LENGTH,
     }
-    assert of_tasks([end("a", "done")])["failure"] is None
+    assert count_ends([end("a", "done")])["failure"] is None
 
 
 @pytest.mark.parametrize(

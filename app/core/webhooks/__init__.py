@@ -1,0 +1,1 @@
+"""Decides about webhooks: the bodies of messages, retries, and which URLs may be called."""
