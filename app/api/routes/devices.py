@@ -27,8 +27,8 @@ from app.api.schemas.fleet import (
     IslandOut,
 )
 from app.api.versions import IfMatch, check_version, etag
-from app.core.device import device_fitness
-from app.core.device.device_fitness import Fitness
+from app.core.device import health_cordons
+from app.core.device.health_cordons import Fitness
 from app.core.model.provisions.container_image import PREFIX
 from app.core.model.provisions.mounts import need_of
 from app.core.security.sandbox_layers import Sandbox
@@ -263,12 +263,12 @@ def _note_wish(session: Session, device: Device, cordoned: bool, *, by: str) -> 
     """
     before, now_s = Fitness.of(device.fitness), transactions.now_s(session)
     after = (
-        device_fitness.cordon_asked(before)
+        health_cordons.cordon_asked(before)
         if cordoned
-        else device_fitness.let_serve_asked(before, by=by, now_s=now_s)
+        else health_cordons.let_serve_asked(before, by=by, now_s=now_s)
     )
     if not device.health:  # no monitor can check it
-        after = device_fitness.heard(after, None, now_s=now_s, is_cordoned=device.cordoned)
+        after = health_cordons.heard(after, None, now_s=now_s, is_cordoned=device.cordoned)
     if after != before:
         device.fitness = after.as_json()
         device.version += 1

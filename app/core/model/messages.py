@@ -391,7 +391,7 @@ class Alive:
     epoch] with which the process before was busy when its supervisor hung
     (`workers.device.hang_report`).  `grace_us` is how long a step may go on after the lease
     (`core.device.lease`).  `health` is what the device's monitor reads and finds, if it has one
-    (`core.device.health_rules`).
+    (`core.device.health_findings`).
     """
 
     device: str

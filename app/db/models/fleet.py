@@ -69,7 +69,7 @@ class Device(Base):
     both are new with each process.
 
     `health` is what the device's monitor told last, `fitness` what the island remembers and decided
-    because of it (`core.device.device_fitness`). If `fitness` has a cordon, `cordoned` is set too.
+    because of it (`core.device.health_cordons`). If `fitness` has a cordon, `cordoned` is set too.
     """
 
     __tablename__ = "devices"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from app.core.device.device_fitness import Fitness, HealthReport
-from app.core.device.health_rules import HealthVerdict
+from app.core.device.health_cordons import Fitness, HealthReport
+from app.core.device.health_findings import HealthVerdict
 from app.db.models import Device
 
 

@@ -1,7 +1,7 @@
 """Records what devices report about their health, and acts on it: cordons them, moves tasks away,
 lets them return.
 
-`core.device.device_fitness` decides. This module keeps what it remembers in the device's row.
+`core.device.health_cordons` decides. This module keeps what it remembers in the device's row.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from app.core.device import device_fitness
-from app.core.device.device_fitness import Fitness, HealthReport, TaskFailure
-from app.core.device.health_rules import Effect
+from app.core.device import health_cordons
+from app.core.device.health_cordons import Fitness, HealthReport, TaskFailure
+from app.core.device.health_findings import Effect
 from app.core.model.lifecycle import State
 from app.core.model.messages import Alive, Failed
 from app.core.model.migration import ANYWHERE
@@ -36,7 +36,7 @@ def take_in(session: Session, device: Device, alive: Alive) -> None:
         device.health = alive.health
     if not device.fitness and not alive.health.get("findings"):
         return  # nothing is wrong, and nothing was
-    after = device_fitness.heard(
+    after = health_cordons.heard(
         Fitness.of(device.fitness),
         HealthReport.of(alive.health),
         now_s=transactions.now_s(session),
@@ -116,7 +116,7 @@ def note_failure(session: Session, placement: Placement, event: Failed) -> None:
     if not device.health or event.cause not in SUSPECT_CAUSES:
         return
     at_s = transactions.now_s(session)
-    after = device_fitness.task_failed(
+    after = health_cordons.task_failed(
         Fitness.of(device.fitness),
         TaskFailure(at_s=at_s, tenant=placement.tenant_id, task=placement.task_id),
         others_serve=_others_serve(session, device),
@@ -129,13 +129,13 @@ def note_success(session: Session, placement: Placement) -> None:
     """Record that a task ended well, or was paused, on a device."""
     device = session.get_one(Device, placement.device_id)
     if device.fitness:
-        keep(device, device_fitness.task_went_well(Fitness.of(device.fitness)))
+        keep(device, health_cordons.task_went_well(Fitness.of(device.fitness)))
 
 
 def excuses(session: Session, placement: Placement) -> bool:
     """True if the device, not the task, is to blame for a failure there."""
     device = session.get_one(Device, placement.device_id)
-    return bool(device.fitness) and device_fitness.excuses(Fitness.of(device.fitness))
+    return bool(device.fitness) and health_cordons.excuses(Fitness.of(device.fitness))
 
 
 def _others_serve(session: Session, device: Device) -> bool:

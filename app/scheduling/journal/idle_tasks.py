@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from sqlalchemy.orm import Session
 
-from app.core.device.device_fitness import Fitness, HealthReport
+from app.core.device.health_cordons import Fitness, HealthReport
 from app.core.device.idleness import IdleStep, judge_idleness
 from app.core.model.lifecycle import State
 from app.core.model.provisions import session as session_model

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from app.core.device.device_fitness import HealthReport
+from app.core.device.health_cordons import HealthReport
 from app.core.model.lifecycle import State
 from app.core.model.messages import ResidentView
 from app.core.model.provisions.session import HOLD, LEAST_PAUSE_S, gives_way, idle_limit_s

@@ -11,9 +11,9 @@ from fastapi.testclient import TestClient
 from sqlalchemy import event as events
 from sqlalchemy import func, select
 
-from app.core.device.device_fitness import Fitness
+from app.core.device.health_cordons import Fitness
+from app.core.device.health_findings import HealthLimits, HealthWatch
 from app.core.device.health_readings import Reading
-from app.core.device.health_rules import HealthLimits, HealthWatch
 from app.core.model.messages import Alive, Failed, Finished, Paused, ResidentView
 from app.db import transactions
 from app.db.models import AuditEvent, Device, RequestEvent

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from app.core.device import device_fitness, health_rules
-from app.core.device.device_fitness import Fitness, HealthReport, TaskFailure
-from app.core.device.health_readings import Reading, figures, is_worth_telling, reading_of
-from app.core.device.health_rules import (
+from app.core.device import health_cordons, health_findings
+from app.core.device.health_cordons import Fitness, HealthReport, TaskFailure
+from app.core.device.health_findings import (
     CAUSED_BY_PROGRAMS,
     XIDS,
     Effect,
@@ -22,6 +21,7 @@ from app.core.device.health_rules import (
     HealthVerdict,
     HealthWatch,
 )
+from app.core.device.health_readings import Reading, figures, is_worth_telling, reading_of
 
 EVERY_S = 5
 DAY_S = 24 * 3600
@@ -75,7 +75,7 @@ class PlayedDevice:
         said = json.loads(json.dumps(self.watch.report(self.now_us)))
         stored = json.loads(json.dumps(self.fitness.as_json()))
         assert Fitness.of(stored) == self.fitness
-        self.fitness = device_fitness.heard(
+        self.fitness = health_cordons.heard(
             self.fitness, HealthReport.of(said), now_s=self.now_s, is_cordoned=self.is_cordoned
         )
 
@@ -88,14 +88,14 @@ class PlayedDevice:
     def undrain(self) -> PlayedDevice:
         """An administrator lets it serve; the device hears of it with the next answer."""
         self.by_hand = False
-        self.fitness = device_fitness.let_serve_asked(self.fitness, by="ada", now_s=self.now_s)
+        self.fitness = health_cordons.let_serve_asked(self.fitness, by="ada", now_s=self.now_s)
         if self.fitness.check > self.watch.number:
             self.watch.check(self.fitness.check, self.now_us)
         return self
 
     def fail(self, tenant: str, task: str, *, others_serve: bool = True) -> PlayedDevice:
         failure = TaskFailure(at_s=self.now_s, tenant=tenant, task=task)
-        self.fitness = device_fitness.task_failed(
+        self.fitness = health_cordons.task_failed(
             self.fitness, failure, others_serve=others_serve, is_cordoned=self.is_cordoned
         )
         return self
@@ -288,7 +288,7 @@ def test_tasks_of_two_tenants_that_fail_one_after_another_warn_then_cordon():
     told = "3 tasks of 2 tenants failed on it one after another."
     assert device.why == (HealthRule.FAILURES, told, Effect.MOVE)
     assert device.fitness.cordon.at_s == 60
-    assert device_fitness.excuses(device.fitness)
+    assert health_cordons.excuses(device.fitness)
     assert device.reads(WELL, 3600).is_cordoned
 
 
@@ -303,7 +303,7 @@ def test_failures_with_a_task_that_went_well_between_them_never_cordon():
     device = PlayedDevice()
     for n in range(10):
         device.fail("blue", f"b{n}").fail("red", f"r{n}")
-        device.fitness = device_fitness.task_went_well(device.fitness)
+        device.fitness = health_cordons.task_went_well(device.fitness)
     assert device.why is None
 
 
@@ -409,7 +409,7 @@ def test_a_graver_cause_replaces_the_one_that_would_pass():
 def test_a_device_that_an_administrator_cordoned_does_not_return_by_itself(before):
     device = PlayedDevice(by_hand=before).reads(WELL, 60).reads(HOT, 35)
     if not before:
-        device.fitness = device_fitness.cordon_asked(device.fitness)
+        device.fitness = health_cordons.cordon_asked(device.fitness)
     assert device.reads(WELL, 3600).fitness.cordon is not None
     assert device.undrain().read().fitness.cordon is None
 
@@ -423,7 +423,7 @@ def test_a_new_worker_that_finds_nothing_leaves_a_grave_cordon_and_ends_one_that
 
 def test_findings_before_a_check_are_not_counted_after_it():
     device, _ = well_then(replace(WELL, xids=(48,)), at_most_s=0)
-    device.fitness = device_fitness.let_serve_asked(device.fitness, by="ada", now_s=device.now_s)
+    device.fitness = health_cordons.let_serve_asked(device.fitness, by="ada", now_s=device.now_s)
     device.read()  # the answer that asks for the check is still on its way
     assert device.is_cordoned
     assert device.fitness.is_checking
@@ -435,9 +435,9 @@ def test_findings_before_a_check_are_not_counted_after_it():
 
 def test_a_device_whose_monitor_was_taken_away_serves_when_it_is_let():
     device, _ = well_then("lost", at_most_s=0)
-    asked = device_fitness.let_serve_asked(device.fitness, by="ada", now_s=0.0)
+    asked = health_cordons.let_serve_asked(device.fitness, by="ada", now_s=0.0)
     for before, is_cordoned in ((device.fitness, True), (asked, False)):
-        after = device_fitness.heard(before, HealthReport.of({}), now_s=0.0, is_cordoned=True)
+        after = health_cordons.heard(before, HealthReport.of({}), now_s=0.0, is_cordoned=True)
         assert (after.cordon is not None) == is_cordoned
 
 
@@ -485,5 +485,5 @@ def test_a_reading_that_a_program_wrote_is_checked():
 
 
 def test_every_named_xid_has_a_rule():
-    assert set(health_rules.XIDS) == {48, 63, 64, 74, 79, 94, 95, 119}
+    assert set(health_findings.XIDS) == {48, 63, 64, 74, 79, 94, 95, 119}
     assert not CAUSED_BY_PROGRAMS & set(XIDS)

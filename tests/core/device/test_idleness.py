@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from app.core.device.health_findings import HealthLimits, HealthWatch
 from app.core.device.health_readings import Reading
-from app.core.device.health_rules import HealthLimits, HealthWatch
 from app.core.device.idleness import Idleness, IdleStep, judge_idleness
 
 BUSY = Reading(utilisation_percent=50)

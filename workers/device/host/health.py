@@ -1,8 +1,8 @@
 """Watches the health of the device: a thread reads its monitor, the supervisor judges.
 
 The thread may hang in the driver for ever. Then the supervisor hears nothing, and this silence is
-judged too (`core.device.health_rules`). A device does not report before its health was judged for
-the first time, and so gets no work until then.
+judged too (`core.device.health_findings`). A device does not report before its health was judged
+for the first time, and so gets no work until then.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from app.core.device.health_findings import HealthLimits, HealthWatch
 from app.core.device.health_readings import Reading
-from app.core.device.health_rules import HealthLimits, HealthWatch
 from workers.device.heartbeat import Rhythm, now_us
 from workers.device.monitors import DeviceLost, DeviceMonitor, MonitorGone, find_monitor
 from workers.transfer.host_context import House

@@ -1,6 +1,7 @@
-"""Decides whether a device may take work, from what it reports and what its island remembers.
+"""Decides when an island cordons a device for its health, and when the device serves again.
 
-A finding that cordons (`core.device.health_rules`) cordons the device. The device serves again
+The device worker reports findings (`core.device.health_findings`). A finding with the verdict
+`cordon` takes the device out of service. The device serves again
 
 * by itself when the finding is gone, if it was one that passes: heat, silence, no monitor;
 * otherwise after an administrator lets it serve: the device is checked, and serves if it passes.
@@ -16,7 +17,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from app.core.device.health_rules import PASSING, Effect, Finding, HealthRule, HealthVerdict, cordon
+from app.core.device.health_findings import (
+    PASSING,
+    Effect,
+    Finding,
+    HealthRule,
+    HealthVerdict,
+    cordon,
+)
 from app.core.device.idleness import Idleness
 
 JSON = dict[str, Any]

@@ -1,7 +1,8 @@
-"""Judges a device by what its monitor reads: nothing, a warning, or a cordon with its reason.
+"""Finds what is wrong with a device, from the readings of its monitor.
 
-The rules of this module need one device and its own clock. `core.device.device_fitness` has the
-rules that need the memory of an island. Both are tables and pure functions of time.
+A device worker runs these rules on its own device, by its own clock. Each finding is a warning, or
+a reason for a cordon. The island takes the findings in: `core.device.health_cordons` decides
+whether the device takes work.
 
 The meaning of each Xid code, and whether it asks for a reset, is NVIDIA's: "Analyzing Xid Errors
 with the Xid Catalog" (docs.nvidia.com/deploy/xid-errors). The catalog's immediate action is quoted
