@@ -215,7 +215,7 @@ def _too_much(task: TaskDescriptor, kinds: Mapping[str, Offer]) -> Iterator[tupl
         yield "devices/kind", f"no device of kind {wanted.kind!r}; {known}"
         return
     suitable = offer.chosen(wanted.choice)
-    if not suitable.alike and (fault := _unmet(task, offer)):
+    if not suitable.alike and (fault := _choice_fault(task, offer)):
         yield fault
         return
     offer = suitable
@@ -229,7 +229,7 @@ def _too_much(task: TaskDescriptor, kinds: Mapping[str, Offer]) -> Iterator[tupl
         yield from _too_many(task, offer)
 
 
-def _unmet(task: TaskDescriptor, offer: Offer) -> tuple[str, str] | None:
+def _choice_fault(task: TaskDescriptor, offer: Offer) -> tuple[str, str] | None:
     """Return a fault at the first field of the task's device choice for which no device is left."""
     wanted, part = task.devices, ANY_DEVICE
     for name, there in (

@@ -179,9 +179,9 @@ class Pool:
 
     def fits(self, id: str, lane: Lane) -> bool:
         """True if the device accepts work, has enough memory and suits the lane's choice."""
-        return self.open.get(id, -1) >= lane.memory_bytes and self.is_chosen(id, lane)
+        return self.open.get(id, -1) >= lane.memory_bytes and self.meets_choice(id, lane)
 
-    def is_chosen(self, id: str, lane: Lane) -> bool:
+    def meets_choice(self, id: str, lane: Lane) -> bool:
         """True if the device suits the lane's choice, whatever its memory."""
         return not lane.choice or choice_in(lane.choice).suits(self.traits.get(id, NO_TRAITS))
 

@@ -510,7 +510,7 @@ def _in_order(
 
 
 def fits(board: Board, device: str, group: Sequence[BoardStay], lane: Lane) -> bool:
-    if not board.pools[lane.kind].is_chosen(device, lane):
+    if not board.pools[lane.kind].meets_choice(device, lane):
         return False
     taken = sum(stay.lane.memory_bytes for stay in group)
     return taken + lane.memory_bytes <= board.devices[device].memory_bytes
