@@ -50,7 +50,7 @@ SEARCH_ALONE, LONG = Effort(exact=0), Effort(search=1_000_000, exact=300_000)
 # --- machines -----------------------------------------------------------------------------------
 
 
-def machine(devices: int, *, peers: bool, memory_bytes: int | None = None) -> Topology:
+def machine(devices: int, *, peers: bool) -> Topology:
     """Devices of one host at 12 GB/s each way.
 
     With `peers` they also copy to each other directly.
@@ -60,9 +60,7 @@ def machine(devices: int, *, peers: bool, memory_bytes: int | None = None) -> To
     if peers:
         ways += [(a, b) for a in ids for b in ids if a != b]
     return Topology(
-        devices=tuple(
-            PlannedDevice(id=id, host="host", kind="cuda", memory_bytes=memory_bytes) for id in ids
-        ),
+        devices=tuple(PlannedDevice(id=id, host="host", kind="cuda") for id in ids),
         links=tuple(
             PlannedLink(source=a, target=b, bytes_per_s=12 * 10**9, latency_ns=10_000)
             for a, b in ways

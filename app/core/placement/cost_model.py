@@ -1,4 +1,4 @@
-"""Computes the bytes, the makespan and the memory of a placement, task by task.
+"""Computes the bytes and the makespan of a placement, task by task.
 
 A problem consists of numbered tasks with options, blocks, places and lines.  A *place* is where a
 copy may lie; a *line* is a queue in which tasks run, with one or more lanes.  A device is a place
@@ -19,8 +19,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple
-
-from app.core.model.datablock import EvictableCopy, victims
 
 NS = 1_000_000_000
 FAR = 1 << 62
@@ -44,9 +42,7 @@ class Hop(NamedTuple):
 
 
 class Trip(NamedTuple):
-    """Describes one copy over one link. `spill`: it frees memory, or returns a block that was
-    evicted.
-    """
+    """Describes one copy over one link."""
 
     block: int
     link: int
@@ -56,7 +52,6 @@ class Trip(NamedTuple):
     start_ns: int
     end_ns: int
     task: int
-    spill: bool
 
 
 def option(places: tuple[int, ...], lines: tuple[int, ...], time_ns: int, lanes: int = 1) -> Option:
@@ -81,25 +76,20 @@ def bits(mask: int) -> Iterator[int]:
 class PlacementProblem:
     """Numbers the tasks, blocks, places, lines and links of a problem.
 
-    A task follows the tasks in `after`, which includes its data edges. `replaces` maps a block that
-    a task writes to the read block whose memory it takes over. `lanes` are the times at which each
-    line's lanes become free. `ways[a][b]` are the hops from place a to place b.
+    A task follows the tasks in `after`, which includes its data edges. `lanes` are the times at
+    which each line's lanes become free. `ways[a][b]` are the hops from place a to place b.
     """
 
     options: list[tuple[Option, ...]]
     reads: list[tuple[int, ...]]
     writes: list[tuple[int, ...]]
     after: list[tuple[int, ...]]
-    replaces: list[dict[int, int]]
-    workspace: list[int]
     size: list[int]
     at: list[int]  # per block, a mask of places
-    kept: list[bool]  # per block: True if it is needed after the graph too
     lanes: list[tuple[int, ...]]
     links: list[tuple[int, int]]  # latency in ns, bytes per second
     ways: list[list[tuple[Hop, ...]]]
     places: int
-    host: list[int]  # per place: the place to which its blocks are evicted
     _hops: dict[tuple[int, int], int] = field(default_factory=dict)
     _sources: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
 
@@ -213,45 +203,22 @@ class PlacementProblem:
 class Timeline:
     """Holds the tasks placed so far and their cost; `place` adds a task, `undo` removes the last
     ones.
-
-    With `budget` the memory of every place is tracked in the order of the tasks. A copy stays until
-    its last reader was placed, and is evicted earlier if memory is short (`datablock.victims`).
-    This needs all `seats` and the `order`, and that a device's line has the same number as its
-    place.
     """
 
     __slots__ = (
         "arrive",
         "begin",
-        "budget",
-        "during",
         "end",
         "free",
-        "last",
-        "leaves",
-        "left",
         "link_free",
         "log",
-        "order",
-        "peak",
-        "position",
         "problem",
-        "put_aside",
-        "seats",
         "sums",
         "trips",
-        "used",
         "where",
     )
 
-    def __init__(
-        self,
-        problem: PlacementProblem,
-        *,
-        budget: list[int | None] | None = None,
-        seats: Sequence[int] = (),
-        order: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, problem: PlacementProblem) -> None:
         self.problem = problem
         self.where = list(problem.at)
         self.arrive = [
@@ -262,59 +229,30 @@ class Timeline:
         self.link_free = [0] * len(problem.links)
         self.begin = [-1] * problem.tasks
         self.end = [-1] * problem.tasks
-        self.sums = [0, 0, 0]  # bytes, how many of them for evictions, makespan
+        self.sums = [0, 0]  # bytes, makespan
         self.log: list[tuple[list[Any], int, Any]] = []
         self.trips: list[Trip] | None = None  # a list in which transfers are recorded, or None
-        # recorded with trips: (block, place, task that needs the memory)
-        self.leaves: list[tuple[int, int, int]] = []
-        self.budget = budget
-        self.seats = seats
-        if budget is not None:
-            self.position = {task: n for n, task in enumerate(order)}
-            self.left = [
-                len(readers) + kept
-                for readers, kept in zip(problem.readers, problem.kept, strict=True)
-            ]
-            self.used = [
-                sum(problem.size[block] for block, row in enumerate(self.arrive) if row[place] >= 0)
-                for place in range(problem.places)
-            ]
-            self.peak = list(self.used)
-            self.during = list(self.used)
-            self.last = [0] * problem.places  # when the last task at each place began
-            # per block, a mask of places from which it was evicted
-            self.put_aside = [0] * len(problem.size)
 
     @property
     def bytes(self) -> int:
         return int(self.sums[0])
 
     @property
-    def spilled_bytes(self) -> int:
-        return int(self.sums[1])
-
-    @property
     def makespan_ns(self) -> int:
-        return int(self.sums[2])
+        return int(self.sums[1])
 
     def place(self, task: int, option: Option, not_before_ns: int = 0) -> int:
         """Run the task by this option after all placed tasks; return when it ends."""
-        come = not_before_ns
-        if self.budget is not None:
-            come = max(come, self._make_room(task, option))
-        start = max(not_before_ns, self._ready(task, option, come))
+        start = max(not_before_ns, self._ready(task, option, not_before_ns))
         if option.lines:
             for line in option.lines:
                 at = self.free[line][option.lanes - 1]
                 if at > start:
                     start = at
-            start = max(start, come)
         self._book(task, option, start)
-        if self.budget is not None:
-            self._let_go(task, option)
         return start + option.time_ns
 
-    def _ready(self, task: int, option: Option, come: int) -> int:
+    def _ready(self, task: int, option: Option, not_before_ns: int) -> int:
         """Bring missing blocks to the task's places; return when all its inputs are there."""
         start, end, arrive = 0, self.end, self.arrive
         for other in self.problem.after[task]:
@@ -324,7 +262,7 @@ class Timeline:
             for block in self.problem.reads[task]:
                 at = arrive[block][place]
                 if at < 0:
-                    at = self._bring(task, block, place, come)
+                    at = self._bring(task, block, place, not_before_ns)
                 if at > start:
                     start = at
         return start
@@ -348,9 +286,9 @@ class Timeline:
                 self.where[block] |= 1 << place
                 log.append((row, place, row[place]))
                 row[place] = end
-        if end > self.sums[2]:
-            log.append((self.sums, 2, self.sums[2]))
-            self.sums[2] = end
+        if end > self.sums[1]:
+            log.append((self.sums, 1, self.sums[1]))
+            self.sums[1] = end
 
     def run(
         self, order: Sequence[int], seats: Sequence[int], first: int = 0, limit_ns: int = FAR
@@ -378,9 +316,7 @@ class Timeline:
             for block in problem.reads[task]
         )
 
-    def _bring(
-        self, task: int, block: int, place: int, not_before_ns: int, spill: bool = False
-    ) -> int:
+    def _bring(self, task: int, block: int, place: int, not_before_ns: int) -> int:
         """Copy a block to a place from the nearest copy; return when it arrives."""
         problem, log, row = self.problem, self.log, self.arrive[block]
         sources = problem.sources(self.where[block], place)
@@ -389,8 +325,6 @@ class Timeline:
             if row[other] < row[source]:
                 source = other
         at = row[source]
-        if self.budget is not None and self.put_aside[block] >> place & 1:
-            spill = True
         mask = 0
         for link, to in problem.ways[source][place]:
             start = max(at, self.link_free[link], not_before_ns)
@@ -404,112 +338,12 @@ class Timeline:
             size = problem.size[block]
             log.append((self.sums, 0, self.sums[0]))
             self.sums[0] += size
-            if spill:
-                log.append((self.sums, 1, self.sums[1]))
-                self.sums[1] += size
             if self.trips is not None:
-                self.trips.append(Trip(block, link, source, to, size, start, at, task, spill))
+                self.trips.append(Trip(block, link, source, to, size, start, at, task))
             source = to
         log.append((self.where, block, self.where[block]))
         self.where[block] |= mask
         return at
-
-    # --- memory ---------------------------------------------------------------------------------
-
-    def _set(self, cells: list[Any], index: int, value: Any) -> None:
-        self.log.append((cells, index, cells[index]))
-        cells[index] = value
-
-    def _make_room(self, task: int, option: Option) -> int:
-        """Reserve the task's memory at its places; return when its blocks may start to arrive."""
-        assert self.budget is not None
-        problem, earliest = self.problem, 0
-        for place in option.places:
-            coming = [b for b in problem.reads[task] if self.arrive[b][place] < 0]
-            incoming = sum(problem.size[b] for b in coming)
-            more = incoming + sum(problem.size[b] for b in problem.writes[task])
-            handed = sum(
-                problem.size[old] for old in problem.replaces[task].values() if self.left[old] == 1
-            )
-            needed = more + problem.workspace[task] - handed
-            bound = self.budget[place]
-            if bound is not None:
-                earliest = max(earliest, self._room_for(task, place, needed, incoming, bound))
-            self._set(self.used, place, self.used[place] + more)
-            self._set(self.during, place, self.used[place] + problem.workspace[task] - handed)
-            self._set(self.peak, place, max(self.peak[place], self.during[place]))
-        return earliest
-
-    def _room_for(self, task: int, place: int, needed: int, incoming: int, bound: int) -> int:
-        """Reserve memory at one place; return when blocks may start to arrive.
-
-        If both tasks fit, blocks may arrive while the previous task still runs; otherwise only
-        after its end.
-        """
-        over = self.used[place] + needed - bound
-        if over > 0:
-            return self._evict(task, place, over)
-        together = self.during[place] + incoming
-        if together > bound:
-            return int(self.free[place][0])
-        self._set(self.peak, place, max(self.peak[place], together))
-        return int(self.last[place])
-
-    def _evict(self, task: int, place: int, over: int) -> int:
-        """Free `over` bytes by evictions; returns when they are free."""
-        problem = self.problem
-        at = int(self.free[place][0])
-        for victim in victims(self._held(task, place), over):
-            block = int(victim.block)
-            if not victim.clean:
-                aside = self._bring(task, block, problem.host[place], at, spill=True)
-                at = max(at, aside)
-            if victim.next_use is not None:
-                self._set(self.put_aside, block, self.put_aside[block] | 1 << place)
-            self._forget(block, place)
-            if self.trips is not None:
-                self.leaves.append((block, place, task))
-        return at
-
-    def _held(self, task: int, place: int) -> list[EvictableCopy]:
-        """Return the copies at the place that may be evicted for the task."""
-        reads, bit = self.problem.reads[task], 1 << place
-        return [
-            EvictableCopy(
-                block=str(block),
-                bytes=self.problem.size[block],
-                next_use=self._next_use(block, place, self.position[task]),
-                clean=mask != bit,
-            )
-            for block, mask in enumerate(self.where)
-            if mask & bit and block not in reads
-        ]
-
-    def _next_use(self, block: int, place: int, now: int) -> int | None:
-        """Return the position in the order of the next task that reads the block at the place."""
-        options, seats = self.problem.options, self.seats
-        uses = [
-            self.position[task]
-            for task in self.problem.readers[block]
-            if place in options[task][seats[task]].places
-        ]
-        return min((use for use in uses if use > now), default=None)
-
-    def _forget(self, block: int, place: int) -> None:
-        self._set(self.used, place, self.used[place] - self.problem.size[block])
-        self._set(self.arrive[block], place, -1)
-        self._set(self.where, block, self.where[block] & ~(1 << place))
-
-    def _let_go(self, task: int, option: Option) -> None:
-        """Free the blocks without readers left, after the task was placed."""
-        for place in option.places:
-            self._set(self.last, place, self.begin[task])
-        for block in {*self.problem.reads[task]}:
-            self._set(self.left, block, self.left[block] - 1)
-        for block in (*self.problem.reads[task], *self.problem.writes[task]):
-            if not self.left[block]:
-                for place in bits(self.where[block]):
-                    self._forget(block, place)
 
 
 class PlacementChoice:

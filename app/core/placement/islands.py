@@ -169,7 +169,6 @@ def _assign(
         ],
         links=speeds,
         ways=ways,
-        host=list(range(len(islands))),
     )
     return _named(graph, islands, problem, _found(problem, effort))
 

@@ -112,16 +112,10 @@ def _swept(problem: PlacementProblem) -> Solution:
 
 
 class Search:
-    """Keeps the best placements so far, and the effort that is left.
+    """Keeps the best placements so far, and the effort that is left."""
 
-    `budget` limits the memory of places. With it, every move is measured from the beginning,
-    because evictions depend on later tasks.
-    """
-
-    def __init__(
-        self, problem: PlacementProblem, effort: Effort, budget: list[int | None] | None = None
-    ) -> None:
-        self.problem, self.effort, self.budget = problem, effort, budget
+    def __init__(self, problem: PlacementProblem, effort: Effort) -> None:
+        self.problem, self.effort = problem, effort
         self.left = effort.search * min(problem.tasks, effort.whole) // effort.whole
         self.draw = random.Random(effort.seed)
         self.offers: list[Solution] = []
@@ -263,7 +257,7 @@ class Search:
         return sweep.found
 
     def _sorted(self, found: Solution) -> Solution:
-        line = self._line(found.seats, found.order)
+        line = Timeline(self.problem)
         line.run(found.order, found.seats)
         self.left -= 2 * self.problem.tasks
         return self._measured(found.seats, by_start(found.order, line.begin))
@@ -324,13 +318,8 @@ class Search:
                     yield task, n
                     break
 
-    def _line(self, seats: Sequence[int], order: Sequence[int]) -> Timeline:
-        if self.budget is None:
-            return Timeline(self.problem)
-        return Timeline(self.problem, budget=self.budget, seats=seats, order=order)
-
     def _measured(self, seats: Sequence[int], order: Sequence[int]) -> Solution:
-        line = self._line(seats, order)
+        line = Timeline(self.problem)
         line.run(order, seats)
         found = Solution(
             seats=tuple(seats), order=tuple(order), makespan_ns=line.makespan_ns, bytes=line.bytes
@@ -356,7 +345,7 @@ class _Sweep:
             self.first[min(cluster, key=self.place.__getitem__)].append(cluster)
         self.chain: frozenset[int] | None = None
         if self.makespan_ns > limit_ns and len(found.order) > SMALL:
-            line = search._line(found.seats, found.order)
+            line = Timeline(search.problem)
             line.run(found.order, found.seats)
             self.chain = _chain(search.problem, line, found)
 
@@ -401,10 +390,7 @@ class _Sweep:
 
     def _cost(self, n: int, bound_ns: int) -> tuple[int, int] | None:
         search, seats = self.search, self.layout.seats
-        if search.budget is None:
-            line, mark = self.line, len(self.line.log)
-        else:
-            line, n, mark = search._line(seats, self.order), 0, 0
+        line, mark = self.line, len(self.line.log)
         whole = line.run(self.order, seats, n, bound_ns)
         cost = (line.makespan_ns, line.bytes)
         # placing a task writes about six log entries

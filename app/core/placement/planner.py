@@ -2,29 +2,26 @@
 
 `place` plans ahead.  Of all placements whose makespan is at most 1.03 times the best one known, it
 chooses the one that copies the fewest bytes to and from devices and between hosts.  Small graphs
-are searched exhaustively, large ones locally (`app.core.placement.local_search`).  To stay within
-each device's memory, blocks are evicted by the known plan; the bytes that this moves are counted.
+are searched exhaustively, large ones locally (`app.core.placement.local_search`).
 
 Invariants: the plan's order is one total order.  Each device runs its nodes, and each link carries
 its transfers, in that order.  The bytes of the plan are the sum of its transfers.  The same input
 gives the same plan.
 
-Times are nanoseconds from now, sizes bytes.  This module knows no requests or rows; `graph_of`
-converts a request's descriptor to a graph.
+Times are nanoseconds from now, sizes bytes.  This module knows no requests or rows.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 
-from app.core.model.descriptor import Descriptor
 from app.core.placement.cost_model import Hop, Option, PlacementProblem, Timeline, Trip, option
 from app.core.placement.exact import unavoidable
-from app.core.placement.heuristics import RULES, Solution, starts
-from app.core.placement.local_search import Effort, Search, solve
+from app.core.placement.heuristics import RULES, Solution
+from app.core.placement.local_search import Effort, solve
 from app.core.units import counted
 
 # most device sets of one gang; if there were more, only neighbours are combined
@@ -59,15 +56,13 @@ class PlannedNode:
     `time_ns` is its measured or expected time by device kind; it can run on those kinds only. If
     `devices` is not empty, it can run on those only. It needs `width` devices of one kind at once,
     each with all that it reads and `memory_bytes` of workspace, and leaves what it writes on all of
-    them. `replaces` maps a written block to a read block whose memory it takes over, if no other
-    node needs the read block (an in-out port). Nodes in `after` must end first but pass no data.
+    them. Nodes in `after` must end first but pass no data.
     """
 
     id: str
     time_ns: Mapping[str, int]
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
-    replaces: Mapping[str, str] = field(default_factory=dict)
     after: tuple[str, ...] = ()
     memory_bytes: int = 0
     width: int = 1
@@ -85,14 +80,12 @@ class PlannedGraph:
 class PlannedDevice:
     """Describes a device that takes work from `busy_ns` on, counted from now.
 
-    `presets` are the presets that the device supports; None means any. `memory_bytes` None means no
-    known limit.
+    `presets` are the presets that the device supports; None means any.
     """
 
     id: str
     host: str
     kind: str
-    memory_bytes: int | None = None
     presets: frozenset[str] | None = None
     busy_ns: int = 0
 
@@ -130,10 +123,7 @@ class Topology:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """Describes one copy over one link, for `node` ("" at the end of the graph).
-
-    `spill`: the copy frees memory for the node, or returns a block that was evicted.
-    """
+    """Describes one copy over one link, for `node` ("" at the end of the graph)."""
 
     block: str
     source: str
@@ -142,26 +132,12 @@ class Transfer:
     start_ns: int
     end_ns: int
     node: str
-    spill: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Leave:
-    """Describes a copy that is removed from a device to free memory for `node`, although it is
-    needed later.
-    """
-
-    block: str
-    device: str
-    node: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphPlacement:
-    """Holds a plan: the devices of each node, one order for all, and every copy made or evicted.
+    """Holds a plan: the devices of each node, one order for all, and every copy made.
 
-    Copies that are no longer needed are not listed: they are freed when their last reader has
-    ended. `peak_bytes` is the most memory reserved at once on each device, in the plan's order.
     `least_makespan_ns` is the best makespan that the search saw. `least_bytes` is a lower bound for
     all placements. `exact`: in this order no placement within the guard moves fewer bytes.
     """
@@ -169,13 +145,10 @@ class GraphPlacement:
     seats: Mapping[str, tuple[str, ...]]
     order: tuple[str, ...]
     transfers: tuple[Transfer, ...]
-    leaves: tuple[Leave, ...]
     starts_ns: Mapping[str, int]
     ends_ns: Mapping[str, int]
     makespan_ns: int
     bytes: int
-    spilled_bytes: int
-    peak_bytes: Mapping[str, int]
     least_makespan_ns: int
     least_bytes: int
     exact: bool
@@ -194,17 +167,8 @@ class Unplaceable(ValueError):
 
 def place(graph: PlannedGraph, topology: Topology, effort: Effort | None = None) -> GraphPlacement:
     """Return the plan with the fewest bytes within the guard; raises Unplaceable."""
-    effort = effort or Effort()
     numbers = Numbers(graph, topology)
-    problem = numbers.problem
-    found = solve(problem, effort)
-    if _overflows(numbers, found):
-        search = Search(problem, effort, numbers.budget)
-        for start in (found, *starts(problem)):
-            search.offer(start)
-        least = unavoidable(problem, found.order)[0]
-        found = replace(search.shake(search.descend()), least_bytes=least)
-    return numbers.placement(found)
+    return numbers.placement(solve(numbers.problem, effort or Effort()))
 
 
 def place_by_rule(graph: PlannedGraph, topology: Topology, rule: str) -> GraphPlacement:
@@ -239,53 +203,7 @@ def remaining(
     return PlannedGraph(nodes=nodes, blocks=blocks)
 
 
-def graph_of(
-    descriptor: Descriptor,
-    *,
-    time_ns: Mapping[str, Mapping[str, int]],
-    bytes_: Mapping[str, int],
-    at: Mapping[str, tuple[str, ...]],
-) -> PlannedGraph:
-    """Convert a request's tasks to a graph.
-
-    The block of a task's output is called "TASK.OUTPUT", a named datablock by its name.  `time_ns`
-    are measured or expected times by task and kind, `bytes_` the size of every block, `at` the
-    places of named datablocks.  Outputs that no task reads are kept.
-    """
-    nodes, read = list[PlannedNode](), set[str]()
-    for task in descriptor.tasks:
-        reads = tuple(dict.fromkeys(source.block for source in task.inputs.values()))
-        writes = tuple(f"{task.name}.{output}" for output in task.outputs)
-        ports = sum(bytes_[block] for block in (*reads, *writes))
-        read.update(reads)
-        nodes.append(
-            PlannedNode(
-                id=task.name,
-                time_ns={task.devices.kind: time_ns[task.name][task.devices.kind]},
-                reads=reads,
-                writes=writes,
-                after=task.start.after,
-                memory_bytes=max(0, task.devices.memory_bytes - ports),
-                width=task.devices.min,
-                preset=task.type,
-            )
-        )
-    blocks = [
-        PlannedBlock(id=id, bytes=bytes_[id], at=at.get(id, ()), keep=id not in read)
-        for id in dict.fromkeys(block for node in nodes for block in (*node.reads, *node.writes))
-    ]
-    return PlannedGraph(nodes=tuple(nodes), blocks=tuple(blocks))
-
-
 # --- numbers and back ---------------------------------------------------------------------------
-
-
-def _overflows(numbers: Numbers, found: Solution) -> bool:
-    line = numbers.followed(found, budgeted=False)
-    return any(
-        bound is not None and peak > bound
-        for peak, bound in zip(line.peak, numbers.budget, strict=True)
-    )
 
 
 class Numbers:
@@ -296,11 +214,8 @@ class Numbers:
         self.places = topology.places
         place = {id: n for n, id in enumerate(self.places)}
         check(graph, place)
-        self.budget: list[int | None] = [d.memory_bytes for d in topology.devices]
-        self.budget += [None] * (len(self.places) - len(self.budget))
         links, ways = ways_between(topology, place)
-        options = [_options(node, graph, topology) for node in graph.nodes]
-        host = [place[d.host] for d in topology.devices]
+        options = [_options(node, topology) for node in graph.nodes]
         self.problem = problem_of(
             graph,
             options,
@@ -308,21 +223,7 @@ class Numbers:
             lanes=[(device.busy_ns,) for device in topology.devices],
             links=links,
             ways=ways,
-            host=[*host, *range(len(host), len(self.places))],
         )
-
-    def followed(self, found: Solution, *, budgeted: bool) -> Timeline:
-        """Place all tasks again, with memory tracked and transfers recorded."""
-        nothing: list[int | None] = [None] * len(self.budget)
-        line = Timeline(
-            self.problem,
-            budget=self.budget if budgeted else nothing,
-            seats=found.seats,
-            order=found.order,
-        )
-        line.trips = []
-        line.run(found.order, found.seats)
-        return line
 
     def found(self, seats: Mapping[str, tuple[str, ...]], order: tuple[str, ...]) -> Solution:
         number = {node.id: n for n, node in enumerate(self.graph.nodes)}
@@ -348,31 +249,22 @@ class Numbers:
         )
 
     def placement(self, found: Solution) -> GraphPlacement:
-        line = self.followed(found, budgeted=_overflows(self, found))
+        line = Timeline(self.problem)
+        line.trips = []
+        line.run(found.order, found.seats)
         nodes, problem = self.graph.nodes, self.problem
         order = [task for task in found.order if task < len(nodes)]
-        devices = range(len(self.topology.devices))
         return GraphPlacement(
             seats={
                 node.id: tuple(self.places[p] for p in problem.options[n][found.seats[n]].places)
                 for n, node in enumerate(nodes)
             },
             order=tuple(nodes[task].id for task in order),
-            transfers=tuple(self._transfer(trip) for trip in line.trips or ()),
-            leaves=tuple(
-                Leave(
-                    block=self.graph.blocks[block].id,
-                    device=self.places[at],
-                    node=nodes[task].id,
-                )
-                for block, at, task in line.leaves
-            ),
+            transfers=tuple(self._transfer(trip) for trip in line.trips),
             starts_ns={nodes[task].id: line.begin[task] for task in order},
             ends_ns={nodes[task].id: line.end[task] for task in order},
             makespan_ns=line.makespan_ns,
             bytes=line.bytes,
-            spilled_bytes=line.spilled_bytes,
-            peak_bytes={self.places[n]: line.peak[n] for n in devices},
             least_makespan_ns=found.least_makespan_ns,
             least_bytes=found.least_bytes,
             exact=found.exact,
@@ -388,7 +280,6 @@ class Numbers:
             start_ns=trip.start_ns,
             end_ns=trip.end_ns,
             node=nodes[trip.task].id if trip.task < len(nodes) else "",
-            spill=trip.spill,
         )
 
 
@@ -400,7 +291,6 @@ def problem_of(
     lanes: list[tuple[int, ...]],
     links: list[tuple[int, int]],
     ways: list[list[tuple[Hop, ...]]],
-    host: list[int],
 ) -> PlacementProblem:
     """Return the problem of a checked graph.
 
@@ -423,25 +313,17 @@ def problem_of(
             reads.append((block[one.id],))
             writes.append(())
             after.append({number[maker[one.id]]} if one.id in maker else set())
-    more = len(options) - len(graph.nodes)
     return PlacementProblem(
         options=options,
         reads=reads,
         writes=writes,
         after=[tuple(sorted(before)) for before in after],
-        replaces=[
-            {block[new]: block[old] for new, old in node.replaces.items()} for node in graph.nodes
-        ]
-        + [{}] * more,
-        workspace=[node.memory_bytes for node in graph.nodes] + [0] * more,
         size=[one.bytes for one in graph.blocks],
         at=[sum(1 << place[at] for at in one.at) for one in graph.blocks],
-        kept=[one.keep for one in graph.blocks],
         lanes=lanes,
         links=links,
         ways=ways,
         places=len(place),
-        host=host,
     )
 
 
@@ -473,8 +355,6 @@ def _check_node(node: PlannedNode, nodes: set[str], blocks: set[str]) -> None:
         raise fault(f"the graph has no datablock {id}")
     for id in sorted(set(node.after) - nodes):
         raise fault(f"the graph has no node {id}")
-    if set(node.replaces) - set(node.writes) or set(node.replaces.values()) - set(node.reads):
-        raise fault("it replaces a block that it does not both read and write")
     if node.width < 1 or node.memory_bytes < 0 or min(node.time_ns.values(), default=0) < 0:
         raise fault("its width is below 1, or its memory or time is negative")
 
@@ -514,13 +394,11 @@ def _acyclic(graph: PlannedGraph) -> None:
         raise Unplaceable(f"node {id}", "it depends on itself, through a cycle")
 
 
-def _options(node: PlannedNode, graph: PlannedGraph, topology: Topology) -> tuple[Option, ...]:
+def _options(node: PlannedNode, topology: Topology) -> tuple[Option, ...]:
     """Return the devices, or gangs of devices of one kind, that can run the node."""
-    size = {one.id: one.bytes for one in graph.blocks}
-    need = sum(size[id] for id in {*node.reads, *node.writes}) + node.memory_bytes
     able, kinds = list[Option](), defaultdict[str, list[int]](list)
     for n, device in enumerate(topology.devices):
-        if _refused(node, device, need) is None:
+        if _refused(node, device) is None:
             kinds[device.kind].append(n)
     for kind, places in kinds.items():
         able += [
@@ -528,22 +406,20 @@ def _options(node: PlannedNode, graph: PlannedGraph, topology: Topology) -> tupl
             for gang in _gangs(places, node.width, lambda n: topology.devices[n].host)
         ]
     if not able:
-        told = [f"{d.id} {_refused(node, d, need)}" for d in topology.devices]
+        told = [f"{d.id} {_refused(node, d)}" for d in topology.devices]
         told = [one for one in told if not one.endswith("None")]
         why = "; ".join(told) or "there are no devices"
         raise Unplaceable(f"node {node.id}", f"it needs {counted(node.width, 'device')}: {why}")
     return tuple(able)
 
 
-def _refused(node: PlannedNode, device: PlannedDevice, need: int) -> str | None:
+def _refused(node: PlannedNode, device: PlannedDevice) -> str | None:
     if device.kind not in node.time_ns:
         return f"is of kind {device.kind}"
     if node.devices and device.id not in node.devices:
         return "is not among those that it names"
     if node.preset and device.presets is not None and node.preset not in device.presets:
         return f"cannot be given the preset {node.preset}"
-    if device.memory_bytes is not None and need > device.memory_bytes:
-        return f"has {device.memory_bytes} bytes of memory for {need}"
     return None
 
 

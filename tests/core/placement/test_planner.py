@@ -1,4 +1,4 @@
-"""Placements: few bytes, little time, no more memory than there is."""
+"""Checks placements: they copy few bytes in little time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import random
 import subprocess
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from itertools import pairwise, permutations, product
 from pathlib import Path
 
@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import settings as Profile
 from hypothesis import strategies as st
 
-from app.core.model.descriptor import parse
 from app.core.placement.cost_model import PlacementChoice, Timeline
 from app.core.placement.heuristics import RULES, measure
 from app.core.placement.local_search import Effort
@@ -30,7 +29,6 @@ from app.core.placement.planner import (
     PlannedNode,
     Topology,
     Unplaceable,
-    graph_of,
     place,
     place_by_rule,
     remaining,
@@ -88,7 +86,6 @@ def test_one_task_fetches_its_input_and_runs() -> None:
     assert plan.starts_ns == {"t": 1_010_000}
     assert plan.makespan_ns == 11_010_000
     assert (plan.bytes, plan.least_bytes, plan.exact) == (12 * MB, 12 * MB, True)
-    assert plan.peak_bytes == {"d0": 13 * MB}
 
 
 def test_chain_stays_on_the_device_with_its_block() -> None:
@@ -145,7 +142,6 @@ def test_gang_has_all_its_devices_at_once_and_leaves_its_output_on_each() -> Non
     )
     assert plan.starts_ns["gang"] == 30 * MS
     assert sorted(ways(plan)) == [("x", "host", "d0"), ("x", "host", "d1")]
-    assert plan.peak_bytes == {"d0": 13 * MB, "d1": 13 * MB}
     assert plan.order == ("long", "gang")
 
 
@@ -222,85 +218,6 @@ def test_block_is_sent_between_two_hosts_once() -> None:
     assert [way[1:] for way in ways(plan)] == [("a0", "a"), ("a", "b"), ("b", "b0"), ("b", "b1")]
 
 
-# --- memory -------------------------------------------------------------------------------------
-
-
-def test_block_used_last_is_evicted_and_comes_back() -> None:
-    """Room for three blocks of 10: p, q and r come in turn, then s: of p, q, r the one whose next
-    use is farthest is r (at the end).  All lie on the host too, so it is only fetched again."""
-    reads = ["p", "q", "r", "s", "p", "q", "s", "r"]
-    work = graph(
-        [node(f"t{n}", one) for n, one in enumerate(reads)],
-        [block(one, 10, "host") for one in "pqrs"],
-    )
-    order = tuple(f"t{n}" for n in range(8))
-    plan = place_so(
-        work, machine(1, peers=False, memory_bytes=30 * MB), dict.fromkeys(order, ("d0",)), order
-    )
-    assert [way[0] for way in ways(plan)] == ["p", "q", "r", "s", "r"]
-    assert (plan.bytes, plan.spilled_bytes) == (50 * MB, 10 * MB)
-    assert plan.peak_bytes == {"d0": 30 * MB}
-
-
-def test_only_copy_is_saved_to_the_host_before_eviction() -> None:
-    """a makes 10; b needs 20 of workspace beside it in 25: it is put aside and fetched for c."""
-    work = graph(
-        [
-            node("a", "", "y"),
-            node("b", memory_bytes=20 * MB, after=("a",)),
-            node("c", "y", after=("b",)),
-        ],
-        [block("y", 10)],
-    )
-    plan = place(work, machine(1, peers=False, memory_bytes=25 * MB))
-    assert [(t.source, t.target, t.node, t.spill) for t in plan.transfers] == [
-        ("d0", "host", "b", True),
-        ("host", "d0", "c", True),
-    ]
-    assert (plan.bytes, plan.spilled_bytes) == (20 * MB, 20 * MB)
-    # a 10 ms, away 0.833 ms + 10 us, b 10 ms, back the same, c 10 ms
-    assert plan.makespan_ns == 2 * (833_334 + 10_000) + 30 * MS
-
-
-def test_block_without_readers_is_dropped_and_not_saved() -> None:
-    chain = graph(
-        [node(f"t{n}", f"b{n}", f"b{n + 1}") for n in range(8)],
-        [block("b0", 10, "host"), *(block(f"b{n}", 10) for n in range(1, 9))],
-    )
-    plan = place(chain, machine(1, peers=False, memory_bytes=20 * MB))
-    assert (plan.bytes, plan.spilled_bytes) == (10 * MB, 0)
-    assert plan.peak_bytes == {"d0": 20 * MB}
-
-
-def test_an_inout_port_takes_over_the_memory_of_what_it_replaces() -> None:
-    blocks = [block("w0", 10, "d0"), block("w1", 10)]
-    fresh = graph([node("t", "w0", "w1")], blocks)
-    same = graph([node("t", "w0", "w1", replaces={"w1": "w0"})], blocks)
-    read = graph([*same.nodes, node("u", "w0", after=("t",))], blocks)
-    top = machine(1, peers=False)
-    peaks = [place(one, top).peak_bytes["d0"] // MB for one in (fresh, same, read)]
-    assert peaks == [20, 10, 20]  # the last: somebody else still needs the old one
-
-
-def test_kept_block_survives_memory_pressure() -> None:
-    work = graph(
-        [node("a", "", "y"), node("b", memory_bytes=20 * MB, after=("a",))],
-        [block("y", 10, keep=True)],
-    )
-    plan = place(work, machine(1, peers=False, memory_bytes=25 * MB))
-    assert ways(plan) == [("y", "d0", "host")]
-
-
-def test_a_working_set_of_four_times_the_memory_completes_within_it() -> None:
-    _, work, _ = random_graph(5, 60)
-    bound = sum(one.bytes for one in work.blocks) // 8
-    top = machine(2, peers=True, memory_bytes=bound)
-    plan = place(work, top, Effort(search=30_000))
-    assert max(plan.peak_bytes.values()) <= bound
-    assert plan.spilled_bytes > 0
-    sound(work, top, plan)
-
-
 # --- what cannot be placed ----------------------------------------------------------------------
 
 
@@ -308,7 +225,6 @@ def test_a_working_set_of_four_times_the_memory_completes_within_it() -> None:
     ("nodes", "blocks", "told"),
     [
         ([node("t", devices=("d9",))], [], "d0 is not among those that it names"),
-        ([node("t", memory_bytes=200 * MB)], [], "d0 has 100000000 bytes of memory for 200000000"),
         ([node("t", width=3)], [], "it needs 3 devices"),
         ([PlannedNode(id="t", time_ns={"cpu": 1})], [], "d0 is of kind cuda"),
         ([node("t", "x")], [], "the graph has no datablock x"),
@@ -319,18 +235,13 @@ def test_a_working_set_of_four_times_the_memory_completes_within_it() -> None:
         ([node("t"), node("t")], [], "two nodes have this name"),
         ([node("t", after=("u",))], [], "the graph has no node u"),
         ([node("t", "y", "x"), node("u", "x", "y")], [block("x", 1), block("y", 1)], "a cycle"),
-        (
-            [node("t", "", "x", replaces={"x": "y"})],
-            [block("x", 1)],
-            "replaces a block that it does not",
-        ),
     ],
 )
 def test_node_that_fits_nowhere_is_refused_with_the_reason(
     nodes: list[PlannedNode], blocks: list[PlannedBlock], told: str
 ) -> None:
     with pytest.raises(Unplaceable, match=told):
-        place(graph(nodes, blocks), machine(2, peers=False, memory_bytes=100 * MB))
+        place(graph(nodes, blocks), machine(2, peers=False))
 
 
 def test_places_without_any_link_are_refused() -> None:
@@ -346,12 +257,10 @@ def sound(work: PlannedGraph, top: Topology, plan: GraphPlacement) -> None:
     """Plain arithmetic on the plan, sharing no code with the planner."""
     assert sorted(plan.order) == sorted(one.id for one in work.nodes)
     assert plan.bytes == sum(trip.bytes for trip in plan.transfers)
-    assert plan.spilled_bytes == sum(trip.bytes for trip in plan.transfers if trip.spill)
     assert plan.makespan_ns >= max(plan.ends_ns.values())
     assert plan.bytes >= plan.least_bytes
     came = _copied(work, top, plan)
     _ran(work, plan, came)
-    _fitted(work, top, plan)
 
 
 def _copied(
@@ -396,52 +305,6 @@ def _ran(work: PlannedGraph, plan: GraphPlacement, came: dict[tuple[str, str], l
         ended.add(id)
 
 
-def _fitted(work: PlannedGraph, top: Topology, plan: GraphPlacement) -> None:
-    """In the plan's order: what a copy is made from is there, and what lies on a device fits."""
-    nodes = {one.id: one for one in work.nodes}
-    there = defaultdict[str, set[str]](set)
-    left = {one.id: len(one.to) + one.keep for one in work.blocks}
-    left |= Counter(b for one in work.nodes for b in one.reads) + Counter(left)
-    for one in work.blocks:
-        for at in one.at:
-            there[at].add(one.id)
-    for id in plan.order:
-        _moved(plan, id, there)
-        for device in plan.seats[id]:
-            assert {*nodes[id].reads} <= there[device]
-            there[device] |= {*nodes[id].writes}
-        _held(work, top, plan, nodes[id], there)
-        for b in nodes[id].reads:
-            left[b] -= 1
-        for lying in there.values():
-            lying -= {b for b in lying if not left[b]} & {*nodes[id].reads, *nodes[id].writes}
-
-
-def _moved(plan: GraphPlacement, id: str, there: dict[str, set[str]]) -> None:
-    for trip in plan.transfers:
-        if trip.node == id:
-            assert trip.block in there[trip.source]
-            there[trip.target].add(trip.block)
-    for leave in plan.leaves:
-        if leave.node == id:
-            there[leave.device].remove(leave.block)
-
-
-def _held(
-    work: PlannedGraph,
-    top: Topology,
-    plan: GraphPlacement,
-    node_: PlannedNode,
-    there: dict[str, set[str]],
-) -> None:
-    size = {one.id: one.bytes for one in work.blocks}
-    for device in top.devices:
-        held = sum(size[b] for b in there[device.id])
-        held += node_.memory_bytes * (device.id in plan.seats[node_.id])
-        assert held <= plan.peak_bytes[device.id]
-        assert device.memory_bytes is None or plan.peak_bytes[device.id] <= device.memory_bytes
-
-
 @given(seed=st.integers(0, 10**6), size=st.integers(3, 14))
 @Profile(max_examples=examples(60))
 def test_every_plan_is_valid_and_within_the_makespan_limit(seed: int, size: int) -> None:
@@ -453,21 +316,6 @@ def test_every_plan_is_valid_and_within_the_makespan_limit(seed: int, size: int)
         other = place_by_rule(work, top, rule)
         sound(work, top, other)
         assert plan.least_makespan_ns <= other.makespan_ns or rule in ("first-available", "dmda")
-
-
-@given(seed=st.integers(0, 10**6), size=st.integers(3, 14), share=st.floats(0.2, 1))
-@Profile(max_examples=examples(60))
-def test_every_plan_with_little_memory_is_valid_and_keeps_to_it(
-    seed: int, size: int, share: float
-) -> None:
-    _, work, top = random_graph(seed, size)
-    bytes_ = {one.id: one.bytes for one in work.blocks}
-    need = max(sum(bytes_[b] for b in {*n.reads, *n.writes}) for n in work.nodes)
-    bound = max(need, int(sum(bytes_.values()) * share))
-    top = machine(len(top.devices), peers=seed % 2 == 0, memory_bytes=bound)
-    plan = place(work, top, LITTLE)
-    sound(work, top, plan)
-    assert max(plan.peak_bytes.values()) <= bound
 
 
 @given(seed=st.integers(0, 10**6), size=st.integers(3, 12))
@@ -654,47 +502,6 @@ def test_rest_of_a_graph_is_planned_from_the_blocks_that_exist() -> None:
     assert left.nodes[0].after == ()
     assert {one.id: one.at for one in left.blocks} == {"y": ("d1",), "z": ()}
     assert place(left, machine(2, peers=True)).bytes == 0
-
-
-def test_a_request_becomes_a_graph() -> None:
-    body = {
-        "bundle": "sha256:" + "0" * 64,
-        "tasks": [
-            {
-                "name": "prep",
-                "type": "preprocess",
-                "run": {"function": "ops:tokenize"},
-                "inputs": {"raw": "datablock:corpus"},
-                "outputs": ["tokens"],
-                "devices": {"kind": "cuda", "memory_bytes": 100},
-            },
-            {
-                "name": "train",
-                "run": {"job": "train:Train"},
-                "inputs": {"tokens": "prep.tokens"},
-                "start": {"after": ["prep"]},
-                "outputs": ["model"],
-                "devices": {"kind": "cuda"},
-            },
-        ],
-    }
-    work = graph_of(
-        parse(body),
-        time_ns={"prep": {"cuda": 5}, "train": {"cuda": 7}},
-        bytes_={"corpus": 40, "prep.tokens": 10, "train.model": 1},
-        at={"corpus": ("host",)},
-    )
-    prep, train = work.nodes
-    assert (prep.reads, prep.writes, prep.preset) == (("corpus",), ("prep.tokens",), "preprocess")
-    assert prep.memory_bytes == 50  # 100 are wanted, 50 of them for what it reads and writes
-    assert (train.reads, train.after) == (("prep.tokens",), ("prep",))
-    assert {one.id: (one.at, one.keep) for one in work.blocks} == {
-        "corpus": (("host",), False),
-        "prep.tokens": ((), False),
-        "train.model": ((), True),
-    }
-    plan = place(work, machine(1, peers=False))
-    assert (plan.bytes, plan.makespan_ns) == (40, 4 + 10_000 + 5 + 7)
 
 
 def test_example_of_the_docs_gives_what_they_say() -> None:
