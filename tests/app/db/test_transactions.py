@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
@@ -58,3 +59,28 @@ def test_action_after_a_commit_does_not_run_after_a_rollback(committed):
     with pytest.raises(ZeroDivisionError):
         fail()
     assert done == []
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "1e-400",
+        "0.10000000000000000555",
+        str(2**80),
+        "-0.0",
+        '"\\ud83d\\ude80"',
+        "[" * 500 + "]" * 500,
+    ],
+    ids=lambda written: written[:12],
+)
+def test_json_column_is_read_as_pythons_own_parser_reads_it(committed, written):
+    with transaction() as session:
+        query = text("select it, cast(it as text) from (select cast(:it as jsonb) it) one")
+        read, kept = session.execute(query, {"it": written}).one()
+    assert repr(read) == repr(json.loads(kept))
+
+
+def test_json_column_with_more_digits_than_python_parses_is_read_as_text(committed):
+    with transaction() as session:
+        read = session.scalar(text("select cast(:it as jsonb)"), {"it": f"[{'7' * 5000}, 1]"})
+    assert read == [f"{'7' * 20}… (5000 digits)", 1]
