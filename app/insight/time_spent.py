@@ -17,7 +17,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, SQLColumnExpression, case, func, select
+from sqlalchemy import (
+    ARRAY,
+    ColumnElement,
+    SQLColumnExpression,
+    Text,
+    any_,
+    case,
+    cast,
+    func,
+    select,
+)
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from app.db.models import Placement, Task
@@ -38,6 +48,7 @@ def time_spent(session: Session, tasks: Iterable[str]) -> dict[str, TimeSpent]:
     """Return the times of each task until its end, or until now; they are computed from its
     placements.
     """
+    ids = cast([*tasks], ARRAY(Text))  # one statement, however many tasks
     before_ended = _of_stay_before(Placement.ended_at)
     migrates = _of_stay_before(Placement.end) == "moved"
     left_at = case((migrates, before_ended), else_=Placement.launched_at)
@@ -51,7 +62,7 @@ def time_spent(session: Session, tasks: Iterable[str]) -> dict[str, TimeSpent]:
             (Placement.staged_us / 1e6).label("staged_s"),
             (_of_stay_before(Placement.device_id) != Placement.device_id).label("elsewhere"),
         )
-        .where(Placement.task_id.in_(tasks), ~Placement.guest)
+        .where(Placement.task_id == any_(ids), ~Placement.guest)
         .subquery()
     )
     of = stays.c
@@ -70,7 +81,7 @@ def time_spent(session: Session, tasks: Iterable[str]) -> dict[str, TimeSpent]:
     query = (
         select(Task.id, whole_s, *(func.coalesce(column, 0) for column in list(summed.c)[1:]))
         .outerjoin(summed, summed.c.task_id == Task.id)
-        .where(Task.id.in_(tasks))
+        .where(Task.id == any_(ids))
     )
     return {id: _parted(*map(float, parts)) for id, *parts in session.execute(query)}
 

@@ -309,11 +309,11 @@ TIMES = {
 }
 
 
-def breakdown(spent: TimeSpent) -> list[tuple[float, float]]:
-    """Return, for each of `TIMES`, its seconds and its percentage of the whole."""
-    seconds = [getattr(spent, name) for name in TIMES]
-    whole_s = max(sum(seconds), 1e-6)
-    return [(part_s, 100 * part_s / whole_s) for part_s in seconds]
+def breakdown(spent: TimeSpent) -> list[tuple[str, float, int]]:
+    """Return, for each of `TIMES`, its word, its seconds and its whole percentage of the sum."""
+    seconds = {word: getattr(spent, name) for name, word in TIMES.items()}
+    whole_s = max(sum(seconds.values()), 1e-6)
+    return [(word, part_s, round(100 * part_s / whole_s)) for word, part_s in seconds.items()]
 
 
 # --- events -------------------------------------------------------------------------------------

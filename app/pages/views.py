@@ -82,6 +82,7 @@ templates.env.filters.update(
     about=charts.about,
     age=charts.age,
     counted=units.counted,
+    thousands=lambda count: f"{count:,}",
     sparkline=charts.sparkline,
     held=charts.held,
     size=units.size,

@@ -367,12 +367,9 @@ def curves(session: Session, request: str, *, points: int = 200) -> list[Curve]:
     range are kept, and the first and the last row.  So each point is a row, and no extreme is lost.
     """
     found: dict[tuple[str, str], set[tuple[int, float]]] = defaultdict(set)
-    for row in session.execute(_CURVES, {"request": request, "points": points}):
-        kept = [(row.lowest[1], row.lowest[0]), (row.highest[1], row.highest[0])]
-        kept += [tuple(row.first)] if row.is_first else []
-        kept += [tuple(row.last)] if row.is_last else []
-        line = ((int(step), float(value)) for step, value in kept)
-        found[row.task, row.name] |= {point for point in line if isfinite(point[1])}
+    for task, name, *rows in session.execute(_CURVES, {"request": request, "points": points}):
+        line = ((int(row[0]), float(row[1])) for row in rows if row is not None)
+        found[task, name] |= {point for point in line if isfinite(point[1])}
     return [
         Curve(task=task, name=name, points=tuple(sorted(line)))
         for (task, name), line in found.items()
@@ -380,6 +377,7 @@ def curves(session: Session, request: str, *, points: int = 200) -> list[Curve]:
     ]
 
 
+#: The points of each range as [step, value]; null for a point that is there already.
 _CURVES = text(
     """
     with span as (
@@ -399,7 +397,10 @@ _CURVES = text(
             max(array[step, value]) as last
         from numbers group by task, name, range
     )
-    select *, lag(range) over line is null as is_first, lead(range) over line is null as is_last
+    select task, name, array[lowest[2], lowest[1]],
+        case when highest <> lowest then array[highest[2], highest[1]] end,
+        case when lag(range) over line is null then nullif(first, array[lowest[2], lowest[1]]) end,
+        case when lead(range) over line is null then nullif(last, array[lowest[2], lowest[1]]) end
     from ranges window line as (partition by task, name order by range)
     order by task, name, range
     """
