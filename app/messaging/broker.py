@@ -43,11 +43,15 @@ WRAPPING_LIMIT_BYTES = 8 * 2**10  # size limit of a message without its text
 BRACKETS_LIMIT = 32
 COMPLAIN_EVERY_S = 10.0
 READ_TOGETHER = 16  # messages in one exchange: bounds memory, as each may be large
-TURNS_TOGETHER = 8  # exchanges in a row, before the reader looks at anything else
+# exchanges in a row, and bytes read in them, before the reader looks at anything else
+TURNS_TOGETHER, TURNS_LIMIT_BYTES = 1024, 16 * 2**20
 
 #: The messages that this process accepts, by name: the function that handles them. It is called
 #: with the time at which the message expires, and with its text.
 HEARD: dict[str, Callable[[str | None, str], None]] = {}
+
+#: Functions that are called once all messages that waited in the queues were handed over.
+HEARD_ALL: list[Callable[[], None]] = []
 
 
 def island_queue(island: str) -> str:
@@ -256,12 +260,16 @@ class Channel(over_redis.Channel):
         """
         with self.conn_or_acquire() as client:
             for queue in self.active_queues:
+                read_bytes = 0
                 for _ in range(TURNS_TOGETHER):
                     items = client.rpop(queue, READ_TOGETHER) or ()
                     for item in items:
                         self._take(item)
-                    if len(items) < READ_TOGETHER:
+                    read_bytes += sum(map(len, items))
+                    if len(items) < READ_TOGETHER or read_bytes > TURNS_LIMIT_BYTES:
                         break
+        for heard_all in HEARD_ALL:
+            heard_all()
 
     def _take(self, item: bytes) -> None:
         try:

@@ -21,9 +21,22 @@ from app.core.model.messages import JSON, Alive, Answer, decode, encode
 from app.core.model.wellformed import BadMessage
 from app.storage.signing import HEARTBEAT, NEWS, BadSignature, Signer, unsealed
 
+_SENT_US = ',"sent_us":'  # as it stands in a message: within a JSON text its quotes are escaped
+
 
 def sealed_heartbeat(signer: Signer, alive: Alive) -> str:
     return _sealed(signer, HEARTBEAT, encode(alive))
+
+
+def claimed_process(text: str) -> str:
+    """Return what names the device process from which a sealed heartbeat claims to come.
+
+    Nothing is checked or parsed: it is the text before the time of sending, without the signature.
+    For a text without that it is the whole text.
+    """
+    key, _, sealed = text.partition("\n")
+    head, found, _ = sealed.partition("\n")[2].partition(_SENT_US)
+    return f"{key}\n{head}" if found else text
 
 
 def opened_heartbeat(text: str, *, hosts: Container[str]) -> Alive:

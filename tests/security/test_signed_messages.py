@@ -102,6 +102,23 @@ class TestNews:
 
 
 class TestHeartbeats:
+    def test_heartbeats_of_one_process_claim_the_same_origin_and_no_others_do(self, island, other):
+        claimed = signed_messages.claimed_process(sealed_heartbeat(island, beat(island)))
+        later = beat(island, sent_us=2, residents=[], facts={"key": island.public})
+        assert signed_messages.claimed_process(sealed_heartbeat(island, later)) == claimed
+        for signer, more in (
+            (other, {}),
+            (island, {"device": "h.1"}),
+            (island, {"incarnation": "2"}),
+            (island, {"incarnation": '1","sent_us":1'}),
+        ):
+            text = sealed_heartbeat(signer, beat(island, **more))
+            assert signed_messages.claimed_process(text) != claimed
+
+    @pytest.mark.parametrize("text", ["", "\n\n", "x", '\n,"sent_us":1'])
+    def test_text_without_a_time_of_sending_is_its_own_origin(self, text):
+        assert signed_messages.claimed_process(text) == text
+
     def test_heartbeat_of_an_enrolled_host_is_opened(self, island):
         alive = beat(island)
         assert opened_heartbeat(sealed_heartbeat(island, alive), hosts={island.public}) == alive

@@ -30,23 +30,24 @@ from app.core.model.wellformed import BadMessage
 from app.core.scheduling import record
 from app.core.scheduling.blockers import is_wanted, soonest_first
 from app.core.scheduling.board import Board
-from app.core.scheduling.heartbeat_backlog import HeartbeatBacklog
+from app.core.scheduling.heartbeat_backlog import HeartbeatBacklog, launches_wait
 from app.core.scheduling.heartbeat_news import HeartbeatNews
 from app.core.scheduling.quiet_heartbeats import AcknowledgedReport, Beat, QuietHeartbeats
 from app.core.scheduling.time_sharing import shares
 from app.core.scheduling.turns import as_json
+from app.core.scheduling.unopened_heartbeats import UnopenedHeartbeats
 from app.db import gc_freeze, transactions
 from app.db.models import Device, Island, LedgerBase, OutboxOrder, Placement, Task
 from app.identity.enrolment import Roster
 from app.insight.counters import Tally
 from app.messaging import broker, outbox
-from app.messaging.signed_messages import ReadyAnswers, heartbeat_in, opened_body
+from app.messaging.signed_messages import ReadyAnswers, claimed_process, heartbeat_in, opened_body
 from app.scheduling import journal, ledger, task_migration
 from app.scheduling.board_follower import Follower
 from app.settings import settings
 from app.storage.signing import BadSignature
 from workers.control.loop import Loop, keep
-from workers.process.celery_inbox import hears
+from workers.process.celery_inbox import hears, hears_all
 
 log = logging.getLogger(__name__)
 
@@ -87,28 +88,30 @@ class Scheduler(Loop):
         self.follower = Follower(island)
         self.tally, self.leads = Tally(), False
         self.began_s = 0.0  # start of this round's transaction, by the monotonic clock
+        self.planned_s = 0.0  # start of the last plan, or part of one, by the monotonic clock
         self.due_s = 0.0  # when time alone may change the plan, by the monotonic clock
         self.resend_s = 0.0  # when to look for orders to resend, by the monotonic clock
         self.deaf_until_s = 0.0  # until when silence proves nothing, by the monotonic clock
 
-    def receive(self, sealed: str) -> None:
-        """Queue a heartbeat that came over Redis; raises BadSignature or BadMessage if it is
-        invalid.
+    def receive(self, sealed: str) -> bool:
+        """Queue a heartbeat that came over Redis; False if a newer one of its device has come.
 
-        The thread that reads from Redis calls it.
+        Raises BadSignature or BadMessage if it is invalid.  The thread that reads from Redis calls
+        it.
         """
         key, body = opened_body(sealed, hosts=self.roster.hosts)
         beat = self.quiet.recognise(body, now_s=time.monotonic())
         if beat is not None and self.roster.has_key(beat.device, key):
-            if self._is_newest(beat):
+            if is_newest := self._is_newest(beat):
                 self.inbox.put((beat, beat.came_s))
                 self.wake.set()
-            return
+            return is_newest
         alive = heartbeat_in(body, sealed, key)
         if objection := self.roster.objection(alive):
             raise BadSignature(objection)
-        if self._is_newest(alive):
+        if is_newest := self._is_newest(alive):
             self.hear(alive)
+        return is_newest
 
     def _is_newest(self, said: Alive | Beat) -> bool:
         sent = said.incarnation, said.sent_us
@@ -282,22 +285,37 @@ class Scheduler(Loop):
             )
             _spare_the_waiting(session, self.backlog.alive_since())
             changed = look_now or any(changed for _, changed in recorded)
+            plans = changed and not self._launches_wait()
             # actions that wait for the commit need not wait for the plan
-            if changed and transactions.is_awaited(session):
+            if plans and transactions.is_awaited(session):
                 due = self._settled(session)
                 self._hold_lead(row)
                 transactions.commit(session)
                 session.expunge_all()
                 row = self._begin(session)
-            # 3. The leader also plans, if anything changed.
-            if changed:
+            # 3. The leader also plans, if anything changed and no heartbeat is late.
+            if plans:
+                self.planned_s = time.monotonic()
                 plan = self._plan if careful else self._cycle
                 again_s = plan(session) if self.leads else settings().tick_s
                 self.due_s = time.monotonic() + again_s
+            elif changed:
+                self.due_s = time.monotonic()
             due += self._settled(session)
             self.tally.write(session, row, leads=self.leads)
             self._hold_lead(row)
             return [self._with_order(answer) for answer, _ in recorded], due
+
+    def _launches_wait(self) -> bool:
+        waiting = [beat.came_s for beat in self.quiet.waiting.values()]
+        if (oldest_s := self.backlog.oldest_s()) is not None:
+            waiting.append(oldest_s)
+        return launches_wait(
+            oldest_s=min(waiting, default=None),
+            planned_s=self.planned_s,
+            now_s=time.monotonic(),
+            lease_s=settings().lease_s,
+        )
 
     def _begin(self, session: Session) -> Island:
         """Lock the island's row until the commit, and find out whether this scheduler leads."""
@@ -598,11 +616,20 @@ def nudge() -> None:
 
 
 not_heard = broker.Complaint(log, "rejected a heartbeat")
+unopened = UnopenedHeartbeats()
 
 
 @hears(celery, broker.ISLAND_ALIVE)
 def alive(sealed: str) -> None:
-    try:
-        scheduler.receive(sealed)
-    except (BadSignature, BadMessage) as error:
-        not_heard.say(error)
+    unopened.put(claimed_process(sealed), sealed)
+
+
+@hears_all
+def open_heartbeats() -> None:
+    for sealed_by_one in unopened.take():
+        for sealed in sealed_by_one:
+            try:
+                if scheduler.receive(sealed):
+                    break
+            except (BadSignature, BadMessage) as error:
+                not_heard.say(error)

@@ -54,6 +54,23 @@ def hears(app: Celery, name: str) -> Callable[[Callable[..., None]], Callable[..
     return mark
 
 
+def hears_all(function: Callable[[], None]) -> Callable[[], None]:
+    """Mark a function that the reading thread calls after it has handed over all waiting hints.
+
+    Its errors are only logged.
+    """
+    complaint = broker.Complaint(log, f"{function.__name__} failed")
+
+    def hear_all() -> None:
+        try:
+            function()
+        except Exception as error:
+            complaint.say(repr(error), exc_info=True)
+
+    broker.HEARD_ALL.append(hear_all)
+    return function
+
+
 def passed_on(task: celery.Task, app: Celery, consumer: object) -> Callable[..., None]:
     """Return the handler of a task's messages, as Celery's `Strategy`."""
 

@@ -330,6 +330,15 @@ class TestRound:
         assert [queue for queue, _ in answers(sent)] == ["device.h.0"]
         assert (state(session, task.name), orders(sent)) == ("running", ["Launch"] * 2)
 
+    def test_launches_wait_while_a_heartbeat_is_late(self, session, long_plan, sent):
+        long_plan.backlog.bound = 1
+        came_s = control.time.monotonic() - settings().lease_s / 2
+        for n in range(3):
+            long_plan.inbox.put((alive(f"h.{n}"), came_s))
+        sent.clear()
+        assert (long_plan.look(), len(answers(sent)), orders(sent)) == (0.0, 1, [])
+        assert (long_plan.look(), len(answers(sent)), orders(sent)) == (0.0, 3, ["Launch"] * 2)
+
     def test_plan_is_made_anew_if_a_task_has_moved_otherwise(self, session, long_plan, sent):
         task = session.scalars(select(Task).where(Task.state == "waiting")).first()
         task_writer.move_task(session, task, Move.GaveUp)
@@ -379,6 +388,7 @@ class TestRound:
         waits = waits if is_new else replace(waits, sent_us=heard_us)
         running.hear(alive("h.1"))
         running.inbox.put((waits, time.monotonic() - came_ago_s))
+        running.planned_s -= settings().lease_s  # launches have waited long enough
         running.nudge()
         assert running.look() == 0.0
         assert [queue for queue, _ in answers(sent)] == ["device.h.1"]

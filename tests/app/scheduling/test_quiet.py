@@ -36,6 +36,7 @@ from tests.app.scheduling.test_island import (
     view,
 )
 from tests.thoroughness import rest_long
+from workers.control import scheduler as control
 
 __all__ = ["isle", "sent"]
 
@@ -258,3 +259,44 @@ class TestIsland:
         say(running, said)
         say(running, said)
         assert len(answers(sent)) == 1
+
+
+class TestUnopened:
+    """Heartbeats that came since the reader last looked."""
+
+    @pytest.fixture
+    def unopened(self, running, monkeypatch):
+        monkeypatch.setattr(control, "scheduler", running)
+        return running
+
+    def sealed(self, signer=KEY, instead=None, **more):
+        said = alive(residents=[running_view(**more)])
+        facts = {**said.facts, "key": KEY.public}
+        sealed = sealed_heartbeat(signer, replace(said, facts=facts))
+        return sealed if instead is None else instead + sealed[len(instead) :]
+
+    def test_only_the_newest_of_a_device_is_opened(self, unopened, monkeypatch):
+        texts, opened = [self.sealed(step=n) for n in range(3)], []
+        receive = unopened.receive
+        monkeypatch.setattr(unopened, "receive", lambda each: opened.append(each) or receive(each))
+        for each in texts:
+            control.alive(each)
+        control.open_heartbeats()
+        assert opened == texts[-1:]
+        [beat] = [said for said, _ in iter_inbox(unopened)]
+        assert [view["step"] for view in beat.residents()] == [2]
+
+    def test_forged_and_repeated_heartbeats_take_the_place_of_none(self, unopened):
+        forger = Signer(Ed25519PrivateKey.generate())
+        old, honest = self.sealed(step=1), self.sealed(step=2)
+        unopened.receive(old)
+        for each in (honest, self.sealed(forger, KEY.public, step=9), old, "x"):
+            control.alive(each)
+        control.open_heartbeats()
+        steps = [view["step"] for said, _ in iter_inbox(unopened) for view in said.residents()]
+        assert steps == [1, 2]
+
+
+def iter_inbox(scheduler):
+    while not scheduler.inbox.empty():
+        yield scheduler.inbox.get()

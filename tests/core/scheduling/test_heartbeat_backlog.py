@@ -13,6 +13,7 @@ from app.core.scheduling.heartbeat_backlog import (
     LEAST,
     MOST,
     HeartbeatBacklog,
+    launches_wait,
 )
 
 
@@ -107,3 +108,49 @@ def test_bound_falls_after_long_rounds_and_grows_while_others_wait(backlog):
     assert backlog.bound == MOST
     backlog.adapt(0.7, most_s=1.0)
     assert backlog.bound == MOST
+
+
+def test_process_waits_since_its_first_heartbeat_that_no_round_recorded(backlog):
+    assert backlog.oldest_s() is None
+    backlog.put(alive("h.0", 1), 3.0)
+    backlog.put(alive("h.1", 1), 4.0)
+    backlog.put(alive("h.0", 2), 5.0)
+    assert backlog.oldest_s() == 3.0
+    backlog.take()
+    backlog.put(alive("h.0", 3), 7.0)
+    assert backlog.oldest_s() == 7.0
+    backlog.put_back()
+    assert backlog.oldest_s() == 3.0
+
+
+@pytest.mark.parametrize(
+    ("oldest_s", "planned_s", "waits"),
+    [
+        (None, 99.0, False),
+        (98.0, 99.0, False),
+        (97.0, 99.0, True),
+        (97.0, 91.0, True),
+        (97.0, 90.0, False),
+    ],
+    ids=["none waits", "not late", "late", "late, soon a lease", "launches waited for a lease"],
+)
+def test_launches_wait_for_late_heartbeats_and_at_most_one_lease(oldest_s, planned_s, waits):
+    now = {"now_s": 100.0, "lease_s": 10.0}
+    assert launches_wait(oldest_s=oldest_s, planned_s=planned_s, **now) is waits
+
+
+def test_all_that_end_at_once_are_recorded_before_the_next_are_launched():
+    """Play rounds that take 0.1 s: leases and events of all devices come before late launches."""
+    backlog, now_s, planned_s, to_launch, late_launches = HeartbeatBacklog(), 0.0, 0.0, 0, 0
+    fill(backlog, 2 * MOST, events=1)
+    while backlog or to_launch:
+        to_launch += len(backlog.take())
+        waits = launches_wait(
+            oldest_s=backlog.oldest_s(), planned_s=planned_s, now_s=now_s, lease_s=10.0
+        )
+        if not waits:
+            late_launches += now_s > 2.5 and len(backlog) > 0
+            to_launch, planned_s = max(0, to_launch - 128), now_s
+        now_s += 0.1
+        assert now_s < 60.0
+    assert late_launches <= 2

@@ -16,7 +16,7 @@ from app.messaging import broker
 APP = """
 import os
 from app.messaging import broker
-from workers.process.celery_inbox import hears
+from workers.process.celery_inbox import hears, hears_all
 
 celery = broker.make_celery("heard", os.environ["REDIS_URL"])
 
@@ -25,6 +25,11 @@ def say(word="nothing"):
     os.write(1, f"{word}\\n".encode())
     if word == "nonsense":
         raise ValueError(word)
+
+@hears_all
+def say_that_all_is_heard():
+    os.write(1, b"all\\n")
+    raise ValueError("all")
 """
 
 
@@ -73,6 +78,16 @@ def test_a_nudge_without_a_text_is_heard(servers, worker):
     broker.send(sender, "say", "hints", "two", expires_s=LONG_S)
     told = [*takewhile(lambda line: line != "two\n", worker.stdout)]
     assert "nothing\n" in told
+
+
+def test_reader_says_when_all_that_waited_was_heard(servers, worker):
+    sender = broker.make_celery("sender", servers.redis_url)
+    broker.send_all(sender, "say", [("hints", str(n)) for n in range(50)], expires_s=LONG_S)
+    broker.send_all(sender, "say", [("hints", "two")], expires_s=LONG_S)
+    told = [*takewhile(lambda line: line != "two\n", worker.stdout)]
+    assert [line for line in told if line.strip().isdigit()] == [f"{n}\n" for n in range(50)]
+    broker.send(sender, "say", "hints", "three", expires_s=LONG_S)
+    assert "all\n" in takewhile(lambda line: line != "three\n", worker.stdout)
 
 
 def test_messages_that_are_published_together_are_heard(servers, worker):
