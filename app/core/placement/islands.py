@@ -41,14 +41,11 @@ class KindCapacity:
     """Describes an island's capacity of one device kind.
 
     `devices` limits the width of a gang. `share` is how many of them the tenant may count on, at
-    least one. `memory_bytes` is that of the largest device; None: unknown. The devices become free
-    `busy_ns` from now.
+    least one. The devices become free `busy_ns` from now.
     """
 
     devices: int
     share: int = 1
-    memory_bytes: int | None = None
-    presets: frozenset[str] | None = None
     busy_ns: int = 0
 
 
@@ -131,7 +128,7 @@ def _again(graph: PlannedGraph, ended: set[str], whole: frozenset[str]) -> tuple
     """Return ended nodes whose blocks are needed and exist nowhere any more."""
     maker = {block: node.id for node in graph.nodes for block in node.writes}
     wanted = {block for node in graph.nodes if node.id not in ended for block in node.reads}
-    wanted |= {block.id for block in graph.blocks if block.to or block.keep}
+    wanted |= {block.id for block in graph.blocks if block.to}
     lost = {
         block for block in wanted - whole if maker.get(block, "") in ended or block not in maker
     }
@@ -148,8 +145,7 @@ def _assign(
 ) -> Portions:
     graph = _from_above(graph, islands)
     check(graph, {island.id: n for n, island in enumerate(islands)})
-    need = _bytes_needed(graph)
-    graph, islands = _narrowed(graph, islands, need, {*stay.values()})
+    graph, islands = _narrowed(graph, islands, {*stay.values()})
     place = {island.id: n for n, island in enumerate(islands)}
     line = {
         (n, kind): number
@@ -161,7 +157,7 @@ def _assign(
     speeds, ways = _routes(graph, links, place)
     problem = problem_of(
         graph,
-        [_options(node, need[node.id], islands, line, stay.get(node.id)) for node in graph.nodes],
+        [_options(node, islands, line, stay.get(node.id)) for node in graph.nodes],
         place=place,
         lanes=[
             (islands[n].rooms[kind].busy_ns,) * max(1, min(most, islands[n].rooms[kind].share))
@@ -173,19 +169,9 @@ def _assign(
     return _named(graph, islands, problem, _found(problem, effort))
 
 
-def _bytes_needed(graph: PlannedGraph) -> dict[str, int]:
-    """Return the memory that each node needs on a device: its blocks and its workspace."""
-    size = {one.id: one.bytes for one in graph.blocks}
-    return {
-        node.id: sum(size[id] for id in {*node.reads, *node.writes}) + node.memory_bytes
-        for node in graph.nodes
-    }
-
-
 def _narrowed(
     graph: PlannedGraph,
     islands: tuple[PlacementIsland, ...],
-    need: Mapping[str, int],
     keep: Collection[str],
 ) -> tuple[PlannedGraph, tuple[PlacementIsland, ...]]:
     """Leave out islands that cannot make the plan better, so that more islands hardly cost more
@@ -200,9 +186,9 @@ def _narrowed(
     alike = defaultdict[tuple[Hashable, ...], list[PlannedNode]](list)
     for node in graph.nodes:
         kinds = frozenset(node.time_ns)
-        alike[kinds, node.width, node.devices, node.preset, need[node.id]].append(node)
+        alike[kinds, node.width, node.devices].append(node)
     for nodes in alike.values():
-        soonest = set(_soonest(nodes, islands, need[nodes[0].id]))
+        soonest = set(_soonest(nodes, islands))
         if not soonest:
             return graph, islands  # no island takes the node; each has a reason
         kept |= soonest
@@ -211,16 +197,14 @@ def _narrowed(
     return replace(graph, blocks=tuple(blocks)), near
 
 
-def _soonest(
-    nodes: Sequence[PlannedNode], islands: tuple[PlacementIsland, ...], need: int
-) -> Iterator[str]:
+def _soonest(nodes: Sequence[PlannedNode], islands: tuple[PlacementIsland, ...]) -> Iterator[str]:
     """Yield the islands, first the one where the first of `nodes` would end soonest. All nodes need
     the same.
     """
     node, ends = nodes[0], list[tuple[int, int, int]]()
     for n, island in enumerate(islands):
         for kind, room in island.rooms.items():
-            if _refused(node, island, kind, need) is None:
+            if _refused(node, island, kind) is None:
                 alone = _lanes(node, n, 0, room, kind)
                 ends.append((room.busy_ns + alone.time_ns, n, room.share))
     lanes = 0
@@ -266,7 +250,6 @@ def _from_above(graph: PlannedGraph, islands: tuple[PlacementIsland, ...]) -> Pl
 
 def _options(
     node: PlannedNode,
-    need: int,
     islands: tuple[PlacementIsland, ...],
     line: Mapping[tuple[int, str], int],
     stays: str | None,
@@ -274,7 +257,7 @@ def _options(
     able, refused = list[Option](), list[str]()
     for (n, kind), number in line.items():
         room = islands[n].rooms[kind]
-        why = _refused(node, islands[n], kind, need)
+        why = _refused(node, islands[n], kind)
         if why is None and stays in (None, islands[n].id):
             able.append(_lanes(node, n, number, room, kind))
         elif why is not None:
@@ -293,7 +276,7 @@ def _lanes(node: PlannedNode, place: int, line: int, room: KindCapacity, kind: s
     return option((place,), (line,), -(-node.time_ns[kind] * node.width // lanes), lanes)
 
 
-def _refused(node: PlannedNode, island: PlacementIsland, kind: str, need: int) -> str | None:
+def _refused(node: PlannedNode, island: PlacementIsland, kind: str) -> str | None:
     room = island.rooms[kind]
     if kind not in node.time_ns:
         return "not of a kind that can run it"
@@ -301,10 +284,6 @@ def _refused(node: PlannedNode, island: PlacementIsland, kind: str, need: int) -
         return f"{room.devices} devices, {node.width} are wanted"
     if node.devices and not island.places & {*node.devices}:
         return "not among the devices that it names"
-    if node.preset and room.presets is not None and node.preset not in room.presets:
-        return f"no preset {node.preset}"
-    if room.memory_bytes is not None and need > room.memory_bytes:
-        return f"{room.memory_bytes} bytes of memory for {need}"
     return None
 
 

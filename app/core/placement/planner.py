@@ -38,15 +38,13 @@ class PlannedBlock:
     """Describes a datablock of a graph: `at` are the places where it is now, none if a node writes
     it.
 
-    `to` are places where it must be at the end. `keep`: it is needed after the graph, at any place.
-    Places are ids of devices and hosts.
+    `to` are places where it must be at the end. Places are ids of devices and hosts.
     """
 
     id: str
     bytes: int
     at: tuple[str, ...] = ()
     to: tuple[str, ...] = ()
-    keep: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +53,8 @@ class PlannedNode:
 
     `time_ns` is its measured or expected time by device kind; it can run on those kinds only. If
     `devices` is not empty, it can run on those only. It needs `width` devices of one kind at once,
-    each with all that it reads and `memory_bytes` of workspace, and leaves what it writes on all of
-    them. Nodes in `after` must end first but pass no data.
+    each with all that it reads, and leaves what it writes on all of them. Nodes in `after` must end
+    first but pass no data.
     """
 
     id: str
@@ -64,9 +62,7 @@ class PlannedNode:
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
-    memory_bytes: int = 0
     width: int = 1
-    preset: str = ""
     devices: tuple[str, ...] = ()
 
 
@@ -78,16 +74,9 @@ class PlannedGraph:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedDevice:
-    """Describes a device that takes work from `busy_ns` on, counted from now.
-
-    `presets` are the presets that the device supports; None means any.
-    """
-
     id: str
     host: str
     kind: str
-    presets: frozenset[str] | None = None
-    busy_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +187,7 @@ def remaining(
     blocks = tuple(
         replace(block, at=() if block.id in made else tuple(at.get(block.id, ())))
         for block in graph.blocks
-        if block.id in wanted or block.to or block.keep
+        if block.id in wanted or block.to
     )
     return PlannedGraph(nodes=nodes, blocks=blocks)
 
@@ -220,7 +209,7 @@ class Numbers:
             graph,
             options,
             place=place,
-            lanes=[(device.busy_ns,) for device in topology.devices],
+            lanes=[(0,) for _ in topology.devices],
             links=links,
             ways=ways,
         )
@@ -355,8 +344,8 @@ def _check_node(node: PlannedNode, nodes: set[str], blocks: set[str]) -> None:
         raise fault(f"the graph has no datablock {id}")
     for id in sorted(set(node.after) - nodes):
         raise fault(f"the graph has no node {id}")
-    if node.width < 1 or node.memory_bytes < 0 or min(node.time_ns.values(), default=0) < 0:
-        raise fault("its width is below 1, or its memory or time is negative")
+    if node.width < 1 or min(node.time_ns.values(), default=0) < 0:
+        raise fault("its width is below 1, or its time is negative")
 
 
 def _check_block(one: PlannedBlock, written: set[str], places: Mapping[str, int]) -> None:
@@ -418,8 +407,6 @@ def _refused(node: PlannedNode, device: PlannedDevice) -> str | None:
         return f"is of kind {device.kind}"
     if node.devices and device.id not in node.devices:
         return "is not among those that it names"
-    if node.preset and device.presets is not None and node.preset not in device.presets:
-        return f"cannot be given the preset {node.preset}"
     return None
 
 

@@ -162,34 +162,6 @@ def test_each_kind_of_device_has_its_own_times() -> None:
     assert place(graph([only], []), top).seats == {"t": ("cpu",)}
 
 
-def test_node_with_a_preset_runs_only_where_it_can_be_set() -> None:
-    top = machine(2, peers=False)
-    one = PlannedDevice(id="d1", host="host", kind="cuda", presets=frozenset({"train"}))
-    none = PlannedDevice(id="d0", host="host", kind="cuda", presets=frozenset())
-    plan = place(
-        graph([node("t", preset="train")], []), Topology(devices=(none, one), links=top.links)
-    )
-    assert plan.seats == {"t": ("d1",)}
-
-
-def test_busy_device_is_waited_for_or_avoided() -> None:
-    top = machine(2, peers=False)
-    busy = PlannedDevice(id="d0", host="host", kind="cuda", busy_ns=7 * MS)
-    top = Topology(devices=(busy, top.devices[1]), links=top.links)
-    assert place(graph([node("t")], []), top).seats == {"t": ("d1",)}
-    assert place(graph([node("t", devices=("d0",))], []), top).starts_ns == {"t": 7 * MS}
-
-
-def test_device_busy_for_long_is_planned_as_if_absent() -> None:
-    _, work, _ = random_graph(16)
-    two, three = machine(2, peers=True), machine(3, peers=True)
-    busy = PlannedDevice(id="d2", host="host", kind="cuda", busy_ns=3600 * 1000 * MS)
-    effort = Effort(search=1, exact=1_000_000)
-    with_it = place(work, Topology(devices=(*three.devices[:2], busy), links=three.links), effort)
-    assert with_it.exact
-    assert with_it.bytes == place(work, two, effort).bytes
-
-
 def test_output_is_copied_to_where_it_is_wanted() -> None:
     work = graph([node("t", "", "y")], [block("y", 12, to=("host",))])
     plan = place(work, machine(2, peers=False))
