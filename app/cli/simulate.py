@@ -214,13 +214,13 @@ def _tenants(trace: Trace, asked: SimulateOptions) -> list[BoardTenant]:
 def parse_devices(text: str) -> dict[str, int]:
     """Parse numbers of devices by kind; a plain number, like "640", means cuda=640."""
     if _count(text) is not None:
-        return {"cuda": _above_0("--devices", text)}
+        return {"cuda": _device_count(text)}
     pairs = [pair.partition("=") for pair in text.split(",")]
     if not all(kind and equals for kind, equals, _ in pairs):
         raise typer.BadParameter(
             f"--devices must be a number or KIND=N,..., such as cuda=64; got {text!r}"
         )
-    return {kind.strip(): _above_0("--devices", count) for kind, _, count in pairs}
+    return {kind.strip(): _device_count(count) for kind, _, count in pairs}
 
 
 def parse_weights(given: Several) -> dict[str, float]:
@@ -259,9 +259,9 @@ def _count(text: str) -> int | None:
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= 7 else None
 
 
-def _above_0(option: str, text: str) -> int:
+def _device_count(text: str) -> int:
     if not (count := _count(text.strip())):
-        raise typer.BadParameter(f"{option} must be a number of devices above 0; got {text!r}")
+        raise typer.BadParameter(f"--devices must be a number of devices above 0; got {text!r}")
     return count
 
 

@@ -89,11 +89,11 @@ class Learned:
 
     def expected_s(self, row: Any) -> float | None:
         """Return how long such a task will still run on the number of devices that it needs."""
-        return self.history.expected_remaining_s(_history_keys(row))
+        return self.history.median_s(_history_keys(row))
 
     def usual_s(self, tenant: str, width: int) -> float | None:
         """Return how long the tenant's tasks of this width run."""
-        return self.history.expected_remaining_s(((tenant, width), (tenant,), ()))
+        return self.history.median_s(((tenant, width), (tenant,), ()))
 
     def remember(self, task: str, told: Estimate, at_s: float) -> None:
         """Remember the first answer about a task only, so that it does not matter how often users
@@ -192,7 +192,7 @@ def start(
     lines[board.leaf(task).top.name] = replace(
         mine, tasks=[WaitingTask(who=me.who[1:], width=task.width)] * before + [me]
     )
-    usual_s = learned.history.expected_remaining_s(me.who) or 0.0
+    usual_s = learned.history.median_s(me.who) or 0.0
     found = estimator.starts_in(
         _scene(board, task, lines, on_devices, usual_s=usual_s),
         board.leaf(task).top.name,

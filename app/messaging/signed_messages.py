@@ -39,21 +39,19 @@ def claimed_process(text: str) -> str:
     return f"{key}\n{head}" if found else text
 
 
-def opened_heartbeat(text: str, *, hosts: Container[str]) -> Alive:
-    """Open a heartbeat; `hosts` are the accepted public keys.  Raises BadSignature or
-    BadMessage.
-    """
-    key, body = opened_body(text, hosts=hosts)
-    return heartbeat_in(body, text, key)
-
-
 def opened_body(text: str, *, hosts: Container[str]) -> tuple[str, JSON]:
-    """Return the key that signed a heartbeat, and its content, which is not checked yet."""
+    """Return the key that signed a heartbeat, and its content, which is not checked yet.
+
+    `hosts` are the accepted public keys.  Raises BadSignature or BadMessage.
+    """
     return _opened(text, HEARTBEAT, hosts)
 
 
 def heartbeat_in(body: JSON, text: str, key: str) -> Alive:
-    """Return the heartbeat that says `body`, from the text that `key` signed."""
+    """Return the heartbeat that says `body`, from the text that `key` signed.
+
+    Raises BadSignature or BadMessage.
+    """
     _check_storable(body, text)
     alive = decode(body)
     if not isinstance(alive, Alive):

@@ -207,7 +207,8 @@ def named(session: Session, names: Collection[str]) -> set[str]:
     found = set(session.scalars(select(UploadPart.place).where(UploadPart.place.in_(parts))))
     digests = {name.rpartition("/")[2] for name in names}
     rows = select(Checkpoint.tenant_id, Checkpoint.sha256).where(Checkpoint.sha256.in_(digests))
-    found |= {name(*row) for row in session.execute(rows) for name in (manifest, _blob)}
+    for tenant, sha256 in session.execute(rows):
+        found |= {manifest(tenant, sha256), blob(sha256)}
     bundles = session.scalars(select(Bundle.sha256).where(Bundle.sha256.in_(digests)))
     graphs = session.scalars(select(Graph.sha256).where(Graph.sha256.in_(digests)))
     kept = select(Datablock.sha256).where(Datablock.sha256.in_(digests), datablocks.is_kept())
@@ -250,10 +251,6 @@ def _outputs(session: Session, digests: Collection[str]) -> Sequence[str]:
         literal_column("tasks.outputs <> '{}'"), has_one.op("?|")(cast(list(digests), ARRAY(Text)))
     )
     return session.scalars(query.where(digest.in_(digests), is_only_an_output | is_wanted)).all()
-
-
-def _blob(tenant: str, sha256: str) -> str:
-    return blob(sha256)
 
 
 # --- the store ----------------------------------------------------------------------------------

@@ -17,7 +17,8 @@ from fractions import Fraction
 from itertools import groupby
 from typing import Literal
 
-from app.core.fairness.water_filling import Amount, above_0, exact
+from app.core.fairness.water_filling import Amount, exact
+from tests.oracles.amounts import above_0
 
 Parents = Mapping[str, str | None]
 """Every name in a tree with the name above it; None stands right below the root.

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from heapq import heapify, heappop, heapreplace
 
-from app.core.fairness.water_filling import Amount, above_0, exact
+from app.core.fairness.water_filling import Amount, exact
+from tests.oracles.amounts import above_0
 
 Resources = Mapping[str, Amount]
 """Amounts by resource; a resource that is not named counts as 0."""

@@ -14,7 +14,8 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from app.core.fairness.water_filling import Amount, ShareRange, above_0, exact, level
+from app.core.fairness.water_filling import Amount, ShareRange, exact, level
+from tests.oracles.amounts import above_0
 from tests.oracles.formulas_history import kai_time_weights
 
 Amounts = Mapping[str, Amount]

@@ -9,7 +9,13 @@ import pytest
 from app.core.model.messages import Alive, Answer, BadMessage, Cancel, encode
 from app.identity.enrolment import Roster
 from app.messaging import signed_messages
-from app.messaging.signed_messages import Mail, opened_heartbeat, sealed_heartbeat, sealed_news
+from app.messaging.signed_messages import (
+    Mail,
+    heartbeat_in,
+    opened_body,
+    sealed_heartbeat,
+    sealed_news,
+)
 from app.storage.signing import HEARTBEAT, NEWS, BadSignature, Signer, public_key
 
 pytestmark = pytest.mark.security
@@ -41,6 +47,11 @@ def beat(signer, **more):
     facts = {"host": "h", "island": "isle", "kind": "cpu", "key": signer.public}
     given = {"device": "h.0", "incarnation": "1", "sent_us": 1, "facts": facts}
     return Alive(**{**given, "residents": [], "events": [], "logs": [], **more})
+
+
+def opened_heartbeat(text, *, hosts):
+    key, body = opened_body(text, hosts=hosts)
+    return heartbeat_in(body, text, key)
 
 
 class TestNews:

@@ -197,32 +197,23 @@ class History:
         who: Who,
         *,
         elapsed_s: float = 0.0,
-        max_duration_s: float | None = None,
         quantiles: Sequence[float] = (0.1, 0.5, 0.9),
     ) -> tuple[float, ...] | None:
         """Return how long a task still runs after `elapsed_s`: seconds for each quantile; None if
         unknown.
-
-        `max_duration_s` is the limit of the descriptor; alone it is no estimate.
         """
         curve = self.curve(who)
         if curve is None:
             return None
-        end_s = math.inf if max_duration_s is None else max(max_duration_s, elapsed_s)
-        return tuple(min(curve.draw(elapsed_s, 1 - q), end_s) - elapsed_s for q in quantiles)
+        return tuple(curve.draw(elapsed_s, 1 - q) - elapsed_s for q in quantiles)
 
-    def expected_remaining_s(
-        self, who: Who, *, elapsed_s: float = 0.0, max_duration_s: float | None = None
-    ) -> float | None:
-        """Return one figure for a reservation (rule F7): the median.
+    def median_s(self, who: Who) -> float | None:
+        """Return one figure for a reservation (rule F7): the median runtime.
 
         The few longest tasks dominate the mean, so reservations by the mean would always be too
-        late. When the time has passed, ask again: the answer is then for a task that has run that
-        long.
+        late.
         """
-        found = self.remaining(
-            who, elapsed_s=elapsed_s, max_duration_s=max_duration_s, quantiles=(0.5,)
-        )
+        found = self.remaining(who, quantiles=(0.5,))
         return None if found is None else found[0]
 
 
@@ -339,23 +330,20 @@ def starts_in(
     place: int,
     history: Runtimes,
     *,
-    blocked_by: str | None = None,
     calibration: Calibration | None = None,
-    seed: int = SEED,
     events: int = EVENTS,
 ) -> Estimate | Unknown:
     """Estimate when `scene.lines[tenant].tasks[place]` gets its next turn, in seconds from now.
 
-    `blocked_by` names an obstacle that only a person or another task can end (a hold, a need). Each
-    run draws a runtime for every task, and starts the tasks of the least served tenant first, as
-    the island does. About `events` tasks are considered in all.
+    Each run draws a runtime for every task, and starts the tasks of the least served tenant first,
+    as the island does. About `events` tasks are considered in all.
     """
     task = scene.lines[tenant].tasks[place]
-    refused = _refused(scene, task, blocked_by)
-    if refused is not None:
-        return refused
+    if task.width > _devices(scene):
+        said = f"It needs {task.width} devices; {_devices(scene)} are there."
+        return Unknown(code="TOO_WIDE", message=said)
     try:
-        waits = _waits(_Cast(scene, tenant, place, history), seed, events)
+        waits = _waits(_Cast(scene, tenant, place, history), events)
     except KeyError:
         return Unknown(code="NO_HISTORY", message="No task has ended here yet to learn from.")
     logs = [math.log(max(1.0, wait)) for wait in waits]
@@ -363,20 +351,11 @@ def starts_in(
     return told if calibration is None else calibration.corrected(told)
 
 
-def _waits(cast: _Cast, seed: int, events: int) -> list[float]:
+def _waits(cast: _Cast, events: int) -> list[float]:
     waiting = sum(len(tasks) for tasks in cast.lines.values())
     runs = max(1, min(RUNS, events // (len(cast.held) + waiting)))
-    chance = random.Random(seed)
+    chance = random.Random(SEED)
     return [_SimulatedRun(cast, chance).wait_s() for _ in range(runs)]
-
-
-def _refused(scene: Scene, task: WaitingTask, blocked_by: str | None) -> Unknown | None:
-    if blocked_by is not None:
-        return Unknown(code="BLOCKED", message=f"It cannot start before this ends: {blocked_by}.")
-    if task.width > _devices(scene):
-        said = f"It needs {task.width} devices; {_devices(scene)} are there."
-        return Unknown(code="TOO_WIDE", message=said)
-    return None
 
 
 def _devices(scene: Scene) -> int:

@@ -130,13 +130,6 @@ class Claim:
 Claims = Mapping[str, Claim]
 
 
-def above_0(word: str, amount: Amount) -> Fraction:
-    """Return the amount, exact. If it is not above 0, raises a ValueError that calls it `word`."""
-    if not 0 < amount < math.inf:
-        raise ValueError(f"{word} {amount} is not a finite number above 0")
-    return exact(amount)
-
-
 def _check(claim: Claim | Claimant) -> None:
     if not claim.weight > 0:
         raise ValueError(f"weight {claim.weight} is not above 0: leave out who has no share")

@@ -206,14 +206,13 @@ def _bytes(block: str, sizes: Mapping[str, int]) -> int:
 
 @dataclass(slots=True)
 class _Played:
-    """Tells when a partition begins, how long it waits inside, and when its nodes have run.
+    """Tells when a partition begins, and when its nodes have run.
 
     All times are in ms from now, except those of `ran_ms`.
     """
 
     begins_ms: float
     free_ms: float
-    waits_ms: float = 0.0
     # node -> time from the launch of its partition
     ran_ms: dict[str, float] = field(default_factory=dict)
 
@@ -260,7 +259,6 @@ class _Cut:
         if mine is None:
             mine = _Played(begins_ms=there_ms, free_ms=there_ms + self.launch_ms)
             self.played[self.seats[name]] = mine
-        mine.waits_ms += max(0.0, there_ms - mine.free_ms)
         mine.free_ms = max(mine.free_ms, there_ms) + self.ms[name]
         mine.ran_ms[name] = mine.free_ms - mine.begins_ms - self.launch_ms
         self.there_ms[name] = mine.free_ms + GIVE_MS

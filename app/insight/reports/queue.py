@@ -150,13 +150,16 @@ def with_names(query: Select[*tuple[Any, ...]], tenant: str | None) -> Select[*t
     return query if tenant is None else query.where(Task.tenant_id == tenant)
 
 
-def median_wait_s(session: Session, tenant: str | None, *, requests: int = 200) -> float | None:
+NEWEST_REQUESTS = 200  # so many requests give the median wait
+
+
+def median_wait_s(session: Session, tenant: str | None) -> float | None:
     """Return the median time from submission to first start, in seconds; None if no task has
     started.
 
-    It covers the tasks of the newest `requests` requests that have started.
+    It covers the tasks of the newest requests that have started.
     """
-    newest = select(Request.id).order_by(Request.id.desc()).limit(requests)
+    newest = select(Request.id).order_by(Request.id.desc()).limit(NEWEST_REQUESTS)
     if tenant is not None:
         newest = newest.where(Request.tenant_id == tenant)
     waited_s = func.extract("epoch", Task.first_started_at - Task.submitted_at)
