@@ -22,7 +22,7 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A bound for a measured value: `met` is True if `value` `op` `bound`; `op` is "<=" or ">="."""
+    """Bounds a measured value: it is `met` if `value` `op` `bound`; `op` is "<=" or ">="."""
 
     name: str
     value: float
@@ -38,7 +38,7 @@ class Target:
 def quick() -> bool:
     """Return whether the short form is asked for; with --help, print the benchmark's text and end.
 
-    Every benchmark asks this before it starts anything.
+    Every benchmark calls this before it starts anything.
     """
     if {"-h", "--help"} & set(sys.argv[1:]):
         sys.stdout.write(f"{sys.modules['__main__'].__doc__}\n")

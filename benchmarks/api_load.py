@@ -1,21 +1,24 @@
 """Measure how many requests the API accepts and how soon it answers, over HTTP, on one machine.
 
-python -m benchmarks.api_load [--quick]
+    python -m benchmarks.api_load [--quick]
 
 One API process as `make up` starts it, Postgres with fsync, and the callers share the machine.
-Callers are threads with a connection each, which send the next call when the last is answered.
-Submits are counted when they are answered, which is after their commit, and then once more with
-two API processes. The CPU of a submit is that of the API and of all processes of Postgres; that of
-the callers, who take it from the same cores, stands beside it. Reads are of 100,000
-requests (--quick: 10,000), each kind by two callers at once. Lives are no-op functions, all
-submitted at once, run by the real island and two real CPU devices, until the last is done: from
-requests of 100, from requests of one, and each in a process of its own.
+Callers are threads with a connection each. A caller sends its next call when its last call is
+answered.
 
-Peers, without HTTP, from the threads of one process: Procrastinate defers jobs into the same
-Postgres, and Celery sends tasks to the same Redis with every write synced to disk. Then the lives
-of as many no-op functions in Procrastinate, Celery and Dask, each with two worker slots, in servers
-as ours; benchmarks/peers/lives.py says what each of them guarantees. Dask has an environment of its
-own (benchmarks/peers/requirements.txt); without it Dask is left out, and the result says so.
+* Submits are counted when they are answered, which is after their commit, and then once more with
+  two API processes. The CPU of a submit is that of the API and of all processes of Postgres. The
+  CPU of the callers, which take it from the same cores, stands beside it.
+* Reads are of 100,000 requests (--quick: 10,000). Two callers at once make each kind of read.
+* Lives are no-op functions, all submitted at once. The real island and two real CPU devices run
+  them until the last is done. They come from requests of 100 functions, from requests of one
+  function, and with each function in a process of its own.
+
+The peers are called without HTTP, from the threads of one process. Procrastinate defers jobs into
+the same Postgres, and Celery sends tasks to the same Redis with every write synced to disk. Then
+Procrastinate, Celery and Dask run as many no-op functions, each with two worker slots and servers
+like ours. benchmarks/peers/lives.py says what each peer guarantees. Dask has an environment of its
+own (benchmarks/peers/requirements.txt). Without it Dask is left out, and the result says so.
 """
 
 from __future__ import annotations
@@ -251,7 +254,7 @@ Act = Callable[[int], Callable[[], object]]
 
 
 class Caller:
-    """A connection that sends prepared requests and reads no more than it must.
+    """Holds a connection that sends prepared requests and reads no more than it must.
 
     A client library would cost more than the API does.
     """
@@ -301,7 +304,7 @@ def median_per_s(act: Act, seconds: float) -> float:
 
 
 def submits(service: Service, seconds: float) -> tuple[dict[str, float], dict[str, float]]:
-    """Return submits per second, by kind of request; and the CPU time of a request with one task,
+    """Return the submits per second by kind of request, and the CPU time of a request with one task
     by process.
     """
     postgres = _postmaster()
@@ -333,7 +336,7 @@ def submits(service: Service, seconds: float) -> tuple[dict[str, float], dict[st
 
 
 def submitting(service: Service, tasks: int, *, keyed: bool = False) -> Act:
-    """Return callers that submit requests of so many tasks."""
+    """Return callers that submit requests of this many tasks."""
     body, keys = json.dumps(described(service.bundle, tasks)).encode(), count()
 
     def act(_: int) -> Callable[[], object]:
@@ -430,7 +433,9 @@ def celery_sends(url: str, seconds: float) -> dict[str, float]:
 
 
 def peers_lives(lives: int, ours: dict[str, float]) -> dict[str, Any]:
-    """Return no-op functions per second of each peer, by way, and ours to them."""
+    """Return the no-op functions per second of each peer, by way, and our figures divided by
+    theirs.
+    """
     found: dict[str, Any] = {}
     with temporary_home() as home, embedded_postgres(home) as postgres, embedded_redis(home) as url:
         env = os.environ | {"DATABASE_URL": plain(postgres), "REDIS_URL": synced(url)}

@@ -56,7 +56,7 @@ ENV = {"ROUNDHOUSE_DEVICE_THREADS": "1", "ROUNDHOUSE_SLICE_MAX_S": "5"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The size of a run; `disturbances` has the number of each kind within `length_s`."""
+    """Sets the size of a run; `disturbances` has the number of each kind within `length_s`."""
 
     jobs: int
     steps: int
@@ -167,7 +167,7 @@ def _params(tenant: str, steps: int) -> JSON:
 def _ended(system: System, tenant: str, id: str, steps: int, until_s: float) -> JSON:
     """Wait for the request to end and return its task.
 
-    If it does not end in time, its state is the current one.
+    If the request does not end in time, the task has its current state.
     """
     client = system.client(tenant)
     with contextlib.suppress(TimeoutError):
@@ -222,7 +222,7 @@ class Chaos:
         return True
 
     def _kill_one(self, kind: str) -> bool:
-        """Kill one process; False if there is none now, or it ended by itself."""
+        """Kill one process; False if there is no such process now, or it ended by itself."""
         with contextlib.suppress(psutil.NoSuchProcess):
             system = self.system
             processes = system.zygotes() if kind == "zygote" else system.residents()
@@ -307,7 +307,7 @@ def _undisturbed(task: JSON) -> tuple[JSON, dict[int, float]]:
 
 @dataclass
 class Traces:
-    """Finds traces of the system on this host; `shared` are names that it used in /dev/shm."""
+    """Finds traces of the system on this host; `shared` are the names that it used in /dev/shm."""
 
     home: Path
     devices: list[str]

@@ -3,18 +3,18 @@ durable.
 
     python -m benchmarks.checkpoint_stall [--quick]
 
-A transformer with AdamW trains on one thread; its parameters and optimizer state are 300 MB and 1
-GB (one tenth of that with --quick). Every other step is followed by a checkpoint, to the same disk,
-flushed to it. Each way runs in a process of its own, in turn:
+A transformer with AdamW trains on one thread. Its parameters and optimizer state are 300 MB and 1
+GB (one tenth of that with --quick). Every other step is followed by a checkpoint to the same disk,
+and flushed to it. Each way of writing runs in a process of its own, in turn:
 
-* ours: captured and staged as in a resident, written as chunks by another process as in a device
-  worker; the stall is the time at the safe point and the time that the optimizer waits;
-* `torch.save` and fsync; `dcp.save`; `dcp.async_save` (threads, a stager that keeps its buffers),
-  its first call and the later ones.
+* ours captures and stages as a resident does, and another process writes chunks as a device worker
+  does; the stall is the time at the safe point and the time for which the optimizer waits;
+* the peers are `torch.save` and fsync; `dcp.save`; and `dcp.async_save` (threads, a stager that
+  keeps its buffers), its first call and the later ones.
 
-The figures are medians over all checkpoints but the first of each process, in wall time, over all
-rounds. Beside them stands the CPU time of the job's own thread, which is more reliable on a loaded
-machine, and by how much the next step is longer than one without a checkpoint.
+The figures are medians in wall time over all rounds and all checkpoints but the first of each
+process. Two figures stand beside them: the CPU time of the job's own thread, which is more reliable
+on a loaded machine, and by how much the next step is longer than a step without a checkpoint.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def in_a_process(way: str, size: int, times: int) -> list[JSON]:
 
 
 class Training:
-    """A job with about `size` bytes of parameters and optimizer state."""
+    """Trains a model with about `size` bytes of parameters and optimizer state."""
 
     def __init__(self, size: int) -> None:
         import torch
@@ -155,7 +155,7 @@ class Training:
         self.took_s = 0.0
 
     def step(self) -> None:
-        """Run forward and backward for WATCHED_S at least, then the optimizer."""
+        """Run forward and backward for at least WATCHED_S, then the optimizer."""
         began_s = time.perf_counter()
         while True:
             self.net(self.batch).square().mean().backward()

@@ -3,21 +3,22 @@
     python -m benchmarks.command_migration [--quick]
 
 A plain program with 50 MB, 200 MB, 1 GB and 2 GB of memory (--quick: the first two) runs on a
-device worker, and then on a second one: real supervisors, zygotes and residents with all layers of
-the sandbox, namespaces, folders and users of their own, and one store. In every step the program
-writes to each page of a twentieth of its memory, and prints the time by its own clock.
+device worker, and then on a second one. They are real supervisors, zygotes and residents with all
+layers of the sandbox. Each device worker has namespaces, folders and users of its own; the store is
+shared. In every step the program writes to each page of a twentieth of its memory, and prints the
+time by its own clock. The figures:
 
-* frozen: it is paused, its image is stored, and it goes on where it is. The time between its last
-  step before and its first step after.
-* downtime: the other device worker expects it, and fetches its image while it runs on. A second
-  later it is paused again and stored; it is dropped there and launched on the other one, which
-  fetches the rest and restores it. The same time, of that move.
-* the changed bytes: what the second image adds to the store. The bandwidth is that of the store in
-  the same run, the slower of writing and reading random bytes.
-* 1 GB into a folder in memory: a dump and a restore write all memory of the program once. Where a
-  hypervisor takes free memory back, that can take ten times as long as where it does not.
-* Peer: stop and begin again. The same program on device workers without CRIU; the time until it is
-  where it was when it was stopped.
+* frozen: the program is paused, its image is stored, and it goes on where it is. The figure is the
+  time between its last step before the pause and its first step after it.
+* downtime: the second device worker expects the program, and fetches its image while it runs on. A
+  second later the program is paused again and stored. The first device worker drops it; the second
+  one launches it, fetches the rest and restores it. The figure is the same time, of this move.
+* changed bytes: what the second image adds to the store. The bandwidth is that of the store in the
+  same run: the slower of writing and reading random bytes.
+* 1 GB into a folder in memory: a dump writes all memory of the program once, and so does a restore.
+  Where a hypervisor takes free memory back, that can take ten times as long.
+* the peer stops and begins again: the same program runs on device workers without CRIU. The figure
+  is the time until the program is where it was when it was stopped.
 
 The program ends with the hash of all its memory, which is compared with a run without a move.
 """
@@ -107,7 +108,7 @@ def main() -> int:
 
 
 def targets(rows: dict[str, list[JSON]]) -> list[Target]:
-    """Return the targets; a figure of several sizes is that of the worst size."""
+    """Return the targets; a figure with several sizes is taken at its worst size."""
     beyond = max(_median(of_size, "beyond_s") for of_size in rows.values())
     part = max(_median(of_size, "second_part") for of_size in rows.values())
     differ = sum(row["differs"] for of_size in rows.values() for row in of_size)
@@ -202,7 +203,7 @@ def begun_again(home: Path, size: int) -> float:
 
 
 class Run:
-    """A program as it runs on one device worker after another."""
+    """Runs a program on one device worker after another."""
 
     def __init__(self, size: int) -> None:
         self.argv = ["python", "-c", PROGRAM, str(size), str(HOT), str(STEPS)]
@@ -212,7 +213,7 @@ class Run:
         self.paused_s = self.stored_s = 0.0
 
     def on(self, rig: DeviceRig) -> Started:
-        """Launch it there; return when it has made two steps."""
+        """Launch the program on this device worker; return when it has made two steps."""
         self.epoch += 1
         self.rigs[self.epoch] = rig
         self.launches[self.epoch] = rig.launch(
@@ -223,12 +224,12 @@ class Run:
         return started
 
     def ahead(self) -> None:
-        """Let it run a while."""
+        """Let the program run a while."""
         until_ns = self.steps(self.epoch)[-1][1] + int(AHEAD_S * 1e9)
         self.rigs[self.epoch].until(lambda: self.steps(self.epoch)[-1][1] >= until_ns)
 
     def fetched_ahead(self, rig: DeviceRig) -> None:
-        """Announce it there; return when its image is there."""
+        """Announce the program to this device worker; return when its image is there."""
         (image,), launched = self.images, self.launches[self.epoch]
         rig.expected = [
             ExpectedTask(
@@ -248,7 +249,7 @@ class Run:
         rig.until(is_there, timeout_s=TIMEOUT_S)
 
     def stored(self) -> Saved:
-        """Pause it; return its image when it is durable."""
+        """Pause the program; return its image when the image is durable."""
         self.ahead()
         rig, began_s = self.rigs[self.epoch], time.monotonic()
         rig.pause("t", self.epoch)
@@ -276,7 +277,7 @@ class Run:
         return [(int(step), int(at_ns)) for _, step, at_ns in words]
 
     def stood_s(self) -> float:
-        """Return the longest time between two steps around the begin of this epoch."""
+        """Return the longest time between two steps around the beginning of this epoch."""
         last, (first, second) = self.steps(self.epoch - 1)[-1], self.steps(self.epoch)[:2]
         if first[0] != last[0] + 1:
             raise RuntimeError(f"after step {last[0]} came step {first[0]}")
@@ -286,7 +287,7 @@ class Run:
 
 @functools.cache
 def alone(size: int) -> str:
-    """Return the last line that the program prints if it is not paused or moved."""
+    """Return the last line that the program prints if it is neither paused nor moved."""
     words = [sys.executable, "-c", PROGRAM, str(size), str(HOT), str(STEPS)]
     done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
     return done.stdout.splitlines()[-1]
@@ -325,7 +326,7 @@ def _prefix(folder: Path) -> Iterator[str]:
 
 
 def _bandwidth(home: Path) -> float:
-    """Return the bytes per second into a store and back, the slower of both."""
+    """Return the bytes per second into a store and back: the slower of the two."""
     store = Store.at(home)
     bodies = [os.urandom(PIECE_BYTES) for _ in range(STORED_BYTES // PIECE_BYTES)]
     addresses = [blake3(body).hexdigest() for body in bodies]

@@ -4,19 +4,20 @@
 
 Two jobs take turns on one CPU device: a real supervisor and real residents, with a simulated
 island. A switch lasts from the end of the last step of one job to the beginning of the first step
-of the other, by the jobs' own clocks, so everything is in it.
+of the other, by the jobs' own clocks, so it includes everything.
 
-* fits: both have their memory on the device.
-* must move: the device has memory for one. Every turn changes all of a job's bytes. At a switch
-  they are offloaded to its slab while those of the other come back from its own. The bandwidth of
-  both together is compared with `memcpy` of the same sizes, out and then back. The copy uses as
-  many threads as coming back does (two), into memory that was touched before, in turn with the
-  switches. The first four switches, which touch memory for the first time, are reported apart.
-* Peer: a new process that imports torch and loads the same bytes by `torch.load`.
+* fits: both jobs have their memory on the device.
+* must move: the device has memory for one job. Every turn changes all bytes of its job. At a switch
+  the bytes of one job are offloaded to its slab, while those of the other job come back from
+  theirs. The bandwidth of both together is compared with `memcpy` of the same sizes, out and then
+  back. The copy uses two threads, as coming back does, and memory that was touched before, in turn
+  with the switches. The first four switches touch memory for the first time, so they are reported
+  apart.
+* the peer is a new process that imports torch and loads the same bytes by `torch.load`.
 
-With a CUDA device the same storages are also offloaded there and brought back: each direction
-beside a pinned copy, and two of them in opposite directions at once. Without one the result says
-so.
+With a CUDA device the same storages are also offloaded from there and brought back. Each direction
+is measured beside a pinned copy, and then two storages in opposite directions at once. Without a
+CUDA device the result says so.
 """
 
 from __future__ import annotations
@@ -203,9 +204,9 @@ class Memcpy:
 
 
 def restarted_s(folder: Path, size: int) -> float:
-    """Return the seconds of a new process that imports torch and loads the bytes.
+    """Return the seconds in which a new process imports torch and loads the bytes.
 
-    The best of three.
+    The best of three runs counts.
     """
     path = folder / "checkpoint.pt"
     torch.save([torch.ones(PART_BYTES // 4) for _ in range(size // PART_BYTES)], path)

@@ -1,16 +1,17 @@
 """Measure the bytes stored for N replicas of a job, and for its next checkpoint when 5 % changed.
 
-python -m benchmarks.dedupe [--quick]
+    python -m benchmarks.dedupe [--quick]
 
-Each replica is captured as in a resident (`workers.capture.capture`), laid out in a slab and
-written with the code of a device worker (`workers.transfer.checkpoint`), into one store. Stored
+Each replica is captured as in a resident (`workers.capture.capture`), laid out in a slab, and
+written with the code of a device worker (`workers.transfer.checkpoint`) into one store. Stored
 bytes are the size of all files: chunks, manifests and all. Every image is read back and compared. A
 replica has a tensor and random numbers of its own. Parameters and optimizer state are equal on all
 replicas.
 
-The peer is `torch.distributed.checkpoint` (DCP) with real gloo ranks on the same state: its bytes,
-and its two silent losses. Of several tensors that ranks hold under the same key it keeps one: the
-private tensors of the others are lost, and so is the fact that a replica has diverged.
+The peer is `torch.distributed.checkpoint` (DCP) with real gloo ranks on the same state. The result
+shows its bytes and two losses of which it says nothing. If several ranks hold tensors under the
+same key, DCP keeps one of them. So it loses the private tensors of the other ranks, and the fact
+that a replica has diverged.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ JSON = dict[str, Any]
 
 
 class Job:
-    """A job: a transformer after one step of AdamW. It is equal on all ranks, except for some
+    """Holds a transformer after one step of AdamW. It is equal on all ranks, except for some
     private state.
     """
 
@@ -75,7 +76,7 @@ class Job:
 
 
 class Slab:
-    """A captured job in shared memory."""
+    """Holds a captured job in shared memory."""
 
     def __init__(self, job: Job) -> None:
         found = capture(job, around=Surroundings(), accelerator=Accelerator("cpu"))
@@ -111,7 +112,7 @@ class Slab:
         os.close(self.fd)
 
     def change(self, chance: random.Random) -> int:
-        """Change whole storages, CHANGED of all bytes at most.
+        """Change whole storages, at most CHANGED of all bytes.
 
         Returns the number of bytes changed.
         """
@@ -201,7 +202,7 @@ def next_checkpoints() -> JSON:
 
 
 def ours_keeps() -> JSON:
-    """Run the two cases in which DCP loses data with our code."""
+    """Run the two cases in which DCP loses data, with our code."""
     with folder() as where:
         store, signer = Store(Folder(where / "store")), Signer.at(where / "key")
         found, addresses = [], []

@@ -1,13 +1,15 @@
-"""Measure what many devices cost their island: heartbeats that say nothing new, and ends.
+"""Measure what many devices cost their island, by unchanged heartbeats and by ends of tasks.
 
-python -m benchmarks.devices [--quick]
+    python -m benchmarks.devices [--quick]
 
-The island is a scheduler in a process of its own, as in service.  Its devices are played: they are
-only heartbeats, signed and sent through Redis every 2 s, and they obey Launch orders that come back
-through Redis.  Each has one running task, whose held time and steps grow.  So an unchanged
-heartbeat is one that reports no event, only progress.  Then all tasks end at once, while as many
-others wait.  Processor time is that of the island's process: reading, recording and answering.  The
-length of a round is an upper bound, as the island counts its rounds in classes of lengths.
+The island is a scheduler in a process of its own, as in service. Its devices are played. They
+consist of heartbeats, signed and sent through Redis every 2 s, and they obey Launch orders that
+come back through Redis. Each device has one running task, whose held time and steps grow. So an
+unchanged heartbeat reports no event, only progress. Then all tasks end at once, while as many
+others wait.
+
+Processor time is that of the island's process: it reads, records and answers. The length of a round
+is an upper bound, as the island counts its rounds in classes of lengths.
 """
 
 from __future__ import annotations
@@ -159,7 +161,7 @@ def island_process(home: Path, name: str) -> Iterator[psutil.Process]:
 
 
 def longest_round_s(before: Counter[str], after: Counter[str]) -> float:
-    """Return a bound for the longest round between two tallies: they count rounds in classes."""
+    """Return a bound for the longest round between two tallies, which count rounds in classes."""
     new = Counter(after)
     new.subtract(before)
     place = max(
@@ -253,7 +255,7 @@ class DevicePlayer:
         )
 
     def hear(self, news: list[Any]) -> bool:
-        """Obey; True if there is something to report at once."""
+        """Obey the message; True if there is something to report at once."""
         is_new = False
         for one in news:
             if one["is"] == "Launch":
@@ -300,7 +302,7 @@ class DevicePlayer:
 
 
 class Fleet:
-    """All devices, which send and read in turns spread over the beat."""
+    """Plays all devices, which send and read in turns spread over the beat."""
 
     def __init__(self, devices: int, signer: Signer, at: str) -> None:
         facts = {"host": "h", "island": ISLAND, "kind": "cpu", "threads": 1, "spec": True}
@@ -347,7 +349,7 @@ class Fleet:
 
 
 def _news(item: bytes) -> list[Any]:
-    """Return what a message of the island says; its signature is not checked here."""
+    """Return the content of a message of the island; its signature is not checked here."""
     sealed = base64.b64decode(json.loads(item)["body"]).decode()
     told: list[Any] = json.loads(sealed.split("\n", 2)[2])["news"]
     return told

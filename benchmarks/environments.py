@@ -1,10 +1,10 @@
-"""Measure what a task pays for packages of its own: its first launch, and each one after it.
+"""Measure what a task pays for packages of its own, at its first launch and at each later one.
 
     python -m benchmarks.environments [--quick]
 
-The packages are those of a Hugging Face script, from this machine's index or from the folder that
-ROUNDHOUSE_WHEELS names; torch is the platform's.  The peer is a task that installs them itself into
-a new environment, with a cache of `uv` that already has every package.
+The packages are those of a Hugging Face script. They come from this machine's index, or from the
+folder that ROUNDHOUSE_WHEELS names; torch is the platform's. The peer is a task that installs the
+packages itself into a new environment, with a cache of `uv` that already has every package.
 """
 
 from __future__ import annotations
@@ -117,7 +117,9 @@ def printed(client: Client, bundle: str, script: str, *, packages: bool) -> str:
 
 
 def installed_s(folder: Path, times: int) -> list[float]:
-    """Return the seconds of installing the packages into a new environment, and finding them."""
+    """Return the seconds in which the packages are installed into a new environment and found
+    there.
+    """
     variables = uv.variables(folder / "cache")
     index, wanted = uv.index_options(settings()), ["--requirement", "requirements.txt"]
     took_s = []

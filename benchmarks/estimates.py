@@ -1,16 +1,18 @@
 """Measure how well runtimes and waits are predicted, on a real cluster's job list (rule F10).
 
-python -m benchmarks.estimates [--quick] [--full] [TRACE]
+    python -m benchmarks.estimates [--quick] [--full] [TRACE]
 
 The list is replayed under fair share with EASY reservations. A history is learned from tasks that
 ended. From day 30 on some tasks ask at submission when they will start, so that the calibration
-learns. From day 60 on the answers of tasks that then waited over a minute are compared with the
-truth. Learning goes on all the time, as on an island. Peers: the same model with the tenant's 90th
-percentile as the limit of all jobs, as users of EASY give them, and with all durations known.
-`--full` adds 512 devices, `--quick` asks fewer tasks.
+learns. From day 60 on, the answers for tasks that then waited over a minute are compared with the
+truth. Learning goes on all the time, as on an island. `--full` adds 512 devices, `--quick` asks
+fewer tasks.
 
-The list names no requests. Jobs of one tenant for equally many devices, with gaps of two minutes at
-most, are taken for one request here.
+There are two peers. One is the same model with the tenant's 90th percentile as the limit of all
+jobs, as users of EASY give them. The other knows all durations.
+
+The list names no requests. So jobs of one tenant count as one request if they are for equally many
+devices and have gaps of two minutes at most.
 """
 
 from __future__ import annotations
@@ -91,7 +93,7 @@ def load(path: Path) -> list[Job]:
 
 @dataclass(slots=True, kw_only=True)
 class World:
-    """The island's state in the replay; `score` is usage, scaled to the start of the list."""
+    """Keeps the island's state in the replay; `score` is usage, scaled to the start of the list."""
 
     jobs: list[Job]
     free: int
@@ -111,7 +113,7 @@ class World:
         insort(self.ends, (self.now_s + one.runtime_s, job))
 
     def heads(self) -> list[int]:
-        """Return each tenant's first job, with the least served tenant's first."""
+        """Return each tenant's first job, the least served tenant's job first."""
         waiting = [tenant for tenant, queue in self.queues.items() if queue]
         return [self.queues[t][0] for t in sorted(waiting, key=lambda t: (self.score[t], t))]
 
@@ -151,7 +153,7 @@ def replay(
 
 
 def fill(world: World) -> list[int]:
-    """Start all jobs that may start now: in fair order, then around the first job's reservation."""
+    """Start all jobs that may start now, in fair order, then around the first job's reservation."""
     seated = []
     while (heads := world.heads()) and world.jobs[heads[0]].width <= world.free:
         world.start(heads[0])
@@ -200,7 +202,7 @@ class Fixed(RuntimeCurve):
 
 
 class Known:
-    """Runtimes with the runtime itself as the only key."""
+    """Gives runtimes with the runtime itself as the only key."""
 
     def curve(self, who: tuple[Any, ...]) -> RuntimeCurve:
         return Fixed(who[-1])

@@ -4,11 +4,11 @@
 
 A pick finds the task that goes first, removes it and charges its user a turn. Usage fades with a
 half-life of a week and is counted exactly; each tenant has one user. All figures are medians of
-five rounds of CPU time of one core, for Postgres of wall time. Peers in the same run:
+five rounds, in CPU time of one core, for Postgres in wall time. The same run measures:
 
-* the naive way: decay every tenant's usage, then scan all for the least served;
-* Postgres: `for update skip locked` on a tenant and a job, in one function, with 1,000 tenants;
-  durably, and with commits that do not wait for the disk;
+* the naive way, which decays every tenant's usage and then scans all tenants for the least served;
+* Postgres with `for update skip locked` on a tenant and a job, in one function, with 1,000 tenants;
+  once durably, and once with commits that do not wait for the disk;
 * a flood: the 99th percentile of other tenants' picks before and after one tenant adds a million
   tasks.
 """
@@ -129,7 +129,7 @@ def pick(tree: FairTree[str]) -> str:
 def picks_per_s(tenants: int, picks: int) -> float:
     """Measure picks from a tree that has a million tasks at first.
 
-    Before, each tenant is picked once.
+    Each tenant is picked once before the measurement.
     """
     tree = crowd(tenants, TASKS)
     for _ in range(tenants):

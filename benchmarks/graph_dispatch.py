@@ -2,19 +2,21 @@
 
     python -m benchmarks.graph_dispatch [--quick]
 
-As in Pathways (section 5.1): a chain of 128 nodes, each of which adds two tensors of four numbers.
-OpByOp runs one node at a time and waits for each, chained is one call for the chain, fused one node
-that does the work of all. Ours is a graph in its resident, from its beginning to its result, with
-everything on: safe points between bursts, the wire to the supervisor, watched inputs. Its nodes
-declare that they draw no random numbers, as no peer seeds any; seeded is the chain that does not.
-The way of a graph to its resident is not counted here (benchmarks.submit_to_first_step).
+As in Pathways (section 5.1), a chain has 128 nodes, each of which adds two tensors of four numbers.
+OpByOp runs one node at a time and waits for each; chained is one call for the chain; fused is one
+node that does the work of all. Ours is a graph in its resident, timed from its beginning to its
+result, with everything on: safe points between bursts, the wire to the supervisor, watched inputs.
+Its nodes declare that they draw no random numbers, as no peer seeds any. Seeded is the chain
+without this declaration. The way of a graph to its resident is not counted here
+(benchmarks.submit_to_first_step).
 
-A hop is the same chain, with successive nodes on different executors of two: processes with a
-device each, between which the block passes in shared memory. It is timed inside, once both run.
+A hop is the same chain with successive nodes on two executors in turn. The executors are processes
+with a device each, and the block passes between them in shared memory. The hop is timed inside,
+once both run.
 
-A chain of nodes that spin for a given time gives the efficiency: the time of a plain loop to the
-time of the chain. The quickest call of each counts, because other load on the cores takes more from
-a call than is to be measured.
+A chain of nodes that spin for a given time gives the efficiency: the time of a plain loop divided
+by the time of the chain. The quickest call of each counts, because other load on the cores takes
+more from a call than the cost that is measured.
 
 Each peer is a process that is measured in turn with ours; the other figures are medians. Ray and
 Dask have an environment of their own; benchmarks/peers/requirements.txt says how to make it.
@@ -80,7 +82,7 @@ def main() -> int:
 
 
 def turns(name: str) -> Iterator[tuple[list[str], Key]]:
-    """Yield the processes to measure in turn, and what; ours always beside the others."""
+    """Yield the processes to measure in turn, and what to measure; ours is beside every peer."""
     for what in ("op_by_op", "chain", "fused"):
         yield ["ours", name], (what, 0.0)
     if name == "direct":
@@ -227,7 +229,7 @@ def share_torch() -> None:
 
 
 class Ours:
-    """Graphs in a resident on its slot; its supervisor only reads."""
+    """Runs graphs in a resident on its slot; its supervisor only reads."""
 
     def __init__(self) -> None:
         from benchmarks.overhead import resident
@@ -307,7 +309,7 @@ def hops(rounds: int) -> Took:
 
 
 def hop_us() -> float:
-    """Return the microseconds of a node with its predecessor in the other process."""
+    """Return the microseconds of a node whose predecessor runs in the other process."""
     import torch
 
     from workers.ranks import turns

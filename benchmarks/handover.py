@@ -2,18 +2,18 @@
 
     python -m benchmarks.handover [--quick]
 
-Two executors of a graph, each a process on a slot of its own: one makes a block, the other sleeps
-until it has the block. The time runs from the last byte written to the first and to the last byte
-read. It includes the table of blocks, the turn, the eventfd and the mapping.
+Two executors of a graph are processes, each on a slot of its own. One makes a block; the other
+sleeps until it has the block. The time runs from the last byte written to the first byte read, and
+to the last byte read. It includes the table of blocks, the turn, the eventfd and the mapping.
 
 *Placed*: the block is in memory that both share, as if a node had asked for it there. *Written*:
 the same, just after writing, so that no cache holds a line of the code that runs next. *Copied*:
 the block was made in ordinary memory, and is copied once to where both see it.
 
 The peers do the same in their own way, see benchmarks/peers/handover.py. Ray and Dask need an
-environment of their own (benchmarks/peers/requirements.txt). Each is measured in turn with ours;
-figures are medians of all calls, because other processes use the cores too. So do the processes of
-Ray and Dask while they are not measured: therefore ours is also measured alone.
+environment of their own (benchmarks/peers/requirements.txt). Each peer is measured in turn with
+ours. Figures are medians of all calls, because other processes use the cores too. The processes of
+Ray and Dask use them even while they are not measured, so ours is also measured alone.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def running(name: str) -> Iterator[Asked]:
 
 
 class Ours:
-    """Two executors of a graph; this process is the first, and makes the blocks."""
+    """Runs two executors of a graph; this process is the first, and makes the blocks."""
 
     ways = WAYS
 

@@ -1,4 +1,4 @@
-"""Measure the cost of an idle system: CPU time of all its processes.
+"""Measure the CPU time of all processes of an idle system.
 
 python -m benchmarks.idle [--quick]
 """

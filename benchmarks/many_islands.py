@@ -2,16 +2,17 @@
 
     python -m benchmarks.many_islands [--quick]
 
-The islands, their devices and the requests are values in memory. Each request is decided by
-`app.intake.island_assignment.AssignmentScene`, as control does, and counts as queued work for the
-requests after it. Most requests have one task; others are sweeps, gangs, graphs whose tasks pass
-data on, and gangs wider than any island. A quarter of the islands has another model of device,
-which some tasks ask for. Rows, commits and messages are not in it: `benchmarks.message_costs`
-measures those.
+The islands, their devices and the requests are values in memory.
+`app.intake.island_assignment.AssignmentScene` decides each request, as control does. The request
+then counts as queued work for the requests after it. Most requests have one task. Others are
+sweeps, gangs, graphs whose tasks pass data on, and gangs wider than any island. A quarter of the
+islands has another model of device, for which some tasks ask. Rows, commits and messages are left
+out: `benchmarks.message_costs` measures those.
 
 Then the island with the most work is lost, and its tasks are assigned anew. Last, requests arrive
-at a steady rate, and all at once; control takes those that wait, page by page, each page lasting as
-long as its decisions took and its statements would. --quick has 10 islands and 10,000 tasks.
+at a steady rate, and then all at once. Control takes the waiting requests page by page. Each page
+lasts as long as its decisions took and its statements would take. --quick has 10 islands and 10,000
+tasks.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ def _offer(island: str, n: int, devices: int) -> Offer:
 
 @dataclass(slots=True, kw_only=True)
 class _Task:
-    """The columns of a task's row that an assignment reads."""
+    """Has the columns of a task's row that an assignment reads."""
 
     id: str
     tenant_id: str
@@ -167,7 +168,7 @@ class _Request:
 
 
 def _requests(draw: random.Random, tasks: int, devices: int) -> Iterator[_Request]:
-    """Yield requests until they have so many tasks; tenants differ in how much they submit."""
+    """Yield requests until they have this many tasks; tenants differ in how much they submit."""
     shapes, odds = list(SHAPES), list(SHAPES.values())
     made = 0
     while made < tasks:
@@ -211,7 +212,7 @@ def _work(draw: random.Random, shape: str, id: str, devices: int) -> RequestWork
 
 @dataclass
 class _Run:
-    """All decisions so far: their cost, and the requests of each island."""
+    """Keeps all decisions so far: their cost, and the requests of each island."""
 
     cpu_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     on: dict[str, list[_Request]] = field(default_factory=lambda: defaultdict(list))
@@ -253,9 +254,7 @@ def _spread(scene: AssignmentScene) -> float:
 
 
 def _lose(scene: AssignmentScene, ran: _Run, lost: str) -> dict[str, Any]:
-    """Assign the tasks of a lost island again, without it; gangs over several islands wait
-    for it.
-    """
+    """Assign the tasks of a lost island to the others; gangs over several islands wait for it."""
     del scene.up[lost], scene.all[lost]
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
     moved, to = 0, Counter[str]()

@@ -1,16 +1,16 @@
-"""Measure what one message costs: CPU of each process, rows, and bytes.
+"""Measure what one message costs in CPU of each process, rows and bytes.
 
     python -m benchmarks.message_costs [--quick]
 
 An island in a process of its own serves played devices (`benchmarks.devices`), whose messages come
-at an even rate. For each kind of message, the devices send it beside their heartbeats; what the
-heartbeats cost alone is taken off. Submits go through the API over HTTP. Assignments are made by
+at an even rate. The devices send each kind of message beside their heartbeats. The cost of the
+heartbeats alone is subtracted. Submits go through the API over HTTP. Assignments are made by
 control's own code, on rows of several islands with many hosts.
 
 CPU is that of the island, the API or control, of all processes of Postgres, and of Redis. Rows are
-those that Postgres inserted, updated or deleted; WAL bytes are what it wrote to its log. Redis
-bytes are what came in and went out. --quick watches for a quarter of the time, and leaves out the
-heartbeats of 256 devices.
+those that Postgres inserted, updated or deleted. WAL bytes are those that Postgres wrote to its
+log. Redis bytes are those that came in and went out. --quick watches for a quarter of the time, and
+leaves out the heartbeats of 256 devices.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ ISLANDS, HOSTS, HOST_DEVICES = 20, 125, 8  # where requests are assigned
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """What was used so far, or for one message."""
+    """Counts what was used so far, or for one message."""
 
     process_ms: float
     postgres_ms: float
@@ -143,7 +143,7 @@ def _use(url: str, at: str, home: object) -> None:
 
 
 class _Meter:
-    """Reads what the process that is measured, Postgres and Redis have used so far."""
+    """Reads how much the measured process, Postgres and Redis have used so far."""
 
     def __init__(self, at: str, process_s: Callable[[], float]) -> None:
         self.redis, self.process_s = redis.Redis.from_url(at), process_s
@@ -188,7 +188,7 @@ def _of_devices(meter: _Meter, fleet: Fleet, watch_s: float) -> dict[str, Spent]
         return found
 
     def sent(act: Callable[[DevicePlayer], None], count: int) -> tuple[Spent, float]:
-        """Return what is spent in a second while devices do this in turn, and in how long."""
+        """Return what a second costs while devices do this in turn, and how long it took."""
 
         def send() -> None:
             for n in range(count):
@@ -254,7 +254,7 @@ def _of_submits(meter: _Meter, service: Service, count: int) -> dict[str, Spent]
 
 
 def _of_assignments(meter: _Meter) -> dict[str, Spent]:
-    """Assign what was submitted: a page for one request, and for the rest 500 at a time."""
+    """Assign the submitted requests: a page for one request, and for the rest 500 at a time."""
     with transactions.transaction() as session:
         for statement in _ISLANDS.strip().rstrip(";").split(";\n"):
             values = {"islands": ISLANDS, "hosts": HOSTS, "devices": HOST_DEVICES}

@@ -5,14 +5,15 @@
 Each of two device workers has a network namespace of its own. Their links to the rest (the store,
 which is a server that speaks S3) have a limited bandwidth in both directions. A job with much state
 writes to a part of it in every step, and is moved to and fro while it runs. The job itself reports
-how long it stood still: from the end of its last step here to the start of its first step there.
+how long it stood still: from the end of its last step on one host to the start of its first step on
+the other.
 
-State is copied while the job runs; then the job stops, and what has changed since the last copy is
-sent. The bound: the job stands still no longer than this difference takes over one link, at the
-bandwidth measured in the same run, plus half a second. It is compared with a move that stops the
-job first, copies all its state, and starts it there.
+State is copied while the job runs. Then the job stops, and what has changed since the last copy is
+sent. The bound: the job stands still for at most half a second longer than this difference takes
+over one link, at the bandwidth measured in the same run. The peer is a move that stops the job
+first, copies all its state, and starts it on the other host.
 
-Needs root, `ip` and `tc`; without them the link has no limit, and the result says so.
+The program needs root, `ip` and `tc`. Without them the link has no limit, and the result says so.
 """
 
 from __future__ import annotations
@@ -179,7 +180,7 @@ class _Job:
         return self.client.get(f"/v1/tasks/{self.task}")
 
     def move(self) -> JSON:
-        """Move once; returns how long the job stood still, and what was left to copy then."""
+        """Move the job once; return how long it stood still, and how much was left to copy then."""
         began_s, known = time.monotonic(), len(self._told("task.moved"))
         self.client.post(f"/v1/tasks/{self.task}/migrate", {})
         _wait(lambda: self.look()["move_to"] is None, "it did not move")
@@ -198,7 +199,7 @@ class _Job:
         }
 
     def stop_copy_start(self) -> float:
-        """Move without rounds, as the peer: pause, wait for the image, start elsewhere.
+        """Move the job without rounds, as the peer: pause, wait for the image, start elsewhere.
 
         Chunks of earlier images in the store help here, too: only the way back transfers
         everything.
@@ -223,7 +224,7 @@ class _Job:
         return [event for event in events if type_ in ("", event["type"])]
 
     def _stood_s(self) -> float:
-        """Return the longest time between two of its last steps."""
+        """Return the longest time between two of the job's last steps."""
         lines = self.client.items(f"/v1/requests/{self.request}/logs", task=self.task, limit=200)
         steps = sorted(
             tuple(int(word) for word in line["text"].split()[1:])
@@ -398,7 +399,7 @@ def _ended(
 
 
 def _bandwidths(network: Network, env: dict[str, str]) -> list[float]:
-    """Return the bytes per second to the store and back for each host; the better of two tries."""
+    """Return the bytes per second to the store and back for each host, the better of two tries."""
     rates: list[float] = []
     for host in HOSTS:
         words = [*network.inside[host], sys.executable, "-c", PROBE, env["ROUNDHOUSE_STORE"]]

@@ -1,24 +1,24 @@
-"""Play up to a million random islands: do tasks ever pause each other for ever?
+"""Play up to a million random islands, and check that tasks never pause each other for ever.
 
     python -m benchmarks.no_cycles [--quick]
 
 Each seed makes an island: a tree of tenants one to three deep, with weights, guarantees and limits;
 devices; tasks that run and wait, with gangs, tiers and priorities. Rounds follow each other at one
-instant until nothing moves any more. Each decision is checked against the rules by plain arithmetic
-on plain tables, which shares no code with the scheduler: see `judge`.
+instant until nothing moves any more. `judge` checks each decision against the rules by plain
+arithmetic on plain tables, and shares no code with the scheduler.
 
-Half of the islands are *timeless*: a slice has no length, nothing costs anything, and no task is
-protected from being asked again at once. There a cycle that slices would only slow down is visible:
-the same tasks would run again that ran before. (Two tasks may pause each other once: for a gang
-that straddles its guarantee more gives way than was asked for, and some of it is claimed back.) In
-the other half a slice has its length. There no task is paused twice at an instant, nor, as the
-clock goes on, twice within a slice.
+Half of the islands are *timeless*: a slice has no length, nothing costs anything, and a task may be
+asked again at once. There a cycle that slices would only slow down is visible, as the same tasks
+would run again that ran before. (Two tasks may pause each other once. For a gang that straddles its
+guarantee more gives way than was asked for, and some of it is claimed back.) In the other half a
+slice has its length. There no task is paused twice at an instant, nor, as the clock goes on, twice
+within a slice.
 
-From seed TIGHT on islands are *tight*: one kind of device, and most tenants have guarantees, often
-for more than there is. They are a sixth of all, and most likely to break a rule. From seed ELASTIC
-on many tasks are *elastic*, on loose islands and on tight ones: they can use more devices than they
-need, and some hold them already. They are another sixth. From BOUND on islands are like these, and
-gangs stay on one of two hosts.
+A sixth of all islands, from seed TIGHT on, are *tight*: they have one kind of device, and most
+tenants have guarantees, often for more than there is. These are most likely to break a rule. In
+another sixth, from seed ELASTIC on, many tasks are *elastic*, on loose islands and on tight ones:
+they can use more devices than they need, and some hold them already. From BOUND on, islands are
+like the elastic ones, and gangs stay on one of two hosts.
 
 tests/core/scheduling/test_no_cycles.py runs the same function, `judge(seed)`, for some thousand
 seeds.
@@ -486,7 +486,7 @@ def _stand_still(seed: int, shop: Shop, count: Counter[str]) -> list[tuple[str, 
 
 
 def _go_on(seed: int, shop: Shop, count: Counter[str], first: list[tuple[str, str]]) -> None:
-    """Play some seconds more: no task may be paused twice within a slice."""
+    """Play some more seconds, in which no task may be paused twice within a slice."""
     paused_s = {task: [shop.now_s] for task, _ in first}
     if len(paused_s) < len(first):
         raise Unruly(seed, f"somebody was paused twice at one instant: {first}")
@@ -650,7 +650,7 @@ def _not_needed(
     gains: BoardTask,
     asked: list[BoardTask],
 ) -> Iterator[str]:
-    """No task may be paused where tasks with more than they need could have given enough.
+    """Check that no task is paused where tasks with more than they need could have given enough.
 
     Elastic tasks are checked one after the other, each for what is lent; so the check sees slightly
     less than there is. For a gang bound to one host only previously free devices are checked.
@@ -705,7 +705,9 @@ def _overgrown(
 
 
 def _most(snapshot: Snapshot, task: BoardTask, ids: Sequence[str]) -> int:
-    """Return how many of these devices the task could have at once; on one host if it is bound."""
+    """Return how many of these devices the task could have at once; on one host if the task is
+    bound.
+    """
     hosts = Counter(snapshot.devices[id].host for id in ids)
     return max(hosts.values(), default=0) if task.one_host else len(ids)
 
@@ -753,7 +755,8 @@ def _standing(snapshot: Snapshot) -> tuple[Tables, list[BoardTask], set[str]]:
 
 
 def _nothing_is_owed(seed: int, shop: Shop) -> None:
-    """F5: at the standstill no task waits within a guarantee for a device that is only lent.
+    """Check by F5 that no task waits, at the standstill, within a guarantee for a device that is
+    only lent.
 
     Only single tasks are checked, and only tenants with a guarantee at every level below the common
     ancestor. A victim that its tier (F9) or its patience (F7) protects does not count. Nor does a

@@ -2,14 +2,15 @@
 
     python -m benchmarks.overhead [--quick]
 
-The same job, in one process, in turn: a block of steps as a resident runs them (`stages`: safe
-points with the wire to a supervisor, the trust deadline, metrics, reports, the hook before an
-optimizer steps), and a block of bare calls of `step`. The figure is the median, over all pairs of
-blocks, of how much more CPU time of its thread the first took; pairs alternate in order.
+One process runs the same job in two ways in turn. One block of steps runs as in a resident
+(`stages`: safe points with the wire to a supervisor, the trust deadline, metrics, reports, the hook
+before an optimizer steps). The other block has bare calls of `step`. The figure is how much more
+CPU time of its thread the first block took, as the median over all pairs of blocks. Pairs alternate
+in order.
 
-Beside it: the same in microseconds of a step; the time of a turn of a job that does nothing, which
-hardly depends on other load; and the whole step with the memory settings that residents get
-(`sandbox.ENVIRONMENT`), compared with glibc's defaults.
+Three figures stand beside it: the same in microseconds of a step; the time of a turn of a job that
+does nothing, which hardly depends on other load; and the whole step with the memory settings that
+residents get (`sandbox.ENVIRONMENT`), compared with glibc's defaults.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def both_memories() -> tuple[float, float]:
 
 
 class Job:
-    """A job with steps of about ten milliseconds."""
+    """Makes steps of about ten milliseconds."""
 
     def __init__(self) -> None:
         import torch
@@ -117,7 +118,7 @@ class Job:
 
 
 class Nothing:
-    """A job that does nothing, so that only the cost of Roundhouse is left."""
+    """Does nothing, so that only the cost of Roundhouse is left."""
 
     def step(self, ctx: Any) -> None:
         pass

@@ -1,12 +1,12 @@
 """Measure the server's time for each page of tenants and administrators, with growing data.
 
-python -m benchmarks.pages [--quick]
+    python -m benchmarks.pages [--quick]
 
-One API process as `make up` starts it, with Postgres on the same machine; no request, then 3, then
-100,000 (--quick: 10,000), of which nine of ten have ended and the others wait. Every page that a
-signed-in browser can open is requested again and again, one call at a time. Each call is timed from
-the first byte sent to the last one received. The readers are a member, a tenant admin and a
-platform admin, as far as they may see the page. The slowest reader's time counts.
+One API process as `make up` starts it shares the machine with Postgres. It has no request first,
+then 3, then 100,000 (--quick: 10,000), of which nine of ten have ended and the others wait. Every
+page that a signed-in browser can open is requested again and again, one call at a time. Each call
+is timed from the first byte sent to the last byte received. The readers are a member, a tenant
+admin and a platform admin, as far as they may see the page. The slowest reader's time counts.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def p95(ms: list[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """A browser with a signed-in user."""
+    """Acts as a browser with a signed-in user."""
 
     port: int
     cookie: str

@@ -1,14 +1,15 @@
 """Replay a real cluster's job list on 640 and 512 devices with the scheduler's own code.
 
-python -m benchmarks.philly [--quick] [TRACE]
+    python -m benchmarks.philly [--quick] [TRACE]
 
-82,247 jobs of 15 tenants, equal weights, usage fades in 7 days, durations known, a pause and a
-resume cost 60 s each, slices are 6,000 s (so that switching costs 2 %). A wait is all the time that
-a job lost: end minus submission minus run time, so pauses and switches count. The peers, from the
-same program: FIFO, FIFO with EASY, and fair share with EASY, none of which pauses jobs.
+The list has 82,247 jobs of 15 tenants with equal weights. Usage fades in 7 days, durations are
+known, a pause and a resume cost 60 s each, and slices are 6,000 s (so that switching costs 2 %). A
+wait is all the time that a job lost: end minus submission minus run time, so pauses and switches
+count. The same program replays the peers: FIFO, FIFO with EASY, and fair share with EASY. None of
+them pauses jobs.
 
-The time is that of one core for the whole replay at 640 devices and its report; the median of
-three, of one with `--once`. `--quick` replays the first 20,000 jobs once, and has only the target
+The time is that of one core for the whole replay at 640 devices and its report: the median of three
+replays, or one with `--once`. `--quick` replays the first 20,000 jobs once, and has only the target
 of time, in proportion.
 """
 
@@ -114,7 +115,7 @@ def measure(trace: Trace, devices: int, named: str, runs: int) -> Figures:
 
 
 def figures(trace: Trace, found: Report) -> Figures:
-    """Return the waits in hours, as in the reference's table."""
+    """Return the waits in hours, as in the table of the published figures."""
     if len(found.finished) != len(trace.arrivals):
         raise RuntimeError(f"{len(trace.arrivals) - len(found.finished)} jobs never ended")
     lost_h = {task: lost_s / 3600 for task, lost_s in found.lost_s.items()}

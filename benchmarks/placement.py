@@ -2,11 +2,12 @@
 
     python -m benchmarks.placement [--quick]
 
-1,000 random graphs of seven families, on 2 and 3 devices, small enough that every placement can be
-tried; and 20 graphs shaped like real programs, on which the peers are compared with each other. The
-minimum: try all assignments, in the order by upward rank and in those of the plans. Among those
-with a makespan of at most 1.03 times the best one, take the fewest bytes. The search is a plain
-walk over all of them, and shares with the planner only the cost of one placement.
+There are 1,000 random graphs of seven families, on 2 and 3 devices, small enough that every
+placement can be tried. On 20 graphs shaped like real programs the peers are compared with each
+other. The minimum is found by trying all assignments, in the order by upward rank and in those of
+the plans. Among those with a makespan of at most 1.03 times the best one, the fewest bytes count.
+This search is a plain walk over all assignments, and shares with the planner only the cost of one
+placement.
 
 The planner is shown twice: complete (`place`, which searches graphs of this size exhaustively), and
 its local search alone, as used for larger graphs. Peers are measured by the same cost, and may
@@ -51,7 +52,7 @@ SEARCH_ALONE, LONG = Effort(exact=0), Effort(search=1_000_000, exact=300_000)
 
 
 def machine(devices: int, *, peers: bool) -> Topology:
-    """Devices of one host at 12 GB/s each way.
+    """Return devices of one host at 12 GB/s each way.
 
     With `peers` they also copy to each other directly.
     """
@@ -72,7 +73,7 @@ def machine(devices: int, *, peers: bool) -> Topology:
 
 
 class Sketch:
-    """A graph under construction: tasks with edges; sizes and times are drawn."""
+    """Collects the tasks and edges of a graph; draws sizes and times."""
 
     def __init__(self, draw: random.Random) -> None:
         self.draw = draw
@@ -390,7 +391,7 @@ def least(
     assignments.
 
     All devices are alike and all inputs are on the host, so the first task may stay on the first
-    one.
+    device.
     """
     problem, found = Numbers(graph, topology).problem, dict[int, int]()
     for order in orders:
@@ -422,7 +423,9 @@ def _walk(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """The result for one graph: each planner's bytes and makespan over the best; the time."""
+    """Holds the result for one graph: each planner's bytes and makespan over the best, and the
+    time.
+    """
 
     family: str
     ratios: dict[str, tuple[float, float]]
@@ -453,7 +456,9 @@ def judge(seed: int) -> Row:
 
 
 def judge_program(name_and_devices: tuple[str, int]) -> Row:
-    """Compare planners on a program's graph with the best plan, also of seven times the effort."""
+    """Compare planners on a program's graph with the best of their plans; one has seven times the
+    effort.
+    """
     name, devices = name_and_devices
     graph, topology = program(name), machine(devices, peers=True)
     began_s = time.process_time()

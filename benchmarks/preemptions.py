@@ -1,12 +1,12 @@
-"""Preempt every job of the zoo at random, a thousand times: is a single bit lost?
+"""Preempt every job of the zoo at random, a thousand times, and check that no bit is lost.
 
     python -m benchmarks.preemptions [--quick]
 
 The jobs are those of tests/workers/zoo, written as a tenant would write them. On each journey a job
-is paused at random steps (captured, and goes on as the same objects). At other steps it is moved
-(captured, and restored in a fresh process, which has run none of its set-up code). At its end the
-metrics of every step, a hash of all its memory and files, and the next random numbers are compared
-with the same job in a process where nothing of this happened.
+is paused at random steps: it is captured, and goes on as the same objects. At other steps it is
+moved: it is captured, and restored in a fresh process, which has run none of its set-up code. At
+its end the metrics of every step, a hash of all its memory and files, and the next random numbers
+are compared with those of the same job in a process where nothing of this happened.
 
 tests/workers/capture/test_zoo.py makes a few of the same journeys.
 """
@@ -32,7 +32,7 @@ SLOW_MOVES = 3
 
 
 class Tally:
-    """The results of the journeys of one station."""
+    """Counts the results of the journeys of one job of the zoo."""
 
     def __init__(self) -> None:
         self.points: Counter[str] = Counter()

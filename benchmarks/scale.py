@@ -1,9 +1,9 @@
 """Measure a million waiting tasks of 10,000 tenants in Postgres: loading, rounds, explaining.
 
-python -m benchmarks.scale [--quick]
+    python -m benchmarks.scale [--quick]
 
-One island with 64 devices, which are only rows and heartbeats. Each round hears one device (its
-task has started, or is done), decides, writes the decisions and commits, by the island's own
+One island has 64 devices, which are only rows and heartbeats. Each round hears one device (its task
+has started, or is done), decides, writes the decisions and commits. It runs by the island's own
 `Scheduler` with durable commits. --quick has a tenth of the tasks and fewer rounds. Beside wall
 time stands the CPU time of the island's or the API's own process, which other load changes little.
 """

@@ -4,13 +4,13 @@
 
 Four tenants of weights 1:2:4:8 want one CPU device at once. Their jobs differ eightfold, in the
 time of a step and in the time of a job, and not in the order of the weights. The device measures
-what each tenant held, turn by turn; a tenant's share of a window is compared with its weight.
+what each tenant held, turn by turn. A tenant's share of a window is compared with its weight.
 
-With `--graphs` they want the device for graphs: a node maps over a list, for a millisecond of each
-item for all four, then skewed eightfold like the steps of jobs. Graphs share the device: they take
-turns of some milliseconds on it, which have no rows of their own. So the time that each tenant has
-held is read whenever the device reports it, by the device's clock. With `--devices 2` they share
-two: times and shares are summed over both.
+With `--graphs` the tenants want the device for graphs. A node maps over a list, first for a
+millisecond of each item for all four tenants, then skewed eightfold like the steps of jobs. Graphs
+share the device: they take turns of some milliseconds on it, which have no rows of their own. So
+the time that each tenant has held is read whenever the device reports it, by the device's clock.
+With `--devices 2` the tenants share two devices: times and shares are summed over both.
 
 The peer is round robin: the same system and the same jobs, with equal weights for all tenants.
 """
@@ -98,7 +98,9 @@ def total(ctx, y):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanting:
-    """A tenant and its jobs: `parts` milliseconds a step, about `job_s` seconds of the device."""
+    """Describes a tenant and its jobs: `parts` milliseconds a step, about `job_s` seconds of the
+    device.
+    """
 
     weight: int
     parts: int
@@ -136,7 +138,7 @@ ALIKE = tuple(replace(one, parts=1) for one in TENANTS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """A turn on the slot, in seconds of the database's clock."""
+    """Describes a turn on the slot, in seconds of the database's clock."""
 
     tenant: str
     from_s: float
@@ -145,7 +147,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """The seconds that each tenant had held of a device, as reported at `at_s`."""
+    """Holds the seconds that each tenant had held of a device, as reported at `at_s`."""
 
     at_s: float
     held_s: tuple[float, ...]
@@ -183,7 +185,7 @@ def _graphs(tenants: Sequence[Wanting]) -> list[JSON]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watched:
-    """The turns of `tenants`, in the order of `TENANTS`, that overlap the watched time.
+    """Holds the turns of `tenants`, in the order of `TENANTS`, that overlap the watched time.
 
     `told` are the reports of each device.
     """
@@ -238,7 +240,7 @@ def shares(
 
 
 def _jobs(job_s: int, watch_s: float) -> int:
-    """Return a number of jobs of this length that devices three times as quick could not finish."""
+    """Return more jobs of this length than devices three times as quick could finish."""
     return 2 + int(3 * _devices() * (SETTLE_S + watch_s) / job_s)
 
 
@@ -340,7 +342,7 @@ def _held_by_turns(watched: Watched, from_s: float, to_s: float) -> list[float]:
 
 
 def _held_as_told(watched: Watched, from_s: float, to_s: float) -> list[float]:
-    """Return the same by the devices' reports, interpolated linearly between two reports."""
+    """Return the seconds that each tenant held, by the devices' reports, interpolated linearly."""
 
     def by(told: list[Told], at_s: float, place: int) -> float:
         later = bisect.bisect_left(told, at_s, key=lambda one: one.at_s)
@@ -373,7 +375,10 @@ def _windows(watched: Watched, window_s: float = WINDOW_S) -> Iterator[float]:
 
 
 def _told_windows(watched: Watched, window_s: float) -> Iterator[float]:
-    """Yield the same for tenants that share devices; each window begins at a report."""
+    """Yield the worst tenant's error in each window, for tenants that share devices.
+
+    Each window begins at a report.
+    """
     begins_s, ends_s = _told_between(watched)
     for told in (one for of_device in watched.told for one in of_device):
         if told.at_s >= begins_s and told.at_s + window_s <= ends_s:
@@ -381,7 +386,7 @@ def _told_windows(watched: Watched, window_s: float) -> Iterator[float]:
 
 
 def _told_between(watched: Watched) -> tuple[float, float]:
-    """Return the time of which all devices have reports."""
+    """Return the time for which all devices have reports."""
     begins_s = max(told[0].at_s for told in watched.told)
     return begins_s, min(told[-1].at_s for told in watched.told)
 

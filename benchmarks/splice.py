@@ -3,21 +3,22 @@
     python -m benchmarks.splice [--quick]
 
 An ordinary DDP training of a small transformer with AdamW runs with 2 and 4 ranks on one CPU slot,
-in four ways: squashed or not, with or without device memory moved to the host at each switch.
-Peers: the same code without DDP, a slot for every rank, and stock gloo with N processes. Each is
+in four ways: squashed or not, with or without device memory moved to the host at each switch. The
+peers are the same code without DDP, a slot for every rank, and stock gloo with N processes. Each is
 compared with the step of the same code in one process (a world of one under stock gloo), times N,
 on the same core. Processor time counts, summed over all processes, because the machine has other
 work. The two that are compared run in the same stretch of time and alternate every fifth of a
 second, so that other load slows both. Figures are medians over the rounds.
 
-Memory: the most that is on the device (the slot's common copy, and what the running rank has
+Memory is the most that is on the device (the slot's common copy, and what the running rank has
 brought in) over one replica of parameters, gradients and optimizer state. Activations count on
 neither side. `host` is the memory that all processes together really occupy, with contributions and
 offloaded memory, above what they had before the job was built.
 
-Bits: all ways end with the same parameters, optimizer state and losses as a slot for every rank.
-The long form also runs the rows of the feature matrix that are too slow for `make test`, and 100
-seeded violations: one rank adds 1e-7 to one element of a parameter after a random step.
+The bits of all ways are compared: the parameters, optimizer state and losses must be those of a
+slot for every rank. The long form also runs the rows of the feature matrix that are too slow for
+`make test`, and 100 seeded violations: one rank adds 1e-7 to one element of a parameter after a
+random step.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Transformer(nn.Module):
 
 
 class Train:
-    """A tenant's job; it has dropout, so every rank draws numbers of its own."""
+    """Acts as a tenant's job; it has dropout, so every rank draws numbers of its own."""
 
     def __init__(
         self,
@@ -115,7 +116,9 @@ class Train:
 
 
 def _own_bytes() -> int:
-    """Return this process's part of its memory: shared pages are divided among users."""
+    """Return this process's part of its memory: a shared page counts in part for each process that
+    has it.
+    """
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):
             return int(line.split()[1]) * 1024
@@ -126,7 +129,7 @@ def _own_bytes() -> int:
 
 
 class WarmProcess:
-    """A warm process, started once, that runs gangs by `workers.ranks.rank.serve`."""
+    """Keeps a warm process, started once, that runs gangs by `workers.ranks.rank.serve`."""
 
     def __init__(
         self, *, before: tuple[str, ...] = (), warm: tuple[str, ...] = (), **environment: str
@@ -170,7 +173,7 @@ class WarmProcess:
 
 
 class Pair:
-    """Two hosts of gangs on the same core; one at a time may run.
+    """Keeps two hosts of gangs on the same core, of which one at a time may run.
 
     They alternate every SHARE_S, so other load of the machine affects both.
     """
@@ -256,7 +259,7 @@ def _gang(ranks: int, warm: int, steps: int, **more: Any) -> JSON:
 def _ms(stories: list[JSON], steps: int) -> float:
     """Return the time of one step of all ranks.
 
-    A lone rank has made as many steps as all of them.
+    A lone rank has made as many steps as all ranks together.
     """
     return float(sum(story["cpu_s"] for story in stories) / steps * 1000)
 
@@ -290,7 +293,7 @@ def memory(host: WarmProcess, *, ranks: int) -> dict[str, JSON]:
 
 
 def slow_rows(host: WarmProcess) -> dict[str, bool]:
-    """Run the compilers' rows of the feature matrix: one and three slots give equal bits."""
+    """Run the compilers' rows of the feature matrix; one and three slots must give equal bits."""
     found = {}
     for name in ("compiled_aot", "compiled_inductor"):
         gang: JSON = {"ranks": 3, "params": {"names": [name]}, "path": "tests/workers/ddp"}

@@ -53,7 +53,7 @@ def main() -> int:
 
 @dataclass(slots=True)
 class Seen:
-    """Milliseconds of each read beside the streams, and how soon all was normal again."""
+    """Holds the milliseconds of each read beside the streams, and how soon all was normal again."""
 
     alone_ms: list[float] = field(default_factory=list)  # /livez, before the streams
     livez_ms: list[float] = field(default_factory=list)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.submit_to_first_step [--quick]
 
-The peer is the way without Roundhouse: `python` in a new process that imports torch, loads the same
-class and runs its first step.
+The peer works without Roundhouse: `python` in a new process imports torch, loads the same class and
+runs its first step.
 """
 
 from __future__ import annotations

@@ -4,12 +4,12 @@
 
 A network of two stages is trained for some steps of several micro-batches: forward through both
 stages and back, then each stage's weights are changed. All of it is one graph of torch functions.
-On one island it is a task with two executors, which has both devices almost from its beginning (by
-default a task that runs grows after 5 s). On two islands, of one device each, it is cut into
-partitions, with blocks that cross from host to host. Each island has a disk of its own, and the
-device workers send blocks to each other by TCP at 10 Gb/s at most (`ROUNDHOUSE_BLOCK_BYTES_PER_S`).
-Both systems run at once and take turns, so that both have the same machine; both must end with the
-same bits.
+On one island the graph is a task with two executors, which has both devices almost from its
+beginning (by default a task that runs grows after 5 s). On two islands, of one device each, the
+graph is cut into partitions, with blocks that cross from host to host. Each island has a disk of
+its own, and the device workers send blocks to each other by TCP at 10 Gb/s at most
+(`ROUNDHOUSE_BLOCK_BYTES_PER_S`). Both systems run at once and take turns, so that both have the
+same machine; both must end with the same bits.
 
 The bound is that of Pathways: 97 % of one island's throughput. It is measured twice: with nodes
 that compute, and with nodes that wait as long as they would compute. With waiting nodes the cores
@@ -286,7 +286,7 @@ print(json.dumps(found))
 
 
 def _given(folder: Path) -> float:
-    """Return the bytes per second that a device worker of the two islands sends, by loopback."""
+    """Return the bytes per second that a device worker of the two islands sends over loopback."""
     cache = Cache(folder / "cache", 2 * SENT_BYTES)
     giver = Giver(cache, LINK_BYTES_PER_S)
     body = os.urandom(SENT_BYTES)

@@ -3,23 +3,24 @@
     python -m benchmarks.wide_gangs [--quick]
 
 A tenant has one gang of 2 to 8 of 8 devices that never ends. Two tenants of the same weight keep
-more tasks of one device waiting than there are devices, of 30, 300 or 3,000 s, give or take a
-fifth. Every task is of the basic tier, which promises nothing. Usage does not fade. A pause and a
-resume cost 0.65 s each, so a slice is 60 s, the longest; it is as hard for the gang as it gets, as
-no task of 30 s gives way before it ends.
+more tasks of one device waiting than there are devices. These tasks last 30, 300 or 3,000 s, give
+or take a fifth. Every task is of the basic tier, which promises nothing. Usage does not fade. A
+pause and a resume cost 0.65 s each, so a slice is 60 s, the longest. That is as hard for the gang
+as it gets, as no task of 30 s gives way before it ends.
 
-The gang comes when the others have run for ten minutes, and has used as much as they. What it is
-owed is its share by water-filling: a third of the devices, or its width if that is less. `held /
-owed` is the worst at any instant from an hour after it came, of all that it held and was owed since
-then. What is lost is the device time that nobody held since the gang came, while others waited.
+The gang comes when the others have run for ten minutes, and has used as much as they have. It is
+owed its share by water-filling: a third of the devices, or its width if that is less. `held / owed`
+is the worst at any instant from an hour after the gang came, of all that it held and was owed since
+then. The devices' lost time is the time in which no task held them since the gang came, while
+others waited.
 
-An island does so only where `ROUNDHOUSE_WAIT_SHARE` is set, as `Policy.wait_share` is here.  While
-one gang waits, no task of its kind takes another's turn, which costs many small gangs on hundreds
-of devices more than it gives them (`benchmarks.philly`).
+An island waits for gangs only where `ROUNDHOUSE_WAIT_SHARE` is set, as `Policy.wait_share` is here.
+While one gang waits, no task of its kind takes another's turn. On hundreds of devices that costs
+many small gangs more than it gives them (`benchmarks.philly`).
 
 The peer is the same island without waits (`Policy.wait_share` 0): devices are kept for a gang only
 once it has waited for ten hours. The quick form has one seed and the widths 2, 4 and 8 for three
-hours, the long form three seeds and all widths for six.
+hours. The long form has three seeds and all widths for six.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ AHEAD = 1.5  # times as many tasks as the devices could do
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A gang of so many devices beside tasks of so many seconds, for `lasts_s` after it came."""
+    """Describes a gang of so many devices beside tasks of so many seconds, for `lasts_s` after it
+    came.
+    """
 
     width: int
     stay_s: float
@@ -60,13 +63,13 @@ class Case:
 
     @property
     def owed(self) -> float:
-        """The devices that are owed to the gang."""
+        """Return the number of devices that are owed to the gang."""
         return min(self.width, DEVICES / len(TENANTS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a gang held of what it was owed, and the part of the devices that stood idle."""
+    """Holds the part of its due that a gang held, and the part of the devices that stood idle."""
 
     worst: float
     lost: float
@@ -161,7 +164,7 @@ def _task(id: str, *, tenant: str, work_s: float) -> Arrival:
 
 
 def _turns(found: Report, case: Case) -> list[tuple[float, float]]:
-    """Return from when to when the gang held its devices, since it came."""
+    """Return the times from when to when the gang held its devices, since it came."""
     own = [line for line in found.timeline if line.decision.task == GANG]
     times_s = [
         line.at_s - COMES_S for line in own if line.decision.move in (Move.Launch, Move.Pause)
@@ -172,7 +175,7 @@ def _turns(found: Report, case: Case) -> list[tuple[float, float]]:
 
 
 def _worst(case: Case, turns: list[tuple[float, float]]) -> float:
-    """Return the least part of what it was owed that the gang had held at any instant.
+    """Return the least part of its due that the gang had held at any instant.
 
     The part is least when a turn begins, an hour after the gang came, or at the end.
     """

@@ -364,7 +364,7 @@ def _with_ids(path: str, tasks: int) -> str:
 
 @dataclass
 class Live:
-    """What was measured of the service while it is used: milliseconds, and seconds of pieces."""
+    """Holds what was measured of the service in use: milliseconds, and seconds of pieces."""
 
     submit_ms: list[float] = field(default_factory=list)
     read_ms: list[float] = field(default_factory=list)
@@ -432,7 +432,7 @@ def _call_ms(caller: Caller, first: str, body: bytes, expected: int) -> float:
 
 
 def _delete(live: Live, seconds: float) -> None:
-    """Let the request deleter work for so long, with its own rests."""
+    """Let the request deleter work for this long, with its own rests."""
     from workers.control.request_deleter import LOOK_S, RequestDeleter
 
     os.environ["ROUNDHOUSE_REQUESTS_KEPT_DAYS"] = str(KEPT_DAYS)

@@ -1,4 +1,5 @@
-"""Peers that run chains of tiny nodes, each in a process that is controlled over standard input.
+"""Run chains of tiny nodes with the peers, each in a process that is controlled over standard
+input.
 
     python benchmarks/peers/dispatch.py NAME
 
@@ -6,8 +7,9 @@ A line {"what": "op_by_op" | "chain" | "fused", "nodes": n, "spin_us": s} is ans
 microseconds for each node, of the median call and of the quickest. A node adds two tensors of four
 numbers, then spins for `spin_us`.
 
-op_by_op one node at a time, each result is waited for chain a chain of n nodes in one call fused
-one node that does the work of n
+* op_by_op runs one node at a time, and waits for each result.
+* chain runs a chain of n nodes in one call.
+* fused runs one node that does the work of n.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ Call = Callable[[torch.Tensor], Any]
 
 
 class Direct:
-    """A plain loop in this process, which no dispatcher can beat."""
+    """Runs a plain loop in this process, which no dispatcher can beat."""
 
     def op_by_op(self, nodes: int, spin_us: float) -> Call:
         return self.chain(nodes, spin_us)
@@ -61,7 +63,7 @@ class Direct:
 
 
 class RayCompiled:
-    """A compiled graph on one actor."""
+    """Runs a compiled graph on one actor."""
 
     def __init__(self) -> None:
         import ray
@@ -123,7 +125,7 @@ class RayCompiled:
 
 
 class RayActors(RayCompiled):
-    """Calls of one actor, each with the reference of the result before."""
+    """Calls one actor, each time with the reference of the result before."""
 
     def op_by_op(self, nodes: int, spin_us: float) -> Call:
         def call(x: torch.Tensor) -> torch.Tensor:
@@ -155,7 +157,7 @@ class Adder:
 
 
 class Dask:
-    """distributed, with two worker processes on this machine."""
+    """Runs distributed, with two worker processes on this machine."""
 
     def __init__(self) -> None:
         from distributed import Client, LocalCluster
@@ -189,7 +191,7 @@ class Dask:
 
 
 class DaskThreads(Dask):
-    """dask's threaded scheduler in this process: no data leaves it."""
+    """Runs dask's threaded scheduler in this process: no data leaves it."""
 
     def __init__(self) -> None:
         from dask.threaded import get
@@ -212,7 +214,7 @@ class DaskThreads(Dask):
 
 
 class CeleryChain:
-    """A worker with two processes, over the Redis at REDIS_URL; tensors as lists of numbers."""
+    """Runs a worker with two processes over the Redis at REDIS_URL; tensors are number lists."""
 
     def __init__(self) -> None:
         import subprocess

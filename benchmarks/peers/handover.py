@@ -1,14 +1,16 @@
-"""Peers that hand a block from one process to another on a host, controlled over standard input.
+"""Hand a block from one process to another on a host with the peers, controlled over standard
+input.
 
     python benchmarks/peers/handover.py NAME
 
 A line {"way": WAY, "calls": n} is answered with one line: microseconds of each call. A block is 64
-MiB of integers. The maker writes its number to both ends of the block. As the last thing it writes
-the host's clock into the place behind the first. The reader reads both ends, then the clock. All
-time in between counts.
+MiB of integers. The maker writes its number to both ends of the block. The last thing it writes is
+the host's clock, into the place behind the first. The reader reads both ends, then the clock. All
+time in between counts. The ways:
 
-placed the block is where both can see it, as far as the peer has such a place written the same, and
-all of it was just written: no cache holds anything else copied it was made in ordinary memory
+* placed: the block is where both can see it, as far as the peer has such a place.
+* written: the same, and all of the block was just written, so that no cache holds anything else.
+* copied: the block was made in ordinary memory.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ def stamp(block: Any, number: int) -> None:
 
 
 def took_us(block: Any, number: int) -> float:
-    """Return the microseconds since the maker's stamp; the first thing that the reader does."""
+    """Return the microseconds since the maker's stamp; the reader calls this before all else."""
     ends = int(block[0]), int(block[-1])
     now_ns = time.perf_counter_ns()
     assert ends == (number, number), (ends, number)
@@ -50,7 +52,7 @@ def ordinary() -> torch.Tensor:
 
 
 class TorchQueue:
-    """torch.multiprocessing: a queue to another process, and one back."""
+    """Hands the block over by torch.multiprocessing: a queue to another process, and one back."""
 
     ways = WAYS
 
@@ -84,7 +86,7 @@ def read_queue(there: Any, back: Any) -> None:
 
 
 class Gloo:
-    """torch.distributed: `send` and `recv` of two processes."""
+    """Hands the block over by torch.distributed: `send` and `recv` of two processes."""
 
     ways = ("copied",)
 
@@ -130,7 +132,8 @@ def read_gloo(store: str, back: Any) -> None:
 
 
 class Ray:
-    """Two actors. A block that was put into the object store counts as placed.
+    """Hands the block over between two actors. A block that was put into the object store counts as
+    placed.
 
     It is an array, which comes out of the store without a copy, and is read-only there.
     """
@@ -186,7 +189,9 @@ class Reader:
 
 
 class Dask:
-    """distributed: a task in one worker's process, and its reader in another's."""
+    """Hands the block over by distributed: a task in one worker's process, and its reader in
+    another's.
+    """
 
     ways = ("copied",)
 

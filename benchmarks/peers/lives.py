@@ -42,7 +42,7 @@ def nothing(ctx: None) -> dict[str, int]:
 
 
 def lives_s(run: Callable[[int], object], lives: int) -> float:
-    """Return lives per second; `run` submits so many and waits until the last is done."""
+    """Return lives per second; `run` submits this many and waits until the last is done."""
     took_s = []
     for _ in range(REPEATS + 1):
         began_s = time.perf_counter()
