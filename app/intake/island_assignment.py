@@ -30,7 +30,14 @@ from app.core.model.lifecycle import ENDED
 from app.core.model.messages import JSON
 from app.core.model.snapshot import BoardTenant
 from app.core.placement.capacity import Stock
-from app.core.placement.islands import KindCapacity, PlacementIsland, Portions, apportion, reassign
+from app.core.placement.islands import (
+    KindCapacity,
+    PlacementIsland,
+    Portions,
+    apportion,
+    is_led,
+    reassign,
+)
 from app.core.placement.local_search import Effort
 from app.core.placement.partitions import LAUNCH_MS
 from app.core.placement.planner import (
@@ -291,8 +298,8 @@ Seats = dict[str, tuple[str, JSON]]  # task -> its island, and why
 class AssignmentScene:
     """Holds the islands as they are, including what was assigned in this transaction.
 
-    `up` has the devices that can take work now, of islands with a leader. `all` has every device
-    that ever joined, and `offers` the same devices by (island, kind).
+    `up` has the devices that can take work now, of islands that count as led. `all` has every
+    device that ever joined, and `offers` the same devices by (island, kind).
     """
 
     up: dict[str, dict[str, Stock]]
@@ -310,6 +317,7 @@ class AssignmentScene:
             defaultdict[str, dict[str, Stock]](dict),
         )
         found = defaultdict[tuple[str, str], list[Alike]](list)
+        led = _led(session)
         for row in session.execute(_hosts(without)):
             for group in map(json.loads, row.groups):
                 devices, can, memory_bytes, *traits = group
@@ -322,7 +330,7 @@ class AssignmentScene:
                 )
                 found[row.island, row.kind].append(alike)
                 _add_devices(all_[row.island], row.kind, devices * row.hosts)
-                if can:
+                if can and row.island in led:
                     _add_devices(up[row.island], row.kind, can * row.hosts)
         offers = {of: Offer(tuple(alike)) for of, alike in found.items()}
         if len(all_) < 2:  # with a single island there is no choice to weigh
@@ -770,14 +778,21 @@ _ASSIGN = text(
 )
 
 
+def _led(session: Session) -> set[str]:
+    """Return the islands that count as led."""
+    left_s = func.extract("epoch", IslandRow.leader_until - func.now())
+    rows = session.execute(select(IslandRow.name, left_s))
+    lease_s = settings().leader_s
+    return {name for name, left_s in rows if is_led(left_s, lease_s=lease_s)}
+
+
 def _hosts(without: str) -> AnySelect:
     """Select the hosts of all islands except `without`, grouped by equal devices of a kind.
 
-    Each of `groups` has a number of devices of such a host, how many of them can take work now,
-    their memory and their traits.
+    Each of `groups` has a number of devices of such a host, how many of them can take work now if
+    the island is led, their memory and their traits.
     """
     can = and_(
-        IslandRow.leader_until > func.now(),
         Device.lease_until > func.now(),
         ~Device.cordoned,
         ~Host.cordoned,
@@ -791,7 +806,6 @@ def _hosts(without: str) -> AnySelect:
             cast(func.jsonb_build_array(*counts, Device.memory_bytes, *traits), Text).label("group")
         )
         .join(Host, Host.name == Device.host)
-        .join(IslandRow, IslandRow.name == Device.island)
         .where(Device.island != without)
         .group_by(Device.island, Device.kind, Device.host, Device.memory_bytes, *traits)
         .subquery()

@@ -60,6 +60,16 @@ class PlacementIsland:
     places: frozenset[str] = frozenset()
 
 
+def is_led(left_s: float | None, *, lease_s: float) -> bool:
+    """True if an island counts as led: until one lease after the lease of its leader.
+
+    A standby takes over within that time, so a change of leaders sends no work to other islands.
+    `left_s` are the seconds left of the leader's lease, below 0 after its end; None: it never had
+    a leader.
+    """
+    return left_s is not None and left_s > -lease_s
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IslandCrossing:
     block: str

@@ -167,6 +167,20 @@ class TestNew:
             **dict.fromkeys(("t2", "t3", "t4"), "east"),
         }
 
+    @pytest.mark.parametrize(("leases_ago", "goes_to"), [(0.5, "east"), (2, "west")])
+    def test_task_that_comes_while_leaders_change_goes_to_the_island_as_before(
+        self, session, people, leases_ago, goes_to
+    ):
+        """Only east has room for the task now."""
+        add_island(session, "east", cpu=2)
+        add_island(session, "west", cpu=1)
+        ended = func.now() - timedelta(seconds=leases_ago * settings().leader_s)
+        session.execute(update(Island).where(Island.name == "east").values(leader_until=ended))
+        session.add(_line("west", "b", 9))
+        session.flush()
+        add_task(session, "new")
+        assert assigned(session) == {goes_to}
+
     def test_hosts_with_equal_devices_count_together(self, session, people):
         """Two hosts with two devices each, one of which is cordoned: three can take work."""
         add_island(session, "east", cpu=1)

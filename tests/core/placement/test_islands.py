@@ -12,7 +12,14 @@ from hypothesis import settings as Profile
 from hypothesis import strategies as st
 
 from app.core.model.datablock import BlockGone
-from app.core.placement.islands import KindCapacity, PlacementIsland, Portions, apportion, reassign
+from app.core.placement.islands import (
+    KindCapacity,
+    PlacementIsland,
+    Portions,
+    apportion,
+    is_led,
+    reassign,
+)
 from app.core.placement.local_search import Effort
 from app.core.placement.planner import (
     PlannedBlock,
@@ -350,3 +357,21 @@ def test_a_long_graph_of_which_little_moves_is_assigned_anew() -> None:
     )
     assert after.seats == {f"t{n}": "a" for n in range(1200)}
     assert after.bytes == 0
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.5, 1), st.floats(0, 0.99)), min_size=1, max_size=20),
+    st.floats(0.1, 60),
+)
+def test_island_whose_leaders_follow_each_other_within_a_lease_counts_as_led_throughout(
+    leaders: list[tuple[float, float]], lease_s: float
+) -> None:
+    """Each leader renews its lease for the last time, and the next one takes over `gap` of a lease
+    after the end of it.
+    """
+    for held, gap in leaders:
+        for passed in (0.0, held, held + gap / 2, held + gap):  # in leases, since the last renewal
+            assert is_led((held - passed) * lease_s, lease_s=lease_s)
+    held, _ = leaders[-1]
+    assert not is_led((held - (held + 1)) * lease_s - 1e-9, lease_s=lease_s)
+    assert not is_led(None, lease_s=lease_s)
