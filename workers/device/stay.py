@@ -34,7 +34,8 @@ class Stay:
     record: StayRecord  # the facts from which the device's machine decides
     shared_key: str = ""  # of the processes in which it may run after other functions
     metrics: JSON = field(default_factory=dict)
-    points: list[list[Any]] = field(default_factory=list)
+    points: list[list[Any]] = field(default_factory=list)  # metrics that no answer has confirmed
+    points_told_us: int | None = None  # when a report first had these points
     resident: Resident | None = None
     resumed: str = "fresh"
     links: Sockets | None = None  # sockets to the other hosts of its gang, for its process
@@ -148,8 +149,16 @@ class Stay:
         resident = self.resident
         return resident if resident is not None and resident.stay is self else None
 
-    def heard(self, seq: int) -> None:
+    def add_points(self, points: list[list[Any]]) -> None:
+        """Keep the metrics of further steps until they are delivered."""
+        if points:
+            self.points, self.points_told_us = points, None
+
+    def heard(self, seq: int, sent_us: int) -> None:
+        """Forget what is delivered: events up to `seq`, and what a report of `sent_us` had."""
         self.events = [event for event in self.events if event.seq > seq]
+        if self.points_told_us is not None and self.points_told_us <= sent_us:
+            self.points, self.points_told_us = [], None
 
     def is_over(self) -> bool:
         """True if the stay has ended and has nothing left to report."""
@@ -163,6 +172,8 @@ class Stay:
         return self.awaits in self.lacks
 
     def view(self, now_us: int) -> ResidentView:
+        if self.points and self.points_told_us is None:
+            self.points_told_us = now_us
         return ResidentView(
             task=self.launch.task,
             epoch=self.launch.epoch,

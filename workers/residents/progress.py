@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 REPORT_S = 0.2  # seconds between two reports of progress and metrics, at least
-# for this time a new task also reports the metrics of the steps between two reports
+# for this time, and until the report after it, a new task also reports the metrics of the steps
+# between two reports
 FIRST_POINTS_S = 2.0
 FIRST_POINTS = 32  # most steps with metrics that a new task reports
 FIRST_VALUES = 640  # most metric values that a new task reports, over all steps
@@ -48,17 +49,18 @@ class FirstPoints:
 
 def report(work: Work) -> None:
     work.reported_s = time.monotonic()
-    if work.points is not None and work.points.is_over(work.reported_s):
-        work.points = None
+    points = work.points
     work.say(
         "progress",
         ran=work.ran,
         metrics=work.metrics,
-        points=work.points.kept if work.points is not None else [],
+        points=[] if points is None else points.kept,
         memory_bytes=memory_bytes(work),
         spilled_bytes=work.job.spilled_bytes if isinstance(work.job, GraphJob) else 0,
         staged_us=int((work.staged_s + work.images.staging.waited_s) * 1e6),
     )
+    if points is not None and points.is_over(work.reported_s):
+        work.points = None
 
 
 def memory_bytes(work: Work) -> int:

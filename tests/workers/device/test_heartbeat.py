@@ -7,9 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+from app.core.device.device_records import StayRecord
 from app.core.device.lease import Lease
 from app.core.model.messages import Alive, Answer
+from tests.launches import launch_of
 from workers.device.heartbeat import CHATTER_S, SOON_S, Pulse, Rhythm
+from workers.device.stay import Stay
 
 ALIVE = Alive(device="h.0", incarnation="1", sent_us=0, facts={}, residents=[], events=[], logs=[])
 
@@ -116,3 +119,18 @@ def test_failed_connection_is_retried(pulse, line):
     pulse.say(ALIVE)
     assert pulse.flush(60)
     assert len(line.sent) == 1
+
+
+def test_points_of_a_stay_are_told_until_a_report_with_them_is_answered():
+    stay = Stay.of(launch_of("t1"), StayRecord("t1", 1))
+    first, more = [[1, {"loss": 2.0}]], [[1, {"loss": 2.0}], [2, {"loss": 1.0}]]
+    stay.add_points(first)
+    assert stay.view(1_000).points == first
+    stay.add_points(more)
+    stay.add_points([])  # its process has told all
+    stay.heard(0, 1_000)
+    assert stay.view(2_000).points == more
+    stay.heard(0, 1_500)
+    assert stay.view(3_000).points == more
+    stay.heard(0, 2_000)
+    assert stay.view(4_000).points == []

@@ -66,7 +66,7 @@ class ResidentMessages:
         step = untrusted.number(message, "step")
         clean = resident.stay.redactor.json
         resident.stay.metrics = clean(untrusted.metrics(message))
-        resident.stay.points = clean(untrusted.points(message))
+        resident.stay.add_points(clean(untrusted.points(message)))
         resident.staged_us = untrusted.number(message, "staged_us")
         resident.idle_us = untrusted.number({"idle_us": 0, **message}, "idle_us")
         told = untrusted.number(message, "memory_bytes")

@@ -59,7 +59,7 @@ class AnswerDesk:
         self.mounts.told(answer.images, IMAGE)
         for stay in list(self.lives.stays.values()):
             name = messages.key(*stay.key)
-            stay.heard(answer.heard.get(name, 0))
+            stay.heard(answer.heard.get(name, 0), answer.sent_us)
             stay.log.acknowledged(answer.logged.get(name, 0))
             if stay.is_over():
                 self.lives.give(StayForgotten(stay=stay.key))
