@@ -5,9 +5,10 @@ all other processes.  Otherwise the tree is all descendants of this process.  It
 neither a double fork nor a new session leaves the tree.
 
 How: SIGSTOP, which no process can catch, block or ignore.  A fork in progress ends before or after
-the signal, so running processes are signalled again until every thread of every process is stopped.
-Only then is the tree `frozen`.  A tree that does not stop in time is reported, and the caller must
-kill it.  Processes that the command itself had stopped stay stopped when the tree continues.
+the signal, so running processes are signalled again until every thread of every process is stopped
+and no process is new.  Only then is the tree `frozen`.  A tree that does not stop in time is
+reported, and the caller must kill it.  Processes that the command itself had stopped stay stopped
+when the tree continues.
 
 Invariant: between the return of `freeze` and `thaw`, the tree executes no instruction.  A thread in
 an uninterruptible system call (state D) stops before it returns to its program.  `freeze` waits for
@@ -22,7 +23,7 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -82,9 +83,9 @@ class Tree:
         self._stopped_before = {pid for pid in self.pids() if not _moving(pid) and _stat(pid)}
         while True:
             self.send(signal.SIGSTOP)
-            moving = {pid: states for pid in self.pids() if (states := _moving(pid))}
+            moving = self._find(_moving)
             waited_s = time.monotonic() - began_s
-            in_kernel = all(set(states) == {_IN_KERNEL} for states in moving.values())
+            in_kernel = all(states == _IN_KERNEL for states in moving.values())
             children = self._children(moving) if in_kernel else []
             patience_s = min(within_s, _BEGINS_S if children else _PATIENCE_S)
             if not moving or (in_kernel and waited_s >= patience_s):
@@ -95,6 +96,20 @@ class Tree:
             time.sleep(_LOOK_AGAIN_S)
             if waited_s >= _RUNS_S:
                 self._let_begin(children, moving)
+
+    def _find(self, states_of: Callable[[int], str]) -> dict[int, str]:
+        """Return the processes of the tree for which `states_of` returns states, with these.
+
+        A process that is stopped or dead now may have had a child after the processes were listed.
+        So they are listed again until none is new, or one runs.
+        """
+        found, seen = dict[int, str](), set[int]()
+        while new := {*self.pids()} - seen:
+            found |= {pid: states for pid in sorted(new) if (states := states_of(pid))}
+            if any(states != _IN_KERNEL for states in found.values()):
+                break
+            seen |= new
+        return found
 
     def _children(self, parents: Iterable[int]) -> list[int]:
         """Return those children of these processes that `freeze` has stopped."""
@@ -134,7 +149,7 @@ class Tree:
         until_s = time.monotonic() + within_s
         while True:
             self.send(signal.SIGKILL)
-            left = {pid: states for pid in self.pids() if (states := _alive(pid))}
+            left = self._find(_alive)
             for _ in reaped():
                 pass
             if not left:

@@ -40,12 +40,25 @@ def tree(ask):
 
 
 STUB = """
-import signal, subprocess, sys, time
+import os, signal, subprocess, sys, time
 from workers.commands import freezer
 from workers.commands.freezer import Tree
 tree = Tree(is_alone=False)
 def start(text):
     return subprocess.Popen(["bash", "-c", text]).pid
+def fork_while_looked_at(file):
+    # as if a fork had been in progress: the child is born after the processes were listed
+    moving = freezer._moving
+    def look(pid):
+        if not moving(pid):
+            freezer._moving = moving
+            os.kill(pid, signal.SIGCONT)
+            open(file, "w").close()
+            while len(tree.pids()) < 2: time.sleep(0.001)
+            os.kill(pid, signal.SIGSTOP)
+            while moving(pid): time.sleep(0.001)
+        return moving(pid)
+    freezer._moving = look
 for line in sys.stdin:
     try:
         print(repr(eval(line)), flush=True)
@@ -147,3 +160,21 @@ def test_parent_that_waits_for_its_child_to_begin_a_program_stops_too(tree, ask,
     os.close(writer)
     assert {psutil.Process(pid).status() for pid in (parent, child)} == {psutil.STATUS_STOPPED}
     assert psutil.Process(child).name() == "sleep"
+
+
+FORKS = """
+import os, sys, time
+while not os.path.exists(sys.argv[1]): time.sleep(0.01)
+os.fork()
+time.sleep(60)
+"""
+
+
+def test_child_that_is_born_while_its_parent_is_looked_at_stops_too(tree, tmp_path):
+    file = str(tmp_path / "forks")
+    tree(f"subprocess.Popen([sys.executable, '-c', {FORKS!r}, {file!r}]).pid")
+    until(lambda: names(tree))
+    tree(f"fork_while_looked_at({file!r})")
+    assert tree("tree.freeze(30)") == "None"
+    pids = eval(tree("tree.pids()"))
+    assert [*map(status_of, pids)] == [psutil.STATUS_STOPPED] * 2
