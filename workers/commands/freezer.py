@@ -165,6 +165,10 @@ class Tree:
             for pid in self.pids():
                 self._send(pid, number)
 
+    def stands(self, pid: int) -> bool:
+        """True if a process that `freeze` stopped is still there, and not about to end."""
+        return bool(_alive(pid)) and {*_moving(pid)} <= {_IN_KERNEL}
+
     def memory_bytes(self) -> int:
         """Return the private memory of the tree; memory shared with files does not count."""
         return sum(_memory_bytes(pid) for pid in self.pids())

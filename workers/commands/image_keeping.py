@@ -44,6 +44,7 @@ class Keeping:
         self._result: FolderImage | BaseException | None = None
         self._done = False
         self._began_s = 0.0
+        self._index_bytes = 0  # size of the index of the newest image
         self.stood_s = 0.0  # how long the tree was stopped in its slot for the last image
         self.frees_early = False  # True if the tree runs on once its processes are dumped
 
@@ -59,11 +60,21 @@ class Keeping:
         is_in_doubt = stub.is_in_doubt or stub.start.dump_damaged
         return "pause" in stub.held or self.is_wished or not is_in_doubt
 
-    def dumped(self) -> None:
-        """Called when the processes are stored: let the tree run on. At a pause it stays stopped,
+    def dumped(self, lost: str) -> None:
+        """Called when the processes are dumped: let the tree run on. At a pause it stays stopped,
         and the image is awaited.
+
+        `lost` is why they could not be dumped; then the image is announced again, without them.
+        Nothing is stored yet: if the command died, an older image with its processes remains the
+        newest one.
         """
-        if self.frees_early:
+        if lost:
+            self.stub.tell_not_stored(lost)
+            if self.stub.stands():
+                self._announce({"bound_because": lost})
+            else:
+                self.kept({"error": lost})
+        elif self.frees_early:
             self._stood()
             self.stub.let_go("image")
 
@@ -114,7 +125,6 @@ class Keeping:
         self.stage = ""
         self._stood()
         self.stub.let_go("image")
-        self.stub.tell_not_stored(message.get("lost", ""))
         if message.get("error"):
             self.last_step, self.failed = None, True
 
@@ -219,6 +229,11 @@ class Keeping:
             self.stub.let_go("image")
             self._not_copied(error)
             return
-        self.stage, self.left_s = "told", time.monotonic()
-        self.told_s = self.left_s
+        self.left_s = self.told_s = time.monotonic()
+        self._index_bytes = size
+        self._announce(tree)
+
+    def _announce(self, tree: JSON) -> None:
+        """Hand the slab over to the supervisor; `tree` says what the image has of the processes."""
+        self.stage, size = "told", self._index_bytes
         self.stub.say("saving", what="image", at_step=self.last_step, index_bytes=size, **tree)

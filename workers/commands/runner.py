@@ -305,6 +305,11 @@ class Stub:
             self.held.add("image")
         return told
 
+    def stands(self) -> bool:
+        """True if the command is stopped and has not died meanwhile."""
+        left = [process.pid for process in self.processes if process.returncode is None]
+        return bool(left) and all(map(self.tree.stands, left))
+
     @property
     def _only_process(self) -> FirstProcess | None:
         return self.processes[0] if len(self.processes) == 1 else None
@@ -372,7 +377,7 @@ class Stub:
             case "kept":
                 self.settled[message["what"]] = message
             case "dumped":
-                self.keeping.dumped()
+                self.keeping.dumped(message["lost"])
             case "adopted":
                 self.adopted = message
             case "open":

@@ -20,6 +20,7 @@ from app.core.model import messages
 from app.core.model.device_choice import WHOLE_MILLI
 from app.core.model.device_fraction import cap_bytes
 from app.core.model.manifest import Manifest
+from app.core.model.messages import CheckpointRef
 from workers.device.job_shells import JobShells
 from workers.device.stay import Stay
 from workers.process import slab
@@ -45,14 +46,21 @@ STORED_LIMIT = 16 * 1024  # most processes and threads of a command that are sto
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saving:
+    """Describes a durable image."""
+
     step: int
     sha256: str
+    key: str  # public key of the host that wrote it
     size_bytes: int
     took_us: int = 0
     new_bytes: int = 0
     has_processes: bool = False  # True if the image has the processes of its command
     bound_because: str = ""  # why the image has no processes, although they were asked for
     printed: tuple[int, ...] = ()  # epoch and number of log lines when the processes were dumped
+
+    @property
+    def ref(self) -> CheckpointRef:
+        return CheckpointRef(sha256=self.sha256, step=self.step, key=self.key)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,13 +260,18 @@ class Resident:
     def is_durable(self) -> bool:
         """True if ending it now loses nothing; for a command its processes must be stored, too."""
         has_all = not (self.is_command and self.has_state)
-        return self.is_kept and (has_all or self.processes_step == self.record.saved_step)
+        return self.is_kept and (has_all or self.are_processes_stored)
+
+    @property
+    def are_processes_stored(self) -> bool:
+        """True if the newest durable image of a command has its processes."""
+        step = self.processes_step
+        return step is not None and step == self.record.saved_step
 
     @property
     def is_in_image(self) -> bool:
         """True if its newest image includes the processes as they were at the last step."""
-        step = self.processes_step
-        return step is not None and step == self.record.saved_step == self.stay.step
+        return self.are_processes_stored and self.processes_step == self.stay.step
 
     @property
     def on_device_bytes(self) -> int:

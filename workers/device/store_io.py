@@ -14,10 +14,11 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from app.core.model import manifest as manifests
 from app.core.model import tensor_file
 from app.core.model.manifest import About, Manifest
 from app.core.model.messages import (
@@ -380,7 +381,7 @@ def _indexed(held: int, image: CheckpointRef, found: FoundImage) -> tuple[Saving
     about = found.manifest.about
     index = {"layout": found.layout.as_json(), "fingerprint": dict(about.fingerprint)}
     size_bytes = found.manifest.size_bytes
-    saved = Saving(step=image.step, sha256=image.sha256, size_bytes=size_bytes)
+    saved = Saving(step=image.step, sha256=image.sha256, key=image.key, size_bytes=size_bytes)
     return saved, slab.write_index(held, index)
 
 
@@ -446,6 +447,24 @@ def keep(
         )
     except (BadIndex, BadLayout, BadSlab, Nonsense) as error:
         raise OutOfStep(str(error)) from error
+
+
+def keep_marked(image: Saving, launch: Launch, house: House) -> Written:
+    """Store an image of a command again, as one whose processes a dump has damaged since; raises
+    Damaged, OSError.
+
+    Its chunks are in the store, so only a manifest is written.
+    """
+    manifest = house.store.manifest(launch.tenant, image.sha256, key=image.key)
+    about = replace(manifest.about, task=launch.task, epoch=launch.epoch, dump_damaged=True)
+    marked = replace(manifest, about=about)
+    body = house.signer.sealed(manifests.encode(marked))
+    return Written(
+        sha256=house.store.put_manifest(launch.tenant, body),
+        size_bytes=marked.size_bytes,
+        new_bytes=0,
+        chunks=len(marked.addresses),
+    )
 
 
 def store(pieces: Iterator[memoryview], size: int, house: House) -> JSON:

@@ -61,6 +61,9 @@ class Stood:
     def __init__(self):
         self.is_frozen = False
 
+    def stands(self, pid):
+        return self.is_frozen
+
     def pids(self):
         return [1001]
 
@@ -95,3 +98,17 @@ def test_first_process_that_has_ended_is_not_stored_and_told(stub, monkeypatch):
     stub.processes[0].returncode = 0
     assert stub.processes_to_store() == {"bound_because": "its first process had ended"}
     assert "its first process had ended" in told[0]
+
+
+@pytest.mark.parametrize("stands", [True, False])
+def test_image_whose_processes_are_lost_is_stored_only_if_the_command_stands(
+    stub, monkeypatch, stands
+):
+    said = []
+    monkeypatch.setattr(runner, "tell_owner", lambda told: None)
+    monkeypatch.setattr(stub, "say", lambda word, **more: said.append(more["bound_because"]))
+    stub.tree, stub.devices = Stood(), TreeMemory.found("cpu")
+    stub.tree.is_frozen, stub.held, stub.keeping.stage = stands, {"image"}, "told"
+    stub.keeping.dumped("CRIU cannot")
+    assert said == ["CRIU cannot"] * stands
+    assert (stub.keeping.stage, stub.held) == (("told", {"image"}) if stands else ("", set()))

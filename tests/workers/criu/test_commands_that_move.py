@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -492,6 +493,61 @@ def test_damaged_command_does_not_run_on_where_the_store_fails_too(hosts, monkey
     here.until(lambda: here.view("t1") is None)
     assert not here.supervisor.lives.residents
     assert not here.all(Saved, "t1")
+
+
+@pytest.mark.parametrize("victim", ["stub", "dump"])
+def test_command_that_dies_in_a_dump_goes_on_from_the_image_before_with_its_processes(
+    hosts, monkeypatch, victim
+):
+    here, there = hosts(), hosts()
+    here.launch("t1", COUNT)
+    _until_printed(here, "t1", "begins")
+    here.save("t1")
+    before = here.event(Saved, "t1")
+    here.until(lambda: len(here.printed("t1")) > before.printed[1] + 2)
+    answered = _answers_to_images(monkeypatch)
+    if victim == "dump":
+        _kill_dumps(monkeypatch, here)
+    else:
+        _silence_stubs_in_dumps(monkeypatch, here)
+    here.save("t1")
+    here.until(lambda: answered)
+    for resident in [*here.supervisor.lives.residents.values()]:
+        resident.kill()
+    here.until(lambda: here.view("t1") is None and not here.supervisor.lives.residents)
+    monkeypatch.undo()
+    newest = here.all(Saved, "t1")[-1]
+    assert (newest.step, newest.printed) == (before.step, before.printed)
+    printed = here.printed("t1")[: newest.printed[1]]
+    there.launch("t1", COUNT, epoch=2, images=[here.image(newest)], checkpoint_every_s=0.2)
+    assert there.event(Started, "t1", 2).resumed == "image"
+    # a dump that damages the processes is not tried again by time
+    assert there.event(Saved, "t1", 2).has_processes == (victim != "dump")
+    printed += _printed_to_the_end(there, "t1", 2)
+    assert printed == counted(printed)
+
+
+def _answers_to_images(monkeypatch):
+    """Return a list that grows with each answer to a stub that announced an image."""
+    answered, send = [], Resident.send
+
+    def sends(resident, word, *args, **said):
+        send(resident, word, *args, **said)
+        answered.extend([word] if word == "kept" or said.get("lost") else [])
+
+    monkeypatch.setattr(Resident, "send", sends)
+    return answered
+
+
+def _silence_stubs_in_dumps(monkeypatch, rig):
+    """Let each stub say nothing more from a dump on, as if it had died and nothing noticed yet."""
+
+    def fails(*args, **more):
+        for resident in rig.supervisor.lives.residents.values():
+            os.kill(resident.pid, signal.SIGSTOP)
+        raise CriuFailed("dump: it died")
+
+    monkeypatch.setattr(runner, "dump", fails)
 
 
 def _kill_dumps(monkeypatch, rig):

@@ -37,10 +37,21 @@ LIES_BYTES = 1 << 20  # in bytes: outputs of at least this size go back to their
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageStored:
-    """A durable image, and what happened to the processes of its command."""
+    """A durable image, and what happened to the processes of its command.
+
+    If the processes were damaged, `older` is the image before it, which was stored again instead.
+    """
 
     written: Written
     tree: StoredTree
+    older: Saving | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotDumped:
+    """Says why processes were not dumped. They may have died, so nothing was stored."""
+
+    because: str
 
 
 class DamagedAndNotStored(Exception):
@@ -98,14 +109,20 @@ class ResultStore:
         held, known, house = resident.slab, resident.known, self.house
         awaited = resident.stay.record.is_moving
         images = self.images
-        dumped = partial(self._receive, partial(resident.send, "dumped"))
+        dumped = partial(self._receive, partial(resident.send, "dumped", lost=""))
+        older = _image_with_processes(resident)
         tree = images.tree_of(resident, message, dumped) if images is not None else no_tree
         told = _sentence(untrusted.text({"bound_because": "", **message}, "bound_because"))
 
-        def keep() -> ImageStored:
+        def keep() -> ImageStored | NotDumped:
             cipher = images.cipher_of(launch) if images is not None else None
             with tree() as found:
+                if found.lost and not found.is_damaged:
+                    return NotDumped(because=found.lost)
                 try:
+                    if found.is_damaged and older is not None:
+                        written = store_io.keep_marked(older, launch, house)
+                        return ImageStored(written=written, tree=found, older=older)
                     written = store_io.keep(
                         *(held, size, launch, step),
                         known=known,
@@ -178,7 +195,7 @@ class ResultStore:
         resident: Resident,
         step: int,
         began_us: int,
-        stored: ImageStored | BaseException,
+        stored: ImageStored | NotDumped | BaseException,
         told: str,
     ) -> None:
         """Report an image.
@@ -188,34 +205,43 @@ class ResultStore:
         resident.saves -= 1
         if isinstance(stored, BaseException):
             self._not_stored(resident, "image", stored)
+        elif isinstance(stored, NotDumped):
+            resident.send("dumped", lost=stored.because)
         else:
             # done before its stub is told, which lets the command run on
             if stored.tree.is_damaged:
                 self.lives.kill(resident, "damaged")
-            written = stored.written
-            resident.send("kept", what="image", lost=stored.tree.lost)
-            has_processes = bool(stored.tree.beside)
-            bound_because = _sentence(resident.stay.redactor.text(stored.tree.lost or told))
-            if has_processes:
-                resident.processes_step = step
-            if has_processes or bound_because:
-                resident.bound_because = bound_because
-            resident.saved = Saving(
-                step=step,
-                sha256=written.sha256,
-                size_bytes=written.size_bytes,
-                took_us=now_us() - began_us,
-                new_bytes=written.new_bytes,
-                has_processes=has_processes,
-                bound_because=bound_because,
-                printed=resident.printed if has_processes else (),
-            )
-            key = self.house.signer.public
-            image = CheckpointRef(sha256=written.sha256, step=step, key=key)
-            self._remember_image(resident, image)
-            self.tell_saved(resident.stay, resident.saved)
-            self.lives.give(ImageKept(process=resident.id, step=step))
+            resident.send("kept", what="image")
+            self._tell_stored(resident, step, now_us() - began_us, stored, told)
         self._close_if_gone(resident)
+
+    def _tell_stored(
+        self, resident: Resident, step: int, took_us: int, stored: ImageStored, told: str
+    ) -> None:
+        written, printed = stored.written, resident.printed
+        if (older := stored.older) is not None:
+            step, printed = older.step, older.printed
+        has_processes = older is not None or bool(stored.tree.beside)
+        bound_because = "" if has_processes else stored.tree.lost or told
+        bound_because = _sentence(resident.stay.redactor.text(bound_because))
+        if has_processes:
+            resident.processes_step = step
+        if has_processes or bound_because:
+            resident.bound_because = bound_because
+        resident.saved = Saving(
+            step=step,
+            sha256=written.sha256,
+            key=self.house.signer.public,
+            size_bytes=written.size_bytes,
+            took_us=took_us,
+            new_bytes=written.new_bytes,
+            has_processes=has_processes,
+            bound_because=bound_because,
+            printed=printed if has_processes else (),
+        )
+        self._remember_image(resident, resident.saved.ref)
+        self.tell_saved(resident.stay, resident.saved)
+        self.lives.give(ImageKept(process=resident.id, step=step))
 
     def _remember_image(self, resident: Resident, image: CheckpointRef) -> None:
         """Remember the image as the newest of its task.
@@ -292,6 +318,17 @@ class ResultStore:
         # While co-located tasks take turns, the next report comes soon and includes this event.
         self.rhythm.chatter = True
         self.rhythm.happened |= self.lives.holder is None
+
+
+def _image_with_processes(resident: Resident) -> Saving | None:
+    """Return the newest durable image, if it has the processes of the command.
+
+    An image that this process began from counts as made before the first line of its epoch.
+    """
+    saved = resident.saved
+    if saved is None or not resident.are_processes_stored:
+        return None
+    return replace(saved, printed=saved.printed or (resident.stay.launch.epoch, 0))
 
 
 def newest_step(launch: Launch) -> int:
