@@ -482,9 +482,13 @@ class Conductor:
         self.tell({"is": "on", "step": step}, here)
 
     def at_cut(self, step: int, asked: dict[str, JSON], here: list[RankProcess]) -> None:
-        """Forward these orders to ranks that stand after step `step`."""
+        """Forward these orders to ranks that stand after step `step`.
+
+        Ranks that are to pause obey further orders without a cut, as they do during the pause.
+        """
         for message in asked.values():
             self.tell(message, here)
+        self.is_seated = self.is_seated and "pause" not in asked
         self.is_saving |= "save" in asked and step != self.saved_step
 
     def write_index(self, said: list[JSON]) -> None:

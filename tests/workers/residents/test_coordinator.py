@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 import time
 
 import pytest
@@ -308,3 +309,21 @@ def test_gang_that_changes_hosts_after_a_save_stands_still_until_then(led):
     home.saved_step, home.is_saving = 7, True  # that image is being kept
     home.at_cut(7, {"change": {"is": "change"}}, led.ranks)
     assert led.told(0) == led.told(1) == ["pause"]
+
+
+def test_gang_refuses_to_change_hosts_from_the_cut_of_a_pause_on(led):
+    """Otherwise the gang would change when it goes on, and these hosts may be gone by then."""
+    home = remote_ranks.Home(led.conductor.work, lambda work: 0)
+    home.ranks, home.board = led.ranks, led.conductor.board
+    (line, line_end), (link, link_end) = socket.socketpair(), socket.socketpair()
+    home.go([1])
+    home.ask({"is": "pause"})
+    for rank in home.ranks:
+        home.take(rank, {"is": "at_cut", "ran": 7})
+    home._want(remote_ranks.Seats((1, 1), {1: line}, {1: link}))  # before all ranks have paused
+    for rank in home.ranks:
+        home.take(rank, {"is": "paused", "step": 7, "has_state": True})
+    assert (home.asked, home.wanted) == ({}, None)
+    assert (line_end.recv(1), link_end.recv(1)) == (b"", b"")
+    line_end.close()
+    link_end.close()
