@@ -1,4 +1,4 @@
-"""pre: the first schema."""
+"""pre: make the first schema."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""pre: what a tenant is due at least and at most, the weight of a user, the tier of a task."""
+"""pre: add the guarantees and limits of tenants, the weights of users and the tiers of tasks."""
 
 import sqlalchemy as sa
 from alembic import op
