@@ -1,4 +1,4 @@
-"""pre: which rows changed since when, who waits in which line, why decisions were made."""
+"""pre: record when rows changed, which tasks wait in which line, and why decisions were made."""
 
 import sqlalchemy as sa
 from alembic import op

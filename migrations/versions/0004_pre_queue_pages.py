@@ -1,4 +1,4 @@
-"""pre: a page of a tenant's queue is read from an index, however long the queue is."""
+"""pre: read a page of a tenant's queue from an index, however long the queue is."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""pre: what tenants and users are taken to have used while they were away; cost by memory."""
+"""pre: keep the usage assumed for tenants and users while they were away; charge by memory."""
 
 import sqlalchemy as sa
 from alembic import op

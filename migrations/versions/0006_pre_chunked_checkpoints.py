@@ -1,4 +1,4 @@
-"""pre: who wrote a checkpoint, with which key it is signed, and what it added to the store."""
+"""pre: record which host wrote a checkpoint, which key signs it, and what it added to the store."""
 
 import sqlalchemy as sa
 from alembic import op

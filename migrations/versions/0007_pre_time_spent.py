@@ -1,4 +1,4 @@
-"""pre: how long a job stood still on its seat while its state was copied."""
+"""pre: record how long a job stood still in its slot while its state was copied."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""pre: who asked for a task to be moved, where to, and how far that is."""
+"""pre: record to which device a task is asked to move, since when, and how far the move is."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""pre: devices that an elastic task holds beyond its home, and since when it is as large as it is."""
+"""pre: record the devices that an elastic task holds beyond its home, and since when."""
 
 import sqlalchemy as sa
 from alembic import op

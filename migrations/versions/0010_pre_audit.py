@@ -1,4 +1,4 @@
-"""pre: what administrators did, chained and append-only; what an island's scheduler counts."""
+"""pre: keep an append-only, chained audit log of administrators; count what a scheduler does."""
 
 import sqlalchemy as sa
 from alembic import op

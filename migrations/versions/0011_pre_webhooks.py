@@ -1,4 +1,4 @@
-"""pre: who is told when a request ends, and every message to them."""
+"""pre: keep the webhooks that are called when a request ends, and every message to them."""
 
 import sqlalchemy as sa
 from alembic import op

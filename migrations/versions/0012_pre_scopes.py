@@ -1,4 +1,4 @@
-"""pre: users that are programs, keys narrowed by scopes, keys that took the place of others."""
+"""pre: add users that are programs, keys with scopes, and keys that replace other keys."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""pre: graphs of small functions, each tenant's under their hash."""
+"""pre: keep graphs of small functions, under their hash for each tenant."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""pre: named datablocks, who needs them, and uploads of them; the bytes that inputs took."""
+"""pre: keep named datablocks, the tasks that need them, their uploads, and the bytes of inputs."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""pre: what passed between the executors of a graph."""
+"""pre: record how many bytes passed between the executors of a graph."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""pre: how long tasks held devices beside their home, in all."""
+"""pre: record how long tasks held devices beside their home, in all."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""pre: tasks on devices of several hosts, each of which gets orders."""
+"""pre: allow tasks on devices of several hosts, each of which gets orders."""
 
 import sqlalchemy as sa
 from alembic import op

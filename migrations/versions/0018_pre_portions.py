@@ -1,4 +1,4 @@
-"""pre: why a task is on its island, and which ends tasks of other islands wait for."""
+"""pre: record why a task is on its island, and for which ends the tasks of other islands wait."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""pre: names of tenants are unique among siblings; what runs is found among a million that wait."""
+"""pre: make names of tenants unique among siblings; find running tasks among many waiting ones."""
 
 import sqlalchemy as sa
 from alembic import op

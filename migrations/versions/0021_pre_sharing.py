@@ -1,4 +1,4 @@
-"""pre: several graphs take turns on one device, each with a placement of its own."""
+"""pre: let several graphs take turns on one device, each with a placement of its own."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""pre: how long the nodes of a graph took when it ran, for its next plans."""
+"""pre: keep the times of the nodes of a graph that ran, for its next plans."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""pre: which outputs of legs are durable before their leg has ended."""
+"""pre: record which outputs of partitions are durable before their partition has ended."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""pre: how each input of a launch came: it lay there, another host gave it, or from the store."""
+"""pre: record how each input of a launch came: it was there, or a host or the store gave it."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""pre: which inputs of legs may come while they run."""
+"""pre: record which inputs of partitions may come while they run."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""pre: how large the blocks of a graph were when it ran, for its next plans."""
+"""pre: keep the sizes of the blocks of a graph that ran, for its next plans."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""pre: gangs that span islands, and their tickets there."""
+"""pre: keep gangs that span islands, and their tickets there."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""pre: on which devices' hosts a datablock lies, for who takes it elsewhere."""
+"""pre: record on which devices' hosts a datablock lies, so that other hosts can fetch it there."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""pre: a device's cost is above 0, and its memory is not below."""
+"""pre: require a device's cost above 0, and its memory not below 0."""
 
 from alembic import op
 

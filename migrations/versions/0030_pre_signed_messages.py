@@ -1,7 +1,7 @@
-"""pre: who may speak as a device, an island's public key, and a device's secret apart from its facts.
+"""pre: keep enrolled devices, an island's public key, and a device's secret outside its facts.
 
-No device that was registered before is enrolled: anybody who could write to Redis may have
-registered it.  An administrator enrols those that are real.
+Devices that were registered before are not enrolled: anybody who could write to Redis may have
+registered them. An administrator enrols the real ones.
 """
 
 import sqlalchemy as sa

@@ -1,4 +1,4 @@
-"""pre: what the classes of a bundle can be made with."""
+"""pre: record with which parameters the classes of a bundle can be made."""
 
 import sqlalchemy as sa
 from alembic import op

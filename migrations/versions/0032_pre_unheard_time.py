@@ -1,4 +1,4 @@
-"""pre: what tasks held while their devices were not heard of."""
+"""pre: record what tasks held while their devices were not heard."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""pre: for how long after a device's lease a step may go on."""
+"""pre: record for how long a step may go on after its device's lease."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""pre: what a device's monitor told, and what its island remembers of it."""
+"""pre: keep what a device's monitor told, and what its island remembers of it."""
 
 import sqlalchemy as sa
 from alembic import op

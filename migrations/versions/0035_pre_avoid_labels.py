@@ -1,4 +1,4 @@
-"""pre: tasks that avoid devices with a label wait in lines of their own."""
+"""pre: give tasks that avoid devices with a label lines of their own."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""pre: after how long without computing a task of the tenant is paused."""
+"""pre: set after how long without computing a task of the tenant is paused."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""pre: tasks that choose their devices by what they are wait in lines of their own."""
+"""pre: give tasks that choose their devices by traits lines of their own."""
 
 import sqlalchemy as sa
 from alembic import op

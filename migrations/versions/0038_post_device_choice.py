@@ -1,4 +1,4 @@
-"""post: the labels that a task avoids are a part of its choice of devices."""
+"""post: make the labels that a task avoids a part of its choice of devices."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""pre: the most memory that a task's process held on a device and on its host."""
+"""pre: record the most memory that a task's process held on a device and on its host."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""pre: what tasks of a tenant may reach over the network."""
+"""pre: keep what tasks of a tenant may reach over the network."""
 
 import sqlalchemy as sa
 from alembic import op

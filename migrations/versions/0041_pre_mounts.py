@@ -1,4 +1,4 @@
-"""pre: folders of hosts that tasks may see."""
+"""pre: keep the folders of hosts that tasks may see."""
 
 import sqlalchemy as sa
 from alembic import op

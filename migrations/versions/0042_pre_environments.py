@@ -1,4 +1,4 @@
-"""pre: files that name packages, and the locks of what they name."""
+"""pre: keep files that name packages, and the locks of these packages."""
 
 import sqlalchemy as sa
 from alembic import op

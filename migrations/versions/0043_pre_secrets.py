@@ -1,4 +1,4 @@
-"""pre: secrets of users and tenants."""
+"""pre: keep secrets of users and tenants."""
 
 import sqlalchemy as sa
 from alembic import op

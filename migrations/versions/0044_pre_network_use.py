@@ -1,4 +1,4 @@
-"""pre: what an epoch of a task used of the network on its device."""
+"""pre: record what an epoch of a task used of the network on its device."""
 
 import sqlalchemy as sa
 from alembic import op

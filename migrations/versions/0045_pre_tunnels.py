@@ -1,4 +1,4 @@
-"""pre: tunnels into running tasks."""
+"""pre: keep tunnels into running tasks."""
 
 import sqlalchemy as sa
 from alembic import op

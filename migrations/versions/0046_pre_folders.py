@@ -1,4 +1,4 @@
-"""pre: datablocks that are folders of files."""
+"""pre: allow datablocks that are folders of files."""
 
 import sqlalchemy as sa
 from alembic import op

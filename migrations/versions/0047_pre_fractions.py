@@ -1,4 +1,4 @@
-"""pre: several tasks hold fractions of one device at once, each with a placement of its own."""
+"""pre: let several tasks hold fractions of one device at once, each with a placement of its own."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""pre: the most that a task took of its host."""
+"""pre: record the most resources that a task took of its host."""
 
 import sqlalchemy as sa
 from alembic import op

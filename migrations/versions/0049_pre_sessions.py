@@ -1,4 +1,4 @@
-"""pre: sessions that give their device back, and when they end."""
+"""pre: add sessions that give their device back, and the times when they end."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""pre: mounts that are container images."""
+"""pre: allow mounts that are container images."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""pre: why a command cannot leave its device, and where its processes can go on."""
+"""pre: record why a command cannot leave its device, and where its processes can go on."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""pre: keys with which the images of commands are encrypted."""
+"""pre: keep the keys with which the images of commands are encrypted."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""pre: how much a command had printed when its processes were dumped."""
+"""pre: record how much a command had printed when its processes were dumped."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""pre: usage that a changed weight carries over, so that it counts from now on."""
+"""pre: keep the usage that a changed weight carries over, so that the weight counts from now on."""
 
 import sqlalchemy as sa
 from alembic import op

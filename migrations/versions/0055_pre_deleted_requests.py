@@ -1,4 +1,4 @@
-"""pre: ended requests are deleted: when asked, or after a time; some are kept."""
+"""pre: delete ended requests when asked or after a time, except those that are kept."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""pre: indexes for lists of requests, and for the tasks that have an output."""
+"""pre: add indexes for lists of requests, and for the tasks that have an output."""
 
 from typing import Any
 

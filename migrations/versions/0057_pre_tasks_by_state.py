@@ -1,4 +1,4 @@
-"""pre: an index for the newest tasks of a tenant in a state."""
+"""pre: add an index for the newest tasks of a tenant in a state."""
 
 from alembic import op
 
