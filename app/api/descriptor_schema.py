@@ -400,7 +400,7 @@ _TASK = _object(
             "type": "string",
             "enum": [OWN_PROCESS],
             "description": "`process`: a function gets a process that no other task uses. Without"
-            " it, functions of one tenant with the same module, bundle, packages, preset and limits"
+            " it, functions of one user with the same module, bundle, packages, preset and limits"
             " may run one after another in one process",
         },
     },

@@ -65,6 +65,7 @@ class LaunchFacts:
             epoch=task.epoch,
             seq=task.order_seq,
             tenant=task.tenant_id,
+            user=task.user_id if device.facts.get("user") else "",
             spec=spec,
             bundle=self.bundles[task.id],  # "" for a command without a bundle
             inputs=self.inputs.get(task.id, {}),

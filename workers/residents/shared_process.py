@@ -2,9 +2,10 @@
 
 The supervisor decides which functions may share a process (`app.core.model.shared_process`). All of
 them are in one module, which is imported once. Before each call, some state is set back to what it
-was after that import: the variables, the working folder, the random numbers, the switches of torch.
-Modules and their globals, open files and all other memory stay as the last call left them. A
-process in which a call left a thread runs no further function.
+was after that import: the variables, the working folder, the random numbers, the switches of torch,
+and what the kernel keeps for the process, such as signal handlers and limits. Modules and their
+globals, open files and all other memory stay as the last call left them. A process in which a call
+left a thread, or changed something that cannot be set back, runs no further function.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import resource
 import shutil
 import signal
 import sys
@@ -32,12 +34,52 @@ log = logging.getLogger(__name__)
 
 UMASK = 0o077
 WRITER = "outputs"  # name of the thread that sends outputs
+_SIGNALS = tuple(map(int, signal.valid_signals()))
+_LIMITS = {n for name, n in vars(resource).items() if name.startswith("RLIMIT_")}
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 _SWITCHES = {
     **preset.IMPOSABLE,
     "gradients": preset.Setting(apply=torch.set_grad_enabled, read=torch.is_grad_enabled),
     "default_device": preset.Setting(apply=torch.set_default_device, read=torch.get_default_device),
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelState:
+    """Holds what the kernel keeps for the process, as far as a call can change it."""
+
+    handlers: dict[int, Any]
+    blocked: set[int | signal.Signals]
+    limits: dict[int, tuple[int, int]]
+    priority: int
+    processors: set[int]
+
+    @classmethod
+    def read(cls) -> KernelState:
+        return cls(
+            handlers={number: signal.getsignal(number) for number in _SIGNALS},
+            blocked=signal.pthread_sigmask(signal.SIG_BLOCK, ()),
+            limits={which: resource.getrlimit(which) for which in _LIMITS},
+            priority=os.getpriority(os.PRIO_PROCESS, 0),
+            processors=os.sched_getaffinity(0),
+        )
+
+    def restore(self) -> None:
+        """Set back what has changed; raises OSError, TypeError or ValueError if that is
+        impossible.
+        """
+        now = self.read()
+        for which, limit in self.limits.items():
+            if now.limits[which] != limit:
+                resource.setrlimit(which, limit)
+        for number, handler in self.handlers.items():
+            if now.handlers[number] != handler:
+                signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked)
+        if now.priority != self.priority:
+            os.setpriority(os.PRIO_PROCESS, 0, self.priority)
+        if now.processors != self.processors:
+            os.sched_setaffinity(0, self.processors)
 
 
 @dataclass
@@ -54,6 +96,7 @@ class SharedProcess:
     switches: JSON = field(default_factory=dict)
     generators: tuple[Any, ...] = ()
     streams: tuple[Any, ...] = ()
+    kernel: KernelState | None = None
 
     def note(self) -> None:
         self.threads = set(threading.enumerate())
@@ -63,10 +106,13 @@ class SharedProcess:
         self.switches = {name: one.read() for name, one in _SWITCHES.items()}
         self.generators = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
         self.streams = sys.stdout, sys.stderr
+        self.kernel = KernelState.read()
 
     def give_back(self) -> None:
         """Undo what a call did to the process, as far as possible."""
         self.is_used = True
+        assert self.kernel is not None, "noted after the import"
+        self.kernel.restore()
         for timer in _TIMERS:
             signal.setitimer(timer, 0)
         sys.stdout, sys.stderr = self.streams

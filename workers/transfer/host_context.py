@@ -239,6 +239,7 @@ class House:
             **({"ranks_apart": True} if self.kind != "cpu" else {}),
             "spec": True,  # the worker takes a Launch with a whole descriptor
             "image_key": True,  # the worker takes a Launch with the key of images
+            "user": True,  # the worker takes a Launch with its user
             "offers": ["env", "secrets", notice.NEED, session.NEED, "isolation"],
         }
 

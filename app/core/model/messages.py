@@ -101,6 +101,9 @@ class Launch(Order):
 
     `withdrawn` are destinations of `spec.network` that the tenant may not reach any more.
 
+    `user` submitted the task: only functions of one user share a process
+    (`core.model.shared_process`).  It is empty for a worker of an older version.
+
     If `beside` is set, other tasks stay on the device, and all of them take turns (`Answer.rota`).
     A function waits behind them instead (`core.scheduling.function_batches`).
 
@@ -129,6 +132,7 @@ class Launch(Order):
     secrets: JSON = field(default_factory=dict)
     image_key: JSON = field(default_factory=dict)
     withdrawn: list[str] = field(default_factory=list)
+    user: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -382,13 +386,13 @@ class Alive:
     `incarnation` names the device worker's process and sorts after those of all processes before
     it.  `facts` describe the device: host, island, kind, threads, memory_bytes, sandbox, torch.
     With the fact "spec" it takes a Launch with a whole descriptor (`core.model.older_launch`), with
-    the fact "image_key" a Launch with this field.  `offers` is what the host can do and tasks may
-    need.  A host that may show mounts has the fact "mounts", the hash of the mounts that it knows
-    (`provisions.mounts`); "images" is the same for container images.  `ahead` are the images of
-    expected tasks that are here: {"task", "sha256", "bytes", "us"}; `bytes` had to be fetched for
-    the image, which took `us`.  Other hosts reach the device worker at `links`, [address, port].
-    `secret` opens the blocks that it gives (`workers.transfer.peer_blocks`).  `hung` are [task,
-    epoch] with which the process before was busy when its supervisor hung
+    the facts "image_key" and "user" a Launch with these fields.  `offers` is what the host can do
+    and tasks may need.  A host that may show mounts has the fact "mounts", the hash of the mounts
+    that it knows (`provisions.mounts`); "images" is the same for container images.  `ahead` are the
+    images of expected tasks that are here: {"task", "sha256", "bytes", "us"}; `bytes` had to be
+    fetched for the image, which took `us`.  Other hosts reach the device worker at `links`,
+    [address, port].  `secret` opens the blocks that it gives (`workers.transfer.peer_blocks`).
+    `hung` are [task, epoch] with which the process before was busy when its supervisor hung
     (`workers.device.hang_report`).  `grace_us` is how long a step may go on after the lease
     (`core.device.lease`).  `health` is what the device's monitor reads and finds, if it has one
     (`core.device.health_findings`).

@@ -2,8 +2,9 @@
 
 Most functions are short: to fork a process and put it into a sandbox takes longer than they run. So
 a process whose function has ended rests, and the next function with the same key runs there.
-Functions with the same key belong to one tenant, have the same code, packages and preset, and get
-the same from their host. They share all that a process has: modules, globals, memory, folders.
+Functions with the same key belong to one user, have the same code, packages and preset, and get the
+same from their host. They share all that a process has: modules, globals, memory, folders. So a
+function could read, or change the results of, those that run after it there.
 """
 
 from __future__ import annotations
@@ -41,5 +42,5 @@ def shared_process_key(launch: Launch) -> str:
     module, _, _ = spec.run.entry.partition(":")
     environment = None if spec.environment is None else spec.environment.lock
     asked = [spec.devices.memory_bytes, spec.resources.as_json(), dict(spec.env)]
-    parts = [launch.tenant, launch.bundle, module, environment, launch.preset, asked]
+    parts = [launch.tenant, launch.user, launch.bundle, module, environment, launch.preset, asked]
     return json.dumps(parts, sort_keys=True)

@@ -197,6 +197,13 @@ class TestLaunch:
         assert (order.body["checkpoint_every_s"], "spec" in order.body) == (60.0, False)
         assert decode(order.body).spec.run.entry == "train:Train"
 
+    @pytest.mark.parametrize(("takes", "named"), [(True, "usr_a"), (False, ""), (None, "")])
+    def test_launch_names_its_user_to_devices_that_take_it(self, session, task, takes, named):
+        hear(session, user=takes)
+        decide(session, task, "Launch", devices=("h.0",))
+        order = session.scalars(select(OutboxOrder)).one()
+        assert order.body.get("user", "") == named
+
     def test_order_counts_as_taken_when_the_device_shows_the_resident(self, session, task):
         hear(session)
         decide(session, task, "Launch", devices=("h.0",))

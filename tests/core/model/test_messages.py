@@ -142,6 +142,7 @@ def test_a_launch_for_a_worker_of_an_older_version_says_what_that_worker_needs()
         "withdrawn": [],
         "secrets": {},
         "image_key": {},
+        "user": "",
     }
     launch = replace(sample(Launch), **newer)
     body = older_launch.flattened(encode(launch))

@@ -3,7 +3,9 @@
 import io
 import os
 import random
+import resource
 import secrets
+import signal
 import subprocess
 import sys
 import threading
@@ -33,6 +35,11 @@ def look(ctx, nap_s=0.0):
             "folder": os.getcwd(),
             "files": sorted(name for name in os.listdir() if not name.startswith(".")),
             "variables": sorted(os.environ.items()),
+            "handler": str(signal.getsignal(signal.SIGUSR1)),
+            "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+            "files_most": resource.getrlimit(resource.RLIMIT_NOFILE),
+            "cpu_s": resource.getrlimit(resource.RLIMIT_CPU),
+            "processors": sorted(os.sched_getaffinity(0)),
         },
     }
 
@@ -53,6 +60,11 @@ def change(ctx):
     torch.set_grad_enabled(False)
     torch.use_deterministic_algorithms(False)
     sys.stdout = io.StringIO()
+    signal.signal(signal.SIGUSR1, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
+    for limit, most in ((resource.RLIMIT_NOFILE, 64), (resource.RLIMIT_CPU, 3600)):
+        resource.setrlimit(limit, (most, resource.getrlimit(limit)[1]))
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     return {"process": PROCESS}
 
 
@@ -76,6 +88,16 @@ def leave_child(ctx):
 
 def close_output(ctx):
     os.close(1)
+    return {"process": PROCESS}
+
+
+def lower_priority(ctx):
+    os.nice(1)
+    return {"process": PROCESS}
+
+
+def lower_limit(ctx):
+    resource.setrlimit(resource.RLIMIT_CPU, (3600, 3600))
     return {"process": PROCESS}
 
 

@@ -88,7 +88,9 @@ def test_function_that_ends_the_process_takes_no_other_function_along(rig):
     assert rig.event(Finished, "t4").result["process"] != process
 
 
-@pytest.mark.parametrize("leaves", ["leave_thread", "leave_child", "close_output"])
+@pytest.mark.parametrize(
+    "leaves", ["leave_thread", "leave_child", "close_output", "lower_priority", "lower_limit"]
+)
 def test_function_that_leaves_something_behind_ends_its_process(rig, leaves):
     process = _process(rig, "t1", f"short:{leaves}")
     rig.until(lambda: not rig.supervisor.lives.residents)
@@ -99,6 +101,7 @@ def test_function_that_leaves_something_behind_ends_its_process(rig, leaves):
     "differs",
     [
         {"tenant": "ten_other"},
+        {"user": "usr_other"},
         {"env": {"A": "b"}},
         {"preset": {**PRESET, "threads": 2}},
         {"resources": {"cpus": 1.0}},
