@@ -19,12 +19,13 @@ import psycopg
 from anyio import CancelScope
 from fastapi import Depends
 from pydantic_core import from_json
-from sqlalchemy import Engine, Row, Select, create_engine, event, text
+from sqlalchemy import Engine, Row, Select, create_engine, event, inspect, text
 from sqlalchemy.exc import InvalidatePoolError
 from sqlalchemy.orm import Session, sessionmaker
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import HTTPConnection
 
+from app.errors import NotFound
 from app.settings import settings
 
 #: A result row, and a query, with any columns.
@@ -124,6 +125,18 @@ def plan_for_values(session: Session) -> None:
     that a third of all rows are later than a given time, and reads all rows to find none.
     """
     session.execute(text("set local plan_cache_mode = force_custom_plan"))
+
+
+def lock_again(session: Session, row: Any, *, key_share: bool = False) -> None:
+    """Lock a row that was read without a lock, and read it again; raises NotFound if it was deleted
+    meanwhile.
+
+    `key_share` allows others to refer to the row.
+    """
+    kind, (id,) = type(row), inspect(row).identity
+    lock: Any = {"key_share": key_share}
+    if session.get(kind, id, populate_existing=True, with_for_update=lock) is None:
+        raise NotFound(kind.__name__.lower(), id)
 
 
 @contextmanager

@@ -61,7 +61,7 @@ def delete_request(session: Session, request: Request, *, by: str) -> None:
 
     Raises Conflict if some of its tasks have not ended, or if it is to be kept.
     """
-    session.refresh(request, with_for_update={"key_share": True})
+    transactions.lock_again(session, request, key_share=True)
     live = select(Task.state).where(Task.request_id == request.id, Task.state.not_in(ENDED))
     if request.state not in ENDED or session.scalar(live.limit(1)):
         raise Conflict(
@@ -106,7 +106,7 @@ def change_request(
 
 
 def _keep(session: Session, request: Request, keep: bool, by: str) -> None:
-    session.refresh(request, with_for_update={"key_share": True})
+    transactions.lock_again(session, request, key_share=True)
     if request.delete_asked_at is not None:
         raise Conflict("the request is being deleted, so it cannot be kept any more")
     request.keep = keep

@@ -29,7 +29,7 @@ from app.data import datablocks
 from app.data.upload_kinds import TENSORS
 from app.data.uploads import Begun, Done, WantedUpload
 from app.db.models import Datablock
-from app.db.transactions import Db, transaction
+from app.db.transactions import Db, lock_again, transaction
 from app.errors import Forbidden, NotFound
 from app.identity import audit
 
@@ -221,7 +221,7 @@ def delete_datablock(name: OneVersion, caller: Submitter, session: Db) -> Databl
     if caller.role == "member" and row.user_id != caller.user_id:
         raise Forbidden("only the owner or an administrator may do this; got role member")
     # lock: a concurrent submission either already holds this version, or does not find it
-    session.refresh(row, with_for_update=True)
+    lock_again(session, row)
     audit.asked(session, row)
     if row.deleted_at is None:
         row.deleted_at = session.scalar(select(func.now()))

@@ -16,7 +16,7 @@ from app.api.problems import declared
 from app.api.schemas.base import Page
 from app.api.schemas.environments import EnvironmentOut, EnvironmentWithLock
 from app.db.models import Environment
-from app.db.transactions import Db
+from app.db.transactions import Db, lock_again
 from app.errors import Gone, NotFound
 from app.identity import audit
 from app.insight import reports
@@ -74,7 +74,7 @@ def refresh_environment(id: str, caller: Submitter, session: Db) -> dict[str, An
     not locked is left as it is: it is locked anew anyhow.
     """
     row = _find(session, caller, id)
-    session.refresh(row, with_for_update=True)  # control may be writing its lock
+    lock_again(session, row)  # control may be writing its lock
     audit.asked(session, row)
     if row.state == "locked":
         row.state = "stale"

@@ -360,7 +360,9 @@ def get_decision(id: int, session: Db, caller: Authed) -> reports.Round:
     """Shows a decision with the other decisions of its cycle.  A platform admin also gets the
     `snapshot` that the island used: with it, the same rules give the same decisions at `now_s`.
     """
-    found = reports.decision(session, _seen_by(caller), id, below=_below(caller))
+    found = None
+    if abs(id) < 2**63:  # others are no numbers of rows
+        found = reports.decision(session, _seen_by(caller), id, below=_below(caller))
     if found is None:
         raise NotFound("decision", str(id))
     return found

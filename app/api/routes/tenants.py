@@ -139,7 +139,7 @@ def change_tenant(
     tenant_tree.lock(session)
     promised = body.guarantee is not None or body.parent_id is not None
     before = _promised(session, caller) if promised else {}
-    session.refresh(tenant, with_for_update=True)
+    transactions.lock_again(session, tenant)
     check_version(if_match, tenant.version)
     if body.parent_id is not None:
         tenant.parent_id = _new_parent(session, caller, tenant, body.parent_id)
@@ -463,7 +463,7 @@ def change_user(
     """
     user = visible(session, caller, User, id)
     check_role(caller, "platform_admin", "tenant_admin")
-    session.refresh(user, with_for_update=True)
+    transactions.lock_again(session, user)
     check_version(if_match, user.version)
     if body.name is not None:
         user.name = body.name

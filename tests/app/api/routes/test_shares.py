@@ -234,5 +234,6 @@ class TestDecisions:
     def test_decision_about_another_tenant_is_not_found(self, get, scenery, tenants, decided):
         key = scenery.key(tenants[0])
         assert get(f"/v1/decisions/{decided[1].id}", key).status_code == 404
-        assert get("/v1/decisions/0", key).status_code == 404
+        for id in (0, 2**63, -(2**63) - 1, 10**30):
+            assert get(f"/v1/decisions/{id}", key).status_code == 404
         assert get("/v1/decisions/first", key).status_code == 422

@@ -284,6 +284,20 @@ def test_two_simultaneous_guarantees_are_within_what_exists(committed, app):
         problem(second.result(timeout=90), 422, "validation-error", "/guarantee/cuda")
 
 
+def test_tenant_that_is_deleted_while_its_change_waits_is_not_found(committed, app):
+    with transaction() as session:
+        key = people(session).keys["root"]
+        session.add(Tenant(id="ten_a", name="a", parent_id="ten_root"))
+    root = TestClient(app, headers={"Authorization": f"Bearer {key}", "If-Match": "*"})
+    with ThreadPoolExecutor() as threads:
+        with transaction() as first:
+            tenant_tree.lock(first)
+            second = threads.submit(root.patch, "/v1/tenants/ten_a", json={"weight": 2.0})
+            until_somebody_waits(first)
+            first.delete(first.get_one(Tenant, "ten_a"))
+        problem(second.result(timeout=90), 404, "not-found")
+
+
 class TestDeleteTenant:
     def test_empty_tenant_is_deleted(self, root):
         url = root.post("/v1/tenants", json={"name": "green"}).headers["location"]
