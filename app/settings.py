@@ -100,6 +100,7 @@ class Settings(BaseSettings):
     wrong_keys_per_min: int = Field(120, ge=0)  # wrong keys a minute from one address; 0: no limit
     # most calls of a key in progress at once in one process, streams and waits included
     key_calls_max: int = Field(200, gt=0)
+    tenant_calls_max: int = Field(1000, gt=0)  # the same for all keys of a tenant together
     # most event streams open at once in one process: of a key, and in all
     key_streams_max: int = Field(64, gt=0)
     streams_max: int = Field(1000, gt=0)

@@ -53,7 +53,7 @@ class BoundedProtocol(HttpToolsProtocol):
     # most bytes of a message of a WebSocket, which is not compressed
     MESSAGE_BYTES: ClassVar = 2**16
     CONNECTIONS_MAX: ClassVar = 4000
-    # most connections that have not sent a complete header section yet
+    # most connections that have not sent a complete header section, or have no call under way
     HALF_OPEN_MAX: ClassVar = 2000
     # most calls of a connection that wait for the answer to an earlier call
     PIPELINED_MAX: ClassVar = 16
@@ -126,11 +126,16 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _await_head(self) -> None:
         self._awaits_head = True
+        self._has_no_call()
+        self._read_within(self.HEAD_S, self._look_at_head)
+
+    def _has_no_call(self) -> None:
+        """Count the connection among those that end first, as the newest of them."""
+        self._others.pop(self, None)
         self._others[self] = None
         if len(self._others) > self.HALF_OPEN_MAX:
             oldest, _ = self._others.popitem(last=False)
             oldest.transport.abort()
-        self._read_within(self.HEAD_S, self._look_at_head)
 
     def _look_at_head(self) -> None:
         """Abort the connection, unless the header is missing only because reading was paused."""
@@ -174,6 +179,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if self.transport.is_closing():
             self._abort_later()
+        elif self.cycle is None or self.cycle.response_complete:
+            self._has_no_call()
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()

@@ -29,11 +29,11 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.api import problems
-from app.api.access import auth, rate_headers
+from app.api.access import auth, rate_headers, wrong_keys
+from app.api.access.calls_in_progress import calls_in_progress
 from app.api.access.scoped import ScopedRoute
 from app.core.model.fields import Fault
 from app.errors import BadInput, TooLarge, TooManyCalls, WrongMediaType
-from app.settings import settings
 
 DRAINED_BYTES = 64 * 2**20  # bytes that are still read, and discarded, of a body that is too large
 LARGE_BYTES = 2**16  # a larger body is parsed off the event loop
@@ -75,33 +75,29 @@ class RequestId:
 
 
 class AtOnce:
-    """Rejects, at little cost, a call of a key that already has `settings().key_calls_max` calls in
-    progress.
+    """Rejects, at little cost, a call beyond the bounds of `app.api.access.calls_in_progress`.
 
-    Streams and waits count while they last. Calls with unknown keys count by their address.
+    The connection is closed then, so that rejected calls hold none.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
-        self._of: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] == "/livez":
             return await self.app(scope, receive, send)
-        whose = rate_headers.whose_key(Request(scope))
-        if self._of[whose] >= settings().key_calls_max:
-            error = TooManyCalls(
-                f"this key has {self._of[whose]} calls in progress, which is its limit; wait for "
-                "some to end"
-            )
-            return await problems.of_error(Request(scope), error)(scope, receive, send)
-        self._of[whose] += 1
+        request = Request(scope)
+        owner = rate_headers.owner(request)
+        try:
+            calls_in_progress.begin(request, owner, wrong_keys.address_of(request))
+        except TooManyCalls as error:
+            answer = problems.of_error(request, error)
+            answer.headers["Connection"] = "close"
+            return await answer(scope, receive, send)
         try:
             await self.app(scope, receive, send)
         finally:
-            self._of[whose] -= 1
-            if not self._of[whose]:
-                del self._of[whose]
+            calls_in_progress.end(request)
 
 
 class BodyTooLarge(HTTPException):

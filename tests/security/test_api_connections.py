@@ -271,3 +271,68 @@ def test_calls_of_one_key_beyond_the_bound_are_refused_while_others_are_under_wa
             assert member.get("/livez").status_code == 200
             with server.client("red.viewer") as other:
                 assert other.get("/v1/me").status_code == 200
+
+
+@pytest.fixture
+def stream(server: Server) -> str:
+    """Return the path of a stream that does not end, of the tenant red."""
+    with server.client() as member:
+        member.put(f"/v1/bundles/{sha256(BUNDLE)}", content=BUNDLE).raise_for_status()
+        id = member.post("/v1/requests", json=descriptor()).raise_for_status().json()["id"]
+    return f"/v1/requests/{id}/events/stream"
+
+
+def _bounded(monkeypatch: pytest.MonkeyPatch, **bounds: int) -> None:
+    for name, most in bounds.items():
+        monkeypatch.setenv(f"ROUNDHOUSE_{name}", str(most))
+    settings.cache_clear()
+
+
+def test_calls_of_all_keys_of_a_tenant_are_bounded_together(
+    server: Server, stream: str, monkeypatch: pytest.MonkeyPatch
+):
+    _bounded(monkeypatch, TENANT_CALLS_MAX=2)
+    with server.client() as member, server.client("red.viewer") as viewer:
+        with member.stream("GET", stream), viewer.stream("GET", stream):
+            for one in (member, viewer):
+                answer = one.get("/v1/me")
+                problem(answer, 429, "rate-limited")
+                assert "your tenant has 2 calls" in answer.json()["detail"]
+                assert answer.headers["connection"] == "close"
+            with server.client("blue.viewer") as other:
+                assert other.get("/v1/me").status_code == 200
+        assert _answers_again(member)
+
+
+def test_calls_whose_keys_were_new_do_not_count_for_their_address(
+    server: Server, stream: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Behind a proxy all callers may have one address."""
+    _bounded(monkeypatch, KEY_CALLS_MAX=1)
+    with server.client("red.viewer") as viewer, viewer.stream("GET", stream):
+        problem(viewer.get("/v1/me"), 429, "rate-limited")
+        with server.client("blue.viewer") as other:
+            assert other.get("/v1/me").status_code == 200
+            assert httpx2.get(f"{server.url}/v1/me").status_code == 401
+
+
+def test_streams_of_all_keys_of_a_tenant_are_half_of_all_at_most(
+    server: Server, stream: str, monkeypatch: pytest.MonkeyPatch
+):
+    _bounded(monkeypatch, STREAMS_MAX=4)
+    with (
+        server.client() as member,
+        server.client("red.viewer") as viewer,
+        member.stream("GET", stream),
+        viewer.stream("GET", stream),
+    ):
+        refused = viewer.get(stream)
+        problem(refused, 429, "rate-limited")
+        assert "Your tenant has 2 open streams" in refused.json()["detail"]
+
+
+def _answers_again(client: httpx2.Client) -> bool:
+    until_s = time.monotonic() + 60
+    while client.get("/v1/me").status_code == 429 and time.monotonic() < until_s:
+        time.sleep(0.01)
+    return client.get("/v1/me").status_code == 200

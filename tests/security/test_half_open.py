@@ -193,6 +193,18 @@ def test_half_open_connections_beyond_the_bound_end_the_oldest_and_calls_are_ans
         assert answered(port)
 
 
+def test_connections_without_a_call_beyond_the_bound_end_and_leave_room_for_calls():
+    with serving(Narrow, idle_s=3600) as (port, server), contextlib.ExitStack() as stack:
+        idle: list[socket.socket] = []
+        for _ in range(2 * Narrow.CONNECTIONS_MAX):
+            idle.append(connection := stack.enter_context(connected(port)))
+            connection.sendall(b"GET /1 HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert connection.recv(65536)
+        until(lambda: len(server.server_state.connections) <= Narrow.HALF_OPEN_MAX)
+        assert all(is_closed(one) for one in idle[: -Narrow.HALF_OPEN_MAX])
+        assert answered(port)
+
+
 def test_connections_beyond_the_bound_are_closed_at_once():
     with serving(Narrow) as (port, server), contextlib.ExitStack() as stack:
         body = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n"

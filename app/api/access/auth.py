@@ -27,6 +27,7 @@ from sqlalchemy import ColumnElement, bindparam, delete, func, select, update
 from sqlalchemy.orm import Session
 
 from app.api.access import rate_headers, wrong_keys
+from app.api.access.calls_in_progress import calls_in_progress
 from app.api.access.credential_cache import callers
 from app.api.access.gate import in_thread
 from app.api.access.scoped import ScopedRoute, operation_id
@@ -315,7 +316,9 @@ async def identified(request: Request) -> Caller:
     """Return the caller; looked up at most once per call."""
     known: Caller | None = getattr(request.state, "caller", None)
     if known is None:
-        known = request.state.caller = await _identified(request)
+        known = await _identified(request)
+        calls_in_progress.known(request, (known.key_id, known.tenant_id))
+        request.state.caller = known
     return known
 
 

@@ -45,17 +45,12 @@ _owners = _Owners()
 
 def whose(request: Request) -> str:
     """Return the tenant of the key or cookie, if it was valid before; else the caller's address."""
-    owner = _owner(request)
-    return owner[1] if owner is not None else _address(request)
+    found = owner(request)
+    return found[1] if found is not None else _address(request)
 
 
-def whose_key(request: Request) -> str:
-    """Return the id of the key that was sent, if it was valid before; else the caller's address."""
-    owner = _owner(request)
-    return owner[0] if owner is not None else _address(request)
-
-
-def _owner(request: Request) -> tuple[str, str] | None:
+def owner(request: Request) -> tuple[str, str] | None:
+    """Return the key and the tenant of the credential that was sent, if it was valid before."""
     credential = _credential(request)
     return _owners.get(credential) if credential else None
 
@@ -73,10 +68,10 @@ def _credential(request: Request) -> str | None:
 
 def count_held(request: Request, credential: str) -> bool:
     """Count the call from this process's memory alone; False if that is not possible."""
-    owner = _owners.get(credential)
-    if owner is None:
+    found = _owners.get(credential)
+    if found is None:
         return False
-    key_id, tenant_id = owner
+    key_id, tenant_id = found
     taken = take_held(key_id=key_id, tenant_id=tenant_id, reads=request.method in READS)
     if taken is None:
         return False
@@ -89,10 +84,10 @@ def count_known(request: Request, credential: str) -> bool:
 
     Returns False if the credential is not known here: then it must be looked up and counted.
     """
-    owner = _owners.get(credential)
-    if owner is None:
+    found = _owners.get(credential)
+    if found is None:
         return False
-    _count(request, *owner)
+    _count(request, *found)
     return True
 
 

@@ -137,11 +137,11 @@ async def carry_tunnel(socket: WebSocket) -> None:
     tunnel = await _taken(socket)
     if tunnel is None:
         return
-    refusal = open_streams.refusal(tunnel.call.key_id)
+    refusal = open_streams.refusal(tunnel.call.key_id, tunnel.tenant_id)
     if refusal is not None:
         await socket.close(TRY_LATER, refusal.detail[:120])
         return
-    with open_streams.one(tunnel.call.key_id):
+    with open_streams.one(tunnel.call.key_id, tunnel.tenant_id):
         await TunnelRelay(socket, tunnel).run()
 
 
