@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from sqlalchemy import Boolean, ColumnElement, and_, case, literal, literal_column, or_, select
 
-from app.core.model.lifecycle import ENDED, NOT_STARTED
+from app.core.model.lifecycle import ENDED, NOT_STARTED, State
 from app.core.model.phase import MOST_ADVANCED, OF_STATE, Phase, task_phase
 from app.db.models import Request, Task
 
@@ -37,10 +37,11 @@ TASK_PHASE: ColumnElement[str] = case(
     else_=literal(Phase.queued.value),
 )
 
-# Literal, as in the indexes ix_tasks_live and ix_requests_live: Postgres cannot use these indexes
-# if the states are parameters.
+# Literal, as in the indexes ix_tasks_live, ix_requests_live and ix_requests_failed: Postgres cannot
+# use these indexes if the states are parameters.
 IS_LIVE_TASK = literal_column("tasks.state not in ('done', 'failed', 'cancelled')", Boolean)
 IS_LIVE_REQUEST = literal_column("requests.state not in ('done', 'failed', 'cancelled')", Boolean)
+IS_FAILED_REQUEST = literal_column("requests.state in ('failed', 'cancelled')", Boolean)
 
 #: Excludes tickets, which only keep devices for a gang: the gang itself decides the request's
 #: phase.
@@ -51,7 +52,15 @@ def is_in(phases: Collection[str]) -> ColumnElement[bool]:
     """Condition on requests: the request is in one of these phases."""
     ends = [phase for phase in phases if phase in ENDED]
     found = [_leads(phase) for phase in MOST_ADVANCED if phase in phases]
-    return or_(*found, Request.state.in_(ends)) if ends else or_(*found)
+    return or_(*found, *([has_state(ends)] if ends else []))
+
+
+def has_state(states: Collection[str]) -> ColumnElement[bool]:
+    """Condition on requests: the request is in one of these states."""
+    found = Request.state.in_(states)
+    if not ENDED.intersection(states):
+        return and_(found, IS_LIVE_REQUEST)
+    return and_(found, IS_FAILED_REQUEST) if ENDED - {State.done} >= {*states} else found
 
 
 def has_task_in(phases: Collection[str]) -> ColumnElement[bool]:

@@ -182,9 +182,7 @@ def list_requests(
     """Lists the requests of the tenants that you see; every filter narrows the list."""
     query = select(Request).where(of_caller(caller, Request.tenant_id))
     if states := words_in(state, RequestState, "state"):
-        query = query.where(Request.state.in_(states))
-        if not ENDED.intersection(states):
-            query = query.where(phases.IS_LIVE_REQUEST)
+        query = query.where(phases.has_state(states))
     if asked := words_in(phase, PhaseWord, "phase"):
         query = query.where(phases.is_in(asked))
     for item in label or []:

@@ -66,6 +66,12 @@ class Request(Base):
             "id",
             postgresql_where=text("state not in ('done', 'failed', 'cancelled')"),
         ),
+        Index(
+            "ix_requests_failed",
+            "tenant_id",
+            "id",
+            postgresql_where=text("state in ('failed', 'cancelled')"),
+        ),
         Index("ix_requests_name", "name", "id"),
         Index("ix_requests_id_ends", text("right(id, 8)")),
         Index(
