@@ -49,7 +49,10 @@ def _last_input(session: Session, task: Task) -> datetime:
 
 
 def _end_s(session: Session, task: Task) -> float | None:
-    """Return the limit that the task's tenant sets, or the nearest tenant above that sets one."""
+    """Return after how many seconds without input the task's session ends; None if it never does.
+
+    The task's tenant sets the limit, or else the nearest tenant above that has one.
+    """
     tenant = session.get_one(Tenant, task.tenant_id)
     while tenant.session_end_s is None and tenant.parent_id is not None:
         tenant = session.get_one(Tenant, tenant.parent_id)

@@ -53,8 +53,8 @@ REBASE = 1e100
 
 
 class RuntimeCurve:
-    """A distribution of runtimes: for each bin, the share of the tasks reaching it that run
-    longer.
+    """Holds a distribution of runtimes: for each bin, the share of the tasks that reached it and
+    ran longer.
     """
 
     __slots__ = ("_minus_longer", "past")

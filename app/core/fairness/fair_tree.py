@@ -598,8 +598,9 @@ class FairTree(Generic[Item]):
         self.refresh(branch)
 
     def accrue(self, branch: Branch, rate: int, *, from_s: float | None = None) -> None:
-        """Change how fast the branch uses devices by `rate` (µs per µs), from now on or since
-        `from_s`.
+        """Add `rate` to the speed at which the branch uses devices, from now on or since `from_s`.
+
+        The speed is in µs of usage per µs; a negative `rate` lowers it.
         """
         missed = 0
         if from_s is not None and from_s < self.now_s:

@@ -341,9 +341,9 @@ def _obey_while_it_runs(draft: _DraftPlan, task: BoardTask) -> None:
 
 
 def _keep_for_its_gang(draft: _DraftPlan, ticket: BoardTask) -> None:
-    """Release a ticket's devices when its gang has no ranks on them.
+    """Keep a ticket's devices while its gang has ranks on them; then release them.
 
-    Until then the gang is paused, so that it leaves them.
+    A gang that has to leave the devices is paused first.
     """
     why = ticket.conditions.terms.lets_go
     nothing: dict[str, Any] = dict(

@@ -83,7 +83,9 @@ def fresh_us(policy: Policy, task: BoardTask) -> int:
 
 
 def settled_s(policy: Policy, stay: BoardStay) -> float:
-    """Return when the stay has held its devices long enough to yield to its own user's tasks."""
+    """Return the time from which the stay has held its devices long enough to yield to its own
+    user's tasks.
+    """
     started_s = stay.task.started_s
     if started_s is None:
         return NEVER

@@ -153,11 +153,12 @@ class FractionView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceView:
-    """A device and the task that holds it.  `state` is up, down, cordoned or stopping.  `others`
-    is the number of further tasks that take turns on it.  `fractions` are the tasks that hold parts
-    of it.
+    """Shows a device and the task that holds it.
 
-    `holder` is the tenant of that task; None while the device is free.  A tenant that asks sees no
+    `state` is up, down, cordoned or stopping. `others` is the number of further tasks that take
+    turns on it. `fractions` are the tasks that hold parts of it.
+
+    `holder` is the tenant of that task; None while the device is free. A tenant that asks sees no
     name, and no other detail, of another tenant.
     """
 
