@@ -34,7 +34,7 @@ from app.storage.signing import Signer
 log = logging.getLogger(__name__)
 
 # in seconds, between two nudges of a queue: after each nudge the worker reads all that is new
-NUDGE_GAP_S = 0.02
+NUDGE_GAP_S = 0.1
 AT_ONCE = 256  # messages to devices that are sealed and published together
 
 

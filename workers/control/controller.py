@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 class Control(Loop):
     def __init__(self) -> None:
         super().__init__("control")
+        self.package_locker = PackageLocker()
         self.chores_due_s = 0.0
         self.nudged = threading.Event()
         self.assigned_until = ""  # the next look goes on behind this request
@@ -70,6 +71,8 @@ class Control(Loop):
             islands = set(session.scalars(select(Island.name))) if wished else touched
         for island in sorted(islands):
             outbox.hint(broker.ISLAND_NUDGE, broker.island_queue(island))
+        if wished and not assigned:  # what was submitted may wait for its environment
+            self.package_locker.wake.set()
         self.assigned_until = after or ""
         self._chores()
         return 0.0 if after else 2 * settings().tick_s
@@ -148,11 +151,9 @@ control = Control()
 keep(celery, control)
 keep(celery, Deliverer())
 keep(celery, RequestDeleter())
-package_locker = PackageLocker()
-keep(celery, package_locker)
+keep(celery, control.package_locker)
 
 
 @hears(celery, broker.CONTROL_NUDGE)
 def nudge() -> None:
     control.nudge()
-    package_locker.wake.set()
