@@ -8,7 +8,8 @@ that has waited behind others for `device_records.BEHIND_US` is returned to the 
 a batch no task waits much longer than that for a device.
 
 This happens only where no guarantee and no limit applies, and only on CPU devices: there functions
-share a process (`core.model.shared_process`).
+share a process (`core.model.shared_process`), or the processes of the next ones are made ready
+while one runs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from app.core.scheduling.preemption import above
 from app.core.scheduling.stays import BoardStay
 
 OFFER = "isolation"  # of devices whose workers run functions one after another
-WITH_VARIABLES = "env"  # a need that keeps no function from a shared process
+IN_BATCHES = {"env", OFFER}  # needs of functions that may be in a batch
 
 
 def may_lead(board: Board, task: BoardTask, *devices: str) -> bool:
@@ -39,7 +40,7 @@ def may_lead(board: Board, task: BoardTask, *devices: str) -> bool:
     if board.lane_in_line(task).is_fraction:
         return False
     needs = choice_in(task.choice).lasting.needs if task.choice else ()
-    if any(need != WITH_VARIABLES for need in needs):
+    if not IN_BATCHES.issuperset(needs):
         return False
     return all(time_sharing.is_plain(branch) for branch in above(board.leaf(task)))
 

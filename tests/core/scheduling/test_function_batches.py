@@ -90,8 +90,15 @@ def test_only_functions_of_the_same_user_go_behind_one_another():
     assert _launched(_snapshot(_task(0), _task(1), *others)) == {"d0": ["t00", "t01"]}
 
 
-@pytest.mark.parametrize("need", ["secrets", "isolation", "egress"])
-def test_functions_that_need_a_process_of_their_own_are_launched_one_by_one(need):
+def test_functions_with_a_process_of_their_own_go_behind_one_another_alone():
+    own = {"choice": text_of(DeviceChoice(needs=("isolation",)))}
+    assert _launched(_snapshot(*(_task(n, **own) for n in range(3)), _task(3))) == {
+        "d0": ["t00", "t01", "t02"]
+    }
+
+
+@pytest.mark.parametrize("need", ["secrets", "egress"])
+def test_functions_with_other_needs_are_launched_one_by_one(need):
     choice = text_of(DeviceChoice(needs=(need,)))
     device = replace(_device("d0"), traits=DeviceTraits(offers=("isolation", need)))
     tasks = [_task(n, choice=choice) for n in range(5)]

@@ -11,6 +11,7 @@ import pytest
 from app.core.device import device_machine, device_records
 from app.core.model.messages import Failed, Finished, Paused, Started, Stopped
 from tests.workers.conftest import PRESET, DeviceRig
+from workers.device.stays.admission import READY_AHEAD
 
 
 @pytest.fixture(autouse=True)
@@ -123,6 +124,23 @@ def test_function_that_differs_runs_in_a_process_of_its_own(rig, differs):
 def test_function_that_asked_for_its_own_process_shares_it_with_no_equal_one(rig):
     own = {"isolation": "process"}
     assert _process(rig, "t1", **own) != _process(rig, "t2", **own)
+
+
+def test_few_processes_are_made_ready_for_functions_of_a_batch_that_need_their_own(
+    rig, monkeypatch
+):
+    monkeypatch.setattr(device_records, "BEHIND_US", 600_000_000)  # none is given back
+    rig.launch("t0", "short:wait", isolation="process")
+    for n in range(1, 5):
+        rig.launch(f"t{n}", "short:look", isolation="process", beside=True)
+    rig.event(Started, "t0")
+    residents = rig.supervisor.lives.residents
+    rig.until(lambda: len(residents) == 1 + READY_AHEAD)
+    rig.until(lambda: all(each.is_prepared for each in residents.values()))
+    assert len(residents) == 1 + READY_AHEAD
+    rig.let_end("t0")
+    ends = [rig.event(Finished, f"t{n}") for n in range(5)]
+    assert len({end.result["process"] for end in ends}) == 5
 
 
 def test_resting_process_is_stopped_and_speaks_to_nobody(rig):

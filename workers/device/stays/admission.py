@@ -16,6 +16,7 @@ from workers.device.store_io import Fetched
 log = logging.getLogger(__name__)
 
 SQUEEZE_US = 1_000_000  # how long a co-located task waits for memory before another one yields
+READY_AHEAD = 2  # processes that are made ready for functions of a batch before their turn
 ROOM_WITHIN_US = 10_000_000  # how long a task waits for memory that frozen commands hold
 
 
@@ -69,6 +70,8 @@ class Admission:
                 if shared.is_resting:
                     self.fetched.remove(here)
                     self.starter.renew(stay, fetched, shared)
+            elif stay.record.behind_until_us is not None and self._are_enough_ready():
+                continue
             elif self.residency.has_room(stay.spec.devices.memory_bytes, now):
                 self.fetched.remove(here)
                 self.starter.spawn(stay, fetched)
@@ -79,6 +82,11 @@ class Admission:
                 self._end_a_frozen(now)
                 self._squeeze(now)
                 return
+
+    def _are_enough_ready(self) -> bool:
+        """True if as many processes as may be made ready ahead have not begun their task."""
+        ready = [r for r in self.lives.residents.values() if r.stay.state == "seating"]
+        return len(ready) >= READY_AHEAD
 
     def _squeeze(self, now: int) -> None:
         """If not all tasks that share the device fit in its memory, pause the one with the most
