@@ -51,12 +51,12 @@ class Rhythm:
         self.chatter = False
         self.soon_us: int | None = None
 
-    def soon(self, now_us: int) -> None:
+    def soon(self, now_us: int, *, is_followed: bool) -> None:
         """Make a report due within SOON_S, after an event that is not urgent and is often followed
-        by others.
+        by others; within CHATTER_S if others certainly follow.
         """
         if self.soon_us is None:
-            self.soon_us = now_us + int(SOON_S * 1e6)
+            self.soon_us = now_us + int((CHATTER_S if is_followed else SOON_S) * 1e6)
 
     def due_us(self, answered_us: int) -> int:
         if self.happened:

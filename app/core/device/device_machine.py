@@ -143,6 +143,12 @@ class DeviceMachine:
         alive = (p for p in self.processes.values() if p.task == task and not p.kill_reason)
         return next((p for p in alive if not (p.stay.is_remote or p.is_resting)), None)
 
+    @property
+    def is_followed(self) -> bool:
+        """True while functions wait behind another function of their batch."""
+        stays = self.stays.values()
+        return any(s.behind_until_us is not None and s.state == StayState.SEATING for s in stays)
+
     def accepts(self, launch: Launch) -> bool:
         """True if the launch is meant for this process of the device, and newer than all before."""
         is_ours = launch.incarnation in ("", self.incarnation)
@@ -684,8 +690,8 @@ class DeviceMachine:
         was_stopping = process.stay.state == StayState.STOPPING
         self._move(process.stay, StayMove.END)
         verdict = TellVerdict(process=process.id, was_stopping=was_stopping)
-        is_last = all(s.behind_until_us is None or s.is_over for s in self.stays.values())
-        self._say(verdict, ReportSoon(is_urgent=is_last))  # the ends of a batch in one report
+        # the ends of a batch in one report
+        self._say(verdict, ReportSoon(is_urgent=not self.is_followed))
 
     def _let_hosts_go(self, process: ProcessRecord) -> None:
         """End a paused gang of several hosts if its image is durable, to free memory on the other

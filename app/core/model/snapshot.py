@@ -123,7 +123,7 @@ class IdleCreditFloor:
 
 
 BATCH_US = 1_000_000  # most device time that a batch of functions is expected to take
-BATCH_MOST = 32  # most functions in a batch
+BATCH_MOST = 64  # most functions in a batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,13 +55,15 @@ def test_next_report_is_due_after_the_right_time(happened, chatter, answered_us,
 def test_events_that_follow_at_once_are_reported_together():
     rhythm = Rhythm(2_000_000)
     rhythm.reported(10_000_000)
-    rhythm.soon(10_200_000)
-    rhythm.soon(10_250_000)  # it does not put off what waits
+    rhythm.soon(10_200_000, is_followed=False)
+    rhythm.soon(10_250_000, is_followed=True)  # it does not put off what waits
     assert rhythm.due_us(10_000_000) == 10_200_000 + int(SOON_S * 1e6)
     rhythm.happened = True
     assert rhythm.due_us(10_000_000) == 0
     rhythm.reported(10_260_000)
     assert rhythm.due_us(10_000_000) == 12_260_000
+    rhythm.soon(10_300_000, is_followed=True)
+    assert rhythm.due_us(10_000_000) == 10_300_000 + int(CHATTER_S * 1e6)
 
 
 class Line:

@@ -221,7 +221,7 @@ class InstructionRunner:
             ways=stay.ways,
         )
         if stay.spec.run.kind == "function":  # such a task cannot pause, and may end in a moment
-            self.rhythm.soon(now)
+            self.rhythm.soon(now, is_followed=self.lives.machine.is_followed)
         else:
             self.rhythm.happened = True
 
