@@ -16,7 +16,7 @@ from typing import Any
 from sqlalchemy import event
 from sqlalchemy.orm import Session, object_session
 
-from app.db.models import Island, Placement, RequestEvent
+from app.db.models import Island, Placement
 from app.db.transactions import after_commit, now
 
 WRITTEN_EVERY_S = 1.0
@@ -50,6 +50,8 @@ class Tally:
         """
         session.flush()
         told = session.info.pop("told", Counter())
+        for written_event in session.info.pop("events", ()):
+            told.update(_counts(written_event))
         after_commit(session, lambda: self._new.update(told))
         if time.monotonic() < self._due_s:
             return
@@ -64,14 +66,11 @@ class Tally:
         self._due_s = time.monotonic() + WRITTEN_EVERY_S
 
 
-@event.listens_for(RequestEvent, "after_insert")
-def _count_event(mapper: Any, connection: Any, row: RequestEvent) -> None:
-    if (told := _new(row)) is None:
-        return
-    told[f"{TOLD}{row.type}"] += 1
-    if switch_us := (row.data or {}).get("switch_us"):
-        told[SWITCHES] += 1
-        told[SWITCH_US] += switch_us
+def _counts(written: dict[str, Any]) -> dict[str, int]:
+    """Return what an event adds to the counts."""
+    switch_us = written["data"].get("switch_us")
+    switch = {SWITCHES: 1, SWITCH_US: switch_us} if switch_us else {}
+    return {f"{TOLD}{written['type']}": 1, **switch}
 
 
 @event.listens_for(Placement.ways, "set")

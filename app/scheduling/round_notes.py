@@ -21,6 +21,7 @@ class RoundNotes:
     waiting   by queue, as the columns of `lines`: by how many more tasks wait there
     charges   by (user, tenant, kind): held, charged and faded micro-device-seconds
     orders    rows that are sent after the commit
+    events    what is told about requests and tasks, in this order: columns of `events` by name
     """
 
     moved: set[str] = field(default_factory=set)
@@ -29,6 +30,7 @@ class RoundNotes:
     waiting: Counter[tuple[Any, ...]] = field(default_factory=Counter)
     charges: dict[tuple[str, str, str], tuple[int, int, int]] = field(default_factory=dict)
     orders: list[OutboxOrder] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
 
     def copy(self) -> RoundNotes:
         return RoundNotes(**{one.name: getattr(self, one.name).copy() for one in fields(self)})

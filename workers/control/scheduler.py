@@ -428,7 +428,7 @@ class Scheduler(Loop):
         remain.
         """
         try:
-            with session.begin_nested():
+            with journal.savepoint(session):
                 return self._cycle(session)
         except (OperationalError, InterfaceError):
             raise

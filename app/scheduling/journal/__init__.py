@@ -32,7 +32,7 @@ from app.scheduling.journal.orders import order_round, order_saves, ordered
 from app.scheduling.journal.quiet import renew, write_progress
 from app.scheduling.journal.residents import LAUNCHES_UNSEEN
 from app.scheduling.journal.sums import CHANGES, settle, write_down
-from app.scheduling.journal.task_writer import break_off, tell
+from app.scheduling.journal.task_writer import break_off, savepoint, tell
 from app.scheduling.journal.unassigned import cancel, give_up
 
 __all__ = [
@@ -53,6 +53,7 @@ __all__ = [
     "record",
     "record_all",
     "renew",
+    "savepoint",
     "settle",
     "store",
     "store_part",

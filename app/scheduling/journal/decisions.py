@@ -4,10 +4,12 @@ outbox.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from sqlalchemy import text
 from sqlalchemy.orm import Session
 
 from app.core.model import lifecycle, messages
@@ -18,7 +20,6 @@ from app.core.scheduling import plan_parts
 from app.core.scheduling.record import as_json
 from app.db import transactions
 from app.db.models import Cycle, Device, Placement, Task
-from app.db.models import Decision as DecisionRow
 from app.scheduling import gang_tickets, guest_placements, ledger
 from app.scheduling.journal import losses, orders, plan_rows, task_writer, tickets
 from app.scheduling.journal.plan_rows import PlanRows
@@ -65,8 +66,8 @@ def store_part(session: Session, unwritten: UnwrittenPlan, *, most: int) -> bool
         for decision in part.decisions:
             task = rows.tasks[decision.task]
             _DECIDED[Move(decision.move)](session, rows, task, decision)
-            if unwritten.cycle_id is not None and decision.rule != "start":
-                _keep_decision(session, unwritten.cycle_id, task, decision)
+        if unwritten.cycle_id is not None:
+            _keep_decisions(session, unwritten.cycle_id, rows, part)
         if rows.divided:
             guest_placements.check_fractions(session, rows.divided)
     unwritten.rest = rest
@@ -91,19 +92,31 @@ def _begin(session: Session, unwritten: UnwrittenPlan) -> None:
         unwritten.cycle_id = cycle.id
 
 
-def _keep_decision(session: Session, cycle_id: int, task: Task, decision: PlanDecision) -> None:
-    session.add(
-        DecisionRow(
-            cycle_id=cycle_id,
-            task_id=task.id,
-            tenant_id=task.tenant_id,
-            move=str(decision.move),
-            rule=decision.rule,
-            because=decision.because,
-            devices=list(decision.devices),
-            against=decision.against,
-        )
-    )
+def _keep_decisions(session: Session, cycle_id: int, rows: PlanRows, part: Plan) -> None:
+    kept = [
+        {
+            "cycle_id": cycle_id,
+            "task_id": decision.task,
+            "tenant_id": rows.tasks[decision.task].tenant_id,
+            "move": decision.move,
+            "rule": decision.rule,
+            "because": decision.because,
+            "devices": decision.devices,
+            "against": decision.against,
+        }
+        for decision in part.decisions
+        if decision.rule != "start"
+    ]
+    session.execute(_KEEP_DECISIONS, {"decisions": json.dumps(kept)})
+
+
+_KEEP_DECISIONS = text(
+    """
+    insert into decisions (cycle_id, task_id, tenant_id, move, rule, because, devices, against)
+    select cycle_id, task_id, tenant_id, move, rule, because, devices, against
+    from jsonb_populate_recordset(cast(null as decisions), cast(:decisions as jsonb))
+    """
+)
 
 
 def _unlock(session: Session, rows: PlanRows, task: Task, decision: PlanDecision) -> None:

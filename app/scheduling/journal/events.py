@@ -55,6 +55,9 @@ def take_in(
     """
     name = key(event.task, event.epoch)
     task = house.tasks.get(event.task)
+    if task is not None and event.epoch == task.epoch and event.seq <= task.event_seq:
+        heard[name] = task.event_seq
+        return False  # a repeated report
     placement = device_rows.placement_of(session, house, event.task, event.epoch)
     if task is None or placement is None or event.epoch < task.epoch:
         heard[name] = max(event.seq, heard.get(name, 0))
@@ -94,6 +97,7 @@ def _apply(session: Session, task: Task, placement: Placement, event: messages.E
     try:
         with task_writer.savepoint(session):
             _EVENTS[type(event)](session, task, placement, event)
+            task_writer.write_events(session)
         return
     except (OperationalError, InterfaceError):
         raise  # the database went away: nothing is wrong with the event

@@ -12,9 +12,10 @@ from sqlalchemy.orm import Session
 from app.core.model import lifecycle
 from app.core.model.lifecycle import ENDED
 from app.db import lines, transactions
-from app.db.models import Request, RequestEvent
+from app.db.models import Request
 from app.messaging import webhooks
 from app.scheduling import ledger
+from app.scheduling.journal import task_writer
 from app.scheduling.round_notes import RoundNotes, notes_of, set_notes
 
 CHANGES = "roundhouse"  # NOTIFY channel that wakes open streams when there is something to read
@@ -24,6 +25,7 @@ def write_down(session: Session) -> None:
     """Flush what was changed and charged so far, so that queries of this transaction see it."""
     session.flush()
     ledger.book(session)
+    task_writer.write_events(session)
 
 
 def settle(session: Session) -> None:
@@ -99,17 +101,13 @@ def _sum_up(session: Session, ids: Sequence[str]) -> None:
         changed[state].append(row.id)
         if state in ENDED:
             ended.append(row.id)
-            session.add(
-                RequestEvent(
-                    tenant_id=row.tenant_id,
-                    request_id=row.id,
-                    type=f"request.{state}",
-                    message=f"The request {_HOW[state]}.",
-                )
-            )
+            told = {"message": f"The request {_HOW[state]}.", "data": {}}
+            owner = {"tenant_id": row.tenant_id, "request_id": row.id}
+            notes_of(session).events.append({**owner, "type": f"request.{state}", **told})
     for state, those in changed.items():
         ended_at = transactions.now(session) if state in ENDED else None
         of_state = update(Request).where(Request.id.in_(those))
         session.execute(of_state.values(state=state, ended_at=ended_at))
     if ended:
         webhooks.announce(session, ended)
+    task_writer.write_events(session)

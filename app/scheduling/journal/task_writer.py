@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from sqlalchemy import ColumnElement, select, update
+from sqlalchemy import ColumnElement, select, text, update
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from app.core.model import lifecycle, messages
@@ -16,7 +17,7 @@ from app.core.model.snapshot import TIER_WINDOW_S
 from app.core.placement import partitions
 from app.core.scheduling.urgency import been_away
 from app.db import lines, transactions
-from app.db.models import Checkpoint, Need, Placement, RequestEvent, Task
+from app.db.models import Checkpoint, Need, Placement, Task
 from app.messaging import outbox
 from app.scheduling import gang_tickets, guest_placements, ledger
 from app.scheduling.round_notes import notes_of, set_notes
@@ -187,18 +188,29 @@ def _nudge_abroad(session: Session, task: Task) -> None:
 
 
 def tell(session: Session, task: Task, type_: str, message: str, **data: Any) -> None:
-    """Write an event of a task, for its owner and for open streams."""
-    session.add(
-        RequestEvent(
-            tenant_id=task.tenant_id,
-            request_id=task.request_id,
-            task_id=task.id,
-            type=type_,
-            message=message,
-            data={"task": task.name, **data},
-        )
-    )
+    """Note an event of a task, for its owner and for open streams."""
+    told = {"type": type_, "message": message, "data": {"task": task.name, **data}}
+    owner = {"tenant_id": task.tenant_id, "request_id": task.request_id, "task_id": task.id}
+    notes_of(session).events.append({**owner, **told})
     note_change(session, task)
+
+
+def write_events(session: Session) -> None:
+    """Write the events that were noted so far, in one statement."""
+    notes = notes_of(session)
+    events, notes.events = notes.events, []
+    if events:
+        session.execute(_WRITE_EVENTS, {"events": json.dumps(events)})
+        session.info.setdefault("events", []).extend(events)  # counted by `insight.counters`
+
+
+_WRITE_EVENTS = text(
+    """
+    insert into events (tenant_id, request_id, task_id, type, message, data)
+    select tenant_id, request_id, task_id, type, message, data
+    from jsonb_populate_recordset(cast(null as events), cast(:events as jsonb))
+    """
+)
 
 
 def note_change(session: Session, task: Task) -> None:

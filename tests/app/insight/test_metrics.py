@@ -23,7 +23,6 @@ from app.db.models import (
     Island,
     OutboxOrder,
     Placement,
-    RequestEvent,
     User,
     Webhook,
 )
@@ -32,6 +31,7 @@ from app.identity import audit
 from app.insight import counters, metrics, reports
 from app.insight.counters import Tally
 from app.main import create_app
+from app.scheduling import journal
 from app.settings import settings
 from tests.app.conftest import problem
 from tests.scenery import Scenery
@@ -238,8 +238,8 @@ class TestTally:
         """One round in which these events are told."""
         with transaction() as session:
             for type_ in types:
-                owner = {"tenant_id": task.tenant_id, "request_id": task.request_id}
-                session.add(RequestEvent(type=type_, message="", data=data, **owner))
+                journal.tell(session, task, type_, "", **data)
+            journal.settle(session)
             a_tally._due_s = 0.0
             a_tally.write(session, session.get_one(Island, "isle"), leads=leads)
             if fail:

@@ -1596,6 +1596,7 @@ class TestNotice:
     ):
         order = self.pause(session, command, rule)
         assert (order.why, order.notice_us) == (why, seconds * 1_000_000)
+        journal.write_down(session)
         told = session.scalars(
             select(RequestEvent).where(RequestEvent.type == "task.pausing")
         ).one()
