@@ -12,7 +12,7 @@ from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.orm import Session
 
 from app.core.model import codec, messages, migration
-from app.core.model.descriptor import RunSpec
+from app.core.model.descriptor import RunSpec, TaskDescriptor
 from app.core.model.lifecycle import ENDED, Move
 from app.core.model.messages import CAUSES, key
 from app.core.model.migration import MOVABLE, Moving
@@ -359,7 +359,8 @@ def _finished(session: Session, task: Task, placement: Placement, event: message
         outputs.give_outputs(session, task, placement, new)
     task_writer.close_stay(session, task, placement, "finished")
     task_writer.move_task(session, task, Move.Finished)
-    task.step, task.result, task.outputs = event.step, event.result, _kept(task, event.outputs)
+    task.step, task.result = event.step, event.result
+    task.outputs = _kept(task, spec, event.outputs)
     task.passed = event.passed if spec.run.kind == "graph" else None
     if (event.took_ms or event.made_bytes) and task.passed is not None:
         graphs.learn(session, task, event.took_ms, event.made_bytes)
@@ -372,12 +373,12 @@ def _finished(session: Session, task: Task, placement: Placement, event: message
         datablocks.seen_on(session, placement.device_id, task.id)
 
 
-def _kept(task: Task, outputs: messages.JSON) -> messages.JSON:
+def _kept(task: Task, spec: TaskDescriptor, outputs: messages.JSON) -> messages.JSON:
     """Return the outputs to store.
 
     Outputs that a graph task gave while it ran stay, as other tasks have begun with them.
     """
-    return {**outputs, **task.outputs} if task.spec.run.part is not None else outputs
+    return {**outputs, **task.outputs} if spec.run.part is not None else outputs
 
 
 def _publish(session: Session, task: Task, output: str, name: str) -> None:
@@ -413,7 +414,7 @@ def _failed(session: Session, task: Task, placement: Placement, event: messages.
     task_writer.close_stay(session, task, placement, "failed")
     task.step = max(task.step, event.step)
     task.cause, task.message, task.detail = event.cause, event.message, event.detail
-    task.outputs = _kept(task, event.outputs)
+    task.outputs = _kept(task, task.spec, event.outputs)
     older = event.cause == "image" and _damage(session, task, event.epoch)
     away = _is_excused(session, placement, event)
     retry = older or away or (CAUSES[event.cause] and task.attempts < task.retry_max)
