@@ -8,6 +8,7 @@ started without it.
 from __future__ import annotations
 
 import os
+import re
 import ssl
 from functools import lru_cache
 from pathlib import Path
@@ -38,6 +39,13 @@ def _folders(listed: str) -> str:
     return listed
 
 
+def _place(address: str) -> str:
+    """Refuse what would become a folder relative to where a process happens to start."""
+    if address and not address.startswith("/") and not re.match(_BUCKET, address):
+        raise ValueError(f"must be an absolute path, or s3://BUCKET/PREFIX; got {address!r}")
+    return address
+
+
 def _hosts(listed: str) -> str:
     addresses_by_name(listed)
     return listed
@@ -61,6 +69,9 @@ def _grants(written: dict[str, str]) -> dict[str, str]:
     return written
 
 
+# days; no timestamp of Postgres lies much further back
+KeptDays = Annotated[float, Field(ge=0, le=1_000_000, allow_inf_nan=False)]
+_BUCKET = r"s3://[A-Za-z0-9][A-Za-z0-9._-]*(/|$)"
 _LABEL = r"[a-z0-9][a-z0-9._-]{0,62}"
 _LOCATION = r"^([A-Za-z0-9][A-Za-z0-9._:-]{0,62}(/[A-Za-z0-9][A-Za-z0-9._:-]{0,62}){0,7})?$"
 _LABELS = rf"^({_LABEL}(,{_LABEL})*)?$"
@@ -77,7 +88,8 @@ class Settings(BaseSettings):
     redis_key: Path | None = None
     # address at which other hosts reach this host; default: the one that the broker sees
     address: str = ""
-    store: str = ""  # the store: a folder, or s3://bucket/prefix; default: home/store
+    # the store: a folder, or s3://bucket/prefix; default: home/store
+    store: Annotated[str, AfterValidator(_place)] = ""
 
     # the API
     # processes that serve it, on this machine as `make up` starts them, or on all machines together
@@ -127,12 +139,12 @@ class Settings(BaseSettings):
 
     # how long control keeps ended things; 0: for ever
     # ended requests, with all that belongs to them
-    requests_kept_days: float = Field(0, ge=0, allow_inf_nan=False)
-    checkpoints_kept_days: float = Field(1, ge=0, allow_inf_nan=False)  # checkpoints of ended tasks
-    decisions_kept_days: float = Field(7, ge=0, allow_inf_nan=False)
-    deliveries_kept_days: float = Field(30, ge=0, allow_inf_nan=False)  # sent webhooks
+    requests_kept_days: KeptDays = 0
+    checkpoints_kept_days: KeptDays = 1  # checkpoints of ended tasks
+    decisions_kept_days: KeptDays = 7
+    deliveries_kept_days: KeptDays = 30  # sent webhooks
     # a folder, or s3://bucket/prefix, that keeps the rows of deleted requests; default: none does
-    archive: str = ""
+    archive: Annotated[str, AfterValidator(_place)] = ""
 
     # the island
     island: str = "local"

@@ -12,8 +12,9 @@ key=${ROUNDHOUSE_HOME:?name a folder that all nodes share}/$host/run/signing.key
 local=${TMPDIR:-/tmp}/roundhouse-$(id -u)
 export ROUNDHOUSE_HOME=$local/$host
 umask 077
+mkdir -p "$local"
+[ -O "$local" ] && [ ! -L "$local" ] || { echo "$local belongs to another account" >&2; exit 1; }
 mkdir -p "$ROUNDHOUSE_HOME/run"
-[ -O "$local" ] || { echo "$local belongs to another account" >&2; exit 1; }
 if ! cmp -s "$key" "$ROUNDHOUSE_HOME/run/signing.key"; then
     draft=$(mktemp "$ROUNDHOUSE_HOME/run/signing.key.XXXXXX")
     cp "$key" "$draft" || exit 1

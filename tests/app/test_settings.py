@@ -42,3 +42,31 @@ def test_settings_half_life_within_bounds_is_taken(
 ) -> None:
     monkeypatch.setenv("ROUNDHOUSE_HALF_LIFE_S", number)
     assert Settings().half_life_s == float(number)
+
+
+@pytest.mark.parametrize("name", ["STORE", "ARCHIVE"])
+@pytest.mark.parametrize("address", ["archive", "~/archive", "S3://bucket", "s3://", "gs://bucket"])
+def test_settings_place_that_would_be_a_relative_folder_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, address: str
+) -> None:
+    monkeypatch.setenv(f"ROUNDHOUSE_{name}", address)
+    with pytest.raises(ValidationError, match="must be an absolute path, or s3://BUCKET/PREFIX"):
+        Settings()
+
+
+@pytest.mark.parametrize("address", ["", "/srv/archive/", "s3://bucket", "s3://bucket/a/b"])
+def test_settings_archive_is_a_folder_or_a_bucket(
+    monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    monkeypatch.setenv("ROUNDHOUSE_ARCHIVE", address)
+    assert Settings().archive == address
+
+
+@pytest.mark.parametrize("name", ["REQUESTS", "CHECKPOINTS", "DECISIONS", "DELIVERIES"])
+@pytest.mark.parametrize("days", ["-1", "inf", "nan", "1e308", "1000001"])
+def test_settings_kept_days_before_all_timestamps_are_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, days: str
+) -> None:
+    monkeypatch.setenv(f"ROUNDHOUSE_{name}_KEPT_DAYS", days)
+    with pytest.raises(ValidationError, match=f"{name}_KEPT_DAYS|{name.lower()}_kept_days"):
+        Settings()

@@ -163,6 +163,16 @@ def test_folder_of_another_account_is_refused(home):
     assert notes(0) == []
 
 
+def test_link_is_refused_though_it_leads_to_a_folder_of_our_own(home):
+    """Whoever made the link could let it lead elsewhere later."""
+    (home / "elsewhere").mkdir()
+    (home / f"roundhouse-{os.getuid()}").symlink_to(home / "elsewhere")
+    with noted(home) as (process, notes):
+        assert process.wait(SETTLE_S) == 1
+    assert notes(0) == []
+    assert not any((home / "elsewhere").iterdir())
+
+
 def test_page_and_script_agree_on_the_time_before_the_limit():
     page = (ROOT / "docs" / "howto" / "slurm.md").read_text()
     [before_s] = re.findall(r"^#SBATCH --signal=B:TERM@(\d+)$", SCRIPT.read_text(), re.MULTILINE)
