@@ -11,7 +11,7 @@ do not name the deleted any more.  Bytes in the store that no row refers to are 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
@@ -28,6 +28,9 @@ from app.settings import settings
 REQUESTS_AT_ONCE = 100
 TASKS_AT_ONCE = 250
 ROWS_AT_ONCE = 1000  # per table
+#: Characters of rows for the archive: a tenant decides how long a row is, and control holds copies.
+TOLD_AT_ONCE = 16 * 2**20
+FETCHED_AT_ONCE = 25  # most rows that come from Postgres before their length is known
 #: By then all islands have read the ends of the tasks, and no order about them is on its way.
 SETTLED = timedelta(minutes=10)
 DELETING = 0x526F756E65  # key of the advisory lock that lets one control delete at a time
@@ -45,19 +48,22 @@ class _OwnedTable:
     """Describes a table whose rows belong to requests or tasks: `owners` are the columns that name
     these.
 
-    Rows that are not `archived` are messages and tickets, which mean nothing later.
+    Rows that are not `archived` are messages and tickets, which mean nothing later.  `last` is a
+    condition: such rows are deleted after the others, which refer to them.
     """
 
     name: str
     owners: tuple[str, ...]
     archived: bool = True
+    last: str = ""
 
     def select(self, *, told: bool) -> TextClause:
         owned = " or ".join(f"{owner} = any(:ids)" for owner in self.owners)
+        order = f"order by {self.last}" if self.last else ""
         row = "row_to_json(it)::text" if told and self.archived else "null"
         return text(
             f"select ctid::text, xmin::text, array[{', '.join(self.owners)}], {row}"
-            f" from {self.name} it where {owned} limit :at_once"
+            f" from {self.name} it where {owned} {order} limit :at_once"
         )
 
     def delete(self) -> TextClause:
@@ -79,7 +85,7 @@ _OF_TASKS = (
     _OwnedTable("datablock_uses", ("task_id",)),
     _OwnedTable("needs", ("task_id", "needs_id")),
 )
-_TASKS = _OwnedTable("tasks", ("id",))
+_TASKS = _OwnedTable("tasks", ("id",), last="gang_id is not distinct from id")
 _EVENTS = _OwnedTable("events", ("request_id",))
 _REQUESTS = _OwnedTable("requests", ("id",))
 
@@ -104,6 +110,17 @@ class _Piece:
     requests: Sequence[str]
     tasks: Mapping[str, str]
     rows: dict[_OwnedTable, list[_RowVersion]] = field(default_factory=dict)
+    told_length: int = 0
+
+    def take(self, table: _OwnedTable, found: Iterable[_RowVersion]) -> bool:
+        """Take rows of the table until the piece is large enough; True if those are all."""
+        rows = self.rows[table] = []
+        for row in found:
+            rows.append(row)
+            self.told_length += len(row.told or "")
+            if self.told_length >= TOLD_AT_ONCE:
+                return False
+        return len(rows) < ROWS_AT_ONCE
 
     def told(self) -> dict[str, list[str]]:
         found = {
@@ -141,11 +158,12 @@ def _piece(session: Session, *, told: bool) -> _Piece | None:
 
     def read(table: _OwnedTable, ids: Collection[str]) -> bool:
         """Add some rows of the table; True if those are all."""
+        if piece.told_length >= TOLD_AT_ONCE:
+            return False
         given = {"ids": list(ids), "at_once": ROWS_AT_ONCE}
-        piece.rows[table] = [
-            _RowVersion(*row) for row in session.execute(table.select(told=told), given)
-        ]
-        return len(piece.rows[table]) < ROWS_AT_ONCE
+        options = {"stream_results": told, "max_row_buffer": FETCHED_AT_ONCE}
+        with session.execute(table.select(told=told), given, execution_options=options) as rows:
+            return piece.take(table, (_RowVersion(*row) for row in rows))
 
     if all([read(table, tasks) for table in _OF_TASKS]):
         read(_TASKS, tasks)

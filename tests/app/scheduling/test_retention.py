@@ -327,6 +327,22 @@ class TestArchived:
         for table, rows in found.items():
             assert sorted(rows) == sorted(before[table]), table
 
+    def test_files_are_small_though_a_tenant_makes_long_rows(
+        self, session, request_with_all, folder, monkeypatch
+    ):
+        most = 2000
+        monkeypatch.setattr(retention, "TOLD_AT_ONCE", most)
+        before = _rows_of(session)
+        _delete_all(session, archive())
+        assert not _there(session)
+        found = _archived(folder)
+        for table, rows in found.items():
+            assert sorted(rows) == sorted(before[table]), table
+        files = [_lines(file) for file in folder.rglob("*.zst")]
+        assert len(files) > 1
+        for lines in files:  # the last row may be longer than what is left
+            assert sum(len(line.split(', "row": ', 1)[1]) - 1 for line in lines[:-1]) < most
+
     def test_rows_of_a_killed_control_are_in_a_second_file_and_equal(self, apart, folder):
         before = _rows_of(apart)
         killed = subprocess.run([sys.executable, "-c", KILLED], timeout=180)
@@ -408,11 +424,15 @@ def _rows_of(session) -> dict[str, list[str]]:
     return found
 
 
+def _lines(file: Path) -> list[str]:
+    return zstandard.decompress(file.read_bytes()).decode().splitlines()
+
+
 def _archived(folder: Path) -> dict[str, list[str]]:
     """Return all rows of the archive, as JSON by table, oldest file first."""
     found: dict[str, list[str]] = {}
     for file in sorted((folder / "archive").rglob("*.zst")):
-        for line in zstandard.decompress(file.read_bytes()).decode().splitlines():
+        for line in _lines(file):
             head, row = line[:-1].split(', "row": ', 1)
             assert json.loads(line)["row"] == json.loads(row)
             found.setdefault(json.loads(f"{head}}}")["table"], []).append(row)
