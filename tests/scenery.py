@@ -151,3 +151,15 @@ def until_somebody_waits(session: Session) -> None:
     while not session.scalar(waiting):
         assert time.monotonic() < deadline_s, "nobody waits"
         time.sleep(0.01)
+
+
+def until_somebody_waits_for(session: Session) -> None:
+    """Wait until another transaction waits for any lock that this one holds."""
+    waiting = text(
+        "select count(*) from pg_locks"
+        " where not granted and pg_backend_pid() = any(pg_blocking_pids(pid))"
+    )
+    deadline_s = time.monotonic() + 90
+    while not session.scalar(waiting):
+        assert time.monotonic() < deadline_s, "nobody waits"
+        time.sleep(0.01)

@@ -295,7 +295,7 @@ def test_webhook(id: str, response: Response, caller: Authed, session: Db) -> di
 
     `Location` leads to its delivery.
     """
-    hook = _webhook(session, caller, id)
+    hook = _webhook(session, caller, id, lock=True)  # its delivery refers to it
     if hook.url is None:
         raise Conflict(
             "this webhook has no address of its own; submit a request with `notify` instead"

@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta
 from unittest import mock
 
 import pytest
+from fastapi.testclient import TestClient
 from sqlalchemy import func, select, update
 from standardwebhooks import Webhook as Verifier
 from standardwebhooks import WebhookVerificationError
@@ -26,6 +28,7 @@ from app.scheduling.round_notes import notes_of
 from app.settings import settings
 from tests.app.conftest import descriptor, people, problem
 from tests.app.receiver import receiver
+from tests.scenery import until_somebody_waits_for
 from workers.control import webhook_sender
 from workers.control.webhook_sender import Deliverer
 
@@ -223,6 +226,20 @@ class TestOnItsWay:
         message(session, "msg_2", created_at=long_ago)
         housekeeping.tidy(session)
         assert [row.id for row in messages(session)] == ["msg_2"]
+
+
+def test_webhook_that_is_deleted_while_its_test_waits_is_not_found(committed, app):
+    with transaction() as session:
+        key = people(session).keys["root"]
+        id = hook(session, url="https://hooks.test/a").id
+    root = TestClient(app, headers={"Authorization": f"Bearer {key}"})
+    with ThreadPoolExecutor() as threads:
+        with transaction() as first:
+            first.delete(first.get_one(Webhook, id))
+            first.flush()
+            second = threads.submit(root.post, f"/v1/webhooks/{id}/test")
+            until_somebody_waits_for(first)
+        problem(second.result(timeout=90), 404, "not-found")
 
 
 # --- really sent --------------------------------------------------------------------------------
