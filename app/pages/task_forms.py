@@ -29,9 +29,10 @@ router = APIRouter(include_in_schema=False, route_class=GatedRoute)
 
 @dataclass(frozen=True, slots=True)
 class _Wish:
-    """Describes an operation, and the message after it, a format string for the operation's answer.
+    """Describes an operation, and the message that is shown after it.
 
-    `of_ended`: the operation is for ended requests.
+    `told` is a format string for the operation's answer. `of_ended`: the operation is for ended
+    requests.
     """
 
     operation: Callable[..., Any]

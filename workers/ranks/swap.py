@@ -4,9 +4,10 @@
 resizes them back and fills them. Tensors keep their identity, and so do their views; code that
 touches an offloaded tensor gets an error from torch, not garbage.
 
-What stays on the device: storages that other code knows by their address (numpy views them, DLPack
-lent them, they are shared between processes, or they are squashed and belong to the slot), and
-storages that only C++ can reach, such as activations between a forward and a backward pass.
+Two sorts of storages stay on the device. Other code knows the first sort by their address: numpy
+views them, DLPack lent them, they are shared between processes, or they are squashed and belong to
+the slot. Only C++ can reach the second sort, such as activations between a forward and a backward
+pass.
 
 Only what lasts from step to step is moved: a tensor that is there at the boundary before a step, or
 after an optimizer's step. A tensor that a step makes for a while stays. It may belong to a stream

@@ -769,7 +769,7 @@ class Turns:
     def _regroup_at_boundary(self) -> None:
         """Apply the requested map of slots if every live rank waits at the boundary.
 
-        Called when a rank comes there, or is done.
+        A rank calls this when it comes to the boundary, or is done.
         """
         live = [r for r in range(self.arena.ranks) if self._of(r, STATE) != RankState.DONE]
         waiting = [r for r in live if self._of(r, STATE) == RankState.WAITING]

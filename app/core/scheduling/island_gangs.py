@@ -63,8 +63,9 @@ def divided(width: int, devices: Mapping[str, int], islands: int) -> dict[str, i
 
 
 def due(gang: GangMember) -> int:
-    """Return the epoch of the launch for which the tickets are: the current launch or, before it,
-    the next one.
+    """Return the epoch of the launch that the tickets reserve devices for.
+
+    It is the current launch of a gang on its devices, otherwise the next launch.
     """
     return gang.epoch if gang.state in ON_A_DEVICE else gang.epoch + 1
 

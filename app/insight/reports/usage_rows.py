@@ -97,7 +97,10 @@ def usage(
 
 
 def _as_text(total: ColumnElement[Any]) -> ColumnElement[str]:
-    """A sum of bigints is numeric, which takes far longer to read as a Decimal than as a text."""
+    """Return the sum as a text.
+
+    A sum of bigints is numeric, and reading it as a Decimal takes far longer than as a text.
+    """
     return cast(func.coalesce(total, 0), Text)
 
 

@@ -130,8 +130,9 @@ class PackagesAhead:
     def _choices(self, line: AnyRow) -> Iterator[tuple[str, int]]:
         """Yield how many tasks of a line wait, by choice.
 
-        A stored command waits for devices where its processes can be restored, if there are enough.
-        If that depends on whether its devices may be on several hosts, other hosts are asked too.
+        A stored command waits for devices where its processes can be restored, if there are enough
+        of them. If there are enough only over several hosts, the task counts for the line's own
+        choice too, as its devices may have to be on one host.
         """
         others = line.waiting
         for mark, tasks in Counter(line.marks or ()).items():
