@@ -256,11 +256,14 @@ class ReportedStay:
 
 def stays(session: Session, request: str, *, limit: int = 200) -> list[ReportedStay]:
     """Return the last `limit` stays of a request's tasks, oldest first."""
+    # By task, as in `log_tail`: otherwise Postgres may read the placements of all requests.
+    of_task = select(Placement).where(Placement.task_id == Task.id)
+    stay = aliased(Placement, of_task.order_by(Placement.id.desc()).limit(limit).lateral())
     query = (
-        select(Placement, Task.name)
-        .join(Task, Task.id == Placement.task_id)
+        select(stay, Task.name)
+        .join_from(Task, stay, true())
         .where(Task.request_id == request)
-        .order_by(Placement.id.desc())
+        .order_by(stay.id.desc())
         .limit(limit)
     )
     return [
@@ -380,17 +383,20 @@ def curves(session: Session, request: str, *, points: int = 200) -> list[Curve]:
 #: The points of each range as [step, value]; null for a point that is there already.
 _CURVES = text(
     """
-    with span as (
-        select t.id, t.name, min(m.step) as first, max(m.step) as last, count(*) as rows
-        from metrics m join tasks t on t.id = m.task_id
-        where t.request_id = :request group by t.id, t.name
-    ), numbers as (
-        select span.name as task, one.key as name, m.step, one.value::numeric as value,
+    with numbers as (
+        select t.name as task, one.key as name, m.step, one.value::numeric as value,
             case when rows <= :points then m.step
                 else div((m.step - first)::numeric * (:points / 2), last - first + 1) end as range
-        from span join metrics m on m.task_id = span.id
+        from tasks t
+            cross join lateral (
+                select min(step) as first, max(step) as last, count(*) as rows
+                from metrics where task_id = t.id
+            ) span
+            cross join lateral (
+                select step, values from metrics where task_id = t.id offset 0
+            ) m
             cross join lateral jsonb_each(m.values) one
-        where jsonb_typeof(one.value) = 'number'
+        where t.request_id = :request and jsonb_typeof(one.value) = 'number'
     ), ranges as (
         select task, name, range, min(array[value, step]) as lowest,
             max(array[value, step]) as highest, min(array[step, value]) as first,
