@@ -27,6 +27,7 @@ from app.core.scheduling.stays import BoardStay
 
 OFFER = "isolation"  # of devices whose workers run functions one after another
 IN_BATCHES = {"env", OFFER}  # needs of functions that may be in a batch
+APART_MOST = 8  # most functions in a batch if each needs a process, which takes long to start
 
 
 def may_lead(board: Board, task: BoardTask, *devices: str) -> bool:
@@ -39,10 +40,18 @@ def may_lead(board: Board, task: BoardTask, *devices: str) -> bool:
         return False  # the worker is of an older version
     if board.lane_in_line(task).is_fraction:
         return False
-    needs = choice_in(task.choice).lasting.needs if task.choice else ()
-    if not IN_BATCHES.issuperset(needs):
+    if not IN_BATCHES.issuperset(_needs(task)):
         return False
     return all(time_sharing.is_plain(branch) for branch in above(board.leaf(task)))
+
+
+def _needs(task: BoardTask) -> tuple[str, ...]:
+    return choice_in(task.choice).lasting.needs if task.choice else ()
+
+
+def _size(board: Board, leader: BoardTask) -> int:
+    size = board.batch_of(leader).size
+    return min(size, APART_MOST) if OFFER in _needs(leader) else size
 
 
 def next_functions(board: Board) -> Iterator[tuple[BoardStay, BoardTask]]:
@@ -53,7 +62,7 @@ def next_functions(board: Board) -> Iterator[tuple[BoardStay, BoardTask]]:
     leaders = [board.stays[id] for id in board.memory.leaders if id in board.stays]
     place = 1
     while leaders:
-        leaders = [stay for stay in leaders if place < board.batch_of(stay.task).size]
+        leaders = [stay for stay in leaders if place < _size(board, stay.task)]
         for leader in list(leaders):
             found = board.tree.first_below(leader.leaf, both_of(leader.lane))
             if found is None or board.short:

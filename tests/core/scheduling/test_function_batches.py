@@ -21,6 +21,7 @@ from app.core.model.snapshot import (
 from app.core.scheduling import record
 from app.core.scheduling.board import Board
 from app.core.scheduling.cycle import cycle, decide
+from app.core.scheduling.function_batches import APART_MOST
 
 NOW_S = 1000.0
 NEW = DeviceTraits(offers=("isolation",))
@@ -92,6 +93,9 @@ def test_only_functions_of_the_same_user_go_behind_one_another():
 
 def test_functions_with_a_process_of_their_own_go_behind_one_another_alone():
     own = {"choice": text_of(DeviceChoice(needs=("isolation",)))}
+    many = (BatchSize(user="ann", kind="cpu", size=BATCH_MOST),)
+    launched = _launched(_snapshot(*(_task(n, **own) for n in range(20)), batches=many))
+    assert len(launched["d0"]) == APART_MOST
     assert _launched(_snapshot(*(_task(n, **own) for n in range(3)), _task(3))) == {
         "d0": ["t00", "t01", "t02"]
     }
