@@ -8,7 +8,6 @@ from app.insight.forecast import Start
 from app.insight.reports import Curve, Happened, Queued, ReportedStay, UsageRow
 from app.insight.time_spent import TimeSpent
 from app.pages.charts import (
-    TIMES,
     FoldedTurns,
     about,
     breakdown,
@@ -141,14 +140,13 @@ def test_task_without_a_stay_has_an_empty_line():
 
 def test_seconds_of_a_task_are_shown_with_their_part_of_the_whole():
     spent = TimeSpent(waited_s=50, switched_s=1, moved_s=0, computed_s=48, staged_s=1)
-    told = dict(zip(TIMES.values(), breakdown(spent), strict=True))
-    assert told == {
-        "Queued": (50, 50),
-        "Starting": (1, 1),
-        "Migrating": (0, 0),
-        "Running": (48, 48),
-        "Saving state": (1, 1),
-    }
+    assert breakdown(spent) == [
+        ("Queued", 50, 50),
+        ("Starting", 1, 1),
+        ("Migrating", 0, 0),
+        ("Running", 48, 48),
+        ("Saving state", 1, 1),
+    ]
 
 
 def queued(place, phase="queued", p50_s=None):
