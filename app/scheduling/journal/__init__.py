@@ -17,8 +17,8 @@ everything that it may touch. `store` never waits for a lock.
 
 The number of statements dominates the cost of a round. So each entry reads at the beginning what it
 may need and changes rows in memory. It flushes earlier only where the order of writes matters: a
-slot is released before it is promised again. Sums are noted during the round, and `settle` writes
-them.
+slot is released before it is promised again. Sums and events are noted during the round, and
+`settle` writes them.
 """
 
 from __future__ import annotations
