@@ -62,7 +62,7 @@ from app.core.device.device_events import (
     TellSaved,
     TellVerdict,
 )
-from app.core.device.device_records import ProcessRecord, StayRecord
+from app.core.device.device_records import BEHIND_US, ProcessRecord, StayRecord
 from app.core.device.lease import Lease, grace_for
 from app.core.device.slot_turns import SlotTurns
 from app.core.device.stay_state import ACTIVE, StayMove, StayState, state_after
@@ -522,8 +522,20 @@ class DeviceMachine:
             self._move(stay, StayMove.BEGIN)
             stay.slots, process.has_state = stay.launch_slots, True
         self.slot.take(process, now_us)
+        self._limit_waits_behind(stay, now_us)
         self._say(GiveSlot(process=process.id, is_first=is_first, waited_us=waited_us))
         return True
+
+    def _limit_waits_behind(self, function: StayRecord, now_us: int) -> None:
+        """Give back, after a while, the head of a batch that a function of the batch has overtaken,
+        as the function's inputs or process were ready earlier.
+        """
+        if function.behind_until_us is None:
+            return
+        for stay in self.stays.values():
+            is_head = stay.behind_until_us is None and stay.arrived_us <= function.arrived_us
+            if is_head and stay.state == StayState.SEATING:
+                stay.behind_until_us = now_us + BEHIND_US
 
     # --- processes ---
 

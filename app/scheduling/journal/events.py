@@ -306,11 +306,12 @@ def _came(session: Session, task: Task, placement: Placement, event: messages.Ca
 
 def _paused(session: Session, task: Task, placement: Placement, event: messages.Paused) -> None:
     device, has_begun = task.seat, task.started_at is not None
+    is_in_batch = placement.shares or task.state == "starting"  # nobody asked its head to pause
     task_writer.move_task(session, task, Move.Paused)
     task.step = event.step
     if task.state == "stopping":
         return  # it was cancelled meanwhile; the device goes on to end it
-    if placement.shares and not has_begun and task.spec.run.kind == "function":
+    if is_in_batch and not has_begun and task.spec.run.kind == "function":
         task_writer.close_stay(session, task, placement, "returned")
         told = "Back in the queue: the functions before it took too long."
         task_writer.tell(session, task, "task.returned", told, device=device)

@@ -322,6 +322,15 @@ class TestBatches:
         decide(session, second, "Launch", devices=("h.0",), shares=True)
         assert (second.state, second.epoch) == ("starting", 2)
 
+    def test_head_of_a_batch_that_another_function_overtook_waits_again(self, session, batch):
+        lead, second, _ = batch
+        hear(session, residents=[view(second, "running")], events=[started(second)])
+        hear(session, residents=[view(second, "running")], events=[event(Paused, lead, 1)])
+        session.refresh(lead)
+        assert (lead.state, lead.seat, lead.image_on, lead.pauses) == ("waiting", None, None, 0)
+        told = session.scalars(select(RequestEvent.type).where(RequestEvent.task_id == lead.id))
+        assert "task.returned" in told.all()
+
     def test_lost_device_loses_only_functions_without_an_end(self, session, batch):
         lead, second, third = batch
         done = event(Finished, lead, 2, step=1, held_us=7, result={}, outputs={})

@@ -931,6 +931,23 @@ def test_function_that_waits_long_behind_another_is_given_back(device: Device) -
     _conclude(device, process)
 
 
+def test_head_of_a_batch_that_another_function_overtook_is_given_back(device: Device) -> None:
+    process = device.run("t0", **FUNCTION)
+    device.launch("t1", **FUNCTION)
+    device.launch("t2", beside=True, **FUNCTION)
+    _conclude(device, process)
+    device.give(ProcessRenewed(process=process, stay=("t2", 1)))
+    device.give(ProcessPrepared(process=process, step=0))
+    assert device.round() == [process]
+    device.later(BEHIND_US - 1)
+    assert "Paused" not in device.told()
+    device.later(1)
+    assert device.told()[-1] == "Paused"
+    assert device.state("t1") == "dropped"
+    assert device.state("t2") == "running"
+    _conclude(device, process)
+
+
 def test_function_at_the_head_of_a_batch_is_never_given_back(device: Device) -> None:
     device.launch("t1", beside=True, **FUNCTION)
     device.later(10 * BEHIND_US)
