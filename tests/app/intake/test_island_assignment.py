@@ -945,6 +945,23 @@ class TestWatch:
         control.look()
         assert islands(session) == {"next": "west", "run": "west"}
 
+    def test_nudge_that_brings_no_island_work_wakes_the_locker(self, session, control):
+        control.look()
+        assert not control.package_locker.wake.is_set(), "no nudge"
+        control.nudge()
+        control.look()
+        assert control.package_locker.wake.is_set()
+
+    def test_nudge_that_brings_an_island_work_leaves_the_locker_alone(
+        self, session, people, control
+    ):
+        add_island(session, "east", cpu=1)
+        add_task(session, "new")
+        control.nudge()
+        control.look()
+        assert islands(session) == {"new": "east"}
+        assert not control.package_locker.wake.is_set()
+
     def test_failed_look_does_not_count(self, session, both, control, monkeypatch):
         lost_after(monkeypatch, 60.0)
         goes_dark(session, "east")
