@@ -533,8 +533,9 @@ class DeviceMachine:
         if function.behind_until_us is None:
             return
         for stay in self.stays.values():
-            is_head = stay.behind_until_us is None and stay.arrived_us <= function.arrived_us
-            if is_head and stay.state == StayState.SEATING:
+            is_head = stay.is_function and stay.behind_until_us is None
+            is_overtaken = stay.state == StayState.SEATING
+            if is_head and is_overtaken and stay.arrived_us <= function.arrived_us:
                 stay.behind_until_us = now_us + BEHIND_US
 
     # --- processes ---

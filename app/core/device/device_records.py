@@ -47,6 +47,7 @@ class StayRecord:
     guests: list[str] = field(default_factory=list)  # further devices that its process sees
     secrets_mark: str = ""  # changes if the values of its secrets change
     milli: int = WHOLE_MILLI  # thousandths of the device that the task takes
+    is_function: bool = False
     # when a function that was launched behind others is given back unless it has begun
     behind_until_us: int | None = None
     wanted: Resize | None = None  # an ordered resize that is not done yet
@@ -56,7 +57,7 @@ class StayRecord:
     @classmethod
     def of(cls, launch: Launch, now_us: int) -> StayRecord:
         is_remote, notice = launch.host > 0, launch.spec.notice
-        is_behind = launch.beside and launch.spec.run.kind == "function"
+        is_function = launch.spec.run.kind == "function"
         return cls(
             task=launch.task,
             epoch=launch.epoch,
@@ -70,7 +71,8 @@ class StayRecord:
             secrets_mark=launch.secrets.get("mark", ""),
             notice_us=0 if is_remote or notice is None else round(notice.seconds * 1e6),
             milli=launch.spec.devices.choice.fraction_milli,
-            behind_until_us=now_us + BEHIND_US if is_behind else None,
+            is_function=is_function,
+            behind_until_us=now_us + BEHIND_US if is_function and launch.beside else None,
         )
 
     @property

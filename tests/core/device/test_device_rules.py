@@ -948,6 +948,19 @@ def test_head_of_a_batch_that_another_function_overtook_is_given_back(device: De
     _conclude(device, process)
 
 
+def test_job_that_a_function_overtook_is_not_given_back(device: Device) -> None:
+    process = device.run("t0", **FUNCTION)
+    device.launch("t1", beside=True)
+    device.launch("t2", beside=True, **FUNCTION)
+    _conclude(device, process)
+    device.give(ProcessRenewed(process=process, stay=("t2", 1)))
+    device.give(ProcessPrepared(process=process, step=0))
+    assert device.round() == [process]
+    device.later(10 * BEHIND_US)
+    assert device.state("t1") == "seating"
+    _conclude(device, process)
+
+
 def test_function_at_the_head_of_a_batch_is_never_given_back(device: Device) -> None:
     device.launch("t1", beside=True, **FUNCTION)
     device.later(10 * BEHIND_US)
