@@ -19,8 +19,8 @@ from pydantic import AfterValidator, Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from app.core.fairness.fair_tree import half_life
+from app.core.model.protocol.wellformed import is_path
 from app.core.model.provisions.network_policy import destination
-from app.core.model.wellformed import is_path
 from app.core.security import grants
 from app.core.security.addresses import addresses_by_name, networks
 from app.core.security.sandbox_layers import Mode

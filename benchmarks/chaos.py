@@ -36,7 +36,7 @@ from examples.session import run_python
 from tests.acceptance.conftest import JOBS, SUMS, System
 from tests.acceptance.history import overlaps, runs
 from tests.acceptance.test_up import family
-from workers.process.cgroups import group_name
+from workers.process.isolation.cgroups import group_name
 
 JSON = dict[str, Any]
 

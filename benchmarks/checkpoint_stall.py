@@ -118,7 +118,7 @@ def median(rows: list[JSON], what: str) -> float:
 
 
 def in_a_process(way: str, size: int, times: int) -> list[JSON]:
-    from workers.process.sandbox import ENVIRONMENT
+    from workers.process.isolation.sandbox import ENVIRONMENT
 
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
         command = [*(sys.executable, "-m", "benchmarks.checkpoint_stall", "--way", way)]
@@ -306,7 +306,7 @@ def with_ours(job: Training, folder: Path) -> tuple[Save, Callable[[], float]]:
 def write_for(fd: int, folder: Path) -> int:
     """Act as the device worker: write the slab's image to the store whenever a line says so."""
     from app.core.model.descriptor import RunSpec, TaskDescriptor
-    from app.core.model.messages import Launch
+    from app.core.model.protocol.messages import Launch
     from app.storage.store import Store
     from workers.device import store_io
     from workers.transfer.checkpoint import Known

@@ -39,7 +39,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from app.core.model.messages import (
+from app.core.model.protocol.messages import (
     CheckpointRef,
     ExpectedTask,
     Finished,
@@ -54,7 +54,7 @@ from benchmarks import Target, quick, report
 from tests.workers.conftest import DeviceRig
 from tests.workers.criu import prefixes
 from workers.criu import program
-from workers.process.detached_mounts import memory_folder
+from workers.process.isolation.detached_mounts import memory_folder
 
 JSON = dict[str, Any]
 

@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 
-from app.core.model.messages import Paused, Started
+from app.core.model.protocol.messages import Paused, Started
 from benchmarks import Target, quick, report
 from tests.workers.conftest import DeviceRig, bundled
 

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.multiprocessing.spawn import spawn
 
-from app.core.model.manifest import About
+from app.core.model.checkpoints.manifest import About
 from app.storage.backend import Folder
 from app.storage.signing import Signer
 from app.storage.store import Store

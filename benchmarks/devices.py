@@ -32,7 +32,7 @@ import psutil
 import redis
 from sqlalchemy import text
 
-from app.core.model.messages import (
+from app.core.model.protocol.messages import (
     Alive,
     Event,
     Finished,

@@ -180,7 +180,7 @@ def absent(name: str) -> str:
 
 @contextlib.contextmanager
 def running(name: str) -> Iterator[Asked]:
-    from workers.process.sandbox import ENVIRONMENT
+    from workers.process.isolation.sandbox import ENVIRONMENT
 
     with contextlib.ExitStack() as stack:
         environment = {**os.environ, **ENVIRONMENT}
@@ -297,7 +297,7 @@ WARM, HOPPED = 200, 2000  # nodes that run until both processes are warm, and no
 
 
 def hops(rounds: int) -> Took:
-    from workers.process.sandbox import ENVIRONMENT
+    from workers.process.isolation.sandbox import ENVIRONMENT
 
     command = [sys.executable, "-m", "benchmarks.graph_dispatch", "--hop"]
     environment = {**os.environ, **ENVIRONMENT}

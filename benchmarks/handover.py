@@ -134,7 +134,7 @@ class Asked:
 
 @contextlib.contextmanager
 def running(name: str) -> Iterator[Asked]:
-    from workers.process.sandbox import ENVIRONMENT
+    from workers.process.isolation.sandbox import ENVIRONMENT
 
     if name == OURS:
         command = [sys.executable, "-m", "benchmarks.handover", "--ours"]

@@ -28,8 +28,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from app.core.model.dependencies import Alike, Offer
 from app.core.model.device_choice import DeviceTraits
+from app.core.model.graphs.dependencies import Alike, Offer
 from app.core.model.snapshot import BoardTenant
 from app.core.placement.capacity import Stock
 from app.db.transactions import AnyRow

@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def in_a_process(what: str, *, residents: bool) -> Any:
-    from workers.process.sandbox import ENVIRONMENT
+    from workers.process.isolation.sandbox import ENVIRONMENT
 
     more = dict(ENVIRONMENT)
     if not residents:

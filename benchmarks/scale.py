@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import text
 
-from app.core.model.messages import Alive, Finished, ResidentView, Started
+from app.core.model.protocol.messages import Alive, Finished, ResidentView, Started
 from app.db import transactions
 from app.db.models import Task
 from app.insight import explain

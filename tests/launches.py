@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from app.core.model import older_launch
 from app.core.model.descriptor import TaskDescriptor, from_json
 from app.core.model.device_choice import WHOLE_MILLI
-from app.core.model.messages import CheckpointRef, Launch
+from app.core.model.protocol import older_launch
+from app.core.model.protocol.messages import CheckpointRef, Launch
 
 IN_THE_DESCRIPTOR = (
     "run", "params", "outputs", "publish", "world_size", "checkpoint_every_s", "memory_bytes",

@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 from app.api.problems import MEANINGS
 from app.cli import main
 from app.core.device import stay_state
-from app.core.model import dependencies, descriptor, lifecycle
+from app.core.model import descriptor, lifecycle
 from app.core.model.device_choice import DeviceTraits
+from app.core.model.graphs import dependencies
 from app.local import reference_pages
 from app.settings import Settings
 

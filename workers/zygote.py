@@ -4,11 +4,11 @@
 
 The supervisor's long-lived thread starts the zygote by exec, and the zygote dies with that thread.
 All processes that it forks die with it; if one survives, the next device worker finds its record
-(`workers.device.resident_records`) and ends it.  The zygote has one thread, so a fork is safe; a
-fork takes some milliseconds.  If the kernel allows a PID namespace, the resident is process 1 in
-its own, and all processes that it started end with it.  A zygote without root gets a PID namespace
-only by way of a user namespace: then a `keeper` process in between waits for the resident and ends
-like it.
+(`workers.device.processes.resident_records`) and ends it.  The zygote has one thread, so a fork is
+safe; a fork takes some milliseconds.  If the kernel allows a PID namespace, the resident is process
+1 in its own, and all processes that it started end with it.  A zygote without root gets a PID
+namespace only by way of a user namespace: then a `keeper` process in between waits for the resident
+and ends like it.
 
 Messages: `begin`, `spawn` and `enter` come in; `ready`, `spawned` and `exited` go back.
 
@@ -33,11 +33,12 @@ from typing import Any, NoReturn
 
 from app.core.model.provisions.tunnel import FrameKind, frame_of
 from workers.criu import pids
-from workers.device import resident_records
+from workers.device.processes import resident_records
 from workers.hardware.dirty_pages import Unwatchable, Watch
-from workers.process import cgroups, own_packages, sandbox, volumes
-from workers.process.host_mounts import HostMount
-from workers.process.sandbox import Room
+from workers.process import own_packages, volumes
+from workers.process.isolation import cgroups, sandbox
+from workers.process.isolation.host_mounts import HostMount
+from workers.process.isolation.sandbox import Room
 from workers.process.wire import FDS_BESIDE, FDS_PER_RESIDENT, ToSupervisor, TrustSeen, Wire
 
 JSON = dict[str, Any]

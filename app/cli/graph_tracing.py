@@ -25,7 +25,7 @@ from contextvars import ContextVar, Token
 from dataclasses import dataclass, replace
 from typing import Any
 
-from app.core.model import task_graph
+from app.core.model.graphs import task_graph
 
 JSON = dict[str, Any]
 

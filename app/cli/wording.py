@@ -254,7 +254,7 @@ def no_outputs(value: JSON) -> Text:
 
 def _file_name(name: str, format: str | None) -> str | None:
     # imported here because it is slow and seldom needed
-    from app.core.model.messages import ARTIFACTS
+    from app.core.model.protocol.messages import ARTIFACTS
 
     if name.endswith(f"-{ARTIFACTS}"):
         return name

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from app.core.model.entry_signature import Signature, of_class
+from app.core.model.graphs.entry_signature import Signature, of_class
 from app.core.model.provisions import environment, requirements
 from app.errors import BadInput
 

@@ -35,7 +35,7 @@ from sqlalchemy.orm import Session
 from app.core.model.descriptor import Source
 from app.core.model.fields import near_name
 from app.core.model.lifecycle import ENDED
-from app.core.model.messages import JSON
+from app.core.model.protocol.messages import JSON
 from app.db.ids import new_id
 from app.db.models import Datablock, DatablockPlace, DatablockUse, Device, StoredFile, Task, Upload
 from app.errors import QuotaExceeded
@@ -102,7 +102,8 @@ def missing(session: Session, tenant_id: str, source: Source) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class New:
-    """The data of the next version of `name`; `summary` comes from core.model.tensor_file."""
+    """The data of the next version of `name`; `summary` comes from
+    core.model.checkpoints.tensor_file."""
 
     tenant_id: str
     user_id: str

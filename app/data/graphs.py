@@ -17,8 +17,6 @@ from sqlalchemy import select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
-from app.core.model import task_graph
-from app.core.model.dependencies import Offer
 from app.core.model.descriptor import (
     BadDescriptor,
     Descriptor,
@@ -27,9 +25,11 @@ from app.core.model.descriptor import (
     run_from_json,
 )
 from app.core.model.fields import Fault
-from app.core.model.messages import JSON
-from app.core.model.task_graph import MAX_NODES as MAX_KNOWN
-from app.core.model.task_graph import TaskGraph, timed
+from app.core.model.graphs import task_graph
+from app.core.model.graphs.dependencies import Offer
+from app.core.model.graphs.task_graph import MAX_NODES as MAX_KNOWN
+from app.core.model.graphs.task_graph import TaskGraph, timed
+from app.core.model.protocol.messages import JSON
 from app.core.placement.executors import EVERYBODY, Copy, ExecutorSpread, copies, spread
 from app.core.placement.partitions import MAX_NODES, Partition, expanded, late, of_run
 from app.core.placement.partitions import cut as partitions_of

@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 
 from app.core.model.descriptor import Descriptor
 from app.core.model.fields import Fault, Hints, escaped
-from app.core.model.messages import JSON
+from app.core.model.protocol.messages import JSON
 from app.core.model.provisions.mounts import (
     FOLDER,
     IMAGE,

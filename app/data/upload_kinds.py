@@ -12,10 +12,10 @@ from sqlalchemy import func, select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
-from app.core.model import tensor_file
-from app.core.model.messages import JSON
+from app.core.model.checkpoints import tensor_file
+from app.core.model.checkpoints.tensor_file import HEAD_BYTES, BadTensorFile, TensorFile
+from app.core.model.protocol.messages import JSON
 from app.core.model.provisions.folder import FOLDER
-from app.core.model.tensor_file import HEAD_BYTES, BadTensorFile, TensorFile
 from app.data import bundles, datablocks
 from app.data.uploads import Done, WantedUpload
 from app.db.models import Bundle, Datablock, PackageFile, StoredFile

@@ -20,8 +20,8 @@ from sqlalchemy import delete, func, select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
-from app.core.model.messages import JSON
-from app.core.model.tensor_file import HEAD_BYTES
+from app.core.model.checkpoints.tensor_file import HEAD_BYTES
+from app.core.model.protocol.messages import JSON
 from app.db.ids import new_id
 from app.db.models import Upload, UploadPart
 from app.db.transactions import transaction

@@ -14,7 +14,7 @@ from sqlalchemy import func, select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
-from app.core.model.messages import Alive
+from app.core.model.protocol.messages import Alive
 from app.db.models import Device, Enrolment, Island
 from app.errors import Conflict, NotFound
 

@@ -23,7 +23,7 @@ WRITTEN_EVERY_S = 1.0
 ROUND_BOUNDS_S = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 
 # The keys of the counts. The first four are prefixes. They are followed by: a place in
-# ROUND_BOUNDS_S, the type of an event, one of core.model.messages.WAYS, one of
+# ROUND_BOUNDS_S, the type of an event, one of core.model.protocol.messages.WAYS, one of
 # provisions.network_policy.FIGURES.
 ROUNDS, TOLD, CAME, NETWORK = "rounds.", "told.", "came.", "network."
 ROUNDS_US, SWITCHES, SWITCH_US = "rounds_us", "switches", "switch_us"

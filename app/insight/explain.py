@@ -41,7 +41,7 @@ from app.core.model.snapshot import (
 from app.core.scheduling import blockers
 from app.core.scheduling.blockers import WaitingBefore, WaitingBranch, before
 from app.core.scheduling.board import MILLI, Board
-from app.core.scheduling.preemption import above
+from app.core.scheduling.reclaim.preemption import above
 from app.db import gc_freeze, transactions
 from app.db.lines import IN_LINE
 from app.db.models import Island, Placement

@@ -18,8 +18,8 @@ from typing import Any
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
+from app.core.model.checkpoints.migration import ANYWHERE, MOVABLE
 from app.core.model.lifecycle import ENDED, ON_A_DEVICE, State
-from app.core.model.migration import ANYWHERE, MOVABLE
 from app.core.model.provisions import session as session_model
 from app.core.model.provisions.notice import NEED
 from app.core.units import counted

@@ -24,11 +24,9 @@ from typing import Any
 from sqlalchemy import func, select, text
 from sqlalchemy.orm import Session
 
-from app.core.model import dependencies, entry_signature
 from app.core.model import descriptor as descriptors
 from app.core.model.descriptor import TIERS, BadDescriptor, Descriptor, Source, TaskDescriptor
 from app.core.model.device_choice import TRAITS, text_of, traits_in, with_packages
-from app.core.model.entry_signature import Signature
 from app.core.model.fields import (
     MAX_COMPARED,
     MAX_FAULTS,
@@ -37,7 +35,9 @@ from app.core.model.fields import (
     near_name,
     shortened,
 )
-from app.core.model.messages import JSON
+from app.core.model.graphs import dependencies, entry_signature
+from app.core.model.graphs.entry_signature import Signature
+from app.core.model.protocol.messages import JSON
 from app.core.model.provisions.environment import TaskEnvironment
 from app.core.model.provisions.network_policy import destination, is_allowed, listed
 from app.core.security.addresses import networks

@@ -24,10 +24,10 @@ from sqlalchemy import ColumnElement, Text, and_, any_, cast, func, literal, or_
 from sqlalchemy.dialects.postgresql import aggregate_order_by
 from sqlalchemy.orm import Session, aliased
 
-from app.core.model.dependencies import Alike, Offer
 from app.core.model.device_choice import TRAITS, choice_in, traits_in
+from app.core.model.graphs.dependencies import Alike, Offer
 from app.core.model.lifecycle import ENDED
-from app.core.model.messages import JSON
+from app.core.model.protocol.messages import JSON
 from app.core.model.snapshot import BoardTenant
 from app.core.placement.capacity import Stock
 from app.core.placement.islands import (
@@ -47,7 +47,7 @@ from app.core.placement.planner import (
     PlannedNode,
     Unplaceable,
 )
-from app.core.scheduling.island_gangs import divided
+from app.core.scheduling.gangs.island_gangs import divided
 from app.db.models import Device, Host, Line, Need, Placement, Task
 from app.db.models import Island as IslandRow
 from app.db.transactions import AnyRow, AnySelect

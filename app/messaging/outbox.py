@@ -24,7 +24,7 @@ from redis.exceptions import RedisError
 from sqlalchemy import Select, func, or_, select, update
 from sqlalchemy.orm import Session
 
-from app.core.model.messages import JSON, Answer, encode
+from app.core.model.protocol.messages import JSON, Answer, encode
 from app.db.models import OutboxOrder
 from app.messaging import broker
 from app.messaging.signed_messages import sealed_news

@@ -17,8 +17,8 @@ from collections.abc import Container, Iterable
 from typing import Any
 
 from app.core.model.fields import not_plain
-from app.core.model.messages import JSON, Alive, Answer, decode, encode
-from app.core.model.wellformed import BadMessage
+from app.core.model.protocol.messages import JSON, Alive, Answer, decode, encode
+from app.core.model.protocol.wellformed import BadMessage
 from app.storage.signing import HEARTBEAT, NEWS, BadSignature, Signer, unsealed
 
 _SENT_US = ',"sent_us":'  # as it stands in a message: within a JSON text its quotes are escaped

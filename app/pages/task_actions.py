@@ -17,8 +17,8 @@ from sqlalchemy.orm import Session, load_only
 from app.api.access.auth import Caller
 from app.api.access.tunnel_access import why_closed
 from app.api.access.visibility import may_act
+from app.core.model.checkpoints.migration import MOVABLE
 from app.core.model.lifecycle import ENDED, ON_A_DEVICE, State
-from app.core.model.migration import MOVABLE
 from app.db.models import Request, Task
 from app.intake.actions import ADMIN_HOLD
 

@@ -1,5 +1,5 @@
 """Reads and writes rows of gangs over several islands, and of their tickets;
-`core.scheduling.island_gangs` defines what they mean.
+`core.scheduling.gangs.island_gangs` defines what they mean.
 
 A gang's `gang_id` is its own id; the `gang_id` of its tickets is the gang's id. All members of a
 gang are in one request, each on another island.
@@ -17,8 +17,8 @@ from sqlalchemy.orm import Session
 
 from app.core.model.lifecycle import NOT_STARTED
 from app.core.model.snapshot import Terms
-from app.core.scheduling import island_gangs
-from app.core.scheduling.island_gangs import GangMember
+from app.core.scheduling.gangs import island_gangs
+from app.core.scheduling.gangs.island_gangs import GangMember
 from app.db import transactions
 from app.db.ids import new_id
 from app.db.models import Device, Placement, Task

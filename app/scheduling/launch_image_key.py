@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from sqlalchemy.orm import Session
 
-from app.core.model.messages import JSON, ExpectedTask, Launch, about_image_key
+from app.core.model.protocol.messages import JSON, ExpectedTask, Launch, about_image_key
 from app.core.model.provisions.process_images import OFFER
 from app.db.models import Device, Task
 from app.identity import image_keys

@@ -14,10 +14,10 @@ from sqlalchemy import and_, func, or_, select
 from sqlalchemy.orm import Session
 
 from app.core.model import codec, preset
+from app.core.model.checkpoints.migration import Moving
 from app.core.model.descriptor import TaskDescriptor
 from app.core.model.device_choice import WHOLE_MILLI
-from app.core.model.messages import JSON, CheckpointRef, ExpectedTask, Launch
-from app.core.model.migration import Moving
+from app.core.model.protocol.messages import JSON, CheckpointRef, ExpectedTask, Launch
 from app.core.model.provisions.network_policy import NetworkWish, withdrawn
 from app.data import datablocks, mounts
 from app.db import tenant_tree

@@ -15,8 +15,8 @@ from dataclasses import replace
 from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
-from app.core.model.messages import JSON, Launch, about_secrets
-from app.core.model.wellformed import SENTENCE_MOST
+from app.core.model.protocol.messages import JSON, Launch, about_secrets
+from app.core.model.protocol.wellformed import SENTENCE_MOST
 from app.db.models import Device, Enrolment, Secret, Task
 from app.identity import audit, secret_store
 from app.storage.sealing import CannotOpen, NoKey, sealed_to

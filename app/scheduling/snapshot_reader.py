@@ -16,9 +16,9 @@ from typing import Any
 from sqlalchemy import ColumnElement, Text, and_, cast, func, select
 from sqlalchemy.orm import Session, aliased
 
+from app.core.model.checkpoints.migration import MOVABLE
 from app.core.model.device_choice import NOW, TRAITS, traits_now
 from app.core.model.lifecycle import ENDED, ON_A_DEVICE, State
-from app.core.model.migration import MOVABLE
 from app.core.model.snapshot import (
     RESTARTS,
     BoardDevice,

@@ -1,8 +1,8 @@
 """Moves under way: begin each move that was asked for, and continue it from stage to stage.
 
 The island calls this in its round, before it decides: `advance` looks at every task that is to be
-moved and does what `core.model.migration` says, in the rows.  Pauses and launches are ordinary
-decisions; `core.scheduling.cycle` makes them when it sees how far a move is.
+moved and does what `core.model.checkpoints.migration` says, in the rows.  Pauses and launches are
+ordinary decisions; `core.scheduling.cycle` makes them when it sees how far a move is.
 
 Nothing here waits, and all state is in the rows, so the next leader of the island continues from
 there.  A move that cannot continue is abandoned, and its task keeps its state and its place.
@@ -17,14 +17,15 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from app.core.fairness.fair_tree import lane
-from app.core.model import codec, migration
+from app.core.model import codec
+from app.core.model.checkpoints import migration
+from app.core.model.checkpoints.migration import ANYWHERE, MOVABLE, Act, MoveScene, Moving
 from app.core.model.device_choice import with_packages
 from app.core.model.lifecycle import ON_A_DEVICE, State
-from app.core.model.migration import ANYWHERE, MOVABLE, Act, MoveScene, Moving
 from app.core.model.provisions.notice import NEED
 from app.core.model.provisions.process_images import choice_where_it_goes_on
-from app.core.scheduling import defragment
 from app.core.scheduling.board import Board
+from app.core.scheduling.reclaim import defragment
 from app.db import transactions
 from app.db.models import Task
 from app.scheduling import journal

@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from itertools import chain
 
-from app.core.model.manifest import BadManifest, decode
+from app.core.model.checkpoints.manifest import BadManifest, decode
 from app.storage.backend import Missing, Named
 from app.storage.chunks import CHUNKS, CONDEMNED, DAMAGED, fetched
 from app.storage.signing import unverified

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, TypeVar
 
-from app.core.model.manifest import BadManifest, Manifest, decode
+from app.core.model.checkpoints.manifest import BadManifest, Manifest, decode
 from app.storage.backend import INCOMING, Bytes, Folder, Missing, Place, close_to_others
 from app.storage.chunk_cipher import ChunkCipher, Ciphers, NoImageKey
 from app.storage.chunks import CONDEMNED, Chunks, Damaged, fetched

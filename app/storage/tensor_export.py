@@ -17,9 +17,9 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from app.core.model import tensor_file
-from app.core.model.manifest import DTYPES, Chunk, Manifest, Tensor
-from app.core.model.tensor_file import SAID
+from app.core.model.checkpoints import tensor_file
+from app.core.model.checkpoints.manifest import DTYPES, Chunk, Manifest, Tensor
+from app.core.model.checkpoints.tensor_file import SAID
 from app.storage.chunks import Chunks
 
 STRANGE = frozenset(DTYPES) - SAID.keys()

@@ -11,7 +11,7 @@ from app.core.model.provisions.process_images import OFFER
 from app.local.embedded_servers import temporary_home
 from tests.acceptance.conftest import running_system
 from tests.workers.criu.prefixes import prefix_that_works
-from workers.process.sandbox import WALLS
+from workers.process.isolation.sandbox import WALLS
 
 pytestmark = [
     pytest.mark.acceptance,

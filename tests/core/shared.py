@@ -1,8 +1,9 @@
 """An island whose graphs share devices, played in simulated time.
 
-Devices give turns by `core.scheduling.turns` from what the island last told each of them, and tell
-it what was held every BEAT_S, each at its own instants; a pause, a durable image and a launch take
-their time.  Between two rounds nothing is decided.  `rules` of every round are looked at.
+Devices give turns by `core.scheduling.sharing.turns` from what the island last told each of them,
+and tell it what was held every BEAT_S, each at its own instants; a pause, a durable image and a
+launch take their time.  Between two rounds nothing is decided.  `rules` of every round are looked
+at.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from app.core.model.snapshot import (
     Policy,
     Snapshot,
 )
-from app.core.scheduling import time_sharing
 from app.core.scheduling.board import Board
 from app.core.scheduling.cycle import decide
-from app.core.scheduling.turns import TURN_US, least_served
+from app.core.scheduling.sharing import time_sharing
+from app.core.scheduling.sharing.turns import TURN_US, least_served
 
 POLICY = Policy(half_life_s=0.0, sharers_max=4, tier_share={}, slice_min_s=1.0, slice_max_s=1.0)
 BEAT_S = 0.5

@@ -22,7 +22,7 @@ from workers.device.monitors import NvmlMonitor
 from workers.hardware.accelerator import Accelerator, Pinned
 from workers.hardware.cuda_checkpoint import TreeMemory
 from workers.process import slab
-from workers.process.device_access import FoundDevice
+from workers.process.isolation.device_access import FoundDevice
 from workers.process.slab import Slab
 
 MB, GB = 2**20, 10**9

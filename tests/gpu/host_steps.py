@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from app.core.model.messages import CheckpointRef, Finished, Paused, Saved, Started
+from app.core.model.protocol.messages import CheckpointRef, Finished, Paused, Saved, Started
 from benchmarks import context_switch
 from tests.gpu.devices import GB, MB, holding
 from tests.gpu.jobs import LENIENT, START_S, rig_of

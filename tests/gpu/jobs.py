@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from app.core.model.messages import CheckpointRef, Finished, Paused, Started
+from app.core.model.protocol.messages import CheckpointRef, Finished, Paused, Started
 from tests.gpu.devices import GB, MB, found_device
 from tests.gpu.step import Run
 from tests.workers.conftest import BUNDLE, PRESET, ROOT, DeviceRig, bundled

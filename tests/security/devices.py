@@ -6,7 +6,7 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-from app.core.model.messages import Finished
+from app.core.model.protocol.messages import Finished
 from tests.workers.conftest import DeviceRig, bundled
 from workers.device.heartbeat import now_us
 

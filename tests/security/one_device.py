@@ -13,7 +13,7 @@ import sys
 import threading
 from pathlib import Path
 
-from app.core.model.messages import Finished
+from app.core.model.protocol.messages import Finished
 from app.core.security.sandbox_layers import Mode
 from tests.workers.conftest import PATIENCE_S, DeviceRig
 

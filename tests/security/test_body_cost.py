@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 from app.api.middleware import strict_json
-from app.core.model import dependencies, preset, task_graph
+from app.core.model import preset
 from app.core.model.descriptor import BadDescriptor, parse
 from app.core.model.fields import MAX_FAULTS, UNKNOWN_TOLD
+from app.core.model.graphs import dependencies, task_graph
 
 pytestmark = pytest.mark.security
 

@@ -10,10 +10,10 @@ import sys
 import psutil
 import pytest
 
-from app.core.model.messages import Failed
+from app.core.model.protocol.messages import Failed
 from tests.security.devices import attack, serves
 from tests.workers.conftest import ROOT, DeviceRig, rigs
-from workers.device import resident_records
+from workers.device.processes import resident_records
 from workers.transfer.host_context import locked
 
 pytestmark = pytest.mark.security

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from app.core.model.messages import Failed, Paused
+from app.core.model.protocol.messages import Failed, Paused
 from tests.security.devices import attack, longest_silence_s, serves
 from tests.workers.conftest import DeviceRig
-from workers.device import resident as residents
+from workers.device.processes import resident as residents
 
 pytestmark = pytest.mark.security
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from app.core.model.messages import Failed, Finished, Stopped
+from app.core.model.protocol.messages import Failed, Finished, Stopped
 from tests.workers.conftest import DeviceRig
-from workers.process import cgroups
+from workers.process.isolation import cgroups
 
 pytestmark = pytest.mark.security
 

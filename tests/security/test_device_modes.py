@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from app.core.model.messages import Finished, Saved
+from app.core.model.protocol.messages import Finished, Saved
 from app.local import embedded_servers
 from app.storage.backend import close_to_others
 from app.storage.store import BLOBS, Store

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from sqlalchemy.engine import make_url
 
-from app.core.model.messages import Finished
+from app.core.model.protocol.messages import Finished
 from app.core.security.sandbox_layers import missing
 from tests.conftest import Servers
 from tests.security.bundle import probes

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from app.core.model.messages import Failed, Started, Stopped
+from app.core.model.protocol.messages import Failed, Started, Stopped
 from tests.security.devices import attack, hostile_bundle, longest_silence_s, serves
 from tests.workers.conftest import PATIENCE_S, DeviceRig
 from workers.device.heartbeat import now_us

@@ -17,7 +17,7 @@ from app.core.security.sandbox_layers import LAYERS, missing
 from app.local import embedded_servers
 from app.settings import Settings
 from workers.device.device_check import find_device
-from workers.process import sandbox
+from workers.process.isolation import sandbox
 from workers.transfer.host_context import House
 
 ROOT = Path(__file__).parent.parent.parent

@@ -14,7 +14,7 @@ import psycopg
 import pytest
 import redis
 
-from app.core.model.messages import (
+from app.core.model.protocol.messages import (
     Alive,
     Answer,
     Cancel,

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from app.core.model import older_launch
-from app.core.model.messages import _KINDS, BadMessage, Finished, Launch, decode, encode
-from tests.core.model.test_messages import sample
+from app.core.model.protocol import older_launch
+from app.core.model.protocol.messages import _KINDS, BadMessage, Finished, Launch, decode, encode
+from tests.core.model.protocol.test_messages import sample
 
 pytestmark = pytest.mark.security
 
@@ -102,7 +102,7 @@ def test_hostile_name_is_refused(kind: str, way: list[Any]) -> None:
     "path", [name for name in HOSTILE if name != "/etc/passwd"] + ["/a/../b", "/a/", "//a", "/."]
 )
 def test_path_of_a_mount_that_is_not_plain_is_refused(path: Any) -> None:
-    """Which paths a host shows is up to its roots (`workers.process.host_mounts`)."""
+    """Which paths a host shows is up to its roots (`workers.process.isolation.host_mounts`)."""
     for kind, way in (("Launch", ["mounts", "/data"]), ("Answer", ["mounts", "imagenet"])):
         with pytest.raises(BadMessage):
             decode(spoilt(kind, way, path))

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from app.core.model.messages import Alive, Answer, BadMessage, Cancel, encode
+from app.core.model.protocol.messages import Alive, Answer, BadMessage, Cancel, encode
 from app.identity.enrolment import Roster
 from app.messaging import signed_messages
 from app.messaging.signed_messages import (

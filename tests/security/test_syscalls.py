@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from workers.process import sandbox
+from workers.process.isolation import sandbox
 
 pytestmark = [
     pytest.mark.security,

@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from workers.device.resident import kernel_memory
+from workers.device.processes.resident import kernel_memory
 from workers.process.wire import (
     LIMIT_BYTES,
     TENANT_FRAME_BYTES,

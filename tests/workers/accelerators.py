@@ -9,7 +9,7 @@ import pytest
 
 from tests.sim import orders
 from tests.workers.resident_gangs import DeviceOfResidents, Residents
-from workers.process.device_access import find_access
+from workers.process.isolation.device_access import find_access
 
 
 @pytest.fixture(scope="module")

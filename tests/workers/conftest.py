@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from app.core.model.messages import (
+from app.core.model.protocol.messages import (
     Alive,
     Answer,
     Cancel,
@@ -43,14 +43,14 @@ from app.core.model.messages import (
     key,
 )
 from app.core.model.provisions.mounts import digest
-from app.core.scheduling.turns import Level, Share, as_json
+from app.core.scheduling.sharing.turns import Level, Share, as_json
 from app.storage.sealing import sealed_to
 from app.storage.store import Store
 from tests.launches import image_of, launch_of
 from tests.sim import orders
 from tests.workers import warm_zygotes as warm
 from workers.device.supervisor import Supervisor
-from workers.process.device_access import find_access
+from workers.process.isolation.device_access import find_access
 from workers.transfer.host_context import House
 
 ROOT = Path(__file__).parent.parent.parent

@@ -15,9 +15,9 @@ from app.core.model import codec
 from app.core.model.descriptor import TaskDescriptor
 from tests.launches import spec_of
 from tests.workers.conftest import PRESET
-from workers.device.zygote_handle import Zygote
+from workers.device.processes.zygote_handle import Zygote
 from workers.process import slab
-from workers.process.sandbox import Room
+from workers.process.isolation.sandbox import Room
 from workers.process.task_start import SlabImage, TaskStart
 from workers.process.wire import Trust, Wire, pair
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from app.core.model import codec
-from app.core.model.messages import Saved
+from app.core.model.protocol.messages import Saved
 from tests.workers.conftest import PRESET, DeviceRig
 
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Collection
 from pathlib import Path
 
-from app.core.model.manifest import About
+from app.core.model.checkpoints.manifest import About
 from app.storage.backend import Folder
 from app.storage.garbage_collector import Collector
 from app.storage.signing import Signer

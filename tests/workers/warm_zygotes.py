@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import NoReturn
 from unittest import mock
 
-from workers.device import zygote_handle
-from workers.process.sandbox import Room
+from workers.device.processes import zygote_handle
+from workers.process.isolation.sandbox import Room
 
 ROOT = Path(__file__).parent.parent.parent
 _ID = struct.Struct("=q")
@@ -188,7 +188,7 @@ class _Forks:
 
 def _become_zygote(given: list[int], tell: int, works_for: set[bytes]) -> NoReturn:
     from workers import zygote
-    from workers.process import sandbox
+    from workers.process.isolation import sandbox
 
     try:
         sandbox.die_with_parent()
@@ -217,7 +217,8 @@ def _kind_of(room: Room) -> bytes:
 
 def _try_out_once(tell: int, works_for: set[bytes]) -> None:
     """Let this zygote try layers and volume out only if none did for the same kind of room."""
-    from workers.process import sandbox, volumes
+    from workers.process import volumes
+    from workers.process.isolation import sandbox
 
     try_layers, try_volume = sandbox.try_out, volumes.try_out
     kind = b""  # of the room, once every layer was tried and works

@@ -20,8 +20,8 @@ from typing import Any
 import numpy
 import torch
 
-from app.core.model import tensor_file
-from app.core.model.tensor_file import HEAD_BYTES, SAID, FileTensor
+from app.core.model.checkpoints import tensor_file
+from app.core.model.checkpoints.tensor_file import HEAD_BYTES, SAID, FileTensor
 from workers.capture.rebuild import Name
 
 ALONE = "tensor"  # name in the file of a tensor that is published without a name

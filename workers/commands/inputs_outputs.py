@@ -25,13 +25,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from app.core.model import tensor_file
+from app.core.model.checkpoints import tensor_file
+from app.core.model.checkpoints.tensor_file import HEAD_BYTES, BadTensorFile
 from app.core.model.provisions.folder import FOLDER
 from app.core.model.provisions.resources import DISK, exceeded
-from app.core.model.tensor_file import HEAD_BYTES, BadTensorFile
 from workers.capture.capture import Surroundings
 from workers.hardware.accelerator import Accelerator
-from workers.process.sandbox import INPUTS
+from workers.process.isolation.sandbox import INPUTS
 from workers.process.task_start import InputFile
 from workers.residents.endings import Ending
 from workers.residents.entry import metrics_of

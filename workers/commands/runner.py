@@ -41,7 +41,7 @@ from typing import Any
 
 from app.core.model import codec
 from app.core.model.descriptor import TaskDescriptor
-from app.core.model.messages import ARTIFACTS
+from app.core.model.protocol.messages import ARTIFACTS
 from app.core.model.provisions.notice import AGAIN, NEED
 from app.core.units import counted
 from workers.commands import notices, working_folder
@@ -74,9 +74,9 @@ from workers.commands.stub_thread import tell_owner, tell_the_rest, teller
 from workers.commands.wakeups import Wakeups
 from workers.commands.working_folder import INTERNAL, WorkingFolder
 from workers.hardware.cuda_checkpoint import NotDone, StillHeld, TreeMemory
-from workers.process import sandbox
 from workers.process import slab as slabs
 from workers.process.image_layout import BadLayout
+from workers.process.isolation import sandbox
 from workers.process.slab import Slab
 from workers.process.task_start import TaskStart
 from workers.process.wire import TrustSeen, Wire

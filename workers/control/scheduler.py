@@ -24,17 +24,17 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.orm import Session
 
-from app.core.model.messages import Alive, Answer, decode
+from app.core.model.protocol.messages import Alive, Answer, decode
+from app.core.model.protocol.wellformed import BadMessage
 from app.core.model.snapshot import Plan
-from app.core.model.wellformed import BadMessage
 from app.core.scheduling import record
 from app.core.scheduling.blockers import is_wanted, soonest_first
 from app.core.scheduling.board import Board
-from app.core.scheduling.heartbeat_backlog import HeartbeatBacklog, launches_wait
-from app.core.scheduling.heartbeat_news import HeartbeatNews
-from app.core.scheduling.quiet_heartbeats import AcknowledgedReport, Beat, QuietHeartbeats
-from app.core.scheduling.time_sharing import shares
-from app.core.scheduling.turns import as_json
+from app.core.scheduling.rounds.heartbeat_backlog import HeartbeatBacklog, launches_wait
+from app.core.scheduling.rounds.heartbeat_news import HeartbeatNews
+from app.core.scheduling.rounds.quiet_heartbeats import AcknowledgedReport, Beat, QuietHeartbeats
+from app.core.scheduling.sharing.time_sharing import shares
+from app.core.scheduling.sharing.turns import as_json
 from app.core.scheduling.unopened_heartbeats import UnopenedHeartbeats
 from app.db import gc_freeze, transactions
 from app.db.models import Device, Island, LedgerBase, OutboxOrder, Placement, Task

@@ -23,9 +23,9 @@ from threading import Lock
 from typing import Any, NoReturn
 
 from workers.criu import confinement, enter, pids, program, runner
-from workers.process import sandbox
-from workers.process.detached_mounts import memory_folder
-from workers.process.sandbox import Room
+from workers.process.isolation import sandbox
+from workers.process.isolation.detached_mounts import memory_folder
+from workers.process.isolation.sandbox import Room
 
 JSON = dict[str, Any]
 

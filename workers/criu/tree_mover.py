@@ -33,9 +33,9 @@ from workers.criu.pids import RESERVED
 from workers.criu.process_image import HostTraits, PackedImage, ProcessFacts, StoredParts
 from workers.criu.program import CriuProgram
 from workers.criu.runner import CriuFailed, Inherited, Target
-from workers.process import sandbox
-from workers.process.detached_mounts import memory_folder
-from workers.process.sandbox import Room
+from workers.process.isolation import sandbox
+from workers.process.isolation.detached_mounts import memory_folder
+from workers.process.isolation.sandbox import Room
 
 DUMP_S, RESTORE_S = 60.0, 60.0  # time limits of CRIU, in addition to the time for the memory
 BYTES_PER_S = 32 * 2**20  # of memory; the slowest dump that is allowed

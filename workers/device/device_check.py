@@ -10,8 +10,13 @@ import sys
 from pathlib import Path
 
 from app.settings import Settings
-from workers.device.zygote_handle import ROOT, zygote_environment
-from workers.process.device_access import DeviceAccess, FoundDevice, NoSuchDevice, find_access
+from workers.device.processes.zygote_handle import ROOT, zygote_environment
+from workers.process.isolation.device_access import (
+    DeviceAccess,
+    FoundDevice,
+    NoSuchDevice,
+    find_access,
+)
 from workers.transfer.host_context import CannotServe
 
 TRY_S = 180.0  # limit to import torch and to start the driver

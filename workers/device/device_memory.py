@@ -21,7 +21,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from workers.device.resident import Resident, family
+from workers.device.processes.resident import Resident, family
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from workers.egress import index_proxy
-from workers.process import sandbox, uv
-from workers.process.sandbox import Room
+from workers.process import uv
+from workers.process.isolation import sandbox
+from workers.process.isolation.sandbox import Room
 
 JSON = dict[str, Any]
 

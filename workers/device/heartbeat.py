@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
-from app.core.model.messages import Alive
+from app.core.model.protocol.messages import Alive
 
 log = logging.getLogger(__name__)
 

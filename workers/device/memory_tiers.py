@@ -25,7 +25,7 @@ from typing import Any
 
 from workers.device.device_memory import DeviceAccount
 from workers.device.heartbeat import now_us
-from workers.device.resident import Resident
+from workers.device.processes.resident import Resident
 from workers.process.untrusted import Nonsense, number
 from workers.transfer.host_context import House
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from app.core.model.messages import CheckpointRef, ExpectedTask, Launch
+from app.core.model.protocol.messages import CheckpointRef, ExpectedTask, Launch
 from app.core.model.provisions.folder import FOLDER
 from app.storage.store import Damaged
 from workers.device import store_io

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from app.core.device.device_records import StayRecord
 from app.core.device.stay_state import StayState
 from app.core.model.descriptor import TaskDescriptor
-from app.core.model.messages import Event, Launch, LogLines, ResidentView
+from app.core.model.protocol.messages import Event, Launch, LogLines, ResidentView
 from app.core.model.shared_process import shared_process_key
 from app.core.placement.partitions import late
 from app.core.security.redaction import NO_SECRETS, Redactor
@@ -20,7 +20,7 @@ from workers.device.log_buffer import Log
 from workers.transfer.peer_auth import Sockets
 
 if TYPE_CHECKING:
-    from workers.device.resident import Resident
+    from workers.device.processes.resident import Resident
 
 
 JSON = dict[str, Any]

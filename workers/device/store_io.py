@@ -18,10 +18,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from app.core.model import manifest as manifests
-from app.core.model import tensor_file
-from app.core.model.manifest import About, Manifest
-from app.core.model.messages import (
+from app.core.model.checkpoints import manifest as manifests
+from app.core.model.checkpoints import tensor_file
+from app.core.model.checkpoints.manifest import About, Manifest
+from app.core.model.checkpoints.tensor_file import HEAD_BYTES, BadTensorFile
+from app.core.model.protocol.messages import (
     CheckpointRef,
     ExpectedTask,
     Launch,
@@ -29,7 +30,6 @@ from app.core.model.messages import (
     about_secrets,
 )
 from app.core.model.provisions.folder import FOLDER, BadFolderManifest
-from app.core.model.tensor_file import HEAD_BYTES, BadTensorFile
 from app.core.security.redaction import (
     MAX_LINES_TOGETHER,
     NO_SECRETS,
@@ -39,10 +39,11 @@ from app.core.security.redaction import (
 from app.storage.chunk_cipher import NO_CIPHERS, ChunkCipher, Ciphers, NoImageKey, ciphers
 from app.storage.sealing import CannotOpen
 from app.storage.store import Damaged, Store
-from workers.device.resident import Saving
-from workers.process import host_mounts, slab, untrusted
-from workers.process.device_access import DeviceAccess, NoSuchDevice, with_guests
+from workers.device.processes.resident import Saving
+from workers.process import slab, untrusted
 from workers.process.image_layout import BadLayout, from_json
+from workers.process.isolation import host_mounts
+from workers.process.isolation.device_access import DeviceAccess, NoSuchDevice, with_guests
 from workers.process.slab import BadIndex
 from workers.process.untrusted import Nonsense
 from workers.process.uv import NoUv
@@ -71,9 +72,9 @@ class Fetched:
 
     The image lies in `slab`, which is empty without an image. `input_bytes` is the size of all
     inputs. `fetched_bytes` of them were read from the store, as neither this host nor another had
-    them. `ways` has for each port how the input arrived: one of core.model.messages.WAYS. `folders`
-    are the inputs that are folders, by port; their files among `fds` are their manifests. `secrets`
-    are the values that the launch has sealed, by name; `redactor` knows them.
+    them. `ways` has for each port how the input arrived: one of core.model.protocol.messages.WAYS.
+    `folders` are the inputs that are folders, by port; their files among `fds` are their manifests.
+    `secrets` are the values that the launch has sealed, by name; `redactor` knows them.
     """
 
     code: Path
@@ -107,7 +108,7 @@ class Fetched:
 
 class NotFetched(Exception):
     """Raised when a part of a launch is unavailable; `cause` is one of
-    core.model.messages.CAUSES."""
+    core.model.protocol.messages.CAUSES."""
 
     def __init__(self, cause: str, message: str) -> None:
         self.cause, self.message = cause, message

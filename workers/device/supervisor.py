@@ -2,13 +2,13 @@
 
 At most one resident steps at a time: the resident in the slot.  The other residents stay in
 memory: paused, prepared, or between their slices.  Tasks that share the device
-(`core.scheduling.turns`) hold the slot in turn, some milliseconds each.  Orders and answers only
-put a message into the supervisor's inbox.  One long-lived thread does everything.  All processes
-that it spawned die with it.
+(`core.scheduling.sharing.turns`) hold the slot in turn, some milliseconds each.  Orders and answers
+only put a message into the supervisor's inbox.  One long-lived thread does everything.  All
+processes that it spawned die with it.
 
 Invariants:
 * The process speaks for the device only while it holds the device's lock, which no resident can
-  reach, and after every recorded resident (`workers.device.resident_records`) has ended.
+  reach, and after every recorded resident (`workers.device.processes.resident_records`) has ended.
 * A stale or repeated order changes nothing.  An order alone gives no task the slot unless the order
   is fresh: otherwise the island must first have answered a report that names the resident.
 * No job steps past the trust deadline that the island's answers set.  A job that cannot stop is
@@ -33,7 +33,7 @@ from typing import Any
 from app.core.device.device_events import Instruction, LeaveAsked
 from app.core.device.device_machine import DeviceMachine
 from app.core.device.health_readings import Reading
-from app.core.model.messages import (
+from app.core.model.protocol.messages import (
     Answer,
     Given,
     Order,
@@ -54,7 +54,7 @@ from workers.device.host.resource_watch import ResourceWatch
 from workers.device.host.tunnel_opener import TunnelOpener
 from workers.device.memory_tiers import Residency
 from workers.device.prefetch import Lookout
-from workers.device.resident import Resident
+from workers.device.processes.resident import Resident
 from workers.device.stays.admission import Admission
 from workers.device.stays.command_images import CommandImages
 from workers.device.stays.exits import ResidentExits

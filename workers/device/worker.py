@@ -15,8 +15,8 @@ from typing import Any
 
 from celery import bootsteps
 
-from app.core.model.messages import Alive
-from app.core.model.wellformed import BadMessage
+from app.core.model.protocol.messages import Alive
+from app.core.model.protocol.wellformed import BadMessage
 from app.messaging import broker
 from app.messaging.signed_messages import Mail, sealed_heartbeat
 from app.settings import settings

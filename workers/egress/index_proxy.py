@@ -21,7 +21,7 @@ from app.core.security.proxy_request import NotServed
 from workers.egress.addresses import Connector
 from workers.egress.outlet import Outlet, OutletRules
 from workers.egress.process import shut_off
-from workers.process import sandbox
+from workers.process.isolation import sandbox
 
 ANYWHERE = "0.0.0.0/0,::/0"  # the administrator named this host, which may have a private address
 

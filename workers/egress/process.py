@@ -23,8 +23,8 @@ from app.core.model.provisions.network_policy import destinations
 from app.core.security.addresses import networks
 from workers.egress.addresses import Connector
 from workers.egress.outlet import Outlet, OutletRules
-from workers.process import sandbox
-from workers.process.sandbox import Room
+from workers.process.isolation import sandbox
+from workers.process.isolation.sandbox import Room
 from workers.process.wire import Wire
 
 JSON = dict[str, Any]

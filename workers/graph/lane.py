@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Protocol
 
-from app.core.model.task_graph import INPUT, TaskGraph, Unit
+from app.core.model.graphs.task_graph import INPUT, TaskGraph, Unit
 from app.core.placement.executors import EVERYBODY, ExecutorSpread, Stop, lanes, part
 from workers.capture.capture import Surroundings
 from workers.graph import runner

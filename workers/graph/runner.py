@@ -28,8 +28,8 @@ from typing import Any
 import numpy
 import torch
 
-from app.core.model import task_graph
-from app.core.model.task_graph import (
+from app.core.model.graphs import task_graph
+from app.core.model.graphs.task_graph import (
     INPUT,
     MAX_BYTES,
     DeclaredTensor,

@@ -3,8 +3,8 @@ memory.
 
 Before a node runs, all that it reads is brought to the device, with room for what it will write. If
 that is too much, the storages that are read farthest in the future are spilled; the order of the
-nodes is known (`core.model.datablock.victims`). The tensor objects stay the same: only the memory
-that they point to changes, so views of each other stay views.
+nodes is known (`core.model.graphs.datablock.victims`). The tensor objects stay the same: only the
+memory that they point to changes, so views of each other stay views.
 
 A block does not change once it is made. So its spilled copy is kept when the block comes back, and
 the next spill needs no copy. Only an in-out port may write to it; `forget` must be called before.
@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from app.core.model.datablock import EvictableCopy, victims
+from app.core.model.graphs.datablock import EvictableCopy, victims
 from workers.hardware.accelerator import Accelerator
 from workers.hardware.storages import AT_ONCE, flat, may_leave, release_pages
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from workers.process.device_access import driver_version
+from workers.process.isolation.device_access import driver_version
 
 DeviceModule = Any  # torch's module for a kind of device
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from app.core.model.wellformed import is_word
+from app.core.model.protocol.wellformed import is_word
 
 JSON = dict[str, Any]
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from app.core.model import messages
-from app.core.model.task_graph import MAX_BYTES, MAX_EST_MS, MAX_NODES, SIZED_LIMIT
+from app.core.model.graphs.task_graph import MAX_BYTES, MAX_EST_MS, MAX_NODES, SIZED_LIMIT
+from app.core.model.protocol import messages
 from app.core.security.redaction import Redactor
 from workers.process.wire import parsed_parts
 
@@ -155,7 +155,8 @@ def clean(value: Any, depth: int = 0) -> Any:
 
 
 def passed(message: JSON) -> list[JSON]:
-    """Return the copies between the executors of a graph, as in core.model.messages.Finished."""
+    """Return the copies between the executors of a graph, as in
+    core.model.protocol.messages.Finished."""
     said = message.get("passed", [])
     if not isinstance(said, list) or len(said) > COPIES_LIMIT:
         raise Nonsense("passed is no short list")
@@ -170,12 +171,12 @@ def passed(message: JSON) -> list[JSON]:
 
 
 def took_ms(message: JSON) -> dict[str, float]:
-    """Return the durations of a graph's nodes, as in core.model.messages.Finished."""
+    """Return the durations of a graph's nodes, as in core.model.protocol.messages.Finished."""
     return _measured(message, "took_ms", float, rows=MAX_NODES, most=MAX_EST_MS)
 
 
 def made_bytes(message: JSON) -> dict[str, int]:
-    """Return the sizes of a graph's blocks, as in core.model.messages.Finished."""
+    """Return the sizes of a graph's blocks, as in core.model.protocol.messages.Finished."""
     return _measured(message, "made_bytes", int, rows=SIZED_LIMIT, most=MAX_BYTES)
 
 
@@ -191,7 +192,7 @@ def _measured(message: JSON, what: str, kind: type[int | float], *, rows: int, m
 
 
 def failed(message: JSON) -> JSON:
-    """Return the fields of core.model.messages.Failed from a resident's final message."""
+    """Return the fields of core.model.protocol.messages.Failed from a resident's final message."""
     cause = text(message, "cause")
     # only the platform can know of faults of the store, of mounts, or of building an environment
     if cause not in messages.CAUSES or cause in ("store", "mount", "environment"):

@@ -20,8 +20,8 @@ import struct
 import subprocess
 from pathlib import Path
 
-from workers.process import detached_mounts
-from workers.process.detached_mounts import NODEV, NOSUID
+from workers.process.isolation import detached_mounts
+from workers.process.isolation.detached_mounts import NODEV, NOSUID
 
 SHARE = 16  # the default size is the free disk space divided by this
 LARGEST_BYTES = 16 * 2**30

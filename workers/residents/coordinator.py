@@ -33,9 +33,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from app.core.model.task_graph import worth_telling
-from workers.process import sandbox
+from app.core.model.graphs.task_graph import worth_telling
 from workers.process.image_layout import Extent, Layout
+from workers.process.isolation import sandbox
 from workers.process.slab import INDEX_LIMIT_BYTES, Slab
 from workers.process.wire import Wire, pair
 from workers.ranks import turns

@@ -13,7 +13,7 @@ from typing import Any
 import numpy
 import torch
 
-from app.core.model.task_graph import TaskGraph
+from app.core.model.graphs.task_graph import TaskGraph
 from workers.graph import runner
 from workers.hardware.accelerator import Accelerator
 from workers.residents.context import Context

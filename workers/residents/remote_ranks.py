@@ -40,8 +40,8 @@ import xxhash
 
 from app.core.model import codec
 from workers.graph import remote_blocks
-from workers.process import sandbox
 from workers.process.image_layout import Layout, from_json
+from workers.process.isolation import sandbox
 from workers.process.slab import Slab
 from workers.process.task_start import SlabImage
 from workers.ranks import host_bridge, shared_memory, turns

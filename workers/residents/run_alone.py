@@ -18,7 +18,7 @@ from typing import Any
 
 from workers.hardware import preset
 from workers.hardware.accelerator import Accelerator
-from workers.process.sandbox import ENVIRONMENT
+from workers.process.isolation.sandbox import ENVIRONMENT
 from workers.residents.context import Context
 from workers.residents.entry import call, load_entry, load_graph, plain, seed, take_step
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from app.core.model import preset as presets
-from app.core.model import task_graph
+from app.core.model.graphs import task_graph
 from app.core.model.provisions.folder import FOLDER
 from app.core.placement import partitions
 from app.core.placement.executors import spread
@@ -26,7 +26,7 @@ from workers.hardware.memory_cap import cap_memory
 from workers.hardware.storages import follow_lending
 from workers.process import slab as slabs
 from workers.process.image_layout import from_json
-from workers.process.sandbox import INPUTS
+from workers.process.isolation.sandbox import INPUTS
 from workers.process.task_start import InputFile
 from workers.residents import (
     coordinator,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from app.core.model.descriptor import TaskDescriptor
-from app.core.model.task_graph import TaskGraph
+from app.core.model.graphs.task_graph import TaskGraph
 from app.core.placement.executors import ExecutorSpread
 from workers.capture.capture import Surroundings
 from workers.capture.tensor_io import Lent

@@ -30,8 +30,8 @@ from typing import Any, TypeVar
 
 from xxhash import xxh3_128_digest
 
-from app.core.model import manifest as manifests
-from app.core.model.manifest import (
+from app.core.model.checkpoints import manifest as manifests
+from app.core.model.checkpoints.manifest import (
     LARGEST_CHUNK_BYTES,
     About,
     Chunk,

@@ -2,7 +2,7 @@
 
 A host context (`House`) covers the processes of one device worker and all that they hold. The
 device worker, the zygote and the keepers hold its lock, so no second worker serves the device.
-Residents hold no lock; they are recorded (`workers.device.resident_records`).
+Residents hold no lock; they are recorded (`workers.device.processes.resident_records`).
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from app.storage.backend import Folder
 from app.storage.sealing import HostKey
 from app.storage.signing import Signer
 from app.storage.store import Store
-from workers.process import sandbox, uv
-from workers.process.cgroups import Bounds
-from workers.process.device_access import HOST_FOLDER, DeviceAccess, FoundDevice
+from workers.process import uv
 from workers.process.file_locks import hold
+from workers.process.isolation import sandbox
+from workers.process.isolation.cgroups import Bounds
+from workers.process.isolation.device_access import HOST_FOLDER, DeviceAccess, FoundDevice
 from workers.transfer.host_cache import Cache
 from workers.transfer.installs.container_images import ContainerImages
 from workers.transfer.installs.environments import Environments

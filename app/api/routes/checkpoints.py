@@ -14,8 +14,8 @@ from app.api.middleware import v1_router
 from app.api.problems import declared
 from app.api.schemas.base import Page
 from app.api.schemas.tasks import CheckpointOut, TensorOut
-from app.core.model.manifest import Manifest
-from app.core.model.tensor_file import SAID
+from app.core.model.checkpoints.manifest import Manifest
+from app.core.model.checkpoints.tensor_file import SAID
 from app.db.models import Checkpoint
 from app.db.transactions import Db
 from app.errors import BadInput, Gone, Unavailable

@@ -31,14 +31,16 @@ from app.api.schemas.tasks import (
     ResourcesOut,
     TaskOut,
 )
-from app.core.model import codec, dependencies, migration
+from app.core.model import codec
 from app.core.model import descriptor as descriptors
+from app.core.model.checkpoints import migration
+from app.core.model.checkpoints.migration import ANYWHERE, Moving
 from app.core.model.device_choice import choice_in, traits_in
+from app.core.model.graphs import dependencies
 from app.core.model.lifecycle import ENDED, State
-from app.core.model.messages import ARTIFACTS
-from app.core.model.migration import ANYWHERE, Moving
 from app.core.model.next_size import memory_to_request, resources_to_request
 from app.core.model.phase import task_phase
+from app.core.model.protocol.messages import ARTIFACTS
 from app.core.model.provisions import process_images
 from app.core.model.provisions.resources import of_amounts
 from app.core.model.provisions.tunnel import why_not_into

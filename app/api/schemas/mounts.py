@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from app.api.schemas.base import EXAMPLE_AT, EXAMPLE_TENANT, KIND, In, Out, example
-from app.core.model.wellformed import MAX_PATH, is_path
+from app.core.model.protocol.wellformed import MAX_PATH, is_path
 
 MAX_TENANTS = 1000  # that one mount may name
 

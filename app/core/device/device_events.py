@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from app.core.model.messages import Answer, Event, Launch, Order, Resize
+from app.core.model.protocol.messages import Answer, Event, Launch, Order, Resize
 
 JSON = dict[str, Any]
 StayKey = tuple[str, int]  # task, epoch

@@ -66,10 +66,10 @@ from app.core.device.device_records import BEHIND_US, ProcessRecord, StayRecord
 from app.core.device.lease import Lease, grace_for
 from app.core.device.slot_turns import SlotTurns
 from app.core.device.stay_state import ACTIVE, StayMove, StayState, state_after
-from app.core.model import messages
-from app.core.model.messages import Answer, Cancel, Launch, Order, Pause, Resize, Save
+from app.core.model.protocol import messages
+from app.core.model.protocol.messages import Answer, Cancel, Launch, Order, Pause, Resize, Save
 from app.core.model.provisions.notice import NoticeReason
-from app.core.scheduling.turns import Rota
+from app.core.scheduling.sharing.turns import Rota
 
 PREPARE_US = 120_000_000  # time limit to import a tenant's code and restore its image
 HANDOVER_US = 2_000_000  # how long a successor may prepare while its predecessor still runs

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from app.core.device.stay_state import OVER, StayState
 from app.core.model.device_choice import WHOLE_MILLI
-from app.core.model.messages import Launch, Order, Resize
+from app.core.model.protocol.messages import Launch, Order, Resize
 
 # in microseconds: how long a function may wait on the device behind others before it is returned to
 # the queue

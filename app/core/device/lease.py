@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from app.core.model.messages import Answer
+from app.core.model.protocol.messages import Answer
 
 # in microseconds: steps up to this length end within the margin that every lease has
 SHORT_STEP_US = 1_000_000

@@ -11,7 +11,7 @@ from app.core.device.device_events import StayKey
 from app.core.device.device_records import ProcessRecord, StayRecord
 from app.core.device.stay_state import StayState
 from app.core.model.device_choice import WHOLE_MILLI
-from app.core.scheduling.turns import TURN_US, Rota
+from app.core.scheduling.sharing.turns import TURN_US, Rota
 
 
 class SlotTurns:

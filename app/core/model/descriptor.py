@@ -6,7 +6,8 @@ this form it is stored, and `from_json` reads it back, with what was computed si
 The frozen TaskDescriptor travels whole: from the row into the launch order (`to_wire`), and from
 there to the process that runs the task.
 
-`core.model.dependencies` checks whether the tasks fit together and whether they can ever run here.
+`core.model.graphs.dependencies` checks whether the tasks fit together and whether they can ever run
+here.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class RunSpec:
     command.
 
     `graph` is "sha256:<hex>" of a stored graph of the tenant, or, in a request, a graph as JSON
-    (`core.model.task_graph`). `part` is the part of the graph that a task runs
+    (`core.model.graphs.task_graph`). `part` is the part of the graph that a task runs
     (`core.placement.partitions`). `took_ms` and `made_bytes` are how long the graph's nodes took
     before, and how large their blocks were. The last three are computed, so `parse` rejects them.
     """

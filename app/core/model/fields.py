@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from itertools import islice
 from typing import Any
 
-from app.core.model.wellformed import is_storable
+from app.core.model.protocol.wellformed import is_storable
 
 JSON = dict[str, Any]
 

@@ -13,7 +13,7 @@ import json
 
 from app.core.model.descriptor import OWN_PROCESS
 from app.core.model.device_choice import WHOLE_MILLI
-from app.core.model.messages import Launch
+from app.core.model.protocol.messages import Launch
 from app.core.model.provisions.folder import FOLDER
 
 HOST_KIND = "cpu"  # of devices; on all others a resting process would keep device memory

@@ -41,9 +41,9 @@ class Policy:
     backfill: str = "easy"  # F7: one of BACKFILLS
     # s (at least a turn) after being seated or resized before a task grows
     grow_after_s: float = 60.0
-    # most graphs that take turns on one device (`core.scheduling.time_sharing`)
+    # most graphs that take turns on one device (`core.scheduling.sharing.time_sharing`)
     sharers_max: int = 0
-    # do coordinator hosts lead the ranks of their tasks (`core.scheduling.elastic`)?
+    # do coordinator hosts lead the ranks of their tasks (`core.scheduling.reclaim.elastic`)?
     homebound: bool = False
     # F7: seconds after which a waiting gang goes before all other tasks
     patience_s: float = 36000.0
@@ -129,7 +129,7 @@ BATCH_MOST = 64  # most functions in a batch
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSize:
     """Says how many functions of a user a device of a kind gets at once
-    (`core.scheduling.function_batches`).
+    (`core.scheduling.sharing.function_batches`).
     """
 
     user: str
@@ -145,7 +145,7 @@ class BatchSize:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GangWait:
     """Records what gangs that wait for a kind of device cost (rule F7,
-    `core.scheduling.gang_waits`).
+    `core.scheduling.gangs.gang_waits`).
 
     Devices are kept for the `gang` ("": for none) in its `epoch`, which expects the last one at
     `at_s`. Of them `idle` stand free since `idle_since_s`, though other tasks could run there;
@@ -197,14 +197,14 @@ class BoardDevice:
 
     @property
     def location(self) -> tuple[str, ...]:
-        """The device's location from wide to narrow (`core.scheduling.nearness`)."""
+        """The device's location from wide to narrow (`core.scheduling.gangs.nearness`)."""
         return self.rack, self.host, *self.inside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
     """Lists what a multi-island gang and its tickets demand of each other
-    (`core.scheduling.island_gangs`).
+    (`core.scheduling.gangs.island_gangs`).
 
     `tickets` are the islands on which tickets must be held before the gang may be seated. The gang
     of an `idle` ticket does not want devices now. A task with `lets_go` must release its devices. A
@@ -250,8 +250,8 @@ class BoardTask:
     An elastic task needs `width` devices and can use `width_max`, all on one host unless it may
     live `across_hosts`. A gang with `one_host` waits until one host has so many free devices.
     Devices beyond `width` are lent to the task and count as free for waiting tasks
-    (`core.scheduling.elastic`). While the task is made smaller it still holds the devices that it
-    `leaves`. `accrued_us` and `held_us` count from the last resize, if there was one.
+    (`core.scheduling.reclaim.elastic`). While the task is made smaller it still holds the devices
+    that it `leaves`. `accrued_us` and `held_us` count from the last resize, if there was one.
 
     A multi-island gang and each of its tickets name the `gang`. A `ticket` keeps devices for the
     gang and runs nothing.

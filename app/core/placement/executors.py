@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from app.core.model.task_graph import (
+from app.core.model.graphs.task_graph import (
     INPUT,
     USUAL_BYTES,
     Node,

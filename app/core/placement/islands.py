@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from app.core.model.datablock import cone
+from app.core.model.graphs.datablock import cone
 from app.core.placement.cost_model import Hop, Option, PlacementProblem, Timeline, option
 from app.core.placement.heuristics import Solution, listed
 from app.core.placement.local_search import Effort, solve

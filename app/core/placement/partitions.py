@@ -25,10 +25,10 @@ from graphlib import TopologicalSorter
 from itertools import pairwise
 from typing import Any
 
-from app.core.model import task_graph
 from app.core.model.descriptor import MAX_TASKS, Descriptor, RunSpec, Source, TaskDescriptor
 from app.core.model.fields import Fault
-from app.core.model.task_graph import (
+from app.core.model.graphs import task_graph
+from app.core.model.graphs.task_graph import (
     INPUT,
     USUAL_BYTES,
     Binding,

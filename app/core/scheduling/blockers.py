@@ -35,9 +35,9 @@ from app.core.fairness.fair_tree import (
 )
 from app.core.model.device_choice import DeviceChoice, choice_in
 from app.core.model.snapshot import BoardTask, Reason
-from app.core.scheduling import elastic
 from app.core.scheduling.board import MILLI, Board, place_in_line
-from app.core.scheduling.preemption import above, below, goes_before, sides
+from app.core.scheduling.reclaim import elastic
+from app.core.scheduling.reclaim.preemption import above, below, goes_before, sides
 from app.core.scheduling.stays import BoardStay, fresh_us, slice_us
 
 
@@ -229,8 +229,8 @@ def _shut(board: Board, task: BoardTask) -> Iterator[Shut]:
 
 
 def _why_held(board: Board, stay: BoardStay, task: BoardTask) -> _Held:
-    """Apply rules F4 to F7 and F9 as `core.scheduling.preemption` does when the holder's turn is
-    over.
+    """Apply rules F4 to F7 and F9 as `core.scheduling.reclaim.preemption` does when the holder's
+    turn is over.
     """
     if not board.policy.turns:
         return _Held(True, False, False)

@@ -49,7 +49,7 @@ from app.core.model.snapshot import (
     changed,
 )
 from app.core.scheduling.pool import FreePart, Pool, part_bytes
-from app.core.scheduling.round_memory import RoundMemory
+from app.core.scheduling.rounds.round_memory import RoundMemory
 from app.core.scheduling.stays import (
     HOLDS_A_SEAT,
     LEAVES_A_SEAT,

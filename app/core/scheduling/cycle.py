@@ -4,8 +4,8 @@
 mappings were filled. `cycle` runs the same round on a board that is kept up to date; its cost
 depends on what changes and not on what waits. The steps are numbered and always run in this order.
 docs/concepts/fair_share.md defines rules F1 to F10. `core.fairness.fair_tree` computes usage and
-order, `core.scheduling.preemption` chooses victims, `core.explanation.waiting_reasons` gives
-reasons.
+order, `core.scheduling.reclaim.preemption` chooses victims, `core.explanation.waiting_reasons`
+gives reasons.
 
 Two guarantees always hold (tested with random islands). No task is paused for another task before
 one full slice. No device stays free while a waiting task could run on it, unless the device is kept
@@ -31,20 +31,12 @@ from app.core.model.snapshot import (
     Snapshot,
     changed,
 )
-from app.core.scheduling import (
-    blockers,
-    elastic,
-    function_batches,
-    gang_waits,
-    graph_moves,
-    idle_credit,
-    nearness,
-    over_limit,
-    preemption,
-    time_sharing,
-)
+from app.core.scheduling import blockers, idle_credit
 from app.core.scheduling.board import Board
-from app.core.scheduling.island_gangs import OVER
+from app.core.scheduling.gangs import gang_waits, nearness
+from app.core.scheduling.gangs.island_gangs import OVER
+from app.core.scheduling.reclaim import elastic, over_limit, preemption
+from app.core.scheduling.sharing import function_batches, graph_moves, time_sharing
 from app.core.scheduling.stays import NEVER, RESOLUTION_S, slice_us
 from app.core.units import counted
 

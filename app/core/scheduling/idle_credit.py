@@ -30,8 +30,8 @@ from dataclasses import dataclass
 from app.core.fairness.fair_tree import Branch, Path, unscored
 from app.core.model.snapshot import IdleCreditFloor
 from app.core.scheduling.board import MILLI, Board
-from app.core.scheduling.preemption import above
-from app.core.scheduling.round_memory import Service
+from app.core.scheduling.reclaim.preemption import above
+from app.core.scheduling.rounds.round_memory import Service
 
 FORGOTTEN_S = 60.0  # s after which the memory of an earlier board is not used
 

@@ -11,7 +11,7 @@ from itertools import islice
 from app.core.fairness.fair_tree import Lane
 from app.core.model.device_choice import NO_TRAITS, DeviceTraits, choice_in
 from app.core.model.device_fraction import cap_bytes
-from app.core.scheduling.nearness import Location, depth, nearest
+from app.core.scheduling.gangs.nearness import Location, depth, nearest
 
 MOST_HOSTS = 64  # most hosts, among equally good ones, whose devices are compared by nearness
 

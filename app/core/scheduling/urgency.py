@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 
 from app.core.fairness.fair_tree import FairTree
 from app.core.model.snapshot import TIERS, BoardTask, Policy
-from app.core.scheduling.gang_patience import GangPatience
+from app.core.scheduling.gangs.gang_patience import GangPatience
 from app.core.scheduling.pool import Pool
 from app.core.scheduling.stays import NEVER
 

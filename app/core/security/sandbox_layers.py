@@ -1,9 +1,9 @@
 """Lists the layers of a sandbox: what each keeps from a tenant's process, and what it means if it
 is missing.
 
-`workers.process.sandbox` sets them up. A device worker reports the layers that are active on its
-host, and its mode for missing ones: `required` (it does not serve), `preferred` (it serves with the
-active ones), `off` (it sets up none).
+`workers.process.isolation.sandbox` sets them up. A device worker reports the layers that are active
+on its host, and its mode for missing ones: `required` (it does not serve), `preferred` (it serves
+with the active ones), `off` (it sets up none).
 """
 
 from __future__ import annotations

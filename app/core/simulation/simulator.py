@@ -40,7 +40,7 @@ from app.core.model.snapshot import (
 from app.core.scheduling.board import Board
 from app.core.scheduling.cycle import cycle, decide
 from app.core.scheduling.pool import part_bytes
-from app.core.scheduling.preemption import shut_by
+from app.core.scheduling.reclaim.preemption import shut_by
 from app.core.scheduling.stays import HOLDS_A_SEAT, slice_us
 from app.core.scheduling.urgency import been_away
 from app.core.simulation.device_meter import Interval, Meter

@@ -18,8 +18,8 @@ from sqlalchemy import (
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import Mapped, mapped_column
 
+from app.core.model.checkpoints.tensor_file import FORMATS
 from app.core.model.provisions.folder import FOLDER
-from app.core.model.tensor_file import FORMATS
 from app.db.models.base import Base, json_column, now_column, one_of
 
 
@@ -28,7 +28,7 @@ class Bundle(Base):
 
     `entry_points` are the top-level classes and functions, found without running the code:
     {"module:Name": "class" | "function"}.  `signatures` are the arguments with which the classes
-    can be constructed (`core.model.entry_signature`), as far as the source shows them.
+    can be constructed (`core.model.graphs.entry_signature`), as far as the source shows them.
     `package_files` are the files that a request may name as its environment, by path, with the
     hashes of their bytes; None for a bundle of before there were environments.
     """
@@ -102,8 +102,8 @@ class Environment(Base):
 class Graph(Base):
     """A graph of small functions that a tenant sent; `body` is its JSON as it was sent.
 
-    The hash is that of its canonical bytes (`core.model.task_graph.canonical`); these lie in the
-    store, for the devices.  `took_ms` is how long its nodes took in the last run, by kind of
+    The hash is that of its canonical bytes (`core.model.graphs.task_graph.canonical`); these lie in
+    the store, for the devices.  `took_ms` is how long its nodes took in the last run, by kind of
     device.  `made_bytes` is how large the blocks were that the nodes made.
     """
 

@@ -99,7 +99,7 @@ class Task(Base):
     task holds its present number of devices.  `image_on` is the device with the paused image of
     `step` in its host's memory; `saved` says whether that image is durable too.  `move_to` is the
     device that the task is to be moved to ("*": any other), and `moving` how far the move is
-    (`core.model.migration.Moving`).
+    (`core.model.checkpoints.migration.Moving`).
 
     `assigned` says why the task is on its island (`app.intake.island_assignment`).  `abroad` says
     that tasks of other islands wait for its end.
@@ -319,15 +319,15 @@ class Placement(Base):
     `held_us` is how long the task held the slot, measured by the device.  `staged_us` is the part
     of it in which the job stood still while its state was copied.  `input_bytes` is the size of the
     inputs; `fetched_bytes` is the part that was read from the store because no host had it.  `ways`
-    says by port how each input came (`core.model.messages.WAYS`).  `leaving` is set when the device
-    was told to release the slot: from then on the slot may be promised to the next task.
+    says by port how each input came (`core.model.protocol.messages.WAYS`).  `leaving` is set when
+    the device was told to release the slot: from then on the slot may be promised to the next task.
 
     A `guest` is an additional row: a device that an elastic task holds beyond its home
     (`app.scheduling.guest_placements`).  `shares` says that the task was launched next to other
-    tasks, to take turns with them (`core.scheduling.time_sharing`).  `fraction_milli` are the
-    thousandths of the device that the task holds; of those that neither leave nor share, the island
-    that writes them gives at most 1000 of a device (`journal.decisions`).  `network` counts what
-    the task used of the network here (`provisions.network_policy.FIGURES`); null: nothing yet.
+    tasks, to take turns with them (`core.scheduling.sharing.time_sharing`).  `fraction_milli` are
+    the thousandths of the device that the task holds; of those that neither leave nor share, the
+    island that writes them gives at most 1000 of a device (`journal.decisions`).  `network` counts
+    what the task used of the network here (`provisions.network_policy.FIGURES`); null: nothing yet.
     """
 
     __tablename__ = "placements"

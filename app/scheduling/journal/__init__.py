@@ -25,12 +25,12 @@ from __future__ import annotations
 
 from app.scheduling.journal.decisions import UnwrittenPlan, store, store_part
 from app.scheduling.journal.device_rows import lock
-from app.scheduling.journal.events import RETRY_LONGEST_S, STORE_AGAIN_S
-from app.scheduling.journal.heartbeats import record, record_all
 from app.scheduling.journal.losses import hand_over, lose, unseat
 from app.scheduling.journal.orders import order_round, order_saves, ordered
-from app.scheduling.journal.quiet import renew, write_progress
-from app.scheduling.journal.residents import LAUNCHES_UNSEEN
+from app.scheduling.journal.reports.events import RETRY_LONGEST_S, STORE_AGAIN_S
+from app.scheduling.journal.reports.heartbeats import record, record_all
+from app.scheduling.journal.reports.quiet import renew, write_progress
+from app.scheduling.journal.reports.residents import LAUNCHES_UNSEEN
 from app.scheduling.journal.sums import CHANGES, settle, write_down
 from app.scheduling.journal.task_writer import break_off, savepoint, tell
 from app.scheduling.journal.unassigned import cancel, give_up

@@ -12,12 +12,13 @@ from typing import Any
 from sqlalchemy import text
 from sqlalchemy.orm import Session
 
-from app.core.model import lifecycle, messages
+from app.core.model import lifecycle
 from app.core.model.lifecycle import Move
+from app.core.model.protocol import messages
 from app.core.model.provisions import notice
 from app.core.model.snapshot import Plan, PlanDecision, Snapshot
-from app.core.scheduling import plan_parts
 from app.core.scheduling.record import as_json
+from app.core.scheduling.rounds import plan_parts
 from app.db import transactions
 from app.db.models import Cycle, Device, Placement, Task
 from app.scheduling import gang_tickets, guest_placements, ledger

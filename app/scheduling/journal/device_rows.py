@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from sqlalchemy import or_, select
 from sqlalchemy.orm import Session, defer
 
-from app.core.model import messages
-from app.core.model.messages import Alive, ResidentView
+from app.core.model.protocol import messages
+from app.core.model.protocol.messages import Alive, ResidentView
 from app.data import datablocks, mounts
 from app.db.models import Device, Need, OutboxOrder, Placement, Task
 from app.scheduling import gang_tickets

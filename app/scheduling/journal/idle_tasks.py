@@ -18,8 +18,9 @@ from app.core.model.provisions import session as session_model
 from app.core.units import duration
 from app.db import transactions
 from app.db.models import Device, Task, Tenant
-from app.scheduling.journal import device_health, task_writer
+from app.scheduling.journal import task_writer
 from app.scheduling.journal.device_rows import DeviceRows
+from app.scheduling.journal.reports import device_health
 
 HOLD = "user"  # its members may resume it
 

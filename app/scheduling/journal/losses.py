@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session
 from app.core.fairness import fair_tree
 from app.core.model.device_choice import WHOLE_MILLI
 from app.core.model.lifecycle import ENDED, Move
-from app.core.model.messages import Alive
+from app.core.model.protocol.messages import Alive
 from app.db import transactions
 from app.db.models import Device, Placement, Task
 from app.scheduling.journal import device_rows, task_writer

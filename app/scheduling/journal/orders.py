@@ -10,9 +10,10 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from app.core.model import codec, messages, older_launch
-from app.core.model.messages import JSON, Launch, Resize, Save
-from app.core.model.migration import Moving
+from app.core.model import codec
+from app.core.model.checkpoints.migration import Moving
+from app.core.model.protocol import messages, older_launch
+from app.core.model.protocol.messages import JSON, Launch, Resize, Save
 from app.db import transactions
 from app.db.models import Device, OutboxOrder, Task
 from app.scheduling import launch_image_key, launch_secrets

@@ -19,6 +19,7 @@ from typing import Any
 from sqlalchemy import exists, func, or_, select, text
 from sqlalchemy.orm import Session
 
+from app.core.model.checkpoints.migration import MOVABLE
 from app.core.model.device_choice import (
     PACKAGES,
     DeviceChoice,
@@ -27,8 +28,7 @@ from app.core.model.device_choice import (
     traits_now,
 )
 from app.core.model.lifecycle import Move, State
-from app.core.model.messages import Alive
-from app.core.model.migration import MOVABLE
+from app.core.model.protocol.messages import Alive
 from app.core.model.provisions.process_images import choice_where_it_goes_on
 from app.core.scheduling import package_hosts
 from app.core.scheduling.package_hosts import PackageHost

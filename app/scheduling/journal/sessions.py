@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session
 
 from app.core.device.health_cordons import HealthReport
 from app.core.model.lifecycle import State
-from app.core.model.messages import ResidentView
+from app.core.model.protocol.messages import ResidentView
 from app.core.model.provisions.session import HOLD, LEAST_PAUSE_S, gives_way, idle_limit_s
 from app.core.units import duration
 from app.db import transactions

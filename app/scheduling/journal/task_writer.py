@@ -11,8 +11,9 @@ from typing import Any
 from sqlalchemy import ColumnElement, select, text, update
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
-from app.core.model import lifecycle, messages
-from app.core.model.migration import ANYWHERE, MOVABLE
+from app.core.model import lifecycle
+from app.core.model.checkpoints.migration import ANYWHERE, MOVABLE
+from app.core.model.protocol import messages
 from app.core.model.snapshot import TIER_WINDOW_S
 from app.core.placement import partitions
 from app.core.scheduling.urgency import been_away

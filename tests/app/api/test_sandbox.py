@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from sqlalchemy import func, select, update
 
-from app.core.model.messages import Alive
+from app.core.model.protocol.messages import Alive
 from app.core.security.sandbox_layers import LAYERS, Sandbox, summary, warning
 from app.db.models import Device
 from app.scheduling import journal

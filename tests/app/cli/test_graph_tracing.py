@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from app.cli.graph_tracing import NotTraced, each, graph, node
-from app.core.model import task_graph
 from app.core.model.descriptor import BadDescriptor
+from app.core.model.graphs import task_graph
 from app.data import graphs
 
 

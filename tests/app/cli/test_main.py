@@ -27,7 +27,7 @@ from typer.testing import CliRunner, Result
 
 from app.cli import main, root_command, watching
 from app.cli.client import Client
-from app.core.model.manifest import About
+from app.core.model.checkpoints.manifest import About
 from app.local.embedded_servers import embedded_postgres, temporary_home
 from app.settings import settings
 from app.storage.sealing import Keyring
@@ -890,7 +890,7 @@ def test_help_of_up_lists_its_options_and_help_of_simulate_only_its_own(run):
 
 def test_command_imports_only_what_it_needs():
     """Each of these takes as long to import as the rest of a call."""
-    ours = "app.settings app.core.simulation.simulator app.core.model.messages"
+    ours = "app.settings app.core.simulation.simulator app.core.model.protocol.messages"
     slow = f"{ours} app.core.model.descriptor yaml rich.live"
     told = f"import sys, app.cli.main; print(*(set('{slow}'.split()) & set(sys.modules)))"
     found = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)

@@ -1,6 +1,6 @@
 """Datablocks at the edge: uploads that break and go on, downloads, versions, who needs them.
 
-What a file must be is in tests/core/model/test_tensor_file.py, what tasks make of it in
+What a file must be is in tests/core/model/checkpoints/test_tensor_file.py, what tasks make of it in
 tests/workers.
 """
 
@@ -21,7 +21,7 @@ from fastapi.testclient import TestClient
 from safetensors.numpy import save
 from sqlalchemy import func, select, update
 
-from app.core.model.tensor_file import HEAD_BYTES
+from app.core.model.checkpoints.tensor_file import HEAD_BYTES
 from app.data import datablocks, uploads
 from app.db import transactions
 from app.db.models import (

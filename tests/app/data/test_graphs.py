@@ -8,7 +8,7 @@ import hashlib
 import pytest
 from sqlalchemy import select, update
 
-from app.core.model import task_graph
+from app.core.model.graphs import task_graph
 from app.data import graphs
 from app.db.models import Device, Graph, Host, Island, Task
 from app.scheduling import housekeeping

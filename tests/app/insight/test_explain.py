@@ -12,8 +12,8 @@ from sqlalchemy import func, select, text
 
 from app.core.explanation import waiting_reasons
 from app.core.model import codec
+from app.core.model.checkpoints.migration import Moving
 from app.core.model.device_choice import with_packages
-from app.core.model.migration import Moving
 from app.core.scheduling import blockers
 from app.core.scheduling.board import Board
 from app.db import transactions

@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 from sqlalchemy import func, select, update
 
-from app.core.model.messages import (
+from app.core.model.protocol.messages import (
     Alive,
     Came,
     Failed,

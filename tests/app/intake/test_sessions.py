@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import func, select, text, update
 from sqlalchemy.event import listen, remove
 
-from app.core.model.messages import ResidentView
+from app.core.model.protocol.messages import ResidentView
 from app.db.models import Device, RequestEvent, Task, Tenant, Tunnel
 from app.intake import actions, sessions
 from app.scheduling.journal import sessions as gives_way

@@ -14,7 +14,7 @@ from sqlalchemy import func, select
 from app.core.device.health_cordons import Fitness
 from app.core.device.health_findings import HealthLimits, HealthWatch
 from app.core.device.health_readings import Reading
-from app.core.model.messages import Alive, Failed, Finished, Paused, ResidentView
+from app.core.model.protocol.messages import Alive, Failed, Finished, Paused, ResidentView
 from app.db import transactions
 from app.db.models import AuditEvent, Device, RequestEvent
 from app.scheduling import journal

@@ -7,7 +7,7 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from app.core.model.device_choice import choice_in, text_of
-from app.core.model.messages import decode
+from app.core.model.protocol.messages import decode
 from app.core.model.snapshot import Plan, PlanDecision
 from app.core.scheduling.cycle import decide as decide_round
 from app.db import transactions

@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import func, select, update
 
 from app.core.model.fields import NAME
-from app.core.model.messages import Failed
+from app.core.model.protocol.messages import Failed
 from app.db import transactions
 from app.db.models import (
     Account,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import pytest
 from sqlalchemy import func, select, update
 
-from app.core.model.messages import Resize, Resized, decode, encode
+from app.core.model.protocol.messages import Resize, Resized, decode, encode
 from app.db.models import Account, OutboxOrder, Placement, RequestEvent, Task, Usage
 from tests.app.scheduling import test_protocol as protocol
 from tests.thoroughness import rest_long

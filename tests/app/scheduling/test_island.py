@@ -17,7 +17,7 @@ from sqlalchemy import func, select, text, update
 from sqlalchemy.event import listen, remove
 
 from app.core.model.lifecycle import Move
-from app.core.model.messages import Alive, Finished, ResidentView, Started, decode
+from app.core.model.protocol.messages import Alive, Finished, ResidentView, Started, decode
 from app.core.model.snapshot import Plan, PlanDecision
 from app.db import transactions
 from app.db.models import (

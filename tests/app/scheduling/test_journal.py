@@ -12,7 +12,7 @@ from sqlalchemy import event as events
 from sqlalchemy.exc import IntegrityError
 
 from app.core.model.lifecycle import IllegalMove
-from app.core.model.messages import (
+from app.core.model.protocol.messages import (
     Alive,
     Failed,
     Finished,

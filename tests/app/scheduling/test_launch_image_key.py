@@ -7,7 +7,7 @@ import re
 import pytest
 from sqlalchemy import delete, select, text
 
-from app.core.model.messages import Launch, about_image_key, decode
+from app.core.model.protocol.messages import Launch, about_image_key, decode
 from app.core.model.provisions.process_images import OFFER
 from app.db.models import Enrolment, ImageKey, OutboxOrder, Tenant
 from app.db.transactions import transaction

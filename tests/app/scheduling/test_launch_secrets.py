@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from sqlalchemy import delete, select, text
 
-from app.core.model.messages import about_secrets, decode
+from app.core.model.protocol.messages import about_secrets, decode
+from app.core.model.protocol.wellformed import SENTENCE_MOST
 from app.core.model.provisions.variables import MAX_SECRETS
-from app.core.model.wellformed import SENTENCE_MOST
 from app.db.models import AuditEvent, Enrolment, OutboxOrder, Secret, Task
 from app.db.transactions import transaction
 from app.identity import secret_store

@@ -10,7 +10,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from app.core.model.device_choice import DeviceChoice, with_packages
-from app.core.model.messages import Alive, Answer, BadMessage, decode, encode
+from app.core.model.protocol.messages import Alive, Answer, BadMessage, decode, encode
 from app.core.scheduling.cycle import decide
 from app.db import transactions
 from app.db.models import Device, Host, Line, Placement, Task

@@ -18,7 +18,7 @@ import pytest
 from sqlalchemy import func, select, update
 
 from app.core.model.lifecycle import ENDED
-from app.core.model.messages import (
+from app.core.model.protocol.messages import (
     Alive,
     Answer,
     Cancel,

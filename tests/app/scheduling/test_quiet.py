@@ -13,8 +13,8 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from sqlalchemy import func, select, text
 
-from app.core.model.messages import encode
-from app.core.scheduling.quiet_heartbeats import QuietHeartbeats
+from app.core.model.protocol.messages import encode
+from app.core.scheduling.rounds.quiet_heartbeats import QuietHeartbeats
 from app.db import transactions
 from app.db.models import Account, Placement, Task, Usage
 from app.identity import enrolment

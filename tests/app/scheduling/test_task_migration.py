@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 from sqlalchemy import func, select, update
 
-from app.core.model.messages import Save, decode, encode
+from app.core.model.protocol.messages import Save, decode, encode
 from app.core.scheduling.board import Board
 from app.db import transactions
 from app.db.models import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from app.core.model.messages import Answer, Launch
+from app.core.model.protocol.messages import Answer, Launch
 from tests.launches import launch_of
 
 LEASE_US, MARGIN_US, GRACE_US, BUDGET_US = 6_000_000, 1_000_000, 1_000_000, 9_000_000

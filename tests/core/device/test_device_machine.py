@@ -43,9 +43,9 @@ from app.core.device.device_events import (
     TellVerdict,
 )
 from app.core.device.device_machine import PREPARE_US, REST_US, DeviceMachine
-from app.core.model import messages
 from app.core.model.descriptor import RunSpec
-from app.core.model.messages import Cancel, Launch, Order, Pause, Save
+from app.core.model.protocol import messages
+from app.core.model.protocol.messages import Cancel, Launch, Order, Pause, Save
 from app.core.model.provisions.notice import Notice
 from tests.core.device.orders import (
     BUDGET_US,

@@ -49,8 +49,17 @@ from app.core.device.device_events import (
 )
 from app.core.device.device_machine import REST_US, DeviceMachine
 from app.core.device.device_records import BEHIND_US
-from app.core.model.messages import Cancel, Failed, Pause, Paused, Resize, Resized, Save, Stopped
-from app.core.scheduling.turns import TURN_US, Level, Share, as_json
+from app.core.model.protocol.messages import (
+    Cancel,
+    Failed,
+    Pause,
+    Paused,
+    Resize,
+    Resized,
+    Save,
+    Stopped,
+)
+from app.core.scheduling.sharing.turns import TURN_US, Level, Share, as_json
 from tests.core.device.orders import (
     BUDGET_US,
     GRACE_US,

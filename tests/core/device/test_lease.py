@@ -26,7 +26,7 @@ from app.core.device.device_events import (
 )
 from app.core.device.device_machine import DeviceMachine
 from app.core.device.lease import GRACE_MAX_US, SHORT_STEP_US, Lease, grace_for
-from app.core.model.messages import Answer
+from app.core.model.protocol.messages import Answer
 from tests.core.device.orders import GRACE_US, LEASE_US, MARGIN_US, MINE, answer_to, launch_order
 
 S = 1_000_000

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.core.model.task_graph import INPUT, Program, TaskGraph, Unit, parse, program
+from app.core.model.graphs.task_graph import INPUT, Program, TaskGraph, Unit, parse, program
 from app.core.placement.executors import (
     EVERYBODY,
     ExecutorPlan,
@@ -20,7 +20,7 @@ from app.core.placement.executors import (
     part,
     spread,
 )
-from tests.core.model.test_task_graph import graph, node
+from tests.core.model.graphs.test_task_graph import graph, node
 from tests.thoroughness import examples
 
 ITEMS = 5  # in a list that a plain node writes

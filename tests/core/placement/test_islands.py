@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import settings as Profile
 from hypothesis import strategies as st
 
-from app.core.model.datablock import BlockGone
+from app.core.model.graphs.datablock import BlockGone
 from app.core.placement.islands import (
     KindCapacity,
     PlacementIsland,

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import settings as Profile
 from hypothesis import strategies as st
 
-from app.core.model import dependencies as request_graph
-from app.core.model import task_graph
 from app.core.model.descriptor import BadDescriptor, Descriptor, RunSpec, Source, parse
-from app.core.model.task_graph import INPUT, Node, TaskGraph, known_bytes
+from app.core.model.graphs import dependencies as request_graph
+from app.core.model.graphs import task_graph
+from app.core.model.graphs.task_graph import INPUT, Node, TaskGraph, known_bytes
 from app.core.placement import partitions as subject
 from app.core.placement.partitions import Partition, cut, expanded, of_run, part
 from benchmarks.two_islands import pipeline

@@ -13,7 +13,7 @@ from app.core.model.provisions.process_images import choice_where_it_goes_on, ma
 from app.core.model.snapshot import BoardDevice, BoardTask, Plan, Snapshot
 from app.core.scheduling.board import Board
 from app.core.scheduling.cycle import cycle, decide
-from app.core.scheduling.defragment import moves
+from app.core.scheduling.reclaim.defragment import moves
 from tests.core.pictures import NOW_S, codes, island, seats
 
 ONE, OTHER = marked("aa11"), marked("bb22")

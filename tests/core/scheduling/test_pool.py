@@ -13,8 +13,8 @@ from app.core.model.device_choice import NO_TRAITS, DeviceTraits, choice_in
 from app.core.model.snapshot import Plan, Policy, Snapshot
 from app.core.scheduling.board import Board
 from app.core.scheduling.cycle import cycle, decide
-from app.core.scheduling.defragment import moves
 from app.core.scheduling.pool import Pool
+from app.core.scheduling.reclaim.defragment import moves
 from app.core.scheduling.record import as_json, from_json
 from tests.core.pictures import NOW_S, codes, island, seats
 from tests.thoroughness import seeds

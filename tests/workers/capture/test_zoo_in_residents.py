@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.core.model.messages import Finished, Saved, Started
+from app.core.model.protocol.messages import Finished, Saved, Started
 from tests.workers.conftest import bundled
 from tests.workers.journeys import ZOO
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from app.core.model.messages import Failed, Finished, Paused, Saved, Started, Stopped
+from app.core.model.protocol.messages import Failed, Finished, Paused, Saved, Started, Stopped
 from tests.workers.commands.test_runner import ended, shell
 from tests.workers.conftest import ROOT, DeviceRig
 

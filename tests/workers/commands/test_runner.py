@@ -18,7 +18,7 @@ import zipfile
 import psutil
 import pytest
 
-from app.core.model.messages import (
+from app.core.model.protocol.messages import (
     ARTIFACTS,
     CheckpointRef,
     Failed,

@@ -11,7 +11,7 @@ import pytest
 from tests.workers.conftest import DeviceRig
 from tests.workers.criu.moving import hosts
 from tests.workers.criu.prefixes import prefix_that_works
-from workers.process import sandbox
+from workers.process.isolation import sandbox
 
 
 @pytest.fixture(scope="session")

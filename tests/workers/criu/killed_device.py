@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from app.core.model.messages import Finished, Paused, Saved, Started
+from app.core.model.protocol.messages import Finished, Paused, Saved, Started
 from app.core.model.provisions.process_images import OFFER
 from tests.launches import image_of
 from tests.workers.conftest import DeviceRig

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from app.core.model.messages import (
+from app.core.model.protocol.messages import (
     CheckpointRef,
     Event,
     Failed,
@@ -34,7 +34,8 @@ from app.core.model.provisions.process_images import OFFER
 from app.core.security.sandbox_layers import LAYERS
 from app.settings import settings
 from tests.workers.conftest import DeviceRig, bundled
-from workers.process import sandbox, uv
+from workers.process import uv
+from workers.process.isolation import sandbox
 
 TOLD = "Roundhouse: "
 SEED = int(os.environ.get("MOVES_SEED", "26"))

@@ -16,7 +16,7 @@ from dataclasses import replace
 import pytest
 from zstandard import ZstdDecompressor
 
-from app.core.model.messages import Failed, Finished, Paused, Saved, Started, Stopped
+from app.core.model.protocol.messages import Failed, Finished, Paused, Saved, Started, Stopped
 from app.core.model.provisions.process_images import OFFER
 from app.storage.chunk_cipher import ciphers
 from app.storage.chunks import ZSTD
@@ -28,7 +28,7 @@ from workers.criu import runner, tree_mover
 from workers.criu.program import CriuProgram
 from workers.criu.runner import CriuFailed
 from workers.device import store_io
-from workers.device.resident import Resident
+from workers.device.processes.resident import Resident
 from workers.device.stays import command_images
 from workers.transfer.checkpoint import BesideImage
 

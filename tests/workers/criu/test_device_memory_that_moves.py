@@ -11,13 +11,13 @@ import signal
 
 import pytest
 
-from app.core.model.messages import Finished, Paused, Saved, Started
+from app.core.model.protocol.messages import Finished, Paused, Saved, Started
 from app.core.model.provisions.process_images import OFFER
 from tests.workers.conftest import bundled
 from tests.workers.criu import played_cuda
 from tests.workers.criu.moving import skip_without_layers
-from workers.device import zygote_handle
-from workers.process.device_access import DeviceAccess
+from workers.device.processes import zygote_handle
+from workers.process.isolation.device_access import DeviceAccess
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root may store processes")
 

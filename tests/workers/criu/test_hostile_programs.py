@@ -11,7 +11,7 @@ import random
 
 import pytest
 
-from app.core.model.messages import Finished
+from app.core.model.protocol.messages import Finished
 from tests.workers.criu.moving import END_S, SEED, alone, hosts, moved
 from tests.workers.criu.programs import PROGRAMS
 

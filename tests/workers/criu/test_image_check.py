@@ -18,7 +18,7 @@ from workers.criu import image_check, image_folder
 from workers.criu.image_check import BadImage, CheckedTree, check
 from workers.criu.image_owner import with_owner
 from workers.criu.image_records import INVENTORY
-from workers.process import sandbox
+from workers.process.isolation import sandbox
 
 
 def test_image_of_a_confined_tree_passes():

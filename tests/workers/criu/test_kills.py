@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from app.core.model.messages import Failed, Finished, Paused, Saved, Started
+from app.core.model.protocol.messages import Failed, Finished, Paused, Saved, Started
 from tests.workers.criu.criu_processes import STAGES, criu_at, folders_in_memory, helpers, words_of
 from tests.workers.criu.moving import END_S, TOLD
 from workers.criu.runner import CriuFailed

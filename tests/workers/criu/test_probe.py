@@ -10,7 +10,7 @@ import pytest
 
 from workers.criu import enter, probe
 from workers.criu.probe import CannotMove, Trial, check_rights
-from workers.process.sandbox import WALLS
+from workers.process.isolation.sandbox import WALLS
 
 ALL = list(WALLS)
 STATUS = "Uid:\t0\t0\t0\t0\nCapEff:\t{held:016x}\nSeccomp:\t{filter}\n"

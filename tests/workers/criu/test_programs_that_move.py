@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from app.core.model.messages import Finished
+from app.core.model.protocol.messages import Finished
 from app.intake.environments import ClaimedEnvironment
 from tests.package_index import why_unreachable
 from tests.workers.criu.moving import SEED, alone, moved

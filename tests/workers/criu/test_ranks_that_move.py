@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from app.core.model.messages import Finished, Started
+from app.core.model.protocol.messages import Finished, Started
 from tests.workers.commands.gang.test_ranks import parameters, train, undisturbed
 from tests.workers.criu.test_commands_that_move import hosts
 

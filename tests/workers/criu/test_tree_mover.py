@@ -16,8 +16,8 @@ from workers.criu import runner, tree_mover
 from workers.criu.program import CriuProgram
 from workers.criu.runner import CriuFailed
 from workers.criu.tree_mover import CannotStore, StubAccess, TreeMover
-from workers.device.resident import memory_to_dump
-from workers.process.sandbox import Room
+from workers.device.processes.resident import memory_to_dump
+from workers.process.isolation.sandbox import Room
 
 MIB = 2**20
 FIRST = 1001

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from workers.commands.freezer import Tree
 from workers.criu import confinement, image_check, image_folder, pids, program, runner
-from workers.process import sandbox
-from workers.process.sandbox import Room
+from workers.process.isolation import sandbox
+from workers.process.isolation.sandbox import Room
 
 ROOT = Path(__file__).parents[3]
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from app.core.model.messages import CAUSES, Failed, Finished, Paused, Saved, Started
+from app.core.model.protocol.messages import CAUSES, Failed, Finished, Paused, Saved, Started
 from app.storage.store import Damaged, OtherBytes, Store, blob
 from tests.s3 import serving
 from tests.workers.bundle.blocks import digest

@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 
-from app.core.model.messages import (
+from app.core.model.protocol.messages import (
     CAUSES,
     CheckpointRef,
     Failed,
@@ -23,7 +23,7 @@ from app.core.model.messages import (
 )
 from tests.launches import image_of
 from tests.workers.conftest import PATIENCE_S, PRESET, DeviceRig, alone, separate_device
-from workers.device import resident_records
+from workers.device.processes import resident_records
 from workers.transfer.host_context import CannotServe, locked
 
 # --- a job's life ---------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 
 from app.settings import Settings
 from workers.device import device_check
-from workers.process.device_access import DeviceAccess, FoundDevice
+from workers.process.isolation.device_access import DeviceAccess, FoundDevice
 from workers.transfer import host_context
 from workers.transfer.host_context import CPU_BYTES, CannotServe, House, lock_device
 

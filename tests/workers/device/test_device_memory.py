@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from app.core.device.device_records import ProcessRecord, StayRecord
-from app.core.model.messages import Failed, Paused
+from app.core.model.protocol.messages import Failed, Paused
 from workers.device.device_memory import CONTEXT_BYTES, DeviceAccount, Leftover
 from workers.device.heartbeat import now_us
 from workers.device.memory_tiers import Residency
-from workers.device.resident import Resident
+from workers.device.processes.resident import Resident
 from workers.hardware.memory_cap import cap_memory
 from workers.residents import progress
 

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from app.core.model.device_choice import DeviceTraits, traits_in
-from app.core.model.messages import Failed, Finished, Paused
+from app.core.model.protocol.messages import Failed, Finished, Paused
 from app.settings import Settings
 from tests.sim import orders
 from tests.workers.conftest import DeviceRig
 from workers.device import device_check
-from workers.device.resident import kernel_memory
+from workers.device.processes.resident import kernel_memory
 from workers.process import slab
-from workers.process.device_access import find_access
+from workers.process.isolation.device_access import find_access
 from workers.transfer.host_context import CannotServe, House
 
 pytestmark = pytest.mark.sim

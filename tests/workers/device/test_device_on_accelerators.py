@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from app.core.model.messages import CheckpointRef, Failed, Finished, Paused, Saved, Started
+from app.core.model.protocol.messages import CheckpointRef, Failed, Finished, Paused, Saved, Started
 from tests.workers.conftest import DeviceRig, alone
 
 pytestmark = pytest.mark.sim

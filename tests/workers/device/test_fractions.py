@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from app.core.model.messages import Failed, Finished, Paused, Saved, Started
+from app.core.model.protocol.messages import Failed, Finished, Paused, Saved, Started
 from tests.workers.conftest import DeviceRig, alone
 from workers.device.host import host_memory_caps
 

@@ -9,7 +9,7 @@ import pytest
 
 from app.core.device.device_records import StayRecord
 from app.core.device.lease import Lease
-from app.core.model.messages import Alive, Answer
+from app.core.model.protocol.messages import Alive, Answer
 from tests.launches import launch_of
 from workers.device.heartbeat import CHATTER_S, SOON_S, Pulse, Rhythm
 from workers.device.stay import Stay

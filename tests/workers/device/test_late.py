@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 
-from app.core.model.messages import Came, Failed, Finished, Given, Paused, Started, Stopped, Stored
+from app.core.model.protocol.messages import (
+    Came,
+    Failed,
+    Finished,
+    Given,
+    Paused,
+    Started,
+    Stopped,
+    Stored,
+)
 from app.storage.signing import block_key
 from tests.workers.conftest import DeviceRig
 from tests.workers.graph.test_runner import body, launched, node, ran

@@ -18,17 +18,17 @@ import pytest
 import torch
 
 from app.core.device.device_records import ProcessRecord, StayRecord
-from app.core.model.messages import Finished, Paused, Saved, Started
+from app.core.model.protocol.messages import Finished, Paused, Saved, Started
 from tests.workers.conftest import ROOT, alone
 from tests.workers.journeys import ANIMALS, Animal, Station, evicted, points, undisturbed
 from tests.workers.watching import WATCH, needs_watch
 from workers.capture.capture import Surroundings, capture
 from workers.device.memory_tiers import Residency
-from workers.device.resident import Resident
+from workers.device.processes.resident import Resident
 from workers.hardware.accelerator import Accelerator
 from workers.hardware.storages import follow_lending
 from workers.process import slab
-from workers.process.sandbox import ENVIRONMENT
+from workers.process.isolation.sandbox import ENVIRONMENT
 from workers.process.slab import Slab
 from workers.switching import context_switch
 from workers.switching.offload import LEAVES_BYTES, Absence, CalledOff

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from app.core.model.manifest import About
-from app.core.model.messages import CheckpointRef, ExpectedTask, Launch
+from app.core.model.checkpoints.manifest import About
+from app.core.model.protocol.messages import CheckpointRef, ExpectedTask, Launch
 from app.storage.backend import Folder, Missing
 from app.storage.signing import Signer
 from app.storage.store import Damaged, Store

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from app.core.device import device_machine, device_records
-from app.core.model.messages import Failed, Finished, Paused, Started, Stopped
+from app.core.model.protocol.messages import Failed, Finished, Paused, Started, Stopped
 from tests.workers.conftest import PRESET, DeviceRig
 from workers.device.stays.admission import READY_AHEAD
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from app.core.model.messages import Finished, Paused, Saved, Started, Stopped
+from app.core.model.protocol.messages import Finished, Paused, Saved, Started, Stopped
 from tests.workers.graph.test_runner import LONG, launched, undisturbed
 
 __all__ = ["undisturbed"]

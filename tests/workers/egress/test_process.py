@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.workers.egress.peers import HOUSE, HOUSE_NETWORK, ask, echo, serving
-from workers.process.sandbox import WALLS
+from workers.process.isolation.sandbox import WALLS
 from workers.process.wire import tenant_pair
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from app.core.model.messages import Failed, Finished, Resized, Saved, Started
-from app.core.model.task_graph import parse
+from app.core.model.graphs.task_graph import parse
+from app.core.model.protocol.messages import Failed, Finished, Resized, Saved, Started
 from app.core.placement.executors import spread
 from tests.thoroughness import rest_long
 from tests.workers.conftest import DeviceRig

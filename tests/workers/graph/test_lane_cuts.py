@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from app.core.model.task_graph import parse, program
+from app.core.model.graphs.task_graph import parse, program
 from app.core.placement.executors import EVERYBODY, ExecutorSpread
 from tests.thoroughness import seeds
 from tests.workers.graph.test_lane import STATES, WIDE

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import torch
 
-from app.core.model import task_graph
 from app.core.model.descriptor import BadDescriptor
-from app.core.model.messages import Failed, Finished, Saved, Started
+from app.core.model.graphs import task_graph
+from app.core.model.protocol.messages import Failed, Finished, Saved, Started
 from tests.thoroughness import rest_long
 from tests.workers.conftest import BUNDLE, PRESET, ROOT, DeviceRig
 from workers.graph import runner

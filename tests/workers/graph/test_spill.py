@@ -12,7 +12,7 @@ import numpy
 import pytest
 import torch
 
-from app.core.model.messages import Finished, Started
+from app.core.model.protocol.messages import Finished, Started
 from tests.workers.conftest import ROOT, DeviceRig
 from tests.workers.graph.test_runner import (
     body,
@@ -22,7 +22,7 @@ from tests.workers.graph.test_runner import (
     node,
     ran,
 )
-from workers.device.resident import Resident
+from workers.device.processes.resident import Resident
 from workers.graph import runner
 from workers.graph.runner import Loaded, NodeFailed
 from workers.graph.spill import NoRoom, SpillBudget

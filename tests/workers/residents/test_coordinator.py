@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from app.core.model.messages import (
+from app.core.model.protocol.messages import (
     Failed,
     Finished,
     Paused,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from app.core.model.messages import Finished
+from app.core.model.protocol.messages import Finished
 from tests.workers.conftest import DeviceRig
 
 ENV = {"HF_HOME": "/scratch/hf", "TZ": "Asia/Tokyo"}

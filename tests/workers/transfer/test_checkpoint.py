@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.core.model.manifest import About
+from app.core.model.checkpoints.manifest import About
 from app.storage.backend import Folder
 from app.storage.chunks import PLAIN, ZSTD, Chunks, packed_up, unpacked
 from app.storage.signing import Signer

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from app.core.model.manifest import About, BadManifest, as_json, encode, from_json
+from app.core.model.checkpoints.manifest import About, BadManifest, as_json, encode, from_json
 from app.storage.backend import Folder
 from app.storage.chunk_cipher import ChunkCipher, Ciphers, NoImageKey
 from app.storage.signing import Signer

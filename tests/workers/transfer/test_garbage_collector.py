@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from app.core.model.manifest import About
+from app.core.model.checkpoints.manifest import About
 from app.storage.backend import Folder
 from app.storage.chunks import CONDEMNED
 from app.storage.garbage_collector import Collector, Swept, condemned

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from app.core.model.messages import Alive, decode, encode
+from app.core.model.protocol.messages import Alive, decode, encode
 from app.settings import Settings
 from workers.device.device_check import find_device
 from workers.transfer.host_context import House

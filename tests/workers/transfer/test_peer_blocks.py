@@ -14,7 +14,7 @@ import time
 
 import pytest
 
-from app.core.model.messages import Finished, Started
+from app.core.model.protocol.messages import Finished, Started
 from app.core.security import peer_proof
 from app.storage.signing import block_key
 from app.storage.store import Store

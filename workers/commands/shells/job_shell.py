@@ -24,7 +24,7 @@ from workers.commands.freezer import Tree, WontStop, reaped
 from workers.commands.runner import END_WITHIN_S, FREEZE_WITHIN_S
 from workers.commands.shells import tunnels
 from workers.commands.wakeups import Wakeups
-from workers.process import sandbox
+from workers.process.isolation import sandbox
 from workers.process.wire import TrustSeen, Wire
 
 JSON = dict[str, Any]

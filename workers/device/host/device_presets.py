@@ -17,7 +17,7 @@ from typing import Any
 from app.core.model import preset as presets
 from workers.device.driver_settings import AppliedPreset, NotSet, find_settings
 from workers.device.heartbeat import now_us
-from workers.device.resident import Resident
+from workers.device.processes.resident import Resident
 from workers.device.stays.lives import DeviceLives
 from workers.transfer.host_context import House
 

@@ -18,15 +18,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from app.core.model.messages import Launch
+from app.core.model.protocol.messages import Launch
 from app.core.model.provisions.network_policy import FIGURES
 from app.core.security.proxy_request import TOLD_CHARACTERS
 from app.storage.backend import make_private
 from workers.device.heartbeat import Rhythm, now_us
-from workers.device.resident import Resident
+from workers.device.processes.resident import Resident
+from workers.device.processes.zygote_handle import ROOT
 from workers.device.stays.lives import DeviceLives
 from workers.device.stays.spawning import Spawner
-from workers.device.zygote_handle import ROOT
 from workers.process import untrusted
 from workers.process.untrusted import Nonsense
 from workers.process.wire import Garbled, TenantWire, tenant_pair

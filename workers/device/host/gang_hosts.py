@@ -8,7 +8,7 @@ from typing import Any
 from app.core.device.device_events import HostsJoined, HostsMissed
 from workers.device import store_io
 from workers.device.heartbeat import now_us
-from workers.device.resident import Resident
+from workers.device.processes.resident import Resident
 from workers.device.stay import Stay
 from workers.device.stays.lives import DeviceLives
 from workers.device.supervision.side_work import SideWork

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 
-from workers.device.resident import Resident, family, kernel_memory
+from workers.device.processes.resident import Resident, family, kernel_memory
 from workers.device.stays.lives import DeviceLives
 from workers.transfer.host_context import House
 

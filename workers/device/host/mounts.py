@@ -18,14 +18,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from app.core.model.messages import Launch
+from app.core.model.protocol.messages import Launch
+from app.core.model.protocol.wellformed import is_path
 from app.core.model.provisions.mounts import FOLDER, IMAGE, digest, offer_of
-from app.core.model.wellformed import is_path
 from workers.device.heartbeat import Rhythm, now_us
-from workers.process import host_mounts, sandbox
-from workers.process.device_access import DeviceAccess
-from workers.process.host_mounts import HostMount
-from workers.process.sandbox import INPUTS
+from workers.process.isolation import host_mounts, sandbox
+from workers.process.isolation.device_access import DeviceAccess
+from workers.process.isolation.host_mounts import HostMount
+from workers.process.isolation.sandbox import INPUTS
 from workers.transfer.folder_cache import CONTENT, BuiltFolder
 from workers.transfer.host_context import House
 from workers.transfer.installs.container_images import HeldContainerImage

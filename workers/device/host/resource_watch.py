@@ -1,9 +1,9 @@
 """Watches what tasks take of their host: ends a task that exceeds its memory, and records peaks.
 
-The kernel enforces most limits by itself (`workers.process.cgroups`, `volumes`). Only the memory of
-a task that asked for a limit is watched here: images of a task lie in memory that the kernel counts
-as the task's own, so the kernel's limit leaves room for them. On a host without control groups only
-this watch limits memory, and RLIMIT_NPROC limits processes.
+The kernel enforces most limits by itself (`workers.process.isolation.cgroups`, `volumes`). Only the
+memory of a task that asked for a limit is watched here: images of a task lie in memory that the
+kernel counts as the task's own, so the kernel's limit leaves room for them. On a host without
+control groups only this watch limits memory, and RLIMIT_NPROC limits processes.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from dataclasses import replace
 
 from app.core.device.device_events import KillAsked
 from app.core.model.provisions.resources import CPUS, DISK, MEMORY, PROCESSES, exceeded
-from workers.device.resident import Resident, family
+from workers.device.processes.resident import Resident, family
 from workers.device.stays.lives import DeviceLives
-from workers.process.cgroups import ControlGroups, GroupUsage
-from workers.process.sandbox import SCRATCH
+from workers.process.isolation.cgroups import ControlGroups, GroupUsage
+from workers.process.isolation.sandbox import SCRATCH
 
 LIMITED_US = 250_000  # how often a task with a limit of memory is looked at
 USUAL_US = 2_000_000  # how often all other tasks are looked at

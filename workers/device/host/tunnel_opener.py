@@ -9,10 +9,10 @@ from dataclasses import asdict
 from typing import Any
 
 from app.core.model.provisions.tunnel import TunnelTicket, why_not_into
-from workers.device.resident import Resident
+from workers.device.processes.resident import Resident
 from workers.device.stays.lives import DeviceLives
 from workers.device.stays.spawning import Spawner
-from workers.process import sandbox
+from workers.process.isolation import sandbox
 from workers.process.wire import Trust, tenant_pair
 
 NOT_HERE = "the task is not on this device any more"

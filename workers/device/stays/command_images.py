@@ -15,21 +15,21 @@ from hashlib import sha256
 from typing import Any
 
 from app.core.model import codec
-from app.core.model.messages import Launch
+from app.core.model.protocol.messages import Launch
+from app.core.model.protocol.wellformed import SENTENCE_MOST
 from app.core.model.provisions.process_images import OFFER, marked
-from app.core.model.wellformed import SENTENCE_MOST
 from app.storage.chunk_cipher import ChunkCipher
 from workers.criu.probe import Found, Trial
 from workers.criu.process_image import ProcessFacts
 from workers.criu.tree_mover import CannotRestore, CannotStore, StubAccess, TreeMover
 from workers.device import store_io
-from workers.device.resident import Adoption, Resident, below, memory_to_dump
+from workers.device.processes.resident import Adoption, Resident, below, memory_to_dump
 from workers.device.stays.listening import read_printed
 from workers.device.stays.spawning import Spawner
 from workers.device.supervision.reports import DeviceReports
 from workers.device.supervision.side_work import SideWork
 from workers.process import untrusted
-from workers.process.device_access import driver_version
+from workers.process.isolation.device_access import driver_version
 from workers.process.untrusted import Nonsense
 from workers.transfer.checkpoint import BesideImage
 from workers.transfer.host_context import House

@@ -6,7 +6,7 @@ from app.core.device.device_events import ProcessExited
 from app.core.device.stay_state import StayState
 from app.core.model.provisions.resources import MEMORY
 from workers.device.host.egress import EgressDesk
-from workers.device.resident import Resident
+from workers.device.processes.resident import Resident
 from workers.device.stays.listening import ResidentListener
 from workers.device.stays.lives import DeviceLives
 from workers.device.stays.spawning import Spawner

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from workers.device.heartbeat import Rhythm, now_us
-from workers.device.resident import Resident
+from workers.device.processes.resident import Resident
 from workers.device.stays.lives import DeviceLives
 from workers.device.supervision.side_work import SideWork
 from workers.process import untrusted

@@ -18,7 +18,7 @@ from app.core.device.device_events import (
 from app.core.device.device_machine import DeviceMachine
 from app.core.device.stay_state import StayState
 from workers.device.heartbeat import now_us
-from workers.device.resident import Resident
+from workers.device.processes.resident import Resident
 from workers.device.stay import Stay
 
 #: States of a function whose process may rest after it.

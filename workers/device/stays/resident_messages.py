@@ -18,11 +18,11 @@ from app.core.placement.partitions import late
 from workers.device.heartbeat import Rhythm, now_us
 from workers.device.host.gang_hosts import GangHosts
 from workers.device.memory_tiers import Residency
-from workers.device.resident import Resident
+from workers.device.processes.resident import Resident
 from workers.device.stays.listening import Handler, read_printed
 from workers.device.stays.lives import DeviceLives
 from workers.process import untrusted
-from workers.process.cgroups import ControlGroups
+from workers.process.isolation.cgroups import ControlGroups
 from workers.process.untrusted import Nonsense
 from workers.transfer.host_context import House
 

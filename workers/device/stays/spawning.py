@@ -14,16 +14,18 @@ from app.core.model import device_fraction
 from app.core.model.provisions import network_policy, resources
 from app.core.security import sandbox_layers
 from app.storage.backend import make_private
-from workers.device import resident_records, store_io
+from workers.device import store_io
 from workers.device.heartbeat import Rhythm, now_us
-from workers.device.resident import Resident
+from workers.device.processes import resident_records
+from workers.device.processes.resident import Resident
+from workers.device.processes.zygote_handle import Zygote
 from workers.device.stays.lives import DeviceLives
 from workers.device.supervision.reports import DeviceReports
-from workers.device.zygote_handle import Zygote
-from workers.process import cgroups, uids, volumes
-from workers.process.device_access import tell_host
-from workers.process.sandbox import PASSAGE, Room
-from workers.process.uids import NoUids, UidRange
+from workers.process import volumes
+from workers.process.isolation import cgroups, uids
+from workers.process.isolation.device_access import tell_host
+from workers.process.isolation.sandbox import PASSAGE, Room
+from workers.process.isolation.uids import NoUids, UidRange
 from workers.transfer.host_context import CannotServe, House
 
 log = logging.getLogger(__name__)

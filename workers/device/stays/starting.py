@@ -11,15 +11,15 @@ from app.core.device.device_events import ProcessBegan, ProcessRenewed
 from app.core.device.device_records import ProcessRecord
 from app.core.model import codec
 from app.core.model import preset as presets
+from app.core.model.checkpoints.manifest import About
 from app.core.model.device_fraction import cap_bytes
-from app.core.model.manifest import About
-from app.core.model.messages import Launch
+from app.core.model.protocol.messages import Launch
 from app.core.model.provisions import resources
 from workers.criu import pids as criu_pids
 from workers.device import store_io
 from workers.device.host.egress import EgressDesk
 from workers.device.host.mounts import CannotMount, DeviceMounts
-from workers.device.resident import Adoption, Resident
+from workers.device.processes.resident import Adoption, Resident
 from workers.device.stay import Stay
 from workers.device.stays.command_images import CommandImages
 from workers.device.stays.listening import ResidentListener
@@ -27,8 +27,8 @@ from workers.device.stays.lives import DeviceLives
 from workers.device.stays.spawning import Spawner
 from workers.device.store_io import Fetched
 from workers.device.supervision.late_inputs import LateInputs
-from workers.process.cgroups import OWN_PROCESSES
-from workers.process.sandbox import Room
+from workers.process.isolation.cgroups import OWN_PROCESSES
+from workers.process.isolation.sandbox import Room
 from workers.process.task_start import InputFile, SlabImage, TaskStart
 from workers.process.wire import Trust, tenant_pair
 from workers.transfer import peer_auth

@@ -9,12 +9,12 @@ from functools import partial
 from typing import Any
 
 from app.core.device.device_events import ImageKept
-from app.core.model import messages
-from app.core.model.messages import CheckpointRef, Launch
-from app.core.model.wellformed import SENTENCE_MOST
+from app.core.model.protocol import messages
+from app.core.model.protocol.messages import CheckpointRef, Launch
+from app.core.model.protocol.wellformed import SENTENCE_MOST
 from workers.device import store_io
 from workers.device.heartbeat import Rhythm, now_us
-from workers.device.resident import Leaving, Resident, Saving
+from workers.device.processes.resident import Leaving, Resident, Saving
 from workers.device.stay import Stay
 from workers.device.stays.command_images import CommandImages, StoredTree, no_tree
 from workers.device.stays.lives import DeviceLives

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from app.core.device.device_machine import PREPARE_US
-from app.core.model import messages
-from workers.device import resident as residents
+from app.core.model.protocol import messages
 from workers.device.host.resource_watch import EXCEEDED
-from workers.device.resident import Resident
-from workers.process.sandbox import CANNOT_START
+from workers.device.processes import resident as residents
+from workers.device.processes.resident import Resident
+from workers.process.isolation.sandbox import CANNOT_START
 
 JSON = dict[str, Any]
 

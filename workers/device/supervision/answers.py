@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from app.core.device.device_events import AnswerCame, StayForgotten
-from app.core.model import messages
-from app.core.model.messages import (
+from app.core.model.protocol import messages
+from app.core.model.protocol.messages import (
     Answer,
 )
 from app.core.model.provisions.mounts import FOLDER, IMAGE

@@ -14,7 +14,7 @@ from workers.device.host.egress import EgressDesk
 from workers.device.host.gang_hosts import GangHosts
 from workers.device.host.resource_watch import ResourceWatch
 from workers.device.memory_tiers import Residency
-from workers.device.resident import Resident
+from workers.device.processes.resident import Resident
 from workers.device.stays.admission import Admission
 from workers.device.stays.listening import ResidentListener
 from workers.device.stays.lives import DeviceLives

@@ -26,8 +26,8 @@ from app.core.device.device_events import (
     TellSaved,
     TellVerdict,
 )
-from app.core.model import messages
-from app.core.model.migration import MOVABLE
+from app.core.model.checkpoints.migration import MOVABLE
+from app.core.model.protocol import messages
 from workers.device import prefetch, store_io
 from workers.device.heartbeat import Rhythm
 from workers.device.host.device_presets import DevicePresets
@@ -35,7 +35,7 @@ from workers.device.host.egress import EgressDesk
 from workers.device.host.gang_hosts import GangHosts
 from workers.device.memory_tiers import Residency
 from workers.device.prefetch import Lookout
-from workers.device.resident import Resident
+from workers.device.processes.resident import Resident
 from workers.device.stay import Stay
 from workers.device.stays.admission import Admission
 from workers.device.stays.lives import DeviceLives

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from app.core.model import messages
-from app.core.model.messages import (
+from app.core.model.protocol import messages
+from app.core.model.protocol.messages import (
     Given,
 )
 from workers.device import store_io
 from workers.device.heartbeat import Rhythm, now_us
 from workers.device.prefetch import Lookout
-from workers.device.resident import Resident
+from workers.device.processes.resident import Resident
 from workers.device.stay import Stay
 from workers.device.stays.lives import DeviceLives
 from workers.device.supervision.side_work import SideWork

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from app.core.device.device_events import OrderCame
-from app.core.model.messages import Launch, Order
+from app.core.model.protocol.messages import Launch, Order
 from workers.device.stays.lives import DeviceLives
 from workers.device.stays.storing import ResultStore
 

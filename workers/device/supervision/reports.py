@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from app.core.device.device_events import ReportDue
-from app.core.model.messages import (
+from app.core.model.protocol.messages import (
     Alive,
 )
 from workers.device.heartbeat import LOGS_LIMIT_BYTES, HeartbeatTransport, Pulse, Rhythm, now_us

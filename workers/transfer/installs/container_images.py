@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.core.model.wellformed import is_storable
+from app.core.model.protocol.wellformed import is_storable
 from app.storage.backend import make_private
-from workers.process import host_mounts
-from workers.process.host_mounts import HostMount
+from workers.process.isolation import host_mounts
+from workers.process.isolation.host_mounts import HostMount
 from workers.transfer.installs import image_source
 from workers.transfer.installs.image_source import BadContainerImage
 from workers.transfer.installs.image_unpacker import REFUSED

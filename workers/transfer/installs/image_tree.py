@@ -13,7 +13,7 @@ import stat
 from dataclasses import dataclass, field
 from typing import IO
 
-from workers.process.host_mounts import open_in_root
+from workers.process.isolation.host_mounts import open_in_root
 from workers.transfer.installs.image_source import BadContainerImage
 
 ENTRY_BYTES = 4096  # in bytes: disk space that each entry counts, in addition to the bytes of files

@@ -21,9 +21,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NoReturn, cast
 
-from workers.process import sandbox
-from workers.process.host_mounts import HostMount
-from workers.process.sandbox import Room
+from workers.process.isolation import sandbox
+from workers.process.isolation.host_mounts import HostMount
+from workers.process.isolation.sandbox import Room
 from workers.transfer.installs import image_source
 from workers.transfer.installs.image_source import BadContainerImage, ImageSource, LayoutPart
 from workers.transfer.installs.image_tree import ImageTree

@@ -5,7 +5,7 @@ A mount of the sort "image" is a container image instead, the root of a command
 
 `mounts: {"/data": "imagenet"}` shows the folder that is registered as `imagenet` at `/data`,
 read-only. A target is an absolute path that hides no path of the sandbox. Postgres knows the names
-(`app.data.mounts`); the hosts know the folders (`workers.process.host_mounts`).
+(`app.data.mounts`); the hosts know the folders (`workers.process.isolation.host_mounts`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import re
 from collections.abc import Iterable, Mapping
 
 from app.core.model.fields import NAME, NAME_RULE, Fields, escaped
+from app.core.model.protocol.wellformed import is_path
 from app.core.model.provisions.container_image import need_of_image
-from app.core.model.wellformed import is_path
 
 MAX_MOUNTS = 16  # per task
 MAX_KNOWN = 100  # per Roundhouse, of all sorts: each device knows all of them

@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 from functools import lru_cache
 
+from app.core.model.checkpoints.migration import MOVABLE
 from app.core.model.device_choice import choice_in, text_of
-from app.core.model.migration import MOVABLE
 
 OFFER = "command-images"  # the offer that a device makes if its trial of CRIU passes
 

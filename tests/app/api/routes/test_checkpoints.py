@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load
 from sqlalchemy import select
 
-from app.core.model.manifest import About
-from app.core.model.messages import CheckpointRef
+from app.core.model.checkpoints.manifest import About
+from app.core.model.protocol.messages import CheckpointRef
 from app.db.models import Checkpoint, Device, Task
 from app.scheduling import launch_order
 from app.settings import settings

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from app.core.model.descriptor import BadDescriptor, TaskDescriptor, from_json, parse, to_wire
 from app.core.model.fields import Fault
+from app.core.model.protocol.wellformed import MAX_PATH, is_path
 from app.core.model.provisions.mounts import MAX_MOUNTS, RESERVED, digest, is_allowed
-from app.core.model.wellformed import MAX_PATH, is_path
 from tests.thoroughness import examples
 
 

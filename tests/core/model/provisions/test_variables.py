@@ -19,7 +19,7 @@ from app.core.model.provisions.variables import (
 )
 from tests.thoroughness import examples
 from workers.commands.gang.ranks import Gang
-from workers.process import sandbox
+from workers.process.isolation import sandbox
 
 JOB = {"job": "train:Train"}
 COMMAND = {"command": ["python", "train.py"]}

@@ -8,7 +8,15 @@ import time
 import psutil
 import pytest
 
-from app.core.model.messages import Failed, Finished, Paused, Resized, Saved, Started, Stopped
+from app.core.model.protocol.messages import (
+    Failed,
+    Finished,
+    Paused,
+    Resized,
+    Saved,
+    Started,
+    Stopped,
+)
 from tests.workers.commands.test_runner import all_used_s, ended, its_processes, shell
 from tests.workers.conftest import PATIENCE_S, DeviceRig
 

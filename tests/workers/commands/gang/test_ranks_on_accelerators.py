@@ -14,11 +14,11 @@ from typing import Any
 import psutil
 import pytest
 
-from app.core.model.messages import Failed, Finished, Paused, Started
+from app.core.model.protocol.messages import Failed, Finished, Paused, Started
 from tests.processes import status_of
 from tests.workers.commands.test_runner import ended, its_processes, shell
 from tests.workers.conftest import PATIENCE_S, DeviceRig
-from workers.process.device_access import DeviceAccess, find_access, tell_host
+from workers.process.isolation.device_access import DeviceAccess, find_access, tell_host
 
 pytestmark = pytest.mark.sim
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from app.core.model.messages import Failed, Finished, Paused, Started
+from app.core.model.protocol.messages import Failed, Finished, Paused, Started
 from tests.processes import children, name_of, status_of
 from tests.workers.conftest import alone, words_in_memory
 from tests.workers.tunnels import FarEnd, ticket_for

@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 
-from app.core.model.messages import Finished, Paused, Started
+from app.core.model.protocol.messages import Finished, Paused, Started
 from app.core.model.provisions import tunnel
 from app.core.model.provisions.tunnel import WINDOW_BYTES, FrameKind
 from app.core.security import peer_proof

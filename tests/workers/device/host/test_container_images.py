@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from app.core.model.messages import Failed, Finished, Started
+from app.core.model.protocol.messages import Failed, Finished, Started
 from app.core.model.provisions.mounts import digest
 from app.core.model.provisions.tunnel import TunnelTicket
 from tests.launches import launch_of, spec_of

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from app.core.model.messages import Failed, Finished, Paused, Started
+from app.core.model.protocol.messages import Failed, Finished, Paused, Started
 from tests.workers.conftest import PRESET, ROOT, DeviceRig, separate_device
 from tests.workers.device.test_driver_settings import AT_FIRST, FIRST, SimulatedDriver
 from workers.device import driver_settings

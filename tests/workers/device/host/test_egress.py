@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from app.core.model.messages import Failed, Finished, Paused, Started, Stopped
+from app.core.model.protocol.messages import Failed, Finished, Paused, Started, Stopped
 from app.core.model.provisions.network_policy import NetworkWish
 from tests.certificates import certificate_of
 from tests.launches import spec_of

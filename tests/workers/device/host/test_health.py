@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from app.core.model.messages import Finished
+from app.core.model.protocol.messages import Finished
 from tests.workers.device.test_monitors import write
 
 WELL = {"temperature_c": 60, "temperature_limit_c": 90, "power_w": 100.0}

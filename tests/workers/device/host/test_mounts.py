@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from app.core.model import task_graph
-from app.core.model.messages import Failed, Finished, Started
+from app.core.model.graphs import task_graph
+from app.core.model.protocol.messages import Failed, Finished, Started
 from app.core.model.provisions.folder import FolderFile, encoded, folder_of
 from app.core.model.provisions.mounts import digest
 from tests.launches import spec_of
 from tests.workers.conftest import DeviceRig
 from workers.device.host import mounts
-from workers.process import host_mounts
-from workers.process.host_mounts import HostMount
+from workers.process.isolation import host_mounts
+from workers.process.isolation.host_mounts import HostMount
 
 LOOK = """
 import json, os, stat

@@ -12,7 +12,7 @@ import numpy
 import pytest
 import torch
 
-from app.core.model.messages import ExpectedTask, Failed, Finished, Started
+from app.core.model.protocol.messages import ExpectedTask, Failed, Finished, Started
 from tests.wheels import add_wheel
 from tests.workers.device.conftest import PackagedRig
 from workers.transfer.installs.environments import PLATFORM_PYTHON, interpreters

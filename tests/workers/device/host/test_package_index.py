@@ -18,8 +18,9 @@ from app.settings import Settings
 from app.storage.store import Store
 from tests.ports import free_port
 from tests.wheels import add_wheel
-from workers.process import sandbox, uv
-from workers.process.sandbox import Room
+from workers.process import uv
+from workers.process.isolation import sandbox
+from workers.process.isolation.sandbox import Room
 from workers.transfer.installs.environments import PLATFORM_PYTHON, Environments, NotBuilt
 
 Server = Callable[[Path], tuple[str, Path]]

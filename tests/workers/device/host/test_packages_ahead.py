@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from app.core.model.messages import Alive, Finished
+from app.core.model.protocol.messages import Alive, Finished
 from tests.processes import children, runs
 from tests.workers.conftest import PATIENCE_S, DeviceRig
 from tests.workers.device.conftest import PackagedRig

@@ -24,7 +24,7 @@ from tests.workers.image_files import (
     tar_of,
     tar_of_folder,
 )
-from workers.process.host_mounts import HostMount
+from workers.process.isolation.host_mounts import HostMount
 from workers.transfer.installs import image_source, image_unpacker
 from workers.transfer.installs.container_images import ROOT, ContainerImages, NotUnpacked
 from workers.transfer.installs.image_source import BadContainerImage

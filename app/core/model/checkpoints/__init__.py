@@ -1,0 +1,1 @@
+"""Defines checkpoints: their contents, their files, and the steps of moving a running task."""

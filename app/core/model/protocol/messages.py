@@ -1,0 +1,616 @@
+"""Defines the messages between an island and its devices: orders down, heartbeats up, answers down.
+
+Messages are hints; Postgres is the truth. Any message may be lost, repeated or late. Three things
+make that harmless:
+
+* Every order and event carries `(task, epoch, seq)`; a stale or repeated one changes nothing.
+* A heartbeat (`Alive`) is the *whole* truth of a device: every resident it holds, and every event
+  and log line that is not acknowledged yet. A lost heartbeat only delays these to the next one.
+* The `Answer` to a heartbeat says until when the device may continue (its lease), which events
+  arrived, and which of the named residents belong to an older epoch and must be dropped.
+
+A resident may take the slot only after an answer to a heartbeat *that named it* said "keep", or
+while its Launch is so fresh that the answer could only be "keep". It steps only until the lease of
+the last answer ends. So an order that arrives late, or at a device that the island has given up,
+runs nothing: the answer to the first heartbeat that names its resident says "drop".
+(tests/app/scheduling/test_protocol.py finds two devices that run one task if this rule is left
+out.)
+
+All messages are JSON. `encode` and `decode` are exact inverses. `decode` rejects names that are not
+well formed, so no later code has to check a name again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
+from typing import Any
+
+from app.core.model import codec
+from app.core.model.codec import BadValue
+from app.core.model.descriptor import TaskDescriptor
+from app.core.model.protocol import older_launch, wellformed
+from app.core.model.protocol.wellformed import BadMessage
+
+JSON = dict[str, Any]
+
+
+# --- orders, down to one device -----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """Carries an instruction from the island to a device.
+
+    `seq` numbers the orders of one epoch of one task from 1. An order that is handled twice does no
+    harm.
+    """
+
+    task: str
+    epoch: int
+    seq: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointRef:
+    """Names a checkpoint in the store; `key` is the public key of the host that signed it."""
+
+    sha256: str
+    step: int
+    key: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch(Order):
+    """Give this task the slot: at once if the device is free, else after the paused task has left.
+
+    `spec` is the task's descriptor; all other fields say where and from what it runs this time.
+
+    `images` are checkpoints to resume from, newest first.  A device that still holds a paused
+    resident of this task at the newest step resumes from the resident instead.  A device that kept
+    a newer image of the epoch before, of which the island had not heard, resumes from that image.
+
+    `budget_us` is what is left of `spec.max_duration_s`, measured in time on the slot.  Outputs in
+    `spec.publish` are stored as files of tensors (`core.model.checkpoints.tensor_file`), the other
+    outputs as images.
+
+    `seats` counts the gang's slots on each of its hosts, the coordinator host's first.  `host` is
+    the number of this device's host in that list.  On hosts other than the coordinator host the
+    device runs remote ranks and reports nothing of them: the coordinator host does.  `links` is
+    {"secret"}, and for remote ranks also {"home": [address, port]}, with which they join the gang
+    (`workers.transfer.peer_auth`).
+
+    `mounts` has, by target, the paths of the folders that the task may see on its host, as they are
+    registered now.  A target of `spec.mounts` that is missing there cannot be shown any more.
+
+    `root` is the path of `spec.image`, as it is registered now; empty if the tenant may not use it
+    any more.
+
+    `guests` are the other devices of this host that the processes of a command use, in the order in
+    which they see them, behind this device.  For ranks that take turns nothing is said of guests.
+
+    `image_key` is the key with which the images of a command are encrypted: {"sealed"}, which opens
+    on the device's host only, or {"refused"}, with the reason why there is none.
+
+    `secrets` has the task's secrets: {"mark", "sealed"}, of which `mark` changes with any of their
+    values and `sealed` opens on the device's host only (`app.storage.sealing`); or {"mark",
+    "refused"}, with the reason why the task cannot have them.
+
+    `surely_until_us` is a time of the device's clock, valid for the process `incarnation` only.
+    Until then the island cannot have given the task to another device.  So the order alone gives
+    the task the slot, without waiting for an answer.
+
+    `withdrawn` are destinations of `spec.network` that the tenant may not reach any more.
+
+    `user` submitted the task: only functions of one user share a process
+    (`core.model.shared_process`).  It is empty for a worker of an older version.
+
+    If `beside` is set, other tasks stay on the device, and all of them take turns (`Answer.rota`).
+    A function waits behind them instead (`core.scheduling.sharing.function_batches`).
+
+    Inputs that may come late (`core.placement.partitions.late`) and do not exist yet are left out.
+    An input without a `format` is an image; `datablock` is "NAME@VERSION".  Its `copies` are device
+    workers that may still have it: {"place": [address, port], "key"}
+    (`workers.transfer.peer_blocks`).
+    """
+
+    tenant: str
+    spec: TaskDescriptor
+    bundle: str  # sha256 of the uploaded code
+    inputs: JSON  # port -> {"sha256", "size_bytes", "format"?, "datablock"?, "copies"?}, see above
+    preset: JSON
+    images: list[CheckpointRef]
+    budget_us: int
+    seats: list[int] = field(default_factory=lambda: [1])
+    host: int = 0
+    links: JSON = field(default_factory=dict)
+    guests: list[str] = field(default_factory=list)
+    mounts: JSON = field(default_factory=dict)
+    root: str = ""
+    incarnation: str = ""
+    surely_until_us: int = 0
+    beside: bool = False
+    secrets: JSON = field(default_factory=dict)
+    image_key: JSON = field(default_factory=dict)
+    withdrawn: list[str] = field(default_factory=list)
+    user: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pause(Order):
+    """Stop at the next safe point, stage the image in host memory, release the slot.
+
+    If a `successor` is named, the device first lets that task prepare beside this one, so that the
+    slot is empty between the two only for a short time.
+    """
+
+    successor: str = ""  # a task that is launched on this device, or ""
+    moves: bool = False  # the task continues on another device, which waits for its image
+    # in microseconds: how long the task runs on after its notice; 0: it gets no notice
+    notice_us: int = 0
+    why: str = ""  # the reason of its notice (`provisions.notice.NoticeReason`)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Save(Order):
+    """Write a durable checkpoint at the next safe point and continue."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resize(Order):
+    """Let the ranks take turns on `seats` slots from the next safe point on; `seats` is as in a
+    Launch.
+
+    The slots are the present one and further slots that are reserved for the ranks.
+    """
+
+    seats: list[int]
+    links: JSON = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancel(Order):
+    """End at the next safe point, or by force after the grace period; store nothing."""
+
+
+# --- events, up to the island -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Reports something about a task from a device to the island.
+
+    `seq` numbers the events of one epoch of one task from 1, without gaps. `held_us` is how long
+    this epoch has held its slot so far, by the device's own clock. For `staged_us` of that time the
+    job stood still while its state was copied.
+    """
+
+    task: str
+    epoch: int
+    seq: int
+    step: int
+    held_us: int
+    staged_us: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started(Event):
+    """The job is on the device, with its preset applied and read back; it resumes after `step`.
+
+    `bound_because` is why the processes of a command cannot go to another device.
+    """
+
+    preset: JSON
+    capabilities: list[str]
+    resumed: str  # "fresh", "resident" (never left the device), "image"; "folder" for a command
+    # time for which the slot stood empty although the task could have taken it
+    switch_us: int = 0
+    input_bytes: int = 0  # bytes of all inputs
+    fetched_bytes: int = 0  # bytes of the inputs that were read from the store
+    ways: JSON = field(default_factory=dict)  # port -> one of WAYS, by which its input came
+    bound_because: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved(Event):
+    """A checkpoint at `step` is durable in the store, which grew by `new_bytes`.
+
+    The checkpoint of a command `has_processes`, or `bound_because` says why they could not be in
+    it; an image of the working folder alone says neither. `printed` is [epoch, lines]: so many
+    lines had been printed in that epoch when the processes were dumped.
+    """
+
+    sha256: str
+    size_bytes: int
+    took_us: int
+    new_bytes: int = 0
+    has_processes: bool = False
+    bound_because: str = ""
+    printed: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored(Event):
+    """One output of a partition is durable in the store; `kept` is as in Finished.
+
+    The partition continues to run. Tasks that wait only for this output may start.
+    """
+
+    output: str
+    kept: JSON
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Came(Event):
+    """A late input has arrived, in one of WAYS."""
+
+    port: str
+    way: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resized(Event):
+    """The ranks are on `seats` slots now; the slots that they left are free.
+
+    If a host could not be reached, `seats` differs from the order: the ranks stay where they were.
+    """
+
+    seats: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paused(Event):
+    """The slot is free; the image at `step` lies in the host memory of this device.
+
+    A partition of a graph leaves its slot by itself when an input that it `lacks` does not arrive.
+    """
+
+    lacks: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished(Event):
+    """The task is done.
+
+    `outputs` is name -> {"sha256", "size_bytes"}, with TensorFile.summary for published outputs.  A
+    command adds ARTIFACTS, if it left any.  `passed` are the copies of blocks between the executors
+    of a graph: {"block", "source", "target", "bytes"}.  `took_ms` is how long each node took, or
+    each of its shards, in the last launch.  `made_bytes` is how large the blocks made in that
+    launch were, with a list counted as a whole.
+    """
+
+    result: JSON
+    outputs: JSON
+    passed: list[JSON] = field(default_factory=list)
+    took_ms: JSON = field(default_factory=dict)
+    made_bytes: JSON = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed(Event):
+    """The task failed: `cause` is one of CAUSES; `detail` is for the owner: a traceback, a path, a
+    difference.
+
+    `outputs` are the ARTIFACTS of a command that failed by itself, if it left any. `noticed` is the
+    reason of the notice that a command got before it asked to begin again, or empty.
+    """
+
+    cause: str
+    message: str
+    detail: str = ""
+    outputs: JSON = field(default_factory=dict)
+    noticed: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stopped(Event):
+    """Cancelled as ordered; nothing of the task is left on the device."""
+
+
+#: The files that a command left in its folder `artifacts`; no declared output can have this name.
+ARTIFACTS = "artifacts.zip"
+
+#: How an input came to its task: it was on the host, another host gave it, or it came from the
+#: store.
+WAYS = ("here", "host", "store")
+
+#: Cause of a failed attempt -> True if another attempt may help (and `retry.max` permits one).
+CAUSES = {
+    "exception": True,  # the tenant's code raised an exception
+    "exit": True,  # the process ended without a message: killed, out of memory, os._exit
+    "max_duration": False,  # the task held its slot for max_duration_s
+    "uncapturable": False,  # the state cannot be captured, so the task could never be paused
+    "preset": False,  # torch did not take the preset
+    "secret": False,  # a secret that the task names cannot be given to it
+    "device_preset": False,  # the driver of the device refused a setting of the preset
+    "bundle": False,  # the code could not be loaded
+    "environment": True,  # the packages of its request could not be installed
+    "mount": True,  # a mount cannot be shown on the host, or the tenant may no longer use it
+    "image": True,  # the checkpoint could not be restored; an older one is tried
+    "host": True,  # another host of the gang was lost: the retry uses up no attempt
+    "store": True,  # the store did not answer: retried without using up an attempt
+    "again": True,  # a command with a notice asked to begin again (`provisions.notice`)
+}
+
+
+# --- the heartbeat and its answer ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResidentView:
+    """Describes one job as the device sees it.
+
+    `state` is seating (does not hold the slot yet), running, noticed, pausing, paused, stopping or
+    ended. `level` is where the job's memory lies (`workers.device.memory_tiers`). `on_device_bytes`
+    is the device memory charged to the job, `host_bytes` the host memory of its images. `lacks` is
+    the missing input for which the job stands still, if the device does not know its place yet.
+    `points` are the metrics of steps before `step`. `network` counts what this epoch used of the
+    network here, if it may use it: {"connections", "refused", "sent_bytes", "received_bytes"}.
+    `peaks` is the most that its process took of the host, by resource (`provisions.resources`).
+    `idle_us` is how long the processes of a session have computed nothing.
+    """
+
+    task: str
+    epoch: int
+    state: str
+    step: int
+    held_us: int
+    order_seq: int  # number of the highest order of this epoch that the device has handled
+    memory_bytes: int
+    staged_us: int = 0
+    level: str = "device"
+    on_device_bytes: int = 0
+    host_bytes: int = 0
+    lacks: list[str] = field(default_factory=list)
+    metrics: JSON = field(default_factory=dict)
+    points: list[list[Any]] = field(default_factory=list)
+    network: JSON = field(default_factory=dict)
+    peaks: JSON = field(default_factory=dict)
+    idle_us: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogLines:
+    """Lines `first`, `first + 1`, ... that this epoch printed; each line is `[stream, text]`."""
+
+    task: str
+    epoch: int
+    first: int
+    lines: list[list[str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alive:
+    """All that a device holds, at this instant of its own monotonic clock.
+
+    `incarnation` names the device worker's process and sorts after those of all processes before
+    it.  `facts` describe the device: host, island, kind, threads, memory_bytes, sandbox, torch.
+    With the fact "spec" it takes a Launch with a whole descriptor
+    (`core.model.protocol.older_launch`), with the facts "image_key" and "user" a Launch with these
+    fields.  `offers` is what the host can do and tasks may need.  A host that may show mounts has
+    the fact "mounts", the hash of the mounts that it knows (`provisions.mounts`); "images" is the
+    same for container images.  `ahead` are the images of expected tasks that are here: {"task",
+    "sha256", "bytes", "us"}; `bytes` had to be fetched for the image, which took `us`.  Other hosts
+    reach the device worker at `links`, [address, port].  `secret` opens the blocks that it gives
+    (`workers.transfer.peer_blocks`). `hung` are [task, epoch] with which the process before was
+    busy when its supervisor hung (`workers.device.hang_report`).  `grace_us` is how long a step may
+    go on after the lease (`core.device.lease`).  `health` is what the device's monitor reads and
+    finds, if it has one (`core.device.health_findings`).
+    """
+
+    device: str
+    incarnation: str
+    sent_us: int
+    facts: JSON
+    residents: list[ResidentView]
+    events: list[Event]
+    logs: list[LogLines]
+    ahead: list[JSON] = field(default_factory=list)
+    links: list[Any] = field(default_factory=list)
+    secret: str = ""
+    hung: list[Any] = field(default_factory=list)
+    grace_us: int = 0
+    health: JSON = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """A late input of a task is durable now; `source` describes it as a Launch would.
+
+    The message is sent as soon as the input is recorded, and in answers as long as the task lacks
+    it.
+    """
+
+    task: str
+    epoch: int
+    port: str
+    source: JSON
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpectedTask:
+    """Names a task that is being moved to a device, and what the device can fetch already.
+
+    `inputs` are those that exist so far, as in a Launch; `image` is its newest checkpoint.
+    `environment` is the lock of the packages that its request brings, or "". `image_key` is as in a
+    Launch.
+    """
+
+    task: str
+    epoch: int
+    tenant: str
+    bundle: str
+    inputs: list[JSON]
+    image: CheckpointRef | None
+    environment: str = ""
+    image_key: JSON = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """Acknowledges the heartbeat of `sent_us`; the device may go on until `sent_us + lease_us`.
+
+    A step that has begun may go on for `grace_us` longer: so long the island leaves its task alone.
+
+    `heard` maps "task/epoch" to the last event seq recorded; `logged` to the next line expected.
+    Of the residents that the heartbeat named, those in `keep` are known to be here and may have the
+    slot; those in `drop` belong to an older epoch, or are not wanted.
+
+    `expect` are all tasks that are being moved here; the device may keep nothing else ahead.
+    `next` are those of `keep` that wait for a device, in the order in which they are expected to
+    get one.
+
+    `rota` are the shares of the tasks that take turns on the device
+    (`core.scheduling.sharing.turns`), if there are several; None means unchanged.  `given` are
+    inputs that residents lack and can have now.  `wanted` is true if a waiting task could use the
+    device, as far as is known.  `peers` are the public keys of the other islands, which may send
+    orders here too, because a gang may span islands.  `check` is the number of the last health
+    check that the device is to make. `guest_bytes` is the memory that commands with another home
+    device asked for on this one; paused tasks make room for it.  `mounts` are the paths of all
+    mounts by name, and `images` those of all container images; None means unchanged. `environments`
+    are the locks of all packages that the host is to have ready, the next first; a device with the
+    fact "builds" gets them.
+    """
+
+    device: str
+    incarnation: str
+    sent_us: int
+    lease_us: int
+    heard: dict[str, int]
+    logged: dict[str, int]
+    keep: list[list[Any]]  # [task, epoch]
+    drop: list[list[Any]]
+    expect: list[ExpectedTask] = field(default_factory=list)
+    next: list[str] = field(default_factory=list)  # tasks
+    rota: list[JSON] | None = None
+    given: list[Given] = field(default_factory=list)
+    wanted: bool = True
+    peers: list[str] = field(default_factory=list)
+    grace_us: int = 0
+    check: int = 0
+    guest_bytes: int = 0
+    mounts: JSON | None = None
+    images: JSON | None = None
+    environments: list[str] = field(default_factory=list)
+
+
+def about_secrets(task: str, epoch: int, device: str) -> str:
+    """Return the text that binds sealed secrets to one launch, so that they open for no other
+    launch.
+    """
+    return f"{task}\n{epoch}\n{device}"
+
+
+def about_image_key(task: str, epoch: int, device: str) -> str:
+    """Return the text that binds the sealed key of a task's images to one launch."""
+    return f"{about_secrets(task, epoch, device)}\nimages"
+
+
+def key(task: str, epoch: int) -> str:
+    """Return the key by which `heard` and `logged` name one epoch of one task."""
+    return f"{task}/{epoch}"
+
+
+# --- to JSON and back ---------------------------------------------------------------------------
+
+_KINDS: dict[str, type] = {
+    kind.__name__: kind
+    for kind in (
+        Launch, Pause, Save, Resize, Cancel,
+        Started, Saved, Stored, Came, Resized, Paused, Finished, Failed, Stopped,
+        ResidentView, LogLines, Alive, Given, Answer,
+    )
+}  # fmt: skip
+
+
+def encode(message: Any) -> JSON:
+    """Return a message as JSON, with its kind under "is".
+
+    Fields at their default are omitted, so that workers of an older version can read the message.
+    """
+    kind: Any = type(message)
+    named = ((name, getattr(message, name), usual) for name, usual in codec.usual_values(kind))
+    said = {name: _plain(value) for name, value, usual in named if value != usual}
+    return {"is": kind.__name__, **said}
+
+
+def checked(message: Any) -> JSON:
+    """Return a message as JSON; raises BadMessage if a name in it is not well formed."""
+    body = encode(message)
+    values = {name: value for name, value in body.items() if name != "is"}
+    kind: Any = type(message)
+    wellformed.check(kind.__name__, _types(kind), values)
+    return body
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list) and value and is_dataclass(value[0]):
+        return [_plain(item) for item in value]
+    if is_dataclass(value):
+        return encode(value) if type(value).__name__ in _KINDS else codec.to_json(value)
+    return value
+
+
+def decode(body: JSON) -> Any:
+    """Return the message from which `encode` made `body`; raises BadMessage for anything else.
+
+    Every name in the message is safe to use as a path or a key (`core.model.protocol.wellformed`).
+    """
+    named = body.get("is") if isinstance(body, dict) else body
+    kind = _KINDS.get(named) if isinstance(named, str) else None
+    if kind is None:
+        raise BadMessage(f"unknown message {named!r:.100}")
+    values = {name: value for name, value in body.items() if name != "is"}
+    if kind is Launch and older_launch.is_flat(values):
+        values = _lifted(values)
+    if unknown := values.keys() - _types(kind).keys():
+        raise BadMessage(f"{kind.__name__} has no {', '.join(sorted(unknown))[:100]}")
+    wellformed.check(kind.__name__, _types(kind), values)
+    values = {name: _decode_value(kind, name, value) for name, value in values.items()}
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise BadMessage(str(error)) from error
+
+
+def _lifted(values: JSON) -> JSON:
+    try:
+        return older_launch.lifted(values)
+    except TypeError as error:
+        raise BadMessage(f"Launch is not well formed: {error}") from error
+
+
+@cache
+def _types(kind: type) -> dict[str, str]:
+    return {field.name: str(field.type) for field in fields(kind)}
+
+
+def _decode_value(kind: type, name: str, value: Any) -> Any:
+    declared = _types(kind)[name]
+    if (values := _VALUES.get(declared)) is not None:
+        try:
+            return codec.from_json(values, value, f"{kind.__name__}.{name}")
+        except BadValue as error:
+            raise BadMessage(str(error)) from error
+    inner = _INNER.get(declared)
+    if inner is None:
+        return value
+    messages = [decode(item) for item in value]
+    for message in messages:
+        if not isinstance(message, inner):
+            raise BadMessage(f"{kind.__name__}.{name} holds a {type(message).__name__}")
+    return messages
+
+
+#: The types of fields that hold other messages.
+_INNER: dict[str, type] = {
+    f"list[{each.__name__}]": each for each in (Event, ResidentView, LogLines, Given)
+}
+
+#: The types of fields that hold other values.
+_VALUES: dict[str, Any] = {
+    "TaskDescriptor": TaskDescriptor,
+    "list[CheckpointRef]": list[CheckpointRef],
+    "list[ExpectedTask]": list[ExpectedTask],
+}

@@ -1,0 +1,1 @@
+"""Decides for tasks that need several devices at once how long they wait, and where they run."""

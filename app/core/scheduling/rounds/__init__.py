@@ -1,0 +1,1 @@
+"""Bounds a round: the heartbeats that it takes, what it writes at once, what the next remembers."""

@@ -1,0 +1,1 @@
+"""Decides which tasks use one device together, and which of them runs next."""

@@ -1,0 +1,1 @@
+"""Records what devices report: heartbeats, and each thing that a heartbeat says."""

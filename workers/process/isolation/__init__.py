@@ -1,0 +1,1 @@
+"""Walls off a tenant's process: namespaces, control groups, mounts, users and devices."""
