@@ -17,7 +17,7 @@ class Account(Base):
     user_id: Mapped[str] = mapped_column(ForeignKey("users.id"), primary_key=True)
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), index=True)
     faded: Mapped[int] = mapped_column(Numeric(1000, 0), server_default="0")
-    total_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    total_us: Mapped[int] = mapped_column(Numeric(1000, 0), server_default="0")
     txid: Mapped[int] = txid_column(index=True)
 
 

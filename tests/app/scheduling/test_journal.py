@@ -910,6 +910,12 @@ class TestLedger:
         assert session.scalar(select(func.sum(Usage.held_us))) == 2_000_001
         assert session.scalars(select(Account.total_us)).one() == booked
 
+    def test_total_of_a_user_goes_beyond_64_bits(self, session, running):
+        user, tenant = running.user_id, running.tenant_id
+        session.merge(Account(user_id=user, tenant_id=tenant, total_us=2**63 - 1))
+        hear(session, residents=[view(running, "running", held_us=400)])
+        assert session.scalars(select(Account.total_us)).one() == 2**63 - 1 + 400
+
     def test_rebuilding_from_the_buckets_gives_the_same_total(self, session, running):
         ledger.charge(session, session.scalars(select(Placement)).one(), 5_000_000)
         before = session.scalars(select(Account.total_us)).one()
