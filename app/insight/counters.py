@@ -18,6 +18,7 @@ from sqlalchemy.orm import Session, object_session
 
 from app.db.models import Island, Placement
 from app.db.transactions import after_commit, now
+from app.scheduling.round_notes import notes_of
 
 WRITTEN_EVERY_S = 1.0
 ROUND_BOUNDS_S = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
@@ -50,8 +51,10 @@ class Tally:
         """
         session.flush()
         told = session.info.pop("told", Counter())
-        for written_event in session.info.pop("events", ()):
+        notes = notes_of(session)
+        for written_event in notes.written:
             told.update(_counts(written_event))
+        notes.written = []
         after_commit(session, lambda: self._new.update(told))
         if time.monotonic() < self._due_s:
             return

@@ -22,6 +22,7 @@ class RoundNotes:
     charges   by (user, tenant, kind): held, charged and faded micro-device-seconds
     orders    rows that are sent after the commit
     events    what is told about requests and tasks, in this order: columns of `events` by name
+    written   events that were written already, for `insight.counters`
     """
 
     moved: set[str] = field(default_factory=set)
@@ -31,6 +32,7 @@ class RoundNotes:
     charges: dict[tuple[str, str, str], tuple[int, int, int]] = field(default_factory=dict)
     orders: list[OutboxOrder] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
+    written: list[dict[str, Any]] = field(default_factory=list)
 
     def copy(self) -> RoundNotes:
         return RoundNotes(**{one.name: getattr(self, one.name).copy() for one in fields(self)})

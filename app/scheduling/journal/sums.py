@@ -34,7 +34,7 @@ def settle(session: Session) -> None:
     """
     write_down(session)
     notes = notes_of(session)
-    set_notes(session, RoundNotes(orders=notes.orders))
+    set_notes(session, RoundNotes(orders=notes.orders, written=notes.written))
     waiting = sorted(line for line in notes.waiting.items() if line[1])
     if notes.closed or waiting or notes.changed:
         closed = [{"task_id": task, "epoch": epoch} for task, epoch in sorted(notes.closed)]

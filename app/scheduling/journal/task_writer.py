@@ -202,7 +202,7 @@ def write_events(session: Session) -> None:
     events, notes.events = notes.events, []
     if events:
         session.execute(_WRITE_EVENTS, {"events": json.dumps(events)})
-        session.info.setdefault("events", []).extend(events)  # counted by `insight.counters`
+        notes.written += events
 
 
 _WRITE_EVENTS = text(

@@ -229,6 +229,13 @@ def test_messages_to_webhooks_that_wait_to_be_sent(scenery, figures):
     assert figures()["webhook_messages_due", ()] == 2
 
 
+def _plan_that_fails(session, task):
+    with journal.savepoint(session):
+        journal.tell(session, task, "task.moved", "")
+        journal.write_down(session)
+        raise ZeroDivisionError
+
+
 class TestTally:
     @pytest.fixture
     def isle(self, scenery, session):
@@ -258,6 +265,20 @@ class TestTally:
         assert events == {"task.paused": 2, "task.moved": 1, "task.started": 1}
         assert told["switches_total", ()] == 1
         assert told["switch_seconds_total", ()] == 0.0015
+
+    def test_events_of_a_plan_that_failed_are_not_counted(self, scenery, session, figures):
+        task, ours = scenery.task(scenery.tenant("a")), Tally()
+        session.commit()
+        with transaction() as round_:
+            with pytest.raises(ZeroDivisionError):
+                _plan_that_fails(round_, task)
+            journal.tell(round_, task, "task.paused", "")
+            journal.settle(round_)
+            ours.write(round_, round_.get_one(Island, "isle"), leads=True)
+        self.told(ours, task)
+        counts = figures()
+        assert counts["task_events_total", ("task.paused",)] == 1
+        assert ("task_events_total", ("task.moved",)) not in counts
 
     def test_sources_of_inputs_are_counted(self, scenery, session, figures):
         scenery.device("h.0")
