@@ -33,9 +33,9 @@ from app.core.scheduling.board import Board
 from app.core.scheduling.rounds.heartbeat_backlog import HeartbeatBacklog, launches_wait
 from app.core.scheduling.rounds.heartbeat_news import HeartbeatNews
 from app.core.scheduling.rounds.quiet_heartbeats import AcknowledgedReport, Beat, QuietHeartbeats
+from app.core.scheduling.rounds.unopened_heartbeats import UnopenedHeartbeats
 from app.core.scheduling.sharing.time_sharing import shares
 from app.core.scheduling.sharing.turns import as_json
-from app.core.scheduling.unopened_heartbeats import UnopenedHeartbeats
 from app.db import gc_freeze, transactions
 from app.db.models import Device, Island, LedgerBase, OutboxOrder, Placement, Task
 from app.identity.enrolment import Roster

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from app.core.scheduling.unopened_heartbeats import UnopenedHeartbeats
+from app.core.scheduling.rounds.unopened_heartbeats import UnopenedHeartbeats
 
 
 def test_newest_of_each_process_comes_first_and_processes_in_turn():
