@@ -141,18 +141,6 @@ def _id(kind: str) -> str:
     return f"{kind}_{uuid_utils.uuid7().hex}"
 
 
-def until_somebody_waits(session: Session) -> None:
-    """For an advisory lock that another transaction holds."""
-    waiting = text(
-        "select count(*) from pg_locks where not granted and locktype = 'advisory'"
-        " and database = (select oid from pg_database where datname = current_database())"
-    )
-    deadline_s = time.monotonic() + 90
-    while not session.scalar(waiting):
-        assert time.monotonic() < deadline_s, "nobody waits"
-        time.sleep(0.01)
-
-
 def until_somebody_waits_for(session: Session) -> None:
     """Wait until another transaction waits for any lock that this one holds."""
     waiting = text(

@@ -23,7 +23,7 @@ from tests.app.api.access.test_roles import BODIES, ROWS, WHO
 from tests.app.api.access.test_roles import _settle as settle
 from tests.app.api.access.test_roles import _url as url_of
 from tests.app.conftest import BUNDLE, descriptor, people, problem, sha256
-from tests.scenery import until_somebody_waits
+from tests.scenery import until_somebody_waits_for
 
 APP = Path(audit.__file__).parents[1]
 ANY = {"If-Match": "*"}
@@ -489,7 +489,7 @@ def test_submission_does_not_wait_for_the_log(committed, app):
             member.put(f"/v1/bundles/{sha256(BUNDLE)}", content=BUNDLE)
             assert member.post("/v1/requests", json=descriptor()).status_code == 202
             change = threads.submit(changes, root, "/v1/devices/h.0", cost=3.0)
-            until_somebody_waits(first)
+            until_somebody_waits_for(first)
             assert not change.done()
         change.result(timeout=90)
     assert [one["operation"] for one in everything(root)] == ["seed", "changeDevice"]

@@ -6,7 +6,6 @@ Who may is in test_roles.py, what is refused in test_bad_input.py.
 from __future__ import annotations
 
 import re
-import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 
@@ -29,6 +28,7 @@ from app.errors import QueueFull
 from app.intake import intake
 from app.scheduling import retention
 from tests.app.conftest import BUNDLE, descriptor, people, problem, sha256
+from tests.scenery import until_somebody_waits_for
 
 
 def count(session, table):
@@ -221,7 +221,7 @@ class TestMaxQueued:
             with transaction() as first:
                 _taken_in(first, owner)
                 second = threads.submit(_submit, owner)
-                _until_somebody_waits_for(first)
+                until_somebody_waits_for(first)
                 assert not second.done()
             with pytest.raises(QueueFull):
                 second.result(timeout=90)
@@ -248,18 +248,6 @@ def _taken_in(session, owner):
     facts = intake.request_facts(session, owner, once)
     accepted = intake.accept(session, owner, once.body, facts)
     intake.write(session, accepted, once, intake.IntakeResponse(202, "{}", ""))
-
-
-def _until_somebody_waits_for(session):
-    """For the transaction of this session to end."""
-    waiting = text(
-        "select count(*) from pg_locks"
-        " where not granted and transactionid = pg_current_xact_id()::xid"
-    )
-    deadline_s = time.monotonic() + 90
-    while not session.scalar(waiting):
-        assert time.monotonic() < deadline_s, "nobody waits"
-        time.sleep(0.01)
 
 
 class TestIdempotencyKey:

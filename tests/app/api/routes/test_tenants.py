@@ -13,7 +13,7 @@ from app.db import tenant_tree
 from app.db.models import Account, ApiKey, Lift, Tenant, User
 from app.db.transactions import transaction
 from tests.app.conftest import BUNDLE, descriptor, people, problem, sha256
-from tests.scenery import until_somebody_waits
+from tests.scenery import until_somebody_waits_for
 
 
 @pytest.fixture
@@ -280,7 +280,7 @@ def test_two_simultaneous_guarantees_are_within_what_exists(committed, app):
             first.add(Tenant(id="ten_a", name="a", parent_id="ten_red", guarantee={"cuda": 3}))
             first.flush()
             second = threads.submit(root.post, "/v1/tenants", json=body)
-            until_somebody_waits(first)
+            until_somebody_waits_for(first)
         problem(second.result(timeout=90), 422, "validation-error", "/guarantee/cuda")
 
 
@@ -293,7 +293,7 @@ def test_tenant_that_is_deleted_while_its_change_waits_is_not_found(committed, a
         with transaction() as first:
             tenant_tree.lock(first)
             second = threads.submit(root.patch, "/v1/tenants/ten_a", json={"weight": 2.0})
-            until_somebody_waits(first)
+            until_somebody_waits_for(first)
             first.delete(first.get_one(Tenant, "ten_a"))
         problem(second.result(timeout=90), 404, "not-found")
 
