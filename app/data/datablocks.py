@@ -102,8 +102,7 @@ def missing(session: Session, tenant_id: str, source: Source) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class New:
-    """The data of the next version of `name`; `summary` comes from
-    core.model.checkpoints.tensor_file."""
+    """Describes the next version of `name`; `core.model.checkpoints.tensor_file` made `summary`."""
 
     tenant_id: str
     user_id: str
