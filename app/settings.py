@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from app.core.fairness.fair_tree import half_life
+from app.core.fairness.usage_decay import half_life
 from app.core.model.protocol.wellformed import is_path
 from app.core.model.provisions.network_policy import destination
 from app.core.security import grants

@@ -35,7 +35,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from app.core.fairness.fair_tree import FIXED_POINT_BITS
+from app.core.fairness.usage_decay import FIXED_POINT_BITS
 from app.core.model.lifecycle import Move
 from app.core.model.snapshot import (
     BoardDevice,

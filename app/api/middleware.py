@@ -29,7 +29,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.api import problems
-from app.api.access import auth, rate_headers, wrong_keys
+from app.api.access import auth, rate_limiting, wrong_keys
 from app.api.access.calls_in_progress import calls_in_progress
 from app.api.access.scoped import ScopedRoute
 from app.core.model.fields import Fault
@@ -87,7 +87,7 @@ class AtOnce:
         if scope["type"] != "http" or scope["path"] == "/livez":
             return await self.app(scope, receive, send)
         request = Request(scope)
-        owner = rate_headers.owner(request)
+        owner = rate_limiting.owner(request)
         try:
             calls_in_progress.begin(request, owner, wrong_keys.address_of(request))
         except TooManyCalls as error:

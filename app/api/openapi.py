@@ -13,7 +13,7 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import TypeAdapter
 
-from app.api.access.rate_headers import SESSION_COOKIE
+from app.api.access.rate_limiting import SESSION_COOKIE
 from app.api.descriptor_schema import COMPONENTS
 from app.api.schemas.base import Problem
 

@@ -24,7 +24,7 @@ from app.cli import credentials, replay_svg
 from app.cli.bundling import UnreadablePath
 from app.cli.client import JSON, Client
 from app.cli.tables import Column, Output, err, facts, show, table
-from app.core.fairness.fair_tree import half_life
+from app.core.fairness.usage_decay import half_life
 from app.core.model.snapshot import TIERS, BoardDevice, BoardTenant, Policy
 from app.core.simulation.simulator import Costs, InvariantBroken
 from app.core.simulation.trace import BadTrace, Trace, read

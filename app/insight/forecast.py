@@ -34,7 +34,7 @@ from app.core.explanation.estimator import (
     Unknown,
     WaitingTask,
 )
-from app.core.fairness import fair_tree
+from app.core.fairness import usage_decay
 from app.core.fairness.fair_tree import Branch
 from app.core.model.snapshot import BoardTask
 from app.core.scheduling import blockers
@@ -263,7 +263,7 @@ def _lines(
     for at, count in chosen.items():
         party = crowd[0][at]
         task = WaitingTask(who=((party.name,), ()), width=max(1, round(party.fee / unit)))
-        score_s = blockers.seconds(board, fair_tree.score(party.faded, party.weight))
+        score_s = blockers.seconds(board, usage_decay.score(party.faded, party.weight))
         weight = party.weight / 1000 / stretch
         yield party.name, TenantLine(score_s=score_s, tasks=[task] * count, weight=weight)
 

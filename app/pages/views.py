@@ -27,7 +27,7 @@ from markupsafe import Markup, escape
 from sqlalchemy.orm import Session
 
 from app.api import problems
-from app.api.access import rate_headers, wrong_keys
+from app.api.access import rate_limiting, wrong_keys
 from app.api.access.auth import (
     COOKIE,
     Caller,
@@ -121,7 +121,7 @@ def visitor(
             caller = caller_of_cookie(its, cookie)
     except Unauthenticated as error:
         raise NotSignedIn from error
-    rate_headers.remember(cookie, key_id=caller.key_id, tenant_id=caller.tenant_id)
+    rate_limiting.remember(cookie, key_id=caller.key_id, tenant_id=caller.tenant_id)
     audit.begin(session, call_of(request, caller, "page"))
     request.state.caller = caller
     if any(
@@ -138,8 +138,8 @@ Visitor = Annotated[Caller, Depends(visitor, scope="function")]
 def sender(request: Request, caller: Visitor, _: Annotated[None, Depends(forms.check)]) -> Caller:
     """Return the caller that sends a form; the form counts as a change in the rate limits."""
     cookie = request.cookies[COOKIE]
-    if not rate_headers.count_known(request, cookie):
-        rate_headers.count_new(request, cookie, key_id=caller.key_id, tenant_id=caller.tenant_id)
+    if not rate_limiting.count_known(request, cookie):
+        rate_limiting.count_new(request, cookie, key_id=caller.key_id, tenant_id=caller.tenant_id)
     return caller
 
 

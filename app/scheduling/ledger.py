@@ -6,7 +6,7 @@ at any instant: sum(placements.charged_us) = sum(usage.charged_us) = sum(account
 a request is deleted, its placements go and the other two stay.
 
 Rules F1 and F2.  A running task is charged at every heartbeat; decay is lazy
-(`core.fairness.fair_tree`).
+(`core.fairness.usage_decay`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sqlalchemy import ColumnElement, Table, func, select, tuple_, update
 from sqlalchemy.dialects.postgresql import Insert, insert
 from sqlalchemy.orm import Session
 
-from app.core.fairness import fair_tree
+from app.core.fairness import usage_decay
 from app.core.model.snapshot import IdleCreditFloor
 from app.db import tenant_tree, transactions
 from app.db.models import Account, Base, LedgerBase, Placement, Tenant, Usage, User
@@ -96,7 +96,7 @@ def note_sums(
 
 def _faded(session: Session, charged_us: int) -> int:
     since = base(session)
-    return fair_tree.faded(
+    return usage_decay.faded(
         charged_us,
         at_s=transactions.now_s(session),
         since_s=since.since_s,
@@ -168,7 +168,7 @@ def reweigh(session: Session, row: Tenant | User, weight_milli: int, *, past: bo
         row.carried = 0
     elif old != weight_milli:
         used = int(session.scalar(select(func.sum(Account.faded)).where(_accounts_of(row))) or 0)
-        row.carried = fair_tree.carried_over(
+        row.carried = usage_decay.carried_over(
             used, int(row.carried), weight=old, new_weight=weight_milli
         )
     whose = (row.id, "") if isinstance(row, Tenant) else (row.tenant_id, row.id)
@@ -205,11 +205,11 @@ def _rebase(session: Session, row: LedgerBase) -> None:
     if halvings < REBASE_HALF_LIVES:
         return
     for account in session.scalars(select(Account).with_for_update()):
-        account.faded = fair_tree.rebase(int(account.faded), halvings)
+        account.faded = usage_decay.rebase(int(account.faded), halvings)
     for lift in session.scalars(select(LiftRow).with_for_update()):
-        lift.faded = fair_tree.rebase(int(lift.faded), halvings)
+        lift.faded = usage_decay.rebase(int(lift.faded), halvings)
     for branch in _reweighed(session):
-        branch.carried = fair_tree.rebase(int(branch.carried), halvings)
+        branch.carried = usage_decay.rebase(int(branch.carried), halvings)
     row.since_s += halvings * row.half_life_s
 
 
@@ -222,10 +222,10 @@ def _change_half_life(session: Session, row: LedgerBase, half_life_s: float) -> 
     now_s, was_s, was_half_life_s = transactions.now_s(session), row.since_s, row.half_life_s
 
     def left(faded: int) -> int:
-        left_us = fair_tree.usage_us(
+        left_us = usage_decay.usage_us(
             int(faded), now_s=now_s, since_s=was_s, half_life_s=was_half_life_s
         )
-        return left_us << fair_tree.FIXED_POINT_BITS
+        return left_us << usage_decay.FIXED_POINT_BITS
 
     for lift in session.scalars(select(LiftRow).with_for_update()):
         lift.faded = left(lift.faded)
@@ -250,7 +250,7 @@ def rebuild(session: Session) -> None:
     for usage in session.scalars(select(Usage)):
         account = accounts[usage.user_id]
         account.total_us += usage.charged_us
-        account.faded = int(account.faded) + fair_tree.faded(
+        account.faded = int(account.faded) + usage_decay.faded(
             usage.charged_us,
             at_s=usage.bucket.timestamp(),
             since_s=row.since_s,

@@ -20,7 +20,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-from app.core.fairness.fair_tree import FIXED_POINT_BITS
+from app.core.fairness.usage_decay import FIXED_POINT_BITS
 from app.core.model.lifecycle import Move
 from app.core.model.snapshot import (
     BoardDevice,

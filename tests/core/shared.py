@@ -12,7 +12,7 @@ import random
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 
-from app.core.fairness.fair_tree import FIXED_POINT_BITS
+from app.core.fairness.usage_decay import FIXED_POINT_BITS
 from app.core.fairness.water_filling import Claimant, divide_tree
 from app.core.model.snapshot import (
     BoardDevice,

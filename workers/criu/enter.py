@@ -1,4 +1,4 @@
-"""Runs CRIU inside the namespaces of a sandbox: a program of its own, started by `runner`.
+"""Runs CRIU inside the namespaces of a sandbox: a program of its own, for `dump_and_restore`.
 
     python -I -S -B enter.py REQUEST        with the JSON of `Request`
 

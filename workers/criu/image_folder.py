@@ -7,8 +7,8 @@ import stat
 from pathlib import Path
 
 from workers.criu import image_check, image_owner
+from workers.criu.dump_and_restore import ERRORS, LOG
 from workers.criu.image_check import Allowed, BadImage, CheckedTree
-from workers.criu.runner import ERRORS, LOG
 
 #: Files that are not needed: those that CRIU leaves beside the image, and the list of control
 #: groups, which CRIU is told to ignore.

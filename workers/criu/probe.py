@@ -22,7 +22,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, NoReturn
 
-from workers.criu import confinement, enter, pids, program, runner
+from workers.criu import confinement, dump_and_restore, enter, pids, program
 from workers.process.isolation import sandbox
 from workers.process.isolation.detached_mounts import memory_folder
 from workers.process.isolation.sandbox import Room
@@ -149,7 +149,7 @@ def _answer(found: program.CriuProgram, room: Room, walls: list[str]) -> Found:
     try:
         with memory_folder(_IMAGE_BYTES) as images, ExitStack() as stack:
             _trial(found, room, walls, images, stack)
-    except (CannotMove, runner.CriuFailed, OSError) as error:
+    except (CannotMove, dump_and_restore.CriuFailed, OSError) as error:
         return Found(missing=f"{_hint(str(error))}{error}")
     return Found(version=found.version)
 
@@ -184,15 +184,15 @@ def _trial(
         first.expect("begun")
         stub.order("stop")
         names = [(fd, os.readlink(f"/proc/self/fd/{fd}")) for fd in first.inner]
-        target = runner.Target(pidfd=stub.pidfd, images=images, limit_s=_STAGE_S)
-        runner.dump(found, target, pid=pids.RESERVED + 1, file_bytes=_IMAGE_BYTES)
+        target = dump_and_restore.Target(pidfd=stub.pidfd, images=images, limit_s=_STAGE_S)
+        dump_and_restore.dump(found, target, pid=pids.RESERVED + 1, file_bytes=_IMAGE_BYTES)
     inherited = [
-        runner.Inherited(fd=ours, name=name)
+        dump_and_restore.Inherited(fd=ours, name=name)
         for ours, (_, name) in zip(second.inner, names, strict=True)
     ]
     with _Stub(room, walls, second, starts=False) as stub:
-        target = runner.Target(pidfd=stub.pidfd, images=images, limit_s=_STAGE_S)
-        runner.restore(found, target, inherited)
+        target = dump_and_restore.Target(pidfd=stub.pidfd, images=images, limit_s=_STAGE_S)
+        dump_and_restore.restore(found, target, inherited)
         stub.order("look")
         stub.order("go on")
         second.write("again")

@@ -26,7 +26,7 @@ from fastapi.security.utils import get_authorization_scheme_param
 from sqlalchemy import ColumnElement, bindparam, delete, func, select, update
 from sqlalchemy.orm import Session
 
-from app.api.access import rate_headers, wrong_keys
+from app.api.access import rate_limiting, wrong_keys
 from app.api.access.calls_in_progress import calls_in_progress
 from app.api.access.credential_cache import callers
 from app.api.access.gate import in_thread
@@ -40,7 +40,7 @@ from app.identity import audit, directory
 from app.identity.directory import Person
 from app.settings import settings
 
-COOKIE = rate_headers.SESSION_COOKIE
+COOKIE = rate_limiting.SESSION_COOKIE
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 NO_SECRET = ""  # `secret_sha256` of a key without a secret
 USES_EVERY_S = 60.0  # shortest time in s between two writes of `last_used_at`
@@ -326,7 +326,7 @@ async def _identified(request: Request) -> Caller:
     scheme, token = get_authorization_scheme_param(request.headers.get("authorization"))
     if scheme.lower() == "bearer" and token:
         caller = _known(token)
-        if caller is None or not rate_headers.count_held(request, token):
+        if caller is None or not rate_limiting.count_held(request, token):
             caller = await _in_turn(request, token, _of_bearer)
         return caller
     cookie = request.cookies.get(COOKIE)
@@ -374,11 +374,11 @@ LookUp = Callable[[Session, str], Caller]
 
 
 async def _in_turn(request: Request, credential: str, look_up: LookUp) -> Caller:
-    return await in_thread(rate_headers.whose(request), _counted, request, credential, look_up)
+    return await in_thread(rate_limiting.whose(request), _counted, request, credential, look_up)
 
 
 def _counted(request: Request, credential: str, look_up: LookUp) -> Caller:
-    counted = rate_headers.count_known(request, credential)  # no database connection is held yet
+    counted = rate_limiting.count_known(request, credential)  # no database connection is held yet
     if not counted:
         wrong_keys.check_address(request)
     try:
@@ -389,7 +389,7 @@ def _counted(request: Request, credential: str, look_up: LookUp) -> Caller:
             count_wrong_key(session, request, credential, "authenticate")
         raise
     if not counted:
-        rate_headers.count_new(
+        rate_limiting.count_new(
             request, credential, key_id=caller.key_id, tenant_id=caller.tenant_id
         )
     return caller

@@ -27,7 +27,7 @@ from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
-from app.api.access import rate_headers
+from app.api.access import rate_limiting
 from app.db.transactions import POOL_SIZE, POOL_WAIT_S, close_session, released
 from app.errors import Unavailable
 
@@ -168,7 +168,7 @@ class GatedRoute(APIRoute):
                 if not self.is_gated:
                     return await handle(request)
                 await read_body(request)
-                async with gate().entered(rate_headers.whose(request)):
+                async with gate().entered(rate_limiting.whose(request)):
                     return await handle(request)
             finally:
                 await close_session(request)

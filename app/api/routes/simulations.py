@@ -15,7 +15,7 @@ from app.api.middleware import v1_router
 from app.api.problems import declared
 from app.api.schemas.base import KIND, DeviceLimit, Guarantee, In, Name, Out, Tier, Weight, example
 from app.api.times import Time
-from app.core.fairness.fair_tree import half_life
+from app.core.fairness.usage_decay import half_life
 from app.core.simulation.simulator import Costs
 from app.core.simulation.what_if import POLICIES
 from app.db.transactions import Db

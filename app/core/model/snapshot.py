@@ -28,7 +28,7 @@ class Policy:
     """The numbers of the rules F1-F10 that a deployment may set."""
 
     half_life_s: float = 7 * 86400.0  # s; 0: usage never fades
-    since_s: float = 0.0  # T0 of the lazy decay (`core.fairness.fair_tree`), as in the ledger
+    since_s: float = 0.0  # T0 of the lazy decay (`core.fairness.usage_decay`), as in the ledger
     # F3: s of its fair share; the most that a returning branch is ahead
     idle_credit_s: float = 3 * 86400.0
     slice_min_s: float = 1.0
@@ -72,7 +72,7 @@ class BoardTenant:
     `guarantee` and `limit` (rule F4) are devices by kind; a limit may also cover all kinds
     together, under "*". `most_running` limits how many tasks of the tenant and all tenants below it
     are on devices. `carried_us` is faded usage that counts in comparisons only, because the weight
-    has changed (`core.fairness.fair_tree.carried_over`).
+    has changed (`core.fairness.usage_decay.carried_over`).
     """
 
     id: str
@@ -90,8 +90,7 @@ class BoardTenant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoardUser:
-    """Describes a user; `faded_us` is the lazily decayed usage S of `core.fairness.fair_tree` (rule
-    F2).
+    """Describes a user, with its decayed usage `faded_us` (`core.fairness.usage_decay`, rule F2).
 
     `carried_us` is as in `BoardTenant`.
     """

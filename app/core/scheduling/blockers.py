@@ -23,16 +23,8 @@ from app.core.explanation.waiting_reasons import (
     Shut,
     Standing,
 )
-from app.core.fairness.fair_tree import (
-    ALL,
-    Branch,
-    Lane,
-    Path,
-    lane,
-    unscored,
-    usage_us,
-    with_choice,
-)
+from app.core.fairness.fair_tree import ALL, Branch, Lane, Path, lane, with_choice
+from app.core.fairness.usage_decay import unscored, usage_us
 from app.core.model.device_choice import DeviceChoice, choice_in
 from app.core.model.snapshot import BoardTask, Reason
 from app.core.scheduling.board import MILLI, Board, place_in_line

@@ -27,11 +27,11 @@ from app.core.fairness.fair_tree import (
     Lane,
     Path,
     both_of,
-    carried_over,
     lane,
     on_host,
     with_choice,
 )
+from app.core.fairness.usage_decay import carried_over
 from app.core.model.device_choice import WHOLE_MILLI, choice_in, with_packages
 from app.core.model.lifecycle import ENDED, ON_A_DEVICE, State
 from app.core.model.provisions.process_images import choice_where_it_goes_on

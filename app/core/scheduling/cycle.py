@@ -3,8 +3,8 @@
 `decide` is pure: the same snapshot at the same instant gives the same plan, in whatever order its
 mappings were filled. `cycle` runs the same round on a board that is kept up to date; its cost
 depends on what changes and not on what waits. The steps are numbered and always run in this order.
-docs/concepts/fair_share.md defines rules F1 to F10. `core.fairness.fair_tree` computes usage and
-order, `core.scheduling.reclaim.preemption` chooses victims, `core.explanation.waiting_reasons`
+docs/concepts/fair_share.md defines rules F1 to F10. `core.fairness.fair_tree` keeps the order,
+`core.scheduling.reclaim.preemption` chooses victims, `core.explanation.waiting_reasons`
 gives reasons.
 
 Two guarantees always hold (tested with random islands). No task is paused for another task before

@@ -27,7 +27,8 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from app.core.fairness.fair_tree import Branch, Path, unscored
+from app.core.fairness.fair_tree import Branch, Path
+from app.core.fairness.usage_decay import unscored
 from app.core.model.snapshot import IdleCreditFloor
 from app.core.scheduling.board import MILLI, Board
 from app.core.scheduling.reclaim.preemption import above

@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
-from app.core.fairness.fair_tree import faded, lane, rebase
+from app.core.fairness.fair_tree import lane
+from app.core.fairness.usage_decay import faded, rebase
 from app.core.model import lifecycle
 from app.core.model.device_choice import WHOLE_MILLI, choice_in
 from app.core.model.lifecycle import NOT_STARTED, ON_A_DEVICE, Move, State

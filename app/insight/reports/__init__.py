@@ -4,7 +4,7 @@ So a number on a page equals the number in the API. Nothing here writes or decid
 None asks for all tenants (a platform administrator). With a tenant's id, only two facts about other
 tenants are given: that a device is in use, and how much the others hold in all.
 
-The figures of rules F1, F2 and F10 come from here; the arithmetic is in `core.fairness.fair_tree`
+The figures of rules F1, F2 and F10 come from here; the arithmetic is in `core.fairness.usage_decay`
 and `core.fairness.water_filling`.
 """
 

@@ -13,7 +13,7 @@ from sqlalchemy import Select, and_, func, select, text
 from sqlalchemy.dialects.postgresql import distinct_on
 from sqlalchemy.orm import Session
 
-from app.core.fairness import fair_tree
+from app.core.fairness import usage_decay
 from app.core.fairness.water_filling import Claimant, divide_tree
 from app.core.model.device_choice import WHOLE_MILLI
 from app.core.units import counted
@@ -418,7 +418,7 @@ def _lifts(session: Session) -> dict[tuple[str, str], int]:
 def _usage_now_us(faded: int, base: LedgerBase | None, now: datetime) -> int:
     if base is None:
         return 0
-    return fair_tree.usage_us(
+    return usage_decay.usage_us(
         faded, now_s=now.timestamp(), since_s=base.since_s, half_life_s=base.half_life_s
     )
 

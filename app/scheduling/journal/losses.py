@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from app.core.fairness import fair_tree
+from app.core.fairness import usage_decay
 from app.core.model.device_choice import WHOLE_MILLI
 from app.core.model.lifecycle import ENDED, Move
 from app.core.model.protocol.messages import Alive
@@ -100,7 +100,7 @@ def unheard_us_of_device(session: Session, device: Device | None) -> int:
     """
     if device is None or device.seen_at is None or device.lease_until is None:
         return 0
-    return fair_tree.unheard_us(
+    return usage_decay.unheard_us(
         now_s=transactions.now_s(session),
         heard_s=device.seen_at.timestamp(),
         lease_ends_s=device.lease_until.timestamp(),

@@ -7,7 +7,7 @@ import random
 import pytest
 from sqlalchemy import func, select, text
 
-from app.core.fairness import fair_tree
+from app.core.fairness import usage_decay
 from app.core.model.snapshot import GangWait, Plan, PlanDecision
 from app.core.scheduling.board import Board
 from app.core.scheduling.cycle import cycle
@@ -392,7 +392,7 @@ class TestIdleCredit:
     def busy(self, session, isle):
         base = ledger.base(session)
         now_s = transactions.now_s(session)
-        used = fair_tree.faded(
+        used = usage_decay.faded(
             self.LEVEL_S * 1_000_000,
             at_s=now_s,
             since_s=base.since_s,
@@ -435,7 +435,7 @@ class TestIdleCredit:
         (lift,) = plan.lifts
         assert self.rows(session) == {("ten_a", "", "cpu"): lift.faded_us}
         # Three devices for three days, of which a half is a's; its level is b's.
-        us = fair_tree.usage_us(
+        us = usage_decay.usage_us(
             lift.faded_us // 1000,
             now_s=transactions.now_s(session),
             since_s=ledger.base(session).since_s,
@@ -473,7 +473,7 @@ class TestIdleCredit:
         self.a_round(session, busy)
         (before,) = self.rows(session).values()
         base = ledger.base(session)
-        left_us = fair_tree.usage_us(
+        left_us = usage_decay.usage_us(
             before,
             now_s=transactions.now_s(session),
             since_s=base.since_s,
@@ -485,7 +485,7 @@ class TestIdleCredit:
         session.flush()
         session.expire_all()
         (after,) = self.rows(session).values()
-        assert after == left_us << fair_tree.FIXED_POINT_BITS
+        assert after == left_us << usage_decay.FIXED_POINT_BITS
 
 
 class TestMemory:

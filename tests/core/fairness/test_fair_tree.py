@@ -14,16 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.core.fairness import fair_tree
-from app.core.fairness.fair_tree import (
-    ALL,
+from app.core.fairness import fair_tree, usage_decay
+from app.core.fairness.fair_tree import ALL, FairTree, Lane, Path, lane
+from app.core.fairness.usage_decay import (
     FIXED_POINT_BITS,
-    FairTree,
-    Lane,
-    Path,
     carried_over,
     faded,
-    lane,
     rebase,
     score,
     unscored,
@@ -216,7 +212,7 @@ class Naive:
     def _integral(self, since_s: float) -> int:
         """Of one device from then to now."""
         until, since = (
-            fair_tree._integral(at_s, self.half_life_s) for at_s in (self.now_s, since_s)
+            usage_decay.integral_over(at_s, self.half_life_s) for at_s in (self.now_s, since_s)
         )
         return until - since
 
@@ -826,7 +822,7 @@ def test_a_half_life_out_of_bounds_is_refused_with_its_bounds(half_life_s: float
     ids=["replaced", "lease ended", "lease made longer", "said goodbye"],
 )
 def test_unheard_time_ends_with_the_lease_or_the_next_process(now_s, lease_ends_s, held_s):
-    found = fair_tree.unheard_us(
+    found = usage_decay.unheard_us(
         now_s=now_s, heard_s=100.0, lease_ends_s=lease_ends_s, lease_s=15.0
     )
     assert found == held_s * 1e6
@@ -834,4 +830,4 @@ def test_unheard_time_ends_with_the_lease_or_the_next_process(now_s, lease_ends_
 
 def test_unheard_time_is_never_negative():
     clock = {"now_s": 99.0, "heard_s": 100.0, "lease_ends_s": 115.0}
-    assert fair_tree.unheard_us(**clock, lease_s=15.0) == 0
+    assert usage_decay.unheard_us(**clock, lease_s=15.0) == 0

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from app.core.explanation import waiting_reasons
-from app.core.fairness.fair_tree import FIXED_POINT_BITS
+from app.core.fairness.usage_decay import FIXED_POINT_BITS
 from app.core.model.snapshot import (
     BoardDevice,
     BoardTask,

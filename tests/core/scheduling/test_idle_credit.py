@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.core.fairness.fair_tree import FIXED_POINT_BITS, carried_over
+from app.core.fairness.usage_decay import FIXED_POINT_BITS, carried_over
 from app.core.model.snapshot import (
     BoardDevice,
     BoardTask,

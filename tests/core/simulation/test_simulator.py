@@ -16,7 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.core.fairness.fair_tree import FIXED_POINT_BITS, LONGEST_HALF_LIFE_S, SHORTEST_HALF_LIFE_S
+from app.core.fairness.usage_decay import (
+    FIXED_POINT_BITS,
+    LONGEST_HALF_LIFE_S,
+    SHORTEST_HALF_LIFE_S,
+)
 from app.core.model.device_choice import DeviceTraits
 from app.core.model.lifecycle import Move
 from app.core.model.snapshot import BoardDevice, BoardTask, BoardTenant, Plan, Policy, Snapshot

@@ -8,15 +8,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from workers.criu import runner
+from workers.criu import dump_and_restore
 from workers.device import store_io
 from workers.device.stays.command_images import CommandImages
 
 #: The stages of a move, each with the owner and the name of the function that begins it.
 STAGES: dict[str, tuple[Any, str]] = {
-    "dump": (runner, "dump"),
+    "dump": (dump_and_restore, "dump"),
     "upload": (store_io, "keep"),
-    "restore": (runner, "restore"),
+    "restore": (dump_and_restore, "restore"),
     "thaw": (CommandImages, "_adopted"),
 }
 

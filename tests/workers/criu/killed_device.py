@@ -24,7 +24,7 @@ from tests.launches import image_of
 from tests.workers.conftest import DeviceRig
 from tests.workers.criu.criu_processes import STAGES, criu_at, folders_in_memory
 from tests.workers.criu.moving import END_S
-from workers.criu import runner
+from workers.criu import dump_and_restore
 
 DEVICES = ("killed0.0", "killed1.0")
 
@@ -72,12 +72,12 @@ def _die_at(stage: str) -> None:
     real: Callable[..., Any] = getattr(owner, name)
 
     def die() -> None:
-        if owner is runner:
+        if owner is dump_and_restore:
             criu_at(stage, END_S)
         os.kill(os.getpid(), signal.SIGKILL)
 
     def dies(*args: Any, **more: Any) -> Any:
-        if owner is not runner:
+        if owner is not dump_and_restore:
             die()
         threading.Thread(target=die).start()
         return real(*args, **more)

@@ -24,9 +24,9 @@ from tests.workers.conftest import IMAGE_KEY
 from tests.workers.criu.moving import TOLD, skip_without_layers
 from tests.workers.device.test_secrets import sealed
 from tests.workers.tunnels import FarEnd, ticket_for
-from workers.criu import runner, tree_mover
+from workers.criu import dump_and_restore, process_tree_mover
+from workers.criu.dump_and_restore import CriuFailed
 from workers.criu.program import CriuProgram
-from workers.criu.runner import CriuFailed
 from workers.device import store_io
 from workers.device.processes.resident import Resident
 from workers.device.stays import command_images
@@ -547,7 +547,7 @@ def _silence_stubs_in_dumps(monkeypatch, rig):
             os.kill(resident.pid, signal.SIGSTOP)
         raise CriuFailed("dump: it died")
 
-    monkeypatch.setattr(runner, "dump", fails)
+    monkeypatch.setattr(dump_and_restore, "dump", fails)
 
 
 def _kill_dumps(monkeypatch, rig):
@@ -556,8 +556,8 @@ def _kill_dumps(monkeypatch, rig):
     hangs.write_text("#!/bin/sh\nexec sleep 1000\n")
     hangs.chmod(0o755)
     monkeypatch.setattr(mover, "program", CriuProgram(hangs, mover.program.version))
-    monkeypatch.setattr(tree_mover, "DUMP_S", 0.2)
-    monkeypatch.setattr(tree_mover, "BYTES_PER_S", float("inf"))
+    monkeypatch.setattr(process_tree_mover, "DUMP_S", 0.2)
+    monkeypatch.setattr(process_tree_mover, "BYTES_PER_S", float("inf"))
 
 
 def test_image_of_an_older_worker_goes_on_in_its_own_task(hosts, monkeypatch):
@@ -633,7 +633,7 @@ def test_copy_of_a_command_goes_on_from_its_checkpoint_if_it_is_the_same_program
 
 @pytest.mark.parametrize(("fails", "is_stored"), [(2, True), (3, False)])
 def test_dump_that_fails_by_chance_is_made_again(hosts, monkeypatch, fails, is_stored):
-    here, dump, made = hosts(), runner.dump, []
+    here, dump, made = hosts(), dump_and_restore.dump, []
 
     def failing_at_first(program, target, **more):
         made.append(not list(target.images.iterdir()))
@@ -642,7 +642,7 @@ def test_dump_that_fails_by_chance_is_made_again(hosts, monkeypatch, fails, is_s
             raise CriuFailed("dump: Unexpected 1001 task interruption, aborting")
         dump(program, target, **more)
 
-    monkeypatch.setattr(runner, "dump", failing_at_first)
+    monkeypatch.setattr(dump_and_restore, "dump", failing_at_first)
     here.launch("t1", COUNT)
     _until_printed(here, "t1", "begins")
     here.paused_and_saved("t1", 1)

@@ -19,7 +19,7 @@ import pytest
 from app.core.model.protocol.messages import Failed, Finished, Paused, Saved, Started
 from tests.workers.criu.criu_processes import STAGES, criu_at, folders_in_memory, helpers, words_of
 from tests.workers.criu.moving import END_S, TOLD
-from workers.criu.runner import CriuFailed
+from workers.criu.dump_and_restore import CriuFailed
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root may store processes")
 

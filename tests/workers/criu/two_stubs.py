@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from workers.commands.freezer import Tree
-from workers.criu import confinement, image_check, image_folder, pids, program, runner
+from workers.criu import confinement, dump_and_restore, image_check, image_folder, pids, program
 from workers.process.isolation import sandbox
 from workers.process.isolation.sandbox import Room
 
@@ -192,9 +192,9 @@ def _main(request: Request) -> Ran:
         folder = Path(request.home) / f"images{number}"
         folder.mkdir()
         images.append(str(folder))
-        target = runner.Target(pidfd=host.pidfd, images=folder, limit_s=30)
+        target = dump_and_restore.Target(pidfd=host.pidfd, images=folder, limit_s=30)
         began = time.monotonic()
-        runner.dump(found, target, pid=first, file_bytes=2**32)
+        dump_and_restore.dump(found, target, pid=first, file_bytes=2**32)
         dump_s.append(time.monotonic() - began)
         host.end()
         os.close(host.write)
@@ -204,8 +204,10 @@ def _main(request: Request) -> Ran:
         before, host = host, Host(request, number + 1, host.room.scratch)
         began = time.monotonic()
         image_folder.admit(folder, _allowed(before.room.uid), host.room.uid)
-        target = runner.Target(pidfd=host.pidfd, images=folder, limit_s=30)
-        runner.restore(found, target, [runner.Inherited(fd=host.write, name=before.pipe)])
+        target = dump_and_restore.Target(pidfd=host.pidfd, images=folder, limit_s=30)
+        dump_and_restore.restore(
+            found, target, [dump_and_restore.Inherited(fd=host.write, name=before.pipe)]
+        )
         restore_s.append(time.monotonic() - began)
         if odd := host.order(f"look {host.room.uid}"):
             raise AssertionError(odd)

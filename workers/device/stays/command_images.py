@@ -21,7 +21,7 @@ from app.core.model.provisions.process_images import OFFER, marked
 from app.storage.chunk_cipher import ChunkCipher
 from workers.criu.probe import Found, Trial
 from workers.criu.process_image import ProcessFacts
-from workers.criu.tree_mover import CannotRestore, CannotStore, StubAccess, TreeMover
+from workers.criu.process_tree_mover import CannotRestore, CannotStore, StubAccess, TreeMover
 from workers.device import store_io
 from workers.device.processes.resident import Adoption, Resident, below, memory_to_dump
 from workers.device.stays.listening import read_printed

@@ -51,8 +51,9 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from app.core.fairness.fair_tree import ALL, Branch, Lane, unscored
-from app.core.fairness.fair_tree import score as scored
+from app.core.fairness.fair_tree import ALL, Branch, Lane
+from app.core.fairness.usage_decay import score as scored
+from app.core.fairness.usage_decay import unscored
 from app.core.model.lifecycle import State
 from app.core.model.snapshot import TIERS, BoardTask, changed
 from app.core.scheduling.board import Board, alike, place_in_line

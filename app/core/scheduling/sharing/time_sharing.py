@@ -32,8 +32,9 @@ from fractions import Fraction
 from functools import cached_property
 from itertools import islice
 
-from app.core.fairness.fair_tree import Branch, Lane, unpinned, unscored, usage_us
+from app.core.fairness.fair_tree import Branch, Lane, unpinned
 from app.core.fairness.fair_tree import lane as lane_of
+from app.core.fairness.usage_decay import unscored, usage_us
 from app.core.model.lifecycle import State
 from app.core.model.snapshot import BoardTask, changed
 from app.core.scheduling.board import Board

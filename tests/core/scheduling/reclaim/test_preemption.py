@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from app.core.fairness.fair_tree import FIXED_POINT_BITS
+from app.core.fairness.usage_decay import FIXED_POINT_BITS
 from app.core.model.lifecycle import Move
 from app.core.model.snapshot import (
     BoardDevice,

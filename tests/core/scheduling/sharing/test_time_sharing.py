@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from app.core.fairness.fair_tree import FIXED_POINT_BITS
+from app.core.fairness.usage_decay import FIXED_POINT_BITS
 from app.core.model.snapshot import Policy
 from app.core.scheduling.board import Board
 from app.core.scheduling.cycle import cycle, decide

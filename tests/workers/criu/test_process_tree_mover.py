@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from workers.criu import runner, tree_mover
+from workers.criu import dump_and_restore, process_tree_mover
+from workers.criu.dump_and_restore import CriuFailed
+from workers.criu.process_tree_mover import CannotStore, StubAccess, TreeMover
 from workers.criu.program import CriuProgram
-from workers.criu.runner import CriuFailed
-from workers.criu.tree_mover import CannotStore, StubAccess, TreeMover
 from workers.device.processes.resident import memory_to_dump
 from workers.process.isolation.sandbox import Room
 
@@ -39,7 +39,7 @@ def stored(mover: TreeMover, memory_bytes: int) -> None:
 
 
 def test_more_memory_than_half_of_what_is_free_is_not_dumped(mover, monkeypatch):
-    monkeypatch.setattr(tree_mover, "available_bytes", lambda: 20 * MIB)
+    monkeypatch.setattr(process_tree_mover, "available_bytes", lambda: 20 * MIB)
     with pytest.raises(CannotStore, match="have 11 MiB in memory, and this host can store 10 MiB"):
         stored(mover, 11 * MIB)
 
@@ -56,7 +56,7 @@ def test_image_that_became_larger_than_the_memory_is_not_packed(mover, monkeypat
             with (target.images / f"ghost-file-{number}.img").open("wb") as file:
                 file.truncate(3 * MIB)
 
-    monkeypatch.setattr(runner, "dump", dump)
+    monkeypatch.setattr(dump_and_restore, "dump", dump)
     mover.most_bytes = 5 * MIB
     with pytest.raises(CannotStore, match="have 6 MiB in memory, and this host can store 5 MiB"):
         stored(mover, MIB)
@@ -70,8 +70,8 @@ def test_dump_of_more_memory_may_take_longer(mover, monkeypatch):
         limits_s.append(target.limit_s)
         raise CriuFailed("dump: no")
 
-    monkeypatch.setattr(runner, "dump", dump)
-    monkeypatch.setattr(tree_mover, "available_bytes", lambda: 2**50)
+    monkeypatch.setattr(dump_and_restore, "dump", dump)
+    monkeypatch.setattr(process_tree_mover, "available_bytes", lambda: 2**50)
     for size in (0, 64 * MIB, 64 * 1024 * MIB):
         with pytest.raises(CannotStore, match="dump: no"):
             stored(mover, size)

@@ -20,19 +20,19 @@ from pathlib import Path
 
 from workers.criu import (
     confinement,
+    dump_and_restore,
     image_check,
     image_folder,
     linked_files,
     process_image,
-    runner,
 )
+from workers.criu.dump_and_restore import CriuFailed, Inherited, Target
 from workers.criu.image_check import Allowed, BadImage
 from workers.criu.image_records import BadRecord
 from workers.criu.linked_files import NoName
 from workers.criu.pids import RESERVED
 from workers.criu.process_image import HostTraits, PackedImage, ProcessFacts, StoredParts
 from workers.criu.program import CriuProgram
-from workers.criu.runner import CriuFailed, Inherited, Target
 from workers.process.isolation import sandbox
 from workers.process.isolation.detached_mounts import memory_folder
 from workers.process.isolation.sandbox import Room
@@ -146,7 +146,9 @@ class TreeMover:
                 try:
                     images = made.enter_context(self.folder(self.most_bytes + _SPARE_BYTES))
                     target = Target(pidfd=stub.pidfd, images=images, limit_s=limit_s)
-                    runner.dump(self.program, target, pid=first_pid, file_bytes=self.most_bytes)
+                    dump_and_restore.dump(
+                        self.program, target, pid=first_pid, file_bytes=self.most_bytes
+                    )
                 except CriuFailed as error:
                     is_by_chance = _BY_CHANCE.search(str(error)) and not error.is_damaged
                     if left and is_by_chance:
@@ -193,7 +195,7 @@ class TreeMover:
                 image_folder.admit(images, self._allowed(stub.room, facts.uid), stub.room.uid)
                 given = [Inherited(fd=pipes[name], name=its) for name, its in facts.pipes.items()]
                 is_entered = True
-                runner.restore(self.program, target, given, stub.room.groups)
+                dump_and_restore.restore(self.program, target, given, stub.room.groups)
                 self._look_at(family(), stub.room.uid)
             except (
                 BadImage,
@@ -206,7 +208,7 @@ class TreeMover:
             finally:
                 if not is_entered:  # refused: the command begins again, and may be stored later
                     with suppress(CriuFailed):
-                        runner.reserve_pids(self.program, target)
+                        dump_and_restore.reserve_pids(self.program, target)
             return facts
 
     def _look_at(self, family: Iterator[int], uid: int) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from workers.criu import runner
+from workers.criu import dump_and_restore
 
 
 def told(folder, log: str) -> str:
-    (folder / runner.LOG).write_text(log)
-    return runner._reason(runner.Target(pidfd=-1, images=folder, limit_s=60), 1)
+    (folder / dump_and_restore.LOG).write_text(log)
+    return dump_and_restore._reason(dump_and_restore.Target(pidfd=-1, images=folder, limit_s=60), 1)
 
 
 def test_first_error_that_counts_is_told(tmp_path):
