@@ -71,10 +71,10 @@ def of_sign_in(
     return _person(session, provider, _claims(provider, token, provider.client_id, nonce))
 
 
-def door(provider: Provider, **how: str) -> str:
+def sign_in_address(provider: Provider, **how: str) -> str:
     """Return the address at which a browser signs in.  Raises Unavailable."""
     try:
-        return provider.door(**how)
+        return provider.sign_in_address(**how)
     except Away as error:
         raise _away(error) from error
 

@@ -89,7 +89,7 @@ class Provider:
 
     # --- signing in ---
 
-    def door(self, *, redirect_uri: str, state: str, nonce: str, verifier: str) -> str:
+    def sign_in_address(self, *, redirect_uri: str, state: str, nonce: str, verifier: str) -> str:
         """Return the address at which a browser signs in; raises Away."""
         self._refresh(KEYS_KEPT_S)
         challenge = base64.urlsafe_b64encode(hashlib.sha256(verifier.encode()).digest())

@@ -33,7 +33,7 @@ def mount(app: FastAPI) -> None:
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
     for router in routers():
         app.include_router(router)
-    app.add_exception_handler(views.NotSignedIn, views.to_the_door)
+    app.add_exception_handler(views.NotSignedIn, views.to_sign_in)
     for kind in (AppError, RequestValidationError):
         app.add_exception_handler(kind, views.refused)
     app.add_middleware(ContentPolicy)
@@ -41,9 +41,10 @@ def mount(app: FastAPI) -> None:
 
 def routers() -> list[APIRouter]:
     """Return the routers in matching order: the very last route takes all other addresses."""
-    from app.pages import admin_views, operator_views, secret_views, task_forms, views
+    from app.pages import admin_views, operator_views, secret_views, sign_in, task_forms, views
 
     return [
+        sign_in.router,
         task_forms.router,
         admin_views.router,
         operator_views.router,

@@ -1,4 +1,5 @@
-"""Sign-in, and the pages: each reads values from `app.insight.reports` and renders a template.
+"""Serves the pages that only show something: each reads values from `app.insight.reports`, and
+renders a template.
 
 A page is sent as a whole, or, when htmx requests it after a change, only its live part.  So all
 values on a page come from one transaction.
@@ -7,19 +8,14 @@ values on a page come from one transaction.
 from __future__ import annotations
 
 import asyncio
-import base64
 import hashlib
-import hmac
-import json
-import secrets
 from collections.abc import AsyncIterator, Callable
-from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Cookie, Depends, Form, Request, Response
+from fastapi import APIRouter, Cookie, Depends, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import RedirectResponse
 from fastapi.templating import Jinja2Templates
@@ -27,17 +23,12 @@ from markupsafe import Markup, escape
 from sqlalchemy.orm import Session
 
 from app.api import problems
-from app.api.access import rate_limiting, wrong_keys
+from app.api.access import rate_limiting
 from app.api.access.auth import (
     COOKIE,
     Caller,
     call_of,
     caller_of_cookie,
-    count_wrong_key,
-    from_our_origin,
-    sign_in,
-    sign_in_person,
-    sign_out,
 )
 from app.api.access.gate import GatedRoute
 from app.api.access.scoped import operation_named
@@ -50,8 +41,8 @@ from app.core.model.provisions.mounts import IMAGE
 from app.data import datablocks, mounts
 from app.db import tenant_tree
 from app.db.transactions import Db, transaction
-from app.errors import AppError, BadInput, Forbidden, NotFound, Unauthenticated, Unavailable
-from app.identity import audit, directory
+from app.errors import AppError, BadInput, NotFound, Unauthenticated
+from app.identity import audit
 from app.insight import reports
 from app.insight.time_spent import time_spent
 from app.messaging.live_updates import ALL, changes
@@ -59,10 +50,6 @@ from app.pages import STATIC, charts, forms, task_actions
 from app.settings import settings
 
 HOME = "/ui/"
-OIDC = "/ui/login/oidc"
-# name of the cookie while a person is with the identity provider
-SIGNING_IN = "roundhouse_signing_in"
-SIGNING_IN_S = 600.0
 CHANGED_EVERY_S = 1.0  # shortest time in s between two notices of changes to a page
 QUEUE_SHOWN = 10  # tasks shown on the overview, by place, among the QUEUE_READ oldest
 QUEUE_READ = 50
@@ -153,183 +140,12 @@ def acts_as(
     audit.begin(session, call_of(request, caller, operation_named(operation.__name__)))
 
 
-def to_the_door(request: Request, error: Exception) -> Response:
+def to_sign_in(request: Request, error: Exception) -> Response:
     if "hx-request" in request.headers:
         return Response(status_code=200, headers={"HX-Refresh": "true"})
     path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
-    door = request.url_for("show_door").include_query_params(next=path)
-    return RedirectResponse(f"{door.path}?{door.query}", status_code=303)
-
-
-@router.get("/ui/login")
-def show_door(request: Request, next: str = HOME) -> Response:
-    return _door(request, next)
-
-
-@router.post("/ui/login")
-def open_door(
-    request: Request,
-    session: Db,
-    key: Annotated[str, Form()] = "",
-    next: Annotated[str, Form()] = HOME,
-) -> Response:
-    if not from_our_origin(request):
-        raise Forbidden("sign in from the page of this service")
-    wrong_keys.check_address(request)
-    try:
-        caller, cookie = sign_in(session, key.strip())
-    except Unauthenticated as error:
-        count_wrong_key(session, request, key.strip(), "signIn")
-        return _door(request, next, wrong=f"{error.detail[0].upper()}{error.detail[1:]}")
-    audit.signed_in(session, call_of(request, caller, "signIn"))
-    return _let_in(request, cookie, next)
-
-
-def _let_in(request: Request, cookie: str, next: str) -> Response:
-    answer = RedirectResponse(_own(next), status_code=303)
-    _give(request, answer, COOKIE, cookie, settings().web_session_s)
-    return answer
-
-
-def _give(
-    request: Request, answer: Response, name: str, value: str, for_s: float, path: str = "/"
-) -> None:
-    answer.set_cookie(
-        name,
-        value,
-        max_age=int(for_s),
-        path=path,
-        httponly=True,
-        samesite="lax",
-        secure=request.url.scheme == "https",
-    )
-
-
-# --- by the identity provider: authorization code with PKCE ----
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SigningIn:
-    """Holds the state of a sign-in that this browser has begun; it is kept in a cookie.
-
-    `state` proves that the same browser comes back, `nonce` that the token belongs to this sign-in,
-    and `verifier` that the code does.
-    """
-
-    state: str
-    nonce: str
-    verifier: str
-    next: str
-
-    def sealed(self) -> str:
-        return base64.urlsafe_b64encode(json.dumps(asdict(self)).encode()).decode()
-
-    @classmethod
-    def opened(cls, cookie: str) -> SigningIn | None:
-        try:
-            found = cls(**json.loads(base64.urlsafe_b64decode(cookie)))
-        except (ValueError, TypeError):
-            return None
-        return found if all(isinstance(each, str) for each in asdict(found).values()) else None
-
-
-@router.get(OIDC)
-def go_to_provider(request: Request, next: str = HOME) -> Response:
-    provider = directory.provider()
-    if provider is None:
-        raise NotFound("identity provider", "oidc")
-    begun = SigningIn(
-        state=secrets.token_urlsafe(32),
-        nonce=secrets.token_urlsafe(32),
-        verifier=secrets.token_urlsafe(48),
-        next=_own(next),
-    )
-    try:
-        door = directory.door(
-            provider,
-            redirect_uri=_back(request),
-            state=begun.state,
-            nonce=begun.nonce,
-            verifier=begun.verifier,
-        )
-    except Unavailable as error:
-        return _door(request, next, wrong=_sentence(error))
-    answer = RedirectResponse(door, status_code=303)
-    _give(request, answer, SIGNING_IN, begun.sealed(), SIGNING_IN_S, OIDC)
-    return answer
-
-
-@router.get(f"{OIDC}/callback")
-def come_back(
-    request: Request,
-    session: Db,
-    state: str = "",
-    code: str = "",
-    error: str = "",
-    cookie: Annotated[str, Cookie(alias=SIGNING_IN)] = "",
-) -> Response:
-    provider, begun = directory.provider(), SigningIn.opened(cookie)
-    if provider is None:
-        raise NotFound("identity provider", "oidc")
-    if begun is None or not hmac.compare_digest(begun.state.encode(), state.encode()):
-        return _door(request, HOME, wrong="This sign-in was not begun here, or too long ago.")
-    if error or not code:
-        said = f"The identity provider says {error or 'nothing'}."
-        return _door(request, begun.next, wrong=said)
-    try:
-        person = directory.of_sign_in(
-            session,
-            provider,
-            code,
-            redirect_uri=_back(request),
-            verifier=begun.verifier,
-            nonce=begun.nonce,
-        )
-    except (Unauthenticated, Forbidden, Unavailable) as refused:
-        return _door(request, begun.next, wrong=_sentence(refused))
-    caller, own = sign_in_person(session, person)
-    audit.signed_in(session, call_of(request, caller, "signIn"))
-    answer = _let_in(request, own, begun.next)
-    answer.delete_cookie(SIGNING_IN, path=OIDC)
-    return answer
-
-
-def _back(request: Request) -> str:
-    """Return the address that is registered with the provider."""
-    return str(request.url_for("come_back"))
-
-
-def _sentence(error: AppError) -> str:
-    return f"{error.detail[0].upper()}{error.detail[1:]}."
-
-
-@router.post("/ui/logout")
-def leave(
-    request: Request, session: Db, cookie: Annotated[str | None, Cookie(alias=COOKIE)] = None
-) -> Response:
-    if not from_our_origin(request):
-        raise Forbidden("sign out from the page of this service")
-    if cookie is not None:
-        sign_out(session, cookie)
-    answer = RedirectResponse("/ui/login", status_code=303)
-    answer.delete_cookie(COOKIE)
-    return answer
-
-
-def _door(request: Request, next: str, wrong: str = "") -> Response:
-    return templates.TemplateResponse(
-        request,
-        "login.html",
-        {"next": _own(next), "wrong": wrong, "provider": directory.provider() is not None},
-        status_code=401 if wrong else 200,
-    )
-
-
-def _own(path: str) -> str:
-    """Return `path` if it is one of the pages, otherwise HOME, so that no link leads to another
-    site.
-    """
-    return path if path.startswith(HOME) and "\\" not in path else HOME
+    address = request.url_for("show_sign_in").include_query_params(next=path)
+    return RedirectResponse(f"{address.path}?{address.query}", status_code=303)
 
 
 # --- the pages ----------------------------------------------------------------------------------
