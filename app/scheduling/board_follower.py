@@ -56,28 +56,20 @@ Line = tuple[Branch, Lane]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class News:
-    """The changes to read: which tables have changed, and which tasks have become due.
+    """Says what to read: which tables have changed, and which tasks have become due."""
 
-    `horizon` is the oldest transaction that may still write more.  `abroad` means tasks of other
-    islands that have ended and that tasks here may wait for.  `given` means durable outputs of
-    tasks, of any island, that still run.  `gangs` means members of gangs that span islands.  `due`
-    means blocked tasks that have reached their start time; `next_due_s` is the next such time.
-    `saves` means checkpoints that users asked for, and `moves` means moves that are under way or
-    asked for.
-    """
-
-    horizon: int
+    horizon: int  # oldest transaction that may still write more
     tenants: bool
     devices: bool
     tasks: bool
-    abroad: bool
-    given: bool
-    gangs: bool
+    abroad: bool  # tasks of other islands have ended, for which tasks here may wait
+    given: bool  # tasks that still run, of any island, have made outputs durable
+    gangs: bool  # members of gangs that span islands have changed
     users: bool
-    due: bool
-    saves: bool
-    moves: bool
-    next_due_s: float | None
+    due: bool  # blocked tasks have reached their start time
+    saves: bool  # users asked for checkpoints
+    moves: bool  # moves are under way or asked for
+    next_due_s: float | None  # when the next blocked task reaches its start time
 
 
 @dataclass(slots=True)

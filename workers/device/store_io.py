@@ -65,32 +65,29 @@ _PIECE = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fetched:
-    """Holds all that a launch names, verified: its code, open files of its inputs, its image.
-
-    If the launch runs a graph, the first file is the graph; the other files are its inputs, by
-    port. `access` is how its process reaches its devices.
-
-    The image lies in `slab`, which is empty without an image. `input_bytes` is the size of all
-    inputs. `fetched_bytes` of them were read from the store, as neither this host nor another had
-    them. `ways` has for each port how the input arrived: one of core.model.protocol.messages.WAYS.
-    `folders` are the inputs that are folders, by port; their files among `fds` are their manifests.
-    `secrets` are the values that the launch has sealed, by name; `redactor` knows them.
-    """
+    """Holds all that a launch names, verified: its code, open files of its inputs, its image."""
 
     code: Path
+    # Open files: first the graph, if the launch runs one, then the inputs by port. The file of a
+    # folder is its manifest.
     fds: list[int]
-    slab: int
-    input_bytes: int = 0
+    slab: int  # descriptor of the memory with the image; the memory is empty if there is no image
+    input_bytes: int = 0  # size of all inputs
+    # part of `input_bytes` read from the store, as neither this host nor another had it
     fetched_bytes: int = 0
+    # by port: how the input arrived, one of core.model.protocol.messages.WAYS
     ways: dict[str, str] = field(default_factory=dict)
     index_bytes: int = 0
     image: Saving | None = None
+    # how the process reaches its devices
     access: DeviceAccess = field(default_factory=DeviceAccess)
     environment: HeldEnvironment | None = None
     root: HeldContainerImage | None = None
+    # by port: inputs that are folders
     folders: dict[str, BuiltFolder] = field(default_factory=dict)
+    # by name: values that the launch has sealed
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
-    redactor: Redactor = NO_SECRETS
+    redactor: Redactor = NO_SECRETS  # removes the values of `secrets` from texts
     manifest: Manifest | None = None  # manifest of the image
     beside: HeldChunks = field(default_factory=dict, repr=False)  # chunks of the second image
 

@@ -33,42 +33,34 @@ class SlabImage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskStart:
-    """Holds the descriptor of a task, unchanged, and what a device adds to it.
-
-    `code` and `scratch` are folders, as the process sees them. `seats` and `host` are those of the
-    Launch. `variables` let the processes of a command see several devices. `secrets` are
-    environment variables too, in addition to those of the descriptor. `image_variables` are those
-    that a container image sets. `rank` is the number of the rank that the process becomes, in a
-    task with several.
-
-    `stores_processes` says that the processes of a command go into its images; `adopts` says that
-    the processes of its image are restored below this process. `dump_damaged` says that storing has
-    damaged them before: then they go only into images for a pause or an order, and not into
-    periodic images.
-
-    The process of a function that `rests` does not exit: it waits for the next function.
-    """
+    """Holds the descriptor of a task, unchanged, and what a device adds to it."""
 
     task: str
     spec: TaskDescriptor
     inputs: Mapping[str, InputFile]
     preset: JSON
     kind: str  # kind of the device
-    code: str
-    scratch: str
+    code: str  # folder, as the process sees it
+    scratch: str  # folder, as the process sees it
     lease_margin_s: float
     patience_s: float
     device_fraction: float = 1.0  # part of the device's memory that the process may take
     image: SlabImage | None = None
-    seats: tuple[int, ...] = (1,)
-    host: int = 0
+    seats: tuple[int, ...] = (1,)  # as in a Launch
+    host: int = 0  # as in a Launch
+    # let the processes of a command see several devices
     variables: Mapping[str, str] = field(default_factory=dict)
+    # further environment variables, which the descriptor only names
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    # environment variables that a container image sets
     image_variables: Mapping[str, str] = field(default_factory=dict)
-    rank: int = 0
-    stores_processes: bool = False
-    adopts: bool = False
+    rank: int = 0  # number of the rank that the process becomes, in a task with several ranks
+    stores_processes: bool = False  # True: the processes of a command go into its images
+    adopts: bool = False  # True: the processes of its image are restored below this process
+    # True: storing has damaged its processes before. Then they go only into images for a pause or
+    # an order, and not into periodic images.
     dump_damaged: bool = False
+    # True: the process of a function does not exit at its end, but waits for the next function
     rests: bool = False
 
     def as_rank(self, rank: int) -> TaskStart:

@@ -54,18 +54,13 @@ BRIDGE_ENDS_S = 30.0  # seconds that a bridge may take to end after the ranks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GangSpec:
-    """Describes a gang to run.
+    """Describes a gang to run."""
 
-    `entry` is "module:name". `kind` is that of the devices: on an accelerator each slot is a device
-    of this host. `resize` maps a step to the number of slots from that step on; step 0 stands for
-    the first opportunity. `hosts` gives the number of slots on each host, if there are several:
-    each simulated host is a shared memory arena on this machine, connected as real hosts are.
-    """
-
-    entry: str
+    entry: str  # "module:name"
     ranks: int
     seats: int
     steps: int = 0
+    # Step -> number of slots from that step on; step 0 stands for the first opportunity.
     resize: dict[int, int] = field(default_factory=dict)
     params: JSON = field(default_factory=dict)
     squash: bool = True
@@ -73,8 +68,10 @@ class GangSpec:
     timeout_s: float = TIMEOUT_S
     slice_s: float = 1.0
     measure_from: int = 1  # step from which processor time counts
+    # Number of slots on each host, if there are several. Each simulated host is a shared memory
+    # arena on this machine, connected as real hosts are.
     hosts: tuple[int, ...] = ()
-    kind: str = "cpu"
+    kind: str = "cpu"  # kind of the devices; on an accelerator each slot is a device of this host
     path: str = ""  # a folder to add to the module search path
     # rendezvous file; if set, stock gloo runs over it instead of turns, for comparison
     peers: str = ""

@@ -126,16 +126,12 @@ class Standing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shut:
-    """Describes a tenant at its limit: it holds `held` of `limit` devices of `kind`.
+    """Describes a tenant at its limit."""
 
-    The kind "*" stands for devices of all kinds, "" for running tasks. `above` is 0 for the task's
-    own tenant, 1 for the tenant above, and so on.
-    """
-
-    above: int
-    kind: str
-    held: int
-    limit: int
+    above: int  # 0 for the task's own tenant, 1 for the tenant above, and so on
+    kind: str  # kind of device; "*" for devices of all kinds together, "" for running tasks
+    held: int  # number that the tenant holds
+    limit: int  # number that it may hold
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,46 +152,38 @@ class Blockers:
     """Lists what stands between an eligible task and its devices, as `core.scheduling.blockers`
     finds it.
 
-    `devices` counts the known devices of the task's kind with enough memory. `up` counts how many
-    of them are up, and `open` how many also accept work. `busy` counts open devices that are held
-    or promised. `turn_s` is the least length of a turn. With a `host`, all counts are for that
-    host: a one-host gang finds its devices there first.
-
-    `tenant` and `user` are set if a holder there does not give way. `own` counts devices held by
-    the same user's tasks of the same or a higher priority. `free` devices, and devices `lent` to
-    tasks that hold more than they need, are not enough for a gang, or are `kept` for a gang that
-    waited longer, or are about to be assigned (`offered`). Of the better served holders,
-    `guaranteed` hold no more than their guarantee, and `protected` must not be paused now. `shed`
-    means that the promise of the task's own tier cannot be kept. `stopping` names devices that are
-    up but take no work, because their workers stop. `unfit` names the devices that health rules
-    have cordoned, and why. On the `installing` hosts the task's packages are not ready; their
-    devices are not counted.
+    With a `host`, all counts are for that host: a one-host gang finds its devices there first. The
+    free and lent devices are not enough for a gang, or are kept for another gang, or are about to
+    be assigned.
     """
 
-    devices: int
-    up: int
-    open: int
-    busy: int
-    turn_s: float
-    free: int = 0
-    lent: int = 0
-    kept: bool = False
-    offered: bool = False
-    shut: tuple[Shut, ...] = ()
+    devices: int  # number of known devices of the task's kind with enough memory
+    up: int  # number of these that are up
+    open: int  # number of these that are up and accept work
+    busy: int  # number of open devices that are held or promised
+    turn_s: float  # shortest length of a turn
+    free: int = 0  # number of open devices that no task holds
+    lent: int = 0  # number of devices lent to tasks that hold more than they need
+    kept: bool = False  # True: the free devices are kept for a gang that waited longer
+    offered: bool = False  # True: the free devices are about to be assigned
+    shut: tuple[Shut, ...] = ()  # tenants, from the task's own upwards, that are at a limit
     host: str | None = None
     pinned_to: tuple[str, ...] = ()
     pin_is_free: bool = False
-    tenant: Standing | None = None
+    tenant: Standing | None = None  # set if a holder of another tenant does not give way
+    # set if a holder of another user of the same tenant does not give way
     user: Standing | None = None
-    own: int = 0
+    own: int = 0  # number of devices held by the same user's tasks of the same or a higher priority
     own_soon: int = 0  # own tasks on devices that give way after their minute (F8)
     minute_s: float = 0.0  # length of that minute in s; a slice may be longer
-    guaranteed: int = 0
-    protected: int = 0
-    shed: bool = False
+    guaranteed: int = 0  # number of better served holders that hold no more than their guarantee
+    protected: int = 0  # number of better served holders that must not be paused now
+    shed: bool = False  # True: the promise of the task's own tier cannot be kept
+    # devices that are up but take no work, because their workers stop
     stopping: tuple[str, ...] = ()
-    unfit: tuple[str, ...] = ()
+    unfit: tuple[str, ...] = ()  # devices that health rules have cordoned, and why
     goes_on_on: tuple[str, ...] = ()  # the only devices on which its processes can go on
+    # hosts where the task's packages are not ready; their devices are not counted
     installing: tuple[InstallingHost, ...] = ()
 
 

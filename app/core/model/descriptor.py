@@ -104,21 +104,20 @@ class BadDescriptor(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpec:
-    """Describes the code of a task: `kind` is one of RUNS; `entry` is "module:Name", `argv` a
-    command.
+    """Describes the code of a task."""
 
-    `graph` is "sha256:<hex>" of a stored graph of the tenant, or, in a request, a graph as JSON
-    (`core.model.graphs.task_graph`). `part` is the part of the graph that a task runs
-    (`core.placement.partitions`). `took_ms` and `made_bytes` are how long the graph's nodes took
-    before, and how large their blocks were. The last three are computed, so `parse` rejects them.
-    """
-
-    kind: str
-    entry: str = ""
-    argv: tuple[str, ...] = ()
+    kind: str  # one of RUNS
+    entry: str = ""  # "module:Name" of a job or function
+    argv: tuple[str, ...] = ()  # the command and its arguments
+    # "sha256:<hex>" of a stored graph of the tenant, or, in a request, a graph as JSON
+    # (`core.model.graphs.task_graph`)
     graph: str | JSON = ""
+    # The part of the graph that the task runs (`core.placement.partitions`). This field and the
+    # next two are computed, so `parse` rejects them.
     part: JSON | None = None
+    # how long the nodes of the graph took in an earlier run
     took_ms: Mapping[str, float] = field(default_factory=dict)
+    # how large the blocks of the graph were in an earlier run
     made_bytes: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -187,44 +186,40 @@ class Notify:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskDescriptor:
-    """Describes one task.
-
-    `type` selects the preset; `inputs` maps a port to its source; `retry_max` counts crashes.
-    `publish` maps an output to the datablock that gets it as its new version. `from_checkpoint` is
-    the id of a checkpoint of another task, from which this job continues, or in whose working
-    folder this command begins. `mounts` maps a target to the mount that it shows
-    (`provisions.mounts`); `image` names the container image that is its root
-    (`provisions.container_image`). `islands` is the most islands that a graph may be partitioned
-    for, or that a gang with `across_hosts` may span. `env` are the environment variables of its
-    process and of all that the process starts; `secrets` names the variables whose values are
-    secrets. `isolation` is OWN_PROCESS, or empty for a function that may share its process with
-    others (`core.model.shared_process`).
-    """
+    """Describes one task."""
 
     name: str
-    type: str
+    type: str  # selects the preset
     run: RunSpec
     params: Mapping[str, Any] = field(default_factory=dict)
-    inputs: Mapping[str, Source] = field(default_factory=dict)
+    inputs: Mapping[str, Source] = field(default_factory=dict)  # port -> its source
     outputs: tuple[str, ...] = ()
+    # output -> the datablock that gets it as its new version
     publish: Mapping[str, str] = field(default_factory=dict)
     start: StartConditions = field(default_factory=StartConditions)
     world_size: int = 1
     devices: Devices = field(default_factory=Devices)
+    # most islands that a graph may be partitioned for, or that a gang across hosts may span
     islands: int = 1
     checkpoint: Checkpointing = field(default_factory=Checkpointing)
-    retry_max: int = 0
+    retry_max: int = 0  # most crashes after which the task starts again
     max_duration_s: float = 86400.0
+    # Checkpoint of another task, from which this job continues, or in whose working folder this
+    # command begins.
     from_checkpoint: str | None = None
     network: NetworkWish = NO_NETWORK
+    # environment variables of its process, and of all that the process starts
     env: Mapping[str, str] = field(default_factory=dict)
-    secrets: tuple[str, ...] = ()
+    secrets: tuple[str, ...] = ()  # names of the variables whose values are secrets
+    # target -> the mount that it shows (`provisions.mounts`)
     mounts: Mapping[str, str] = field(default_factory=dict)
-    image: str | None = None
+    image: str | None = None  # container image that is its root (`provisions.container_image`)
     environment: TaskEnvironment | None = None  # computed from the environment of the request
     notice: Notice | None = None
     resources: Resources = NO_RESOURCES
     session: InteractiveSession | None = None
+    # OWN_PROCESS, or "" for a function that may share its process with others
+    # (`core.model.shared_process`)
     isolation: str = ""
 
 

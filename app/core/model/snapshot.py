@@ -66,22 +66,19 @@ def _check_above_0(id: str, word: str, number: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoardTenant:
-    """Describes a node of the tree; `parent` is None at the top. Its usage is the usage of its
-    users.
-
-    `guarantee` and `limit` (rule F4) are devices by kind; a limit may also cover all kinds
-    together, under "*". `most_running` limits how many tasks of the tenant and all tenants below it
-    are on devices. `carried_us` is faded usage that counts in comparisons only, because the weight
-    has changed (`core.fairness.usage_decay.carried_over`).
-    """
+    """Describes a tenant. Its usage is the usage of its users."""
 
     id: str
     name: str
     weight: int  # in thousandths: 1.0 is 1000
-    parent: str | None = None
-    guarantee: Mapping[str, int] = field(default_factory=dict)
+    parent: str | None = None  # tenant above it; None at the top
+    guarantee: Mapping[str, int] = field(default_factory=dict)  # devices by kind (rule F4)
+    # devices by kind (rule F4); under "*" of all kinds together
     limit: Mapping[str, int] = field(default_factory=dict)
+    # most tasks on devices, of the tenant and all tenants below it; None: no limit
     most_running: int | None = None
+    # Faded usage that counts in comparisons only, because the weight has changed
+    # (`core.fairness.usage_decay.carried_over`).
     carried_us: int = 0
 
     def __post_init__(self) -> None:
@@ -145,23 +142,18 @@ class BatchSize:
 class GangWait:
     """Records what gangs that wait for a kind of device cost (rule F7,
     `core.scheduling.gangs.gang_waits`).
-
-    Devices are kept for the `gang` ("": for none) in its `epoch`, which expects the last one at
-    `at_s`. Of them `idle` stand free since `idle_since_s`, though other tasks could run there;
-    `lost_s` are the device-seconds that stood free earlier in this wait. At `again_s` the waits so
-    far are paid for; no other wait begins before that. `each_s` is how long each device of the last
-    gang stood free for it.
     """
 
     kind: str
+    # no other gang may begin to wait before this time: then the past waits are paid for
     again_s: float
-    gang: str = ""
-    epoch: int = 0
-    at_s: float = 0.0
-    idle: int = 0
-    idle_since_s: float = 0.0
-    lost_s: float = 0.0
-    each_s: float = 0.0
+    gang: str = ""  # gang for which devices are kept; "" for none
+    epoch: int = 0  # epoch of the gang
+    at_s: float = 0.0  # when the last device of the gang is expected
+    idle: int = 0  # number of kept devices that stand free now, though other tasks could run there
+    idle_since_s: float = 0.0  # since when these devices stand free
+    lost_s: float = 0.0  # device-seconds that stood free earlier in this wait
+    each_s: float = 0.0  # how long each device of the last gang stood free for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,29 +228,11 @@ RESTARTS = "restart"  # capability of commands: on another device they restart u
 class BoardTask:
     """Describes a task as the island sees it.
 
-    `seats` are the devices that the task holds or is about to hold. `image_on` is the device with
-    the task's paused image in its host's memory, and `image_with` are the further devices of a
-    command whose processes are frozen. `saved` says that this image is durable, so that any device
-    may take it. The processes of a movable command are restored only on a device that offers
-    `goes_on_with` (`provisions.process_images`). `away` are the intervals (from, to) of the last
-    hour in which the task waited after it had started (rule F9), without a wait that still lasts. A
-    `movable` task has a state that can be captured. `moves_to` is the device kept for the task
-    while it is moved there ("": requested, not begun). The task `stops` when only the last
-    difference is left to copy.
+    An elastic task needs `width` devices and can use `width_max`. Devices beyond `width` are lent
+    to the task and count as free for waiting tasks (`core.scheduling.reclaim.elastic`).
 
-    An elastic task needs `width` devices and can use `width_max`, all on one host unless it may
-    live `across_hosts`. A gang with `one_host` waits until one host has so many free devices.
-    Devices beyond `width` are lent to the task and count as free for waiting tasks
-    (`core.scheduling.reclaim.elastic`). While the task is made smaller it still holds the devices
-    that it `leaves`. `accrued_us` and `held_us` count from the last resize, if there was one.
-
-    A multi-island gang and each of its tickets name the `gang`. A `ticket` keeps devices for the
-    gang and runs nothing.
-
-    A `graph` of one executor can take turns with other tasks on a device. If the graph `shares`
-    one, or did so in this epoch, it is charged for the use that the device reports, and only once
-    the device reports it. The same holds for a `function` that was launched behind other functions
-    on a device.
+    After a resize, `accrued_us` and `held_us` count from the resize on. A multi-island gang and
+    each of its tickets name the `gang`.
     """
 
     id: str
@@ -271,8 +245,8 @@ class BoardTask:
     memory_bytes: int = 0
     width: int = 1  # devices needed at once
     width_max: int = 0  # most devices that the task can use; 0: no more than `width`
-    across_hosts: bool = False
-    one_host: bool = False
+    across_hosts: bool = False  # False: all devices of an elastic task are on one host
+    one_host: bool = False  # True: a gang that waits until one host has enough free devices
     choice: str = ""  # which devices suit the task (`core.model.device_choice`)
     tier: str = "standard"
     priority: int = 0
@@ -281,12 +255,15 @@ class BoardTask:
     waiting_since_s: float | None = None  # since when the task waits; None: since it was submitted
     waited_s: float = 0.0  # in s: the sum of earlier waits
     expected_s: float | None = None  # s that the task is expected to run on; None if unknown
+    # Intervals (from, to) of the last hour in which the task waited after it had started (rule F9),
+    # without a wait that still lasts.
     away: tuple[tuple[float, float], ...] = ()
-    movable: bool = False
+    movable: bool = False  # True: the state of the task can be captured
+    # device kept for the task while it is moved there; "": move requested, but not begun
     moves_to: str | None = None
-    stops: bool = False
-    seats: tuple[str, ...] = ()
-    leaves: tuple[str, ...] = ()
+    stops: bool = False  # True: in a move, only the last difference is left to copy
+    seats: tuple[str, ...] = ()  # devices that the task holds or is about to hold
+    leaves: tuple[str, ...] = ()  # devices that the task still holds while it is made smaller
     launched_s: float = 0.0  # when the Launch order was written
     started_s: float | None = None  # when the device reported that the task runs
     # since when the task is charged for its present devices; None: since its launch
@@ -294,16 +271,23 @@ class BoardTask:
     accrued_us: int = 0  # device time of this epoch not yet charged to the tenant
     held_us: int = 0  # device time of this epoch, in total
     had_us: int = 0  # device time of earlier epochs, in total
-    image_on: str | None = None
-    image_with: tuple[str, ...] = ()
-    saved: bool = True
+    image_on: str | None = None  # device with the task's paused image in its host's memory
+    image_with: tuple[str, ...] = ()  # further devices of a command whose processes are frozen
+    saved: bool = True  # True: the image on `image_on` is durable, so that any device may take it
     restarts: bool = False  # a command: restarts elsewhere unless its processes are `movable`
+    # what a device must offer so that the processes of a movable command are restored on it
+    # (`provisions.process_images`)
     goes_on_with: str = ""
     switch_us: int = 0  # what the last switch to this task cost
+    # True: a graph of one executor, which can take turns with other tasks on a device
     graph: bool = False
+    # True: a function, which can be launched behind other functions on a device
     function: bool = False
     gang: str = ""
-    ticket: bool = False
+    ticket: bool = False  # True: keeps devices for the `gang` and runs nothing
+    # True: the task takes turns on its device, or did so in this epoch, or was launched behind
+    # other functions. It is charged for the use that the device reports, and only once the device
+    # reports it.
     shares: bool = False
     # thousandths per second in this epoch, if charged by memory (`core.fairness.dominant_resource`)
     # or for a fraction
@@ -380,23 +364,17 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanDecision:
-    """Describes a move of a task.
-
-    `move` is a move of `core.model.lifecycle`. `devices` are the devices that a Launch takes, or
-    all that the task has after a Splice. `rule` cites F1-F10 or another named rule; `because` is
-    one sentence for the task's owner. `against` is the task that gains or gives, if there is one.
-    `cost` is the cost of a second of a launched task, in thousandths, if that differs from the cost
-    of its devices. A launched task that `shares` takes turns with the tasks on its device; a
-    function runs after them.
-    """
+    """Describes a move of a task."""
 
     task: str
-    move: str
-    rule: str
-    because: str
+    move: str  # a move of `core.model.lifecycle`
+    rule: str  # F1 to F10, or the name of another rule
+    because: str  # one sentence for the task's owner
+    # the devices that a Launch takes, or all that the task has after a Splice
     devices: tuple[str, ...] = ()
-    against: str | None = None
-    cost: int = 0
+    against: str | None = None  # the task that gains or gives, if there is one
+    cost: int = 0  # thousandths per second of a launched task; 0: the cost of its devices
+    # True: a launched task takes turns with the tasks on its device; a function runs after them
     shares: bool = False
 
     @property
@@ -429,19 +407,16 @@ class Reason:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Lists decisions in the order in which they were made, and reasons for every task that still
-    waits.
+    """Lists decisions, and reasons for every task that still waits."""
 
-    `places` holds each waiting task's place in the island's order, from 1. Nothing changes by the
-    mere passing of time before `look_again_s`. The plan was made at `now_s`; `before` holds the
-    moved tasks as they were then. `lifts` are the new idle-credit floors; each replaces an older
-    floor of the same tenant or user and kind.
-    """
-
-    decisions: tuple[PlanDecision, ...] = ()
+    decisions: tuple[PlanDecision, ...] = ()  # in the order in which they were made
     reasons: Mapping[str, tuple[Reason, ...]] = field(default_factory=dict)
+    # by task: its place in the island's order, from 1
     places: Mapping[str, int] = field(default_factory=dict)
+    # before this time nothing changes by the mere passing of time
     look_again_s: float | None = None
-    now_s: float = 0.0
+    now_s: float = 0.0  # when the plan was made
+    # by id: the moved tasks as they were at `now_s`
     before: Mapping[str, BoardTask] = field(default_factory=dict, compare=False)
+    # new idle-credit floors; each replaces an older floor of the same tenant or user and kind
     lifts: tuple[IdleCreditFloor, ...] = ()

@@ -70,18 +70,15 @@ class Copy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
-    """Describes a unit in an executor's lane; blocks are named by number.
-
-    `takes` are (block, maker) that the unit reads and other executors make. `gives` are blocks that
-    it makes and others read. `frees` are own blocks that no executor needs after the unit. `drops`
-    are (block, maker) that this executor no longer needs: blocks of others, and own blocks that
-    others may still need.
-    """
+    """Describes a unit in the plan of an executor; blocks are named by number."""
 
     at: int
+    # (block, maker) that the unit reads and other executors make
     takes: tuple[tuple[int, int], ...] = ()
-    gives: tuple[int, ...] = ()
-    frees: tuple[int, ...] = ()
+    gives: tuple[int, ...] = ()  # blocks that the unit makes and other executors read
+    frees: tuple[int, ...] = ()  # own blocks that no executor needs after the unit
+    # (block, maker) that this executor no longer needs: blocks of others, and own blocks that
+    # others may still need
     drops: tuple[tuple[int, int], ...] = ()
 
 

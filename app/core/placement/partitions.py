@@ -56,24 +56,20 @@ EFFORT = Effort(guard=1050, search=60_000, exact=30_000)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """Describes some `nodes` of a graph, in the order of the plan.
-
-    `ports` are the task's inputs that these nodes read. `takes` maps further inputs to blocks of
-    other partitions. Those named in `late` may arrive while the partition runs; they are listed in
-    the order in which it needs them. `gives` maps outputs to blocks that other partitions take,
-    `ends` maps the graph's outputs that are made here. `bytes` has their sizes, known or usual. The
-    partition runs for `ms`, including its waits. `after_ms` is when others can take what it gives.
-    """
+    """Describes some nodes of a graph, which one task runs."""
 
     number: int
-    nodes: tuple[str, ...]
-    ports: tuple[str, ...]
-    takes: Mapping[str, str]
+    nodes: tuple[str, ...]  # in the order of the plan
+    ports: tuple[str, ...]  # inputs of the task that these nodes read
+    takes: Mapping[str, str]  # further input -> block of another partition
+    # Inputs of `takes` that may arrive while the partition runs, in the order in which it needs
+    # them.
     late: tuple[str, ...]
-    gives: Mapping[str, str]
-    ends: Mapping[str, str]
-    ms: float
-    bytes: Mapping[str, int]
+    gives: Mapping[str, str]  # output -> block that other partitions take
+    ends: Mapping[str, str]  # output -> output of the graph that is made here
+    ms: float  # in ms: how long the partition runs, including its waits
+    bytes: Mapping[str, int]  # sizes of the outputs, known or usual
+    # by output: after how many ms of running other partitions can take it
     after_ms: Mapping[str, float]
 
     def as_json(self) -> JSON:

@@ -56,21 +56,16 @@ REBASE_HALF_LIVES = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """A task that arrives at `at_s` and needs `width` devices for `work_s` seconds.
-
-    With `width_max` the task is elastic: it needs at least `width` devices and can use `width_max`.
-    On k of them it steps at k / `width_max` of the speed; `work_s` is for all of them.
-    `expected_s` is what the scheduler believes of the work beforehand; None if unknown.  `owner` is
-    the name under which the report counts the task, if that is not its tenant.  Tasks of one
-    `request` finish one after the other; "" makes the task a request of its own.
-    """
+    """A task that arrives at `at_s` and needs `width` devices for `work_s` seconds."""
 
     at_s: float
     task: str
     tenant: str
     user: str
-    work_s: float
+    work_s: float  # time on `width_max` devices, if the task is elastic
     width: int = 1
+    # Most devices of an elastic task. On k of them it steps at k / `width_max` of the speed. 0: it
+    # uses `width`.
     width_max: int = 0
     kind: str = "cpu"
     memory_bytes: int = 0
@@ -78,9 +73,11 @@ class Arrival:
     priority: int = 0
     tier: str = "standard"
     after: tuple[str, ...] = ()
+    # what the scheduler believes of the work beforehand; None if unknown
     expected_s: float | None = None
+    # name under which the report counts the task, if that is not its tenant
     owner: str | None = None
-    request: str = ""
+    request: str = ""  # tasks of one request finish one after the other; "": a request of its own
 
     @property
     def counted_for(self) -> tuple[str, str]:
@@ -95,20 +92,15 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """The times that imaginary devices take for each action, in seconds.
+    """Says how long each action takes on imaginary devices."""
 
-    `start_s` is the time to prepare a task while its devices may still be held.  `pause_s` is the
-    time to the next safe point; after it the devices stay held for `image_s`.  A paused task takes
-    `resume_s` on its devices before it steps again.  `save_s` makes its image durable.  A resize
-    waits for a safe point too, and then stops the task for `resize_s` on all devices of before and
-    after.  Without `resize_s` that time is (`image_s` + `resume_s`) / 2.
-    """
-
+    # to prepare a task; its devices may still be held by another task meanwhile
     start_s: float = 0.0
-    pause_s: float = 0.0
-    image_s: float = 0.0
-    resume_s: float = 0.0
-    save_s: float = 0.0
+    pause_s: float = 0.0  # until the next safe point
+    image_s: float = 0.0  # after the safe point, until the devices are free
+    resume_s: float = 0.0  # of a paused task on its devices, before it steps again
+    save_s: float = 0.0  # until the image of a paused task is durable
+    # After the safe point, on all devices of before and after. None: (`image_s` + `resume_s`) / 2.
     resize_s: float | None = None
 
     @property
@@ -126,25 +118,19 @@ class StoryLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """The result of a simulation.
+    """The result of a simulation."""
 
-    `device_s` is what each owner held.  `waits_s` is the time from a task's arrival to its first
-    start.  `lost_s` is all the time between arrival and end in which a task did not step: waits,
-    pauses, switches, and what an elastic task lost by having fewer devices than it can use.
-    `resizes` counts how often a task was made larger or smaller.  `finished` maps each finished
-    task to its end.  The clock stopped at `until_s`.  `timeline` is empty unless it was kept.
-    `intervals` say what was held and wanted over time.
-    """
-
-    device_s: Mapping[str, float]
-    waits_s: Mapping[str, float]
+    device_s: Mapping[str, float]  # device-seconds that each owner held
+    waits_s: Mapping[str, float]  # by task: from its arrival to its first start
+    # by task: all the time between arrival and end in which it did not step: waits, pauses,
+    # switches, and what it lost as an elastic task with fewer devices than it can use
     lost_s: Mapping[str, float]
     pauses: Mapping[str, int]
-    resizes: Mapping[str, int]
-    finished: Mapping[str, float]
-    timeline: tuple[StoryLine, ...]
-    until_s: float
-    intervals: tuple[Interval, ...] = ()
+    resizes: Mapping[str, int]  # by task: how often it was made larger or smaller
+    finished: Mapping[str, float]  # by task: when it ended
+    timeline: tuple[StoryLine, ...]  # empty unless it was kept
+    until_s: float  # when the clock stopped
+    intervals: tuple[Interval, ...] = ()  # what was held and wanted over time
 
 
 class InvariantBroken(Exception):

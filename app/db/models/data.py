@@ -58,13 +58,7 @@ ENVIRONMENT_STATES = ("locking", "locked", "failed", "stale")
 class Environment(Base):
     """The packages that a tenant's file names, and their lock; equal files are locked once.
 
-    `source_sha256` is the file, of the sort `sort` (`provisions.environment.SORTS`).  With `alone`
-    only commands of one rank use the lock, so it may have packages that replace the platform's.  A
-    lock over the platform's packages is `stale` when the platform has other versions.
-
-    `lock_sha256` is the address of the lock in the store.  `packages` are [name, version] of each
-    package in it.  `message` is what `uv` said when it failed.  A control process that locks it now
-    has time until `claimed_until`; the last locking took `took_us`.
+    A lock over the platform's packages is `stale` when the platform has other versions.
     """
 
     __tablename__ = "environments"
@@ -72,19 +66,22 @@ class Environment(Base):
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
     user_id: Mapped[str] = mapped_column(ForeignKey("users.id"))
     path: Mapped[str]
-    sort: Mapped[str]
-    source_sha256: Mapped[str]
+    sort: Mapped[str]  # sort of the file (`provisions.environment.SORTS`)
+    source_sha256: Mapped[str]  # hash of the file
     python: Mapped[str]
+    # True: only commands of one rank use the lock, so it may have packages that replace the
+    # platform's
     alone: Mapped[bool]
     state: Mapped[str] = mapped_column(server_default="locking")
     platform: Mapped[dict[str, Any]] = json_column()
-    lock_sha256: Mapped[str | None]
-    packages: Mapped[list[Any]] = json_column("[]")
-    message: Mapped[str] = mapped_column(server_default="")
+    lock_sha256: Mapped[str | None]  # address of the lock in the store
+    packages: Mapped[list[Any]] = json_column("[]")  # [name, version] of each package in the lock
+    message: Mapped[str] = mapped_column(server_default="")  # what `uv` said when it failed
     created_at: Mapped[datetime] = now_column()
-    claimed_until: Mapped[datetime | None]
+    claimed_until: Mapped[datetime | None]  # until when a control process has time to lock it
     tried_at: Mapped[datetime | None]
     locked_at: Mapped[datetime | None]
+    # how long the last locking took
     took_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
     __table_args__ = (
         UniqueConstraint("tenant_id", "source_sha256", "sort", "python", "alone"),
@@ -120,11 +117,8 @@ class Graph(Base):
 class Datablock(Base):
     """A version of a tenant's named data; it never changes, and its number is never reused.
 
-    The bytes lie in the store under their hash.  `tensors` has the first of the `tensor_count`
-    tensors, as [{"name", "dtype", "shape"}].  The bytes of a folder are its manifest
-    (`provisions.folder`), with `file_count` files of `file_bytes` in all.  If a task published the
-    datablock, `output` names its output, and `task_id` the task until this is deleted.  A deleted
-    datablock has no name any more; since `freed_at` no task has needed its bytes.
+    The bytes lie in the store under their hash. The bytes of a folder are its manifest
+    (`provisions.folder`). A deleted datablock has no name any more.
     """
 
     __tablename__ = "datablocks"
@@ -136,14 +130,18 @@ class Datablock(Base):
     format: Mapped[str]
     sha256: Mapped[str] = mapped_column(index=True)
     size_bytes: Mapped[int] = mapped_column(BigInteger)
+    # the first of the tensors, as [{"name", "dtype", "shape"}]
     tensors: Mapped[list[Any]] = json_column("[]")
-    tensor_count: Mapped[int]
-    file_count: Mapped[int] = mapped_column(server_default="0")
+    tensor_count: Mapped[int]  # number of all tensors
+    file_count: Mapped[int] = mapped_column(server_default="0")  # number of files of a folder
+    # size of these files in all
     file_bytes: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    # task that published it, until the task is deleted
     task_id: Mapped[str | None] = mapped_column(ForeignKey("tasks.id", ondelete="SET NULL"))
-    output: Mapped[str] = mapped_column(server_default="")
+    output: Mapped[str] = mapped_column(server_default="")  # output of that task
     created_at: Mapped[datetime] = now_column()
     deleted_at: Mapped[datetime | None]
+    # since when no task has needed its bytes, after it was deleted
     freed_at: Mapped[datetime | None]
     __table_args__ = (
         UniqueConstraint("tenant_id", "name", "version"),

@@ -57,22 +57,13 @@ class Host(Base):
 
 
 class Device(Base):
-    """A device. `id` is "<host>.<n>"; the device's Celery queue is called "device.<host>.<n>".
+    """A device.
 
-    `incarnation` is the process that last reported as this device. `heard_us` is when that process
-    sent the newest recorded heartbeat, by its own clock. `lease_until` is how long the device may
-    continue without another heartbeat, by the database's clock. A step that has begun may run for
-    `grace_us` longer, and until then its task is left alone.
-
-    `links` is the [address, port] where other workers reach the device's worker. `secret` gives
-    access to the blocks that the worker serves. No response of the API contains either of them, and
-    both are new with each process.
-
-    `health` is what the device's monitor told last, `fitness` what the island remembers and decided
-    because of it (`core.device.health_cordons`). If `fitness` has a cordon, `cordoned` is set too.
+    No response of the API contains `links` or `secret`, and both are new with each process.
     """
 
     __tablename__ = "devices"
+    # "<host>.<n>"; the device's Celery queue is called "device.<host>.<n>"
     id: Mapped[str] = mapped_column(primary_key=True)
     host: Mapped[str] = mapped_column(ForeignKey("hosts.name"))
     island: Mapped[str] = mapped_column(ForeignKey("islands.name"), index=True)
@@ -81,15 +72,23 @@ class Device(Base):
     memory_bytes: Mapped[int] = mapped_column(BigInteger, server_default="0")
     cost_milli: Mapped[int] = mapped_column(BigInteger, server_default="1000")
     cordoned: Mapped[bool] = mapped_column(server_default=text("false"))
+    # process that last reported as this device
     incarnation: Mapped[str] = mapped_column(server_default="")
+    # when that process sent the newest recorded heartbeat, by its own clock
     heard_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    # how long the device may continue without another heartbeat, by the database's clock
     lease_until: Mapped[datetime | None]
+    # how long a step that has begun may run after the lease; until then its task is left alone
     grace_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
     seen_at: Mapped[datetime | None]
     facts: Mapped[dict[str, Any]] = json_column()
+    # [address, port] where other workers reach the device's worker
     links: Mapped[list[Any]] = mapped_column(JSONB, server_default=text("'[]'"))
+    # gives access to the blocks that the worker serves
     secret: Mapped[str] = mapped_column(server_default="")
-    health: Mapped[dict[str, Any]] = json_column()
+    health: Mapped[dict[str, Any]] = json_column()  # what the device's monitor told last
+    # What the island remembers and decided because of `health` (`core.device.health_cordons`). With
+    # a cordon in it, `cordoned` is set too.
     fitness: Mapped[dict[str, Any]] = json_column()
     version: Mapped[int] = mapped_column(server_default="1")
     created_at: Mapped[datetime] = now_column()

@@ -25,14 +25,8 @@ from app.db.models.base import Base, json_column, now_column, one_of, txid_colum
 class Tenant(Base):
     """A node of the tenant tree; the root ("platform") has no parent and owns no share.
 
-    Two tenants of the same name have different parents. `guarantee` and `limit` are numbers of
-    devices by kind, {"cuda": 4}; in `limit`, "*" means all kinds together. `max_running` and
-    `max_queued` limit the number of tasks in the whole subtree; null means no limit. `tier` is the
-    best tier that requests of the subtree may ask for. `carried` is faded usage that counts in
-    comparisons only, because the weight has changed (`app.scheduling.ledger.reweigh`). A task that
-    computes nothing for `idle_pause_s` is paused; null means what the tenant above says. `network`
-    are the destinations that tasks of the subtree may reach (`provisions.network_policy`); null
-    means no policy of its own.
+    Two tenants of the same name have different parents. All limits hold for the tenant together
+    with all tenants below it.
     """
 
     __tablename__ = "tenants"
@@ -40,15 +34,21 @@ class Tenant(Base):
     name: Mapped[str]
     parent_id: Mapped[str | None] = mapped_column(ForeignKey("tenants.id"))
     weight_milli: Mapped[int] = mapped_column(BigInteger, server_default="1000")
+    # Faded usage that counts in comparisons only, because the weight has changed
+    # (`app.scheduling.ledger.reweigh`).
     carried: Mapped[int] = mapped_column(Numeric(1000, 0), default=0, server_default="0")
-    guarantee: Mapped[dict[str, Any]] = json_column()
+    guarantee: Mapped[dict[str, Any]] = json_column()  # number of devices by kind: {"cuda": 4}
+    # number of devices by kind; "*" means all kinds together
     limit: Mapped[dict[str, Any]] = json_column()
-    max_running: Mapped[int | None]
-    max_queued: Mapped[int | None]
+    max_running: Mapped[int | None]  # most running tasks; null: no limit
+    max_queued: Mapped[int | None]  # most queued tasks; null: no limit
+    # a task that computes nothing for this long is paused; null: what the tenant above says
     idle_pause_s: Mapped[int | None]
     # a session without input for this long is ended; null: what the tenant above says
     session_end_s: Mapped[int | None]
+    # destinations that tasks may reach (`provisions.network_policy`); null: no policy of its own
     network: Mapped[list[Any] | None] = mapped_column(JSONB(none_as_null=True))
+    # best tier that requests may ask for
     tier: Mapped[str] = mapped_column(server_default="standard")
     version: Mapped[int] = mapped_column(server_default="1")
     created_at: Mapped[datetime] = now_column()

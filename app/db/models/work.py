@@ -91,29 +91,7 @@ class Request(Base):
 
 
 class Task(Base):
-    """A task: what an island schedules.
-
-    `epoch` counts launches and fences every write.  `event_seq` and `order_seq` are the last event
-    recorded and the last order written in this epoch.  `seat` is the device that the task holds or
-    is about to hold; for an elastic task, its home device.  `resized_at` is since when an elastic
-    task holds its present number of devices.  `image_on` is the device with the paused image of
-    `step` in its host's memory; `saved` says whether that image is durable too.  `move_to` is the
-    device that the task is to be moved to ("*": any other), and `moving` how far the move is
-    (`core.model.checkpoints.migration.Moving`).
-
-    `assigned` says why the task is on its island (`app.intake.island_assignment`).  `abroad` says
-    that tasks of other islands wait for its end.
-
-    `gang_id` is set for a gang that spans islands and for its tickets
-    (`app.scheduling.gang_tickets`): it is the id of the gang.  A ticket keeps its slots for the
-    gang's epoch `good_for`.
-
-    `cost_milli` is what a second of this epoch costs, if the task is charged by its memory and not
-    by its device.  `unheard_us` is the part of `total_held_us` in which its device was not heard
-    from before it was lost: charged, but not counted for `max_duration_s`.  `waited_us` is the sum
-    of all ended waits.  `away` has the waits of the last hour after the task had started (rule F9),
-    as [from, to] in seconds since 1970.
-    """
+    """A task: what an island schedules."""
 
     __tablename__ = "tasks"
     id: Mapped[str] = mapped_column(primary_key=True)
@@ -121,8 +99,12 @@ class Task(Base):
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
     user_id: Mapped[str] = mapped_column(ForeignKey("users.id"))
     island: Mapped[str | None] = mapped_column(ForeignKey("islands.name"))
+    # why the task is on its island (`app.intake.island_assignment`)
     assigned: Mapped[dict[str, Any] | None] = mapped_column(JSONB(none_as_null=True))
+    # True: tasks of other islands wait for its end
     abroad: Mapped[bool] = mapped_column(server_default=text("false"))
+    # For a gang that spans islands, and for its tickets (`app.scheduling.gang_tickets`): the id of
+    # the gang.
     gang_id: Mapped[str | None] = mapped_column(ForeignKey("tasks.id"))
     ordinal: Mapped[int]
     name: Mapped[str]
@@ -141,36 +123,47 @@ class Task(Base):
     save_asked: Mapped[bool] = mapped_column(server_default=text("false"))
     cancel_asked_at: Mapped[datetime | None]
     not_before: Mapped[datetime | None]
-    move_to: Mapped[str | None]
+    move_to: Mapped[str | None]  # device that the task is to be moved to; "*": any other device
     move_asked_at: Mapped[datetime | None]
     # state, written by the journal
     state: Mapped[str] = mapped_column(server_default="blocked")
-    epoch: Mapped[int] = mapped_column(server_default="0")
-    event_seq: Mapped[int] = mapped_column(server_default="0")
-    order_seq: Mapped[int] = mapped_column(server_default="0")
+    epoch: Mapped[int] = mapped_column(server_default="0")  # number of launches; fences every write
+    event_seq: Mapped[int] = mapped_column(server_default="0")  # last event recorded in this epoch
+    order_seq: Mapped[int] = mapped_column(server_default="0")  # last order written in this epoch
+    # of a ticket: the gang's epoch for which it keeps its slots
     good_for: Mapped[int] = mapped_column(server_default="0")
+    # True: the image on `image_on` is durable too
     saved: Mapped[bool] = mapped_column(server_default=text("true"))
+    # device that the task holds or is about to hold; the home device of an elastic task
     seat: Mapped[str | None] = mapped_column(ForeignKey("devices.id"))
+    # device with the paused image of `step` in its host's memory
     image_on: Mapped[str | None] = mapped_column(ForeignKey("devices.id"))
+    # how far a move is (`core.model.checkpoints.migration.Moving`)
     moving: Mapped[dict[str, Any] | None] = mapped_column(JSONB(none_as_null=True))
     step: Mapped[int] = mapped_column(BigInteger, server_default="0")
     launched_at: Mapped[datetime | None]
     started_at: Mapped[datetime | None]
+    # since when an elastic task holds its present number of devices
     resized_at: Mapped[datetime | None]
     ended_at: Mapped[datetime | None]
     first_started_at: Mapped[datetime | None]
     held_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
     total_held_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
     guest_held_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    # Part of `total_held_us` in which its device was not heard from before it was lost: charged,
+    # but not counted for `max_duration_s`.
     unheard_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
     switch_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    # what a second of this epoch costs, if the task is charged by its memory and not by its device
     cost_milli: Mapped[int] = mapped_column(BigInteger, server_default="0")
     shares: Mapped[bool] = mapped_column(server_default=text("false"))
     attempts: Mapped[int] = mapped_column(server_default="0")
     retry_max: Mapped[int] = mapped_column(server_default="0")
     retry_at: Mapped[datetime | None]
     waiting_since: Mapped[datetime | None]
-    waited_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    waited_us: Mapped[int] = mapped_column(BigInteger, server_default="0")  # sum of all ended waits
+    # Waits of the last hour after the task had started (rule F9), as [from, to] in seconds since
+    # 1970.
     away: Mapped[list[Any]] = json_column("[]")
     pauses: Mapped[int] = mapped_column(server_default="0")
     lost_steps: Mapped[int] = mapped_column(BigInteger, server_default="0")
@@ -279,20 +272,18 @@ class Task(Base):
 
 
 class Need(Base):
-    """A dependency: `task_id` starts only when `needs_id` is done.
-
-    `port` takes the other task's `output`; "" means that the dependency is only an order in time
-    (`after`).  `given` is the transaction that found the output durable while `needs_id`, a task of
-    a graph, still runs; from then on `task_id` need not wait.  If `late`, `task_id` may start
-    without this input and waits for it on its device, up to a time limit.
-    """
+    """A dependency: `task_id` starts only when `needs_id` is done."""
 
     __tablename__ = "needs"
     task_id: Mapped[str] = mapped_column(ForeignKey("tasks.id"), primary_key=True)
     needs_id: Mapped[str] = mapped_column(ForeignKey("tasks.id"), primary_key=True, index=True)
+    # port that takes `output`; "": an order in time only (`after`)
     port: Mapped[str] = mapped_column(primary_key=True, server_default="")
-    output: Mapped[str] = mapped_column(server_default="")
+    output: Mapped[str] = mapped_column(server_default="")  # output of the task `needs_id`
+    # The transaction that found the output durable while `needs_id`, a task of a graph, still runs.
+    # From then on `task_id` need not wait.
     given: Mapped[int | None] = mapped_column(Xid8)
+    # True: the task may start without this input and waits for it on its device, up to a time limit
     late: Mapped[bool] = mapped_column(server_default=text("false"))
     __table_args__ = (Index("ix_needs_given", "given", postgresql_where=text("given is not null")),)
 
@@ -314,21 +305,7 @@ class Line(Base):
 
 
 class Placement(Base):
-    """An epoch of a task on a device: one row for each launch, from which the ledger charges.
-
-    `held_us` is how long the task held the slot, measured by the device.  `staged_us` is the part
-    of it in which the job stood still while its state was copied.  `input_bytes` is the size of the
-    inputs; `fetched_bytes` is the part that was read from the store because no host had it.  `ways`
-    says by port how each input came (`core.model.protocol.messages.WAYS`).  `leaving` is set when
-    the device was told to release the slot: from then on the slot may be promised to the next task.
-
-    A `guest` is an additional row: a device that an elastic task holds beyond its home
-    (`app.scheduling.guest_placements`).  `shares` says that the task was launched next to other
-    tasks, to take turns with them (`core.scheduling.sharing.time_sharing`).  `fraction_milli` are
-    the thousandths of the device that the task holds; of those that neither leave nor share, the
-    island that writes them gives at most 1000 of a device (`journal.decisions`).  `network` counts
-    what the task used of the network here (`provisions.network_policy.FIGURES`); null: nothing yet.
-    """
+    """An epoch of a task on a device: one row for each launch, from which the ledger charges."""
 
     __tablename__ = "placements"
     id: Mapped[int] = mapped_column(BigInteger, Identity(), primary_key=True)
@@ -343,16 +320,29 @@ class Placement(Base):
     launched_at: Mapped[datetime] = now_column()
     started_at: Mapped[datetime | None]
     ended_at: Mapped[datetime | None]
+    # True: the device was told to release the slot, which may be promised to the next task
     leaving: Mapped[bool] = mapped_column(server_default=text("false"))
+    # True: an additional row, for a device that an elastic task holds beyond its home
+    # (`app.scheduling.guest_placements`)
     guest: Mapped[bool] = mapped_column(server_default=text("false"))
+    # True: launched next to other tasks, to take turns with them
+    # (`core.scheduling.sharing.time_sharing`)
     shares: Mapped[bool] = mapped_column(server_default=text("false"))
+    # Thousandths of the device that the task holds. Of rows that neither leave nor share, the
+    # island gives at most 1000 of a device (`journal.decisions`).
     fraction_milli: Mapped[int] = mapped_column(server_default="1000")
+    # how long the task held the slot, measured by the device
     held_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    # part of `held_us` in which the job stood still while its state was copied
     staged_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
     charged_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
-    input_bytes: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    input_bytes: Mapped[int] = mapped_column(BigInteger, server_default="0")  # size of the inputs
+    # part of `input_bytes` read from the store, because no host had it
     fetched_bytes: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    # by port: how the input came (`core.model.protocol.messages.WAYS`)
     ways: Mapped[dict[str, str]] = json_column()
+    # what the task used of the network here (`provisions.network_policy.FIGURES`); null: nothing
+    # yet
     network: Mapped[dict[str, Any] | None] = mapped_column(JSONB(none_as_null=True))
     first_step: Mapped[int | None] = mapped_column(BigInteger)
     last_step: Mapped[int | None] = mapped_column(BigInteger)

@@ -19,41 +19,32 @@ from app.scheduling.journal import task_writer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LockedRows:
-    """Holds all rows that some heartbeats may touch, locked, as they were before the heartbeats.
-
-    `open` has the placements that have not ended, and `unanswered` the orders that the device has
-    not yet acknowledged; both by device. `lent` has the devices that a task with another home
-    device holds as guests. `near` has, by device, the tasks that are seated or paused there, or are
-    being moved there. `mounts` are the paths of all mounts by sort, if a device may show any.
-    """
+    """Holds all rows that some heartbeats may touch, locked, as they were before the heartbeats."""
 
     devices: dict[str, Device]
     tasks: dict[str, Task]
-    open: dict[str, list[Placement]]
-    lent: dict[str, list[Placement]]
+    open: dict[str, list[Placement]]  # by device: placements that have not ended
+    lent: dict[str, list[Placement]]  # by device: placements of tasks that hold it as a guest
+    # by device: tasks that are seated or paused there, or are being moved there
     near: dict[str, list[Task]]
+    # by device: orders that the device has not yet acknowledged
     unanswered: dict[str, list[OutboxOrder]]
+    # paths of all mounts by sort, if a device may show any
     mounts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRows:
-    """Holds the rows of one device while its heartbeat is recorded.
-
-    `near` has the tasks that were seated or paused here, or being moved here, before the heartbeat;
-    no heartbeat brings other tasks here. So there is no need to walk over `tasks`, which has those
-    of all devices.
-
-    `open` has the device's placements that have not ended, by (task, epoch). `lent_to` lists,
-    oldest first, the (task, epoch) pairs that have ranks here but another home device. Each must
-    release the slot before the next may have it. A gang for which a ticket keeps the device is in
-    `lent_to` too.
-    """
+    """Holds the rows of one device while its heartbeat is recorded."""
 
     device: Device
-    tasks: dict[str, Task]
+    tasks: dict[str, Task]  # tasks of all devices, by id
+    # Tasks that were seated or paused here, or being moved here, before the heartbeat. No heartbeat
+    # brings other tasks here, so there is no need to walk over `tasks`.
     near: list[Task]
-    open: dict[tuple[str, int], Placement]
+    open: dict[tuple[str, int], Placement]  # by (task, epoch): placements here that have not ended
+    # (task, epoch), oldest first, of tasks with ranks here and another home device, and of gangs
+    # for which a ticket keeps the device. Each must release the slot before the next may have it.
     lent_to: list[tuple[str, int]]
     unanswered: list[OutboxOrder]
 

@@ -35,19 +35,15 @@ class NoSuchDevice(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceAccess:
-    """Lists what a process needs to use one device, and nothing of the other devices of the host.
+    """Lists what a process needs to use one device, and nothing of the other devices."""
 
-    `id` names the device on its host; "" stands for the CPU. `is_unique` is True if `id` is a UUID,
-    which no other device in the world has. `variables` belong to the environment of every process
-    that uses the device. The sandbox shows `nodes` for writing and `folders` for reading.
-    `location` is where the device is inside its host, from wide to narrow; () if that is not known.
-    """
-
-    id: str = ""
-    is_unique: bool = False
+    id: str = ""  # names the device on its host; "" stands for the CPU
+    is_unique: bool = False  # True: `id` is a UUID, which no other device in the world has
+    # environment variables of every process that uses the device
     variables: Mapping[str, str] = field(default_factory=dict)
-    nodes: tuple[Path, ...] = ()
-    folders: tuple[Path, ...] = ()
+    nodes: tuple[Path, ...] = ()  # device nodes that the sandbox shows for writing
+    folders: tuple[Path, ...] = ()  # folders that the sandbox shows for reading
+    # where the device is inside its host, from wide to narrow; () if that is not known
     location: tuple[str, ...] = ()
 
 

@@ -66,73 +66,59 @@ class Launch(Order):
 
     `spec` is the task's descriptor; all other fields say where and from what it runs this time.
 
-    `images` are checkpoints to resume from, newest first.  A device that still holds a paused
-    resident of this task at the newest step resumes from the resident instead.  A device that kept
-    a newer image of the epoch before, of which the island had not heard, resumes from that image.
+    On hosts other than the coordinator host the device runs remote ranks. It reports nothing of
+    them: the coordinator host does.
 
-    `budget_us` is what is left of `spec.max_duration_s`, measured in time on the slot.  Outputs in
-    `spec.publish` are stored as files of tensors (`core.model.checkpoints.tensor_file`), the other
-    outputs as images.
-
-    `seats` counts the gang's slots on each of its hosts, the coordinator host's first.  `host` is
-    the number of this device's host in that list.  On hosts other than the coordinator host the
-    device runs remote ranks and reports nothing of them: the coordinator host does.  `links` is
-    {"secret"}, and for remote ranks also {"home": [address, port]}, with which they join the gang
-    (`workers.transfer.peer_auth`).
-
-    `mounts` has, by target, the paths of the folders that the task may see on its host, as they are
-    registered now.  A target of `spec.mounts` that is missing there cannot be shown any more.
-
-    `root` is the path of `spec.image`, as it is registered now; empty if the tenant may not use it
-    any more.
-
-    `guests` are the other devices of this host that the processes of a command use, in the order in
-    which they see them, behind this device.  For ranks that take turns nothing is said of guests.
-
-    `image_key` is the key with which the images of a command are encrypted: {"sealed"}, which opens
-    on the device's host only, or {"refused"}, with the reason why there is none.
-
-    `secrets` has the task's secrets: {"mark", "sealed"}, of which `mark` changes with any of their
-    values and `sealed` opens on the device's host only (`app.storage.sealing`); or {"mark",
-    "refused"}, with the reason why the task cannot have them.
-
-    `surely_until_us` is a time of the device's clock, valid for the process `incarnation` only.
-    Until then the island cannot have given the task to another device.  So the order alone gives
-    the task the slot, without waiting for an answer.
-
-    `withdrawn` are destinations of `spec.network` that the tenant may not reach any more.
-
-    `user` submitted the task: only functions of one user share a process
-    (`core.model.shared_process`).  It is empty for a worker of an older version.
-
-    If `beside` is set, other tasks stay on the device, and all of them take turns (`Answer.rota`).
-    A function waits behind them instead (`core.scheduling.sharing.function_batches`).
-
-    Inputs that may come late (`core.placement.partitions.late`) and do not exist yet are left out.
-    An input without a `format` is an image; `datablock` is "NAME@VERSION".  Its `copies` are device
-    workers that may still have it: {"place": [address, port], "key"}
-    (`workers.transfer.peer_blocks`).
+    Outputs in `spec.publish` are stored as files of tensors (`core.model.checkpoints.tensor_file`),
+    the other outputs as images.
     """
 
     tenant: str
     spec: TaskDescriptor
     bundle: str  # sha256 of the uploaded code
-    inputs: JSON  # port -> {"sha256", "size_bytes", "format"?, "datablock"?, "copies"?}, see above
+    # By port: {"sha256", "size_bytes", "format"?, "datablock"?, "copies"?}. Inputs that may come
+    # late (`core.placement.partitions.late`) and do not exist yet are left out. An input without a
+    # `format` is an image; `datablock` is "NAME@VERSION". `copies` are device workers that may
+    # still have the input: {"place": [address, port], "key"} (`workers.transfer.peer_blocks`).
+    inputs: JSON
     preset: JSON
+    # Checkpoints to resume from, newest first. If the device still holds a paused resident of this
+    # task at the newest step, it resumes that resident. If it kept a newer image of the previous
+    # epoch, of which the island had not heard, it resumes from that image.
     images: list[CheckpointRef]
-    budget_us: int
+    budget_us: int  # in µs on the slot: what is left of `spec.max_duration_s`
+    # number of the gang's slots on each of its hosts; the coordinator host comes first
     seats: list[int] = field(default_factory=lambda: [1])
-    host: int = 0
+    host: int = 0  # number of this device's host in `seats`
+    # {"secret"}, and for remote ranks also {"home": [address, port]}, with which they join the gang
+    # (`workers.transfer.peer_auth`)
     links: JSON = field(default_factory=dict)
+    # Other devices of this host that the processes of a command use, in the order in which they see
+    # them, after this device. Empty for ranks that take turns.
     guests: list[str] = field(default_factory=list)
+    # By target: paths of the folders that the task may see on its host, as they are registered now.
+    # A target of `spec.mounts` that is missing here cannot be shown any more.
     mounts: JSON = field(default_factory=dict)
+    # path of `spec.image`, as it is registered now; "" if the tenant may not use it any more
     root: str = ""
-    incarnation: str = ""
+    incarnation: str = ""  # process of the device worker whose clock `surely_until_us` uses
+    # A time of the device's clock. Until then the island cannot have given the task to another
+    # device, so the order alone gives the task the slot, without waiting for an answer.
     surely_until_us: int = 0
+    # True: other tasks stay on the device, and all of them take turns (`Answer.rota`). A function
+    # waits behind them instead (`core.scheduling.sharing.function_batches`).
     beside: bool = False
+    # The task's secrets: {"mark", "sealed"}. `mark` changes with any of their values; `sealed`
+    # opens on the device's host only (`app.storage.sealing`). Or {"mark", "refused"}, with the
+    # reason why the task cannot have them.
     secrets: JSON = field(default_factory=dict)
+    # Key with which the images of a command are encrypted: {"sealed"}, which opens on the device's
+    # host only, or {"refused"}, with the reason why there is none.
     image_key: JSON = field(default_factory=dict)
+    # destinations of `spec.network` that the tenant may not reach any more
     withdrawn: list[str] = field(default_factory=list)
+    # User that submitted the task; "" for a worker of an older version. Only functions of one user
+    # share a process (`core.model.shared_process`).
     user: str = ""
 
 
@@ -213,19 +199,19 @@ class Started(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved(Event):
-    """A checkpoint at `step` is durable in the store, which grew by `new_bytes`.
+    """A checkpoint at `step` is durable in the store.
 
-    The checkpoint of a command `has_processes`, or `bound_because` says why they could not be in
-    it; an image of the working folder alone says neither. `printed` is [epoch, lines]: so many
-    lines had been printed in that epoch when the processes were dumped.
+    A checkpoint of a command with neither `has_processes` nor `bound_because` is an image of its
+    working folder alone.
     """
 
     sha256: str
     size_bytes: int
     took_us: int
-    new_bytes: int = 0
-    has_processes: bool = False
-    bound_because: str = ""
+    new_bytes: int = 0  # by how much the store grew
+    has_processes: bool = False  # True: it has the processes of a command
+    bound_because: str = ""  # why the processes of a command could not be in it
+    # [epoch, lines]: how many lines had been printed in that epoch when the processes were dumped
     printed: list[int] = field(default_factory=list)
 
 
@@ -271,19 +257,17 @@ class Paused(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished(Event):
-    """The task is done.
-
-    `outputs` is name -> {"sha256", "size_bytes"}, with TensorFile.summary for published outputs.  A
-    command adds ARTIFACTS, if it left any.  `passed` are the copies of blocks between the executors
-    of a graph: {"block", "source", "target", "bytes"}.  `took_ms` is how long each node took, or
-    each of its shards, in the last launch.  `made_bytes` is how large the blocks made in that
-    launch were, with a list counted as a whole.
-    """
+    """The task is done."""
 
     result: JSON
+    # name -> {"sha256", "size_bytes"}, with TensorFile.summary for published outputs. A command
+    # adds ARTIFACTS, if it left any.
     outputs: JSON
+    # copies of blocks between the executors of a graph: {"block", "source", "target", "bytes"}
     passed: list[JSON] = field(default_factory=list)
+    # how long each node, or each of its shards, took in the last launch
     took_ms: JSON = field(default_factory=dict)
+    # how large the blocks made in that launch were; a list counts as a whole
     made_bytes: JSON = field(default_factory=dict)
 
 
@@ -339,35 +323,31 @@ CAUSES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResidentView:
-    """Describes one job as the device sees it.
-
-    `state` is seating (does not hold the slot yet), running, noticed, pausing, paused, stopping or
-    ended. `level` is where the job's memory lies (`workers.device.memory_tiers`). `on_device_bytes`
-    is the device memory charged to the job, `host_bytes` the host memory of its images. `lacks` is
-    the missing input for which the job stands still, if the device does not know its place yet.
-    `points` are the metrics of steps before `step`. `network` counts what this epoch used of the
-    network here, if it may use it: {"connections", "refused", "sent_bytes", "received_bytes"}.
-    `peaks` is the most that its process took of the host, by resource (`provisions.resources`).
-    `idle_us` is how long the processes of a session have computed nothing.
-    """
+    """Describes one job as the device sees it."""
 
     task: str
     epoch: int
+    # seating (does not hold the slot yet), running, noticed, pausing, paused, stopping or ended
     state: str
     step: int
     held_us: int
     order_seq: int  # number of the highest order of this epoch that the device has handled
     memory_bytes: int
     staged_us: int = 0
-    level: str = "device"
-    on_device_bytes: int = 0
-    host_bytes: int = 0
+    level: str = "device"  # where the job's memory lies (`workers.device.memory_tiers`)
+    on_device_bytes: int = 0  # device memory charged to the job
+    host_bytes: int = 0  # host memory of the job's images
+    # the missing input for which the job stands still, if the device does not know yet where it
+    # lies
     lacks: list[str] = field(default_factory=list)
     metrics: JSON = field(default_factory=dict)
-    points: list[list[Any]] = field(default_factory=list)
+    points: list[list[Any]] = field(default_factory=list)  # metrics of steps before `step`
+    # what this epoch used of the network here, if it may use it: {"connections", "refused",
+    # "sent_bytes", "received_bytes"}
     network: JSON = field(default_factory=dict)
+    # the most that its process took of the host, by resource (`provisions.resources`)
     peaks: JSON = field(default_factory=dict)
-    idle_us: int = 0
+    idle_us: int = 0  # how long the processes of a session have computed nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -382,35 +362,32 @@ class LogLines:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alive:
-    """All that a device holds, at this instant of its own monotonic clock.
-
-    `incarnation` names the device worker's process and sorts after those of all processes before
-    it.  `facts` describe the device: host, island, kind, threads, memory_bytes, sandbox, torch.
-    With the fact "spec" it takes a Launch with a whole descriptor
-    (`core.model.protocol.older_launch`), with the facts "image_key" and "user" a Launch with these
-    fields.  `offers` is what the host can do and tasks may need.  A host that may show mounts has
-    the fact "mounts", the hash of the mounts that it knows (`provisions.mounts`); "images" is the
-    same for container images.  `ahead` are the images of expected tasks that are here: {"task",
-    "sha256", "bytes", "us"}; `bytes` had to be fetched for the image, which took `us`.  Other hosts
-    reach the device worker at `links`, [address, port].  `secret` opens the blocks that it gives
-    (`workers.transfer.peer_blocks`). `hung` are [task, epoch] with which the process before was
-    busy when its supervisor hung (`workers.device.hang_report`).  `grace_us` is how long a step may
-    go on after the lease (`core.device.lease`).  `health` is what the device's monitor reads and
-    finds, if it has one (`core.device.health_findings`).
-    """
+    """All that a device holds, at this instant of its own monotonic clock."""
 
     device: str
-    incarnation: str
+    incarnation: str  # the device worker's process; sorts after all earlier processes of the device
     sent_us: int
+    # Describes the device: host, island, kind, threads, memory_bytes, sandbox, torch. Three facts
+    # say what a Launch may have here: "spec" a whole descriptor
+    # (`core.model.protocol.older_launch`), "image_key" and "user" these fields. "mounts" is the
+    # hash of the mounts that the host knows, if it may show any (`provisions.mounts`); "images" is
+    # the same for container images. "offers" is what the host can do and tasks may need.
     facts: JSON
     residents: list[ResidentView]
     events: list[Event]
     logs: list[LogLines]
+    # Images of expected tasks that are here: {"task", "sha256", "bytes", "us"}. To get the image,
+    # `bytes` had to be fetched, which took `us`.
     ahead: list[JSON] = field(default_factory=list)
+    # [address, port] at which other hosts reach the device worker
     links: list[Any] = field(default_factory=list)
+    # opens the blocks that the device worker gives (`workers.transfer.peer_blocks`)
     secret: str = ""
+    # [task, epoch] with which the previous process was busy when its supervisor hung
+    # (`workers.device.hang_report`)
     hung: list[Any] = field(default_factory=list)
-    grace_us: int = 0
+    grace_us: int = 0  # how long a step may go on after the lease (`core.device.lease`)
+    # what the device's monitor reads and finds, if it has one (`core.device.health_findings`)
     health: JSON = field(default_factory=dict)
 
 
@@ -449,49 +426,41 @@ class ExpectedTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Acknowledges the heartbeat of `sent_us`; the device may go on until `sent_us + lease_us`.
+    """Acknowledges the heartbeat of `sent_us`.
 
-    A step that has begun may go on for `grace_us` longer: so long the island leaves its task alone.
-
-    `heard` maps "task/epoch" to the last event seq recorded; `logged` to the next line expected.
-    Of the residents that the heartbeat named, those in `keep` are known to be here and may have the
-    slot; those in `drop` belong to an older epoch, or are not wanted.
-
-    `expect` are all tasks that are being moved here; the device may keep nothing else ahead.
-    `next` are those of `keep` that wait for a device, in the order in which they are expected to
-    get one.
-
-    `rota` are the shares of the tasks that take turns on the device
-    (`core.scheduling.sharing.turns`), if there are several; None means unchanged.  `given` are
-    inputs that residents lack and can have now.  `wanted` is true if a waiting task could use the
-    device, as far as is known.  `peers` are the public keys of the other islands, which may send
-    orders here too, because a gang may span islands.  `check` is the number of the last health
-    check that the device is to make. `guest_bytes` is the memory that commands with another home
-    device asked for on this one; paused tasks make room for it.  `mounts` are the paths of all
-    mounts by name, and `images` those of all container images; None means unchanged. `environments`
-    are the locks of all packages that the host is to have ready, the next first; a device with the
-    fact "builds" gets them.
+    The device may continue until `sent_us + lease_us`.
     """
 
     device: str
     incarnation: str
     sent_us: int
     lease_us: int
-    heard: dict[str, int]
-    logged: dict[str, int]
-    keep: list[list[Any]]  # [task, epoch]
-    drop: list[list[Any]]
+    heard: dict[str, int]  # by "task/epoch": seq of the last event recorded
+    logged: dict[str, int]  # by "task/epoch": number of the next log line expected
+    # [task, epoch]: residents that are known to be here and may have the slot
+    keep: list[list[Any]]
+    drop: list[list[Any]]  # [task, epoch]: residents of an older epoch, or not wanted
+    # all tasks that are being moved here; the device keeps nothing else ahead
     expect: list[ExpectedTask] = field(default_factory=list)
-    next: list[str] = field(default_factory=list)  # tasks
+    # tasks of `keep` that wait for a device, in the order in which they are expected to get one
+    next: list[str] = field(default_factory=list)
+    # shares of the tasks that take turns on the device (`core.scheduling.sharing.turns`), if there
+    # are several; None: unchanged
     rota: list[JSON] | None = None
-    given: list[Given] = field(default_factory=list)
-    wanted: bool = True
+    given: list[Given] = field(default_factory=list)  # inputs that residents lack and can have now
+    wanted: bool = True  # True: a waiting task could use the device, as far as is known
+    # public keys of the other islands, which may send orders here too, because a gang may span
+    # islands
     peers: list[str] = field(default_factory=list)
+    # how much longer a step that has begun may go on; until then the island leaves its task alone
     grace_us: int = 0
-    check: int = 0
+    check: int = 0  # number of the last health check that the device is to make
+    # memory on this device that commands with another home device asked for; paused tasks make room
     guest_bytes: int = 0
-    mounts: JSON | None = None
-    images: JSON | None = None
+    mounts: JSON | None = None  # paths of all mounts by name; None: unchanged
+    images: JSON | None = None  # paths of all container images by name; None: unchanged
+    # Locks of all packages that the host is to have ready, the next one first. A device with the
+    # fact "builds" gets them.
     environments: list[str] = field(default_factory=list)
 
 

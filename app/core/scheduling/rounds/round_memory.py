@@ -13,47 +13,42 @@ from app.core.model.snapshot import BatchSize, BoardTask, GangWait, IdleCreditFl
 class Service:
     """Remembers how well children of a branch are served with one kind of device
     (`core.scheduling.idle_credit`).
-
-    `level` is a score and never falls. `weight` is the total weight of the children that waited for
-    or held such devices when the level was last measured. `came` is the total weight of the
-    children that arrived since. The level is measured again from `again_s` on.
     """
 
-    level: int = 0
+    level: int = 0  # a score that never falls
+    # total weight of the children that waited for or held such devices when the level was last
+    # measured
     weight: int = 0
-    came: int = 0
-    again_s: float = -math.inf
+    came: int = 0  # total weight of the children that arrived since
+    again_s: float = -math.inf  # the level is measured again from this time on
 
 
 @dataclass(slots=True)
 class RoundMemory:
-    """Carries from round to round what the next one needs to know.
+    """Carries from round to round what the next round needs to know."""
 
-    `in_the_way` lists waiting tasks of the last round for which other tasks were held back.
-    `tried` maps the tasks that went first in the last round to the tasks that made them first or
-    kept them from a device (`core.scheduling.record`).  `goes_on` is True if a queue ran out, so
-    that the next round continues the last.  `quiet` is (`tree.moved`, time): while `moved` is the
-    same, no task gains before that time.  `waits` are the waits of gangs before the last round.
-    `batches` are the sizes that changed since it began, as they were then, and `leaders` the
-    functions launched in it behind which others may be launched.
-
-    The rest serves idle credit.  `services` has the service level of each branch and kind, and
-    `lifted` the floors that are new since the last plan.  `ended` has (branch, kind) of tasks that
-    left devices by ending since the last admission.  `new` and `gone` have the queue entries that
-    came or went since the last plan that is known to be committed.
-    """
-
+    # waiting tasks of the last round for which other tasks were held back
     in_the_way: set[str] = field(default_factory=set)
+    # Tasks that went first in the last round -> the tasks that made them first, or kept them from a
+    # device (`core.scheduling.record`).
     tried: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    goes_on: bool = False
+    goes_on: bool = False  # True: a queue ran out, so the next round continues the last one
+    # (`tree.moved`, time): while `moved` is the same, no task gains before that time
     quiet: tuple[int, float] = (-1, -math.inf)
-    waits: tuple[GangWait, ...] = ()
+    waits: tuple[GangWait, ...] = ()  # waits of gangs before the last round
+    # sizes that changed since the last round began, as they were then
     batches: dict[tuple[str, str], BatchSize] = field(default_factory=dict)
+    # functions launched in the last round behind which others may be launched
     leaders: list[str] = field(default_factory=list)
+    # service level of each branch and kind; from here on the fields serve idle credit
     services: dict[tuple[Branch, str], Service] = field(default_factory=dict)
+    # idle-credit floors that are new since the last plan
     lifted: dict[tuple[str, str, str], IdleCreditFloor] = field(default_factory=dict)
+    # (branch, kind) of tasks that left devices by ending since the last admission
     ended: dict[tuple[Branch, str], None] = field(default_factory=dict)
+    # queue entries that came since the last plan that is known to be committed
     new: dict[tuple[Branch, str], None] = field(default_factory=dict)
+    # queue entries that left since then
     gone: dict[tuple[Branch, str], None] = field(default_factory=dict)
 
     def looked_at(self, task: BoardTask, *others: BoardTask) -> None:
