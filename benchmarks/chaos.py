@@ -322,7 +322,7 @@ class Traces:
                 self.shared |= {name.removesuffix(" (deleted)") for name in names if name}
 
     def after_stop(self) -> dict[str, list[str]]:
-        """Return, by kind, the traces that are left: at once if there are none, otherwise after
+        """Return the traces that are left, by kind: at once if there are none, otherwise after
         `GONE_S`.
         """
         until_s = time.monotonic() + GONE_S

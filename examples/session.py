@@ -25,7 +25,7 @@ from examples.judge import Life, Verdict
 JSON = dict[str, Any]
 
 CHECKPOINT_EVERY_S = 2.0
-PLAIN_WIDTH = 120  # columns, where the terminal does not say
+PLAIN_WIDTH = 120  # number of columns, if the terminal does not say how many it has
 WEIGHTS = {"alpha": 1.0, "beta": 1.0, "gamma": 2.0}
 
 

@@ -813,7 +813,7 @@ IMAGES = [
 
 def _whose_mount(mount: JSON) -> str:
     if mount["path"] is None:
-        return "yours"  # others are not told
+        return "yours"  # other users are not told
     return "all" if mount["tenants"] is None else ", ".join(mount["tenants"])
 
 

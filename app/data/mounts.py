@@ -27,9 +27,8 @@ from app.db.models import Device, Mount, Task
 
 
 def paths(session: Session) -> dict[str, dict[str, str]]:
-    """Return, by sort and name, the path of each mount.
-
-    The mounts of all tenants are included, as a device learns all of them.
+    """Return the paths of all mounts, by sort and name. The mounts of all tenants are included,
+    because a device learns all of them.
     """
     found: dict[str, dict[str, str]] = {sort: {} for sort in SORTS}
     for name, sort, path in session.execute(select(Mount.name, Mount.sort, Mount.path)):
@@ -116,8 +115,8 @@ def _listed(known: Collection[str]) -> str:
 
 
 def of_tasks(session: Session, tasks: Sequence[Task]) -> dict[str, JSON]:
-    """Return, by task, the paths of its mounts by target; mounts that its tenant may not use now
-    are left out.
+    """Return the mounts of each task, as target -> path. Mounts that the task's tenant may not use
+    now are left out.
     """
     wanting = [task for task in tasks if task.descriptor.get("mounts")]
     by_tenant = _usable_by_tenant(session, wanting, FOLDER)
@@ -132,7 +131,7 @@ def of_tasks(session: Session, tasks: Sequence[Task]) -> dict[str, JSON]:
 
 
 def roots_of_tasks(session: Session, tasks: Sequence[Task]) -> dict[str, str]:
-    """Return by task the path of its container image, if its tenant may use it now."""
+    """Return the path of each task's container image, if the task's tenant may use it now."""
     wanting = [task for task in tasks if task.descriptor.get("image")]
     by_tenant = _usable_by_tenant(session, wanting, IMAGE)
     return {

@@ -1,5 +1,5 @@
-"""Makes the ids of rows: a prefix that tells the table, and a UUID. The order of ids is that of
-time.
+"""Makes the ids of rows: a prefix that tells the table, and a UUID. Ids sort by the time at which
+they were made.
 """
 
 from __future__ import annotations

@@ -348,7 +348,7 @@ def _kept(session: Session) -> _Kept:
 class _Picture:
     """Holds an island's board without the waiting tasks, and the number of waiting tasks beside it.
 
-    Of the waiting tasks, the board has only those that are being moved: devices are kept for them.
+    The board has a waiting task only if the task is being moved, because devices are kept for it.
     It has the tenants and users of all its tasks and of the tasks asked about. Below each tenant it
     has one more user, which stands for all other users of the tenant and has their usage, so that
     the sums are right.
@@ -619,8 +619,8 @@ class _Answer:
         return WaitingBranch(branch.name, usage, branch.weight, fee, 1, borrows)
 
     def _ranks(self, tasks: Sequence[BoardTask]) -> dict[str, tuple[int, int, int | None]]:
-        """Return, by task: how many of the user's tasks have higher priority, how many are older,
-        and the highest priority.
+        """Return three numbers for each task: how many of the user's tasks have higher priority,
+        how many are older, and the highest priority.
 
         Tasks of one user, kind and priority form a row. Between two tasks asked about, the tasks
         are counted, so that each is counted once, however many are asked about.

@@ -405,8 +405,8 @@ def _begun(session: Session, owner: Owner, descriptor: Descriptor) -> dict[str, 
 def _continued(
     session: Session, descriptor: Descriptor, begun: Mapping[str, Checkpoint]
 ) -> tuple[Descriptor, list[Fault]]:
-    """Give tasks that start from a checkpoint the parameters and datablocks of the checkpoint's
-    job.
+    """Copy the parameters and datablocks of a checkpoint's job to the tasks that start from the
+    checkpoint.
 
     The image may refer to those datablocks.
     """

@@ -155,7 +155,7 @@ def change_idle_limits(
 
 
 def _good_keys(session: Session, users: list[str]) -> dict[str, Any]:
-    """Return, by user, the number of valid keys, and when one of them was last used."""
+    """Return the number of valid keys of each user, and when one of them was last used."""
     query = (
         select(ApiKey.user_id, func.count().label("n"), func.max(ApiKey.last_used_at).label("used"))
         .where(

@@ -310,7 +310,7 @@ TIMES = {
 
 
 def breakdown(spent: TimeSpent) -> list[tuple[str, float, int]]:
-    """Return, for each of `TIMES`, its word, its seconds and its whole percentage of the sum."""
+    """Return word, seconds and whole percentage of the sum, for each of `TIMES`."""
     seconds = {word: getattr(spent, name) for name, word in TIMES.items()}
     whole_s = max(sum(seconds.values()), 1e-6)
     return [(word, part_s, round(100 * part_s / whole_s)) for word, part_s in seconds.items()]

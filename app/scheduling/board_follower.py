@@ -327,10 +327,10 @@ class Follower:
         return True
 
     def _users(self, session: Session, board: Board) -> None:
-        """Read the users that have changed; the tasks must have been read before.
+        """Read the users that have changed, after the tasks.
 
-        The board adds what running tasks owe to what the ledger has booked. Of tasks that were read
-        too early it would count what is booked by now twice.
+        The board adds what running tasks owe to what the ledger has booked. With older values of
+        the tasks it would count twice what has been booked since.
         """
         since = _xid(self.since)
         moved = select(User.id).where(User.txid >= since)

@@ -43,8 +43,8 @@ def is_of_ticket() -> ColumnElement[bool]:
 
 
 def terms(session: Session, rows: Rows) -> dict[str, Terms]:
-    """Return the conditions of those tasks that are members of gangs, from the present state of
-    each gang.
+    """Return the conditions of the tasks that are members of gangs, from the present state of each
+    gang.
     """
     return terms_among(of_gangs(session, {row.gang_id for row in rows if row.gang_id}))
 

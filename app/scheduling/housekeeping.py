@@ -219,9 +219,7 @@ def named(session: Session, names: Collection[str]) -> set[str]:
 
 
 def _locks(session: Session, digests: Collection[str]) -> Iterator[str]:
-    """Yield those of the given hashes that are the lock of an environment, or of a task that has
-    not ended.
-    """
+    """Yield the given hashes that are the lock of an environment or of an unfinished task."""
     known = select(Environment.lock_sha256).where(Environment.lock_sha256.in_(digests))
     yield from filter(None, session.scalars(known))
     named = Task.descriptor["environment"]["lock"].astext
@@ -231,7 +229,7 @@ def _locks(session: Session, digests: Collection[str]) -> Iterator[str]:
 
 
 def _outputs(session: Session, digests: Collection[str]) -> Sequence[str]:
-    """Return those of the given hashes that are an output of a task.
+    """Return the given hashes that are an output of a task.
 
     A published output counts only while a task is to take it; otherwise its datablock keeps it.
     """

@@ -110,7 +110,7 @@ def look_up(session: Session, launches: Sequence[tuple[Task, Device]]) -> Launch
 
 
 def _withdrawn(session: Session, tasks: Iterable[Task]) -> dict[str, list[str]]:
-    """Return, by task, the destinations that it asked for and that the policies no longer allow."""
+    """Return the destinations that each task asked for and that the policies no longer allow."""
     wishing = [(task, wish) for task in tasks if (wish := task.descriptor.get("network"))]
     may_reach = {
         tenant: tenant_tree.network_of(tenant_tree.path(session, tenant))
@@ -181,7 +181,7 @@ def _presets(session: Session, kinds: Sequence[str]) -> dict[str, dict[str, JSON
 
 
 def inputs(session: Session, tasks: Sequence[Task]) -> dict[str, JSON]:
-    """Return, by task and port, the inputs that exist so far, in the form that a Launch has."""
+    """Return the inputs that exist so far, by task and port, in the form that a Launch has."""
     found: dict[str, JSON] = defaultdict(dict)
     if not (takers := [task.id for task in tasks if task.descriptor.get("inputs")]):
         return found

@@ -244,6 +244,6 @@ def _locked(
     ids: Collection[str],
     *only: ColumnElement[bool],
 ) -> set[str]:
-    """Lock those of these rows that no other transaction holds."""
+    """Lock these rows, except rows that another transaction holds."""
     query = select(id).where(id.in_(ids), *only).order_by(id)
     return set(session.scalars(query.with_for_update(skip_locked=True)))

@@ -351,9 +351,7 @@ def _conditions(
 def _needs(
     session: Session, blocked: Sequence[str]
 ) -> tuple[Mapping[str, list[str]], Mapping[str, list[str]]]:
-    """Return, by task, the tasks for which it waits, and those of them that failed or were
-    cancelled.
-    """
+    """Return the tasks for which each task waits, and which of these failed or were cancelled."""
     waits_for: dict[str, list[str]] = defaultdict(list)
     broken: dict[str, list[str]] = defaultdict(list)
     if not blocked:

@@ -190,8 +190,8 @@ def _free(board: Board, task: Task, taken: Any) -> str | None:
 
 
 def _choice_of(task: Task) -> str:
-    """Return, as a text, the choice of devices on which the task can continue without beginning
-    again.
+    """Return the choice of devices on which the task can continue without beginning again, as a
+    text.
     """
     if not task.goes_on_with or NEED in task.capabilities:
         return task.device_choice

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 # long
 ORPHANED_S = 86400.0
 
-#: A function that returns those of the given names (of blobs, manifests and parts of uploads) to
+#: A function that takes names (of blobs, manifests and parts of uploads), and returns the names to
 #: which rows refer.
 Rows = Callable[[Collection[str]], set[str]]
 
@@ -108,7 +108,7 @@ class Collector:
         return is_named
 
     def _addresses(self, tenants: Collection[str]) -> dict[str, set[str] | None]:
-        """Return, by tenant, the chunks to which its manifests refer; condemned manifests count,
+        """Return the chunks to which the manifests of each tenant refer; condemned manifests count,
         too.
 
         None means "perhaps all": if a manifest of a tenant cannot be read, nothing of the tenant is

@@ -34,7 +34,7 @@ class NoKey(Exception):
 
 
 class Keyring:
-    """Holds keys in the order of their file: the first one encrypts, each of them decrypts."""
+    """Holds keys in the order of their file: the first key encrypts, every key decrypts."""
 
     def __init__(self, keys: Sequence[bytes]) -> None:
         self._keys = {_key_id(key): key for key in keys}

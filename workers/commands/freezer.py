@@ -112,7 +112,7 @@ class Tree:
         return found
 
     def _children(self, parents: Iterable[int]) -> list[int]:
-        """Return those children of these processes that `freeze` has stopped."""
+        """Return the children of these processes that `freeze` has stopped."""
         wanted = {*parents}
         stopped = (pid for pid, parent in _parents().items() if parent in wanted)
         return [pid for pid in stopped if pid not in self._stopped_before]
@@ -224,7 +224,7 @@ def _states(pid: int) -> Iterator[str]:
 
 
 def _moving(pid: int) -> str:
-    """Return the states of those threads of the process that are not stopped; "" if all are."""
+    """Return the states of the threads of the process that are not stopped; "" if all are."""
     return "".join(sorted({state for state in _states(pid) if state not in _STILL}))
 
 

@@ -76,9 +76,7 @@ def _renamed(opened: ImageRecord, path: str) -> ImageRecord:
 
 
 def _names(root: Path, pids: list[int], paths: set[str]) -> dict[str, str]:
-    """Return, for files that were opened by these removed names, the name that each file
-    still has.
-    """
+    """Return the remaining name of each file that was opened by one of these removed names."""
     ids = {path: _id_of(root, pids, path) for path in paths}
     wanted, found = {*ids.values()}, dict[FileId, str]()
     for folder in _FOLDERS:

@@ -63,9 +63,7 @@ class DeviceAccount:
         return self.unseen_bytes + sum(one.held_bytes for one in self.leftovers)
 
     def by_tenant(self) -> dict[str, int]:
-        """Return, by tenant, the bytes that residents left on the device although they have
-        ended.
-        """
+        """Return the bytes on the device of each tenant's residents that have ended."""
         held: dict[str, int] = {}
         for one in self.leftovers:
             if one.tenant:

@@ -110,7 +110,7 @@ class Stay:
 
     @property
     def is_outpost(self) -> bool:
-        """True for remote ranks; their coordinator host reports for them."""
+        """True if the stay has remote ranks; their coordinator host reports for them."""
         return self.record.is_remote
 
     def hand_over(self) -> list[int]:

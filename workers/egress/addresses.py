@@ -102,7 +102,7 @@ class Connector:
 
 
 def _is_own(address: Address) -> bool:
-    """True for an address of this host, where a service may trust any program of the host."""
+    """True if the address is one of this host, whose services may trust any program of the host."""
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:

@@ -60,7 +60,7 @@ def resolver_files() -> tuple[Path, ...]:
 
 
 def shut_off(walls: list[str], folder: str, uid: int) -> None:
-    """Apply all layers of the sandbox to this process except that of the network."""
+    """Apply all layers of the sandbox to this process, except the network layer."""
     walls = [name for name in walls if name != "network"]
     sandbox.separate(walls)
     if "processes" in walls and (inner := os.fork()):

@@ -166,7 +166,7 @@ class SpillBudget:
     # --- choosing storages ---
 
     def _survey(self, needed: Iterable[object], held: Iterable[Piece]) -> list[_Lying]:
-        """Return all storages that count: those of needed and of held pieces."""
+        """Return all storages that count: the storages of needed and of held pieces."""
         found = dict[int, _Lying]()
         for value in needed:
             for one in self._storages(value, found):

@@ -76,7 +76,7 @@ class Accelerator:
         return torch.Stream(device=self.device)
 
     def on_default_stream(self) -> contextlib.AbstractContextManager[object]:
-        """Let the block run on the default stream: that of code that chooses none."""
+        """Let the block run on the default stream, which code uses if it chooses none."""
         if self.module is None:
             return contextlib.nullcontext()
         now = self.current_stream()
@@ -88,8 +88,8 @@ class Accelerator:
     # --- random numbers ---
 
     def generators(self) -> list[torch.Generator]:
-        """Return the random generators of code that names none: those of the CPU and of this
-        device.
+        """Return the default random generators, of the CPU and of this device, which code uses if
+        it names none.
         """
         if self.module is None:
             return [torch.default_generator]

@@ -193,8 +193,8 @@ def _processor() -> str:
 
 
 def impose(before: Mapping[str, Any], accelerator: Accelerator) -> list[str]:
-    """Make this process compute as that of the fingerprint `before` did; return the differences
-    that remain.
+    """Make this process compute as the process with the fingerprint `before` did; return the
+    differences that remain.
     """
     for name, setting in IMPOSABLE.items():
         if name in before and setting.read() != before[name]:

@@ -35,7 +35,7 @@ def hears(app: Celery, name: str) -> Callable[[Callable[..., None]], Callable[..
     thread.
 
     The function is called with the text of the message, or without arguments if the message has
-    none. Its errors are only logged, some of them not each time: no code could handle them.
+    none. Its errors are only logged, and repeated errors not each time: no code could handle them.
     """
     complaint = broker.Complaint(log, f"{name} was not heard")
 

@@ -9,7 +9,8 @@ a call into the heap, and marks them as arrived. So a rank deals with remote ran
 neighbours, and needs no slot on their hosts.
 
 *Sums.* The ranks of a host fold up the tree as far as all branches lie there. Their sums then cross
-once, and each bridge folds the rest along the same tree. So the bits are those of one host.
+once, and each bridge folds the rest along the same tree. So the result has the same bits as on one
+host.
 
 *Order.* Host 0 is the gang's coordinator (`home` in code). The other hosts are connected only to
 it, and it forwards messages between them. All hosts apply changes of the store in the order in
@@ -412,7 +413,7 @@ class Bridge:
         self._advance(crossing, call)
 
     def _send_sums(self, crossing: _Crossing, call: _Call) -> None:
-        """Send the partial sums of those tree nodes whose leaves are all on this host."""
+        """Send the partial sums of the tree nodes whose leaves are all on this host."""
         number = call.ticket.number
         for node, host in branches(crossing.group.hosts).tops:
             if host == self.host:

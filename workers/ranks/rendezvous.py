@@ -563,7 +563,7 @@ class Rendezvous:
     def combine(
         self, ticket: CallView, parts: Sequence[torch.Tensor], ours: int, theirs: int, fold: str
     ) -> int:
-        """Fold the sum of `ours` into that of `theirs`; return the member that holds the result."""
+        """Add the sum of `ours` to the sum of `theirs`; return the member that holds the result."""
         into = self.parts_of(ticket, theirs)
         mine = parts if ours < 0 else self.parts_of(ticket, ours)
         for target, part in zip(into, mine, strict=True):
@@ -618,7 +618,7 @@ class RemoteMembers:
     def has_room(self, ticket: CallView) -> bool:
         """True if the call slot could be claimed.
 
-        Fails the gang if the call differs from that of the other members.
+        Fails the gang if the call differs from the other members' calls.
         """
         return self.exchange.claimed(ticket, vote=False)
 

@@ -601,7 +601,7 @@ def _must_be_untouched(region: OptimizerRegion, optimizer: Optimizer) -> None:
 
 
 def _must_be_common_kind(tensors: list[torch.Tensor]) -> None:
-    """Raises Unlike for tensors that cannot move into a region."""
+    """Raise Unlike if some of the tensors cannot move into a region."""
     for tensor in tensors:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             raise Unlike(f"it updates a {type(tensor).__name__}")

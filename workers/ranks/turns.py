@@ -173,7 +173,7 @@ def call_to_cut(arena: Arena) -> None:
 
 
 def set_cut(arena: Arena, number: int) -> None:
-    """Set this host's cut number to that of the coordinator host; 0 means no cut."""
+    """Set this host's cut number to the coordinator host's; 0 means no cut."""
     with arena.locked():
         arena.words[CUT] = number
     if number:
@@ -583,7 +583,7 @@ class Turns:
             self._regroup()
 
     def check(self) -> None:
-        """Raises GangFailed once any rank has failed."""
+        """Raise GangFailed if any rank has failed."""
         if self.words[FAILED]:
             raise GangFailed(failure(self.arena))
 

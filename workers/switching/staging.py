@@ -160,7 +160,7 @@ class Staging:
         """Record that these storages equal their bytes in the slab: until they are written to, they
         need no copy.
 
-        `layout` is that of an image that another process made.
+        `layout` is the layout of an image that another process made.
         """
         if layout is not None:
             self._layout = layout

@@ -376,8 +376,8 @@ def read(
     `ahead_bytes` is fetched ahead; without that its chunks in `before` stay.
 
     Raises app.storage.store.Damaged for a checkpoint that cannot be restored (it names what is
-    lost, cut or changed): then try the checkpoint before it. Raises OSError while the store is
-    away, and NoImageKey; these two say nothing about the checkpoint.
+    lost, cut or changed): then try the previous checkpoint. Raises OSError while the store is away,
+    and NoImageKey; these two say nothing about the checkpoint.
     """
     if before is not None and before.sha256 == sha256:
         return replace(before, fetched_bytes=0)

@@ -16,7 +16,7 @@ from app.settings import settings
 
 
 class CallsInProgress:
-    """Counts calls by the names of those for whom they count; used by one event loop."""
+    """Counts calls by key, tenant or address (`_names`); used by one event loop."""
 
     def __init__(self) -> None:
         self._of: Counter[str] = Counter()

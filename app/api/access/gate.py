@@ -93,8 +93,8 @@ class Gate:
             self._admit(whose_turn)
 
     def _next(self) -> str | None:
-        """Return, of the tenants that wait and may have one more call, the one that was served
-        longest ago.
+        """Return the tenant that was served longest ago, among those that wait and may have one
+        more call.
         """
         return next((whose for whose in self._waiting if self._has_room(whose)), None)
 

@@ -107,7 +107,7 @@ async def create_folder(name: Name, body: FolderIn, caller: Submitter) -> Respon
 
 
 def _folder(body: FolderIn) -> FolderManifest:
-    """Raises BadInput with all faults."""
+    """Read the manifest; raises BadInput with all faults."""
     files = [FolderFile(**file.model_dump()) for file in body.files]
     found = tuple(Fault(f"/files/{n}", told) for n, told in faults(files))
     if found:

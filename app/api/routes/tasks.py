@@ -324,7 +324,7 @@ def resize_task(id: str, body: ResizeIn, caller: Authed, session: Db) -> TaskOut
 
 
 def _must_fit(session: Session, task: Task, to: str) -> None:
-    """Raises BadInput at /to if the task can never run on that device."""
+    """Raise BadInput at /to if the task can never run on that device."""
     device = session.get(Device, to)
     if device is None:
         here = select(Device.id).where(Device.island == task.island).order_by(Device.id).limit(10)

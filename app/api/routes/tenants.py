@@ -596,7 +596,9 @@ def rotate_key(
 
 
 def _check_rotatable(session: Session, caller: Caller, key: ApiKey) -> None:
-    """Raises Forbidden or Conflict; the key must be locked."""
+    """Raise Forbidden or Conflict if the caller may not rotate the key; the key's row must be
+    locked.
+    """
     if ROLES.index(key.role) < ROLES.index(caller.role):
         raise Forbidden(f"a {caller.role} may not rotate keys with the role {key.role}")
     _check_within(caller, key.scopes)

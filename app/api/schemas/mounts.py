@@ -62,11 +62,11 @@ class UnpackedOn(Out):
 
     host: str
     digest: str = Field(
-        description="Of an OCI layout that of its manifest; of a root file system a hash of its"
-        " listing on that host."
+        description="For an OCI layout, the digest of its manifest; for a root file system, a hash"
+        " of its listing on that host."
     )
     size_bytes: int
-    unpack_us: int = Field(description="How long it was unpacked, in microseconds.")
+    unpack_us: int = Field(description="How long the unpacking took, in microseconds.")
 
 
 class MountOut(Out):

@@ -41,8 +41,8 @@ def shell(
 ) -> None:
     """Open a terminal inside a running task, in its sandbox; Ctrl-] leaves it.
 
-    The exit code is that of the shell.  Its processes are part of the task: they pause and end with
-    it.
+    The shell's exit code becomes the command's exit code.  Its processes are part of the task: they
+    pause and end with it.
     """
     with root_command.connect(ctx) as client:
         task = one_command(client, given)

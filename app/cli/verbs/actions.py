@@ -152,7 +152,7 @@ def _try_all(
     act: Callable[[Client, str], JSON],
     output: Output,
 ) -> None:
-    """Try the action on all ids; the exit code is that of the first problem."""
+    """Try the action on all ids; the first problem decides the exit code."""
     done: list[tuple[str, JSON]] = []
     first = None
     with root_command.connect(ctx) as client:

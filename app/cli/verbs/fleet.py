@@ -100,7 +100,7 @@ def _standing(client: Client) -> JSON:
 
 
 def _on_devices(client: Client, devices: list[JSON]) -> dict[str, str]:
-    """Return, by id, the names of the tasks on devices, in a form that any verb accepts."""
+    """Return the names of the tasks on devices, by id, in a form that any verb accepts."""
     ids = {device["task_id"] for device in devices} - {None}
     if not ids:
         return {}

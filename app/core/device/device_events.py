@@ -66,8 +66,8 @@ class HostsJoined(DeviceEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostsMissed(DeviceEvent):
-    """A host of the task's gang did not connect in time; `told` says so to the owner of the
-    task.
+    """A host of the task's gang did not connect in time; `told` is the message for the task's
+    owner.
     """
 
     stay: StayKey

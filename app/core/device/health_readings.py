@@ -1,7 +1,7 @@
 """Defines what a device's monitor reads, and decides when a new reading is worth a report.
 
-A figure is None if the device does not report it. Heartbeats carry the last reading that was
-*told*. It is replaced only when the device has changed enough, so that most heartbeats are equal.
+A figure is None if the device does not report it. Heartbeats repeat the last reported reading. A
+new reading replaces it only when the device has changed enough, so that most heartbeats are equal.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Reading:
     xids: tuple[int, ...] = ()
 
 
-#: The figures in a heartbeat, each with two numbers. A figure is told again if it changed by at
-#: least the first number, and by at least the second number as a part of the told figure. A count
-#: is told whenever it changes.
+#: The figures in a heartbeat, each with two numbers. A figure is reported again if it changed by at
+#: least the first number, and by at least the second number as a part of the reported figure. A
+#: count is told whenever it changes.
 _ENOUGH: Mapping[str, tuple[float, float]] = {
     "utilisation_percent": (15, 0.0),
     "memory_used_bytes": (64 * 2**20, 0.05),
@@ -63,7 +63,7 @@ def figures(reading: Reading) -> JSON:
 
 
 def is_worth_telling(told: JSON, now: JSON) -> bool:
-    """True if the device has changed enough since the figures that the last report told."""
+    """True if the device has changed enough since the last reported figures."""
     if told.keys() != now.keys() or told.get("processes") != now.get("processes"):
         return True
     return any(

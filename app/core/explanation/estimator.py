@@ -31,7 +31,7 @@ from typing import Protocol
 #: width), (tenant,), ()).  A key is always followed by the same wider keys.
 Who = tuple[Hashable, ...]
 
-# width of a bin in log time: the end of each bin is 16 % later than that of the bin before
+# width of a bin in log time: each bin ends 16 % later than the previous bin
 STEP = 0.15
 BINS = 112  # from 1 s to 231 days; shorter runtimes count in the first bin, longer ones in the last
 # share that passes a bin if half of the tasks double their age: a Pareto tail with index 1

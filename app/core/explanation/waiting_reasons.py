@@ -435,7 +435,7 @@ def _installing(hosts: Sequence[InstallingHost]) -> Reason:
     return _reason("PACKAGES_INSTALLING", told, f"they are installed on {first.host}", change)
 
 
-_INSTALLING = ("building", "waiting", "", "failed")  # which state is told first
+_INSTALLING = ("building", "waiting", "", "failed")  # which state a reason names first
 
 
 def _partly_drained(task: BoardTask, seen: Blockers) -> Iterator[Reason]:

@@ -659,10 +659,8 @@ class FairTree(Generic[Item]):
         return min((e for e in fresh if self._fresh_first(e[5], oldest[5])), default=oldest)
 
     def led(self) -> list[Item]:
-        """Return, for each branch above the pick of the last `first`, the item that made the branch
-        go first.
-
-        That item may differ from the pick, and be in another lane.
+        """Return the items that made the branches above the last pick of `first` go first, one for
+        each branch. Such an item may differ from the pick, and be in another lane.
         """
         return [self._head(line) for line in self._led] if self._led_at == self.version else []
 
@@ -703,8 +701,8 @@ class FairTree(Generic[Item]):
         """Yield the items that may become first below a branch merely because time passes.
 
         They are the first item of each child with growing usage, and the first item of the least
-        served of the other children, as the order of those does not change. The first of all comes
-        first.
+        served other child: the order of these other children does not change. The first of all
+        comes first.
         """
         line = branch.lines.get(lane)
         if line is None or not line.inner or self._top(line) is None:

@@ -51,7 +51,7 @@ def unheard_us(*, now_s: float, heard_s: float, lease_ends_s: float, lease_s: fl
 
 
 def usage_us(faded: int, *, now_s: float, since_s: float, half_life_s: float) -> int:
-    """Return, for display, how many decayed device-microseconds a faded sum stands for now."""
+    """Return how many decayed device-microseconds a faded sum stands for now; for display only."""
     growth, doublings = growth_over(now_s - since_s, half_life_s)
     numerator = faded << max(0, -doublings)
     denominator = growth << max(0, doublings)
@@ -122,5 +122,5 @@ def score(faded: int, weight: int) -> int:
 
 
 def unscored(score: int, weight: int) -> int:
-    """Return, for display, the faded usage that gives a branch of this weight this score."""
+    """Return the faded usage that gives a branch of this weight this score; for display only."""
     return (score * weight) >> SCORE_BITS

@@ -35,7 +35,7 @@ _MIG = "mig"  # the word before the profile in the name of a MIG instance
 class PackageBuild:
     """Describes an environment that is not ready on a host: `state` is one of BUILD_STATES.
 
-    `told` is the message of the failure, or what the build waits for.
+    `told` is the message of a failure, or says what the build waits for.
     """
 
     lock: str

@@ -309,7 +309,7 @@ class BoardTask:
 
     @property
     def is_bound(self) -> bool:
-        """True for a command that can only begin again if it goes to another device."""
+        """True if the task is a command that begins again when it goes to another device."""
         return self.restarts and not self.movable
 
     @property

@@ -147,7 +147,7 @@ class _Branches:
 
 
 def _twins(problem: PlacementProblem) -> list[int]:
-    """Return, per place, the first place that is equivalent to it while both are unused."""
+    """Return the first place that is equivalent to each place while both are unused."""
     places = range(problem.places)
     return [next(a for a in places if a == b or _alike(problem, a, b)) for b in places]
 

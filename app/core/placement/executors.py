@@ -210,7 +210,7 @@ def _declared_items(graph: TaskGraph) -> dict[str, int]:
 def lanes(
     graph: TaskGraph, spread: ExecutorSpread, program: Program, late: Collection[str] = ()
 ) -> tuple[ExecutorPlan, ...]:
-    """Return what each executor runs of a program whose order is that of `spread`.
+    """Return what each executor runs of a program that is in the order of `spread`.
 
     Inputs named in `late` arrive while the graph runs.
     """
@@ -333,8 +333,8 @@ def _needed(node: Node, executor: int, executors: int) -> tuple[str, ...]:
 
 
 def _own_parts(node: Node) -> set[str]:
-    """Return the lists that the node only maps over; each executor already has its part of
-    these.
+    """Return the lists that the node only maps over; each executor already has its part of such a
+    list.
     """
     mapped = {
         taken.sources[0] for p, taken in node.inputs.items() if p in node.map and not taken.is_list

@@ -328,9 +328,10 @@ def is_wanted(board: Board, device: str) -> bool:
 
 
 def soonest_first(board: Board, ids: Iterable[str]) -> list[str]:
-    """Return those of the given tasks that wait, in the order in which each alone would be picked.
+    """Return the waiting tasks among the given ones, in the order in which each alone would be
+    picked.
 
-    The turns that earlier ones of them will be charged do not count; call again after each pick.
+    The turns that earlier picks will be charged do not count; call again after each pick.
     """
     waiting = [board.tasks[id] for id in ids if id in board.tree and id in board.tasks]
 

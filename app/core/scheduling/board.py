@@ -649,7 +649,7 @@ class Board:
         )
 
     def _lent(self) -> list[tuple[int, tuple[str, ...]]]:
-        """Return, for each task that holds more than it needs, its surplus and the devices it can
+        """Return the surplus of each task that holds more than it needs, and the devices it can
         return.
 
         Only running tasks count, and only if all their branches hold more than their guarantees.
@@ -1160,8 +1160,8 @@ def _has_begun(task: BoardTask) -> bool:
 
 
 def where_it_goes_on(task: BoardTask) -> str:
-    """Return, as a text, the choice of devices on which the task can continue without beginning
-    again.
+    """Return the choice of devices on which the task can continue without beginning again, as a
+    text.
     """
     if not (task.movable and task.goes_on_with):
         return task.choice

@@ -1,4 +1,4 @@
-"""Defines the scopes to which a key may be narrowed; every operation needs one of them.
+"""Defines the scopes to which a key may be narrowed; every operation needs one scope.
 
 A key without scopes may do all that its role may. A key with scopes may do the part of that which
 they allow: they never add to a role. A write scope includes the read scope.

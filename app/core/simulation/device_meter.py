@@ -65,7 +65,9 @@ def _means(sums: Counter[Key], length_us: int) -> dict[Key, float]:
 
 
 class Meter:
-    """Records every change of what is held and wanted; changes must come in order of time."""
+    """Records how many devices are held and wanted, at each change; changes must come in order of
+    time.
+    """
 
     def __init__(self) -> None:
         self._every_us, self._ends_us = SHORTEST_US, SHORTEST_US

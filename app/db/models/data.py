@@ -99,8 +99,8 @@ class Environment(Base):
 class Graph(Base):
     """A graph of small functions that a tenant sent; `body` is its JSON as it was sent.
 
-    The hash is that of its canonical bytes (`core.model.graphs.task_graph.canonical`); these lie in
-    the store, for the devices.  `took_ms` is how long its nodes took in the last run, by kind of
+    Its hash is taken of its canonical bytes (`core.model.graphs.task_graph.canonical`), which
+    devices find in the store.  `took_ms` is how long its nodes took in the last run, by kind of
     device.  `made_bytes` is how large the blocks were that the nodes made.
     """
 

@@ -86,7 +86,7 @@ class Device(Base):
     links: Mapped[list[Any]] = mapped_column(JSONB, server_default=text("'[]'"))
     # gives access to the blocks that the worker serves
     secret: Mapped[str] = mapped_column(server_default="")
-    health: Mapped[dict[str, Any]] = json_column()  # what the device's monitor told last
+    health: Mapped[dict[str, Any]] = json_column()  # last report of the device's monitor
     # What the island remembers and decided because of `health` (`core.device.health_cordons`). With
     # a cordon in it, `cordoned` is set too.
     fitness: Mapped[dict[str, Any]] = json_column()

@@ -394,8 +394,8 @@ def select_holders() -> Select[Placement]:
 
 
 def _accounts(session: Session) -> dict[str, tuple[int, int]]:
-    """Return, by tenant, the decayed usage of its own users, and all that they were ever charged,
-    in microseconds.
+    """Return two sums for each tenant, in microseconds: the decayed usage of its own users, and all
+    that they were ever charged.
     """
     query = select(Account.tenant_id, func.sum(Account.faded), func.sum(Account.total_us)).group_by(
         Account.tenant_id

@@ -256,7 +256,8 @@ class ReportedStay:
 
 def stays(session: Session, request: str, *, limit: int = 200) -> list[ReportedStay]:
     """Return the last `limit` stays of a request's tasks, oldest first."""
-    # By task, as in `log_tail`: otherwise Postgres may read the placements of all requests.
+    # One subquery per task, as in `log_tail`: with a plain join Postgres may read the placements of
+    # all requests.
     of_task = select(Placement).where(Placement.task_id == Task.id)
     stay = aliased(Placement, of_task.order_by(Placement.id.desc()).limit(limit).lateral())
     query = (

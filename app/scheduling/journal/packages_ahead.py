@@ -157,7 +157,9 @@ class PackagesAhead:
         ]
 
     def _places(self, line: AnyRow, choice: DeviceChoice) -> Mapping[str, tuple[int, int]]:
-        """Return, by host, how many suitable devices take work, and how many of these are idle."""
+        """Return two counts for each host: suitable devices that take work, and how many of these
+        are idle.
+        """
         key = line.kind, line.memory_bytes, choice
         if key not in self._known:
             there: dict[str, list[_Seat]] = defaultdict(list)

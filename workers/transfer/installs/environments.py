@@ -133,8 +133,8 @@ class Environments(KeptTrees):
         return not found or sum(found) < self.limit_bytes
 
     def shown(self, wanted: Collection[str] = ()) -> dict[str, list[int]]:
-        """Return, by lock, the size in bytes and the build time in microseconds of some
-        environments: the last used ones, and those that are `wanted`.
+        """Return the size in bytes and the build time in microseconds of some environments, by
+        lock: the last used ones, and those that are `wanted`.
         """
         try:
             entries = [(one.stat().st_mtime, one.name) for one in os.scandir(self.folder / "built")]

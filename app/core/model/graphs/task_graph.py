@@ -491,7 +491,7 @@ def worth_telling(made_bytes: Mapping[str, int]) -> dict[str, int]:
 
 
 def waits(graph: TaskGraph) -> dict[str, set[str]]:
-    """Return, for each node, the nodes that it waits for."""
+    """Return the nodes for which each node waits."""
     maker = {block: node.name for node in graph.nodes for block in node.writes}
     return {
         node.name: {maker[block] for block in node.reads if block in maker} for node in graph.nodes
@@ -531,7 +531,7 @@ class _Sizes:
 
 
 def _misfits(graph: TaskGraph) -> Iterator[Fault]:
-    """Yield faults where the declaration of a block contradicts that of a port that takes it."""
+    """Yield faults where a block and a port that takes it are declared differently."""
     sizes, made = _Sizes(), declared(graph)
     for node in graph.nodes:
         mapped = frozenset(node.map)
@@ -768,7 +768,9 @@ class Program:
 
 
 def program(graph: TaskGraph, names: Sequence[str] = ()) -> Program:
-    """Build the program with the nodes in the order `names`, or else in that of `order`."""
+    """Build the program with the nodes in the order `names`; by default in the order that `order`
+    gives.
+    """
     by_name = {node.name: node for node in graph.nodes}
     nodes = [by_name[name] for name in names or order(graph)]
     blocks = [f"{INPUT}{port}" for port in graph.ports]

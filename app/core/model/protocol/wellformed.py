@@ -59,7 +59,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_figure(value: Any) -> bool:
-    """True for a number that is finite and not too large for any reader to store."""
+    """True if the value is a finite number that every reader can store."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and -_LARGEST <= value <= _LARGEST
 
@@ -69,7 +69,7 @@ def _is_sentence(value: Any) -> bool:
 
 
 def _is_place(value: Any) -> bool:
-    """True for [address, port], or [] for none."""
+    """True if the value is [address, port], or [] for no address."""
     if value == []:
         return True
     is_pair = isinstance(value, list) and len(value) == 2
@@ -106,7 +106,9 @@ def _or_nothing(check: Check) -> Check:
 
 
 def is_path(path: Any) -> bool:
-    """True for an absolute path with no `.`, `..` or empty part, of at most MAX_PATH characters."""
+    """True if the value is an absolute path of at most MAX_PATH characters, without `.`, `..` and
+    empty parts.
+    """
     if not isinstance(path, str) or not path.startswith("/") or len(path) > MAX_PATH:
         return False
     parts = path[1:].split("/")
@@ -123,12 +125,12 @@ def _is_short(value: Any) -> bool:
 
 
 def _is_place_of_task(value: Any) -> bool:
-    """True for [task, epoch]."""
+    """True if the value is a list [task, epoch]."""
     return isinstance(value, list) and len(value) == 2 and is_id(value[0]) and _is_count(value[1])
 
 
 def _is_point(value: Any) -> bool:
-    """True for [step, metrics]."""
+    """True if the value is a list [step, metrics]."""
     return (
         isinstance(value, list)
         and len(value) == 2
@@ -163,7 +165,7 @@ _AHEAD = _object({"task": is_id, "sha256": _is_hash, "bytes": _is_count, "us": _
 
 
 def _is_build(value: Any) -> bool:
-    """True for [state, text], with one of BUILD_STATES."""
+    """True if the value is a list [state, text] with one of BUILD_STATES."""
     if not (isinstance(value, list) and len(value) == 2 and value[0] in BUILD_STATES):
         return False
     told = value[1]

@@ -41,7 +41,8 @@ _LOCK_RULE = (
 class EnvironmentFile:
     """Names the file of a bundle that says which packages a request brings.
 
-    `sort` is one of SORTS.  `python` is the version of Python; "" is that of the platform.
+    `sort` is one of SORTS.  `python` is the version of Python; "" stands for the platform's
+    version.
     """
 
     sort: str

@@ -99,7 +99,7 @@ def _wrong_with(file: FolderFile) -> str:
 
 
 def is_inside(path: str) -> bool:
-    """True for a relative path of plain names, which names exactly one place in the folder."""
+    """True if the path is relative and made of plain names, so that it names exactly one place."""
     parts = path.split("/")
     if len(path) > MAX_PATH or len(parts) > MAX_DEPTH or not path.isprintable():
         return False

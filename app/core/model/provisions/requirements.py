@@ -57,8 +57,8 @@ class FileFault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinnedPackage:
-    """Describes one package of a lock, at one version; each of `hashes` ("sha256:<hex>") is that of
-    a wheel.
+    """Describes one package of a lock, at one version; each of `hashes` ("sha256:<hex>") is the
+    hash of a wheel.
     """
 
     name: str

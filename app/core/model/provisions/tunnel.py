@@ -93,7 +93,7 @@ class FrameKind(IntEnum):
     """Lists the kinds of frames; the comment says which side sends them, and what they carry."""
 
     DATA = 0  # both: bytes
-    WINDOW = 1  # both: how many bytes more the sender of the frame has taken
+    WINDOW = 1  # both: how many bytes its sender has taken since its last WINDOW frame
     END = 2  # both: no DATA follows on this channel
     OPEN = 3  # user: connect another channel
     RESIZE = 4  # user: rows, columns

@@ -581,7 +581,7 @@ class _Claim:
         return False
 
     def _on_their_way_out(self, branch: Branch) -> Iterator[tuple[bool, int, Branch]]:
-        """Yield, like `FairTree.keys`, siblings of a branch with pausing tasks."""
+        """Yield siblings of a branch with pausing tasks, in the form of `FairTree.keys`."""
         too = (id for ids in self.board.leaving_too.values() for id in ids)
         for id in sorted({*self.board.leaving.values(), *too}):
             stay = self.board.stays[id]
@@ -737,7 +737,7 @@ def next_turn_s(board: Board) -> float:
 
 
 def _turns_s(board: Board, task: BoardTask, node: Branch) -> Iterator[float]:
-    """Yield, for each leaf below a branch, when the task may take the place of the leaf's stays."""
+    """Yield for each leaf below a branch when the task may take the place of the leaf's stays."""
     claim = _Claim(board, task, urgent=False)
     for leaf in board.ripe:
         if leaf.path[: node.depth] == node.path:

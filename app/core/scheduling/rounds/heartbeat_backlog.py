@@ -35,7 +35,7 @@ class HeartbeatBacklog:
     """Keeps the newest heartbeat of every device process, since it has all that earlier ones had.
 
     A newer heartbeat takes the place of the older one, so a device that beats often waits no less
-    and no longer than the others. Times are those of one monotonic clock of the caller.
+    and no longer than the others. All times are by one monotonic clock of the caller.
     """
 
     def __init__(self) -> None:

@@ -362,8 +362,8 @@ def _is_far_ahead(here: SharedDevices, leaf: Branch, stay: BoardStay) -> bool:
 def _rank(
     here: SharedDevices, leaf: Branch, lane: Lane, one: Join
 ) -> tuple[int, int, Fraction, int, str]:
-    """Return a sort key for joins: those with graphs that are ahead come first, then those for
-    which no stay must make room, then those with the least share due.
+    """Return a sort key for joins. Joins with graphs that are ahead come first, then joins for
+    which no stay must make room, then joins with the least share due.
     """
     load, sharers = here.load(one.device), len(here.groups[one.device])
     return -_step(here, leaf, lane, one.device), len(one.gone), load, sharers, one.device
@@ -402,7 +402,8 @@ def _is_new(here: SharedDevices, stay: BoardStay) -> bool:
 def takes_from(
     here: SharedDevices, leaf: Branch, lane: Lane, task: BoardTask, joined: Collection[str]
 ) -> bool:
-    """True if stays further ahead than those that it could join would give way to the task (F6).
+    """True if other stays, further ahead than the stays that the task could join, would give way to
+    it (F6).
 
     These stays do not share, or share with graphs that are too far from the task.
     """
