@@ -3,7 +3,7 @@
     python -m benchmarks.devices [--quick]
 
 The island is a scheduler in a process of its own, as in service. Its devices are played. They
-consist of heartbeats, signed and sent through Redis every 2 s, and they obey Launch orders that
+consist of heartbeats, sealed and sent through Redis every 2 s, and they obey Launch orders that
 come back through Redis. Each device has one running task, whose held time and steps grow. So an
 unchanged heartbeat reports no event, only progress. Then all tasks end at once, while as many
 others wait.
@@ -17,6 +17,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -47,9 +48,10 @@ from app.insight.counters import ROUND_BOUNDS_S, ROUNDS, ROUNDS_US, WRITTEN_EVER
 from app.local import seed
 from app.local.embedded_servers import embedded_postgres, embedded_redis, temporary_home
 from app.messaging import broker, outbox
-from app.messaging.signed_messages import sealed_heartbeat
+from app.messaging.message_keys import MessageKeys
+from app.messaging.signed_messages import SIGNS_AFTER_S, sealed_heartbeat
 from app.settings import settings
-from app.storage.signing import Signer
+from app.storage.signing import NEWS, Signer
 from benchmarks import Target, quick, report
 from benchmarks.idle import own_s
 
@@ -128,11 +130,11 @@ def _measured(devices: int, watch_s: float) -> dict[str, float]:
         for cached in (settings, transactions.engine, transactions._sessions, outbox.celery):
             cached.cache_clear()
         seed.migrate()
-        signer = Signer.at(home / "host.key")
-        fill_island(devices, signer.public)
+        keys = MessageKeys(Signer.at(home / "host.key"))
+        fill_island(devices, keys.public)
         try:
             with island_process(home, ISLAND) as island:
-                return _watched(island, Fleet(devices, signer, at), watch_s)
+                return _watched(island, Fleet(devices, keys, at), watch_s)
         finally:
             transactions.engine().dispose()
 
@@ -222,6 +224,7 @@ class DevicePlayer:
     epoch: int = 0
     state: str = ""
     began_s: float = 0.0
+    answered_s: float = -math.inf
     order_seq: int = 0
     event_seq: int = 0
     printed: int = 0  # lines of the task's log so far
@@ -304,11 +307,12 @@ class DevicePlayer:
 class Fleet:
     """Plays all devices, which send and read in turns spread over the beat."""
 
-    def __init__(self, devices: int, signer: Signer, at: str) -> None:
+    def __init__(self, devices: int, keys: MessageKeys, at: str) -> None:
         facts = {"host": "h", "island": ISLAND, "kind": "cpu", "threads": 1, "spec": True}
-        facts |= {"memory_bytes": 2**30, "key": signer.public}
+        facts |= {"memory_bytes": 2**30, "key": keys.public, "exchange_key": keys.announced}
         self.devices = [DevicePlayer(id=f"h.{n}", facts=facts) for n in range(devices)]
-        self.signer, self.client = signer, redis.Redis.from_url(at)
+        self.keys, self.client = keys, redis.Redis.from_url(at)
+        self.island = ""  # its public key, once a device has learned its exchange key
         self.tick, self.due_s, self.answers = 0, time.monotonic(), 0
 
     def running(self) -> int:
@@ -336,23 +340,33 @@ class Fleet:
             pipeline.rpop(broker.device_queue(device.id), 100)
         urgent = []
         for device, items in zip(devices, pipeline.execute(), strict=True):
-            news = [one for item in items or () for one in _news(item)]
-            self.answers += sum(one["is"] == "Answer" for one in news)
+            news = [one for item in items or () for one in self._news(item)]
+            if answers := sum(one["is"] == "Answer" for one in news):
+                self.answers += answers
+                device.answered_s = time.monotonic()
             if news and device.hear(news):
                 urgent.append(device)
         return urgent
 
     def _send(self, devices: list[DevicePlayer]) -> None:
         queue = broker.island_queue(ISLAND)
-        texts = [(queue, sealed_heartbeat(self.signer, device.alive())) for device in devices]
+        texts = [(queue, self._sealed(device)) for device in devices]
         broker.send_all(outbox.celery(), broker.ISLAND_ALIVE, texts)
 
+    def _sealed(self, device: DevicePlayer) -> str:
+        """Seal its heartbeat as a device worker does, which signs it if no answer has come."""
+        is_answered = time.monotonic() - device.answered_s < SIGNS_AFTER_S
+        return sealed_heartbeat(self.keys, device.alive(), to=self.island if is_answered else "")
 
-def _news(item: bytes) -> list[Any]:
-    """Return the content of a message of the island; its signature is not checked here."""
-    sealed = base64.b64decode(json.loads(item)["body"]).decode()
-    told: list[Any] = json.loads(sealed.split("\n", 2)[2])["news"]
-    return told
+    def _news(self, item: bytes) -> list[Any]:
+        """Return the content of a message of the island; only the first one's proof is checked."""
+        sealed = base64.b64decode(json.loads(item)["body"]).decode()
+        island, _, body = sealed.split("\n", 2)
+        if not self.island:
+            self.keys.opened(sealed, NEWS, known=(island,))
+            self.island = island
+        told: list[Any] = json.loads(body)["news"]
+        return told
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from app.intake import island_assignment
 from app.local import seed
 from app.local.embedded_servers import embedded_postgres, embedded_redis, temporary_home
 from app.messaging import outbox
+from app.messaging.message_keys import MessageKeys
 from app.settings import settings
 from app.storage.signing import Signer
 from benchmarks import Target, quick, report
@@ -112,13 +113,13 @@ def _on_an_island(devices: int, watch_s: float) -> dict[str, Spent]:
     with temporary_home() as home, embedded_postgres(home) as url, embedded_redis(home) as at:
         _use(url, at, home)
         os.environ |= {"ROUNDHOUSE_SLICE_MIN_S": "1e6", "ROUNDHOUSE_SLICE_MAX_S": "1e6"}
-        signer = Signer.at(home / "host.key")
+        keys = MessageKeys(Signer.at(home / "host.key"))
         seed.migrate()
-        fill_island(devices, signer.public)
+        fill_island(devices, keys.public)
         try:
             with island_process(home, ISLAND) as island:
                 meter = _Meter(at, lambda: own_s(island))
-                return _of_devices(meter, Fleet(devices, signer, at), watch_s)
+                return _of_devices(meter, Fleet(devices, keys, at), watch_s)
         finally:
             transactions.engine().dispose()
 

@@ -1,6 +1,6 @@
 """Sends what was committed: nudges to workers, orders to devices.
 
-Messages to devices are signed with the key of this island, once for each message.
+Messages to devices are proved by a key of this island, once for each message.
 
 Nothing here decides or changes a state. A message may be lost: orders stay in the table until the
 device shows that it has received them, and are sent again after `order_resend_s`; a lost nudge only
@@ -27,6 +27,7 @@ from sqlalchemy.orm import Session
 from app.core.model.protocol.messages import JSON, Answer, encode
 from app.db.models import OutboxOrder
 from app.messaging import broker
+from app.messaging.message_keys import MessageKeys
 from app.messaging.signed_messages import sealed_news
 from app.settings import settings
 from app.storage.signing import Signer
@@ -46,15 +47,16 @@ def celery() -> Celery:
 
 
 @lru_cache
-def signer() -> Signer:
-    """The key of this island, which only its own processes can read; the public key lies beside it.
+def keys() -> MessageKeys:
+    """The keys of this island, from a file that only its own processes can read; the public key
+    lies beside it.
 
-    The key is created if it does not exist.
+    The file is created if it does not exist.
     """
     file = settings().island_key_file
     made = Signer.at(file)
     made.publish(file.with_suffix(".pub"))
-    return made
+    return MessageKeys(made)
 
 
 class Nudger(threading.Thread):
@@ -108,7 +110,7 @@ def hint(message: str, queue: str, text: str = "") -> bool:
 
 def tell(device: str, message: Any) -> None:
     """Send one message to a device.  It may be lost, because answers repeat its content."""
-    text = sealed_news(signer(), device, [encode(message)])
+    text = sealed_news(keys(), device, [encode(message)])
     hint(broker.DEVICE_NEWS, broker.device_queue(device), text)
 
 
@@ -144,17 +146,25 @@ def take_unsent(
     return sorted(session.scalars(taken.execution_options(**fresh)), key=lambda order: order.id)
 
 
-def send(answers: Iterable[Answer], orders: Sequence[OutboxOrder]) -> list[int]:
+def send(
+    answers: Iterable[Answer], orders: Sequence[OutboxOrder], host_keys: Mapping[str, str]
+) -> list[int]:
     """Publish one message to each device: its answer, then its orders.
 
-    Returns the ids of the orders that Redis may not have taken.  Call it outside any transaction.
+    `host_keys` has the public keys of the devices' hosts, as far as they are known. Returns the ids
+    of the orders that Redis may not have taken.  Call it outside any transaction.
     """
     news = defaultdict[str, list[JSON]](list)
     for answer in answers:
         news[answer.device].append(encode(answer))
     for order in orders:
         news[order.device_id].append(order.body)
-    sent = post_all({device: sealed_news(signer(), device, said) for device, said in news.items()})
+    sent = post_all(
+        {
+            device: sealed_news(keys(), device, said, to=host_keys.get(device, ""))
+            for device, said in news.items()
+        }
+    )
     return [order.id for order in orders if order.device_id not in sent]
 
 

@@ -1,9 +1,9 @@
 """Signs and opens the messages over Redis: with write access to Redis, no one can forge or redirect
 one.
 
-A text is the signer's public key in hexadecimal digits, a line end, and the body as
-`app.storage.signing` seals it. It is opened only if the reader knows the key from elsewhere; no
-part of any other text is parsed.
+A text is the sender's public key in hexadecimal digits, the proof that it is the sender's, and the
+body, a line each (`app.messaging.message_keys`). It is opened only if the reader knows the public
+key from elsewhere; no part of any other text is parsed.
 
 A heartbeat names its device, the device's process and the time when it was sent. News (the messages
 to a device) names its device; an answer also names the heartbeat that it answers, and orders are
@@ -13,19 +13,25 @@ numbered. So a text that is sent again, or to another device, changes nothing.
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Container, Iterable
 from typing import Any
 
 from app.core.model.fields import not_plain
 from app.core.model.protocol.messages import JSON, Alive, Answer, decode, encode
 from app.core.model.protocol.wellformed import BadMessage
-from app.storage.signing import HEARTBEAT, NEWS, BadSignature, Signer, unsealed
+from app.messaging.message_keys import MessageKeys
+from app.storage.signing import HEARTBEAT, NEWS, BadSignature
+
+SIGNS_AFTER_S = 5.0  # half of a lease
 
 _SENT_US = ',"sent_us":'  # as it stands in a message: within a JSON text its quotes are escaped
 
 
-def sealed_heartbeat(signer: Signer, alive: Alive) -> str:
-    return _sealed(signer, HEARTBEAT, encode(alive))
+def sealed_heartbeat(keys: MessageKeys, alive: Alive, *, to: str = "") -> str:
+    """Seal a heartbeat for the island with the public key `to`; "" signs it."""
+    return _sealed(keys, HEARTBEAT, encode(alive), to=to)
 
 
 def claimed_process(text: str) -> str:
@@ -39,16 +45,17 @@ def claimed_process(text: str) -> str:
     return f"{key}\n{head}" if found else text
 
 
-def opened_body(text: str, *, hosts: Container[str]) -> tuple[str, JSON]:
-    """Return the key that signed a heartbeat, and its content, which is not checked yet.
+def opened_body(keys: MessageKeys, text: str, *, hosts: Container[str]) -> tuple[str, JSON]:
+    """Return the public key of the host that sent a heartbeat, and its content, which is not
+    checked yet.
 
     `hosts` are the accepted public keys.  Raises BadSignature or BadMessage.
     """
-    return _opened(text, HEARTBEAT, hosts)
+    return _opened(keys, text, HEARTBEAT, hosts)
 
 
 def heartbeat_in(body: JSON, text: str, key: str) -> Alive:
-    """Return the heartbeat that says `body`, from the text that `key` signed.
+    """Return the heartbeat that says `body`, from the text that the host with `key` sent.
 
     Raises BadSignature or BadMessage.
     """
@@ -57,13 +64,16 @@ def heartbeat_in(body: JSON, text: str, key: str) -> Alive:
     if not isinstance(alive, Alive):
         raise BadMessage("not a heartbeat")
     if alive.facts.get("key") != key:
-        raise BadSignature("signed by another host than the message names")
+        raise BadSignature("sent by another host than the message names")
     return alive
 
 
-def sealed_news(signer: Signer, device: str, bodies: Iterable[JSON]) -> str:
-    """Seal an answer and orders for one device, in this order."""
-    return _sealed(signer, NEWS, {"device": device, "news": list(bodies)})
+def sealed_news(keys: MessageKeys, device: str, bodies: Iterable[JSON], *, to: str = "") -> str:
+    """Seal an answer and orders for one device, in this order.
+
+    `to` is the public key of its host; "" signs them.
+    """
+    return _sealed(keys, NEWS, {"device": device, "news": list(bodies)}, to=to)
 
 
 class ReadyAnswers:
@@ -74,13 +84,13 @@ class ReadyAnswers:
     def __init__(self) -> None:
         self._made: dict[str, tuple[Answer, str, str]] = {}
 
-    def sealed(self, signer: Signer, answer: Answer, *, sent_us: int) -> str:
-        """Seal an answer as the answer to the heartbeat of `sent_us`."""
+    def sealed(self, keys: MessageKeys, answer: Answer, *, sent_us: int, to: str) -> str:
+        """Seal an answer as the answer to the heartbeat of `sent_us`, for the host `to`."""
         made = self._made.get(answer.device)
         if made is None or made[0] != answer:
             made = self._made[answer.device] = answer, *_around_sent_us(answer)
         body = f'{made[1]},"sent_us":{sent_us},{made[2]}'
-        return _sealed_bytes(signer, NEWS, body.encode())
+        return keys.sealed(NEWS, body.encode(), to=to)
 
 
 def _around_sent_us(answer: Answer) -> tuple[str, str]:
@@ -92,19 +102,29 @@ def _around_sent_us(answer: Answer) -> tuple[str, str]:
 
 
 class Mail:
-    """Opens the messages for one device, if its own island signed them, or another island that its
+    """Opens the messages for one device, if its own island sent them, or another island that its
     own named.
 
     Only the own island may answer heartbeats, because it alone leases the device.
     """
 
-    def __init__(self, device: str, island: str) -> None:
-        self.device, self.island = device, island
+    def __init__(self, keys: MessageKeys, device: str, island: str) -> None:
+        self.keys, self.device, self.island = keys, device, island
         self.peers: tuple[str, ...] = ()
+        self._answered_s = -math.inf  # by the monotonic clock
+
+    def addressee(self) -> str:
+        """Return the public key of the island with which heartbeats are proved by a shared key.
+
+        It is "" if no answer has come for SIGNS_AFTER_S. Then the island may be one that does not
+        know the shared key, and the next heartbeat is signed.
+        """
+        is_recent = time.monotonic() - self._answered_s < SIGNS_AFTER_S
+        return self.island if is_recent else ""
 
     def opened(self, text: str) -> list[Any]:
         """Return the messages; raises BadSignature or BadMessage."""
-        key, body = _opened(text, NEWS, (self.island, *self.peers))
+        key, body = _opened(self.keys, text, NEWS, (self.island, *self.peers))
         if body.get("device") != self.device:
             raise BadMessage(f"the message is for another device: {body.get('device')!r:.100}")
         if not isinstance(news := body.get("news"), list):
@@ -118,28 +138,24 @@ class Mail:
     def _learn(self, answer: Answer, key: str) -> None:
         if key != self.island:
             raise BadSignature("only the device's own island may send answers")
-        self.peers = tuple(answer.peers)
+        self.peers, self._answered_s = tuple(answer.peers), time.monotonic()
 
 
-def _sealed(signer: Signer, context: bytes, body: JSON) -> str:
-    return _sealed_bytes(signer, context, _json(body).encode())
-
-
-def _sealed_bytes(signer: Signer, context: bytes, body: bytes) -> str:
-    return f"{signer.public}\n{signer.sealed(body, context).decode()}"
+def _sealed(keys: MessageKeys, context: bytes, body: JSON, *, to: str) -> str:
+    return keys.sealed(context, _json(body).encode(), to=to)
 
 
 def _json(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
-def _opened(text: str, context: bytes, known: Container[str]) -> tuple[str, JSON]:
-    key, _, sealed = text.partition("\n")
-    if key not in known:
-        raise BadSignature(f"the key {key[:16]!r} may not sign this message")
+def _opened(
+    keys: MessageKeys, text: str, context: bytes, known: Container[str]
+) -> tuple[str, JSON]:
+    key, said = keys.opened(text, context, known=known)
     try:
         body = json.loads(
-            unsealed(sealed.encode(), key=key, context=context),
+            said,
             parse_constant=_refused,
             # An island computes with integers of any size, and may send them to a device.
             parse_int=_int64 if context == HEARTBEAT else None,

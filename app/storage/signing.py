@@ -77,6 +77,10 @@ class Signer:
         draft.write_text(f"{self.public}\n")
         draft.replace(path)
 
+    def derived(self, purpose: bytes) -> bytes:
+        """Return a private key of 32 bytes, which only the owner of this key can compute."""
+        return hmac.digest(self._private.private_bytes_raw(), purpose, "sha256")
+
     def sealed(self, body: bytes, context: bytes = CHECKPOINT) -> bytes:
         return self._private.sign(context + body).hex().encode() + b"\n" + body
 

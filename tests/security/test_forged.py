@@ -5,7 +5,9 @@ The intruder can forge, change, redirect and repeat messages, and fill queues wi
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import json
 import re
 import threading
 from dataclasses import replace
@@ -26,8 +28,9 @@ from app.core.model.protocol.messages import (
 from app.local.embedded_servers import temporary_home
 from app.local.up import running
 from app.messaging import broker
+from app.messaging.message_keys import MessageKeys
 from app.messaging.signed_messages import sealed_heartbeat, sealed_news
-from app.storage.signing import Signer
+from app.storage.signing import HEARTBEAT, BadSignature, Signer
 from tests.acceptance.conftest import STEADY, System
 from tests.launches import launch_of
 from tests.security.test_garbage import GARBAGE
@@ -43,7 +46,7 @@ class Intruder:
     def __init__(self, url, folder):
         self.redis = redis.Redis.from_url(url, socket_timeout=60.0)
         self.celery = broker.make_celery("intruder", url)
-        self.signer = Signer.at(folder / "key")
+        self.keys = MessageKeys(Signer.at(folder / "key"))
         self.seen: list[tuple[str, bytes]] = []
         self._monitor = redis.Redis.from_url(url).monitor()
         self._monitor.__enter__()  # from here on it misses nothing
@@ -65,21 +68,21 @@ class Intruder:
                 if command[0] == "LPUSH":
                     self.seen.append((command[1], command[2].encode("latin-1")))
 
-    def news(self, device, *messages, signer=None, instead=None):
+    def news(self, device, *messages, keys=None, instead=None):
         """Send news to a device.
 
-        `instead` is a key to name in the text instead of the signer's key.
+        `instead` is a key to name in the text instead of the sender's key.
         """
-        text = sealed_news(signer or self.signer, device, [encode(each) for each in messages])
+        text = sealed_news(keys or self.keys, device, [encode(each) for each in messages])
         self._send(broker.DEVICE_NEWS, broker.device_queue(device), text, instead)
 
     def heartbeat(self, alive, *, instead=None):
-        text = sealed_heartbeat(self.signer, alive)
+        text = sealed_heartbeat(self.keys, alive)
         self._send(broker.ISLAND_ALIVE, broker.island_queue("local"), text, instead)
 
     def _send(self, name, queue, text, instead):
         if instead is not None:
-            text = instead + text[len(self.signer.public) :]
+            text = instead + text[len(self.keys.public) :]
         broker.send(self.celery, name, queue, text)
 
     def repeat(self, *, elsewhere):
@@ -175,7 +178,7 @@ def test_forged_orders_and_answers_are_not_obeyed(system, intruder, victim):
         Cancel(task=task, epoch=1, seq=9),
         Answer(
             device=device, incarnation=incarnation, sent_us=heard_us + 10**9, lease_us=10**9,
-            heard={}, logged={}, keep=[], drop=[[task, 1]], peers=[intruder.signer.public],
+            heard={}, logged={}, keep=[], drop=[[task, 1]], peers=[intruder.keys.public],
         ),
     ]  # fmt: skip
     for order in orders:
@@ -203,9 +206,21 @@ def test_forged_heartbeats_are_not_believed(system, intruder, victim):
     for beat in (alive, evil, replace(alive, incarnation="9", events=[], logs=[])):
         intruder.heartbeat(beat)
         intruder.heartbeat(beat, instead=key)
-        theirs = {**beat.facts, "key": intruder.signer.public}
+        theirs = {**beat.facts, "key": intruder.keys.public}
         intruder.heartbeat(replace(beat, facts=theirs))
     assert_nothing_came_of_it(system, victim, pids)
+
+
+def test_devices_and_island_prove_messages_by_the_key_that_they_share(system, intruder, victim):
+    """A message shows the exchange key of its sender, unless it is signed."""
+    device, key = victim[2], believed(system, victim[2])[0]
+    beats(system, device)
+    texts = {queue: json.loads(item)["body"] for queue, item in intruder.seen}
+    for queue, sender in (("island.local", key), (f"device.{device}", island_key(system))):
+        public, proof, _ = base64.b64decode(texts[queue]).decode().split("\n", 2)
+        assert public == sender
+        with pytest.raises(BadSignature, match="its code is not"):
+            intruder.keys.opened(f"{public}\n{proof}\n{{}}", HEARTBEAT, known=(public,))
 
 
 def test_repeated_or_redirected_message_changes_nothing(system, intruder, victim):

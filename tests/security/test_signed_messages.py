@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from app.core.model.protocol.messages import Alive, Answer, BadMessage, Cancel, encode
 from app.identity.enrolment import Roster
-from app.messaging import signed_messages
+from app.messaging import message_keys, signed_messages
+from app.messaging.message_keys import MessageKeys
 from app.messaging.signed_messages import (
     Mail,
     heartbeat_in,
@@ -25,17 +27,22 @@ CANCEL = Cancel(task="tsk_1", epoch=1, seq=2)
 
 @pytest.fixture
 def island(tmp_path):
-    return Signer.at(tmp_path / "island")
+    return MessageKeys(Signer.at(tmp_path / "island"))
 
 
 @pytest.fixture
 def other(tmp_path):
-    return Signer.at(tmp_path / "other")
+    return MessageKeys(Signer.at(tmp_path / "other"))
 
 
 @pytest.fixture
-def mail(island):
-    return Mail("h.0", island.public)
+def host(tmp_path):
+    return MessageKeys(Signer.at(tmp_path / "host"))
+
+
+@pytest.fixture
+def mail(host, island):
+    return Mail(host, "h.0", island.public)
 
 
 def answer(**more):
@@ -49,8 +56,9 @@ def beat(signer, **more):
     return Alive(**{**given, "residents": [], "events": [], "logs": [], **more})
 
 
-def opened_heartbeat(text, *, hosts):
-    key, body = opened_body(text, hosts=hosts)
+def opened_heartbeat(text, *, hosts, keys=None):
+    keys = keys or MessageKeys(Signer(Ed25519PrivateKey.generate()))
+    key, body = opened_body(keys, text, hosts=hosts)
     return heartbeat_in(body, text, key)
 
 
@@ -91,7 +99,7 @@ class TestNews:
     def test_checkpoint_is_not_taken_for_a_message(self, island, mail):
         body = json.dumps({"device": "h.0", "news": [encode(CANCEL)]}).encode()
         with pytest.raises(BadSignature):
-            mail.opened(f"{island.public}\n{island.sealed(body).decode()}")
+            mail.opened(f"{island.public}\n{island._signer.sealed(body).decode()}")
 
     @pytest.mark.parametrize("text", ["", "\n", "x", "\n\n\n", "é" * 200, "0" * 64 + "\n"])
     def test_unsigned_message_is_refused(self, mail, text):
@@ -110,6 +118,70 @@ class TestNews:
         with pytest.raises(BadSignature, match="only the device's own island"):
             mail.opened(sealed_news(other, "h.0", [encode(answer(peers=["0" * 64]))]))
         assert mail.peers == (other.public,)
+
+
+class TestSharedKeys:
+    """Messages between a host and its island, after each has learned the other's exchange key."""
+
+    @pytest.fixture
+    def met(self, host, island, mail):
+        island.learn(host.public, host.announced)
+        assert mail.addressee() == ""
+        mail.opened(sealed_news(island, "h.0", [encode(answer())], to=host.public))
+        assert mail.addressee() == island.public
+
+    def test_messages_are_proved_without_a_signature(self, met, host, island, mail):
+        host._signer = island._signer = None
+        said = beat(host)
+        text = sealed_heartbeat(host, said, to=mail.addressee())
+        assert opened_heartbeat(text, hosts={host.public}, keys=island) == said
+        told = sealed_news(island, "h.0", [encode(CANCEL)], to=host.public)
+        assert mail.opened(told) == [CANCEL]
+
+    def test_another_scheduler_of_the_island_opens_them_at_once(self, met, host, island):
+        standby = MessageKeys(island._signer)
+        text = sealed_heartbeat(host, beat(host), to=island.public)
+        assert opened_heartbeat(text, hosts={host.public}, keys=standby) == beat(host)
+
+    def test_no_other_process_opens_them(self, met, host, island, other):
+        text = sealed_heartbeat(host, beat(host), to=island.public)
+        with pytest.raises(BadSignature, match="its code is not"):
+            opened_heartbeat(text, hosts={host.public}, keys=other)
+
+    @pytest.mark.parametrize("at", [0, 70, 200, 300, -2])
+    def test_a_changed_message_is_refused(self, met, host, island, at):
+        text = sealed_heartbeat(host, beat(host), to=island.public)
+        changed = "0" if text[at] != "0" else "1"
+        with pytest.raises(BadSignature):
+            opened_heartbeat(text[:at] + changed + text[at:][1:], hosts={host.public}, keys=island)
+
+    def test_another_host_cannot_use_its_own_exchange_key(self, met, host, island, other):
+        """A forger proves a message with the key that the island shares with the forger."""
+        other.learn(island.public, island.announced)
+        text = sealed_heartbeat(other, beat(host), to=island.public)
+        hosts = {host.public, other.public}
+        with pytest.raises(BadSignature, match="not signed by"):
+            opened_heartbeat(host.public + text[64:], hosts=hosts, keys=island)
+        with pytest.raises(BadSignature, match="another host"):
+            opened_heartbeat(text, hosts=hosts, keys=island)
+
+    def test_a_message_is_not_taken_for_one_of_the_receiver(self, met, host, island, mail):
+        """Both sides have the same key: a code for one direction is none for the other."""
+        text = sealed_heartbeat(host, beat(host), to=island.public)
+        reflected = island.public + text[64:]
+        reflected = reflected.replace(host.announced, island.announced)
+        with pytest.raises(BadSignature, match="its code is not"):
+            mail.opened(reflected)
+
+    @pytest.mark.parametrize("public", ["00" * 32, "zz", "é", ""])
+    def test_a_signed_exchange_key_of_no_use_is_refused(self, host, island, public):
+        signed = host._signer.sealed(public.encode(), message_keys._EXCHANGE_KEY).decode()
+        with pytest.raises(BadSignature, match="announced no exchange key"):
+            island.learn(host.public, signed.replace("\n", ":"))
+
+    def test_heartbeats_are_signed_again_if_no_answer_comes(self, met, mail, monkeypatch):
+        monkeypatch.setattr(signed_messages, "SIGNS_AFTER_S", 0.0)
+        assert mail.addressee() == ""
 
 
 class TestHeartbeats:
@@ -143,18 +215,16 @@ class TestHeartbeats:
         with pytest.raises(BadSignature, match="another host"):
             opened_heartbeat(text, hosts={island.public, other.public})
 
-    def test_other_signed_messages_are_no_heartbeat(self, island):
-        text = signed_messages._sealed(island, HEARTBEAT, encode(CANCEL))
+    def test_other_signed_messages_are_no_heartbeat(self, island, mail):
+        text = signed_messages._sealed(island, HEARTBEAT, encode(CANCEL), to="")
         with pytest.raises(BadMessage):
             opened_heartbeat(text, hosts={island.public})
         with pytest.raises(BadMessage):
-            Mail("h.0", island.public).opened(
-                signed_messages._sealed(island, NEWS, {"device": "h.0"})
-            )
+            mail.opened(signed_messages._sealed(island, NEWS, {"device": "h.0"}, to=""))
 
     def test_enrolled_host_speaks_for_its_own_devices_on_its_own_island(self, island, other):
         roster = Roster("isle")
-        roster._keys = {"h.0": island.public, "g.0": other.public, "x.0": island.public}
+        roster.keys = {"h.0": island.public, "g.0": other.public, "x.0": island.public}
         assert roster.objection(beat(island)) == ""
         facts = beat(island).facts
         for wrong in (
@@ -186,7 +256,7 @@ def test_heartbeat_of_a_known_host_that_postgres_cannot_hold_is_refused(island, 
     body = json.dumps({**encode(beat(island)), "residents": [view]})
 
     def sent(told):
-        sealed = island.sealed(body.replace('"METRICS"', told).encode(), HEARTBEAT)
+        sealed = island._signer.sealed(body.replace('"METRICS"', told).encode(), HEARTBEAT)
         return f"{island.public}\n{sealed.decode()}"
 
     emoji = r'{"loss": "\ud83d\ude00 \\u0000"}'
@@ -197,7 +267,7 @@ def test_heartbeat_of_a_known_host_that_postgres_cannot_hold_is_refused(island, 
 
 
 def test_public_key_is_given_directly_or_in_a_file(island, tmp_path):
-    island.publish(tmp_path / "island.pub")
+    island._signer.publish(tmp_path / "island.pub")
     assert public_key(island.public) == public_key(str(tmp_path / "island.pub")) == island.public
     (tmp_path / "bad").write_text("7" * 63)
     for bad in ("", "7" * 63, str(tmp_path / "none"), str(tmp_path / "bad")):

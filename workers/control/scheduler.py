@@ -4,7 +4,7 @@
 
 If several such workers run, one leads by a lease in the island's row and the others are standbys.
 Every round locks that row first, so two schedulers never write at once, even if both believe to
-lead.  All of them sign with the island's one key.
+lead.  All of them have the island's one key.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Scheduler(Loop):
         Raises BadSignature or BadMessage if it is invalid.  The thread that reads from Redis calls
         it.
         """
-        key, body = opened_body(sealed, hosts=self.roster.hosts)
+        key, body = opened_body(outbox.keys(), sealed, hosts=self.roster.hosts)
         beat = self.quiet.recognise(body, now_s=time.monotonic())
         if beat is not None and self.roster.has_key(beat.device, key):
             if is_newest := self._is_newest(beat):
@@ -109,6 +109,8 @@ class Scheduler(Loop):
         alive = heartbeat_in(body, sealed, key)
         if objection := self.roster.objection(alive):
             raise BadSignature(objection)
+        if announced := alive.facts.get("exchange_key"):
+            outbox.keys().learn(key, announced)
         if is_newest := self._is_newest(alive):
             self.hear(alive)
         return is_newest
@@ -188,7 +190,10 @@ class Scheduler(Loop):
                 continue
             self.quiet.renewed(beat, txid)
             answer = self._as_planned(report.answer)
-            texts[beat.device] = self.ready.sealed(outbox.signer(), answer, sent_us=beat.sent_us)
+            host = self.roster.keys.get(beat.device, "")
+            texts[beat.device] = self.ready.sealed(
+                outbox.keys(), answer, sent_us=beat.sent_us, to=host
+            )
         outbox.post_all(texts)
         for beat in others:
             self._put_back(beat)
@@ -511,7 +516,7 @@ class Scheduler(Loop):
             self.follower.look_at_devices(session)
 
     def _send(self, answers: list[Answer], due: list[OutboxOrder]) -> None:
-        if unsent := outbox.send(answers, due):
+        if unsent := outbox.send(answers, due, self.roster.keys):
             self.resend_s = 0.0
             with transactions.transaction() as session:
                 outbox.mark_unsent(session, unsent)
@@ -522,7 +527,7 @@ def _check_key(row: Island) -> None:
 
     Devices obey only the one key of an island that they were told.
     """
-    ours = outbox.signer().public
+    ours = outbox.keys().public
     row.key = row.key or ours
     if row.key != ours:
         raise RuntimeError(

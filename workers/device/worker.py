@@ -4,7 +4,7 @@
 
 Orders and answers that the island signed go into the supervisor's inbox
 (`workers.device.supervisor`).  Nothing else happens in this module.  The device's reports go up
-with the signature of its host.  This module imports no torch and opens no database.
+proved by a key of its host.  This module imports no torch and opens no database.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from app.core.model.protocol.wellformed import BadMessage
 from app.messaging import broker
 from app.messaging.signed_messages import Mail, sealed_heartbeat
 from app.settings import settings
-from app.storage.signing import BadSignature, Signer, public_key
+from app.storage.signing import BadSignature, public_key
 from workers.device.device_check import find_device
 from workers.device.supervisor import Supervisor
 from workers.process.celery_inbox import hears
@@ -32,13 +32,13 @@ celery = broker.make_celery("device", settings().redis_url.get_secret_value(), s
 
 
 class ToIsland:
-    """Sends reports to the island's queue, signed, as hints that may be lost."""
+    """Sends reports to the island's queue, sealed, as hints that may be lost."""
 
-    def __init__(self, island: str, signer: Signer) -> None:
-        self.queue, self.signer = broker.island_queue(island), signer
+    def __init__(self, island: str, mail: Mail) -> None:
+        self.queue, self.mail = broker.island_queue(island), mail
 
     def send(self, alive: Alive) -> None:
-        text = sealed_heartbeat(self.signer, alive)
+        text = sealed_heartbeat(self.mail.keys, alive, to=self.mail.addressee())
         broker.send(celery, broker.ISLAND_ALIVE, self.queue, text)
 
 
@@ -55,8 +55,8 @@ class Serve(bootsteps.StartStopStep):
         if not settings().device:
             raise RuntimeError("ROUNDHOUSE_DEVICE must be set to the id of this device")
         house = House.of(settings(), find_device(settings()))
-        Serve.mail = Mail(house.device, _island_key())
-        to_island = ToIsland(house.island, house.signer)
+        Serve.mail = Mail(house.message_keys, house.device, _island_key())
+        to_island = ToIsland(house.island, Serve.mail)
         Serve.supervisor = Supervisor(house, to_island, on_fatal=_end_worker)
         Serve.supervisor.start()
 

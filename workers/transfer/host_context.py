@@ -24,6 +24,7 @@ from app.core.model.descriptor import labels_in
 from app.core.model.provisions import notice, session
 from app.core.security.addresses import addresses_by_name
 from app.core.security.sandbox_layers import Mode
+from app.messaging.message_keys import MessageKeys
 from app.settings import Settings
 from app.storage.backend import Folder
 from app.storage.sealing import HostKey
@@ -215,6 +216,11 @@ class House:
         return Signer.at(self.run / "signing.key")
 
     @property
+    def message_keys(self) -> MessageKeys:
+        """The keys with which the host's devices exchange messages with their island."""
+        return MessageKeys(self.signer)
+
+    @property
     def host_key(self) -> HostKey:
         """The key of the host to which secrets are sealed. It is made at first use."""
         return HostKey.at(self.run / "sealing.key")
@@ -234,6 +240,7 @@ class House:
             "memory_bytes": self.memory_bytes,
             "host_memory_bytes": self.host_memory_bytes,
             "key": self.signer.public,
+            "exchange_key": self.message_keys.announced,
             "sealing_key": self.host_key.announced(self.signer),
             "splice": self.can_splice,
             # its residents see this device alone

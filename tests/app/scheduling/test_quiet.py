@@ -18,6 +18,7 @@ from app.core.scheduling.rounds.quiet_heartbeats import QuietHeartbeats
 from app.db import transactions
 from app.db.models import Account, Placement, Task, Usage
 from app.identity import enrolment
+from app.messaging.message_keys import MessageKeys
 from app.messaging.signed_messages import sealed_heartbeat
 from app.scheduling import journal
 from app.settings import settings
@@ -109,13 +110,13 @@ def test_quiet_heartbeats_are_answered_as_a_full_record_would(session, seed):
 
 # --- the island ---------------------------------------------------------------------------------
 
-KEY = Signer(Ed25519PrivateKey.generate())
+KEY = MessageKeys(Signer(Ed25519PrivateKey.generate()))
 
 
-def say(scheduler, message, signer=KEY):
+def say(scheduler, message, keys=KEY):
     """A heartbeat comes over Redis."""
-    facts = {**message.facts, "key": signer.public}
-    scheduler.receive(sealed_heartbeat(signer, replace(message, facts=facts)))
+    facts = {**message.facts, "key": keys.public}
+    scheduler.receive(sealed_heartbeat(keys, replace(message, facts=facts)))
     scheduler.pressing.set()
     scheduler.look()
 
@@ -245,7 +246,7 @@ class TestIsland:
     def test_a_key_that_is_not_the_devices_own_is_rejected_though_it_says_the_same(
         self, session, running
     ):
-        other = Signer(Ed25519PrivateKey.generate())
+        other = MessageKeys(Signer(Ed25519PrivateKey.generate()))
         enrolment.enrol(session, "h.1", other.public, by="test")
         running.roster._due_s = 0.0
         running.roster.read(session)
@@ -269,10 +270,10 @@ class TestUnopened:
         monkeypatch.setattr(control, "scheduler", running)
         return running
 
-    def sealed(self, signer=KEY, instead=None, **more):
+    def sealed(self, keys=KEY, instead=None, **more):
         said = alive(residents=[running_view(**more)])
         facts = {**said.facts, "key": KEY.public}
-        sealed = sealed_heartbeat(signer, replace(said, facts=facts))
+        sealed = sealed_heartbeat(keys, replace(said, facts=facts))
         return sealed if instead is None else instead + sealed[len(instead) :]
 
     def test_only_the_newest_of_a_device_is_opened(self, unopened, monkeypatch):
@@ -287,7 +288,7 @@ class TestUnopened:
         assert [view["step"] for view in beat.residents()] == [2]
 
     def test_forged_and_repeated_heartbeats_take_the_place_of_none(self, unopened):
-        forger = Signer(Ed25519PrivateKey.generate())
+        forger = MessageKeys(Signer(Ed25519PrivateKey.generate()))
         old, honest = self.sealed(step=1), self.sealed(step=2)
         unopened.receive(old)
         for each in (honest, self.sealed(forger, KEY.public, step=9), old, "x"):

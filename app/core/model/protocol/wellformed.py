@@ -124,6 +124,12 @@ def _is_short(value: Any) -> bool:
     return isinstance(value, str) and len(value) < 100
 
 
+def _is_announced_key(value: Any) -> bool:
+    """True for a public key after its signature, as a host announces it."""
+    signature, colon, key = value.partition(":") if isinstance(value, str) else ("", "", "")
+    return len(signature) == 2 * len(key) and colon == ":" and _is_hash(key)
+
+
 def _is_place_of_task(value: Any) -> bool:
     """True if the value is a list [task, epoch]."""
     return isinstance(value, list) and len(value) == 2 and is_id(value[0]) and _is_count(value[1])
@@ -180,6 +186,7 @@ _FACTS = _object(
         "island": is_id,
         "kind": is_id,
         "key": _is_hash,
+        "exchange_key": _is_announced_key,
         "threads": _is_count,
         "memory_bytes": _is_count,
         "host_memory_bytes": _is_count,

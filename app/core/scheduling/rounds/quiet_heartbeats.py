@@ -28,7 +28,7 @@ MOVING = frozenset(
 PEAKS = ("memory_bytes", "host_bytes")  # of these, the most so far is kept
 LARGEST = 2**53  # of a moving number; the island computes with products of it
 AT_ONCE = 4096  # heartbeats that one round renews: a bound for its length
-WHOLE_EVERY_S = 60.0  # how often a heartbeat is recorded in full, whatever it says
+WHOLE_EVERY_S = 240.0  # how often a heartbeat is recorded in full, whatever it says
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
-"""Keeps heartbeats whose signature is not checked yet, so that only the newest of a device is.
+"""Keeps heartbeats that are not opened yet, so that only the newest of a device is.
 
-To check a signature is a large part of what a heartbeat costs.  An island that is behind finds
+To check and parse a heartbeat is a large part of what it costs.  An island that is behind finds
 several heartbeats of each device in its queue, and the newest has all that earlier ones had.  So an
 island with too many devices answers each of them less often, and does not fall behind further.
 
