@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from app.core.model.descriptor import Descriptor, Devices, TaskDescriptor, needs_of
 from app.core.model.device_choice import ANY_DEVICE, NO_TRAITS, DeviceChoice, DeviceTraits
@@ -232,23 +232,28 @@ def _too_much(task: TaskDescriptor, kinds: Mapping[str, Offer]) -> Iterator[tupl
 def _choice_fault(task: TaskDescriptor, offer: Offer) -> tuple[str, str] | None:
     """Return a fault at the first field of the task's device choice for which no device is left."""
     wanted, part = task.devices, ANY_DEVICE
-    for name, there in (
-        ("model", {some.traits.model for some in offer.alike}),
-        ("compute_capability", {some.traits.compute_capability for some in offer.alike}),
-        ("labels", {label for some in offer.alike for label in some.traits.labels}),
-        ("avoid_labels", set[str]()),
-        ("needs", set[str]()),  # names of mounts are not shown to every tenant
-        ("resources", set[str]()),
-    ):
+    for name in (field.name for field in fields(DeviceChoice)):
         part = replace(part, **{name: getattr(wanted.choice, name)})
         if not offer.chosen(part).alike:
-            told = f"there is no {wanted.kind} device{part.told}"
-            known = ", ".join(sorted(there - {""})[:MAX_KNOWN])
             if name == "resources":
                 return _over_limit(task, offer)
             where = f"devices/{name}" if name != "needs" else _asking(task, offer)
+            known = ", ".join(_known_values(offer, name)[:MAX_KNOWN])
+            told = f"there is no {wanted.kind} device{part.told}"
             return where, told + (f"; there are {known}" if known else "")
     return None
+
+
+def _known_values(offer: Offer, name: str) -> list[str]:
+    """Return the values of a trait that the devices have.
+
+    `needs` is no trait, so names of mounts are not shown to every tenant.
+    """
+    found = set[str]()
+    for some in offer.alike:
+        value = getattr(some.traits, name, ())
+        found.update([value] if isinstance(value, str) else value)
+    return sorted(found - {""})
 
 
 def _over_limit(task: TaskDescriptor, offer: Offer) -> tuple[str, str]:
