@@ -80,7 +80,7 @@ class Device(Base):
     lease_until: Mapped[datetime | None]
     # how long a step that has begun may run after the lease; until then its task is left alone
     grace_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
-    seen_at: Mapped[datetime | None]
+    seen_at: Mapped[datetime | None]  # when a heartbeat was recorded last, by the database's clock
     facts: Mapped[dict[str, Any]] = json_column()
     # [address, port] where other workers reach the device's worker
     links: Mapped[list[Any]] = mapped_column(JSONB, server_default=text("'[]'"))

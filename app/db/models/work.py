@@ -410,6 +410,7 @@ class Checkpoint(Base):
 
     `host` wrote it and signed it with the private key that belongs to `key`.  The store grew by
     `new_bytes`.  A task that began from another task's checkpoint has that checkpoint as its first.
+    Housekeeping deletes the row some minutes after `deleted_at`.
     """
 
     __tablename__ = "checkpoints"

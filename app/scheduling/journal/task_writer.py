@@ -189,7 +189,7 @@ def _nudge_abroad(session: Session, task: Task) -> None:
 
 
 def tell(session: Session, task: Task, type_: str, message: str, **data: Any) -> None:
-    """Note an event of a task, for its owner and for open streams."""
+    """Note an event of a task, for its owner and for open streams; `write_events` writes it."""
     told = {"type": type_, "message": message, "data": {"task": task.name, **data}}
     owner = {"tenant_id": task.tenant_id, "request_id": task.request_id, "task_id": task.id}
     notes_of(session).events.append({**owner, **told})
