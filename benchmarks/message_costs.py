@@ -189,7 +189,7 @@ def _of_devices(meter: _Meter, fleet: Fleet, watch_s: float) -> dict[str, Spent]
         return found
 
     def sent(act: Callable[[DevicePlayer], None], count: int) -> tuple[Spent, float]:
-        """Return what a second costs while devices do this in turn, and how long it took."""
+        """Return the cost per second while devices do this in turn, and how long it took."""
 
         def send() -> None:
             for n in range(count):

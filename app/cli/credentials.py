@@ -90,8 +90,8 @@ def _stored(who: str | None) -> Iterator[Login]:
 
 
 def _made_by_up(who: str | None) -> Iterator[Login]:
-    """Yield the login of this tenant and role; if none is named, that of a member of the first
-    tenant that has one.
+    """Yield the login of this tenant and role. If no tenant and role are named, yield the login of
+    a member, of the first tenant that has one.
     """
     file = home() / "keys.json"
     keys: dict[str, dict[str, str]] = _read(file) or {}

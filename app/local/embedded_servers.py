@@ -195,7 +195,7 @@ def postgres(home: Path) -> Spec:
         command=(str(programs / "postgres"), "-D", str(data), *options),
         env=_plain_env(),
         user=_other_user(),
-        stop=signal.SIGINT,  # "fast": roll back what is open, write a checkpoint, end
+        stop=signal.SIGINT,  # "fast": roll back open transactions, write a checkpoint, end
         death=signal.SIGQUIT,  # "immediate": the next start recovers
         grace_s=20.0,
         ready=lambda: _answers(folder),

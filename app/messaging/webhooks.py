@@ -49,8 +49,8 @@ def new_secret() -> str:
 def expect_addresses(session: Session, tenant_id: str) -> None:
     """Make sure that the tenant has a secret to sign with, because a request names an address.
 
-    The row is not inserted as an object: the audit log records objects, and a submit must not take
-    its lock.
+    The row is inserted by a statement, because the audit log records the objects of a session, and
+    a submit must not take the log's lock.
     """
     row = {"id": new_id("whk"), "tenant_id": tenant_id, "secret": new_secret()}
     session.execute(insert(Webhook).values(row).on_conflict_do_nothing())

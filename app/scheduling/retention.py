@@ -139,7 +139,7 @@ def delete_some(session: Session, archive: Archive | None = None) -> bool:
     """
     if not session.scalar(select(func.pg_try_advisory_xact_lock(DELETING))):
         return False  # another control is at it
-    # With stale statistics, a table may look as if the few rows were found fastest by reading all.
+    # With stale statistics Postgres might read a whole table to find a few rows.
     session.execute(text("set local enable_seqscan = off"))
     piece = _piece(session, told=archive is not None)
     if piece is None:

@@ -61,12 +61,11 @@ class Keeping:
         return "pause" in stub.held or self.is_wished or not is_in_doubt
 
     def dumped(self, lost: str) -> None:
-        """Called when the processes are dumped: let the tree run on. At a pause it stays stopped,
-        and the image is awaited.
+        """Let the tree run on, now that its processes are dumped; at a pause it stays stopped.
 
-        `lost` is why they could not be dumped; then the image is announced again, without them.
-        Nothing is stored yet: if the command died, an older image with its processes remains the
-        newest one.
+        `lost` is why the processes could not be dumped; then the image is announced again, without
+        them. Nothing is stored yet: if the command died, an older image with its processes remains
+        the newest one.
         """
         if lost:
             self.stub.tell_not_stored(lost)

@@ -282,9 +282,8 @@ class Stub:
         return self.adopted
 
     def processes_to_store(self) -> JSON:
-        """Return what the image must say about the processes.
-
-        If the image is to have them, they stay stopped.
+        """Return what the image must say about the processes; {} if it is to have none. The
+        processes that it is to have stay stopped.
         """
         root = self.rank_tree.root if self.rank_tree is not None else self._only_process
         if root is None or not self.keeping.may_have_processes():

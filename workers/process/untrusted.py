@@ -159,7 +159,7 @@ def passed(message: JSON) -> list[JSON]:
     core.model.protocol.messages.Finished."""
     said = message.get("passed", [])
     if not isinstance(said, list) or len(said) > COPIES_LIMIT:
-        raise Nonsense("passed is no short list")
+        raise Nonsense(f"passed must be a list of at most {COPIES_LIMIT} items")
     found = []
     for one in said:
         if not isinstance(one, list) or len(one) != len(_COPY):

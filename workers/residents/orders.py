@@ -85,7 +85,7 @@ def wait_for_seat(work: Work) -> None:
             work.granted_bytes = work.images.absence.bytes
             _return(work)
             continue
-        if "pause" in work.wishes:  # the co-located tasks stay longer
+        if "pause" in work.wishes:  # the return is called off: the co-located tasks stay longer
             work.wishes -= {"pause"}
             work.is_back_soon = False
         wait_s = _save_in_s(work)

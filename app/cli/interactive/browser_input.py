@@ -17,7 +17,7 @@ class BrowserInput:
     """Follows one connection of the browser."""
 
     def __init__(self) -> None:
-        self._kept = b""  # the beginning of a head that is not complete yet
+        self._kept = b""  # beginning of an HTTP head that is not complete yet
         self._skipped = 0  # number of bytes of a body or frame that are still to come
         self._is_socket = False
 

@@ -212,9 +212,7 @@ def _resized(end: UserEnd) -> Iterator[None]:
 
 
 class StatusLine:
-    """Shows what happens to the task in one line of the standard error, which is overwritten each
-    time.
-    """
+    """Shows what happens to the task, in a line on standard error that each news overwrites."""
 
     def __init__(self) -> None:
         self.shown = False

@@ -38,7 +38,7 @@ def keep(
     ctx: typer.Context,
     ids: Several,
     release: Annotated[
-        bool, typer.Option("--release", help="let them go again, as old as they are")
+        bool, typer.Option("--release", help="no longer keep them: their age counts again")
     ] = False,
     output: Format = Output.table,
 ) -> None:

@@ -227,10 +227,8 @@ class _Line:
         self.queue: deque[Any] | None = None
 
     def __lt__(self, other: _Line) -> bool:
-        """Order two lines that are equal in all earlier fields of their entries: by the branch's
-        name.
-
-        Two lanes of one branch count as equal.
+        """Order two lines by the name of their branch, if all earlier fields of their entries are
+        equal. Two lines of one branch count as equal.
         """
         return self.branch.name < other.branch.name
 

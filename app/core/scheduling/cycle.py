@@ -767,9 +767,7 @@ def _free(board: Board, lane: Lane) -> int:
 
 
 def _takes(board: Board, task: BoardTask, lane: Lane, kept: _KeptForGang) -> int:
-    """Count those of the task's devices that suit the gang and that the task would hold too long
-    (rule F7, EASY).
-    """
+    """Count the devices for the gang that the task would hold too long (rule F7, EASY)."""
     ends_s = NEVER if task.expected_s is None else board.now_s + task.expected_s
     if ends_s <= kept.at_s:
         return 0

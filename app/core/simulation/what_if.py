@@ -293,9 +293,9 @@ def _owed(setup: Setup, interval: Interval) -> dict[str, float]:
 def owed_by_tree(
     devices: int, kind: str, tenants: Iterable[BoardTenant], wanted: Mapping[str, float]
 ) -> dict[str, Fraction]:
-    """Return what each tenant that wants devices of a kind is owed of them now.
+    """Return how many devices of a kind each tenant that wants some is owed now.
 
-    If a tenant has children, its own demand stands beside theirs, with weight 1.
+    If a tenant has children, its own demand counts like a child of weight 1.
     """
     of = {tenant.id: tenant for tenant in tenants}
     below: dict[str | None, dict[str, None]] = defaultdict(dict)

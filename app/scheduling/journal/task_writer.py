@@ -72,7 +72,7 @@ def note_usage(
 ) -> None:
     before_us = placement.held_us
     note_held(session, task, placement, said.held_us)
-    if placement.ended_at is not None:  # the total of the end did not include this
+    if placement.ended_at is not None:  # the total was written at the end, without this
         task.total_held_us += placement.held_us - before_us
     placement.staged_us = max(placement.staged_us, said.staged_us)
 

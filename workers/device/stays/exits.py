@@ -41,10 +41,10 @@ class ResidentExits:
         resident.exit_status = status
         if resident.is_parsed:  # another thread parses its final message
             return
-        if not self.egress.is_settled(resident):  # the proxy counts its last bytes
+        if not self.egress.is_settled(resident):  # the proxy still counts the task's last bytes
             return
         if resident.is_in_image and resident.stay.state in LEFT:
-            # the task that goes on from there completes these lines
+            # the stay that continues from the image completes these lines
             resident.stay.log.leave_begun()
         resident.stay.log.end()
         resident.is_gone = True

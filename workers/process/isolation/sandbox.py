@@ -509,7 +509,7 @@ def shown_paths(room: Room) -> list[Path]:
 def device_nodes(own: Iterable[Path]) -> list[Path]:
     """Return the device nodes that a resident may open, even without a layer that hides the others.
 
-    `own` are those of its device.
+    `own` are the nodes of its device.
     """
     wanted = [*_DEVICES, Path("/dev/ptmx"), *own]
     return [path for path in wanted if path.exists()]

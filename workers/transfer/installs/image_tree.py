@@ -143,7 +143,7 @@ class ImageTree:
             names = os.listdir(f"/proc/self/fd/{at}")
         finally:
             os.close(at)
-        # otherwise each of many whiteouts could list many names
+        # charged, because a layer could have many whiteouts for a folder with many names
         self._charge(0, entries=len(names))
         for name in names:
             inner = [*parts, name]

@@ -23,7 +23,7 @@ USUAL_IDLE_S = 300.0
 LEAST_IDLE_S, MOST_IDLE_S = 5.0, 86_400.0
 # in seconds: the lowest limit that a tenant can set for idle tasks and for silent sessions
 LEAST_PAUSE_S = 60
-LEAST_SHARE = 0.05  # in processors: a session that computes less counts as idle
+LEAST_SHARE = 0.05  # number of processors: a session that uses less processor time counts as idle
 WARN_AT = 0.8  # a warning is sent when this part of the time to a session's end has passed
 
 

@@ -436,9 +436,9 @@ class _Claim:
     def comes_back(self, found: list[Victim]) -> set[str]:
         """Return the victims by F5 that would at once be owed their devices back.
 
-        When a partly lent gang leaves, its branch may hold less than its guarantee. If that branch
-        is then the less served one, a narrower task of it would at once get its place back. If
-        enough is lent without such a gang, it would already have been left out.
+        When a partly lent gang leaves, its branch may hold less than its guarantee. If the branch
+        is then served less, a narrower task of the branch would at once take the place again. Such
+        a gang is only chosen if the other lent devices are not enough.
         """
         if self.urgent or len(found) < 2:
             return set()

@@ -27,7 +27,7 @@ MOVING = frozenset(
 )
 PEAKS = ("memory_bytes", "host_bytes")  # of these, the most so far is kept
 LARGEST = 2**53  # of a moving number; the island computes with products of it
-AT_ONCE = 4096  # heartbeats that one round renews: a bound for its length
+AT_ONCE = 4096  # most leases that one round renews, so that the round stays short
 WHOLE_EVERY_S = 240.0  # how often a heartbeat is recorded in full, whatever it says
 
 
@@ -126,7 +126,8 @@ class QuietHeartbeats:
     `recognise` may run in another thread than all other methods.
     """
 
-    waiting: dict[str, Beat] = field(default_factory=dict)  # by device: those to renew
+    # by device: heartbeats whose lease is to be renewed
+    waiting: dict[str, Beat] = field(default_factory=dict)
     _known: dict[str, _KnownReport] = field(default_factory=dict)
     _unwritten: dict[str, _UnwrittenProgress] = field(default_factory=dict)
 

@@ -1,7 +1,7 @@
 """Lets a command begin again that asked for it, or ends it if it asked too often.
 
-See `provisions.notice`: exit status 85 is not a crash, but a task that begins again and again for
-no reason of the platform uses up its attempts.
+See `provisions.notice`: exit status 85 is not a crash. But if the platform gave no reason to begin
+again, each time uses up an attempt.
 """
 
 from __future__ import annotations
