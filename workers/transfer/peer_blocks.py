@@ -40,7 +40,8 @@ JSON = dict[str, Any]
 AT_ONCE = 4  # blocks sent at once; other takers wait, until they read the store
 STALL_S = 5.0  # limit without any byte
 SILENT_S = 60.0  # pause before a host that did not answer is asked again
-SLOWEST_BYTES_PER_S = 10**6  # a slower host is no faster than the store
+# least speed of a host: below it a block is read from the store instead
+SLOWEST_BYTES_PER_S = 10**6
 BURST_S = 0.005  # in seconds: a thread that was delayed may make up for this much by sending faster
 _PIECE = 256 << 10  # bytes per send
 _TAKEN = 1 << 20  # bytes per receive

@@ -7,8 +7,8 @@ misses nothing and sees nothing twice. The last event is `end`, sent when the re
 all is read.
 
 Events are read in the order (transaction, id), and only below the oldest transaction still running,
-because a row with a smaller id may be committed later. Rows above that line are read again soon.
-Log lines need no such line: one island writes those of a request, one transaction at a time.
+because a row with a smaller id may be committed later. Later rows are looked for again soon. Log
+lines need no such bound: one island writes the lines of a request, one transaction at a time.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ from app.errors import NotFound, Unavailable
 from app.messaging.live_updates import LONGEST_WAIT_S, Subscription, changes
 
 READ_AT_ONCE = 500  # rows per read of a stream
-SOONEST_S, LATEST_S = 0.05, 1.0  # seconds until rows above the line are read again
+# seconds until a stream looks again for rows of transactions that had not ended
+SOONEST_S, LATEST_S = 0.05, 1.0
 MAX_TAIL = 10_000  # lines
 RETRY_MS = 1000  # milliseconds until a browser reconnects
 PATIENT_S = 60.0  # seconds that an open stream may wait for its turn to read

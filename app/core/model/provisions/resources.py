@@ -20,7 +20,8 @@ if TYPE_CHECKING:  # it checks the words of `device_choice`, which compares reso
 
 JSON = dict[str, Any]
 
-GIVES = "gives"  # the fact of a device: resource -> the most that it can give to one task
+# name of the fact of a device that holds: resource -> the most that one task can get
+GIVES = "gives"
 CPUS, MEMORY, DISK, PROCESSES = "cpus", "memory", "disk", "processes"
 #: resource -> its field in `resources`
 FIELDS = {
