@@ -215,6 +215,9 @@ insert into usage (bucket, tenant_id, user_id, kind, bucket_s, held_us, charged_
 SUMS = """
 insert into accounts (user_id, tenant_id, faded, total_us)
   select user_id, tenant_id, sum(charged_us), sum(charged_us) from usage group by 1, 2;
+insert into daily_usage (day, tenant_id, user_id, kind, held_us, charged_us)
+  select date_bin('1 day', bucket, 'epoch'), tenant_id, user_id, kind, sum(held_us), sum(charged_us)
+  from usage where bucket_s >= 3600 group by 1, 2, 3, 4;
 insert into lines (island, user_id, kind, memory_bytes, width, tenant_id, waiting)
   select island, user_id, kind, memory_bytes, devices_min, tenant_id, count(*) from tasks
   where state = 'waiting' group by 1, 2, 3, 4, 5, 6

@@ -63,3 +63,19 @@ class Usage(Base):
     held_us: Mapped[int] = mapped_column(BigInteger)
     charged_us: Mapped[int] = mapped_column(BigInteger)
     __table_args__ = (Index("ix_usage_fine", "bucket", postgresql_where=text("bucket_s < 3600")),)
+
+
+class DailyUsage(Base):
+    """Sums of rows of `Usage` that are an hour wide or wider, by the day (UTC) of their bucket.
+
+    A trigger of `usage` adds each such row, and what it grows by, in the same transaction
+    (`migrations/versions/0060_pre_daily_usage.py`).
+    """
+
+    __tablename__ = "daily_usage"
+    day: Mapped[datetime] = mapped_column(primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
+    user_id: Mapped[str] = mapped_column(ForeignKey("users.id"), primary_key=True)
+    kind: Mapped[str] = mapped_column(primary_key=True)
+    held_us: Mapped[int] = mapped_column(BigInteger)
+    charged_us: Mapped[int] = mapped_column(BigInteger)

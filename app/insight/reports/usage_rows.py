@@ -9,10 +9,22 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from sqlalchemy import ColumnElement, Text, cast, func, null, select
+from sqlalchemy import (
+    ColumnElement,
+    CompoundSelect,
+    Select,
+    Text,
+    and_,
+    cast,
+    func,
+    literal,
+    null,
+    or_,
+    select,
+)
 from sqlalchemy.orm import Session
 
-from app.db.models import Tenant, Usage, User
+from app.db.models import DailyUsage, Tenant, Usage, User
 
 
 def clock(session: Session) -> datetime:
@@ -25,6 +37,8 @@ def clock(session: Session) -> datetime:
 
 GROUPS = ("bucket", "tenant", "user", "kind")
 INTERVALS = {"10s": 10, "1m": 60, "10m": 600, "1h": 3600, "1d": 86400}  # seconds
+HOUR_S, DAY_S = 3600, 86400
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,21 +66,22 @@ def usage(
     interval_s: int,
 ) -> list[UsageRow]:
     """Return usage booked from `since` up to, not including, `until`, summed by `group_by`."""
-    bucket = func.date_bin(
-        timedelta(seconds=interval_s), Usage.bucket, datetime(1970, 1, 1, tzinfo=UTC)
-    )
+    booked = _booked(
+        tenant, since, until, may_sum_days="bucket" not in group_by or interval_s % DAY_S == 0
+    ).subquery()
     # First group by id: the names are then joined to few rows, however long the period is.
-    ids = {"bucket": bucket, "tenant": Usage.tenant_id, "user": Usage.user_id, "kind": Usage.kind}
+    ids = {
+        "bucket": func.date_bin(timedelta(seconds=interval_s), booked.c.at, EPOCH),
+        "tenant": booked.c.tenant_id,
+        "user": booked.c.user_id,
+        "kind": booked.c.kind,
+    }
     keys: list[ColumnElement[Any]] = [ids[name].label(name) for name in GROUPS if name in group_by]
     sums = (
-        func.sum(Usage.held_us).label("held_us"),
-        func.sum(Usage.charged_us).label("charged_us"),
+        func.sum(booked.c.held_us).label("held_us"),
+        func.sum(booked.c.charged_us).label("charged_us"),
     )
-    found = select(*keys, *sums).where(Usage.bucket >= since, Usage.bucket < until)
-    found = found.group_by(*keys)
-    if tenant is not None:
-        found = found.where(Usage.tenant_id == tenant)
-    of_ids = found.subquery()
+    of_ids = select(*keys, *sums).group_by(*keys).subquery()
     named = {"tenant": Tenant.name, "user": User.name}
     shown: dict[str, ColumnElement[Any]] = {
         name: (named[name] if name in named else of_ids.c[name]).label(name)
@@ -92,8 +107,43 @@ def usage(
             held_us=int(held),
             charged_us=int(charged),
         )
-        for start, owner, user, kind, held, charged in session.execute(query)
+        for start, owner, user, kind, held, charged in session.connection().execute(query)
     ]
+
+
+def _booked(
+    tenant: str | None, since: datetime, until: datetime, *, may_sum_days: bool
+) -> Select[*tuple[Any, ...]] | CompoundSelect[Any]:
+    """Build a query of what was booked in the period, with the columns `at`, ids and sums.
+
+    With `may_sum_days`, the hours of a whole day come as one row.
+    """
+    booked, in_days = _rows_of(Usage, tenant), _rows_of(DailyUsage, tenant)
+    at, day = Usage.bucket, DailyUsage.day
+    first, end = _days_within(since, until)
+    if not may_sum_days or first == end:
+        return booked.where(at >= since, at < until)
+    is_fine = Usage.bucket_s < literal(HOUR_S, literal_execute=True)  # the condition of an index
+    rest = or_(
+        and_(at >= since, at < first),
+        and_(at >= end, at < until),
+        and_(at >= first, at < end, is_fine),
+    )
+    return in_days.where(day >= first, day < end).union_all(booked.where(rest))
+
+
+def _rows_of(table: type[Usage] | type[DailyUsage], tenant: str | None) -> Select[*tuple[Any, ...]]:
+    at = table.day if issubclass(table, DailyUsage) else table.bucket
+    columns = (table.tenant_id, table.user_id, table.kind, table.held_us, table.charged_us)
+    of_tenant = () if tenant is None else (table.tenant_id == tenant,)
+    return select(at.label("at"), *columns).where(*of_tenant)
+
+
+def _days_within(since: datetime, until: datetime) -> tuple[datetime, datetime]:
+    """Return when the whole days (UTC) of the period begin and end; both are equal without any."""
+    day = timedelta(seconds=DAY_S)
+    end = until - (until - EPOCH) % day
+    return end - max(0, (end - since) // day) * day, end
 
 
 def _as_text(total: ColumnElement[Any]) -> ColumnElement[str]:
