@@ -87,7 +87,7 @@ class ReadyAnswers:
     def sealed(self, keys: MessageKeys, answer: Answer, *, sent_us: int, to: str) -> str:
         """Seal an answer as the answer to the heartbeat of `sent_us`, for the host `to`."""
         made = self._made.get(answer.device)
-        if made is None or made[0] != answer:
+        if made is None or (made[0] is not answer and made[0] != answer):
             made = self._made[answer.device] = answer, *_around_sent_us(answer)
         body = f'{made[1]},"sent_us":{sent_us},{made[2]}'
         return keys.sealed(NEWS, body.encode(), to=to)

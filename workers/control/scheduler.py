@@ -189,7 +189,7 @@ class Scheduler(Loop):
                 others.append(beat)
                 continue
             self.quiet.renewed(beat, txid)
-            answer = self._as_planned(report.answer)
+            answer = report.answer = self._as_planned(report.answer)
             host = self.roster.keys.get(beat.device, "")
             texts[beat.device] = self.ready.sealed(
                 outbox.keys(), answer, sent_us=beat.sent_us, to=host
@@ -224,11 +224,17 @@ class Scheduler(Loop):
         self.backlog.put(decode(beat.body), beat.came_s)
 
     def _as_planned(self, answer: Answer) -> Answer:
-        """Add what the plan knows to the answer for a device for which no task waits."""
+        """Add what the plan knows to the answer for a device for which no task waits.
+
+        It is the same object if that has not changed.
+        """
         board, peers = self.follower.board, self.roster.peers
         if board is None:
             return replace(answer, peers=peers)
-        return replace(answer, peers=peers, rota=[], wanted=is_wanted(board, answer.device))
+        wanted = is_wanted(board, answer.device)
+        if (answer.peers, answer.rota, answer.wanted) == (peers, [], wanted):
+            return answer
+        return replace(answer, peers=peers, rota=[], wanted=wanted)
 
     def _write_progress(self, beats: list[Beat]) -> None:
         """Write how far the tasks are of which these heartbeats tell."""
