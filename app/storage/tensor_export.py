@@ -45,7 +45,6 @@ class Export:
         self, manifest: Manifest, chunks: Chunks, *, names: Sequence[str] | None = None
     ) -> None:
         self.rank = manifest.ranks[0]
-        self.chunks = chunks
         tensors = {tensor.name: tensor for tensor in self.rank.tensors}
         if names is not None:
             _check(tensors, names)

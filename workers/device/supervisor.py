@@ -157,7 +157,7 @@ class Supervisor(threading.Thread):
         self.exits = ResidentExits(
             *(lives, self.listener, self.spawner, self.storing, side, self.egress)
         )
-        self.late = LateInputs(house, lives, self.lookout, rhythm, side)
+        self.late = LateInputs(house, lives, self.lookout, side)
         self.starter = TaskStarter(
             *(house, lives, self.trust, self.spawner, self.listener, selector, self.late),
             *(self.mounts, self.egress),

@@ -58,10 +58,6 @@ class Image:
         """The bytes of the file that are not bytes of storages."""
         return self.size_bytes - sum(len(block.data) for block in self.blocks)
 
-    @property
-    def held_bytes(self) -> int:
-        return len(self.graph) + sum(len(block.data) for block in self.blocks)
-
     def pieces(self) -> Iterator[memoryview]:
         """Yield the file's bytes, in order, without copying a storage."""
         header = {

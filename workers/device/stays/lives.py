@@ -52,11 +52,6 @@ class DeviceLives:
         """The resident that has had the slot for longest."""
         return next(iter(self.holders), None)
 
-    def living(self, task: str) -> Resident | None:
-        """Return the task's living resident, if any."""
-        process = self.machine.living(task)
-        return None if process is None else self.residents[process.id]
-
     def find_shared(self, key: str) -> Resident | None:
         """Return a process that may run a function of this key.
 

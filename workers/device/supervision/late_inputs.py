@@ -10,7 +10,7 @@ from app.core.model.protocol.messages import (
     Given,
 )
 from workers.device import store_io
-from workers.device.heartbeat import Rhythm, now_us
+from workers.device.heartbeat import now_us
 from workers.device.prefetch import Lookout
 from workers.device.processes.resident import Resident
 from workers.device.stay import Stay
@@ -29,13 +29,11 @@ class LateInputs:
         house: House,
         lives: DeviceLives,
         lookout: Lookout,
-        rhythm: Rhythm,
         side: SideWork,
     ) -> None:
         self.house = house
         self.lives = lives
         self.lookout = lookout
-        self.rhythm = rhythm
         self.side = side
 
     def given(self, given: Given) -> None:

@@ -21,7 +21,6 @@ class SideWork:
         threads: int,
     ) -> None:
         self._receive = receive
-        self.threads = threads
         self._hands = ThreadPoolExecutor(threads, "hands")
         # Threads of their own, because building an environment takes long: other tasks must get
         # their inputs meanwhile.

@@ -59,13 +59,10 @@ class ReturnOffer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ElasticResize:
-    """Describes a stay that continues with other `devices`; `leaves` are the devices that it gives
-    up.
-    """
+    """Describes a stay that continues with other `devices`."""
 
     stay: BoardStay
     devices: tuple[str, ...]
-    leaves: tuple[str, ...] = ()
     lent: bool = True
 
 
@@ -243,8 +240,7 @@ def _by_stay(chosen: Iterable[ReturnOffer]) -> list[ElasticResize]:
     for given in gone.values():
         stay, leaves = given[0].stay, {offer.device for offer in given}
         keeps = tuple(id for id in stay.devices if id not in leaves)
-        left = tuple(id for id in stay.devices if id in leaves)
-        found.append(ElasticResize(stay, keeps, left, all(offer.lent for offer in given)))
+        found.append(ElasticResize(stay, keeps, all(offer.lent for offer in given)))
     return found
 
 
