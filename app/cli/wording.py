@@ -323,8 +323,11 @@ def _seats(task: JSON) -> str:
 
 def _peaks(task: JSON) -> str:
     """The most memory that the task held on a device, and of the host for its images."""
-    told = {"on the device": task["peak_device_bytes"], "of the host": task["peak_host_bytes"]}
-    return ", ".join(f"{size(peak)} {where}" for where, peak in told.items() if peak)
+    peaks = {
+        "on the device": task["peak_device_bytes"],
+        "of the host for images": task["peak_host_bytes"],
+    }
+    return ", ".join(f"{size(peak)} {where}" for where, peak in peaks.items() if peak)
 
 
 def _network_use(used: JSON | None) -> str:

@@ -269,7 +269,7 @@ class TestRequestPage:
         visit.sign_in("a")
         visit.go(f"/ui/requests/{service.tracked.request_id}")
         facts = visit.page.locator(".facts").first
-        expect(facts).to_contain_text("1.0 GiB, 1.0 MiB of the host")
+        expect(facts).to_contain_text("1.0 GiB on the device, 1.0 MiB of the host for images")
         expect(facts.locator("div", has_text="Next time request")).to_contain_text("1.1 GiB")
         with service.change() as session:
             session.get_one(Task, service.tracked.id).state = before

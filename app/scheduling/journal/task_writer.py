@@ -32,8 +32,8 @@ def break_off(session: Session, task: Task, because: str) -> None:
     to = task.move_to if task.move_to != ANYWHERE else "another device"
     told = f"Not moved to {to}: {because}."
     if task.cancel_asked_at is None:
-        stays = f"on {task.seat}" if task.seat else "when its turn comes"
-        told += f" No step is lost; it stays {stays}."
+        then = f"stays on {task.seat}" if task.seat else "resumes when its turn comes"
+        told += f" No step is lost; the task {then}."
     tell(session, task, "task.move_failed", told, to=task.move_to)
     task.move_to = task.moving = None
 

@@ -544,7 +544,7 @@ class TestLooking:
         service.ends(submitted, "done", peak_device_bytes=2**30, peak_host_bytes=2**20)
         task = service.task_of(submitted)
         shown = run("show", task).stdout
-        assert "1.0 GiB on the device, 1.0 MiB of the host" in shown
+        assert "1.0 GiB on the device, 1.0 MiB of the host for images" in shown
         assert "devices.memory_bytes: 1207959552" in shown
         assert json.loads(run("show", task, "-o", "json").stdout)["peak_host_bytes"] == 2**20
 
