@@ -18,10 +18,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sqlalchemy import (
+    ARRAY,
+    BigInteger,
+    ColumnClause,
     ColumnElement,
+    Double,
+    Integer,
     Select,
+    TableValuedAlias,
+    Text,
     and_,
     cast,
+    column,
     func,
     literal,
     or_,
@@ -46,7 +54,8 @@ from app.scheduling import snapshot_reader
 from app.scheduling.journal.decisions import UnwrittenPlan
 
 BEGINNING = 4  # tasks of every line that are read at first
-MORE = 32  # tasks that are read when a line runs out
+MORE = 32  # most tasks of a line that are read when it runs out
+LINES_AT_ONCE, MORE_AT_ONCE = 256, 512  # lines that one statement reads on; tasks, if these are few
 AT_ONCE = 1000  # changed tasks read in one round; the next round reads the rest
 # most blocked tasks that can start read in one round; the next round reads the rest
 STARTABLE = 500
@@ -155,7 +164,7 @@ class Follower:
         beginnings = self._take_in(session, board, self._beginnings())
         if news.moves:
             self._take_in(session, board, self._moving())
-        self._mark_longer(board, beginnings)
+        self._mark_longer(board, beginnings, BEGINNING)
         self._unlock(session, board)
         self._take_in(session, board, self._members())
         recall(board, self.memory)
@@ -187,8 +196,8 @@ class Follower:
             TaskRow.island == self.island, TaskRow.move_to.is_not(None), TaskRow.state == "waiting"
         )
 
-    def _mark_longer(self, board: Board, rows: Sequence[AnyRow]) -> None:
-        """Mark the lines from which as many tasks were read as allowed: more may wait behind these.
+    def _mark_longer(self, board: Board, rows: Sequence[AnyRow], each: int) -> None:
+        """Mark the lines of which `each` tasks were read: more may wait behind these.
 
         The counts in `lines` may not show that: they are written at the end of each transaction,
         including ours.
@@ -197,7 +206,7 @@ class Follower:
         for task in (board.tasks[row.id] for row in rows):
             read.setdefault((board.leaf(task), alike(task)), []).append(task)
         for line, tasks in read.items():
-            if len(tasks) == BEGINNING:
+            if len(tasks) == each:
                 board.longer[line] = max(place_in_line(task) for task in tasks)
 
     # --- what changed ---
@@ -368,29 +377,28 @@ class Follower:
         return rows
 
     def _lengthen(self, session: Session, board: Board) -> None:
-        """Read more of the lines that ran out."""
-        for line in sorted(board.short, key=lambda line: line[0].path):
-            end = board.longer.pop(line)
-            rows = self._take_in(session, board, self._beyond(line, end))
-            if len(rows) == MORE:
-                read = [board.tasks[row.id] for row in rows]
-                board.longer[line] = max(place_in_line(task) for task in read)
+        """Read more of the lines that ran out, and of some that are about to."""
+        ends = {line: board.longer.pop(line) for line in board.ending(LINES_AT_ONCE)}
+        each = min(MORE, max(BEGINNING, MORE_AT_ONCE // len(ends)))
+        rows = self._take_in(session, board, self._beyond(ends, each))
+        self._mark_longer(board, rows, each)
         board.short.clear()
 
-    def _beyond(self, line: Line, end: tuple[int, float, str]) -> AnySelect:
-        (leaf, here), (urgency, submitted_s, id) = line, end
-        read = tuple_(func.to_timestamp(submitted_s), literal(id))
-        later = tuple_(TaskRow.submitted_at, TaskRow.id) > read
-        beyond = or_(TaskRow.priority < -urgency, later)
-        key = {
-            "island": self.island,
-            "user_id": leaf.name,
-            "kind": here.kind,
-            "memory_bytes": here.memory_bytes,
-            "width": here.width,
-            "device_choice": here.choice,
-        }
-        return self._line(key).where(TaskRow.priority <= -urgency, beyond).limit(MORE)
+    def _beyond(self, ends: Mapping[Line, tuple[int, float, str]], each: int) -> AnySelect:
+        """Select up to `each` tasks of every line, from behind its last loaded task on."""
+        end = _as_rows(ends)
+        later = tuple_(TaskRow.submitted_at, TaskRow.id) > tuple_(
+            func.to_timestamp(end.c.submitted_s), end.c.task_id
+        )
+        key = {name: end.c[name] for name in lines.KEY if name != "island"}
+        line = (
+            self._line({**key, "island": self.island})
+            .where(TaskRow.priority <= end.c.priority)
+            .where(or_(TaskRow.priority < end.c.priority, later))
+            .limit(each)
+            .lateral("line")
+        )
+        return select(*line.c).select_from(end).join(line, text("true"))
 
     def _line(self, key: Mapping[str, Any]) -> AnySelect:
         """Select the tasks in one line, in the order of rule F3; `key` has the line's values or
@@ -402,6 +410,40 @@ class Follower:
             .where(TaskRow.state == "waiting", *of_line)
             .order_by(TaskRow.priority.desc(), TaskRow.submitted_at, TaskRow.id)
         )
+
+
+def _as_rows(ends: Mapping[Line, tuple[int, float, str]]) -> TableValuedAlias:
+    """Return a row for each line: its key but the island, and the place of its last loaded task."""
+    values = [
+        (
+            leaf.name,
+            here.kind,
+            here.memory_bytes,
+            here.width,
+            here.choice,
+            -urgency,
+            submitted_s,
+            id,
+        )
+        for (leaf, here), (urgency, submitted_s, id) in ends.items()
+    ]
+    arrays = (
+        cast(list(each), ARRAY(column.type))
+        for each, column in zip(zip(*values, strict=True), _END, strict=True)
+    )
+    return func.unnest(*arrays).table_valued(*_END, name="ends").render_derived()
+
+
+_END: tuple[ColumnClause[Any], ...] = (
+    column("user_id", Text),
+    column("kind", Text),
+    column("memory_bytes", BigInteger),
+    column("width", Integer),
+    column("device_choice", Text),
+    column("priority", Integer),
+    column("submitted_s", Double),
+    column("task_id", Text),
+)
 
 
 def _xid(txid: int) -> ColumnElement[int]:

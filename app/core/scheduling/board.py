@@ -710,10 +710,19 @@ class Board:
             self._pinned.get(device, set()).discard(id)
         self._movable.get(task.goes_on_with, set()).discard(id)
         if self.longer:
-            leaf, here = self.leaf(task), alike(task)
-            lanes = (*both_of(here), *both_of(on_host(here, "")))
-            if (leaf, here) in self.longer and self.tree.first_below(leaf, lanes) is None:
-                self.short.add((leaf, here))
+            line = self.leaf(task), alike(task)
+            if line in self.longer and not _loaded(*line):
+                self.short.add(line)
+
+    def ending(self, most: int) -> list[tuple[Branch, Lane]]:
+        """Return up to `most` queues to read on: those of `short`, and then others with one loaded
+        task left.
+
+        Tenants are served in turn, so the queues of many tenants run out together.
+        """
+        others = (line for line in self.longer if line not in self.short and _loaded(*line) == 1)
+        found = sorted(self.short, key=lambda line: line[0].path)
+        return [*found, *islice(others, max(0, most - len(found)))]
 
     def pinned(self) -> list[str]:
         """Return the devices to which a waiting task is pinned."""
@@ -1142,6 +1151,12 @@ def alike(task: BoardTask) -> Lane:
 def place_in_line(task: BoardTask) -> tuple[int, float, str]:
     """Sort key of one user's tasks (rule F3); lower goes first."""
     return -task.priority, task.submitted_s, task.id
+
+
+def _loaded(leaf: Branch, here: Lane) -> int:
+    """Return how many tasks of this queue are loaded."""
+    lanes = (*both_of(here), *both_of(on_host(here, "")))
+    return sum(line.below for lane in lanes if (line := leaf.lines.get(lane)) is not None)
 
 
 def waited_longer(fresh: BoardTask, older: BoardTask, now_s: float) -> bool:

@@ -242,6 +242,26 @@ class TestLongLines:
             launched += decided
         assert launched == names[3:]
 
+    def test_lines_that_run_out_together_are_read_on_together(self, session, isle, monkeypatch):
+        for n in range(2 * BEGINNING):
+            add(session, f"one_{n}", "a1")
+            add(session, f"other_{n}", "a2")
+        a_round(session, isle)
+        for n in range(3, 3 + 2 * BEGINNING):
+            session.add(Device(id=f"h.{n}", host="h", island="isle", kind="cpu"))
+        session.flush()
+        session.execute(text("update devices set lease_until = now() + interval '1 day'"))
+        isle.forget()
+        asked, beyond = [], Follower._beyond
+
+        def noted(self, ends, each):
+            asked.append({leaf.name for leaf, _ in ends})
+            return beyond(self, ends, each)
+
+        monkeypatch.setattr(Follower, "_beyond", noted)
+        a_round(session, isle)
+        assert asked == [{"a1", "a2"}]
+
     def test_new_task_before_the_last_one_read_is_added(self, session, isle):
         for n in range(3 * BEGINNING):
             add(session, f"t{n:03}", "a1")
