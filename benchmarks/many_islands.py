@@ -246,9 +246,7 @@ def _decided(scene: AssignmentScene, work: RequestWork, *, lost: str = "") -> Se
 
 
 def _spread(scene: AssignmentScene) -> float:
-    """Return by how much the island with the most work exceeds the mean of all islands, as a
-    factor.
-    """
+    """Return the factor by which the island with the most work exceeds the mean of all islands."""
     work = [stocks[KIND].total_ns for stocks in scene.up.values()]
     return max(work) * len(work) / sum(work)
 

@@ -156,9 +156,8 @@ class Paging:
         newest_first: bool,
         parts: PageParts,
     ) -> ColumnElement[Any]:
-        """Return an array with the keys of the page.
-
-        They are found among the first keys of each part.
+        """Return an array with the keys of the page. Each part gives its first keys, and the page
+        takes the first of all these.
         """
         its = query.with_only_columns(by.label("key")).where(parts.holds)
         its = its.order_by(by.desc() if newest_first else by).limit(self.most)

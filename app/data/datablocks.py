@@ -166,7 +166,7 @@ def use(session: Session, task_id: str, uses: Mapping[str, Datablock]) -> None:
 
 
 def is_needed() -> ColumnElement[bool]:
-    """Condition: a task that has not ended takes this version."""
+    """Return the condition that an unfinished task takes this version."""
     return exists().where(
         DatablockUse.datablock_id == Datablock.id,
         Task.id == DatablockUse.task_id,
@@ -182,7 +182,7 @@ def is_kept() -> ColumnElement[bool]:
 
 
 def holders(session: Session, ids: Collection[str]) -> dict[str, int]:
-    """Return by version how many tasks that have not ended need it; every given id is included."""
+    """Return how many unfinished tasks need each version; every given id is included."""
     live = and_(Task.id == DatablockUse.task_id, Task.state.not_in(ENDED))
     count = func.count(DatablockUse.task_id.distinct())
     query = (

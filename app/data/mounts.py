@@ -37,13 +37,15 @@ def paths(session: Session) -> dict[str, dict[str, str]]:
 
 
 def usable(session: Session, path: Collection[str], sort: str = FOLDER) -> dict[str, Mount]:
-    """Return by name the mounts of a tenant; `path` has its id and those of all tenants above."""
+    """Return the mounts of a tenant, by name. `path` has the tenant's id, and the ids of all
+    tenants above.
+    """
     found = session.scalars(select(Mount).where(Mount.sort == sort).order_by(Mount.name))
     return {mount.name: mount for mount in found if is_allowed(mount.tenants, path)}
 
 
 def hosts(session: Session, mounts: Iterable[Mount]) -> dict[str, int]:
-    """Return by mount the number of hosts with a device that is up and shows it."""
+    """Return for each mount the number of hosts with a device that is up and shows the mount."""
     offers = {mount.name: offer_of(mount.name, mount.sort) for mount in mounts}
     offer = func.jsonb_array_elements_text(Device.facts["offers"]).label("offer")
     up = select(Device.host, offer).where(Device.lease_until > func.now()).subquery()
@@ -57,7 +59,7 @@ def hosts(session: Session, mounts: Iterable[Mount]) -> dict[str, int]:
 
 
 def unpacked(session: Session, mounts: Iterable[Mount]) -> dict[str, list[JSON]]:
-    """Return by container image the hosts that are up and have it unpacked, with its digest."""
+    """Return for each container image the hosts that are up and have it unpacked."""
     names = {mount.name for mount in mounts if mount.sort == IMAGE}
     if not names:
         return {}

@@ -35,7 +35,7 @@ def whose(tenant_id: str, user_id: str | None) -> ColumnElement[bool]:
 
 
 def usable(tenant_id: str, user_id: str) -> ColumnElement[bool]:
-    """Condition: tasks of this user may name the secret."""
+    """Return the condition that tasks of this user may name the secret."""
     is_theirs = or_(Secret.user_id.is_(None), Secret.user_id == user_id)
     return and_(Secret.tenant_id == tenant_id, is_theirs)
 

@@ -49,14 +49,14 @@ IS_NO_TICKET: ColumnElement[bool] = or_(Task.gang_id.is_(None), Task.gang_id == 
 
 
 def is_in(phases: Collection[str]) -> ColumnElement[bool]:
-    """Condition on requests: the request is in one of these phases."""
+    """Return the condition that a request is in one of these phases."""
     ends = [phase for phase in phases if phase in ENDED]
     found = [_leads(phase) for phase in MOST_ADVANCED if phase in phases]
     return or_(*found, *([has_state(ends)] if ends else []))
 
 
 def has_state(states: Collection[str]) -> ColumnElement[bool]:
-    """Condition on requests: the request is in one of these states."""
+    """Return the condition that a request is in one of these states."""
     found = Request.state.in_(states)
     if not ENDED.intersection(states):
         return and_(found, IS_LIVE_REQUEST)
@@ -64,7 +64,7 @@ def has_state(states: Collection[str]) -> ColumnElement[bool]:
 
 
 def has_task_in(phases: Collection[str]) -> ColumnElement[bool]:
-    """Condition on tasks: the task is in one of these phases."""
+    """Return the condition that a task is in one of these phases."""
     is_in_one = TASK_PHASE.in_(phases)
     return is_in_one if {*phases} & ENDED else and_(is_in_one, IS_LIVE_TASK)
 

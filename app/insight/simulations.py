@@ -178,7 +178,7 @@ def _ended(session: Session, island: str, since: datetime, until: datetime) -> l
 
 
 def _needs(session: Session, ids: set[str]) -> dict[str, tuple[str, ...]]:
-    """Return by task which other tasks of the list it needed."""
+    """Return for each task the other tasks of the list that it needed."""
     found: dict[str, dict[str, None]] = defaultdict(dict)
     for task_id, needs_id in session.execute(
         select(Need.task_id, Need.needs_id)

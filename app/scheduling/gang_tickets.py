@@ -37,7 +37,7 @@ def is_ticket(task: Task | AnyRow) -> bool:
 
 
 def is_of_ticket() -> ColumnElement[bool]:
-    """Condition: the placement's slot is kept for a gang."""
+    """Return the condition that the placement's slot is kept for a gang."""
     of = (Task.id == Placement.task_id, IS_TICKET)
     return select(Task.id).where(*of).exists()
 

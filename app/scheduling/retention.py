@@ -40,7 +40,9 @@ DELETING = 0x526F756E65  # key of the advisory lock that lets one control delete
 def is_over(
     at: InstrumentedAttribute[datetime | None] | InstrumentedAttribute[datetime], kept_days: float
 ) -> ColumnElement[bool]:
-    """Condition: `at` is longer ago than `kept_days`; never, if these are 0."""
+    """Return the condition that `at` is longer than `kept_days` ago; never true if `kept_days` is
+    0.
+    """
     return at < func.now() - timedelta(days=kept_days) if kept_days else false()
 
 

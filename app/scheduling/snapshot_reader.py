@@ -371,9 +371,8 @@ def _needs(
 
 
 def _never_given(session: Session, parts: Sequence[str]) -> Mapping[str, list[str]]:
-    """Return by partition the tasks that failed or were cancelled before they made its input.
-
-    These partitions have begun, or may begin, without that input.
+    """Return for each partition the tasks that failed or were cancelled before they made its input.
+    Such a partition has begun, or may begin, without the input.
     """
     broken: dict[str, list[str]] = defaultdict(list)
     if not parts:

@@ -134,7 +134,7 @@ class Stub:
     step: int = 0
     restarts: int = 0
     is_seated: bool = False
-    has_run: bool = False  # True if the command ran since the step was last raised
+    has_run: bool = False  # True if the command has run since `step` last grew
     held: set[str] = field(default_factory=lambda: {"pause"})
     wishes: set[str] = field(default_factory=set)
     notice: JSON | None = None  # a stop of which the command has no notice yet

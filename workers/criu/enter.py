@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 JSON = dict[str, Any]
 
-TIMED_OUT, CANNOT_ENTER = 98, 97  # exit statuses beside those of CRIU
+TIMED_OUT, CANNOT_ENTER = 98, 97  # exit statuses of this program that CRIU does not use
 
 #: Capabilities that CRIU keeps, by number; it drops all others. SYS_RESOURCE lets it read the
 #: limits of another user's processes.

@@ -167,7 +167,7 @@ class ReaderStandIn(BlockTable):
 class _Parcel:
     """Describes a block on this host that other hosts read, until all of them have dropped it.
 
-    `beyond` has its readers, by the host at the other end of the connection.
+    `beyond` has its readers, by their host.
     """
 
     offset: int

@@ -478,7 +478,7 @@ class GraphJob:
         self.items = lists
 
     def _mapped(self, call: UnitCall) -> dict[str, tuple[list[Any], int]]:
-        """Return by port the items to map over here, and the length of the whole list."""
+        """Return the items to map over here, by port, and the length of the whole list."""
         found = {port: items_of(port, self.blocks[n]) for port, n in call.takes if port in call.map}
         found |= {p: [self.blocks[n] for n in many] for p, many in call.lists if p in call.map}
         return {port: (items, len(items)) for port, items in found.items()}

@@ -47,7 +47,7 @@ class EnvironmentHost(Out):
 
     host: str
     size_bytes: int = Field(description="Disk that it takes there, for all tenants that use it.")
-    build_us: int = Field(description="How long it was built, in microseconds.")
+    build_us: int = Field(description="How long the build took, in microseconds.")
 
 
 class EnvironmentInstalling(Out):
@@ -79,7 +79,7 @@ class EnvironmentOut(Out):
         " alone."
     )
     lock_sha256: str | None = Field(description="SHA-256 of the lock; null before it is locked.")
-    lock_us: int = Field(description="How long it was locked, in microseconds.")
+    lock_us: int = Field(description="How long the locking took, in microseconds.")
     hosts: list[EnvironmentHost] = Field(description="Hosts that are up and have it built.")
     installing: list[EnvironmentInstalling] = Field(
         description="Hosts that are up and are to build it, before a task has a device there."

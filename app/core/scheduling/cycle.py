@@ -477,8 +477,8 @@ def _seat_urgent(draft: _DraftPlan) -> dict[str, _KeptForGang]:
 
 
 def _urgent_by(board: Board, task: BoardTask) -> str | None:
-    """Return the rule by which a task goes before all others; None if there is none, or it cannot
-    be kept now.
+    """Return the rule by which a task goes before all others; None if no rule says so, or the rule
+    cannot be kept now.
     """
     if board.urgency.patience.ends_s(task) <= board.now_s and board.urgency.patience.may_age(task):
         return "F7"
@@ -880,7 +880,8 @@ def _make_room_there(draft: _DraftPlan, task: BoardTask, rule: str, within: Bran
     victims = preemption.victims(board, task, within=within, urgent=urgent, offered=counts)
     if victims is None:
         return False
-    lane = board.lane(task)  # without victims the task would find its devices on this host
+    # read before the victims are paused, as their devices would change the task's lane
+    lane = board.lane(task)
     if board.grown:
         back = elastic.given_back(board, task, offered, [victim.stay for victim in victims])
         if back is None:

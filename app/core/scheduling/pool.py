@@ -60,7 +60,8 @@ class Pool:
     traits: dict[str, DeviceTraits] = field(default_factory=dict)
     # locations of all devices, open or not
     locations: dict[str, Location] = field(default_factory=dict)
-    knows_locations: bool = False  # True if the locations have more parts than the host
+    # True if some location says more than the host, such as a switch or a NUMA node
+    knows_locations: bool = False
     # device with fractions -> the part that they leave free
     parts: dict[str, FreePart] = field(default_factory=dict)
     closed: set[str] = field(default_factory=set)

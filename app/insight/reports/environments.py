@@ -87,7 +87,7 @@ def _names(session: Session, model: type[Tenant | User], ids: set[str]) -> dict[
 
 
 def _built(session: Session, locks: set[str | None]) -> dict[str, list[BuiltOn]]:
-    """Return by lock the hosts with a device that is up and reports the environment."""
+    """Return for each lock the hosts with a device that is up and reports the environment."""
     if not locks:
         return {}
     pair = func.jsonb_each(Device.facts["environments"])
@@ -113,7 +113,9 @@ _NEAREST = ("building", "failed", "waiting")
 
 
 def _installing(session: Session, locks: set[str | None]) -> dict[str, list[InstallingOn]]:
-    """Return by lock the hosts that are up, were asked to build it, and have not built it yet."""
+    """Return for each lock the hosts that are up, were asked to build it, and have not built it
+    yet.
+    """
     if not locks:
         return {}
     pair = func.jsonb_each(Device.facts["builds"])

@@ -130,7 +130,7 @@ _NEWEST_METRICS = text(
 
 
 def held_devices(session: Session, tasks: Sequence[Task]) -> dict[str, tuple[str, ...]]:
-    """Return by task all devices that it holds."""
+    """Return all devices that each task holds."""
     lent = guest_placements.guests(
         session, [task.id for task in tasks if task.resized_at is not None]
     )

@@ -28,7 +28,7 @@ class NetworkUse:
 
 
 def network_use(session: Session, tasks: Sequence[Task]) -> dict[str, NetworkUse]:
-    """Return by task what the tasks that may reach the network used of it."""
+    """Return what each task that may reach the network used of it."""
     wishes = {task.id: wish["allow"] for task in tasks if (wish := task.descriptor.get("network"))}
     if not wishes:
         return {}

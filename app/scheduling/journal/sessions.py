@@ -1,10 +1,10 @@
 """Give the devices of idle sessions back.
 
-`provisions.session` decides.  A session waits for as long as it asked for, or the least limit of
-idle tasks of its tenant and those above, if that is less.  The device says for how long the
-processes have computed nothing, and the rows of tunnels when a person last sent something.  A
-session is then held, as by a person, and the island pauses it; a keystroke releases it
-(`app.intake.actions.wake_task`).
+`provisions.session` decides.  A session keeps its device for the idle time that it asked for, but
+no longer than the lowest limit on idle tasks of its tenant and the tenants above.  The device says
+for how long the processes have computed nothing, and the rows of tunnels when a person last sent
+something.  A session is then held, as by a person, and the island pauses it; a keystroke releases
+it (`app.intake.actions.wake_task`).
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ class DeviceMounts:
             draft.replace(self._file)
 
     def _paths(self) -> dict[str, tuple[str, str]]:
-        """Return by offer the path and the sort of each mount."""
+        """Return path and sort of each mount, by offer."""
         return {
             offer_of(name, sort): (path, sort)
             for sort, known in self._known.items()

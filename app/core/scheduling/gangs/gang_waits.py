@@ -120,11 +120,11 @@ def end(board: Board, kind: str, started: BoardTask | None = None) -> None:
 
 
 def turn_ends_s(board: Board, stay: BoardStay) -> float:
-    """Return until when a gang does not give way to the turns of others (F6, F8), as it would wait
-    again.
+    """Return the end of a gang's turn: until then it does not give way to other tasks (F6, F8), as
+    it would have to wait for its devices again.
 
-    This time is half of the time that pays for a wait; the other half is for the other tasks. Both
-    together are no longer than the time in which F7 promises a share.
+    The turn is half of the time that pays for a wait; the other half is for the other tasks. Both
+    halves together are no longer than the time in which F7 promises a share.
     """
     wait, started_s = board.waits.get(stay.lane.kind), stay.task.started_s
     if wait is None or not wait.each_s or stay.lane.width == 1 or started_s is None:

@@ -758,11 +758,9 @@ def _look_s(board: Board) -> float:
 
 
 def nobody_gains_until_s(board: Board) -> float:
-    """Return when a waiting task may first take another's place if only time passes; never too
-    late.
-
-    The result is now if that is unknown: the scores at the top decide alone only if there are no
-    guarantees and no turns are taken below the top.
+    """Return when a waiting task may first take another's place if only time passes; the answer may
+    be too early, but never too late. With guarantees, or with turns below the top, the scores at
+    the top do not decide alone: then the answer is now.
     """
     tree = board.tree
     if board.guarantees or shared(board):

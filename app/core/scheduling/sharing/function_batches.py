@@ -4,8 +4,8 @@ A message to a device and its answer take longer than most functions. So a devic
 function also gets, with the same message, the user's next functions: as many as take `BATCH_US`
 together, if each takes as long as the last one did. They have the device together, like tasks that
 take turns on one: a function is charged only when it runs, and only for its own time. A function
-that has waited behind others for `device_records.BEHIND_US` is returned to the queue. So because of
-a batch no task waits much longer than that for a device.
+that has waited behind others for `device_records.BEHIND_US` is returned to the queue. So a batch
+makes no other task wait much longer than `BEHIND_US` for a device.
 
 This happens only where no guarantee and no limit applies, and only on CPU devices: there functions
 share a process (`core.model.shared_process`), or the processes of the next ones are made ready

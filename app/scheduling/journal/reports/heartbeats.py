@@ -196,8 +196,8 @@ def _guest_bytes(house: DeviceRows) -> int:
 
 
 def _unknown(known: str | None, present: Mapping[str, str]) -> messages.JSON | None:
-    """Return all mounts of a sort if the device knows others; None if it knows them, or may show
-    none.
+    """Return all mounts of a sort if the device knows an older list; None if it knows this list, or
+    may show no mounts.
     """
     return None if known is None or known == digest(present) else dict(present)
 
