@@ -8,7 +8,7 @@ is ignored, too: its lease ends, and its tasks continue on other devices.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from sqlalchemy import func, select
 from sqlalchemy.dialects.postgresql import insert
@@ -73,8 +73,7 @@ class Roster:
     def __init__(self, island: str) -> None:
         self.island = island
         self.peers: list[str] = []
-        #: public key of the host of each enrolled device
-        self.keys: Mapping[str, str] = {}
+        self._keys: dict[str, str] = {}
         self._hosts: Collection[str] = frozenset()
         self._due_s = 0.0  # by the monotonic clock
 
@@ -89,19 +88,19 @@ class Roster:
             return
         enrolled = select(Enrolment.device_id, Enrolment.key).where(Enrolment.revoked_at.is_(None))
         keys = {device: key for device, key in session.execute(enrolled)}
-        self.keys, self._hosts = keys, frozenset(keys.values())
+        self._keys, self._hosts = keys, frozenset(keys.values())
         others = select(Island.key).where(Island.name != self.island, Island.key.is_not(None))
         self.peers = _sorted(session.scalars(others).all())
         self._due_s = time.monotonic() + READ_EVERY_S
 
     def has_key(self, device: str, key: str) -> bool:
         """True if the device is enrolled with this key."""
-        return self.keys.get(device) == key
+        return self._keys.get(device) == key
 
     def objection(self, alive: Alive) -> str:
         """Return why this heartbeat, sent by one of `hosts`, does not count; "" if it does."""
         facts, host = alive.facts, alive.device.rpartition(".")[0] or alive.device
-        if self.keys.get(alive.device) != facts.get("key"):
+        if self._keys.get(alive.device) != facts.get("key"):
             return f"{alive.device} is not enrolled with the key of the message's sender"
         if facts.get("host") != host:
             return f"{alive.device} reports another host"

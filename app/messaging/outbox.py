@@ -151,8 +151,9 @@ def send(
 ) -> list[int]:
     """Publish one message to each device: its answer, then its orders.
 
-    `host_keys` has the public keys of the devices' hosts, as far as they are known. Returns the ids
-    of the orders that Redis may not have taken.  Call it outside any transaction.
+    `host_keys` has the public keys of the hosts of those devices that take messages under a shared
+    key. Returns the ids of the orders that Redis may not have taken.  Call it outside any
+    transaction.
     """
     news = defaultdict[str, list[JSON]](list)
     for answer in answers:

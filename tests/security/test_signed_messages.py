@@ -224,7 +224,7 @@ class TestHeartbeats:
 
     def test_enrolled_host_speaks_for_its_own_devices_on_its_own_island(self, island, other):
         roster = Roster("isle")
-        roster.keys = {"h.0": island.public, "g.0": other.public, "x.0": island.public}
+        roster._keys = {"h.0": island.public, "g.0": other.public, "x.0": island.public}
         assert roster.objection(beat(island)) == ""
         facts = beat(island).facts
         for wrong in (

@@ -79,6 +79,9 @@ class Scheduler(Loop):
         self.replaced: set[str] = set()  # devices whose process has been replaced
         self.ready = ReadyAnswers()
         self.roster = Roster(island)
+        # device -> its host's public key, if the device worker announced an exchange key; workers
+        # of several versions may serve the devices of one host
+        self.host_keys: dict[str, str] = {}
         # device -> incarnation and time of its newest heartbeat
         self.spoken: dict[str, tuple[str, int]] = {}
         self.heartbeat_news = HeartbeatNews()
@@ -111,6 +114,9 @@ class Scheduler(Loop):
             raise BadSignature(objection)
         if announced := alive.facts.get("exchange_key"):
             outbox.keys().learn(key, announced)
+            self.host_keys[alive.device] = key
+        else:
+            self.host_keys.pop(alive.device, None)
         if is_newest := self._is_newest(alive):
             self.hear(alive)
         return is_newest
@@ -190,7 +196,7 @@ class Scheduler(Loop):
                 continue
             self.quiet.renewed(beat, txid)
             answer = report.answer = self._as_planned(report.answer)
-            host = self.roster.keys.get(beat.device, "")
+            host = self.host_keys.get(beat.device, "")
             texts[beat.device] = self.ready.sealed(
                 outbox.keys(), answer, sent_us=beat.sent_us, to=host
             )
@@ -522,7 +528,7 @@ class Scheduler(Loop):
             self.follower.look_at_devices(session)
 
     def _send(self, answers: list[Answer], due: list[OutboxOrder]) -> None:
-        if unsent := outbox.send(answers, due, self.roster.keys):
+        if unsent := outbox.send(answers, due, self.host_keys):
             self.resend_s = 0.0
             with transactions.transaction() as session:
                 outbox.mark_unsent(session, unsent)

@@ -18,6 +18,7 @@ from app.core.scheduling.rounds.quiet_heartbeats import QuietHeartbeats
 from app.db import transactions
 from app.db.models import Account, Placement, Task, Usage
 from app.identity import enrolment
+from app.messaging import outbox
 from app.messaging.message_keys import MessageKeys
 from app.messaging.signed_messages import sealed_heartbeat
 from app.scheduling import journal
@@ -260,6 +261,18 @@ class TestIsland:
         say(running, said)
         say(running, said)
         assert len(answers(sent)) == 1
+
+
+def test_only_a_device_that_announced_an_exchange_key_gets_codes(running, monkeypatch):
+    """During an upgrade, device workers of two versions may serve one host."""
+    posted = []
+    monkeypatch.setattr(outbox, "post", lambda texts: posted.append(texts) or set(texts))
+    said = alive(residents=[running_view(step=1)])
+    newer = replace(said, facts={**said.facts, "exchange_key": KEY.announced})
+    for step, each in enumerate((said, newer, newer, said, said)):
+        say(running, replace(each, sent_us=said.sent_us + step))
+    proofs = [texts["h.0"].split("\n", 2)[1] for texts in posted]
+    assert [":" in proof for proof in proofs] == [False, True, True, False, False]
 
 
 class TestUnopened:
