@@ -7,13 +7,12 @@ from typing import Any
 
 from app.core.model.descriptor import TaskDescriptor, from_json
 from app.core.model.device_choice import WHOLE_MILLI
-from app.core.model.protocol import older_launch
 from app.core.model.protocol.messages import CheckpointRef, Launch
 
 IN_THE_DESCRIPTOR = (
     "run", "params", "outputs", "publish", "world_size", "checkpoint_every_s", "memory_bytes",
 )  # fmt: skip
-# fields that a flat Launch of older workers never had; a Launch has `secrets` of its own
+# a Launch has `secrets` of its own, beside those of the descriptor
 LATER = (
     "env", "notice", "environment", "resources", "secret_names", "session", "from_checkpoint",
     "isolation",
@@ -24,7 +23,18 @@ def spec_of(run: dict[str, Any], **more: Any) -> TaskDescriptor:
     """Return the descriptor of a task; `more` has parts of it: IN_THE_DESCRIPTOR and LATER."""
     later = {name: more.pop(name) for name in LATER if name in more}
     later |= {"secrets": names} if (names := later.pop("secret_names", None)) else {}
-    return from_json({**older_launch.lifted({"run": run, **more})["spec"], **later})
+    published = {output: f"block-{n}" for n, output in enumerate(more.get("publish", ()))}
+    return from_json(
+        {
+            "name": "task",
+            "run": run,
+            "publish": published,
+            "checkpoint": {"every_s": more.get("checkpoint_every_s")},
+            "devices": {"memory_bytes": more.get("memory_bytes")},
+            **{name: more.get(name) for name in ("params", "outputs", "world_size")},
+            **later,
+        }
+    )
 
 
 def launch_of(task: str, epoch: int = 1, **more: Any) -> Launch:

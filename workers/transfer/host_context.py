@@ -245,7 +245,7 @@ class House:
             "splice": self.can_splice,
             # its residents see this device alone
             **({"ranks_apart": True} if self.kind != "cpu" else {}),
-            "spec": True,  # the worker takes a Launch with a whole descriptor
+            "spec": True,  # for an island of the version before: a Launch may have a descriptor
             "image_key": True,  # the worker takes a Launch with the key of images
             "user": True,  # the worker takes a Launch with its user
             "offers": ["env", "secrets", notice.NEED, session.NEED, "isolation"],

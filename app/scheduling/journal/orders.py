@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 
 from app.core.model import codec
 from app.core.model.checkpoints.migration import Moving
-from app.core.model.protocol import messages, older_launch
+from app.core.model.protocol import messages
 from app.core.model.protocol.messages import JSON, Launch, Resize, Save
 from app.db import transactions
 from app.db.models import Device, OutboxOrder, Task
@@ -52,9 +52,7 @@ def write_order(session: Session, task: Task, kind: type[messages.Order], **deta
 def _write_launch(session: Session, task: Task, device: Device, launch: Launch) -> None:
     launch = launch_secrets.with_secrets(session, task, device, launch)
     launch = launch_image_key.with_image_key(session, task, device, launch)
-    body = messages.checked(launch)
-    is_older = not device.facts.get("spec")
-    _write(session, device.id, launch, older_launch.flattened(body) if is_older else body)
+    _write(session, device.id, launch, messages.checked(launch))
 
 
 def _write(session: Session, device: str, order: messages.Order, body: JSON) -> None:

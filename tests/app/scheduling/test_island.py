@@ -47,7 +47,6 @@ from workers.control.scheduler import Scheduler
 
 FACTS = {
     "host": "h", "island": "isle", "kind": "cpu", "threads": 1, "memory_bytes": 2**30,
-    "spec": True,
 }  # fmt: skip
 DESCRIPTOR = {
     "name": "train",

@@ -55,7 +55,6 @@ from app.settings import settings
 
 FACTS = {
     "host": "h", "island": "isle", "kind": "cpu", "threads": 1, "memory_bytes": 2**30,
-    "spec": True,
 }  # fmt: skip
 DESCRIPTOR = {
     "name": "train",
@@ -188,14 +187,6 @@ class TestLaunch:
         assert order.body["spec"]["run"] == {"job": "train:Train"}
         assert order.body["budget_us"] == 100_000_000
         assert session.scalars(select(Placement)).one().ended_at is None
-
-    def test_device_of_the_version_before_gets_the_launch_in_its_form(self, session, task):
-        hear(session, spec=None)
-        decide(session, task, "Launch", devices=("h.0",))
-        order = session.scalars(select(OutboxOrder)).one()
-        assert (order.body["run"], order.body["memory_bytes"]) == ({"job": "train:Train"}, 0)
-        assert (order.body["checkpoint_every_s"], "spec" in order.body) == (60.0, False)
-        assert decode(order.body).spec.run.entry == "train:Train"
 
     @pytest.mark.parametrize(("takes", "named"), [(True, "usr_a"), (False, ""), (None, "")])
     def test_launch_names_its_user_to_devices_that_take_it(self, session, task, takes, named):

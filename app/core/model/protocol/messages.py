@@ -29,7 +29,7 @@ from typing import Any
 from app.core.model import codec
 from app.core.model.codec import BadValue
 from app.core.model.descriptor import TaskDescriptor
-from app.core.model.protocol import older_launch, wellformed
+from app.core.model.protocol import wellformed
 from app.core.model.protocol.wellformed import BadMessage
 
 JSON = dict[str, Any]
@@ -367,9 +367,8 @@ class Alive:
     device: str
     incarnation: str  # the device worker's process; sorts after all earlier processes of the device
     sent_us: int
-    # Describes the device: host, island, kind, threads, memory_bytes, sandbox, torch. Three facts
-    # say what a Launch may have here: "spec" a whole descriptor
-    # (`core.model.protocol.older_launch`), "image_key" and "user" these fields. "mounts" is the
+    # Describes the device: host, island, kind, threads, memory_bytes, sandbox, torch. "image_key"
+    # and "user" say that a Launch may have these fields here. "mounts" is the
     # hash of the mounts that the host knows, if it may show any (`provisions.mounts`); "images" is
     # the same for container images. "offers" is what the host can do and tasks may need.
     facts: JSON
@@ -531,8 +530,6 @@ def decode(body: JSON) -> Any:
     if kind is None:
         raise BadMessage(f"unknown message {named!r:.100}")
     values = {name: value for name, value in body.items() if name != "is"}
-    if kind is Launch and older_launch.is_flat(values):
-        values = _lifted(values)
     if unknown := values.keys() - _types(kind).keys():
         raise BadMessage(f"{kind.__name__} has no {', '.join(sorted(unknown))[:100]}")
     wellformed.check(kind.__name__, _types(kind), values)
@@ -541,13 +538,6 @@ def decode(body: JSON) -> Any:
         return kind(**values)
     except TypeError as error:
         raise BadMessage(str(error)) from error
-
-
-def _lifted(values: JSON) -> JSON:
-    try:
-        return older_launch.lifted(values)
-    except TypeError as error:
-        raise BadMessage(f"Launch is not well formed: {error}") from error
 
 
 @cache

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import MISSING, fields, replace
+from dataclasses import MISSING, fields
 from typing import Any
 
 import pytest
 
 from app.core.model.descriptor import RunSpec, TaskDescriptor
-from app.core.model.protocol import messages, older_launch
+from app.core.model.protocol import messages
 from app.core.model.protocol.messages import (
     _KINDS,
     Alive,
@@ -131,39 +131,6 @@ def test_older_worker_reads_messages_with_default_fields() -> None:
         device="h.0", incarnation="i", sent_us=1, lease_us=2, heard={}, logged={}, keep=[], drop=[]
     )
     assert not encode(answer).keys() & {"expect", "next", "rota", "given", "wanted"}
-
-
-def test_a_launch_for_a_worker_of_an_older_version_says_what_that_worker_needs() -> None:
-    # these need a newer worker
-    newer = {
-        "guests": [],
-        "mounts": {},
-        "root": "",
-        "withdrawn": [],
-        "secrets": {},
-        "image_key": {},
-        "user": "",
-    }
-    launch = replace(sample(Launch), **newer)
-    body = older_launch.flattened(encode(launch))
-    assert body.keys() <= {
-        "is", "task", "epoch", "seq", "tenant", "run", "bundle", "params", "inputs", "outputs",
-        "world_size", "preset", "images", "budget_us", "checkpoint_every_s", "memory_bytes",
-        "publish", "seats", "host", "links", "incarnation", "surely_until_us", "beside",
-    }  # fmt: skip
-    read = decode(json.loads(json.dumps(body)))
-    there, here = read.spec, launch.spec
-    assert (there.run, there.params, there.outputs) == (here.run, here.params, here.outputs)
-    assert [*there.publish] == [*here.publish]
-    assert there.checkpoint.every_s == here.checkpoint.every_s
-    assert replace(read, spec=here) == launch
-
-
-@pytest.mark.parametrize("wrong", [{"publish": 7}, {"run": []}, {"params": 1}, {"outputs": [[]]}])
-def test_a_broken_launch_of_the_older_version_is_refused(wrong: dict[str, Any]) -> None:
-    body = older_launch.flattened(encode(sample(Launch)))
-    with pytest.raises(BadMessage, match="Launch"):
-        decode({**body, **wrong})
 
 
 def test_a_launch_says_where_its_descriptor_is_wrong() -> None:
