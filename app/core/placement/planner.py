@@ -14,18 +14,13 @@ Times are nanoseconds from now, sizes bytes.  This module knows no requests or r
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from itertools import combinations
 
 from app.core.placement.cost_model import Hop, Option, PlacementProblem, Timeline, Trip, option
-from app.core.placement.exact import unavoidable
 from app.core.placement.heuristics import RULES, Solution
 from app.core.placement.local_search import Effort, solve
-from app.core.units import counted
 
-# most device sets of one gang; if there were more, only neighbours are combined
-MAX_COMBINATIONS = 64
 # routes with equally many hops are compared by the time for a copy of this size
 TYPICAL_BYTES = 1 << 20
 
@@ -52,9 +47,8 @@ class PlannedNode:
     """Describes an accelerator task of a graph.
 
     `time_ns` is its measured or expected time by device kind; it can run on those kinds only. If
-    `devices` is not empty, it can run on those only. It needs `width` devices of one kind at once,
-    each with all that it reads, and leaves what it writes on all of them. Nodes in `after` must end
-    first but pass no data.
+    `devices` is not empty, it can run on those only. On an island it needs `width` devices of one
+    kind at once (`app.core.placement.islands`). Nodes in `after` must end first but pass no data.
     """
 
     id: str
@@ -199,7 +193,7 @@ class Numbers:
     """Converts a graph on a topology to a numbered problem, and results back to names."""
 
     def __init__(self, graph: PlannedGraph, topology: Topology) -> None:
-        self.graph, self.topology = graph, topology
+        self.graph = graph
         self.places = topology.places
         place = {id: n for n, id in enumerate(self.places)}
         check(graph, place)
@@ -212,29 +206,6 @@ class Numbers:
             lanes=[(0,) for _ in topology.devices],
             links=links,
             ways=ways,
-        )
-
-    def found(self, seats: Mapping[str, tuple[str, ...]], order: tuple[str, ...]) -> Solution:
-        number = {node.id: n for n, node in enumerate(self.graph.nodes)}
-        place = {id: n for n, id in enumerate(self.places)}
-        chosen = [0] * self.problem.tasks
-        for id, devices in seats.items():
-            wanted = tuple(sorted(place[device] for device in devices))
-            choices = [one.places for one in self.problem.options[number[id]]]
-            if wanted not in choices:
-                raise Unplaceable(f"node {id}", f"it cannot run on {', '.join(devices)}")
-            chosen[number[id]] = choices.index(wanted)
-        whole = [number[id] for id in order]
-        # tasks that deliver blocks to their last places
-        whole += range(len(number), self.problem.tasks)
-        line = Timeline(self.problem)
-        line.run(whole, chosen)
-        return Solution(
-            seats=tuple(chosen),
-            order=tuple(whole),
-            makespan_ns=line.makespan_ns,
-            bytes=line.bytes,
-            least_bytes=unavoidable(self.problem, whole)[0],
         )
 
     def placement(self, found: Solution) -> GraphPlacement:
@@ -384,44 +355,27 @@ def _acyclic(graph: PlannedGraph) -> None:
 
 
 def _options(node: PlannedNode, topology: Topology) -> tuple[Option, ...]:
-    """Return the devices, or gangs of devices of one kind, that can run the node."""
-    able, kinds = list[Option](), defaultdict[str, list[int]](list)
+    """Return the devices that can run the node."""
+    able, told = list[Option](), list[str]()
     for n, device in enumerate(topology.devices):
-        if _refused(node, device) is None:
-            kinds[device.kind].append(n)
-    for kind, places in kinds.items():
-        able += [
-            option(gang, gang, node.time_ns[kind])
-            for gang in _gangs(places, node.width, lambda n: topology.devices[n].host)
-        ]
+        if (why := _refused(node, device)) is None:
+            able.append(option((n,), (n,), node.time_ns[device.kind]))
+        else:
+            told.append(f"{device.id} {why}")
     if not able:
-        told = [f"{d.id} {_refused(node, d)}" for d in topology.devices]
-        told = [one for one in told if not one.endswith("None")]
-        why = "; ".join(told) or "there are no devices"
-        raise Unplaceable(f"node {node.id}", f"it needs {counted(node.width, 'device')}: {why}")
+        because = "; ".join(told) or "there are no devices"
+        raise Unplaceable(f"node {node.id}", f"it needs a device: {because}")
     return tuple(able)
 
 
 def _refused(node: PlannedNode, device: PlannedDevice) -> str | None:
+    if node.width > 1:
+        return f"is one device, {node.width} are wanted"
     if device.kind not in node.time_ns:
         return f"is of kind {device.kind}"
     if node.devices and device.id not in node.devices:
         return "is not among those that it names"
     return None
-
-
-def _gangs(places: list[int], width: int, host: Callable[[int], str]) -> list[tuple[int, ...]]:
-    """Return sets of `width` places: all sets if there are few, otherwise only neighbours, host by
-    host.
-    """
-    total, n = 1, len(places)
-    for k in range(width):
-        total = total * (n - k) // (k + 1)
-    if total <= MAX_COMBINATIONS:
-        return list(combinations(places, width))
-    near = sorted(places, key=lambda p: (host(p), p))
-    windows = [tuple(sorted((near + near)[k : k + width])) for k in range(n)]
-    return list(dict.fromkeys(windows))
 
 
 def ways_between(
