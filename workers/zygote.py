@@ -43,6 +43,7 @@ from workers.process.wire import FDS_BESIDE, FDS_PER_RESIDENT, ToSupervisor, Tru
 
 JSON = dict[str, Any]
 
+SPARES_KEPT_S = 10.0  # how long disk space stays reserved for the next resident
 _PID = struct.Struct("=q")
 _HUGE_BYTES, _MADV_COLLAPSE = 2 * 2**20, 25
 
@@ -168,8 +169,12 @@ def _serve(wire: Wire, lock_fd: int, records: Path) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     # process id -> (id of the resident, its record); None for a process beside a resident
     children: dict[int, tuple[int, Path] | None] = {}
+    spares = volumes.SpareImages()
     while not wire.closed:
-        ready, _, _ = select.select([wire.fileno(), read], [], [])
+        idle_s = SPARES_KEPT_S if spares.fds else None
+        ready, _, _ = select.select([wire.fileno(), read], [], [], idle_s)
+        if not ready:
+            spares.close()
         if read in ready:
             os.read(read, 4096)
         if wire.fileno() in ready:
@@ -179,24 +184,31 @@ def _serve(wire: Wire, lock_fd: int, records: Path) -> None:
                     continue
                 number = FDS_PER_RESIDENT + bool(message["has_egress"])
                 fds = [wire.fds.pop(0) for _ in range(number)]
-                pid, record = _spawn(wire, message, fds, lock_fd, records)
+                pid, record = _spawn(wire, message, fds, lock_fd, records, spares)
                 children[pid] = message["id"], record
         _report_exits(wire, children)
 
 
 def _spawn(
-    wire: Wire, message: JSON, fds: list[int], lock_fd: int, records: Path
+    wire: Wire,
+    message: JSON,
+    fds: list[int],
+    lock_fd: int,
+    records: Path,
+    spares: volumes.SpareImages,
 ) -> tuple[int, Path]:
     """Fork a resident and record it before it begins; return its process id and its record."""
     sys.stdout.flush()
     sys.stderr.flush()
     waits, begin = os.pipe()
     kept, tell = os.pipe()
+    room = _room(message["room"])
+    spares.prepare(room.template)
     pid = sandbox.fork(message["walls"])
     if not pid:
         os.close(begin)
         os.close(kept)
-        _become(message, fds, lock_fd, waits, tell)
+        _become(message, room, fds, lock_fd, waits, tell, spares.fds)
     for fd in (*fds, waits, tell):
         os.close(fd)
     inner = _kept_by(kept) or pid
@@ -250,7 +262,15 @@ def _report_exits(wire: Wire, children: dict[int, tuple[int, Path] | None]) -> N
 # --- in the forked process ------------------------------------------------------------------------
 
 
-def _become(message: JSON, fds: list[int], lock_fd: int, waits: int, tell: int) -> NoReturn:
+def _become(
+    message: JSON,
+    room: Room,
+    fds: list[int],
+    lock_fd: int,
+    waits: int,
+    tell: int,
+    spares: list[int],
+) -> NoReturn:
     """Become the keeper and the resident, or only the resident.
 
     The resident begins when `waits` becomes readable.
@@ -261,7 +281,7 @@ def _become(message: JSON, fds: list[int], lock_fd: int, waits: int, tell: int) 
         os.setsid()
         sandbox.die_with_parent()
         _redirect(fds)
-        walls, room = message["walls"], _room(message["room"])
+        walls = message["walls"]
         if os.getpid() != 1:
             sandbox.separate(walls)
             sandbox.die_with_parent()
@@ -273,6 +293,8 @@ def _become(message: JSON, fds: list[int], lock_fd: int, waits: int, tell: int) 
             os._exit(sandbox.CANNOT_START)  # the zygote is gone
         if message["last_pid"]:
             pids.begin_above(message["last_pid"])  # inside the sandbox no process may
+        if room.template is not None:  # needs a loop device, which its control group denies
+            room = replace(room, volume=volumes.mounted(room.template, room.uid, spares))
         os._exit(_live(room, walls, fds, message["sort"]))
     except BaseException as error:
         sys.stderr.write(f"Roundhouse cannot run this job: {type(error).__name__}: {error}\n")
@@ -361,10 +383,9 @@ def _live(room: Room, walls: list[str], fds: list[int], sort: str) -> int:
     from workers.process.slab import Slab
     from workers.residents import executor
 
-    close_all_but({0, 1, 2, *fds[:3], *fds[5:]})
+    volume = set() if room.volume is None else {room.volume}
+    close_all_but({0, 1, 2, *fds[:3], *fds[5:]} | volume)
     watch = _watch()  # inside the sandbox none can be opened
-    if room.template is not None:  # needs a loop device, which its control group denies
-        room = replace(room, volume=volumes.mounted(room.template, room.uid))
     if len(fds) > FDS_PER_RESIDENT:
         room = replace(room, egress=fds[FDS_PER_RESIDENT])
         os.environ.update(sandbox.proxy_environment())

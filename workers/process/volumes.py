@@ -6,6 +6,10 @@ gets ENOSPC, and the use of the host's disk does not change.  Quotas of the host
 do the same, but few hosts have them enabled.  When the resident's last process has ended, the
 kernel removes mount, loop device and file, so that no process of ours walks a tenant's files.
 
+To reserve gigabytes and to free them takes longer than a short function.  So a device that starts
+residents one after the other keeps a few files between them (`SpareImages`).  The kernel makes all
+blocks of such a file read as zeros before the next resident gets it.
+
 Only root can do this.  The resident itself does the slow steps, before its sandbox applies.
 """
 
@@ -18,6 +22,7 @@ import os
 import platform
 import struct
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 
 from workers.process.isolation import detached_mounts
@@ -27,7 +32,11 @@ SHARE = 16  # the default size is the free disk space divided by this
 LARGEST_BYTES = 16 * 2**30
 LEAST_BYTES = 64 * 2**20
 KEPT_FREE_BYTES = 2**30  # kept free on the host's disk for all other use
-_TEMPLATE = ("-O", "^has_journal", "-E", "lazy_itable_init=1", "-m", "0", "-b", "4096")
+SPARES = 2  # most files that a device keeps between residents: of the running one and the next
+SPARES_ROOM = 8  # no file is kept unless the disk has space for so many more
+# the file system never grows, so it has no blocks for that, which would be copied for each resident
+_FEATURES = "^has_journal,^resize_inode"
+_TEMPLATE = ("-O", _FEATURES, "-E", "lazy_itable_init=1", "-m", "0", "-b", "4096")
 
 
 def usual_bytes(folder: Path) -> int:
@@ -63,11 +72,49 @@ def make_template(path: Path, size_bytes: int) -> str:
     return "" if not done.returncode else f"mkfs.ext4: {done.stderr.strip()[-200:]}"
 
 
-def mounted(template: Path, uid: int) -> int:
+class SpareImages:
+    """Keeps open a few files of a template's size, so that their space stays reserved.
+
+    The files have no names: their space is free when this process ends or closes them.
+    """
+
+    def __init__(self) -> None:
+        self.template: Path | None = None
+        self.fds: list[int] = []
+        self._most = SPARES
+
+    def prepare(self, template: Path | None) -> None:
+        """Keep one file more for this template, up to SPARES; files of another one are closed."""
+        if template != self.template:
+            self.close()
+            self.template = template
+        if template is None or len(self.fds) >= self._most:
+            return
+        try:
+            size_bytes = template.stat().st_size
+            _must_leave_some(template.parent, SPARES_ROOM * size_bytes)
+            fd = _reserved(template.parent, size_bytes)
+        except OSError:
+            return  # the resident makes a file of its own, or says why it cannot
+        if _is_cleared(fd, size_bytes):
+            self.fds.append(fd)
+        else:
+            self._most = 0
+            os.close(fd)
+
+    def close(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+        self.fds = []
+
+
+def mounted(template: Path, uid: int, spares: Iterable[int] = ()) -> int:
     """Return a descriptor of a new private mount, whose files belong to this user. Raises
     OSError.
+
+    Its file is one of the `spares` that no other mount uses, or else a new one.
     """
-    image = _copied(template)
+    image = _copied(template, spares)
     try:
         loop, name = _looped(image)
     finally:
@@ -107,22 +154,55 @@ def try_out(template: Path, uid: int) -> str:
 # --- steps ----------------------------------------------------------------------------------------
 
 
-def _copied(template: Path) -> int:
-    """Return a file without a name beside the template: its space is reserved, and the content is
-    copied.
-    """
+def _copied(template: Path, spares: Iterable[int]) -> int:
+    """Return a file with the content of the template, whose space is reserved."""
     with template.open("rb") as source:
         size_bytes = os.fstat(source.fileno()).st_size
-        _must_leave_some(template.parent, size_bytes)
-        fd = os.open(template.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        size = ctypes.c_long(size_bytes)
-        _checked(_libc.fallocate(fd, 0, ctypes.c_long(0), size), "reserving disk for its folder")
+        claimed = (_claimed(spare, size_bytes) for spare in spares)
+        fd = next(filter(None, claimed), None) or _reserved(template.parent, size_bytes)
         at = 0
         while (begin := _data_from(source.fileno(), at)) is not None:
             at = os.lseek(source.fileno(), begin, os.SEEK_HOLE)
             while begin < at:
                 begin += os.copy_file_range(source.fileno(), fd, at - begin, begin, begin)
     return fd
+
+
+def _reserved(folder: Path, size_bytes: int) -> int:
+    """Return a file without a name in this folder, whose space is reserved and reads as zeros."""
+    _must_leave_some(folder, size_bytes)
+    fd = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        size = ctypes.c_long(size_bytes)
+        _checked(_libc.fallocate(fd, 0, ctypes.c_long(0), size), "reserving disk for its folder")
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _claimed(spare: int, size_bytes: int) -> int | None:
+    """Open a spare file anew, lock it and clear it; None if a mount still uses it.
+
+    The lock belongs to what was opened here, which the loop device keeps open until its mount is
+    gone.
+    """
+    fd = os.open(f"/proc/self/fd/{spare}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_ours = _is_cleared(fd, size_bytes)
+    except BlockingIOError:
+        is_ours = False
+    if is_ours:
+        return fd
+    os.close(fd)
+    return None
+
+
+def _is_cleared(fd: int, size_bytes: int) -> bool:
+    """Make all of a file read as zeros, and keep its space; False if that is impossible."""
+    size = ctypes.c_long(size_bytes)
+    return bool(_libc.fallocate(fd, _ZERO_RANGE, ctypes.c_long(0), size) == 0)
 
 
 def _must_leave_some(folder: Path, size_bytes: int) -> None:
@@ -168,6 +248,7 @@ def _looped(image: int) -> tuple[int, str]:
 _libc = ctypes.CDLL(None, use_errno=True)
 _LOOP_CTL_GET_FREE, _LOOP_CONFIGURE = 0x4C82, 0x4C0A
 _LO_FLAGS_AUTOCLEAR, _LO_FLAGS_DIRECT_IO = 4, 16
+_ZERO_RANGE = 16  # FALLOC_FL_ZERO_RANGE
 
 assert platform.architecture()[0] == "64bit"  # fallocate takes sizes of the type long
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -35,6 +37,72 @@ def test_content_of_one_volume_is_not_in_the_next(template):
     assert os.listdir(f"/proc/self/fd/{second}") == []
     for mount in (first, second):
         os.close(mount)
+
+
+@pytest.fixture
+def spares(template: Path) -> Iterator[volumes.SpareImages]:
+    kept = volumes.SpareImages()
+    yield kept
+    kept.close()
+
+
+def test_spare_file_is_cleared_before_its_next_volume(template, spares):
+    spares.prepare(template)
+    (spare,) = spares.fds
+    mount = volumes.mounted(template, 0, spares.fds)
+    with open(f"/proc/self/fd/{mount}/file", "wb") as file:
+        file.write(b"secret" * 2**16)
+        os.fsync(file.fileno())
+    assert b"secret" in _content(spare)
+    os.close(mount)
+    _await_free(spare)
+    mount = volumes.mounted(template, 0, spares.fds)
+    assert not _is_free(spare), "the second volume does not use the spare file"
+    assert os.listdir(f"/proc/self/fd/{mount}") == []
+    assert b"secret" not in _content(spare)
+    assert os.fstat(spare).st_blocks * 512 >= volumes.LEAST_BYTES, "its space is not reserved"
+    os.close(mount)
+
+
+def test_spare_file_in_use_is_not_given_away(template, spares):
+    spares.prepare(template)
+    first, second = (volumes.mounted(template, 0, spares.fds) for _ in range(2))
+    Path(f"/proc/self/fd/{first}/file").write_text("mine")
+    assert os.listdir(f"/proc/self/fd/{second}") == []
+    for mount in (first, second):
+        os.close(mount)
+
+
+def test_spare_files_of_another_size_are_closed(template, spares, tmp_path):
+    for _ in range(volumes.SPARES + 1):
+        spares.prepare(template)
+    assert len(spares.fds) == volumes.SPARES
+    other = tmp_path / "other"
+    assert not volumes.make_template(other, 2 * volumes.LEAST_BYTES)
+    spares.prepare(other)
+    assert [os.fstat(fd).st_size for fd in spares.fds] == [2 * volumes.LEAST_BYTES]
+
+
+def _content(fd: int) -> bytes:
+    return Path(f"/proc/self/fd/{fd}").read_bytes()
+
+
+def _is_free(spare: int) -> bool:
+    fd = os.open(f"/proc/self/fd/{spare}", os.O_RDWR)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def _await_free(spare: int) -> None:
+    deadline_s = time.monotonic() + 60
+    while not _is_free(spare):
+        assert time.monotonic() < deadline_s, "its loop device still uses the file"
+        time.sleep(0.01)
 
 
 def test_full_volume_has_no_space_and_gives_all_back(template):
