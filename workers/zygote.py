@@ -71,6 +71,7 @@ def import_what_jobs_need() -> None:
     import workers.residents.executor
 
     assert workers.commands.runner
+    workers.residents.executor.prepare()
     workers.residents.entry.put_own_modules_last()
 
 
@@ -385,7 +386,7 @@ def _live(room: Room, walls: list[str], fds: list[int], sort: str) -> int:
 
     volume = set() if room.volume is None else {room.volume}
     close_all_but({0, 1, 2, *fds[:3], *fds[5:]} | volume)
-    watch = _watch()  # inside the sandbox none can be opened
+    watch = _watch() if sort == "job" else None  # inside the sandbox none can be opened
     if len(fds) > FDS_PER_RESIDENT:
         room = replace(room, egress=fds[FDS_PER_RESIDENT])
         os.environ.update(sandbox.proxy_environment())

@@ -8,6 +8,7 @@ import random
 import sys
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy
@@ -21,6 +22,8 @@ from workers.residents.endings import JSON
 
 METRICS_LIMIT = 100
 SEED = 0  # seed of every job that sets none itself
+
+_KEPT: list[ModuleType] = []  # our modules, so that a fork does not free them
 
 
 class BadEntry(Exception):
@@ -74,12 +77,14 @@ def make_room_for(code: Path) -> None:
 
 
 def put_own_modules_last() -> None:
-    """Move our modules to the end of `sys.modules`.
+    """Move our modules to the end of `sys.modules`, and keep them.
 
-    A fork then finds them without reading all other modules, which would copy their pages.
+    A fork then finds them without reading all other modules, and takes them from there without
+    freeing them. Both would copy the pages around them.
     """
     for name in reversed(_own_modules()):
         sys.modules[name] = sys.modules.pop(name)
+        _KEPT.append(sys.modules[name])
 
 
 def _own_modules() -> list[str]:

@@ -20,12 +20,32 @@ from __future__ import annotations
 import contextlib
 import socket
 
+from app.core.model import codec
+from workers.capture import data_loader
+from workers.hardware import preset
 from workers.hardware.dirty_pages import Watch
+from workers.hardware.storages import follow_lending
 from workers.process.slab import Slab
+from workers.process.task_start import TaskStart
 from workers.process.wire import TrustSeen, Wire
 from workers.residents import remote_ranks, shared_process, stages
 from workers.residents.endings import Abandoned, Ending
 from workers.residents.work import Work
+
+
+def prepare() -> None:
+    """Do what every task would do again in its own process, and what fills caches.
+
+    Called once in the process from which the residents are forked: what a fork writes to is copied.
+    """
+    descriptor = {"name": "prepared", "run": {"function": "module:function"}}
+    start = {"task": "", "spec": descriptor, "inputs": {}, "preset": {}, "kind": "cpu"}
+    folders = {"code": "", "scratch": "", "lease_margin_s": 0.0, "patience_s": 0.0}
+    codec.from_json(TaskStart, start | folders)
+    for setting in preset.SETTINGS.values():
+        setting.read()
+    data_loader.follow()
+    follow_lending()
 
 
 def execute(

@@ -15,7 +15,7 @@ from app.core.model.graphs import task_graph
 from app.core.model.provisions.folder import FOLDER
 from app.core.placement import partitions
 from app.core.placement.executors import spread
-from workers.capture import data_loader, tensor_io
+from workers.capture import tensor_io
 from workers.capture.capture import Surroundings, Uncapturable, capture
 from workers.graph import runner
 from workers.graph.lane import ExecutorJob, LoadedLane
@@ -23,7 +23,6 @@ from workers.graph.runner import GraphJob, NodeFailed
 from workers.hardware import preset
 from workers.hardware.accelerator import Accelerator
 from workers.hardware.memory_cap import cap_memory
-from workers.hardware.storages import follow_lending
 from workers.process import slab as slabs
 from workers.process.image_layout import from_json
 from workers.process.isolation.sandbox import INPUTS
@@ -118,8 +117,6 @@ def load_code(work: Work) -> None:
         work.entry = _find_entry(work)
         return
     entry.seed(work.accelerator)
-    data_loader.follow()
-    follow_lending()
     try:
         if work.is_graph:
             work.entry = _load_graph(work, code)

@@ -219,7 +219,10 @@ def try_out(room: Room) -> tuple[list[str], dict[str, str]]:
 
     Each layer is tried together with the working layers before it.
     """
-    _shown(room.nodes, room.folders)  # so that no fork computes it again
+    # so that no fork computes them again
+    _shown(room.nodes, room.folders)
+    if platform.machine() in _ARCHITECTURES:
+        filter_program()
     standing: list[str] = []
     missing: dict[str, str] = {}
     for name in WALLS:
@@ -338,7 +341,7 @@ def _files(room: Room) -> None:
     # mounted before the trees, as this checkout may be below /tmp
     _give_tmp(root / "tmp", room.tmp_bytes)
     for fd, path in trees:
-        _place(fd, root / path.relative_to("/"))
+        _place(fd, f"{root}{path}")
     _furnish(root, room)
     os.chdir(root)
     _checked(_libc.syscall(_SYS_PIVOT_ROOT, b".", b"."), "pivot_root")
@@ -558,15 +561,15 @@ def _clone(at: int, path: bytes, wanted: int, told: str) -> int:
     return int(fd)
 
 
-def _place(tree: int | str, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
+def _place(tree: int | str, target: str) -> None:
+    os.makedirs(os.path.dirname(target), mode=0o755, exist_ok=True)
     if isinstance(tree, str):
-        target.symlink_to(tree)
+        os.symlink(tree, target)
         return
     if os.path.isdir(f"/proc/self/fd/{tree}"):
-        target.mkdir(exist_ok=True, mode=0o755)
+        os.makedirs(target, mode=0o755, exist_ok=True)
     else:
-        target.touch()
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o666))
     moved = _libc.syscall(
         _SYS_MOVE_MOUNT, tree, b"", _AT_FDCWD, os.fsencode(target), _MOVE_MOUNT_F_EMPTY_PATH
     )
@@ -684,6 +687,7 @@ _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 
 
+@cache
 def filter_program() -> bytes:
     """Return a seccomp program that allows all calls except the refused ones above."""
     if platform.machine() not in _ARCHITECTURES:
