@@ -5,6 +5,7 @@ harm.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from datetime import UTC, datetime, timedelta
 
 from sqlalchemy import (
     ARRAY,
@@ -48,13 +49,18 @@ from app.db.models import (
     Usage,
     WebSession,
 )
-from app.db.transactions import engine, transaction
+from app.db.transactions import engine, now, transaction
 from app.scheduling.retention import is_over
 from app.settings import settings
 from app.storage.garbage_collector import Collector, Swept, condemned
 from app.storage.store import UPLOADS, Store, blob, manifest
 
-FINE_USAGE_KEPT = text("interval '2 days'")
+#: Buckets of usage become as wide as this, once they are as old as this.
+USAGE_WIDTHS = (
+    (timedelta(minutes=10), timedelta(hours=3)),
+    (timedelta(hours=1), timedelta(days=2)),
+)
+ROLLED_UP_AT_ONCE = timedelta(hours=1)  # span of the buckets that one transaction adds up
 ANSWERED_ORDERS_KEPT = text("interval '1 hour'")
 IDEMPOTENCY_KEPT = text("interval '1 day'")
 DAMAGED_CHECKPOINTS_KEPT = text("interval '1 day'")
@@ -63,7 +69,7 @@ DELETED_DATABLOCKS_KEPT = text("interval '10 minutes'")
 PLACES_KEPT = text("interval '7 days'")  # hosts have dropped data that was unused for so long
 UNFINISHED_UPLOADS_KEPT = text("interval '1 day'")
 TUNNELS_KEPT = text("interval '30 days'")  # the audit log still tells who opened them
-HOUR_S = 3600
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 SWEEPING = 0x526F756E64  # key of the advisory lock that lets one collector run at a time
 
 
@@ -92,16 +98,24 @@ def tidy(session: Session) -> list[str]:
 
 
 def roll_up(session: Session) -> None:
-    """Merge old fine buckets into hours; the sums do not change."""
-    old = delete(Usage).where(
-        Usage.bucket_s < HOUR_S,
-        Usage.bucket < func.date_trunc("hour", func.now() - FINE_USAGE_KEPT),
-    )
+    """Merge old fine buckets into wider ones, the oldest first; the sums do not change."""
+    for width, kept in USAGE_WIDTHS:
+        _widen(session, width, kept)
+
+
+def _widen(session: Session, width: timedelta, kept: timedelta) -> None:
+    width_s = int(width.total_seconds())
+    is_finer = Usage.bucket_s < width_s
+    oldest = session.scalar(select(func.min(Usage.bucket)).where(is_finer))
+    if oldest is None:
+        return
+    until = min(now(session) - kept, oldest + ROLLED_UP_AT_ONCE)
+    old = delete(Usage).where(is_finer, Usage.bucket < func.date_bin(width, until, EPOCH))
     gone = old.returning(Usage).cte("gone")
-    hour = func.date_trunc("hour", gone.c.bucket)
-    keys = (hour, gone.c.tenant_id, gone.c.user_id, gone.c.kind)
+    bucket = func.date_bin(width, gone.c.bucket, EPOCH)
+    keys = (bucket, gone.c.tenant_id, gone.c.user_id, gone.c.kind)
     held_us, charged_us = func.sum(gone.c.held_us), func.sum(gone.c.charged_us)
-    sums = select(*keys, literal(HOUR_S), held_us, charged_us).group_by(*keys)
+    sums = select(*keys, literal(width_s), held_us, charged_us).group_by(*keys)
     columns = ["bucket", "tenant_id", "user_id", "kind", "bucket_s", "held_us", "charged_us"]
     row = insert(Usage).from_select(columns, sums)
     grown = {

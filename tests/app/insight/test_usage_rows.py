@@ -51,6 +51,11 @@ def _book(session, dice, people, now, count) -> None:
         session.flush()
 
 
+def _roll_up_all(session) -> None:
+    for _ in range(24 * SPAN_DAYS):  # hours, of which one is rolled up at a time
+        housekeeping.roll_up(session)
+
+
 def _floor(at: datetime, width_s: int) -> datetime:
     return at - (at - EPOCH) % timedelta(seconds=width_s)
 
@@ -95,7 +100,7 @@ def test_usage_of_any_period_is_the_sum_of_its_rows(session, now, seed):
     people = _people(session)
     for _ in range(3):  # old rows are rolled up, and later ones are added to the same hours
         _book(session, dice, people, now, 60)
-        housekeeping.roll_up(session)
+        _roll_up_all(session)
         session.expire_all()
     assert session.scalar(select(func.count()).where(Usage.bucket_s < 3600))
     assert session.scalar(select(func.count()).where(DailyUsage.held_us > 0))
@@ -115,7 +120,7 @@ def test_sums_of_days_are_those_of_the_hours(session, now, seed):
     people = _people(session)
     for _ in range(3):
         _book(session, dice, people, now, 50)
-        housekeeping.roll_up(session)
+        _roll_up_all(session)
         session.expire_all()
     day = func.date_bin(DAY, Usage.bucket, EPOCH)
     keys = (day, Usage.tenant_id, Usage.user_id, Usage.kind)

@@ -171,6 +171,18 @@ class TestRollUp:
         assert session.scalar(select(func.sum(Usage.charged_us))) == before
         assert session.scalars(select(Usage.bucket_s)).all() == [3600, 3600]
 
+    def test_buckets_of_some_hours_ago_become_ten_minutes(self, session, owner):
+        now = datetime.now(UTC)
+        start = now - timedelta(hours=5)
+        for n in range(120):  # 10 s each: 20 minutes, and so two or three buckets
+            at = start + timedelta(seconds=10 * n)
+            session.add(Usage(bucket=at, bucket_s=10, kind="cpu", held_us=1, charged_us=2, **owner))
+        session.flush()
+        for _ in range(3):
+            housekeeping.roll_up(session)
+        assert set(session.scalars(select(Usage.bucket_s))) == {600}
+        assert session.scalar(select(func.sum(Usage.charged_us))) == 240
+
     def test_fresh_buckets_stay_fine(self, session, owner):
         now = datetime.now(UTC)
         session.add(Usage(bucket=now, bucket_s=10, kind="cpu", held_us=1, charged_us=1, **owner))
