@@ -129,7 +129,7 @@ def _own_bytes() -> int:
 
 
 class WarmProcess:
-    """Keeps a warm process, started once, that runs gangs by `workers.ranks.rank.serve`."""
+    """Keeps a warm process, started once, that runs gangs by `examples.gang_alone.serve`."""
 
     def __init__(
         self, *, before: tuple[str, ...] = (), warm: tuple[str, ...] = (), **environment: str
@@ -140,7 +140,7 @@ class WarmProcess:
         """
         self.process = subprocess.Popen(
             [
-                *(*before, sys.executable, "-W", "ignore", "-m", "workers.ranks.rank", "--serve"),
+                *(*before, sys.executable, "-W", "ignore", "-m", "examples.gang_alone", "--serve"),
                 *(f"--warm={module}" for module in warm),
             ],
             stdin=subprocess.PIPE,

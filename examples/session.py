@@ -165,7 +165,7 @@ def on_devices_enough(job: Job, env: Mapping[str, str], *, kind: str = "cpu") ->
     counts = ("--ranks", str(job.ranks), "--seats", str(job.ranks), "--kind", kind)
     params = ("--params", json.dumps(dict(job.params)), "--steps", str(job.params["steps"]))
     entry = f"examples.{job.folder}.train:Train"
-    said = run_python(env, "-m", "workers.ranks.rank", entry, *counts, *params)
+    said = run_python(env, "-m", "examples.gang_alone", entry, *counts, *params)
     result: JSON = json.loads(said.splitlines()[-job.ranks])["result"]
     return result
 

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from examples.gang_alone import state_hash
 from tests.workers.ddp.jobs import Mlp
 from workers.ranks import process_group, turns
-from workers.ranks.rank import state_hash
 from workers.ranks.turns import Turns
 
 PAUSE_S = 0.0002

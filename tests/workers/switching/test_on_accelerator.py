@@ -10,13 +10,13 @@ from unittest import mock
 import pytest
 import torch
 
+from examples.gang_alone import state_hash
 from tests.sim import orders
 from workers.capture.capture import Surroundings, Uncapturable, capture
 from workers.hardware.accelerator import Accelerator, default_generators
 from workers.process import slab
 from workers.process.image_layout import Layout
 from workers.process.slab import Slab
-from workers.ranks.rank import state_hash
 from workers.ranks.swap import RankOffload
 from workers.residents import entry
 from workers.switching import context_switch
