@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import logging
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 log = logging.getLogger(__name__)
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder that a tenant may have filled, however deep; a separate process does it."""
+    """Remove a folder that a tenant may have filled, however deep; a separate process does it.
+
+    An empty folder needs no process: that of a resident whose files had a file system of their own.
+    """
+    with suppress(OSError):  # it is not empty, or no folder
+        folder.rmdir()
+        return
     done = subprocess.run(["rm", "-rf", "--", str(folder)], stderr=subprocess.PIPE, check=False)
     if done.returncode:
         # A job that runs as our own user may have removed our permission to enter its folders.
