@@ -7,7 +7,7 @@ Meanwhile parts get `kill -9`, Redis loses all its data, and a device worker or 
 stopped for longer than its lease and then continued. A fixed seed draws the order and the times.
 
 Afterwards every job must have ended with the parameters and the losses of the same job run alone
-(`workers.residents.run_alone`), no two processes may have run one task at once, the ledger must be
+(`examples.job_alone`), no two processes may have run one task at once, the ledger must be
 equal in all its tables, and nothing of the system may be left on the host.
 """
 
@@ -295,7 +295,7 @@ def _undisturbed(task: JSON) -> tuple[JSON, dict[int, float]]:
     params, preset = json.dumps({**task["params"], "step_s": 0.0}), json.dumps(task["preset"])
     if params + preset not in _alone:
         words = (str(JOBS), ENTRY, "--params", params, "--preset", preset)
-        lines = run_python({}, "-m", "workers.residents.run_alone", *words).splitlines()
+        lines = run_python({}, "-m", "examples.job_alone", *words).splitlines()
         said = [line.split() for line in lines if line.startswith("loss ")]
         losses = {int(step): float(loss) for _, step, loss in said}
         _alone[params + preset] = json.loads(lines[-1])["result"], losses

@@ -155,7 +155,7 @@ def alone(job: Job, preset: JSON, env: Mapping[str, str], *, kind: str = "cpu") 
     """Return the result of a job that runs undisturbed in a process of its own."""
     words = (str(folder_of(job.folder)), "train:Train", "--params", json.dumps(dict(job.params)))
     options = ("--preset", json.dumps(preset), "--kind", kind)
-    said = run_python(env, "-m", "workers.residents.run_alone", *words, *options)
+    said = run_python(env, "-m", "examples.job_alone", *words, *options)
     result: JSON = json.loads(said.splitlines()[-1])["result"]
     return result
 

@@ -65,7 +65,7 @@ def rig_of(run: Run, memory_bytes: int = 0, **more: Any) -> Iterator[DeviceRig]:
 
 def alone(run: Run, entry: str, params: dict[str, Any]) -> Any:
     """Return the result of a job in a plain process, where nothing happens to it."""
-    command = [sys.executable, "-m", "workers.residents.run_alone", str(BUNDLE), entry]
+    command = [sys.executable, "-m", "examples.job_alone", str(BUNDLE), entry]
     command += ["--params", json.dumps(params), "--preset", json.dumps(LENIENT), "--kind", run.kind]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, cwd=ROOT)
     return json.loads(done.stdout.splitlines()[-1])["result"]

@@ -77,7 +77,7 @@ def alone(entry: str, params: dict[str, Any], kind: str = "cpu") -> Any:
 def _said_alone(entry: str, params: str, kind: str) -> bytes:
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "workers.residents.run_alone", str(BUNDLE), entry),
+            *(sys.executable, "-m", "examples.job_alone", str(BUNDLE), entry),
             *("--params", params, "--preset", json.dumps(PRESET), "--kind", kind),
         ],
         stdout=subprocess.PIPE,

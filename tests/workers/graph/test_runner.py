@@ -523,7 +523,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What LONG gives when nothing happens to it, in a plain process of its own."""
     path = tmp_path_factory.mktemp("graphs") / "long.json"
     path.write_text(json.dumps(LONG))
-    command = [sys.executable, "-m", "workers.residents.run_alone", str(BUNDLE), str(path)]
+    command = [sys.executable, "-m", "examples.job_alone", str(BUNDLE), str(path)]
     command += ["--preset", json.dumps(PRESET)]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, cwd=ROOT)
     return json.loads(done.stdout.splitlines()[-1])["result"]

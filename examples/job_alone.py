@@ -1,7 +1,7 @@
 """Run one job alone, without interruptions: Roundhouse must give the same result, bit for bit.
 
-    python -m workers.residents.run_alone FOLDER module:Class [--params JSON] [--preset JSON]
-    python -m workers.residents.run_alone FOLDER GRAPH.json ...
+    python -m examples.job_alone FOLDER module:Class [--params JSON] [--preset JSON]
+    python -m examples.job_alone FOLDER GRAPH.json ...
 
 It uses the same code, preset and environment as a resident, but no supervisor, no orders and no
 sandbox.  Prints one JSON object: {"steps", "result", "metrics", "preset"}.
@@ -76,9 +76,7 @@ def _json(result: JSON) -> JSON:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m workers.residents.run_alone", description=__doc__
-    )
+    parser = argparse.ArgumentParser(prog="python -m examples.job_alone", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("entry", help="module:Class, module:function or GRAPH.json")
     parser.add_argument("--params", type=json.loads, default={})
@@ -91,7 +89,7 @@ def main(argv: list[str] | None = None) -> None:
         again = [
             sys.executable,
             "-m",
-            "workers.residents.run_alone",
+            "examples.job_alone",
             *(sys.argv[1:] if argv is None else argv),
         ]
         os.execve(sys.executable, again, {**os.environ, **ENVIRONMENT})
