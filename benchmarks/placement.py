@@ -25,9 +25,10 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 
 from app.core.placement.cost_model import PlacementProblem, Timeline
-from app.core.placement.heuristics import RULES, ranks
+from app.core.placement.heuristics import Solution, dmda, heft, idle_rule, least_bytes, ranks
 from app.core.placement.local_search import Effort
 from app.core.placement.planner import (
+    GraphPlacement,
     Numbers,
     PlannedBlock,
     PlannedDevice,
@@ -36,7 +37,6 @@ from app.core.placement.planner import (
     PlannedNode,
     Topology,
     place,
-    place_by_rule,
 )
 from benchmarks import Target, quick, report
 
@@ -46,6 +46,29 @@ GUARD = 1.03
 # of the random graphs, for the local search alone: it takes ten times as long as `place`
 ALONE_EVERY = 3
 SEARCH_ALONE, LONG = Effort(exact=0), Effort(search=1_000_000, exact=300_000)
+
+
+# --- rules to compare with ----------------------------------------------------------------------
+
+
+def first_available(problem: PlacementProblem) -> Solution:
+    """Give the first idle device to the task that became ready first."""
+    return idle_rule(problem, lambda task, waited, since: -since, lambda line, task, choice: 0)
+
+
+RULES: dict[str, Callable[[PlacementProblem], Solution]] = {
+    "first-available": first_available,
+    "least-bytes": least_bytes,
+    "dmda": dmda,
+    "heft": heft,
+}
+
+
+def place_by_rule(graph: PlannedGraph, topology: Topology, rule: str) -> GraphPlacement:
+    """Return the plan of one of the `RULES`; raises Unplaceable."""
+    numbers = Numbers(graph, topology)
+    found = RULES[rule](numbers.problem)
+    return numbers.placement(replace(found, least_makespan_ns=found.makespan_ns))
 
 
 # --- machines -----------------------------------------------------------------------------------

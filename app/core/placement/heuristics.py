@@ -1,8 +1,8 @@
 """Computes placements by simple rules: to compare with, and to begin the search with.
 
 Each rule takes a problem and returns a whole placement, measured by the same `Timeline` as all
-others. `RULES` are the rules with which Roundhouse is compared. `starts` are the placements with
-which the search begins (`app.core.placement.local_search`).
+others. `starts` are the placements with which the search begins
+(`app.core.placement.local_search`).
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def _ready_now(
             heappush(ready, (max(line.end[u] for u in problem.after[other]), other))
 
 
-def _idle_rule(
+def idle_rule(
     problem: PlacementProblem, priority: Callable[[int, int, int], int], cost: Callable[..., int]
 ) -> Solution:
     """Whenever a line is idle, give the ready task of the highest priority an option that uses idle
@@ -251,11 +251,6 @@ def _idle_rule(
     return measure(problem, seats, order)
 
 
-def first_available(problem: PlacementProblem) -> Solution:
-    """Give the first idle device to the task that became ready first."""
-    return _idle_rule(problem, lambda task, waited, since: -since, lambda line, task, choice: 0)
-
-
 def least_bytes(problem: PlacementProblem) -> Solution:
     """Place by US9996394B2, claim 1.
 
@@ -267,17 +262,7 @@ def least_bytes(problem: PlacementProblem) -> Solution:
         times = [choice.time_ns for choice in problem.options[task]]
         return waited + sum(times) // len(times)
 
-    return _idle_rule(
-        problem, priority, lambda line, task, choice: line.missing_bytes(task, choice)
-    )
-
-
-RULES: dict[str, Callable[[PlacementProblem], Solution]] = {
-    "first-available": first_available,
-    "least-bytes": least_bytes,
-    "dmda": dmda,
-    "heft": heft,
-}
+    return idle_rule(problem, priority, lambda line, task, choice: line.missing_bytes(task, choice))
 
 
 def starts(problem: PlacementProblem) -> Iterator[Solution]:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from app.core.placement.cost_model import Hop, Option, PlacementProblem, Timeline, Trip, option
-from app.core.placement.heuristics import RULES, Solution
+from app.core.placement.heuristics import Solution
 from app.core.placement.local_search import Effort, solve
 
 # routes with equally many hops are compared by the time for a copy of this size
@@ -152,14 +152,6 @@ def place(graph: PlannedGraph, topology: Topology, effort: Effort | None = None)
     """Return the plan with the fewest bytes within the guard; raises Unplaceable."""
     numbers = Numbers(graph, topology)
     return numbers.placement(solve(numbers.problem, effort or Effort()))
-
-
-def place_by_rule(graph: PlannedGraph, topology: Topology, rule: str) -> GraphPlacement:
-    """Return the plan of a simple rule of `heuristics.RULES`, to compare with; raises
-    Unplaceable."""
-    numbers = Numbers(graph, topology)
-    found = RULES[rule](numbers.problem)
-    return numbers.placement(replace(found, least_makespan_ns=found.makespan_ns))
 
 
 def remaining(

@@ -17,7 +17,7 @@ from hypothesis import settings as Profile
 from hypothesis import strategies as st
 
 from app.core.placement.cost_model import PlacementChoice, Timeline
-from app.core.placement.heuristics import RULES, Solution, measure
+from app.core.placement.heuristics import Solution, measure
 from app.core.placement.local_search import Effort
 from app.core.placement.planner import (
     GraphPlacement,
@@ -30,10 +30,9 @@ from app.core.placement.planner import (
     Topology,
     Unplaceable,
     place,
-    place_by_rule,
     remaining,
 )
-from benchmarks.placement import MB, MS, machine, program, random_graph
+from benchmarks.placement import MB, MS, RULES, machine, place_by_rule, program, random_graph
 from tests.thoroughness import examples, seeds
 
 LITTLE = Effort(search=3000, exact=4000)
