@@ -182,7 +182,8 @@ def _reserved(folder: Path, size_bytes: int) -> int:
 
 
 def _claimed(spare: int, size_bytes: int) -> int | None:
-    """Open a spare file anew, lock it and clear it; None if a mount still uses it.
+    """Open a spare file anew, lock it and clear it; None if a mount still uses it, or if it has
+    another size: clearing a larger range would fill the disk.
 
     The lock belongs to what was opened here, which the loop device keeps open until its mount is
     gone.
@@ -190,7 +191,7 @@ def _claimed(spare: int, size_bytes: int) -> int | None:
     fd = os.open(f"/proc/self/fd/{spare}", os.O_RDWR | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        is_ours = _is_cleared(fd, size_bytes)
+        is_ours = os.fstat(fd).st_size == size_bytes and _is_cleared(fd, size_bytes)
     except BlockingIOError:
         is_ours = False
     if is_ours:

@@ -83,6 +83,16 @@ def test_spare_files_of_another_size_are_closed(template, spares, tmp_path):
     assert [os.fstat(fd).st_size for fd in spares.fds] == [2 * volumes.LEAST_BYTES]
 
 
+def test_spare_file_is_not_grown_for_a_larger_template(template, spares):
+    """The larger template would take more space than the disk has."""
+    spares.prepare(template)
+    (spare,) = spares.fds
+    os.truncate(template, 2**43)
+    with pytest.raises(OSError, match="reserving disk"):
+        volumes.mounted(template, 0, spares.fds)
+    assert os.fstat(spare).st_blocks * 512 < 2 * volumes.LEAST_BYTES
+
+
 def _content(fd: int) -> bytes:
     return Path(f"/proc/self/fd/{fd}").read_bytes()
 
