@@ -595,7 +595,7 @@ class TestWhatComesLate:
         east, west, _ = pair
         answers = []
         monkeypatch.setattr(
-            "app.messaging.outbox.send", lambda said, due: answers.extend(said) or []
+            "app.messaging.outbox.send", lambda said, *_: answers.extend(said) or []
         )
         asks = [replace(view("p.1"), lacks=["p0"])]
         west.hear(residents=asks)
