@@ -6,6 +6,7 @@ Nothing that a resident sends is trusted: see `workers.process.untrusted`.
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 from collections import deque
@@ -228,12 +229,19 @@ class Resident:
         """
         if not self.stay.shared_key or self.is_saving or self.leaving or self.pidfd is None:
             return False
-        if len(self.pipes) < 2 or self.shells.is_there():
+        if not self._has_streams() or self.shells.is_there():
             return False  # it closed its streams; a tunnel leads into its process
         try:
             return not below(self.pid)
         except (OSError, ValueError):
             return False
+
+    def _has_streams(self) -> bool:
+        """True if the process can still print, on both streams."""
+        hung_up = select.poll()
+        for fd in self.pipes:
+            hung_up.register(fd, 0)  # the end of a stream is told in any case
+        return len(self.pipes) == 2 and not hung_up.poll(0)
 
     def may_give(self, output: str) -> bool:
         declared = output in self.stay.spec.outputs
