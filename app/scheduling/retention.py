@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from math import ceil
 from typing import Any
 
 from sqlalchemy import ColumnElement, TextClause, and_, false, func, or_, select, text
@@ -26,9 +25,9 @@ from app.db.transactions import now
 from app.scheduling.archive import Archive
 from app.settings import settings
 
-LEAST_ROWS_AT_ONCE, ROWS_AT_ONCE = 50, 1000  # per table
-ROWS_OF_A_TASK, ROWS_OF_A_REQUEST = 4, 10  # so many are expected in the largest table
-PIECE_S = 0.25  # time that a piece should take
+REQUESTS_AT_ONCE = 100
+TASKS_AT_ONCE = 250
+ROWS_AT_ONCE = 1000  # per table
 #: Characters of rows for the archive: a tenant decides how long a row is, and control holds copies.
 TOLD_AT_ONCE = 16 * 2**20
 FETCHED_AT_ONCE = 25  # most rows that come from Postgres before their length is known
@@ -107,10 +106,9 @@ class _RowVersion:
 class _Piece:
     """Holds the rows that are deleted at once, by table, in the order of deletion.
 
-    `tasks` maps each task to its request; `most_rows` counts for each table.
+    `tasks` maps each task to its request.
     """
 
-    most_rows: int
     requests: Sequence[str]
     tasks: Mapping[str, str]
     rows: dict[_OwnedTable, list[_RowVersion]] = field(default_factory=dict)
@@ -124,7 +122,7 @@ class _Piece:
             self.told_length += len(row.told or "")
             if self.told_length >= TOLD_AT_ONCE:
                 return False
-        return len(rows) < self.most_rows
+        return len(rows) < ROWS_AT_ONCE
 
     def told(self) -> dict[str, list[str]]:
         found = {
@@ -134,21 +132,8 @@ class _Piece:
         return {name: lines for name, lines in found.items() if lines}
 
 
-def next_most_rows(most_rows: int, took_s: float) -> int:
-    """Return how many rows of each table the next piece may have, so that it takes `PIECE_S`.
-
-    The last piece could have `most_rows`, and took `took_s`.
-    """
-    fitting = most_rows * PIECE_S / max(took_s, PIECE_S / 2)  # at most twice as many
-    return max(LEAST_ROWS_AT_ONCE, min(ROWS_AT_ONCE, int(fitting)))
-
-
-def delete_some(
-    session: Session, archive: Archive | None = None, *, most_rows: int = ROWS_AT_ONCE
-) -> bool:
+def delete_some(session: Session, archive: Archive | None = None) -> bool:
     """Delete some rows of requests that are due, after `archive` has them; True if it did.
-
-    At most `most_rows` of each table are deleted.
 
     Only versions of rows that were read are deleted.  The transaction writes nothing until the
     archive is durable: event streams wait for each transaction that has written something.
@@ -158,7 +143,7 @@ def delete_some(
         return False  # another control is at it
     # With stale statistics Postgres might read a whole table to find a few rows.
     session.execute(text("set local enable_seqscan = off"))
-    piece = _piece(session, most_rows, told=archive is not None)
+    piece = _piece(session, told=archive is not None)
     if piece is None:
         return False
     if archive is not None and (told := piece.told()):
@@ -166,18 +151,18 @@ def delete_some(
     return _delete(session, piece)
 
 
-def _piece(session: Session, most_rows: int, *, told: bool) -> _Piece | None:
-    requests = _due(session, ceil(most_rows / ROWS_OF_A_REQUEST))
+def _piece(session: Session, *, told: bool) -> _Piece | None:
+    requests = _due(session)
     if not requests:
         return None
-    tasks, are_all = _tasks(session, requests, ceil(most_rows / ROWS_OF_A_TASK))
-    piece = _Piece(most_rows, requests, tasks)
+    tasks, are_all = _tasks(session, requests)
+    piece = _Piece(requests, tasks)
 
     def read(table: _OwnedTable, ids: Collection[str]) -> bool:
         """Add some rows of the table; True if those are all."""
         if piece.told_length >= TOLD_AT_ONCE:
             return False
-        given = {"ids": list(ids), "at_once": most_rows}
+        given = {"ids": list(ids), "at_once": ROWS_AT_ONCE}
         options = {"stream_results": told, "max_row_buffer": FETCHED_AT_ONCE}
         with session.execute(table.select(told=told), given, execution_options=options) as rows:
             return piece.take(table, (_RowVersion(*row) for row in rows))
@@ -189,12 +174,12 @@ def _piece(session: Session, most_rows: int, *, told: bool) -> _Piece | None:
     return piece
 
 
-def _due(session: Session, most: int) -> Sequence[str]:
+def _due(session: Session) -> Sequence[str]:
     """Find requests that must be deleted: first those that users want to delete, then the
     oldest.
     """
     for due, at in ((_is_asked(), Request.delete_asked_at), (_is_old(), Request.ended_at)):
-        query = select(Request.id).where(_has_ended(), due).order_by(at).limit(most)
+        query = select(Request.id).where(_has_ended(), due).order_by(at).limit(REQUESTS_AT_ONCE)
         if found := session.scalars(query).all():
             return found
     return ()
@@ -221,16 +206,16 @@ def _has_ended() -> ColumnElement[bool]:
     )
 
 
-def _tasks(session: Session, requests: Sequence[str], most: int) -> tuple[dict[str, str], bool]:
+def _tasks(session: Session, requests: Sequence[str]) -> tuple[dict[str, str], bool]:
     """Find some tasks of these requests, and whether those are all.
 
     With a gang over several islands, its tickets are found, too.
     """
-    some = select(Task.id).where(Task.request_id.in_(requests)).limit(most)
+    some = select(Task.id).where(Task.request_id.in_(requests)).limit(TASKS_AT_ONCE)
     picked = session.scalars(some).all()
     with_tickets = or_(Task.id.in_(picked), Task.gang_id.in_(picked))
     found = session.execute(select(Task.id, Task.request_id).where(with_tickets))
-    return {id: request for id, request in found}, len(picked) < most
+    return {id: request for id, request in found}, len(picked) < TASKS_AT_ONCE
 
 
 def _delete(session: Session, piece: _Piece) -> bool:

@@ -1,8 +1,7 @@
 """Deletes ended requests beside the other work of control, some rows at a time.
 
 Several of these may run, but only one works at a time. After each piece it rests as long as the
-piece took, so that a long deletion leaves half of a processor and of the disk to other work. A slow
-piece makes the next one smaller.
+piece took, so that a long deletion leaves half of a processor and of the disk to other work.
 """
 
 from __future__ import annotations
@@ -23,18 +22,13 @@ log = logging.getLogger(__name__)
 class RequestDeleter(Loop):
     def __init__(self) -> None:
         super().__init__("request deleter")
-        self.most_rows = retention.LEAST_ROWS_AT_ONCE
 
     def look(self) -> float:
         began_s = time.monotonic()
         try:
             with transactions.transaction() as session:
-                is_more = retention.delete_some(session, archive(), most_rows=self.most_rows)
+                is_more = retention.delete_some(session, archive())
         except CannotArchive as error:
             log.warning("old requests stay, as the archive does not take them in: %s", error)
             return LOOK_S
-        if not is_more:
-            return LOOK_S
-        took_s = time.monotonic() - began_s
-        self.most_rows = retention.next_most_rows(self.most_rows, took_s)
-        return took_s
+        return time.monotonic() - began_s if is_more else LOOK_S

@@ -120,11 +120,11 @@ def _ends(session, id, *, days: float) -> None:
     session.commit()
 
 
-def _delete_all(session, archive=None, **bounds) -> int:
+def _delete_all(session, archive=None) -> int:
     """Delete until nothing is due; return in how many transactions."""
     for n in range(1, 1000):
         with transaction() as its:
-            if not retention.delete_some(its, archive, **bounds):
+            if not retention.delete_some(its, archive):
                 session.expire_all()
                 return n
     raise AssertionError("it never ends")
@@ -180,7 +180,9 @@ class TestDeleteSome:
         block = session.get_one(Datablock, documented.DATABLOCK["id"])
         assert (block.task_id, block.output) == (None, "y")
 
-    def test_each_transaction_is_short(self, session, request_with_all):
+    def test_each_transaction_is_short(self, session, request_with_all, monkeypatch):
+        monkeypatch.setattr(retention, "ROWS_AT_ONCE", 10)
+        monkeypatch.setattr(retention, "TASKS_AT_ONCE", 3)
         rows = [_task(f"tsk_{n}", ordinal=n + 10) for n in range(10)]
         session.add_all(rows)
         session.flush()
@@ -194,7 +196,7 @@ class TestDeleteSome:
         left = len(lines) + 2
         while _there(session):
             with transaction() as its:
-                assert retention.delete_some(its, most_rows=10)
+                assert retention.delete_some(its)
             now = session.scalar(select(func.count()).select_from(LogLine))
             assert left - now <= 10
             left = now
@@ -312,9 +314,13 @@ class TestArchived:
         settings.cache_clear()
         return tmp_path
 
-    def test_all_that_is_deleted_is_in_the_archive_once(self, session, request_with_all, folder):
+    def test_all_that_is_deleted_is_in_the_archive_once(
+        self, session, request_with_all, folder, monkeypatch
+    ):
+        monkeypatch.setattr(retention, "ROWS_AT_ONCE", 3)
+        monkeypatch.setattr(retention, "TASKS_AT_ONCE", 1)
         before = _rows_of(session)
-        _delete_all(session, archive(), most_rows=3)
+        _delete_all(session, archive())
         assert not _there(session)
         found = _archived(folder)
         assert found.keys() == before.keys() - {"orders", "tunnels"}
@@ -484,13 +490,6 @@ def test_control_goes_on_at_once_while_there_is_more_and_then_rests(session, req
         assert waits[-1] in (request_deleter.LOOK_S, pytest.approx(took_s, abs=took_s))
     assert not _there(session)
     assert len(waits) >= 2
-
-
-def test_pieces_become_small_while_they_are_slow_and_large_again():
-    sizes = [retention.ROWS_AT_ONCE]
-    for row_s in [0.1] * 3 + [1e-4] * 5:
-        sizes.append(retention.next_most_rows(sizes[-1], sizes[-1] * row_s))
-    assert sizes == [1000, 50, 50, 50, 100, 200, 400, 800, 1000]
 
 
 class TestKept:
