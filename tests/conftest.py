@@ -189,7 +189,7 @@ def _forget() -> None:
     settings.cache_clear()
     transactions._sessions.cache_clear()
     outbox.celery.cache_clear()
-    outbox.keys.cache_clear()
+    outbox.message_keys.cache_clear()
 
 
 @pytest.fixture

@@ -130,7 +130,7 @@ def main() -> None:
     with transaction() as session:
         audit.begin(session, audit.Call(operation="seed", user="app.local.seed"))
         if asked.island:
-            enrolment.name_key(session, settings().island, outbox.keys().public)
+            enrolment.name_key(session, settings().island, outbox.message_keys().public)
         for name, its_key in enrolled:
             enrolment.enrol(session, name, its_key, by="app.local.seed", may_replace=True)
         keys = seed(session, read_keys(asked.keys_file), tenants=asked.tenants)

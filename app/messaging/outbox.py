@@ -47,7 +47,7 @@ def celery() -> Celery:
 
 
 @lru_cache
-def keys() -> MessageKeys:
+def message_keys() -> MessageKeys:
     """The keys of this island, from a file that only its own processes can read; the public key
     lies beside it.
 
@@ -110,7 +110,7 @@ def hint(message: str, queue: str, text: str = "") -> bool:
 
 def tell(device: str, message: Any) -> None:
     """Send one message to a device.  It may be lost, because answers repeat its content."""
-    text = sealed_news(keys(), device, [encode(message)])
+    text = sealed_news(message_keys(), device, [encode(message)])
     hint(broker.DEVICE_NEWS, broker.device_queue(device), text)
 
 
@@ -162,7 +162,7 @@ def send(
         news[order.device_id].append(order.body)
     sent = post_all(
         {
-            device: sealed_news(keys(), device, said, to=host_keys.get(device, ""))
+            device: sealed_news(message_keys(), device, said, to=host_keys.get(device, ""))
             for device, said in news.items()
         }
     )

@@ -24,7 +24,7 @@ from app.core.model.protocol.wellformed import BadMessage
 from app.messaging.message_keys import MessageKeys
 from app.storage.signing import HEARTBEAT, NEWS, BadSignature
 
-SIGNS_AFTER_S = 5.0  # half of a lease
+SIGNS_AFTER_S = 5.0  # half of a lease: so long without an answer, a device signs
 
 _SENT_US = ',"sent_us":'  # as it stands in a message: within a JSON text its quotes are escaped
 
@@ -114,10 +114,10 @@ class Mail:
         self._answered_s = -math.inf  # by the monotonic clock
 
     def addressee(self) -> str:
-        """Return the public key of the island with which heartbeats are proved by a shared key.
+        """Return the public key of the island, for which the next heartbeat is sealed.
 
-        It is "" if no answer has come for SIGNS_AFTER_S. Then the island may be one that does not
-        know the shared key, and the next heartbeat is signed.
+        It is "" if no answer has come for SIGNS_AFTER_S: the island may not know the shared key, so
+        the next heartbeat is signed.
         """
         is_recent = time.monotonic() - self._answered_s < SIGNS_AFTER_S
         return self.island if is_recent else ""

@@ -55,7 +55,8 @@ from app.scheduling.journal.decisions import UnwrittenPlan
 
 BEGINNING = 4  # tasks of every line that are read at first
 MORE = 32  # most tasks of a line that are read when it runs out
-LINES_AT_ONCE, MORE_AT_ONCE = 256, 512  # lines that one statement reads on; tasks, if these are few
+LINES_AT_ONCE = 256  # most lines that one statement reads on, if fewer have run out
+MORE_AT_ONCE = 512  # tasks that it reads in all, but at least BEGINNING of each line
 AT_ONCE = 1000  # changed tasks read in one round; the next round reads the rest
 # most blocked tasks that can start read in one round; the next round reads the rest
 STARTABLE = 500

@@ -5,7 +5,7 @@ harm.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 
 from sqlalchemy import (
     ARRAY,
@@ -49,6 +49,7 @@ from app.db.models import (
     Usage,
     WebSession,
 )
+from app.db.models.ledger import EPOCH
 from app.db.transactions import engine, now, transaction
 from app.scheduling.retention import is_over
 from app.settings import settings
@@ -69,7 +70,6 @@ DELETED_DATABLOCKS_KEPT = text("interval '10 minutes'")
 PLACES_KEPT = text("interval '7 days'")  # hosts have dropped data that was unused for so long
 UNFINISHED_UPLOADS_KEPT = text("interval '1 day'")
 TUNNELS_KEPT = text("interval '30 days'")  # the audit log still tells who opened them
-EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 SWEEPING = 0x526F756E64  # key of the advisory lock that lets one collector run at a time
 
 

@@ -102,7 +102,7 @@ class Scheduler(Loop):
         Raises BadSignature or BadMessage if it is invalid.  The thread that reads from Redis calls
         it.
         """
-        key, body = opened_body(outbox.keys(), sealed, hosts=self.roster.hosts)
+        key, body = opened_body(outbox.message_keys(), sealed, hosts=self.roster.hosts)
         beat = self.quiet.recognise(body, now_s=time.monotonic())
         if beat is not None and self.roster.has_key(beat.device, key):
             if is_newest := self._is_newest(beat):
@@ -113,7 +113,7 @@ class Scheduler(Loop):
         if objection := self.roster.objection(alive):
             raise BadSignature(objection)
         if announced := alive.facts.get("exchange_key"):
-            outbox.keys().learn(key, announced)
+            outbox.message_keys().learn(key, announced)
             self.host_keys[alive.device] = key
         else:
             self.host_keys.pop(alive.device, None)
@@ -198,7 +198,7 @@ class Scheduler(Loop):
             answer = report.answer = self._as_planned(report.answer)
             host = self.host_keys.get(beat.device, "")
             texts[beat.device] = self.ready.sealed(
-                outbox.keys(), answer, sent_us=beat.sent_us, to=host
+                outbox.message_keys(), answer, sent_us=beat.sent_us, to=host
             )
         outbox.post_all(texts)
         for beat in others:
@@ -539,7 +539,7 @@ def _check_key(row: Island) -> None:
 
     Devices obey only the one key of an island that they were told.
     """
-    ours = outbox.keys().public
+    ours = outbox.message_keys().public
     row.key = row.key or ours
     if row.key != ours:
         raise RuntimeError(

@@ -3,8 +3,8 @@
     celery -A workers.device.worker worker --pool threads -c 2 -Q device.<id>
 
 Orders and answers that the island signed go into the supervisor's inbox
-(`workers.device.supervisor`).  Nothing else happens in this module.  The device's reports go up
-proved by a key of its host.  This module imports no torch and opens no database.
+(`workers.device.supervisor`).  Nothing else happens in this module.  The device's reports
+are proved by a key of its host.  This module imports no torch and opens no database.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class SpareImages:
             fd = _reserved(template.parent, size_bytes)
         except OSError:
             return  # the resident makes a file of its own, or says why it cannot
-        if _is_cleared(fd, size_bytes):
+        if _clear(fd, size_bytes):
             self.fds.append(fd)
         else:
             self._most = 0
@@ -158,8 +158,8 @@ def _copied(template: Path, spares: Iterable[int]) -> int:
     """Return a file with the content of the template, whose space is reserved."""
     with template.open("rb") as source:
         size_bytes = os.fstat(source.fileno()).st_size
-        claimed = (_claimed(spare, size_bytes) for spare in spares)
-        fd = next(filter(None, claimed), None) or _reserved(template.parent, size_bytes)
+        claims = (_claim(spare, size_bytes) for spare in spares)
+        fd = next(filter(None, claims), None) or _reserved(template.parent, size_bytes)
         at = 0
         while (begin := _data_from(source.fileno(), at)) is not None:
             at = os.lseek(source.fileno(), begin, os.SEEK_HOLE)
@@ -181,7 +181,7 @@ def _reserved(folder: Path, size_bytes: int) -> int:
     return fd
 
 
-def _claimed(spare: int, size_bytes: int) -> int | None:
+def _claim(spare: int, size_bytes: int) -> int | None:
     """Open a spare file anew, lock it and clear it; None if a mount still uses it, or if it has
     another size: clearing a larger range would fill the disk.
 
@@ -191,7 +191,7 @@ def _claimed(spare: int, size_bytes: int) -> int | None:
     fd = os.open(f"/proc/self/fd/{spare}", os.O_RDWR | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        is_ours = os.fstat(fd).st_size == size_bytes and _is_cleared(fd, size_bytes)
+        is_ours = os.fstat(fd).st_size == size_bytes and _clear(fd, size_bytes)
     except BlockingIOError:
         is_ours = False
     if is_ours:
@@ -200,7 +200,7 @@ def _claimed(spare: int, size_bytes: int) -> int | None:
     return None
 
 
-def _is_cleared(fd: int, size_bytes: int) -> bool:
+def _clear(fd: int, size_bytes: int) -> bool:
     """Make all of a file read as zeros, and keep its space; False if that is impossible."""
     size = ctypes.c_long(size_bytes)
     return bool(_libc.fallocate(fd, _ZERO_RANGE, ctypes.c_long(0), size) == 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import UTC, datetime
 
 from sqlalchemy import BigInteger, CheckConstraint, ForeignKey, Index, Numeric, text
 from sqlalchemy.orm import Mapped, mapped_column
@@ -47,6 +47,10 @@ class LedgerBase(Base):
     half_life_s: Mapped[float]
     since_s: Mapped[float]
     __table_args__ = (CheckConstraint("id = 1", name="one_row"),)
+
+
+#: Buckets of usage of any width are counted from this time.
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class Usage(Base):

@@ -6,7 +6,7 @@ import csv
 import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 from sqlalchemy import (
@@ -25,6 +25,7 @@ from sqlalchemy import (
 from sqlalchemy.orm import Session
 
 from app.db.models import DailyUsage, Tenant, Usage, User
+from app.db.models.ledger import EPOCH
 
 
 def clock(session: Session) -> datetime:
@@ -38,7 +39,6 @@ def clock(session: Session) -> datetime:
 GROUPS = ("bucket", "tenant", "user", "kind")
 INTERVALS = {"10s": 10, "1m": 60, "10m": 600, "1h": 3600, "1d": 86400}  # seconds
 HOUR_S, DAY_S = 3600, 86400
-EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -368,9 +368,10 @@ class Alive:
     incarnation: str  # the device worker's process; sorts after all earlier processes of the device
     sent_us: int
     # Describes the device: host, island, kind, threads, memory_bytes, sandbox, torch. "image_key"
-    # and "user" say that a Launch may have these fields here. "mounts" is the
-    # hash of the mounts that the host knows, if it may show any (`provisions.mounts`); "images" is
-    # the same for container images. "offers" is what the host can do and tasks may need.
+    # and "user" say that a Launch may have these fields here. "exchange_key" is the key that the
+    # host announces (`app.messaging.message_keys`). "mounts" is the hash of the mounts that the
+    # host knows, if it may show any (`provisions.mounts`); "images" is the same for container
+    # images. "offers" is what the host can do and tasks may need.
     facts: JSON
     residents: list[ResidentView]
     events: list[Event]
