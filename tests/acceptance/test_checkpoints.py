@@ -60,7 +60,8 @@ def test_run_resumes_after_a_kill_and_from_a_checkpoint_and_shows_its_tensors(on
     assert len(saved["key"]) == 64
 
     # A fork, in a request of its own, ends with the same bits; it ran only the rest.
-    fork = client.submit_job("train:Train", name="fork", from_checkpoint=saved["id"])
+    more = {"mounts": gate.mounts, "from_checkpoint": saved["id"]}  # the gate is open
+    fork = client.submit_job("train:Train", name="fork", **more)
     task = client.wait(fork)["tasks"][0]
     assert (task["state"], task["result"], task["step"]) == ("done", wanted, STEPS)
     (placement,) = client.items(f"/v1/tasks/{task['id']}/placements")

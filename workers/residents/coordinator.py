@@ -485,7 +485,12 @@ class Conductor:
         """Forward these orders to ranks that stand after step `step`.
 
         Ranks that are to pause obey further orders without a cut, as they do during the pause.
+        A change of slots that was ordered takes effect here, too, unless the ranks are to pause.
         """
+        # Ranks of a graph stop at a cut before they stop for a change, so cuts that follow each
+        # other without a break would put the change off until the graph ends.
+        if self.wished and "pause" not in asked:
+            turns.reseat(self.board, self.wished)
         for message in asked.values():
             self.tell(message, here)
         self.is_seated = self.is_seated and "pause" not in asked

@@ -72,6 +72,20 @@ def test_graph_uses_as_many_slots_as_it_is_lent(rig: DeviceRig) -> None:
     assert rig.event(Finished, "t1").result == ran(LONG)
 
 
+def test_graph_gets_its_slots_though_each_node_outlasts_the_time_between_checkpoints(
+    rig: DeviceRig,
+) -> None:
+    """A checkpoint is due whenever a node ends; it must not put the change of slots off."""
+    naps = [node(f"n{n}", "nap", "x=s.y", params={"nap_s": 0.2}) for n in range(60)]
+    launched(rig, "t1", body(node("s", "start"), *naps), checkpoint_every_s=0.05, world_size=2)
+    rig.until(lambda: rig.all(Saved, "t1", 1))
+    for seats in (2, 1, 2):
+        rig.resize("t1", seats)
+        rig.until(lambda n=seats: [e for e in rig.all(Resized, "t1", 1) if e.seats == [n]])
+        rig.until(lambda n=len(rig.all(Saved, "t1", 1)): len(rig.all(Saved, "t1", 1)) > n)
+    assert not rig.all(Finished, "t1", 1)
+
+
 @pytest.mark.parametrize("seats", [1, 2])
 def test_first_finished_result_in_the_order_of_nodes_counts(seats: int, rig: DeviceRig) -> None:
     """Whichever executor comes to its end first: here the later one, which does not sleep."""
