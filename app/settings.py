@@ -203,7 +203,7 @@ class Settings(BaseSettings):
     # host memory of a resident in addition to the device's memory and its images: the interpreter,
     # data loaders, pages of files, /tmp and /dev/shm
     resident_overhead_bytes: int = Field(2 * 2**30, ge=2**28)
-    # disk of a resident's scratch folder, reserved while it lives; 0: a 16th of the free space
+    # disk of a resident's scratch folder, reserved while it lives; 0: a 64th of the free space
     scratch_bytes: int = Field(0, ge=0)
     host_cache_bytes: int = Field(16 * 2**30, ge=0)  # disk space for cached inputs and outputs
     # disk of the host for environments; those in use stay beyond it

@@ -199,6 +199,10 @@ class Residency:
         gained = sum(r.on_device_bytes for r in holding if _may_end(r))
         return self.free_bytes + gained >= wanted and self._end_one(holding)
 
+    def end_one(self) -> bool:
+        """End the resident needed last, for the sake of its disk; False if none may end."""
+        return self._end_one(self.living)
+
     def _end_one(self, among: Iterable[Resident]) -> bool:
         """End the resident needed last among those with a durable image; False if there is none."""
         for resident in self.needed_last_first(filter(_may_end, among)):

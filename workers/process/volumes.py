@@ -28,7 +28,7 @@ from pathlib import Path
 from workers.process.isolation import detached_mounts
 from workers.process.isolation.detached_mounts import NODEV, NOSUID
 
-SHARE = 16  # the default size is the free disk space divided by this
+SHARE = 64  # the default size is the free disk space divided by this: 8 devices with 8 residents
 LARGEST_BYTES = 16 * 2**30
 LEAST_BYTES = 64 * 2**20
 KEPT_FREE_BYTES = 2**30  # kept free on the host's disk for all other use
@@ -43,9 +43,13 @@ def usual_bytes(folder: Path) -> int:
     """Return the default size of a resident's scratch folder: a part of the free space on its
     disk.
     """
-    free = os.statvfs(folder)
-    part = free.f_bavail * free.f_frsize // SHARE
+    part = _free_bytes(folder) // SHARE
     return max(LEAST_BYTES, min(LARGEST_BYTES, part) // 2**20 * 2**20)
+
+
+def has_room(folder: Path, size_bytes: int) -> bool:
+    """True if files of so many bytes can be reserved on the disk of this folder."""
+    return _free_bytes(folder) >= size_bytes + KEPT_FREE_BYTES
 
 
 def with_overhead(size_bytes: int) -> int:
@@ -208,10 +212,14 @@ def _clear(fd: int, size_bytes: int) -> bool:
 
 def _must_leave_some(folder: Path, size_bytes: int) -> None:
     """Raise OSError if too little disk is free: `fallocate` would fill the disk before it fails."""
-    disk = os.statvfs(folder)
-    if disk.f_bavail * disk.f_frsize < size_bytes + KEPT_FREE_BYTES:
+    if not has_room(folder, size_bytes):
         told = f"reserving disk for its folder: {os.strerror(errno.ENOSPC)}"
         raise OSError(errno.ENOSPC, told)
+
+
+def _free_bytes(folder: Path) -> int:
+    disk = os.statvfs(folder)
+    return disk.f_bavail * disk.f_frsize
 
 
 def _data_from(fd: int, at: int) -> int | None:

@@ -24,6 +24,7 @@ from app.core.model.protocol.messages import (
 from tests.launches import image_of
 from tests.workers.conftest import PATIENCE_S, PRESET, DeviceRig, alone, separate_device
 from workers.device.processes import resident_records
+from workers.device.stays import admission
 from workers.transfer.host_context import CannotServe, locked
 
 # --- a job's life ---------------------------------------------------------------------------------
@@ -449,6 +450,32 @@ def test_job_paused_last_is_needed_last_and_leaves_memory_first(rigs):
     assert rig.view("t1").state == "paused"
     rig.launch("t2", "jobs:Count", epoch=2, images=_image_of(rig, "t2"))
     assert rig.event(Started, "t2", 2).resumed == "image"
+
+
+def test_paused_job_ends_so_that_the_disk_has_room_for_another(rig, monkeypatch):
+    """No job fails because paused ones hold the disk."""
+    rig.launch("t1", "jobs:Count")
+    rig.steps("t1", 2)
+    rig.pause("t1")
+    residents = rig.supervisor.lives.residents
+    monkeypatch.setattr(rig.supervisor.spawner, "has_disk", lambda asked: not residents)
+    rig.launch("t2", "jobs:Count")
+    rig.event(Started, "t2")
+    assert rig.view("t1") is None
+    rig.pause("t2")
+    rig.launch("t1", "jobs:Count", epoch=2, images=_image_of(rig, "t1"))
+    assert rig.event(Started, "t1", 2).resumed == "image"
+
+
+def test_job_goes_back_to_its_queue_if_others_hold_the_disk(rig, monkeypatch):
+    monkeypatch.setattr(admission, "ROOM_WITHIN_US", 300_000)
+    monkeypatch.setattr(rig.supervisor.spawner, "has_disk", lambda asked: False)
+    rig.launch("t1", "jobs:Count")
+    rig.event(Paused, "t1")
+    assert not rig.all(Failed, "t1")
+    monkeypatch.undo()
+    rig.launch("t1", "jobs:Count", epoch=2)
+    rig.event(Started, "t1", 2)
 
 
 @pytest.mark.parametrize("epoch", [2, 3])

@@ -17,7 +17,8 @@ log = logging.getLogger(__name__)
 
 SQUEEZE_US = 1_000_000  # how long a co-located task waits for memory before another one yields
 READY_AHEAD = 2  # processes that are made ready for functions of a batch before their turn
-ROOM_WITHIN_US = 10_000_000  # how long a task waits for memory that frozen commands hold
+#: How long a task waits for memory that frozen commands hold, or for disk that others hold.
+ROOM_WITHIN_US = 10_000_000
 
 
 class Admission:
@@ -72,7 +73,7 @@ class Admission:
                     self.starter.renew(stay, fetched, shared)
             elif stay.record.behind_until_us is not None and self._are_enough_ready():
                 continue
-            elif self.residency.has_room(stay.spec.devices.memory_bytes, now):
+            elif self._has_room(stay, now):
                 self.fetched.remove(here)
                 self.starter.spawn(stay, fetched)
             elif self.lives.machine.slot.rota.is_heir(stay.launch.task):
@@ -82,6 +83,27 @@ class Admission:
                 self._end_a_frozen(now)
                 self._squeeze(now)
                 return
+
+    def _has_room(self, stay: Stay, now: int) -> bool:
+        needed_bytes = stay.spec.devices.memory_bytes
+        return self._has_disk(stay, now) and self.residency.has_room(needed_bytes, now)
+
+    def _has_disk(self, stay: Stay, now: int) -> bool:
+        """True if the disk has room for the scratch folder of one more task.
+
+        Otherwise have a paused task make room. If none can, as other devices of this host hold the
+        disk, the task goes back to its queue after ROOM_WITHIN_US.
+        """
+        if self.spawner.has_disk(stay.spec.resources):
+            return True
+        self.residency.lacks = "places"
+        # the kernel frees the disk of a process some time after the process has ended
+        is_freeing = any(r.kill_reason for r in self.lives.residents.values())
+        if is_freeing or self.residency.end_one():
+            return False
+        if now >= stay.arrived_us + ROOM_WITHIN_US:
+            self.lives.pause(stay)
+        return False
 
     def _are_enough_ready(self) -> bool:
         """True if as many processes as may be made ready ahead have not begun their task."""

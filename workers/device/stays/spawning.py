@@ -12,6 +12,7 @@ from typing import Any
 
 from app.core.model import device_fraction
 from app.core.model.provisions import network_policy, resources
+from app.core.model.provisions.resources import Resources
 from app.core.security import sandbox_layers
 from app.storage.backend import make_private
 from workers.device import store_io
@@ -35,6 +36,7 @@ JSON = dict[str, Any]
 LOCK_WAIT_S = 30.0
 ZYGOTE_AGAIN_S = 1.0
 # most sizes with a template; a resident copies its template as soon as it begins
+BEGUN_ELSEWHERE = 4  # tasks that other devices of the host may begin at the same moment
 TEMPLATES_KEPT = 16
 DEVICE_MEMORY = "device_memory"  # limit of an accelerator's memory, by its driver's count
 
@@ -166,6 +168,19 @@ class Spawner:
                 old.unlink(missing_ok=True)
             self.templates = self.templates[-TEMPLATES_KEPT:]
         return template
+
+    def has_disk(self, asked: Resources) -> bool:
+        """True if the disk has room for the scratch folder of a task that asked for so much."""
+        if self.template is None:
+            return True
+        size_bytes = self.scratch_bytes
+        if asked.disk_bytes:
+            size_bytes = volumes.with_overhead(asked.disk_bytes)
+        files = 1
+        if begun := self.lives.residents.values():
+            # some may not have reserved theirs yet, and neither may those of other devices
+            files += sum(not r.is_prepared for r in begun) + BEGUN_ELSEWHERE
+        return volumes.has_room(self.template.parent, files * size_bytes)
 
     def start_zygote(self) -> None:
         self.zygote_due_us = None
