@@ -35,8 +35,8 @@ JSON = dict[str, Any]
 
 LOCK_WAIT_S = 30.0
 ZYGOTE_AGAIN_S = 1.0
-# most sizes with a template; a resident copies its template as soon as it begins
 BEGUN_ELSEWHERE = 4  # tasks that other devices of the host may begin at the same moment
+# most sizes with a template; a resident copies its template as soon as it begins
 TEMPLATES_KEPT = 16
 DEVICE_MEMORY = "device_memory"  # limit of an accelerator's memory, by its driver's count
 
