@@ -453,7 +453,7 @@ def test_job_paused_last_is_needed_last_and_leaves_memory_first(rigs):
 
 
 def test_paused_job_ends_so_that_the_disk_has_room_for_another(rig, monkeypatch):
-    """No job fails because paused ones hold the disk."""
+    """No job fails because paused ones hold the disk, which the test only says to be full."""
     rig.launch("t1", "jobs:Count")
     rig.steps("t1", 2)
     rig.pause("t1")

@@ -73,7 +73,7 @@ class Admission:
                     self.starter.renew(stay, fetched, shared)
             elif stay.record.behind_until_us is not None and self._are_enough_ready():
                 continue
-            elif self._has_room(stay, now):
+            elif self._find_room(stay, now):
                 self.fetched.remove(here)
                 self.starter.spawn(stay, fetched)
             elif self.lives.machine.slot.rota.is_heir(stay.launch.task):
@@ -84,12 +84,13 @@ class Admission:
                 self._squeeze(now)
                 return
 
-    def _has_room(self, stay: Stay, now: int) -> bool:
+    def _find_room(self, stay: Stay, now: int) -> bool:
+        """True if disk and memory have room for the task; otherwise begin to make room."""
         needed_bytes = stay.spec.devices.memory_bytes
-        return self._has_disk(stay, now) and self.residency.has_room(needed_bytes, now)
+        return self._find_disk(stay, now) and self.residency.has_room(needed_bytes, now)
 
-    def _has_disk(self, stay: Stay, now: int) -> bool:
-        """True if the disk has room for the scratch folder of one more task.
+    def _find_disk(self, stay: Stay, now: int) -> bool:
+        """True if the disk has room for the task's scratch folder.
 
         Otherwise have a paused task make room. If none can, as other devices of this host hold the
         disk, the task goes back to its queue after ROOM_WITHIN_US.

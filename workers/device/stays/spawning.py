@@ -12,7 +12,6 @@ from typing import Any
 
 from app.core.model import device_fraction
 from app.core.model.provisions import network_policy, resources
-from app.core.model.provisions.resources import Resources
 from app.core.security import sandbox_layers
 from app.storage.backend import make_private
 from workers.device import store_io
@@ -169,8 +168,8 @@ class Spawner:
             self.templates = self.templates[-TEMPLATES_KEPT:]
         return template
 
-    def has_disk(self, asked: Resources) -> bool:
-        """True if the disk has room for the scratch folder of a task that asked for so much."""
+    def has_disk(self, asked: resources.Resources) -> bool:
+        """True if the disk has room for the scratch folder of a task that asked for this."""
         if self.template is None:
             return True
         size_bytes = self.scratch_bytes
