@@ -90,10 +90,9 @@ def change_request(
     """Change priority or labels, or whether the request is kept.
 
     Raises Conflict if the priority of an ended request would change, or if a request that is being
-    deleted would be kept.
+    deleted would be kept; NotFound if it was deleted meanwhile.
     """
-    if keep is not None and keep != request.keep:
-        _keep(session, request, keep, by)
+    # Lock the tasks before their request, as the island does.
     if priority is not None and priority != request.priority:
         if request.state in ENDED:
             raise Conflict(f"the request is {request.state}, so its priority has no effect")
@@ -101,7 +100,10 @@ def change_request(
         request.priority = priority
         told = f"Priority set to {priority} by {by}."
         _tell(session, request, None, "request.priority_set", told)
+    if keep is not None and keep != request.keep:
+        _keep(session, request, keep, by)
     if labels is not None:
+        transactions.lock_again(session, request, key_share=True)
         request.labels = labels
 
 

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from fastapi.testclient import TestClient
 from sqlalchemy import event, func, select, text, update
 
 from app.db.models import (
@@ -229,6 +230,12 @@ class TestMaxQueued:
             assert count(session, Task) == 1
 
 
+def _ended_request(id, **more):
+    at = func.now() - timedelta(minutes=11)
+    whose = {"tenant_id": "ten_red", "user_id": "usr_red.member"}
+    return Request(id=id, name=id, state="done", ended_at=at, **whose, **more)
+
+
 def _bundle():
     return Bundle(
         tenant_id="ten_red",
@@ -370,6 +377,13 @@ class TestChange:
         problem(red.patch(url, json={"priority": 7}), 409, "conflict-state")
         assert red.patch(url, json={"labels": {"good": "yes"}}).json()["labels"] == {"good": "yes"}
 
+    def test_all_changes_of_one_call_are_made(self, red, submitted, session):
+        asked = {"priority": 7, "labels": {"exp": "a"}, "keep": True}
+        body = red.patch(f"/v1/requests/{submitted['id']}", json=asked).json()
+        assert {name: body[name] for name in asked} == asked
+        columns = (Request.priority, Request.labels, Request.keep)
+        assert session.execute(select(*columns)).one() == (*asked.values(),)
+
     @pytest.mark.parametrize(
         ("body", "pointer"),
         [
@@ -432,6 +446,25 @@ class TestDelete:
         problem(red.patch(ended, json={"keep": True}), 409, "conflict-state")
         told = ["request.kept", "request.let_go", "request.delete_asked"]
         assert event_types(session) == ["request.submitted", *told]
+
+    @pytest.mark.parametrize("change", [{"labels": {"exp": "a"}}, {"keep": True}])
+    def test_change_of_a_request_that_is_deleted_meanwhile_is_not_found(
+        self, app, committed, change
+    ):
+        """1. Control has deleted the request and is not committed.  2. The change waits for it.  3.
+        Control commits.  4. The change finds no request.
+        """
+        with transaction() as session:
+            key = people(session).keys["red.member"]
+            session.add(_ended_request("req_a", delete_asked_at=func.now()))
+        client = TestClient(app, headers={"Authorization": f"Bearer {key}"})
+        with ThreadPoolExecutor() as threads:
+            with transaction() as control:
+                assert retention.delete_some(control)
+                changed = threads.submit(client.patch, "/v1/requests/req_a", json=change)
+                until_somebody_waits_for(control)
+                assert not changed.done()
+            problem(changed.result(timeout=90), 404, "not-found")
 
 
 class TestWishes:
