@@ -1055,6 +1055,17 @@ def apart(session, running):
     return running
 
 
+@pytest.fixture
+def wide(session, task):
+    """The task needs a device of each of two hosts, and was launched on h.0 and far.0."""
+    hear(session, links=LINKS)
+    hear(session, device="far.0", host="far")
+    task.devices_min = task.devices_max = 2
+    task.across_hosts = True
+    decide(session, task, "Launch", devices=("h.0", "far.0"))
+    return task
+
+
 def orders(session, device):
     query = select(OutboxOrder).where(
         OutboxOrder.device_id == device, OutboxOrder.answered_at.is_(None)
@@ -1174,6 +1185,36 @@ class TestHosts:
         lost = {"cause": "host", "message": "the connection to its host 1 is lost"}
         hear(session, events=[event(Failed, apart, 2, **lost)])
         assert (apart.state, apart.attempts, apart.retry_max) == ("waiting", 0, 0)
+
+    @pytest.mark.parametrize("is_taken", [False, True])
+    def test_gang_that_waits_for_ranks_of_a_replaced_worker_queues_again(
+        self, session, wide, is_taken
+    ):
+        if is_taken:
+            hear(session, device="far.0", host="far", residents=[view(wide, "seating")])
+        assert bool(orders(session, "far.0")) != is_taken
+        hear(session, device="far.0", host="far", incarnation="p2")
+        assert (wide.state, wide.attempts) == ("waiting", 0)
+        assert [guest.end for guest in guests(session)] == ["lost"]
+        assert orders(session, "far.0") == []
+        answer = hear(session, residents=[view(wide, "seating")])
+        assert answer.drop == [[wide.id, 1]]
+
+    def test_gang_that_runs_stays_when_the_worker_of_its_ranks_is_replaced(self, session, wide):
+        """Its home device reports what it lost."""
+        hear(session, residents=[view(wide, "running")], events=[started(wide)])
+        hear(session, device="far.0", host="far", incarnation="p2")
+        assert (wide.state, guests(session)[0].ended_at) == ("running", None)
+
+    def test_gang_whose_ranks_are_all_at_home_starts_when_another_worker_is_replaced(
+        self, session, task
+    ):
+        for device in ("h.0", "h.1"):
+            hear(session, device=device)
+        task.devices_min = task.devices_max = 2
+        decide(session, task, "Launch", devices=("h.0", "h.1"))
+        hear(session, device="h.1", incarnation="p2")
+        assert (task.state, guests(session)[0].ended_at) == ("starting", None)
 
     def test_a_gang_of_several_devices_begins_on_all_of_them(self, session, task):
         for device, host in (("h.0", "h"), ("far.0", "far"), ("h.1", "h")):
