@@ -164,10 +164,10 @@ def turn(ground: DeviceRig, task: str, epoch: int, size: int) -> None:
 
 def at_rest(ground: DeviceRig) -> None:
     """Wait until earlier images are in the store, so that nothing but steps goes on."""
-    residents = ground.supervisor.lives.residents
+    residents = ground.supervisor.stays.residents
 
     def quiet() -> bool:
-        paused = [r for r in list(residents.values()) if r is not ground.supervisor.lives.holder]
+        paused = [r for r in list(residents.values()) if r is not ground.supervisor.stays.holder]
         return all(r.is_durable and not r.is_saving for r in paused)
 
     ground.until(quiet, timeout_s=60)

@@ -322,22 +322,22 @@ def hop_us() -> float:
     if not pid:
         status = 1
         try:
-            _run_lane(handles, 1)
+            _run_executor(handles, 1)
             status = 0
         finally:
             os._exit(status)
-    took_us = _run_lane(handles, 0)
+    took_us = _run_executor(handles, 0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     return took_us
 
 
-def _run_lane(handles: Any, rank: int) -> float:
+def _run_executor(handles: Any, rank: int) -> float:
     """Run an executor with everything on, from its first node to the end of the graph."""
     import torch
 
     from app.core.placement.executors import ExecutorSpread
     from benchmarks.overhead import resident
-    from workers.graph.lane import LoadedLane
+    from workers.graph.executor_job import LoadedExecutor
     from workers.residents import stages
     from workers.residents.coordinator import Member
 
@@ -363,7 +363,7 @@ def _run_lane(handles: Any, rank: int) -> float:
     work = resident(None, "graph", world_size=2, rank=rank)
     work.member = Member(handles, rank, collective=False)
     work.member.begin()
-    loaded = LoadedLane(
+    loaded = LoadedExecutor(
         {"nodes": nodes, "outputs": {"y": f"{names[-1]}.y"}},
         functions.__getitem__,
         work.accelerator,

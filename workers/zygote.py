@@ -68,10 +68,10 @@ def import_what_jobs_need() -> None:
     import workers.commands.runner
     import workers.commands.shells.job_shell
     import workers.residents.entry
-    import workers.residents.executor
+    import workers.residents.pipeline
 
     assert workers.commands.runner
-    workers.residents.executor.prepare()
+    workers.residents.pipeline.prepare()
     workers.residents.entry.put_own_modules_last()
 
 
@@ -382,7 +382,7 @@ def _live(room: Room, walls: list[str], fds: list[int], sort: str) -> int:
     """Run the resident's task. `sort` is "command", or "job" for all code from a bundle."""
     from workers.commands import runner
     from workers.process.slab import Slab
-    from workers.residents import executor
+    from workers.residents import pipeline
 
     volume = set() if room.volume is None else {room.volume}
     close_all_but({0, 1, 2, *fds[:3], *fds[5:]} | volume)
@@ -406,7 +406,7 @@ def _live(room: Room, walls: list[str], fds: list[int], sort: str) -> int:
     trust, slab = TrustSeen(fds[2]), Slab(fds[5])
     if sort == "command":
         return runner.execute(control, bulk, trust, slab)
-    return executor.execute(control, bulk, trust, slab, watch)
+    return pipeline.execute(control, bulk, trust, slab, watch)
 
 
 def _watch() -> Watch | None:

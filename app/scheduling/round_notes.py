@@ -13,7 +13,7 @@ from app.db.models import OutboxOrder
 
 @dataclass
 class RoundNotes:
-    """Notes of one transaction; `journal.sums.settle` writes them, `journal.orders` sends.
+    """Notes of one transaction; `journal.settlement.settle` writes them, `journal.orders` sends.
 
     moved     ids of requests with tasks that changed their state
     changed   (tenant, request) of whatever open streams may want to read

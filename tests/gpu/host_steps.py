@@ -166,7 +166,7 @@ def move(run: Run) -> None:
             saved = rig.all(Saved, "m1", epoch)[-1]
             run.must(saved.has_processes, f"its processes are in no image: {saved.bound_because}")
             run.figures[f"image, {epoch}, MB"] = saved.size_bytes // MB
-            (held,) = rig.supervisor.lives.residents.values()
+            (held,) = rig.supervisor.stays.residents.values()
             os.kill(held.pid, signal.SIGKILL)
             rig.until(lambda epoch=epoch: rig.view("m1", epoch) is None)
             kept = [rig.image(rig.all(Saved, "m1", epoch)[-1])]

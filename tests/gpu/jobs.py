@@ -89,7 +89,7 @@ def resident(run: Run) -> None:
                 images = rig.paused_and_saved("t1", epoch)
             if epoch in (1, 3):
                 rig.drop.append(["t1", epoch])
-                rig.until(lambda: not rig.supervisor.lives.residents)
+                rig.until(lambda: not rig.supervisor.stays.residents)
         found = rig.event(Finished, "t1", 5, timeout_s=START_S).result
     run.figures |= {"each time it began": ", ".join(resumed), "same bits": found == expected}
     run.must(found == expected or not is_exact, "the job's bits are others than undisturbed")
@@ -223,7 +223,7 @@ def kill(run: Run) -> None:
         run.figures["held by the job, MB"] = held // MB
         run.must(held >= megabytes * MB, "the driver counts less than the job holds")
         began_s = time.monotonic()
-        (held_by,) = rig.supervisor.lives.residents.values()
+        (held_by,) = rig.supervisor.stays.residents.values()
         os.kill(held_by.pid, signal.SIGKILL)
         slack = 64 * MB  # of other processes
         while accelerator.free_bytes() < free_bytes - slack and time.monotonic() < began_s + 20:

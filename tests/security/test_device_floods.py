@@ -100,7 +100,7 @@ def test_process_that_never_reads_is_ended_and_told_so(rig, monkeypatch):
     since = len(rig.reports)
 
     def send_much() -> None:
-        (resident,) = (r for r in rig.supervisor.lives.residents.values() if r.task == "deaf")
+        (resident,) = (r for r in rig.supervisor.stays.residents.values() if r.task == "deaf")
         for _ in range(100):
             resident.send("look", much="x" * 10_000)
 

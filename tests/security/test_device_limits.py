@@ -107,5 +107,5 @@ def test_control_groups_of_residents_are_removed_with_them(small):
     task = f"short{next(_number)}"
     small.launch(task, "jobs:Count", params={"steps": 3})
     small.event(Finished, task)
-    small.until(lambda: not small.supervisor.lives.residents)
+    small.until(lambda: not small.supervisor.stays.residents)
     assert not [entry for parent in parents for entry in parent.iterdir() if entry.is_dir()]

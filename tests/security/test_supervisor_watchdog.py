@@ -23,7 +23,7 @@ def test_hanging_supervisor_is_ended_with_its_residents(tmp_path, monkeypatch):
         rig.launch("t1", "jobs:Stamp", params={"nap_s": 0.01, "path": None})
         rig.steps("t1", 3)
         rig.launch("t2", "jobs:Stamp", params={"nap_s": 0.01, "path": None})
-        rig.until(lambda: len(rig.supervisor.lives.residents) == 2)
+        rig.until(lambda: len(rig.supervisor.stays.residents) == 2)
         zygote = psutil.Process(rig.supervisor.spawner.zygote.process.pid)
         rig.until(lambda: len(zygote.children(recursive=True)) >= 2)  # both are forked
         here = [zygote, *zygote.children(recursive=True)]

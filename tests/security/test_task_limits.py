@@ -87,7 +87,7 @@ def _needs(rig: DeviceRig, *resources: str) -> None:
 def _running(rig: DeviceRig, task: str) -> Resident:
     """Wait until the task runs; return its process, beside which an earlier one may still end."""
     rig.until(lambda: rig.view(task) and rig.view(task).state == "running")
-    (found,) = (r for r in list(rig.supervisor.lives.residents.values()) if r.task == task)
+    (found,) = (r for r in list(rig.supervisor.stays.residents.values()) if r.task == task)
     return found
 
 

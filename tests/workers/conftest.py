@@ -297,7 +297,7 @@ class DeviceRig:
 
     def folder(self, task: str, epoch: int = 1) -> Path:
         """Return the working folder of a task that has started."""
-        residents = list(self.supervisor.lives.residents.values())
+        residents = list(self.supervisor.stays.residents.values())
         (here,) = (each for each in residents if each.stay.key == (task, epoch))
         return Path(f"/proc/{here.pid}/cwd")
 

@@ -147,7 +147,7 @@ def points(seed: int, steps: int, count: int) -> list[int]:
 def main() -> None:
     import torch._dynamo  # noqa: F401  # as in a zygote: it takes a second
 
-    import workers.residents.executor  # noqa: F401
+    import workers.residents.pipeline  # noqa: F401
 
     for line in sys.stdin:
         read, write = os.pipe()

@@ -57,9 +57,9 @@ from workers.device.prefetch import Lookout
 from workers.device.processes.resident import Resident
 from workers.device.stays.admission import Admission
 from workers.device.stays.command_images import CommandImages
+from workers.device.stays.device_stays import DeviceStays
 from workers.device.stays.exits import ResidentExits
 from workers.device.stays.listening import ResidentListener
-from workers.device.stays.lives import DeviceLives
 from workers.device.stays.resident_messages import ResidentMessages
 from workers.device.stays.spawning import LOCK_WAIT_S, Spawner
 from workers.device.stays.starting import TaskStarter
@@ -130,56 +130,56 @@ class Supervisor(threading.Thread):
             lease_margin_us=int(house.lease_margin_s * 1e6),
             stop_grace_us=int(house.stop_grace_s * 1e6),
         )
-        lives = self.lives = DeviceLives(machine, self._run_instruction)
+        stays = self.stays = DeviceStays(machine, self._run_instruction)
         self.residency = Residency(
-            house, lives.residents, lives.evict, lambda: self.lookout.held_bytes
+            house, stays.residents, stays.evict, lambda: self.lookout.held_bytes
         )
         self.reports = DeviceReports(
-            *(house, transport, rhythm, lives, self.residency),
+            *(house, transport, rhythm, stays, self.residency),
             *(self.lookout, self.links, self.giver, self.health, self.mounts),
             self.environments,
         )
-        self.hosts = GangHosts(lives, self.links, self.side)
-        self.storing = ResultStore(self.receive, house, lives, rhythm, self.side)
-        self.presets = DevicePresets(house, lives, self.receive)
-        self.caps = HostMemoryCaps(house, lives)
+        self.hosts = GangHosts(stays, self.links, self.side)
+        self.storing = ResultStore(self.receive, house, stays, rhythm, self.side)
+        self.presets = DevicePresets(house, stays, self.receive)
+        self.caps = HostMemoryCaps(house, stays)
 
     def _make_parts(self) -> None:
         """Make the parts that act on messages, orders, answers and time."""
-        house, rhythm, lives = self.house, self.rhythm, self.lives
+        house, rhythm, stays = self.house, self.rhythm, self.stays
         selector, side, residency = self._selector, self.side, self.residency
-        self.listener = ResidentListener(selector, side, lives, rhythm, self._exited)
-        self.spawner = Spawner(house, selector, lives, self.reports, rhythm, self._exited)
-        self.tunnel_opener = TunnelOpener(lives, self.spawner, self.trust)
+        self.listener = ResidentListener(selector, side, stays, rhythm, self._exited)
+        self.spawner = Spawner(house, selector, stays, self.reports, rhythm, self._exited)
+        self.tunnel_opener = TunnelOpener(stays, self.spawner, self.trust)
         self.images = CommandImages(house, self.spawner, self.reports, side)
         self.storing.images = self.images
-        self.egress = EgressDesk(house, selector, lives, self.spawner, rhythm, self._exited)
+        self.egress = EgressDesk(house, selector, stays, self.spawner, rhythm, self._exited)
         self.exits = ResidentExits(
-            *(lives, self.listener, self.spawner, self.storing, side, self.egress)
+            *(stays, self.listener, self.spawner, self.storing, side, self.egress)
         )
-        self.late = LateInputs(house, lives, self.lookout, side)
+        self.late = LateInputs(house, stays, self.lookout, side)
         self.starter = TaskStarter(
-            *(house, lives, self.trust, self.spawner, self.listener, selector, self.late),
+            *(house, stays, self.trust, self.spawner, self.listener, selector, self.late),
             *(self.mounts, self.egress),
         )
         self.starter.images = self.images
-        self.admission = Admission(lives, self.starter, self.spawner, residency)
-        self.orders = OrderDesk(lives, self.storing)
+        self.admission = Admission(stays, self.starter, self.spawner, residency)
+        self.orders = OrderDesk(stays, self.storing)
         self.answers = AnswerDesk(
-            *(house, lives, self.late, self.reports, residency, self.lookout),
+            *(house, stays, self.late, self.reports, residency, self.lookout),
             *(rhythm, self.watchdog, self.health, self.mounts),
         )
         self.deadlines = DeadlineWatch(
-            *(lives, self.hosts, self.admission, self.spawner),
+            *(stays, self.hosts, self.admission, self.spawner),
             *(self.listener, self.reports, residency),
-            *(rhythm, self.egress, ResourceWatch(lives, lambda: self.spawner.groups)),
+            *(rhythm, self.egress, ResourceWatch(stays, lambda: self.spawner.groups)),
         )
         self.runner = InstructionRunner(
-            *(house, self.trust, lives, self.hosts, self.storing, self.late, self.admission),
+            *(house, self.trust, stays, self.hosts, self.storing, self.late, self.admission),
             *(residency, self.lookout, rhythm, side, self.presets, self.egress),
         )
         messages = ResidentMessages(
-            house, lives, self.hosts, residency, rhythm, lambda: self.spawner.groups
+            house, stays, self.hosts, residency, rhythm, lambda: self.spawner.groups
         )
         self.listener.handlers = {
             **messages.handlers(),
@@ -233,7 +233,7 @@ class Supervisor(threading.Thread):
             self._write_down_why()
         except OSError:
             log.exception("%s: cannot record what made it hang", self.house.device)
-        for resident in list(self.lives.residents.values()):
+        for resident in list(self.stays.residents.values()):
             resident.kill()
         if self.spawner.zygote is not None:
             self.spawner.zygote.process.kill()
@@ -241,7 +241,7 @@ class Supervisor(threading.Thread):
 
     def _write_down_why(self) -> None:
         hearing = self.listener.hearing
-        there = {resident.stay.key for resident in list(self.lives.residents.values())}
+        there = {resident.stay.key for resident in list(self.stays.residents.values())}
         tasks = hang_report.blamed(hearing.stay.key if hearing is not None else None, there)
         if tasks:
             log.critical("%s hung while it was busy with %s", self.house.device, tasks)
@@ -316,13 +316,13 @@ class Supervisor(threading.Thread):
             self.stop_by_us = now_us() + drain_us
             pause_by_us = self.stop_by_us - int(drain_us * SAVE_PART)
             self.reports.begin_to_stop()
-            self.lives.give(LeaveAsked(pause_by_us=pause_by_us))
+            self.stays.give(LeaveAsked(pause_by_us=pause_by_us))
 
     def _may_leave(self) -> bool:
         if self.stop_by_us is None:
             return False
-        kept = [r for r in self.lives.residents.values() if not r.kill_reason]
-        done = self.lives.holder is None and all(r.is_kept and not r.is_saving for r in kept)
+        kept = [r for r in self.stays.residents.values() if not r.kill_reason]
+        done = self.stays.holder is None and all(r.is_kept and not r.is_saving for r in kept)
         return done or now_us() >= self.stop_by_us
 
     def _move_out(self) -> None:
@@ -334,10 +334,10 @@ class Supervisor(threading.Thread):
         self.presets.end()
         self.images.end()
         self.side.cancel_waiting()  # their peers are dead
-        for resident in self.lives.residents.values():
+        for resident in self.stays.residents.values():
             resident.close()
             self.side.close(resident.wire.close)
-        for resident in (*self.lives.residents.values(), *self.storing.read_from):
+        for resident in (*self.stays.residents.values(), *self.storing.read_from):
             self.side.close(resident.close_stores)
         self.side.end()
         for _, fetched in self.admission.fetched:
@@ -357,7 +357,7 @@ class Supervisor(threading.Thread):
 
     def _measured(self, reading: Reading) -> None:
         if self.house.kind != "cpu":
-            self.residency.measured(reading.processes, self.lives.kill, now_us())
+            self.residency.measured(reading.processes, self.stays.kill, now_us())
 
     def _look_around(self) -> None:
         """Make the next report due now.  Called from another thread."""

@@ -515,7 +515,7 @@ class GraphJob:
     def _in_all(self, here: int) -> int:
         """Return the length of a whole list, of which this process made `here` items.
 
-        Here this process makes all of them. A lane makes a part, and overrides this.
+        Here this process makes all of them. An executor makes a part, and overrides this.
         """
         return here
 

@@ -6,7 +6,7 @@ import os
 import time
 from typing import Any
 
-from workers.graph.lane import ExecutorJob
+from workers.graph.executor_job import ExecutorJob
 from workers.graph.runner import GraphJob
 from workers.residents import inbox, orders, outputs
 from workers.residents.endings import as_ending

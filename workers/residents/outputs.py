@@ -13,7 +13,7 @@ import torch
 
 from workers.capture.capture import Uncapturable
 from workers.capture.tensor_io import Published, Unpublishable
-from workers.graph.lane import ExecutorJob
+from workers.graph.executor_job import ExecutorJob
 from workers.residents.endings import JSON, Abandoned, Ending, uncapturable
 from workers.residents.shared_process import WRITER
 from workers.residents.work import Work

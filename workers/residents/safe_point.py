@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from workers.graph.lane import ExecutorJob
+from workers.graph.executor_job import ExecutorJob
 from workers.graph.runner import GraphJob
 from workers.ranks.turns import GangFailed
 from workers.residents import inbox, late_inputs, orders

@@ -18,7 +18,7 @@ from app.core.placement.executors import spread
 from workers.capture import tensor_io
 from workers.capture.capture import Surroundings, Uncapturable, capture
 from workers.graph import runner
-from workers.graph.lane import ExecutorJob, LoadedLane
+from workers.graph.executor_job import ExecutorJob, LoadedExecutor
 from workers.graph.runner import GraphJob, NodeFailed
 from workers.hardware import preset
 from workers.hardware.accelerator import Accelerator
@@ -149,7 +149,7 @@ def _load_graph(work: Work, code: Path) -> runner.Loaded:
             code, work.graph, work.accelerator, late=late, order=order, **memory
         )
     entry.make_room_for(code)
-    return LoadedLane(
+    return LoadedExecutor(
         *(work.graph, partial(entry.find_entry, code), work.accelerator),
         spread=work.spread,
         turns=work.member.rank.turns,

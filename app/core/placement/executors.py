@@ -2,10 +2,10 @@
 them.
 
 The executors of a graph are the ranks of its gang. `spread` assigns the nodes ahead of time; the
-planner (`planner`) weighs bytes against time. `lanes` returns what each executor runs, in an order
-common to all, and which blocks it takes from other executors, gives to them and frees. Both are
-pure functions. So every executor knows the whole plan, and need not ask another one between two
-nodes.
+planner (`planner`) weighs bytes against time. `executor_plans` returns what each executor runs, in
+an order common to all, and which blocks it takes from other executors, gives to them and frees.
+Both are pure functions. So every executor knows the whole plan, and need not ask another one
+between two nodes.
 
 * A mapped node has one shard per item. Executor `e` of `n` runs the items from `total
 * e // n` to `total
@@ -207,17 +207,17 @@ def _declared_items(graph: TaskGraph) -> dict[str, int]:
 # --- what passes ----------------------------------------------------------------------------------
 
 
-def lanes(
+def executor_plans(
     graph: TaskGraph, spread: ExecutorSpread, program: Program, late: Collection[str] = ()
 ) -> tuple[ExecutorPlan, ...]:
     """Return what each executor runs of a program that is in the order of `spread`.
 
     Inputs named in `late` arrive while the graph runs.
     """
-    return _Lanes(graph, spread, program, late).found()
+    return _PlanFinder(graph, spread, program, late).found()
 
 
-class _Lanes:
+class _PlanFinder:
     def __init__(
         self, graph: TaskGraph, spread: ExecutorSpread, program: Program, late: Collection[str]
     ) -> None:
@@ -306,14 +306,14 @@ def copies(
     """Return all copies between executors, by target and then in the order of the nodes."""
     made, known = program(graph, spread.order), known_bytes(graph)
     found = list[Copy]()
-    for lane in lanes(graph, spread, made, late):
-        taken = dict.fromkeys((*(h for stop in lane.stops for h in stop.takes), *lane.takes))
+    for plan in executor_plans(graph, spread, made, late):
+        taken = dict.fromkeys((*(h for stop in plan.stops for h in stop.takes), *plan.takes))
         for n, source in taken:
             name = made.blocks[n]
             size = known.get(name)
             if size is not None and spread.seats.get(_maker(name)) == EVERYBODY:
                 size //= spread.executors
-            found.append(Copy(block=name, source=source, target=lane.executor, bytes=size))
+            found.append(Copy(block=name, source=source, target=plan.executor, bytes=size))
     return tuple(found)
 
 

@@ -14,7 +14,7 @@ from app.core.model.snapshot import PlanDecision
 from app.db import transactions
 from app.db.models import Placement, Task
 from app.scheduling import gang_tickets, guest_placements, ledger
-from app.scheduling.journal import sums, task_writer
+from app.scheduling.journal import settlement, task_writer
 from app.scheduling.journal.device_rows import DeviceRows
 from app.scheduling.journal.losses import HUNG, LOST
 from app.scheduling.journal.plan_rows import PlanRows
@@ -87,7 +87,7 @@ def charge_rest(task_id: str, held_us: Mapping[int, int]) -> None:
                 task.total_held_us += more_us
                 if placement.end in (LOST, HUNG):
                     task.unheard_us += more_us
-        sums.write_down(session)
+        settlement.write_down(session)
 
 
 def _kept_us(placement: Placement, until: datetime) -> int:

@@ -16,7 +16,7 @@ from app.core.placement.executors import (
     ExecutorPlan,
     ExecutorSpread,
     copies,
-    lanes,
+    executor_plans,
     part,
     spread,
 )
@@ -106,8 +106,8 @@ def test_single_executor_receives_nothing() -> None:
     alone = spread(found, 1)
     assert alone.order == ("a", "b")
     assert copies(found, alone) == ()
-    (lane,) = lanes(found, alone, program(found, alone.order))
-    assert [stop.frees for stop in lane.stops] == [(0,), (1,)]
+    (plan,) = executor_plans(found, alone, program(found, alone.order))
+    assert [stop.frees for stop in plan.stops] == [(0,), (1,)]
 
 
 @pytest.mark.parametrize("total", range(12))
@@ -176,12 +176,12 @@ def alone(found: Program) -> dict[str, Any]:
 
 
 class Executor:
-    """One lane, played: what lies there, and what is posted for others."""
+    """One plan, played: what lies there, and what is posted for others."""
 
     def __init__(
-        self, lane: ExecutorPlan, found: Program, posts: dict[tuple[int, int], Any]
+        self, plan: ExecutorPlan, found: Program, posts: dict[tuple[int, int], Any]
     ) -> None:
-        self.lane, self.program, self.posts = lane, found, posts
+        self.plan, self.program, self.posts = plan, found, posts
         inputs = (n for n, name in enumerate(found.blocks) if name.startswith(INPUT))
         self.own: dict[int, Any] = {n: (found.blocks[n],) for n in inputs}
         self.taken: dict[tuple[int, int], Any] = {}
@@ -189,7 +189,7 @@ class Executor:
         self.done = 0
 
     def can_go_on(self) -> bool:
-        stops = self.lane.stops
+        stops = self.plan.stops
         return self.done < len(stops) and self._are_there(stops[self.done].takes)
 
     def _are_there(self, takes: tuple[tuple[int, int], ...]) -> bool:
@@ -201,7 +201,7 @@ class Executor:
         if maker is None or spread.seats[maker.name] != EVERYBODY or own_part:
             return self.own[n] if n in self.own else self._of(n)
         parts = [
-            self.own[n] if e == self.lane.executor else self.taken[n, e]
+            self.own[n] if e == self.plan.executor else self.taken[n, e]
             for e in range(spread.executors)
         ]
         return ("list", *(value for each in parts for value in each[1:]))
@@ -211,9 +211,9 @@ class Executor:
         return value
 
     def go_on(self, found: ExecutorSpread) -> None:
-        stop = self.lane.stops[self.done]
+        stop = self.plan.stops[self.done]
         self.done += 1
-        unit, me, among = self.program.units[stop.at], self.lane.executor, found.executors
+        unit, me, among = self.program.units[stop.at], self.plan.executor, found.executors
         self.take(stop.takes)
         given, items = dict[str, Any](), None
         for port, many, is_list in unit.inputs:
@@ -252,11 +252,11 @@ class Executor:
 
 def together(found: Program, spread: ExecutorSpread, graph_: TaskGraph, dice: random.Random) -> Any:
     posts = dict[tuple[int, int], Any]()
-    executors = [Executor(lane, found, posts) for lane in lanes(graph_, spread, found)]
-    while any(e.done < len(e.lane.stops) for e in executors):
+    executors = [Executor(plan, found, posts) for plan in executor_plans(graph_, spread, found)]
+    while any(e.done < len(e.plan.stops) for e in executors):
         dice.choice([e for e in executors if e.can_go_on()]).go_on(spread)
     first = executors[0]
-    first.take(first.lane.takes)
+    first.take(first.plan.takes)
     outputs = {port: first.value(n, spread, own_part=False) for port, n in found.outputs.items()}
     wanted = {n for n in outputs and found.outputs.values()}
     inputs = {n for n, name in enumerate(found.blocks) if name.startswith(INPUT)}

@@ -54,7 +54,7 @@ def ended(rig: DeviceRig, task: str, epoch: int = 1) -> list[str]:
 
 def its_processes(rig: DeviceRig) -> list[psutil.Process]:
     """Those of the one command that lives there, as this host sees them; not the stub's own."""
-    (resident,) = rig.supervisor.lives.residents.values()
+    (resident,) = rig.supervisor.stays.residents.values()
     living = filter(is_living, children(resident.pid, recursive=True))
     return [process for process in living if not runs(process, "zygote")]
 
@@ -156,7 +156,7 @@ def test_processes_left_running_end_with_the_command(rig):
     mark = f"still-{uuid.uuid4().hex}"  # the same test may run beside this one
     rig.launch("t1", shell(f"(while :; do date > {mark}; done) & sleep 0.1; echo $!"))
     rig.event(Finished, "t1")
-    rig.until(lambda: not rig.supervisor.lives.residents)
+    rig.until(lambda: not rig.supervisor.stays.residents)
     # Of a process of somebody else that has ended and was not reaped there are no words.
     words = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
     assert not [each for each in words if each[:1] == ["bash"] and mark in str(each)]
@@ -320,13 +320,13 @@ def test_command_stands_still_from_the_end_of_trust_until_its_renewal(rigs):
     rig.until(lambda: len(rig.printed("t1")) > 10)
     rig.deaf = True
     until_s = time.monotonic() + 11.0
-    while not rig.supervisor.lives.holder.is_still:
+    while not rig.supervisor.stays.holder.is_still:
         assert time.monotonic() < until_s, "ran past its trust"
         time.sleep(0.05)
     still_us = time.monotonic_ns() // 1000
     time.sleep(1.5)
     renewed_us = time.monotonic_ns() // 1000
-    answered_us = rig.supervisor.lives.machine.lease.answered_us
+    answered_us = rig.supervisor.stays.machine.lease.answered_us
     rig.deaf = False
     rig.until(lambda: _ticks(rig, "t1", 1)[-1] > renewed_us)
     before = [at for at in _ticks(rig, "t1", 1) if at < renewed_us]

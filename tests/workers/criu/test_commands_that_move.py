@@ -467,7 +467,7 @@ def test_command_whose_dump_is_killed_runs_no_further_and_begins_again_in_its_fo
     _until_printed(here, "t1", "begins")
     images = here.paused_and_saved("t1", 1)
     here.until(lambda: here.view("t1") is None)
-    assert not here.supervisor.lives.residents
+    assert not here.supervisor.stays.residents
     assert [reason for word, reason in told if word == "kept"] == ["damaged"]
     monkeypatch.undo()
     there.launch("t1", COUNT, epoch=2, images=images, checkpoint_every_s=0.2)
@@ -491,7 +491,7 @@ def test_damaged_command_does_not_run_on_where_the_store_fails_too(hosts, monkey
     _until_printed(here, "t1", "begins")
     here.pause("t1")
     here.until(lambda: here.view("t1") is None)
-    assert not here.supervisor.lives.residents
+    assert not here.supervisor.stays.residents
     assert not here.all(Saved, "t1")
 
 
@@ -512,9 +512,9 @@ def test_command_that_dies_in_a_dump_goes_on_from_the_image_before_with_its_proc
         _silence_stubs_in_dumps(monkeypatch, here)
     here.save("t1")
     here.until(lambda: answered)
-    for resident in [*here.supervisor.lives.residents.values()]:
+    for resident in [*here.supervisor.stays.residents.values()]:
         resident.kill()
-    here.until(lambda: here.view("t1") is None and not here.supervisor.lives.residents)
+    here.until(lambda: here.view("t1") is None and not here.supervisor.stays.residents)
     monkeypatch.undo()
     newest = here.all(Saved, "t1")[-1]
     assert (newest.step, newest.printed) == (before.step, before.printed)
@@ -543,7 +543,7 @@ def _silence_stubs_in_dumps(monkeypatch, rig):
     """Let each stub say nothing more from a dump on, as if it had died and nothing noticed yet."""
 
     def fails(*args, **more):
-        for resident in rig.supervisor.lives.residents.values():
+        for resident in rig.supervisor.stays.residents.values():
             os.kill(resident.pid, signal.SIGSTOP)
         raise CriuFailed("dump: it died")
 

@@ -88,7 +88,7 @@ def launched(hosts):
 
 
 def _calls(rig):
-    (held,) = rig.supervisor.lives.residents.values()
+    (held,) = rig.supervisor.stays.residents.values()
     with open(f"/proc/{held.pid}/cwd/calls") as calls:
         return calls.read().split("\n")[:-1]
 
@@ -123,7 +123,7 @@ def test_image_of_a_running_command_takes_its_device_memory_off_for_a_moment(hos
     rig.save("t1")  # and not by time: no image is being made when it is killed
     assert rig.event(Saved, "t1").has_processes
     rig.until(lambda: _calls(rig)[:4] == ["lock", "checkpoint", "restore", "unlock"])
-    (held,) = rig.supervisor.lives.residents.values()
+    (held,) = rig.supervisor.stays.residents.values()
     os.kill(held.pid, signal.SIGKILL)
     rig.until(lambda: rig.view("t1") is None)
     saved = rig.all(Saved, "t1")[-1]

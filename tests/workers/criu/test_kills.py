@@ -50,7 +50,7 @@ def _kill_criu(stage: str, *, is_helper: bool) -> None:
 
 
 def _stub_of(rig, task, epoch):
-    residents = list(rig.supervisor.lives.residents.values())
+    residents = list(rig.supervisor.stays.residents.values())
     return next(r for r in residents if r.stay.key == (task, epoch))
 
 
@@ -143,7 +143,7 @@ def _ended(rig, task, epoch):
         return next(iter(rig.all(Finished, task, epoch) + rig.all(Failed, task, epoch)), None)
 
     rig.until(lambda: rig.all(Started, task, epoch) or found(), timeout_s=END_S)
-    for resident in list(rig.supervisor.lives.residents.values()):
+    for resident in list(rig.supervisor.stays.residents.values()):
         if resident.stay.key == (task, epoch):
             with suppress(OSError):  # it was killed meanwhile
                 Path(f"/proc/{resident.pid}/cwd/end").touch()
@@ -173,7 +173,7 @@ def _drop(rig, task, epoch):
 
 def _nothing_is_left(pair, task):
     for rig in pair:
-        rig.until(lambda rig=rig: not rig.supervisor.lives.residents, timeout_s=END_S)
+        rig.until(lambda rig=rig: not rig.supervisor.stays.residents, timeout_s=END_S)
     assert not folders_in_memory()
     assert not helpers()
     below = psutil.Process().children(recursive=True)

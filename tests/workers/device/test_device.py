@@ -44,7 +44,7 @@ def test_ended_stay_is_forgotten_once_it_was_acknowledged(rig):
     rig.launch("t1", "jobs:Count", params={"steps": 2})
     rig.event(Finished, "t1")
     rig.until(lambda: rig.view("t1") is None)
-    assert not rig.supervisor.lives.stays
+    assert not rig.supervisor.stays.by_key
 
 
 def test_returned_and_logged_values_are_metrics(rig):
@@ -127,7 +127,7 @@ def test_preset_that_cannot_be_set_fails_the_task_with_the_difference(rig):
 def test_a_killed_process_is_reported(rig):
     rig.launch("t1", "jobs:Count")
     rig.steps("t1", 3)
-    (resident,) = rig.supervisor.lives.residents.values()
+    (resident,) = rig.supervisor.stays.residents.values()
     os.kill(resident.pid, signal.SIGKILL)
     failed = rig.event(Failed, "t1")
     assert failed.cause == "exit"
@@ -242,7 +242,7 @@ def test_job_disturbed_at_random_ends_with_the_same_bits(rig, module, seed):
         images = rig.paused_and_saved("t1", epoch)
         if dice.random() < 0.6:
             rig.drop.append(["t1", epoch])
-            rig.until(lambda: not rig.supervisor.lives.residents)
+            rig.until(lambda: not rig.supervisor.stays.residents)
     rig.let_end("t1", 7)
     assert rig.event(Finished, "t1", 7).result == undisturbed["result"], resumed
     assert set(resumed) == {"fresh", "resident", "image"}
@@ -255,7 +255,7 @@ def test_checkpoint_is_written_while_the_job_runs(rig):
     saved = rig.event(Saved, "t1")
     rig.steps("t1", saved.step + 2)
     rig.drop.append(["t1", 1])
-    rig.until(lambda: not rig.supervisor.lives.residents)
+    rig.until(lambda: not rig.supervisor.stays.residents)
     rig.launch("t1", "jobs:Count", epoch=2, images=[rig.image(saved)])
     assert rig.event(Started, "t1", 2).step == saved.step
     rig.steps("t1", saved.step + 2, epoch=2)
@@ -285,7 +285,7 @@ def test_memory_of_its_images_counts_for_a_job(rig):
     rig.steps("t1", 2)
     rig.pause("t1")
     rig.event(Saved, "t1")
-    (resident,) = rig.supervisor.lives.residents.values()
+    (resident,) = rig.supervisor.stays.residents.values()
     rig.until(lambda: resident.slab_bytes >= 40 << 20)
     assert resident.slab_bytes < 42 << 20
 
@@ -360,7 +360,7 @@ def test_cancel_ends_a_paused_job(rig):
     rig.event(Paused, "t1")
     rig.cancel("t1")
     rig.event(Stopped, "t1")
-    rig.until(lambda: not rig.supervisor.lives.residents)
+    rig.until(lambda: not rig.supervisor.stays.residents)
 
 
 def test_successor_prepares_meanwhile_and_gets_the_slot_when_it_is_free(rig):
@@ -371,7 +371,7 @@ def test_successor_prepares_meanwhile_and_gets_the_slot_when_it_is_free(rig):
     rig.launch("t2", "jobs:Stamp", params={"nap_s": 0.01})
     rig.until(
         lambda: any(
-            r.task == "t2" and r.is_prepared for r in list(rig.supervisor.lives.residents.values())
+            r.task == "t2" and r.is_prepared for r in list(rig.supervisor.stays.residents.values())
         )
     )
     assert not rig.all(Paused, "t1"), "it was prepared while the other still ran"
@@ -395,11 +395,11 @@ def test_device_without_answers_stops_in_time_and_goes_on_with_them(rigs):
     rig.deaf = True
     time.sleep(5.5)
     last_answer_s = (
-        rig.supervisor.lives.machine.lease.answered_us / 1e6
+        rig.supervisor.stays.machine.lease.answered_us / 1e6
     )  # one may have been under way
     rig.deaf = False
     rig.event(Started, "t1")
-    stopped_at = rig.supervisor.lives.stays["t1", 1].step
+    stopped_at = rig.supervisor.stays.by_key["t1", 1].step
     rig.steps("t1", stopped_at + 5)
     rig.pause("t1")
     rig.event(Paused, "t1")
@@ -457,7 +457,7 @@ def test_paused_job_ends_so_that_the_disk_has_room_for_another(rig, monkeypatch)
     rig.launch("t1", "jobs:Count")
     rig.steps("t1", 2)
     rig.pause("t1")
-    residents = rig.supervisor.lives.residents
+    residents = rig.supervisor.stays.residents
     monkeypatch.setattr(rig.supervisor.spawner, "has_disk", lambda asked: not residents)
     rig.launch("t2", "jobs:Count")
     rig.event(Started, "t2")
@@ -519,7 +519,7 @@ def test_image_that_is_not_durable_is_never_dropped(rigs):
     folder.write_text("in the way")  # nothing can be stored
     rig.pause("t1")
     rig.event(Paused, "t1")
-    (resident,) = rig.supervisor.lives.residents.values()
+    (resident,) = rig.supervisor.stays.residents.values()
     rig.until(lambda: resident.save_again_us is not None)
     folder.unlink()
     hidden.rename(folder)
@@ -573,7 +573,7 @@ def test_a_zygote_that_dies_before_it_forked_a_resident_is_replaced(rigs):
     zygote = rig.supervisor.spawner.zygote.process
     zygote.send_signal(signal.SIGSTOP)
     rig.launch("t1", "jobs:Count")
-    rig.until(lambda: rig.supervisor.lives.residents and rig.view("t1"))
+    rig.until(lambda: rig.supervisor.stays.residents and rig.view("t1"))
     zygote.kill()
     rig.until(lambda: rig.view("t1") is None)
     rig.launch("t1", "jobs:Count", epoch=2, params={"steps": 3})
@@ -657,7 +657,7 @@ def _disturb(rig: DeviceRig, dice: random.Random, epochs: dict[str, int]) -> Non
         epochs[task] += 1
         rig.launch(task, "jobs:Stamp", epoch + 1, params={"nap_s": 0.003}, memory_bytes=2**30)
     elif what == "kill":
-        for resident in list(rig.supervisor.lives.residents.values())[:1]:
+        for resident in list(rig.supervisor.stays.residents.values())[:1]:
             resident.kill()
     elif not epoch:
         return

@@ -223,10 +223,10 @@ def test_task_beyond_the_memory_of_its_device_fails_with_the_reason(rigs):
         rig.event(Paused, task)
 
     def count() -> None:
-        by_task = {r.task: r.pid for r in supervisor.lives.residents.values()}
+        by_task = {r.task: r.pid for r in supervisor.stays.residents.values()}
         cap_bytes = supervisor.residency.account.budget_bytes + CONTEXT_BYTES
         counted = [(by_task["t1"], cap_bytes + 1), (by_task["t2"], cap_bytes - 1)]
-        supervisor.residency.measured(counted, supervisor.lives.kill, now_us())
+        supervisor.residency.measured(counted, supervisor.stays.kill, now_us())
 
     rig.launch("t1", "jobs:Count", epoch=2)
     rig.steps("t1", 4, 2)

@@ -61,7 +61,7 @@ def _count(rig: DeviceRig) -> None:
     The device's bytes are shared memory of the process that uses them, as its slab is.
     """
     counted = {}
-    for resident in list(rig.supervisor.lives.residents.values()):
+    for resident in list(rig.supervisor.stays.residents.values()):
         if resident.slab >= 0 and (held := kernel_memory(resident.pid)) is not None:
             counted[resident.pid] = max(0, held[1] - slab.held_bytes(resident.slab))
     _write_reading(_monitor_of(rig), {"processes": counted})

@@ -47,7 +47,7 @@ def test_job_disturbed_at_random_ends_with_the_same_bits(
         images = rig.paused_and_saved("t1", epoch)
         if epoch % 2:
             rig.drop.append(["t1", epoch])
-            rig.until(lambda: not rig.supervisor.lives.residents)
+            rig.until(lambda: not rig.supervisor.stays.residents)
     expected = alone("jobs:Everything", params, kind="sim")["result"]
     rig.let_end("t1", 6)
     assert rig.event(Finished, "t1", 6).result == expected, resumed
@@ -98,7 +98,7 @@ def test_ranks_whose_states_do_not_fit_together_share_the_device(
     saved = rig.until(lambda: [one for one in rig.all(Saved, "t2") if one.step == step])
     assert rig.event(Finished, "other").result == {"done": 3}
     rig.drop.append(["t2", 1])
-    rig.until(lambda: not rig.supervisor.lives.residents)
+    rig.until(lambda: not rig.supervisor.stays.residents)
     rig.launch("t2", "ranks:Wide", 2, images=[rig.image(saved[0])], **given)
     assert rig.event(Started, "t2", 2).resumed == "image"
     rig.let_end("t2", 2)

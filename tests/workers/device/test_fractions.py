@@ -21,7 +21,7 @@ def _both_step(rig: DeviceRig, *tasks: str) -> None:
     for task in tasks:
         rig.steps(task, rig.view(task).step + 3)
     assert {rig.view(task).state for task in tasks} == {"running"}
-    assert len(rig.supervisor.lives.holders) == len(tasks)
+    assert len(rig.supervisor.stays.holders) == len(tasks)
 
 
 def _result(rig: DeviceRig, task: str) -> Any:
@@ -65,7 +65,7 @@ def test_a_whole_task_begins_once_all_fractions_have_left(rig):
     assert not rig.all(Started, "t3")
     rig.pause("t2", successor="t3")
     rig.event(Started, "t3")
-    assert [holder.task for holder in rig.supervisor.lives.holders] == ["t3"]
+    assert [holder.task for holder in rig.supervisor.stays.holders] == ["t3"]
 
 
 def _held_us(rig: DeviceRig) -> dict[str, int]:

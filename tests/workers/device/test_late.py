@@ -194,7 +194,7 @@ def test_block_that_cannot_be_had_is_no_fault_of_the_task(
     failed = rig.event(Failed, "t1")
     assert failed.cause == "store"
     assert "b0" in failed.message
-    rig.until(lambda: not rig.supervisor.lives.residents)
+    rig.until(lambda: not rig.supervisor.stays.residents)
     assert len(rig.all(Failed, "t1")) == 1
     partition(rig, "t1", TAKER, epoch=2)
     give(rig, block, epoch=2)

@@ -94,7 +94,7 @@ def test_function_that_ends_the_process_takes_no_other_function_along(rig):
 )
 def test_function_that_leaves_something_behind_ends_its_process(rig, leaves):
     process = _process(rig, "t1", f"short:{leaves}")
-    rig.until(lambda: not rig.supervisor.lives.residents)
+    rig.until(lambda: not rig.supervisor.stays.residents)
     assert _process(rig, "t2") != process
 
 
@@ -114,7 +114,7 @@ def test_function_that_leaves_something_behind_ends_its_process(rig, leaves):
 )
 def test_function_that_differs_runs_in_a_process_of_its_own(rig, differs):
     process = _process(rig, "t1")
-    residents = [*rig.supervisor.lives.residents]
+    residents = [*rig.supervisor.stays.residents]
     finished = _ended(rig, "t2", differs.pop("run", "short:look"), **differs)
     assert finished.result.get("process") != process
     assert rig.supervisor.spawner.last_id == 2
@@ -134,7 +134,7 @@ def test_few_processes_are_made_ready_for_functions_of_a_batch_that_need_their_o
     for n in range(1, 5):
         rig.launch(f"t{n}", "short:look", isolation="process", beside=True)
     rig.event(Started, "t0")
-    residents = rig.supervisor.lives.residents
+    residents = rig.supervisor.stays.residents
     rig.until(lambda: len(residents) == 1 + READY_AHEAD)
     rig.until(lambda: all(each.is_prepared for each in residents.values()))
     assert len(residents) == 1 + READY_AHEAD
@@ -145,14 +145,14 @@ def test_few_processes_are_made_ready_for_functions_of_a_batch_that_need_their_o
 
 def test_resting_process_is_stopped_and_speaks_to_nobody(rig):
     _process(rig, "t1")
-    (resident,) = rig.supervisor.lives.residents.values()
+    (resident,) = rig.supervisor.stays.residents.values()
     rig.until(lambda: _state(resident.pid) == "T")  # a busy processor comes to a stop later
     assert rig.view("t1") is None or rig.view("t1").state == "ended"
 
 
 def test_process_that_is_killed_while_it_rests_fails_no_function(rig):
     process = _process(rig, "t1")
-    (resident,) = rig.supervisor.lives.residents.values()
+    (resident,) = rig.supervisor.stays.residents.values()
     os.kill(resident.pid, signal.SIGKILL)
     assert _process(rig, "t2") != process
     assert not [event for event in rig.events if isinstance(event, Failed)]
@@ -194,7 +194,7 @@ def test_cancelled_function_ends_its_process_and_the_next_one_begins_anew(rig):
 
 def test_device_that_leaves_ends_its_resting_processes_at_once(rig):
     _process(rig, "t1")
-    (resident,) = rig.supervisor.lives.residents.values()
+    (resident,) = rig.supervisor.stays.residents.values()
     rig.close()
     assert resident.kill_reason == "rested"
 
@@ -219,4 +219,4 @@ def test_lost_worker_loses_only_what_had_no_end(rig, monkeypatch):
         rig.launch(f"t{n}", "short:look", beside=n > 0)
     ends = [rig.event(Finished, f"t{n}") for n in range(3)]
     assert [(end.epoch, end.seq) for end in ends] == 3 * [(1, 2)]
-    rig.until(lambda: not rig.supervisor.lives.stays)
+    rig.until(lambda: not rig.supervisor.stays.by_key)

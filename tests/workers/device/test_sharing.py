@@ -89,7 +89,7 @@ def test_every_graph_that_shares_can_be_saved_and_cancelled(rig):
     for task in tasks:
         rig.cancel(task)
         rig.event(Stopped, task)
-    rig.until(lambda: not rig.supervisor.lives.residents)
+    rig.until(lambda: not rig.supervisor.stays.residents)
     in_turns(rig)
 
 

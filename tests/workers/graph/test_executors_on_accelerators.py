@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.workers.accelerators import devices
-from tests.workers.graph.test_lane import STATES, WIDE
+from tests.workers.graph.test_executor_job import STATES, WIDE
 from tests.workers.graph.test_remote_blocks import LONG, Executors
 from tests.workers.resident_gangs import Residents
 

@@ -21,7 +21,7 @@ from tests.processes import children
 from tests.thoroughness import rest_long
 from tests.workers.device.test_late import GANG
 from tests.workers.device.test_late import WIDE as WIDE_WITH_LATE
-from tests.workers.graph.test_lane import STATES, WIDE, finished_twice
+from tests.workers.graph.test_executor_job import STATES, WIDE, finished_twice
 from tests.workers.graph.test_runner import body, napping, node, ran
 from tests.workers.resident_gangs import PATIENCE_S, Gang, Residents, connected, start_of
 from workers.capture.capture import Surroundings
@@ -661,7 +661,7 @@ def test_block_without_readers_left_at_an_image_does_not_stay(
 # --- any graph, in any order of events ------------------------------------------------------------
 
 
-class Lane:
+class PlayedExecutor:
     """An executor that reads blocks and makes one, and again, as fast as it is let."""
 
     def __init__(self, passing: RemoteBlockTable, nodes: list[tuple[int, list[int]]]) -> None:
@@ -704,20 +704,22 @@ def test_every_graph_ends_with_any_window_and_any_order(
     reads = [sorted(dice.sample(range(n), min(n, dice.randrange(5)))) for n in range(BLOCKS)]
     readers = [{makers[m] for m in range(BLOCKS) if n in reads[m]} for n in range(BLOCKS)]
     last = {(n, makers[m]): m for m in range(BLOCKS) for n in reads[m]}
-    lanes = [
-        Lane(passing, [(n, reads[n]) for n in range(BLOCKS) if makers[n] == passing.me])
+    executors = [
+        PlayedExecutor(passing, [(n, reads[n]) for n in range(BLOCKS) if makers[n] == passing.me])
         for passing in hosts.executors
     ]
     idle = 0
-    while any(lane.nodes for lane in lanes):
+    while any(executor.nodes for executor in executors):
         moved = False
         if dice.random() < 0.5:
-            lane = dice.choice([lane for lane in lanes if lane.nodes])
-            moved = lane.goes_on(makers, readers, last)
+            executor = dice.choice([executor for executor in executors if executor.nodes])
+            moved = executor.goes_on(makers, readers, last)
         else:
             hosts.pump(dice.choice(hosts.carriers))
         idle = 0 if moved else idle + 1
-        assert idle < 3000, [(lane.nodes[:1], lane.passing._wanted) for lane in lanes]
+        assert idle < 3000, [
+            (executor.nodes[:1], executor.passing._wanted) for executor in executors
+        ]
     hosts.settle()
     for passing in hosts.executors:
         passing.reclaim()

@@ -568,12 +568,12 @@ def test_outputs_are_stored_while_the_graph_runs_on(rig: DeviceRig) -> None:
     two = body(node("a", "start"), *naps, both, node("l", "listed", "x=both.y"), a="a.y", l="l.y")
     launched(rig, "t1", two, outputs=["a"])
     rig.event(Started, "t1")
-    (resident,) = rig.supervisor.lives.residents.values()
+    (resident,) = rig.supervisor.stays.residents.values()
     rig.until(lambda: "a" in resident.outputs)
     assert not rig.all(Finished, "t1")
     images = rig.paused_and_saved("t1", 1)
     rig.drop.append(["t1", 1])
-    rig.until(lambda: not rig.supervisor.lives.residents)
+    rig.until(lambda: not rig.supervisor.stays.residents)
     launched(rig, "t1", two, 2, outputs=["a"], images=images)
     rig.event(Started, "t1", 2)
     rig.let_end("t1", 2)
@@ -603,7 +603,7 @@ def test_a_disturbed_graph_ends_with_the_same_bits(
         images = rig.paused_and_saved("t1", epoch)
         if dice.random() < 0.6:
             rig.drop.append(["t1", epoch])
-            rig.until(lambda: not rig.supervisor.lives.residents)
+            rig.until(lambda: not rig.supervisor.stays.residents)
     rig.let_end("t1", epoch)
     finished = rig.event(Finished, "t1", epoch)
     assert finished.result == undisturbed, resumed
@@ -614,7 +614,7 @@ def test_a_disturbed_graph_ends_with_the_same_bits(
 def test_a_killed_graph_goes_on_from_its_checkpoint(rig: DeviceRig, undisturbed: Any) -> None:
     launched(rig, "t1", SLOW, checkpoint_every_s=0.05)
     saved = rig.event(Saved, "t1")
-    (resident,) = rig.supervisor.lives.residents.values()
+    (resident,) = rig.supervisor.stays.residents.values()
     os.kill(resident.pid, signal.SIGKILL)
     rig.event(Failed, "t1")
     launched(rig, "t1", SLOW, 2, images=[rig.image(saved)])

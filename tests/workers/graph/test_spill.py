@@ -346,7 +346,7 @@ def test_graph_that_spills_is_paused_and_moved_in_a_resident(executors: int, rig
             assert with_code < 2 * executors * BUDGET
             images = rig.paused_and_saved("t1", epoch)
             rig.drop.append(["t1", epoch])
-            rig.until(lambda: not rig.supervisor.lives.residents)
+            rig.until(lambda: not rig.supervisor.stays.residents)
     rig.event(Started, "t1", 3)
     rig.let_end("t1", 3)
     assert rig.event(Finished, "t1", 3).result == expected
@@ -357,4 +357,4 @@ def spilled(rig: DeviceRig) -> int:
 
 
 def residents(rig: DeviceRig) -> list[Resident]:
-    return list(rig.supervisor.lives.residents.values())
+    return list(rig.supervisor.stays.residents.values())

@@ -113,7 +113,7 @@ def test_gang_is_restored_from_its_checkpoint_with_the_same_bits(rig, undisturbe
     saved = rig.event(Saved, "t1")
     for epoch in (2, 3):
         rig.drop.append(["t1", epoch - 1])
-        rig.until(lambda: not rig.supervisor.lives.residents)
+        rig.until(lambda: not rig.supervisor.stays.residents)
         train(rig, epoch=epoch, images=[rig.image(saved)])
         started = rig.event(Started, "t1", epoch)
         assert (started.resumed, started.step) == ("image", saved.step)
@@ -129,7 +129,7 @@ def test_checkpoint_shows_all_ranks_after_the_same_step(rig, undisturbed):
     rig.until(lambda: len(rig.all(Saved, "t1")) >= 2)
     saved = rig.all(Saved, "t1")[-1]
     rig.drop.append(["t1", 1])
-    rig.until(lambda: not rig.supervisor.lives.residents)
+    rig.until(lambda: not rig.supervisor.stays.residents)
     train(rig, epoch=2, images=[rig.image(saved)])
     assert result(rig, 2) == undisturbed
     assert rig.went_on_from(saved)
@@ -152,7 +152,7 @@ def test_cancel_ends_all_ranks(rig):
     rig.steps("t1", 2)
     rig.cancel("t1")
     rig.event(Stopped, "t1")
-    rig.until(lambda: not rig.supervisor.lives.residents)
+    rig.until(lambda: not rig.supervisor.stays.residents)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_rank_that_dies_ends_the_gang_and_is_named(rig, entry, told):
     rig.launch("t1", entry, world_size=RANKS)
     failed = rig.event(Failed, "t1")
     assert failed.message == told
-    rig.until(lambda: not rig.supervisor.lives.residents)
+    rig.until(lambda: not rig.supervisor.stays.residents)
 
 
 def test_gang_stands_still_from_the_end_of_trust_until_its_renewal(rigs, undisturbed):
@@ -175,7 +175,7 @@ def test_gang_stands_still_from_the_end_of_trust_until_its_renewal(rigs, undistu
     rig.steps("t1", 2)
     rig.deaf = True
     until_s = time.monotonic() + 9.0
-    while not rig.supervisor.lives.holder.is_still:
+    while not rig.supervisor.stays.holder.is_still:
         assert time.monotonic() < until_s, "stepped past its trust"
         time.sleep(0.05)
     rig.deaf = False

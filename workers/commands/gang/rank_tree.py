@@ -1,8 +1,8 @@
 """Starts and watches, for the stub, ranks whose processes can be stored: all are below one process,
-the `trunk`.
+their rank parent (`rank_parent`).
 
-The trunk runs as the user of the command, so the stub does not trust its answers: a wrong one can
-at most end its own command early.
+The rank parent runs as the user of the command, so the stub does not trust its answers: a wrong one
+can at most end its own command early.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from workers.commands.gang import trunk
+from workers.commands.gang import rank_parent
 from workers.commands.stored_processes import AdoptedProcess, FirstProcess
 
 JSON = dict[str, Any]
 
 ENDS = "ends"  # file in the working folder with the ranks that have ended
-ANSWER_S = 10.0  # time limit for a trunk to start its ranks
-_SAID_BYTES = 2**16  # most bytes that are read from a trunk
+ANSWER_S = 10.0  # time limit for a parent to start its ranks
+_SAID_BYTES = 2**16  # most bytes that are read from a parent
 #: The errors that numbers written by the command may cause.
 _NONSENSE = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
 
 
 @dataclass
 class RankTree:
-    """The trunk of a command's ranks, and the first process of each rank."""
+    """The parent of a command's ranks, and the first process of each rank."""
 
     root: FirstProcess
     ranks: list[AdoptedProcess] = field(default_factory=list)
@@ -52,11 +52,11 @@ class RankTree:
     ) -> RankTree:
         """Start the ranks.
 
-        Raises OSError as `subprocess.Popen` does, or if the trunk hangs.
+        Raises OSError as `subprocess.Popen` does, or if the parent hangs.
         """
         read, write = os.pipe()
         started = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-B", trunk.__file__],
+            [sys.executable, "-I", "-S", "-B", rank_parent.__file__],
             stdin=subprocess.PIPE,
             cwd="/",
             env={},
@@ -104,10 +104,10 @@ class RankTree:
 
 
 def _begun_ranks(fd: int, program: str) -> list[AdoptedProcess]:
-    """Return the ranks that a trunk says it has started; raises OSError, also if the trunk says
+    """Return the ranks that a parent says it has started; raises OSError, also if the parent says
     nothing.
 
-    A rank that has begun may stop the trunk, so the wait has a time limit.
+    A rank that has begun may stop the parent, so the wait has a time limit.
     """
     try:
         said = json.loads(_heard(fd, time.monotonic() + ANSWER_S) or b"{}")

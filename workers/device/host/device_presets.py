@@ -18,7 +18,7 @@ from app.core.model import preset as presets
 from workers.device.driver_settings import AppliedPreset, NotSet, find_settings
 from workers.device.heartbeat import now_us
 from workers.device.processes.resident import Resident
-from workers.device.stays.lives import DeviceLives
+from workers.device.stays.device_stays import DeviceStays
 from workers.transfer.host_context import House
 
 log = logging.getLogger(__name__)
@@ -72,8 +72,8 @@ class _DriverThread(threading.Thread):
 class DevicePresets:
     """Owns the settings of the device's driver."""
 
-    def __init__(self, house: House, lives: DeviceLives, receive: Callable[[Any], None]) -> None:
-        self.house, self.lives, self._receive = house, lives, receive
+    def __init__(self, house: House, stays: DeviceStays, receive: Callable[[Any], None]) -> None:
+        self.house, self.stays, self._receive = house, stays, receive
         self._thread = _DriverThread()
         self._applied: AppliedPreset | None = None
         self._asked: JSON = {}  # what the thread was asked to set last
@@ -117,7 +117,7 @@ class DevicePresets:
         for change in list(self._changes.values()):
             if now_us() >= change.by_us:
                 self._answered(change, NotSet(f"no answer within {ANSWER_US // 10**6} s"))
-        if self.lives.machine.slot.holder is None and self._asked:
+        if self.stays.machine.slot.holder is None and self._asked:
             self._ask({}, lambda error: None)
 
     def end(self) -> None:
@@ -155,12 +155,12 @@ class DevicePresets:
         if self._changes.get(change.process) is not change:
             return  # this try was given up
         del self._changes[change.process]
-        resident = self.lives.residents.get(change.process)
+        resident = self.stays.residents.get(change.process)
         if resident is None:
             return
         if error is not None and change.wanted:
             told = f"The device did not take the preset: {error}"
-            self.lives.fail(resident.stay, "device_preset", told, "preset")
+            self.stays.fail(resident.stay, "device_preset", told, "preset")
             return
         resident.device_preset = dict(self._found)
         for word in change.words:

@@ -25,7 +25,7 @@ from app.storage.backend import make_private
 from workers.device.heartbeat import Rhythm, now_us
 from workers.device.processes.resident import Resident
 from workers.device.processes.zygote_handle import ROOT
-from workers.device.stays.lives import DeviceLives
+from workers.device.stays.device_stays import DeviceStays
 from workers.device.stays.spawning import Spawner
 from workers.process import untrusted
 from workers.process.untrusted import Nonsense
@@ -63,14 +63,14 @@ class EgressDesk:
         self,
         house: House,
         selector: selectors.BaseSelector,
-        lives: DeviceLives,
+        stays: DeviceStays,
         spawner: Spawner,
         rhythm: Rhythm,
         exited: Callable[[Resident, int], None],
     ) -> None:
         self.house = house
         self.selector = selector
-        self.lives = lives
+        self.stays = stays
         self.spawner = spawner
         self.rhythm = rhythm
         self._exited = exited
@@ -132,7 +132,7 @@ class EgressDesk:
         if self.wire is None:
             self._start()  # opens all outlets
             return
-        body = {"is": "open", "outlet": id, **_rules(self.lives.residents[id].stay.launch)}
+        body = {"is": "open", "outlet": id, **_rules(self.stays.residents[id].stay.launch)}
         self._say(body, [outlet.listener.fileno()])
 
     def _forget(self, id: int) -> None:
@@ -270,7 +270,7 @@ class EgressDesk:
 
     def _count(self, message: JSON) -> None:
         id, figures = untrusted.number(message, "outlet"), untrusted.numbers(message, "figures")
-        outlet, resident = self.outlets.get(id), self.lives.residents.get(id)
+        outlet, resident = self.outlets.get(id), self.stays.residents.get(id)
         if len(figures) != len(FIGURES) or outlet is None or resident is None:
             raise Nonsense(f"it has figures of outlet {id}")
         used = resident.stay.network
@@ -280,7 +280,7 @@ class EgressDesk:
         self.rhythm.chatter = True
 
     def _tell_owner(self, message: JSON) -> None:
-        resident = self.lives.residents.get(untrusted.number(message, "outlet"))
+        resident = self.stays.residents.get(untrusted.number(message, "outlet"))
         if resident is not None:
             told = untrusted.text(message, "told")[: 2 * TOLD_CHARACTERS]
             resident.stay.log.say(f"Roundhouse refused a connection: {told}")
@@ -292,7 +292,7 @@ class EgressDesk:
         if outlet is None or outlet.closing_us is None:
             raise Nonsense(f"it closed outlet {id}")
         self._forget(id)
-        resident = self.lives.residents.get(id)
+        resident = self.stays.residents.get(id)
         if resident is not None and resident.exit_status is not None:
             self._exited(resident, resident.exit_status)
 

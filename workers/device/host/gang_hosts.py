@@ -10,7 +10,7 @@ from workers.device import store_io
 from workers.device.heartbeat import now_us
 from workers.device.processes.resident import Resident
 from workers.device.stay import Stay
-from workers.device.stays.lives import DeviceLives
+from workers.device.stays.device_stays import DeviceStays
 from workers.device.supervision.side_work import SideWork
 from workers.transfer import peer_auth
 from workers.transfer.peer_auth import Links, Sockets
@@ -25,11 +25,11 @@ class GangHosts:
 
     def __init__(
         self,
-        lives: DeviceLives,
+        stays: DeviceStays,
         links: Links,
         side: SideWork,
     ) -> None:
-        self.lives = lives
+        self.stays = stays
         self.links = links
         self.side = side
 
@@ -59,12 +59,12 @@ class GangHosts:
 
     def _joined(self, stay: Stay, joined: Sockets) -> None:
         stay.expects, stay.give_up_us, stay.links = "", None, joined
-        self.lives.give(HostsJoined(stay=stay.key))
+        self.stays.give(HostsJoined(stay=stay.key))
 
     def give_up(self, stay: Stay) -> None:
         """Stop waiting for a host of the task's gang that did not connect in time."""
         told = f"A host of its gang did not connect within {peer_auth.WITHIN_S:.0f} s."
-        self.lives.give(HostsMissed(stay=stay.key, told=told))
+        self.stays.give(HostsMissed(stay=stay.key, told=told))
 
     def join_coordinator(self, resident: Resident) -> None:
         """Connect to the coordinator host, now that the process of the remote ranks exists."""
@@ -78,7 +78,7 @@ class GangHosts:
     def _joined_coordinator(self, stay: Stay, joined: Sockets | BaseException) -> None:
         if isinstance(joined, BaseException):
             log.warning("cannot join the coordinator host of task %s: %s", stay.launch.task, joined)
-            self.lives.drop(stay, "unlinked")
+            self.stays.drop(stay, "unlinked")
             return
         stay.links = joined
         fds = stay.hand_over()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 
 from workers.device.processes.resident import Resident, family, kernel_memory
-from workers.device.stays.lives import DeviceLives
+from workers.device.stays.device_stays import DeviceStays
 from workers.transfer.host_context import House
 
 log = logging.getLogger(__name__)
@@ -23,8 +23,8 @@ EVERY_US = 250_000
 class HostMemoryCaps:
     """Counts the tasks with fractions of a CPU device, every EVERY_US."""
 
-    def __init__(self, house: House, lives: DeviceLives) -> None:
-        self.house, self.lives = house, lives
+    def __init__(self, house: House, stays: DeviceStays) -> None:
+        self.house, self.stays = house, stays
         self._counted_us = 0
 
     def look(self, now_us: int) -> None:
@@ -32,7 +32,7 @@ class HostMemoryCaps:
         if self.house.kind != "cpu" or now_us < self._counted_us + EVERY_US:
             return
         self._counted_us = now_us
-        for resident in list(self.lives.residents.values()):
+        for resident in list(self.stays.residents.values()):
             if resident.is_fraction and resident.pid and not resident.kill_reason:
                 self._count(resident)
 
@@ -47,4 +47,4 @@ class HostMemoryCaps:
             return  # the process has just ended; the next count says more
         if counted[0] > most_bytes + CODE_BYTES * processes:
             log.warning("task %s holds %d bytes of %d", resident.task, counted[0], most_bytes)
-            self.lives.kill(resident, "device_memory")
+            self.stays.kill(resident, "device_memory")

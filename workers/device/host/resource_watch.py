@@ -17,7 +17,7 @@ from dataclasses import replace
 from app.core.device.device_events import KillAsked
 from app.core.model.provisions.resources import CPUS, DISK, MEMORY, PROCESSES, exceeded
 from workers.device.processes.resident import Resident, family
-from workers.device.stays.lives import DeviceLives
+from workers.device.stays.device_stays import DeviceStays
 from workers.process.isolation.cgroups import ControlGroups, GroupUsage
 from workers.process.isolation.sandbox import SCRATCH
 
@@ -32,18 +32,18 @@ _TICK_US = 1_000_000 // os.sysconf("SC_CLK_TCK")
 class ResourceWatch:
     """Looks at the residents that have the slot. The use of other residents does not change."""
 
-    def __init__(self, lives: DeviceLives, groups: Callable[[], ControlGroups]) -> None:
-        self.lives, self.groups = lives, groups
+    def __init__(self, stays: DeviceStays, groups: Callable[[], ControlGroups]) -> None:
+        self.stays, self.groups = stays, groups
 
     def look(self, now_us: int) -> None:
-        for resident in list(self.lives.residents.values()):
+        for resident in list(self.stays.residents.values()):
             if not resident.kill_reason and resident.pid and now_us >= resident.look_us:
                 resident.look_us = now_us + self._every_us(resident)
                 self.measure(resident)
 
     def due_us(self) -> int | None:
         """Return when the next look is due; None while no resident runs."""
-        return min((r.look_us for r in self.lives.residents.values() if r.pid), default=None)
+        return min((r.look_us for r in self.stays.residents.values() if r.pid), default=None)
 
     def _every_us(self, resident: Resident) -> int:
         return LIMITED_US if resident.stay.spec.resources.memory_bytes else USUAL_US
@@ -60,7 +60,7 @@ class ResourceWatch:
         most = resident.stay.spec.resources.memory_bytes
         if most and held_bytes > most:
             resident.refused = exceeded(MEMORY, held_bytes, most)
-            self.lives.give(KillAsked(process=resident.id, reason=EXCEEDED))
+            self.stays.give(KillAsked(process=resident.id, reason=EXCEEDED))
 
     def _usage(self, resident: Resident) -> GroupUsage:
         """Return what the resident holds: by its control groups or, without these, by its

@@ -10,7 +10,7 @@ from typing import Any
 
 from app.core.model.provisions.tunnel import TunnelTicket, why_not_into
 from workers.device.processes.resident import Resident
-from workers.device.stays.lives import DeviceLives
+from workers.device.stays.device_stays import DeviceStays
 from workers.device.stays.spawning import Spawner
 from workers.process.isolation import sandbox
 from workers.process.wire import Trust, tenant_pair
@@ -25,8 +25,8 @@ NOT_BESIDE = (
 class TunnelOpener:
     """Opens tunnels, in the supervisor's thread; no call blocks."""
 
-    def __init__(self, lives: DeviceLives, spawner: Spawner, trust: Trust) -> None:
-        self.lives = lives
+    def __init__(self, stays: DeviceStays, spawner: Spawner, trust: Trust) -> None:
+        self.stays = stays
         self.spawner = spawner
         self.trust = trust
 
@@ -35,7 +35,7 @@ class TunnelOpener:
 
         If the process is paused, it starts its end of the tunnel when it continues.
         """
-        stay = self.lives.stays.get((ticket.task, ticket.epoch))
+        stay = self.stays.by_key.get((ticket.task, ticket.epoch))
         resident = stay.process if stay is not None else None
         if resident is None or resident.kill_reason or not resident.is_prepared:
             return NOT_HERE

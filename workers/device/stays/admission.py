@@ -8,7 +8,7 @@ from app.core.device.device_events import SlotDue
 from workers.device.heartbeat import now_us
 from workers.device.memory_tiers import Residency
 from workers.device.stay import Stay
-from workers.device.stays.lives import DeviceLives
+from workers.device.stays.device_stays import DeviceStays
 from workers.device.stays.spawning import Spawner
 from workers.device.stays.starting import TaskStarter
 from workers.device.store_io import Fetched
@@ -26,12 +26,12 @@ class Admission:
 
     def __init__(
         self,
-        lives: DeviceLives,
+        stays: DeviceStays,
         starter: TaskStarter,
         spawner: Spawner,
         residency: Residency,
     ) -> None:
-        self.lives = lives
+        self.stays = stays
         self.starter = starter
         self.spawner = spawner
         self.residency = residency
@@ -67,7 +67,7 @@ class Admission:
                 or not self.spawner.zygote.is_ready
             ):
                 continue
-            elif (shared := self.lives.find_shared(stay.shared_key)) is not None:
+            elif (shared := self.stays.find_shared(stay.shared_key)) is not None:
                 if shared.is_resting:
                     self.fetched.remove(here)
                     self.starter.renew(stay, fetched, shared)
@@ -76,9 +76,9 @@ class Admission:
             elif self._find_room(stay, now):
                 self.fetched.remove(here)
                 self.starter.spawn(stay, fetched)
-            elif self.lives.machine.slot.rota.is_heir(stay.launch.task):
+            elif self.stays.machine.slot.rota.is_heir(stay.launch.task):
                 # no task yields to a standby task, which is launched again when its turn comes
-                self.lives.pause(stay)
+                self.stays.pause(stay)
             else:
                 self._end_a_frozen(now)
                 self._squeeze(now)
@@ -99,24 +99,24 @@ class Admission:
             return True
         self.residency.lacks = "places"
         # the kernel frees the disk of a process some time after the process has ended
-        is_freeing = any(r.kill_reason for r in self.lives.residents.values())
+        is_freeing = any(r.kill_reason for r in self.stays.residents.values())
         if is_freeing or self.residency.end_one():
             return False
         if now >= stay.arrived_us + ROOM_WITHIN_US:
-            self.lives.pause(stay)
+            self.stays.pause(stay)
         return False
 
     def _are_enough_ready(self) -> bool:
         """True if as many processes as may be made ready ahead have not begun their task."""
-        ready = [r for r in self.lives.residents.values() if r.stay.state == "seating"]
+        ready = [r for r in self.stays.residents.values() if r.stay.state == "seating"]
         return len(ready) >= READY_AHEAD
 
     def _squeeze(self, now: int) -> None:
         """If not all tasks that share the device fit in its memory, pause the one with the most
         device time.
         """
-        slot = self.lives.machine.slot
-        beside = [s for s in self.lives.stays.values() if s.state == "seating" and s.launch.beside]
+        slot = self.stays.machine.slot
+        beside = [s for s in self.stays.by_key.values() if s.state == "seating" and s.launch.beside]
         beside = [stay for stay in beside if stay.record.behind_until_us is None]
         waits = [stay for stay in beside if not slot.rota.is_heir(stay.launch.task)]
         if not self.residency.lacks or not waits:
@@ -127,7 +127,7 @@ class Admission:
         arrived_us = [stay.arrived_us for stay in waits]
         newest_us = max(arrived_us + [stay.arrived_us for stay in here.values()])
         if here and now >= newest_us + SQUEEZE_US:
-            self.lives.pause(self.lives.stays[here[slot.best_served(here, now)].key])
+            self.stays.pause(self.stays.by_key[here[slot.best_served(here, now)].key])
 
     def _end_a_frozen(self, now: int) -> None:
         """End a frozen command to free memory, as the last resort, if the slot would otherwise stay
@@ -137,7 +137,7 @@ class Admission:
         longest among those with a durable working folder; it starts again in its folder.
         """
         if (
-            self.lives.holder is not None
+            self.stays.holder is not None
             or not self.residency.lacks
             or now < self.lacking_until_us()
         ):
@@ -148,10 +148,10 @@ class Admission:
             longest = min(kept, key=lambda r: (not r.is_durable, r.paused_us))
             told = "" if longest.is_durable else "; it begins again in its folder"
             log.warning("%s ends to make room%s", longest.task, told)
-            self.lives.evict(longest)
+            self.stays.evict(longest)
 
     def lacking_until_us(self) -> int:
-        waits_us = [s.arrived_us for s in self.lives.stays.values() if s.state == "seating"]
+        waits_us = [s.arrived_us for s in self.stays.by_key.values() if s.state == "seating"]
         return min(waits_us, default=now_us()) + ROOM_WITHIN_US
 
     def end_round(self) -> None:
@@ -162,4 +162,4 @@ class Admission:
         away = frozenset(r.id for r in self.residency.living if r.level != "device")
         waiting = frozenset(stay.launch.task for stay, _ in self.fetched)
         is_short = bool(self.residency.lacks)
-        self.lives.give(SlotDue(is_short=is_short, waiting=waiting, away=away))
+        self.stays.give(SlotDue(is_short=is_short, waiting=waiting, away=away))

@@ -7,8 +7,8 @@ from app.core.device.stay_state import StayState
 from app.core.model.provisions.resources import MEMORY
 from workers.device.host.egress import EgressDesk
 from workers.device.processes.resident import Resident
+from workers.device.stays.device_stays import DeviceStays
 from workers.device.stays.listening import ResidentListener
-from workers.device.stays.lives import DeviceLives
 from workers.device.stays.spawning import Spawner
 from workers.device.stays.storing import ResultStore
 from workers.device.supervision.side_work import SideWork
@@ -22,14 +22,14 @@ class ResidentExits:
 
     def __init__(
         self,
-        lives: DeviceLives,
+        stays: DeviceStays,
         listener: ResidentListener,
         spawner: Spawner,
         storing: ResultStore,
         side: SideWork,
         egress: EgressDesk,
     ) -> None:
-        self.lives = lives
+        self.stays = stays
         self.listener = listener
         self.spawner = spawner
         self.storing = storing
@@ -59,5 +59,5 @@ class ResidentExits:
         else:
             self.side.close(resident.close_stores)
         self.side.remove(resident.room.scratch)
-        self.lives.give(ProcessExited(process=resident.id))
-        del self.lives.residents[resident.id]
+        self.stays.give(ProcessExited(process=resident.id))
+        del self.stays.residents[resident.id]

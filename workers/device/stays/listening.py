@@ -11,7 +11,7 @@ from typing import Any
 
 from workers.device.heartbeat import Rhythm, now_us
 from workers.device.processes.resident import Resident
-from workers.device.stays.lives import DeviceLives
+from workers.device.stays.device_stays import DeviceStays
 from workers.device.supervision.side_work import SideWork
 from workers.process import untrusted
 from workers.process.untrusted import Nonsense
@@ -37,13 +37,13 @@ class ResidentListener:
         self,
         selector: selectors.BaseSelector,
         side: SideWork,
-        lives: DeviceLives,
+        stays: DeviceStays,
         rhythm: Rhythm,
         exited: Callable[[Resident, int], None],
     ) -> None:
         self.selector = selector
         self.side = side
-        self.lives = lives
+        self.stays = stays
         self.rhythm = rhythm
         self._exited = exited
         self.handlers: dict[str, Handler] = {}  # kind of message -> its handler
@@ -94,7 +94,7 @@ class ResidentListener:
             return
         if resident.calm.left < 0:
             log.warning("task %s sends too many messages", resident.task)
-            self.lives.kill(resident, "flood")
+            self.stays.kill(resident, "flood")
         if muted_us or resident.kill_reason:
             self._listen_no_more(resident)
         if muted_us and not resident.kill_reason:
@@ -126,7 +126,7 @@ class ResidentListener:
     def _speaks_nonsense(self, resident: Resident, error: BaseException) -> None:
         if not resident.kill_reason:
             log.warning("task %s sent a malformed message: %s", resident.task, error)
-        self.lives.kill(resident, "nonsense")
+        self.stays.kill(resident, "nonsense")
 
     def _listen_no_more(self, resident: Resident) -> None:
         if resident.wire in self.selector.get_map():

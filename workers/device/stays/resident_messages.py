@@ -19,8 +19,8 @@ from workers.device.heartbeat import Rhythm, now_us
 from workers.device.host.gang_hosts import GangHosts
 from workers.device.memory_tiers import Residency
 from workers.device.processes.resident import Resident
+from workers.device.stays.device_stays import DeviceStays
 from workers.device.stays.listening import Handler, read_printed
-from workers.device.stays.lives import DeviceLives
 from workers.process import untrusted
 from workers.process.isolation.cgroups import ControlGroups
 from workers.process.untrusted import Nonsense
@@ -35,14 +35,14 @@ class ResidentMessages:
     def __init__(
         self,
         house: House,
-        lives: DeviceLives,
+        stays: DeviceStays,
         hosts: GangHosts,
         residency: Residency,
         rhythm: Rhythm,
         groups: Callable[[], ControlGroups],
     ) -> None:
         self.house = house
-        self.lives = lives
+        self.stays = stays
         self.hosts = hosts
         self.residency = residency
         self.rhythm = rhythm
@@ -58,7 +58,7 @@ class ResidentMessages:
         resident.preset = untrusted.table(message, "preset")
         resident.capabilities = untrusted.words(message, "capabilities")
         step = untrusted.number(message, "step")
-        self.lives.give(ProcessPrepared(process=resident.id, step=step))
+        self.stays.give(ProcessPrepared(process=resident.id, step=step))
         if resident.stay.is_outpost and resident.stay.state == "seating":
             self.hosts.join_coordinator(resident)
 
@@ -71,7 +71,7 @@ class ResidentMessages:
         resident.idle_us = untrusted.number({"idle_us": 0, **message}, "idle_us")
         told = untrusted.number(message, "memory_bytes")
         spilled = untrusted.number({"spilled_bytes": 0, **message}, "spilled_bytes")
-        self.lives.give(ProcessProgressed(process=resident.id, step=step))
+        self.stays.give(ProcessProgressed(process=resident.id, step=step))
         house, now = self.house, now_us()
         resident.memory_bytes = resident.bounded_memory(told, house.memory_bytes, house.kind, now)
         resident.spilled_bytes = resident.bounded_spill(
@@ -85,15 +85,15 @@ class ResidentMessages:
         self.rhythm.chatter = True
 
     def still(self, resident: Resident, message: JSON) -> None:
-        self.lives.give(ProcessStood(process=resident.id, is_still=True))
+        self.stays.give(ProcessStood(process=resident.id, is_still=True))
 
     def moving(self, resident: Resident, message: JSON) -> None:
-        self.lives.give(ProcessStood(process=resident.id, is_still=False))
+        self.stays.give(ProcessStood(process=resident.id, is_still=False))
 
     def paused(self, resident: Resident, message: JSON) -> None:
         lacks = _late_input(resident, message, "lacks") if "lacks" in message else ""
         resident.shells.seat(is_seated=False)
-        self.lives.give(
+        self.stays.give(
             ProcessPaused(
                 process=resident.id,
                 step=untrusted.number(message, "step"),
@@ -106,10 +106,10 @@ class ResidentMessages:
     def resized(self, resident: Resident, message: JSON) -> None:
         slots = untrusted.numbers(message, "seats")
         step = untrusted.number(message, "step")
-        self.lives.give(ProcessResized(process=resident.id, step=step, slots=slots))
+        self.stays.give(ProcessResized(process=resident.id, step=step, slots=slots))
 
     def ending(self, resident: Resident, message: JSON) -> None:
-        self.lives.give(ProcessEnding(process=resident.id))
+        self.stays.give(ProcessEnding(process=resident.id))
 
     def last(self, resident: Resident, message: JSON) -> None:
         """Keep the final message until the process has ended and all its output was read.
@@ -127,7 +127,7 @@ class ResidentMessages:
         if rests:
             read_printed(resident)
         concluded = ProcessConcluded(process=resident.id, step=step, word=word, rests=rests)
-        self.lives.give(concluded)
+        self.stays.give(concluded)
         if resident.is_resting:
             resident.stay.log.end()
             resident.rest()

@@ -19,7 +19,7 @@ from workers.device.heartbeat import Rhythm, now_us
 from workers.device.processes import resident_records
 from workers.device.processes.resident import Resident
 from workers.device.processes.zygote_handle import Zygote
-from workers.device.stays.lives import DeviceLives
+from workers.device.stays.device_stays import DeviceStays
 from workers.device.supervision.reports import DeviceReports
 from workers.process import volumes
 from workers.process.isolation import cgroups, uids
@@ -47,14 +47,14 @@ class Spawner:
         self,
         house: House,
         selector: selectors.BaseSelector,
-        lives: DeviceLives,
+        stays: DeviceStays,
         reports: DeviceReports,
         rhythm: Rhythm,
         exited: Callable[[Resident, int], None],
     ) -> None:
         self.house = house
         self.selector = selector
-        self.lives = lives
+        self.stays = stays
         self.reports = reports
         self.rhythm = rhythm
         self._exited = exited
@@ -176,7 +176,7 @@ class Spawner:
         if asked.disk_bytes:
             size_bytes = volumes.with_overhead(asked.disk_bytes)
         files = 1
-        if begun := self.lives.residents.values():
+        if begun := self.stays.residents.values():
             # some may not have reserved theirs yet, and neither may those of other devices
             files += sum(not r.is_prepared for r in begun) + BEGUN_ELSEWHERE
         return volumes.has_room(self.template.parent, files * size_bytes)
@@ -206,7 +206,7 @@ class Spawner:
                 case "spawned":
                     self._spawned(message, wire.fds.pop(0))
                 case "exited":
-                    self._exited(self.lives.residents[message["id"]], message["status"])
+                    self._exited(self.stays.residents[message["id"]], message["status"])
         if wire.closed:
             self._zygote_gone()
 
@@ -318,8 +318,8 @@ class Spawner:
         self.selector.unregister(self.zygote.wire)
         self.zygote.end()
         self.zygote = None
-        for resident in list(self.lives.residents.values()):
-            self.lives.kill(resident, "zygote")
+        for resident in list(self.stays.residents.values()):
+            self.stays.kill(resident, "zygote")
             if resident.pidfd is None:
                 self._exited(resident, -9)  # its process never began
             else:
@@ -361,7 +361,7 @@ class Spawner:
         return room
 
     def _spawned(self, message: JSON, pidfd: int) -> None:
-        resident = self.lives.residents[message["id"]]
+        resident = self.stays.residents[message["id"]]
         resident.pid, resident.pidfd = message["pid"], pidfd
         if resident.kill_reason:
             resident.kill()

@@ -22,8 +22,8 @@ from workers.device.host.mounts import CannotMount, DeviceMounts
 from workers.device.processes.resident import Adoption, Resident
 from workers.device.stay import Stay
 from workers.device.stays.command_images import CommandImages
+from workers.device.stays.device_stays import DeviceStays
 from workers.device.stays.listening import ResidentListener
-from workers.device.stays.lives import DeviceLives
 from workers.device.stays.spawning import Spawner
 from workers.device.store_io import Fetched
 from workers.device.supervision.late_inputs import LateInputs
@@ -47,7 +47,7 @@ class TaskStarter:
     def __init__(
         self,
         house: House,
-        lives: DeviceLives,
+        stays: DeviceStays,
         trust: Trust,
         spawner: Spawner,
         listener: ResidentListener,
@@ -57,7 +57,7 @@ class TaskStarter:
         egress: EgressDesk,
     ) -> None:
         self.house = house
-        self.lives = lives
+        self.stays = stays
         self.trust = trust
         self.spawner = spawner
         self.listener = listener
@@ -70,7 +70,7 @@ class TaskStarter:
     def spawn(self, stay: Stay, fetched: Fetched) -> None:
         assert self.spawner.zygote is not None
         if told := self._lacks(stay, fetched):
-            self.lives.fail(stay, "exit", told, "unfetched")
+            self.stays.fail(stay, "exit", told, "unfetched")
             fetched.close()
             return
         try:
@@ -79,14 +79,14 @@ class TaskStarter:
             mounts += self.mounts.of_folders(fetched.folders, walls)
             self.mounts.check_image(fetched.root, mounts, walls)
         except CannotMount as error:
-            self.lives.fail(stay, "mount", str(error), "unfetched")
+            self.stays.fail(stay, "mount", str(error), "unfetched")
             fetched.close()
             return
         self.spawner.last_id += 1
         try:
             room = self._limited_room(stay, fetched)
         except CannotLimit as error:
-            self.lives.fail(stay, "exit", str(error), "unfetched")
+            self.stays.fail(stay, "exit", str(error), "unfetched")
             fetched.close()
             return
         wire, control = tenant_pair()
@@ -126,7 +126,7 @@ class TaskStarter:
         )
         resident.measure()
         store_io.close_all([control.detach(), bulk_end.detach(), *writes, *outlet])
-        self.lives.residents[resident.id] = resident
+        self.stays.residents[resident.id] = resident
         stay.resident = resident
         # Commands and remote ranks manage their own memory.
         resident.may_leave = not (resident.is_command or stay.is_outpost)
@@ -141,7 +141,7 @@ class TaskStarter:
         store_io.close_all([fetched.slab, *fetched.locks])
         if fetched.environment is not None:
             fetched.environment.close()
-        self.lives.give(ProcessRenewed(process=resident.id, stay=stay.key))
+        self.stays.give(ProcessRenewed(process=resident.id, stay=stay.key))
         resident.begin_again(stay)
         self._begin_task(resident, fetched)
 
@@ -240,7 +240,7 @@ class TaskStarter:
     def _begin(self, stay: Stay, sort: str, fetched: Fetched) -> ProcessRecord:
         """Tell the machine of the new process; return what the machine knows of it."""
         id, image = self.spawner.last_id, fetched.image
-        self.lives.give(
+        self.stays.give(
             ProcessBegan(
                 process=id,
                 stay=stay.key,
@@ -248,7 +248,7 @@ class TaskStarter:
                 saved_step=None if image is None else image.step,
             )
         )
-        return self.lives.machine.processes[id]
+        return self.stays.machine.processes[id]
 
     def _start(self, stay: Stay, room: Room, fetched: Fetched) -> TaskStart:
         launch, image = stay.launch, None

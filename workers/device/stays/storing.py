@@ -17,7 +17,7 @@ from workers.device.heartbeat import Rhythm, now_us
 from workers.device.processes.resident import Leaving, Resident, Saving
 from workers.device.stay import Stay
 from workers.device.stays.command_images import CommandImages, StoredTree, no_tree
-from workers.device.stays.lives import DeviceLives
+from workers.device.stays.device_stays import DeviceStays
 from workers.device.store_io import OutOfStep
 from workers.device.supervision.side_work import SideWork
 from workers.process import untrusted
@@ -67,13 +67,13 @@ class ResultStore:
         self,
         receive: Callable[[Any], None],
         house: House,
-        lives: DeviceLives,
+        stays: DeviceStays,
         rhythm: Rhythm,
         side: SideWork,
     ) -> None:
         self._receive = receive
         self.house = house
-        self.lives = lives
+        self.stays = stays
         self.rhythm = rhythm
         self.side = side
         # residents that have ended, but whose data a thread still stores
@@ -210,7 +210,7 @@ class ResultStore:
         else:
             # done before its stub is told, which lets the command run on
             if stored.tree.is_damaged:
-                self.lives.kill(resident, "damaged")
+                self.stays.kill(resident, "damaged")
             resident.send("kept", what="image")
             self._tell_stored(resident, step, now_us() - began_us, stored, told)
         self._close_if_gone(resident)
@@ -241,7 +241,7 @@ class ResultStore:
         )
         self._remember_image(resident, resident.saved.ref)
         self.tell_saved(resident.stay, resident.saved)
-        self.lives.give(ImageKept(process=resident.id, step=step))
+        self.stays.give(ImageKept(process=resident.id, step=step))
 
     def _remember_image(self, resident: Resident, image: CheckpointRef) -> None:
         """Remember the image as the newest of its task.
@@ -293,10 +293,10 @@ class ResultStore:
             return
         log.error("task %s: cannot store its %s: %s", resident.task, what, error)
         if isinstance(error, OutOfStep):
-            self.lives.kill(resident, "nonsense")
+            self.stays.kill(resident, "nonsense")
             return
         if isinstance(error, DamagedAndNotStored):
-            self.lives.kill(resident, "damaged")
+            self.stays.kill(resident, "damaged")
             return
         resident.send("kept", what=what, error=str(error), files=0)
         if what == "image":
@@ -317,7 +317,7 @@ class ResultStore:
         )
         # While co-located tasks take turns, the next report comes soon and includes this event.
         self.rhythm.chatter = True
-        self.rhythm.happened |= self.lives.holder is None
+        self.rhythm.happened |= self.stays.holder is None
 
 
 def _image_with_processes(resident: Resident) -> Saving | None:

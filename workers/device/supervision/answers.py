@@ -13,7 +13,7 @@ from workers.device.host.health import DeviceHealth
 from workers.device.host.mounts import DeviceMounts
 from workers.device.memory_tiers import Residency
 from workers.device.prefetch import Lookout
-from workers.device.stays.lives import DeviceLives
+from workers.device.stays.device_stays import DeviceStays
 from workers.device.supervision.late_inputs import LateInputs
 from workers.device.supervision.reports import DeviceReports
 from workers.device.supervisor_watchdog import Watchdog
@@ -26,7 +26,7 @@ class AnswerDesk:
     def __init__(
         self,
         house: House,
-        lives: DeviceLives,
+        stays: DeviceStays,
         late: LateInputs,
         reports: DeviceReports,
         residency: Residency,
@@ -37,7 +37,7 @@ class AnswerDesk:
         mounts: DeviceMounts,
     ) -> None:
         self.house = house
-        self.lives = lives
+        self.stays = stays
         self.late = late
         self.reports = reports
         self.residency = residency
@@ -48,35 +48,35 @@ class AnswerDesk:
         self.mounts = mounts
 
     def receive(self, answer: Answer) -> None:
-        if not self.lives.machine.is_fresh(answer):
+        if not self.stays.machine.is_fresh(answer):
             return
-        self.lives.give(AnswerCame(answer=answer))
+        self.stays.give(AnswerCame(answer=answer))
         self.watchdog.limit_s = answer.lease_us / 1e6
         self.reports.forget_hung()
         self.health.check(answer.check)
         self.reports.environments.told(answer.environments)
         self.mounts.told(answer.mounts, FOLDER)
         self.mounts.told(answer.images, IMAGE)
-        for stay in list(self.lives.stays.values()):
+        for stay in list(self.stays.by_key.values()):
             name = messages.key(*stay.key)
             stay.heard(answer.heard.get(name, 0), answer.sent_us)
             stay.log.acknowledged(answer.logged.get(name, 0))
             if stay.is_over():
-                self.lives.give(StayForgotten(stay=stay.key))
+                self.stays.give(StayForgotten(stay=stay.key))
         self.residency.expected, self.residency.guest_bytes = answer.next, answer.guest_bytes
         for given in answer.given:
             self.late.given(given)
         self._may_stay(is_wanted=answer.wanted)
-        self.lookout.expect(answer.expect, here=[task for task, _ in self.lives.stays])
+        self.lookout.expect(answer.expect, here=[task for task, _ in self.stays.by_key])
         self.rhythm.chatter |= bool(answer.expect)  # more of the image will soon be prefetched
 
     def _may_stay(self, *, is_wanted: bool) -> None:
         """Tell a task that waits for an input how long it may hold the slot while it waits."""
-        holders = self.lives.holders
+        holders = self.stays.holders
         still = [holder for holder in holders if holder.stay.stands_still]
         is_wanted |= any(
             stay.state in ("seating", "running")
-            for stay in self.lives.stays.values()
+            for stay in self.stays.by_key.values()
             if all(stay is not holder.stay for holder in holders)
         )
         patience_s = self.house.patience_s if is_wanted else self.house.at_rest_s

@@ -38,7 +38,7 @@ from workers.device.prefetch import Lookout
 from workers.device.processes.resident import Resident
 from workers.device.stay import Stay
 from workers.device.stays.admission import Admission
-from workers.device.stays.lives import DeviceLives
+from workers.device.stays.device_stays import DeviceStays
 from workers.device.stays.storing import ResultStore
 from workers.device.stays.verdicts import last_word
 from workers.device.store_io import Fetched, NotFetched
@@ -57,7 +57,7 @@ class InstructionRunner:
         self,
         house: House,
         trust: Trust,
-        lives: DeviceLives,
+        stays: DeviceStays,
         hosts: GangHosts,
         storing: ResultStore,
         late: LateInputs,
@@ -71,7 +71,7 @@ class InstructionRunner:
     ) -> None:
         self.house = house
         self.trust = trust
-        self.lives = lives
+        self.stays = stays
         self.hosts = hosts
         self.storing = storing
         self.late = late
@@ -107,17 +107,17 @@ class InstructionRunner:
 
     def _find(self, key: StayKey) -> Stay | None:
         """Return the stay; None if it was forgotten."""
-        return self.lives.stays.get(key)
+        return self.stays.by_key.get(key)
 
     # --- stays ---
 
     def _open_stay(self, opening: OpenStay, now: int) -> None:
         key = opening.launch.task, opening.launch.epoch
-        record = self.lives.machine.stays[key]
-        self.lives.stays[key] = Stay.of(opening.launch, record)
+        record = self.stays.machine.stays[key]
+        self.stays.by_key[key] = Stay.of(opening.launch, record)
 
     def _fetch_inputs(self, fetching: FetchInputs, now: int) -> None:
-        stay = self.lives.stays[fetching.stay]
+        stay = self.stays.by_key[fetching.stay]
         launch, house, came = stay.launch, self.house, self.lookout.came
         taken = self.lookout.launched(launch.task)
         self.side.aside(
@@ -130,11 +130,11 @@ class InstructionRunner:
         if isinstance(fetched, Fetched):
             self.admission.take(stay, fetched)
         elif isinstance(fetched, NotFetched):
-            self.lives.fail(stay, fetched.cause, fetched.message, "unfetched")
+            self.stays.fail(stay, fetched.cause, fetched.message, "unfetched")
         else:
             log.error("cannot fetch the inputs of task %s", stay.launch.task, exc_info=fetched)
             told = f"Its inputs could not be fetched: {type(fetched).__name__}."
-            self.lives.fail(stay, "store", told, "unfetched")
+            self.stays.fail(stay, "store", told, "unfetched")
 
     def _tell_island(self, telling: TellIsland, now: int) -> None:
         if (stay := self._find(telling.stay)) is not None:
@@ -147,10 +147,10 @@ class InstructionRunner:
             self.hosts.forget(stay)
 
     def _forget_stay(self, forgetting: ForgetStay, now: int) -> None:
-        self.lives.stays.pop(forgetting.stay)
+        self.stays.by_key.pop(forgetting.stay)
 
     def _expect_hosts(self, expecting: ExpectHosts, now: int) -> None:
-        self.hosts.expect(self.lives.stays[expecting.stay], expecting.slots, expecting.how)
+        self.hosts.expect(self.stays.by_key[expecting.stay], expecting.slots, expecting.how)
 
     def _forget_hosts(self, forgetting: ForgetHosts, now: int) -> None:
         if (stay := self._find(forgetting.stay)) is not None:
@@ -165,8 +165,8 @@ class InstructionRunner:
     # --- processes ---
 
     def _continue_process(self, continuing: ContinueProcess, now: int) -> None:
-        resident = self.lives.residents[continuing.process]
-        before, stay = resident.stay, self.lives.stays[continuing.stay]
+        resident = self.stays.residents[continuing.process]
+        before, stay = resident.stay, self.stays.by_key[continuing.stay]
         stay.goes_on_from(before)
         before.log.end()
         stay.resumed, stay.resident, resident.stay = "resident", resident, stay
@@ -180,7 +180,7 @@ class InstructionRunner:
     def _send_word(self, sending: SendWord, now: int) -> None:
         if self.presets.keeps_back(sending.process, lambda at: self._send_word(sending, at)):
             return
-        resident = self.lives.residents[sending.process]
+        resident = self.stays.residents[sending.process]
         if sending.word == "pause":
             resident.send("pause", **self.residency.with_pause(resident, now))
         elif sending.word == "resize":
@@ -189,11 +189,11 @@ class InstructionRunner:
             resident.send(sending.word)
 
     def _give_notice(self, giving: GiveNotice, now: int) -> None:
-        resident = self.lives.residents[giving.process]
+        resident = self.stays.residents[giving.process]
         resident.send("notice", why=giving.why, left_us=giving.until_us - now)
 
     def _give_slot(self, giving: GiveSlot, now: int) -> None:
-        resident = self.lives.residents[giving.process]
+        resident = self.stays.residents[giving.process]
         self.presets.begin(resident, lambda at: self._go(resident, giving, at), now)
 
     def _go(self, resident: Resident, giving: GiveSlot, now: int) -> None:
@@ -221,12 +221,12 @@ class InstructionRunner:
             ways=stay.ways,
         )
         if stay.spec.run.kind == "function":  # such a task cannot pause, and may end in a moment
-            self.rhythm.soon(now, is_followed=self.lives.machine.is_followed)
+            self.rhythm.soon(now, is_followed=self.stays.machine.is_followed)
         else:
             self.rhythm.happened = True
 
     def _kill_process(self, killing: KillProcess, now: int) -> None:
-        resident = self.lives.residents[killing.process]
+        resident = self.stays.residents[killing.process]
         if killing.reason == "lease":
             log.warning(
                 "%s lost its island during a step of %s, which was ended",
@@ -238,12 +238,12 @@ class InstructionRunner:
         resident.kill()
 
     def _tell_saved(self, telling: TellSaved, now: int) -> None:
-        resident = self.lives.residents[telling.process]
+        resident = self.stays.residents[telling.process]
         assert resident.saved is not None
         self.storing.tell_saved(resident.stay, resident.saved)
 
     def _tell_verdict(self, telling: TellVerdict, now: int) -> None:
-        resident = self.lives.residents[telling.process]
+        resident = self.stays.residents[telling.process]
         stay = resident.stay
         said = last_word(resident, was_stopping=telling.was_stopping)
         stay.tell(said.pop("is"), now, **said)

@@ -14,7 +14,7 @@ from workers.device.heartbeat import now_us
 from workers.device.prefetch import Lookout
 from workers.device.processes.resident import Resident
 from workers.device.stay import Stay
-from workers.device.stays.lives import DeviceLives
+from workers.device.stays.device_stays import DeviceStays
 from workers.device.supervision.side_work import SideWork
 from workers.transfer.host_context import House
 
@@ -27,17 +27,17 @@ class LateInputs:
     def __init__(
         self,
         house: House,
-        lives: DeviceLives,
+        stays: DeviceStays,
         lookout: Lookout,
         side: SideWork,
     ) -> None:
         self.house = house
-        self.lives = lives
+        self.stays = stays
         self.lookout = lookout
         self.side = side
 
     def given(self, given: Given) -> None:
-        stay = self.lives.stays.get((given.task, given.epoch))
+        stay = self.stays.by_key.get((given.task, given.epoch))
         if stay is not None:
             stay.is_given(given.port, given.source)
             self.bring(stay)
@@ -91,4 +91,4 @@ class LateInputs:
             stay.coming.discard(port)
             return
         told = f"Its input {port} could not be fetched: {type(error).__name__}: {error}"
-        self.lives.fail(stay, "store", told, "unfetched")
+        self.stays.fail(stay, "store", told, "unfetched")

@@ -16,7 +16,7 @@ from workers.device.host.mounts import DeviceMounts
 from workers.device.memory_tiers import Residency
 from workers.device.prefetch import Lookout
 from workers.device.stay import log_lines
-from workers.device.stays.lives import DeviceLives
+from workers.device.stays.device_stays import DeviceStays
 from workers.transfer.host_context import House
 from workers.transfer.peer_auth import Links
 from workers.transfer.peer_blocks import Giver
@@ -32,7 +32,7 @@ class DeviceReports:
         house: House,
         transport: HeartbeatTransport,
         rhythm: Rhythm,
-        lives: DeviceLives,
+        stays: DeviceStays,
         residency: Residency,
         lookout: Lookout,
         links: Links,
@@ -43,7 +43,7 @@ class DeviceReports:
     ) -> None:
         self.house = house
         self.rhythm = rhythm
-        self.lives = lives
+        self.stays = stays
         self.residency = residency
         self.lookout = lookout
         self.links = links
@@ -89,16 +89,16 @@ class DeviceReports:
 
     def report_if_due(self) -> None:
         now = now_us()
-        if self.may_report() and now >= self.rhythm.due_us(self.lives.machine.lease.answered_us):
+        if self.may_report() and now >= self.rhythm.due_us(self.stays.machine.lease.answered_us):
             self.rhythm.reported(now)
             self.pulse.say(self.alive())
 
     def alive(self, *, leaving: bool = False) -> Alive:
         now = now_us()
-        self.lives.give(ReportDue())
-        for resident in self.lives.residents.values():
+        self.stays.give(ReportDue())
+        for resident in self.stays.residents.values():
             resident.measure()
-        stays = list(self.lives.stays.values())
+        stays = list(self.stays.by_key.values())
         held = [] if leaving else [s.view(now) for s in stays if s.state != "dropped"]
         return Alive(
             device=self.house.device,
@@ -112,7 +112,7 @@ class DeviceReports:
             links=self.links.place,
             secret=self.giver.secret,
             hung=self.hung,
-            grace_us=self.lives.machine.lease.asked_us,
+            grace_us=self.stays.machine.lease.asked_us,
             health=self.health.report(),
         )
 

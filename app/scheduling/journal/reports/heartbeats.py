@@ -26,7 +26,7 @@ from app.scheduling.journal import (
     losses,
     packages_ahead,
     sessions,
-    sums,
+    settlement,
     task_writer,
     tickets,
 )
@@ -103,7 +103,7 @@ def _record_apart(
     try:
         with task_writer.savepoint(session):
             found = _record(session, alive, believed, ahead, careful=True)
-            sums.write_down(session)
+            settlement.write_down(session)
             return found
     except (OperationalError, InterfaceError):
         raise  # the database went away: nothing is wrong with the heartbeat
@@ -118,7 +118,7 @@ def record(session: Session, alive: Alive) -> Recorded | None:
     """
     believed = device_rows.lock(session, [alive])
     found = _record(session, alive, believed, _PackagesByIsland(session, [alive]), careful=True)
-    sums.write_down(session)
+    settlement.write_down(session)
     return found
 
 

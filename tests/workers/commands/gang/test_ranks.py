@@ -151,7 +151,7 @@ def test_failed_rank_is_named_and_ends_the_others(rig, how, told, detail):
     failed = rig.event(Failed, "t1", timeout_s=IMPORTS_S)
     assert failed.message == told
     assert detail in failed.detail
-    rig.until(lambda: not rig.supervisor.lives.residents)
+    rig.until(lambda: not rig.supervisor.stays.residents)
 
 
 def test_first_failed_rank_of_a_program_without_python_is_named(rig):
@@ -189,7 +189,7 @@ def test_all_ranks_begin_again_in_the_folder_after_a_loss_with_the_same_bits(rig
     rig.pause("t1")
     saved = rig.event(Saved, "t1")
     rig.drop.append(["t1", 1])
-    rig.until(lambda: not rig.supervisor.lives.residents)
+    rig.until(lambda: not rig.supervisor.stays.residents)
     train(rig, epoch=2, images=[rig.image(saved)])
     started = rig.event(Started, "t1", 2)
     assert (started.resumed, started.step) == ("folder", saved.step)

@@ -173,7 +173,7 @@ def test_rank_that_dies_ends_the_others_and_each_is_told(host):
         "rank 2: It was ended by SIGKILL; perhaps it ran out of memory.",
         "rank 3: It was ended with the others.",
     ]
-    rig.until(lambda: not rig.supervisor.lives.residents)
+    rig.until(lambda: not rig.supervisor.stays.residents)
 
 
 def test_command_whose_devices_have_workers_of_another_home_is_told_so(host):

@@ -29,13 +29,13 @@ def running(rig):
 def beside(rig):
     """Processes that the zygote started, but for residents."""
     zygote = rig.supervisor.spawner.zygote.process.pid
-    residents = {each.pid for each in list(rig.supervisor.lives.residents.values())}
+    residents = {each.pid for each in list(rig.supervisor.stays.residents.values())}
     return [each for child in children(zygote) if child.pid not in residents
             for each in (child, *children(child, recursive=True))]  # fmt: skip
 
 
 def test_shell_is_in_the_walls_of_the_job(running):
-    resident = next(iter(running.supervisor.lives.residents.values()))
+    resident = next(iter(running.supervisor.stays.residents.values()))
     with FarEnd(running, ticket_for("t1")) as far:
         far.type("echo $(id -u) $PWD $ROUNDHOUSE_TASK; exit 3\n")
         assert far.to_the_end() == 3
@@ -58,7 +58,7 @@ def test_shell_is_in_the_walls_of_the_job(running):
 
 
 def test_shell_has_the_control_groups_of_the_job(running):
-    resident = next(iter(running.supervisor.lives.residents.values()))
+    resident = next(iter(running.supervisor.stays.residents.values()))
     with FarEnd(running, ticket_for("t1")) as far:
         far.type("echo rea''dy\n")
         far.until("ready")
@@ -84,7 +84,7 @@ def test_zygote_never_has_what_a_shell_gets(rig):
 
 @pytest.mark.security
 def test_shell_reaches_neither_the_platform_nor_other_privileges(running):
-    resident = next(iter(running.supervisor.lives.residents.values()))
+    resident = next(iter(running.supervisor.stays.residents.values()))
     inner_end, tried = "set -- $(cat /proc/$PPID/stat); p=$4", (
         "mount -t tmpfs x /tmp", "unshare -U true", "chroot / true", "true >> /etc/passwd",
         "cat /proc/$p/maps", "cat /proc/$p/environ", "ls /proc/$p/fd", "ls /proc/$p/root/",
@@ -113,7 +113,7 @@ def test_job_ends_with_the_process_that_would_stop_its_shell(running, number):
     with FarEnd(running, ticket_for("t1")) as far:
         far.type(f"sleep 600 & set -- $(cat /proc/$PPID/stat); kill -{number} $4\n")
         assert "SIGKILL" in running.event(Failed, "t1").message
-    running.until(lambda: not running.supervisor.lives.residents and not beside(running))
+    running.until(lambda: not running.supervisor.stays.residents and not beside(running))
 
 
 def test_shell_stands_still_with_its_paused_job_and_goes_on(running):
@@ -156,7 +156,7 @@ def test_shell_changes_no_bit_of_its_job_and_ends_with_it(rig):
         rig.let_end("t1")
         assert rig.event(Finished, "t1").result == alone("jobs:Everything", params)["result"]
         assert far.to_the_end() is None
-    rig.until(lambda: not rig.supervisor.lives.residents and not beside(rig))
+    rig.until(lambda: not rig.supervisor.stays.residents and not beside(rig))
 
 
 def test_shell_ends_when_its_user_is_gone(running):

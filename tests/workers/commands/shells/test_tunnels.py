@@ -66,7 +66,7 @@ def test_shell_is_a_terminal_inside_the_walls_of_the_task(running):
 
 def commands(rig):
     """The processes of the task as (process id, words); some may end meanwhile."""
-    (resident,) = rig.supervisor.lives.residents.values()
+    (resident,) = rig.supervisor.stays.residents.values()
     return [(each.pid, words_of(each)) for each in children(resident.pid, recursive=True)]
 
 
@@ -129,7 +129,7 @@ def test_shell_ends_with_its_command(rig):
         far.type("touch over; sleep 600\n")
         assert far.to_the_end() is None
     rig.event(Finished, "t1")
-    rig.until(lambda: not rig.supervisor.lives.residents)
+    rig.until(lambda: not rig.supervisor.stays.residents)
 
 
 def test_shell_cannot_reach_the_stub(running):

@@ -196,7 +196,7 @@ def test_proxy_has_least_rights_and_no_secret(networked, monkeypatch):
     assert "Seccomp:\t2" in status
     if os.geteuid() == 0:
         assert inner.uids().real >= 200_000
-        resident = networked.supervisor.lives.residents[1]
+        resident = networked.supervisor.stays.residents[1]
         assert inner.uids().real != resident.room.uid
     assert set(inner.environ()) <= {"LANG", "LC_CTYPE"}
     root = Path(f"/proc/{inner.pid}/root")

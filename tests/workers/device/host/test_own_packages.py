@@ -178,7 +178,7 @@ def test_environment_in_use_outlives_the_limit(packaged: PackagedRig) -> None:
     kept.opened(other["lock"], rig.store).close()
     assert environment["lock"] in kept.shown()
     rig.cancel("t1")
-    rig.until(lambda: not rig.supervisor.lives.residents)
+    rig.until(lambda: not rig.supervisor.stays.residents)
     kept.opened(packaged.environment(packages=(), over={})["lock"], rig.store).close()
     rig.until(lambda: environment["lock"] not in kept.shown() or _again(kept, packaged))
     assert environment["lock"] not in kept.shown()

@@ -81,7 +81,7 @@ def test_wanted_packages_are_installed_while_a_task_has_the_device(
     assert facts(rig)["builds"] == {}
     assert rig.reports[-1].residents[0].task == "t1"
     rig.cancel("t1")
-    rig.until(lambda: not rig.supervisor.lives.residents)
+    rig.until(lambda: not rig.supervisor.stays.residents)
     rig.launch("t2", "packaged:Tower", environment=environment)
     assert rig.event(Finished, "t2").result["file"].startswith("/environment/")
 

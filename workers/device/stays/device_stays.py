@@ -25,7 +25,7 @@ from workers.device.stay import Stay
 BEFORE_REST = frozenset({StayState.SEATING, StayState.RUNNING})
 
 
-class DeviceLives:
+class DeviceStays:
     """Owns all stays and residents of a device, and the state machine that decides about them.
 
     `run` carries out one instruction of the machine; its second argument is the time.
@@ -34,7 +34,7 @@ class DeviceLives:
     def __init__(self, machine: DeviceMachine, run: Callable[[Instruction, int], None]) -> None:
         self.machine, self._run = machine, run
         self.residents: dict[int, Resident] = {}
-        self.stays: dict[StayKey, Stay] = {}
+        self.by_key: dict[StayKey, Stay] = {}
 
     def give(self, event: DeviceEvent) -> None:
         """Give an event to the machine, and do what it says."""

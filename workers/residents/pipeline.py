@@ -56,13 +56,13 @@ def execute(
     if not is_begun(work):
         return 1
     if work.spec.world_size > 1:
-        return remote_ranks.conduct(work, live)
-    status = live(work)
+        return remote_ranks.conduct(work, run_stages)
+    status = run_stages(work)
     while work.is_resting:
         work = Work(wire=wire, bulk=bulk, trust=trust, slab=slab, watch=watch, shared=work.shared)
         if not is_begun(work):
             return 0
-        status = live(work)
+        status = run_stages(work)
     return status
 
 
@@ -79,7 +79,7 @@ def is_begun(work: Work) -> bool:
     return True
 
 
-def live(work: Work) -> int:
+def run_stages(work: Work) -> int:
     """Run a job, or one rank of it, to its end; return the exit status."""
     try:
         for stage in stages.ALL:

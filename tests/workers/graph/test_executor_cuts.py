@@ -17,11 +17,11 @@ import pytest
 from app.core.model.graphs.task_graph import parse, program
 from app.core.placement.executors import EVERYBODY, ExecutorSpread
 from tests.thoroughness import seeds
-from tests.workers.graph.test_lane import STATES, WIDE
+from tests.workers.graph.test_executor_job import STATES, WIDE
 from tests.workers.graph.test_runner import context, nodes, ran
 from workers.capture.capture import Surroundings
 from workers.graph import runner
-from workers.graph.lane import ExecutorJob, LoadedLane
+from workers.graph.executor_job import ExecutorJob, LoadedExecutor
 from workers.hardware.accelerator import Accelerator
 from workers.ranks import turns
 from workers.ranks.shared_memory import Arena, close, make
@@ -44,7 +44,7 @@ class ExecutorsHere:
         turns.seat_all(arena, count)
         self.jobs = list[ExecutorJob]()
         for rank in range(count):
-            loaded = LoadedLane(
+            loaded = LoadedExecutor(
                 *(graph, lambda name: getattr(nodes, name.partition(":")[2]), Accelerator("cpu")),
                 spread=found,
                 turns=Turns(arena, rank, apart=True),

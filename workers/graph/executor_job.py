@@ -24,7 +24,7 @@ from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 from app.core.model.graphs.task_graph import INPUT, TaskGraph, Unit
-from app.core.placement.executors import EVERYBODY, ExecutorSpread, Stop, lanes, part
+from app.core.placement.executors import EVERYBODY, ExecutorSpread, Stop, executor_plans, part
 from workers.capture.capture import Surroundings
 from workers.graph import runner
 from workers.graph.remote_blocks import RemoteBlockTable
@@ -59,7 +59,7 @@ class PartitionLink(Protocol):
         """Note that the next node can run."""
 
 
-class LoadedLane(Loaded):
+class LoadedExecutor(Loaded):
     """Holds a graph and its functions, ready for one executor to begin or to continue."""
 
     def __init__(
@@ -94,16 +94,16 @@ class LoadedLane(Loaded):
         """Set the order of the nodes and the executor of each."""
         self.spread = spread
         self.order(spread.order)
-        self.lane = lanes(self.graph, spread, self.program, self.late)[self.turns.rank]
+        self.plan = executor_plans(self.graph, spread, self.program, self.late)[self.turns.rank]
         units = self.program.units
         self.comes = [self.program.blocks.index(f"{INPUT}{port}") for port in self.late]
         self.maker = {n: spread.seats[unit.name] for unit in units for _, n in unit.outputs}
         self.maker |= dict.fromkeys(self.comes, 0)
-        self.calls = [self._call(stop) for stop in self.lane.stops]
+        self.calls = [self._call(stop) for stop in self.plan.stops]
 
-    def _call(self, stop: Stop) -> LaneCall:
+    def _call(self, stop: Stop) -> ExecutorCall:
         unit = replace(self.program.units[stop.at], frees=stop.frees)
-        return LaneCall(unit, self.functions[unit.function], stop, self.maker)
+        return ExecutorCall(unit, self.functions[unit.function], stop, self.maker)
 
     def begin(self, inputs: JSON) -> ExecutorJob:
         lacks = [port for port in self.late if port not in inputs]
@@ -120,7 +120,7 @@ class LoadedLane(Loaded):
         return ExecutorJob(self, state)
 
 
-class LaneCall(UnitCall):
+class ExecutorCall(UnitCall):
     """Describes a call that reads blocks of other executors.
 
     `whole` are ports with a block that another executor made. `others` are the remaining ports with
@@ -148,10 +148,10 @@ class ExecutorJob(GraphJob):
     length.
     """
 
-    def __init__(self, loaded: LoadedLane, state: JSON) -> None:
+    def __init__(self, loaded: LoadedExecutor, state: JSON) -> None:
         super().__init__(loaded, state)
-        self.spread, self.lane, self.maker = loaded.spread, loaded.lane, loaded.maker
-        self.me, self.end = loaded.lane.executor, len(self.program.units)
+        self.spread, self.plan, self.maker = loaded.spread, loaded.plan, loaded.maker
+        self.me, self.end = loaded.plan.executor, len(self.program.units)
         self.total = state.get("total", 0)
         self.totals: dict[int, int] = dict(state.get("totals", {}))
         self.held = {n for n, name in enumerate(self.program.blocks) if name in state["blocks"]}
@@ -167,11 +167,11 @@ class ExecutorJob(GraphJob):
         # outputs of the graph that are there, at the first executor
         self.results = dict[str, Any]()
         self.parts = {
-            port: [held for held in self.lane.takes if held[0] == n]
+            port: [held for held in self.plan.takes if held[0] == n]
             for port, n in self.program.outputs.items()
         }
         if loaded.is_part and not self.me:
-            for held in self.lane.takes:
+            for held in self.plan.takes:
                 self.passing.want(held)
         self._set_first()
         for n in loaded.comes:
@@ -183,9 +183,9 @@ class ExecutorJob(GraphJob):
 
     def _post_again(self, result: JSON | None) -> None:
         """Post this executor's blocks again after a restore, and drop unneeded blocks."""
-        over = self.lane.stops[: self.done]
+        over = self.plan.stops[: self.done]
         for n in (n for stop in over for n in stop.gives if n in self.held):
-            self.blocks[n] = self.passing.post(n, self.blocks[n], self.lane.readers[n])
+            self.blocks[n] = self.passing.post(n, self.blocks[n], self.plan.readers[n])
         for held in (held for stop in over for held in stop.drops):
             self._let_go(held)
         if result is not None:
@@ -219,7 +219,7 @@ class ExecutorJob(GraphJob):
     # --- where it is ---
 
     def _next_at(self) -> int:
-        stops = self.lane.stops
+        stops = self.plan.stops
         return stops[self.done].at if self.done < len(stops) else self.end
 
     @property
@@ -293,7 +293,7 @@ class ExecutorJob(GraphJob):
         """Return a block that the next node reads and that has not been posted, if any."""
         if self._is_at_end:
             return self._missing_at_end()
-        takes = self.lane.stops[self.done].takes
+        takes = self.plan.stops[self.done].takes
         return next(
             (h for h in takes if h not in self.taken and not self.passing.is_there(h)), None
         )
@@ -306,7 +306,7 @@ class ExecutorJob(GraphJob):
         if self.me:
             return None
         early = self.passing.early
-        takes = self.lane.takes if early is None else ((len(self.program.blocks), early[1]),)
+        takes = self.plan.takes if early is None else ((len(self.program.blocks), early[1]),)
         return next((h for h in takes if not self.passing.is_there(h)), None)
 
     def _comes_soon(self) -> bool:
@@ -316,7 +316,7 @@ class ExecutorJob(GraphJob):
         """
         if self.awaited() is not None:
             return False
-        stop, passing = self.lane.stops[self.done], self.passing
+        stop, passing = self.plan.stops[self.done], self.passing
         return all(passing.is_there(held) or passing.is_soon(held) for held in stop.takes)
 
     def _waits_for(self) -> str:
@@ -340,11 +340,11 @@ class ExecutorJob(GraphJob):
                 break
         if ctx.result is not None:
             result, ctx.result = ctx.result, None
-            self._finish_early(result, self.lane.stops[self.done].at)
+            self._finish_early(result, self.plan.stops[self.done].at)
 
     def _one(self, ctx: Any, until_s: float) -> bool:
         """Run the next node, or some of its shards; True if the node is complete."""
-        stop, call = self.lane.stops[self.done], self.calls[self.done]
+        stop, call = self.plan.stops[self.done], self.calls[self.done]
         for held in stop.takes:
             if held not in self.taken:
                 self.taken[held] = self.passing.take(held)
@@ -366,8 +366,8 @@ class ExecutorJob(GraphJob):
 
     def _did(self, stop: Stop, call: UnitCall) -> None:
         for n in stop.gives:  # done first, because other executors wait
-            self.blocks[n] = self.passing.post(n, self.blocks[n], self.lane.readers[n])
-            if self.end in self.lane.readers[n].values():  # an output of the graph
+            self.blocks[n] = self.passing.post(n, self.blocks[n], self.plan.readers[n])
+            if self.end in self.plan.readers[n].values():  # an output of the graph
                 self.passing.call_first()
         for _, n in call.gives:
             self.held.add(n)
@@ -418,7 +418,7 @@ class ExecutorJob(GraphJob):
         self._post_input(n)
 
     def _post_input(self, n: int) -> None:
-        if readers := self.lane.readers.get(n):
+        if readers := self.plan.readers.get(n):
             self.blocks[n] = self.passing.post(n, self.blocks[n], readers)
         if not any(n in many for call in self.calls for _, many, _ in call.unit.inputs):
             self._let_go((n, self.me))
@@ -489,7 +489,7 @@ class ExecutorJob(GraphJob):
 
     def _filled(self, call: UnitCall, given: JSON) -> JSON:
         """Fill in all inputs of the node except the lists that it maps over."""
-        assert isinstance(call, LaneCall)
+        assert isinstance(call, ExecutorCall)
         for port, held in call.whole:
             given[port] = self.taken[held]
         for port, n in call.others:
@@ -515,7 +515,7 @@ class ExecutorJob(GraphJob):
 
         Items that shards made are already here.
         """
-        taken = {n for n, _ in self.lane.stops[self.done].takes}
+        taken = {n for n, _ in self.plan.stops[self.done].takes}
         found = dict[str, tuple[list[Any], int]]()
         for port, n in call.takes:
             if port in call.map and n in self.totals and n not in taken:

@@ -1,6 +1,6 @@
 """Starts the ranks of a command below one process, as CRIU stores one tree of processes.
 
-    python -I -S -B trunk.py        reads from its standard input, as JSON, what to start
+    python -I -S -B rank_parent.py        reads from its standard input, as JSON, what to start
 
 The stub runs it as a program of its own: nothing of the stub is in its memory, and it imports
 little.  It takes over processes that outlive their parent, and writes down how each rank ended.  It
@@ -66,7 +66,9 @@ def _started(told: dict[str, Any], environment: dict[str, str]) -> subprocess.Po
 
 def _tell(path: Path, ends: list[tuple[int, int]]) -> None:
     draft = path.with_name(f"{path.name}.new")
-    with contextlib.suppress(OSError):  # the disk is full: the trunk's own exit status must suffice
+    with contextlib.suppress(
+        OSError
+    ):  # the disk is full: the parent's own exit status must suffice
         draft.write_text(json.dumps(ends))
         draft.replace(path)
 

@@ -1,4 +1,4 @@
-"""A trunk starts the ranks of a command, and says how each of them ended."""
+"""A parent starts the ranks of a command, and says how each of them ended."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.commands.gang import rank_tree, trunk
+from workers.commands.gang import rank_parent, rank_tree
 from workers.commands.gang.rank_tree import RankTree
 
 AGAIN = 75
@@ -35,7 +35,7 @@ def test_ranks_have_their_environment_and_their_ends_are_told_in_order(tmp_path)
     assert [rank.pid for rank in tree.ranks] == pids
 
 
-def test_trunk_ends_at_the_first_failure_and_names_it(tmp_path):
+def test_parent_ends_at_the_first_failure_and_names_it(tmp_path):
     tree = begun(tmp_path, "[ $RANK = 2 ] && exit 4; sleep 1000")
     assert tree.root.wait() == 4
     assert tree.ended(tmp_path / "ends") == [(2, 4)]
@@ -44,7 +44,7 @@ def test_trunk_ends_at_the_first_failure_and_names_it(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["again", "cancel"])
-def test_trunk_waits_for_all_ranks_that_may_clean_up(tmp_path, how):
+def test_parent_waits_for_all_ranks_that_may_clean_up(tmp_path, how):
     script = (
         "trap 'exit 75' TERM; touch at$RANK; while [ ! -e go$RANK ]; do sleep 0.01; done; exit 75"
     )
@@ -59,7 +59,7 @@ def test_trunk_waits_for_all_ranks_that_may_clean_up(tmp_path, how):
     assert sorted(tree.ended(tmp_path / "ends")) == [(0, AGAIN), (1, AGAIN)]
 
 
-def test_status_of_the_trunk_tells_the_end_where_the_disk_is_full(tmp_path):
+def test_status_of_the_parent_tells_the_end_where_the_disk_is_full(tmp_path):
     for code in (0, 7):
         tree = begun(tmp_path, f"exit {code}", ends="missing/ends")
         assert tree.root.wait() == code
@@ -107,10 +107,10 @@ def test_ends_that_are_no_small_file_are_passed_over_at_once(tmp_path, put):
     assert told == [[]]
 
 
-def test_trunk_that_does_not_answer_is_killed(tmp_path, monkeypatch):
+def test_parent_that_does_not_answer_is_killed(tmp_path, monkeypatch):
     hangs = tmp_path / "hangs.py"
     hangs.write_text("import time; time.sleep(1000)")
-    monkeypatch.setattr(trunk, "__file__", str(hangs))
+    monkeypatch.setattr(rank_parent, "__file__", str(hangs))
     monkeypatch.setattr(rank_tree, "ANSWER_S", 0.2)
     made, popen = [], subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: made.append(popen(*a, **k)) or made[0])
@@ -120,7 +120,7 @@ def test_trunk_that_does_not_answer_is_killed(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("said", [b"[1]", b'{"pids": 7}', b'{"pids": ["x"]}', b"{", b"7" * 2**17])
-def test_answer_of_a_trunk_is_read_with_care(said):
+def test_answer_of_a_parent_is_read_with_care(said):
     read, write = os.pipe()
     writer = threading.Thread(target=lambda: (os.write(write, said), os.close(write)))
     writer.start()
@@ -131,7 +131,7 @@ def test_answer_of_a_trunk_is_read_with_care(said):
     os.close(read)
 
 
-def test_answer_of_a_trunk_has_its_ranks():
+def test_answer_of_a_parent_has_its_ranks():
     read, write = os.pipe()
     os.write(write, json.dumps({"pids": [7, 8]}).encode())
     os.close(write)

@@ -129,7 +129,7 @@ def test_disturbed_executors_end_with_the_same_bits(seed: int, rig: DeviceRig, s
         images = rig.paused_and_saved("t1", epoch)
         if dice.random() < 0.6:
             rig.drop.append(["t1", epoch])
-            rig.until(lambda: not rig.supervisor.lives.residents)
+            rig.until(lambda: not rig.supervisor.stays.residents)
     rig.let_end("t1", epoch)
     assert rig.event(Finished, "t1", epoch).result == slow, resumed
     assert {"fresh", "resident", "image"} >= set(resumed) > {"fresh"}
@@ -146,7 +146,7 @@ def test_killed_executor_ends_its_launch_and_the_next_goes_on(
 ) -> None:
     launched(rig, "t1", SLOW, checkpoint_every_s=0.05, world_size=2)
     saved = rig.until(lambda: [e for e in rig.all(Saved, "t1", 1) if e.step > 0])[0]
-    (resident,) = rig.supervisor.lives.residents.values()
+    (resident,) = rig.supervisor.stays.residents.values()
     os.kill(executors_of(resident.pid)[executor], signal.SIGKILL)
     failed = rig.event(Failed, "t1")
     assert failed.cause in ("exit", "exception")
