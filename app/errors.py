@@ -91,7 +91,7 @@ class QueueFull(Conflict):
 
 class QuotaExceeded(Conflict):
     type = "quota-exceeded"
-    title = "Storage quota exceeded"
+    title = "Quota exceeded"
 
 
 class StaleVersion(AppError):

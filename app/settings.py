@@ -101,6 +101,8 @@ class Settings(BaseSettings):
     datablock_limit_bytes: int = Field(64 * 2**30, gt=0)  # per datablock
     # per tenant, all datablocks together; 0: no limit
     datablock_quota_bytes: int = Field(256 * 2**30, ge=0)
+    # most requests of a tenant that are kept from deletion; 0: no limit
+    kept_requests_max: int = Field(1000, ge=0)
     web_session_s: float = 12 * 3600.0
     # most calls a minute of a key, and of all keys of a tenant; 0: no limit
     key_reads_per_min: int = Field(120_000, ge=0)

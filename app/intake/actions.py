@@ -24,12 +24,13 @@ from app.core.model.provisions import session as session_model
 from app.core.model.provisions.notice import NEED
 from app.core.units import counted
 from app.db import transactions
-from app.db.models import Request, RequestEvent, Task
+from app.db.models import Request, RequestEvent, Task, Tenant
 from app.db.transactions import after_commit
-from app.errors import BadInput, Conflict, Forbidden
+from app.errors import BadInput, Conflict, Forbidden, QuotaExceeded
 from app.messaging import outbox
 from app.messaging.live_updates import changes
 from app.scheduling import gang_tickets
+from app.settings import settings
 
 ADMIN_HOLD, USER_HOLD = "admin", "user"
 IDLE_HOLD = session_model.HOLD
@@ -90,7 +91,8 @@ def change_request(
     """Change priority or labels, or whether the request is kept.
 
     Raises Conflict if the priority of an ended request would change, or if a request that is being
-    deleted would be kept; NotFound if it was deleted meanwhile.
+    deleted would be kept; QuotaExceeded if its tenant may keep no more; NotFound if it was deleted
+    meanwhile.
     """
     # Lock the tasks before their request, as the island does.
     if priority is not None and priority != request.priority:
@@ -108,12 +110,35 @@ def change_request(
 
 
 def _keep(session: Session, request: Request, keep: bool, by: str) -> None:
+    if keep:
+        _check_kept(session, request)
     transactions.lock_again(session, request, key_share=True)
     if request.delete_asked_at is not None:
         raise Conflict("the request is being deleted, so it cannot be kept any more")
     request.keep = keep
     told = f"Kept by {by}." if keep else f"No longer kept: {by} released it."
     _tell(session, request, None, "request.kept" if keep else "request.let_go", told)
+
+
+def _check_kept(session: Session, request: Request) -> None:
+    """Raise QuotaExceeded if the request's tenant keeps as many other requests as it may.
+
+    The tenant is locked until the commit. So of two calls for the last place, the second counts the
+    first.
+    """
+    most = settings().kept_requests_max
+    if not most:
+        return
+    tenant = select(Tenant.name).where(Tenant.id == request.tenant_id)
+    name = session.execute(tenant.with_for_update(key_share=True)).scalar_one()
+    others = (Request.tenant_id == request.tenant_id, Request.keep, Request.id != request.id)
+    kept = session.scalar(select(func.count()).select_from(Request).where(*others)) or 0
+    if kept >= most:
+        raise QuotaExceeded(
+            f"{name} keeps {counted(kept, 'request')} of at most {most}. Release one: GET "
+            '/v1/requests?keep=true lists them, PATCH /v1/requests/ID with {"keep": false} releases'
+            " one. Or ask an administrator to raise ROUNDHOUSE_KEPT_REQUESTS_MAX"
+        )
 
 
 # --- about a task -------------------------------------------------------------------------------

@@ -27,6 +27,14 @@ def test_settings_scheduler_number_out_of_bounds_is_refused(
         Settings()
 
 
+def test_settings_negative_number_of_kept_requests_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ROUNDHOUSE_KEPT_REQUESTS_MAX", "-1")
+    with pytest.raises(ValidationError, match=r"KEPT_REQUESTS_MAX|kept_requests_max"):
+        Settings()
+
+
 @pytest.mark.parametrize("labels", ["spot, old", "spot,", "Spot", "a,,b"])
 def test_settings_device_labels_of_another_form_are_refused(
     monkeypatch: pytest.MonkeyPatch, labels: str

@@ -176,6 +176,9 @@ def list_requests(
         str | None,
         Query(pattern="^[0-9a-f]{8,32}$", description="The last 8 digits of the id, or more."),
     ] = None,
+    keep: Annotated[
+        bool | None, Query(description="true: only requests that are kept; false: only others.")
+    ] = None,
     tenant_id: Annotated[str | None, Query(description="Only requests of this tenant.")] = None,
     submitted_after: Time = None,
 ) -> dict[str, Any]:
@@ -192,6 +195,8 @@ def list_requests(
     if id_ends is not None:
         last_8 = literal_column("right(requests.id, 8)", Text)  # an index has them
         query = query.where(last_8 == id_ends[-8:], Request.id.like(f"%{id_ends}"))
+    if keep is not None:
+        query = query.where(Request.keep if keep else ~Request.keep)
     if tenant_id is not None:
         query = query.where(Request.tenant_id == tenant_id)
     if submitted_after is not None:
@@ -287,7 +292,8 @@ def _same(before: dict[str, Any], now: dict[str, Any]) -> bool:
 def change_request(id: str, body: RequestPatch, caller: Authed, session: Db) -> dict[str, Any]:
     """Changes the priority, which counts within the tenant.  `labels` replaces all labels.
 
-    A request with `keep` is not deleted, however old it is, and neither are its checkpoints.
+    A request with `keep` is not deleted, however old it is, and neither are its checkpoints.  A
+    tenant keeps a limited number of requests (409 `quota-exceeded`).
     """
     found = request_to_act_on(session, caller, id)
     given = {"priority": body.priority, "labels": body.labels, "keep": body.keep}

@@ -18,18 +18,23 @@ from app.cli.tables import Output, err, show, show_line, table
 def ps(
     ctx: typer.Context,
     all_: Annotated[bool, typer.Option("--all", "-a", help="also list ended requests")] = False,
+    kept: Annotated[
+        bool, typer.Option("--kept", help="list the requests that are kept, ended or not")
+    ] = False,
     limit: Annotated[
         int, typer.Option("--limit", "-n", min=1, max=200, help="print at most so many")
     ] = 50,
     output: Format = Output.table,
 ) -> None:
     """List requests, newest first."""
-    phase = None if all_ else LIVE
+    phase = None if all_ or kept else LIVE
     with root_command.connect(ctx) as client:
-        page = client.get("/v1/requests", phase=phase, limit=limit)
+        page = client.get("/v1/requests", phase=phase, keep=kept or None, limit=limit)
     if page["items"] or output in (Output.json, Output.yaml):
         show(page["items"], output, lambda: table(page["items"], wording.REQUESTS))
-    if not page["items"] and not all_:
+    if not page["items"] and kept:
+        err().print("No request is kept.  `roundhouse keep NAME` keeps one.")
+    elif not page["items"] and not all_:
         err().print(
             "Nothing is queued or running.  `roundhouse ps -a` also lists ended requests; "
             "`roundhouse submit --help` explains how to submit."

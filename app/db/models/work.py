@@ -72,6 +72,7 @@ class Request(Base):
             "id",
             postgresql_where=text("state in ('failed', 'cancelled')"),
         ),
+        Index("ix_requests_kept", "tenant_id", "id", postgresql_where=text("keep")),
         Index("ix_requests_name", "name", "id"),
         Index("ix_requests_id_ends", text("right(id, 8)")),
         Index(

@@ -813,8 +813,10 @@ class TestWishes:
         asked = "select keep, delete_asked_at is not null from requests where id = %s"
         assert "is kept with its checkpoints" in run("keep", submitted).stdout
         assert service.sql(asked, submitted) == [(True, False)]
+        assert submitted[-8:] in run("ps", "--kept").stdout
         assert run("delete", submitted).exit_code == 4
         assert "no longer kept" in run("keep", submitted, "--release").stdout
+        assert "No request is kept" in run("ps", "--kept").stderr
         assert "gone in some minutes" in run("delete", submitted).stdout
         assert service.sql(asked, submitted) == [(False, True)]
         assert run("delete", service.task_of(submitted)).exit_code == 2

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -26,8 +27,9 @@ from app.db.models import (
 )
 from app.db.transactions import transaction
 from app.errors import QueueFull
-from app.intake import intake
+from app.intake import actions, intake
 from app.scheduling import retention
+from app.settings import settings
 from tests.app.conftest import BUNDLE, descriptor, people, problem, sha256
 from tests.scenery import until_somebody_waits_for
 
@@ -350,6 +352,12 @@ class TestList:
         assert self.listed(red, label=["exp:a", "who:me"]) == ids[1:2]
         assert self.listed(red, name="n4") == ids[:1]
 
+    def test_by_whether_they_are_kept(self, red, ids):
+        for id in ids[1:3]:
+            assert red.patch(f"/v1/requests/{id}", json={"keep": True}).status_code == 200
+        assert self.listed(red, keep="true") == ids[1:3]
+        assert self.listed(red, keep="false") == [ids[0], *ids[3:]]
+
     def test_by_time(self, red, ids, session):
         old = datetime(2020, 1, 1, tzinfo=UTC)
         session.execute(update(Request).where(Request.id == ids[4]).values(submitted_at=old))
@@ -467,6 +475,87 @@ class TestDelete:
             problem(changed.result(timeout=90), 404, "not-found")
 
 
+class TestMostKept:
+    """A tenant may keep two requests."""
+
+    @pytest.fixture(autouse=True)
+    def two(self, environment, monkeypatch):
+        there = settings().model_copy(update={"kept_requests_max": 2})
+        monkeypatch.setattr("app.intake.actions.settings", lambda: there)
+
+    @pytest.fixture
+    def kept(self, red, session) -> list[str]:
+        """Requests of red: all but the last are kept."""
+        session.add_all(_ended_request(f"req_{name}") for name in "abc")
+        session.commit()
+        urls = [f"/v1/requests/req_{name}" for name in "abc"]
+        for url in urls[:2]:
+            assert red.patch(url, json={"keep": True}).status_code == 200
+        return urls
+
+    def test_request_beyond_the_limit_is_refused_with_the_numbers_and_advice(self, red, kept, rows):
+        before = rows()
+        answer = red.patch(kept[2], json={"keep": True, "labels": {"exp": "a"}})
+        told = problem(answer, 409, "quota-exceeded")["detail"]
+        assert "red keeps 2 requests of at most 2" in told
+        for advice in ("GET /v1/requests?keep=true", '{"keep": false}', "KEPT_REQUESTS_MAX"):
+            assert advice in told
+        assert rows() == before
+
+    def test_released_request_gives_its_place_to_another(self, red, kept):
+        red.patch(kept[0], json={"keep": False})
+        assert red.patch(kept[2], json={"keep": True}).status_code == 200
+        problem(red.patch(kept[0], json={"keep": True}), 409, "quota-exceeded")
+
+    def test_kept_request_is_kept_again_and_changed_at_the_limit(self, red, kept):
+        asked = {"keep": True, "labels": {"exp": "a"}}
+        assert red.patch(kept[0], json=asked).json()["labels"] == {"exp": "a"}
+
+    def test_requests_of_another_tenant_do_not_count(self, as_, kept, session):
+        whose = {"tenant_id": "ten_blue", "user_id": "usr_blue.member"}
+        session.execute(update(Request).where(Request.id == "req_c").values(**whose))
+        session.commit()
+        assert as_("blue.member").patch(kept[2], json={"keep": True}).status_code == 200
+
+    def test_limit_counts_for_the_tenant_of_the_request_whoever_asks(self, as_, kept):
+        problem(as_("root").patch(kept[2], json={"keep": True}), 409, "quota-exceeded")
+
+    def test_limit_of_0_is_none(self, red, kept, monkeypatch):
+        there = settings().model_copy(update={"kept_requests_max": 0})
+        monkeypatch.setattr("app.intake.actions.settings", lambda: there)
+        assert red.patch(kept[2], json={"keep": True}).status_code == 200
+
+    @pytest.mark.parametrize(("id", "refused"), [("req_b", False), ("req_c", True)])
+    def test_only_one_of_two_simultaneous_requests_gets_the_last_place(
+        self, app, committed, id, refused
+    ):
+        """1. A call keeps req_b, in the last place, and is not committed.  2. Another keeps req_b
+        too, or req_c, and waits for it.  3. The first commits.  4. The second sees it.
+        """
+        with transaction() as session:
+            key = people(session).keys["red.member"]
+            session.add_all(_ended_request(f"req_{name}", keep=name == "a") for name in "abc")
+        client = TestClient(app, headers={"Authorization": f"Bearer {key}"})
+        with ThreadPoolExecutor() as threads:
+            with transaction() as first:
+                request = first.get_one(Request, "req_b")
+                actions.change_request(
+                    first, request, priority=None, labels=None, keep=True, by="red.member"
+                )
+                first.flush()
+                url = f"/v1/requests/{id}"
+                second = threads.submit(client.patch, url, json={"keep": True})
+                until_somebody_waits_for(first)
+                assert not second.done()
+            answer = second.result(timeout=90)
+        if refused:
+            problem(answer, 409, "quota-exceeded")
+        else:
+            assert answer.json()["keep"] is True
+        with transaction() as session:
+            assert session.scalar(select(func.count()).where(Request.keep)) == 2
+
+
 class TestWishes:
     def test_cancel_is_noted_and_the_island_changes_the_state(self, red, submitted, session):
         url = f"/v1/requests/{submitted['id']}/cancel"
@@ -558,6 +647,7 @@ class TestWishes:
         ("requests?state=queued,running", "ix_requests_live"),
         ("requests?phase=queued", "ix_requests_live"),
         ("requests?phase=preempted,paused", "ix_requests_live"),
+        ("requests?keep=true", "ix_requests_kept"),
         ("requests?name=none", "ix_requests_name"),
         ("requests?id_ends=0123456789", "ix_requests_id_ends"),
         ("requests?label=exp:none", "ix_requests_labels"),
@@ -569,6 +659,15 @@ def test_filter_reads_an_index_among_many_requests(as_, session, asked, index):
     query, given = query_of_page(as_("red.member"), session, asked)
     plan = "\n".join(session.connection().exec_driver_sql(f"explain {query}", given).scalars())
     assert index in plan, plan
+
+
+def test_kept_requests_are_counted_by_an_index_among_many_requests(red, session):
+    write_many(session)
+    with sent_statements(session) as sent:
+        assert red.patch("/v1/requests/req_1", json={"keep": True}).status_code == 200
+    [(query, given)] = [one for one in sent if "count(" in one[0] and "requests.keep" in one[0]]
+    plan = "\n".join(session.connection().exec_driver_sql(f"explain {query}", given).scalars())
+    assert "ix_requests_kept" in plan, plan
 
 
 @pytest.mark.parametrize("user", ["red.member", "red.tenant_admin", "root"])
@@ -600,12 +699,19 @@ def write_many(session):
         session.execute(text(statement))
 
 
-def query_of_page(client, session, asked):
-    """Return the statement that reads the rows of a page, and its values."""
+@contextmanager
+def sent_statements(session):
+    """Yield a list that gets each statement, with its values, while the block runs."""
     sent = []
     at = (session.get_bind().engine, "before_cursor_execute", lambda *told: sent.append(told[2:4]))
     event.listen(*at)
-    assert client.get(f"/v1/{asked}").status_code == 200
+    yield sent
     event.remove(*at)
+
+
+def query_of_page(client, session, asked):
+    """Return the statement that reads the rows of a page, and its values."""
+    with sent_statements(session) as sent:
+        assert client.get(f"/v1/{asked}").status_code == 200
     [found] = [one for one in sent if "ORDER BY" in one[0] and "LIMIT" in one[0]]
     return found
