@@ -24,7 +24,10 @@ from app.core.model.protocol.wellformed import BadMessage
 from app.messaging.message_keys import MessageKeys
 from app.storage.signing import HEARTBEAT, NEWS, BadSignature
 
-SIGNS_AFTER_S = 5.0  # half of a lease: so long without an answer, a device signs
+#: So long without an answer, a device signs its heartbeats: time enough for one more of them within
+#: the usual lease of 10 s. An island that has too many devices answers each third heartbeat, every
+#: 6 s, and signatures would cost it still more.
+SIGNS_AFTER_S = 7.0
 
 _SENT_US = ',"sent_us":'  # as it stands in a message: within a JSON text its quotes are escaped
 

@@ -28,7 +28,9 @@ MOVING = frozenset(
 PEAKS = ("memory_bytes", "host_bytes")  # of these, the most so far is kept
 LARGEST = 2**53  # of a moving number; the island computes with products of it
 AT_ONCE = 4096  # most leases that one round renews, so that the round stays short
-WHOLE_EVERY_S = 240.0  # how often a heartbeat is recorded in full, whatever it says
+#: How often a heartbeat is recorded in full, whatever it says. To record one costs as much as to
+#: renew some twenty leases, and nothing should need it: the digest and the rows tell what changes.
+WHOLE_EVERY_S = 900.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
