@@ -37,7 +37,7 @@ from app.core.model.phase import request_phase
 from app.data import graphs
 from app.db.models import Request, Task, Tenant, User
 from app.db.transactions import Db, plan_for_values, released, transaction
-from app.errors import BadInput, Forbidden
+from app.errors import BadInput, Forbidden, NotFound
 from app.insight import phases
 from app.intake import actions, intake, island_assignment
 from app.messaging.live_updates import LONGEST_WAIT_S as LOOK_AGAIN_S
@@ -389,9 +389,13 @@ def _new_request_out(caller: Caller, accepted: intake.Accepted) -> RequestOut:
 
 
 def request_out(session: Session, caller: Caller, request: Request) -> dict[str, Any]:
+    """Return the request with its tasks; raises NotFound if it was deleted after it was read."""
     session.flush()
     tasks = list(session.scalars(_TASKS, {"id": request.id}))
-    summary = _summaries(session, [request])[0]
+    found = _summaries(session, [request])
+    if not found:
+        raise NotFound("request", request.id)
+    [summary] = found
     bundle = str(request.descriptor.get("bundle") or "")
     return {**summary, "bundle": bundle, "tasks": task_outs(session, caller, tasks)}
 
@@ -429,6 +433,7 @@ class _Counted:
 
 
 def _summaries(session: Session, requests: list[Request]) -> list[dict[str, Any]]:
+    """Sum up requests; those that were deleted after they were read are left out."""
     ids = [request.id for request in requests]
     names = {row.id: row for row in session.execute(_NAMES, {"ids": ids})}
     counted: dict[str, _Counted] = defaultdict(_Counted)
@@ -440,7 +445,11 @@ def _summaries(session: Session, requests: list[Request]) -> list[dict[str, Any]
             of.leading.add(phase)
         if state not in ENDED:
             of.holders.add(hold)
-    return [_summary(request, names[request.id], counted[request.id]) for request in requests]
+    return [
+        _summary(request, names[request.id], counted[request.id])
+        for request in requests
+        if request.id in names
+    ]
 
 
 def _summary(request: Request, names: Any, tasks: _Counted) -> dict[str, Any]:

@@ -13,7 +13,9 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from fastapi.testclient import TestClient
 from sqlalchemy import event, func, select, text, update
+from sqlalchemy.orm import ORMExecuteState, Session
 
+from app.api.routes import requests
 from app.db.models import (
     Bundle,
     Device,
@@ -473,6 +475,31 @@ class TestDelete:
                 until_somebody_waits_for(control)
                 assert not changed.done()
             problem(changed.result(timeout=90), 404, "not-found")
+
+    @pytest.fixture
+    def deleted_when_read(self, committed):
+        """Control deletes req_a after a call has read its row, before the call reads its names."""
+        with transaction() as session:
+            key = people(session).keys["red.member"]
+            session.add(_ended_request("req_a", delete_asked_at=func.now()))
+            session.add(_ended_request("req_b"))
+
+        def delete(call: ORMExecuteState) -> None:
+            if call.statement is requests._NAMES:
+                with transaction() as control:
+                    assert retention.delete_some(control)
+
+        event.listen(Session, "do_orm_execute", delete)
+        yield {"Authorization": f"Bearer {key}"}
+        event.remove(Session, "do_orm_execute", delete)
+
+    def test_list_leaves_out_a_request_that_is_deleted_meanwhile(self, app, deleted_when_read):
+        listed = TestClient(app, headers=deleted_when_read).get("/v1/requests").json()
+        assert [item["id"] for item in listed["items"]] == ["req_b"]
+
+    def test_request_that_is_deleted_meanwhile_is_not_found(self, app, deleted_when_read):
+        answer = TestClient(app, headers=deleted_when_read).get("/v1/requests/req_a")
+        problem(answer, 404, "not-found")
 
 
 class TestMostKept:
