@@ -12,7 +12,7 @@ from app.core.model.device_choice import WHOLE_MILLI
 from app.core.model.lifecycle import ENDED, Move
 from app.core.model.protocol.messages import Alive
 from app.db import transactions
-from app.db.models import Device, OutboxOrder, Placement, Task
+from app.db.models import Device, Placement, Task
 from app.scheduling.journal import device_rows, task_writer
 from app.scheduling.journal.device_rows import DeviceRows
 from app.settings import settings
@@ -29,45 +29,18 @@ def lose_all(session: Session, house: DeviceRows, unheard_us: int) -> bool:
     The new process holds the device's file lock, which the kernel passes on only when every process
     of the old worker is gone. So whatever was placed or paused there is lost, and the lease need
     not be awaited.
-
-    A gang that has not started waits at its home device for remote ranks, which the old process
-    cannot start any more. A gang that runs has a connection to them, so its home reports the loss.
     """
     here = house.device.id
-    because = f"The worker of {here} was restarted."
     lost = [task for task in house.near if task.seat == here]
     for task in lost:
+        because = f"The worker of {here} was restarted."
         placement = house.placement(task)
         share_us = unheard_us // number_in_turns(house.open.values(), placement)
         lose(session, task, placement, because, unheard_us=share_us)
-    awaited = _waiting_for_ranks(session, house)
-    for placement in awaited:
-        lose(session, house.tasks[placement.task_id], placement, because)
     for task in house.near:
         if task.image_on == here:
             task_writer.forget_image(session, task)
-    return bool(lost or awaited)
-
-
-def _waiting_for_ranks(session: Session, house: DeviceRows) -> Sequence[Placement]:
-    """Return the home placements of tasks that wait until remote ranks start on this device.
-
-    Other tasks have slots here without an order to this device: their processes are all at home.
-    """
-    tasks = (house.tasks.get(id) for id, _ in house.lent_to)
-    starting = [task.id for task in tasks if task is not None and task.state == "starting"]
-    if not starting:
-        return ()
-    ordered_here = select(OutboxOrder.id).where(
-        OutboxOrder.task_id == Placement.task_id,
-        OutboxOrder.epoch == Placement.epoch,
-        OutboxOrder.device_id == house.device.id,
-        OutboxOrder.kind == "Launch",
-    )
-    homes = select(Placement).where(
-        Placement.task_id.in_(starting), Placement.ended_at.is_(None), ~Placement.guest
-    )
-    return session.scalars(homes.where(ordered_here.exists()).order_by(Placement.id)).all()
+    return bool(lost)
 
 
 def take_in_hung(session: Session, house: DeviceRows, alive: Alive) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import select
+from sqlalchemy import select, tuple_
 from sqlalchemy.orm import Session
 
 from app.core.model import codec
@@ -18,6 +18,7 @@ from app.db import transactions
 from app.db.models import Device, OutboxOrder, Task
 from app.scheduling import launch_image_key, launch_secrets
 from app.scheduling.guest_placements import are_ranks_apart
+from app.scheduling.journal.device_rows import DeviceRows
 from app.scheduling.journal.plan_rows import PlanRows
 from app.scheduling.round_notes import notes_of
 
@@ -111,6 +112,29 @@ def order_hosts(
         _write_launch(
             session, task, device, replace(remote, seats=seats, host=host, links=links_home)
         )
+
+
+def readdress_launches(session: Session, house: DeviceRows) -> None:
+    """Send launches of remote ranks that a home device waits for to the new process of this device.
+
+    They name the process that was replaced, so the new one would not obey them. Ranks that a home
+    has reached already are lost with that process; the home reports it.
+    """
+    tasks = (house.tasks.get(id) for id, _ in house.lent_to)
+    awaited = [
+        (task.id, task.epoch, task.order_seq)
+        for task in tasks
+        if task is not None and task.state in ("starting", "splicing")
+    ]
+    if not awaited:
+        return
+    newest = tuple_(OutboxOrder.task_id, OutboxOrder.epoch, OutboxOrder.seq).in_(awaited)
+    here = (OutboxOrder.device_id == house.device.id, OutboxOrder.kind == "Launch")
+    for order in session.scalars(select(OutboxOrder).where(newest, *here)):
+        order.body = {**order.body, "incarnation": house.device.incarnation}
+        order.answered_at, order.sent_at = None, transactions.now(session)
+        order.sends += 1
+        notes_of(session).orders.append(order)
 
 
 def _guests(launch: Launch, devices: Sequence[Device]) -> list[str]:

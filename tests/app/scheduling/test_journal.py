@@ -1187,34 +1187,32 @@ class TestHosts:
         assert (apart.state, apart.attempts, apart.retry_max) == ("waiting", 0, 0)
 
     @pytest.mark.parametrize("is_taken", [False, True])
-    def test_gang_that_waits_for_ranks_of_a_replaced_worker_queues_again(
-        self, session, wide, is_taken
+    @pytest.mark.parametrize("gang", ["wide", "apart"])
+    def test_launch_that_a_home_waits_for_is_sent_to_the_new_worker_of_its_device(
+        self, session, request, gang, is_taken
     ):
+        task = request.getfixturevalue(gang)
+        state, far = task.state, {"device": "far.0", "host": "far"}
+        (launch,) = orders(session, "far.0")
+        before = dict(launch.body)
         if is_taken:
-            hear(session, device="far.0", host="far", residents=[view(wide, "seating")])
-        assert bool(orders(session, "far.0")) != is_taken
-        hear(session, device="far.0", host="far", incarnation="p2")
-        assert (wide.state, wide.attempts) == ("waiting", 0)
-        assert [guest.end for guest in guests(session)] == ["lost"]
-        assert orders(session, "far.0") == []
-        answer = hear(session, residents=[view(wide, "seating")])
-        assert answer.drop == [[wide.id, 1]]
+            hear(session, **far, residents=[view(task, "seating", order_seq=launch.seq)])
+            assert launch.answered_at is not None
+        journal.ordered(session)
+        hear(session, **far, incarnation="p2")
+        assert journal.ordered(session) == orders(session, "far.0") == [launch]
+        assert (before["incarnation"], launch.sends) == ("p1", 2)
+        assert launch.body == {**before, "incarnation": "p2"}
+        assert (task.state, guests(session)[0].ended_at) == (state, None)
 
-    def test_gang_that_runs_stays_when_the_worker_of_its_ranks_is_replaced(self, session, wide):
+    def test_gang_that_runs_has_no_launch_for_the_new_worker_of_its_ranks(self, session, wide):
         """Its home device reports what it lost."""
-        hear(session, residents=[view(wide, "running")], events=[started(wide)])
+        there = {"residents": [view(wide, "running")]}
+        hear(session, device="far.0", host="far", **there)
+        hear(session, **there, events=[started(wide)])
         hear(session, device="far.0", host="far", incarnation="p2")
         assert (wide.state, guests(session)[0].ended_at) == ("running", None)
-
-    def test_gang_whose_ranks_are_all_at_home_starts_when_another_worker_is_replaced(
-        self, session, task
-    ):
-        for device in ("h.0", "h.1"):
-            hear(session, device=device)
-        task.devices_min = task.devices_max = 2
-        decide(session, task, "Launch", devices=("h.0", "h.1"))
-        hear(session, device="h.1", incarnation="p2")
-        assert (task.state, guests(session)[0].ended_at) == ("starting", None)
+        assert orders(session, "far.0") == []
 
     def test_a_gang_of_several_devices_begins_on_all_of_them(self, session, task):
         for device, host in (("h.0", "h"), ("far.0", "far"), ("h.1", "h")):

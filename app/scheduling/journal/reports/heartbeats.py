@@ -24,6 +24,7 @@ from app.scheduling.journal import (
     device_rows,
     idle_tasks,
     losses,
+    orders,
     packages_ahead,
     sessions,
     settlement,
@@ -137,6 +138,8 @@ def _record(
         changed |= is_new and losses.lose_all(session, house, unheard_us)
         changed |= losses.take_in_hung(session, house, alive)
         device.incarnation = alive.incarnation
+        if is_new:
+            orders.readdress_launches(session, house)
         fitness = device.fitness
         device_health.take_in(session, device, alive)
         heard: dict[str, int] = {}
