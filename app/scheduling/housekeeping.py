@@ -65,6 +65,7 @@ ROLLED_UP_AT_ONCE = timedelta(hours=1)  # span of the buckets that one transacti
 ANSWERED_ORDERS_KEPT = text("interval '1 hour'")
 IDEMPOTENCY_KEPT = text("interval '1 day'")
 DAMAGED_CHECKPOINTS_KEPT = text("interval '1 day'")
+NEW_CHECKPOINTS = text("interval '1 hour'")  # in which each task's surplus is looked for
 MARKED_CHECKPOINTS_KEPT = text("interval '10 minutes'")
 DELETED_DATABLOCKS_KEPT = text("interval '10 minutes'")
 PLACES_KEPT = text("interval '7 days'")  # hosts have dropped data that was unused for so long
@@ -130,8 +131,11 @@ def prune_checkpoints(session: Session) -> None:
     that ended long ago, unless the request is kept.
 
     The checkpoint that a task began from (epoch 0) stays as long as the task lives, because the
-    task has no other beginning.
+    task has no other beginning. Only a new checkpoint can make others surplus, so only tasks with
+    new ones are looked at: there may be many checkpoints of a day.
     """
+    new = aliased(Checkpoint)
+    with_new = select(new.task_id).where(new.created_at > func.now() - NEW_CHECKPOINTS)
     age = func.row_number().over(
         partition_by=Checkpoint.task_id,
         order_by=(Checkpoint.step.desc(), Checkpoint.created_at.desc()),
@@ -140,16 +144,18 @@ def prune_checkpoints(session: Session) -> None:
     ranked = (
         select(Checkpoint.id, age.label("age"), Checkpoint.task_id)
         .where(Checkpoint.deleted_at.is_(None), good, Checkpoint.epoch > 0)
+        .where(Checkpoint.task_id.in_(with_new))
         .subquery()
     )
     keep = Task.descriptor["checkpoint"]["keep"].as_integer()
     surplus = select(ranked.c.id).join(Task, Task.id == ranked.c.task_id).where(ranked.c.age > keep)
+    kept_days = settings().checkpoints_kept_days
     left_over = (
         select(Checkpoint.id)
         .join(Task, Task.id == Checkpoint.task_id)
         .join(Request, Request.id == Task.request_id)
-        .where(Task.state.in_(ENDED), ~Request.keep)
-        .where(is_over(Task.ended_at, settings().checkpoints_kept_days))
+        .where(is_over(Checkpoint.created_at, kept_days))  # they are few, and quickly found
+        .where(Task.state.in_(ENDED), ~Request.keep, is_over(Task.ended_at, kept_days))
     )
     of_no_use = or_(
         Checkpoint.id.in_(surplus),

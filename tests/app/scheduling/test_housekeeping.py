@@ -64,6 +64,12 @@ def checkpoint(session, task, step, sha256):
     session.flush()
 
 
+def made_before(session, age):
+    """Let all checkpoints be as old as this."""
+    session.flush()
+    session.execute(update(Checkpoint).values(created_at=func.now() - age))
+
+
 def left(session):
     kept = select(Checkpoint.step).where(Checkpoint.deleted_at.is_(None))
     return sorted(session.scalars(kept))
@@ -78,6 +84,14 @@ class TestPruneCheckpoints:
     def test_running_task_keeps_its_newest_checkpoints(self, session, task):
         for step in (10, 20, 30, 40):
             checkpoint(session, task, step, f"sha-{step}")
+        housekeeping.prune_checkpoints(session)
+        assert left(session) == [30, 40]
+
+    def test_old_checkpoints_go_when_a_new_one_is_made(self, session, task):
+        for step in (10, 20, 30):
+            checkpoint(session, task, step, f"sha-{step}")
+        made_before(session, timedelta(days=3))
+        checkpoint(session, task, 40, "sha-40")
         housekeeping.prune_checkpoints(session)
         assert left(session) == [30, 40]
 
@@ -97,7 +111,7 @@ class TestPruneCheckpoints:
     def test_task_that_ended_long_ago_keeps_no_checkpoint(self, session, task):
         checkpoint(session, task, 10, "sha-10")
         task.state, task.ended_at = "done", datetime.now(UTC) - timedelta(days=3)
-        session.flush()
+        made_before(session, timedelta(days=3))
         housekeeping.prune_checkpoints(session)
         assert left(session) == []
 

@@ -493,6 +493,10 @@ def test_control_goes_on_at_once_while_there_is_more_and_then_rests(session, req
 
 
 class TestKept:
+    @pytest.fixture(autouse=True)
+    def old_checkpoints(self, session, request_with_all):
+        session.execute(update(Checkpoint).values(created_at=func.now() - timedelta(days=10)))
+
     def test_checkpoints_of_a_kept_request_stay(self, session, request_with_all):
         session.execute(update(Request).where(Request.id == ID).values(keep=True))
         housekeeping.prune_checkpoints(session)
