@@ -97,13 +97,14 @@ def send(celery: Celery, name: str, queue: str, text: str = "", *, expires_s: fl
 
 def send_all(
     celery: Celery, name: str, texts: Sequence[tuple[str, str]], *, expires_s: float = 30.0
-) -> list[str]:
+) -> dict[str, str]:
     """Publish hints, each (queue, text), in one exchange with Redis.
 
     The messages have the form that Celery gives to those of `send`, but are made here: Celery would
-    declare each queue and wait for Redis at each message.  Returns the queues whose key in Redis
-    takes no message; raises kombu.exceptions.OperationalError or redis.exceptions.RedisError if
-    Redis does not answer, and then some messages may have been published.
+    declare each queue and wait for Redis at each message.  Returns the queues that Redis refused,
+    each with its reason: the key holds something else, or Redis has no memory left.  Raises
+    kombu.exceptions.OperationalError or redis.exceptions.RedisError if Redis does not answer, and
+    then some messages may have been published.
     """
     wrapped = _wrappings(name, expires_s)
     with celery.producer_or_acquire() as producer, producer.channel.conn_or_acquire() as client:
@@ -111,11 +112,11 @@ def send_all(
         for queue, text in texts:
             pipeline.lpush(queue, json.dumps(_message(queue, text, *wrapped)))
         replies = pipeline.execute(raise_on_error=False)
-    return [
-        queue
+    return {
+        queue: str(reply)
         for (queue, _), reply in zip(texts, replies, strict=True)
         if isinstance(reply, Exception)
-    ]
+    }
 
 
 def _wrappings(name: str, expires_s: float) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -187,12 +187,13 @@ def post(texts: Mapping[str, str]) -> set[str] | None:
     """
     hints = [(broker.device_queue(device), text) for device, text in texts.items()]
     try:
-        refused = set(broker.send_all(celery(), broker.DEVICE_NEWS, hints))
+        refused = broker.send_all(celery(), broker.DEVICE_NEWS, hints)
     except (OperationalError, OSError, RedisError) as error:
         log.warning("could not send news to %d devices: %s", len(texts), error)
         return None
     if refused:
-        log.warning("in Redis these keys are no queues: %s", ", ".join(sorted(refused)[:5]))
+        queue, reason = min(refused.items())
+        log.warning("Redis refused news in %d queues; in %s: %s", len(refused), queue, reason)
     return {device for device in texts if broker.device_queue(device) not in refused}
 
 

@@ -92,10 +92,10 @@ def test_reader_says_when_all_that_waited_was_heard(servers, worker):
 
 def test_messages_that_are_published_together_are_heard(servers, worker):
     sender = broker.make_celery("sender", servers.redis_url)
-    assert broker.send_all(sender, "say", [("hints", "one")], expires_s=LONG_S) == []
-    assert broker.send_all(sender, "say", [("hints", "late")], expires_s=-1.0) == []
+    assert broker.send_all(sender, "say", [("hints", "one")], expires_s=LONG_S) == {}
+    assert broker.send_all(sender, "say", [("hints", "late")], expires_s=-1.0) == {}
     both = [("elsewhere", "lost"), ("hints", "two")]
-    assert broker.send_all(sender, "say", both, expires_s=LONG_S) == []
+    assert broker.send_all(sender, "say", both, expires_s=LONG_S) == {}
     told = takewhile(lambda line: line != "two\n", worker.stdout)
     assert [line for line in told if line in SAID] == ["one\n"]
 
@@ -118,5 +118,7 @@ def test_key_of_another_type_refuses_only_its_own_message(servers):
     sender = broker.make_celery("sender", servers.redis_url)
     with redis.Redis.from_url(servers.redis_url) as client:
         client.set("no.queue", "x")
-        assert broker.send_all(sender, "say", [("no.queue", "a"), ("queue", "b")]) == ["no.queue"]
+        refused = broker.send_all(sender, "say", [("no.queue", "a"), ("queue", "b")])
+        assert refused.keys() == {"no.queue"}
+        assert refused["no.queue"].startswith("WRONGTYPE")
         assert client.llen("queue") == 1
