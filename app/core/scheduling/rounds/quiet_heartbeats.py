@@ -5,6 +5,7 @@ differ from one heartbeat to the next: its time, the steps and held time of its 
 memory. So the island keeps a digest of all the rest, of what it recorded and answered last. A
 heartbeat with the same digest only renews the lease, as long as the island's own rows are as they
 were (`app.scheduling.journal.reports.quiet`). Its steps and held time wait for the next bulk write.
+Its figures, such as heat and memory, wait for minutes, as nothing is decided by them.
 A heartbeat that differs is decoded and recorded in full, and so is every heartbeat of a device of
 which nothing is remembered.
 """
@@ -26,10 +27,12 @@ MOVING = frozenset(
     ("step", "held_us", "staged_us", "memory_bytes", "on_device_bytes", "host_bytes")
 )
 PEAKS = ("memory_bytes", "host_bytes")  # of these, the most so far is kept
+_MEMORY = ("memory_bytes", "on_device_bytes", "host_bytes")
 LARGEST = 2**53  # of a moving number; the island computes with products of it
 AT_ONCE = 4096  # most leases that one round renews, so that the round stays short
+FIGURES_EVERY_S = 240.0  # how often changed figures of a device are recorded, such as its heat
 #: How often a heartbeat is recorded in full, whatever it says. To record one costs as much as to
-#: renew some twenty leases, and nothing should need it: the digest and the rows tell what changes.
+#: renew some twenty leases.
 WHOLE_EVERY_S = 900.0
 
 
@@ -53,13 +56,15 @@ class Beat:
 class AcknowledgedReport:
     """Keeps what was recorded of a device's last full heartbeat, and what was answered.
 
-    `txid` is the transaction that wrote the device's row last, and `held` the stays on the device,
-    as `stays_told` names them. `mounts` are the digests of the mounts that the device knows, if it
+    `digest` and `figures` are what `standing_digest` and `figures_of` return. `txid` is the
+    transaction that wrote the device's row last, and `held` the stays on the device, as
+    `stays_told` names them. `mounts` are the digests of the mounts that the device knows, if it
     may show any. `builds` is True if its host may have to install packages.
     """
 
     answer: Answer
     digest: bytes
+    figures: tuple[Any, ...]
     txid: str
     held: str
     peaks: Mapping[str, tuple[int, ...]]
@@ -82,6 +87,13 @@ def standing_digest(body: JSON) -> bytes:
     return hashlib.sha256(json.dumps(said, separators=(",", ":")).encode()).digest()
 
 
+def figures_of(body: JSON) -> tuple[Any, ...]:
+    """Return what the digest leaves out and no bulk write has: readings, and memory in use."""
+    memory = [[view.get(name) for name in _MEMORY] for view in body.get("residents", ())]
+    reading = (body.get("health") or {}).get("reading")
+    return reading, body["facts"].get("held_bytes"), memory
+
+
 def stays_told(stays: Iterable[tuple[str, int]]) -> str:
     """Name stays, which are (task, epoch), in one text."""
     return " ".join(sorted(f"{task}/{epoch}" for task, epoch in stays))
@@ -93,6 +105,7 @@ def acknowledged(alive: Alive, answer: Answer, *, txid: str) -> AcknowledgedRepo
     return AcknowledgedReport(
         answer=answer,
         digest=standing_digest(body),
+        figures=figures_of(body),
         txid=txid,
         held=stays_told((view.task, view.epoch) for view in alive.residents),
         peaks={view.task: (view.memory_bytes, view.host_bytes) for view in alive.residents},
@@ -103,11 +116,12 @@ def acknowledged(alive: Alive, answer: Answer, *, txid: str) -> AcknowledgedRepo
 
 @dataclass(slots=True)
 class _KnownReport:
-    """Holds an acknowledged report, and the time from which the next heartbeat is recorded in
-    full.
+    """Holds an acknowledged report, and the times from which a heartbeat is recorded in full: with
+    other figures, and in any case.
     """
 
     report: AcknowledgedReport
+    figures_from_s: float
     whole_from_s: float
 
 
@@ -142,6 +156,8 @@ class QuietHeartbeats:
         report = known.report
         try:
             if standing_digest(body) != report.digest:
+                return None
+            if now_s >= known.figures_from_s and figures_of(body) != report.figures:
                 return None
             if not all(_goes_on(view, report) for view in body.get("residents", ())):
                 return None
@@ -183,8 +199,11 @@ class QuietHeartbeats:
         """Remember what was recorded and committed of these devices."""
         for device, report in reports.items():
             # Spread over time, so that few devices are recorded in full at once.
-            part = (zlib.crc32(device.encode()) % 1024) / 1024
-            self._known[device] = _KnownReport(report, now_s + WHOLE_EVERY_S * (0.5 + part))
+            part = 0.5 + (zlib.crc32(device.encode()) % 1024) / 1024
+            figures_from_s, whole_from_s = (
+                now_s + every_s * part for every_s in (FIGURES_EVERY_S, WHOLE_EVERY_S)
+            )
+            self._known[device] = _KnownReport(report, figures_from_s, whole_from_s)
 
     def supersede(self, alive: Alive) -> bool:
         """Forget what a device said before this heartbeat, which is recorded in full.

@@ -8,6 +8,7 @@ import pytest
 
 from app.core.model.protocol.messages import Alive, Answer, LogLines, ResidentView, Stopped, encode
 from app.core.scheduling.rounds.quiet_heartbeats import (
+    FIGURES_EVERY_S,
     WHOLE_EVERY_S,
     QuietHeartbeats,
     acknowledged,
@@ -145,6 +146,21 @@ class TestRecognise:
     def test_now_and_then_a_heartbeat_is_recorded_in_full(self, quiet):
         assert seen(quiet, ALIVE, now_s=WHOLE_EVERY_S / 4) is not None
         assert seen(quiet, ALIVE, now_s=2 * WHOLE_EVERY_S) is None
+
+    @pytest.mark.parametrize(
+        "alive",
+        [
+            replace(ALIVE, health={**ALIVE.health, "reading": {"temperature_c": 41}}),
+            replace(ALIVE, facts={**ALIVE.facts, "held_bytes": {"ten_a": [1, 3]}}),
+            resident(memory_bytes=90),
+            resident(host_bytes=40),
+            resident(on_device_bytes=1),
+        ],
+    )
+    def test_other_figures_are_recorded_after_some_minutes(self, quiet, alive):
+        assert seen(quiet, alive, now_s=FIGURES_EVERY_S / 4) is not None
+        assert seen(quiet, alive, now_s=1.5 * FIGURES_EVERY_S) is None
+        assert seen(quiet, resident(step=5, held_us=10), now_s=1.5 * FIGURES_EVERY_S) is not None
 
 
 class TestTake:
