@@ -65,7 +65,7 @@ ROLLED_UP_AT_ONCE = timedelta(hours=1)  # span of the buckets that one transacti
 ANSWERED_ORDERS_KEPT = text("interval '1 hour'")
 IDEMPOTENCY_KEPT = text("interval '1 day'")
 DAMAGED_CHECKPOINTS_KEPT = text("interval '1 day'")
-NEW_CHECKPOINTS = text("interval '1 hour'")  # in which each task's surplus is looked for
+NEW_CHECKPOINTS = text("interval '1 hour'")  # a task without one of this time has no surplus
 MARKED_CHECKPOINTS_KEPT = text("interval '10 minutes'")
 DELETED_DATABLOCKS_KEPT = text("interval '10 minutes'")
 PLACES_KEPT = text("interval '7 days'")  # hosts have dropped data that was unused for so long

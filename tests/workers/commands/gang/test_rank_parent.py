@@ -1,4 +1,4 @@
-"""A parent starts the ranks of a command, and says how each of them ended."""
+"""A rank parent starts the ranks of a command, and says how each of them ended."""
 
 from __future__ import annotations
 
